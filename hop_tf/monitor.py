@@ -1,0 +1,57 @@
+"""`Monitor`: the lock, the clock and the waiting of one rank.
+
+Schemes never touch threads, clocks or locks themselves. All that a rank's threads share (queues, what is known of
+peers) is guarded by one monitor, and all waiting is `Monitor.wait`. So the very same scheme runs on real threads in
+production and on a deterministic scheduler with a virtual clock in tests and simulations.
+"""
+
+from __future__ import annotations
+
+import abc
+import threading
+import time
+
+
+class Monitor(abc.ABC):
+    """One lock with one condition and a clock. Use as a context manager to hold the lock (reentrant)."""
+
+    @abc.abstractmethod
+    def now(self) -> float:
+        """Seconds on this monitor's clock; only differences have a meaning."""
+
+    @abc.abstractmethod
+    def __enter__(self) -> Monitor: ...
+
+    @abc.abstractmethod
+    def __exit__(self, *exc_info) -> None: ...
+
+    @abc.abstractmethod
+    def notify_all(self) -> None:
+        """Wakes every `wait`. The lock must be held."""
+
+    @abc.abstractmethod
+    def wait(self, timeout_seconds: float) -> None:
+        """Releases the lock until notified or until the time is over, then takes it again. The lock must be held."""
+
+
+class ThreadMonitor(Monitor):
+    """The monitor of production: a `threading.Condition` and the machine's monotonic clock."""
+
+    def __init__(self):
+        self._condition = threading.Condition()
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def __enter__(self) -> ThreadMonitor:
+        self._condition.acquire()
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        self._condition.release()
+
+    def notify_all(self) -> None:
+        self._condition.notify_all()
+
+    def wait(self, timeout_seconds: float) -> None:
+        self._condition.wait(timeout_seconds)
