@@ -1,0 +1,149 @@
+"""Operations in which all ranks take part."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import numpy as np
+
+from hop_tf.errors import PeerLostError, ProtocolError
+from hop_tf.membership import Membership
+from hop_tf.transport.base import Message
+
+# Bulk data does not share a lane with the small messages of membership, which it would delay.
+BULK_LANE = 1
+
+
+def tree_neighbors(rank: int, world_size: int) -> tuple[int | None, tuple[int, ...]]:
+    """Parent (None for rank 0) and children of `rank` in the binary tree that collectives use."""
+    parent = (rank - 1) // 2 if rank else None
+    children = tuple(child for child in (2 * rank + 1, 2 * rank + 2) if child < world_size)
+    return parent, children
+
+
+class TreeCollectives:
+    """Broadcast from rank 0 and mean over all ranks, along a binary tree.
+
+    Each rank sends and receives every array at most three times whatever the world's size, and log2(world_size)
+    messages follow each other. Meant for what happens once (initial values, a final average), not for every step.
+
+    Args:
+      membership: Waiting and transport.
+    """
+
+    def __init__(self, membership: Membership):
+        self._membership = membership
+        self._transport = membership.transport
+        self._parent, self._children = tree_neighbors(membership.rank, membership.world_size)
+
+    def broadcast(self, name: str, payload: Sequence[np.ndarray]) -> np.ndarray | None:
+        """Gives every rank the bytes of rank 0.
+
+        Args:
+          name: Names this one operation; equal on all ranks, never used twice.
+          payload: What rank 0 sends; elsewhere it is ignored. Must not be written to afterwards.
+
+        Returns:
+          On rank 0 None; elsewhere rank 0's bytes, 1-D uint8, read-only and 64-byte aligned.
+
+        Blocks: until the parent in the tree has sent.
+
+        Raises:
+          HopError: As `Membership.wait` does; also if the parent leaves before it has sent.
+        """
+        received = None
+        if self._parent is not None:
+            received = self._receive(f"broadcast/{name}", [self._parent], in_session=True)[self._parent]
+            payload = [received]
+        for child in self._children:
+            self._transport.send(child, f"broadcast/{name}", payload=payload, lane=BULK_LANE)
+        return received
+
+    def mean(self, name: str, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Averages arrays over all ranks; the result is equal to the bit everywhere.
+
+        Args:
+          name: Names this one operation; equal on all ranks, never used twice.
+          arrays: Arrays of equal shapes and (float) dtypes on all ranks. Sums are kept in float32 at least.
+
+        Returns:
+          The means, with the shapes and dtypes of `arrays`.
+
+        Blocks: until all ranks take part.
+
+        Raises:
+          HopError: As `Membership.wait` does.
+        """
+        sums = [np.array(a, dtype=np.promote_types(a.dtype, np.float32), order="C") for a in arrays]
+        up = self._receive(f"reduce/{name}", self._children)
+        for child in self._children:
+            for total, part in zip(sums, _split(up[child], sums), strict=True):
+                total += part
+        if self._parent is not None:
+            self._transport.send(self._parent, f"reduce/{name}", payload=sums, lane=BULK_LANE)
+            down = self._receive(f"mean/{name}", [self._parent])[self._parent]
+            means = _split(down, sums)
+        else:
+            means = [total / self._membership.world_size for total in sums]
+        for child in self._children:
+            self._transport.send(child, f"mean/{name}", payload=means, lane=BULK_LANE)
+        return [mean.astype(a.dtype) for mean, a in zip(means, arrays, strict=True)]
+
+    def gather(self, name: str, value: object) -> list | None:
+        """Brings a small value of every rank to rank 0.
+
+        Args:
+          name: Names this one operation; equal on all ranks, never used twice.
+          value: Anything that JSON can hold.
+
+        Returns:
+          On rank 0 the values in the order of the ranks; elsewhere None.
+
+        Blocks: until all ranks below this one in the tree take part.
+
+        Raises:
+          HopError: As `Membership.wait` does.
+        """
+        values = {str(self._membership.rank): value}
+        for part in self._receive(f"gather/{name}", self._children).values():
+            values.update(json.loads(part.tobytes()))
+        if self._parent is not None:
+            data = np.frombuffer(json.dumps(values).encode(), np.uint8)
+            self._transport.send(self._parent, f"gather/{name}", payload=[data], lane=BULK_LANE)
+            return None
+        return [values[str(rank)] for rank in range(self._membership.world_size)]
+
+    def _receive(self, queue: str, senders: Sequence[int], in_session: bool = False) -> dict[int, np.ndarray]:
+        """One message from each sender."""
+        inbox: dict[int, Message] = {}
+
+        def on_message(message: Message) -> None:
+            with self._membership.monitor:
+                inbox[message.sender] = message
+                self._membership.monitor.notify_all()
+
+        def missing() -> list[int]:
+            awaited = [sender for sender in senders if sender not in inbox]
+            for sender in awaited if in_session else ():
+                departure = self._membership.departure(sender)
+                if departure is not None:
+                    raise PeerLostError(
+                        f"rank {self._membership.rank}: rank {sender} left before {queue!r}: {departure.reason}"
+                    )
+            return awaited
+
+        self._transport.register(queue, on_message)
+        try:
+            self._membership.wait(missing, operation=f"receive {queue!r}")
+        finally:
+            self._transport.unregister(queue)
+        return {sender: message.payload for sender, message in inbox.items()}
+
+
+def _split(payload: np.ndarray, like: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Cuts bytes into arrays shaped as `like`."""
+    if payload.nbytes != sum(a.nbytes for a in like):
+        raise ProtocolError(f"{payload.nbytes} bytes came where {sum(a.nbytes for a in like)} were expected.")
+    ends = np.cumsum([a.nbytes for a in like])
+    return [payload[end - a.nbytes : end].view(a.dtype).reshape(a.shape) for a, end in zip(like, ends, strict=True)]

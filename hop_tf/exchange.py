@@ -1,0 +1,211 @@
+"""`Exchange`: what a scheme is made of, and the bridge between it and the training graph.
+
+In the graph, once a step: pack -> `outbox` ... `results` -> use. Both are TensorFlow FIFO queues in this process. A
+communication thread takes from the outbox, runs the scheme's `Exchange.step`, and puts into the result queue. As the
+graph is dataflow, what was put into the outbox at the start of a step travels while the step computes, and the result
+is waited for only where it is used.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from hop_tf.errors import HopError
+from hop_tf.membership import Interrupted
+from hop_tf.packing import Packing
+from hop_tf.queues import enqueue_arrays
+
+_END_OF_SESSION = -1
+_POISON = -1
+
+
+@dataclasses.dataclass(frozen=True)
+class Outgoing:
+    """What the graph hands out: step, segment of the step (0 where there is one), and one flat array per bucket.
+
+    The arrays share memory with tensors: they are read-only.
+    """
+
+    step: int
+    segment: int
+    buckets: tuple[np.ndarray, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Incoming:
+    """What the graph gets back for the `Outgoing` of the same step and segment. Delivered in order.
+
+    The arrays are handed over to TensorFlow: nobody writes to them afterwards.
+    """
+
+    step: int
+    segment: int
+    buckets: tuple[np.ndarray, ...]
+
+
+class Exchange(abc.ABC):
+    """A scheme's communication for one group of variables: plain Python over arrays, queues and `Membership.wait`."""
+
+    @abc.abstractmethod
+    def reset(self, session: int) -> None:
+        """Forgets everything and prepares for step 0 of `session`. Other ranks may send as soon as it has returned."""
+
+    @abc.abstractmethod
+    def step(self, outgoing: Outgoing) -> Incoming:
+        """Runs the scheme for one step; called once for every `Outgoing`, in order.
+
+        Blocks: on peers, by `Membership.wait`.
+
+        Raises:
+          HopError: What a peer did or failed to do.
+          Interrupted: If this rank leaves the session.
+        """
+
+    @abc.abstractmethod
+    def neutral(self, outgoing: Outgoing) -> Incoming:
+        """The result that changes nothing, for a step whose waiting was interrupted."""
+
+    @property
+    @abc.abstractmethod
+    def sent_steps(self) -> int:
+        """Steps of the running session whose messages have been sent."""
+
+    def counters(self) -> Mapping[str, float]:
+        """What `strategy.report()` shows beside the common counters."""
+        return {}
+
+    def close(self) -> None:
+        """Stops taking messages."""
+
+
+class ExchangeRunner:
+    """Runs an `Exchange` on a communication thread, behind two TensorFlow queues.
+
+    Failures never close a queue, which Keras would take for the end of the data: they travel through the result queue
+    as a poison element and are raised by an assertion in the graph.
+
+    Args:
+      name: Names the thread.
+      packing: The buckets that go out, and come back.
+      exchange: The scheme.
+      on_error: Called on the communication thread with whatever `Exchange.step` raised.
+    """
+
+    def __init__(
+        self, *, name: str, packing: Packing, exchange: Exchange, on_error: Callable[[BaseException], None]
+    ):
+        self._packing = packing
+        self._exchange = exchange
+        self._on_error = on_error
+        self._quiet = threading.Event()
+        with tf.init_scope(), tf.device("/cpu:0"):
+            # One step in flight, and room for the marker that ends a session.
+            self._outbox = tf.queue.FIFOQueue(2, [tf.int64, tf.int32, *packing.dtypes])
+            self._results = tf.queue.FIFOQueue(2, [tf.int64, tf.int32, tf.string, *packing.dtypes])
+        self._no_error = tf.constant("")
+        self._thread = threading.Thread(target=self._run, name=f"hop_tf exchange {name}", daemon=True)
+        self._thread.start()
+
+    # In the graph.
+
+    def submit(self, step: tf.Tensor, segment: int, buckets: Sequence[tf.Tensor]) -> tf.Operation:
+        """Emits the op that hands a step's buckets to the scheme.
+
+        Args:
+          step: int64 scalar.
+          segment: Index of the segment.
+          buckets: One flat tensor per bucket of the packing.
+
+        Returns:
+          The op. It blocks its step, not the process, while an earlier step is not taken yet.
+        """
+        with tf.device("/cpu:0"):
+            return self._outbox.enqueue([step, tf.constant(segment, tf.int32), *buckets])
+
+    def collect(self, step: tf.Tensor, segment: int) -> list[tf.Tensor]:
+        """Emits the ops that take the scheme's result for `step` and `segment`.
+
+        Args:
+          step: int64 scalar.
+          segment: Index of the segment.
+
+        Returns:
+          One flat tensor per bucket. Their consumers wait, for as long as the scheme does.
+
+        Raises:
+          tf.errors.InvalidArgumentError: When executed, if the scheme failed; the text is the failure's.
+        """
+        with tf.device("/cpu:0"):
+            got_step, got_segment, error, *buckets = self._results.dequeue()
+            in_order = tf.logical_and(tf.equal(got_step, step), tf.equal(got_segment, segment))
+            with tf.control_dependencies([tf.debugging.Assert(in_order, [error, got_step, step], summarize=1)]):
+                buckets = [tf.identity(bucket) for bucket in buckets]
+        for bucket, size in zip(buckets, self._packing.sizes, strict=True):
+            bucket.set_shape([size])
+        return buckets
+
+    # Around it.
+
+    def quiesce(self, timeout_seconds: float) -> None:
+        """Waits until all that was submitted is answered, and drops results that nobody has taken.
+
+        Raises:
+          HopError: If the scheme does not come to rest in time.
+        """
+        if not self._thread.is_alive():
+            return
+        self._quiet.clear()
+        empty = [np.empty(0, dtype.as_numpy_dtype) for dtype in self._packing.dtypes]
+        self._outbox.enqueue([tf.constant(_END_OF_SESSION, tf.int64), 0, *empty])
+        while not self._quiet.wait(0.05):
+            self._drop_results()  # A full result queue would keep the thread from reaching the marker.
+            timeout_seconds -= 0.05
+            if timeout_seconds < 0:
+                raise HopError(f"{self._thread.name} did not come to rest.")
+        self._drop_results()
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._outbox.close(cancel_pending_enqueues=True)
+        self._drop_results()
+        self._results.close(cancel_pending_enqueues=True)
+        self._thread.join(timeout=5)
+
+    def _drop_results(self) -> None:
+        for _ in range(int(self._results.size())):
+            self._results.dequeue()
+
+    def _run(self) -> None:
+        # No name here may keep a step's arrays alive while the next one is awaited: they can be large.
+        try:
+            while True:
+                self._answer(self._take())
+        except (tf.errors.OutOfRangeError, tf.errors.CancelledError):
+            pass  # `close` closed the queues.
+
+    def _take(self) -> Outgoing:
+        step, segment, *buckets = self._outbox.dequeue()
+        return Outgoing(int(step), int(segment), tuple(np.asarray(bucket) for bucket in buckets))
+
+    def _answer(self, outgoing: Outgoing) -> None:
+        if outgoing.step == _END_OF_SESSION:
+            self._quiet.set()
+            return
+        error = self._no_error
+        try:
+            incoming = self._exchange.step(outgoing)
+        except Interrupted:
+            incoming = self._exchange.neutral(outgoing)
+        except BaseException as failure:
+            self._on_error(failure)
+            error = tf.constant(f"{type(failure).__name__}: {failure}")
+            empty = tuple(np.empty(0, dtype.as_numpy_dtype) for dtype in self._packing.dtypes)
+            incoming = Incoming(_POISON, outgoing.segment, empty)
+        tags = [tf.constant(incoming.step, tf.int64), tf.constant(incoming.segment, tf.int32)]
+        enqueue_arrays(self._results, [*tags, error, *incoming.buckets])

@@ -1,0 +1,270 @@
+"""`Membership`: who takes part in the running session, and the one place where a rank waits for others.
+
+A *session* is one call of `fit` (or the life of a custom training loop). Ranks enter it together: each announces that
+it is ready and waits for the peers it deals with. They leave it one by one, when their `fit` ends, normally or not;
+the announcement is passed on by everyone, so that it reaches the ranks that are no peers of the leaver too. The others
+go on without a rank that left. They do not go on when a rank was lost or disagreed (an *abort*): then all raise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Mapping
+
+from absl import logging
+
+from hop_tf import membership_pb2
+from hop_tf.errors import DeadlineExceededError, HopError, PeerLostError, ProtocolError, describe_failure
+from hop_tf.monitor import Monitor
+from hop_tf.options import CommunicationOptions
+from hop_tf.transport.base import Message, Transport
+
+_READY = "membership/ready"
+_LEAVE = "membership/leave"
+# Silence, unlike messages, wakes nobody: how often a waiting rank looks at it.
+_LIVENESS_PERIOD_SECONDS = 0.25
+_PROGRESS_ADVICE = "Check that rank's log: it is alive but does not deliver (see progress_timeout_seconds)."
+_LOST_ADVICE = "Check whether that process runs and can be reached (see timeout_seconds)."
+
+
+class Interrupted(Exception):
+    """Not an error: waiting was ended because this rank itself leaves the session."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Departure:
+    """How a rank left: `sent_steps[group]` steps were sent before, why, and whether for good."""
+
+    sent_steps: Mapping[str, int]
+    reason: str
+    final: bool
+
+
+class Membership:
+    """Sessions, departures and waiting, over a transport.
+
+    Args:
+      transport: The started transport.
+      monitor: The rank's monitor.
+      options: Deadlines.
+      world_size: Number of ranks.
+      peers: Ranks that this one deals with directly. Together they must connect the whole world.
+    """
+
+    def __init__(
+        self,
+        *,
+        transport: Transport,
+        monitor: Monitor,
+        options: CommunicationOptions,
+        world_size: int,
+        peers: Iterable[int],
+    ):
+        self.rank = transport.rank
+        self.world_size = world_size
+        self.peers = tuple(sorted(set(peers) - {self.rank}))
+        self.monitor = monitor
+        self.transport = transport
+        self.session = 0
+        self._options = options
+        self._ready = dict.fromkeys(self.peers, 0)
+        self._departures: dict[tuple[int, int], Departure] = {}
+        self._gone: dict[int, Departure] = {}
+        self._failure: BaseException | None = None
+        self._interrupted = False
+        transport.register(_READY, self._on_ready)
+        transport.register(_LEAVE, self._on_leave)
+
+    # Entering and leaving.
+
+    def begin_session(self) -> None:
+        """Enters the next session together with all peers.
+
+        Blocks: until every peer has entered it too.
+
+        Raises:
+          HopError: If a peer cannot be reached, disagrees, or has left for good.
+        """
+        with self.monitor:
+            self.session += 1
+            ready = membership_pb2.Ready(session=self.session).SerializeToString()
+        for peer in self.peers:
+            self.transport.connect(peer)
+            self.transport.send(peer, _READY, ready)
+
+        def absent() -> list[int]:
+            return [peer for peer in self.peers if self._ready[peer] < self.session]
+
+        self.wait(absent, operation="start of training")
+
+    def leave(self, *, sent_steps: Mapping[str, int], reason: str, abort: bool = False, final: bool = False) -> None:
+        """Tells everyone that this rank takes part in the running session no more. Does not block for long.
+
+        Ends the effect of `interrupt`.
+
+        Args:
+          sent_steps: For each exchange group, how many steps' messages were sent.
+          reason: Why, for the others' logs and errors.
+          abort: The job cannot go on; everyone raises.
+          final: This process does not train again.
+        """
+        self._interrupted = False
+        message = membership_pb2.Leave(
+            rank=self.rank,
+            session=self.session,
+            sent_steps=sent_steps,
+            abort=abort,
+            final=final,
+            reason=reason,
+        )
+        self._pass_on(message)
+
+    def interrupt(self) -> None:
+        """Ends every `wait` of this rank with `Interrupted`, until it has left."""
+        with self.monitor:
+            self._interrupted = True
+            self.monitor.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """Ends every `wait` of this rank, now and later, with `error` (the first one is kept)."""
+        with self.monitor:
+            self._failure = self._failure or error
+            self.monitor.notify_all()
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended this rank's part in the job, if anything did."""
+        return self._failure
+
+    # What is known of others.
+
+    def departure(self, rank: int) -> Departure | None:
+        """How `rank` left the running session; None while it takes part."""
+        return self._departures.get((self.session, rank)) or self._gone.get(rank)
+
+    def departed(self) -> set[int]:
+        """Ranks that take part in the running session no more."""
+        return {rank for session, rank in self._departures if session == self.session} | set(self._gone)
+
+    def delivers(self, rank: int, group: str, step: int) -> bool:
+        """Whether `rank`'s messages of `step` in `group` have come or may still come."""
+        departure = self.departure(rank)
+        return departure is None or step < departure.sent_steps.get(group, 0)
+
+    # Waiting.
+
+    def wait(
+        self, missing: Callable[[], Collection[int]], *, operation: str, step: int | None = None
+    ) -> None:
+        """Waits until no rank is missing any more.
+
+        Args:
+          missing: Called with the monitor held, after every change; returns the ranks still awaited.
+          operation: What is awaited, for error messages.
+          step: The training step, or None outside of a step.
+
+        Blocks: until `missing()` is empty; messages from those ranks, or their departure, bring that about.
+
+        Raises:
+          PeerLostError: If a missing rank was silent for `timeout_seconds`, or was restarted.
+          DeadlineExceededError: If a missing rank never appeared within `timeout_seconds`, or is alive but did not
+            deliver within `progress_timeout_seconds`.
+          HopError: If the job was aborted meanwhile.
+          Interrupted: If this rank leaves the session itself.
+        """
+        with self.monitor:
+            start = self.monitor.now()
+            while True:
+                awaited = missing()
+                if not awaited:
+                    return
+                if self._interrupted:
+                    raise Interrupted
+                waited = self.monitor.now() - start
+                for peer in awaited:
+                    self._check_peer(peer, waited, operation, step)
+                self.check()
+                self.monitor.wait(_LIVENESS_PERIOD_SECONDS)
+
+    def check(self) -> None:
+        """Raises what ended the job, if anything did."""
+        if self._failure is not None:
+            raise self._failure
+
+    def _check_peer(self, peer: int, waited: float, operation: str, step: int | None) -> None:
+        status = self.transport.status(peer)
+        if status.failure is not None:
+            raise status.failure
+        problem = f": {status.last_problem}" if status.last_problem else ""
+        gone = self._gone.get(peer)
+        if gone is not None:
+            error, state, advice = PeerLostError, f"it has ended: {gone.reason}", "Start the job again."
+        elif status.silent_seconds > self._options.timeout_seconds and status.ever_connected:
+            error, state, advice = PeerLostError, f"silent for {status.silent_seconds:.1f} s{problem}", _LOST_ADVICE
+        elif status.silent_seconds > self._options.timeout_seconds:
+            error, state, advice = DeadlineExceededError, f"it never appeared{problem}", _LOST_ADVICE
+        elif waited > self._options.progress_timeout_seconds:
+            error, state, advice = DeadlineExceededError, "it is alive", _PROGRESS_ADVICE
+        else:
+            return
+        raise error(
+            describe_failure(
+                rank=self.rank,
+                step=step,
+                operation=operation,
+                target=f"rank {peer} at {status.address}",
+                seconds=waited,
+                state=state,
+                advice=advice,
+            )
+        )
+
+    # Messages.
+
+    def _on_ready(self, message: Message) -> None:
+        ready = _parse(membership_pb2.Ready, message)
+        with self.monitor:
+            self._ready[message.sender] = max(self._ready.get(message.sender, 0), ready.session)
+            self.monitor.notify_all()
+
+    def _on_leave(self, message: Message) -> None:
+        leave = _parse(membership_pb2.Leave, message)
+        if not 0 <= leave.rank < self.world_size:
+            raise ProtocolError(f"rank {message.sender} announced that rank {leave.rank} leaves: no such rank.")
+        with self.monitor:
+            news = self._note(leave)
+        if news:
+            self._pass_on(leave, learned_from=message.sender)
+
+    def _note(self, leave: membership_pb2.Leave) -> bool:
+        """Remembers a departure; False if it was known."""
+        key = (leave.session, leave.rank)
+        known = leave.rank in self._gone if leave.final else key in self._departures
+        if known or leave.rank == self.rank:
+            return False
+        departure = Departure(dict(leave.sent_steps), leave.reason, leave.final)
+        self._departures.setdefault(key, departure)
+        if leave.final:
+            self._gone[leave.rank] = self._departures[key]
+        if leave.abort and self._failure is None:
+            self._failure = PeerLostError(f"rank {self.rank}: training ended because rank {leave.rank} gave up: {leave.reason}")
+        elif leave.reason:
+            logging.info("rank %d: rank %d left session %d: %s", self.rank, leave.rank, leave.session, leave.reason)
+        self.monitor.notify_all()
+        return True
+
+    def _pass_on(self, leave: membership_pb2.Leave, learned_from: int | None = None) -> None:
+        data = leave.SerializeToString()
+        for peer in self.peers:
+            if peer not in (learned_from, leave.rank):
+                try:
+                    self.transport.send(peer, _LEAVE, data)
+                except HopError as error:
+                    logging.info("rank %d: could not tell rank %d that rank %d left: %s", self.rank, peer, leave.rank, error)
+
+
+def _parse(message_type, message: Message):
+    try:
+        return message_type.FromString(message.header)
+    except Exception as error:
+        raise ProtocolError(f"rank {message.sender} sent a malformed message to {message.queue!r}: {error}.") from error

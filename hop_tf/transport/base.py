@@ -1,0 +1,120 @@
+"""`Transport`: named queues between ranks, the one way in which ranks talk.
+
+A transport moves messages. It knows nothing of training: no steps, no scheme. Every member (gRPC between processes,
+in-process for tests, simulated time) passes the same contract suite.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Message:
+    """What a handler receives.
+
+    Attributes:
+      sender: Rank that sent it.
+      queue: Name of the queue it was sent to.
+      header: A few bytes that the scheme defines (at most 64 KiB).
+      payload: 1-D uint8 array, read-only, 64-byte aligned (so that TensorFlow can adopt it without a copy); empty
+        where the message has none. The memory is recycled when the last reference to it, or to a view, is gone.
+    """
+
+    sender: int
+    queue: str
+    header: bytes
+    payload: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class PeerStatus:
+    """What a transport knows of a peer.
+
+    Attributes:
+      address: Where it is, "host:port".
+      connected: Whether a link to or from it is up now.
+      silent_seconds: Time since anything was heard of it; since `connect` was called, if nothing ever was.
+      ever_connected: Whether the handshake with it has ever succeeded.
+      failure: An error that no waiting can mend (it disagrees with us, or it is a restarted process), else None.
+      last_problem: The latest connection problem in words ("connection refused"), for error messages; else "".
+    """
+
+    address: str
+    connected: bool
+    silent_seconds: float
+    ever_connected: bool
+    failure: Exception | None = None
+    last_problem: str = ""
+
+
+Handler = Callable[[Message], None]
+
+
+class Transport(abc.ABC):
+    """Sends messages to named queues of other ranks, in order, at most once, and watches over the peers.
+
+    Threads: `send` may be called from any thread. Handlers run on the transport's threads, one at a time per
+    (sender, lane); a handler that blocks stops only that sender's lane (back-pressure), never the server.
+    """
+
+    @property
+    @abc.abstractmethod
+    def rank(self) -> int:
+        """The rank of this process."""
+
+    @abc.abstractmethod
+    def start(self) -> None:
+        """Begins to serve on this rank's own address.
+
+        Raises:
+          HopError: If the address cannot be bound; the message names it.
+        """
+
+    @abc.abstractmethod
+    def connect(self, peer: int) -> None:
+        """Begins to connect to `peer`, keeps at it in the background, and watches over it. Does not block."""
+
+    @abc.abstractmethod
+    def register(self, queue: str, handler: Handler) -> None:
+        """Delivers messages for `queue` to `handler`, those first that came before there was one."""
+
+    @abc.abstractmethod
+    def unregister(self, queue: str) -> None:
+        """Forgets the handler of `queue`; later messages for it are held for the next one, up to a limit."""
+
+    @abc.abstractmethod
+    def send(
+        self, peer: int, queue: str, header: bytes = b"", payload: Sequence[np.ndarray] = (), lane: int = 0
+    ) -> None:
+        """Queues one message for `peer`; connects first where there is no link yet.
+
+        Messages to one peer on one lane arrive in the order in which they were sent, each at most once, also when
+        the connection breaks and is restored in between. The payload is the concatenation of the arrays' bytes; it
+        is read after `send` has returned, so the arrays must never be written to again.
+
+        Blocks: while too much is queued for this lane (until the peer takes it, the peer is lost or `close`).
+
+        Raises:
+          HopError: If the transport is closed or the peer has failed for good.
+        """
+
+    @abc.abstractmethod
+    def flush(self, peer: int, timeout_seconds: float) -> bool:
+        """Waits until all that was sent to `peer` has been received there; False if that took too long."""
+
+    @abc.abstractmethod
+    def status(self, peer: int) -> PeerStatus:
+        """What is known of `peer` now."""
+
+    @abc.abstractmethod
+    def counters(self) -> Mapping[str, int]:
+        """Totals so far: `bytes_sent`, `bytes_received`, `messages_sent`, `messages_received`, `connections_refused`."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Stops serving, closes all links, unblocks every call and joins the threads. Idempotent."""

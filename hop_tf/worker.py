@@ -1,0 +1,347 @@
+"""`Worker`: one rank at run time. It owns the transport, the membership and the exchange groups.
+
+A strategy creates one; the Keras hook calls it; a scheme is plugged in through `make_exchange`. Nothing here depends
+on Keras.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import weakref
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from hop_tf import membership_pb2
+from hop_tf.buffers import BufferPool
+from hop_tf.cluster import Cluster
+from hop_tf.collectives import TreeCollectives, tree_neighbors
+from hop_tf.errors import HopError, MismatchError, ProtocolError
+from hop_tf.exchange import Exchange, ExchangeRunner
+from hop_tf.membership import Membership
+from hop_tf.monitor import ThreadMonitor
+from hop_tf.options import CommunicationOptions
+from hop_tf.packing import Packing, TensorSpec
+from hop_tf.report import StepStatistics
+from hop_tf.transport import GrpcTransport
+
+
+@dataclasses.dataclass(frozen=True)
+class ExchangeContext:
+    """What a scheme gets to work with.
+
+    Attributes:
+      group: Name of the exchange group, equal on all ranks; part of its queues' names.
+      session: The running session, in which the group's step 0 is.
+      packing: The buckets.
+      membership: Waiting, departures, and the transport.
+      pool: Where large arrays come from.
+    """
+
+    group: str
+    session: int
+    packing: Packing
+    membership: Membership
+    pool: BufferPool
+
+
+@dataclasses.dataclass
+class Group:
+    """The variables that one optimizer's steps exchange, and the runner that does it.
+
+    Attributes:
+      name: See `ExchangeContext.group`.
+      optimizer: Weak reference to the optimizer.
+      variables: The variables, in the order of the packing.
+      packing: Their buckets.
+      exchange: The scheme.
+      runner: Its thread and queues.
+      step: int64 variable: the running session's steps.
+      statistics: Counts the time that steps wait.
+    """
+
+    name: str
+    optimizer: weakref.ref
+    variables: Sequence[tf.Variable]
+    packing: Packing
+    exchange: Exchange
+    runner: ExchangeRunner
+    step: tf.Variable
+    statistics: StepStatistics
+
+    def submit(self, values: Sequence[tf.Tensor]) -> None:
+        """Emits the op that hands `values`, one tensor per variable, to the scheme."""
+        self.runner.submit(self.step.read_value(), 0, self.packing.pack(values))
+
+    def collect(self, gradients: Sequence) -> list[tf.Tensor]:
+        """Emits the ops that take the scheme's result for this step, one tensor per variable, and end the step.
+
+        `gradients` are what the step computes meanwhile: to wait longer than for them counts as waiting.
+        """
+        buckets = self.runner.collect(self.step.read_value(), 0)
+        computed = [g for g in tf.nest.flatten(gradients, expand_composites=True) if g is not None]
+        self.statistics.count_wait(computed, buckets)
+        self.step.assign_add(1)
+        return self.packing.unpack(buckets)
+
+    def close(self) -> None:
+        """Ends the thread and takes no more messages."""
+        self.exchange.close()
+        self.runner.close()
+
+
+class Worker:
+    """Joins a cluster and runs exchange groups session by session.
+
+    Args:
+      cluster: The cluster; more than one rank.
+      options: Deadlines and credentials.
+      identity: Fields that must be equal on all ranks.
+      neighbors: Ranks that the scheme exchanges messages with.
+      make_exchange: Makes a scheme's exchange for a new group.
+
+    Raises:
+      HopError: If this rank's address cannot be bound.
+    """
+
+    def __init__(
+        self,
+        *,
+        cluster: Cluster,
+        options: CommunicationOptions,
+        identity: Mapping[str, str],
+        neighbors: Iterable[int],
+        make_exchange: Callable[[ExchangeContext], Exchange],
+    ):
+        self._options = options
+        self._make_exchange = make_exchange
+        self._pool = BufferPool()
+        self._transport = GrpcTransport(
+            cluster.rank,
+            cluster.addresses,
+            identity=identity,
+            options=options,
+            pool=self._pool,
+            on_error=self._on_error,
+        )
+        parent, children = tree_neighbors(cluster.rank, cluster.world_size)
+        peers = {*neighbors, *children} | ({parent} if parent is not None else set())
+        self.membership = Membership(
+            transport=self._transport,
+            monitor=ThreadMonitor(),
+            options=options,
+            world_size=cluster.world_size,
+            peers=peers,
+        )
+        self._collectives = TreeCollectives(self.membership)
+        self._num_collectives = 0
+        self._groups: list[Group] = []
+        self._num_groups = 0
+        self._retired_counters = collections.Counter()
+        # Variables cannot be hashed: by identity, and without keeping them alive.
+        self._broadcast: dict[int, weakref.ref] = {}
+        self._in_session = False
+        self._closed = False
+        self._transport.start()
+
+    # Sessions.
+
+    @property
+    def in_session(self) -> bool:
+        """Whether this rank takes part in a session."""
+        return self._in_session
+
+    def begin_session(self) -> None:
+        """Enters the next session. See `Membership.begin_session`."""
+        self.membership.check()
+        if self._closed:
+            raise HopError("the strategy was shut down. Create a new one to train again.")
+        self._retire_groups()
+        for group in self._groups:
+            group.exchange.reset(self.membership.session + 1)
+            group.step.assign(0)
+        self.membership.begin_session()
+        self._in_session = True
+
+    def _retire_groups(self) -> None:
+        """Ends the groups of optimizers that are gone, as after a new `compile`."""
+        for group in [group for group in self._groups if group.optimizer() is None]:
+            self._groups.remove(group)
+            self._retired_counters.update(group.exchange.counters())
+            group.close()
+
+    def end_session(self, error: BaseException | None) -> None:
+        """Leaves the session: normally (`error` None), or because of `error`. The job goes on without this rank.
+
+        It does not where `error` is a `HopError`, that is where the job itself is broken: then all ranks raise.
+        """
+        if not self._in_session:
+            return
+        self._in_session = False
+        self.membership.interrupt()
+        for group in self._groups:
+            group.runner.quiesce(self._options.timeout_seconds)
+        self.membership.leave(
+            sent_steps={group.name: group.exchange.sent_steps for group in self._groups},
+            reason="" if error is None else f"{type(error).__name__}: {error}",
+            abort=isinstance(error, HopError),
+        )
+
+    def close(self, reason: str) -> None:
+        """Leaves for good and releases the port and all threads. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self.end_session(None)
+            self.membership.leave(sent_steps={}, reason=reason, final=True)
+            self._flush()
+        finally:
+            for group in self._groups:
+                group.close()
+            self._transport.close()
+
+    def _flush(self) -> None:
+        """Gives what was sent last, and the farewell, time to arrive where somebody still listens."""
+        deadline = self.membership.monitor.now() + min(5.0, self._options.timeout_seconds)
+        for peer in self.membership.peers:
+            if self._transport.status(peer).connected:
+                self._transport.flush(peer, max(0.0, deadline - self.membership.monitor.now()))
+
+    def _on_error(self, error: BaseException) -> None:
+        """Takes failures of the transport's and the exchange's threads; the next wait of this rank raises them."""
+        logging.error("rank %d: %s: %s", self.membership.rank, type(error).__name__, error)
+        self.membership.fail(error)
+
+    # Groups.
+
+    def add_group(
+        self, *, optimizer: object, variables: Sequence[tf.Variable], statistics: StepStatistics
+    ) -> Group:
+        """Makes the exchange group of an optimizer at its first step. A collective: every rank makes the same groups.
+
+        Args:
+          optimizer: The optimizer. The group ends with the session in which nobody refers to it any more.
+          variables: What is exchanged.
+          statistics: Counts the time that steps wait.
+
+        Returns:
+          The group, ready for its first step in the running session.
+
+        Raises:
+          MismatchError: If rank 0 has other variables, or another optimizer.
+        """
+        specs = [_spec(variable) for variable in variables]
+        packing = Packing(specs)
+        digest = zlib.crc32("\n".join(spec.name for spec in specs).encode())
+        name = f"{self._num_groups}-{digest:08x}"
+        self._num_groups += 1
+        self._compare(name, type(optimizer).__name__, specs)
+        exchange = self._make_exchange(
+            ExchangeContext(name, self.membership.session, packing, self.membership, self._pool)
+        )
+        runner = ExchangeRunner(name=name, packing=packing, exchange=exchange, on_error=self._on_error)
+        with tf.init_scope(), tf.device("/cpu:0"):
+            step = tf.Variable(0, dtype=tf.int64, trainable=False, name="hop_tf_step")
+        group = Group(name, weakref.ref(optimizer), list(variables), packing, exchange, runner, step, statistics)
+        self._groups.append(group)
+        return group
+
+    def broadcast_initial_values(self, variables: Iterable[tf.Variable]) -> None:
+        """Gives those variables that were not given before rank 0's values. A collective.
+
+        Args:
+          variables: The variables, in the same order on all ranks. Called outside of graphs, or in `tf.init_scope`.
+
+        Raises:
+          MismatchError: If rank 0 has other variables.
+        """
+        new = []
+        for variable in variables:
+            known = self._broadcast.get(id(variable))
+            if known is None or known() is not variable:
+                self._broadcast[id(variable)] = weakref.ref(variable)
+                new.append(variable)
+        if not new:
+            return
+        self._compare(f"initial values {self._next_collective()}", "", [_spec(v) for v in new])
+        arrays = [np.asarray(v.read_value()) for v in new]
+        received = self._collectives.broadcast(f"values {self._next_collective()}", [a.reshape(-1) for a in arrays])
+        if received is None:
+            return
+        start = 0
+        for variable, array in zip(new, arrays, strict=True):
+            end = start + array.nbytes
+            # A copy: the variable may live longer than it is good to keep the whole message's memory.
+            variable.assign(received[start:end].copy().view(array.dtype).reshape(array.shape))
+            start = end
+
+    def average(self, variables: Sequence[tf.Variable]) -> None:
+        """Assigns to each float variable its mean over all ranks. A collective."""
+        floats = [v for v in variables if v.dtype.is_floating]
+        arrays = [np.asarray(v.read_value()) for v in floats]
+        for variable, mean in zip(floats, self._collectives.mean(self._next_collective(), arrays), strict=True):
+            variable.assign(mean)
+
+    def gather(self, value: object) -> list | None:
+        """Brings every rank's value to rank 0. A collective; see `TreeCollectives.gather`."""
+        return self._collectives.gather(self._next_collective(), value)
+
+    def _next_collective(self) -> str:
+        self._num_collectives += 1
+        return str(self._num_collectives)
+
+    def _compare(self, what: str, optimizer: str, specs: Sequence[TensorSpec]) -> None:
+        """Raises `MismatchError` unless rank 0 has the same."""
+        variables = [membership_pb2.Variable(name=s.name, dtype=s.dtype.name, shape=s.shape) for s in specs]
+        mine = membership_pb2.GroupSignature(group=what, optimizer=optimizer, variables=variables)
+        data = np.frombuffer(mine.SerializeToString(), np.uint8)
+        received = self._collectives.broadcast(f"signature {self._next_collective()}", [data])
+        if received is None:
+            return
+        try:
+            theirs = membership_pb2.GroupSignature.FromString(received.tobytes())
+        except Exception as error:
+            raise ProtocolError(f"rank 0 sent a malformed description of {what!r}: {error}.") from error
+        difference = _first_difference(theirs, mine)
+        if difference:
+            field, first, own = difference
+            raise MismatchError(
+                f"rank 0 and rank {self.membership.rank} disagree on {field}. Rank 0 has {first}, "
+                f"rank {self.membership.rank} has {own}. All ranks must build the same model in the same order."
+            )
+
+    # Records.
+
+    def counters(self) -> dict[str, float]:
+        """Totals for `strategy.report()`."""
+        totals = collections.Counter(self._retired_counters)
+        for group in self._groups:
+            totals.update(group.exchange.counters())
+        return {**self._transport.counters(), **totals}
+
+
+def _spec(variable: tf.Variable) -> TensorSpec:
+    return TensorSpec(getattr(variable, "path", variable.name), tuple(variable.shape.as_list()), variable.dtype)
+
+
+def _first_difference(theirs, mine) -> tuple[str, str, str] | None:
+    """The first field in which two signatures differ: (field, their value, my value)."""
+    if theirs.group.split("-")[0] != mine.group.split("-")[0]:
+        return "the order of operations", repr(theirs.group), repr(mine.group)
+    if theirs.optimizer != mine.optimizer:
+        return "the optimizer", theirs.optimizer, mine.optimizer
+    if len(theirs.variables) != len(mine.variables):
+        return "the number of variables", str(len(theirs.variables)), str(len(mine.variables))
+    for index, (first, own) in enumerate(zip(theirs.variables, mine.variables, strict=True)):
+        if first != own:
+            return f"variable {index}", _in_words(first), _in_words(own)
+    return None
+
+
+def _in_words(variable) -> str:
+    return f"{variable.name!r} {variable.dtype}{list(variable.shape)}"

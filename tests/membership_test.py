@@ -1,0 +1,189 @@
+"""Sessions, departures and deadlines, on a virtual clock."""
+
+import tensorflow as tf
+
+from hop_tf import errors
+from hop_tf.membership import Interrupted, Membership
+from hop_tf.monitor import Monitor
+from hop_tf.options import CommunicationOptions
+from hop_tf.simulate import VirtualCluster
+from hop_tf.transport.base import PeerStatus, Transport
+
+
+class SessionTest(tf.test.TestCase):
+    def test_ranks_enter_a_session_together(self):
+        cluster = VirtualCluster(3)
+        entered = {}
+
+        def body(rank):
+            cluster.scheduler.sleep(10.0 * rank)
+            cluster.memberships[rank].begin_session()
+            entered[rank] = cluster.scheduler.now
+
+        cluster.run(body)
+        self.assertEqual(entered, {0: 20.0, 1: 20.0, 2: 20.0})
+
+    def test_the_next_session_begins_when_the_last_rank_enters_it(self):
+        cluster = VirtualCluster(2)
+        entered = []
+
+        def body(rank):
+            membership = cluster.memberships[rank]
+            membership.begin_session()
+            cluster.scheduler.sleep(5.0 + 7.0 * rank)
+            membership.leave(sent_steps={"g": 3}, reason="")
+            membership.begin_session()
+            entered.append((rank, cluster.scheduler.now, membership.departed()))
+
+        cluster.run(body)
+        self.assertCountEqual(entered, [(0, 12.0, set()), (1, 12.0, set())])
+
+    def test_a_departure_ends_waiting_for_later_steps_only(self):
+        cluster = VirtualCluster(2)
+        seen = []
+
+        def body(rank):
+            membership = cluster.memberships[rank]
+            membership.begin_session()
+            if rank == 1:
+                membership.leave(sent_steps={"g": 5}, reason="early stopping")
+                return
+            membership.wait(lambda: [1] if membership.delivers(1, "g", 5) else [], operation="receive")
+            seen.append([membership.delivers(1, "g", step) for step in (4, 5)])
+            seen.append(membership.departure(1).reason)
+
+        cluster.run(body)
+        self.assertEqual(seen, [[True, False], "early stopping"])
+
+    def test_news_of_a_departure_reach_ranks_that_are_no_peers(self):
+        cluster = VirtualCluster(4)
+        for rank, membership in enumerate(cluster.memberships):
+            membership.peers = tuple(peer for peer in (rank - 1, rank + 1) if 0 <= peer < 4)
+
+        def body(rank):
+            membership = cluster.memberships[rank]
+            membership.begin_session()
+            if rank == 0:
+                membership.leave(sent_steps={}, reason="done")
+            else:
+                membership.wait(lambda: [] if 0 in membership.departed() else [rank - 1], operation="hear of it")
+
+        cluster.run(body)
+        self.assertEqual([membership.departed() for membership in cluster.memberships[1:]], [{0}] * 3)
+
+    def test_an_abort_is_raised_by_all(self):
+        cluster = VirtualCluster(3)
+        raised = {}
+
+        def body(rank):
+            membership = cluster.memberships[rank]
+            membership.begin_session()
+            if rank == 0:
+                membership.leave(sent_steps={}, reason="PeerLostError: rank 7 was lost", abort=True)
+                return
+            try:
+                membership.wait(lambda: [0], operation="receive")
+            except errors.PeerLostError as error:
+                raised[rank] = str(error)
+
+        cluster.run(body)
+        self.assertCountEqual(raised, [1, 2])
+        self.assertIn("rank 0 gave up: PeerLostError: rank 7 was lost", raised[1])
+
+    def test_interrupt_ends_waiting(self):
+        cluster = VirtualCluster(2)
+
+        def body(rank):
+            membership = cluster.memberships[rank]
+            membership.begin_session()
+            if rank == 0:
+                cluster.scheduler.call_at(3.0, membership.interrupt)
+                with self.assertRaises(Interrupted):
+                    membership.wait(lambda: [1], operation="receive")
+                self.assertEqual(cluster.scheduler.now, 3.0)
+
+        cluster.run(body)
+
+
+class _SteppingMonitor(Monitor):
+    """A clock that moves by what is waited."""
+
+    def __init__(self):
+        self.time = 0.0
+
+    def now(self):
+        return self.time
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc_info):
+        pass
+
+    def notify_all(self):
+        pass
+
+    def wait(self, timeout_seconds):
+        self.time += timeout_seconds
+
+
+class _FakeTransport(Transport):
+    """A peer in a given state."""
+
+    rank = 0
+
+    def __init__(self, status):
+        self._status = status
+
+    def status(self, peer):
+        return self._status
+
+    def start(self):
+        pass
+
+    def _ignore(self, *args, **kwargs):
+        pass
+
+    connect = register = unregister = send = flush = counters = close = _ignore
+
+
+class DeadlineTest(tf.test.TestCase):
+    def _wait(self, status):
+        monitor = _SteppingMonitor()
+        options = CommunicationOptions(timeout_seconds=30, progress_timeout_seconds=600)
+        membership = Membership(
+            transport=_FakeTransport(status), monitor=monitor, options=options, world_size=2, peers=[1]
+        )
+        try:
+            membership.wait(lambda: [1], operation="receive update", step=12)
+        finally:
+            self.waited = monitor.time
+
+    def _status(self, **kwargs):
+        default = {"connected": True, "silent_seconds": 0.0, "ever_connected": True}
+        return PeerStatus("host:123", **{**default, **kwargs})
+
+    def test_a_silent_peer_is_lost(self):
+        with self.assertRaisesRegex(
+            errors.PeerLostError,
+            r"rank 0, step 12: receive update on rank 1 at host:123 failed after 0.0 s \(silent for 31.0 s: refused\)",
+        ):
+            self._wait(self._status(connected=False, silent_seconds=31.0, last_problem="refused"))
+
+    def test_a_peer_that_never_came_is_named(self):
+        with self.assertRaisesRegex(errors.DeadlineExceededError, r"rank 1 at host:123 .*\(it never appeared\)"):
+            self._wait(self._status(connected=False, ever_connected=False, silent_seconds=31.0))
+
+    def test_a_living_peer_is_waited_for_longer(self):
+        with self.assertRaisesRegex(errors.DeadlineExceededError, "it is alive.*progress_timeout_seconds"):
+            self._wait(self._status())
+        self.assertAlmostEqual(self.waited, 600, delta=1)
+
+    def test_what_cannot_be_mended_is_raised_at_once(self):
+        with self.assertRaisesRegex(errors.MismatchError, "other strategy"):
+            self._wait(self._status(failure=errors.MismatchError("other strategy")))
+        self.assertEqual(self.waited, 0)
+
+
+if __name__ == "__main__":
+    tf.test.main()
