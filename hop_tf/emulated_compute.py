@@ -1,0 +1,74 @@
+"""Emulated compute in the training graph: steps that take longer without using the processor.
+
+With `hop_tf launch --step_seconds` and `--slowdown`, a rank's gradients arrive no sooner than the emulated time after
+the start of the step. What a scheme sends at the start of a step leaves at the start, as it would with real compute.
+So the behaviour of many uneven machines can be studied on few cores.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+
+import tensorflow as tf
+
+from hop_tf.emulation import ComputeEmulation
+
+
+class EmulatedCompute:
+    """Delays gradients. A thread waits; the graph waits for the thread through a queue, so no core is used.
+
+    Args:
+      durations: Seconds that each step takes at least, from the start of the step to its gradients.
+    """
+
+    def __init__(self, durations: Iterator[float]):
+        self._durations = durations
+        with tf.init_scope(), tf.device("/cpu:0"):
+            self._started = tf.queue.FIFOQueue(2, [tf.float64], shapes=[[]])
+            self._elapsed = tf.queue.FIFOQueue(2, [tf.bool], shapes=[[]])
+        self._thread = threading.Thread(target=self._run, name="hop_tf emulated compute", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def from_environment(cls, rank: int, world_size: int) -> EmulatedCompute | None:
+        """What the launcher asks for in this process's environment; None if nothing."""
+        emulation = ComputeEmulation.from_environment(os.environ)
+        return None if emulation is None else cls(emulation.step_durations(rank, world_size))
+
+    def delay(self, started_at: tf.Tensor, gradients: list) -> list:
+        """Emits the ops that hold `gradients` back until the step's emulated time is over.
+
+        Args:
+          started_at: float64 scalar: `tf.timestamp()` at the start of the step.
+          gradients: Tensors, `tf.IndexedSlices` or None.
+
+        Returns:
+          The same gradients, later.
+        """
+        with tf.device("/cpu:0"):
+            started = self._started.enqueue(started_at)
+            # Run eagerly, enqueue has no operation to depend on: it has been done.
+            with tf.control_dependencies([] if started is None else [started]):
+                elapsed = self._elapsed.dequeue()
+        with tf.control_dependencies([elapsed]):
+            return [
+                None if gradient is None else tf.nest.map_structure(tf.identity, gradient, expand_composites=True)
+                for gradient in gradients
+            ]
+
+    def close(self) -> None:
+        """Ends the thread. Idempotent."""
+        self._started.close(cancel_pending_enqueues=True)
+        self._thread.join(timeout=5)
+
+    def _run(self) -> None:
+        while True:
+            try:
+                started_at = float(self._started.dequeue())
+            except (tf.errors.OutOfRangeError, tf.errors.CancelledError):
+                return
+            time.sleep(max(0.0, started_at + next(self._durations) - time.time()))
+            self._elapsed.enqueue(True)

@@ -1,0 +1,52 @@
+"""Ctrl-C while TensorFlow waits.
+
+While an operation waits inside TensorFlow, Python runs no signal handlers: Ctrl-C would be seen only when the wait is
+over. The operating system's handler does run, and tells a thread through `signal.set_wakeup_fd`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+
+@contextlib.contextmanager
+def on_keyboard_interrupt(callback: Callable[[], None]) -> Iterator[None]:
+    """Calls `callback`, on a thread, as soon as Ctrl-C is pressed within the context.
+
+    The callback ends whatever TensorFlow waits for; then Python raises `KeyboardInterrupt` as usual. Does nothing off
+    the main thread, or where SIGINT does not raise `KeyboardInterrupt`.
+
+    Args:
+      callback: Must be thread-safe and must not block.
+    """
+    on_main_thread = threading.current_thread() is threading.main_thread()
+    if not on_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    receiver, sender = socket.socketpair()
+    sender.setblocking(False)
+    previous = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
+    watcher = threading.Thread(
+        target=_watch, args=(receiver, previous, callback), name="hop_tf interrupts", daemon=True
+    )
+    watcher.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(previous)
+        sender.close()  # The watcher reads the end of the stream and ends.
+        watcher.join()
+        receiver.close()
+
+
+def _watch(receiver: socket.socket, previous: int, callback: Callable[[], None]) -> None:
+    while signals := receiver.recv(64):
+        if previous >= 0:
+            os.write(previous, signals)
+        if signal.SIGINT in signals:
+            callback()

@@ -1,0 +1,129 @@
+"""What a rank counts, and its way to TensorBoard."""
+
+from __future__ import annotations
+
+import pathlib
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
+
+import tensorflow as tf
+from absl import logging
+
+from hop_tf.cluster import Cluster
+from hop_tf.options import CommunicationOptions
+from hop_tf.version import __version__
+
+# Ranks may differ in the patch level of these, not in more.
+_COMPARED_PACKAGES = ("tensorflow", "keras")
+
+
+def static_identity(strategy: str, cluster: Cluster, scheme: Mapping[str, str]) -> dict[str, str]:
+    """The fields that the handshake compares: all ranks must run the same strategy, options and versions.
+
+    Args:
+      strategy: Class name of the strategy.
+      cluster: The cluster as this rank sees it.
+      scheme: The scheme's settings.
+
+    Returns:
+      Field names and values.
+    """
+    packages = {"hop_tf": __version__, **{name: _minor_version(name) for name in _COMPARED_PACKAGES}}
+    return {
+        "cluster": ",".join(cluster.addresses),
+        "strategy": strategy,
+        **{f"option {name}": value for name, value in sorted(scheme.items())},
+        **{f"version of {name}": version for name, version in packages.items()},
+    }
+
+
+def _minor_version(package: str) -> str:
+    version = tf.__version__ if package == "tensorflow" else metadata.version(package)
+    return ".".join(version.split(".")[:2])
+
+
+class StepStatistics:
+    """Steps taken and time waited, counted by the training graph itself."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._steps: tf.Variable | None = None
+        self._wait_seconds: tf.Variable | None = None
+
+    def count_step(self) -> None:
+        """Emits the op that counts a step."""
+        self._variables()[0].assign_add(1)
+
+    def count_wait(self, ready: Sequence[tf.Tensor], done: Sequence[tf.Tensor]) -> None:
+        """Emits the ops that count the time from `ready` (gradients) to `done` (what others sent); 0 if negative."""
+        with tf.device("/cpu:0"):
+            with tf.control_dependencies(ready):
+                ready_at = tf.timestamp()
+            with tf.control_dependencies(done):
+                done_at = tf.timestamp()
+            self._variables()[1].assign_add(tf.maximum(done_at - ready_at, 0.0))
+
+    def counters(self) -> dict[str, float]:
+        """`steps` and `wait_seconds` so far."""
+        if self._steps is None:
+            return {"steps": 0, "wait_seconds": 0.0}
+        return {"steps": int(self._steps), "wait_seconds": float(self._wait_seconds)}
+
+    def _variables(self) -> tuple[tf.Variable, tf.Variable]:
+        with self._lock:
+            if self._steps is None:
+                with tf.init_scope(), tf.device("/cpu:0"):
+                    wait_seconds = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="hop_tf_wait_seconds")
+                    self._wait_seconds = wait_seconds
+                    self._steps = tf.Variable(0, dtype=tf.int64, trainable=False, name="hop_tf_steps")
+            return self._steps, self._wait_seconds
+
+
+class ReportWriter:
+    """Writes `report()` to TensorBoard now and then; a run `rank_<r>` below `CommunicationOptions.log_dir`.
+
+    Args:
+      report: Returns the counters.
+      options: `log_dir` (None: nothing is written) and `report_interval_seconds`.
+      rank: This rank.
+    """
+
+    def __init__(self, report: Callable[[], Mapping[str, float]], options: CommunicationOptions, rank: int):
+        self._report = report
+        self._interval_seconds = options.report_interval_seconds
+        self._stop = threading.Event()
+        self._writer = None
+        self._thread = None
+        if options.log_dir is None:
+            return
+        self._writer = tf.summary.create_file_writer(str(pathlib.Path(options.log_dir) / f"rank_{rank}"))
+        self._thread = threading.Thread(target=self._run, name="hop_tf report", daemon=True)
+        self._thread.start()
+
+    def write(self) -> None:
+        """Writes the counters as they are now."""
+        if self._writer is None:
+            return
+        counters = self._report()
+        with tf.init_scope(), self._writer.as_default(step=int(counters["steps"])):
+            for name, value in counters.items():
+                if name not in ("rank", "steps"):
+                    tf.summary.scalar(f"hop_tf/{name}", value)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Writes once more and ends the thread. Idempotent."""
+        if self._thread is None or self._stop.is_set():
+            return
+        self._stop.set()
+        self._thread.join()
+        self.write()
+        self._writer.close()
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._interval_seconds):
+            try:
+                self.write()
+            except Exception:  # A full disk must not end the training; it must not be silent either.
+                logging.exception("could not write the report to TensorBoard")

@@ -1,0 +1,142 @@
+"""The private parts of Keras and TensorFlow that `hop_tf/keras_hook.py` stands on.
+
+Where one of these tests fails, a new version of Keras or TensorFlow has changed something below the hooks: look at the
+hook first, then at the test.
+"""
+
+import inspect
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src.backend.tensorflow import optimizer as keras_tf_optimizer
+from keras.src.backend.tensorflow.trainer import TFEpochIterator, TensorFlowTrainer
+from keras.src.optimizers import loss_scale_optimizer
+from tensorflow.python.distribute import distribute_lib, input_util, one_device_strategy
+from tensorflow.python.ops import control_flow_util
+
+from hop_tf import keras_hook
+
+
+def _parameters(function):
+    return list(inspect.signature(function).parameters)
+
+
+class _MergeCalls(one_device_strategy._OneDeviceReplicaContext):
+    """Records what an optimizer passes to merge_call."""
+
+    def __init__(self, strategy, calls):
+        super().__init__(strategy)
+        self._calls = calls
+
+    def all_reduce(self, reduce_op, value, options=None):
+        return value
+
+    def merge_call(self, merge_fn, args=(), kwargs=None):
+        self._calls.append((merge_fn, args))
+        return super().merge_call(merge_fn, args, kwargs)
+
+
+def _merge_calls(make_optimizer):
+    """The merge calls of one `optimizer.apply`; the optimizer and its one variable."""
+    strategy = tf.distribute.OneDeviceStrategy("/cpu:0")
+    calls = []
+    with strategy.scope():
+        optimizer = make_optimizer()
+        variable = keras.Variable(np.ones(3, "float32"), name="w")
+        optimizer.build([variable])
+    with _MergeCalls(strategy, calls):
+        optimizer.apply([tf.ones([3])], [variable])
+    return calls, optimizer, variable
+
+
+class PrivateApiTest(tf.test.TestCase):
+    def test_update_is_one_merge_call_with_all_gradients(self):
+        calls, optimizer, variable = _merge_calls(lambda: keras.optimizers.SGD(0.5, momentum=0.9))
+        ((merge_fn, args),) = calls
+        self.assertTrue(merge_fn.__qualname__.endswith(keras_hook._UPDATE))
+        self.assertIs(merge_fn.__self__, optimizer)
+        grads_and_vars, learning_rate = args
+        ((gradient, updated),) = grads_and_vars
+        self.assertAllEqual(gradient, [1.0, 1.0, 1.0])
+        self.assertIs(updated, variable.value)
+        self.assertAllClose(learning_rate, 0.5)
+
+    def test_weight_decay_comes_before_the_update(self):
+        calls, _, _ = _merge_calls(lambda: keras.optimizers.AdamW(0.1, weight_decay=0.1))
+        names = [merge_fn.__qualname__ for merge_fn, _ in calls]
+        self.assertLen(names, 2)
+        self.assertIn("_apply_weight_decay", names[0])
+        self.assertTrue(names[1].endswith(keras_hook._UPDATE))
+
+    def test_loss_scaled_update_surrounds_the_update(self):
+        calls, optimizer, _ = _merge_calls(lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5)))
+        merge_fn, (grads, trainable_variables) = calls[0]
+        self.assertTrue(merge_fn.__qualname__.endswith(keras_hook._LOSS_SCALED_UPDATE))
+        self.assertIs(inspect.getclosurevars(merge_fn).nonlocals["self"], optimizer)
+        self.assertLen(grads, 1)
+        self.assertLen(trainable_variables, 1)
+
+    def test_gradients_are_reduced_through_the_replica_context(self):
+        source = inspect.getsource(keras_tf_optimizer.TFOptimizer._all_reduce_sum_gradients)
+        self.assertIn("get_replica_context().all_reduce(", source)
+
+    def test_training_data_is_the_first_dataset_that_fit_distributes(self):
+        source = inspect.getsource(TFEpochIterator.__init__)
+        self.assertIn("experimental_distribute_dataset(", source)
+        fit = inspect.getsource(TensorFlowTrainer.fit)
+        self.assertLess(fit.index("epoch_iterator = TFEpochIterator("), fit.index("_eval_epoch_iterator = TFEpochIterator("))
+
+    def test_train_step_is_run_as_a_bound_method(self):
+        source = inspect.getsource(TensorFlowTrainer.make_train_function)
+        self.assertIn("_make_function(self.train_step)", source)
+        self.assertIn("self.distribute_strategy.run(step_function", inspect.getsource(TensorFlowTrainer._make_function))
+
+    def test_trainer_methods_exist(self):
+        for name in ("fit", "evaluate", "predict", "distribute_strategy"):
+            self.assertTrue(hasattr(TensorFlowTrainer, name), name)
+        self.assertTrue(issubclass(keras.Model, TensorFlowTrainer))
+
+    def test_layers_list_their_own_untrained_variables(self):
+        layer = keras.layers.BatchNormalization()
+        layer.build((None, 3))
+        self.assertEqual([v.name for v in layer._non_trainable_variables], ["moving_mean", "moving_variance"])
+        model = keras.Sequential([keras.layers.Input((3,)), layer])
+        self.assertIn(layer, list(model._flatten_layers()))
+
+    def test_signatures(self):
+        extended = one_device_strategy.OneDeviceExtended
+        self.assertEqual(_parameters(extended._call_for_each_replica), ["self", "fn", "args", "kwargs"])
+        self.assertEqual(_parameters(extended._experimental_distribute_dataset), ["self", "dataset", "options"])
+        self.assertEqual(_parameters(extended._distribute_datasets_from_function), ["self", "dataset_fn", "options"])
+        self.assertEqual(_parameters(extended._input_workers_with_options), ["self", "options"])
+        context = distribute_lib.ReplicaContextBase
+        self.assertEqual(_parameters(context.merge_call), ["self", "merge_fn", "args", "kwargs"])
+        self.assertEqual(_parameters(context.all_reduce), ["self", "reduce_op", "value", "options"])
+        self.assertEqual(
+            _parameters(input_util.get_distributed_dataset)[:7],
+            ["dataset", "input_workers", "strategy", "num_replicas_in_sync", "input_context", "options", "build"],
+        )
+        self.assertEqual(
+            _parameters(input_util.get_distributed_datasets_from_function)[:5],
+            ["dataset_fn", "input_workers", "input_contexts", "strategy", "options"],
+        )
+
+    def test_xla_is_detected(self):
+        seen = []
+
+        @tf.function(jit_compile=True)
+        def compiled():
+            seen.append(control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()))
+            return tf.constant(0)
+
+        compiled.get_concrete_function()
+        self.assertEqual(seen, [True])
+
+    def test_loss_scaling_keeps_its_trainable_variables(self):
+        source = inspect.getsource(loss_scale_optimizer.LossScaleOptimizer._stateful_handle_finite_grads)
+        self.assertIn("self._trainable_variables", source)
+
+
+if __name__ == "__main__":
+    tf.test.main()
