@@ -1,0 +1,299 @@
+"""Communication graphs for decentralized training, and the weights with which ranks average.
+
+An edge j -> i says that rank j sends its parameters to rank i, where they have the weight W[j, i]. Ranks that keep
+averaging agree in the end, on the mean of where they started: W is doubly stochastic and the graph strongly connected.
+
+References:
+  Luo, Lin, Zhuo, Qian. Hop: Heterogeneity-aware Decentralized Training. ASPLOS 2019. Its figures etc. are cited below.
+  Xiao, Boyd. Fast linear iterations for distributed averaging. Systems & Control Letters 53, 2004.
+  Ying et al. Exponential Graph is Provably Efficient for Decentralized Deep Training. NeurIPS 2021.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Sequence
+
+import networkx as nx
+import numpy as np
+
+_NAMES = ("ring", "ring_based", "double_ring", "complete", "exponential", "hierarchical")
+_SUM_TOLERANCE = 1e-6  # What a matrix that was computed in float32 satisfies.
+
+
+class Topology:
+    """A communication graph and its mixing matrix. Immutable; made by a class method or by `resolve`.
+
+    A graph gets the weights 1 / (number of in-neighbors + 1), Equation 1, if that number is the same at all ranks. An
+    undirected graph with different degrees d gets Metropolis-Hastings weights (Xiao, Boyd), which keep W doubly
+    stochastic: 1 / (1 + max(d_i, d_j)) for an edge, and for the rank itself what is left to 1.
+
+    Args:
+      mixing_matrix: Array [n, n] of finite, non-negative values; [j, i] is the weight of rank j's parameters at rank i.
+        Positive on the diagonal; columns and rows sum to 1 within 1e-6. Its positive entries are the edges. Copied.
+      name: What `repr` shows.
+
+    Raises:
+      ValueError: If `mixing_matrix` is not so, or the graph is not strongly connected.
+    """
+
+    def __init__(self, mixing_matrix: np.ndarray, *, name: str = "custom"):
+        self._name = name
+        self._mixing_matrix = _checked_mixing_matrix(mixing_matrix)
+        self._mixing_matrix.flags.writeable = False
+        edges = np.where(np.eye(self.world_size, dtype=bool), 0, self._mixing_matrix)
+        self._graph = nx.freeze(nx.from_numpy_array(edges, create_using=nx.DiGraph))
+        if missing := _missing_path(self._graph):
+            raise ValueError(f"`mixing_matrix` must be strongly connected. Received: mixing_matrix with {missing}.")
+
+    @classmethod
+    def ring(cls, world_size: int) -> Topology:
+        """Ranks in a circle; each exchanges with the one before and the one after (Figure 11, 1)."""
+        return cls._from_adjacency(_circulant(_checked_world_size(world_size), (1, -1)), name="ring")
+
+    @classmethod
+    def ring_based(cls, world_size: int) -> Topology:
+        """A ring in which each rank also exchanges with the most distant one (Figure 11, 2); in an odd world, two."""
+        return cls._from_adjacency(_ring_based(_checked_world_size(world_size)), name="ring_based")
+
+    @classmethod
+    def double_ring(cls, world_size: int) -> Topology:
+        """Two `ring_based` graphs, the lower and the upper half of the ranks, joined node to node (Figure 11, 3)."""
+        lower, upper = np.array_split(np.arange(_checked_world_size(world_size)), 2)
+        adjacency = np.zeros((world_size, world_size), bool)
+        for half in (lower, upper):
+            adjacency[np.ix_(half, half)] = _ring_based(len(half))
+        # In an odd world the lower half has one rank more. It is joined to the first of the upper half.
+        for rank, peer in zip(lower, itertools.cycle(upper), strict=False):
+            adjacency[rank, peer] = adjacency[peer, rank] = True
+        return cls._from_adjacency(adjacency, name="double_ring")
+
+    @classmethod
+    def complete(cls, world_size: int) -> Topology:
+        """Every rank exchanges with every other: each step averages over all."""
+        return cls._from_adjacency(np.ones([_checked_world_size(world_size)] * 2, bool), name="complete")
+
+    @classmethod
+    def exponential(cls, world_size: int) -> Topology:
+        """Directed: rank i sends to i + 1, i + 2, i + 4, ... modulo n, so to ceil(log2(n)) ranks (Ying et al.)."""
+        offsets = [2**m for m in range((_checked_world_size(world_size) - 1).bit_length())]
+        return cls._from_adjacency(_circulant(world_size, offsets), name="exponential")
+
+    @classmethod
+    def hierarchical(cls, hosts: Sequence[str]) -> Topology:
+        """All-to-all inside a host, a ring among hosts, for a network that is slower than the hosts (Figure 21, c).
+
+        A host's last rank exchanges with the next host's first: two updates enter and leave a host in a step, at
+        different ranks where it has several, and the departure of one rank never splits the graph.
+
+        Args:
+          hosts: The host of each rank; they form the ring in order of first appearance. One host: a complete graph.
+        """
+        if not hosts or isinstance(hosts, str):
+            raise ValueError(f"`hosts` must be a list with the host of each rank. Received: hosts={hosts!r}.")
+        members = [[rank for rank, host in enumerate(hosts) if host == name] for name in dict.fromkeys(hosts)]
+        adjacency = np.zeros((len(hosts), len(hosts)), bool)
+        for ranks, next_ranks in zip(members, members[1:] + members[:1], strict=True):
+            adjacency[np.ix_(ranks, ranks)] = True
+            adjacency[ranks[-1], next_ranks[0]] = adjacency[next_ranks[0], ranks[-1]] = True
+        return cls._from_adjacency(adjacency, name="hierarchical")
+
+    @classmethod
+    def from_matrix(cls, mixing_matrix: np.ndarray) -> Topology:
+        """A user's own weights. See the class for what they must satisfy."""
+        return cls(mixing_matrix, name="matrix")
+
+    @classmethod
+    def from_networkx(cls, graph: nx.Graph) -> Topology:
+        """A user's own graph, with the weights that the class describes.
+
+        Args:
+          graph: Nodes 0..n-1 are the ranks. Undirected, or directed with the same number of in- and out-edges at all
+            ranks. Self-loops, parallel edges and edge attributes do not count: own weights go to `from_matrix`.
+
+        Raises:
+          ValueError: If it is not so, or not strongly connected.
+        """
+        if not isinstance(graph, nx.Graph):
+            raise TypeError(f"`graph` must be a networkx graph. Received: graph={graph!r}.")
+        if not len(graph) or set(graph) != set(range(len(graph))):
+            raise ValueError(f"`graph` must have nodes 0..n-1, the ranks. Received: graph with nodes {list(graph)}.")
+        if missing := _missing_path(graph):
+            raise ValueError(f"`graph` must be strongly connected. Received: graph with {missing}.")
+        return cls._from_adjacency(nx.to_numpy_array(graph, range(len(graph)), weight=None) > 0, name="graph")
+
+    @classmethod
+    def _from_adjacency(cls, adjacency: np.ndarray, *, name: str) -> Topology:
+        adjacency = adjacency & ~np.eye(len(adjacency), dtype=bool)  # Self-loops do not count.
+        num_in, num_out = adjacency.sum(axis=0), adjacency.sum(axis=1)
+        if np.ptp([num_in, num_out]) and not np.array_equal(adjacency, adjacency.T):  # Irregular and directed.
+            raise ValueError(
+                "`graph` must be undirected, or have equally many in- and out-edges at all ranks: otherwise weights by "
+                "neighbors' degrees are not doubly stochastic, and only a mixing matrix of one's own may serve. "
+                f"Received: graph with {num_in.tolist()} in-edges and {num_out.tolist()} out-edges at ranks 0, 1, ..."
+            )
+        weights = adjacency / (1 + np.maximum.outer(num_in, num_in))  # Uniform where the graph is regular.
+        np.fill_diagonal(weights, 1 - weights.sum(axis=0))
+        return cls(weights, name=name)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks, n."""
+        return len(self._mixing_matrix)
+
+    @property
+    def mixing_matrix(self) -> np.ndarray:
+        """Read-only float64 array [n, n]; [j, i] is W_ji of Figure 1, the weight of rank j's update at rank i."""
+        return self._mixing_matrix
+
+    def in_neighbors(self, rank: int) -> tuple[int, ...]:
+        """Ranks that send to `rank`, sorted, WITHOUT itself. (The paper's N_in has it: see 1 / |N_in| in Figure 4.)"""
+        return tuple(sorted(self._graph.predecessors(self._checked_rank(rank))))
+
+    def out_neighbors(self, rank: int) -> tuple[int, ...]:
+        """Ranks that `rank` sends to, sorted, without itself."""
+        return tuple(sorted(self._graph.successors(self._checked_rank(rank))))
+
+    def weights(self, rank: int) -> dict[int, float]:
+        """The weight at `rank` of every update that it averages, by sender, its own included. They sum to 1."""
+        column = self._mixing_matrix[:, self._checked_rank(rank)].tolist()
+        return {sender: weight for sender, weight in enumerate(column) if weight}
+
+    def shortest_path_length(self, source: int, target: int) -> int:
+        """Number of edges of the shortest directed path, the paper's length(Path_source->target); 0 to itself."""
+        return nx.shortest_path_length(self._graph, self._checked_rank(source), self._checked_rank(target))
+
+    @property
+    def diameter(self) -> int:
+        """The largest shortest path length: steps until every rank has heard of every other."""
+        return nx.diameter(self._graph)
+
+    def is_doubly_stochastic(self, atol: float = _SUM_TOLERANCE) -> bool:
+        """Whether all columns and rows of the mixing matrix sum to 1 within `atol`; they do at the default."""
+        return bool(np.allclose([self._mixing_matrix.sum(axis=axis) for axis in (0, 1)], 1, rtol=0, atol=atol))
+
+    @property
+    def spectral_gap(self) -> float:
+        """|lambda_1(W)| - |lambda_2(W)|, from 0 to 1: the larger, the fewer steps until ranks agree. 1 for one rank.
+
+        Section 7.3.6 defines it so. The values printed there (0.6667, 0.2682, 0.2688) come out if W has no self-loops
+        and eigenvalues keep their sign; this W has them, as Equation 1 does.
+        """
+        moduli = np.sort(np.abs(np.linalg.eigvals(self._mixing_matrix)))
+        return float(moduli[-1] - moduli[-2]) if self.world_size > 1 else 1.0
+
+    def max_iteration_gap_bound(self, i: int, j: int, max_iteration_gap: int) -> int:
+        """Most steps that rank i can be ahead of rank j in standard training with token queues: Theorem 2.
+
+        min(length(Path_j->i), max_iteration_gap * length(Path_i->j)); `max_iteration_gap`, max_ig, is at least 1.
+        """
+        if max_iteration_gap < 1:
+            raise ValueError(f"`max_iteration_gap` must be positive. Received: max_iteration_gap={max_iteration_gap}.")
+        return min(self.shortest_path_length(j, i), max_iteration_gap * self.shortest_path_length(i, j))
+
+    def is_connected_without(self, departed: Collection[int]) -> bool:
+        """Whether the ranks that are not in `departed` still reach each other. True if at most one is left."""
+        remaining = self._graph.subgraph(set(self._graph).difference(departed))
+        return len(remaining) <= 1 or nx.is_strongly_connected(remaining)
+
+    def to_networkx(self) -> nx.DiGraph:
+        """A copy of the graph, without self-loops. An edge j -> i has the attribute `weight`, W[j, i]."""
+        return self._graph.copy()
+
+    def describe(self) -> str:
+        """One line: updates sent in a step (edges), how far news travel (diameter), how fast ranks agree (gap)."""
+        return f"{self!r}: {self._graph.size()} edges, diameter {self.diameter}, spectral gap {self.spectral_gap:.4f}"
+
+    def __repr__(self) -> str:
+        return f"Topology({self._name!r}, world_size={self.world_size})"
+
+    def _checked_rank(self, rank: int) -> int:
+        if rank not in range(self.world_size):
+            raise ValueError(f"`rank` must be in [0, {self.world_size}). Received: rank={rank}.")
+        return rank
+
+
+def resolve(topology: object, world_size: int, hosts: Sequence[str] | None = None) -> Topology:
+    """Turns what a user may pass as a topology into a `Topology` of `world_size` ranks.
+
+    Args:
+      topology: "ring", "ring_based", "double_ring", "complete", "exponential" or "hierarchical"; a `Topology`, which is
+        returned as it is; a networkx graph; a mixing matrix; or a function of the world size that returns one of these.
+      world_size: Number of ranks.
+      hosts: The host of each rank, for "hierarchical".
+
+    Raises:
+      ValueError: If the name is not known, the size is another, or the graph cannot be used.
+      TypeError: If `topology` is none of these.
+    """
+    _checked_world_size(world_size)
+    if callable(topology):
+        topology = topology(world_size)
+    if isinstance(topology, str):
+        if topology not in _NAMES:
+            raise ValueError(f"`topology` must be one of {', '.join(_NAMES)}. Received: topology={topology!r}.")
+        topology = getattr(Topology, topology)(hosts if topology == "hierarchical" else world_size)
+    elif isinstance(topology, nx.Graph):
+        topology = Topology.from_networkx(topology)
+    elif isinstance(topology, list | tuple) or hasattr(topology, "__array__"):
+        topology = Topology.from_matrix(topology)
+    if not isinstance(topology, Topology):
+        raise TypeError(f"`topology` must be a name, Topology, graph or matrix. Received: topology={topology!r}.")
+    if topology.world_size != world_size:
+        raise ValueError(f"`topology` must have world_size={world_size} ranks. Received: topology={topology!r}.")
+    return topology
+
+
+def _checked_world_size(world_size: int) -> int:
+    if not isinstance(world_size, int | np.integer) or world_size < 1:
+        raise ValueError(f"`world_size` must be a positive integer. Received: world_size={world_size!r}.")
+    return int(world_size)
+
+
+def _checked_mixing_matrix(mixing_matrix: object) -> np.ndarray:
+    try:
+        matrix = np.asarray(mixing_matrix).astype(np.float64, casting="same_kind")
+    except (TypeError, ValueError) as error:  # Strings, complex numbers, rows of different lengths.
+        raise ValueError(f"`mixing_matrix` must be real numbers. Received: mixing_matrix={mixing_matrix}.") from error
+    if fault := _fault(matrix):
+        raise ValueError(
+            "`mixing_matrix` must be square, finite, non-negative, positive on the diagonal, and doubly stochastic: "
+            f"columns and rows sum to 1 within {_SUM_TOLERANCE}. Received: mixing_matrix with {fault}."
+        )
+    return matrix
+
+
+def _fault(matrix: np.ndarray) -> str | None:
+    """What is wrong with a mixing matrix, and where; None if nothing is."""
+    if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not matrix.size:
+        return f"shape {matrix.shape}"
+    allowed = np.isfinite(matrix) & np.where(np.eye(len(matrix), dtype=bool), matrix > 0, matrix >= 0)
+    if not allowed.all():
+        j, i = np.argwhere(~allowed)[0]
+        return f"[{j}, {i}]={matrix[j, i]}"
+    for axis, line in enumerate(("column", "row")):
+        sums = matrix.sum(axis=axis)
+        worst = np.abs(sums - 1).argmax()
+        if abs(sums[worst] - 1) > _SUM_TOLERANCE:
+            return f"{line} {worst} summing to {sums[worst]:.8g}"
+    return None
+
+
+def _missing_path(graph: nx.Graph) -> str | None:
+    """Names two ranks without a path between them; None if rank 0 reaches all and all reach it."""
+    if unreached := set(graph) - {0} - nx.descendants(graph, 0):
+        return f"no path from rank 0 to rank {min(unreached)}"
+    unheard = set(graph) - {0} - nx.ancestors(graph, 0)
+    return f"no path from rank {min(unheard)} to rank 0" if unheard else None
+
+
+def _circulant(size: int, offsets: Sequence[int]) -> np.ndarray:
+    """Adjacency of the edges i -> i + offset modulo `size`; offsets that are equal modulo `size` make one edge."""
+    adjacency = np.zeros((size, size), bool)
+    for offset in offsets:
+        adjacency |= np.roll(np.eye(size, dtype=bool), offset, axis=1)
+    return adjacency
+
+
+def _ring_based(size: int) -> np.ndarray:
+    return _circulant(size, (1, -1, size // 2, -(size // 2)))
