@@ -1,0 +1,68 @@
+# `make demo` and `make test` set up all they need: a virtual environment in .venv with hop_tf and its dependencies.
+#
+#   make demo       four processes train scikit-learn's digits
+#   make test       the test suite; PYTEST_ARGS="-k topology" runs a part of it
+#   make stress     the multi-process tests, REPEAT times
+#   make benchmark  what the core and the transport cost; nothing else should run on the machine
+#   make lint       ruff's checks and format
+#   make bazel      builds and tests everything with Bazel, offline
+#   make clean      removes the virtual environment and everything that was built
+#
+# PYTHON chooses the interpreter, for instance `make test PYTHON=python3.12`.
+
+PYTHON ?= python3
+PYTEST_ARGS ?=
+REPEAT ?= 20
+BAZEL ?= bazel
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: help demo test stress benchmark lint bazel clean
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n '3,11s/^# \{0,1\}//p' Makefile
+
+demo: $(INSTALLED)
+	TF_CPP_MIN_LOG_LEVEL=1 $(BIN)/python -m hop_tf launch --num_workers=4 examples/digits.py
+
+test: $(INSTALLED)
+	$(BIN)/pytest $(PYTEST_ARGS)
+
+stress: $(INSTALLED)
+	for run in $$(seq $(REPEAT)); do \
+		echo "run $$run of $(REPEAT)"; \
+		$(BIN)/pytest -q --durations=0 -m "multi_process or stress" $(PYTEST_ARGS) || exit 1; \
+	done
+
+benchmark: $(INSTALLED)
+	$(BIN)/python benchmarks/benchmark_transport.py
+	$(BIN)/python benchmarks/benchmark_core.py
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# Debian packages a Bazel that needs no download. The first command installs it where that is possible.
+bazel: $(INSTALLED)
+	@command -v $(BAZEL) > /dev/null || { [ "$$(id -u)" = 0 ] && apt-get update && apt-get install -y bazel-bootstrap; } || \
+		{ echo "Bazel is missing. On Debian, as root: apt-get install bazel-bootstrap" >&2; exit 1; }
+	HOP_TF_PYTHON=$(abspath $(BIN)/python) $(BAZEL) build //...
+	HOP_TF_PYTHON=$(abspath $(BIN)/python) $(BAZEL) test //...
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -f ops/*.so bazel-bin bazel-out bazel-testlogs bazel-$(notdir $(CURDIR))
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(INSTALLED): pyproject.toml setup.py
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' || \
+		{ echo "hop_tf needs Python 3.11, 3.12 or 3.13. Name one: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' || \
+		{ echo "$(PYTHON) cannot make virtual environments. On Debian, as root: apt-get install python3-venv" >&2; exit 1; }
+	@echo "Installing hop_tf and its dependencies into $(VENV): a minute or two, about 2 GB"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable '.[cpu,test,examples]'
+	touch $@

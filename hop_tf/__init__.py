@@ -1,0 +1,38 @@
+"""Decentralized and communication-efficient training of Keras models on many machines.
+
+One line changes in a Keras program: the `tf.distribute.Strategy` that its model is made under. See `README.md`.
+"""
+
+import importlib as _importlib
+import os as _os
+
+from hop_tf.version import __version__
+
+# An installed hop_tf holds `strategies` and `ops`. In a source tree they lie beside it, and are found there.
+if not _os.path.exists(_os.path.join(__path__[0], "strategies", "__init__.py")):
+    __path__.append(_os.path.dirname(_os.path.abspath(__path__[0])))
+
+# Public names, each with the module that defines it. They are imported at first use: the launcher, which needs neither
+# TensorFlow nor Keras, starts at once.
+_PUBLIC = {
+    "CommunicationOptions": "hop_tf.options",
+    "HopStrategy": "hop_tf.strategies.hop",
+    "Topology": "hop_tf.topology",
+    "errors": "hop_tf.errors",
+    "testing": "hop_tf.testing",
+}
+
+__all__ = ["CommunicationOptions", "HopStrategy", "Topology", "__version__", "errors", "testing"]
+
+
+def __getattr__(name):
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = _importlib.import_module(_PUBLIC[name])
+    value = module if _PUBLIC[name] == f"{__name__}.{name}" else getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__():
+    return sorted(set(globals()) | set(_PUBLIC))

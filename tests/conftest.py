@@ -1,0 +1,120 @@
+"""Marks the tests that start processes, and fails a test that leaves something behind.
+
+That is: threads, processes, or changed environment variables. A test class or module may hold such things in
+`setUpClass` and release them in `tearDownClass`: the check runs around every test, and once more around every module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+
+import keras  # noqa: F401  (keras and tensorflow set environment variables when they are first imported)
+import psutil
+import pytest
+import tensorflow  # noqa: F401
+
+from hop_tf.testing import start_fork_server, stop_fork_server
+
+# What ends by itself (a joined pool's worker, a terminated process) gets this long to do so.
+_GRACE_SECONDS = 5.0
+
+# A module that has one of these starts processes.
+_PROCESS_STARTERS = frozenset({"MultiProcessRunner", "ProcessServer", "launch"})
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects by the marker
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items[:] = [item for item in items if item.name != "test_session"]  # a method of tf.test.TestCase, not a test
+    for item in items:
+        if _PROCESS_STARTERS & vars(item.module).keys():
+            item.add_marker("multi_process")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _fork_server(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The process that the tests' runners fork from: no single test leaves it behind."""
+    if any("MultiProcessRunner" in vars(item.module) for item in request.session.items):
+        start_fork_server()
+        yield
+        stop_fork_server()
+    else:
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _test_leaves_nothing_behind() -> Iterator[None]:
+    with _leaves_nothing_behind():
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _module_leaves_nothing_behind() -> Iterator[None]:
+    with _leaves_nothing_behind():
+        yield
+
+
+@contextlib.contextmanager
+def _leaves_nothing_behind() -> Iterator[None]:
+    threads, processes, environment = set(_threads()), set(_child_processes()), _environment()
+    yield
+    found = [*_left_threads(threads), *_left_processes(processes), *_restore_environment(environment)]
+    if found:
+        pytest.fail("Left behind:\n" + "\n".join(found), pytrace=False)
+
+
+def _left_threads(before: set[threading.Thread]) -> list[str]:
+    new = [thread for thread in _threads() if thread not in before]
+    for thread in new:
+        thread.join(_GRACE_SECONDS)
+    return [f"thread {thread.name!r}" for thread in new if thread.is_alive()]
+
+
+def _left_processes(before: set[psutil.Process]) -> list[str]:
+    """Describes new child processes, and ends them: they must not fail the tests that follow."""
+    new = [process for process in _child_processes() if process not in before]
+    _, left = psutil.wait_procs(new, timeout=_GRACE_SECONDS)
+    descriptions = [f"process {process.pid}: {_command_line(process)}" for process in left]
+    for process in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(left, timeout=_GRACE_SECONDS)
+    return descriptions
+
+
+def _restore_environment(before: dict[str, str]) -> list[str]:
+    """Describes changed environment variables, and undoes the changes."""
+    after = _environment()
+    changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    for name in changed:
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            del os.environ[name]
+    return [f"environment variable {name}: {before.get(name)!r} became {after.get(name)!r}" for name in changed]
+
+
+def _threads() -> list[threading.Thread]:
+    """The threads that would keep the interpreter alive, and those of hop_tf: it joins even its daemons."""
+    threads = [thread for thread in threading.enumerate() if not thread.name.startswith("pytest_timeout")]
+    return [thread for thread in threads if not thread.daemon or thread.name.startswith("hop_tf")]
+
+
+def _environment() -> dict[str, str]:
+    """The environment without what pytest itself changes around each phase of a test."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+
+
+def _child_processes() -> list[psutil.Process]:
+    """All descendants, but for the helper that Python's multiprocessing keeps until the interpreter exits."""
+    children = psutil.Process().children(recursive=True)
+    return [process for process in children if "multiprocessing.resource_tracker" not in _command_line(process)]
+
+
+def _command_line(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return "(ended)"

@@ -1,0 +1,119 @@
+"""The wheel holds what it should, and hop_tf is importable from it and from a bare source tree."""
+
+import importlib.metadata
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from absl.testing import absltest
+
+from hop_tf.version import __version__
+
+_ROOT = Path(__file__).absolute().parents[1]
+_FOLDERS = {"hop_tf": "hop_tf", "hop_tf/strategies": "strategies", "hop_tf/ops": "ops"}
+_TIMEOUT_SECONDS = 120
+
+_BUILD_WHEEL = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+
+# Imports the named modules, and tells which file every module in the process came from.
+_IMPORT = """
+import importlib, json, sys
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+print(json.dumps({name: getattr(module, "__file__", None) for name, module in sys.modules.items()}))
+"""
+
+
+def _installed_files():
+    """Every installed file, relative to site-packages, and where it lies in the source tree."""
+    return {
+        f"{package}/{path.relative_to(_ROOT / folder)}": path
+        for package, folder in _FOLDERS.items()
+        for pattern in ("*.py", "*.proto", "py.typed")
+        for path in sorted((_ROOT / folder).rglob(pattern))
+    }
+
+
+def _modules():
+    return {file: path for file, path in _installed_files().items() if file.endswith(".py")}
+
+
+def _module_name(file):
+    return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def _run(code, *arguments, folder, **variables):
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        cwd=folder,
+        env={**os.environ, **variables},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        timeout=_TIMEOUT_SECONDS,
+        check=True,
+        text=True,
+    ).stdout
+
+
+class PackagingTest(absltest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        temporary = Path(cls.enterClassContext(tempfile.TemporaryDirectory())).resolve()
+        source, wheels, cls.site_packages = temporary / "source", temporary / "wheels", temporary / "site-packages"
+        for folder in _FOLDERS.values():
+            shutil.copytree(_ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+        for file in ("LICENSE", "README.md", "pyproject.toml", "setup.py"):
+            shutil.copy(_ROOT / file, source)
+        wheels.mkdir()
+        _run(_BUILD_WHEEL, str(wheels), folder=source)
+        (wheel,) = wheels.glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(cls.site_packages)
+        (cls.distribution,) = importlib.metadata.distributions(path=[str(cls.site_packages)])
+
+    def test_metadata(self):
+        metadata = self.distribution.metadata
+        self.assertEqual(metadata["Name"], "hop_tf")
+        self.assertEqual(metadata["Version"], __version__)
+        self.assertEqual(metadata["License-Expression"], "Apache-2.0")
+        self.assertEqual(metadata["Description-Content-Type"], "text/markdown")
+        self.assertCountEqual(metadata.get_all("Provides-Extra"), ["cpu", "gpu", "test", "examples"])
+
+    def test_tensorflow_is_only_an_extra(self):
+        tensorflow = [line for line in self.distribution.requires if line.startswith("tensorflow")]
+        self.assertLen(tensorflow, 2)
+        self.assertTrue(all("extra ==" in line for line in tensorflow), tensorflow)
+
+    def test_console_script(self):
+        (script,) = self.distribution.entry_points
+        self.assertEqual((script.group, script.name), ("console_scripts", "hop_tf"))
+        self.assertTrue(callable(script.load()))
+
+    def test_files(self):
+        files = {str(file) for file in self.distribution.files if ".dist-info/" not in str(file)}
+        self.assertEqual({file for file in files if not file.endswith(".so")}, set(_installed_files()))
+
+    def test_imports_from_the_wheel(self):
+        expected = {_module_name(file): str(self.site_packages / file) for file in _modules()}
+        self._check_imports(self.site_packages, expected)
+
+    def test_imports_from_the_source_tree(self):
+        expected = {_module_name(file): str(path) for file, path in _modules().items()}
+        self._check_imports(_ROOT, expected)
+
+    def _check_imports(self, folder, expected):
+        """Every file is loaded once, under its installed name: no second copy as top-level `strategies`."""
+        path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+        modules = json.loads(_run(_IMPORT, *expected, folder=folder, PYTHONPATH=path))
+        files = set(expected.values())
+        self.assertEqual({name: file for name, file in modules.items() if file in files}, expected)
+
+
+if __name__ == "__main__":
+    absltest.main()
