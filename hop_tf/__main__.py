@@ -1,0 +1,43 @@
+"""The command line: `python -m hop_tf <command>`, or `hop_tf <command>`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from hop_tf.version import __version__
+
+# Each command is a module with `main(argv) -> int`, imported when it is asked for.
+_COMMANDS = {
+    "launch": ("hop_tf.launch", "start a training script on several workers of this machine"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command.
+
+    Args:
+      argv: The command and its arguments; those of this program by default.
+
+    Returns:
+      The exit code.
+    """
+    commands = "\n".join(f"  {name:<10}{summary}" for name, (_, summary) in _COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="hop_tf",
+        description="Distributed training of Keras models.",
+        epilog=f"commands:\n{commands}\n\n`hop_tf <command> --help` describes a command.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    parser.add_argument("command", choices=_COMMANDS, metavar="command")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the command's own arguments")
+    arguments = parser.parse_args(argv)
+    module, _ = _COMMANDS[arguments.command]
+    return importlib.import_module(module).main(arguments.arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

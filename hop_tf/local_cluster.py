@@ -1,0 +1,211 @@
+"""A cluster on one machine: its tasks, their ports and `TF_CONFIG`, and how they share cores and GPUs."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import glob
+import json
+import os
+import random
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+
+from hop_tf.errors import HopError
+
+_HOST = "127.0.0.1"
+_LOWEST_PORT = 10240
+_EPHEMERAL_PORTS = (32768, 60999)
+
+
+class ProcessError(HopError):
+    """A process could not be started or supervised."""
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Task:
+    """One process of a job, named as `TF_CONFIG` names it.
+
+    Attributes:
+      type: "worker" or "ps".
+      index: Number among the tasks of that type. A worker's is its rank.
+    """
+
+    type: str
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.type} {self.index}"
+
+    @property
+    def file_stem(self) -> str:
+        """Name for the task's files, for instance "worker_2"."""
+        return f"{self.type}_{self.index}"
+
+
+def make_tasks(*, num_workers: int, num_ps: int = 0) -> tuple[Task, ...]:
+    """Lists the tasks of a job, workers first.
+
+    Raises:
+      ValueError: If there is no worker or `num_ps` is negative.
+    """
+    if num_workers < 1:
+        raise ValueError(f"`num_workers` must be at least 1. Received: num_workers={num_workers}.")
+    if num_ps < 0:
+        raise ValueError(f"`num_ps` must not be negative. Received: num_ps={num_ps}.")
+    return (*(Task("worker", index) for index in range(num_workers)), *(Task("ps", index) for index in range(num_ps)))
+
+
+def make_tf_configs(tasks: Sequence[Task], ports: Sequence[int]) -> dict[Task, str]:
+    """Returns each task's value of `TF_CONFIG`, for a cluster on this machine with one port per task."""
+    cluster: dict[str, list[str]] = {}
+    for task, port in zip(tasks, ports, strict=True):
+        cluster.setdefault(task.type, []).append(f"{_HOST}:{port}")
+    return {task: json.dumps({"cluster": cluster, "task": {"type": task.type, "index": task.index}}) for task in tasks}
+
+
+def available_cores() -> int:
+    """Number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def thread_limits(num_workers: int) -> dict[str, str]:
+    """Returns environment variables that let `num_workers` TensorFlow processes share this machine's cores.
+
+    Every worker gets cores / num_workers threads per pool, at least one. TensorFlow's pool for whole operations
+    (inter-op) keeps at least two: with one, an operation that waits for a peer would stop the computation beside it.
+    """
+    share = max(1, available_cores() // num_workers)
+    return {
+        "OMP_NUM_THREADS": str(share),
+        "TF_NUM_INTRAOP_THREADS": str(share),
+        "TF_NUM_INTEROP_THREADS": str(max(2, share)),
+    }
+
+
+class PortReservation:
+    """Distinct free TCP ports on the loopback interface, held until the processes that use them start.
+
+    The ports lie below the range from which the system serves outgoing connections, so that between `release` and
+    the moment at which the new owner binds its port, no connection takes it by chance. Another reservation cannot
+    have it either until this one is closed: each port's name is held as well, as an abstract Unix socket.
+
+    Args:
+      count: Number of ports.
+
+    Attributes:
+      ports: The port numbers.
+
+    Raises:
+      ProcessError: If there are not so many free ports.
+    """
+
+    def __init__(self, count: int):
+        self._names = contextlib.ExitStack()
+        self._sockets = contextlib.ExitStack()
+        candidates = _candidate_ports()
+        try:
+            self.ports = tuple(self._reserve_next(candidates, count) for _ in range(count))
+        except ProcessError:
+            self.close()
+            raise
+
+    def release(self) -> None:
+        """Frees the ports for the processes they were reserved for. The names stay taken until `close`."""
+        self._sockets.close()
+
+    def close(self) -> None:
+        """Gives everything back."""
+        self._sockets.close()
+        self._names.close()
+
+    def __enter__(self) -> PortReservation:
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        self.close()
+
+    def _reserve_next(self, candidates, count: int) -> int:
+        for port in candidates:
+            with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+                name = stack.enter_context(_hold_name(port))
+                bound = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+                bound.bind((_HOST, port))
+                stack.pop_all()
+                self._names.enter_context(name)
+                self._sockets.enter_context(bound)
+                return port
+        raise ProcessError(f"This machine has fewer than {count} free TCP ports for a job.")
+
+
+def _candidate_ports():
+    """Ports below the ephemeral range in random order, the same for no two jobs whatever seeds a program sets."""
+    first_ephemeral = _EPHEMERAL_PORTS[0]
+    with contextlib.suppress(OSError), open("/proc/sys/net/ipv4/ip_local_port_range") as file:
+        first_ephemeral = int(file.read().split()[0])
+    ports = list(range(_LOWEST_PORT, first_ephemeral if first_ephemeral > 2 * _LOWEST_PORT else 65536))
+    random.SystemRandom().shuffle(ports)
+    return iter(ports)
+
+
+def _hold_name(port: int):
+    if not sys.platform.startswith("linux"):
+        return contextlib.nullcontext()
+    held = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        held.bind(f"\0hop_tf/port/{port}")
+    except OSError:
+        held.close()
+        raise
+    return held
+
+
+def task_environments(
+    tasks: Sequence[Task], ports: Sequence[int], base: Mapping[str, str]
+) -> dict[Task, dict[str, str]]:
+    """Returns all environment variables of each task.
+
+    Args:
+      tasks: The tasks of the job.
+      ports: One port per task.
+      base: Variables to start from. What the user set there about threads and GPUs stays.
+
+    Returns:
+      `base` with `TF_CONFIG`, the limits of `thread_limits`, and a GPU per worker as `gpu_assignments` has it.
+    """
+    configs = make_tf_configs(tasks, ports)
+    num_workers = sum(task.type == "worker" for task in tasks)
+    gpus = gpu_assignments(num_workers, base)
+    return {
+        task: {
+            **thread_limits(num_workers),
+            **base,
+            **(gpus[task.index] if task.type == "worker" else {}),
+            "TF_CONFIG": configs[task],
+        }
+        for task in tasks
+    }
+
+
+def gpu_assignments(num_workers: int, base: Mapping[str, str]) -> list[dict[str, str]]:
+    """Returns the environment variables that share this machine's NVIDIA GPUs among the workers.
+
+    With several GPUs each worker sees one, in turn; which ones is up to `CUDA_VISIBLE_DEVICES`, by default all. Workers
+    that have to share a GPU take its memory as they need it, rather than all of it at their start, unless
+    `TF_FORCE_GPU_ALLOW_GROWTH` says otherwise.
+    """
+    visible = _visible_gpus(base)
+    environments: list[dict[str, str]] = [{} for _ in range(num_workers)]
+    for rank, environment in enumerate(environments):
+        if len(visible) > 1:
+            environment["CUDA_VISIBLE_DEVICES"] = visible[rank % len(visible)]
+        if 0 < len(visible) < num_workers:
+            environment["TF_FORCE_GPU_ALLOW_GROWTH"] = base.get("TF_FORCE_GPU_ALLOW_GROWTH", "true")
+    return environments
+
+
+def _visible_gpus(base: Mapping[str, str]) -> list[str]:
+    if "CUDA_VISIBLE_DEVICES" in base:
+        return [device for device in base["CUDA_VISIBLE_DEVICES"].split(",") if device not in ("", "-1")]
+    return [str(index) for index in range(len(glob.glob("/dev/nvidia[0-9]*")))]

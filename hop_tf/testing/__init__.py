@@ -1,0 +1,19 @@
+"""Help for tests of training programs: clusters in one process and in several."""
+
+from hop_tf.testing.multi_process import (
+    MultiProcessError,
+    MultiProcessRunner,
+    ProcessResult,
+    Results,
+    start_fork_server,
+    stop_fork_server,
+)
+
+__all__ = [
+    "MultiProcessError",
+    "MultiProcessRunner",
+    "ProcessResult",
+    "Results",
+    "start_fork_server",
+    "stop_fork_server",
+]
