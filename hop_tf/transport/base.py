@@ -113,7 +113,7 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def counters(self) -> Mapping[str, int]:
-        """Totals so far: `bytes_sent`, `bytes_received`, `messages_sent`, `messages_received`, `connections_refused`."""
+        """Totals: `bytes_sent`, `bytes_received`, `messages_sent`, `messages_received`, `connections_refused`."""
 
     @abc.abstractmethod
     def close(self) -> None:

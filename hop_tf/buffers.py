@@ -1,0 +1,112 @@
+"""`BufferPool`: aligned memory for large arrays, recycled when nobody looks at it any more.
+
+Fresh memory of many megabytes costs a page fault for every page, on every message. So blocks are used again, but
+only when the last array that looks at one is gone: TensorFlow adopts aligned arrays without a copy and may read them
+long after the code that made them has returned.
+"""
+
+from __future__ import annotations
+
+import collections
+import mmap
+import threading
+import weakref
+
+import numpy as np
+
+_PAGE_BYTES = mmap.PAGESIZE
+# A size is rounded up to one of eight steps between powers of two, so that blocks fit several sizes.
+_STEPS_PER_DOUBLING = 8
+
+
+class BufferPool:
+    """Hands out uint8 arrays whose memory is used again when the last view of it has died.
+
+    The pool never holds more than what was in use at the busiest moment: unused blocks beyond that go back to the
+    operating system. May be used from any thread.
+    """
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._free: collections.OrderedDict[int, list[mmap.mmap]] = collections.OrderedDict()
+        self._free_bytes = 0
+        self._live_bytes = 0
+        self._peak_bytes = 0
+        # Finalizers run wherever the garbage collector happens to be, perhaps inside of `take`: they take no lock.
+        self._returned: collections.deque[mmap.mmap] = collections.deque()
+
+    def take(self, num_bytes: int) -> np.ndarray:
+        """Returns an array to write to.
+
+        Args:
+          num_bytes: Its size; may be 0.
+
+        Returns:
+          1-D uint8 array with undefined contents, aligned to a memory page (hence to 64 bytes). Every view of it, and
+          every tensor that shares its memory, keeps the memory from being used again.
+
+        Raises:
+          ValueError: If `num_bytes` is negative.
+          OSError: If there is not that much memory.
+        """
+        if num_bytes < 0:
+            raise ValueError(f"`num_bytes` must be at least 0. Received: num_bytes={num_bytes}.")
+        block = self._take_block(_block_bytes(num_bytes))
+        array = np.frombuffer(block, np.uint8, num_bytes)
+        # Views of an array refer to the array's base, not to the array: the base lives as long as the last of them.
+        finalizer = weakref.finalize(array.base, self._returned.append, block)
+        finalizer.atexit = False
+        return array
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes in use now."""
+        with self._lock:
+            self._collect_returned()
+            return self._live_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes kept for later use."""
+        with self._lock:
+            self._collect_returned()
+            return self._free_bytes
+
+    def _take_block(self, size: int) -> mmap.mmap:
+        with self._lock:
+            self._collect_returned()
+            block = self._pop_free(size)
+            if block is None:
+                block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._live_bytes += size
+            self._peak_bytes = max(self._peak_bytes, self._live_bytes)
+            self._trim()
+            return block
+
+    def _collect_returned(self) -> None:
+        while self._returned:
+            block = self._returned.popleft()
+            self._live_bytes -= len(block)
+            self._free_bytes += len(block)
+            self._free.setdefault(len(block), []).append(block)
+            self._free.move_to_end(len(block))
+
+    def _pop_free(self, size: int) -> mmap.mmap | None:
+        blocks = self._free.get(size)
+        if not blocks:
+            return None
+        self._free_bytes -= size
+        block = blocks.pop()
+        if not blocks:
+            del self._free[size]
+        return block
+
+    def _trim(self) -> None:
+        """Gives up blocks of the sizes that were used least recently."""
+        while self._live_bytes + self._free_bytes > self._peak_bytes:
+            self._pop_free(next(iter(self._free)))
+
+
+def _block_bytes(num_bytes: int) -> int:
+    step = max(_PAGE_BYTES, (1 << max(0, num_bytes - 1).bit_length()) // (2 * _STEPS_PER_DOUBLING))
+    return max(step, -(-num_bytes // step) * step)

@@ -1,0 +1,239 @@
+"""How messages become bytes, and bytes messages.
+
+A *frame* is what the two ends of a stream exchange. It begins with a fixed little-endian head (`_HEAD`), followed by
+the queue's name, the message's header, and the payload. On a gRPC stream a frame holds only the first bytes of a large
+payload; the next *chunks* on the stream are its remaining bytes and nothing else, so that bulk data is neither parsed
+nor wrapped. All lengths are checked against limits before anything is allocated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import struct
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from hop_tf.buffers import BufferPool
+from hop_tf.errors import ProtocolError
+
+PROTOCOL_VERSION = 1
+CHUNK_BYTES = 1 << 20
+MAX_QUEUE_BYTES = 255
+MAX_HEADER_BYTES = 1 << 16
+MAX_PAYLOAD_BYTES = 1 << 36
+MAX_LANES = 16
+
+_MAGIC = b"hopT"
+# magic, version, kind, flags, sequence, payload length, header length, queue length.
+_HEAD = struct.Struct("<4sBBHQQIH")
+HEAD_BYTES = _HEAD.size
+_ACK_REQUESTED = 1
+_NOTHING = BufferPool().take(0)
+
+
+class Kind(enum.IntEnum):
+    """What a frame is for."""
+
+    HELLO = 1
+    HELLO_REPLY = 2
+    MESSAGE = 3
+    ACKNOWLEDGE = 4
+    PING = 5
+    PONG = 6
+
+
+_KINDS = frozenset(Kind)
+
+
+@dataclasses.dataclass(slots=True)
+class Outgoing:
+    """A message on its way.
+
+    Attributes:
+      sequence: Its number on the lane, from 1.
+      queue: Name of the queue, UTF-8.
+      header: The header.
+      payload: Flat uint8 arrays.
+      num_bytes: Length of header and payload.
+      ack_requested: Whether the sender has reason to wait for the acknowledgement.
+    """
+
+    sequence: int
+    queue: bytes
+    header: bytes
+    payload: Sequence[np.ndarray]
+    num_bytes: int
+    ack_requested: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Frame:
+    """A parsed frame.
+
+    Attributes:
+      kind: What it is for.
+      sequence: Number of a message on its lane, from 1; in an acknowledgement that of the last message received.
+      queue: Name of the queue, UTF-8.
+      header: The message's header; in a greeting, its protobuf message.
+      payload_bytes: Length of the whole payload.
+      inline: The part of the payload that came with the frame, on a gRPC stream.
+      ack_requested: Whether the sender wants to know when the message has been received.
+    """
+
+    kind: Kind
+    sequence: int = 0
+    queue: bytes = b""
+    header: bytes = b""
+    payload_bytes: int = 0
+    inline: memoryview | bytes = b""
+    ack_requested: bool = False
+
+
+def encode(kind: Kind, *, sequence: int = 0, body: bytes = b"") -> bytes:
+    """A frame that carries no message.
+
+    Args:
+      kind: What it is for.
+      sequence: See `Frame`.
+      body: A greeting's protobuf message.
+    """
+    return _HEAD.pack(_MAGIC, PROTOCOL_VERSION, kind, 0, sequence, 0, len(body), 0) + body
+
+
+def encode_start(message: Outgoing) -> bytes:
+    """The beginning of a message's frame, up to the payload."""
+    flags = _ACK_REQUESTED if message.ack_requested else 0
+    lengths = (message.num_bytes - len(message.header), len(message.header), len(message.queue))
+    head = _HEAD.pack(_MAGIC, PROTOCOL_VERSION, Kind.MESSAGE, flags, message.sequence, *lengths)
+    return b"".join((head, message.queue, message.header))
+
+
+def encode_message(message: Outgoing) -> Iterator[bytes]:
+    """The frame of a message, then the chunks with the rest of its payload."""
+    start = encode_start(message)
+    pieces, room = [start], CHUNK_BYTES - len(start)
+    for array in message.payload:
+        part = memoryview(array)
+        while part.nbytes:
+            piece, part = part[:room], part[room:]
+            pieces.append(piece)
+            room -= piece.nbytes
+            if not room:
+                yield b"".join(pieces)
+                pieces, room = [], CHUNK_BYTES
+    if pieces:
+        yield b"".join(pieces)
+
+
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """A parsed head: `Frame` says what the fields mean."""
+
+    kind: Kind
+    ack_requested: bool
+    sequence: int
+    payload_bytes: int
+    header_bytes: int
+    queue_bytes: int
+
+    def frame(self, text: bytes, inline: memoryview | bytes = b"") -> Frame:
+        """The frame with this head, whose queue and header are `text`."""
+        return Frame(
+            kind=self.kind,
+            sequence=self.sequence,
+            queue=text[: self.queue_bytes],
+            header=text[self.queue_bytes :],
+            payload_bytes=self.payload_bytes,
+            inline=inline,
+            ack_requested=self.ack_requested,
+        )
+
+
+def decode_head(data: bytes) -> Head:
+    """Parses the first `HEAD_BYTES` bytes of a frame.
+
+    Raises:
+      ProtocolError: If it is none, or a length in it is beyond its limit.
+    """
+    if len(data) < HEAD_BYTES:
+        raise ProtocolError(f"a frame of {len(data)} bytes is none.")
+    magic, version, kind, flags, sequence, payload_bytes, header_bytes, queue_bytes = _HEAD.unpack_from(data)
+    if magic != _MAGIC or version != PROTOCOL_VERSION:
+        raise ProtocolError(f"a frame must begin with {_MAGIC!r}, version {PROTOCOL_VERSION}. Received: {data[:5]!r}.")
+    if kind not in _KINDS or flags & ~_ACK_REQUESTED:
+        raise ProtocolError(f"a frame has unknown kind {kind} or flags {flags}.")
+    if queue_bytes > MAX_QUEUE_BYTES or header_bytes > MAX_HEADER_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
+        lengths = f"queue {queue_bytes}, header {header_bytes}, payload {payload_bytes}"
+        raise ProtocolError(f"a frame has lengths beyond the limits: {lengths}.")
+    return Head(Kind(kind), bool(flags & _ACK_REQUESTED), sequence, payload_bytes, header_bytes, queue_bytes)
+
+
+def decode(data: bytes) -> Frame:
+    """Parses a frame of a gRPC stream.
+
+    Raises:
+      ProtocolError: If it is none, or a length in it is beyond its limit.
+    """
+    head = decode_head(data)
+    end = HEAD_BYTES + head.queue_bytes + head.header_bytes
+    if not end <= len(data) <= min(CHUNK_BYTES, end + head.payload_bytes):
+        raise ProtocolError(f"a frame of {len(data)} bytes cannot hold what its head says: {head}.")
+    return head.frame(data[HEAD_BYTES:end], memoryview(data)[end:])
+
+
+def take_buffer(pool: BufferPool, num_bytes: int) -> np.ndarray:
+    """Memory for a payload.
+
+    Raises:
+      ProtocolError: If there is not that much.
+    """
+    try:
+        return pool.take(num_bytes) if num_bytes else _NOTHING
+    except (OSError, MemoryError) as error:
+        raise ProtocolError(f"no memory for a message of {num_bytes} bytes: {error}.") from error
+
+
+class Assembler:
+    """Puts a payload together from a message's frame and the chunks that follow it.
+
+    Args:
+      pool: Where the payload's memory comes from.
+      frame: The message's frame.
+
+    Raises:
+      ProtocolError: If there is no memory for it.
+    """
+
+    def __init__(self, pool: BufferPool, frame: Frame):
+        self.frame = frame
+        self._buffer = take_buffer(pool, frame.payload_bytes)
+        self._filled = 0
+        if frame.inline:
+            self.add(frame.inline)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the whole payload is there."""
+        return self._filled == self.frame.payload_bytes
+
+    def add(self, chunk: bytes | memoryview) -> None:
+        """Appends the bytes of a chunk.
+
+        Raises:
+          ProtocolError: If it is empty, or longer than what is missing.
+        """
+        end = self._filled + len(chunk)
+        if not len(chunk) or end > self.frame.payload_bytes:
+            raise ProtocolError(
+                f"a chunk of {len(chunk)} bytes came where {self.frame.payload_bytes - self._filled} are missing."
+            )
+        # Through NumPy and not a memoryview: it lets other threads run while it copies.
+        np.copyto(self._buffer[self._filled : end], np.frombuffer(chunk, np.uint8))
+        self._filled = end
+
+    def payload(self) -> np.ndarray:
+        """The payload, read-only."""
+        self._buffer.flags.writeable = False
+        return self._buffer

@@ -1,0 +1,125 @@
+"""`GrpcLink`: a link that is a gRPC stream."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import grpc
+
+from hop_tf.errors import ProtocolError
+from hop_tf.transport.framing import Kind, decode, encode, encode_message
+from hop_tf.transport.link import Link
+from hop_tf.transport.outbox import Outbox
+from hop_tf.transport.peer import Peer
+
+METHOD = "/hop_tf.Transport/Stream"
+
+
+class GrpcLink(Link):
+    """A link over gRPC, for messages or for heartbeats.
+
+    It has a channel, that is a connection, of its own: bulk data on one lane delays no other.
+
+    Args:
+      open_channel: Makes a channel to a peer.
+      heartbeat_seconds: Send heartbeats at this interval; None on lanes that carry messages.
+      **arguments: See `Link`.
+    """
+
+    def __init__(
+        self, *, open_channel: Callable[[Peer], grpc.Channel], heartbeat_seconds: float | None = None, **arguments
+    ):
+        super().__init__(**arguments)
+        self._open_channel = open_channel
+        self._heartbeat_seconds = heartbeat_seconds
+
+    def _try_stream(self) -> str:
+        connection = _Connection(self._outbox)
+        try:
+            with self._open_channel(self._peer) as channel:
+                call = channel.stream_stream(METHOD)(self._requests(connection))
+                self._stream_begins(call.cancel)
+                self._read(call, connection)
+        except grpc.RpcError as error:
+            return str(error.details())
+        finally:
+            connection.end()
+        return "it closed the connection"
+
+    # What is sent. gRPC calls the generator from a thread of its own.
+
+    def _requests(self, connection: _Connection) -> Iterator[bytes]:
+        yield encode(Kind.HELLO, body=self._hello())
+        if not connection.wait_accepted():
+            return
+        if self._heartbeat_seconds is None:
+            yield from self._messages(connection)
+        else:
+            yield from self._heartbeats(connection, self._heartbeat_seconds)
+
+    def _messages(self, connection: _Connection) -> Iterator[bytes]:
+        while (message := self._outbox.take(connection.epoch)) is not None:
+            yield from encode_message(message)
+            del message  # Not kept alive while the next one is awaited.
+
+    def _heartbeats(self, connection: _Connection, interval_seconds: float) -> Iterator[bytes]:
+        while not connection.wait_ended(interval_seconds):
+            yield encode(Kind.PING)
+
+    # What comes back.
+
+    def _read(self, call: Iterator[bytes], connection: _Connection) -> None:
+        try:
+            for data in call:
+                self._take_answer(data, connection)
+        finally:
+            call.cancel()
+            if connection.accepted:
+                self._peer.link_down()
+
+    def _take_answer(self, data: bytes, connection: _Connection) -> None:
+        frame = decode(data)
+        if frame.kind == Kind.HELLO_REPLY and not connection.accepted:
+            connection.accept(self._accepted(frame.header))
+        elif frame.kind == Kind.ACKNOWLEDGE and connection.accepted:
+            self._outbox.acknowledge(frame.sequence)
+        elif frame.kind != Kind.PONG or not connection.accepted:
+            raise ProtocolError(f"{self._peer} answered with an unexpected {frame.kind.name}.")
+        self._peer.heard()
+
+
+class _Connection:
+    """The state that a stream's reader and its writer share."""
+
+    def __init__(self, outbox: Outbox):
+        self._outbox = outbox
+        self._changed = threading.Condition()
+        self._ended = False
+        self.accepted = False
+        self.epoch = -1
+
+    def accept(self, epoch: int) -> None:
+        """The peer has accepted the greeting."""
+        with self._changed:
+            self.accepted = True
+            self.epoch = epoch
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """The stream is over: the writer shall end."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+        self._outbox.interrupt()
+
+    def wait_accepted(self) -> bool:
+        """Waits for the answer to the greeting; False where none will come."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.accepted or self._ended)
+            return not self._ended
+
+    def wait_ended(self, timeout_seconds: float) -> bool:
+        """Waits until the stream is over; False where that takes longer."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._ended, timeout_seconds)

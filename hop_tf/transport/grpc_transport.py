@@ -1,0 +1,210 @@
+"""`GrpcTransport`: the transport between processes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import grpc
+
+from hop_tf.buffers import BufferPool
+from hop_tf.errors import HopError
+from hop_tf.options import CommunicationOptions
+from hop_tf.transport.framing import CHUNK_BYTES
+from hop_tf.transport.grpc_link import GrpcLink
+from hop_tf.transport.grpc_server import DaemonExecutor, StreamHandler
+from hop_tf.transport.handshake import CONTROL_LANE, Handshake, new_incarnation
+from hop_tf.transport.link import Link
+from hop_tf.transport.outbox import Outbox
+from hop_tf.transport.peer import Peer
+from hop_tf.transport.queue_transport import QueueTransport
+
+_COMMON_OPTIONS = (
+    ("grpc.max_send_message_length", CHUNK_BYTES),
+    ("grpc.max_receive_message_length", CHUNK_BYTES),
+    # Half-open connections (a firewall that forgot them) are found by pings of gRPC's own, however busy the lane is.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+_SERVER_OPTIONS = (
+    *_COMMON_OPTIONS,
+    ("grpc.so_reuseport", 0),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 1000),
+)
+_CHANNEL_OPTIONS = (
+    *_COMMON_OPTIONS,
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_retries", 0),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 5000),  # also the time that one attempt to connect may take
+    ("grpc.max_reconnect_backoff_ms", 5000),
+)
+# Streams that `close` has ended are gone long before.
+_GRACE_SECONDS = 2.0
+
+
+class GrpcTransport(QueueTransport):
+    """Named queues over gRPC streams, one for each (peer, lane), and one for heartbeats.
+
+    Args:
+      rank: This rank.
+      addresses: "host:port" of every rank; this one serves on `addresses[rank]`.
+      identity: Fields that must be equal on all ranks. Where they are not, `status(peer).failure` says so on both.
+      incarnation: Name of this process; every process must have another. Default: a random one.
+      options: Deadlines and credentials.
+      pool: Where received payloads are put together. Default: a pool of its own.
+      on_error: Called, on any thread, with what a handler has raised. The error is logged, and raised by every later
+        `send`, whether this is given or not.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        addresses: Sequence[str],
+        *,
+        identity: Mapping[str, str],
+        incarnation: str | None = None,
+        options: CommunicationOptions | None = None,
+        pool: BufferPool | None = None,
+        on_error: Callable[[BaseException], None] | None = None,
+    ):
+        options = options or CommunicationOptions()
+        super().__init__(rank, addresses, options=options, on_error=on_error)
+        self._address = addresses[rank]
+        self._handshake = Handshake(
+            rank=rank,
+            peers=self._peers,
+            incarnation=incarnation or new_incarnation(),
+            identity=identity,
+            token=options.cluster_token,
+        )
+        self._heartbeat_seconds = min(options.timeout_seconds / 5, 1.0)
+        self._tls = _read_tls_files(options)
+        self._executor = DaemonExecutor(f"hop_tf serve rank {rank}")
+        self._pool = pool or BufferPool()
+        self._streams = StreamHandler(
+            rank=rank,
+            handshake=self._handshake,
+            dispatcher=self._dispatcher,
+            pool=self._pool,
+            on_refused=self._refused,
+            on_error=self._thread_failed,
+        )
+        self._server: grpc.Server | None = None
+        self._links: list[Link] = []
+
+    def start(self) -> None:
+        self._check_open()
+        if self._server is not None:
+            raise HopError(f"rank {self._rank}: the transport was started before.")
+        server = grpc.server(self._executor, handlers=[self._streams], options=_SERVER_OPTIONS)
+        port = self._address.rpartition(":")[2]
+        for host in self._hosts():
+            self._bind(server, f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+        server.start()
+        self._server = server
+
+    def _watch(self, peer: Peer) -> None:
+        outbox = Outbox()  # Stays empty.
+        self._add_link(
+            GrpcLink(heartbeat_seconds=self._heartbeat_seconds, **self._arguments(peer, CONTROL_LANE, outbox))
+        )
+
+    def _open_lane(self, peer: Peer, lane: int, outbox: Outbox) -> None:
+        self._add_link(GrpcLink(**self._arguments(peer, lane, outbox)))
+
+    def _arguments(self, peer: Peer, lane: int, outbox: Outbox) -> dict[str, object]:
+        return {
+            "peer": peer,
+            "lane": lane,
+            "outbox": outbox,
+            "handshake": self._handshake,
+            "open_channel": self._open_channel,
+            "on_error": self._thread_failed,
+        }
+
+    def _add_link(self, link: Link) -> None:
+        self._links.append(link)
+        link.start()
+
+    def _close_links(self, deadline: float) -> None:
+        for link in self._links:
+            link.close()
+        # Without a time of grace, gRPC would make the peers' libraries print a line each.
+        stopped = None if self._server is None else self._server.stop(grace=_GRACE_SECONDS)
+        self._streams.close()
+        self._dispatcher.close(deadline)
+        self._join([link.thread for link in self._links] + self._executor.threads, deadline)
+        if stopped is not None:
+            stopped.wait(max(0.0, deadline - time.monotonic()))
+        self._server = None  # gRPC gives the port back when the server is destroyed.
+
+    def _open_channel(self, peer: Peer) -> grpc.Channel:
+        if self._tls is None:
+            return grpc.insecure_channel(peer.address, _CHANNEL_OPTIONS)
+        root, key, chain = self._tls
+        return grpc.secure_channel(peer.address, grpc.ssl_channel_credentials(root, key, chain), _CHANNEL_OPTIONS)
+
+    # Binding.
+
+    def _bind(self, server: grpc.Server, address: str) -> None:
+        try:
+            if self._tls is None:
+                server.add_insecure_port(address)
+            else:
+                root, key, chain = self._tls
+                credentials = grpc.ssl_server_credentials([(key, chain)], root, require_client_auth=True)
+                server.add_secure_port(address, credentials)
+        except RuntimeError as error:
+            raise self._cannot_serve(str(error)) from error
+
+    def _hosts(self) -> list[str]:
+        """The numeric addresses of this rank's name that belong to this machine.
+
+        gRPC by itself would be content with one of them, and leave another to a stranger that listens there.
+        """
+        host, _, port = self._address.rpartition(":")
+        try:
+            found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        except OSError as error:
+            raise self._cannot_serve(error.strerror) from error
+        problems = {sockaddr: _try_bind(family, sockaddr) for family, _, _, _, sockaddr in found}
+        usable = [sockaddr for sockaddr, problem in problems.items() if problem is None]
+        if not usable or errno.EADDRINUSE in problems.values():
+            reasons = {os.strerror(problem) for problem in problems.values() if problem is not None}
+            raise self._cannot_serve(", ".join(sorted(reasons)))
+        return [sockaddr[0] for sockaddr in usable]
+
+    def _cannot_serve(self, reason: str) -> HopError:
+        return HopError(
+            f"rank {self._rank}: cannot serve on {self._address}: {reason}. Check that this machine has that address "
+            "(the `cluster` entry of TF_CONFIG) and that no other process uses the port."
+        )
+
+
+def _try_bind(family: int, sockaddr: tuple) -> int | None:
+    """Returns the error number where a socket cannot be bound, else None."""
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(sockaddr)
+            probe.listen()
+    except OSError as error:
+        return error.errno
+    return None
+
+
+def _read_tls_files(options: CommunicationOptions) -> tuple[bytes, bytes, bytes] | None:
+    """Root certificates, private key and certificate chain; None without TLS."""
+    if not options.uses_tls:
+        return None
+    paths = (options.tls_root_certificates, options.tls_private_key, options.tls_certificate_chain)
+    return tuple(Path(path).read_bytes() for path in paths)

@@ -1,0 +1,189 @@
+"""`Handshake`: what two ranks tell each other before the first message, and when they refuse to go on."""
+
+from __future__ import annotations
+
+import dataclasses
+import hmac
+import secrets
+from collections.abc import Mapping
+
+from google.protobuf.message import DecodeError
+
+from hop_tf.errors import HopError, MismatchError, PeerLostError, ProtocolError
+from hop_tf.transport import control_pb2
+from hop_tf.transport.framing import MAX_LANES, PROTOCOL_VERSION
+from hop_tf.transport.peer import Peer
+
+# The lane of heartbeats, beside those of messages.
+CONTROL_LANE = MAX_LANES
+_PROTOCOL_FIELD = "transport.protocol"
+_BAD_TOKEN = "it refused this rank's cluster token (see CommunicationOptions.cluster_token)"
+_BAD_RANK = "it has another rank, or knows this rank under another number; check TF_CONFIG on both"
+
+
+def new_incarnation() -> str:
+    """A name that no other process has."""
+    return secrets.token_hex(8)
+
+
+class RefusedError(HopError):
+    """A greeting was refused; another attempt may succeed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Greeting:
+    """An accepted hello: who will send on which lane, and the oldest message that it still has."""
+
+    peer: Peer
+    lane: int
+    first_sequence: int
+
+
+class Handshake:
+    """This rank's side of every greeting.
+
+    Args:
+      rank: This rank.
+      peers: All other ranks.
+      incarnation: Name of this process, see `new_incarnation`.
+      identity: Fields that must be equal on all ranks.
+      token: The secret that all ranks share, or None.
+
+    Attributes:
+      socket_port: Port of this rank's plain sockets, which is told to all peers; 0 if it has none.
+    """
+
+    def __init__(
+        self, *, rank: int, peers: Mapping[int, Peer], incarnation: str, identity: Mapping[str, str], token: str | None
+    ):
+        self._rank = rank
+        self._peers = peers
+        self._incarnation = incarnation
+        self._identity = {_PROTOCOL_FIELD: str(PROTOCOL_VERSION), **identity}
+        self._token = (token or "").encode()
+        self.socket_port = 0
+
+    # The side that opens a stream.
+
+    def hello(self, peer: Peer, lane: int, first_sequence: int) -> bytes:
+        """The message that opens a stream to `peer`. For the arguments see `control.proto`."""
+        return control_pb2.Hello(
+            protocol_version=PROTOCOL_VERSION,
+            sender=self._rank,
+            receiver=peer.rank,
+            lane=lane,
+            incarnation=self._incarnation,
+            token=self._token,
+            identity=self._identity,
+            first_sequence=first_sequence,
+        ).SerializeToString()
+
+    def check_reply(self, peer: Peer, data: bytes) -> int:
+        """Judges the answer to `hello`. What cannot be mended is also recorded as the peer's failure.
+
+        Returns:
+          Sequence number of the last message that the peer has received on the lane.
+
+        Raises:
+          RefusedError: If the peer refused, for a reason that may pass.
+          MismatchError: If the peer disagrees on a field.
+          PeerLostError: If one of the two processes was restarted.
+          ProtocolError: If that is no answer.
+        """
+        reply = _parse(control_pb2.HelloReply, data)
+        if reply.refusal == control_pb2.BAD_TOKEN:
+            raise RefusedError(_BAD_TOKEN)
+        if reply.refusal == control_pb2.BAD_RANK:
+            raise RefusedError(_BAD_RANK)
+        if reply.refusal == control_pb2.MISMATCH:
+            raise self._fail(peer, self._mismatch(peer, reply.field, reply.value))
+        if reply.refusal == control_pb2.RESTARTED:
+            raise self._fail(peer, self._this_was_restarted(peer))
+        if reply.refusal != control_pb2.ACCEPTED:
+            raise ProtocolError(f"{peer} gave unknown refusal {reply.refusal}.")
+        if not peer.is_incarnation(reply.incarnation):
+            raise self._fail(peer, self._peer_was_restarted(peer))
+        peer.note_socket_port(reply.socket_port)
+        return reply.received_sequence
+
+    # The side that is greeted.
+
+    def check_hello(self, data: bytes) -> Greeting:
+        """Judges a hello. A peer that proves to be in the cluster and disagrees has its failure recorded.
+
+        Raises:
+          HelloRefusedError: If it is refused; holds the answer to send.
+          ProtocolError: If that is no hello.
+        """
+        hello = _parse(control_pb2.Hello, data)
+        if not hmac.compare_digest(hello.token, self._token):
+            raise HelloRefusedError("wrong cluster token", self._reply(control_pb2.BAD_TOKEN))
+        peer = self._peers.get(hello.sender)
+        if peer is None or hello.lane > CONTROL_LANE:
+            problem = f"impossible rank {hello.sender} or lane {hello.lane}"
+            raise HelloRefusedError(problem, self._reply(control_pb2.BAD_RANK))
+        self._check_identity(peer, {**hello.identity, _PROTOCOL_FIELD: str(hello.protocol_version)})
+        if hello.receiver != self._rank:
+            problem = f"{peer} takes this rank for rank {hello.receiver}"
+            raise HelloRefusedError(problem, self._reply(control_pb2.BAD_RANK))
+        if not peer.is_incarnation(hello.incarnation):
+            error = self._fail(peer, self._peer_was_restarted(peer))
+            raise HelloRefusedError(str(error), self._reply(control_pb2.RESTARTED))
+        return Greeting(peer, hello.lane, hello.first_sequence)
+
+    def accept(self, received_sequence: int) -> bytes:
+        """The answer that accepts a hello; see `control.proto`."""
+        return self._reply(control_pb2.ACCEPTED, received_sequence=received_sequence, socket_port=self.socket_port)
+
+    def _check_identity(self, peer: Peer, theirs: Mapping[str, str]) -> None:
+        for field in [*self._identity, *sorted(theirs.keys() - self._identity.keys())]:
+            if theirs.get(field) != self._identity.get(field):
+                error = self._fail(peer, self._mismatch(peer, field, theirs.get(field, "")))
+                reply = self._reply(control_pb2.MISMATCH, field=field, value=self._identity.get(field, ""))
+                raise HelloRefusedError(str(error), reply)
+
+    def _reply(self, refusal: int, **fields) -> bytes:
+        return control_pb2.HelloReply(refusal=refusal, incarnation=self._incarnation, **fields).SerializeToString()
+
+    # Errors.
+
+    def _fail(self, peer: Peer, error: HopError) -> HopError:
+        peer.fail(error)
+        return error
+
+    def _mismatch(self, peer: Peer, field: str, theirs: str) -> MismatchError:
+        return MismatchError(
+            f"rank {self._rank}: {peer} disagrees on {field!r}: {theirs!r} there, "
+            f"{self._identity.get(field, '')!r} here. It must be the same on all ranks."
+        )
+
+    def _peer_was_restarted(self, peer: Peer) -> PeerLostError:
+        return PeerLostError(
+            f"rank {self._rank}: {peer} was restarted: another process answers there than before. "
+            "Its state is lost; start the job again."
+        )
+
+    def _this_was_restarted(self, peer: Peer) -> PeerLostError:
+        return PeerLostError(
+            f"rank {self._rank}: {peer} is in a job with an earlier process of rank {self._rank}: "
+            "this process was restarted. Start the whole job again."
+        )
+
+
+class HelloRefusedError(HopError):
+    """A hello was refused.
+
+    Attributes:
+      reply: The answer that says so.
+    """
+
+    def __init__(self, message: str, reply: bytes):
+        super().__init__(message)
+        self.reply = reply
+
+
+def _parse(message_type, data: bytes):
+    try:
+        return message_type.FromString(data)
+    except (DecodeError, ValueError) as error:
+        raise ProtocolError(f"a malformed {message_type.DESCRIPTOR.name}: {error}.") from error

@@ -1,0 +1,188 @@
+"""`Dispatcher` and `Inbox`: from received messages to the handlers of their queues."""
+
+from __future__ import annotations
+
+import collections
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from hop_tf.errors import HopError, ProtocolError
+from hop_tf.transport.base import Handler, Message
+from hop_tf.transport.framing import Frame, Kind
+from hop_tf.transport.peer import Peer
+
+# Messages of one sender and lane that are held for queues without a handler.
+MAX_HELD_MESSAGES = 1024
+
+
+def make_message(peer: Peer, frame: Frame, payload: np.ndarray) -> Message:
+    """What a handler gets for a frame and its payload.
+
+    Raises:
+      ProtocolError: If the frame is no message to a queue.
+    """
+    if frame.kind != Kind.MESSAGE or not frame.queue:
+        raise ProtocolError(f"{peer} sent {frame.kind.name} to queue {frame.queue!r} on a message lane.")
+    try:
+        return Message(peer.rank, frame.queue.decode(), frame.header, payload)
+    except UnicodeDecodeError as error:
+        raise ProtocolError(f"{peer} sent to a queue whose name is not UTF-8: {frame.queue!r}.") from error
+
+
+class Dispatcher:
+    """The handlers of one rank, and the inboxes that feed them.
+
+    Args:
+      on_error: Called with what a handler raised.
+      max_held_messages: How many messages an inbox holds for queues without a handler; then its sender must wait.
+    """
+
+    def __init__(self, *, on_error: Callable[[BaseException], None], max_held_messages: int = MAX_HELD_MESSAGES):
+        self.condition = threading.Condition()
+        self.closed = False
+        self.max_held_messages = max_held_messages
+        self.num_messages = 0
+        self.num_bytes = 0
+        self._on_error = on_error
+        self._handlers: dict[str, Handler] = {}
+        self._inboxes: dict[tuple[int, int], Inbox] = {}
+        self._threads: set[threading.Thread] = set()
+
+    def inbox(self, sender: int, lane: int) -> Inbox:
+        """The inbox of what `sender` sends on `lane`."""
+        with self.condition:
+            return self._inboxes.setdefault((sender, lane), Inbox(self))
+
+    def register(self, queue: str, handler: Handler) -> None:
+        """See `Transport.register`. Messages that were held are delivered from threads of their own."""
+        with self.condition:
+            if self.closed:
+                raise HopError("the transport is closed.")
+            self._handlers[queue] = handler
+            self._threads = {thread for thread in self._threads if thread.is_alive()}
+            for inbox in self._inboxes.values():
+                if inbox.holds(queue):
+                    thread = threading.Thread(target=inbox.drain, args=(queue,), name="hop_tf deliver", daemon=True)
+                    self._threads.add(thread)
+                    thread.start()
+
+    def unregister(self, queue: str) -> None:
+        """See `Transport.unregister`."""
+        with self.condition:
+            self._handlers.pop(queue, None)
+
+    def handler(self, queue: str) -> Handler | None:
+        """The handler of `queue`, if there is one."""
+        return None if self.closed else self._handlers.get(queue)
+
+    def run(self, handler: Handler, message: Message) -> None:
+        """Calls a handler; what it raises is reported and ends neither the stream nor the server."""
+        try:
+            handler(message)
+        except BaseException as error:
+            self._on_error(error)
+
+    def close(self, deadline: float) -> None:
+        """Delivers nothing more, ends all waiting, and joins the threads (until `deadline`, `time.monotonic`)."""
+        with self.condition:
+            self.closed = True
+            self.condition.notify_all()
+            threads = set(self._threads)
+        for thread in threads - {threading.current_thread()}:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+
+class Inbox:
+    """Takes the messages of one sender and lane, in order and each once, and delivers them one at a time.
+
+    Several threads meet here: a connection's, that of an earlier connection which may still be in a handler, and the
+    one that `register` starts for messages held until then. Whoever delivers takes the oldest message first.
+    """
+
+    def __init__(self, dispatcher: Dispatcher):
+        self._dispatcher = dispatcher
+        self._condition = dispatcher.condition
+        self._delivering = threading.Lock()
+        self._held: dict[str, collections.deque[Message]] = {}
+        self._num_held = 0
+        self._received_sequence = 0
+        self._epoch = 0
+
+    def begin(self, first_sequence: int) -> tuple[int, int]:
+        """Begins a connection, and ends the one before.
+
+        Args:
+          first_sequence: Sequence number of the oldest message that the sender still has.
+
+        Returns:
+          The connection's number, for `accept`, and the sequence number of the last message received.
+
+        Raises:
+          ProtocolError: If messages that were not received are lost.
+        """
+        with self._condition:
+            if first_sequence > self._received_sequence + 1:
+                raise ProtocolError(
+                    f"the oldest message there is {first_sequence}, the last one here {self._received_sequence}."
+                )
+            self._epoch += 1
+            self._condition.notify_all()
+            return self._epoch, self._received_sequence
+
+    def accept(self, epoch: int, sequence: int, message: Message) -> bool:
+        """Takes the next message of connection `epoch` and delivers it; drops it if it was received before.
+
+        Returns:
+          False if another connection has begun or the transport was closed: then it was not taken.
+
+        Blocks: while the handler runs; and while too many messages are held for queues without a handler.
+
+        Raises:
+          ProtocolError: If messages before it are missing.
+        """
+        with self._condition:
+            self._condition.wait_for(lambda: self._ended(epoch) or self._num_held < self._dispatcher.max_held_messages)
+            if self._ended(epoch):
+                return False
+            if sequence <= self._received_sequence:
+                return True
+            if sequence != self._received_sequence + 1:
+                raise ProtocolError(f"message {sequence} came after message {self._received_sequence}.")
+            self._received_sequence = sequence
+            self._dispatcher.num_messages += 1
+            self._dispatcher.num_bytes += len(message.header) + message.payload.nbytes
+            self._held.setdefault(message.queue, collections.deque()).append(message)
+            self._num_held += 1
+        queue = message.queue
+        del message  # The handler alone decides how long it lives.
+        self.drain(queue)
+        return True
+
+    def holds(self, queue: str) -> bool:
+        """Whether messages for `queue` wait here. The dispatcher's condition must be held."""
+        return queue in self._held
+
+    def drain(self, queue: str) -> None:
+        """Delivers what is held for `queue`, if it has a handler."""
+        with self._delivering:
+            while (delivery := self._next(queue)) is not None:
+                self._dispatcher.run(*delivery)
+                del delivery
+
+    def _next(self, queue: str) -> tuple[Handler, Message] | None:
+        with self._condition:
+            handler, held = self._dispatcher.handler(queue), self._held.get(queue)
+            if handler is None or not held:
+                return None
+            message = held.popleft()
+            if not held:
+                del self._held[queue]
+            self._num_held -= 1
+            self._condition.notify_all()
+            return handler, message
+
+    def _ended(self, epoch: int) -> bool:
+        return self._dispatcher.closed or self._epoch != epoch

@@ -1,0 +1,100 @@
+"""`Link`: a stream to a peer that comes back when it breaks."""
+
+from __future__ import annotations
+
+import abc
+import threading
+from collections.abc import Callable
+
+from absl import logging
+
+from hop_tf.errors import HopError
+from hop_tf.transport.handshake import Handshake
+from hop_tf.transport.outbox import Outbox
+from hop_tf.transport.peer import Peer
+
+_FIRST_BACKOFF_SECONDS = 0.02
+_MAX_BACKOFF_SECONDS = 0.5
+
+
+class Link(abc.ABC):
+    """Carries what is in an outbox to a peer, on one lane.
+
+    When the stream breaks it begins anew, after the last message that was received; so it goes on until `close`, or
+    until the peer fails for good.
+
+    Args:
+      peer: The peer.
+      lane: The lane that is announced to it.
+      outbox: What to send.
+      handshake: Makes and checks greetings.
+      on_error: Called with an exception that nobody has foreseen; the link has ended then.
+    """
+
+    def __init__(
+        self, *, peer: Peer, lane: int, outbox: Outbox, handshake: Handshake, on_error: Callable[[BaseException], None]
+    ):
+        self._peer = peer
+        self._lane = lane
+        self._outbox = outbox
+        self._handshake = handshake
+        self._on_error = on_error
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._end_stream: Callable[[], object] | None = None
+        self._backoff_seconds = _FIRST_BACKOFF_SECONDS
+        self.thread = threading.Thread(target=self._run, name=f"hop_tf link to {peer} lane {lane}", daemon=True)
+
+    def start(self) -> None:
+        """Begins to connect."""
+        self.thread.start()
+
+    def close(self) -> None:
+        """Ends the link; its thread ends soon after."""
+        with self._lock:
+            self._closed.set()
+            if self._end_stream is not None:
+                self._end_stream()
+
+    @abc.abstractmethod
+    def _try_stream(self) -> str:
+        """Makes one connection and uses it until it ends; returns why it has ended.
+
+        Raises:
+          HopError: If it ended for a reason of ours.
+        """
+
+    def _run(self) -> None:
+        try:
+            while not self._closed.is_set() and self._peer.failure is None:
+                try:
+                    problem = self._try_stream()
+                except HopError as error:
+                    problem = str(error)
+                self._pause(problem)
+        except Exception as error:
+            self._on_error(error)
+
+    def _pause(self, problem: str) -> None:
+        if not self._closed.is_set():
+            self._peer.note_problem(problem)
+            logging.log_every_n_seconds(logging.INFO, "No link to %s: %s", 10, self._peer, problem)
+            self._closed.wait(self._backoff_seconds)
+            self._backoff_seconds = min(2 * self._backoff_seconds, _MAX_BACKOFF_SECONDS)
+
+    def _stream_begins(self, end_stream: Callable[[], object]) -> None:
+        """Lets `close` end the stream, by calling `end_stream`."""
+        with self._lock:
+            self._end_stream = end_stream
+            if self._closed.is_set():
+                end_stream()
+
+    def _hello(self) -> bytes:
+        return self._handshake.hello(self._peer, self._lane, self._outbox.first_sequence)
+
+    def _accepted(self, reply: bytes) -> int:
+        """The answer to the greeting has come; returns the outbox's epoch. A `Peer.link_down` must follow."""
+        epoch = self._outbox.resume(self._handshake.check_reply(self._peer, reply))
+        self._peer.link_up()
+        self._backoff_seconds = _FIRST_BACKOFF_SECONDS
+        return epoch

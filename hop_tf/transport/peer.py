@@ -1,0 +1,113 @@
+"""`Peer`: what a transport knows of another rank."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from absl import logging
+
+from hop_tf.transport.base import PeerStatus
+
+
+class Peer:
+    """Another rank: where it is, whether it lives, and what is wrong with it.
+
+    Args:
+      rank: Its rank.
+      address: "host:port".
+    """
+
+    def __init__(self, rank: int, address: str):
+        self.rank = rank
+        self.address = address
+        self._lock = threading.Condition()
+        self._num_links = 0
+        self._watched_since: float | None = None
+        self._heard_at: float | None = None
+        self._incarnation: str | None = None
+        self._failure: Exception | None = None
+        self._last_problem = ""
+        self._socket_port: int | None = None
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} at {self.address}"
+
+    @property
+    def failure(self) -> Exception | None:
+        """See `PeerStatus`."""
+        return self._failure
+
+    def watch(self) -> None:
+        """Silence counts from now on, if it did not before."""
+        with self._lock:
+            if self._watched_since is None:
+                self._watched_since = time.monotonic()
+
+    def heard(self) -> None:
+        """Something came from this peer."""
+        self._heard_at = time.monotonic()
+
+    def is_incarnation(self, incarnation: str) -> bool:
+        """Whether that is the process that was met first; remembers it if it is the first."""
+        with self._lock:
+            if self._incarnation is None:
+                self._incarnation = incarnation
+            return self._incarnation == incarnation
+
+    def link_up(self) -> None:
+        """A handshake has succeeded, in either direction."""
+        with self._lock:
+            self._num_links += 1
+            self._last_problem = ""
+        self.heard()
+
+    def link_down(self) -> None:
+        """A link is gone; follows every `link_up`."""
+        with self._lock:
+            self._num_links -= 1
+
+    def note_problem(self, problem: str) -> None:
+        """Remembers why a connection does not work."""
+        with self._lock:
+            self._last_problem = problem
+
+    def note_socket_port(self, port: int) -> None:
+        """The peer has told the port of its plain sockets; 0 means that it has none."""
+        with self._lock:
+            self._socket_port = port
+            self._lock.notify_all()
+
+    def wait_socket_port(self, ended: Callable[[], bool]) -> int | None:
+        """Waits until the peer has told the port of its plain sockets; None where `ended` or a failure comes first."""
+        with self._lock:
+            self._lock.wait_for(lambda: ended() or self._socket_port is not None or self._failure is not None)
+            return None if ended() or self._failure is not None else self._socket_port
+
+    def wake(self) -> None:
+        """Makes `wait_socket_port` look at its `ended` again."""
+        with self._lock:
+            self._lock.notify_all()
+
+    def fail(self, error: Exception) -> None:
+        """Remembers an error that no waiting can mend; the first one is kept."""
+        with self._lock:
+            if self._failure is not None:
+                return
+            self._failure = error
+            self._lock.notify_all()
+        logging.error("%s", error)
+
+    def status(self, own_failure: Exception | None = None) -> PeerStatus:
+        """See `PeerStatus`; with `own_failure` in place of this peer's where it has none."""
+        with self._lock:
+            since = self._heard_at if self._heard_at is not None else self._watched_since
+            return PeerStatus(
+                address=self.address,
+                connected=self._num_links > 0,
+                silent_seconds=0.0 if since is None else time.monotonic() - since,
+                ever_connected=self._incarnation is not None,
+                failure=self._failure or own_failure,
+                last_problem=self._last_problem,
+            )

@@ -1,0 +1,219 @@
+"""`QueueTransport`: what all transports between real threads have in common."""
+
+from __future__ import annotations
+
+import abc
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+from absl import logging
+
+from hop_tf.errors import DeadlineExceededError, HopError, PeerLostError, describe_failure
+from hop_tf.options import CommunicationOptions
+from hop_tf.transport.base import Handler, PeerStatus, Transport
+from hop_tf.transport.inbox import Dispatcher
+from hop_tf.transport.outbox import Outbox, check_message, flatten
+from hop_tf.transport.peer import Peer
+
+# How long `close` waits for threads. They end at once, unless a handler does not return.
+CLOSE_TIMEOUT_SECONDS = 5.0
+_LOG_PERIOD_SECONDS = 1.0
+
+
+class QueueTransport(Transport):
+    """A transport with an outbox for every (peer, lane), an inbox for every (sender, lane), and links in between.
+
+    Args:
+      rank: This rank.
+      addresses: "host:port" of every rank.
+      options: Deadlines.
+      on_error: Called, on any thread, with what a handler has raised. The error is logged, and raised by every later
+        `send`, whether this is given or not.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        addresses: Sequence[str],
+        *,
+        options: CommunicationOptions,
+        on_error: Callable[[BaseException], None] | None = None,
+    ):
+        if not 0 <= rank < len(addresses):
+            raise ValueError(f"`rank` must be in [0, {len(addresses)}). Received: rank={rank}.")
+        self._rank = rank
+        self._options = options
+        self._on_error = on_error
+        self._peers = {peer: Peer(peer, address) for peer, address in enumerate(addresses) if peer != rank}
+        self._dispatcher = Dispatcher(on_error=self._thread_failed)
+        self._lock = threading.Lock()
+        self._outboxes: dict[tuple[int, int], Outbox] = {}
+        self._watched: set[int] = set()
+        self._failure: HopError | None = None
+        self._closed = False
+        self._bytes_sent = 0
+        self._messages_sent = 0
+        self._connections_refused = 0
+        self._quiet_until = 0.0
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    def connect(self, peer: int) -> None:
+        link = self._peer(peer)
+        with self._lock:
+            self._check_open()
+            if peer in self._watched:
+                return
+            self._watched.add(peer)
+            link.watch()
+            self._watch(link)
+
+    def register(self, queue: str, handler: Handler) -> None:
+        self._dispatcher.register(queue, handler)
+
+    def unregister(self, queue: str) -> None:
+        self._dispatcher.unregister(queue)
+
+    def send(
+        self, peer: int, queue: str, header: bytes = b"", payload: Sequence[np.ndarray] = (), lane: int = 0
+    ) -> None:
+        arrays, name = flatten(payload), queue.encode()
+        check_message(name, header, arrays, lane)
+        self.connect(peer)
+        self._check_can_send(peer, 0.0)
+        self._outbox(peer, lane).put(name, header, arrays, lambda waited: self._check_can_send(peer, waited))
+        with self._lock:
+            self._messages_sent += 1
+            self._bytes_sent += len(header) + sum(array.nbytes for array in arrays)
+
+    def flush(self, peer: int, timeout_seconds: float) -> bool:
+        deadline = time.monotonic() + timeout_seconds
+        with self._lock:
+            outboxes = [outbox for (receiver, _), outbox in self._outboxes.items() if receiver == peer]
+        return all(outbox.wait_empty(deadline) for outbox in outboxes)
+
+    def status(self, peer: int) -> PeerStatus:
+        return self._peer(peer).status(self._failure)
+
+    def counters(self) -> Mapping[str, int]:
+        with self._lock, self._dispatcher.condition:
+            return {
+                "bytes_sent": self._bytes_sent,
+                "bytes_received": self._dispatcher.num_bytes,
+                "messages_sent": self._messages_sent,
+                "messages_received": self._dispatcher.num_messages,
+                "connections_refused": self._connections_refused,
+            }
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            outboxes = list(self._outboxes.values())
+        deadline = time.monotonic() + CLOSE_TIMEOUT_SECONDS
+        for outbox in outboxes:
+            outbox.close()
+        self._close_links(deadline)
+        self._dispatcher.close(deadline)
+
+    # What members define.
+
+    @abc.abstractmethod
+    def _watch(self, peer: Peer) -> None:
+        """Begins to connect to `peer` and to exchange heartbeats. The lock is held."""
+
+    @abc.abstractmethod
+    def _open_lane(self, peer: Peer, lane: int, outbox: Outbox) -> None:
+        """Begins to carry what is put into `outbox`. The lock is held."""
+
+    @abc.abstractmethod
+    def _close_links(self, deadline: float) -> None:
+        """Ends all links and joins their threads (until `deadline`, `time.monotonic`)."""
+
+    # For members.
+
+    def _refused(self, address: str, reason: HopError) -> None:
+        """Logs a refused connection, though not all of a flood, and counts it."""
+        with self._lock:
+            now = time.monotonic()
+            logged = now >= self._quiet_until
+            if logged:
+                self._quiet_until = now + _LOG_PERIOD_SECONDS
+        if logged:
+            logging.warning("rank %d: a connection from %s was refused: %s", self._rank, address, reason)
+        with self._lock:
+            self._connections_refused += 1
+
+    def _join(self, threads: Sequence[threading.Thread], deadline: float) -> None:
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
+                if thread.is_alive():
+                    logging.warning("rank %d: %s does not end: a handler does not return.", self._rank, thread.name)
+
+    def _peer(self, peer: int) -> Peer:
+        if peer not in self._peers:
+            raise ValueError(f"`peer` must be another rank of {len(self._peers) + 1}. Received: peer={peer}.")
+        return self._peers[peer]
+
+    def _outbox(self, peer: int, lane: int) -> Outbox:
+        with self._lock:
+            self._check_open()
+            if (peer, lane) not in self._outboxes:
+                outbox = self._outboxes[peer, lane] = Outbox()
+                self._open_lane(self._peers[peer], lane, outbox)
+            return self._outboxes[peer, lane]
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise HopError(f"rank {self._rank}: the transport is closed.")
+
+    def _check_can_send(self, peer: int, waited_seconds: float) -> None:
+        """Raises when the peer has failed, or it is no use to wait longer for room."""
+        failure = self._peers[peer].failure or self._failure
+        if failure is not None:
+            raise failure
+        if not waited_seconds:
+            return
+        status = self.status(peer)
+        problem = f": {status.last_problem}" if status.last_problem else ""
+        if status.silent_seconds > self._options.timeout_seconds:
+            error = PeerLostError if status.ever_connected else DeadlineExceededError
+            state = f"silent for {status.silent_seconds:.1f} s" if status.ever_connected else "it never appeared"
+            state += problem
+            advice = "Check whether that process runs and can be reached (see timeout_seconds)."
+        elif waited_seconds > self._options.progress_timeout_seconds:
+            error, state = DeadlineExceededError, "it is alive"
+            advice = "Check that rank's log: it takes no messages (see progress_timeout_seconds)."
+        else:
+            return
+        raise error(
+            describe_failure(
+                rank=self._rank,
+                step=None,
+                operation="send",
+                target=f"rank {peer} at {status.address}",
+                seconds=waited_seconds,
+                state=state,
+                advice=advice,
+            )
+        )
+
+    def _thread_failed(self, error: BaseException) -> None:
+        """A handler, or the transport itself, has raised on a thread of the transport."""
+        logging.error("rank %d: a thread of the transport failed.", self._rank, exc_info=error)
+        with self._lock:
+            if self._failure is None:
+                self._failure = error if isinstance(error, HopError) else self._wrap(error)
+        if self._on_error is not None:
+            self._on_error(error)
+
+    def _wrap(self, error: BaseException) -> HopError:
+        failure = HopError(f"rank {self._rank}: a message handler failed: {type(error).__name__}: {error}")
+        failure.__cause__ = error
+        return failure
