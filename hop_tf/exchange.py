@@ -97,13 +97,12 @@ class ExchangeRunner:
       on_error: Called on the communication thread with whatever `Exchange.step` raised.
     """
 
-    def __init__(
-        self, *, name: str, packing: Packing, exchange: Exchange, on_error: Callable[[BaseException], None]
-    ):
+    def __init__(self, *, name: str, packing: Packing, exchange: Exchange, on_error: Callable[[BaseException], None]):
         self._packing = packing
         self._exchange = exchange
         self._on_error = on_error
         self._quiet = threading.Event()
+        self._interrupted = False
         with tf.init_scope(), tf.device("/cpu:0"):
             # One step in flight, and room for the marker that ends a session.
             self._outbox = tf.queue.FIFOQueue(2, [tf.int64, tf.int32, *packing.dtypes])
@@ -195,13 +194,12 @@ class ExchangeRunner:
 
     def _answer(self, outgoing: Outgoing) -> None:
         if outgoing.step == _END_OF_SESSION:
+            self._interrupted = False
             self._quiet.set()
             return
         error = self._no_error
         try:
-            incoming = self._exchange.step(outgoing)
-        except Interrupted:
-            incoming = self._exchange.neutral(outgoing)
+            incoming = self._step(outgoing)
         except BaseException as failure:
             self._on_error(failure)
             error = tf.constant(f"{type(failure).__name__}: {failure}")
@@ -209,3 +207,12 @@ class ExchangeRunner:
             incoming = Incoming(_POISON, outgoing.segment, empty)
         tags = [tf.constant(incoming.step, tf.int64), tf.constant(incoming.segment, tf.int32)]
         enqueue_arrays(self._results, [*tags, error, *incoming.buckets])
+
+    def _step(self, outgoing: Outgoing) -> Incoming:
+        # Once interrupted it sends nothing more: what bounds the distance between ranks is the waiting.
+        if not self._interrupted:
+            try:
+                return self._exchange.step(outgoing)
+            except Interrupted:
+                self._interrupted = True
+        return self._exchange.neutral(outgoing)

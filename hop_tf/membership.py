@@ -153,9 +153,7 @@ class Membership:
 
     # Waiting.
 
-    def wait(
-        self, missing: Callable[[], Collection[int]], *, operation: str, step: int | None = None
-    ) -> None:
+    def wait(self, missing: Callable[[], Collection[int]], *, operation: str, step: int | None = None) -> None:
         """Waits until no rank is missing any more.
 
         Args:
@@ -175,6 +173,7 @@ class Membership:
         with self.monitor:
             start = self.monitor.now()
             while True:
+                self.check()  # Even if nobody is awaited: a rank that gave up is awaited no more.
                 awaited = missing()
                 if not awaited:
                     return
@@ -183,7 +182,6 @@ class Membership:
                 waited = self.monitor.now() - start
                 for peer in awaited:
                     self._check_peer(peer, waited, operation, step)
-                self.check()
                 self.monitor.wait(_LIVENESS_PERIOD_SECONDS)
 
     def check(self) -> None:
@@ -245,9 +243,11 @@ class Membership:
         departure = Departure(dict(leave.sent_steps), leave.reason, leave.final)
         self._departures.setdefault(key, departure)
         if leave.final:
-            self._gone[leave.rank] = self._departures[key]
+            self._gone[leave.rank] = departure
         if leave.abort and self._failure is None:
-            self._failure = PeerLostError(f"rank {self.rank}: training ended because rank {leave.rank} gave up: {leave.reason}")
+            self._failure = PeerLostError(
+                f"rank {self.rank}: training ended because rank {leave.rank} gave up: {leave.reason}"
+            )
         elif leave.reason:
             logging.info("rank %d: rank %d left session %d: %s", self.rank, leave.rank, leave.session, leave.reason)
         self.monitor.notify_all()
@@ -260,7 +260,9 @@ class Membership:
                 try:
                     self.transport.send(peer, _LEAVE, data)
                 except HopError as error:
-                    logging.info("rank %d: could not tell rank %d that rank %d left: %s", self.rank, peer, leave.rank, error)
+                    logging.info(
+                        "rank %d: could not tell rank %d that rank %d left: %s", self.rank, peer, leave.rank, error
+                    )
 
 
 def _parse(message_type, message: Message):

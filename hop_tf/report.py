@@ -102,10 +102,15 @@ class ReportWriter:
         self._thread.start()
 
     def write(self) -> None:
-        """Writes the counters as they are now."""
+        """Writes the counters as they are now. What goes wrong is logged: a full disk must not end the training."""
         if self._writer is None:
             return
-        counters = self._report()
+        try:
+            self._write(self._report())
+        except Exception:
+            logging.exception("could not write the report to TensorBoard")
+
+    def _write(self, counters: Mapping[str, float]) -> None:
         with tf.init_scope(), self._writer.as_default(step=int(counters["steps"])):
             for name, value in counters.items():
                 if name not in ("rank", "steps"):
@@ -123,7 +128,4 @@ class ReportWriter:
 
     def _run(self) -> None:
         while not self._stop.wait(self._interval_seconds):
-            try:
-                self.write()
-            except Exception:  # A full disk must not end the training; it must not be silent either.
-                logging.exception("could not write the report to TensorBoard")
+            self.write()

@@ -29,6 +29,9 @@ from hop_tf.packing import Packing, TensorSpec
 from hop_tf.report import StepStatistics
 from hop_tf.transport import GrpcTransport
 
+# How often a rank that waits for its last messages to arrive looks whether the receiver is still there.
+_FLUSH_PERIOD_SECONDS = 0.1
+
 
 @dataclasses.dataclass(frozen=True)
 class ExchangeContext:
@@ -164,8 +167,8 @@ class Worker:
         for group in self._groups:
             group.exchange.reset(self.membership.session + 1)
             group.step.assign(0)
+        self._in_session = True  # Others count on this rank from now on, also where it fails to enter.
         self.membership.begin_session()
-        self._in_session = True
 
     def _retire_groups(self) -> None:
         """Ends the groups of optimizers that are gone, as after a new `compile`."""
@@ -198,6 +201,8 @@ class Worker:
         self._closed = True
         try:
             self.end_session(None)
+            # Whoever hears the farewell has all that was sent before, on whatever lane.
+            self._flush()
             self.membership.leave(sent_steps={}, reason=reason, final=True)
             self._flush()
         finally:
@@ -206,11 +211,16 @@ class Worker:
             self._transport.close()
 
     def _flush(self) -> None:
-        """Gives what was sent last, and the farewell, time to arrive where somebody still listens."""
+        """Gives what was sent time to arrive where somebody still listens."""
         deadline = self.membership.monitor.now() + min(5.0, self._options.timeout_seconds)
         for peer in self.membership.peers:
-            if self._transport.status(peer).connected:
-                self._transport.flush(peer, max(0.0, deadline - self.membership.monitor.now()))
+            while self._listens(peer) and self.membership.monitor.now() < deadline:
+                if self._transport.flush(peer, _FLUSH_PERIOD_SECONDS):
+                    break
+
+    def _listens(self, peer: int) -> bool:
+        status = self._transport.status(peer)
+        return status.connected and status.silent_seconds <= self._options.timeout_seconds
 
     def _on_error(self, error: BaseException) -> None:
         """Takes failures of the transport's and the exchange's threads; the next wait of this rank raises them."""
@@ -219,9 +229,7 @@ class Worker:
 
     # Groups.
 
-    def add_group(
-        self, *, optimizer: object, variables: Sequence[tf.Variable], statistics: StepStatistics
-    ) -> Group:
+    def add_group(self, *, optimizer: object, variables: Sequence[tf.Variable], statistics: StepStatistics) -> Group:
         """Makes the exchange group of an optimizer at its first step. A collective: every rank makes the same groups.
 
         Args:

@@ -31,9 +31,9 @@ from hop_tf.cluster import Cluster
 from hop_tf.collectives import BULK_LANE
 from hop_tf.errors import HopError, ProtocolError
 from hop_tf.exchange import Exchange, Incoming, Outgoing
-from hop_tf.keras_hook import ExchangeStrategy
 from hop_tf.options import CommunicationOptions
 from hop_tf.queues import TokenQueue, Update, UpdateQueue
+from hop_tf.strategy import ExchangeStrategy
 from hop_tf.topology import Topology, resolve
 from hop_tf.transport.base import Message
 from hop_tf.worker import ExchangeContext, Group

@@ -240,6 +240,33 @@ def _batch_norm(strategy):
     return result
 
 
+class RecordingModel(keras.Model):
+    """Notes the first feature of every row it trains on."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(2)
+        self.seen = []
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        self.seen.append(data[0][:, 0].numpy().tolist())
+        return super().train_step(data)
+
+
+def _rows_of_an_epoch(strategy):
+    """33 rows in batches of 8, shuffled: the last batch has one row, for two ranks."""
+    with strategy.scope():
+        keras.utils.set_random_seed(11)
+        model = RecordingModel()
+        model.compile(keras.optimizers.SGD(0.0), "mse", run_eagerly=True)
+    rows = np.arange(33, dtype="float32")
+    model.fit(np.stack([rows, rows], axis=1), np.zeros((33, 2)), batch_size=_BATCH_SIZE, shuffle=True, verbose=0)
+    return {"rows": [list(rows) for rows in model.seen]}
+
+
 def _dropout(strategy):
     return _fit(strategy, build=lambda: _build(lambda: [keras.layers.Dense(8), keras.layers.Dropout(0.5)]))[1]
 
@@ -381,6 +408,7 @@ def _jit_compile(strategy):
 _FEATURES = {
     **_SAME_AS_SGD,
     "generator": _generator,
+    "rows_of_an_epoch": _rows_of_an_epoch,
     "batch_norm": _batch_norm,
     "dropout": _dropout,
     "embedding": _embedding,
@@ -400,7 +428,7 @@ class HopFitTest(tf.test.TestCase, parameterized.TestCase):
     def setUpClass(cls):
         super().setUpClass()
         with MultiProcessRunner(
-            _run_features, num_workers=_WORLD_SIZE, args=([*_OPTIMIZERS, *_FEATURES],), timeout_seconds=170
+            _run_features, num_workers=_WORLD_SIZE, args=([*_OPTIMIZERS, *_FEATURES],), timeout_seconds=500
         ) as runner:
             cls.values = runner.join().raise_for_errors().values
 
@@ -439,10 +467,21 @@ class HopFitTest(tf.test.TestCase, parameterized.TestCase):
             self.assertLess(result["history"]["loss"][-1], result["history"]["loss"][0])
 
     def test_mixed_precision_scales_the_loss(self):
-        self.assertEqual([result["optimizer"] for result in self._results("mixed_precision")], ["LossScaleOptimizer"] * 2)
+        self.assertEqual(
+            [result["optimizer"] for result in self._results("mixed_precision")], ["LossScaleOptimizer"] * 2
+        )
 
     def test_class_weight(self):
         self.assertTrue(all(np.isfinite(result["history"]["loss"][0]) for result in self._results("class_weight")))
+
+    def test_ranks_share_shuffled_arrays(self):
+        first, second = (result["rows"] for result in self._results("rows_of_an_epoch"))
+        self.assertEqual([len(rows) for rows in first], [4, 4, 4, 4, 1])
+        self.assertEqual([len(rows) for rows in second], [4, 4, 4, 4, 1])
+        self.assertEqual(first[-1], second[-1])
+        everything = [row for rows in first + second[:-1] for row in rows]
+        self.assertCountEqual(everything, range(33))
+        self.assertNotEqual(everything, sorted(everything))
 
     def test_validation_sees_all_data(self):
         for result in self._results("validation"):

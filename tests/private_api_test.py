@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras.src.backend.tensorflow import optimizer as keras_tf_optimizer
-from keras.src.backend.tensorflow.trainer import TFEpochIterator, TensorFlowTrainer
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer, TFEpochIterator
 from keras.src.optimizers import loss_scale_optimizer
 from tensorflow.python.distribute import distribute_lib, input_util, one_device_strategy
 from tensorflow.python.ops import control_flow_util
@@ -85,7 +85,9 @@ class PrivateApiTest(tf.test.TestCase):
         source = inspect.getsource(TFEpochIterator.__init__)
         self.assertIn("experimental_distribute_dataset(", source)
         fit = inspect.getsource(TensorFlowTrainer.fit)
-        self.assertLess(fit.index("epoch_iterator = TFEpochIterator("), fit.index("_eval_epoch_iterator = TFEpochIterator("))
+        self.assertLess(
+            fit.index("epoch_iterator = TFEpochIterator("), fit.index("_eval_epoch_iterator = TFEpochIterator(")
+        )
 
     def test_train_step_is_run_as_a_bound_method(self):
         source = inspect.getsource(TensorFlowTrainer.make_train_function)

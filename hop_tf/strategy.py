@@ -1,0 +1,309 @@
+"""`ExchangeStrategy`: the base of the strategies."""
+
+from __future__ import annotations
+
+import abc
+import atexit
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import keras
+import tensorflow as tf
+
+from hop_tf.cluster import Cluster
+from hop_tf.data import slice_global_batches
+from hop_tf.emulated_compute import EmulatedCompute
+from hop_tf.errors import HopError
+from hop_tf.interrupts import on_keyboard_interrupt
+from hop_tf.keras_hook import Extended, StepTrace, TrainingHooks, refuse_xla, tf_variables, wrap_trainer
+from hop_tf.options import CommunicationOptions
+from hop_tf.report import ReportWriter, StepStatistics, static_identity
+from hop_tf.worker import ExchangeContext, Group, Worker
+
+
+class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
+    """Base of the strategies: one replica in this process, which exchanges with other processes' replicas.
+
+    Subclasses give an `Exchange` (`_make_exchange`) and its half of the training graph (`_before_update`).
+
+    Use as any `tf.distribute.Strategy`: build and compile the model in `scope()`, then call `fit`. In a world of one
+    (no `TF_CONFIG`), models train as they do without a strategy.
+
+    Args:
+      cluster: The cluster.
+      cluster_resolver: The resolver it was read from, for `Strategy.cluster_resolver`.
+      communication_options: Deadlines, credentials, records.
+      identity: The scheme's settings; must be equal on all ranks.
+      neighbors: Ranks that the scheme exchanges messages with.
+
+    Raises:
+      HopError: If this rank's address cannot be bound.
+      RuntimeError: If Keras does not run on TensorFlow.
+    """
+
+    def __init__(
+        self,
+        *,
+        cluster: Cluster,
+        cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None,
+        communication_options: CommunicationOptions | None,
+        identity: Mapping[str, str],
+        neighbors: Iterable[int],
+    ):
+        if keras.backend.backend() != "tensorflow":
+            raise RuntimeError(
+                f"hop_tf needs Keras on the TensorFlow backend. Received: KERAS_BACKEND={keras.backend.backend()}."
+            )
+        wrap_trainer()
+        device = "/gpu:0" if tf.config.list_physical_devices("GPU") else "/cpu:0"
+        super().__init__(Extended(self, device))
+        self._cluster = cluster
+        self._resolver = cluster_resolver or tf.distribute.cluster_resolver.TFConfigClusterResolver()
+        self._options = communication_options or CommunicationOptions()
+        self._statistics = StepStatistics()
+        self._emulated_compute = EmulatedCompute.from_environment(cluster.rank, cluster.world_size)
+        self._groups: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+        self._training_data_is_next = False
+        # Keras sets a policy for the datasets that it makes of arrays: that one is not the user's wish.
+        self._policy_is_users = True
+        self._inside_keras = 0
+        self._worker = None
+        if cluster.world_size > 1:
+            self._worker = Worker(
+                cluster=cluster,
+                options=self._options,
+                identity=static_identity(type(self).__name__, cluster, identity),
+                neighbors=neighbors,
+                make_exchange=self._make_exchange,
+            )
+        self._writer = ReportWriter(self.report, self._options, self.rank)
+        atexit.register(_call_weakly, weakref.WeakMethod(self.shutdown))
+
+    # What subclasses give.
+
+    @abc.abstractmethod
+    def _make_exchange(self, context: ExchangeContext):
+        """Makes the scheme's `Exchange` for a new group."""
+
+    @abc.abstractmethod
+    def _before_update(self, group: Group, values: Sequence[tf.Tensor], gradients: list) -> list:
+        """Emits the scheme's half of the graph, before the optimizer updates the variables.
+
+        Args:
+          group: The exchange group of the optimizer.
+          values: What each of `group.variables` was when the step began.
+          gradients: The local gradients, as the optimizer got them.
+
+        Returns:
+          The gradients that the optimizer is to apply.
+        """
+
+    # What users call.
+
+    @property
+    def cluster_resolver(self):
+        """The resolver that the cluster was read from."""
+        return self._resolver
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return self._cluster.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that train together. (`num_replicas_in_sync` is 1: see the README.)"""
+        return self._cluster.world_size
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this is rank 0, which writes what only one rank should write."""
+        return self.rank == 0
+
+    def synchronize(self, model: keras.Model) -> None:
+        """Averages the floating-point weights of `model` over all ranks; equal to the bit afterwards.
+
+        A collective: every rank calls it, between calls of `fit`. Optimizer slots are not touched.
+
+        Args:
+          model: The built model.
+
+        Blocks: until all ranks call it.
+
+        Raises:
+          HopError: If a rank was lost or has ended.
+        """
+        if self._worker is not None:
+            self._worker.average([weight.value for weight in model.weights])
+
+    def report(self) -> dict[str, float]:
+        """Counters of this rank since the strategy was made.
+
+        Returns:
+          `rank`, `steps` (optimizer updates), `wait_seconds` (time for which steps had their gradients and still
+          waited for other ranks), `bytes_sent`, `bytes_received`, `messages_sent`, `messages_received`,
+          `connections_refused`, and the scheme's own.
+        """
+        totals = {"rank": self.rank, **self._statistics.counters()}
+        return {**totals, **(self._worker.counters() if self._worker else {})}
+
+    def gather_reports(self, **extra) -> list[dict] | None:
+        """Brings every rank's `report()` to rank 0.
+
+        A collective: every rank calls it, between calls of `fit`.
+
+        Args:
+          **extra: Further entries of this rank's report; anything that JSON can hold.
+
+        Returns:
+          On rank 0 the reports in the order of the ranks; elsewhere None.
+
+        Blocks: until all ranks call it.
+
+        Raises:
+          HopError: If a rank was lost or has ended.
+        """
+        report = {**self.report(), **extra}
+        if self._worker is None:
+            return [report]
+        return self._worker.gather(report)
+
+    def shutdown(self) -> None:
+        """Leaves the cluster for good and releases the port and all threads. Idempotent; also runs at exit."""
+        self._writer.close()
+        if self._emulated_compute is not None:
+            self._emulated_compute.close()
+        if self._worker is not None:
+            self._worker.close("its process ended")
+
+    # Hooks: sessions.
+
+    @contextlib.contextmanager
+    def fit_session(self, x) -> Iterator[None]:
+        """What surrounds `model.fit(x)`: enter the session, leave it in any case, raise what really happened."""
+        self._training_data_is_next = True
+        self._policy_is_users = isinstance(x, tf.data.Dataset)
+        if self._worker is None:
+            yield
+            return
+        try:
+            with on_keyboard_interrupt(self._worker.membership.interrupt):
+                if self._worker.in_session:  # Of a custom loop, which has no end of its own.
+                    self._worker.end_session(None)
+                self._worker.begin_session()
+                yield
+        except BaseException as error:
+            failure = self._worker.membership.failure
+            cause = failure if failure is not None and isinstance(error, tf.errors.OpError) else error
+            self._worker.end_session(cause)
+            if cause is not error:
+                raise cause from error
+            raise
+        else:
+            self._worker.end_session(None)
+        finally:
+            self._training_data_is_next = False
+            self._policy_is_users = True
+            self._writer.write()
+
+    @contextlib.contextmanager
+    def keras_call(self) -> Iterator[None]:
+        """Inside Keras's own calls data is shared out by `fit` alone."""
+        self._inside_keras += 1
+        try:
+            yield
+        finally:
+            self._inside_keras -= 1
+
+    # Hooks: data.
+
+    def shard(self, dataset: tf.data.Dataset) -> tuple[tf.data.Dataset, tf.distribute.InputContext | None]:
+        """This rank's part of the training data; everything, where the data is for validation or prediction."""
+        is_training_data = self._training_data_is_next or not self._inside_keras
+        self._training_data_is_next = False
+        if self.world_size == 1 or not is_training_data:
+            return dataset, None
+        policy = dataset.options().experimental_distribute.auto_shard_policy
+        if self._policy_is_users and policy != tf.data.experimental.AutoShardPolicy.AUTO:
+            return dataset, self.input_context
+        return slice_global_batches(dataset, self.rank, self.world_size), None
+
+    @property
+    def input_context(self) -> tf.distribute.InputContext:
+        """This rank among the input pipelines of `distribute_datasets_from_function`."""
+        return tf.distribute.InputContext(
+            num_input_pipelines=self.world_size, input_pipeline_id=self.rank, num_replicas_in_sync=self.world_size
+        )
+
+    def distribute_datasets_from_function(self, dataset_fn, options=None):
+        """Calls `dataset_fn` with this rank's `tf.distribute.InputContext` and uses what it returns as it is."""
+        self._training_data_is_next = False
+        return super().distribute_datasets_from_function(dataset_fn, options)
+
+    # Hooks: one training step.
+
+    def enter_step(self, trace: StepTrace) -> None:
+        """Gives the model rank 0's initial values, before its first step."""
+        if self._worker is not None and trace.model is not None and trace.model.built:
+            optimizer = getattr(trace.model, "optimizer", None)
+            slots = optimizer.variables if optimizer is not None and optimizer.built else ()
+            with tf.init_scope():
+                self._require_session()
+                self._worker.broadcast_initial_values(tf_variables(trace.model.weights, slots))
+            trace.read_untrained()
+        if self._emulated_compute is not None:
+            trace.started_at = tf.timestamp()
+
+    def leave_step(self, trace: StepTrace) -> None:
+        """Raises if a step trained a model and no update was seen: nothing would be exchanged, silently."""
+        if trace.model is not None and trace.model.trainable_weights and not trace.num_updates:
+            raise HopError(
+                "a training step was run, but hop_tf saw no optimizer update in it, so nothing would be exchanged. "
+                f"Check that train_step calls optimizer.apply. Keras {keras.__version__}, TensorFlow {tf.__version__}."
+            )
+
+    def exchange(self, optimizer, trace: StepTrace, gradients: list, variables: list[tf.Variable]) -> list:
+        """Runs the scheme's half of the graph; returns the gradients to apply."""
+        refuse_xla()
+        if trace.num_updates == 0:  # With several optimizers, one step has several updates.
+            self._statistics.count_step()
+        trace.num_updates += 1
+        gradients = self._emulate_compute(trace, gradients)
+        if self._worker is None:
+            return gradients
+        group = self._group_of(optimizer, trace, variables)
+        trace.claim(group.variables)
+        values = [trace.value_at_start(variable) for variable in group.variables]
+        return self._before_update(group, values, gradients)
+
+    def _emulate_compute(self, trace: StepTrace, gradients: list) -> list:
+        if self._emulated_compute is None or trace.started_at is None:
+            return gradients
+        return self._emulated_compute.delay(trace.started_at, gradients)
+
+    def _group_of(self, optimizer, trace: StepTrace, variables: list[tf.Variable]) -> Group:
+        group = self._groups.get(optimizer)
+        if group is None:
+            carried = trace.unclaimed_assigned()
+            with tf.init_scope():
+                self._require_session()
+                self._worker.broadcast_initial_values([*variables, *tf_variables(optimizer.variables)])
+                group = self._worker.add_group(
+                    optimizer=optimizer,
+                    variables=[*variables, *carried],
+                    statistics=self._statistics,
+                )
+            self._groups[optimizer] = group
+        return group
+
+    def _require_session(self) -> None:
+        """A custom loop enters its session at its first step."""
+        if not self._worker.in_session:
+            self._worker.begin_session()
+
+
+def _call_weakly(method: weakref.WeakMethod) -> None:
+    bound = method()
+    if bound is not None:
+        bound()
