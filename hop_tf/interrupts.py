@@ -39,8 +39,10 @@ def on_keyboard_interrupt(callback: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         signal.set_wakeup_fd(previous)
-        sender.close()  # The watcher reads the end of the stream and ends.
+        # The watcher reads the end of the stream, even where a forked process still has the socket, and ends.
+        sender.shutdown(socket.SHUT_WR)
         watcher.join()
+        sender.close()
         receiver.close()
 
 

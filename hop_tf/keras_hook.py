@@ -27,7 +27,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
-from tensorflow.python.distribute import input_util, one_device_strategy
+from tensorflow.python.data.experimental.ops import distribute
+from tensorflow.python.distribute import input_ops, one_device_strategy
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 # Optimizer methods that Keras passes to `merge_call`, by the end of their qualified names.
@@ -51,8 +52,8 @@ class TrainingHooks(abc.ABC):
         """Surrounds `fit`, `evaluate` and `predict`."""
 
     @abc.abstractmethod
-    def shard(self, dataset: tf.data.Dataset) -> tuple[tf.data.Dataset, tf.distribute.InputContext | None]:
-        """This rank's part of a dataset; with a context where TensorFlow is to take that part."""
+    def shard(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        """This rank's part of a dataset that is to be distributed."""
 
     @property
     @abc.abstractmethod
@@ -211,27 +212,28 @@ class Extended(one_device_strategy.OneDeviceExtended):
             if outermost:
                 self._trace = None
 
+    # Datasets stay plain `tf.data.Dataset`s, as without a strategy. TensorFlow's distributed ones iterate through a
+    # MultiDeviceIterator, whose background thread was seen to use an iterator that had been deleted, and crash.
+
     def _experimental_distribute_dataset(self, dataset, options):
-        strategy = self._container_strategy()
-        dataset, context = strategy.shard(dataset)
-        return input_util.get_distributed_dataset(
-            dataset,
-            self._input_workers_with_options(options),
-            strategy,
-            num_replicas_in_sync=context.num_replicas_in_sync if context else None,
-            input_context=context,
-            options=options,
-        )
+        del options
+        return self._container_strategy().shard(dataset)
 
     def _distribute_datasets_from_function(self, dataset_fn, options):
-        strategy = self._container_strategy()
-        return input_util.get_distributed_datasets_from_function(
-            dataset_fn,
-            self._input_workers_with_options(options),
-            [strategy.input_context],
-            strategy,
-            options=options,
+        del options
+        return dataset_fn(self._container_strategy().input_context)
+
+
+def shard_by_policy(dataset: tf.data.Dataset, rank: int, world_size: int) -> tf.data.Dataset:
+    """Takes a rank's part of a dataset by its `AutoShardPolicy`, as `MultiWorkerMirroredStrategy` does."""
+    batch_size = int(distribute.compute_batch_size(dataset))
+    if batch_size < 0:
+        raise ValueError(
+            "A dataset with an AutoShardPolicy must be batched with `Dataset.batch`, so that its global batch can be "
+            f"divided. Received: element_spec={dataset.element_spec}."
         )
+    dataset = dataset.rebatch(distribute.batch_sizes_for_worker(batch_size, world_size, 1, rank))
+    return input_ops.auto_shard_dataset(dataset, world_size, rank, world_size)
 
 
 @functools.cache

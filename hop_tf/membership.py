@@ -23,6 +23,8 @@ _READY = "membership/ready"
 _LEAVE = "membership/leave"
 # Silence, unlike messages, wakes nobody: how often a waiting rank looks at it.
 _LIVENESS_PERIOD_SECONDS = 0.25
+# A peer ends only when all it has sent has arrived here; to reach its handler may take a moment more.
+_HANDOVER_SECONDS = 5.0
 _PROGRESS_ADVICE = "Check that rank's log: it is alive but does not deliver (see progress_timeout_seconds)."
 _LOST_ADVICE = "Check whether that process runs and can be reached (see timeout_seconds)."
 
@@ -195,8 +197,10 @@ class Membership:
             raise status.failure
         problem = f": {status.last_problem}" if status.last_problem else ""
         gone = self._gone.get(peer)
-        if gone is not None:
+        if gone is not None and waited > _HANDOVER_SECONDS:
             error, state, advice = PeerLostError, f"it has ended: {gone.reason}", "Start the job again."
+        elif gone is not None:
+            return
         elif status.silent_seconds > self._options.timeout_seconds and status.ever_connected:
             error, state, advice = PeerLostError, f"silent for {status.silent_seconds:.1f} s{problem}", _LOST_ADVICE
         elif status.silent_seconds > self._options.timeout_seconds:

@@ -48,36 +48,60 @@ class StepStatistics:
 
     def __init__(self):
         self._lock = threading.Lock()
-        self._steps: tf.Variable | None = None
-        self._wait_seconds: tf.Variable | None = None
+        self._state: _StepState | None = None
 
     def count_step(self) -> None:
         """Emits the op that counts a step."""
-        self._variables()[0].assign_add(1)
+        self._get_state().steps.assign_add(1)
 
     def count_wait(self, ready: Sequence[tf.Tensor], done: Sequence[tf.Tensor]) -> None:
-        """Emits the ops that count the time from `ready` (gradients) to `done` (what others sent); 0 if negative."""
+        """Emits the ops that count the time from `ready` (gradients) to `done` (what others sent); 0 if negative.
+
+        Counts nothing in eager execution, where both are there when this is called.
+        """
+        if tf.executing_eagerly():
+            return
+        state = self._get_state()
         with tf.device("/cpu:0"):
             with tf.control_dependencies(ready):
-                ready_at = tf.timestamp()
+                state.note_ready()
             with tf.control_dependencies(done):
-                done_at = tf.timestamp()
-            self._variables()[1].assign_add(tf.maximum(done_at - ready_at, 0.0))
+                state.add_wait()
 
     def counters(self) -> dict[str, float]:
         """`steps` and `wait_seconds` so far."""
-        if self._steps is None:
+        if self._state is None:
             return {"steps": 0, "wait_seconds": 0.0}
-        return {"steps": int(self._steps), "wait_seconds": float(self._wait_seconds)}
+        return {"steps": int(self._state.steps), "wait_seconds": float(self._state.wait_seconds)}
 
-    def _variables(self) -> tuple[tf.Variable, tf.Variable]:
+    def _get_state(self) -> _StepState:
         with self._lock:
-            if self._steps is None:
+            if self._state is None:
                 with tf.init_scope(), tf.device("/cpu:0"):
-                    wait_seconds = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="hop_tf_wait_seconds")
-                    self._wait_seconds = wait_seconds
-                    self._steps = tf.Variable(0, dtype=tf.int64, trainable=False, name="hop_tf_steps")
-            return self._steps, self._wait_seconds
+                    self._state = _StepState()
+            return self._state
+
+
+class _StepState:
+    """The counters, in variables.
+
+    In a graph TensorFlow runs operations with side effects in the order of the program, among them the clock and every
+    assertion: a reading that comes behind the assertion on a result would wait for the result. Functions that use
+    variables are ordered by those variables only. So the clock is read in functions.
+    """
+
+    def __init__(self):
+        self.steps = tf.Variable(0, dtype=tf.int64, trainable=False, name="hop_tf_steps")
+        self.wait_seconds = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="hop_tf_wait_seconds")
+        self.ready_at = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="hop_tf_ready_at")
+
+    @tf.function
+    def note_ready(self) -> None:
+        self.ready_at.assign(tf.timestamp())
+
+    @tf.function
+    def add_wait(self) -> None:
+        self.wait_seconds.assign_add(tf.maximum(tf.timestamp() - self.ready_at, 0.0))
 
 
 class ReportWriter:

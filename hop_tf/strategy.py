@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import atexit
 import contextlib
+import enum
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -16,10 +17,26 @@ from hop_tf.data import slice_global_batches
 from hop_tf.emulated_compute import EmulatedCompute
 from hop_tf.errors import HopError
 from hop_tf.interrupts import on_keyboard_interrupt
-from hop_tf.keras_hook import Extended, StepTrace, TrainingHooks, refuse_xla, tf_variables, wrap_trainer
+from hop_tf.keras_hook import (
+    Extended,
+    StepTrace,
+    TrainingHooks,
+    refuse_xla,
+    shard_by_policy,
+    tf_variables,
+    wrap_trainer,
+)
 from hop_tf.options import CommunicationOptions
 from hop_tf.report import ReportWriter, StepStatistics, static_identity
 from hop_tf.worker import ExchangeContext, Group, Worker
+
+
+class _Sharding(enum.Enum):
+    """How ranks share a dataset."""
+
+    NONE = enum.auto()
+    BY_SLICES = enum.auto()
+    BY_POLICY = enum.auto()
 
 
 class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
@@ -64,9 +81,9 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
         self._statistics = StepStatistics()
         self._emulated_compute = EmulatedCompute.from_environment(cluster.rank, cluster.world_size)
         self._groups: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-        self._training_data_is_next = False
-        # Keras sets a policy for the datasets that it makes of arrays: that one is not the user's wish.
-        self._policy_is_users = True
+        # How the next dataset that Keras distributes is shared: in `fit`, the first is the training data.
+        self._sharding = _Sharding.NONE
+        self._local_datasets: weakref.WeakSet[tf.data.Dataset] = weakref.WeakSet()
         self._inside_keras = 0
         self._worker = None
         if cluster.world_size > 1:
@@ -182,8 +199,7 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
     @contextlib.contextmanager
     def fit_session(self, x) -> Iterator[None]:
         """What surrounds `model.fit(x)`: enter the session, leave it in any case, raise what really happened."""
-        self._training_data_is_next = True
-        self._policy_is_users = isinstance(x, tf.data.Dataset)
+        self._sharding = self._sharding_of(x)
         if self._worker is None:
             yield
             return
@@ -203,8 +219,7 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
         else:
             self._worker.end_session(None)
         finally:
-            self._training_data_is_next = False
-            self._policy_is_users = True
+            self._sharding = _Sharding.NONE
             self._writer.write()
 
     @contextlib.contextmanager
@@ -218,16 +233,22 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
 
     # Hooks: data.
 
-    def shard(self, dataset: tf.data.Dataset) -> tuple[tf.data.Dataset, tf.distribute.InputContext | None]:
+    def shard(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """This rank's part of the training data; everything, where the data is for validation or prediction."""
-        is_training_data = self._training_data_is_next or not self._inside_keras
-        self._training_data_is_next = False
-        if self.world_size == 1 or not is_training_data:
-            return dataset, None
+        how = self._sharding if self._inside_keras else _Sharding.BY_POLICY
+        self._sharding = _Sharding.NONE
+        if self.world_size == 1 or how is _Sharding.NONE:
+            return dataset
         policy = dataset.options().experimental_distribute.auto_shard_policy
-        if self._policy_is_users and policy != tf.data.experimental.AutoShardPolicy.AUTO:
-            return dataset, self.input_context
-        return slice_global_batches(dataset, self.rank, self.world_size), None
+        if how is _Sharding.BY_POLICY and policy != tf.data.experimental.AutoShardPolicy.AUTO:
+            return shard_by_policy(dataset, self.rank, self.world_size)
+        return slice_global_batches(dataset, self.rank, self.world_size)
+
+    def _sharding_of(self, x) -> _Sharding:
+        if isinstance(x, tf.data.Dataset):
+            return _Sharding.NONE if x in self._local_datasets else _Sharding.BY_POLICY
+        # Keras sets a policy for the datasets that it makes of arrays: that one is not the user's wish.
+        return _Sharding.BY_SLICES
 
     @property
     def input_context(self) -> tf.distribute.InputContext:
@@ -237,9 +258,19 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
         )
 
     def distribute_datasets_from_function(self, dataset_fn, options=None):
-        """Calls `dataset_fn` with this rank's `tf.distribute.InputContext` and uses what it returns as it is."""
-        self._training_data_is_next = False
-        return super().distribute_datasets_from_function(dataset_fn, options)
+        """Returns the dataset that `dataset_fn(input_context)` makes for this rank; `fit` uses it as it is.
+
+        Args:
+          dataset_fn: Takes a `tf.distribute.InputContext`, which knows the number of ranks, this rank, and the batch
+            size of a rank (`get_per_replica_batch_size(global_batch_size)`).
+          options: Ignored: there is one device.
+
+        Returns:
+          The dataset.
+        """
+        dataset = super().distribute_datasets_from_function(dataset_fn, options)
+        self._local_datasets.add(dataset)
+        return dataset
 
     # Hooks: one training step.
 

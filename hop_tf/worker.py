@@ -27,7 +27,7 @@ from hop_tf.monitor import ThreadMonitor
 from hop_tf.options import CommunicationOptions
 from hop_tf.packing import Packing, TensorSpec
 from hop_tf.report import StepStatistics
-from hop_tf.transport import GrpcTransport
+from hop_tf.transport import TcpTransport
 
 # How often a rank that waits for its last messages to arrive looks whether the receiver is still there.
 _FLUSH_PERIOD_SECONDS = 0.1
@@ -123,7 +123,7 @@ class Worker:
         self._options = options
         self._make_exchange = make_exchange
         self._pool = BufferPool()
-        self._transport = GrpcTransport(
+        self._transport = TcpTransport(
             cluster.rank,
             cluster.addresses,
             identity=identity,
@@ -200,7 +200,7 @@ class Worker:
             return
         self._closed = True
         try:
-            self.end_session(None)
+            self.end_session(self.membership.failure)
             # Whoever hears the farewell has all that was sent before, on whatever lane.
             self._flush()
             self.membership.leave(sent_steps={}, reason=reason, final=True)

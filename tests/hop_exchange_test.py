@@ -125,7 +125,11 @@ class HopExchangeTest(tf.test.TestCase, parameterized.TestCase):
         rng = np.random.default_rng(seed)
         topology = _random_topology(rng)
         run = _Run(
-            topology, lambda rank, x: x, num_steps=20, max_iteration_gap=max_iteration_gap, seed=int(rng.integers(2**31))
+            topology,
+            lambda rank, x: x,
+            num_steps=20,
+            max_iteration_gap=max_iteration_gap,
+            seed=int(rng.integers(2**31)),
         ).run()
         for i in range(topology.world_size):
             for j in range(topology.world_size):

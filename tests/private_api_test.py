@@ -12,7 +12,8 @@ import tensorflow as tf
 from keras.src.backend.tensorflow import optimizer as keras_tf_optimizer
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer, TFEpochIterator
 from keras.src.optimizers import loss_scale_optimizer
-from tensorflow.python.distribute import distribute_lib, input_util, one_device_strategy
+from tensorflow.python.data.experimental.ops import distribute
+from tensorflow.python.distribute import distribute_lib, input_ops, one_device_strategy
 from tensorflow.python.ops import control_flow_util
 
 from hop_tf import keras_hook
@@ -111,17 +112,15 @@ class PrivateApiTest(tf.test.TestCase):
         self.assertEqual(_parameters(extended._call_for_each_replica), ["self", "fn", "args", "kwargs"])
         self.assertEqual(_parameters(extended._experimental_distribute_dataset), ["self", "dataset", "options"])
         self.assertEqual(_parameters(extended._distribute_datasets_from_function), ["self", "dataset_fn", "options"])
-        self.assertEqual(_parameters(extended._input_workers_with_options), ["self", "options"])
         context = distribute_lib.ReplicaContextBase
         self.assertEqual(_parameters(context.merge_call), ["self", "merge_fn", "args", "kwargs"])
         self.assertEqual(_parameters(context.all_reduce), ["self", "reduce_op", "value", "options"])
         self.assertEqual(
-            _parameters(input_util.get_distributed_dataset)[:7],
-            ["dataset", "input_workers", "strategy", "num_replicas_in_sync", "input_context", "options", "build"],
+            _parameters(distribute.batch_sizes_for_worker)[1:],
+            ["num_workers", "num_replicas_per_worker", "worker_index"],
         )
         self.assertEqual(
-            _parameters(input_util.get_distributed_datasets_from_function)[:5],
-            ["dataset_fn", "input_workers", "input_contexts", "strategy", "options"],
+            _parameters(input_ops.auto_shard_dataset), ["dataset", "num_shards", "index", "num_replicas_in_sync"]
         )
 
     def test_xla_is_detected(self):

@@ -12,9 +12,7 @@ def _update(iteration, sender):
 
 
 def _queue(num_senders=3, max_iteration_gap=2):
-    return UpdateQueue(
-        dtypes=[tf.float32, tf.float64], num_senders=num_senders, max_iteration_gap=max_iteration_gap
-    )
+    return UpdateQueue(dtypes=[tf.float32, tf.float64], num_senders=num_senders, max_iteration_gap=max_iteration_gap)
 
 
 class UpdateQueueTest(tf.test.TestCase):

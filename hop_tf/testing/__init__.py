@@ -1,5 +1,6 @@
 """Help for tests of training programs: clusters in one process and in several."""
 
+from hop_tf.simulate import VirtualCluster
 from hop_tf.testing.multi_process import (
     MultiProcessError,
     MultiProcessRunner,
@@ -14,6 +15,7 @@ __all__ = [
     "MultiProcessRunner",
     "ProcessResult",
     "Results",
+    "VirtualCluster",
     "start_fork_server",
     "stop_fork_server",
 ]

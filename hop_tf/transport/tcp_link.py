@@ -144,7 +144,7 @@ class TcpLink(GrpcLink):
             connection = self._connect(port)
         except OSError as error:
             self._skip_socket = True
-            logging.warning("No socket to %s, port %d: %s. Trying gRPC.", self._peer, port, error)
+            logging.info("No socket to %s, port %d: %s. Trying gRPC.", self._peer, port, error)
             return str(error)
         try:
             self._use(connection)
