@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
-from hop_tf.emulation import ComputeEmulation
+from hop_tf.emulation import ComputeEmulation, StepTimes
 
 
 class EmulatedCompute:
@@ -22,10 +22,12 @@ class EmulatedCompute:
 
     Args:
       durations: Seconds that each step takes at least, from the start of the step to its gradients.
+      step_times: Told of every step, for the launcher's measure of how busy the cores were; or None.
     """
 
-    def __init__(self, durations: Iterator[float]):
+    def __init__(self, durations: Iterator[float], step_times: StepTimes | None = None):
         self._durations = durations
+        self._step_times = step_times
         with tf.init_scope(), tf.device("/cpu:0"):
             self._started = tf.queue.FIFOQueue(2, [tf.float64], shapes=[[]])
             self._elapsed = tf.queue.FIFOQueue(2, [tf.bool], shapes=[[]])
@@ -36,7 +38,9 @@ class EmulatedCompute:
     def from_environment(cls, rank: int, world_size: int) -> EmulatedCompute | None:
         """What the launcher asks for in this process's environment; None if nothing."""
         emulation = ComputeEmulation.from_environment(os.environ)
-        return None if emulation is None else cls(emulation.step_durations(rank, world_size))
+        if emulation is None:
+            return None
+        return cls(emulation.step_durations(rank, world_size), StepTimes.from_environment(os.environ))
 
     def delay(self, started_at: tf.Tensor, gradients: list) -> list:
         """Emits the ops that hold `gradients` back until the step's emulated time is over.
@@ -70,5 +74,7 @@ class EmulatedCompute:
                 started_at = float(self._started.dequeue())
             except (tf.errors.OutOfRangeError, tf.errors.CancelledError):
                 return
+            if self._step_times is not None:
+                self._step_times.mark()
             time.sleep(max(0.0, started_at + next(self._durations) - time.time()))
             self._elapsed.enqueue(True)

@@ -1,0 +1,184 @@
+"""What a server makes of garbage."""
+
+import contextlib
+import socket
+import threading
+import unittest.mock
+
+import grpc
+import numpy as np
+from absl.testing import absltest
+
+from hop_tf.options import CommunicationOptions
+from hop_tf.testing.transports import DEADLINE_SECONDS, Collector, TransportTestMixin, split_address, wait_until
+from hop_tf.transport import GrpcTransport, control_pb2, framing, grpc_server
+from hop_tf.transport.framing import Kind
+from hop_tf.transport.grpc_link import METHOD
+
+
+class GarbageTest(TransportTestMixin, absltest.TestCase):
+    member = GrpcTransport
+
+    def test_garbage_on_the_port(self):
+        first, second = self.start()
+        self.check_works(second, first)
+        generator = np.random.default_rng(1)
+        for data in (
+            b"GET / HTTP/1.1\r\n\r\n",
+            b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + generator.bytes(1000),
+            generator.bytes(100_000),
+            b"",
+        ):
+            with socket.create_connection(split_address(first._address)) as garbage, contextlib.suppress(OSError):
+                garbage.sendall(data)
+                garbage.shutdown(socket.SHUT_WR)
+                garbage.settimeout(DEADLINE_SECONDS)
+                while garbage.recv(1000):
+                    pass
+            self.check_works(second, first)
+        self.assertTrue(first.status(1).connected)
+
+    def test_garbage_instead_of_a_greeting(self):
+        first, second = self.start()
+        self.check_works(second, first)
+        bad_rank = {"sender": (2, 0, 2**32 - 1), "receiver": (1, 2**32 - 1), "lane": (17, 2**32 - 1)}
+        greetings = [
+            b"",
+            b"garbage",
+            framing.encode(Kind.PING),
+            framing.encode(Kind.HELLO, body=b"\xff" * 20),
+            _message(),
+            *(
+                framing.encode(
+                    Kind.HELLO, body=_hello(**{"sender": 1, "receiver": 0, field: value}).SerializeToString()
+                )
+                for field, values in bad_rank.items()
+                for value in values
+            ),
+        ]
+        for count, data in enumerate(greetings):
+            with self.subTest(data=data), _stream(first) as (send, call):
+                send(data)
+                with contextlib.suppress(grpc.RpcError):
+                    reply = control_pb2.HelloReply.FromString(framing.decode(next(call)).header)
+                    self.assertEqual(reply.refusal, control_pb2.BAD_RANK)
+                with contextlib.suppress(grpc.RpcError):
+                    self.assertEmpty(list(call))
+                self.assertEqual(first.counters()["connections_refused"], count + 1)
+                self.assertIsNone(first.status(1).failure)
+        self.check_works(second, first)
+
+    def test_a_stranger_without_the_token_cannot_take_a_peers_place(self):
+        first, second = self.start(options=CommunicationOptions(cluster_token="secret"))
+        self.check_works(second, first)
+        with _stream(first) as (send, call):
+            send(framing.encode(Kind.HELLO, body=_hello(sender=1, receiver=0, token=b"guess").SerializeToString()))
+            reply = control_pb2.HelloReply.FromString(framing.decode(next(call)).header)
+            self.assertEqual(reply.refusal, control_pb2.BAD_TOKEN)
+        self.assertIsNone(first.status(1).failure)
+        self.check_works(second, first)
+
+    def test_garbage_on_a_lane(self):
+        first, second = self.start(incarnation="known")
+        collector = self.register(first)
+        self.check_works(second, first)
+        queue_not_utf8 = framing._HEAD.pack(b"hopT", 1, Kind.MESSAGE, 0, 1, 0, 0, 2) + b"\xff\xff"
+        long_payload = framing._HEAD.pack(b"hopT", 1, Kind.MESSAGE, 0, 1, 2**60, 0, 1) + b"q"
+        short_payload = framing._HEAD.pack(b"hopT", 1, Kind.MESSAGE, 0, 1, 5, 0, 1) + b"q"
+        cases = {
+            "empty": [b""],
+            "random": [b"garbage" * 10],
+            "a second hello": [framing.encode(Kind.HELLO)],
+            "a ping": [framing.encode(Kind.PING)],
+            "no queue": [framing._HEAD.pack(b"hopT", 1, Kind.MESSAGE, 0, 1, 0, 0, 0)],
+            "queue is not UTF-8": [queue_not_utf8],
+            "payload beyond its limit": [long_payload],
+            "chunk beyond the payload": [short_payload, b"123456"],
+            "empty chunk": [short_payload, b""],
+            "sequence number 2 before 1": [_message(sequence=2)],
+        }
+        for count, (name, frames) in enumerate(cases.items()):
+            with self.subTest(name), _stream(first) as (send, call):
+                send(framing.encode(Kind.HELLO, body=_hello(sender=1, receiver=0, lane=7).SerializeToString()))
+                self.assertEqual(framing.decode(next(call)).kind, Kind.HELLO_REPLY)
+                for frame in frames:
+                    send(frame)
+                with self.assertRaises(grpc.RpcError) as caught:
+                    next(call)
+                self.assertEqual(caught.exception.code(), grpc.StatusCode.INVALID_ARGUMENT)
+                self.assertEqual(first.counters()["connections_refused"], count + 1)
+        self.assertEmpty(collector.messages)
+        self.assertIsNone(first.status(1).failure)
+        self.check_works(second, first)
+
+    def test_messages_on_the_control_lane_are_refused(self):
+        (first, _) = self.start(incarnation="known")
+        with _stream(first) as (send, call):
+            send(framing.encode(Kind.HELLO, body=_hello(sender=1, receiver=0, lane=16).SerializeToString()))
+            self.assertEqual(framing.decode(next(call)).kind, Kind.HELLO_REPLY)
+            send(_message())
+            with self.assertRaises(grpc.RpcError):
+                next(call)
+
+    def test_streams_that_say_nothing_are_closed(self):
+        first, second = self.start()
+        with unittest.mock.patch.object(grpc_server, "_HELLO_TIMEOUT_SECONDS", 0.0), _stream(first) as (_, call):
+            errors = Collector()
+
+            def read():
+                try:
+                    next(call)
+                except grpc.RpcError as error:
+                    errors(error)
+
+            reader = threading.Thread(target=read)
+            reader.start()
+            wait_until(lambda: first._streams._strangers)
+            self.check_works(second, first)
+            errors.wait(1)
+            reader.join(DEADLINE_SECONDS)
+
+
+def _hello(**fields):
+    identity = {**TransportTestMixin.identity, "transport.protocol": str(framing.PROTOCOL_VERSION)}
+    fields = {"protocol_version": framing.PROTOCOL_VERSION, "incarnation": "known", "first_sequence": 1, **fields}
+    return control_pb2.Hello(identity=identity, **fields)
+
+
+def _message(sequence=1):
+    (frame,) = framing.encode_message(framing.Outgoing(sequence, b"queue", b"", [], 0))
+    return frame
+
+
+@contextlib.contextmanager
+def _stream(transport):
+    """A stream to a transport that speaks for itself: a function that sends bytes, and the answers."""
+    requests, changed, ended = [], threading.Condition(), threading.Event()
+
+    def send(data):
+        with changed:
+            requests.append(data)
+            changed.notify_all()
+
+    def generate():
+        while True:
+            with changed:
+                changed.wait_for(lambda: requests or ended.is_set(), DEADLINE_SECONDS)
+                if ended.is_set():
+                    return
+                data = requests.pop(0)
+            yield data
+
+    with grpc.insecure_channel(transport._address, [("grpc.use_local_subchannel_pool", 1)]) as channel:
+        call = channel.stream_stream(METHOD)(generate(), timeout=DEADLINE_SECONDS)
+        try:
+            yield send, call
+        finally:
+            call.cancel()
+            with changed:
+                ended.set()
+                changed.notify_all()
+
+
+if __name__ == "__main__":
+    absltest.main()

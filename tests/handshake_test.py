@@ -1,0 +1,184 @@
+"""Who may join, and who is told why not."""
+
+import datetime
+import ipaddress
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from absl.testing import absltest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from hop_tf.errors import MismatchError
+from hop_tf.options import CommunicationOptions
+from hop_tf.testing.transports import TransportTestMixin, wait_until
+from hop_tf.transport import GrpcTransport, TcpTransport
+
+
+class GreetingTest(TransportTestMixin, absltest.TestCase):
+    member = GrpcTransport
+
+    def test_a_mismatch_is_named_on_both_sides(self):
+        addresses = self.addresses(2)
+        first = self.start_at(0, addresses)
+        with self.assertLogs("absl", "ERROR"):
+            second = self.start_at(1, addresses, identity={**self.identity, "option.max_iteration_gap": "3"})
+            second.connect(0)
+            wait_until(lambda: first.status(1).failure and second.status(0).failure)
+        for transport, rank, theirs, ours in ((first, 1, "3", "2"), (second, 0, "2", "3")):
+            failure = transport.status(rank).failure
+            self.assertIsInstance(failure, MismatchError)
+            self.assertRegex(
+                str(failure),
+                f"rank {1 - rank}: rank {rank} at {addresses[rank]} disagrees on 'option.max_iteration_gap': "
+                f"'{theirs}' there, '{ours}' here",
+            )
+            with self.assertRaises(MismatchError):
+                transport.send(rank, "queue")
+
+    def test_a_field_that_only_one_side_has_is_a_mismatch(self):
+        for rank in (0, 1):
+            with self.subTest(extra_at=rank):
+                addresses = self.addresses(2)
+                identities = [self.identity, self.identity]
+                identities[rank] = {**self.identity, "option.new": "x"}
+                transports = [self.start_at(r, addresses, identity=identities[r]) for r in (0, 1)]
+                transports[0].connect(1)
+                wait_until(lambda: all(t.status(1 - t.rank).failure for t in transports))  # noqa: B023
+                self.assertRegex(str(transports[rank].status(1 - rank).failure), "'option.new': '' there, 'x' here")
+                self.assertRegex(str(transports[1 - rank].status(rank).failure), "'option.new': 'x' there, '' here")
+
+    def test_a_wrong_token_is_refused_and_the_others_go_on(self):
+        addresses = self.addresses(3)
+        for token in (None, "other"):
+            with self.subTest(token=token):
+                good = CommunicationOptions(cluster_token="secret")
+                first, second = (self.start_at(rank, addresses, options=good) for rank in (0, 1))
+                self.check_works(first, second)
+                with self.assertLogs("absl", "WARNING") as logs:
+                    stranger = self.start_at(2, addresses, options=CommunicationOptions(cluster_token=token))
+                    stranger.connect(0)
+                    wait_until(lambda: first.counters()["connections_refused"] > 0)  # noqa: B023
+                wait_until(lambda: "cluster token" in stranger.status(0).last_problem)  # noqa: B023
+                self.assertRegex(logs.output[0], "rank 0: a connection from .* was refused: wrong cluster token")
+                self.assertNotIn("secret", "".join(logs.output))
+                for rank in (1, 2):
+                    self.assertIsNone(first.status(rank).failure)
+                self.assertFalse(first.status(2).ever_connected)
+                self.assertFalse(stranger.status(0).ever_connected)
+                self.check_works(first, second)
+                self.check_works(second, first)
+                for transport in (first, second, stranger):
+                    transport.close()
+
+    def test_a_peer_with_another_cluster_is_told(self):
+        addresses = self.addresses(3)
+        first = self.start_at(0, addresses)
+        confused = self.start_at(1, [addresses[2], addresses[1], addresses[0]])
+        confused.connect(2)
+        wait_until(lambda: "another rank" in confused.status(2).last_problem)
+        self.assertIsNone(first.status(1).failure)
+        self.assertFalse(first.status(1).ever_connected)
+
+    def test_another_process_with_the_same_incarnation_is_no_restart(self):
+        addresses = self.addresses(2)
+        first = self.start_at(0, addresses)
+        second = self.start_at(1, addresses, incarnation="same")
+        self.check_works(second, first)
+        second.close()
+        second = self.start_at(1, addresses, incarnation="same")
+        second.connect(0)
+        wait_until(lambda: first.status(1).connected)
+        self.assertIsNone(first.status(1).failure)
+
+
+class TlsTest(TransportTestMixin, absltest.TestCase):
+    member = GrpcTransport
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        folder = Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
+        cls.ours = _make_certificates(folder, "ours")
+        cls.others = _make_certificates(folder, "others")
+
+    def test_ranks_with_certificates_talk(self):
+        first, second = self.start(options=CommunicationOptions(**self.ours, cluster_token="secret"))
+        collector = self.register(second)
+        data = np.random.default_rng(1).integers(0, 256, 5_000_000, dtype=np.uint8)
+        first.send(1, "queue", payload=[data])
+        np.testing.assert_array_equal(collector.wait(1)[0].payload, data)
+
+    def test_peers_without_are_refused_and_the_others_go_on(self):
+        for name, credentials in (("plain", {}), ("other authority", self.others)):
+            with self.subTest(name):
+                addresses = self.addresses(3)
+                ours = CommunicationOptions(**self.ours)
+                first, second = (self.start_at(rank, addresses, options=ours) for rank in (0, 1))
+                stranger = self.start_at(2, addresses, options=CommunicationOptions(**credentials))
+                stranger.connect(0)
+                first.connect(2)
+                for transport, rank in ((stranger, 0), (first, 2)):
+                    wait_until(lambda t=transport, r=rank: t.status(r).last_problem)
+                    self.assertFalse(transport.status(rank).ever_connected)
+                    self.assertIsNone(transport.status(rank).failure)
+                self.check_works(first, second)
+                self.check_works(second, first)
+
+
+class TcpGreetingTest(GreetingTest):
+    member = TcpTransport
+
+
+class TcpTlsTest(TlsTest):
+    member = TcpTransport
+
+    def test_no_socket_is_open_beside_the_encrypted_port(self):
+        first, second = self.start(options=CommunicationOptions(**self.ours))
+        self.check_works(first, second)
+        self.assertEqual(first._handshake.socket_port, 0)
+
+
+def _make_certificates(folder, name):
+    """An authority and a certificate for 127.0.0.1; returns `CommunicationOptions`' arguments."""
+    now = datetime.datetime.now(datetime.UTC)
+    authority_key, key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
+    authority_name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, f"{name} authority")])
+
+    def builder(subject, public_key):
+        return (
+            x509.CertificateBuilder()
+            .subject_name(subject)
+            .issuer_name(authority_name)
+            .public_key(public_key)
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - datetime.timedelta(days=1))
+            .not_valid_after(now + datetime.timedelta(days=1))
+        )
+
+    authority = (
+        builder(authority_name, authority_key.public_key())
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(authority_key, hashes.SHA256())
+    )
+    certificate = (
+        builder(x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)]), key.public_key())
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
+        .sign(authority_key, hashes.SHA256())
+    )
+    pem = serialization.Encoding.PEM
+    contents = {
+        "tls_root_certificates": authority.public_bytes(pem),
+        "tls_certificate_chain": certificate.public_bytes(pem),
+        "tls_private_key": key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()),
+    }
+    paths = {option: folder / f"{name}_{option}.pem" for option in contents}
+    for option, content in contents.items():
+        paths[option].write_bytes(content)
+    return paths
+
+
+if __name__ == "__main__":
+    absltest.main()

@@ -1,0 +1,159 @@
+"""What `TcpTransport` does with its sockets."""
+
+import contextlib
+import socket
+import unittest.mock
+
+import numpy as np
+from absl.testing import absltest
+
+from hop_tf.options import CommunicationOptions
+from hop_tf.testing.transports import DEADLINE_SECONDS, Proxy, TransportTestMixin, split_address, wait_until
+from hop_tf.transport import GrpcTransport, TcpTransport, control_pb2, framing, tcp_server
+from hop_tf.transport.framing import Kind
+from hop_tf.transport.tcp_link import Connection
+
+
+class TcpTransportTest(TransportTestMixin, absltest.TestCase):
+    member = TcpTransport
+
+    def connect(self, transport):
+        """A connection to a transport's socket."""
+        end = socket.create_connection(("127.0.0.1", transport._handshake.socket_port), DEADLINE_SECONDS)
+        self.addCleanup(end.close)
+        return end
+
+    def hello(self, **fields):
+        identity = {**self.identity, "transport.protocol": str(framing.PROTOCOL_VERSION)}
+        fields = {"protocol_version": framing.PROTOCOL_VERSION, "incarnation": "known", "first_sequence": 1, **fields}
+        hello = control_pb2.Hello(identity=identity, sender=1, receiver=0, **fields)
+        return framing.encode(Kind.HELLO, body=hello.SerializeToString())
+
+    def check_ends(self, end):
+        """Nothing comes from a connection any more."""
+        with contextlib.suppress(ConnectionError):
+            self.assertEmpty(end.recv(1))
+
+    def test_messages_travel_over_the_socket(self):
+        addresses = self.addresses(2)
+        receiver = self.start_at(1, addresses)
+        proxy = Proxy(f"127.0.0.1:{receiver._handshake.socket_port}")
+        self.addCleanup(proxy.close)
+        receiver._handshake.socket_port = split_address(proxy.address)[1]
+        collector = self.register(receiver)
+        self.start_at(0, addresses).send(1, "queue", payload=[np.zeros(1_000_000, np.uint8)])
+        collector.wait(1)
+        self.assertGreater(proxy.num_bytes, 1_000_000)
+
+    def test_falls_back_to_grpc(self):
+        addresses = self.addresses(3)
+        receiver = self.start_at(1, addresses)
+        receiver._handshake.socket_port = split_address(addresses[2])[1]
+        with self.assertLogs("absl", "INFO") as logs:
+            self.check_works(self.start_at(0, addresses), receiver)
+        self.assertRegex("\n".join(logs.output), f"No socket to rank 1 at {addresses[1]}, port .*refused.* Trying gRPC")
+
+    def test_talks_with_a_peer_without_sockets(self):
+        addresses = self.addresses(2)
+        first = TcpTransport(0, addresses, identity=self.identity)
+        second = GrpcTransport(1, addresses, identity=self.identity)
+        for transport in (first, second):
+            self.addCleanup(transport.close)
+            transport.start()
+        self.check_works(first, second)
+        self.check_works(second, first)
+
+    def test_close_releases_the_sockets_port(self):
+        for _ in range(5):
+            first, second = self.start()
+            self.check_works(first, second)
+            ports = [transport._handshake.socket_port for transport in (first, second)]
+            for transport in (first, second):
+                transport.close()
+            for port in ports:
+                with socket.create_server(("127.0.0.1", port)):
+                    pass
+
+    def test_a_wrong_token_is_refused(self):
+        first, second = self.start(options=CommunicationOptions(cluster_token="secret"))
+        self.check_works(second, first)
+        end = self.connect(first)
+        end.sendall(self.hello(token=b"guess"))
+        frame = Connection(end).read_frame()
+        self.assertEqual(control_pb2.HelloReply.FromString(frame.header).refusal, control_pb2.BAD_TOKEN)
+        self.check_ends(end)
+        self.assertEqual(first.counters()["connections_refused"], 1)
+        self.assertIsNone(first.status(1).failure)
+        self.check_works(second, first)
+
+    def test_garbage_instead_of_a_greeting(self):
+        first, second = self.start(incarnation="known")
+        self.check_works(second, first)
+        for count, data in enumerate(
+            (
+                b"GET / HTTP/1.1\r\n\r\n" + bytes(100),
+                np.random.default_rng(1).bytes(100_000),
+                framing.encode(Kind.PING),
+                framing.encode(Kind.HELLO, body=b"\xff" * 20),
+                self.hello(lane=16),
+                b"",
+            )
+        ):
+            with self.subTest(data=data[:20]):
+                end = self.connect(first)
+                with contextlib.suppress(OSError):  # It may have been closed already.
+                    end.sendall(data)
+                    end.shutdown(socket.SHUT_WR)
+                self.check_ends(end)
+                wait_until(lambda count=count: first.counters()["connections_refused"] == count + 1)
+        self.check_works(second, first)
+
+    def test_garbage_on_a_lane(self):
+        first, second = self.start(incarnation="known")
+        self.check_works(second, first)
+        collector = self.register(first)
+
+        def head(kind=Kind.MESSAGE, sequence=1, payload=0, header=0, queue=1):
+            return framing._HEAD.pack(b"hopT", framing.PROTOCOL_VERSION, kind, 0, sequence, payload, header, queue)
+
+        cases = {
+            "random": b"garbage" * 10,
+            "a ping": head(kind=Kind.PING, queue=0),
+            "no queue": head(queue=0),
+            "queue is not UTF-8": head(queue=2) + b"\xff\xff",
+            "payload beyond its limit": head(payload=2**60) + b"q",
+            "header beyond its limit": head(header=2**31) + b"q",
+            "sequence number 2 before 1": head(sequence=2) + b"q",
+        }
+        for count, (name, data) in enumerate(cases.items()):
+            with self.subTest(name):
+                end = self.connect(first)
+                end.sendall(self.hello(lane=7))
+                self.assertEqual(Connection(end).read_frame().kind, Kind.HELLO_REPLY)
+                end.sendall(data)
+                self.check_ends(end)
+                wait_until(lambda count=count: first.counters()["connections_refused"] == count + 1)
+        self.assertEmpty(collector.messages)
+        self.assertIsNone(first.status(1).failure)
+        self.check_works(second, first)
+
+    def test_connections_that_say_nothing_are_closed(self):
+        with unittest.mock.patch.object(tcp_server, "_HELLO_TIMEOUT_SECONDS", 0.01):
+            first, second = self.start()
+            self.check_ends(self.connect(first))
+            wait_until(lambda: first.counters()["connections_refused"] == 1)
+        self.check_works(second, first)
+
+    def test_a_connection_takes_the_place_of_the_earlier_one(self):
+        first, _ = self.start(incarnation="known")
+        ends = []
+        for _ in range(3):
+            ends.append(self.connect(first))
+            ends[-1].sendall(self.hello(lane=7))
+            self.assertEqual(Connection(ends[-1]).read_frame().kind, Kind.HELLO_REPLY)
+        for end in ends[:-1]:
+            self.check_ends(end)
+
+
+if __name__ == "__main__":
+    absltest.main()

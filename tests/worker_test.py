@@ -1,0 +1,287 @@
+"""Worker: sessions, groups and collectives of two ranks; most tests run both in this process."""
+
+import concurrent.futures
+import contextlib
+import gc
+import threading
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+import hop_tf
+from hop_tf.cluster import Cluster
+from hop_tf.errors import HopError, MismatchError, PeerLostError
+from hop_tf.exchange import Exchange, Incoming
+from hop_tf.local_cluster import PortReservation
+from hop_tf.options import CommunicationOptions
+from hop_tf.report import StepStatistics
+from hop_tf.testing import MultiProcessRunner
+from hop_tf.worker import Worker
+
+_DEADLINE_SECONDS = 30.0
+
+
+class Echo(Exchange):
+    """Gives back what it gets, and counts. Talks to nobody."""
+
+    def __init__(self):
+        self.session = 0
+        self._sent_steps = 0
+        self._num_steps = 0
+
+    def reset(self, session):
+        self.session = session
+        self._sent_steps = 0
+
+    def step(self, outgoing):
+        self._sent_steps = outgoing.step + 1
+        self._num_steps += 1
+        return Incoming(outgoing.step, outgoing.segment, tuple(np.array(bucket) for bucket in outgoing.buckets))
+
+    def neutral(self, outgoing):
+        return Incoming(outgoing.step, outgoing.segment, tuple(np.zeros_like(bucket) for bucket in outgoing.buckets))
+
+    @property
+    def sent_steps(self):
+        return self._sent_steps
+
+    def counters(self):
+        return {"echoes": self._num_steps}
+
+
+class Optimizer:
+    """Stands for an optimizer: something that can be forgotten."""
+
+
+class OtherOptimizer(Optimizer):
+    pass
+
+
+def _variable(value, name="v", dtype=None):
+    return tf.Variable(value, name=name, dtype=dtype)
+
+
+def _exchange_threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("hop_tf exchange")]
+
+
+class _TwoRanksTestCase(tf.test.TestCase, parameterized.TestCase):
+    """Two workers, and a thread for each to call them on."""
+
+    def setUp(self):
+        super().setUp()
+        reservation = self.enter_context(contextlib.closing(PortReservation(2)))
+        addresses = tuple(f"127.0.0.1:{port}" for port in reservation.ports)
+        reservation.release()
+        self.exchanges = ([], [])
+        self.workers = [self._make_worker(Cluster(addresses, rank)) for rank in range(2)]
+        self.threads = self.enter_context(concurrent.futures.ThreadPoolExecutor(2))
+        self.addCleanup(self.on_both, lambda rank, worker: worker.close("the test is over"))
+
+    def _make_worker(self, cluster):
+        def make_exchange(context):
+            exchange = Echo()
+            self.exchanges[cluster.rank].append(exchange)
+            exchange.reset(context.session)
+            return exchange
+
+        return Worker(
+            cluster=cluster,
+            options=CommunicationOptions(timeout_seconds=_DEADLINE_SECONDS),
+            identity={},
+            neighbors=[1 - cluster.rank],
+            make_exchange=make_exchange,
+        )
+
+    def on_both(self, call):
+        """Runs `call(rank, worker)` on both ranks at once; returns both values, or raises what one raised."""
+        futures = [self.threads.submit(call, rank, worker) for rank, worker in enumerate(self.workers)]
+        concurrent.futures.wait(futures, _DEADLINE_SECONDS)
+        return [future.result(0) for future in futures]
+
+    def begin_session(self):
+        self.on_both(lambda rank, worker: worker.begin_session())
+
+    def add_groups(self, make_variables, make_optimizer=lambda rank: Optimizer()):
+        """Adds a group on both ranks; returns the optimizers and the groups."""
+        optimizers = [make_optimizer(rank) for rank in range(2)]
+
+        def add_group(rank, worker):
+            return worker.add_group(
+                optimizer=optimizers[rank], variables=make_variables(rank), statistics=StepStatistics()
+            )
+
+        return optimizers, self.on_both(add_group)
+
+
+class SessionTest(_TwoRanksTestCase):
+    def test_a_rank_that_ends_with_its_own_error_leaves_the_other_running(self):
+        self.begin_session()
+        first, second = self.workers
+        second.end_session(ValueError("bad input"))
+        membership = first.membership
+        membership.wait(lambda: [] if membership.departure(1) else [1], operation="hear of it")
+        self.assertEqual(membership.departure(1).reason, "ValueError: bad input")
+        self.assertIsNone(membership.failure)
+
+    def test_a_broken_job_ends_on_all_ranks(self):
+        self.begin_session()
+        first, second = self.workers
+        second.end_session(PeerLostError("rank 2 is gone"))
+        with self.assertRaisesRegex(PeerLostError, "because rank 1 gave up: PeerLostError: rank 2 is gone"):
+            first.membership.wait(lambda: [1], operation="receive")
+        with self.assertRaises(PeerLostError):  # Not only once: nothing can go on.
+            first.begin_session()
+
+    def test_sessions_number_the_same_steps_again(self):
+        self.begin_session()
+        _, groups = self.add_groups(lambda rank: [_variable([1.0, 2.0])])
+        for session in (1, 2):
+            self.assertEqual([exchanges[0].session for exchanges in self.exchanges], [session, session])
+            for group in groups:
+                group.submit([tf.constant([3.0, 4.0])])
+                (result,) = group.collect([])
+                self.assertAllEqual(result, [3.0, 4.0])
+                self.assertEqual(int(group.step), 1)
+            self.on_both(lambda rank, worker: worker.end_session(None))
+            self.begin_session()
+            self.assertEqual([int(group.step) for group in groups], [0, 0])
+
+    def test_nothing_begins_after_close(self):
+        self.on_both(lambda rank, worker: worker.close("done"))
+        with self.assertRaisesRegex(HopError, "was shut down"):
+            self.workers[0].begin_session()
+
+    def test_close_ends_all_threads(self):
+        before = set(threading.enumerate())
+        self.begin_session()
+        self.add_groups(lambda rank: [_variable([1.0])])
+        self.assertLen(_exchange_threads(), 2)
+        self.on_both(lambda rank, worker: worker.close("done"))
+        self.on_both(lambda rank, worker: worker.close("again"))
+        new = [t.name for t in set(threading.enumerate()) - before if t.name.startswith("hop_tf")]
+        self.assertEmpty(new)
+
+
+class GroupTest(_TwoRanksTestCase):
+    def setUp(self):
+        super().setUp()
+        self.begin_session()
+
+    @parameterized.named_parameters(
+        (
+            "number",
+            [([1.0], "v"), ([2.0], "w")],
+            [([1.0], "v")],
+            r"the number of variables. Rank 0 has 2, rank 1 has 1\.",
+        ),
+        (
+            "shape",
+            [([1.0], "v"), ([[1.0, 2.0]], "w")],
+            [([1.0], "v"), ([1.0, 2.0], "w")],
+            r"variable 1. Rank 0 has 'w:0' float32\[1, 2\], rank 1 has 'w:0' float32\[2\]\.",
+        ),
+        (
+            "name",
+            [([1.0], "v")],
+            [([1.0], "u")],
+            r"variable 0. Rank 0 has 'v:0' float32\[1\], rank 1 has 'u:0' float32\[1\]\.",
+        ),
+    )
+    def test_other_variables_are_refused(self, variables_0, variables_1, message):
+        specs = (variables_0, variables_1)
+        with self.assertRaisesRegex(MismatchError, f"rank 0 and rank 1 disagree on {message}"):
+            self.add_groups(lambda rank: [_variable(value, name) for value, name in specs[rank]])
+
+    def test_another_dtype_is_refused(self):
+        dtypes = (tf.float32, tf.float64)
+        with self.assertRaisesRegex(MismatchError, r"Rank 0 has 'v:0' float32\[1\], rank 1 has 'v:0' float64\[1\]"):
+            self.add_groups(lambda rank: [_variable([1.0], dtype=dtypes[rank])])
+
+    def test_another_optimizer_is_refused(self):
+        with self.assertRaisesRegex(MismatchError, "the optimizer. Rank 0 has Optimizer, rank 1 has OtherOptimizer"):
+            self.add_groups(lambda rank: [_variable([1.0])], lambda rank: (Optimizer, OtherOptimizer)[rank]())
+
+    def test_forgotten_groups_end_with_the_session(self):
+        """As after each of five calls of `compile`: threads must not pile up, and nothing counted is lost."""
+        for number in range(5):
+            optimizers, groups = self.add_groups(lambda rank: [_variable([1.0])])
+            for group in groups:
+                group.submit([tf.constant([3.0])])
+                group.collect([])
+            del optimizers, groups, group
+            gc.collect()
+            self.on_both(lambda rank, worker: worker.end_session(None))
+            self.begin_session()
+            self.assertEmpty(_exchange_threads())
+            self.assertEqual([worker.counters()["echoes"] for worker in self.workers], [number + 1] * 2)
+
+    def test_groups_in_use_stay(self):
+        optimizers, _ = self.add_groups(lambda rank: [_variable([1.0])])
+        self.on_both(lambda rank, worker: worker.end_session(None))
+        self.begin_session()
+        self.assertLen(_exchange_threads(), len(optimizers))
+
+
+class CollectivesTest(_TwoRanksTestCase):
+    def setUp(self):
+        super().setUp()
+        self.begin_session()
+
+    def test_all_start_with_the_values_of_rank_0(self):
+        variables = [[_variable([10.0 * rank + 1, 2.0]), _variable(rank + 5, "n")] for rank in range(2)]
+        self.on_both(lambda rank, worker: worker.broadcast_initial_values(variables[rank]))
+        for vector, scalar in variables:
+            self.assertAllEqual(vector, [1.0, 2.0])
+            self.assertAllEqual(scalar, 5)
+
+    def test_each_variable_takes_them_once(self):
+        variables = [[_variable([float(rank)])] for rank in range(2)]
+        self.on_both(lambda rank, worker: worker.broadcast_initial_values(variables[rank]))
+        variables[1][0].assign([7.0])
+        new = [[_variable([rank + 3.0])] for rank in range(2)]
+        self.on_both(lambda rank, worker: worker.broadcast_initial_values(variables[rank] + new[rank]))
+        self.assertAllEqual(variables[1][0], [7.0])
+        self.assertAllEqual(new[1][0], [3.0])
+
+    def test_average(self):
+        variables = [[_variable([[1.0, 2.0], [3.0, 4.0 + rank]]), _variable(rank, "n")] for rank in range(2)]
+        self.on_both(lambda rank, worker: worker.average(variables[rank]))
+        for rank, (matrix, integer) in enumerate(variables):
+            self.assertAllEqual(matrix, [[1.0, 2.0], [3.0, 4.5]])
+            self.assertAllEqual(integer, rank)
+
+    def test_gather(self):
+        values = self.on_both(lambda rank, worker: worker.gather({"rank": rank}))
+        self.assertEqual(values, [[{"rank": 0}, {"rank": 1}], None])
+
+
+def _compile_five_times():
+    """Fits under five optimizers; returns the number of exchange threads during each fit."""
+    strategy = hop_tf.HopStrategy(topology="ring")
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(1)])
+    counts = []
+    for _ in range(5):
+        with strategy.scope():
+            model.compile("adam", "mse")
+        count = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: counts.append(len(_exchange_threads())))
+        model.fit(np.ones((8, 3), "float32"), np.ones((8, 1), "float32"), batch_size=4, verbose=0, callbacks=[count])
+    strategy.shutdown()
+    return counts
+
+
+class RecompileTest(tf.test.TestCase):
+    def test_threads_do_not_pile_up(self):
+        """The optimizer of the last fit may linger until the garbage collector runs; not more."""
+        with MultiProcessRunner(_compile_five_times, num_workers=2) as runner:
+            values = runner.join().raise_for_errors().values
+        for counts in values:
+            self.assertLen(counts, 5)
+            self.assertLessEqual(max(counts), 2)
+
+
+if __name__ == "__main__":
+    tf.test.main()
