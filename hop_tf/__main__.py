@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -36,7 +37,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the command's own arguments")
     arguments = parser.parse_args(argv)
     module, _ = _COMMANDS[arguments.command]
-    return importlib.import_module(module).main(arguments.arguments)
+    exit_code = importlib.import_module(module).main(arguments.arguments)
+    _flush_output()
+    return exit_code
+
+
+def _flush_output() -> None:
+    """Writes what is left, here and not when Python ends, where a reader that has gone would change the exit code."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":
