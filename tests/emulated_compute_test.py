@@ -233,6 +233,10 @@ class LaunchTest(tf.test.TestCase):
         self.assertEqual([report["steps"] for report in reports], [10, 10, 10])
         waits = [report["wait_seconds"] for report in reports]
         self.assertEqual(np.argmin(waits), 1, waits)
+        with open(os.path.join(directory, "logs", "launch.json")) as file:
+            summary = json.load(file)
+        self.assertEqual(summary["cpu_busy_period"], "steps")
+        self.assertEqual(summary["emulation"]["slowdowns"], ["1:15x"])
 
 
 if __name__ == "__main__":
