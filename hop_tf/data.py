@@ -36,6 +36,20 @@ def slice_global_batches(dataset: tf.data.Dataset, rank: int, world_size: int) -
     return sliced.prefetch(tf.data.AUTOTUNE)
 
 
+def without_autotuning(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Turns tf.data's autotuner off for `dataset`, unless the user's options turned it on or off.
+
+    The autotuner's thread (TensorFlow 2.21) can miss its own cancellation and sleep on for up to a minute, while whoever
+    drops the iterator waits for it: `fit` would end that much later on one rank, and an interrupt or a lost peer be
+    noticed that much later. `tf.data.AUTOTUNE` then means as many parallel calls as there are cores, from the start.
+    """
+    if dataset.options().autotune.enabled is not None:
+        return dataset
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    return dataset.with_options(options)
+
+
 def _is_optional(leaf) -> bool:
     """Keras hands over absent parts of a batch (no sample weights, say) as empty optionals."""
     return isinstance(leaf, tf.experimental.Optional)

@@ -69,7 +69,9 @@ class ProcessorMeter:
         busy, total = (self._busy_and_total[end][part] - self._busy_and_total[begin][part] for part in (0, 1))
         if total <= 0:
             return None
-        return ProcessorUse(busy_percent=100 * busy / total, period="steps" if steps else "job")
+        # The kernel's counters are not exact, and that of waiting for input may even go back.
+        busy_percent = min(max(100 * busy / total, 0.0), 100.0)
+        return ProcessorUse(busy_percent=busy_percent, period="steps" if steps else "job")
 
     def _take(self) -> None:
         self._times.append(time.monotonic())

@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 from hop_tf.cluster import Cluster
-from hop_tf.data import slice_global_batches
+from hop_tf.data import slice_global_batches, without_autotuning
 from hop_tf.emulated_compute import EmulatedCompute
 from hop_tf.errors import HopError
 from hop_tf.interrupts import on_keyboard_interrupt
@@ -237,7 +237,12 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
         """This rank's part of the training data; everything, where the data is for validation or prediction."""
         how = self._sharding if self._inside_keras else _Sharding.BY_POLICY
         self._sharding = _Sharding.NONE
-        if self.world_size == 1 or how is _Sharding.NONE:
+        if self.world_size == 1:
+            return dataset
+        return without_autotuning(self._part(dataset, how))
+
+    def _part(self, dataset: tf.data.Dataset, how: _Sharding) -> tf.data.Dataset:
+        if how is _Sharding.NONE:
             return dataset
         policy = dataset.options().experimental_distribute.auto_shard_policy
         if how is _Sharding.BY_POLICY and policy != tf.data.experimental.AutoShardPolicy.AUTO:

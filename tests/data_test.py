@@ -4,7 +4,7 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
-from hop_tf.data import slice_global_batches
+from hop_tf.data import slice_global_batches, without_autotuning
 
 
 def _slices(dataset, world_size):
@@ -45,6 +45,19 @@ class SliceGlobalBatchesTest(tf.test.TestCase, parameterized.TestCase):
         ((sparse_part, ragged_part),) = slice_global_batches(dataset, 1, 2)
         self.assertAllEqual(tf.sparse.to_dense(sparse_part), dense[2:])
         self.assertAllEqual(ragged_part.to_list(), [[], [4]])
+
+
+class WithoutAutotuningTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters((None, False), (True, True), (False, False))
+    def test_keeps_the_users_choice(self, chosen, expected):
+        options = tf.data.Options()
+        if chosen is not None:
+            options.autotune.enabled = chosen
+        options.deterministic = False
+        dataset = without_autotuning(tf.data.Dataset.range(3).with_options(options))
+        self.assertEqual(dataset.options().autotune.enabled, expected)
+        self.assertIs(dataset.options().deterministic, False)
+        self.assertAllEqual(list(dataset), [0, 1, 2])
 
 
 if __name__ == "__main__":

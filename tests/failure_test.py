@@ -124,7 +124,8 @@ def _says_what_it_raises(name="it"):
     try:
         yield
     except BaseException as error:
-        _say(f"{name} raised {type(error).__name__}: {error}")
+        one_line = " ".join(str(error).split())
+        _say(f"{name} raised {type(error).__name__}: {one_line}")
         raise
 
 
@@ -150,7 +151,7 @@ def _raise_at_batch(batch):
     return keras.callbacks.LambdaCallback(on_train_batch_end=check)
 
 
-def train_until_it_fails(addresses, gates, options, rank=None):
+def train_until_it_fails(addresses, gates, options, rank=None, in_custom_loop=False):
     """Rank 1 stops in the middle. Unless `rank` is given, all stop before they begin."""
     atexit.register(_say, "exits")
     strategy = _make_strategy(addresses, rank=rank, **options)
@@ -158,7 +159,10 @@ def train_until_it_fails(addresses, gates, options, rank=None):
     if rank is None:
         _stop(gates, f"start of {strategy.rank}")
     with _says_what_it_raises():
-        _fit(model, num_epochs=1000)
+        if in_custom_loop:
+            list(_custom_loop(strategy, model, num_epochs=1000))
+        else:
+            _fit(model, num_epochs=1000)
 
 
 def disagree(addresses):
@@ -270,10 +274,14 @@ class _ProcessesTestCase(tf.test.TestCase):
 
 
 class LostRankTest(_ProcessesTestCase, parameterized.TestCase):
-    @parameterized.parameters((signal.SIGKILL, 4), (signal.SIGSTOP, 3))
-    def test_a_rank_that_falls_silent_is_named_by_all(self, signum, num_workers):
+    @parameterized.named_parameters(
+        ("killed", signal.SIGKILL, 4, False),
+        ("killed_in_custom_loop", signal.SIGKILL, 4, True),
+        ("frozen", signal.SIGSTOP, 3, False),
+    )
+    def test_a_silent_rank_is_named_by_all_if(self, signum, num_workers, in_custom_loop):
         addresses = self.reserve(num_workers)
-        args = (addresses, self.gates, _IMPATIENT | {"topology": "ring"})
+        args = (addresses, self.gates, _IMPATIENT | {"topology": "ring"}, None, in_custom_loop)
         runner = self.start_together(train_until_it_fails, num_workers, *args)
         self.wait_at(runner, 1, "middle")
         runner.send_signal(1, signum)
