@@ -39,8 +39,8 @@ def slice_global_batches(dataset: tf.data.Dataset, rank: int, world_size: int) -
 def without_autotuning(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Turns tf.data's autotuner off for `dataset`, unless the user's options turned it on or off.
 
-    The autotuner's thread (TensorFlow 2.21) can miss its own cancellation and sleep on for up to a minute, while whoever
-    drops the iterator waits for it: `fit` would end that much later on one rank, and an interrupt or a lost peer be
+    The autotuner's thread (TensorFlow 2.21) can miss its own cancellation and sleep on for up to a minute, and whoever
+    drops the iterator waits for it: one rank's `fit` would end that much later, and an interrupt or a lost peer be
     noticed that much later. `tf.data.AUTOTUNE` then means as many parallel calls as there are cores, from the start.
     """
     if dataset.options().autotune.enabled is not None:
