@@ -32,7 +32,7 @@ class EmulatedCompute:
             self._started = tf.queue.FIFOQueue(2, [tf.float64], shapes=[[]])
             self._elapsed = tf.queue.FIFOQueue(2, [tf.bool], shapes=[[]])
         self._thread = threading.Thread(target=self._run, name="hop_tf emulated compute", daemon=True)
-        self._thread.start()
+        self._has_started = False
 
     @classmethod
     def from_environment(cls, rank: int, world_size: int) -> EmulatedCompute | None:
@@ -52,6 +52,11 @@ class EmulatedCompute:
         Returns:
           The same gradients, later.
         """
+        if not self._has_started:
+            # Not in the constructor: what programs do between making a strategy and training, such as setting a seed,
+            # clears TensorFlow's caches of kernels, and was seen to crash a thread that just began its first operation.
+            self._has_started = True
+            self._thread.start()
         with tf.device("/cpu:0"):
             started = self._started.enqueue(started_at)
             # Run eagerly, enqueue has no operation to depend on: it has been done.
@@ -66,7 +71,8 @@ class EmulatedCompute:
     def close(self) -> None:
         """Ends the thread. Idempotent."""
         self._started.close(cancel_pending_enqueues=True)
-        self._thread.join(timeout=5)
+        if self._has_started:
+            self._thread.join(timeout=5)
 
     def _run(self) -> None:
         while True:
