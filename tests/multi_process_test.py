@@ -182,10 +182,10 @@ class MultiProcessRunnerTest(parameterized.TestCase):
     @parameterized.parameters(_FRESH, _FORKED)
     def test_an_interrupt_that_is_not_handled_ends_the_process(self, *preload):
         with MultiProcessRunner(wait_where_nobody_comes, 1, preload=preload) as runner:
-            runner.wait_for_output(0, "waiting")
+            runner.wait_for_output(0, "^waiting$")
             runner.interrupt(0)
             result = runner.join()[0]
-        self.assertEqual(result.exit_code, -signal.SIGINT)
+        self.assertEqual(result.exit_code, -signal.SIGINT, result.output)
         self.assertIn("KeyboardInterrupt", result.output)
 
     def test_paused_process_does_nothing_until_resumed(self):
@@ -219,7 +219,7 @@ class MultiProcessRunnerTest(parameterized.TestCase):
 
     def test_waiting_for_output_ends_with_the_time(self):
         with MultiProcessRunner(wait_where_nobody_comes, 1, preload=_FORKED) as runner:
-            runner.wait_for_output(0, "waiting")
+            runner.wait_for_output(0, "^waiting$")
             with self.assertRaisesRegex(
                 MultiProcessError, r"(?s)did not within 0.1 s print a line like 'more'.*in wait_where_nobody_comes"
             ):
