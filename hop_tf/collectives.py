@@ -37,12 +37,13 @@ class TreeCollectives:
         self._transport = membership.transport
         self._parent, self._children = tree_neighbors(membership.rank, membership.world_size)
 
-    def broadcast(self, name: str, payload: Sequence[np.ndarray]) -> np.ndarray | None:
+    def broadcast(self, name: str, payload: Sequence[np.ndarray], in_session: bool = True) -> np.ndarray | None:
         """Gives every rank the bytes of rank 0.
 
         Args:
           name: Names this one operation; equal on all ranks, never used twice.
           payload: What rank 0 sends; elsewhere it is ignored. Must not be written to afterwards.
+          in_session: Whether a rank that has left the running session takes no part any more.
 
         Returns:
           On rank 0 None; elsewhere rank 0's bytes, 1-D uint8, read-only and 64-byte aligned.
@@ -54,7 +55,7 @@ class TreeCollectives:
         """
         received = None
         if self._parent is not None:
-            received = self._receive(f"broadcast/{name}", [self._parent], in_session=True)[self._parent]
+            received = self._receive(f"broadcast/{name}", [self._parent], in_session)[self._parent]
             payload = [received]
         for child in self._children:
             self._transport.send(child, f"broadcast/{name}", payload=payload, lane=BULK_LANE)
@@ -103,8 +104,10 @@ class TreeCollectives:
         Blocks: until all ranks below this one in the tree take part.
 
         Raises:
+          TypeError: If JSON cannot hold `value`.
           HopError: As `Membership.wait` does.
         """
+        value = json.loads(json.dumps(value))  # What JSON cannot hold is refused on every rank, not on all but rank 0.
         values = {str(self._membership.rank): value}
         for part in self._receive(f"gather/{name}", self._children).values():
             values.update(json.loads(part.tobytes()))

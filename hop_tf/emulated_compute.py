@@ -31,6 +31,7 @@ class EmulatedCompute:
         with tf.init_scope(), tf.device("/cpu:0"):
             self._started = tf.queue.FIFOQueue(2, [tf.float64], shapes=[[]])
             self._elapsed = tf.queue.FIFOQueue(2, [tf.bool], shapes=[[]])
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hop_tf emulated compute", daemon=True)
         self._has_started = False
 
@@ -70,9 +71,13 @@ class EmulatedCompute:
 
     def close(self) -> None:
         """Ends the thread. Idempotent."""
+        self._closing.set()
         self._started.close(cancel_pending_enqueues=True)
         if self._has_started:
             self._thread.join(timeout=5)
+        if self._step_times is not None:
+            self._step_times.close()
+            self._step_times = None
 
     def _run(self) -> None:
         while True:
@@ -82,5 +87,5 @@ class EmulatedCompute:
                 return
             if self._step_times is not None:
                 self._step_times.mark()
-            time.sleep(max(0.0, started_at + next(self._durations) - time.time()))
+            self._closing.wait(max(0.0, started_at + next(self._durations) - time.time()))
             self._elapsed.enqueue(True)

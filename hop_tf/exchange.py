@@ -197,14 +197,17 @@ class ExchangeRunner:
             self._interrupted = False
             self._quiet.set()
             return
-        error = self._no_error
         try:
-            incoming = self._step(outgoing)
+            self._put(self._step(outgoing), self._no_error)
+        except (tf.errors.OutOfRangeError, tf.errors.CancelledError):
+            raise  # `close` closed the queues.
         except BaseException as failure:
             self._on_error(failure)
-            error = tf.constant(f"{type(failure).__name__}: {failure}")
             empty = tuple(np.empty(0, dtype.as_numpy_dtype) for dtype in self._packing.dtypes)
-            incoming = Incoming(_POISON, outgoing.segment, empty)
+            poison = Incoming(_POISON, outgoing.segment, empty)
+            self._put(poison, tf.constant(f"{type(failure).__name__}: {failure}"))
+
+    def _put(self, incoming: Incoming, error: tf.Tensor) -> None:
         tags = [tf.constant(incoming.step, tf.int64), tf.constant(incoming.segment, tf.int32)]
         enqueue_arrays(self._results, [*tags, error, *incoming.buckets])
 

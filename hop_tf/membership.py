@@ -9,8 +9,9 @@ go on without a rank that left. They do not go on when a rank was lost or disagr
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+import numpy as np
 from absl import logging
 
 from hop_tf import membership_pb2
@@ -138,6 +139,19 @@ class Membership:
         """What ended this rank's part in the job, if anything did."""
         return self._failure
 
+    def send(self, peer: int, queue: str, header: bytes, payload: Sequence[np.ndarray] = (), lane: int = 0) -> None:
+        """Sends a message of a step. As `Transport.send`, but to leave the session ends its blocking.
+
+        Raises:
+          HopError: As there.
+          Interrupted: If this rank leaves the session before there is room for the message.
+        """
+        self.transport.send(peer, queue, header, payload, lane, check=self._check_interrupted)
+
+    def _check_interrupted(self) -> None:
+        if self._interrupted:
+            raise Interrupted
+
     # What is known of others.
 
     def departure(self, rank: int) -> Departure | None:
@@ -179,8 +193,7 @@ class Membership:
                 awaited = missing()
                 if not awaited:
                     return
-                if self._interrupted:
-                    raise Interrupted
+                self._check_interrupted()
                 waited = self.monitor.now() - start
                 for peer in awaited:
                     self._check_peer(peer, waited, operation, step)

@@ -214,9 +214,17 @@ class VirtualTransport(Transport):
         self._handlers.pop(queue, None)
 
     def send(
-        self, peer: int, queue: str, header: bytes = b"", payload: Sequence[np.ndarray] = (), lane: int = 0
+        self,
+        peer: int,
+        queue: str,
+        header: bytes = b"",
+        payload: Sequence[np.ndarray] = (),
+        lane: int = 0,
+        *,
+        check: Callable[[], None] | None = None,
     ) -> None:
-        """See `Transport`."""
+        """See `Transport`. Never blocks."""
+        del check
         joined = np.concatenate([np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in payload] or [_NOTHING])
         data = self._pool.take(joined.nbytes)
         data[:] = joined

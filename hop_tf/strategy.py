@@ -15,7 +15,7 @@ import tensorflow as tf
 from hop_tf.cluster import Cluster
 from hop_tf.data import slice_global_batches, without_autotuning
 from hop_tf.emulated_compute import EmulatedCompute
-from hop_tf.errors import HopError
+from hop_tf.errors import ClusterConfigError, HopError
 from hop_tf.interrupts import on_keyboard_interrupt
 from hop_tf.keras_hook import (
     Extended,
@@ -80,21 +80,26 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
         self._options = communication_options or CommunicationOptions()
         self._statistics = StepStatistics()
         self._emulated_compute = EmulatedCompute.from_environment(cluster.rank, cluster.world_size)
-        self._groups: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+        # For each optimizer, by the identities of the variables that it updates together.
+        self._groups: weakref.WeakKeyDictionary[object, dict[tuple[int, ...], Group]] = weakref.WeakKeyDictionary()
         # How the next dataset that Keras distributes is shared: in `fit`, the first is the training data.
         self._sharding = _Sharding.NONE
         self._local_datasets: weakref.WeakSet[tf.data.Dataset] = weakref.WeakSet()
         self._inside_keras = 0
         self._worker = None
-        if cluster.world_size > 1:
-            self._worker = Worker(
-                cluster=cluster,
-                options=self._options,
-                identity=static_identity(type(self).__name__, cluster, identity),
-                neighbors=neighbors,
-                make_exchange=self._make_exchange,
-            )
         self._writer = ReportWriter(self.report, self._options, self.rank)
+        if cluster.world_size > 1:
+            try:
+                self._worker = Worker(
+                    cluster=cluster,
+                    options=self._options,
+                    identity=static_identity(type(self).__name__, cluster, identity),
+                    neighbors=neighbors,
+                    make_exchange=self._make_exchange,
+                )
+            except BaseException:
+                self._writer.close()
+                raise
         atexit.register(_call_weakly, weakref.WeakMethod(self.shutdown))
 
     # What subclasses give.
@@ -149,8 +154,15 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
         Blocks: until all ranks call it.
 
         Raises:
+          ValueError: If the model is not built.
+          MismatchError: If rank 0 has another model.
           HopError: If a rank was lost or has ended.
         """
+        if not model.built:
+            raise ValueError(
+                "`model` must be built: train it first, or call `model.build(input_shape)`. "
+                f"Received: model={model.name!r}, which has no weights yet."
+            )
         if self._worker is not None:
             self._worker.average([weight.value for weight in model.weights])
 
@@ -171,7 +183,7 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
         A collective: every rank calls it, between calls of `fit`.
 
         Args:
-          **extra: Further entries of this rank's report; anything that JSON can hold.
+          **extra: Further entries of this rank's report; anything that JSON can hold (`float(x)`, not a NumPy scalar).
 
         Returns:
           On rank 0 the reports in the order of the ranks; elsewhere None.
@@ -179,6 +191,7 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
         Blocks: until all ranks call it.
 
         Raises:
+          TypeError: If JSON cannot hold an entry.
           HopError: If a rank was lost or has ended.
         """
         report = {**self.report(), **extra}
@@ -187,7 +200,10 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
         return self._worker.gather(report)
 
     def shutdown(self) -> None:
-        """Leaves the cluster for good and releases the port and all threads. Idempotent; also runs at exit."""
+        """Leaves the cluster for good and releases the port and all threads. Idempotent; also runs at exit.
+
+        Blocks: until what was sent has arrived at the ranks that still listen, at most `timeout_seconds`.
+        """
         self._writer.close()
         if self._emulated_compute is not None:
             self._emulated_compute.close()
@@ -239,7 +255,10 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
         self._sharding = _Sharding.NONE
         if self.world_size == 1:
             return dataset
-        return without_autotuning(self._part(dataset, how))
+        part = without_autotuning(self._part(dataset, how))
+        if not self._inside_keras:  # The user's own call: `fit` takes the result as it is.
+            self._local_datasets.add(part)
+        return part
 
     def _part(self, dataset: tf.data.Dataset, how: _Sharding) -> tf.data.Dataset:
         if how is _Sharding.NONE:
@@ -301,7 +320,8 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
 
     def exchange(self, optimizer, trace: StepTrace, gradients: list, variables: list[tf.Variable]) -> list:
         """Runs the scheme's half of the graph; returns the gradients to apply."""
-        refuse_xla()
+        if self._worker is not None or self._emulated_compute is not None:
+            refuse_xla()
         if trace.num_updates == 0:  # With several optimizers, one step has several updates.
             self._statistics.count_step()
         trace.num_updates += 1
@@ -319,24 +339,43 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
         return self._emulated_compute.delay(trace.started_at, gradients)
 
     def _group_of(self, optimizer, trace: StepTrace, variables: list[tf.Variable]) -> Group:
-        group = self._groups.get(optimizer)
-        if group is None:
+        groups = self._groups.setdefault(optimizer, {})
+        key = tuple(id(variable) for variable in variables)
+        if key not in groups:
             carried = trace.unclaimed_assigned()
             with tf.init_scope():
                 self._require_session()
                 self._worker.broadcast_initial_values([*variables, *tf_variables(optimizer.variables)])
-                group = self._worker.add_group(
+                groups[key] = self._worker.add_group(
                     optimizer=optimizer,
                     variables=[*variables, *carried],
                     statistics=self._statistics,
                 )
-            self._groups[optimizer] = group
-        return group
+        return groups[key]
 
     def _require_session(self) -> None:
         """A custom loop enters its session at its first step."""
         if not self._worker.in_session:
             self._worker.begin_session()
+
+
+def training_cluster(resolver: tf.distribute.cluster_resolver.ClusterResolver | None, strategy: str) -> Cluster:
+    """Returns the cluster of a strategy that has no parameter servers.
+
+    Args:
+      resolver: Where the cluster is described; None: `TF_CONFIG`.
+      strategy: Name of the strategy, for the error.
+
+    Raises:
+      ClusterConfigError: If the description is not valid, or this task is no rank.
+    """
+    cluster = Cluster.from_resolver(resolver)
+    if cluster.rank is None:
+        raise ClusterConfigError(
+            f"{strategy} runs in tasks of type 'chief' and 'worker'; it has no parameter servers. "
+            "Received: a task of another type in TF_CONFIG (or --num_ps of the launcher)."
+        )
+    return cluster
 
 
 def _call_weakly(method: weakref.WeakMethod) -> None:

@@ -29,7 +29,7 @@ from hop_tf.packing import Packing, TensorSpec
 from hop_tf.report import StepStatistics
 from hop_tf.transport import TcpTransport
 
-# How often a rank that waits for its last messages to arrive looks whether the receiver is still there.
+# How often a rank that waits for its last messages to arrive looks whether the receiver still listens.
 _FLUSH_PERIOD_SECONDS = 0.1
 
 
@@ -141,7 +141,9 @@ class Worker:
             peers=peers,
         )
         self._collectives = TreeCollectives(self.membership)
-        self._num_collectives = 0
+        # Collectives are numbered within their session, as a rank may miss the rest of one; those of users apart.
+        self._num_in_session = 0
+        self._num_called = 0
         self._groups: list[Group] = []
         self._num_groups = 0
         self._retired_counters = collections.Counter()
@@ -167,6 +169,7 @@ class Worker:
         for group in self._groups:
             group.exchange.reset(self.membership.session + 1)
             group.step.assign(0)
+        self._num_in_session = 0
         self._in_session = True  # Others count on this rank from now on, also where it fails to enter.
         self.membership.begin_session()
 
@@ -181,21 +184,37 @@ class Worker:
         """Leaves the session: normally (`error` None), or because of `error`. The job goes on without this rank.
 
         It does not where `error` is a `HopError`, that is where the job itself is broken: then all ranks raise.
+
+        Blocks: until the groups' threads have come to rest, `timeout_seconds` for each at most.
+
+        Raises:
+          HopError: If a group's thread does not come to rest, and `error` is None.
         """
         if not self._in_session:
             return
         self._in_session = False
         self.membership.interrupt()
-        for group in self._groups:
-            group.runner.quiesce(self._options.timeout_seconds)
+        stuck = None
+        try:
+            for group in self._groups:
+                group.runner.quiesce(self._options.timeout_seconds)
+        except HopError as failure:
+            logging.error("rank %d: %s", self.membership.rank, failure)
+            stuck = failure
+        error = error or stuck
         self.membership.leave(
             sent_steps={group.name: group.exchange.sent_steps for group in self._groups},
             reason="" if error is None else f"{type(error).__name__}: {error}",
-            abort=isinstance(error, HopError),
+            abort=stuck is not None or isinstance(error, HopError),
         )
+        if stuck is not None and error is stuck:
+            raise stuck
 
     def close(self, reason: str) -> None:
-        """Leaves for good and releases the port and all threads. Idempotent."""
+        """Leaves for good and releases the port and all threads. Idempotent.
+
+        Blocks: until what was sent has arrived at the peers that still listen, at most `timeout_seconds`.
+        """
         if self._closed:
             return
         self._closed = True
@@ -212,7 +231,7 @@ class Worker:
 
     def _flush(self) -> None:
         """Gives what was sent time to arrive where somebody still listens."""
-        deadline = self.membership.monitor.now() + min(5.0, self._options.timeout_seconds)
+        deadline = self.membership.monitor.now() + self._options.timeout_seconds
         for peer in self.membership.peers:
             while self._listens(peer) and self.membership.monitor.now() < deadline:
                 if self._transport.flush(peer, _FLUSH_PERIOD_SECONDS):
@@ -248,7 +267,7 @@ class Worker:
         digest = zlib.crc32("\n".join(spec.name for spec in specs).encode())
         name = f"{self._num_groups}-{digest:08x}"
         self._num_groups += 1
-        self._compare(name, type(optimizer).__name__, specs)
+        self._compare(self._next_in_session(), name, type(optimizer).__name__, specs)
         exchange = self._make_exchange(
             ExchangeContext(name, self.membership.session, packing, self.membership, self._pool)
         )
@@ -276,9 +295,9 @@ class Worker:
                 new.append(variable)
         if not new:
             return
-        self._compare(f"initial values {self._next_collective()}", "", [_spec(v) for v in new])
+        self._compare(self._next_in_session(), "initial values", "", [_spec(v) for v in new])
         arrays = [np.asarray(v.read_value()) for v in new]
-        received = self._collectives.broadcast(f"values {self._next_collective()}", [a.reshape(-1) for a in arrays])
+        received = self._collectives.broadcast(self._next_in_session(), [a.reshape(-1) for a in arrays])
         if received is None:
             return
         start = 0
@@ -289,26 +308,39 @@ class Worker:
             start = end
 
     def average(self, variables: Sequence[tf.Variable]) -> None:
-        """Assigns to each float variable its mean over all ranks. A collective."""
+        """Assigns to each float variable its mean over all ranks. A collective.
+
+        Blocks: until all ranks take part.
+
+        Raises:
+          MismatchError: If rank 0 has other variables.
+        """
         floats = [v for v in variables if v.dtype.is_floating]
+        self._compare(self._next_called(), "average", "", [_spec(v) for v in floats], in_session=False)
         arrays = [np.asarray(v.read_value()) for v in floats]
-        for variable, mean in zip(floats, self._collectives.mean(self._next_collective(), arrays), strict=True):
+        for variable, mean in zip(floats, self._collectives.mean(self._next_called(), arrays), strict=True):
             variable.assign(mean)
 
     def gather(self, value: object) -> list | None:
         """Brings every rank's value to rank 0. A collective; see `TreeCollectives.gather`."""
-        return self._collectives.gather(self._next_collective(), value)
+        return self._collectives.gather(self._next_called(), value)
 
-    def _next_collective(self) -> str:
-        self._num_collectives += 1
-        return str(self._num_collectives)
+    def _next_in_session(self) -> str:
+        self._num_in_session += 1
+        return f"{self.membership.session}.{self._num_in_session}"
 
-    def _compare(self, what: str, optimizer: str, specs: Sequence[TensorSpec]) -> None:
-        """Raises `MismatchError` unless rank 0 has the same."""
+    def _next_called(self) -> str:
+        self._num_called += 1
+        return f"called {self._num_called}"
+
+    def _compare(
+        self, name: str, what: str, optimizer: str, specs: Sequence[TensorSpec], in_session: bool = True
+    ) -> None:
+        """Raises `MismatchError` unless rank 0 has the same. `name` is that of the collective."""
         variables = [membership_pb2.Variable(name=s.name, dtype=s.dtype.name, shape=s.shape) for s in specs]
         mine = membership_pb2.GroupSignature(group=what, optimizer=optimizer, variables=variables)
         data = np.frombuffer(mine.SerializeToString(), np.uint8)
-        received = self._collectives.broadcast(f"signature {self._next_collective()}", [data])
+        received = self._collectives.broadcast(name, [data], in_session=in_session)
         if received is None:
             return
         try:

@@ -20,6 +20,7 @@ remote dequeue is needed.
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from collections.abc import Mapping, Sequence
 
@@ -27,13 +28,12 @@ import numpy as np
 import tensorflow as tf
 
 from hop_tf.arithmetic import weighted_differences
-from hop_tf.cluster import Cluster
 from hop_tf.collectives import BULK_LANE
 from hop_tf.errors import HopError, ProtocolError
 from hop_tf.exchange import Exchange, Incoming, Outgoing
 from hop_tf.options import CommunicationOptions
 from hop_tf.queues import TokenQueue, Update, UpdateQueue
-from hop_tf.strategy import ExchangeStrategy
+from hop_tf.strategy import ExchangeStrategy, training_cluster
 from hop_tf.topology import Topology, resolve
 from hop_tf.transport.base import Message
 from hop_tf.worker import ExchangeContext, Group
@@ -58,7 +58,8 @@ class HopStrategy(ExchangeStrategy):
 
     Args:
       topology: The communication graph: a name ("ring", "ring_based", "double_ring", "complete", "hierarchical",
-        "exponential"), a `hop_tf.Topology`, a mixing matrix (array) or a networkx graph. Default "ring_based".
+        "exponential"), a `hop_tf.Topology`, a mixing matrix (array) or a networkx graph. Default "ring_based". In a
+        world of one it does not matter.
       max_iteration_gap: Most steps a rank may be ahead of an out-neighbor (the paper's max_ig), at least 1. A rank
         keeps up to (1 + max_iteration_gap) * |N_in| updates in memory. Default 8.
       cluster_resolver: Where the cluster is described. Default: `TF_CONFIG`.
@@ -86,8 +87,9 @@ class HopStrategy(ExchangeStrategy):
                 "`max_iteration_gap` must be an integer of at least 1. "
                 f"Received: max_iteration_gap={max_iteration_gap!r}."
             )
-        cluster = Cluster.from_resolver(cluster_resolver)
-        self._topology = resolve(topology, cluster.world_size, hosts=cluster.hosts)
+        cluster = training_cluster(cluster_resolver, "HopStrategy")
+        # Alone, any graph will do.
+        self._topology = resolve(topology if cluster.world_size > 1 else "complete", cluster.world_size, cluster.hosts)
         self._max_iteration_gap = max_iteration_gap
         super().__init__(
             cluster=cluster,
@@ -95,9 +97,9 @@ class HopStrategy(ExchangeStrategy):
             communication_options=communication_options,
             identity={
                 "max_iteration_gap": str(max_iteration_gap),
-                "topology": np.array2string(self._topology.mixing_matrix, threshold=np.inf, precision=6),
+                "topology": _describe(topology, self._topology),
             },
-            neighbors=_neighbors(self._topology, cluster.rank),
+            neighbors={*self._topology.in_neighbors(cluster.rank), *self._topology.out_neighbors(cluster.rank)},
         )
 
     @property
@@ -116,8 +118,10 @@ class HopStrategy(ExchangeStrategy):
         return gradients
 
 
-def _neighbors(topology: Topology, rank: int | None) -> set[int]:
-    return {*topology.in_neighbors(rank), *topology.out_neighbors(rank)} if rank is not None else set()
+def _describe(argument: object, topology: Topology) -> str:
+    """What ranks compare: short, however many they are."""
+    digest = hashlib.sha256(np.round(topology.mixing_matrix, 6).tobytes()).hexdigest()[:16]
+    return f"{argument if isinstance(argument, str) else 'mixing matrix'} {digest}"
 
 
 class HopExchange(Exchange):
@@ -183,13 +187,13 @@ class HopExchange(Exchange):
     def _insert_tokens(self, k: int) -> None:
         for j in self._in_neighbors:
             if self._membership.departure(j) is None:
-                self._transport.send(j, self._token_queue_name, _HEADER.pack(self._session, k), lane=BULK_LANE)
+                self._membership.send(j, self._token_queue_name, _HEADER.pack(self._session, k), lane=BULK_LANE)
 
     def _send(self, x: Sequence[np.ndarray], k: int) -> None:
         header = _HEADER.pack(self._session, k)
         for j in self._out_neighbors:
             if self._membership.departure(j) is None:
-                self._transport.send(j, self._update_queue_name, header, x, lane=BULK_LANE)
+                self._membership.send(j, self._update_queue_name, header, x, lane=BULK_LANE)
         self._sent_steps = k + 1
 
     def _recv(self, k: int) -> list[Update]:

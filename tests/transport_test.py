@@ -206,8 +206,18 @@ class MessageContract(TransportTestMixin):
         sender.send(1, "queue", b"second")
         self.assertTrue(sender.flush(1, DEADLINE_SECONDS))
         after = self.register(receiver)
-        self.assertEqual([message.header for message in after.wait(1)], [b"second"])
+        sender.send(1, "queue", b"third")
+        self.assertEqual([message.header for message in after.wait(1)], [b"third"])
         self.assertLen(before.messages, 1)
+
+    def test_drops_what_is_held_for_a_queue_that_is_unregistered(self):
+        sender, receiver = self.start()
+        sender.send(1, "queue", b"first")
+        self.assertTrue(sender.flush(1, DEADLINE_SECONDS))
+        receiver.unregister("queue")
+        after = self.register(receiver)
+        sender.send(1, "queue", b"second")
+        self.assertEqual([message.header for message in after.wait(1)], [b"second"])
 
     def test_a_blocked_handler_stops_only_its_sender(self):
         transports = self.start(num_ranks=3)
@@ -241,6 +251,23 @@ class MessageContract(TransportTestMixin):
         gate.opened.set()
         thread.join(DEADLINE_SECONDS)
         self.assertLen(sent, 2 * MAX_MESSAGES)
+        self.assertTrue(sender.flush(1, DEADLINE_SECONDS))
+
+    def test_check_ends_a_blocked_send(self):
+        sender, receiver = self.start()
+        gate = self.make_gate()
+        receiver.register("queue", gate)
+
+        def refuse():
+            raise KeyError("enough")
+
+        sent = 0
+        with self.assertRaisesRegex(KeyError, "enough"):
+            while sent <= 2 * MAX_MESSAGES:
+                sender.send(1, "queue", check=refuse)
+                sent += 1
+        self.assertGreaterEqual(sent, MAX_MESSAGES)
+        gate.opened.set()
         self.assertTrue(sender.flush(1, DEADLINE_SECONDS))
 
     def test_handlers_may_send_and_register(self):

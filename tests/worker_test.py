@@ -51,6 +51,20 @@ class Echo(Exchange):
         return {"echoes": self._num_steps}
 
 
+class Stuck(Echo):
+    """Waits in its step until it is let go, whatever happens to the session."""
+
+    def __init__(self):
+        super().__init__()
+        self.has_begun = threading.Event()
+        self.go_on = threading.Event()
+
+    def step(self, outgoing):
+        self.has_begun.set()
+        self.go_on.wait(_DEADLINE_SECONDS)
+        return super().step(outgoing)
+
+
 class Optimizer:
     """Stands for an optimizer: something that can be forgotten."""
 
@@ -70,6 +84,9 @@ def _exchange_threads():
 class _TwoRanksTestCase(tf.test.TestCase, parameterized.TestCase):
     """Two workers, and a thread for each to call them on."""
 
+    timeout_seconds = _DEADLINE_SECONDS
+    make_scheme = Echo
+
     def setUp(self):
         super().setUp()
         reservation = self.enter_context(contextlib.closing(PortReservation(2)))
@@ -82,14 +99,14 @@ class _TwoRanksTestCase(tf.test.TestCase, parameterized.TestCase):
 
     def _make_worker(self, cluster):
         def make_exchange(context):
-            exchange = Echo()
+            exchange = self.make_scheme()
             self.exchanges[cluster.rank].append(exchange)
             exchange.reset(context.session)
             return exchange
 
         return Worker(
             cluster=cluster,
-            options=CommunicationOptions(timeout_seconds=_DEADLINE_SECONDS),
+            options=CommunicationOptions(timeout_seconds=self.timeout_seconds),
             identity={},
             neighbors=[1 - cluster.rank],
             make_exchange=make_exchange,
@@ -116,6 +133,25 @@ class _TwoRanksTestCase(tf.test.TestCase, parameterized.TestCase):
         return optimizers, self.on_both(add_group)
 
 
+class StuckTest(_TwoRanksTestCase):
+    timeout_seconds = 1.0
+    make_scheme = Stuck
+
+    @parameterized.parameters((None, HopError), (KeyboardInterrupt("enough"), None))
+    def test_the_other_rank_hears_of_a_thread_that_does_not_come_to_rest(self, own_error, raised):
+        self.begin_session()
+        _, (group, _) = self.add_groups(lambda rank: [_variable([0.0])])
+        group.submit([tf.constant([0.0])])
+        stuck = self.exchanges[0][0]
+        self.addCleanup(stuck.go_on.set)
+        self.assertTrue(stuck.has_begun.wait(_DEADLINE_SECONDS))
+        with self.assertRaises(raised) if raised else contextlib.nullcontext():
+            self.workers[0].end_session(own_error)
+        self.assertFalse(self.workers[0].in_session)
+        with self.assertRaisesRegex(PeerLostError, "rank 0 gave up"):
+            self.workers[1].membership.wait(lambda: [0], operation="hear of it")
+
+
 class SessionTest(_TwoRanksTestCase):
     def test_a_rank_that_ends_with_its_own_error_leaves_the_other_running(self):
         self.begin_session()
@@ -125,6 +161,18 @@ class SessionTest(_TwoRanksTestCase):
         membership.wait(lambda: [] if membership.departure(1) else [1], operation="hear of it")
         self.assertEqual(membership.departure(1).reason, "ValueError: bad input")
         self.assertIsNone(membership.failure)
+
+    def test_a_rank_without_a_step_keeps_its_place_among_the_collectives(self):
+        """As a `fit` that has nothing left to do after a restore, on one rank."""
+        variable = [_variable([float(rank)]) for rank in range(2)]
+        self.begin_session()
+        self.workers[0].broadcast_initial_values([_variable([1.0])])  # Rank 0 waits for nobody.
+        self.on_both(lambda rank, worker: worker.end_session(None))
+        self.on_both(lambda rank, worker: worker.average([variable[rank]]))
+        self.assertAllEqual(variable[0], [0.5])
+        self.assertAllEqual(variable[1], [0.5])
+        self.begin_session()
+        self.on_both(lambda rank, worker: worker.broadcast_initial_values([variable[rank], _variable([rank])]))
 
     def test_a_broken_job_ends_on_all_ranks(self):
         self.begin_session()

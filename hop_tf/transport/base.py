@@ -85,11 +85,18 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def unregister(self, queue: str) -> None:
-        """Forgets the handler of `queue`; later messages for it are held for the next one, up to a limit."""
+        """Forgets the handler of `queue` for good: what is held for it, and what still comes, is dropped."""
 
     @abc.abstractmethod
     def send(
-        self, peer: int, queue: str, header: bytes = b"", payload: Sequence[np.ndarray] = (), lane: int = 0
+        self,
+        peer: int,
+        queue: str,
+        header: bytes = b"",
+        payload: Sequence[np.ndarray] = (),
+        lane: int = 0,
+        *,
+        check: Callable[[], None] | None = None,
     ) -> None:
         """Queues one message for `peer`; connects first where there is no link yet.
 
@@ -97,7 +104,8 @@ class Transport(abc.ABC):
         the connection breaks and is restored in between. The payload is the concatenation of the arrays' bytes; it
         is read after `send` has returned, so the arrays must never be written to again.
 
-        Blocks: while too much is queued for this lane (until the peer takes it, the peer is lost or `close`).
+        Blocks: while too much is queued for this lane (until the peer takes it, the peer is lost, `close`, or `check`,
+        which is called now and then meanwhile, raises).
 
         Raises:
           HopError: If the transport is closed or the peer has failed for good.

@@ -48,6 +48,7 @@ class Dispatcher:
         self.num_bytes = 0
         self._on_error = on_error
         self._handlers: dict[str, Handler] = {}
+        self._retired: set[str] = set()
         self._inboxes: dict[tuple[int, int], Inbox] = {}
         self._threads: set[threading.Thread] = set()
 
@@ -62,6 +63,7 @@ class Dispatcher:
             if self.closed:
                 raise HopError("the transport is closed.")
             self._handlers[queue] = handler
+            self._retired.discard(queue)
             self._threads = {thread for thread in self._threads if thread.is_alive()}
             for inbox in self._inboxes.values():
                 if inbox.holds(queue):
@@ -73,6 +75,13 @@ class Dispatcher:
         """See `Transport.unregister`."""
         with self.condition:
             self._handlers.pop(queue, None)
+            self._retired.add(queue)
+            for inbox in self._inboxes.values():
+                inbox.drop(queue)
+
+    def is_retired(self, queue: str) -> bool:
+        """Whether messages for `queue` are of no use any more."""
+        return queue in self._retired
 
     def handler(self, queue: str) -> Handler | None:
         """The handler of `queue`, if there is one."""
@@ -154,6 +163,8 @@ class Inbox:
             self._received_sequence = sequence
             self._dispatcher.num_messages += 1
             self._dispatcher.num_bytes += len(message.header) + message.payload.nbytes
+            if self._dispatcher.is_retired(message.queue):
+                return True
             self._held.setdefault(message.queue, collections.deque()).append(message)
             self._num_held += 1
         queue = message.queue
@@ -164,6 +175,11 @@ class Inbox:
     def holds(self, queue: str) -> bool:
         """Whether messages for `queue` wait here. The dispatcher's condition must be held."""
         return queue in self._held
+
+    def drop(self, queue: str) -> None:
+        """Forgets what is held for `queue`. The dispatcher's condition must be held."""
+        self._num_held -= len(self._held.pop(queue, ()))
+        self._condition.notify_all()
 
     def drain(self, queue: str) -> None:
         """Delivers what is held for `queue`, if it has a handler."""

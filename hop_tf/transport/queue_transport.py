@@ -79,13 +79,26 @@ class QueueTransport(Transport):
         self._dispatcher.unregister(queue)
 
     def send(
-        self, peer: int, queue: str, header: bytes = b"", payload: Sequence[np.ndarray] = (), lane: int = 0
+        self,
+        peer: int,
+        queue: str,
+        header: bytes = b"",
+        payload: Sequence[np.ndarray] = (),
+        lane: int = 0,
+        *,
+        check: Callable[[], None] | None = None,
     ) -> None:
         arrays, name = flatten(payload), queue.encode()
         check_message(name, header, arrays, lane)
         self.connect(peer)
         self._check_can_send(peer, 0.0)
-        self._outbox(peer, lane).put(name, header, arrays, lambda waited: self._check_can_send(peer, waited))
+
+        def check_all(waited_seconds: float) -> None:
+            self._check_can_send(peer, waited_seconds)
+            if check is not None:
+                check()
+
+        self._outbox(peer, lane).put(name, header, arrays, check_all)
         with self._lock:
             self._messages_sent += 1
             self._bytes_sent += len(header) + sum(array.nbytes for array in arrays)
