@@ -32,6 +32,7 @@ from hop_tf.testing import MultiProcessRunner
 
 _TIMEOUT_SECONDS = 4.0
 _CONTRACT_SECONDS = _TIMEOUT_SECONDS + 5.0  # Until all processes have said what is wrong, and are gone.
+_INTERRUPT_SECONDS = 3.0  # Until an interrupted `fit` has ended.
 _IMPATIENT = {"timeout_seconds": _TIMEOUT_SECONDS}
 _NEVER_SECONDS = 100.0  # Longer than any test: where that is the timeout, nothing may wait for it.
 _BATCH_SIZE = 12
@@ -349,7 +350,7 @@ class LeavingRankTest(_ProcessesTestCase, parameterized.TestCase):
                 runner.wait_for_output(1, f"{case}: {awaited}$")
             runner.interrupt(1)
             if stopped != 1:  # What rank 1 waits for has not come yet.
-                runner.wait_for_output(1, f"{case} raised KeyboardInterrupt")
+                runner.wait_for_output(1, f"{case} raised KeyboardInterrupt", _INTERRUPT_SECONDS)
             self.open(case)
         first, interrupted, last = runner.join().raise_for_errors().values
         for case in _INTERRUPTIONS:

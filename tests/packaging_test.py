@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import unittest
 import zipfile
 from pathlib import Path
 
@@ -19,6 +20,13 @@ _FOLDERS = {"hop_tf": "hop_tf", "hop_tf/strategies": "strategies", "hop_tf/ops":
 _TIMEOUT_SECONDS = 120
 
 _BUILD_WHEEL = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+
+# Runs an operation of each library.
+_LOAD_NATIVE = """
+from hop_tf import ops
+codes, scales = ops.int8_encode([-2.0, 1.0])
+print(codes.numpy().tolist(), ops.native_available() and bool((ops.arrays.int8_decode(codes, scales) == [-2, 1]).any()))
+"""
 
 # Imports the named modules, and tells which file every module in the process came from.
 _IMPORT = """
@@ -68,10 +76,10 @@ class PackagingTest(absltest.TestCase):
         source, wheels, cls.site_packages = temporary / "source", temporary / "wheels", temporary / "site-packages"
         for folder in _FOLDERS.values():
             shutil.copytree(_ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
-        for file in ("LICENSE", "README.md", "pyproject.toml", "setup.py"):
+        for file in ("LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py"):
             shutil.copy(_ROOT / file, source)
         wheels.mkdir()
-        _run(_BUILD_WHEEL, str(wheels), folder=source)
+        _run(_BUILD_WHEEL, str(wheels), folder=source, HOP_TF_CUDA="0")  # For all architectures that takes minutes.
         (wheel,) = wheels.glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(cls.site_packages)
@@ -98,6 +106,17 @@ class PackagingTest(absltest.TestCase):
     def test_files(self):
         files = {str(file) for file in self.distribution.files if ".dist-info/" not in str(file)}
         self.assertEqual({file for file in files if not file.endswith(".so")}, set(_installed_files()))
+
+    def test_the_wheel_is_for_any_python(self):
+        self.assertIn("Tag: py3-none-linux_", self.distribution.read_text("WHEEL"))
+
+    @unittest.skipIf(shutil.which(os.environ.get("CXX", "g++")) is None, "needs a C++ compiler")
+    def test_native_libraries(self):
+        libraries = {path.name for path in (self.site_packages / "hop_tf" / "ops").glob("*.so")}
+        self.assertEqual(libraries, {"libhop_tf_kernels.so", "hop_tf_ops.so"})
+        path = os.pathsep.join([str(self.site_packages), os.environ.get("PYTHONPATH", "")])
+        printed = _run(_LOAD_NATIVE, folder=self.site_packages, PYTHONPATH=path)
+        self.assertEqual(printed.splitlines()[-1], "[-127, 64] True")
 
     def test_imports_from_the_wheel(self):
         expected = {_module_name(file): str(self.site_packages / file) for file in _modules()}

@@ -1,0 +1,49 @@
+"""What the functions of this package check, and the constants that their implementations share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import tensorflow as tf
+
+MAX_VALUES = 2**31 - 1
+FLOAT_TYPES = (tf.float32, tf.bfloat16, tf.float16)  # In the order of the C interface's HopTfType.
+DEFAULT_BLOCK_SIZE = 512
+
+
+def check_sketch(num_bits: int, spacing: float) -> float:
+    """Raises ValueError unless both are in range; returns `spacing` as exactly as a TensorFlow attribute holds it."""
+    if not isinstance(num_bits, int) or isinstance(num_bits, bool) or not 1 <= num_bits <= 8:
+        raise ValueError(f"`num_bits` must be an integer from 1 to 8. Received: num_bits={num_bits!r}.")
+    if isinstance(spacing, bool) or not isinstance(spacing, (int, float)) or not 0 < spacing <= 1:
+        raise ValueError(f"`spacing` must be a number above 0 and at most 1. Received: spacing={spacing!r}.")
+    return float(np.float32(spacing))
+
+
+def check_block_size(block_size: int | None) -> None:
+    """Raises ValueError unless `block_size` is None or a positive integer."""
+    if block_size is None:
+        return
+    if not isinstance(block_size, int) or isinstance(block_size, bool) or not 1 <= block_size <= MAX_VALUES:
+        raise ValueError(
+            f"`block_size` must be None or an integer from 1 to {MAX_VALUES}. Received: block_size={block_size!r}."
+        )
+
+
+def check_dtype(name: str, dtype: tf.DType, allowed: Sequence[tf.DType]) -> None:
+    """Raises TypeError unless `dtype` is one of `allowed`."""
+    if dtype not in allowed:
+        names = ", ".join(each.name for each in allowed)
+        raise TypeError(f"`{name}` must be of type {names}. Received: {name} of type {dtype.name}.")
+
+
+def check_size(name: str, size: int) -> None:
+    """Raises ValueError if there are more values than the kernels take."""
+    if size > MAX_VALUES:
+        raise ValueError(f"`{name}` must have at most {MAX_VALUES} values. Received: {size} values.")
+
+
+def num_blocks(size: int, block_size: int | None) -> int:
+    """ceil(size / block_size); with `block_size` None one block for all there is."""
+    return -(-size // (block_size or max(size, 1)))

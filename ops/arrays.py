@@ -1,0 +1,279 @@
+"""The same functions on NumPy arrays, for code outside of graphs: the interpreter's lock is free while they compute.
+
+What they compute, and their arguments, are described in `hop_tf.ops`. Here values are arrays of any shape and layout
+(bfloat16 is `tf.bfloat16.as_numpy_dtype`), results are arrays, and `out` takes arrays for the results, so that memory
+can be used again: C-contiguous, of the right size and type, and not overlapping the arguments unless it says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from hop_tf.ops import fallback, native
+from hop_tf.ops.arguments import (
+    DEFAULT_BLOCK_SIZE,
+    FLOAT_TYPES,
+    check_block_size,
+    check_dtype,
+    check_size,
+    check_sketch,
+    num_blocks,
+)
+
+_ALL_CORES = 0
+_BFLOAT16 = tf.bfloat16.as_numpy_dtype
+
+
+def quantile_sketch_encode(
+    values: np.ndarray,
+    num_bits: int = 8,
+    spacing: float = 0.5,
+    *,
+    out: Sequence[np.ndarray] | None = None,
+    num_threads: int = _ALL_CORES,
+) -> tuple[np.ndarray, np.ndarray]:
+    """See `hop_tf.ops.quantile_sketch_encode`.
+
+    Args:
+      values: As there.
+      num_bits: As there.
+      spacing: As there.
+      out: (codes, bucket_values).
+      num_threads: Threads to use at most; 0: as many as the process has cores.
+
+    Returns:
+      (codes, bucket_values).
+    """
+    spacing = check_sketch(num_bits, spacing)
+    values = _floats("values", values)
+    codes, bucket_values = _results(
+        out, ("codes", values.shape, np.uint8), ("bucket_values", (1 << num_bits,), np.float32)
+    )
+    if native.kernels() is None:
+        _copy(fallback.sketch_encode(tf.convert_to_tensor(values), num_bits, spacing), (codes, bucket_values))
+    else:
+        native.call(
+            "SketchEncode",
+            *_typed_array(values), values.size, num_bits, spacing,
+            _address(codes), _address(bucket_values), num_threads,
+        )  # fmt: skip
+    return codes, bucket_values
+
+
+def quantile_sketch_decode(
+    codes: np.ndarray, bucket_values: np.ndarray, *, out: np.ndarray | None = None, num_threads: int = _ALL_CORES
+) -> np.ndarray:
+    """See `hop_tf.ops.quantile_sketch_decode`; `out` takes the values."""
+    codes, bucket_values = _typed("codes", codes, np.uint8), _typed("bucket_values", bucket_values, np.float32)
+    num_bits = bucket_values.size.bit_length() - 1
+    if not 1 <= num_bits <= 8 or bucket_values.size != 1 << num_bits:
+        raise ValueError(
+            "`bucket_values` must have 2, 4, 8, ... or 256 values. "
+            f"Received: bucket_values of shape {bucket_values.shape}."
+        )
+    (values,) = _results(None if out is None else [out], ("out", codes.shape, np.float32))
+    if native.kernels() is None:
+        _copy([fallback.sketch_decode(tf.convert_to_tensor(codes), tf.convert_to_tensor(bucket_values))], [values])
+    else:
+        native.call(
+            "SketchDecode",
+            _address(codes), _address(bucket_values), codes.size, num_bits, _address(values), num_threads,
+        )  # fmt: skip
+    return values
+
+
+def int8_encode(
+    values: np.ndarray,
+    block_size: int | None = DEFAULT_BLOCK_SIZE,
+    *,
+    out: Sequence[np.ndarray] | None = None,
+    num_threads: int = _ALL_CORES,
+) -> tuple[np.ndarray, np.ndarray]:
+    """See `hop_tf.ops.int8_encode`; `out` is (codes, scales)."""
+    values = _floats("values", values)
+    codes, scales = _block_results(out, values, block_size)
+    if native.kernels() is None:
+        _copy(fallback.int8_encode(tf.convert_to_tensor(values), block_size), (codes, scales))
+    else:
+        native.call(
+            "Int8Encode",
+            *_typed_array(values), values.size, _size(block_size, values),
+            _address(codes), _address(scales), num_threads,
+        )  # fmt: skip
+    return codes, scales
+
+
+def int8_decode(
+    codes: np.ndarray,
+    scales: np.ndarray,
+    block_size: int | None = DEFAULT_BLOCK_SIZE,
+    *,
+    out: np.ndarray | None = None,
+    num_threads: int = _ALL_CORES,
+) -> np.ndarray:
+    """See `hop_tf.ops.int8_decode`; `out` takes the values."""
+    codes, scales = _blocks(codes, scales, block_size)
+    (values,) = _results(None if out is None else [out], ("out", codes.shape, np.float32))
+    if native.kernels() is None:
+        _copy([fallback.int8_decode(tf.convert_to_tensor(codes), tf.convert_to_tensor(scales), block_size)], [values])
+    else:
+        native.call(
+            "Int8Decode",
+            _address(codes), _address(scales), codes.size, _size(block_size, codes), _address(values), num_threads,
+        )  # fmt: skip
+    return values
+
+
+def int8_accumulate(
+    codes: np.ndarray,
+    scales: np.ndarray,
+    accumulator: np.ndarray,
+    block_size: int | None = DEFAULT_BLOCK_SIZE,
+    *,
+    num_threads: int = _ALL_CORES,
+) -> None:
+    """Adds codes * scales to `accumulator`, in place; see `hop_tf.ops.int8_accumulate`."""
+    codes, scales = _blocks(codes, scales, block_size)
+    (accumulator,) = _results([accumulator], ("accumulator", codes.shape, np.float32))
+    if native.kernels() is None:
+        accumulator += int8_decode(codes, scales, block_size)
+    else:
+        native.call(
+            "Int8Accumulate",
+            _address(codes), _address(scales), codes.size, _size(block_size, codes), _address(accumulator), num_threads,
+        )  # fmt: skip
+
+
+def int8_reduce(
+    codes: np.ndarray,
+    scales: np.ndarray,
+    values: np.ndarray,
+    block_size: int | None = DEFAULT_BLOCK_SIZE,
+    *,
+    out: Sequence[np.ndarray] | None = None,
+    num_threads: int = _ALL_CORES,
+) -> tuple[np.ndarray, np.ndarray]:
+    """See `hop_tf.ops.int8_reduce`; `out` is (codes, scales), and may be the arguments themselves."""
+    codes, scales = _blocks(codes, scales, block_size)
+    values = _floats("values", values)
+    if values.shape != codes.shape:
+        raise ValueError(
+            f"`values` must have the shape of `codes`, {codes.shape}. Received: values of shape {values.shape}."
+        )
+    new_codes, new_scales = _block_results(out, codes, block_size)
+    if native.kernels() is None:
+        arguments = [tf.convert_to_tensor(array) for array in (codes, scales, values)]
+        _copy(fallback.int8_reduce(*arguments, block_size), (new_codes, new_scales))
+    else:
+        native.call(
+            "Int8Reduce",
+            _address(codes), _address(scales), *_typed_array(values), codes.size, _size(block_size, codes),
+            _address(new_codes), _address(new_scales), num_threads,
+        )  # fmt: skip
+    return new_codes, new_scales
+
+
+def truncate16_encode(
+    values: np.ndarray,
+    round_to_nearest: bool = False,
+    *,
+    out: np.ndarray | None = None,
+    num_threads: int = _ALL_CORES,
+) -> np.ndarray:
+    """See `hop_tf.ops.truncate16_encode`; `out` takes the bfloat16 values."""
+    values = _floats("values", values)
+    (halves,) = _results(None if out is None else [out], ("out", values.shape, _BFLOAT16))
+    if native.kernels() is None:
+        _copy([fallback.truncate16_encode(tf.convert_to_tensor(values), round_to_nearest)], [halves])
+    else:
+        native.call(
+            "Truncate16Encode",
+            *_typed_array(values), values.size, int(round_to_nearest), _address(halves), num_threads,
+        )  # fmt: skip
+    return halves
+
+
+def truncate16_decode(
+    halves: np.ndarray, *, out: np.ndarray | None = None, num_threads: int = _ALL_CORES
+) -> np.ndarray:
+    """See `hop_tf.ops.truncate16_decode`; `out` takes the float32 values."""
+    halves = _typed("halves", halves, _BFLOAT16)
+    (values,) = _results(None if out is None else [out], ("out", halves.shape, np.float32))
+    if native.kernels() is None:
+        _copy([fallback.truncate16_decode(tf.convert_to_tensor(halves))], [values])
+    else:
+        native.call("Truncate16Decode", _address(halves), halves.size, _address(values), num_threads)
+    return values
+
+
+# Arguments.
+
+
+def _floats(name: str, values) -> np.ndarray:
+    values = np.asarray(values, order="C")
+    check_dtype(name, tf.as_dtype(values.dtype), FLOAT_TYPES)
+    check_size(name, values.size)
+    return values
+
+
+def _typed(name: str, array, dtype) -> np.ndarray:
+    array = np.asarray(array, order="C")
+    check_dtype(name, tf.as_dtype(array.dtype), [tf.as_dtype(dtype)])
+    check_size(name, array.size)
+    return array
+
+
+def _blocks(codes, scales, block_size: int | None) -> tuple[np.ndarray, np.ndarray]:
+    check_block_size(block_size)
+    codes, scales = _typed("codes", codes, np.int8), _typed("scales", scales, np.float32)
+    expected = num_blocks(codes.size, block_size)
+    if scales.size != expected:
+        raise ValueError(
+            f"`scales` must have {expected} values for {codes.size} codes in blocks of {block_size}. "
+            f"Received: scales of shape {scales.shape}."
+        )
+    return codes, scales
+
+
+def _size(block_size: int | None, values: np.ndarray) -> int:
+    return block_size or max(values.size, 1)
+
+
+# Results.
+
+
+def _results(out: Sequence[np.ndarray] | None, *specs: tuple[str, tuple[int, ...], type]) -> list[np.ndarray]:
+    """The arrays in `out`, checked against (name, shape, dtype) each; new ones where it is None."""
+    if out is None:
+        return [np.empty(shape, dtype) for _, shape, dtype in specs]
+    for array, (name, shape, dtype) in zip(out, specs, strict=True):
+        if array.shape != shape or array.dtype != dtype or not array.flags.c_contiguous or not array.flags.writeable:
+            raise ValueError(
+                f"`{name}` must be a writable, C-contiguous array of type {np.dtype(dtype)} and shape {shape}. "
+                f"Received: type {array.dtype}, shape {array.shape}, strides {array.strides}."
+            )
+    return list(out)
+
+
+def _block_results(out: Sequence[np.ndarray] | None, values: np.ndarray, block_size: int | None) -> list[np.ndarray]:
+    check_block_size(block_size)
+    return _results(
+        out, ("codes", values.shape, np.int8), ("scales", (num_blocks(values.size, block_size),), np.float32)
+    )
+
+
+def _copy(tensors: Sequence[tf.Tensor], arrays: Sequence[np.ndarray]) -> None:
+    for tensor, array in zip(tensors, arrays, strict=True):
+        np.copyto(array, tensor.numpy())
+
+
+def _address(array: np.ndarray) -> int:
+    return array.ctypes.data
+
+
+def _typed_array(values: np.ndarray) -> tuple[int, int]:
+    """The C interface's (values, type)."""
+    return _address(values), FLOAT_TYPES.index(tf.as_dtype(values.dtype))

@@ -1,0 +1,99 @@
+// The C interface of hop_tf's kernels: quantile sketch, 8-bit blocks, 16-bit truncation.
+//
+// Plain memory in, plain memory out; no dependency but the C++ library. Arrays need no alignment. Inputs and outputs
+// must not overlap unless it says so. Functions may be called from any number of threads at once, and their results
+// depend neither on the number of threads nor on the instruction set.
+//
+// Common arguments:
+//   num_values   at least 0, at most 2^31 - 1; with 0 the array pointers may be null.
+//   num_threads  how many threads to use at most; 0: as many as the process was given cores (its affinity, or what
+//                TF_NUM_INTRAOP_THREADS or OMP_NUM_THREADS say, if that is less). Small arrays take one.
+//
+// Values with a magnitude below 2^-126 (denormals) count as zero.
+
+#ifndef HOP_TF_OPS_KERNELS_HOP_TF_KERNELS_H_
+#define HOP_TF_OPS_KERNELS_HOP_TF_KERNELS_H_
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define HOP_TF_EXPORT __attribute__((visibility("default")))
+
+typedef enum {
+  HOP_TF_OK = 0,
+  HOP_TF_INVALID_ARGUMENT = 1,
+  HOP_TF_OUT_OF_MEMORY = 2,
+  HOP_TF_DEVICE_ERROR = 3,
+} HopTfStatus;
+
+typedef enum {
+  HOP_TF_FLOAT32 = 0,
+  HOP_TF_BFLOAT16 = 1,
+  HOP_TF_FLOAT16 = 2,
+} HopTfType;
+
+// Quantile sketch: sorts values into 2^num_bits buckets and keeps, for each, the mean of its members.
+//
+// A bucket's share is the sum over its bins of count^spacing * width^(1 - spacing): spacing 1 gives buckets of equal
+// counts (quantiles; Zhou et al., "Canary", section 4), 1/3 the smallest mean squared error (Panter and Dite).
+//
+// values         num_values values of `type`.
+// num_bits       1 to 8.
+// spacing        above 0, at most 1.
+// codes          num_values bucket numbers; they rise with the values.
+// bucket_values  2^num_bits means, rising; behind the last bucket in use its value is repeated. If some value is not
+//                finite, all are nan and all codes 0.
+HOP_TF_EXPORT HopTfStatus HopTfSketchEncode(const void* values, HopTfType type, int64_t num_values, int num_bits,
+                                            double spacing, uint8_t* codes, float* bucket_values, int num_threads);
+
+// values[i] = bucket_values[codes[i]]. `bucket_values` has 2^num_bits entries; a code beyond them gives nan.
+HOP_TF_EXPORT HopTfStatus HopTfSketchDecode(const uint8_t* codes, const float* bucket_values, int64_t num_values,
+                                            int num_bits, float* values, int num_threads);
+
+// 8-bit blocks: codes[i] = round(values[i] / scale) with scale = (largest magnitude of the block) / 127; ties to even.
+//
+// A block whose magnitudes all lie below 2^-119 gets scale 0; one that holds a value that is not finite, scale nan.
+//
+// block_size  values per block, at least 1; the last block may be shorter.
+// codes       num_values.
+// scales      ceil(num_values / block_size).
+HOP_TF_EXPORT HopTfStatus HopTfInt8Encode(const void* values, HopTfType type, int64_t num_values, int64_t block_size,
+                                          int8_t* codes, float* scales, int num_threads);
+
+// values[i] = codes[i] * scales[i / block_size].
+HOP_TF_EXPORT HopTfStatus HopTfInt8Decode(const int8_t* codes, const float* scales, int64_t num_values,
+                                          int64_t block_size, float* values, int num_threads);
+
+// accumulator[i] += codes[i] * scales[i / block_size].
+HOP_TF_EXPORT HopTfStatus HopTfInt8Accumulate(const int8_t* codes, const float* scales, int64_t num_values,
+                                              int64_t block_size, float* accumulator, int num_threads);
+
+// Encodes values[i] + codes[i] * scales[i / block_size], summed in float32. `out_codes` and `out_scales` may be
+// `codes` and `scales`.
+HOP_TF_EXPORT HopTfStatus HopTfInt8Reduce(const int8_t* codes, const float* scales, const void* values,
+                                          HopTfType type, int64_t num_values, int64_t block_size, int8_t* out_codes,
+                                          float* out_scales, int num_threads);
+
+// The upper 16 bits of each value as float32 (a bfloat16): truncated, or rounded to the nearest, ties to even. A nan
+// stays a nan.
+HOP_TF_EXPORT HopTfStatus HopTfTruncate16Encode(const void* values, HopTfType type, int64_t num_values,
+                                                int round_to_nearest, uint16_t* halves, int num_threads);
+
+// The float32 whose upper 16 bits are halves[i] and whose lower ones are 0.
+HOP_TF_EXPORT HopTfStatus HopTfTruncate16Decode(const uint16_t* halves, int64_t num_values, float* values,
+                                                int num_threads);
+
+// How many threads `num_threads` = 0 means here.
+HOP_TF_EXPORT int HopTfNumCores(void);
+
+// Compiler and instruction set in use, for instance "g++ 12.2.0, x86-64-v4". Static memory.
+HOP_TF_EXPORT const char* HopTfBuildInfo(void);
+
+#ifdef __cplusplus
+}  // extern "C"
+#endif
+
+#endif  // HOP_TF_OPS_KERNELS_HOP_TF_KERNELS_H_

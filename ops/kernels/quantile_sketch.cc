@@ -1,0 +1,378 @@
+// The quantile sketch.
+//
+//   1. Count: one bin for each upper half of a float32 pattern. A counter also adds up the lower halves of its members;
+//      within a bin a value is a linear function of its lower half, so that the sum is exact and independent of order.
+//   2. Refine: bins that hold too much to go into one bucket unseen are divided by the next 9 to 16 bits, the more the
+//      fewer they are, and counted again.
+//   3. Assign: bins, in the order of their values, make up buckets. A bucket's value is the mean of its members.
+//   4. Encode: one look-up in a table for each value.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "checks.h"
+#include "float_bits.h"
+#include "hop_tf_kernels.h"
+#include "parallel.h"
+#include "tiles.h"
+
+namespace hop_tf {
+namespace {
+
+constexpr int64_t kMinValuesPerThread = 1 << 19;
+
+// A bin is what values have in common above so many bits.
+constexpr int kBinShift = 16;
+constexpr uint32_t kNumBins = 1u << (32 - kBinShift);
+constexpr uint32_t kLowMask = (1u << kBinShift) - 1;
+constexpr uint32_t kSignBin = kNumBins / 2;
+constexpr uint32_t kFirstNormalBin = kSmallestNormal >> kBinShift;
+
+// A bin with more than this part of all values is refined, so that buckets begin within half of that of their rank.
+constexpr int kRefineFraction = 500;
+// Refined bins have 2^16 parts together, but each at least 2^9.
+constexpr int kMaxPartShift = 7;
+// Values that cannot be told apart and that are worth more buckets than this get one of their own.
+constexpr int kPointBuckets = 4;
+
+// A counter is one word, to which one addition counts a member and its low bits.
+constexpr int kCountShift = 40;
+constexpr int64_t kMostCountedTogether = (int64_t{1} << (64 - kCountShift)) - 1;
+
+struct Count {
+  uint64_t members = 0;
+  uint64_t low_bits = 0;  // Their sum.
+
+  void Add(uint64_t counter) {
+    members += counter >> kCountShift;
+    low_bits += counter & ((uint64_t{1} << kCountShift) - 1);
+  }
+};
+
+// A bin, or a part of a refined one. Not empty.
+struct Bin {
+  uint32_t pattern;  // What the members have in common; low bits 0.
+  int shift;         // How many low bits they differ in.
+  Count count;
+  int code;
+
+  int Exponent() const { return static_cast<int>((pattern & kMagnitudeMask) >> 23); }
+
+  double Sum() const {
+    const double smallest = FromBits(pattern & kMagnitudeMask);
+    const double magnitude = static_cast<double>(count.members) * smallest +
+                             std::ldexp(static_cast<double>(count.low_bits), Exponent() - 150);
+    return pattern >> 31 ? -magnitude : magnitude;
+  }
+
+  // count^spacing * width^(1 - spacing)
+  double Share(double spacing) const {
+    const double members = static_cast<double>(count.members);
+    if (spacing == 1.0) return members;
+    const double density = spacing == 0.5 ? std::sqrt(members) : std::pow(members, spacing);
+    return density * std::exp2((1.0 - spacing) * (Exponent() - 150 + shift));
+  }
+};
+
+// Memory that is used again in the next call on the same thread: fresh pages would cost more than the work on small arrays.
+struct Scratch {
+  std::vector<std::vector<uint64_t>> counters;  // For each part of the values; all 0 between uses.
+  std::vector<Count> bin_counts;
+  std::vector<uint16_t> refined;    // For each bin: 0, or its place among the refined ones, from 1.
+  std::vector<Count> part_counts;   // For each part of each refined bin; those at place 0 are not used.
+  std::vector<Bin> bins;
+  std::vector<uint8_t> table;       // The code of each bin ...
+  std::vector<uint8_t> part_table;  // ... and of each part.
+};
+
+// Counting and looking up take long enough between two tiles for the processor's own prefetching to stop.
+constexpr int kFloatsPerCacheLine = 16;
+
+// Calls body(i) for i in [0, count), and meanwhile brings `count` floats at `next` into the cache.
+template <typename Body>
+inline void ForEachWithPrefetch(int count, const void* next, const Body& body) {
+  int i = 0;
+  while (i + kFloatsPerCacheLine <= count) {
+    __builtin_prefetch(At(static_cast<const float*>(next), i));
+#pragma GCC unroll 16
+    for (int j = 0; j < kFloatsPerCacheLine; ++j) body(i + j);
+    i += kFloatsPerCacheLine;
+  }
+  for (; i < count; ++i) body(i);
+}
+
+class SketchEncoder {
+ public:
+  SketchEncoder(const void* values, HopTfType type, int64_t num_values, int num_bits, double spacing, int num_threads,
+                Scratch& scratch)
+      : values_(values),
+        type_(type),
+        num_values_(num_values),
+        num_codes_(1 << num_bits),
+        spacing_(spacing),
+        num_threads_(NumParts(num_values, kMinValuesPerThread, num_threads)),
+        scratch_(scratch) {}
+
+  void Encode(uint8_t* codes, float* bucket_values) {
+    if (!CountBins()) {
+      for (int i = 0; i < num_codes_; ++i) Store(bucket_values, i, std::numeric_limits<float>::quiet_NaN());
+      std::fill_n(codes, num_values_, uint8_t{0});
+      return;
+    }
+    RefineBins();
+    ListBins();
+    AssignCodes();
+    WriteBucketValues(bucket_values);
+    WriteCodes(codes);
+  }
+
+ private:
+  // Calls body(begin, count, floats, next) for tiles of [begin, end); `next` is where the following tile lies.
+  template <typename Body>
+  void ForTiles(int64_t begin, int64_t end, const Body& body) const {
+    float tile[kTileValues];
+    for (; begin < end; begin += kTileValues) {
+      const int count = static_cast<int>(std::min<int64_t>(end - begin, kTileValues));
+      const void* floats = At(static_cast<const float*>(values_), begin);
+      if (type_ != HOP_TF_FLOAT32) {
+        LoadTile(values_, type_, begin, count, tile);
+        floats = tile;
+      }
+      // Beyond the end of the array nothing is read.
+      const bool has_next = type_ == HOP_TF_FLOAT32 && begin + 2 * kTileValues <= num_values_;
+      body(begin, count, floats, has_next ? At(static_cast<const float*>(floats), kTileValues) : floats);
+    }
+  }
+
+  // Counts all values. add(patterns, count, next, counters) counts a tile of patterns. Returns the largest magnitude.
+  template <typename Add>
+  uint32_t CountAll(std::vector<Count>& counts, const Add& add) {
+    auto& counters = scratch_.counters;
+    if (counters.size() < static_cast<size_t>(num_threads_)) counters.resize(num_threads_);
+    for (auto& each : counters) each.resize(std::max(each.size(), counts.size()));
+    std::mutex mutex;
+    uint32_t largest = 0;
+    ParallelFor(num_values_, num_threads_, kTileValues, [&](int part, int64_t begin, int64_t end) {
+      constexpr int64_t kStep = kMostCountedTogether / kTileValues * kTileValues;
+      for (; begin < end; begin += kStep) {
+        uint32_t largest_here = 0;
+        ForTiles(begin, std::min(begin + kStep, end), [&](int64_t, int count, const void* floats, const void* next) {
+          uint32_t patterns[kTileValues];
+          largest_here = std::max(largest_here, SpreadZeros(floats, count, patterns));
+          add(patterns, count, next, counters[part].data());
+        });
+        const std::lock_guard<std::mutex> lock(mutex);
+        largest = std::max(largest, largest_here);
+        for (size_t i = 0; i < counts.size(); ++i) counts[i].Add(std::exchange(counters[part][i], 0));
+      }
+    });
+    return largest;
+  }
+
+  // Returns whether all values are finite.
+  bool CountBins() {
+    auto& counts = scratch_.bin_counts;
+    counts.assign(kNumBins, {});
+    const auto add = [](const uint32_t* patterns, int count, const void* next, uint64_t* counters) {
+      ForEachWithPrefetch(count, next, [=](int i) {
+        counters[patterns[i] >> kBinShift] += (uint64_t{1} << kCountShift) | (patterns[i] & kLowMask);
+      });
+    };
+    const uint32_t largest = CountAll(counts, add);
+    for (uint32_t i = 1; i < kNumZeroBins; ++i) counts[0].members += std::exchange(counts[i], {}).members;
+    return largest < kInfinity;
+  }
+
+  void RefineBins() {
+    const uint64_t most = std::max<uint64_t>(1, num_values_ / kRefineFraction);
+    scratch_.refined.assign(kNumBins, 0);
+    for (uint32_t bin = 1; bin < kNumBins; ++bin) {
+      if (scratch_.bin_counts[bin].members > most) scratch_.refined[bin] = ++num_refined_;
+    }
+    if (num_refined_ == 0) return;
+    while (1 << part_shift_ < num_refined_ && part_shift_ < kMaxPartShift) ++part_shift_;
+    scratch_.part_counts.assign((num_refined_ + 1) * NumPartsOfBin(), {});
+    const uint32_t low_mask = (1u << part_shift_) - 1;
+    CountAll(scratch_.part_counts, [&](const uint32_t* patterns, int count, const void* next, uint64_t* counters) {
+      const uint16_t* const refined = scratch_.refined.data();
+      ForEachWithPrefetch(count, next, [=](int i) {
+        const uint32_t pattern = patterns[i];
+        counters[PartIndex(refined[pattern >> kBinShift], pattern)] +=
+            (uint64_t{1} << kCountShift) | (pattern & low_mask);
+      });
+    });
+  }
+
+  uint32_t NumPartsOfBin() const { return 1u << (kBinShift - part_shift_); }
+
+  uint32_t PartIndex(uint32_t refined, uint32_t pattern) const {
+    return refined * NumPartsOfBin() + ((pattern & kLowMask) >> part_shift_);
+  }
+
+  // Lists what is not empty, in the order of the values.
+  void ListBins() {
+    scratch_.bins.clear();
+    for (uint32_t bin = kNumBins - 1; bin >= kSignBin; --bin) ListBin(bin);
+    for (uint32_t bin = 0; bin < kSignBin; ++bin) ListBin(bin);
+  }
+
+  void ListBin(uint32_t bin) {
+    const uint32_t pattern = bin << kBinShift;
+    const uint32_t refined = scratch_.refined[bin];
+    if (refined == 0) {
+      ListIfOccupied({pattern, bin == 0 ? 0 : kBinShift, scratch_.bin_counts[bin], 0});  // Zeros are all alike.
+      return;
+    }
+    for (uint32_t i = 0; i < NumPartsOfBin(); ++i) {
+      const uint32_t part = (bin >= kSignBin ? NumPartsOfBin() - 1 - i : i) << part_shift_;
+      ListIfOccupied({pattern | part, part_shift_, scratch_.part_counts[PartIndex(refined, part)], 0});
+    }
+  }
+
+  void ListIfOccupied(const Bin& bin) {
+    if (bin.count.members > 0) scratch_.bins.push_back(bin);
+  }
+
+  bool IsPoint(const Bin& bin) const {
+    return bin.shift < kBinShift &&
+           bin.count.members * num_codes_ > static_cast<uint64_t>(kPointBuckets) * num_values_;
+  }
+
+  void AssignCodes() {
+    auto& bins = scratch_.bins;
+    if (bins.size() <= static_cast<size_t>(num_codes_)) {
+      for (size_t i = 0; i < bins.size(); ++i) bins[i].code = static_cast<int>(i);
+      return;
+    }
+    double total = 0;
+    int num_points = 0;
+    for (const Bin& bin : bins) {
+      if (IsPoint(bin)) {
+        ++num_points;
+      } else {
+        total += bin.Share(spacing_);
+      }
+    }
+    // A point takes a code, and may cut a bucket in two.
+    const int num_buckets = num_codes_ - 2 * num_points;
+    double before = 0;
+    int code = -1, last_bucket = -1, next_point = num_buckets;
+    for (Bin& bin : bins) {
+      int bucket = next_point;
+      if (IsPoint(bin)) {
+        ++next_point;
+      } else {
+        const double share = bin.Share(spacing_);
+        bucket = std::min(static_cast<int>((before + share / 2) / total * num_buckets), num_buckets - 1);
+        before += share;
+      }
+      if (bucket != last_bucket) ++code;
+      last_bucket = bucket;
+      bin.code = code;
+    }
+  }
+
+  void WriteBucketValues(float* bucket_values) const {
+    std::vector<double> sums(num_codes_), members(num_codes_);
+    for (const Bin& bin : scratch_.bins) {
+      sums[bin.code] += bin.Sum();
+      members[bin.code] += static_cast<double>(bin.count.members);
+    }
+    float value = 0;
+    for (int i = 0; i < num_codes_; ++i) {
+      if (members[i] > 0) value = static_cast<float>(sums[i] / members[i]);
+      Store(bucket_values, i, value);
+    }
+  }
+
+  void WriteCodes(uint8_t* codes) {
+    auto &table = scratch_.table, &part_table = scratch_.part_table;
+    table.assign(kNumBins, 0);
+    part_table.resize((num_refined_ + 1) * NumPartsOfBin());
+    for (const Bin& bin : scratch_.bins) {
+      const uint32_t index = bin.pattern >> kBinShift;
+      uint8_t& code = scratch_.refined[index] ? part_table[PartIndex(scratch_.refined[index], bin.pattern)] : table[index];
+      code = static_cast<uint8_t>(bin.code);
+    }
+    for (uint32_t i = 1; i < kFirstNormalBin; ++i) table[i] = table[0];
+    for (uint32_t i = 0; i < kFirstNormalBin; ++i) table[kSignBin + i] = table[0];
+    ParallelFor(num_values_, num_threads_, kTileValues, [&](int, int64_t begin, int64_t end) {
+      ForTiles(begin, end, [&](int64_t first, int count, const void* floats, const void* next) {
+        if (num_refined_ == 0) {
+          LookUp(floats, count, next, table.data(), codes + first);
+        } else {
+          LookUpRefined(floats, count, next, table.data(), part_table.data(), codes + first);
+        }
+      });
+    });
+  }
+
+  // Bytes may alias anything, pointers in memory included: in these loops every pointer is a local variable.
+
+  static void LookUp(const void* floats, int count, const void* next, const uint8_t* table, uint8_t* codes) {
+    ForEachWithPrefetch(count, next, [=](int i) { codes[i] = table[Load<uint32_t>(floats, i) >> kBinShift]; });
+  }
+
+  void LookUpRefined(const void* floats, int count, const void* next, const uint8_t* table, const uint8_t* part_table,
+                     uint8_t* codes) const {
+    const uint16_t* const refined_bins = scratch_.refined.data();
+    ForEachWithPrefetch(count, next, [=](int i) {
+      const uint32_t pattern = Load<uint32_t>(floats, i);
+      const uint32_t refined = refined_bins[pattern >> kBinShift];
+      // Both are read: to jump would be slower where values are refined or not by chance.
+      const uint8_t code_of_bin = table[pattern >> kBinShift];
+      const uint8_t code_of_part = part_table[PartIndex(refined, pattern)];
+      codes[i] = refined != 0 ? code_of_part : code_of_bin;
+    });
+  }
+
+  const void* const values_;
+  const HopTfType type_;
+  const int64_t num_values_;
+  const int num_codes_;
+  const double spacing_;
+  const int num_threads_;
+  Scratch& scratch_;
+
+  uint16_t num_refined_ = 0;
+  int part_shift_ = 0;  // A part is what values have in common above so many bits.
+};
+
+void LookUpValues(const uint8_t* codes, int64_t count, const float* table, void* values) {
+#pragma GCC unroll 8
+  for (int64_t i = 0; i < count; ++i) Store(values, i, table[codes[i]]);
+}
+
+}  // namespace
+}  // namespace hop_tf
+
+using namespace hop_tf;
+
+HopTfStatus HopTfSketchEncode(const void* values, HopTfType type, int64_t num_values, int num_bits, double spacing,
+                              uint8_t* codes, float* bucket_values, int num_threads) {
+  if (!IsSize(num_values) || !IsType(type) || !IsCodeSize(num_bits) || !(spacing > 0 && spacing <= 1)) {
+    return HOP_TF_INVALID_ARGUMENT;
+  }
+  return Guarded([&] {
+    static thread_local Scratch scratch;
+    SketchEncoder(values, type, num_values, num_bits, spacing, num_threads, scratch).Encode(codes, bucket_values);
+  });
+}
+
+HopTfStatus HopTfSketchDecode(const uint8_t* codes, const float* bucket_values, int64_t num_values, int num_bits,
+                              float* values, int num_threads) {
+  if (!IsSize(num_values) || !IsCodeSize(num_bits)) return HOP_TF_INVALID_ARGUMENT;
+  return Guarded([&] {
+    std::vector<float> table(256, std::numeric_limits<float>::quiet_NaN());
+    for (int i = 0; i < 1 << num_bits; ++i) table[i] = Load<float>(bucket_values, i);
+    ParallelFor(num_values, NumParts(num_values, kMinValuesPerThread, num_threads), kTileValues,
+                [&](int, int64_t begin, int64_t end) {
+                  LookUpValues(codes + begin, end - begin, table.data(), At(values, begin));
+                });
+  });
+}

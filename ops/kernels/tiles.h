@@ -1,0 +1,45 @@
+// The inner loops: functions over a tile, few enough values to stay in a core's first cache. Each is compiled for several
+// instruction sets; the processor's is chosen when the library is loaded.
+
+#ifndef HOP_TF_OPS_KERNELS_TILES_H_
+#define HOP_TF_OPS_KERNELS_TILES_H_
+
+#include <cstdint>
+
+#include "hop_tf_kernels.h"
+
+namespace hop_tf {
+
+constexpr int kTileValues = 1024;
+
+// Widens values of any type to float32 patterns. For float32 itself it copies.
+void LoadTile(const void* values, HopTfType type, int64_t begin, int count, float* tile);
+
+// The largest magnitude, as a pattern: patterns of magnitudes are ordered like the magnitudes, nan above infinity.
+uint32_t MaxMagnitudeBits(const void* floats, int64_t count);
+
+// Prepares patterns for counting: what counts as zero is spread over `kNumZeroBins` bins that no other value falls
+// into, so that one addition to a counter need not wait for the one before. Returns the largest magnitude.
+uint32_t SpreadZeros(const void* floats, int count, uint32_t* patterns);
+constexpr uint32_t kNumZeroBins = 16;
+
+// codes = round(values * inverse_scale).
+void QuantizeTile(const void* floats, int64_t count, float inverse_scale, int8_t* codes);
+
+// floats = codes * scale.
+void DequantizeTile(const int8_t* codes, int64_t count, float scale, void* floats);
+
+// sums = values + codes * scale; `sums` may be `values`.
+void AddDequantizedTile(const int8_t* codes, int64_t count, float scale, const void* values, void* sums);
+
+// Upper halves of patterns.
+void TruncateTile(const void* floats, int64_t count, void* halves);
+void RoundTile(const void* floats, int64_t count, void* halves);
+void WidenTile(const void* halves, int64_t count, void* floats);
+
+// The instruction set that the functions above were chosen for.
+const char* InstructionSet();
+
+}  // namespace hop_tf
+
+#endif  // HOP_TF_OPS_KERNELS_TILES_H_

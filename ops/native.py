@@ -1,0 +1,106 @@
+"""Finds the native libraries, which are built with the package: kernels for processors, and TensorFlow operations."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import pathlib
+
+import tensorflow as tf
+from absl import logging
+
+_FOLDER = pathlib.Path(__file__).parent
+_KERNELS = "libhop_tf_kernels.so"
+_OPERATIONS = "hop_tf_ops.so"
+_CUDA = "libhop_tf_cuda.so"
+
+_INVALID_ARGUMENT, _OUT_OF_MEMORY = 1, 2
+
+# `HopTf<name>`: the types of its arguments, as in kernels/hop_tf_kernels.h.
+_ADDRESS, _SIZE, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_double
+_FUNCTIONS = {
+    "SketchEncode": (_ADDRESS, _INT, _SIZE, _INT, _DOUBLE, _ADDRESS, _ADDRESS, _INT),
+    "SketchDecode": (_ADDRESS, _ADDRESS, _SIZE, _INT, _ADDRESS, _INT),
+    "Int8Encode": (_ADDRESS, _INT, _SIZE, _SIZE, _ADDRESS, _ADDRESS, _INT),
+    "Int8Decode": (_ADDRESS, _ADDRESS, _SIZE, _SIZE, _ADDRESS, _INT),
+    "Int8Accumulate": (_ADDRESS, _ADDRESS, _SIZE, _SIZE, _ADDRESS, _INT),
+    "Int8Reduce": (_ADDRESS, _ADDRESS, _ADDRESS, _INT, _SIZE, _SIZE, _ADDRESS, _ADDRESS, _INT),
+    "Truncate16Encode": (_ADDRESS, _INT, _SIZE, _INT, _ADDRESS, _INT),
+    "Truncate16Decode": (_ADDRESS, _SIZE, _ADDRESS, _INT),
+}
+
+
+def native_available() -> bool:
+    """Whether the native kernels are in use. Otherwise TensorFlow's own operations compute the same, more slowly.
+
+    They are missing where the package was built without a C++ compiler; `HOP_TF_DISABLE_NATIVE=1` in the environment
+    sets them aside.
+    """
+    return kernels() is not None and operations() is not None
+
+
+def build_info() -> dict[str, object]:
+    """How the native kernels were built, for reports of errors.
+
+    Returns:
+      `native` (see `native_available`), `compiler` (with the instruction set in use), `num_cores` (how many threads
+      large arrays take) and `cuda` (whether kernels for GPUs were built).
+    """
+    library = kernels()
+    if library is None:
+        return {"native": False, "compiler": "", "num_cores": 0, "cuda": False}
+    return {
+        "native": native_available(),
+        "compiler": library.HopTfBuildInfo().decode(),
+        "num_cores": library.HopTfNumCores(),
+        "cuda": (_FOLDER / _CUDA).exists(),
+    }
+
+
+@functools.cache
+def kernels() -> ctypes.CDLL | None:
+    """The library of kernels; None where there is none."""
+    path = _find(_KERNELS)
+    if path is None:
+        return None
+    library = ctypes.CDLL(str(path))
+    library.HopTfBuildInfo.restype = ctypes.c_char_p
+    for name, argument_types in _FUNCTIONS.items():
+        getattr(library, f"HopTf{name}").argtypes = argument_types
+    return library
+
+
+@functools.cache
+def operations():
+    """The module of TensorFlow operations (`hop_tf_int8_encode`, ...); None where there is none."""
+    path = _find(_OPERATIONS)
+    return None if path is None else tf.load_op_library(str(path))
+
+
+def call(name: str, *arguments) -> None:
+    """Calls the kernel `HopTf<name>`, without the interpreter's lock.
+
+    Raises:
+      ValueError: If an argument is out of range.
+      MemoryError: If there is not enough memory.
+    """
+    status = getattr(kernels(), f"HopTf{name}")(*arguments)
+    if status == _INVALID_ARGUMENT:
+        raise ValueError(f"HopTf{name} refused its arguments. Received: {arguments}.")
+    if status == _OUT_OF_MEMORY:
+        raise MemoryError(f"not enough memory for HopTf{name}.")
+
+
+def _find(name: str) -> pathlib.Path | None:
+    if os.environ.get("HOP_TF_DISABLE_NATIVE") == "1":
+        return None
+    path = _FOLDER / name
+    if path.exists():
+        return path
+    logging.warning(
+        "hop_tf was built without %s: its kernels run as TensorFlow operations, several times slower. Install it again "
+        "where there is a C++ compiler (HOP_TF_REQUIRE_NATIVE=1 shows why the build leaves it out).",
+        name,
+    )
+    return None

@@ -1,0 +1,255 @@
+// Calls every function of the C interface with random sizes, addresses, types and bit patterns, and compares the results
+// with plain loops. Built with sanitizers by ops_fuzz_test.py.
+//
+//   ops_fuzz SEED ROUNDS
+
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <random>
+#include <vector>
+
+#include "../ops/kernels/hop_tf_kernels.h"
+
+namespace {
+
+std::mt19937_64 generator;
+
+int64_t Uniform(int64_t least, int64_t most) { return std::uniform_int_distribution<int64_t>(least, most)(generator); }
+
+void Check(bool condition, const char* what) {
+  if (condition) return;
+  std::fprintf(stderr, "wrong: %s\n", what);
+  std::exit(1);
+}
+
+// Memory at an odd address, with nothing behind it: whoever writes or reads too far is caught.
+template <typename T>
+class Array {
+ public:
+  explicit Array(int64_t size) : size_(size), offset_(Uniform(0, 16)), bytes_(new char[offset_ + size * sizeof(T)]) {
+    std::memset(bytes_.get(), 0x5a, offset_ + size * sizeof(T));
+  }
+
+  T* data() { return reinterpret_cast<T*>(bytes_.get() + offset_); }
+  int64_t size() const { return size_; }
+
+  T Get(int64_t index) const {
+    T value;
+    std::memcpy(&value, bytes_.get() + offset_ + index * sizeof(T), sizeof(T));
+    return value;
+  }
+
+  void Set(int64_t index, T value) { std::memcpy(bytes_.get() + offset_ + index * sizeof(T), &value, sizeof(T)); }
+
+ private:
+  int64_t size_;
+  int64_t offset_;
+  std::unique_ptr<char[]> bytes_;
+};
+
+// Values of any type, and what they are as float32.
+class Values {
+ public:
+  explicit Values(int64_t size)
+      : type_(static_cast<HopTfType>(Uniform(0, 2))), words_(type_ == HOP_TF_FLOAT32 ? size : 0),
+        halves_(type_ == HOP_TF_FLOAT32 ? 0 : size), floats_(size) {
+    const int kind = static_cast<int>(Uniform(0, 4));
+    for (int64_t i = 0; i < size; ++i) {
+      if (type_ == HOP_TF_FLOAT32) {
+        words_.Set(i, Pattern(kind));
+        floats_[i] = FromPattern(words_.Get(i));
+      } else {
+        halves_.Set(i, static_cast<uint16_t>(Pattern(kind) >> 16));
+        floats_[i] = type_ == HOP_TF_BFLOAT16 ? FromPattern(static_cast<uint32_t>(halves_.Get(i)) << 16)
+                                              : FromHalf(halves_.Get(i));
+      }
+    }
+  }
+
+  const void* data() { return type_ == HOP_TF_FLOAT32 ? static_cast<void*>(words_.data()) : halves_.data(); }
+  HopTfType type() const { return type_; }
+  float operator[](int64_t index) const { return floats_[index]; }
+
+ private:
+  static uint32_t Pattern(int kind) {
+    const uint32_t any = static_cast<uint32_t>(generator());
+    switch (kind) {
+      case 0:
+        return any;  // Anything, nan and infinity too.
+      case 1:
+        return any & 0x807fffffu;  // Denormals.
+      case 2:
+        return Uniform(0, 9) ? 0u : (any & 0x3fffffffu);  // Mostly zeros.
+      case 3:
+        return 0x3f800000u | (any & 0x3ffu);  // A narrow range.
+      default:
+        return (any & 0x80ffffffu) | 0x3b000000u;  // Around 0.002 and 0.0001, of both signs.
+    }
+  }
+
+  static float FromPattern(uint32_t pattern) {
+    float value;
+    std::memcpy(&value, &pattern, sizeof(value));
+    return value;
+  }
+
+  static float FromHalf(uint16_t half) {
+    const int exponent = (half >> 10) & 31, mantissa = half & 1023;
+    float magnitude = std::ldexp(static_cast<float>(exponent ? 1024 + mantissa : mantissa), (exponent ? exponent : 1) - 25);
+    if (exponent == 31) magnitude = mantissa ? std::nanf("") : std::numeric_limits<float>::infinity();
+    return half >> 15 ? -magnitude : magnitude;
+  }
+
+  HopTfType type_;
+  Array<uint32_t> words_;
+  Array<uint16_t> halves_;
+  std::vector<float> floats_;
+};
+
+bool Same(float a, float b) { return a == b || (std::isnan(a) && std::isnan(b)); }
+
+int RandomThreads() { return static_cast<int>(Uniform(0, 3)); }
+
+void FuzzSketch(int64_t size) {
+  Values values(size);
+  const int num_bits = static_cast<int>(Uniform(1, 8));
+  const double spacing = Uniform(0, 1) ? 0.5 : std::uniform_real_distribution<double>(0.01, 1.0)(generator);
+  Array<uint8_t> codes(size);
+  Array<float> bucket_values(1 << num_bits), decoded(size);
+  Check(HopTfSketchEncode(values.data(), values.type(), size, num_bits, spacing, codes.data(), bucket_values.data(),
+                          RandomThreads()) == HOP_TF_OK, "sketch encode");
+  Check(HopTfSketchDecode(codes.data(), bucket_values.data(), size, num_bits, decoded.data(), RandomThreads()) ==
+            HOP_TF_OK, "sketch decode");
+  bool finite = true;
+  std::vector<double> sums(1 << num_bits), members(1 << num_bits);
+  for (int64_t i = 0; i < size; ++i) {
+    finite = finite && std::isfinite(values[i]);
+    Check(codes.Get(i) < 1 << num_bits, "a code");
+    Check(Same(decoded.Get(i), bucket_values.Get(codes.Get(i))), "a decoded value");
+    sums[codes.Get(i)] += std::fabs(values[i]) < 0x1p-126f ? 0.0 : values[i];
+    members[codes.Get(i)] += 1;
+  }
+  for (int code = 0; code < 1 << num_bits; ++code) {
+    Check(finite != std::isnan(bucket_values.Get(code)), "nan in, nan out");
+    if (finite && code > 0) Check(bucket_values.Get(code - 1) <= bucket_values.Get(code), "rising bucket values");
+    if (finite && members[code] > 0) {
+      const double mean = sums[code] / members[code];
+      Check(std::fabs(bucket_values.Get(code) - mean) <= 1e-6 * std::fabs(mean) + 1e-44, "a mean");
+    }
+  }
+}
+
+// What 8-bit codes mean.
+float Dequantized(const Array<int8_t>& codes, const Array<float>& scales, int64_t index, int64_t block_size) {
+  return static_cast<float>(codes.Get(index)) * scales.Get(index / block_size);
+}
+
+void CheckInt8(const std::vector<float>& values, const Array<int8_t>& codes, const Array<float>& scales,
+               int64_t block_size) {
+  for (int64_t begin = 0; begin < codes.size(); begin += block_size) {
+    const int64_t end = std::min(begin + block_size, codes.size());
+    bool finite = true;
+    float largest = 0;
+    for (int64_t i = begin; i < end; ++i) {
+      finite = finite && std::isfinite(values[i]);
+      largest = std::max(largest, std::fabs(values[i]));
+    }
+    const float scale = !finite ? std::nanf("") : largest < 0x1p-119f ? 0.0f : largest / 127.0f;
+    Check(Same(scales.Get(begin / block_size), scale), "a scale");
+    for (int64_t i = begin; i < end; ++i) {
+      const float code = scale > 0 ? std::nearbyint(values[i] * (127.0f / largest)) : 0.0f;
+      Check(static_cast<float>(codes.Get(i)) == code, "an 8-bit code");
+    }
+  }
+}
+
+void FuzzInt8(int64_t size) {
+  const int64_t block_size = Uniform(0, 3) ? Uniform(1, 2000) : std::max<int64_t>(size, 1);
+  const int64_t num_blocks = (size + block_size - 1) / block_size;
+  Values first(size), second(size);
+  Array<int8_t> codes(size), sum_codes(size);
+  Array<float> scales(num_blocks), sum_scales(num_blocks), decoded(size), total(size);
+  Check(HopTfInt8Encode(first.data(), first.type(), size, block_size, codes.data(), scales.data(), RandomThreads()) ==
+            HOP_TF_OK, "int8 encode");
+  std::vector<float> floats(size), sums(size);
+  for (int64_t i = 0; i < size; ++i) floats[i] = first[i];
+  CheckInt8(floats, codes, scales, block_size);
+
+  Check(HopTfInt8Decode(codes.data(), scales.data(), size, block_size, decoded.data(), RandomThreads()) == HOP_TF_OK,
+        "int8 decode");
+  for (int64_t i = 0; i < size; ++i) total.Set(i, second[i]);
+  Check(HopTfInt8Accumulate(codes.data(), scales.data(), size, block_size, total.data(), RandomThreads()) == HOP_TF_OK,
+        "int8 accumulate");
+  for (int64_t i = 0; i < size; ++i) {
+    const float value = Dequantized(codes, scales, i, block_size);
+    sums[i] = second[i] + value;
+    Check(Same(decoded.Get(i), value), "an 8-bit value");
+    Check(Same(total.Get(i), sums[i]), "an 8-bit sum");
+  }
+  Check(HopTfInt8Reduce(codes.data(), scales.data(), second.data(), second.type(), size, block_size, sum_codes.data(),
+                        sum_scales.data(), RandomThreads()) == HOP_TF_OK, "int8 reduce");
+  CheckInt8(sums, sum_codes, sum_scales, block_size);
+  Check(HopTfInt8Reduce(codes.data(), scales.data(), second.data(), second.type(), size, block_size, codes.data(),
+                        scales.data(), RandomThreads()) == HOP_TF_OK, "int8 reduce in place");
+  CheckInt8(sums, codes, scales, block_size);
+}
+
+void FuzzTruncate16(int64_t size) {
+  Values values(size);
+  const int round = static_cast<int>(Uniform(0, 1));
+  Array<uint16_t> halves(size);
+  Array<float> decoded(size);
+  Check(HopTfTruncate16Encode(values.data(), values.type(), size, round, halves.data(), RandomThreads()) == HOP_TF_OK,
+        "truncate");
+  Check(HopTfTruncate16Decode(halves.data(), size, decoded.data(), RandomThreads()) == HOP_TF_OK, "widen");
+  for (int64_t i = 0; i < size; ++i) {
+    const float value = values[i], result = decoded.Get(i);
+    if (!std::isfinite(value)) {
+      Check(Same(result, value), "what is not finite");
+    } else if (std::isfinite(result)) {
+      const float step = std::max(std::ldexp(std::fabs(value), -7), 0x1p-133f);
+      Check(std::fabs(value - result) <= (round ? step / 2 : step), "a truncated value");
+      Check(round || std::fabs(result) <= std::fabs(value), "truncation towards zero");
+    } else {
+      Check(round && std::fabs(value) > 3.38e38f, "rounded to infinity");
+    }
+  }
+}
+
+void CheckRefusals() {
+  float value = 1;
+  uint8_t code;
+  int8_t signed_code;
+  float pair[2];
+  const auto refused = [](HopTfStatus status) { Check(status == HOP_TF_INVALID_ARGUMENT, "a refusal"); };
+  refused(HopTfSketchEncode(&value, HOP_TF_FLOAT32, -1, 8, 0.5, &code, pair, 0));
+  refused(HopTfSketchEncode(&value, HOP_TF_FLOAT32, int64_t{1} << 31, 8, 0.5, &code, pair, 0));
+  refused(HopTfSketchEncode(&value, HOP_TF_FLOAT32, 1, 9, 0.5, &code, pair, 0));
+  refused(HopTfSketchEncode(&value, HOP_TF_FLOAT32, 1, 1, 0.0, &code, pair, 0));
+  refused(HopTfSketchEncode(&value, HOP_TF_FLOAT32, 1, 1, std::nan(""), &code, pair, 0));
+  refused(HopTfInt8Encode(&value, HOP_TF_FLOAT32, 1, 0, &signed_code, pair, 0));
+  refused(HopTfInt8Decode(&signed_code, pair, -5, 1, &value, 0));
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc != 3) return 2;
+  generator.seed(std::strtoull(argv[1], nullptr, 10));
+  const int rounds = std::atoi(argv[2]);
+  CheckRefusals();
+  for (int round = 0; round < rounds; ++round) {
+    // Sizes around those of tiles, and once in a while enough for several threads.
+    const int64_t size = round % 50 == 49 ? Uniform(1 << 20, 3 << 20) : Uniform(0, Uniform(0, 1) ? 40 : 5000);
+    FuzzSketch(size);
+    FuzzInt8(size);
+    FuzzTruncate16(size);
+  }
+  std::printf("%d rounds\n", rounds);
+  return 0;
+}
