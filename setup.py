@@ -7,11 +7,13 @@ Everything else is declared in pyproject.toml. What is built, into hop_tf/ops:
                           the library is linked to an empty one with TensorFlow's name
     libhop_tf_cuda.so     ops/cuda: the kernels for GPUs, where `nvcc` is on the path
 
-Environment: CXX (the compiler), HOP_TF_REQUIRE_NATIVE=1 (to fail, not to warn, where the first two cannot be built),
-HOP_TF_CUDA=0 (leaves the third out), HOP_TF_CUDA=1 (fails without it).
+What cannot be built is left out with a warning. Environment: CXX (the compiler), HOP_TF_REQUIRE_NATIVE=1 (to fail
+instead where one of the first two cannot be built), HOP_TF_REQUIRE_CUDA=1 (the same for the third), HOP_TF_CUDA=0 (not
+to try the third, which takes minutes).
 """
 
 import os
+import shlex
 import shutil
 import tempfile
 from pathlib import Path
@@ -19,13 +21,16 @@ from pathlib import Path
 from setuptools import Extension, find_packages, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
-from setuptools.errors import ExecError
+from setuptools.modified import newer_group
 
 # `strategies/` and `ops/` are top-level folders of the source tree and subpackages of hop_tf once installed.
 _SUBPACKAGES = ("strategies", "ops")
 
-_COMPILER = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "clang++", "c++")), "g++")
-_CXX_FLAGS = ["-O3", "-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off", "-pthread"]
+_COMPILER = shlex.split(os.environ.get("CXX", "")) or [next(filter(shutil.which, ("g++", "clang++", "c++")), "g++")]
+_CXX_FLAGS = [
+    *("-O3", "-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off", "-pthread"),
+    *("-Wall", "-Wextra"),
+]
 # A library finds those beside it.
 _LINK_FLAGS = ["-Wl,-rpath,$ORIGIN", "-Wl,--no-as-needed"]
 _TENSORFLOW = "libtensorflow_framework.so.2"
@@ -45,55 +50,74 @@ def _packages() -> list[str]:
     return packages
 
 
-def _wants_cuda() -> bool:
-    if not any(Path("ops/cuda").glob("*.cu")):
-        return False
-    choice = os.environ.get("HOP_TF_CUDA")
-    return choice == "1" or (choice != "0" and shutil.which("nvcc") is not None)
+def _is_set(variable: str) -> bool:
+    return os.environ.get(variable) == "1"
 
 
-def _library(name: str, folder: str, pattern: str) -> Extension:
-    sources = sorted(str(path) for path in Path("ops", folder).glob(pattern))
-    headers = sorted(str(path) for path in Path("ops").rglob("*.h"))
-    return Extension(f"hop_tf.ops.{name}", sources, depends=headers)
+def _library(name: str, folder: str, sources: str, required: bool) -> Extension:
+    headers = [str(path) for pattern in ("*.h", "*.cuh") for path in sorted(Path("ops").rglob(pattern))]
+    return Extension(
+        f"hop_tf.ops.{name}",
+        sorted(str(path) for path in Path("ops", folder).glob(sources)),
+        depends=[*headers, "setup.py"],
+        optional=not required,
+    )
+
+
+def _libraries() -> list[Extension]:
+    require_native, require_cuda = _is_set("HOP_TF_REQUIRE_NATIVE"), _is_set("HOP_TF_REQUIRE_CUDA")
+    libraries = [_library("libhop_tf_kernels", "kernels", "*.cc", require_native)]
+    if require_cuda or (os.environ.get("HOP_TF_CUDA") != "0" and shutil.which("nvcc")):
+        libraries.append(_library("libhop_tf_cuda", "cuda", "*.cu", require_cuda))
+    return [*libraries, _library("hop_tf_ops", "tensorflow", "*.cc", require_native)]
 
 
 class _BuildLibraries(build_ext):
-    """Builds the libraries with one call of the compiler each."""
+    """Builds each library with one call of its compiler."""
 
     def get_ext_filename(self, fullname):
         return f"{fullname.replace('.', '/')}.so"  # No Python version in it: the libraries do not know Python.
 
     def build_extensions(self):
-        try:
-            super().build_extensions()
-        except ExecError as error:
-            if os.environ.get("HOP_TF_REQUIRE_NATIVE") == "1":
-                raise
-            self.extensions.clear()
+        super().build_extensions()  # Warns of what cannot be built, if that is optional.
+        missing = [ext for ext in self.extensions if not self._target(ext).exists()]
+        if missing:
+            names = ", ".join(ext.name for ext in missing)
             self.warn(
-                f"hop_tf's native libraries cannot be built: {error}. They are left out, and TensorFlow's own "
-                "operations do their work several times slower. HOP_TF_REQUIRE_NATIVE=1 makes this an error."
+                f"{names} could not be built, and hop_tf goes without. TensorFlow's own operations do the work of what "
+                "is missing, several times slower. See above for the reason."
             )
+        for ext in missing if self.editable_mode else ():
+            Path("ops", self._target(ext).name).unlink(missing_ok=True)  # An earlier one may not fit the sources.
 
     def build_extension(self, ext):
-        target = Path(self.get_ext_fullpath(ext.name)).absolute()
+        target = self._target(ext)
         target.parent.mkdir(parents=True, exist_ok=True)
-        if ext.name.endswith("cuda"):
-            self.spawn(["nvcc", *_CUDA_FLAGS, *ext.sources, "-o", str(target)])
-        elif ext.name.endswith("kernels"):
-            self.spawn([_COMPILER, *_CXX_FLAGS, *ext.sources, "-o", str(target)])
-        else:
-            self._build_operations(ext.sources, target)
+        if ext.name.endswith("hop_tf_ops"):
+            self._build_operations(ext, target)
+        elif not self._takes_installed(ext, target):
+            compiler = ["nvcc", *_CUDA_FLAGS] if ext.name.endswith("cuda") else [*_COMPILER, *_CXX_FLAGS]
+            self.spawn([*compiler, *ext.sources, "-o", str(target)])
 
-    def _build_operations(self, sources, target):
+    def _target(self, ext):
+        return Path(self.get_ext_fullpath(ext.name)).absolute()
+
+    def _takes_installed(self, ext, target):
+        """Reuses what an editable install has left in the source tree, unless a source is newer."""
+        installed = Path("ops", target.name)
+        if not self.editable_mode or newer_group([*ext.sources, *ext.depends], str(installed)):
+            return False
+        self.copy_file(str(installed), str(target))
+        return True
+
+    def _build_operations(self, ext, target):
         libraries = [f"-L{target.parent}", "-lhop_tf_kernels"]
-        if _wants_cuda():
+        if (target.parent / "libhop_tf_cuda.so").exists():
             libraries += ["-DHOP_TF_WITH_CUDA", "-lhop_tf_cuda"]
         with tempfile.TemporaryDirectory() as folder:
             stub = os.path.join(folder, _TENSORFLOW)
-            self.spawn([_COMPILER, "-shared", "-xc++", os.devnull, f"-Wl,-soname,{_TENSORFLOW}", "-o", stub])
-            self.spawn([_COMPILER, *_CXX_FLAGS, *sources, *_LINK_FLAGS, stub, *libraries, "-o", str(target)])
+            self.spawn([*_COMPILER, "-shared", "-xc++", os.devnull, f"-Wl,-soname,{_TENSORFLOW}", "-o", stub])
+            self.spawn([*_COMPILER, *_CXX_FLAGS, *ext.sources, *_LINK_FLAGS, stub, *libraries, "-o", str(target)])
 
 
 class _PlatformWheel(bdist_wheel):
@@ -108,10 +132,6 @@ setup(
     package_dir={f"hop_tf.{name}": name for name in _SUBPACKAGES},
     include_package_data=False,  # The sources of the libraries, which MANIFEST.in lists, are not installed.
     package_data={"": ["*.proto"], "hop_tf": ["py.typed"]},
-    ext_modules=[
-        _library("libhop_tf_kernels", "kernels", "*.cc"),
-        *([_library("libhop_tf_cuda", "cuda", "*.cu")] if _wants_cuda() else []),
-        _library("hop_tf_ops", "tensorflow", "*.cc"),
-    ],
+    ext_modules=_libraries(),
     cmdclass={"build_ext": _BuildLibraries, "bdist_wheel": _PlatformWheel},
 )

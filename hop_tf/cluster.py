@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 import json
-from collections import Counter
+import numbers
+import os
+import re
 
 import tensorflow as tf
 
 from hop_tf.errors import ClusterConfigError
 
 _TASK_TYPES = ("chief", "worker", "ps")
+_ADDRESS = re.compile(r"(?P<host>[^\s/@:\[\]]+|\[[^\s/@\[\]]+\]):(?P<port>[0-9]{1,5})")
+# `localhost` is one of these addresses, or both.
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,12 +66,11 @@ class Cluster:
         """
         if resolver is None:
             resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
-        try:
-            # Resolvers that ask a scheduler (Slurm) know their task only after the cluster was resolved.
-            spec = resolver.cluster_spec().as_dict()
-            task_type, task_id = resolver.task_type, resolver.task_id
-        except json.JSONDecodeError as error:
-            raise ClusterConfigError(f"TF_CONFIG must be valid JSON: {error}.") from error
+        if isinstance(resolver, tf.distribute.cluster_resolver.TFConfigClusterResolver):
+            _check_tf_config(os.environ.get("TF_CONFIG", "{}"))
+        # Resolvers that ask a scheduler (Slurm) know their task only after the cluster was resolved.
+        spec = resolver.cluster_spec().as_dict()
+        task_type, task_id = resolver.task_type, resolver.task_id
         if not spec:
             return cls(addresses=("localhost:0",), rank=0)
         return cls._from_tasks(spec, task_type, task_id)
@@ -84,14 +89,53 @@ class Cluster:
         _check_distinct(addresses + tasks["ps"])
         if len(addresses) == 1 and not tasks["ps"] and task_type is None:
             return cls(addresses=addresses, rank=0)
-        if task_type not in _TASK_TYPES or task_id is None or not 0 <= int(task_id) < len(tasks[task_type]):
+        index = _index(task_id)
+        if task_type not in _TASK_TYPES or index is None or index >= len(tasks[task_type]):
             raise ClusterConfigError(
-                f"The task must be one of the cluster's. Received: task type={task_type!r}, index={task_id}, "
+                f"The task must be one of the cluster's. Received: task type={task_type!r}, index={task_id!r}, "
                 f"cluster={spec}. Check the `task` entry of TF_CONFIG."
             )
-        task_id = int(task_id)
-        rank = {"chief": 0, "worker": len(tasks["chief"]) + task_id, "ps": None}[task_type]
-        return cls(addresses=addresses, rank=rank, ps_addresses=tasks["ps"], task_type=task_type, task_id=task_id)
+        rank = {"chief": 0, "worker": len(tasks["chief"]) + index, "ps": None}[task_type]
+        return cls(addresses=addresses, rank=rank, ps_addresses=tasks["ps"], task_type=task_type, task_id=index)
+
+
+def _check_tf_config(text: str) -> None:
+    """Refuses what TensorFlow's resolver would stumble over, or round to an index."""
+    try:
+        config = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ClusterConfigError(f"TF_CONFIG must be valid JSON: {error}.") from error
+    if not isinstance(config, dict):
+        raise ClusterConfigError(f"TF_CONFIG must be a JSON object. Received: TF_CONFIG={config!r}.")
+    cluster, task = config.get("cluster", {}), config.get("task", {})
+    if not isinstance(cluster, dict) or not all(_is_task_list(tasks) for tasks in cluster.values()):
+        raise ClusterConfigError(
+            "The `cluster` entry of TF_CONFIG must map task types to lists of 'host:port', as in "
+            f'{{"worker": ["a:1", "b:1"]}}. Received: cluster={cluster!r}.'
+        )
+    if not isinstance(task, dict) or ("index" in task and _index(task["index"]) is None):
+        raise ClusterConfigError(
+            "The `task` entry of TF_CONFIG must hold a type and an integer index, as in "
+            f'{{"type": "worker", "index": 0}}. Received: task={task!r}.'
+        )
+
+
+def _is_task_list(tasks: object) -> bool:
+    """Whether that is a list of strings, or an object that maps indices to strings."""
+    if isinstance(tasks, dict):
+        if any(_index(index) is None for index in tasks):
+            return False
+        tasks = list(tasks.values())
+    return isinstance(tasks, list) and all(isinstance(address, str) for address in tasks)
+
+
+def _index(value: object) -> int | None:
+    """A task's index: an integer, or its decimal digits as schedulers write them. None if it is neither."""
+    if isinstance(value, str) and value.isascii() and value.isdigit():
+        return int(value)
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool) and value >= 0:
+        return int(value)
+    return None
 
 
 def _addresses(tasks, task_type: str) -> tuple[str, ...]:
@@ -101,13 +145,32 @@ def _addresses(tasks, task_type: str) -> tuple[str, ...]:
             raise ClusterConfigError(f"Tasks of type {task_type!r} must be numbered from 0. Received: {tasks}.")
         tasks = [tasks[index] for index in range(len(tasks))]
     for address in tasks:
-        host, _, port = str(address).rpartition(":")
-        if not host or not port.isdigit() or not 0 < int(port) < 65536:
-            raise ClusterConfigError(f"Addresses must be 'host:port'. Received: {task_type}={address!r}.")
+        found = _ADDRESS.fullmatch(address)
+        if not found or not 0 < int(found["port"]) < 65536:
+            raise ClusterConfigError(
+                "Addresses must be 'host:port', without a scheme, IPv6 in brackets, ports from 1 to 65535. "
+                f"Received: {task_type}={address!r}."
+            )
     return tuple(tasks)
 
 
 def _check_distinct(addresses: tuple[str, ...]) -> None:
-    repeated = [address for address, count in Counter(addresses).items() if count > 1]
-    if repeated:
-        raise ClusterConfigError(f"Every task must have an address of its own. Received twice: {repeated}.")
+    known: dict[tuple[str, int], str] = {}
+    for address in addresses:
+        endpoint = _endpoint(address)
+        if endpoint in known:
+            raise ClusterConfigError(
+                "Every task must have an address of its own. "
+                f"Received: {known[endpoint]!r} and {address!r}, which are the same."
+            )
+        known[endpoint] = address
+
+
+def _endpoint(address: str) -> tuple[str, int]:
+    """One form of the ways to write an address; names are not looked up."""
+    host, _, port = address.lower().rpartition(":")
+    try:
+        host = str(ipaddress.ip_address(host.strip("[]")))
+    except ValueError:  # A name.
+        host = host.rstrip(".")
+    return "localhost" if host in _LOOPBACK else host, int(port)

@@ -160,10 +160,15 @@ class JobReport:
         return code if code >= 0 else 128 - code
 
     @property
-    def valid(self) -> bool:
-        """False if compute was emulated on cores that were too busy to keep its pace."""
-        if self.emulation is None or self.processor_use is None:
+    def valid(self) -> bool | None:
+        """Whether emulated compute kept its pace: not on cores that were too busy. None if their use is unknown.
+
+        True where compute is real.
+        """
+        if self.emulation is None:
             return True
+        if self.processor_use is None:
+            return None
         return self.processor_use.busy_percent <= MAX_BUSY_PERCENT
 
     def lines(self) -> list[str]:
@@ -172,7 +177,8 @@ class JobReport:
         lines += self._processor_lines()
         if self.first_failure and self.outcome in (Outcome.FAILED, Outcome.COMPLETED):
             lines += _failure_lines(self.first_failure)
-        lines.append(f"{self.outcome.value} after {self.seconds:.1f} s, exit code {self.exit_code}")
+        validity = {True: "", False: " (INVALID)", None: " (validity unknown)"}[self.valid]
+        lines.append(f"{self.outcome.value} after {self.seconds:.1f} s, exit code {self.exit_code}{validity}")
         return lines
 
     def write(self, path: str) -> None:
@@ -181,7 +187,7 @@ class JobReport:
             "outcome": self.outcome.value,
             "exit_code": self.exit_code,
             "seconds": round(self.seconds, 3),
-            "valid": self.valid,
+            "valid": self.valid,  # null: unknown
             "cpu_busy_percent": self.processor_use and round(self.processor_use.busy_percent, 1),
             "cpu_busy_period": self.processor_use and self.processor_use.period,
             "first_failure": self.first_failure and str(self.first_failure.task),
@@ -193,6 +199,8 @@ class JobReport:
             file.write("\n")
 
     def _processor_lines(self) -> list[str]:
+        if self.valid is None:
+            return ["VALIDITY UNKNOWN: how busy the cores were is not known. Emulated compute may have lost its pace."]
         if self.processor_use is None:
             return []
         percent = f"{self.processor_use.busy_percent:.0f}%"

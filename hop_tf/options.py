@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 import os
+import ssl
+import threading
+from pathlib import Path
 
-_POSITIVE = ("timeout_seconds", "progress_timeout_seconds", "report_interval_seconds")
+_DURATIONS = ("timeout_seconds", "progress_timeout_seconds", "report_interval_seconds")
+_TLS_FILES = ("tls_certificate_chain", "tls_private_key", "tls_root_certificates")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,9 +25,9 @@ class CommunicationOptions:
       timeout_seconds: Silence after which a peer counts as lost. Default 60.
       progress_timeout_seconds: Longest wait for a living peer's contribution. Default 3600.
       tls_certificate_chain: Path of the PEM file with this process's certificate, or None for plain text.
-      tls_private_key: Path of the PEM file with its private key. Given together with the certificate.
+      tls_private_key: Path of the PEM file with its private key, not encrypted.
       tls_root_certificates: Path of the PEM file with the authorities that peers' certificates must chain to. Both
-        sides present a certificate (mutual TLS).
+        sides present a certificate (mutual TLS). The three files go together; they are read when this is made.
       cluster_token: A secret that every rank of the job shares. A connection without it is refused and training goes
         on. It travels in clear text unless TLS is on. Default None: no token.
       log_dir: Directory for TensorBoard records of `strategy.report()`; each rank writes a run `rank_<r>` below it.
@@ -30,7 +35,9 @@ class CommunicationOptions:
       report_interval_seconds: Time between two such records. Default 5.
 
     Raises:
-      ValueError: If a duration is not positive, or the TLS files are given in part.
+      TypeError: If an argument has another type.
+      ValueError: If a duration is not positive and finite, or the TLS files are given in part, cannot be read, are not
+        what they should be, or do not fit together.
     """
 
     timeout_seconds: float = 60.0
@@ -43,20 +50,99 @@ class CommunicationOptions:
     report_interval_seconds: float = 5.0
 
     def __post_init__(self):
-        for name in _POSITIVE:
-            value = getattr(self, name)
-            if not value > 0:
-                raise ValueError(f"`{name}` must be a positive number of seconds. Received: {name}={value}.")
-        tls = (self.tls_certificate_chain, self.tls_private_key, self.tls_root_certificates)
-        if any(part is not None for part in tls) and any(part is None for part in tls):
+        for name in _DURATIONS:
+            # A NumPy scalar would spread: float32 has no room for the fractions of a clock's seconds.
+            object.__setattr__(self, name, _checked_duration(name, getattr(self, name)))
+        for name in (*_TLS_FILES, "log_dir"):
+            _check_path(name, getattr(self, name))
+        _check_token(self.cluster_token)
+        tls = {name: getattr(self, name) for name in _TLS_FILES}
+        if self.uses_tls and None in tls.values():
+            received = ", ".join(f"{name}={path}" for name, path in tls.items())
             raise ValueError(
                 "`tls_certificate_chain`, `tls_private_key` and `tls_root_certificates` must be given together. "
-                f"Received: tls_certificate_chain={tls[0]}, tls_private_key={tls[1]}, tls_root_certificates={tls[2]}."
+                f"Received: {received}."
             )
-        if self.cluster_token is not None and not self.cluster_token:
-            raise ValueError("`cluster_token` must be a non-empty string or None. Received: cluster_token=''.")
+        read_tls_files(self)
 
     @property
     def uses_tls(self) -> bool:
         """Whether connections are encrypted and both sides are authenticated by certificates."""
-        return self.tls_certificate_chain is not None
+        return any(getattr(self, name) is not None for name in _TLS_FILES)
+
+
+@dataclasses.dataclass(frozen=True)
+class TlsFiles:
+    """What the TLS files hold.
+
+    Attributes:
+      certificate_chain: This process's certificate.
+      private_key: Its private key.
+      root_certificates: The authorities that peers' certificates must chain to.
+    """
+
+    certificate_chain: bytes
+    private_key: bytes = dataclasses.field(repr=False)
+    root_certificates: bytes
+
+
+def read_tls_files(options: CommunicationOptions) -> TlsFiles | None:
+    """Reads and checks the TLS files of `options`; None without TLS.
+
+    Raises:
+      ValueError: If one cannot be read, is not what it should be, or the key belongs to another certificate.
+    """
+    if not options.uses_tls:
+        return None
+    contents = {name: _read(name, getattr(options, name)) for name in _TLS_FILES}
+    # This looks at the files alone: what strength of keys is allowed, gRPC decides.
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.set_ciphers("DEFAULT:@SECLEVEL=0")
+    for name in ("tls_root_certificates", "tls_certificate_chain"):
+        path = getattr(options, name)
+        try:
+            context.load_verify_locations(path)
+        except OSError as error:  # So are SSL errors.
+            raise ValueError(f"`{name}` must be a PEM file of certificates. Received: {name}={path}.") from error
+    chain, key = options.tls_certificate_chain, options.tls_private_key
+    try:
+        context.load_cert_chain(chain, key, password="")  # Without a password OpenSSL would ask on the terminal.
+    except OSError as error:
+        raise ValueError(
+            "`tls_private_key` must be a PEM file with the private key of `tls_certificate_chain`, not encrypted. "
+            f"Received: tls_private_key={key}, tls_certificate_chain={chain}."
+        ) from error
+    return TlsFiles(*(contents[name] for name in _TLS_FILES))
+
+
+def _read(name: str, path: str | os.PathLike) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except (OSError, ValueError) as error:  # A path with a null byte is a ValueError.
+        raise ValueError(f"`{name}` must be a readable file. Received: {name}={path}: {error}.") from error
+
+
+def _checked_duration(name: str, value: object) -> float:
+    rule = f"`{name}` must be a finite, positive number of seconds. Received: {name}={value!r}."
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(rule)
+    if not 0 < value <= threading.TIMEOUT_MAX:  # Centuries; threads cannot wait for longer.
+        raise ValueError(rule)
+    return float(value)
+
+
+def _check_path(name: str, value: object) -> None:
+    rule = f"`{name}` must be a path (str or os.PathLike) or None. Received: {name}={value!r}."
+    if value is not None and not isinstance(value, str | os.PathLike):
+        raise TypeError(rule)
+    if value is not None and not os.fspath(value):
+        raise ValueError(rule)
+
+
+def _check_token(token: object) -> None:
+    """Refuses what is no token, without telling it: it may be the secret all the same."""
+    rule = "`cluster_token` must be a non-empty string or None."
+    if token is not None and not isinstance(token, str):
+        raise TypeError(f"{rule} Received: cluster_token of type {type(token).__name__}.")
+    if token == "":
+        raise ValueError(f"{rule} Received: cluster_token=''.")

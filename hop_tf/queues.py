@@ -95,11 +95,13 @@ class UpdateQueue:
 class TokenQueue:
     """TokenQ(j -> i): permissions of out-neighbor j for this rank i to enter further iterations.
 
-    Kept at i and filled by messages of j. Holds Iter(j) - Iter(i) + max_iteration_gap tokens once both have started.
+    Kept at i and filled by messages of j. Once both have started, Iter(j) - Iter(i) + max_iteration_gap tokens are here
+    or on their way.
 
     Args:
       num_initial: Tokens at the start: max_iteration_gap - 1 (Fig. 7, line 5).
-      capacity: Most tokens that can ever be here: max_iteration_gap * (length(Path_{i->j}) + 1) (Theorem 2).
+      capacity: Most tokens that can ever be here. As Theorem 2 bounds Iter(j) - Iter(i), that is
+        max_iteration_gap * (length(Path_{j->i}) + 1). The path is the way back: j is an out-neighbor of i.
     """
 
     def __init__(self, *, num_initial: int, capacity: int):

@@ -28,6 +28,11 @@ class Topology:
     undirected graph with different degrees d gets Metropolis-Hastings weights (Xiao, Boyd), which keep W doubly
     stochastic: 1 / (1 + max(d_i, d_j)) for an edge, and for the rank itself what is left to 1.
 
+    When rank d departs, rank i counts its own parameters in place of d's, with the weight W[d, i]. Columns still sum to
+    1; row i sums to 1 - W[i, d] + W[d, i]. Where W is symmetric, as for all undirected graphs here, it stays doubly
+    stochastic. Where it is not, as for `exponential` and directed graphs, the ranks that are left still agree in the
+    end, but on a weighted mean, to which some contribute more than others.
+
     Args:
       mixing_matrix: Array [n, n] of finite, non-negative values; [j, i] is the weight of rank j's parameters at rank i.
         Positive on the diagonal; columns and rows sum to 1 within 1e-6. Its positive entries are the edges. Copied.
@@ -48,17 +53,47 @@ class Topology:
 
     @classmethod
     def ring(cls, world_size: int) -> Topology:
-        """Ranks in a circle; each exchanges with the one before and the one after (Figure 11, 1)."""
+        """Ranks in a circle; each exchanges with the one before and the one after (Figure 11, 1).
+
+        Args:
+          world_size: Number of ranks, at least 1.
+
+        Returns:
+          The topology; of up to 3 ranks, it is complete.
+
+        Raises:
+          ValueError: If `world_size` is no positive integer.
+        """
         return cls._from_adjacency(_circulant(_checked_world_size(world_size), (1, -1)), name="ring")
 
     @classmethod
     def ring_based(cls, world_size: int) -> Topology:
-        """A ring in which each rank also exchanges with the most distant one (Figure 11, 2); in an odd world, two."""
+        """A ring in which each rank also exchanges with the most distant one (Figure 11, 2); in an odd world, two.
+
+        Args:
+          world_size: Number of ranks, at least 1.
+
+        Returns:
+          The topology; of up to 5 ranks, it is complete.
+
+        Raises:
+          ValueError: If `world_size` is no positive integer.
+        """
         return cls._from_adjacency(_ring_based(_checked_world_size(world_size)), name="ring_based")
 
     @classmethod
     def double_ring(cls, world_size: int) -> Topology:
-        """Two `ring_based` graphs, the lower and the upper half of the ranks, joined node to node (Figure 11, 3)."""
+        """Two `ring_based` graphs, the lower and the upper half of the ranks, joined node to node (Figure 11, 3).
+
+        Args:
+          world_size: Number of ranks, at least 1.
+
+        Returns:
+          The topology.
+
+        Raises:
+          ValueError: If `world_size` is no positive integer.
+        """
         lower, upper = np.array_split(np.arange(_checked_world_size(world_size)), 2)
         adjacency = np.zeros((world_size, world_size), bool)
         for half in (lower, upper):
@@ -70,12 +105,32 @@ class Topology:
 
     @classmethod
     def complete(cls, world_size: int) -> Topology:
-        """Every rank exchanges with every other: each step averages over all."""
+        """Every rank exchanges with every other: each step averages over all.
+
+        Args:
+          world_size: Number of ranks, at least 1.
+
+        Returns:
+          The topology.
+
+        Raises:
+          ValueError: If `world_size` is no positive integer.
+        """
         return cls._from_adjacency(np.ones([_checked_world_size(world_size)] * 2, bool), name="complete")
 
     @classmethod
     def exponential(cls, world_size: int) -> Topology:
-        """Directed: rank i sends to i + 1, i + 2, i + 4, ... modulo n, so to ceil(log2(n)) ranks (Ying et al.)."""
+        """Directed: rank i sends to i + 1, i + 2, i + 4, ... modulo n, so to ceil(log2(n)) ranks (Ying et al.).
+
+        Args:
+          world_size: Number of ranks, at least 1.
+
+        Returns:
+          The topology.
+
+        Raises:
+          ValueError: If `world_size` is no positive integer.
+        """
         offsets = [2**m for m in range((_checked_world_size(world_size) - 1).bit_length())]
         return cls._from_adjacency(_circulant(world_size, offsets), name="exponential")
 
@@ -87,9 +142,16 @@ class Topology:
         different ranks where it has several, and the departure of one rank never splits the graph.
 
         Args:
-          hosts: The host of each rank; they form the ring in order of first appearance. One host: a complete graph.
+          hosts: The name of each rank's host; they form the ring in order of first appearance.
+
+        Returns:
+          The topology of `len(hosts)` ranks; with one host, it is complete.
+
+        Raises:
+          ValueError: If `hosts` is no list of names, or empty.
         """
-        if not hosts or isinstance(hosts, str):
+        is_list = isinstance(hosts, Sequence) and not isinstance(hosts, str)
+        if not is_list or not hosts or not all(isinstance(host, str) for host in hosts):
             raise ValueError(f"`hosts` must be a list with the host of each rank. Received: hosts={hosts!r}.")
         members = [[rank for rank, host in enumerate(hosts) if host == name] for name in dict.fromkeys(hosts)]
         adjacency = np.zeros((len(hosts), len(hosts)), bool)
@@ -100,7 +162,17 @@ class Topology:
 
     @classmethod
     def from_matrix(cls, mixing_matrix: np.ndarray) -> Topology:
-        """A user's own weights. See the class for what they must satisfy."""
+        """A user's own weights.
+
+        Args:
+          mixing_matrix: Array [n, n]; see the class for what it must satisfy.
+
+        Returns:
+          The topology, whose edges are the positive entries.
+
+        Raises:
+          ValueError: If it does not satisfy that.
+        """
         return cls(mixing_matrix, name="matrix")
 
     @classmethod
@@ -111,7 +183,11 @@ class Topology:
           graph: Nodes 0..n-1 are the ranks. Undirected, or directed with the same number of in- and out-edges at all
             ranks. Self-loops, parallel edges and edge attributes do not count: own weights go to `from_matrix`.
 
+        Returns:
+          The topology.
+
         Raises:
+          TypeError: If `graph` is no networkx graph.
           ValueError: If it is not so, or not strongly connected.
         """
         if not isinstance(graph, nx.Graph):
@@ -187,8 +263,10 @@ class Topology:
 
         min(length(Path_j->i), max_iteration_gap * length(Path_i->j)); `max_iteration_gap`, max_ig, is at least 1.
         """
-        if max_iteration_gap < 1:
-            raise ValueError(f"`max_iteration_gap` must be positive. Received: max_iteration_gap={max_iteration_gap}.")
+        if not isinstance(max_iteration_gap, int | np.integer) or max_iteration_gap < 1:
+            raise ValueError(
+                f"`max_iteration_gap` must be a positive integer. Received: max_iteration_gap={max_iteration_gap!r}."
+            )
         return min(self.shortest_path_length(j, i), max_iteration_gap * self.shortest_path_length(i, j))
 
     def is_connected_without(self, departed: Collection[int]) -> bool:
@@ -218,17 +296,18 @@ def resolve(topology: object, world_size: int, hosts: Sequence[str] | None = Non
 
     Args:
       topology: "ring", "ring_based", "double_ring", "complete", "exponential" or "hierarchical"; a `Topology`, which is
-        returned as it is; a networkx graph; a mixing matrix; or a function of the world size that returns one of these.
+        returned as it is; a networkx graph; or a mixing matrix.
       world_size: Number of ranks.
       hosts: The host of each rank, for "hierarchical".
+
+    Returns:
+      The topology.
 
     Raises:
       ValueError: If the name is not known, the size is another, or the graph cannot be used.
       TypeError: If `topology` is none of these.
     """
     _checked_world_size(world_size)
-    if callable(topology):
-        topology = topology(world_size)
     if isinstance(topology, str):
         if topology not in _NAMES:
             raise ValueError(f"`topology` must be one of {', '.join(_NAMES)}. Received: topology={topology!r}.")
@@ -245,7 +324,7 @@ def resolve(topology: object, world_size: int, hosts: Sequence[str] | None = Non
 
 
 def _checked_world_size(world_size: int) -> int:
-    if not isinstance(world_size, int | np.integer) or world_size < 1:
+    if not isinstance(world_size, int | np.integer) or isinstance(world_size, bool) or world_size < 1:
         raise ValueError(f"`world_size` must be a positive integer. Received: world_size={world_size!r}.")
     return int(world_size)
 

@@ -82,7 +82,8 @@ class HopStrategy(ExchangeStrategy):
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
         communication_options: CommunicationOptions | None = None,
     ):
-        if not isinstance(max_iteration_gap, int) or max_iteration_gap < 1:
+        is_integer = isinstance(max_iteration_gap, int | np.integer) and not isinstance(max_iteration_gap, bool)
+        if not is_integer or max_iteration_gap < 1:
             raise ValueError(
                 "`max_iteration_gap` must be an integer of at least 1. "
                 f"Received: max_iteration_gap={max_iteration_gap!r}."
@@ -90,7 +91,7 @@ class HopStrategy(ExchangeStrategy):
         cluster = training_cluster(cluster_resolver, "HopStrategy")
         # Alone, any graph will do.
         self._topology = resolve(topology if cluster.world_size > 1 else "complete", cluster.world_size, cluster.hosts)
-        self._max_iteration_gap = max_iteration_gap
+        self._max_iteration_gap = int(max_iteration_gap)
         super().__init__(
             cluster=cluster,
             cluster_resolver=cluster_resolver,

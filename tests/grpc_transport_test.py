@@ -164,9 +164,21 @@ class AddressTest(TransportTestMixin, absltest.TestCase):
 
     def test_a_port_in_use(self):
         addresses = self.addresses(2)
-        self.start_at(0, addresses)
-        with self.assertRaisesRegex(HopError, f"rank 0: cannot serve on {addresses[0]}: Address already in use"):
+        with (
+            socket.create_server(split_address(addresses[0])),
+            self.assertRaisesRegex(HopError, f"rank 0: cannot serve on {addresses[0]}: Address already in use"),
+        ):
             self.start_at(0, addresses)
+
+    def test_a_port_that_this_process_uses_already(self):
+        addresses = self.addresses(2)
+        first = self.start_at(0, addresses)
+        for address in (addresses[0], addresses[0].replace("127.0.0.1", "localhost")):
+            message = rf"rank 0: cannot serve on {address}: this process serves there already.*`shutdown\(\)`"
+            with self.assertRaisesRegex(HopError, message):
+                self.start_at(0, [address, addresses[1]])
+        first.close()
+        self.start_at(0, addresses)
 
     def test_an_address_of_another_machine(self):
         with self.assertRaisesRegex(HopError, r"cannot serve on 192\.0\.2\.1:1234: Cannot assign requested address"):

@@ -61,22 +61,34 @@ class JobReportTest(parameterized.TestCase):
         self.assertEqual(report.valid, valid)
         self.assertEqual(report.exit_code, 0)
         self.assertEqual(any(line.startswith("INVALID: cores 70% busy") for line in report.lines()), not valid)
+        last = "completed after 5.0 s, exit code 0"
+        self.assertEqual(report.lines()[-1], last if valid else f"{last} (INVALID)")
+        self.assertEqual(self._summary(report)["valid"], valid)
+
+    def test_the_validity_of_emulated_compute_is_unknown_if_the_use_of_the_cores_is(self):
+        report = _report(emulation=ComputeEmulation(step_seconds=0.1))
+        self.assertIsNone(report.valid)
+        self.assertStartsWith(report.lines()[-2], "VALIDITY UNKNOWN: how busy the cores were is not known.")
+        self.assertEqual(report.lines()[-1], "completed after 5.0 s, exit code 0 (validity unknown)")
+        self.assertIsNone(self._summary(report)["valid"])
+
+    def test_real_compute_is_valid_whatever_is_known(self):
+        report = _report()
+        self.assertTrue(report.valid)
+        self.assertEqual(report.lines(), ["completed after 5.0 s, exit code 0"])
 
     def test_real_compute_may_use_the_cores(self):
         self.assertTrue(_report(processor_use=ProcessorUse(100.0, "job")).valid)
 
     def test_writes_json(self):
-        path = os.path.join(self.enter_context(tempfile.TemporaryDirectory()), "launch.json")
-        _report(
+        report = _report(
             tasks=[_task(0, exit_code=-9)],
             outcome=Outcome.FAILED,
             emulation=ComputeEmulation(step_seconds=0.1, slowdowns=(emulation.Slowdown(0, 4.0),), seed=3),
             processor_use=ProcessorUse(71.24, "steps"),
-        ).write(path)
-        with open(path) as file:
-            summary = json.load(file)
+        )
         self.assertEqual(
-            summary,
+            self._summary(report),
             {
                 "outcome": "failed",
                 "exit_code": 137,
@@ -99,6 +111,13 @@ class JobReportTest(parameterized.TestCase):
                 ],
             },
         )
+
+    def _summary(self, report):
+        """What the report writes."""
+        path = os.path.join(self.enter_context(tempfile.TemporaryDirectory()), "launch.json")
+        report.write(path)
+        with open(path) as file:
+            return json.load(file)
 
 
 class ProcessorMeterTest(absltest.TestCase):

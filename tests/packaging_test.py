@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import unittest
 import zipfile
@@ -19,7 +20,10 @@ _ROOT = Path(__file__).absolute().parents[1]
 _FOLDERS = {"hop_tf": "hop_tf", "hop_tf/strategies": "strategies", "hop_tf/ops": "ops"}
 _TIMEOUT_SECONDS = 120
 
-_BUILD_WHEEL = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+_BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
+
+# The CUDA kernels are left out: for all architectures they take minutes.
+_WITHOUT_CUDA = {"HOP_TF_CUDA": "0", "HOP_TF_REQUIRE_CUDA": "0"}
 
 # Runs an operation of each library.
 _LOAD_NATIVE = """
@@ -68,20 +72,35 @@ def _run(code, *arguments, folder, **variables):
     ).stdout
 
 
+def _copy_source(target):
+    for folder in _FOLDERS.values():
+        shutil.copytree(_ROOT / folder, target / folder, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    for file in ("LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py"):
+        shutil.copy(_ROOT / file, target)
+
+
+def _build(what, source, target, **variables):
+    """Builds `what`, "build_wheel" or "build_sdist", as pip does; returns the file."""
+    target.mkdir()
+    _run(_BUILD, what, str(target), folder=source, **_WITHOUT_CUDA, **variables)
+    (file,) = target.iterdir()
+    return file
+
+
+def _native_libraries(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        return {name for name in archive.namelist() if name.endswith((".so", ".so.2"))}
+
+
 class PackagingTest(absltest.TestCase):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
         temporary = Path(cls.enterClassContext(tempfile.TemporaryDirectory())).resolve()
-        source, wheels, cls.site_packages = temporary / "source", temporary / "wheels", temporary / "site-packages"
-        for folder in _FOLDERS.values():
-            shutil.copytree(_ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
-        for file in ("LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py"):
-            shutil.copy(_ROOT / file, source)
-        wheels.mkdir()
-        _run(_BUILD_WHEEL, str(wheels), folder=source, HOP_TF_CUDA="0")  # For all architectures that takes minutes.
-        (wheel,) = wheels.glob("*.whl")
-        with zipfile.ZipFile(wheel) as archive:
+        source, cls.site_packages = temporary / "source", temporary / "site-packages"
+        _copy_source(source)
+        cls.wheel = _build("build_wheel", source, temporary / "wheels")
+        with zipfile.ZipFile(cls.wheel) as archive:
             archive.extractall(cls.site_packages)
         (cls.distribution,) = importlib.metadata.distributions(path=[str(cls.site_packages)])
 
@@ -112,8 +131,7 @@ class PackagingTest(absltest.TestCase):
 
     @unittest.skipIf(shutil.which(os.environ.get("CXX", "g++")) is None, "needs a C++ compiler")
     def test_native_libraries(self):
-        libraries = {path.name for path in (self.site_packages / "hop_tf" / "ops").glob("*.so")}
-        self.assertEqual(libraries, {"libhop_tf_kernels.so", "hop_tf_ops.so"})
+        self.assertEqual(_native_libraries(self.wheel), {"hop_tf/ops/libhop_tf_kernels.so", "hop_tf/ops/hop_tf_ops.so"})
         path = os.pathsep.join([str(self.site_packages), os.environ.get("PYTHONPATH", "")])
         printed = _run(_LOAD_NATIVE, folder=self.site_packages, PYTHONPATH=path)
         self.assertEqual(printed.splitlines()[-1], "[-127, 64] True")
@@ -132,6 +150,34 @@ class PackagingTest(absltest.TestCase):
         modules = json.loads(_run(_IMPORT, *expected, folder=folder, PYTHONPATH=path))
         files = set(expected.values())
         self.assertEqual({name: file for name, file in modules.items() if file in files}, expected)
+
+
+class SourceTest(absltest.TestCase):
+    """Builds that compile nothing."""
+
+    def setUp(self):
+        super().setUp()
+        self.temporary = Path(self.enterContext(tempfile.TemporaryDirectory())).resolve()
+        self.source = self.temporary / "source"
+        _copy_source(self.source)
+
+    def test_native_sources_are_in_the_source_distribution(self):
+        with tarfile.open(_build("build_sdist", self.source, self.temporary / "sdist")) as archive:
+            files = {name.partition("/")[2] for name in archive.getnames()}
+        sources = {
+            str(path.relative_to(_ROOT))
+            for pattern in ("*.cc", "*.cu", "*.cuh", "*.h")
+            for path in (_ROOT / "ops").rglob(pattern)
+        }
+        self.assertNotEmpty(sources)
+        self.assertContainsSubset(sources, files)
+
+    def test_without_a_compiler(self):
+        missing = str(self.temporary / "no_compiler")
+        wheel = _build("build_wheel", self.source, self.temporary / "wheels", CXX=missing, HOP_TF_REQUIRE_NATIVE="0")
+        self.assertEmpty(_native_libraries(wheel))
+        with self.assertRaises(subprocess.CalledProcessError):
+            _build("build_wheel", self.source, self.temporary / "none", CXX=missing, HOP_TF_REQUIRE_NATIVE="1")
 
 
 if __name__ == "__main__":

@@ -101,6 +101,14 @@ class RefusalsTest(tf.test.TestCase, parameterized.TestCase):
         ):
             hop_tf.HopStrategy()
 
+    @parameterized.parameters(0, -1, 1.5, "2", True, None)
+    def test_a_gap_that_is_no_positive_integer(self, gap):
+        with self.assertRaisesRegex(ValueError, f"`max_iteration_gap` must be an integer .*Received: .*={gap!r}"):
+            hop_tf.HopStrategy(max_iteration_gap=gap)
+
+    def test_a_gap_may_come_from_numpy(self):
+        hop_tf.HopStrategy(max_iteration_gap=np.int64(3)).shutdown()
+
     def test_a_model_without_weights_cannot_be_synchronized(self):
         strategy = hop_tf.HopStrategy()
         self.addCleanup(strategy.shutdown)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 import grpc
 
 from hop_tf.buffers import BufferPool
 from hop_tf.errors import HopError
-from hop_tf.options import CommunicationOptions
+from hop_tf.options import CommunicationOptions, read_tls_files
 from hop_tf.transport.framing import CHUNK_BYTES
 from hop_tf.transport.grpc_link import GrpcLink
 from hop_tf.transport.grpc_server import DaemonExecutor, StreamHandler
@@ -49,6 +50,10 @@ _CHANNEL_OPTIONS = (
 )
 # Streams that `close` has ended are gone long before.
 _GRACE_SECONDS = 2.0
+
+# Transports of this process that serve.
+_serving: weakref.WeakSet[GrpcTransport] = weakref.WeakSet()
+_serving_lock = threading.Lock()
 
 
 class GrpcTransport(QueueTransport):
@@ -87,7 +92,7 @@ class GrpcTransport(QueueTransport):
             token=options.cluster_token,
         )
         self._heartbeat_seconds = min(options.timeout_seconds / 5, 1.0)
-        self._tls = _read_tls_files(options)
+        self._tls = read_tls_files(options)
         self._executor = DaemonExecutor(f"hop_tf serve rank {rank}")
         self._pool = pool or BufferPool()
         self._streams = StreamHandler(
@@ -99,6 +104,7 @@ class GrpcTransport(QueueTransport):
             on_error=self._thread_failed,
         )
         self._server: grpc.Server | None = None
+        self._sockaddrs: frozenset[tuple] = frozenset()
         self._links: list[Link] = []
 
     def start(self) -> None:
@@ -111,6 +117,8 @@ class GrpcTransport(QueueTransport):
             self._bind(server, f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
         server.start()
         self._server = server
+        with _serving_lock:
+            _serving.add(self)
 
     def _watch(self, peer: Peer) -> None:
         outbox = Outbox()  # Stays empty.
@@ -146,12 +154,16 @@ class GrpcTransport(QueueTransport):
         if stopped is not None:
             stopped.wait(max(0.0, deadline - time.monotonic()))
         self._server = None  # gRPC gives the port back when the server is destroyed.
+        with _serving_lock:
+            _serving.discard(self)
 
     def _open_channel(self, peer: Peer) -> grpc.Channel:
         if self._tls is None:
             return grpc.insecure_channel(peer.address, _CHANNEL_OPTIONS)
-        root, key, chain = self._tls
-        return grpc.secure_channel(peer.address, grpc.ssl_channel_credentials(root, key, chain), _CHANNEL_OPTIONS)
+        credentials = grpc.ssl_channel_credentials(
+            self._tls.root_certificates, self._tls.private_key, self._tls.certificate_chain
+        )
+        return grpc.secure_channel(peer.address, credentials, _CHANNEL_OPTIONS)
 
     # Binding.
 
@@ -160,11 +172,16 @@ class GrpcTransport(QueueTransport):
             if self._tls is None:
                 server.add_insecure_port(address)
             else:
-                root, key, chain = self._tls
-                credentials = grpc.ssl_server_credentials([(key, chain)], root, require_client_auth=True)
+                credentials = grpc.ssl_server_credentials(
+                    [(self._tls.private_key, self._tls.certificate_chain)],
+                    self._tls.root_certificates,
+                    require_client_auth=True,
+                )
                 server.add_secure_port(address, credentials)
         except RuntimeError as error:
-            raise self._cannot_serve(str(error)) from error
+            # gRPC has one message for all that can go wrong.
+            tls = "" if self._tls is None else " (or gRPC does not accept the TLS files)"
+            raise self._cannot_serve(f"{error}{tls}") from error
 
     def _hosts(self) -> list[str]:
         """The numeric addresses of this rank's name that belong to this machine.
@@ -178,9 +195,13 @@ class GrpcTransport(QueueTransport):
             raise self._cannot_serve(error.strerror) from error
         problems = {sockaddr: _try_bind(family, sockaddr) for family, _, _, _, sockaddr in found}
         usable = [sockaddr for sockaddr, problem in problems.items() if problem is None]
-        if not usable or errno.EADDRINUSE in problems.values():
+        in_use = {sockaddr for sockaddr, problem in problems.items() if problem == errno.EADDRINUSE}
+        if in_use and _is_served_here(in_use):
+            raise self._served_here()
+        if not usable or in_use:
             reasons = {os.strerror(problem) for problem in problems.values() if problem is not None}
             raise self._cannot_serve(", ".join(sorted(reasons)))
+        self._sockaddrs = frozenset(usable)
         return [sockaddr[0] for sockaddr in usable]
 
     def _cannot_serve(self, reason: str) -> HopError:
@@ -188,6 +209,18 @@ class GrpcTransport(QueueTransport):
             f"rank {self._rank}: cannot serve on {self._address}: {reason}. Check that this machine has that address "
             "(the `cluster` entry of TF_CONFIG) and that no other process uses the port."
         )
+
+    def _served_here(self) -> HopError:
+        return HopError(
+            f"rank {self._rank}: cannot serve on {self._address}: this process serves there already. A strategy that "
+            "was made before keeps the address until its `shutdown()`: call that before making another."
+        )
+
+
+def _is_served_here(sockaddrs: set[tuple]) -> bool:
+    """Whether another transport of this process serves on one of the addresses."""
+    with _serving_lock:
+        return any(not sockaddrs.isdisjoint(transport._sockaddrs) for transport in _serving)
 
 
 def _try_bind(family: int, sockaddr: tuple) -> int | None:
@@ -200,11 +233,3 @@ def _try_bind(family: int, sockaddr: tuple) -> int | None:
     except OSError as error:
         return error.errno
     return None
-
-
-def _read_tls_files(options: CommunicationOptions) -> tuple[bytes, bytes, bytes] | None:
-    """Root certificates, private key and certificate chain; None without TLS."""
-    if not options.uses_tls:
-        return None
-    paths = (options.tls_root_certificates, options.tls_private_key, options.tls_certificate_chain)
-    return tuple(Path(path).read_bytes() for path in paths)

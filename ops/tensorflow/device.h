@@ -19,6 +19,8 @@ namespace hop_tf {
 struct Cpu {
   static constexpr int kAllCores = 0;
 
+  static const char* LastError() { return ""; }
+
   static HopTfStatus Copy(const Call&, const float* from, int64_t size, float* to) {
     std::copy_n(from, size, to);
     return HOP_TF_OK;
@@ -68,6 +70,8 @@ struct Cpu {
 #ifdef HOP_TF_WITH_CUDA
 
 struct Gpu {
+  static const char* LastError() { return HopTfCudaLastError(); }
+
   static HopTfStatus Copy(const Call& call, const float* from, int64_t size, float* to) {
     return HopTfCudaCopy(from, size * static_cast<int64_t>(sizeof(float)), to, StreamOf(call));
   }
@@ -85,8 +89,8 @@ struct Gpu {
   }
 
   template <typename... Arguments>
-  static HopTfStatus Int8Encode(const Call& call, const void* values, HopTfType type, int64_t size,
-                                int64_t block_size, Arguments... arguments) {
+  static HopTfStatus Int8Encode(const Call& call, const void* values, HopTfType type, int64_t size, int64_t block_size,
+                                Arguments... arguments) {
     const Tensor scratch = call.Scratch(HopTfCudaInt8WorkspaceBytes(size, block_size));
     return HopTfCudaInt8Encode(values, type, size, block_size, arguments..., scratch.data<void>(), StreamOf(call));
   }

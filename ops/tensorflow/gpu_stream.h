@@ -1,7 +1,7 @@
 // The CUDA stream of an operation.
 //
-// TensorFlow's C API tells the stream of devices that were added through it only, not of its own GPUs. So TensorFlow's own
-// method is asked, by its name in the library. The reference is weak: a TensorFlow without that method loads all the same.
+// TensorFlow's C API tells the stream of devices that were added through it only, not of its own GPUs. So TensorFlow's
+// own method is asked, by its name in the library. The reference is weak: this library loads without that method, too.
 
 #ifndef HOP_TF_OPS_TENSORFLOW_GPU_STREAM_H_
 #define HOP_TF_OPS_TENSORFLOW_GPU_STREAM_H_

@@ -1,5 +1,7 @@
 // TensorFlow operations over the kernels, for processors and, where the CUDA kernels are built, for GPUs.
 
+#include <algorithm>
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -8,6 +10,21 @@
 
 namespace hop_tf {
 namespace {
+
+constexpr int64_t kMaxValues = INT32_MAX;
+
+// What is said of a number that is out of range.
+template <typename Number>
+std::string Received(const char* name, const char* rule, Number number) {
+  return "`" + std::string(name) + "` must be " + rule + ". Received: " + name + "=" + std::to_string(number) + ".";
+}
+
+// The attribute, with 0 for the whole of `size` values.
+int64_t BlockSize(const Call& call, int64_t size) {
+  const int64_t block_size = call.attributes().block_size;
+  Check(block_size >= 0 && block_size <= kMaxValues, Received("block_size", "from 0 to 2^31 - 1", block_size));
+  return block_size > 0 ? block_size : std::max<int64_t>(size, 1);
+}
 
 int64_t NumBlocks(int64_t size, int64_t block_size) { return (size + block_size - 1) / block_size; }
 
@@ -18,9 +35,9 @@ void CheckSameShape(const char* name, const Tensor& tensor, const Tensor& codes)
 
 void CheckScales(const Tensor& scales, const Tensor& codes, int64_t block_size) {
   const std::vector<int64_t> expected = {NumBlocks(codes.size(), block_size)};
-  Check(scales.shape() == expected, "`scales` must have " + std::to_string(expected[0]) + " values for " +
-                                        std::to_string(codes.size()) + " codes in blocks of " +
-                                        std::to_string(block_size) + ". Received: shape " + scales.ShapeInWords() + ".");
+  Check(scales.shape() == expected,
+        "`scales` must have " + std::to_string(expected[0]) + " values for " + std::to_string(codes.size()) +
+            " codes in blocks of " + std::to_string(block_size) + ". Received: shape " + scales.ShapeInWords() + ".");
 }
 
 int NumBits(const Tensor& bucket_values) {
@@ -28,21 +45,28 @@ int NumBits(const Tensor& bucket_values) {
   for (int num_bits = 1; num_bits <= 8; ++num_bits) {
     if (shape == std::vector<int64_t>{1 << num_bits}) return num_bits;
   }
-  Check(false, "`bucket_values` must have 2, 4, 8, ... or 256 values. Received: shape " +
-                   bucket_values.ShapeInWords() + ".");
+  Check(false,
+        "`bucket_values` must have 2, 4, 8, ... or 256 values. Received: shape " + bucket_values.ShapeInWords() + ".");
   return 0;
+}
+
+template <typename Device>
+void CheckStatus(HopTfStatus status) {
+  Check(status, status == HOP_TF_DEVICE_ERROR ? Device::LastError() : "");
 }
 
 template <typename Device>
 void SketchEncode(const Call& call) {
   const Tensor values = call.Input(0);
   const int64_t num_bits = call.attributes().num_bits;
-  Check(num_bits >= 1 && num_bits <= 8,
-        "`num_bits` must be from 1 to 8. Received: num_bits=" + std::to_string(num_bits) + ".");
+  const float spacing = call.attributes().spacing;
+  Check(num_bits >= 1 && num_bits <= 8, Received("num_bits", "from 1 to 8", num_bits));
+  Check(spacing > 0 && spacing <= 1, Received("spacing", "above 0 and at most 1", spacing));
   const Tensor codes = call.Output(0, TF_UINT8, values.shape());
   const Tensor bucket_values = call.Output(1, TF_FLOAT, {int64_t{1} << num_bits});
-  Check(Device::SketchEncode(call, values.data<void>(), TypeOf(values), values.size(), static_cast<int>(num_bits),
-                             call.attributes().spacing, codes.data<uint8_t>(), bucket_values.data<float>()));
+  CheckStatus<Device>(Device::SketchEncode(call, values.data<void>(), TypeOf(values), values.size(),
+                                           static_cast<int>(num_bits), spacing, codes.data<uint8_t>(),
+                                           bucket_values.data<float>()));
 }
 
 template <typename Device>
@@ -50,70 +74,75 @@ void SketchDecode(const Call& call) {
   const Tensor codes = call.Input(0), bucket_values = call.Input(1);
   const int num_bits = NumBits(bucket_values);
   const Tensor values = call.Output(0, TF_FLOAT, codes.shape());
-  Check(Device::SketchDecode(call, codes.data<uint8_t>(), bucket_values.data<float>(), codes.size(), num_bits,
-                             values.data<float>()));
+  CheckStatus<Device>(Device::SketchDecode(call, codes.data<uint8_t>(), bucket_values.data<float>(), codes.size(),
+                                           num_bits, values.data<float>()));
 }
 
 template <typename Device>
 void Int8Encode(const Call& call) {
   const Tensor values = call.Input(0);
-  const int64_t block_size = call.BlockSize(values.size());
+  const int64_t block_size = BlockSize(call, values.size());
   const Tensor codes = call.Output(0, TF_INT8, values.shape());
   const Tensor scales = call.Output(1, TF_FLOAT, {NumBlocks(values.size(), block_size)});
-  Check(Device::Int8Encode(call, values.data<void>(), TypeOf(values), values.size(), block_size, codes.data<int8_t>(),
-                           scales.data<float>()));
+  CheckStatus<Device>(Device::Int8Encode(call, values.data<void>(), TypeOf(values), values.size(), block_size,
+                                         codes.data<int8_t>(), scales.data<float>()));
 }
 
 template <typename Device>
 void Int8Decode(const Call& call) {
   const Tensor codes = call.Input(0), scales = call.Input(1);
-  const int64_t block_size = call.BlockSize(codes.size());
+  const int64_t block_size = BlockSize(call, codes.size());
   CheckScales(scales, codes, block_size);
   const Tensor values = call.Output(0, TF_FLOAT, codes.shape());
-  Check(Device::Int8Decode(call, codes.data<int8_t>(), scales.data<float>(), codes.size(), block_size,
-                           values.data<float>()));
+  CheckStatus<Device>(Device::Int8Decode(call, codes.data<int8_t>(), scales.data<float>(), codes.size(), block_size,
+                                         values.data<float>()));
+}
+
+// Holds no Tensor of the input beyond the call: its memory could not become the output's. TensorFlow keeps the input.
+const float* AccumulatorData(const Call& call, const Tensor& codes) {
+  const Tensor accumulator = call.Input(2);
+  CheckSameShape("accumulator", accumulator, codes);
+  return accumulator.data<float>();
 }
 
 template <typename Device>
 void Int8Accumulate(const Call& call) {
   const Tensor codes = call.Input(0), scales = call.Input(1);
-  const int64_t block_size = call.BlockSize(codes.size());
+  const int64_t block_size = BlockSize(call, codes.size());
   CheckScales(scales, codes, block_size);
-  Tensor accumulator = call.Input(2);
-  CheckSameShape("accumulator", accumulator, codes);
-  const float* terms = accumulator.data<float>();
-  const std::vector<int64_t> shape = accumulator.shape();
-  const Tensor sum = call.ForwardedOutput(0, 2, shape);
-  if (sum.data<float>() != terms) Check(Device::Copy(call, terms, sum.size(), sum.data<float>()));
-  Check(Device::Int8Accumulate(call, codes.data<int8_t>(), scales.data<float>(), codes.size(), block_size,
-                               sum.data<float>()));
+  const float* terms = AccumulatorData(call, codes);
+  const Tensor sum = call.ForwardedOutput(0, 2, codes.shape());
+  if (sum.data<float>() != terms) CheckStatus<Device>(Device::Copy(call, terms, sum.size(), sum.data<float>()));
+  CheckStatus<Device>(Device::Int8Accumulate(call, codes.data<int8_t>(), scales.data<float>(), codes.size(), block_size,
+                                             sum.data<float>()));
 }
 
 template <typename Device>
 void Int8Reduce(const Call& call) {
   const Tensor codes = call.Input(0), scales = call.Input(1), values = call.Input(2);
-  const int64_t block_size = call.BlockSize(codes.size());
+  const int64_t block_size = BlockSize(call, codes.size());
   CheckScales(scales, codes, block_size);
   CheckSameShape("values", values, codes);
   const Tensor out_codes = call.Output(0, TF_INT8, codes.shape());
   const Tensor out_scales = call.Output(1, TF_FLOAT, scales.shape());
-  Check(Device::Int8Reduce(call, codes.data<int8_t>(), scales.data<float>(), values.data<void>(), TypeOf(values),
-                           codes.size(), block_size, out_codes.data<int8_t>(), out_scales.data<float>()));
+  CheckStatus<Device>(Device::Int8Reduce(call, codes.data<int8_t>(), scales.data<float>(), values.data<void>(),
+                                         TypeOf(values), codes.size(), block_size, out_codes.data<int8_t>(),
+                                         out_scales.data<float>()));
 }
 
 template <typename Device>
 void Truncate16Encode(const Call& call) {
   const Tensor values = call.Input(0);
   const Tensor halves = call.Output(0, TF_BFLOAT16, values.shape());
-  Check(Device::Truncate16Encode(call, values.data<void>(), TypeOf(values), values.size(),
-                                 call.attributes().round_to_nearest, halves.data<uint16_t>()));
+  CheckStatus<Device>(Device::Truncate16Encode(call, values.data<void>(), TypeOf(values), values.size(),
+                                               call.attributes().round_to_nearest, halves.data<uint16_t>()));
 }
 
 template <typename Device>
 void Truncate16Decode(const Call& call) {
   const Tensor halves = call.Input(0);
   const Tensor values = call.Output(0, TF_FLOAT, halves.shape());
-  Check(Device::Truncate16Decode(call, halves.data<uint16_t>(), halves.size(), values.data<float>()));
+  CheckStatus<Device>(Device::Truncate16Decode(call, halves.data<uint16_t>(), halves.size(), values.data<float>()));
 }
 
 template <typename Device>
@@ -144,7 +173,8 @@ void RegisterOperations() {
   RegisterOperation({"HopTfInt8Reduce",
                      {kBlockSize, kFloats},
                      {"codes: int8", "scales: float", "values: T"},
-                     {"sum_codes: int8", "sum_scales: float"}});
+                     {"sum_codes: int8", "sum_scales: float"},
+                     InferBothShapes});
   RegisterOperation(
       {"HopTfTruncate16Encode", {"round_to_nearest: bool = false", kFloats}, {"values: T"}, {"halves: bfloat16"}});
   RegisterOperation({"HopTfTruncate16Decode", {}, {"halves: bfloat16"}, {"values: float"}});

@@ -1,23 +1,29 @@
 #include "registry.h"
 
-#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
 #include <exception>
 
 namespace hop_tf {
 namespace {
 
-void InferShapes(TF_ShapeInferenceContext* context, TF_Status* status) {
-  TF_ShapeInferenceContextSetUnknownShape(context, status);
-  if (TF_GetCode(status) != TF_OK) return;
-  TF_ShapeHandle* shape = TF_NewShapeHandle();
-  TF_ShapeInferenceContextGetInput(context, 0, shape, status);
-  if (TF_GetCode(status) == TF_OK) TF_ShapeInferenceContextSetOutput(context, 0, shape, status);
-  TF_DeleteShapeHandle(shape);
+void CopyShape(TF_ShapeInferenceContext* context, int input, int output, TF_Status* status) {
+  const ShapePointer shape(TF_NewShapeHandle());
+  TF_ShapeInferenceContextGetInput(context, input, shape.get(), status);
+  if (TF_GetCode(status) == TF_OK) TF_ShapeInferenceContextSetOutput(context, output, shape.get(), status);
 }
 
-// TensorFlow reports nothing while libraries are loaded: what can fail then is a mistake in this library.
-void CheckRegistered(const TF_Status* status) {
-  if (TF_GetCode(status) != TF_OK) std::terminate();
+void CheckVector(TF_ShapeInferenceContext* context, int input, TF_Status* status) {
+  const ShapePointer shape(TF_NewShapeHandle());
+  TF_ShapeInferenceContextGetInput(context, input, shape.get(), status);
+  if (TF_GetCode(status) == TF_OK) TF_ShapeInferenceContextWithRank(context, shape.get(), 1, shape.get(), status);
+}
+
+// A library that is being loaded cannot return an error, and one whose operations are missing must not be used.
+void CheckRegistered(const char* operation, const TF_Status* status) {
+  if (TF_GetCode(status) == TF_OK) return;
+  std::fprintf(stderr, "hop_tf: TensorFlow refused the operation %s: %s\n", operation, TF_Message(status));
+  std::abort();
 }
 
 void* CreateAttributes(TF_OpKernelConstruction* construction) {
@@ -51,16 +57,16 @@ void Check(bool condition, const std::string& message) {
   if (!condition) throw Failure{TF_INVALID_ARGUMENT, message};
 }
 
-void Check(HopTfStatus status) {
+void Check(HopTfStatus status, const char* reason) {
   switch (status) {
     case HOP_TF_OK:
       return;
     case HOP_TF_INVALID_ARGUMENT:
-      throw Failure{TF_INVALID_ARGUMENT, "an attribute is out of range, or there are more than 2^31 - 1 values."};
+      throw Failure{TF_INVALID_ARGUMENT, "there must be at most 2^31 - 1 values."};
     case HOP_TF_OUT_OF_MEMORY:
-      throw Failure{TF_RESOURCE_EXHAUSTED, "not enough memory."};
+      throw Failure{TF_RESOURCE_EXHAUSTED, "not enough memory for the kernel's tables."};
     case HOP_TF_DEVICE_ERROR:
-      throw Failure{TF_INTERNAL, "the device refused the work."};
+      throw Failure{TF_INTERNAL, "the device refused the work: " + std::string(reason) + "."};
   }
 }
 
@@ -84,7 +90,7 @@ template <typename Make>
 Tensor Checked(const Make& make) {
   const StatusPointer status(TF_NewStatus());
   TF_Tensor* tensor = make(status.get());
-  if (TF_GetCode(status.get()) != TF_OK) throw Failure{TF_GetCode(status.get()), "a tensor could not be had."};
+  if (TF_GetCode(status.get()) != TF_OK) throw Failure{TF_GetCode(status.get()), TF_Message(status.get())};
   return Tensor(tensor);
 }
 
@@ -121,10 +127,16 @@ Tensor Call::Scratch(int64_t num_bytes) const {
   });
 }
 
-int64_t Call::BlockSize(int64_t size) const {
-  Check(attributes_.block_size >= 0, "`block_size` must be at least 0. Received: block_size=" +
-                                         std::to_string(attributes_.block_size) + ".");
-  return attributes_.block_size > 0 ? attributes_.block_size : std::max<int64_t>(size, 1);
+void InferShape(TF_ShapeInferenceContext* context, TF_Status* status) {
+  TF_ShapeInferenceContextSetUnknownShape(context, status);
+  if (TF_GetCode(status) == TF_OK) CopyShape(context, 0, 0, status);
+  const bool has_vector = TF_ShapeInferenceContextNumInputs(context) > 1;
+  if (TF_GetCode(status) == TF_OK && has_vector) CheckVector(context, 1, status);
+}
+
+void InferBothShapes(TF_ShapeInferenceContext* context, TF_Status* status) {
+  InferShape(context, status);
+  if (TF_GetCode(status) == TF_OK) CopyShape(context, 1, 1, status);
 }
 
 void RegisterOperation(const Operation& operation) {
@@ -133,16 +145,16 @@ void RegisterOperation(const Operation& operation) {
   for (const char* each : operation.attributes) TF_OpDefinitionBuilderAddAttr(builder, each);
   for (const char* each : operation.inputs) TF_OpDefinitionBuilderAddInput(builder, each);
   for (const char* each : operation.outputs) TF_OpDefinitionBuilderAddOutput(builder, each);
-  TF_OpDefinitionBuilderSetShapeInferenceFunction(builder, InferShapes);
+  TF_OpDefinitionBuilderSetShapeInferenceFunction(builder, operation.infer_shapes);
   TF_RegisterOpDefinition(builder, status.get());
-  CheckRegistered(status.get());
+  CheckRegistered(operation.name, status.get());
 }
 
 void RegisterKernel(const char* operation, const char* device, void (*compute)(void*, TF_OpKernelContext*)) {
   const StatusPointer status(TF_NewStatus());
   TF_KernelBuilder* builder = TF_NewKernelBuilder(operation, device, CreateAttributes, compute, DestroyAttributes);
   TF_RegisterKernelBuilder(operation, builder, status.get());
-  CheckRegistered(status.get());
+  CheckRegistered(operation, status.get());
 }
 
 void Run(Kernel kernel, void* attributes, TF_OpKernelContext* context) {

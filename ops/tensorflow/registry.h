@@ -23,6 +23,11 @@ struct DeleteStatus {
 };
 using StatusPointer = std::unique_ptr<TF_Status, DeleteStatus>;
 
+struct DeleteShape {
+  void operator()(TF_ShapeHandle* shape) const { TF_DeleteShapeHandle(shape); }
+};
+using ShapePointer = std::unique_ptr<TF_ShapeHandle, DeleteShape>;
+
 // The attributes of all operations; each has some of them.
 struct Attributes {
   int64_t num_bits = 8;
@@ -67,12 +72,11 @@ class Call {
   // Each throws Failure.
   Tensor Input(int index) const;
   Tensor Output(int index, TF_DataType type, const std::vector<int64_t>& shape) const;
-  // Output `index` of float32, in the memory of input `input` where nobody else needs that.
+  // Output `index`, with the type of input `input` and in its memory where nobody else needs that. A Tensor of that
+  // input is somebody else.
   Tensor ForwardedOutput(int index, int input, const std::vector<int64_t>& shape) const;
   // Memory of the operation's device, until the tensor dies.
   Tensor Scratch(int64_t num_bytes) const;
-  // The attribute, with 0 for the whole of `size` values.
-  int64_t BlockSize(int64_t size) const;
 
  private:
   const Attributes& attributes_;
@@ -80,21 +84,29 @@ class Call {
 };
 
 void Check(bool condition, const std::string& message);  // Throws an invalid argument.
-void Check(HopTfStatus status);
+void Check(HopTfStatus status, const char* reason);      // The device's reason for HOP_TF_DEVICE_ERROR.
 HopTfType TypeOf(const Tensor& tensor);
 
-using Kernel = void (*)(const Call&);
+using ShapeFunction = void (*)(TF_ShapeInferenceContext*, TF_Status*);
+
+// Output 0 has the shape of input 0; input 1 is a vector. The sizes of other outputs follow from attributes, which
+// the C API does not show to these functions: the Python functions tell them where they can.
+void InferShape(TF_ShapeInferenceContext* context, TF_Status* status);
+
+// Moreover, output 1 has the shape of input 1.
+void InferBothShapes(TF_ShapeInferenceContext* context, TF_Status* status);
 
 struct Operation {
   const char* name;
   std::vector<const char*> attributes;
   std::vector<const char*> inputs;
-  // Output 0 has the shape of input 0; that of others is known only when the operation runs, as the C API has no
-  // arithmetic on dimensions. The Python functions tell it where they can.
   std::vector<const char*> outputs;
+  ShapeFunction infer_shapes = InferShape;
 };
 
 void RegisterOperation(const Operation& operation);
+
+using Kernel = void (*)(const Call&);
 
 void Run(Kernel kernel, void* attributes, TF_OpKernelContext* context);
 void RegisterKernel(const char* operation, const char* device, void (*compute)(void*, TF_OpKernelContext*));

@@ -1,5 +1,5 @@
-// The few functions of TensorFlow's C API that the operations are made of, from its headers kernels.h, ops.h, tf_status.h
-// and tf_tensor.h.
+// The few functions of TensorFlow's C API that the operations are made of, from its headers kernels.h, ops.h,
+// tf_status.h and tf_tensor.h.
 //
 // They are stable across minor versions, while the C++ classes behind them are not: one library runs in all supported
 // versions, and TensorFlow need not be there when it is built.
@@ -33,6 +33,7 @@ TF_Status* TF_NewStatus(void);
 void TF_DeleteStatus(TF_Status*);
 void TF_SetStatus(TF_Status*, TF_Code, const char* message);
 TF_Code TF_GetCode(const TF_Status*);
+const char* TF_Message(const TF_Status*);
 
 void TF_DeleteTensor(TF_Tensor*);
 TF_DataType TF_TensorType(const TF_Tensor*);
@@ -51,8 +52,11 @@ void TF_RegisterOpDefinition(TF_OpDefinitionBuilder*, TF_Status*);
 
 TF_ShapeHandle* TF_NewShapeHandle(void);
 void TF_DeleteShapeHandle(TF_ShapeHandle*);
+int64_t TF_ShapeInferenceContextNumInputs(TF_ShapeInferenceContext*);
 void TF_ShapeInferenceContextSetUnknownShape(TF_ShapeInferenceContext*, TF_Status*);
 void TF_ShapeInferenceContextGetInput(TF_ShapeInferenceContext*, int index, TF_ShapeHandle*, TF_Status*);
+void TF_ShapeInferenceContextWithRank(TF_ShapeInferenceContext*, TF_ShapeHandle*, int64_t rank, TF_ShapeHandle* result,
+                                      TF_Status*);
 void TF_ShapeInferenceContextSetOutput(TF_ShapeInferenceContext*, int index, TF_ShapeHandle*, TF_Status*);
 
 TF_KernelBuilder* TF_NewKernelBuilder(const char* operation, const char* device,
@@ -67,8 +71,8 @@ void TF_OpKernelContext_Failure(TF_OpKernelContext*, TF_Status*);
 void TF_GetInput(TF_OpKernelContext*, int index, TF_Tensor**, TF_Status*);
 TF_Tensor* TF_AllocateOutput(TF_OpKernelContext*, int index, TF_DataType, const int64_t* dims, int num_dims,
                              size_t num_bytes, TF_Status*);
-TF_Tensor* TF_AllocateTemp(TF_OpKernelContext*, TF_DataType, const int64_t* dims, int num_dims,
-                           TF_AllocatorAttributes*, TF_Status*);
+TF_Tensor* TF_AllocateTemp(TF_OpKernelContext*, TF_DataType, const int64_t* dims, int num_dims, TF_AllocatorAttributes*,
+                           TF_Status*);
 TF_Tensor* TF_ForwardInputOrAllocateOutput(TF_OpKernelContext*, const int* inputs, int num_inputs, int output,
                                            const int64_t* dims, int num_dims, int* forwarded, TF_Status*);
 
