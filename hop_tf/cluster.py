@@ -8,10 +8,12 @@ import json
 import numbers
 import os
 import re
+from collections.abc import Callable
 
 import tensorflow as tf
 
 from hop_tf.errors import ClusterConfigError
+from hop_tf.transport.base import Transport
 
 _TASK_TYPES = ("chief", "worker", "ps")
 _ADDRESS = re.compile(r"(?P<host>[^\s/@:\[\]]+|\[[^\s/@\[\]]+\]):(?P<port>[0-9]{1,5})")
@@ -32,6 +34,8 @@ class Cluster:
       ps_addresses: "host:port" of every parameter server.
       task_type: "chief", "worker" or "ps".
       task_id: Index among the tasks of that type.
+      make_transport: Makes the transport, with the arguments of `TcpTransport`. None: that is used. A resolver may have
+        a method of this name, as those of `hop_tf.testing.InProcessCluster` do.
     """
 
     addresses: tuple[str, ...]
@@ -39,6 +43,7 @@ class Cluster:
     ps_addresses: tuple[str, ...] = ()
     task_type: str = "worker"
     task_id: int = 0
+    make_transport: Callable[..., Transport] | None = dataclasses.field(default=None, compare=False)
 
     @property
     def world_size(self) -> int:
@@ -73,7 +78,8 @@ class Cluster:
         task_type, task_id = resolver.task_type, resolver.task_id
         if not spec:
             return cls(addresses=("localhost:0",), rank=0)
-        return cls._from_tasks(spec, task_type, task_id)
+        cluster = cls._from_tasks(spec, task_type, task_id)
+        return dataclasses.replace(cluster, make_transport=getattr(resolver, "make_transport", None))
 
     @classmethod
     def _from_tasks(cls, spec: dict, task_type: str | None, task_id: int | None) -> Cluster:

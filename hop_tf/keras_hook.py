@@ -83,7 +83,8 @@ class StepTrace:
     """
 
     def __init__(self, fn: Callable):
-        owner = getattr(fn, "__self__", None) if getattr(fn, "__name__", "") == "train_step" else None
+        method = inspect.unwrap(fn)  # `Strategy.run` wraps it for AutoGraph.
+        owner = getattr(method, "__self__", None) if getattr(method, "__name__", "") == "train_step" else None
         self.model = owner if isinstance(owner, keras.Model) else None
         self.started_at: tf.Tensor | None = None
         self.num_updates = 0

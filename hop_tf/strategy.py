@@ -312,7 +312,8 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
 
     def leave_step(self, trace: StepTrace) -> None:
         """Raises if a step trained a model and no update was seen: nothing would be exchanged, silently."""
-        if trace.model is not None and trace.model.trainable_weights and not trace.num_updates:
+        trains = self._worker is not None and trace.model is not None and trace.model.trainable_weights
+        if trains and not trace.num_updates:
             raise HopError(
                 "a training step was run, but hop_tf saw no optimizer update in it, so nothing would be exchanged. "
                 f"Check that train_step calls optimizer.apply. Keras {keras.__version__}, TensorFlow {tf.__version__}."

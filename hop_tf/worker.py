@@ -123,7 +123,7 @@ class Worker:
         self._options = options
         self._make_exchange = make_exchange
         self._pool = BufferPool()
-        self._transport = TcpTransport(
+        self._transport = (cluster.make_transport or TcpTransport)(
             cluster.rank,
             cluster.addresses,
             identity=identity,

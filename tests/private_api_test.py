@@ -5,10 +5,12 @@ hook first, then at the test.
 """
 
 import inspect
+from unittest import mock
 
 import keras
 import numpy as np
 import tensorflow as tf
+from absl.testing import parameterized
 from keras.src.backend.tensorflow import optimizer as keras_tf_optimizer
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer, TFEpochIterator
 from keras.src.optimizers import loss_scale_optimizer
@@ -16,6 +18,7 @@ from tensorflow.python.data.experimental.ops import distribute
 from tensorflow.python.distribute import distribute_lib, input_ops, one_device_strategy
 from tensorflow.python.ops import control_flow_util
 
+import hop_tf
 from hop_tf import keras_hook
 
 
@@ -137,6 +140,25 @@ class PrivateApiTest(tf.test.TestCase):
     def test_loss_scaling_keeps_its_trainable_variables(self):
         source = inspect.getsource(loss_scale_optimizer.LossScaleOptimizer._stateful_handle_finite_grads)
         self.assertIn("self._trainable_variables", source)
+
+
+class StepTraceTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters(False, True)
+    def test_fit_shows_the_model_that_trains(self, run_eagerly):
+        """`Strategy.run` passes the model's `train_step` on in a wrapper."""
+        strategy = hop_tf.HopStrategy()
+        self.addCleanup(strategy.shutdown)
+        with strategy.scope():
+            model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse", run_eagerly=run_eagerly)
+        seen = []
+        with mock.patch.object(hop_tf.HopStrategy, "enter_step", lambda self, trace: seen.append(trace.model)):
+            model.fit(np.ones((2, 1)), np.ones((2, 1)), verbose=0)
+            self.assertTrue(seen)
+            self.assertTrue(all(each is model for each in seen))
+            seen.clear()
+            strategy.run(lambda: tf.constant(1.0))
+            self.assertEqual(seen, [None])
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Help for tests of training programs: clusters in one process and in several."""
 
 from hop_tf.simulate import VirtualCluster
+from hop_tf.testing.in_process_cluster import InProcessCluster
 from hop_tf.testing.multi_process import (
     MultiProcessError,
     MultiProcessRunner,
@@ -11,6 +12,7 @@ from hop_tf.testing.multi_process import (
 )
 
 __all__ = [
+    "InProcessCluster",
     "MultiProcessError",
     "MultiProcessRunner",
     "ProcessResult",

@@ -1,0 +1,145 @@
+"""`InProcessCluster`: trains with several ranks in the threads of one process, for tests of models."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from hop_tf.errors import DeadlineExceededError
+from hop_tf.strategy import ExchangeStrategy
+from hop_tf.transport import InProcessNetwork, InProcessTransport
+
+
+class InProcessCluster:
+    """Runs a function on every rank of a cluster, each in a thread of this process.
+
+    It needs no ports and starts no processes, so that a test of a model takes little longer than its training. What
+    ranks exchange is what they exchange between processes; a process that dies is a matter for `MultiProcessRunner`.
+
+        def make_strategy(cluster_resolver):
+            return hop_tf.HopStrategy(topology="ring", cluster_resolver=cluster_resolver)
+
+        def train(strategy):
+            with strategy.scope():
+                model = make_model()
+            return model.fit(x, y, batch_size=32, verbose=0).history
+
+        histories = InProcessCluster(4, make_strategy).run(train)
+
+    Ranks share what a process has once: global random seeds (`keras.utils.set_random_seed`; draws of the ranks then
+    come in any order, so give layers seeds of their own), environment variables, and devices.
+
+    Args:
+      num_workers: Number of ranks, at least 1.
+      make_strategy: Makes the strategy of a rank, whose `cluster_resolver` is its argument.
+      timeout_seconds: How long `run` may take. Default 300.
+
+    Raises:
+      ValueError: If `num_workers` is no positive integer.
+    """
+
+    def __init__(
+        self,
+        num_workers: int,
+        make_strategy: Callable[[tf.distribute.cluster_resolver.ClusterResolver], ExchangeStrategy],
+        *,
+        timeout_seconds: float = 300.0,
+    ):
+        if not isinstance(num_workers, int) or isinstance(num_workers, bool) or num_workers < 1:
+            raise ValueError(f"`num_workers` must be a positive integer. Received: num_workers={num_workers!r}.")
+        self._num_workers = num_workers
+        self._make_strategy = make_strategy
+        self._timeout_seconds = timeout_seconds
+
+    def run(self, fn: Callable[[ExchangeStrategy], Any]) -> list:
+        """Calls `fn(strategy)` for every rank and shuts the strategies down. May be called again.
+
+        Args:
+          fn: What a rank does.
+
+        Returns:
+          What `fn` returned, in the order of the ranks.
+
+        Blocks: until all ranks have returned, at most `timeout_seconds`.
+
+        Raises:
+          Exception: What `fn` has raised; if on several ranks, on the first in time.
+          DeadlineExceededError: If a rank has not returned in time; the message shows where it is.
+        """
+        network = InProcessNetwork(self._num_workers)
+        strategies: list[ExchangeStrategy] = []
+        try:
+            for rank in range(self._num_workers):
+                strategies.append(self._make_strategy(_Resolver(network, rank)))
+            return self._run(fn, strategies)
+        finally:
+            for strategy in strategies:
+                strategy.shutdown()
+
+    def _run(self, fn: Callable[[ExchangeStrategy], Any], strategies: list[ExchangeStrategy]) -> list:
+        failures: list[BaseException] = []
+        ranks = [_Rank(fn, strategy, failures) for strategy in strategies]
+        deadline = time.monotonic() + self._timeout_seconds
+        for rank in ranks:
+            rank.thread.start()
+        for rank in ranks:
+            rank.thread.join(max(0.0, deadline - time.monotonic()))
+        if failures:
+            raise failures[0]
+        stacks = [rank.stack() for rank in ranks if rank.thread.is_alive()]
+        if stacks:
+            raise DeadlineExceededError(f"still running after {self._timeout_seconds:g} s:\n" + "\n".join(stacks))
+        return [rank.value for rank in ranks]
+
+
+class _Rank:
+    """One rank's thread.
+
+    Attributes:
+      thread: The thread.
+      value: What the function returned.
+    """
+
+    def __init__(
+        self, fn: Callable[[ExchangeStrategy], Any], strategy: ExchangeStrategy, failures: list[BaseException]
+    ):
+        self.value = None
+        self._fn = fn
+        self._strategy = strategy
+        self._failures = failures
+        self.thread = threading.Thread(target=self._run, name=f"hop_tf rank {strategy.rank}", daemon=True)
+
+    def stack(self) -> str:
+        """Where the thread is."""
+        frame = sys._current_frames().get(self.thread.ident)
+        return f"{self.thread.name}:\n{''.join(traceback.format_stack(frame)) if frame else ''}"
+
+    def _run(self) -> None:
+        try:
+            self.value = self._fn(self._strategy)
+        except BaseException as error:
+            error.add_note(f"Raised by rank {self._strategy.rank} of an InProcessCluster.")
+            self._failures.append(error)
+        finally:
+            self._strategy.shutdown()  # Others do not wait for this rank any longer.
+
+
+class _Resolver(tf.distribute.cluster_resolver.SimpleClusterResolver):
+    """A rank's place in the cluster, and the transport that reaches the others."""
+
+    def __init__(self, network: InProcessNetwork, rank: int):
+        # The addresses are names only, and 0 is no port.
+        addresses = [f"in-process:{1 + peer}" for peer in range(len(network.addresses))]
+        super().__init__(tf.train.ClusterSpec({"worker": addresses}), task_type="worker", task_id=rank)
+        self._network = network
+
+    def make_transport(self, rank: int, addresses, *, identity, **arguments) -> InProcessTransport:
+        """See `Cluster.make_transport`."""
+        del addresses, identity  # One program has one version and one set of settings.
+        return InProcessTransport(rank, self._network, **arguments)
