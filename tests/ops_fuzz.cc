@@ -233,6 +233,7 @@ void CheckRefusals() {
   refused(HopTfSketchEncode(&value, HOP_TF_FLOAT32, 1, 1, 0.0, &code, pair, 0));
   refused(HopTfSketchEncode(&value, HOP_TF_FLOAT32, 1, 1, std::nan(""), &code, pair, 0));
   refused(HopTfInt8Encode(&value, HOP_TF_FLOAT32, 1, 0, &signed_code, pair, 0));
+  refused(HopTfInt8Encode(&value, HOP_TF_FLOAT32, 1, INT64_MAX, &signed_code, pair, 0));
   refused(HopTfInt8Decode(&signed_code, pair, -5, 1, &value, 0));
 }
 

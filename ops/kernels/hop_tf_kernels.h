@@ -57,7 +57,7 @@ HOP_TF_EXPORT HopTfStatus HopTfSketchDecode(const uint8_t* codes, const float* b
 //
 // A block whose magnitudes all lie below 2^-119 gets scale 0; one that holds a value that is not finite, scale nan.
 //
-// block_size  values per block, at least 1; the last block may be shorter.
+// block_size  values per block, from 1 to 2^31 - 1; the last block may be shorter.
 // codes       num_values.
 // scales      ceil(num_values / block_size).
 HOP_TF_EXPORT HopTfStatus HopTfInt8Encode(const void* values, HopTfType type, int64_t num_values, int64_t block_size,

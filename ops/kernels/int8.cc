@@ -149,7 +149,9 @@ void ForBlocks(int64_t num_values, int64_t block_size, const float* scales, int 
   });
 }
 
-bool AreValid(int64_t num_values, int64_t block_size) { return IsSize(num_values) && block_size >= 1; }
+bool AreValid(int64_t num_values, int64_t block_size) {
+  return IsSize(num_values) && block_size >= 1 && IsSize(block_size);
+}
 
 }  // namespace
 }  // namespace hop_tf
