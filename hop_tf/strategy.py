@@ -301,6 +301,7 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
     def enter_step(self, trace: StepTrace) -> None:
         """Gives the model rank 0's initial values, before its first step."""
         if self._worker is not None and trace.model is not None and trace.model.built:
+            refuse_xla()  # Before other ranks are asked for anything.
             optimizer = getattr(trace.model, "optimizer", None)
             slots = optimizer.variables if optimizer is not None and optimizer.built else ()
             with tf.init_scope():
