@@ -27,7 +27,7 @@ _EXPECTED = {
     "auto": _HALVES,
     # Fewer rows than ranks are left: both take the same one.
     "auto_33": [[*rows, [32]] for rows in _HALVES],
-    "data": _HALVES,
+    "data_33": [[*rows, [32]] for rows in _HALVES],
     "file": [[list(range(start, start + 4)) for start in range(first, first + 16, 4)] for first in (0, 16)],
     "from_function": [[[0, 2, 4, 6], [8, 10, 12, 14]], [[1, 3, 5, 7], [9, 11, 13, 15]]],
 }
@@ -72,7 +72,7 @@ def _dataset(strategy, name, directory):
     return {
         "auto": lambda: _range(32),
         "auto_33": lambda: _range(33),
-        "data": lambda: _with_policy(_range(32), _AutoShardPolicy.DATA),
+        "data_33": lambda: _with_policy(_range(33), _AutoShardPolicy.DATA),
         "file": lambda: _with_policy(_records(directory), _AutoShardPolicy.FILE),
     }[name]()
 
@@ -149,7 +149,7 @@ class HopFitDataTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual(result["steps"], _NUM_EPOCHS * len(expected))
 
     # Not "file": Keras warns of every dataset that does not know its length, without a strategy, too.
-    @parameterized.parameters("auto", "auto_33", "data", "from_function", "shuffled_arrays", "steps_per_epoch")
+    @parameterized.parameters("auto", "auto_33", "data_33", "from_function", "shuffled_arrays", "steps_per_epoch")
     def test_no_warning(self, name):
         self.assertEqual([result["warnings"] for result in self._results(name)], [[], []])
 
