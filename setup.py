@@ -34,10 +34,11 @@ _CXX_FLAGS = [
 # A library finds those beside it.
 _LINK_FLAGS = ["-Wl,-rpath,$ORIGIN", "-Wl,--no-as-needed"]
 _TENSORFLOW = "libtensorflow_framework.so.2"
+# Machine code for these, and PTX of the last for devices to come.
 _CUDA_ARCHITECTURES = (75, 80, 86, 89, 90)
 _CUDA_FLAGS = [
-    *("-O3", "-std=c++17", "-shared", "--fmad=false", "-cudart=static", "-Xcompiler=-fPIC,-fvisibility=hidden"),
-    *("-Xlinker=--exclude-libs,ALL", "--threads=0"),
+    "--options-file=ops/cuda/nvcc.options",
+    "--threads=0",
     *(f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in _CUDA_ARCHITECTURES),
     f"-gencode=arch=compute_{_CUDA_ARCHITECTURES[-1]},code=compute_{_CUDA_ARCHITECTURES[-1]}",
 ]
@@ -59,7 +60,7 @@ def _library(name: str, folder: str, sources: str, required: bool) -> Extension:
     return Extension(
         f"hop_tf.ops.{name}",
         sorted(str(path) for path in Path("ops", folder).glob(sources)),
-        depends=[*headers, "setup.py"],
+        depends=[*headers, "ops/cuda/nvcc.options", "setup.py"],
         optional=not required,
     )
 

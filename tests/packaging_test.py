@@ -48,6 +48,7 @@ def _installed_files():
         for package, folder in _FOLDERS.items()
         for pattern in ("*.py", "*.proto", "py.typed")
         for path in sorted((_ROOT / folder).rglob(pattern))
+        if (path.parent / "__init__.py").exists()  # Not the helpers beside native sources.
     }
 
 
@@ -166,7 +167,7 @@ class SourceTest(absltest.TestCase):
             files = {name.partition("/")[2] for name in archive.getnames()}
         sources = {
             str(path.relative_to(_ROOT))
-            for pattern in ("*.cc", "*.cu", "*.cuh", "*.h")
+            for pattern in ("*.cc", "*.cu", "*.cuh", "*.h", "*.options")
             for path in (_ROOT / "ops").rglob(pattern)
         }
         self.assertNotEmpty(sources)

@@ -1,5 +1,6 @@
 #include "registry.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
@@ -121,6 +122,7 @@ Tensor Call::ForwardedOutput(int index, int input, const std::vector<int64_t>& s
 }
 
 Tensor Call::Scratch(int64_t num_bytes) const {
+  num_bytes = std::max<int64_t>(num_bytes, 1);  // A tensor of nothing need not have an address.
   return Checked([&](TF_Status* status) {
     TF_AllocatorAttributes attributes{sizeof(TF_AllocatorAttributes), 0};
     return TF_AllocateTemp(context_, TF_UINT8, &num_bytes, 1, &attributes, status);

@@ -1,0 +1,349 @@
+"""Builds the CUDA kernels and calls them on NumPy arrays, for tests and benchmarks.
+
+Needs NumPy and nvcc, and neither TensorFlow nor the hop_tf package: it is loaded by its path. Device memory and timing
+come from the driver's own library, which is wherever a device is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import pathlib
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+FOLDER = pathlib.Path(__file__).resolve().parent
+LIBRARY = "libhop_tf_cuda.so"
+
+OK, INVALID_ARGUMENT, DEVICE_ERROR = 0, 1, 3
+
+# The values of HopTfType. NumPy has no bfloat16: their patterns stand for them.
+TYPES = {np.dtype(np.float32): 0, np.dtype(np.uint16): 1, np.dtype(np.float16): 2}
+
+_ADDRESS, _SIZE, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_double
+
+# `HopTfCuda<name>`: what it returns, and the types of its arguments, as in hop_tf_cuda.h.
+FUNCTIONS = {
+    "SketchWorkspaceBytes": (_SIZE, (_SIZE,)),
+    "Int8WorkspaceBytes": (_SIZE, (_SIZE, _SIZE)),
+    "SketchEncode": (_INT, (_ADDRESS, _INT, _SIZE, _INT, _DOUBLE, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS)),
+    "SketchDecode": (_INT, (_ADDRESS, _ADDRESS, _SIZE, _INT, _ADDRESS, _ADDRESS)),
+    "Int8Encode": (_INT, (_ADDRESS, _INT, _SIZE, _SIZE, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS)),
+    "Int8Decode": (_INT, (_ADDRESS, _ADDRESS, _SIZE, _SIZE, _ADDRESS, _ADDRESS)),
+    "Int8Accumulate": (_INT, (_ADDRESS, _ADDRESS, _SIZE, _SIZE, _ADDRESS, _ADDRESS)),
+    "Int8Reduce": (
+        _INT,
+        (_ADDRESS, _ADDRESS, _ADDRESS, _INT, _SIZE, _SIZE, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS),
+    ),
+    "Truncate16Encode": (_INT, (_ADDRESS, _INT, _SIZE, _INT, _ADDRESS, _ADDRESS)),
+    "Truncate16Decode": (_INT, (_ADDRESS, _SIZE, _ADDRESS, _ADDRESS)),
+    "Copy": (_INT, (_ADDRESS, _SIZE, _ADDRESS, _ADDRESS)),
+    "LastError": (ctypes.c_char_p, ()),
+    "NumDevices": (_INT, ()),
+}
+
+
+def find_nvcc() -> str | None:
+    """The compiler's path; None where there is none."""
+    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    return shutil.which("nvcc") or shutil.which("nvcc", path=os.path.join(home, "bin"))
+
+
+def build(folder: str | os.PathLike, architecture: str) -> pathlib.Path:
+    """Compiles the library for one kind of device with nvcc, warnings being errors.
+
+    Args:
+      folder: Where to put it.
+      architecture: The device's compute capability, such as "90".
+
+    Returns:
+      The library's path.
+
+    Raises:
+      RuntimeError: If nvcc fails; the message is its output.
+    """
+    path = pathlib.Path(folder, LIBRARY)
+    options = [
+        f"--options-file={FOLDER / 'nvcc.options'}",
+        "--threads=0",
+        "-Werror=all-warnings",
+        f"-arch=sm_{architecture}",
+    ]
+    sources = [str(source) for source in sorted(FOLDER.glob("*.cu"))]
+    run([find_nvcc() or "nvcc", *options, "-o", str(path), *sources])
+    return path
+
+
+def run(command: Sequence[str]) -> None:
+    """Runs a compiler; raises a RuntimeError with its output if it fails."""
+    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if result.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{result.stdout}")
+
+
+def load(path: str | os.PathLike) -> ctypes.CDLL:
+    """Loads the library and declares its functions."""
+    library = ctypes.CDLL(str(path))
+    for name, (result, arguments) in FUNCTIONS.items():
+        function = getattr(library, f"HopTfCuda{name}")
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+class Device:
+    """The first device: memory, and a stream of its own.
+
+    Raises:
+      RuntimeError: Where there is no driver or no device.
+    """
+
+    _COMPUTE_CAPABILITY = (75, 76)  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR.
+    _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: work on other streams does not wait for it.
+
+    def __init__(self):
+        try:
+            self._driver = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise RuntimeError("there is no CUDA driver") from error
+        self._call("cuInit", ctypes.c_uint(0))
+        self._device, context, self.stream = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
+        self._call("cuDeviceGet", ctypes.byref(self._device), ctypes.c_int(0))
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), self._device)
+        self._call("cuCtxSetCurrent", context)
+        self._call("cuStreamCreate", ctypes.byref(self.stream), ctypes.c_uint(self._NON_BLOCKING))
+
+    @property
+    def name(self) -> str:
+        """What the driver calls it."""
+        name = ctypes.create_string_buffer(256)
+        self._call("cuDeviceGetName", name, ctypes.c_int(len(name)), self._device)
+        return name.value.decode()
+
+    @property
+    def architecture(self) -> str:
+        """Its compute capability, as `build` takes it."""
+        digits = [ctypes.c_int(), ctypes.c_int()]
+        for digit, attribute in zip(digits, self._COMPUTE_CAPABILITY, strict=True):
+            self._call("cuDeviceGetAttribute", ctypes.byref(digit), ctypes.c_int(attribute), self._device)
+        return "".join(str(digit.value) for digit in digits)
+
+    def allocate(self, num_bytes: int) -> int:
+        """The address of new memory, aligned to 256 bytes."""
+        address = ctypes.c_uint64()
+        self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(max(num_bytes, 1)))
+        return address.value
+
+    def free(self, address: int) -> None:
+        """Gives memory back."""
+        self._call("cuMemFree_v2", ctypes.c_uint64(address))
+
+    def write(self, address: int, array: np.ndarray) -> None:
+        """Copies an array to the device, and waits for that."""
+        array = np.ascontiguousarray(array)
+        if array.nbytes:
+            source = ctypes.c_void_p(array.ctypes.data)
+            self._call("cuMemcpyHtoD_v2", ctypes.c_uint64(address), source, ctypes.c_size_t(array.nbytes))
+        self.synchronize()
+
+    def read(self, address: int, array: np.ndarray) -> None:
+        """Fills a contiguous array with what the device holds, when all work before is done."""
+        self.synchronize()
+        if array.nbytes:
+            target = ctypes.c_void_p(array.ctypes.data)
+            self._call("cuMemcpyDtoH_v2", target, ctypes.c_uint64(address), ctypes.c_size_t(array.nbytes))
+
+    def copy(self, target: int, source: int, num_bytes: int) -> None:
+        """Enqueues a copy within the device's memory."""
+        addresses = ctypes.c_uint64(target), ctypes.c_uint64(source)
+        self._call("cuMemcpyDtoDAsync_v2", *addresses, ctypes.c_size_t(num_bytes), self.stream)
+
+    def synchronize(self) -> None:
+        """Waits until the device has done everything."""
+        self._call("cuCtxSynchronize")
+
+    def seconds(self, enqueue: Callable[[], object]) -> float:
+        """How long the device takes for what `enqueue` puts on the stream."""
+        events = [ctypes.c_void_p(), ctypes.c_void_p()]
+        for event in events:
+            self._call("cuEventCreate", ctypes.byref(event), ctypes.c_uint(0))
+        self._call("cuEventRecord", events[0], self.stream)
+        enqueue()
+        self._call("cuEventRecord", events[1], self.stream)
+        self._call("cuEventSynchronize", events[1])
+        milliseconds = ctypes.c_float()
+        self._call("cuEventElapsedTime", ctypes.byref(milliseconds), *events)
+        for event in events:
+            self._call("cuEventDestroy_v2", event)
+        return milliseconds.value / 1e3
+
+    def _call(self, name: str, *arguments) -> None:
+        error = getattr(self._driver, name)(*arguments)
+        if error:
+            message = ctypes.c_char_p()
+            self._driver.cuGetErrorString(error, ctypes.byref(message))
+            raise RuntimeError(f"{name} failed: {(message.value or b'unknown error').decode()} ({error})")
+
+
+class Arrays:
+    """Arrays on a device, each `offset` elements behind an aligned address."""
+
+    _GUARD = np.full(64, 0xA5, np.uint8)  # Stands behind each array, and must be there afterwards.
+
+    def __init__(self, device: Device, offset: int = 0):
+        self._device, self._offset = device, offset
+        self._addresses: list[int] = []
+        self._shapes: dict[int, tuple[int, np.dtype]] = {}
+
+    def empty(self, size: int, dtype: np.typing.DTypeLike) -> int:
+        """The address of an array of `size` elements."""
+        dtype = np.dtype(dtype)
+        start = self._device.allocate((self._offset + size) * dtype.itemsize + self._GUARD.size)
+        self._addresses.append(start)
+        address = start + self._offset * dtype.itemsize
+        self._device.write(address + size * dtype.itemsize, self._GUARD)
+        self._shapes[address] = size, dtype
+        return address
+
+    def put(self, array: np.ndarray) -> int:
+        """The address of a copy of `array`."""
+        address = self.empty(array.size, array.dtype)
+        self._device.write(address, array)
+        return address
+
+    def scratch(self, num_bytes: int) -> int:
+        """The address of memory that is aligned whatever the offset, with anything in it."""
+        address = self._device.allocate(num_bytes + self._GUARD.size)
+        self._addresses.append(address)
+        self._device.write(address, np.full(num_bytes, 0xEE, np.uint8))
+        return address
+
+    def get(self, address: int) -> np.ndarray:
+        """The array at an address.
+
+        Raises:
+          RuntimeError: If something was written behind its end.
+        """
+        size, dtype = self._shapes[address]
+        array, guard = np.empty(size, dtype), np.empty_like(self._GUARD)
+        self._device.read(address, array)
+        self._device.read(address + array.nbytes, guard)
+        if not np.array_equal(guard, self._GUARD):
+            raise RuntimeError(f"a kernel wrote behind an array of {size} {dtype}.")
+        return array
+
+    def free(self) -> None:
+        """Gives the memory back."""
+        self._device.synchronize()
+        for address in self._addresses:
+            self._device.free(address)
+        self._addresses.clear()
+
+
+class Kernels:
+    """The kernels, on NumPy arrays. With `offset`, arrays lie so many elements behind aligned addresses."""
+
+    def __init__(self, library: ctypes.CDLL, device: Device):
+        self._library, self._device = library, device
+
+    @contextlib.contextmanager
+    def arrays(self, offset: int = 0) -> Iterator[Arrays]:
+        """Arrays on the device until the end of the block."""
+        arrays = Arrays(self._device, offset)
+        try:
+            yield arrays
+        finally:
+            arrays.free()
+
+    def enqueue(self, name: str, *arguments) -> None:
+        """Calls `HopTfCuda<name>` with these arguments and the device's stream.
+
+        Raises:
+          RuntimeError: If it returns an error.
+        """
+        status = getattr(self._library, f"HopTfCuda{name}")(*arguments, self._device.stream)
+        if status != OK:
+            raise RuntimeError(f"HopTfCuda{name}: {self._library.HopTfCudaLastError().decode()} ({status})")
+
+    def workspace(self, arrays: Arrays, name: str, *sizes: int) -> int:
+        """The address of what `HopTfCuda<name>WorkspaceBytes(*sizes)` asks for."""
+        return arrays.scratch(getattr(self._library, f"HopTfCuda{name}WorkspaceBytes")(*sizes))
+
+    def sketch_encode(self, values: np.ndarray, num_bits: int = 8, spacing: float = 0.5, *, offset: int = 0):
+        """Returns (codes, bucket_values)."""
+        with self.arrays(offset) as arrays:
+            codes, buckets = arrays.empty(values.size, np.uint8), arrays.empty(1 << num_bits, np.float32)
+            source, workspace = arrays.put(values), self.workspace(arrays, "Sketch", values.size)
+            arguments = source, TYPES[values.dtype], values.size, num_bits, spacing, codes, buckets, workspace
+            self.enqueue("SketchEncode", *arguments)
+            return arrays.get(codes), arrays.get(buckets)
+
+    def sketch_decode(self, codes: np.ndarray, bucket_values: np.ndarray, *, offset: int = 0):
+        """Returns the values."""
+        num_bits = bucket_values.size.bit_length() - 1
+        with self.arrays(offset) as arrays:
+            values = arrays.empty(codes.size, np.float32)
+            sources = arrays.put(codes), arrays.put(bucket_values)
+            self.enqueue("SketchDecode", *sources, codes.size, num_bits, values)
+            return arrays.get(values)
+
+    def int8_encode(self, values: np.ndarray, block_size: int, *, offset: int = 0):
+        """Returns (codes, scales)."""
+        with self.arrays(offset) as arrays:
+            codes = arrays.empty(values.size, np.int8)
+            scales = arrays.empty(-(-values.size // block_size), np.float32)
+            source, workspace = arrays.put(values), self.workspace(arrays, "Int8", values.size, block_size)
+            arguments = source, TYPES[values.dtype], values.size, block_size, codes, scales, workspace
+            self.enqueue("Int8Encode", *arguments)
+            return arrays.get(codes), arrays.get(scales)
+
+    def int8_decode(self, codes: np.ndarray, scales: np.ndarray, block_size: int, *, offset: int = 0):
+        """Returns the values."""
+        with self.arrays(offset) as arrays:
+            values = arrays.empty(codes.size, np.float32)
+            self.enqueue("Int8Decode", arrays.put(codes), arrays.put(scales), codes.size, block_size, values)
+            return arrays.get(values)
+
+    def int8_accumulate(self, codes, scales, accumulator: np.ndarray, block_size: int, *, offset: int = 0):
+        """Returns the sums."""
+        with self.arrays(offset) as arrays:
+            sums = arrays.put(accumulator)
+            self.enqueue("Int8Accumulate", arrays.put(codes), arrays.put(scales), codes.size, block_size, sums)
+            return arrays.get(sums)
+
+    def int8_reduce(self, codes, scales, values: np.ndarray, block_size: int, *, in_place=False, offset: int = 0):
+        """Returns (codes, scales) of the sums, which with `in_place` overwrite the arguments' copies."""
+        with self.arrays(offset) as arrays:
+            sources = arrays.put(codes), arrays.put(scales)
+            targets = (
+                sources if in_place else (arrays.empty(codes.size, np.int8), arrays.empty(scales.size, np.float32))
+            )
+            source, workspace = arrays.put(values), self.workspace(arrays, "Int8", values.size, block_size)
+            arguments = source, TYPES[values.dtype], values.size, block_size, *targets, workspace
+            self.enqueue("Int8Reduce", *sources, *arguments)
+            return tuple(arrays.get(target) for target in targets)
+
+    def truncate16_encode(self, values: np.ndarray, round_to_nearest: bool, *, offset: int = 0):
+        """Returns the halves."""
+        with self.arrays(offset) as arrays:
+            halves = arrays.empty(values.size, np.uint16)
+            source = arrays.put(values)
+            self.enqueue("Truncate16Encode", source, TYPES[values.dtype], values.size, round_to_nearest, halves)
+            return arrays.get(halves)
+
+    def truncate16_decode(self, halves: np.ndarray, *, offset: int = 0):
+        """Returns the values."""
+        with self.arrays(offset) as arrays:
+            values = arrays.empty(halves.size, np.float32)
+            self.enqueue("Truncate16Decode", arrays.put(halves), halves.size, values)
+            return arrays.get(values)
+
+    def copy(self, array: np.ndarray, *, offset: int = 0):
+        """Returns a copy."""
+        with self.arrays(offset) as arrays:
+            target = arrays.empty(array.size, array.dtype)
+            self.enqueue("Copy", arrays.put(array), array.nbytes, target)
+            return arrays.get(target)
