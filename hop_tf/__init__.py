@@ -17,12 +17,23 @@ if not _os.path.exists(_os.path.join(__path__[0], "strategies", "__init__.py")):
 _PUBLIC = {
     "CommunicationOptions": "hop_tf.options",
     "HopStrategy": "hop_tf.strategies.hop",
+    "SkipIterations": "hop_tf.strategies.hop_settings",
     "Topology": "hop_tf.topology",
     "errors": "hop_tf.errors",
+    "simulate": "hop_tf.simulate",
     "testing": "hop_tf.testing",
 }
 
-__all__ = ["CommunicationOptions", "HopStrategy", "Topology", "__version__", "errors", "testing"]
+__all__ = [
+    "CommunicationOptions",
+    "HopStrategy",
+    "SkipIterations",
+    "Topology",
+    "__version__",
+    "errors",
+    "simulate",
+    "testing",
+]
 
 
 def __getattr__(name):

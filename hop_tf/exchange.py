@@ -41,12 +41,14 @@ class Outgoing:
 class Incoming:
     """What the graph gets back for the `Outgoing` of the same step and segment. Delivered in order.
 
-    The arrays are handed over to TensorFlow: nobody writes to them afterwards.
+    The arrays are handed over to TensorFlow: nobody writes to them afterwards. The training steps that follow may be
+    passed over: the next `Outgoing` then has the number `step + 1 + num_skipped`.
     """
 
     step: int
     segment: int
     buckets: tuple[np.ndarray, ...]
+    num_skipped: int = 0
 
 
 class Exchange(abc.ABC):
@@ -106,7 +108,7 @@ class ExchangeRunner:
         with tf.init_scope(), tf.device("/cpu:0"):
             # One step in flight, and room for the marker that ends a session.
             self._outbox = tf.queue.FIFOQueue(2, [tf.int64, tf.int32, *packing.dtypes])
-            self._results = tf.queue.FIFOQueue(2, [tf.int64, tf.int32, tf.string, *packing.dtypes])
+            self._results = tf.queue.FIFOQueue(2, [tf.int64, tf.int32, tf.int64, tf.string, *packing.dtypes])
         self._no_error = tf.constant("")
         self._thread = threading.Thread(target=self._run, name=f"hop_tf exchange {name}", daemon=True)
         self._thread.start()
@@ -127,7 +129,7 @@ class ExchangeRunner:
         with tf.device("/cpu:0"):
             return self._outbox.enqueue([step, tf.constant(segment, tf.int32), *buckets])
 
-    def collect(self, step: tf.Tensor, segment: int) -> list[tf.Tensor]:
+    def collect(self, step: tf.Tensor, segment: int) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Emits the ops that take the scheme's result for `step` and `segment`.
 
         Args:
@@ -135,19 +137,21 @@ class ExchangeRunner:
           segment: Index of the segment.
 
         Returns:
-          One flat tensor per bucket. Their consumers wait, for as long as the scheme does.
+          One flat tensor per bucket, and int64 scalar `Incoming.num_skipped`. Their consumers wait, for as long as the
+          scheme does.
 
         Raises:
           tf.errors.InvalidArgumentError: When executed, if the scheme failed; the text is the failure's.
         """
         with tf.device("/cpu:0"):
-            got_step, got_segment, error, *buckets = self._results.dequeue()
+            got_step, got_segment, num_skipped, error, *buckets = self._results.dequeue()
             in_order = tf.logical_and(tf.equal(got_step, step), tf.equal(got_segment, segment))
             with tf.control_dependencies([tf.debugging.Assert(in_order, [error, got_step, step], summarize=1)]):
                 buckets = [tf.identity(bucket) for bucket in buckets]
+                num_skipped = tf.identity(num_skipped)
         for bucket, size in zip(buckets, self._packing.sizes, strict=True):
             bucket.set_shape([size])
-        return buckets
+        return buckets, tf.reshape(num_skipped, [])
 
     # Around it.
 
@@ -208,7 +212,8 @@ class ExchangeRunner:
             self._put(poison, tf.constant(f"{type(failure).__name__}: {failure}"))
 
     def _put(self, incoming: Incoming, error: tf.Tensor) -> None:
-        tags = [tf.constant(incoming.step, tf.int64), tf.constant(incoming.segment, tf.int32)]
+        tags = (incoming.step, incoming.segment, incoming.num_skipped)
+        tags = [tf.constant(tag, dtype) for tag, dtype in zip(tags, self._results.dtypes, strict=False)]
         enqueue_arrays(self._results, [*tags, error, *incoming.buckets])
 
     def _step(self, outgoing: Outgoing) -> Incoming:

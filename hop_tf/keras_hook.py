@@ -6,7 +6,7 @@ Under an unmodified `fit`, one training step runs through these hooks, in this o
       forward, backward, clipping, decay
       ReplicaContext.all_reduce(gradients)   -> identity: there is one replica a process
       ReplicaContext.merge_call(update)      -> TrainingHooks.exchange: the scheme's half of the graph
-        optimizer update
+        optimizer update                     -> TrainingHooks.after_update
                                              -> TrainingHooks.leave_step
 
 Hooks run while the step is traced and emit operations; with `run_eagerly=True` they run in every step.
@@ -69,8 +69,23 @@ class TrainingHooks(abc.ABC):
         """Called right before `optimizer` updates `variables`; returns the gradients that it is to apply."""
 
     @abc.abstractmethod
+    def after_update(self, optimizer: Any, trace: StepTrace, variables: list[tf.Variable]) -> None:
+        """Called right after `optimizer` has updated `variables`; follows every `exchange`."""
+
+    @abc.abstractmethod
+    def around_step(self, model: keras.Model, step: Callable[[], Any]) -> Any:
+        """Called with the whole of a `train_step` of `model`, enter_step to leave_step; runs it or passes it over."""
+
+    @abc.abstractmethod
     def leave_step(self, trace: StepTrace) -> None:
         """Called when `fn` has returned."""
+
+
+def trained_model(fn: Callable) -> keras.Model | None:
+    """The model whose `train_step` is `fn`; None for any other function."""
+    method = inspect.unwrap(fn)  # `Strategy.run` wraps it for AutoGraph.
+    owner = getattr(method, "__self__", None) if getattr(method, "__name__", "") == "train_step" else None
+    return owner if isinstance(owner, keras.Model) else None
 
 
 class StepTrace:
@@ -80,14 +95,14 @@ class StepTrace:
       model: The model whose `train_step` is `fn`; None for any other function.
       started_at: `tf.timestamp()` at the start of the step, where somebody wants to know.
       num_updates: Optimizer updates seen so far.
+      num_skipped: For each exchange group, how many steps its scheme wants to pass over (a tensor).
     """
 
     def __init__(self, fn: Callable):
-        method = inspect.unwrap(fn)  # `Strategy.run` wraps it for AutoGraph.
-        owner = getattr(method, "__self__", None) if getattr(method, "__name__", "") == "train_step" else None
-        self.model = owner if isinstance(owner, keras.Model) else None
+        self.model = trained_model(fn)
         self.started_at: tf.Tensor | None = None
         self.num_updates = 0
+        self.num_skipped: dict[str, tf.Tensor] = {}
         self.inside_loss_scaling = False
         self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         self._at_start: dict[int, tuple[tf.Variable, tf.Tensor]] = {}
@@ -134,6 +149,20 @@ def tf_variables(*lists: Iterable) -> list[tf.Variable]:
     return [v for v in variables if isinstance(v, tf.Variable) and (v.dtype.is_floating or v.dtype.is_integer)]
 
 
+def iterations_variable(optimizer: Any) -> tf.Variable:
+    """What counts an optimizer's steps, each of an accumulated gradient too."""
+    return _innermost(optimizer)._iterations.value
+
+
+def gradient_accumulation_steps(optimizer: Any) -> int:
+    """How many training steps make one update."""
+    return _innermost(optimizer).gradient_accumulation_steps or 1
+
+
+def _innermost(optimizer: Any) -> Any:
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
 def refuse_xla() -> None:
     """Raises ValueError where the step is to be compiled."""
     if not tf.executing_eagerly() and GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
@@ -171,6 +200,9 @@ class _ReplicaContext(one_device_strategy._OneDeviceReplicaContext):
                 merge_fn.__self__, self._trace, [gradient for gradient, _ in grads_and_vars], variables
             )
             args = (list(zip(gradients, variables, strict=True)), *rest)
+            result = super().merge_call(merge_fn, args, kwargs)
+            self._hooks.after_update(merge_fn.__self__, self._trace, variables)
+            return result
         return super().merge_call(merge_fn, args, kwargs)
 
     def _loss_scaled_update(self, merge_fn, args, kwargs):
@@ -185,9 +217,11 @@ class _ReplicaContext(one_device_strategy._OneDeviceReplicaContext):
         gradients = self._hooks.exchange(optimizer, self._trace, list(grads), variables)
         self._trace.inside_loss_scaling = True
         try:
-            return super().merge_call(merge_fn, (gradients, trainable_variables), kwargs)
+            result = super().merge_call(merge_fn, (gradients, trainable_variables), kwargs)
         finally:
             self._trace.inside_loss_scaling = False
+        self._hooks.after_update(optimizer, self._trace, variables)
+        return result
 
 
 class Extended(one_device_strategy.OneDeviceExtended):
@@ -198,20 +232,24 @@ class Extended(one_device_strategy.OneDeviceExtended):
 
     def _call_for_each_replica(self, fn, args, kwargs):
         strategy = self._container_strategy()
-        outermost = self._trace is None
-        if outermost:
-            self._trace = StepTrace(fn)
+        if self._trace is not None:
+            with tf.device(self._device), _ReplicaContext(strategy, self._trace):
+                return fn(*args, **kwargs)
+        model = trained_model(fn)
+        step = functools.partial(self._run_step, fn, args, kwargs)
+        return step() if model is None else strategy.around_step(model, step)
+
+    def _run_step(self, fn, args, kwargs):
+        strategy = self._container_strategy()
+        self._trace = StepTrace(fn)
         try:
-            if outermost:
-                strategy.enter_step(self._trace)
+            strategy.enter_step(self._trace)
             with tf.device(self._device), _ReplicaContext(strategy, self._trace):
                 result = fn(*args, **kwargs)
-            if outermost:
-                strategy.leave_step(self._trace)
+            strategy.leave_step(self._trace)
             return result
         finally:
-            if outermost:
-                self._trace = None
+            self._trace = None
 
     # Datasets stay plain `tf.data.Dataset`s, as without a strategy. TensorFlow's distributed ones iterate through a
     # MultiDeviceIterator, whose background thread was seen to use an iterator that had been deleted, and crash.

@@ -1,18 +1,19 @@
-"""`UpdateQueue` and `TokenQueue`: the two queues that Hop synchronizes with, on TensorFlow's `FIFOQueue`.
+"""Update queues and token queues, which Hop synchronizes with, on TensorFlow's `FIFOQueue`.
 
 A TensorFlow queue can neither be searched nor dequeued with a deadline. So the tags of the entries are kept beside it,
 and an entry is dequeued only when it is known to be there; all waiting is done by the caller (`Membership.wait`).
+Simulations of many ranks use `SimulatedFifo` in its place.
 Every method is called with the rank's monitor held, and none blocks.
 
 References:
-  Luo, Lin, Zhuo, Qian. Hop: Heterogeneity-aware Decentralized Training. ASPLOS 2019, sections 4.1, 4.2 and 6.1.
+  Luo, Lin, Zhuo, Qian. Hop: Heterogeneity-aware Decentralized Training. ASPLOS 2019, sections 4 and 6.1.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -26,6 +27,46 @@ def enqueue_arrays(queue: tf.queue.QueueBase, components: Sequence) -> None:
     `FIFOQueue.enqueue` would convert, that is copy, each component first. A shared array must not be written to again.
     """
     tf.raw_ops.QueueEnqueueV2(handle=queue.queue_ref, components=list(components))
+
+
+class Fifo:
+    """A TensorFlow FIFO queue in this process, of entries that are tuples of arrays.
+
+    Args:
+      capacity: Most entries.
+      dtypes: dtype of each array of an entry.
+    """
+
+    def __init__(self, capacity: int, dtypes: Sequence[tf.DType]):
+        self._queue = tf.queue.FIFOQueue(capacity, dtypes)
+
+    def put(self, entry: Sequence[np.ndarray]) -> None:
+        """Adds an entry; there must be room. Nobody writes to the arrays afterwards."""
+        enqueue_arrays(self._queue, entry)
+
+    def take(self) -> tuple[np.ndarray, ...]:
+        """Removes the oldest entry; there must be one. The arrays are read-only."""
+        components = self._queue.dequeue()
+        arrays = components if isinstance(components, list) else [components]
+        return tuple(np.asarray(array) for array in arrays)
+
+
+class SimulatedFifo:
+    """The same without TensorFlow, which takes most of the time where hundreds of ranks are simulated."""
+
+    def __init__(self, capacity: int, dtypes: Sequence[tf.DType]):
+        self._entries = collections.deque()
+
+    def put(self, entry: Sequence[np.ndarray]) -> None:
+        """See `Fifo`."""
+        self._entries.append(tuple(entry))
+
+    def take(self) -> tuple[np.ndarray, ...]:
+        """See `Fifo`."""
+        return self._entries.popleft()
+
+
+MakeFifo = Callable[[int, Sequence[tf.DType]], Fifo | SimulatedFifo]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,12 +88,15 @@ class UpdateQueue:
       dtypes: dtype of each bucket of an update.
       num_senders: |N_in|, this rank itself not counted.
       max_iteration_gap: How far a neighbor can be ahead.
+      make_fifo: Makes the queues.
     """
 
-    def __init__(self, *, dtypes: Sequence[tf.DType], num_senders: int, max_iteration_gap: int):
+    def __init__(
+        self, *, dtypes: Sequence[tf.DType], num_senders: int, max_iteration_gap: int, make_fifo: MakeFifo = Fifo
+    ):
         self._num_senders = num_senders
         num_queues = max_iteration_gap + 1
-        self._queues = [tf.queue.FIFOQueue(max(1, num_senders), dtypes) for _ in range(num_queues)]
+        self._queues = [make_fifo(max(1, num_senders), dtypes) for _ in range(num_queues)]
         self._tags = [collections.deque() for _ in range(num_queues)]
 
     def enqueue(self, update: Update) -> None:
@@ -68,7 +112,7 @@ class UpdateQueue:
                 f"rank {update.sender} sent an update of iteration {update.iteration} that there is no room for. "
                 f"Waiting here: {sorted(tags)}."
             )
-        enqueue_arrays(self._queues[update.iteration % len(self._queues)], update.buckets)
+        self._queues[update.iteration % len(self._queues)].put(update.buckets)
         tags.append(tag)
 
     def senders(self, iteration: int) -> set[int]:
@@ -82,14 +126,64 @@ class UpdateQueue:
         for tagged, sender in self._tags[index]:
             if tagged != iteration:
                 raise ProtocolError(f"an update of iteration {tagged} lies where {iteration} was expected.")
-            components = self._queues[index].dequeue()
-            buckets = components if isinstance(components, list) else [components]
-            updates.append(Update(tagged, sender, tuple(np.asarray(bucket) for bucket in buckets)))
+            updates.append(Update(tagged, sender, self._queues[index].take()))
         self._tags[index].clear()
         return sorted(updates, key=lambda update: update.sender)
 
+    def drop_older(self, iteration: int) -> int:
+        """Drops the updates of all iterations before `iteration`; returns how many."""
+        num_dropped = 0
+        for queue, tags in zip(self._queues, self._tags, strict=True):
+            while tags and tags[0][0] < iteration:  # All tags of one queue are of one iteration.
+                queue.take()
+                tags.popleft()
+                num_dropped += 1
+        return num_dropped
+
     def __len__(self) -> int:
         return sum(len(tags) for tags in self._tags)
+
+
+class NewestUpdates:
+    """UpdateQ(i) under bounded staleness: of every sender the newest update that was not used yet.
+
+    Args:
+      dtypes: dtype of each bucket of an update.
+      senders: N_in, this rank itself not counted.
+      make_fifo: Makes the queues.
+    """
+
+    def __init__(self, *, dtypes: Sequence[tf.DType], senders: Sequence[int], make_fifo: MakeFifo = Fifo):
+        self._queues = {sender: make_fifo(1, dtypes) for sender in senders}
+        self._waiting: dict[int, int] = {}
+        # The iteration of the newest update ever received, iter_rcv of Figure 9.
+        self.newest = dict.fromkeys(senders, -1)
+
+    def enqueue(self, update: Update) -> bool:
+        """Adds an update; returns whether one that nobody has used made room for it.
+
+        Raises:
+          ProtocolError: If it is not newer than what its sender sent before.
+        """
+        sender = update.sender
+        if update.iteration <= self.newest[sender]:
+            raise ProtocolError(
+                f"rank {sender} sent an update of iteration {update.iteration} after one of {self.newest[sender]}."
+            )
+        superseded = sender in self._waiting
+        if superseded:
+            self._queues[sender].take()
+        self._queues[sender].put(update.buckets)
+        self._waiting[sender] = self.newest[sender] = update.iteration
+        return superseded
+
+    def dequeue(self) -> list[Update]:
+        """Takes what is here, in the order of the senders."""
+        waiting, self._waiting = sorted(self._waiting.items()), {}
+        return [Update(iteration, sender, self._queues[sender].take()) for sender, iteration in waiting]
+
+    def __len__(self) -> int:
+        return len(self._waiting)
 
 
 class TokenQueue:
@@ -102,32 +196,47 @@ class TokenQueue:
       num_initial: Tokens at the start: max_iteration_gap - 1 (Fig. 7, line 5).
       capacity: Most tokens that can ever be here. As Theorem 2 bounds Iter(j) - Iter(i), that is
         max_iteration_gap * (length(Path_{j->i}) + 1). The path is the way back: j is an out-neighbor of i.
+      make_fifo: Makes the queue.
     """
 
-    def __init__(self, *, num_initial: int, capacity: int):
+    def __init__(self, *, num_initial: int, capacity: int, make_fifo: MakeFifo = Fifo):
         self._capacity = capacity
-        self._queue = tf.queue.FIFOQueue(capacity, [tf.int64], shapes=[[]])
+        self._queue = make_fifo(capacity, [tf.int64])
         self._size = 0
-        for _ in range(num_initial):
-            self.put(0)
+        self._iteration = 0
+        self.put(0, num_initial)
 
-    def put(self, iteration: int) -> None:
-        """Adds the token that j inserts on entering `iteration`.
+    @property
+    def iteration(self) -> int:
+        """The iteration of the newest token: j was there when it sent it, and is there now or further."""
+        return self._iteration
+
+    def put(self, iteration: int, num_tokens: int = 1) -> None:
+        """Adds the tokens that j inserts on entering `iteration`.
 
         Raises:
-          ProtocolError: If there are more tokens than the protocol allows.
+          ProtocolError: If there are more tokens than the protocol allows, or their number is negative.
         """
-        if self._size == self._capacity:
-            raise ProtocolError(f"a token for iteration {iteration} came although {self._size} are here.")
-        self._queue.enqueue(tf.constant(iteration, tf.int64))
-        self._size += 1
+        if not 0 <= num_tokens <= self._capacity - self._size:
+            raise ProtocolError(
+                f"{num_tokens} tokens for iteration {iteration} came where {self._size} of {self._capacity} are."
+            )
+        for _ in range(num_tokens):
+            self._queue.put([np.int64(iteration)])
+        self._size += num_tokens
+        self._iteration = max(self._iteration, iteration)
 
-    def take(self) -> int:
-        """Removes the oldest token and returns the iteration it was inserted for."""
-        if not self._size:
-            raise ProtocolError("a token was taken from an empty queue.")
-        self._size -= 1
-        return int(self._queue.dequeue())
+    def take(self, num_tokens: int = 1) -> None:
+        """Removes the oldest tokens.
+
+        Raises:
+          ProtocolError: If there are not so many.
+        """
+        if num_tokens > self._size:
+            raise ProtocolError(f"{num_tokens} tokens were to be taken where {self._size} are.")
+        for _ in range(num_tokens):
+            self._queue.take()
+        self._size -= num_tokens
 
     def __len__(self) -> int:
         return self._size

@@ -7,7 +7,7 @@ import atexit
 import contextlib
 import enum
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import keras
 import tensorflow as tf
@@ -28,6 +28,7 @@ from hop_tf.keras_hook import (
 )
 from hop_tf.options import CommunicationOptions
 from hop_tf.report import ReportWriter, StepStatistics, static_identity
+from hop_tf.skipping import StepSkipping
 from hop_tf.worker import ExchangeContext, Group, Worker
 
 
@@ -42,7 +43,8 @@ class _Sharding(enum.Enum):
 class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
     """Base of the strategies: one replica in this process, which exchanges with other processes' replicas.
 
-    Subclasses give an `Exchange` (`_make_exchange`) and its half of the training graph (`_before_update`).
+    Subclasses give an `Exchange` (`_make_exchange`) and its half of the training graph (`_before_update` and
+    `_after_update`).
 
     Use as any `tf.distribute.Strategy`: build and compile the model in `scope()`, then call `fit`. In a world of one
     (no `TF_CONFIG`), models train as they do without a strategy.
@@ -53,6 +55,7 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
       communication_options: Deadlines, credentials, records.
       identity: The scheme's settings; must be equal on all ranks.
       neighbors: Ranks that the scheme exchanges messages with.
+      skips_steps: Whether the scheme may pass over training steps (`Incoming.num_skipped`).
 
     Raises:
       HopError: If this rank's address cannot be bound.
@@ -67,6 +70,7 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
         communication_options: CommunicationOptions | None,
         identity: Mapping[str, str],
         neighbors: Iterable[int],
+        skips_steps: bool = False,
     ):
         if keras.backend.backend() != "tensorflow":
             raise RuntimeError(
@@ -86,6 +90,7 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
         self._sharding = _Sharding.NONE
         self._local_datasets: weakref.WeakSet[tf.data.Dataset] = weakref.WeakSet()
         self._inside_keras = 0
+        self._skipping = StepSkipping() if skips_steps and cluster.world_size > 1 else None
         self._worker = None
         self._writer = ReportWriter(self.report, self._options, self.rank)
         if cluster.world_size > 1:
@@ -109,8 +114,8 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
         """Makes the scheme's `Exchange` for a new group."""
 
     @abc.abstractmethod
-    def _before_update(self, group: Group, values: Sequence[tf.Tensor], gradients: list) -> list:
-        """Emits the scheme's half of the graph, before the optimizer updates the variables.
+    def _before_update(self, group: Group, values: Sequence[tf.Tensor], gradients: list) -> tuple[list, tf.Tensor]:
+        """Emits what the scheme does before the optimizer updates the variables.
 
         Args:
           group: The exchange group of the optimizer.
@@ -118,8 +123,20 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
           gradients: The local gradients, as the optimizer got them.
 
         Returns:
-          The gradients that the optimizer is to apply.
+          The gradients that the optimizer is to apply, and `Incoming.num_skipped`.
         """
+
+    def _after_update(self, group: Group, num_skipped: tf.Tensor) -> tf.Tensor:
+        """Emits what the scheme does after the update.
+
+        Args:
+          group: The exchange group of the optimizer.
+          num_skipped: What `_before_update` has returned.
+
+        Returns:
+          int64 scalar: how many steps are to be passed over.
+        """
+        return num_skipped
 
     # What users call.
 
@@ -333,10 +350,27 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
         gradients = self._emulate_compute(trace, gradients)
         if self._worker is None:
             return gradients
+        if self._skipping is not None:
+            self._skipping.note(optimizer, trace.model)
         group = self._group_of(optimizer, trace, variables)
         trace.claim(group.variables)
         values = [trace.value_at_start(variable) for variable in group.variables]
-        return self._before_update(group, values, gradients)
+        gradients, trace.num_skipped[group.name] = self._before_update(group, values, gradients)
+        return gradients
+
+    def after_update(self, optimizer, trace: StepTrace, variables: list[tf.Variable]) -> None:
+        """Runs what the scheme does after the update, and ends the group's step."""
+        if self._worker is None:
+            return
+        group = self._groups[optimizer][_key(variables)]
+        num_skipped = self._after_update(group, trace.num_skipped[group.name])
+        group.end_step(num_skipped)
+        if self._skipping is not None:
+            self._skipping.skip(num_skipped)
+
+    def around_step(self, model: keras.Model, step: Callable[[], object]) -> object:
+        """Runs the step, unless it is to be passed over."""
+        return step() if self._skipping is None else self._skipping.run(step)
 
     def _emulate_compute(self, trace: StepTrace, gradients: list) -> list:
         if self._emulated_compute is None or trace.started_at is None:
@@ -345,7 +379,7 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
 
     def _group_of(self, optimizer, trace: StepTrace, variables: list[tf.Variable]) -> Group:
         groups = self._groups.setdefault(optimizer, {})
-        key = tuple(id(variable) for variable in variables)
+        key = _key(variables)
         if key not in groups:
             carried = trace.unclaimed_assigned()
             with tf.init_scope():
@@ -381,6 +415,10 @@ def training_cluster(resolver: tf.distribute.cluster_resolver.ClusterResolver | 
             "Received: a task of another type in TF_CONFIG (or --num_ps of the launcher)."
         )
     return cluster
+
+
+def _key(variables: Sequence[tf.Variable]) -> tuple[int, ...]:
+    return tuple(id(variable) for variable in variables)
 
 
 def _call_weakly(method: weakref.WeakMethod) -> None:

@@ -26,6 +26,7 @@ from hop_tf.membership import Membership
 from hop_tf.monitor import ThreadMonitor
 from hop_tf.options import CommunicationOptions
 from hop_tf.packing import Packing, TensorSpec
+from hop_tf.queues import Fifo, MakeFifo
 from hop_tf.report import StepStatistics
 from hop_tf.transport import TcpTransport
 
@@ -43,6 +44,7 @@ class ExchangeContext:
       packing: The buckets.
       membership: Waiting, departures, and the transport.
       pool: Where large arrays come from.
+      make_fifo: Makes a scheme's queues.
     """
 
     group: str
@@ -50,6 +52,7 @@ class ExchangeContext:
     packing: Packing
     membership: Membership
     pool: BufferPool
+    make_fifo: MakeFifo = Fifo
 
 
 @dataclasses.dataclass
@@ -76,20 +79,33 @@ class Group:
     step: tf.Variable
     statistics: StepStatistics
 
-    def submit(self, values: Sequence[tf.Tensor]) -> None:
+    def submit(self, values: Sequence[tf.Tensor], segment: int = 0) -> None:
         """Emits the op that hands `values`, one tensor per variable, to the scheme."""
-        self.runner.submit(self.step.read_value(), 0, self.packing.pack(values))
+        self.runner.submit(self.step.read_value(), segment, self.packing.pack(values))
 
-    def collect(self, gradients: Sequence) -> list[tf.Tensor]:
-        """Emits the ops that take the scheme's result for this step, one tensor per variable, and end the step.
+    def collect(self, computed: Sequence, segment: int = 0) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """Emits the ops that take the scheme's result for this step.
 
-        `gradients` are what the step computes meanwhile: to wait longer than for them counts as waiting.
+        Args:
+          computed: What the step computes meanwhile: to wait longer than for this counts as waiting.
+          segment: The segment that was submitted.
+
+        Returns:
+          One tensor per variable, and int64 scalar: how many training steps are to be passed over after this one.
         """
-        buckets = self.runner.collect(self.step.read_value(), 0)
-        computed = [g for g in tf.nest.flatten(gradients, expand_composites=True) if g is not None]
+        buckets, num_skipped = self.runner.collect(self.step.read_value(), segment)
+        computed = [each for each in tf.nest.flatten(computed, expand_composites=True) if each is not None]
         self.statistics.count_wait(computed, buckets)
-        self.step.assign_add(1)
-        return self.packing.unpack(buckets)
+        return self.packing.unpack(buckets), num_skipped
+
+    def add(self, changes: Sequence[tf.Tensor]) -> None:
+        """Emits the ops that add a change to each variable."""
+        for variable, change in zip(self.variables, changes, strict=True):
+            variable.assign_add(change)
+
+    def end_step(self, num_skipped: tf.Tensor | int = 0) -> None:
+        """Emits the op that ends this step, and passes over the next `num_skipped` of the scheme's steps."""
+        self.step.assign_add(1 + num_skipped)
 
     def close(self) -> None:
         """Ends the thread and takes no more messages."""

@@ -4,7 +4,7 @@ import numpy as np
 import tensorflow as tf
 
 from hop_tf.errors import ProtocolError
-from hop_tf.queues import TokenQueue, Update, UpdateQueue
+from hop_tf.queues import NewestUpdates, TokenQueue, Update, UpdateQueue
 
 
 def _update(iteration, sender):
@@ -51,21 +51,56 @@ class UpdateQueueTest(tf.test.TestCase):
         with self.assertRaisesRegex(ProtocolError, "rank 1 sent an update of iteration 0"):
             queue.enqueue(_update(0, 1))
 
+    def test_drops_what_is_older(self):
+        queue = _queue()
+        for iteration, sender in ((0, 0), (1, 0), (1, 1), (2, 1)):
+            queue.enqueue(_update(iteration, sender))
+        self.assertEqual(queue.drop_older(2), 3)
+        self.assertLen(queue, 1)
+        self.assertEqual([update.sender for update in queue.dequeue(2)], [1])
+
+
+class NewestUpdatesTest(tf.test.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.queue = NewestUpdates(dtypes=[tf.float32, tf.float64], senders=[0, 2])
+
+    def test_keeps_the_newest_of_each_sender(self):
+        superseded = [self.queue.enqueue(_update(*tag)) for tag in ((0, 2), (1, 0), (3, 2))]
+        self.assertEqual(superseded, [False, False, True])
+        self.assertLen(self.queue, 2)
+        updates = self.queue.dequeue()
+        self.assertEqual([(update.sender, update.iteration) for update in updates], [(0, 1), (2, 3)])
+        self.assertAllEqual(updates[1].buckets[0], np.full(16, 302.0))
+        self.assertEmpty(self.queue)
+        self.assertEqual(self.queue.newest, {0: 1, 2: 3})
+
+    def test_an_update_is_newer_than_the_one_before(self):
+        self.queue.enqueue(_update(2, 0))
+        self.queue.dequeue()
+        with self.assertRaisesRegex(ProtocolError, "rank 0 sent an update of iteration 2 after one of 2"):
+            self.queue.enqueue(_update(2, 0))
+
 
 class TokenQueueTest(tf.test.TestCase):
     def test_counts_tokens(self):
         tokens = TokenQueue(num_initial=2, capacity=4)
-        tokens.put(7)
-        self.assertLen(tokens, 3)
-        self.assertEqual([tokens.take() for _ in range(3)], [0, 0, 7])
+        self.assertEqual(tokens.iteration, 0)
+        tokens.put(7, 2)
+        self.assertLen(tokens, 4)
+        self.assertEqual(tokens.iteration, 7)
+        tokens.take(3)
+        tokens.take()
         self.assertEmpty(tokens)
 
     def test_refuses_what_the_protocol_cannot_produce(self):
         tokens = TokenQueue(num_initial=1, capacity=1)
-        with self.assertRaisesRegex(ProtocolError, "token for iteration 3"):
+        with self.assertRaisesRegex(ProtocolError, "1 tokens for iteration 3"):
             tokens.put(3)
+        with self.assertRaisesRegex(ProtocolError, "-1 tokens"):
+            tokens.put(3, -1)
         tokens.take()
-        with self.assertRaisesRegex(ProtocolError, "empty"):
+        with self.assertRaisesRegex(ProtocolError, "1 tokens were to be taken where 0 are"):
             tokens.take()
 
 

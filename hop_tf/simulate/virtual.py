@@ -1,16 +1,8 @@
-"""Deterministic simulation of a scheme: its own code, on a virtual clock, in one process.
-
-Every rank runs the scheme's real `Exchange` and `Membership`. Only what they stand on is replaced: the monitor's clock
-is virtual, and the transport delivers after a given link time. One rank runs at a time, and the order is fixed by the
-virtual time, so a run depends on nothing but its arguments, and a deadlock is seen at once: no event is left.
-"""
+"""What a scheme stands on, on a virtual clock: monitor, transport and cluster."""
 
 from __future__ import annotations
 
-import heapq
-import itertools
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -18,117 +10,8 @@ from hop_tf.buffers import BufferPool
 from hop_tf.membership import Membership
 from hop_tf.monitor import Monitor
 from hop_tf.options import CommunicationOptions
+from hop_tf.simulate.scheduler import Process, Scheduler
 from hop_tf.transport.base import Handler, Message, PeerStatus, Transport
-
-
-class DeadlockError(RuntimeError):
-    """Some simulated ranks wait, and nothing can happen any more."""
-
-
-class Scheduler:
-    """A virtual clock with events, and processes of which one runs at a time.
-
-    Attributes:
-      now: Virtual time in seconds.
-    """
-
-    def __init__(self):
-        self.now = 0.0
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._sequence = itertools.count()
-        self._processes: list[_Process] = []
-
-    def call_at(self, time: float, callback: Callable[[], None]) -> None:
-        """Calls `callback` when the clock reaches `time`; events of one time run in the order of these calls."""
-        heapq.heappush(self._events, (max(time, self.now), next(self._sequence), callback))
-
-    def spawn(self, name: str, body: Callable[[], None]) -> None:
-        """Starts a process at the current time."""
-        process = _Process(name, body)
-        self._processes.append(process)
-        self.call_at(self.now, process.resume)
-
-    def sleep(self, seconds: float) -> None:
-        """Lets virtual time pass for the calling process."""
-        process = self.current()
-        self.call_at(self.now + seconds, process.resume)
-        process.park()
-
-    def current(self) -> _Process:
-        """The process that runs now."""
-        return next(p for p in self._processes if p.thread is threading.current_thread())
-
-    def run(self) -> None:
-        """Runs until every process has ended.
-
-        Raises:
-          DeadlockError: If processes wait for something that cannot happen.
-          BaseException: The first one that a process raised.
-        """
-        try:
-            while self._events:
-                self.now, _, callback = heapq.heappop(self._events)
-                callback()
-                for process in self._processes:
-                    if process.error is not None:
-                        raise process.error
-            waiting = [process.name for process in self._processes if not process.ended]
-            if waiting:
-                raise DeadlockError(f"at {self.now:.6f} s nothing can happen any more. Waiting: {waiting}.")
-        finally:
-            for process in self._processes:
-                process.abandon()
-
-
-class _Abandoned(BaseException):
-    """Unwinds a process that will never be resumed."""
-
-
-class _Process:
-    """A thread that runs only between `resume` and its next `park`."""
-
-    def __init__(self, name: str, body: Callable[[], None]):
-        self.name = name
-        self.error: BaseException | None = None
-        self.ended = False
-        self._body = body
-        self._abandoned = False
-        self._turn = threading.Semaphore(0)
-        self._parked = threading.Semaphore(0)
-        self.thread = threading.Thread(target=self._run, name=f"hop_tf simulated {name}", daemon=True)
-        self.thread.start()
-
-    def resume(self) -> None:
-        """Runs the process until it parks or ends. Called by the scheduler."""
-        if not self.ended:
-            self._turn.release()
-            self._parked.acquire()
-
-    def park(self) -> None:
-        """Gives the turn back. Called by the process."""
-        self._parked.release()
-        self._turn.acquire()
-        if self._abandoned:
-            raise _Abandoned
-
-    def abandon(self) -> None:
-        """Ends the thread wherever it is parked."""
-        self._abandoned = True
-        self.resume()
-        self.thread.join()
-
-    def _run(self) -> None:
-        self._turn.acquire()
-        try:
-            if not self._abandoned:
-                self._body()
-        except _Abandoned:
-            pass
-        except BaseException as error:
-            self.error = error
-        finally:
-            self.ended = True
-            self._parked.release()
 
 
 class VirtualMonitor(Monitor):
@@ -136,7 +19,7 @@ class VirtualMonitor(Monitor):
 
     def __init__(self, scheduler: Scheduler):
         self._scheduler = scheduler
-        self._waiting: list[_Process] = []
+        self._waiting: list[Process] = []
 
     def now(self) -> float:
         """See `Monitor`."""
@@ -152,7 +35,7 @@ class VirtualMonitor(Monitor):
         """See `Monitor`."""
         waiting, self._waiting = self._waiting, []
         for process in waiting:
-            self._scheduler.call_at(self._scheduler.now, process.resume)
+            self._scheduler.resume_at(self._scheduler.now, process)
 
     def wait(self, timeout_seconds: float) -> None:
         """Waits until notified. The time limit is ignored: without a notification nothing has changed."""
@@ -225,10 +108,7 @@ class VirtualTransport(Transport):
     ) -> None:
         """See `Transport`. Never blocks."""
         del check
-        joined = np.concatenate([np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in payload] or [_NOTHING])
-        data = self._pool.take(joined.nbytes)
-        data[:] = joined
-        data.flags.writeable = False
+        data = self._joined(payload) if payload else _NOTHING
         num_bytes = len(header) + data.nbytes
         self._count("sent", num_bytes)
         arrival = self._scheduler.now + self._link_seconds(self._rank, peer, num_bytes)
@@ -236,6 +116,13 @@ class VirtualTransport(Transport):
         self._last_arrival[peer, lane] = arrival
         message = Message(self._rank, queue, header, data)
         self._scheduler.call_at(arrival, lambda: self._network[peer]._deliver(message))
+
+    def _joined(self, payload: Sequence[np.ndarray]) -> np.ndarray:
+        parts = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in payload]
+        data = self._pool.take(sum(part.nbytes for part in parts))
+        np.concatenate(parts, out=data)
+        data.flags.writeable = False
+        return data
 
     def _deliver(self, message: Message) -> None:
         self._count("received", len(message.header) + message.payload.nbytes)
@@ -266,6 +153,11 @@ class VirtualTransport(Transport):
 
 
 _NOTHING = np.empty(0, np.uint8)
+_NOTHING.flags.writeable = False
+
+
+# Who waits for ever is found at once, in whatever virtual time.
+_WITHOUT_DEADLINES = CommunicationOptions(timeout_seconds=1e9, progress_timeout_seconds=1e9)
 
 
 class VirtualCluster:
@@ -274,14 +166,20 @@ class VirtualCluster:
     Args:
       world_size: Number of ranks.
       link_seconds: See `VirtualTransport`. Default: messages take no time.
+      peers: `peers(rank)`: the ranks that a rank deals with. Default: all.
 
     Attributes:
       scheduler: The clock and the processes.
-      memberships: One for each rank; every rank is a peer of every other.
+      memberships: One for each rank.
       pool: Buffers for the ranks' arrays.
     """
 
-    def __init__(self, world_size: int, link_seconds: Callable[[int, int, int], float] | None = None):
+    def __init__(
+        self,
+        world_size: int,
+        link_seconds: Callable[[int, int, int], float] | None = None,
+        peers: Callable[[int], Iterable[int]] | None = None,
+    ):
         self.scheduler = Scheduler()
         self.pool = BufferPool()
         network: dict[int, VirtualTransport] = {}
@@ -294,9 +192,9 @@ class VirtualCluster:
                     link_seconds=link_seconds or (lambda sender, receiver, num_bytes: 0.0),
                 ),
                 monitor=VirtualMonitor(self.scheduler),
-                options=CommunicationOptions(),
+                options=_WITHOUT_DEADLINES,
                 world_size=world_size,
-                peers=range(world_size),
+                peers=range(world_size) if peers is None else peers(rank),
             )
             for rank in range(world_size)
         ]

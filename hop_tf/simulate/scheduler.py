@@ -1,0 +1,127 @@
+"""A virtual clock, and processes that take turns on it."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+from collections.abc import Callable
+
+
+class DeadlockError(RuntimeError):
+    """Some simulated ranks wait, and nothing can happen any more."""
+
+
+class Scheduler:
+    """A virtual clock with events, and processes of which one runs at a time.
+
+    Attributes:
+      now: Virtual time in seconds.
+    """
+
+    def __init__(self):
+        self.now = 0.0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._sequence = itertools.count()
+        self._processes: list[Process] = []
+        self._running: Process | None = None
+
+    def call_at(self, time: float, callback: Callable[[], None]) -> None:
+        """Calls `callback` when the clock reaches `time`; events of one time run in the order of these calls."""
+        heapq.heappush(self._events, (max(time, self.now), next(self._sequence), callback))
+
+    def spawn(self, name: str, body: Callable[[], None]) -> None:
+        """Starts a process at the current time."""
+        process = Process(name, body)
+        self._processes.append(process)
+        self.resume_at(self.now, process)
+
+    def resume_at(self, time: float, process: Process) -> None:
+        """Lets `process` go on when the clock reaches `time`."""
+        self.call_at(time, lambda: self._resume(process))
+
+    def _resume(self, process: Process) -> None:
+        self._running = process
+        process.resume()
+        self._running = None
+        if process.error is not None:
+            raise process.error
+
+    def sleep(self, seconds: float) -> None:
+        """Lets virtual time pass for the calling process."""
+        process = self.current()
+        self.resume_at(self.now + seconds, process)
+        process.park()
+
+    def current(self) -> Process:
+        """The process that runs now."""
+        return self._running
+
+    def run(self) -> None:
+        """Runs until every process has ended.
+
+        Raises:
+          DeadlockError: If processes wait for something that cannot happen.
+          BaseException: The first one that a process raised.
+        """
+        try:
+            while self._events:
+                self.now, _, callback = heapq.heappop(self._events)
+                callback()
+            waiting = [process.name for process in self._processes if not process.ended]
+            if waiting:
+                raise DeadlockError(f"at {self.now:.6f} s nothing can happen any more. Waiting: {waiting}.")
+        finally:
+            for process in self._processes:
+                process.abandon()
+
+
+class _Abandoned(BaseException):
+    """Unwinds a process that will never be resumed."""
+
+
+class Process:
+    """A thread that runs only between `resume` and its next `park`."""
+
+    def __init__(self, name: str, body: Callable[[], None]):
+        self.name = name
+        self.error: BaseException | None = None
+        self.ended = False
+        self._body = body
+        self._abandoned = False
+        self._turn = threading.Semaphore(0)
+        self._parked = threading.Semaphore(0)
+        self.thread = threading.Thread(target=self._run, name=f"hop_tf simulated {name}", daemon=True)
+        self.thread.start()
+
+    def resume(self) -> None:
+        """Runs the process until it parks or ends. Called by the scheduler."""
+        if not self.ended:
+            self._turn.release()
+            self._parked.acquire()
+
+    def park(self) -> None:
+        """Gives the turn back. Called by the process."""
+        self._parked.release()
+        self._turn.acquire()
+        if self._abandoned:
+            raise _Abandoned
+
+    def abandon(self) -> None:
+        """Ends the thread wherever it is parked."""
+        self._abandoned = True
+        self.resume()
+        self.thread.join()
+
+    def _run(self) -> None:
+        self._turn.acquire()
+        try:
+            if not self._abandoned:
+                self._body()
+        except _Abandoned:
+            pass
+        except BaseException as error:
+            self.error = error
+        finally:
+            self.ended = True
+            self._parked.release()

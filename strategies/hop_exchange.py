@@ -1,0 +1,187 @@
+"""The communication of Hop at one rank. See `hop_tf.strategies.hop`, whose line numbers are cited here."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from hop_tf.arithmetic import weighted_differences
+from hop_tf.collectives import BULK_LANE
+from hop_tf.errors import HopError, ProtocolError
+from hop_tf.exchange import Exchange, Incoming, Outgoing
+from hop_tf.queues import Update
+from hop_tf.strategies.hop_pacing import make_pacing
+from hop_tf.strategies.hop_reception import make_reception
+from hop_tf.strategies.hop_settings import HopSettings
+from hop_tf.topology import Topology
+from hop_tf.transport.base import Message
+from hop_tf.worker import ExchangeContext
+
+_HEADER = struct.Struct("<qq")  # session, iteration
+
+# Segments of a step: the ordinary round trip, and the one before a jump.
+STEP, RENEWAL = 0, 1
+
+
+class HopExchange(Exchange):
+    """Figure 7's communication at one rank, with Recv and Reduce of Figure 8 or 9 and the jumps of section 5.
+
+    Args:
+      context: Membership, packing and buffers of the group.
+      topology: The communication graph.
+      settings: The mechanisms.
+    """
+
+    def __init__(self, context: ExchangeContext, *, topology: Topology, settings: HopSettings):
+        self._context = context
+        self._group = context.group
+        self._packing = context.packing
+        self._membership = context.membership
+        self._pool = context.pool
+        self._monitor = context.membership.monitor
+        self._rank = self._membership.rank
+        self._topology = topology
+        self._settings = settings
+        self._in_neighbors = topology.in_neighbors(self._rank)
+        self._out_neighbors = topology.out_neighbors(self._rank)
+        self._queue_name = f"updates/{self._group}"
+        self._pacing = make_pacing(context, topology, settings)
+        self._num_late = self._num_withheld = self._num_jumps = self._num_skipped = 0
+        self._begin(context.session)
+        self._membership.transport.register(self._queue_name, self._on_update)
+        self._pacing.start()
+
+    def reset(self, session: int) -> None:
+        with self._monitor:
+            self._num_late += self._reception.num_late
+            self._pacing.reset(session)
+            self._begin(session)
+
+    def _begin(self, session: int) -> None:
+        self._session = session
+        self.iteration = 0
+        self._num_entered = 0
+        self._target = 0  # The iteration that follows.
+        self._sent_steps = 0
+        self._known_departed: set[int] = set()
+        weights = self._topology.weights(self._rank)
+        del weights[self._rank]
+        self._reception = make_reception(self._settings, weights, self._context)
+
+    def step(self, outgoing: Outgoing) -> Incoming:
+        k, x = outgoing.step, outgoing.buckets
+        if outgoing.segment == RENEWAL:
+            return Incoming(k, RENEWAL, self._renew(x))
+        self._enter(k)  # Line 10.
+        self._pacing.wait_to_send(k)
+        self._send(x, k)  # Line 11.
+        change = self._recv_and_reduce(x, k)  # Lines 13 and 14.
+        self._pacing.reduced(k)
+        self._target = k + self._pacing.advance(k)  # Line 17.
+        num_skipped = self._target - k - 1
+        self._num_jumps += num_skipped > 0
+        self._num_skipped += num_skipped
+        return Incoming(k, STEP, change, num_skipped)
+
+    def neutral(self, outgoing: Outgoing) -> Incoming:
+        return Incoming(outgoing.step, outgoing.segment, tuple(np.zeros_like(x) for x in outgoing.buckets))
+
+    def _enter(self, k: int) -> None:
+        with self._monitor:
+            self.iteration = k
+        self._pacing.enter(k, k + 1 - self._num_entered)
+        self._num_entered = k + 1
+
+    def _send(self, x: Sequence[np.ndarray], k: int) -> None:
+        header = _HEADER.pack(self._session, k)
+        for j in self._out_neighbors:
+            if self._membership.departure(j) is not None:
+                continue
+            if self._pacing.known_iteration(j) > k + self._settings.max_staleness:
+                self._num_withheld += 1  # It would come too late (section 6.2).
+                continue
+            self._membership.send(j, self._queue_name, header, x, lane=BULK_LANE)
+        self._sent_steps = k + 1
+
+    def _recv_and_reduce(self, x: Sequence[np.ndarray], k: int) -> tuple[np.ndarray, ...]:
+        def missing() -> list[int]:
+            return self._reception.missing(k, self._delivers)
+
+        self._membership.wait(missing, operation="receive update", step=k)
+        with self._monitor:
+            self._check_connected(k)
+            updates, weights = self._reception.take(k)
+        return self._reduce(x, updates, weights)
+
+    def _reduce(
+        self, x: Sequence[np.ndarray], updates: Sequence[Update], weights: Sequence[float]
+    ) -> tuple[np.ndarray, ...]:
+        """The weighted mean, less x itself. What is left of the weights to 1 is that of x."""
+        changes = []
+        for bucket, own in enumerate(x):
+            change = self._pool.take(own.nbytes).view(own.dtype)
+            weighted_differences(own, [update.buckets[bucket] for update in updates], weights, out=change)
+            changes.append(change)
+        return tuple(changes)
+
+    def _renew(self, x: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
+        """Before a jump: Recv and Reduce of the iteration before its target."""
+        with self._monitor:
+            self._reception.skip_to(self._target - 1)
+        return self._recv_and_reduce(x, self._target - 1)
+
+    def _delivers(self, j: int, k: int) -> bool:
+        return self._membership.delivers(j, self._group, k)
+
+    def _check_connected(self, k: int) -> None:
+        """Raises if ranks that ended before step k split the others into parts that would train apart."""
+        departed = {j for j in self._membership.departed() if not self._delivers(j, k)} - {self._rank}
+        if departed != self._known_departed:
+            self._known_departed = departed
+            if not self._topology.is_connected_without(departed):
+                raise HopError(
+                    f"rank {self._rank}, step {k}: ranks {sorted(departed)} have left, and the communication graph of "
+                    "the others is not connected any more. Use a topology with more edges, or stop all ranks together."
+                )
+
+    @property
+    def sent_steps(self) -> int:
+        return self._sent_steps
+
+    @property
+    def num_updates_in_memory(self) -> int:
+        """Updates received and not yet used; at most (1 + max_ig) * |N_in|."""
+        return len(self._reception)
+
+    def counters(self) -> Mapping[str, float]:
+        """What became of updates and iterations.
+
+        Returns:
+          `late_updates`, which came too late or were superseded unused; `withheld_updates`, which were not sent because
+          they would have come too late; `jumps`, and the `skipped_iterations` in them.
+        """
+        return {
+            "late_updates": self._num_late + self._reception.num_late,
+            "withheld_updates": self._num_withheld,
+            "jumps": self._num_jumps,
+            "skipped_iterations": self._num_skipped,
+        }
+
+    def close(self) -> None:
+        self._membership.transport.unregister(self._queue_name)
+        self._pacing.close()
+
+    def _on_update(self, message: Message) -> None:
+        if message.sender not in self._in_neighbors or len(message.header) != _HEADER.size:
+            raise ProtocolError(f"rank {message.sender} sent an unexpected message to {message.queue!r}.")
+        session, iteration = _HEADER.unpack(message.header)
+        with self._monitor:
+            if session != self._session:
+                self._num_late += 1
+                return
+            if iteration > self.iteration + self._settings.gap:
+                raise ProtocolError(f"rank {message.sender} is at {iteration}, this rank at {self.iteration}.")
+            self._reception.put(Update(iteration, message.sender, self._packing.view(message.payload)))
+            self._monitor.notify_all()

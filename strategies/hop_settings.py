@@ -1,0 +1,142 @@
+"""The settings of Hop: which of its mechanisms are on, and which of them go together."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from absl import logging
+
+from hop_tf.topology import Topology
+
+_UPDATE_ORDERS = ("parallel", "serial")
+_SYNCHRONIZATIONS = ("queues", "notify_ack")
+# With NOTIFY-ACK a rank is at most so many iterations ahead of an out-neighbor (section 3.3).
+_NOTIFY_ACK_GAP = 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SkipIterations:
+    """Lets a straggler jump over iterations (section 5).
+
+    At the end of an iteration rank i knows from its token queues how far each out-neighbor j is ahead:
+    TokenQ(j -> i).size() - max_ig = Iter(j) - Iter(i). Where the smallest of these numbers is at least `trigger`, it
+    jumps by that many iterations, at most `max_jump`, the ordinary advance by one included. Before that it averages its
+    parameters with its in-neighbors' of the iteration before the one that it jumps to. It never gets ahead of an
+    out-neighbor.
+
+    Attributes:
+      max_jump: Most iterations in one jump, at least 2. Default 10.
+      trigger: Iterations behind every out-neighbor at which a rank jumps, at least 2. Default 2.
+
+    Raises:
+      ValueError: If a value is out of range.
+    """
+
+    max_jump: int = 10
+    trigger: int = 2
+
+    def __post_init__(self):
+        for name in ("max_jump", "trigger"):
+            _check_integer(name, getattr(self, name), at_least=2)
+
+    def jump(self, num_behind: int) -> int:
+        """By how many iterations to advance: 1 unless that far behind."""
+        return min(self.max_jump, num_behind) if num_behind >= self.trigger else 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HopSettings:
+    """What `HopStrategy` can be told, apart from the topology; see there.
+
+    Raises:
+      ValueError: If a value is out of range, or mechanisms are combined that cannot work together.
+    """
+
+    max_iteration_gap: int = 8
+    num_backup_workers: int = 0
+    max_staleness: int = 0
+    skip: SkipIterations | None = None
+    update_order: str = "parallel"
+    synchronization: str = "queues"
+
+    def __post_init__(self):
+        _check_integer("max_iteration_gap", self.max_iteration_gap, at_least=1)
+        _check_integer("num_backup_workers", self.num_backup_workers, at_least=0)
+        _check_integer("max_staleness", self.max_staleness, at_least=0)
+        _check_choice("update_order", self.update_order, _UPDATE_ORDERS)
+        _check_choice("synchronization", self.synchronization, _SYNCHRONIZATIONS)
+        if self.skip is not None:
+            self._check_skip()
+        if self.uses_notify_ack and self.tolerates_stragglers:
+            raise ValueError(
+                "`synchronization` must be 'queues' with backup workers or staleness: with 'notify_ack' no rank gets "
+                f"more than {_NOTIFY_ACK_GAP} iterations ahead of another, and they would never come into play. "
+                f"Received: synchronization={self.synchronization!r}, num_backup_workers={self.num_backup_workers}, "
+                f"max_staleness={self.max_staleness}."
+            )
+        if self.max_iteration_gap <= self.max_staleness:
+            logging.warning(
+                "max_iteration_gap=%d is not above max_staleness=%d: ranks wait for tokens before staleness matters.",
+                self.max_iteration_gap,
+                self.max_staleness,
+            )
+
+    def _check_skip(self) -> None:
+        if not isinstance(self.skip, SkipIterations):
+            raise ValueError(f"`skip` must be a hop_tf.SkipIterations or None. Received: skip={self.skip!r}.")
+        if not self.tolerates_stragglers:
+            raise ValueError(
+                "`skip` must come with backup workers or staleness: without, a straggler's neighbors wait for every "
+                "one of its updates, and it is never behind enough to jump. "
+                f"Received: skip={self.skip}, num_backup_workers=0, max_staleness=0."
+            )
+        if self.skip.trigger > self.max_iteration_gap:
+            raise ValueError(
+                "`trigger` of `skip` must be at most max_iteration_gap: no rank falls further behind, so it would "
+                f"never jump. Received: skip={self.skip}, max_iteration_gap={self.max_iteration_gap}."
+            )
+
+    @property
+    def tolerates_stragglers(self) -> bool:
+        """Whether a rank can go on without every neighbor's update of the iteration."""
+        return bool(self.num_backup_workers or self.max_staleness)
+
+    @property
+    def uses_notify_ack(self) -> bool:
+        """Whether ranks are held together by NOTIFY-ACK instead of token queues."""
+        return self.synchronization == "notify_ack"
+
+    @property
+    def gap(self) -> int:
+        """Most iterations that a rank can be ahead of an out-neighbor."""
+        return _NOTIFY_ACK_GAP if self.uses_notify_ack else self.max_iteration_gap
+
+    def check_topology(self, topology: Topology) -> None:
+        """Raises ValueError where the mechanisms do not fit the graph."""
+        if topology.world_size == 1:
+            return
+        num_in = [len(topology.in_neighbors(rank)) + 1 for rank in range(topology.world_size)]
+        if self.num_backup_workers >= min(num_in):
+            raise ValueError(
+                "`num_backup_workers` must be less than every rank's number of in-neighbors, itself included "
+                "(N_buw(i) < |N_in(i)|, Figure 8). "
+                f"Received: num_backup_workers={self.num_backup_workers}, where rank {int(np.argmin(num_in))} has "
+                f"{min(num_in)} in {topology!r}."
+            )
+
+    def identity(self) -> dict[str, str]:
+        """What ranks compare before they train."""
+        return {field.name: str(getattr(self, field.name)) for field in dataclasses.fields(self)}
+
+
+def _check_integer(name: str, value: object, *, at_least: int) -> None:
+    is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not is_integer or value < at_least:
+        raise ValueError(f"`{name}` must be an integer of at least {at_least}. Received: {name}={value!r}.")
+
+
+def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"`{name}` must be one of {', '.join(choices)}. Received: {name}={value!r}.")

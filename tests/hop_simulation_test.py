@@ -1,0 +1,359 @@
+"""Every mechanism of Hop against a reference, event by event, and the bounds of Table 1, in random schedules.
+
+`HOP_TF_NUM_SCHEDULES` says how many schedules each test draws.
+"""
+
+import dataclasses
+import os
+
+import networkx as nx
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+import hop_tf
+from hop_tf.simulate import Problem
+from hop_tf.topology import resolve
+
+_NUM_SCHEDULES = int(os.environ.get("HOP_TF_NUM_SCHEDULES", "200"))
+_DIMENSION = 3
+
+
+def _settings(rng):
+    """Any combination of mechanisms that goes together."""
+    max_ig = int(rng.integers(1, 7))
+    staleness = int(rng.choice([0, 0, 1, 2, 5]))
+    backup = int(rng.choice([0, 0, 1]))
+    settings = {"max_iteration_gap": max_ig, "max_staleness": staleness, "num_backup_workers": backup}
+    settings["update_order"] = str(rng.choice(["parallel", "parallel", "serial"]))
+    if (staleness or backup) and max_ig >= 2 and rng.random() < 0.6:
+        trigger = int(rng.integers(2, max_ig + 1))
+        settings["skip"] = hop_tf.SkipIterations(max_jump=int(rng.integers(2, 12)), trigger=trigger)
+    if not (staleness or backup) and rng.random() < 0.3:
+        settings["synchronization"] = "notify_ack"
+    return settings
+
+
+def _graph(rng, max_world_size):
+    """A random connected graph, or a regular directed one."""
+    world_size = int(rng.integers(2, max_world_size + 1))
+    if rng.random() < 0.2:
+        return resolve("exponential", world_size)
+    graph = nx.random_labeled_tree(world_size, seed=int(rng.integers(2**31)))
+    for a, b in rng.integers(world_size, size=(int(rng.integers(2 * world_size)), 2)):
+        if a != b:
+            graph.add_edge(int(a), int(b))
+    return resolve(graph, world_size)
+
+
+@dataclasses.dataclass
+class _Schedule:
+    """How long everything takes: random, some ranks and steps much slower than others."""
+
+    topology: hop_tf.Topology
+    settings: dict
+    num_steps: int
+    durations: np.ndarray  # [n, num_steps], in the order in which a rank computes.
+    links: np.ndarray  # [n, n]
+    changes: np.ndarray  # [n, num_steps, d]: what each rank learns, whatever its parameters are.
+
+    @classmethod
+    def draw(cls, seed, max_world_size=10, max_steps=24):
+        rng = np.random.default_rng(seed)
+        topology = _graph(rng, max_world_size)
+        shape = topology.world_size, int(rng.integers(8, max_steps))
+        ranks = rng.exponential(size=(shape[0], 1)) + 0.1
+        durations = ranks * np.where(rng.random(shape) < 0.1, 6.0, 1.0) * (0.5 + rng.random(shape))
+        links = rng.exponential(0.3, size=(shape[0], shape[0]))
+        changes = rng.normal(size=(*shape, _DIMENSION))
+        return cls(topology, _settings(rng), shape[1], durations, links, changes)
+
+    def simulate(self, seen=None):
+        """What hop_tf does. `seen[rank, step]` takes the parameters at the start of each iteration."""
+
+        def change(rank, step, x):
+            if seen is not None:
+                seen[rank, step] = x
+            return self.changes[rank, step]
+
+        return hop_tf.simulate.hop(
+            topology=self.topology,
+            world_size=self.topology.world_size,
+            num_steps=self.num_steps,
+            compute=lambda rank: iter(self.durations[rank]),
+            link_seconds=lambda a, b, num_bytes: self.links[a, b],
+            problem=Problem(np.zeros(_DIMENSION, np.float32), change),
+            **self.settings,
+        )
+
+
+class _Reference:
+    """Figures 7, 8, 9 and section 5, as coroutines of ranks that yield what they wait for. Float64, no queues.
+
+    An event is the arrival of something at a rank, or the end of a rank's computation. When all events of a time have
+    happened, every rank goes on that can.
+    """
+
+    def __init__(self, schedule):
+        self.schedule = schedule
+        settings = schedule.settings
+        self.max_ig = settings["max_iteration_gap"]
+        self.staleness = settings["max_staleness"]
+        self.num_backup = settings["num_backup_workers"]
+        self.skip = settings.get("skip")
+        self.serial = settings["update_order"] == "serial"
+        self.notify_ack = settings.get("synchronization") == "notify_ack"
+        topology = schedule.topology
+        self.n = topology.world_size
+        self.w = topology.mixing_matrix
+        self.n_in = [topology.in_neighbors(i) for i in range(self.n)]
+        self.n_out = [topology.out_neighbors(i) for i in range(self.n)]
+        self.peers = [{*self.n_in[i], *self.n_out[i]} for i in range(self.n)]
+        # News of a rank's end are passed on by everybody to their peers, so they take the shortest way.
+        links = [(i, j, schedule.links[i, j]) for i in range(self.n) for j in self.peers[i]]
+        peers = nx.DiGraph()
+        peers.add_weighted_edges_from(links)
+        self.news_seconds = dict(nx.all_pairs_dijkstra_path_length(peers))
+        self.now = 0.0
+        self.events = []  # (time, what happens then)
+        self.received = [[] for _ in range(self.n)]  # (sender, iteration, x), not used yet.
+        self.newest = np.full((self.n, self.n), -1)  # [j, i]: iteration of the newest update of j that came to i.
+        self.tokens = np.full((self.n, self.n), self.max_ig - 1)  # [j, i]: TokenQ(j -> i).size()
+        self.told = np.zeros((self.n, self.n), int)  # [j, i]: Iter(j) as far as i has heard.
+        self.acknowledged = np.full((self.n, self.n), -1)  # [j, i]: the last update of i that j has used, as i knows.
+        self.ended = np.full((self.n, self.n), False)  # [j, i]: i knows that j has ended.
+        self.x = np.full_like(schedule.changes, np.nan)  # Parameters at the start of an iteration.
+        self.entered = np.full_like(schedule.durations, np.nan)
+        self.final = np.empty((self.n, _DIMENSION))
+
+    def run(self):
+        ranks = {i: self._rank(i) for i in range(self.n)}
+        waiting_for = {i: next(ranks[i]) for i in ranks}
+        while waiting_for:
+            self.events.sort(key=lambda event: event[0])
+            if not self.events:
+                raise AssertionError(f"the reference is stuck at {self.now}")
+            self.now = self.events[0][0]
+            while self.events and self.events[0][0] == self.now:
+                self.events.pop(0)[1]()
+            able = True
+            while able:
+                able = [i for i, condition in waiting_for.items() if condition()]
+                for i in able:
+                    try:
+                        waiting_for[i] = ranks[i].send(None)
+                    except StopIteration:
+                        del waiting_for[i]
+        return self
+
+    def _at(self, time, happen):
+        self.events.append((time, happen))
+
+    def _post(self, i, j, happen):
+        self._at(self.now + self.schedule.links[i, j], happen)
+
+    def _rank(self, i):
+        # A rank begins when it has heard that its peers are ready.
+        ready = max(self.schedule.links[j, i] for j in self.peers[i])
+        yield from self._until(ready)
+        x, k, last = np.zeros(_DIMENSION), 0, -1
+        for duration in self.schedule.durations[i]:
+            if k < self.schedule.num_steps:
+                self.x[i, k], self.entered[i, k] = x, self.now
+                x, jump = yield from self._iteration(i, k, k - last, x, self.now + duration)
+                last, k = k, k + jump
+        self.final[i] = x
+        for j in range(self.n):
+            self._at(self.now + self.news_seconds[i][j], lambda j=j: self.ended.__setitem__((i, j), True))
+
+    def _iteration(self, i, k, num_entered, x, done):
+        """Returns the parameters of the next iteration, and how far away it is."""
+        learned = self.schedule.changes[i, k]
+        if self.serial:
+            yield from self._until(done)
+            x = x + learned
+        self._enter(i, k, num_entered)
+        if self.notify_ack:
+            yield lambda: all(self.ended[j, i] or self.acknowledged[j, i] >= k - 1 for j in self.n_out[i])
+        self._send(i, k, x)
+        yield lambda: self._can_reduce(i, k)
+        x = self._reduce(i, k, x)
+        jump = 1
+        if not self.notify_ack:
+            yield lambda: all(self.ended[j, i] or self.tokens[j, i] >= 1 for j in self.n_out[i])
+            jump = self._take_tokens(i)
+        if not self.serial:
+            yield from self._until(done)
+            x = x + learned
+        if jump > 1:
+            target = k + jump - 1
+            yield lambda: self._can_reduce(i, target)
+            x = self._reduce(i, target, x)
+        return x, jump
+
+    def _until(self, time):
+        self._at(time, lambda: None)
+        yield lambda: self.now >= time
+
+    def _enter(self, i, k, num_iterations):
+        def arrive(j):
+            self.tokens[i, j] += num_iterations
+            self.told[i, j] = k
+
+        for j in self.n_in[i]:
+            if not self.notify_ack and not self.ended[j, i]:
+                self._post(i, j, lambda j=j: arrive(j))
+
+    def _send(self, i, k, x):
+        def arrive(j):
+            self.newest[i, j] = k
+            self.received[j].append((i, k, x))
+
+        for j in self.n_out[i]:
+            if not self.ended[j, i] and self.told[j, i] - self.staleness <= k:  # Section 6.2.
+                self._post(i, j, lambda j=j: arrive(j))
+
+    def _can_reduce(self, i, k):
+        if self.staleness:  # Section 4.4.
+            lacking = [j for j in self.n_in[i] if self.newest[j, i] < k - self.staleness]
+            lacking = [j for j in lacking if not self._has_ended_before(j, i, k - self.staleness)]
+        else:
+            here = {sender for sender, iteration, _ in self.received[i] if iteration == k}
+            lacking = [j for j in self.n_in[i] if j not in here and not self._has_ended_before(j, i, k)]
+        return len(lacking) <= self.num_backup
+
+    def _has_ended_before(self, j, i, k):
+        return self.ended[j, i] and self.schedule.num_steps <= k
+
+    def _reduce(self, i, k, x):
+        used, kept = {}, []
+        for sender, iteration, value in self.received[i]:
+            if self.staleness:
+                if iteration >= k - self.staleness:
+                    used[sender] = (iteration, value)  # The newest: they come in order.
+            elif iteration == k:
+                used[sender] = (iteration, value)
+            elif iteration > k:
+                kept.append((sender, iteration, value))
+        self.received[i] = kept
+        if self.notify_ack:
+            for j in self.n_in[i]:
+                if not self.ended[j, i]:
+                    self._post(i, j, lambda j=j: self.acknowledged.__setitem__((i, j), k))
+        if self.staleness:  # Equation 2; the own parameters are of iteration k.
+            weights = {j: iteration - (k - self.staleness) + 1 for j, (iteration, _) in used.items()}
+            weights[i] = self.staleness + 1
+        elif self.num_backup:  # Figure 8, line 13.
+            weights = dict.fromkeys([*used, i], 1)
+        else:  # The mixing matrix; the rank itself stands in for those that have ended.
+            weights = {j: self.w[j, i] for j in used}
+            weights[i] = 1 - sum(weights.values())
+        total = sum(weights.values())
+        return sum(weight * (x if j == i else used[j][1]) for j, weight in weights.items()) / total
+
+    def _take_tokens(self, i):
+        present = [j for j in self.n_out[i] if not self.ended[j, i]]
+        jump = 1
+        if self.skip is not None and present:
+            behind = min(self.tokens[j, i] for j in present) - self.max_ig
+            if behind >= self.skip.trigger:
+                jump = min(behind, self.skip.max_jump)
+        for j in present:
+            self.tokens[j, i] -= jump
+        return int(jump)
+
+
+class ReferenceTest(tf.test.TestCase):
+    def test_equals_the_reference_event_by_event(self):
+        num_jumps = num_late = num_withheld = 0
+        for seed in range(_NUM_SCHEDULES):
+            schedule = _Schedule.draw(seed)
+            with self.subTest(seed=seed, settings=schedule.settings, topology=schedule.topology):
+                reference = _Reference(schedule).run()
+                seen = np.full_like(schedule.changes, np.nan)
+                result = schedule.simulate(seen)
+                np.testing.assert_allclose(result.entered_seconds, reference.entered, rtol=1e-9)
+                np.testing.assert_allclose(seen, reference.x, rtol=1e-5, atol=1e-5)
+                np.testing.assert_allclose(result.parameters, reference.final, rtol=1e-5, atol=1e-5)
+            num_jumps += sum(each["jumps"] for each in result.counters)
+            num_late += sum(each["late_updates"] for each in result.counters)
+            num_withheld += sum(each["withheld_updates"] for each in result.counters)
+        # Or the schedules would not test what they are to test.
+        self.assertGreater(min(num_jumps, num_late, num_withheld), _NUM_SCHEDULES // 4)
+
+
+class BoundsTest(tf.test.TestCase, parameterized.TestCase):
+    def test_gaps_and_memory_stay_within_table_1(self):
+        for seed in range(_NUM_SCHEDULES):
+            schedule = _Schedule.draw(10**6 + seed, max_world_size=32, max_steps=16)
+            with self.subTest(seed=seed, settings=schedule.settings, topology=schedule.topology):
+                result = schedule.simulate()
+                self.assertLessEqual((result.largest_gap - _table_1(schedule)).max(), 0)
+                num_in = np.array([len(schedule.topology.in_neighbors(i)) for i in range(len(result.most_updates))])
+                limit = (1 + schedule.settings["max_iteration_gap"]) * num_in
+                self.assertLessEqual((result.most_updates - limit).max(), 0)
+
+    # The bounds are tight, so that the test above can fail: the first rank of a path is slow.
+    @parameterized.named_parameters(
+        ("standard", {}, [0, 1, 2, 3]),
+        ("staleness", {"max_staleness": 2}, [0, 3, 6, 9]),
+        ("staleness_with_tokens", {"max_staleness": 2, "max_iteration_gap": 3}, [0, 3, 6, 9]),
+        ("backup", {"num_backup_workers": 1, "max_iteration_gap": 4}, [0, 4, 8, 12]),
+        ("hybrid", {"num_backup_workers": 1, "max_staleness": 2, "max_iteration_gap": 4}, [0, 4, 8, 12]),
+        # Not quite reached: rank 2 cannot send its update of iteration 2, as rank 1 has not used the one before.
+        ("notify_ack", {"synchronization": "notify_ack"}, [0, 1, 2, 2]),
+    )
+    def test_gaps_of_table_1_are_reached(self, settings, expected):
+        result = hop_tf.simulate.hop(
+            topology=nx.path_graph(4),
+            world_size=4,
+            num_steps=20,
+            compute=lambda rank: iter([1e6 if rank == 0 else 1.0] * 20),
+            **settings,
+        )
+        self.assertAllEqual(result.largest_gap[:, 0], expected)
+
+    def test_notify_ack_holds_the_sender_back(self):
+        """On a directed ring 0 -> 1 -> 2 -> 0, rank 0 gets 2 ahead of a slow rank 1 (section 3.3)."""
+        result = hop_tf.simulate.hop(
+            topology=nx.DiGraph([(0, 1), (1, 2), (2, 0)]),
+            world_size=3,
+            num_steps=10,
+            compute=lambda rank: iter([1e6 if rank == 1 else 1.0] * 10),
+            synchronization="notify_ack",
+        )
+        self.assertEqual(result.largest_gap[0, 1], 2)
+
+
+def _table_1(schedule):
+    """Upper bounds of Iter(i) - Iter(j), array [n, n]."""
+    settings, topology = schedule.settings, schedule.topology
+    lengths = np.zeros((topology.world_size, topology.world_size))  # [a, b]: length(Path_a->b)
+    for a, to in nx.all_pairs_shortest_path_length(topology.to_networkx()):
+        for b, length in to.items():
+            lengths[a, b] = length
+    forward = settings["max_staleness"] + 1 if not settings["num_backup_workers"] else np.inf
+    backward = 2 if settings.get("synchronization") == "notify_ack" else settings["max_iteration_gap"]
+    return np.fmin(forward * lengths.T, backward * lengths)
+
+
+class ArgumentsTest(tf.test.TestCase):
+    def test_refuses_what_the_strategy_refuses(self):
+        with self.assertRaisesRegex(ValueError, "`skip` must come with backup workers or staleness"):
+            hop_tf.simulate.hop(
+                topology="ring",
+                world_size=4,
+                num_steps=3,
+                compute=lambda rank: iter([1.0] * 3),
+                skip=hop_tf.SkipIterations(),
+            )
+
+    def test_a_run_depends_on_its_arguments_only(self):
+        schedule = _Schedule.draw(5)
+        first, second = schedule.simulate(), schedule.simulate()
+        self.assertAllEqual(first.entered_seconds, second.entered_seconds)
+        self.assertAllEqual(first.parameters, second.parameters)
+
+
+if __name__ == "__main__":
+    tf.test.main()
