@@ -57,7 +57,7 @@ clean:
 	rm -f ops/*.so bazel-bin bazel-out bazel-testlogs bazel-$(notdir $(CURDIR))
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(INSTALLED): pyproject.toml setup.py $(wildcard ops/*/*.cc ops/*/*.cu ops/*/*.h)
+$(INSTALLED): pyproject.toml setup.py $(wildcard ops/*/*.cc ops/*/*.cu ops/*/*.cuh ops/*/*.h ops/*/*.options)
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' || \
 		{ echo "hop_tf needs Python 3.11, 3.12 or 3.13. Name one: make PYTHON=python3.12" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' || \

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 
 import tensorflow as tf
+from absl import logging
 
 from hop_tf.emulation import ComputeEmulation, StepTimes
 
@@ -85,7 +86,13 @@ class EmulatedCompute:
                 started_at = float(self._started.dequeue())
             except (tf.errors.OutOfRangeError, tf.errors.CancelledError):
                 return
-            if self._step_times is not None:
-                self._step_times.mark()
+            self._mark()
             self._closing.wait(max(0.0, started_at + next(self._durations) - time.time()))
             self._elapsed.enqueue(True)
+
+    def _mark(self) -> None:
+        if self._step_times is not None:
+            try:
+                self._step_times.mark()
+            except OSError:  # A full disk must not hold up the training.
+                logging.exception("could not note the time of a step")

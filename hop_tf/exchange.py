@@ -105,6 +105,7 @@ class ExchangeRunner:
         self._on_error = on_error
         self._quiet = threading.Event()
         self._interrupted = False
+        self._answered: tuple[int, int] | None = None
         with tf.init_scope(), tf.device("/cpu:0"):
             # One step in flight, and room for the marker that ends a session.
             self._outbox = tf.queue.FIFOQueue(2, [tf.int64, tf.int32, *packing.dtypes])
@@ -199,8 +200,12 @@ class ExchangeRunner:
     def _answer(self, outgoing: Outgoing) -> None:
         if outgoing.step == _END_OF_SESSION:
             self._interrupted = False
+            self._answered = None
             self._quiet.set()
             return
+        if self._answered == (outgoing.step, outgoing.segment):
+            return  # Begun once more: the first time the data had ended, and nobody took the result.
+        self._answered = (outgoing.step, outgoing.segment)
         try:
             self._put(self._step(outgoing), self._no_error)
         except (tf.errors.OutOfRangeError, tf.errors.CancelledError):

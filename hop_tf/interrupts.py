@@ -50,5 +50,6 @@ def _watch(receiver: socket.socket, previous: int, callback: Callable[[], None])
     while signals := receiver.recv(64):
         if previous >= 0:
             os.write(previous, signals)
-        if signal.SIGINT in signals:
+        # The program may have put a handler of its own in place meanwhile, which stops in its own way.
+        if signal.SIGINT in signals and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             callback()

@@ -29,11 +29,17 @@ import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from tensorflow.python.data.experimental.ops import distribute
 from tensorflow.python.distribute import input_ops, one_device_strategy
+from tensorflow.python.ops import control_flow_v2_func_graphs
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 # Optimizer methods that Keras passes to `merge_call`, by the end of their qualified names.
 _UPDATE = "_distributed_tf_update_step"
 _LOSS_SCALED_UPDATE = "LossScaleOptimizer._tf_apply.<locals>._handle_cross_replica"
+_CONTROL_FLOW_GRAPHS = (
+    control_flow_v2_func_graphs.CondBranchFuncGraph,
+    control_flow_v2_func_graphs.WhileBodyFuncGraph,
+    control_flow_v2_func_graphs.WhileCondFuncGraph,
+)
 # Operations that only look at a variable.
 _READ_ONLY_OPS = frozenset(
     {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VarIsInitializedOp", "VariableShape"}
@@ -73,12 +79,22 @@ class TrainingHooks(abc.ABC):
         """Called right after `optimizer` has updated `variables`; follows every `exchange`."""
 
     @abc.abstractmethod
-    def around_step(self, model: keras.Model, step: Callable[[], Any]) -> Any:
-        """Called with the whole of a `train_step` of `model`, enter_step to leave_step; runs it or passes it over."""
+    def around_step(self, step: Callable[[], Any], arguments: Any) -> Any:
+        """Called with the whole of a model's `train_step`, enter_step to leave_step; runs it or passes it over."""
 
     @abc.abstractmethod
     def leave_step(self, trace: StepTrace) -> None:
         """Called when `fn` has returned."""
+
+
+def when_here(arguments: Any) -> contextlib.AbstractContextManager:
+    """What is emitted in this context runs when the tensors in `arguments` are there.
+
+    At the end of data of unknown length Keras begins a step whose batch never comes. Nothing of it must happen.
+    """
+    leaves = tf.nest.flatten(arguments, expand_composites=True)
+    tensors = [leaf for leaf in leaves if tf.is_symbolic_tensor(leaf) and leaf.dtype not in (tf.resource, tf.variant)]
+    return tf.control_dependencies([tf.identity(tensor) for tensor in tensors])
 
 
 def trained_model(fn: Callable) -> keras.Model | None:
@@ -98,15 +114,32 @@ class StepTrace:
       num_skipped: For each exchange group, how many steps its scheme wants to pass over (a tensor).
     """
 
-    def __init__(self, fn: Callable):
+    def __init__(self, fn: Callable, arguments: Any = ()):
         self.model = trained_model(fn)
         self.started_at: tf.Tensor | None = None
         self.num_updates = 0
         self.num_skipped: dict[str, tf.Tensor] = {}
         self.inside_loss_scaling = False
         self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        self._arguments = arguments
         self._at_start: dict[int, tuple[tf.Variable, tf.Tensor]] = {}
         self._claimed: set[int] = set()
+
+    def when_data_is_here(self) -> contextlib.AbstractContextManager:
+        """What is emitted in this context runs when the step's batch is there: see `when_here`."""
+        return when_here(self._arguments)
+
+    def refuse_nested_function(self) -> None:
+        """Raises ValueError within a tf.function in the step: it is traced more than once, and cached apart."""
+        graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        while graph is not None and graph is not self._graph and isinstance(graph, _CONTROL_FLOW_GRAPHS):
+            graph = graph.outer_graph
+        if graph is not self._graph:
+            raise ValueError(
+                "a step under hop_tf must not update variables within a tf.function of its own. Decorate the function "
+                "that calls strategy.run, not the one that it runs; a model's train_step needs none, as `fit` compiles "
+                f"it. Received: an update within {graph.name!r}."
+            )
 
     def read_untrained(self) -> None:
         """Reads the model's untrained float weights now, before the step assigns them."""
@@ -235,13 +268,12 @@ class Extended(one_device_strategy.OneDeviceExtended):
         if self._trace is not None:
             with tf.device(self._device), _ReplicaContext(strategy, self._trace):
                 return fn(*args, **kwargs)
-        model = trained_model(fn)
         step = functools.partial(self._run_step, fn, args, kwargs)
-        return step() if model is None else strategy.around_step(model, step)
+        return step() if trained_model(fn) is None else strategy.around_step(step, (args, kwargs))
 
     def _run_step(self, fn, args, kwargs):
         strategy = self._container_strategy()
-        self._trace = StepTrace(fn)
+        self._trace = StepTrace(fn, (args, kwargs))
         try:
             strategy.enter_step(self._trace)
             with tf.device(self._device), _ReplicaContext(strategy, self._trace):

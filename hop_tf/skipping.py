@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hop_tf.keras_hook import gradient_accumulation_steps, iterations_variable
+from hop_tf.keras_hook import gradient_accumulation_steps, iterations_variable, when_here
 
 
 class StepSkipping:
@@ -51,10 +51,16 @@ class StepSkipping:
         """Emits the op that passes over the steps of the next `num_updates` updates."""
         self._num_left.assign(num_updates * gradient_accumulation_steps(self._optimizer))
 
-    def run(self, step: Callable[[], Any]) -> Any:
-        """Emits `step`, or runs it eagerly, unless it is to be passed over; returns what it returns."""
-        # In a graph both branches are traced, the step first, so that its results are known when the other is.
-        outputs = tf.cond(self._num_left <= 0, lambda: self._take(step), self._pass_over)
+    def run(self, step: Callable[[], Any], arguments: Any) -> Any:
+        """Emits `step`, or runs it eagerly, unless it is to be passed over; returns what it returns.
+
+        Args:
+          step: The step.
+          arguments: What it works on: where no data is left, nothing is passed over.
+        """
+        with when_here(arguments):
+            # In a graph both branches are traced, the step first, so that its results are known when the other is.
+            outputs = tf.cond(self._num_left <= 0, lambda: self._take(step), self._pass_over)
         return self._outputs.unflatten(outputs)
 
     def _take(self, step: Callable[[], Any]) -> list[tf.Tensor]:

@@ -90,6 +90,7 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
         self._sharding = _Sharding.NONE
         self._local_datasets: weakref.WeakSet[tf.data.Dataset] = weakref.WeakSet()
         self._inside_keras = 0
+        self._in_fit = False
         self._skipping = StepSkipping() if skips_steps and cluster.world_size > 1 else None
         self._worker = None
         self._writer = ReportWriter(self.report, self._options, self.rank)
@@ -171,6 +172,7 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
         Blocks: until all ranks call it.
 
         Raises:
+          RuntimeError: If it is called within `fit`, as in a callback.
           ValueError: If the model is not built.
           MismatchError: If rank 0 has another model.
           HopError: If a rank was lost or has ended.
@@ -181,15 +183,16 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
                 f"Received: model={model.name!r}, which has no weights yet."
             )
         if self._worker is not None:
+            self._require_outside_fit("synchronize")
             self._worker.average([weight.value for weight in model.weights])
 
     def report(self) -> dict[str, float]:
         """Counters of this rank since the strategy was made.
 
         Returns:
-          `rank`, `steps` (optimizer updates), `wait_seconds` (time for which steps had their gradients and still
-          waited for other ranks), `bytes_sent`, `bytes_received`, `messages_sent`, `messages_received`,
-          `connections_refused`, and the scheme's own.
+          `rank`, `steps` (optimizer updates), `iteration` (the scheme's, in the running or last `fit`), `wait_seconds`
+          (time for which steps had their gradients and still waited for other ranks), `bytes_sent`, `bytes_received`,
+          `messages_sent`, `messages_received`, `connections_refused`, and the scheme's own.
         """
         totals = {"rank": self.rank, **self._statistics.counters()}
         return {**totals, **(self._worker.counters() if self._worker else {})}
@@ -208,13 +211,23 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
         Blocks: until all ranks call it.
 
         Raises:
+          RuntimeError: If it is called within `fit`, as in a callback.
           TypeError: If JSON cannot hold an entry.
           HopError: If a rank was lost or has ended.
         """
         report = {**self.report(), **extra}
         if self._worker is None:
             return [report]
+        self._require_outside_fit("gather_reports")
         return self._worker.gather(report)
+
+    def _require_outside_fit(self, what: str) -> None:
+        if self._in_fit:
+            raise RuntimeError(
+                f"`{what}` was called while a `fit` under this strategy runs, as in a callback. Other ranks are at "
+                "other steps of that `fit` and cannot take part. Call it afterwards, or train the other model outside "
+                "of the strategy's scope."
+            )
 
     def shutdown(self) -> None:
         """Leaves the cluster for good and releases the port and all threads. Idempotent; also runs at exit.
@@ -232,10 +245,12 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
     @contextlib.contextmanager
     def fit_session(self, x) -> Iterator[None]:
         """What surrounds `model.fit(x)`: enter the session, leave it in any case, raise what really happened."""
-        self._sharding = self._sharding_of(x)
         if self._worker is None:
             yield
             return
+        self._require_outside_fit("fit")
+        self._sharding = self._sharding_of(x)
+        self._in_fit = True
         try:
             with on_keyboard_interrupt(self._worker.membership.interrupt):
                 if self._worker.in_session:  # Of a custom loop, which has no end of its own.
@@ -252,6 +267,7 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
         else:
             self._worker.end_session(None)
         finally:
+            self._in_fit = False
             self._sharding = _Sharding.NONE
             self._writer.write()
 
@@ -329,7 +345,8 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
                 self._worker.broadcast_initial_values(tf_variables(trace.model.weights, slots))
             trace.read_untrained()
         if self._emulated_compute is not None:
-            trace.started_at = tf.timestamp()
+            with trace.when_data_is_here():
+                trace.started_at = tf.timestamp()
 
     def leave_step(self, trace: StepTrace) -> None:
         """Raises if a step trained a model and no update was seen: nothing would be exchanged, silently."""
@@ -344,6 +361,11 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
         """Runs the scheme's half of the graph; returns the gradients to apply."""
         if self._worker is not None or self._emulated_compute is not None:
             refuse_xla()
+        trace.refuse_nested_function()
+        with trace.when_data_is_here():
+            return self._exchange(optimizer, trace, gradients, variables)
+
+    def _exchange(self, optimizer, trace: StepTrace, gradients: list, variables: list[tf.Variable]) -> list:
         if trace.num_updates == 0:  # With several optimizers, one step has several updates.
             self._statistics.count_step()
         trace.num_updates += 1
@@ -368,9 +390,9 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
         if self._skipping is not None:
             self._skipping.skip(num_skipped)
 
-    def around_step(self, model: keras.Model, step: Callable[[], object]) -> object:
+    def around_step(self, step: Callable[[], object], arguments: object) -> object:
         """Runs the step, unless it is to be passed over."""
-        return step() if self._skipping is None else self._skipping.run(step)
+        return step() if self._skipping is None else self._skipping.run(step, arguments)
 
     def _emulate_compute(self, trace: StepTrace, gradients: list) -> list:
         if self._emulated_compute is None or trace.started_at is None:

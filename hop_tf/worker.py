@@ -87,14 +87,16 @@ class Group:
         """Emits the ops that take the scheme's result for this step.
 
         Args:
-          computed: What the step computes meanwhile: to wait longer than for this counts as waiting.
+          computed: What the step computes meanwhile: to wait longer than for this counts as waiting. The result is
+            taken when this is there, so that a step whose batch never comes takes none.
           segment: The segment that was submitted.
 
         Returns:
           One tensor per variable, and int64 scalar: how many training steps are to be passed over after this one.
         """
-        buckets, num_skipped = self.runner.collect(self.step.read_value(), segment)
         computed = [each for each in tf.nest.flatten(computed, expand_composites=True) if each is not None]
+        with tf.control_dependencies(computed):
+            buckets, num_skipped = self.runner.collect(self.step.read_value(), segment)
         self.statistics.count_wait(computed, buckets)
         return self.packing.unpack(buckets), num_skipped
 
@@ -378,7 +380,8 @@ class Worker:
         totals = collections.Counter(self._retired_counters)
         for group in self._groups:
             totals.update(group.exchange.counters())
-        return {**self._transport.counters(), **totals}
+        iteration = max((int(group.step) for group in self._groups), default=0)
+        return {"iteration": iteration, **self._transport.counters(), **totals}
 
 
 def _spec(variable: tf.Variable) -> TensorSpec:

@@ -56,8 +56,8 @@ class HopStrategy(ExchangeStrategy):
       (max_staleness + 1) * length(Path j->i) (Table 1).
     - A rank that is slow all the time: these and `skip`. It leaves out iterations, so that the others need not wait.
 
-    Floating-point variables that are not trained but assigned in the training step (moving statistics) are averaged
-    along. Optimizer slots stay local.
+    Floating-point variables that are not trained but assigned in the training step before its update (moving
+    statistics) are averaged along. Optimizer slots stay local.
 
     Args:
       topology: The communication graph: a name ("ring", "ring_based", "double_ring", "complete", "hierarchical",

@@ -91,6 +91,15 @@ class ExchangeRunnerTest(tf.test.TestCase):
                 self.assertAllEqual(got, 2 * value)
         self.assertEqual(self.exchange.steps, [0, 1, 2])
 
+    def test_a_step_can_begin_again(self):
+        """As in a loop that takes its batch within the step, when the data has ended."""
+        self.run_step(0)
+        self.submit(tf.constant(1, tf.int64))
+        for got, value in zip(self.run_step(1), _VALUES, strict=True):
+            self.assertAllEqual(got, 2 * value)
+        self.run_step(2)
+        self.assertEqual(self.exchange.steps, [0, 1, 2])
+
     def test_works_in_a_loop_of_the_graph(self):
         for got, value in zip(self.run_steps_in_one_graph(20), _VALUES, strict=True):
             self.assertAllEqual(got, 2 * (value + 19))

@@ -4,6 +4,8 @@ All run one after the other in the same two processes: so each is a further `fit
 expected weights come from `_reference`: two models under no strategy at all, averaged by hand as Figure 7 has it.
 """
 
+import contextlib
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -90,7 +92,7 @@ def _run():
     results = {name: _fit(strategy, make_optimizer=make) for name, make in _OPTIMIZERS.items()}
     results |= {name: train(strategy) for name, train in _SAME_AS_SGD.items()}
     results["generator"] = _generator(strategy)
-    results["error_of_xla"] = _error_of_xla(strategy)
+    results |= {name: _error(strategy, call) for name, (call, _) in _REFUSED.items()}
     strategy.shutdown()
     return results
 
@@ -140,6 +142,12 @@ def _generator(strategy):
             yield x[:_BATCH_SIZE], y[:_BATCH_SIZE]
 
     return _fit_batches(strategy, batches(), steps_per_epoch=3)
+
+
+def _unknown_length(strategy):
+    """At the end of each epoch Keras begins a step that has no batch."""
+    dataset = tf.data.Dataset.from_tensor_slices(_data()).batch(_BATCH_SIZE)
+    return _fit_batches(strategy, dataset.filter(lambda x, y: True))
 
 
 class _Batches(keras.utils.PyDataset):
@@ -215,6 +223,7 @@ _SAME_AS_SGD = {
     "steps_per_execution": _steps_per_execution,
     "run_eagerly": _run_eagerly,
     "tf_data": _tf_data,
+    "unknown_length": _unknown_length,
     "py_dataset": _py_dataset,
     "recompile": _recompile,
     "second_fit": _second_fit,
@@ -223,12 +232,96 @@ _SAME_AS_SGD = {
 }
 
 
-def _error_of_xla(strategy):
+def _custom_loop_over_an_iterator(strategy):
+    """The step takes its batch itself, and finds that there is none left."""
+    with strategy.scope():
+        model = _dense()
+        optimizer = keras.optimizers.SGD(0.1)
+        optimizer.build(model.trainable_variables)
+
+    @tf.function
+    def train_step(batches):
+        def replica_step():
+            optimizer.apply(_gradient(model, *next(batches)), model.trainable_variables)
+
+        strategy.run(replica_step)
+
+    dataset = strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices(_data()).batch(_BATCH_SIZE))
+    for _ in range(2):
+        batches = iter(dataset)
+        with contextlib.suppress(tf.errors.OutOfRangeError):
+            while True:
+                train_step(batches)
+    return model.get_weights()
+
+
+_SAME_AS_SGD["custom_loop_over_an_iterator"] = _custom_loop_over_an_iterator
+
+
+# What is refused.
+
+
+class FunctionStep(CustomStep):
+    @tf.function
+    def train_step(self, data):
+        return super().train_step(data)
+
+
+def _xla(strategy):
+    _fit(strategy, jit_compile=True)
+
+
+def _function_as_train_step(strategy):
+    _fit(strategy, build=lambda: FunctionStep(_dense()))
+
+
+def _function_in_a_loop(strategy):
+    with strategy.scope():
+        model = _dense()
+        optimizer = keras.optimizers.SGD(0.1)
+        optimizer.build(model.trainable_variables)
+
+    @tf.function
+    def replica_step(x, y):
+        optimizer.apply(_gradient(model, x, y), model.trainable_variables)
+
+    strategy.run(replica_step, args=next(_local_batches(strategy.rank, _NUM_ROWS)))
+
+
+def _call_within_fit(strategy, call):
+    model = _compiled(strategy)
+    begin = keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: call(model))
+    model.fit(*_data(), batch_size=_BATCH_SIZE, verbose=0, callbacks=[begin])
+
+
+def _fit_within_fit(strategy):
+    _call_within_fit(strategy, lambda model: _fit(strategy))
+
+
+def _synchronize_within_fit(strategy):
+    _call_within_fit(strategy, strategy.synchronize)
+
+
+def _gather_within_fit(strategy):
+    _call_within_fit(strategy, lambda model: strategy.gather_reports())
+
+
+_REFUSED = {
+    "xla": (_xla, "`jit_compile` must be False or 'auto'"),
+    "function_as_train_step": (_function_as_train_step, "must not update variables within a tf.function of its own"),
+    "function_in_a_loop": (_function_in_a_loop, "must not update variables within a tf.function of its own"),
+    "fit_within_fit": (_fit_within_fit, "`fit` was called while a `fit` under this strategy runs"),
+    "synchronize_within_fit": (_synchronize_within_fit, "`synchronize` was called while a `fit`"),
+    "gather_within_fit": (_gather_within_fit, "`gather_reports` was called while a `fit`"),
+}
+
+
+def _error(strategy, call):
     try:
-        _fit(strategy, jit_compile=True)
-    except ValueError as error:
+        call(strategy)
+    except (ValueError, RuntimeError) as error:
         return str(error)
-    return None
+    return "none"
 
 
 class HopFitTest(tf.test.TestCase, parameterized.TestCase):
@@ -257,9 +350,10 @@ class HopFitTest(tf.test.TestCase, parameterized.TestCase):
     def test_generator(self):
         self._check_weights("generator", _reference(_OPTIMIZERS["sgd"], epochs=2 * 3, num_rows=_BATCH_SIZE))
 
-    def test_xla_is_refused(self):
+    @parameterized.parameters(*_REFUSED)
+    def test_refused(self, name):
         for values in self.values:
-            self.assertIn("`jit_compile` must be False or 'auto'", values["error_of_xla"])
+            self.assertIn(_REFUSED[name][1], values[name])
 
 
 if __name__ == "__main__":

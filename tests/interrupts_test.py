@@ -65,6 +65,16 @@ class OnKeyboardInterruptTest(tf.test.TestCase):
         self.assertTrue(called.is_set())
         self.assertEqual(self.queue.size(), 0)
 
+    def test_leaves_a_handler_alone_that_is_set_meanwhile(self):
+        """As by a callback that ends training in its own way."""
+        called = threading.Event()
+        self.addCleanup(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT))
+        with on_keyboard_interrupt(self.end_the_wait):
+            signal.signal(signal.SIGINT, lambda *_: called.set())
+            signal.raise_signal(signal.SIGINT)
+        self.assertTrue(called.is_set())
+        self.assertEqual(self.queue.size(), 0)
+
 
 if __name__ == "__main__":
     tf.test.main()

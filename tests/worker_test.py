@@ -190,7 +190,7 @@ class SessionTest(_TwoRanksTestCase):
             self.assertEqual([exchanges[0].session for exchanges in self.exchanges], [session, session])
             for group in groups:
                 group.submit([tf.constant([3.0, 4.0])])
-                (result,), _ = group.collect([])
+                (result,), _num_skipped = group.collect([])
                 group.end_step()
                 self.assertAllEqual(result, [3.0, 4.0])
                 self.assertEqual(int(group.step), 1)

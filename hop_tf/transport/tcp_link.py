@@ -40,7 +40,9 @@ class Connection:
     def __init__(self, connected: socket.socket):
         self._socket = connected
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # A connection that a firewall has forgotten, or whose other end lost its power, is found within 25 s.
+        # An idle connection that a firewall has forgotten, or whose other end lost its power, is found within 25 s.
+        # While data is on its way TCP's own limit of retransmissions counts, some 15 minutes: TCP_USER_TIMEOUT would
+        # also end connections to peers that only take their time.
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
