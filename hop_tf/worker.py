@@ -203,11 +203,14 @@ class Worker:
 
         It does not where `error` is a `HopError`, that is where the job itself is broken: then all ranks raise.
 
-        Blocks: until the groups' threads have come to rest, `timeout_seconds` for each at most.
+        Blocks: until the groups' threads have come to rest, `timeout_seconds` at most.
 
         Raises:
           HopError: If a group's thread does not come to rest, and `error` is None.
         """
+        self._end_session(error, self.membership.monitor.now() + self._options.timeout_seconds)
+
+    def _end_session(self, error: BaseException | None, deadline: float) -> None:
         if not self._in_session:
             return
         self._in_session = False
@@ -215,7 +218,7 @@ class Worker:
         stuck = None
         try:
             for group in self._groups:
-                group.runner.quiesce(self._options.timeout_seconds)
+                group.runner.quiesce(max(0.0, deadline - self.membership.monitor.now()))
         except HopError as failure:
             logging.error("rank %d: %s", self.membership.rank, failure)
             stuck = failure
@@ -236,20 +239,20 @@ class Worker:
         if self._closed:
             return
         self._closed = True
+        deadline = self.membership.monitor.now() + self._options.timeout_seconds
         try:
-            self.end_session(self.membership.failure)
+            self._end_session(self.membership.failure, deadline)
             # Whoever hears the farewell has all that was sent before, on whatever lane.
-            self._flush()
+            self._flush(deadline)
             self.membership.leave(sent_steps={}, reason=reason, final=True)
-            self._flush()
+            self._flush(deadline)
         finally:
             for group in self._groups:
                 group.close()
             self._transport.close()
 
-    def _flush(self) -> None:
+    def _flush(self, deadline: float) -> None:
         """Gives what was sent time to arrive where somebody still listens."""
-        deadline = self.membership.monitor.now() + self._options.timeout_seconds
         for peer in self.membership.peers:
             while self._listens(peer) and self.membership.monitor.now() < deadline:
                 if self._transport.flush(peer, _FLUSH_PERIOD_SECONDS):
@@ -334,7 +337,11 @@ class Worker:
           MismatchError: If rank 0 has other variables.
         """
         floats = [v for v in variables if v.dtype.is_floating]
-        self._compare(self._next_called(), "average", "", [_spec(v) for v in floats], in_session=False)
+        try:
+            self._compare(self._next_called(), "average", "", [_spec(v) for v in floats], in_session=False)
+        except MismatchError as error:  # Others agree with rank 0, and would wait for this rank.
+            self.membership.leave(sent_steps={}, reason=f"MismatchError: {error}", abort=True)
+            raise
         arrays = [np.asarray(v.read_value()) for v in floats]
         for variable, mean in zip(floats, self._collectives.mean(self._next_called(), arrays), strict=True):
             variable.assign(mean)

@@ -274,6 +274,14 @@ class GroupTest(_TwoRanksTestCase):
         self.assertLen(_exchange_threads(), len(optimizers))
 
 
+def _error_of(call):
+    try:
+        call()
+    except HopError as error:
+        return error
+    return None
+
+
 class CollectivesTest(_TwoRanksTestCase):
     def setUp(self):
         super().setUp()
@@ -301,6 +309,13 @@ class CollectivesTest(_TwoRanksTestCase):
         for rank, (matrix, integer) in enumerate(variables):
             self.assertAllEqual(matrix, [[1.0, 2.0], [3.0, 4.5]])
             self.assertAllEqual(integer, rank)
+
+    def test_average_of_different_models_ends_on_all_ranks(self):
+        variables = [[_variable([1.0])], [_variable([1.0, 2.0])]]
+        errors = self.on_both(lambda rank, worker: _error_of(lambda: worker.average(variables[rank])))
+        self.assertIsInstance(errors[1], MismatchError)
+        self.assertIsInstance(errors[0], PeerLostError)
+        self.assertIn("rank 1 gave up: MismatchError: rank 0 and rank 1 disagree on variable 0", str(errors[0]))
 
     def test_gather(self):
         values = self.on_both(lambda rank, worker: worker.gather({"rank": rank}))
