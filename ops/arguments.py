@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,23 +13,31 @@ FLOAT_TYPES = (tf.float32, tf.bfloat16, tf.float16)  # In the order of the C int
 DEFAULT_BLOCK_SIZE = 512
 
 
-def check_sketch(num_bits: int, spacing: float) -> float:
-    """Raises ValueError unless both are in range; returns `spacing` as exactly as a TensorFlow attribute holds it."""
-    if not isinstance(num_bits, int) or isinstance(num_bits, bool) or not 1 <= num_bits <= 8:
+def check_sketch(num_bits: int, spacing: float) -> tuple[int, float]:
+    """Raises ValueError unless both are in range; returns them as Python's, `spacing` as a TensorFlow attribute is."""
+    if not _is_a(numbers.Integral, num_bits) or not 1 <= num_bits <= 8:
         raise ValueError(f"`num_bits` must be an integer from 1 to 8. Received: num_bits={num_bits!r}.")
-    if isinstance(spacing, bool) or not isinstance(spacing, (int, float)) or not 0 < spacing <= 1:
-        raise ValueError(f"`spacing` must be a number above 0 and at most 1. Received: spacing={spacing!r}.")
-    return float(np.float32(spacing))
+    rounded = float(np.float32(spacing)) if _is_a(numbers.Real, spacing) else 0.0
+    if not 0 < rounded <= 1:
+        raise ValueError(
+            f"`spacing` must be a number above 0 (as float32) and at most 1. Received: spacing={spacing!r}."
+        )
+    return int(num_bits), rounded
 
 
-def check_block_size(block_size: int | None) -> None:
-    """Raises ValueError unless `block_size` is None or a positive integer."""
+def check_block_size(block_size: int | None) -> int | None:
+    """Raises ValueError unless `block_size` is None or a positive integer; returns it as Python's."""
     if block_size is None:
-        return
-    if not isinstance(block_size, int) or isinstance(block_size, bool) or not 1 <= block_size <= MAX_VALUES:
+        return None
+    if not _is_a(numbers.Integral, block_size) or not 1 <= block_size <= MAX_VALUES:
         raise ValueError(
             f"`block_size` must be None or an integer from 1 to {MAX_VALUES}. Received: block_size={block_size!r}."
         )
+    return int(block_size)
+
+
+def _is_a(kind: type, value: object) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def check_dtype(name: str, dtype: tf.DType, allowed: Sequence[tf.DType]) -> None:

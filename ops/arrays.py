@@ -47,7 +47,7 @@ def quantile_sketch_encode(
     Returns:
       (codes, bucket_values).
     """
-    spacing = check_sketch(num_bits, spacing)
+    num_bits, spacing = check_sketch(num_bits, spacing)
     values = _floats("values", values)
     codes, bucket_values = _results(
         out, ("codes", values.shape, np.uint8), ("bucket_values", (1 << num_bits,), np.float32)
@@ -69,9 +69,9 @@ def quantile_sketch_decode(
     """See `hop_tf.ops.quantile_sketch_decode`; `out` takes the values."""
     codes, bucket_values = _typed("codes", codes, np.uint8), _typed("bucket_values", bucket_values, np.float32)
     num_bits = bucket_values.size.bit_length() - 1
-    if not 1 <= num_bits <= 8 or bucket_values.size != 1 << num_bits:
+    if not 1 <= num_bits <= 8 or bucket_values.shape != (1 << num_bits,):
         raise ValueError(
-            "`bucket_values` must have 2, 4, 8, ... or 256 values. "
+            "`bucket_values` must be a vector of 2, 4, 8, ... or 256 values. "
             f"Received: bucket_values of shape {bucket_values.shape}."
         )
     (values,) = _results(None if out is None else [out], ("out", codes.shape, np.float32))
@@ -213,26 +213,32 @@ def truncate16_decode(
 
 
 def _floats(name: str, values) -> np.ndarray:
-    values = np.asarray(values, order="C")
+    values = _native(values)
     check_dtype(name, tf.as_dtype(values.dtype), FLOAT_TYPES)
     check_size(name, values.size)
     return values
 
 
 def _typed(name: str, array, dtype) -> np.ndarray:
-    array = np.asarray(array, order="C")
+    array = _native(array)
     check_dtype(name, tf.as_dtype(array.dtype), [tf.as_dtype(dtype)])
     check_size(name, array.size)
     return array
 
 
+def _native(array) -> np.ndarray:
+    """As the kernels read it: contiguous, in this machine's byte order."""
+    array = np.asarray(array, order="C")
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
 def _blocks(codes, scales, block_size: int | None) -> tuple[np.ndarray, np.ndarray]:
-    check_block_size(block_size)
+    block_size = check_block_size(block_size)
     codes, scales = _typed("codes", codes, np.int8), _typed("scales", scales, np.float32)
     expected = num_blocks(codes.size, block_size)
-    if scales.size != expected:
+    if scales.shape != (expected,):
         raise ValueError(
-            f"`scales` must have {expected} values for {codes.size} codes in blocks of {block_size}. "
+            f"`scales` must be a vector of {expected} values for {codes.size} codes in blocks of {block_size}. "
             f"Received: scales of shape {scales.shape}."
         )
     return codes, scales
@@ -249,7 +255,12 @@ def _results(out: Sequence[np.ndarray] | None, *specs: tuple[str, tuple[int, ...
     """The arrays in `out`, checked against (name, shape, dtype) each; new ones where it is None."""
     if out is None:
         return [np.empty(shape, dtype) for _, shape, dtype in specs]
+    if len(out) != len(specs):
+        names = ", ".join(name for name, _, _ in specs)
+        raise ValueError(f"`out` must be ({names}). Received: {len(out)} arrays.")
     for array, (name, shape, dtype) in zip(out, specs, strict=True):
+        if not isinstance(array, np.ndarray):
+            raise TypeError(f"`{name}` must be a NumPy array. Received: {array!r}.")
         if array.shape != shape or array.dtype != dtype or not array.flags.c_contiguous or not array.flags.writeable:
             raise ValueError(
                 f"`{name}` must be a writable, C-contiguous array of type {np.dtype(dtype)} and shape {shape}. "
@@ -259,7 +270,7 @@ def _results(out: Sequence[np.ndarray] | None, *specs: tuple[str, tuple[int, ...
 
 
 def _block_results(out: Sequence[np.ndarray] | None, values: np.ndarray, block_size: int | None) -> list[np.ndarray]:
-    check_block_size(block_size)
+    block_size = check_block_size(block_size)
     return _results(
         out, ("codes", values.shape, np.int8), ("scales", (num_blocks(values.size, block_size),), np.float32)
     )

@@ -23,10 +23,11 @@ def quantile_sketch_encode(values, num_bits: int = 8, spacing: float = 0.5) -> t
     `spacing` 1 all buckets hold equally many values (quantiles), towards 0 they get equally wide. 1/3 gives the
     smallest mean squared error.
 
-    Buckets begin within 1/1000 of all values of where they should. A value that makes up more than four buckets' worth
-    by itself, such as the zeros of a sparse gradient, gets a bucket of its own and stays exact; so does every value
-    where there are no more than 2^num_bits different ones, unless they differ by less than 2^-16 of themselves. Values
-    with a magnitude below 2^-126 count as zero.
+    Values are told apart by the upper 16 bits of float32 (one part in 128 to 256), and where more than 1/500 of all
+    share these, by up to 16 more; what is not told apart shares a bucket. So buckets of continuous data begin within
+    1/1000 of all values of where they should. A value that makes up more than four buckets' worth by itself, such as
+    the zeros of a sparse gradient, gets a bucket of its own and stays exact; so does every value where there are no
+    more than 2^num_bits that are told apart. Values with a magnitude below 2^-126 count as zero.
 
     Args:
       values: Tensor of any shape of float32, bfloat16 or float16; at most 2^31 - 1 values. If one of them is not
@@ -47,9 +48,10 @@ def quantile_sketch_encode(values, num_bits: int = 8, spacing: float = 0.5) -> t
       Networks. IEEE TPDS 2021. (There `spacing` is 1 and a bucket's value the middle of its range.)
       Panter, Dite. Quantization distortion in pulse-count modulation with nonuniform spacing of levels. Proc. IRE 1951.
     """
-    spacing = check_sketch(num_bits, spacing)
+    num_bits, spacing = check_sketch(num_bits, spacing)
     values = _floats("values", values)
-    if (operations := native.operations()) is None:
+    operations = native.operations()
+    if operations is None:
         return fallback.sketch_encode(values, num_bits, spacing)
     codes, bucket_values = operations.hop_tf_sketch_encode(values=values, num_bits=num_bits, spacing=spacing)
     return codes, tf.ensure_shape(bucket_values, [1 << num_bits])
@@ -68,10 +70,15 @@ def quantile_sketch_decode(codes, bucket_values) -> tf.Tensor:
     Raises:
       TypeError: If an argument is of another type.
       tf.errors.InvalidArgumentError: If `bucket_values` has another size.
+
+    References:
+      Zhou et al. Canary: Decentralized Distributed Deep Learning Via Gradient Sketch and Partition in Multi-Interface
+      Networks. IEEE TPDS 2021.
     """
     codes = _typed("codes", codes, tf.uint8)
     bucket_values = _typed("bucket_values", bucket_values, tf.float32)
-    if (operations := native.operations()) is None:
+    operations = native.operations()
+    if operations is None:
         return fallback.sketch_decode(codes, bucket_values)
     return operations.hop_tf_sketch_decode(codes=codes, bucket_values=bucket_values)
 
@@ -79,7 +86,7 @@ def quantile_sketch_decode(codes, bucket_values) -> tf.Tensor:
 def int8_encode(values, block_size: int | None = DEFAULT_BLOCK_SIZE) -> tuple[tf.Tensor, tf.Tensor]:
     """Rounds the values of each block to multiples of 1/127 of the block's largest magnitude.
 
-    The error is at most half such a step (and a few units in float32's last place). A block of nothing but magnitudes
+    The error is at most half such a step, and a few units in float32's last place. A block of nothing but magnitudes
     below 2^-119 decodes to zeros. A block with a value that is not finite decodes to nan.
 
     Args:
@@ -99,9 +106,10 @@ def int8_encode(values, block_size: int | None = DEFAULT_BLOCK_SIZE) -> tuple[tf
       Li et al. Pipe-SGD: A Decentralized Pipelined SGD Framework for Distributed Deep Net Training. NeurIPS 2018.
       (There block_size is None.)
     """
-    check_block_size(block_size)
+    block_size = check_block_size(block_size)
     values = _floats("values", values)
-    if (operations := native.operations()) is None:
+    operations = native.operations()
+    if operations is None:
         codes, scales = fallback.int8_encode(values, block_size)
     else:
         codes, scales = operations.hop_tf_int8_encode(values=values, block_size=block_size or 0)
@@ -123,10 +131,14 @@ def int8_decode(codes, scales, block_size: int | None = DEFAULT_BLOCK_SIZE) -> t
       ValueError: If `block_size` is out of range.
       TypeError: If an argument is of another type.
       tf.errors.InvalidArgumentError: If `scales` has another size.
+
+    References:
+      Li et al. Pipe-SGD: A Decentralized Pipelined SGD Framework for Distributed Deep Net Training. NeurIPS 2018.
     """
-    check_block_size(block_size)
+    block_size = check_block_size(block_size)
     codes, scales = _typed("codes", codes, tf.int8), _typed("scales", scales, tf.float32)
-    if (operations := native.operations()) is None:
+    operations = native.operations()
+    if operations is None:
         return fallback.int8_decode(codes, scales, block_size)
     return operations.hop_tf_int8_decode(codes=codes, scales=scales, block_size=block_size or 0)
 
@@ -147,11 +159,15 @@ def int8_accumulate(codes, scales, accumulator, block_size: int | None = DEFAULT
       ValueError: If `block_size` is out of range.
       TypeError: If an argument is of another type.
       tf.errors.InvalidArgumentError: If shapes do not fit.
+
+    References:
+      Li et al. Pipe-SGD: A Decentralized Pipelined SGD Framework for Distributed Deep Net Training. NeurIPS 2018.
     """
-    check_block_size(block_size)
+    block_size = check_block_size(block_size)
     codes, scales = _typed("codes", codes, tf.int8), _typed("scales", scales, tf.float32)
     accumulator = _typed("accumulator", accumulator, tf.float32)
-    if (operations := native.operations()) is None:
+    operations = native.operations()
+    if operations is None:
         return fallback.int8_accumulate(codes, scales, accumulator, block_size)
     return operations.hop_tf_int8_accumulate(
         codes=codes, scales=scales, accumulator=accumulator, block_size=block_size or 0
@@ -159,9 +175,10 @@ def int8_accumulate(codes, scales, accumulator, block_size: int | None = DEFAULT
 
 
 def int8_reduce(codes, scales, values, block_size: int | None = DEFAULT_BLOCK_SIZE) -> tuple[tf.Tensor, tf.Tensor]:
-    """Encodes values + codes * scales anew: one hop of a ring all-reduce, in one pass over memory.
+    """Encodes values + codes * scales anew: one hop of a ring all-reduce.
 
-    The sum is computed in float32. Codes themselves are never added.
+    The sum is computed in float32. Codes themselves are never added. Memory is read once where blocks have up to 1024
+    values, and otherwise twice.
 
     Args:
       codes: int8 tensor of any shape.
@@ -176,11 +193,15 @@ def int8_reduce(codes, scales, values, block_size: int | None = DEFAULT_BLOCK_SI
       ValueError: If `block_size` is out of range.
       TypeError: If an argument is of another type.
       tf.errors.InvalidArgumentError: If shapes do not fit.
+
+    References:
+      Li et al. Pipe-SGD: A Decentralized Pipelined SGD Framework for Distributed Deep Net Training. NeurIPS 2018.
     """
-    check_block_size(block_size)
+    block_size = check_block_size(block_size)
     codes, scales = _typed("codes", codes, tf.int8), _typed("scales", scales, tf.float32)
     values = _floats("values", values)
-    if (operations := native.operations()) is None:
+    operations = native.operations()
+    if operations is None:
         new_codes, new_scales = fallback.int8_reduce(codes, scales, values, block_size)
     else:
         new_codes, new_scales = operations.hop_tf_int8_reduce(
@@ -198,16 +219,19 @@ def truncate16_encode(values, round_to_nearest: bool = False) -> tf.Tensor:
         (2^-8 instead of 2^-7 of the value) and has no bias.
 
     Returns:
-      bfloat16 tensor in the shape of `values`. What is not finite stays what it is.
+      bfloat16 tensor in the shape of `values`. What is not finite stays what it is. Rounding makes infinity of what is
+      nearer to 2^128 than to the largest bfloat16.
 
     Raises:
+      ValueError: If there are too many values.
       TypeError: If `values` is of another type.
 
     References:
       Li et al. Pipe-SGD: A Decentralized Pipelined SGD Framework for Distributed Deep Net Training. NeurIPS 2018.
     """
     values = _floats("values", values)
-    if (operations := native.operations()) is None:
+    operations = native.operations()
+    if operations is None:
         return fallback.truncate16_encode(values, round_to_nearest)
     return operations.hop_tf_truncate16_encode(values=values, round_to_nearest=round_to_nearest)
 
@@ -223,9 +247,13 @@ def truncate16_decode(halves) -> tf.Tensor:
 
     Raises:
       TypeError: If `halves` is of another type.
+
+    References:
+      Li et al. Pipe-SGD: A Decentralized Pipelined SGD Framework for Distributed Deep Net Training. NeurIPS 2018.
     """
     halves = _typed("halves", halves, tf.bfloat16)
-    if (operations := native.operations()) is None:
+    operations = native.operations()
+    if operations is None:
         return fallback.truncate16_decode(halves)
     return operations.hop_tf_truncate16_decode(halves=halves)
 
@@ -248,4 +276,6 @@ def _with_num_blocks(scales: tf.Tensor, values: tf.Tensor, block_size: int | Non
     """Tells the static shape of the scales, which TensorFlow's interface for operations in C cannot express."""
     if values.shape.is_fully_defined():
         scales.set_shape([num_blocks(values.shape.num_elements(), block_size)])
+    else:
+        scales.set_shape([None])
     return scales

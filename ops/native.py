@@ -15,7 +15,7 @@ _KERNELS = "libhop_tf_kernels.so"
 _OPERATIONS = "hop_tf_ops.so"
 _CUDA = "libhop_tf_cuda.so"
 
-_INVALID_ARGUMENT, _OUT_OF_MEMORY = 1, 2
+_OK, _OUT_OF_MEMORY = 0, 2
 
 # `HopTf<name>`: the types of its arguments, as in kernels/hop_tf_kernels.h.
 _ADDRESS, _SIZE, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_double
@@ -86,10 +86,10 @@ def call(name: str, *arguments) -> None:
       MemoryError: If there is not enough memory.
     """
     status = getattr(kernels(), f"HopTf{name}")(*arguments)
-    if status == _INVALID_ARGUMENT:
-        raise ValueError(f"HopTf{name} refused its arguments. Received: {arguments}.")
     if status == _OUT_OF_MEMORY:
         raise MemoryError(f"not enough memory for HopTf{name}.")
+    if status != _OK:
+        raise ValueError(f"HopTf{name} refused its arguments with status {status}. Received: {arguments}.")
 
 
 def _find(name: str) -> pathlib.Path | None:
@@ -99,8 +99,8 @@ def _find(name: str) -> pathlib.Path | None:
     if path.exists():
         return path
     logging.warning(
-        "hop_tf was built without %s: its kernels run as TensorFlow operations, several times slower. Install it again "
-        "where there is a C++ compiler (HOP_TF_REQUIRE_NATIVE=1 shows why the build leaves it out).",
+        "hop_tf was built without %s: its kernels run as TensorFlow operations, 10 to 100 times slower. Install it "
+        "again where there is a C++ compiler (HOP_TF_REQUIRE_NATIVE=1 shows why the build leaves it out).",
         name,
     )
     return None

@@ -119,7 +119,8 @@ def _int8(floats, block_size):
         if not np.isfinite(largest):
             scales[block] = np.nan
         elif largest >= 2.0**-119:
-            scales[block] = largest / np.float32(127)
+            # The largest step of which 127 are still finite.
+            scales[block] = min(largest / np.float32(127), np.float32(float.fromhex("0x1.020406p121")))
             codes[part] = np.rint(floats[part] * (np.float32(127) / largest))
     return codes, scales
 

@@ -134,6 +134,11 @@ void FuzzSketch(int64_t size) {
     sums[codes.Get(i)] += std::fabs(values[i]) < 0x1p-126f ? 0.0 : values[i];
     members[codes.Get(i)] += 1;
   }
+  for (int64_t i = 1; finite && i < size; ++i) {
+    const float a = values[i - 1], b = values[i];
+    Check(!(a < b) || codes.Get(i - 1) <= codes.Get(i), "rising codes");
+    Check(!(a > b) || codes.Get(i - 1) >= codes.Get(i), "rising codes");
+  }
   for (int code = 0; code < 1 << num_bits; ++code) {
     Check(finite != std::isnan(bucket_values.Get(code)), "nan in, nan out");
     if (finite && code > 0) Check(bucket_values.Get(code - 1) <= bucket_values.Get(code), "rising bucket values");
@@ -237,6 +242,20 @@ void CheckRefusals() {
   refused(HopTfInt8Decode(&signed_code, pair, -5, 1, &value, 0));
 }
 
+void CheckNothing() {
+  float pair[2] = {1, 1};
+  const auto done = [](HopTfStatus status) { Check(status == HOP_TF_OK, "a call with no values"); };
+  done(HopTfSketchEncode(nullptr, HOP_TF_FLOAT32, 0, 1, 0.5, nullptr, pair, 0));
+  Check(pair[0] == 0 && pair[1] == 0, "bucket values of no values");
+  done(HopTfSketchDecode(nullptr, nullptr, 0, 1, nullptr, 0));
+  done(HopTfInt8Encode(nullptr, HOP_TF_FLOAT32, 0, 1, nullptr, nullptr, 0));
+  done(HopTfInt8Decode(nullptr, nullptr, 0, 1, nullptr, 0));
+  done(HopTfInt8Accumulate(nullptr, nullptr, 0, 1, nullptr, 0));
+  done(HopTfInt8Reduce(nullptr, nullptr, nullptr, HOP_TF_FLOAT32, 0, 1, nullptr, nullptr, 0));
+  done(HopTfTruncate16Encode(nullptr, HOP_TF_FLOAT32, 0, 0, nullptr, 0));
+  done(HopTfTruncate16Decode(nullptr, 0, nullptr, 0));
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -244,6 +263,7 @@ int main(int argc, char** argv) {
   generator.seed(std::strtoull(argv[1], nullptr, 10));
   const int rounds = std::atoi(argv[2]);
   CheckRefusals();
+  CheckNothing();
   for (int round = 0; round < rounds; ++round) {
     // Sizes around those of tiles, and once in a while enough for several threads.
     const int64_t size = round % 50 == 49 ? Uniform(1 << 20, 3 << 20) : Uniform(0, Uniform(0, 1) ? 40 : 5000);

@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
+from hop_tf import ops
 from hop_tf.ops import build_info, native
 
 _FLOATS = (tf.float32, tf.bfloat16, tf.float16)
@@ -32,6 +33,26 @@ def _int8_reference(values, block_size):
 
 def _decoded(codes, scales, block_size):
     return codes.astype(np.float32) * np.repeat(scales, block_size)[: codes.size].reshape(codes.shape)
+
+
+class TracingTest(tf.test.TestCase):
+    def test_traces_without_a_warning(self):
+        @tf.function
+        def everything(values):
+            codes, bucket_values = ops.quantile_sketch_encode(values)
+            quantized = ops.int8_encode(values)
+            return (
+                ops.quantile_sketch_decode(codes, bucket_values),
+                ops.int8_reduce(*quantized, ops.int8_accumulate(*quantized, ops.int8_decode(*quantized))),
+                ops.truncate16_decode(ops.truncate16_encode(values)),
+            )
+
+        with self.assertNoLogs("tensorflow"), self.assertNoLogs("absl"):
+            everything(tf.constant(_VALUES))
+
+    def test_scales_are_a_vector_whatever_is_known_of_the_values(self):
+        function = tf.function(ops.int8_encode).get_concrete_function(tf.TensorSpec([None], tf.float32))
+        self.assertEqual([output.shape.rank for output in function.outputs], [1, 1])
 
 
 class _OperationsTestCase(tf.test.TestCase, parameterized.TestCase):

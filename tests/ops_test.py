@@ -145,7 +145,8 @@ def _int8_reference(values, block_size):
         if not np.all(np.isfinite(flat[part])):
             scales[block] = np.nan
         elif largest >= 2.0**-119:
-            scales[block] = largest / np.float32(127)
+            # The largest step of which 127 are still finite.
+            scales[block] = min(largest / np.float32(127), np.float32(float.fromhex("0x1.020406p121")))
             codes[part] = np.rint(flat[part] * (np.float32(127) / largest))
     return codes.reshape(np.shape(values)), scales
 
@@ -316,14 +317,26 @@ class QuantileSketchTest(_OpsTestCase):
         again, values_again = ops.arrays.quantile_sketch_encode(bucket_values[codes], num_bits, spacing)
         np.testing.assert_allclose(values_again[again], bucket_values[codes], rtol=2e-5, atol=2.0**-126)
 
-    def test_native_and_fallback_agree(self):
-        rng = np.random.default_rng(2)
-        for make in _DATA.values():
-            values = make(rng, 200_000)
-            codes, bucket_values = ops.arrays.quantile_sketch_encode(values)
-            expected_codes, expected_values = _FALLBACK.quantile_sketch_encode(values)
-            self.assert_same_codes(codes, expected_codes)
-            self.assertAllClose(bucket_values, expected_values, rtol=1e-6, atol=0)
+    @unittest.skipUnless(ops.native_available(), "needs the native kernels")
+    @parameterized.product(data=list(_DATA), num_bits=[2, 5, 8], spacing=[1.0, 1 / 3])
+    def test_native_and_fallback_agree(self, data, num_bits, spacing):
+        values = _DATA[data](np.random.default_rng(2), 200_000)
+        codes, bucket_values = ops.arrays.quantile_sketch_encode(values, num_bits, spacing)
+        expected_codes, expected_values = _FALLBACK.quantile_sketch_encode(values, num_bits, spacing)
+        self.assert_same_codes(codes, expected_codes)
+        self.assertAllClose(bucket_values, expected_values, rtol=1e-6, atol=0)
+
+    @_for_implementations(("_three", (3,)), ("_one", (1,)), ("_too_many", (512,)), ("_matrix", (4, 4)))
+    def test_refuses_other_tables(self, implementation, shape):
+        with self.assertRaisesRegex((ValueError, tf.errors.InvalidArgumentError), "bucket_values"):
+            implementation.quantile_sketch_decode(np.zeros(3, np.uint8), np.zeros(shape, np.float32))
+
+    @_for_implementations()
+    def test_takes_numpy_scalars(self, implementation):
+        values = np.arange(10, dtype=np.float32)
+        codes, bucket_values = implementation.quantile_sketch_encode(values, np.int64(4), np.float32(0.5))
+        self.assertAllEqual(np.asarray(bucket_values)[codes], values)
+        implementation.int8_encode(values, np.int64(512))
 
     @_for_implementations()
     def test_a_code_without_value_decodes_to_nan(self, implementation):
@@ -332,11 +345,25 @@ class QuantileSketchTest(_OpsTestCase):
 
     @_for_implementations(
         ("_many_bits", {"num_bits": 9}), ("_no_bits", {"num_bits": 0}), ("_float_bits", {"num_bits": 8.0}),
-        ("_no_spacing", {"spacing": 0.0}), ("_wide", {"spacing": 1.5}), ("_nan", {"spacing": _NAN}),
+        ("_no_spacing", {"spacing": 0.0}), ("_zero_as_float32", {"spacing": 1e-46}),
+        ("_wide", {"spacing": 1.5}), ("_nan", {"spacing": _NAN}),
     )  # fmt: skip
     def test_refuses_what_is_out_of_range(self, implementation, arguments):
         with self.assertRaisesRegex(ValueError, f"`{next(iter(arguments))}` must be .* Received: "):
             implementation.quantile_sketch_encode(np.ones(3, np.float32), **arguments)
+
+
+class ByteOrderTest(_OpsTestCase):
+    def test_arrays_of_the_other_byte_order(self):
+        values = np.random.default_rng(0).standard_normal(1000).astype(np.float32)
+        other = values.astype(values.dtype.newbyteorder())
+        for name in ("quantile_sketch_encode", "int8_encode"):
+            encode = getattr(ops.arrays, name)
+            for result, expected in zip(encode(other), encode(values), strict=True):
+                self.assertAllEqual(result, expected)
+        codes, scales = ops.arrays.int8_encode(values)
+        decoded = ops.arrays.int8_decode(codes, scales.astype(scales.dtype.newbyteorder()))
+        self.assertAllEqual(decoded, ops.arrays.int8_decode(codes, scales))
 
 
 class Int8Test(_OpsTestCase):
@@ -404,14 +431,54 @@ class Int8Test(_OpsTestCase):
         with self.assertRaisesRegex(ValueError, "`block_size` must be None or an integer from 1 .* Received: "):
             implementation.int8_encode(np.ones(3, np.float32), block_size)
 
-    @parameterized.parameters(False, True)
-    def test_refuses_a_wrong_number_of_scales(self, in_graph):
-        decode = tf.function(ops.int8_decode) if in_graph else ops.int8_decode
-        codes, scales = np.zeros(1500, np.int8), np.ones(2, np.float32)
-        with self.assertRaisesRegex(ValueError, "`scales` must have 3 values for 1500 codes"):
-            ops.arrays.int8_decode(codes, scales)
-        with self.assertRaises((tf.errors.InvalidArgumentError, ValueError)):
-            decode(tf.constant(codes), tf.constant(scales))
+    @_for_implementations(("_one", 1), ("_too_few", 2), ("_too_many", 4))
+    def test_refuses_a_wrong_number_of_scales(self, implementation, num_scales):
+        codes, scales = np.ones(1500, np.int8), np.ones(num_scales, np.float32)
+        for call in (
+            lambda: implementation.int8_decode(codes, scales),
+            lambda: implementation.int8_accumulate(codes, scales, np.ones(1500, np.float32)),
+            lambda: implementation.int8_reduce(codes, scales, np.ones(1500, np.float32)),
+        ):
+            with self.assertRaisesRegex((ValueError, tf.errors.InvalidArgumentError), "scales"):
+                call()
+
+    @_for_implementations(("_more", (2, 8)), ("_one", (1,)), ("_none", ()))
+    def test_refuses_other_shapes(self, implementation, shape):
+        codes, scales, others = np.ones(8, np.int8), np.ones(1, np.float32), np.ones(shape, np.float32)
+        with self.assertRaisesRegex((ValueError, tf.errors.InvalidArgumentError), "accumulator"):
+            implementation.int8_accumulate(codes, scales, others)
+        with self.assertRaisesRegex((ValueError, tf.errors.InvalidArgumentError), "values"):
+            implementation.int8_reduce(codes, scales, others)
+
+    @_for_implementations()
+    def test_the_largest_values_stay_finite(self, implementation):
+        values = np.array([1, -1, 0.5], np.float32) * np.finfo(np.float32).max
+        decoded = implementation.int8_decode(*implementation.int8_encode(values))
+        self.assertAllClose(decoded, values, rtol=1 / 127, atol=0)
+
+    @_for_implementations()
+    def test_a_large_block_takes_no_more_memory(self, implementation):
+        """Of 2^31 - 1 values; a block is as long as what it holds."""
+        codes, scales = implementation.int8_encode(np.array([1, -2], np.float32), 2**31 - 1)
+        self.assertAllEqual(codes, [64, -127])
+        decoded = implementation.int8_decode(codes, scales, 2**31 - 1)
+        self.assertAllEqual(decoded, np.array([64, -127], np.float32) * scales)
+
+    @hypothesis.settings(deadline=None)
+    @hypothesis.given(st.integers(1, 2000), st.integers(1, 600), st.integers(0, 2**32 - 1))
+    def test_sums(self, size, block_size, seed):
+        """Of an accumulation: exact to float32's rounding. Of a reduction: within half a step of its blocks."""
+        rng = np.random.default_rng(seed)
+        first, second = rng.standard_t(3, (2, size)).astype(np.float32)
+        codes, scales = ops.arrays.int8_encode(first, block_size)
+        decoded = codes.astype(np.float64) * np.repeat(scales, block_size)[:size]
+        total = second + decoded
+        accumulated = second.copy()
+        ops.arrays.int8_accumulate(codes, scales, accumulated, block_size)
+        np.testing.assert_allclose(accumulated, total, rtol=1e-6, atol=1e-6)
+        new_codes, new_scales = ops.arrays.int8_reduce(codes, scales, second, block_size)
+        steps = np.repeat(new_scales, block_size)[:size]
+        np.testing.assert_array_less(np.abs(new_codes * steps - total), 0.5 * steps + 1e-5 * np.abs(total) + 1e-6)
 
 
 class Truncate16Test(_OpsTestCase):

@@ -24,6 +24,8 @@ constexpr int64_t kMaxValuesOfChunk = 1 << 14;
 constexpr float kLargestCode = 127.0f;
 // Below this a scale would be no normal number.
 constexpr uint32_t kSmallestMagnitude = 0x04000000u;  // 2^-119
+// Times 127 it is still finite.
+constexpr float kLargestScale = 0x1.020406p121f;
 // Adding this to a float of at most 2^22 in magnitude leaves its nearest integer, ties to even, in the lowest bits.
 constexpr float kRounder = 0x1.8p23f;
 
@@ -36,7 +38,7 @@ __device__ Scale ScaleOf(uint32_t largest_magnitude) {
   if (largest_magnitude >= kInfinity) return {__uint_as_float(kNan), 0.0f};
   if (largest_magnitude < kSmallestMagnitude) return {0.0f, 0.0f};
   const float largest = __uint_as_float(largest_magnitude);
-  return {__fdiv_rn(largest, kLargestCode), __fdiv_rn(kLargestCode, largest)};
+  return {fminf(__fdiv_rn(largest, kLargestCode), kLargestScale), __fdiv_rn(kLargestCode, largest)};
 }
 
 __device__ int8_t Quantize(float value, float inverse_scale) {

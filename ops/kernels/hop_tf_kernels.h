@@ -5,11 +5,12 @@
 // depend neither on the number of threads nor on the instruction set.
 //
 // Common arguments:
-//   num_values   at least 0, at most 2^31 - 1; with 0 the array pointers may be null.
-//   num_threads  how many threads to use at most; 0: as many as the process was given cores (its affinity, or what
-//                TF_NUM_INTRAOP_THREADS or OMP_NUM_THREADS say, if that is less). Small arrays take one.
+//   num_values   at least 0, at most 2^31 - 1; with 0 the pointers to arrays of that many may be null.
+//   num_threads  how many threads to use at most; 0 or less: as many as the process was given cores (its affinity and
+//                its control group's quota, or what TF_NUM_INTRAOP_THREADS or OMP_NUM_THREADS say, if that is less).
+//                Calls at the same time share them. Small arrays take one.
 //
-// Values with a magnitude below 2^-126 (denormals) count as zero.
+// To the sketch, values with a magnitude below 2^-126 (denormals) are zero. Sums follow the calling thread's mode.
 
 #ifndef HOP_TF_OPS_KERNELS_HOP_TF_KERNELS_H_
 #define HOP_TF_OPS_KERNELS_HOP_TF_KERNELS_H_
@@ -53,7 +54,8 @@ HOP_TF_EXPORT HopTfStatus HopTfSketchEncode(const void* values, HopTfType type, 
 HOP_TF_EXPORT HopTfStatus HopTfSketchDecode(const uint8_t* codes, const float* bucket_values, int64_t num_values,
                                             int num_bits, float* values, int num_threads);
 
-// 8-bit blocks: codes[i] = round(values[i] / scale) with scale = (largest magnitude of the block) / 127; ties to even.
+// 8-bit blocks: with scale = (largest magnitude of the block) / 127, codes[i] = round(values[i] / scale), computed as
+// values[i] * (127 / largest magnitude); ties to even.
 //
 // A block whose magnitudes all lie below 2^-119 gets scale 0; one that holds a value that is not finite, scale nan.
 //

@@ -17,6 +17,9 @@ constexpr float kLargestCode = 127.0f;
 // Below this a scale would be no normal number.
 constexpr uint32_t kSmallestMagnitude = 0x04000000u;  // 2^-119
 
+// Times 127 it is still finite.
+constexpr float kLargestScale = 0x1.020406p121f;
+
 struct Scale {
   float scale;
   float inverse;
@@ -26,7 +29,7 @@ Scale ScaleOf(uint32_t largest_magnitude) {
   if (largest_magnitude >= kInfinity) return {std::numeric_limits<float>::quiet_NaN(), 0.0f};
   if (largest_magnitude < kSmallestMagnitude) return {0.0f, 0.0f};
   const float largest = FromBits(largest_magnitude);
-  return {largest / kLargestCode, kLargestCode / largest};
+  return {std::min(largest / kLargestCode, kLargestScale), kLargestCode / largest};
 }
 
 // Gives the values to encode, in tiles: `Get(begin, count, tile)` returns where `count` values lie as float32, in memory

@@ -1,7 +1,14 @@
 #include "parallel.h"
 
 #include <algorithm>
+#include <atomic>
+#include <climits>
+#include <cmath>
 #include <cstdlib>
+#include <exception>
+#include <fstream>
+#include <mutex>
+#include <new>
 #include <system_error>
 #include <thread>
 #include <vector>
@@ -12,6 +19,14 @@
 
 namespace hop_tf {
 namespace {
+
+// At most so many processors' worth of time, rounded up, as containers limit it (version 2 of control groups).
+int CoresOfQuota() {
+  std::ifstream file("/sys/fs/cgroup/cpu.max");
+  double quota, period;
+  if (!(file >> quota >> period) || quota <= 0 || period <= 0) return INT_MAX;  // "max" is no number.
+  return static_cast<int>(std::ceil(quota / period));
+}
 
 int CountCores() {
   int cores = static_cast<int>(std::thread::hardware_concurrency());
@@ -24,8 +39,62 @@ int CountCores() {
     const int limit = text != nullptr ? std::atoi(text) : 0;
     if (limit > 0) cores = std::min(cores, limit);
   }
-  return std::max(cores, 1);
+  return std::max(std::min(cores, CoresOfQuota()), 1);
 }
+
+// The first exception of several threads.
+class Failure {
+ public:
+  template <typename Function>
+  void Guard(const Function& function) {
+    try {
+      function();
+    } catch (...) {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (!first_) first_ = std::current_exception();
+    }
+  }
+
+  void Rethrow() const {
+    if (first_) std::rethrow_exception(first_);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::exception_ptr first_;
+};
+
+// Threads beside the calling one. All calls of a process together have no more than there are cores.
+class Threads {
+ public:
+  explicit Threads(int most) { threads_.reserve(most); }
+  ~Threads() { Join(); }
+
+  // False if there are enough threads, or no more can be had.
+  template <typename Function>
+  bool Start(const Function& function, int argument) {
+    if (running_.fetch_add(1) + 1 < NumCores()) {
+      try {
+        threads_.emplace_back(function, argument);
+        return true;
+      } catch (const std::system_error&) {
+      } catch (const std::bad_alloc&) {
+      }
+    }
+    running_.fetch_sub(1);
+    return false;
+  }
+
+  void Join() {
+    for (std::thread& thread : threads_) thread.join();
+    running_.fetch_sub(static_cast<int>(threads_.size()));
+    threads_.clear();
+  }
+
+ private:
+  static inline std::atomic<int> running_{0};
+  std::vector<std::thread> threads_;
+};
 
 }  // namespace
 
@@ -43,17 +112,15 @@ void ParallelFor(int64_t num_items, int num_parts, int64_t granularity,
                  const std::function<void(int part, int64_t begin, int64_t end)>& body) {
   const int64_t num_grains = (num_items + granularity - 1) / granularity;
   const auto boundary = [&](int part) { return std::min(num_grains * part / num_parts * granularity, num_items); };
-  const auto run = [&](int part) { body(part, boundary(part), boundary(part + 1)); };
-  std::vector<std::thread> threads;
-  threads.reserve(num_parts - 1);
+  Failure failure;
+  const auto run = [&](int part) { failure.Guard([&] { body(part, boundary(part), boundary(part + 1)); }); };
+  Threads threads(num_parts - 1);
   int part = 1;
-  try {
-    for (; part < num_parts; ++part) threads.emplace_back(run, part);
-  } catch (const std::system_error&) {
-    for (; part < num_parts; ++part) run(part);
-  }
+  while (part < num_parts && threads.Start(run, part)) ++part;
+  for (; part < num_parts; ++part) run(part);
   run(0);
-  for (std::thread& thread : threads) thread.join();
+  threads.Join();
+  failure.Rethrow();
 }
 
 }  // namespace hop_tf

@@ -88,6 +88,10 @@ struct Scratch {
   std::vector<Bin> bins;
   std::vector<uint8_t> table;       // The code of each bin ...
   std::vector<uint8_t> part_table;  // ... and of each part.
+
+  void Shrink() {
+    if (counters.size() > 1) counters.resize(1);
+  }
 };
 
 // Counting and looking up take long enough between two tiles for the processor's own prefetching to stop.
@@ -359,14 +363,16 @@ HopTfStatus HopTfSketchEncode(const void* values, HopTfType type, int64_t num_va
     return HOP_TF_INVALID_ARGUMENT;
   }
   return Guarded([&] {
-    static thread_local Scratch scratch;
+    static thread_local Scratch scratch;  // What one thread needs stays allocated for the next call, a few megabytes.
     SketchEncoder(values, type, num_values, num_bits, spacing, num_threads, scratch).Encode(codes, bucket_values);
+    scratch.Shrink();
   });
 }
 
 HopTfStatus HopTfSketchDecode(const uint8_t* codes, const float* bucket_values, int64_t num_values, int num_bits,
                               float* values, int num_threads) {
   if (!IsSize(num_values) || !IsCodeSize(num_bits)) return HOP_TF_INVALID_ARGUMENT;
+  if (num_values == 0) return HOP_TF_OK;
   return Guarded([&] {
     std::vector<float> table(256, std::numeric_limits<float>::quiet_NaN());
     for (int i = 0; i < 1 << num_bits; ++i) table[i] = Load<float>(bucket_values, i);

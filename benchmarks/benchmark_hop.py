@@ -1,0 +1,292 @@
+"""What Hop's mechanisms are worth: the paper's Figures 12 to 20 in the small, in processes of one machine.
+
+    KERAS_HOME=... python benchmarks/benchmark_hop.py --folder=results
+    python benchmarks/benchmark_hop.py --experiments=straggler --task=svm --a9a=a9a --num_workers=8 --num_steps=60
+
+Workers train under `model.fit` with emulated compute: every step takes `--step_seconds` at least, and more where it is
+slowed down, without using the processor. So 16 workers fit on few cores, as long as the cores are idle most of the
+time: the share that was busy is printed, and figures from a machine that was busy all the time mean little.
+
+random     Every rank is 6 times slower with probability 1/n in each step (Figures 12, 14 to 17): standard, one backup
+           worker, staleness 5, both, both with jumps; on ring_based, and with --topologies on other graphs.
+straggler  One rank is always 4 times slower (Figures 18 and 19): standard, one backup worker, jumps of up to 2 and 10.
+machines   8 workers on 3 machines (Figures 20 and 21): all-to-all inside a machine and a ring between machines,
+           ring_based over all, and all-to-all over all; printed with their spectral gaps.
+
+Printed for each run: iterations per second (mean over ranks, jumps included), the same by `hop_tf.simulate` from the
+same slowdowns, both relative to the standard form in that experiment; the loss when the fastest run had ended; and the
+accuracy of the averaged model at the end. Curves of loss against time and steps are written as CSV and PNG.
+
+Task cnn: a small convolutional network on Fashion-MNIST, from `keras.datasets` (which KERAS_HOME may hold already).
+Task svm: a linear model with log loss on a9a, a LIBSVM file.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import itertools
+import os
+import pathlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+import keras
+import networkx as nx
+import numpy as np
+import psutil
+import tensorflow as tf
+from absl import app, flags
+
+import hop_tf
+from hop_tf.emulation import ComputeEmulation, Slowdown
+from hop_tf.testing import MultiProcessRunner
+from hop_tf.topology import Topology, resolve
+
+_EXPERIMENTS = flags.DEFINE_list("experiments", ["random", "straggler", "machines"], "What to run.")
+_TOPOLOGIES = flags.DEFINE_list("topologies", ["ring_based"], "Graphs of the experiment `random`.")
+_TASK = flags.DEFINE_enum("task", "cnn", ["cnn", "svm"], "What is trained.")
+_NUM_WORKERS = flags.DEFINE_integer("num_workers", 16, "Ranks, except in `machines`.", lower_bound=4)
+_NUM_STEPS = flags.DEFINE_integer("num_steps", 120, "Iterations of each rank.", lower_bound=20)
+_STEP_SECONDS = flags.DEFINE_float("step_seconds", 0.3, "Least duration of a step.", lower_bound=0.0)
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of the random slowdowns.")
+_FOLDER = flags.DEFINE_string("folder", None, "Where to write CSV and PNG files.")
+_A9A = flags.DEFINE_string("a9a", None, "The file a9a, for --task=svm.")
+
+_BATCH_SIZE_OF_RANK = 8
+_STEPS_PER_POINT = 5  # Curves have a point for so many steps.
+_TIMEOUT_SECONDS = 3600.0
+
+_SKIP = hop_tf.SkipIterations
+_MECHANISMS = {
+    "standard": {},
+    "backup 1": {"num_backup_workers": 1},
+    "staleness 5": {"max_staleness": 5},
+    "hybrid": {"num_backup_workers": 1, "max_staleness": 5},
+    "hybrid, skip": {"num_backup_workers": 1, "max_staleness": 5, "skip": _SKIP()},
+}
+_FOR_A_STRAGGLER = {
+    "standard": {},
+    "backup 1": {"num_backup_workers": 1},
+    "backup 1, skip 2": {"num_backup_workers": 1, "skip": _SKIP(max_jump=2)},
+    "backup 1, skip 10": {"num_backup_workers": 1, "skip": _SKIP(max_jump=10)},
+}
+_MACHINES = ("a", "a", "a", "b", "b", "b", "c", "c")  # Of Figure 21: 8 workers on 3 machines.
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One training.
+
+    Attributes:
+      experiment: Which it belongs to.
+      label: What is special about it.
+      topology: The graph.
+      slowdowns: Who is slow.
+      settings: Arguments of `HopStrategy`.
+    """
+
+    experiment: str
+    label: str
+    topology: Topology
+    slowdowns: tuple[Slowdown, ...]
+    settings: Mapping
+
+    @property
+    def compute(self) -> ComputeEmulation:
+        return ComputeEmulation(step_seconds=_STEP_SECONDS.value, slowdowns=self.slowdowns, seed=_SEED.value)
+
+
+def _runs() -> Iterator[Run]:
+    num_workers = _NUM_WORKERS.value
+    if "random" in _EXPERIMENTS.value:
+        for name in _TOPOLOGIES.value:
+            topology = resolve(name, num_workers)
+            yield Run(f"random {name}", "homogeneous", topology, (), {})
+            for label, settings in _MECHANISMS.items():
+                yield Run(f"random {name}", label, topology, (Slowdown(None, 6.0),), settings)
+    if "straggler" in _EXPERIMENTS.value:
+        topology = resolve("ring_based", num_workers)
+        yield Run("straggler", "homogeneous", topology, (), {})
+        for label, settings in _FOR_A_STRAGGLER.items():
+            yield Run("straggler", label, topology, (Slowdown(num_workers // 3, 4.0),), settings)
+    if "machines" in _EXPERIMENTS.value:
+        graphs = {
+            "machines in a ring": Topology.hierarchical(_MACHINES),
+            "ring_based": resolve("ring_based", len(_MACHINES)),
+            "complete": resolve("complete", len(_MACHINES)),
+        }
+        for label, topology in graphs.items():
+            print(f"{label}: {topology.describe()}, edges {_edges(topology)}")
+            yield Run("machines", label, topology, (Slowdown(None, 6.0),), _MECHANISMS["backup 1"])
+
+
+def _edges(topology: Topology) -> str:
+    return " ".join(f"{a}-{b}" for a, b in nx.Graph(topology.to_networkx()).edges)
+
+
+# What runs in the processes.
+
+
+def _train(task: str, a9a: str | None, matrix: np.ndarray, settings: Mapping, environment: Mapping, num_steps: int):
+    """One rank's training; returns its curve [points, (seconds since the epoch, steps, loss)] and rank 0's accuracy."""
+    os.environ.update(environment)
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    keras.utils.set_random_seed(0)
+    strategy = hop_tf.HopStrategy(topology=matrix, **settings)
+    (x, y), test = _load(task, a9a)
+    with strategy.scope():
+        model = _MODELS[task]()
+    curve = []
+    record = keras.callbacks.LambdaCallback(
+        on_epoch_begin=lambda epoch, logs: curve or curve.append((time.time(), 0, np.nan)),
+        on_epoch_end=lambda epoch, logs: curve.append((time.time(), (epoch + 1) * _STEPS_PER_POINT, logs["loss"])),
+    )
+    batch_size = _BATCH_SIZE_OF_RANK * strategy.world_size
+    data = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(len(x), seed=0).repeat().batch(batch_size)
+    num_points = num_steps // _STEPS_PER_POINT
+    model.fit(data, epochs=num_points, steps_per_epoch=_STEPS_PER_POINT, verbose=0, callbacks=[record])
+    strategy.synchronize(model)
+    accuracy = model.evaluate(*test, batch_size=512, verbose=0)[1] if strategy.is_chief else None
+    strategy.synchronize(model)  # Nobody leaves before the chief has evaluated.
+    strategy.shutdown()
+    return np.array(curve), accuracy
+
+
+def _load(task: str, a9a: str | None):
+    if task == "cnn":
+        train, test = keras.datasets.fashion_mnist.load_data()
+        return [((x[..., None] / 255).astype("float32"), y.astype("int32")) for x, y in (train, test)]
+    from sklearn.datasets import load_svmlight_file
+
+    x, y = load_svmlight_file(a9a, n_features=123)
+    x, y = x.toarray().astype("float32"), (y > 0).astype("float32")[:, None]
+    return (x[:-4000], y[:-4000]), (x[-4000:], y[-4000:])
+
+
+def _cnn() -> keras.Model:
+    layers = keras.layers
+    model = keras.Sequential([
+        layers.Input((28, 28, 1)),
+        layers.Conv2D(8, 5, strides=2, activation="relu"),
+        layers.Conv2D(16, 3, strides=2, activation="relu"),
+        layers.Flatten(),
+        layers.Dense(10),
+    ])  # fmt: skip
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.05, momentum=0.9), loss, metrics=["accuracy"])
+    return model
+
+
+def _svm() -> keras.Model:
+    model = keras.Sequential([keras.layers.Input((123,)), keras.layers.Dense(1)])
+    metric = keras.metrics.BinaryAccuracy(threshold=0.0, name="accuracy")
+    model.compile(keras.optimizers.SGD(0.1), keras.losses.BinaryCrossentropy(from_logits=True), metrics=[metric])
+    return model
+
+
+_MODELS = {"cnn": _cnn, "svm": _svm}
+
+
+# What is made of it.
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What a run has shown.
+
+    Attributes:
+      run: The run.
+      speed: Iterations per second, mean over ranks.
+      simulated: The same on a virtual clock.
+      curve: Array [points, 3]: seconds since all had begun, steps, loss; means over ranks.
+      accuracy: Of the averaged model.
+      busy: Share of this machine's cores that was busy, from 0 to 1.
+    """
+
+    run: Run
+    speed: float
+    simulated: float
+    curve: np.ndarray
+    accuracy: float
+    busy: float
+
+
+def _measure(run: Run) -> Result:
+    world_size = run.topology.world_size
+    arguments = (
+        _TASK.value,
+        _A9A.value,
+        run.topology.mixing_matrix,
+        run.settings,
+        run.compute.to_environment(),
+        _NUM_STEPS.value,
+    )
+    psutil.cpu_percent()
+    with MultiProcessRunner(_train, num_workers=world_size, args=arguments, timeout_seconds=_TIMEOUT_SECONDS) as runner:
+        values = runner.join().raise_for_errors().values
+    busy = psutil.cpu_percent() / 100
+    curves = np.stack([curve for curve, _ in values])
+    seconds = curves[:, -1, 0] - curves[:, 0, 0]
+    curve = np.column_stack([(curves[..., 0] - curves[:, 0, 0].max()).mean(0), curves[0, :, 1], curves[..., 2].mean(0)])
+    simulated = hop_tf.simulate.hop(
+        topology=run.topology, world_size=world_size, num_steps=_NUM_STEPS.value, compute=run.compute, **run.settings
+    )
+    speed = float(np.mean(curves[0, -1, 1] / seconds))
+    return Result(run, speed, float(simulated.iterations_per_second.mean()), curve, values[0][1], busy)
+
+
+def _print(results: Sequence[Result]) -> None:
+    standard = next((result for result in results if result.run.label == "standard"), results[0])
+    end = min(result.curve[-1, 0] for result in results)
+    print(f"\n{results[0].run.experiment}, {results[0].run.topology.describe()}")
+    print(
+        f"{'':20} {'it/s':>8} {'simulated':>10} {'ratio':>7} {'simulated':>10} {'loss':>8} {'accuracy':>9} {'busy':>6}"
+    )
+    for result in results:
+        loss = np.interp(end, result.curve[1:, 0], result.curve[1:, 2])
+        print(
+            f"{result.run.label:20} {result.speed:8.3f} {result.simulated:10.3f} {result.speed / standard.speed:7.2f} "
+            f"{result.simulated / standard.simulated:10.2f} {loss:8.4f} {result.accuracy:9.4f} {result.busy:6.0%}",
+            flush=True,
+        )
+
+
+def _write(results: Sequence[Result], folder: pathlib.Path) -> None:
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    folder.mkdir(parents=True, exist_ok=True)
+    name = f"{_TASK.value}_{results[0].run.experiment.replace(' ', '_')}"
+    with open(folder / f"{name}.csv", "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["run", "seconds", "step", "loss"])
+        for result in results:
+            writer.writerows([result.run.label, *point] for point in result.curve[1:].tolist())
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), sharey=True)
+    for axis, column, unit in zip(axes, (0, 1), ("seconds", "steps"), strict=True):
+        for result in results:
+            axis.plot(result.curve[1:, column], result.curve[1:, 2], label=result.run.label)
+        axis.set_xlabel(unit)
+    axes[0].set_ylabel("training loss, mean over ranks")
+    axes[1].legend()
+    figure.suptitle(results[0].run.experiment)
+    figure.savefig(folder / f"{name}.png", bbox_inches="tight")
+    pyplot.close(figure)
+
+
+def main(argv: Sequence[str]) -> None:
+    del argv
+    if _TASK.value == "svm" and not (_A9A.value and os.path.exists(_A9A.value)):
+        raise app.UsageError(f"--a9a must name the file for --task=svm. Received: --a9a={_A9A.value}.")
+    for _, runs in itertools.groupby(_runs(), key=lambda run: run.experiment):
+        results = [_measure(run) for run in runs]
+        _print(results)
+        if _FOLDER.value:
+            _write(results, pathlib.Path(_FOLDER.value))
+
+
+if __name__ == "__main__":
+    app.run(main)
