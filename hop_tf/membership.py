@@ -3,7 +3,9 @@
 A *session* is one call of `fit` (or the life of a custom training loop). Ranks enter it together: each announces that
 it is ready and waits for the peers it deals with. They leave it one by one, when their `fit` ends, normally or not;
 the announcement is passed on by everyone, so that it reaches the ranks that are no peers of the leaver too. The others
-go on without a rank that left. They do not go on when a rank was lost or disagreed (an *abort*): then all raise.
+go on without a rank that left. When a rank was lost (it died, or cannot be reached), those that notice tell the others;
+whether they then go on without it or all raise, a scheme decides. When a rank gave up or disagreed (an *abort*), all
+raise.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ _READY = "membership/ready"
 _LEAVE = "membership/leave"
 # Silence, unlike messages, wakes nobody: how often a waiting rank looks at it.
 _LIVENESS_PERIOD_SECONDS = 0.25
+# How long nobody may listen where a process did until it counts as dead: longer than a heartbeat takes.
+_REFUSED_SECONDS = 2.0
 # A peer ends only when all it has sent has arrived here; to reach its handler may take a moment more.
 _HANDOVER_SECONDS = 5.0
 _PROGRESS_ADVICE = "Check that rank's log: it is alive but does not deliver (see progress_timeout_seconds)."
@@ -36,11 +40,12 @@ class Interrupted(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Departure:
-    """How a rank left: `sent_steps[group]` steps were sent before, why, and whether for good."""
+    """How a rank left: `sent_steps[group]` steps were sent before, why, whether for good, and whether it was lost."""
 
     sent_steps: Mapping[str, int]
     reason: str
     final: bool
+    lost: bool = False
 
 
 class Membership:
@@ -52,6 +57,7 @@ class Membership:
       options: Deadlines.
       world_size: Number of ranks.
       peers: Ranks that this one deals with directly. Together they must connect the whole world.
+      continue_without_lost: Whether, within a step, a lost rank is one that has left. Otherwise it is an error.
     """
 
     def __init__(
@@ -62,6 +68,7 @@ class Membership:
         options: CommunicationOptions,
         world_size: int,
         peers: Iterable[int],
+        continue_without_lost: bool = False,
     ):
         self.rank = transport.rank
         self.world_size = world_size
@@ -70,6 +77,7 @@ class Membership:
         self.transport = transport
         self.session = 0
         self._options = options
+        self._continue_without_lost = continue_without_lost
         self._ready = dict.fromkeys(self.peers, 0)
         self._departures: dict[tuple[int, int], Departure] = {}
         self._gone: dict[int, Departure] = {}
@@ -162,6 +170,14 @@ class Membership:
         """Ranks that take part in the running session no more."""
         return {rank for session, rank in self._departures if session == self.session} | set(self._gone)
 
+    def require_all(self, operation: str) -> None:
+        """Raises PeerLostError if a rank was lost, and the others went on without it."""
+        for rank, departure in sorted(self._gone.items()):
+            if departure.lost:
+                raise PeerLostError(
+                    f"rank {self.rank}: {operation} takes all ranks, and rank {rank} was lost: {departure.reason}"
+                )
+
     def delivers(self, rank: int, group: str, step: int) -> bool:
         """Whether `rank`'s messages of `step` in `group` have come or may still come."""
         departure = self.departure(rank)
@@ -186,34 +202,53 @@ class Membership:
           HopError: If the job was aborted meanwhile.
           Interrupted: If this rank leaves the session itself.
         """
+        start = self.monitor.now()
+        while (lost := self._wait(missing, start, operation, step)) is not None:
+            self._pass_on(lost, learned_from=None)
+
+    def _wait(self, missing, start: float, operation: str, step: int | None) -> membership_pb2.Leave | None:
+        """Waits until nobody is missing, or a rank is lost; returns what to tell the others of that one."""
         with self.monitor:
-            start = self.monitor.now()
             while True:
                 self.check()  # Even if nobody is awaited: a rank that gave up is awaited no more.
                 awaited = missing()
                 if not awaited:
-                    return
+                    return None
                 self._check_interrupted()
-                waited = self.monitor.now() - start
                 for peer in awaited:
-                    self._check_peer(peer, waited, operation, step)
+                    error = self._problem(peer, self.monitor.now() - start, operation, step)
+                    if error is None:
+                        continue
+                    if step is None or not self._continue_without_lost or not isinstance(error, PeerLostError):
+                        raise error
+                    return self._depart(peer, error)
                 self.monitor.wait(_LIVENESS_PERIOD_SECONDS)
+
+    def _depart(self, peer: int, error: PeerLostError) -> membership_pb2.Leave:
+        """Takes a lost rank for one that has left for good."""
+        logging.error("rank %d goes on without rank %d: %s", self.rank, peer, error)
+        leave = membership_pb2.Leave(rank=peer, session=self.session, final=True, lost=True, reason=str(error))
+        self._note(leave)
+        return leave
 
     def check(self) -> None:
         """Raises what ended the job, if anything did."""
         if self._failure is not None:
             raise self._failure
 
-    def _check_peer(self, peer: int, waited: float, operation: str, step: int | None) -> None:
+    def _problem(self, peer: int, waited: float, operation: str, step: int | None) -> Exception | None:
+        """Why to wait no longer; None if there is hope."""
         status = self.transport.status(peer)
         if status.failure is not None:
-            raise status.failure
+            return status.failure
         problem = f": {status.last_problem}" if status.last_problem else ""
         gone = self._gone.get(peer)
         if gone is not None and waited > _HANDOVER_SECONDS:
             error, state, advice = PeerLostError, f"it has ended: {gone.reason}", "Start the job again."
         elif gone is not None:
-            return
+            return None
+        elif status.refused_seconds > _REFUSED_SECONDS:
+            error, state, advice = PeerLostError, "nobody listens there any more", _LOST_ADVICE
         elif status.silent_seconds > self._options.timeout_seconds and status.ever_connected:
             error, state, advice = PeerLostError, f"silent for {status.silent_seconds:.1f} s{problem}", _LOST_ADVICE
         elif status.silent_seconds > self._options.timeout_seconds:
@@ -221,8 +256,8 @@ class Membership:
         elif waited > self._options.progress_timeout_seconds:
             error, state, advice = DeadlineExceededError, "it is alive", _PROGRESS_ADVICE
         else:
-            return
-        raise error(
+            return None
+        return error(
             describe_failure(
                 rank=self.rank,
                 step=step,
@@ -246,6 +281,9 @@ class Membership:
         leave = _parse(membership_pb2.Leave, message)
         if not 0 <= leave.rank < self.world_size:
             raise ProtocolError(f"rank {message.sender} announced that rank {leave.rank} leaves: no such rank.")
+        if leave.rank == self.rank and leave.lost:
+            self.fail(PeerLostError(f"rank {self.rank}: the others went on without this rank: {leave.reason}"))
+            return
         with self.monitor:
             news = self._note(leave)
         if news:
@@ -254,11 +292,16 @@ class Membership:
     def _note(self, leave: membership_pb2.Leave) -> bool:
         """Remembers a departure; False if it was known."""
         key = (leave.session, leave.rank)
-        known = leave.rank in self._gone if leave.final else key in self._departures
+        gone = self._gone.get(leave.rank)
+        if leave.lost:  # Also after it had left: what it has sent and nobody received will never come.
+            known = gone is not None and gone.lost
+        else:
+            known = gone is not None if leave.final else key in self._departures
         if known or leave.rank == self.rank:
             return False
-        departure = Departure(dict(leave.sent_steps), leave.reason, leave.final)
-        self._departures.setdefault(key, departure)
+        departure = Departure(dict(leave.sent_steps), leave.reason, leave.final, leave.lost)
+        if leave.lost or key not in self._departures:
+            self._departures[key] = departure
         if leave.final:
             self._gone[leave.rank] = departure
         if leave.abort and self._failure is None:
@@ -273,7 +316,7 @@ class Membership:
     def _pass_on(self, leave: membership_pb2.Leave, learned_from: int | None = None) -> None:
         data = leave.SerializeToString()
         for peer in self.peers:
-            if peer not in (learned_from, leave.rank):
+            if peer != learned_from and (peer != leave.rank or leave.lost):  # A lost rank may live after all.
                 try:
                     self.transport.send(peer, _LEAVE, data)
                 except HopError as error:

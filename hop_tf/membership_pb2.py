@@ -14,7 +14,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17hop_tf/membership.proto\x12\x06hop_tf\"\x18\n\x05Ready\x12\x0f\n\x07session\x18\x01 \x01(\x03\"\xb8\x01\n\x05Leave\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x0f\n\x07session\x18\x02 \x01(\x03\x12\x30\n\nsent_steps\x18\x03 \x03(\x0b\x32\x1c.hop_tf.Leave.SentStepsEntry\x12\r\n\x05\x61\x62ort\x18\x04 \x01(\x08\x12\r\n\x05\x66inal\x18\x05 \x01(\x08\x12\x0e\n\x06reason\x18\x06 \x01(\t\x1a\x30\n\x0eSentStepsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"6\n\x08Variable\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\"W\n\x0eGroupSignature\x12\r\n\x05group\x18\x01 \x01(\t\x12\x11\n\toptimizer\x18\x02 \x01(\t\x12#\n\tvariables\x18\x03 \x03(\x0b\x32\x10.hop_tf.Variableb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17hop_tf/membership.proto\x12\x06hop_tf\"\x18\n\x05Ready\x12\x0f\n\x07session\x18\x01 \x01(\x03\"\xc6\x01\n\x05Leave\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x0f\n\x07session\x18\x02 \x01(\x03\x12\x30\n\nsent_steps\x18\x03 \x03(\x0b\x32\x1c.hop_tf.Leave.SentStepsEntry\x12\r\n\x05\x61\x62ort\x18\x04 \x01(\x08\x12\r\n\x05\x66inal\x18\x05 \x01(\x08\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x0c\n\x04lost\x18\x07 \x01(\x08\x1a\x30\n\x0eSentStepsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"6\n\x08Variable\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\"W\n\x0eGroupSignature\x12\r\n\x05group\x18\x01 \x01(\t\x12\x11\n\toptimizer\x18\x02 \x01(\t\x12#\n\tvariables\x18\x03 \x03(\x0b\x32\x10.hop_tf.Variableb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -26,11 +26,11 @@ if _descriptor._USE_C_DESCRIPTORS == False:
   _globals['_READY']._serialized_start=35
   _globals['_READY']._serialized_end=59
   _globals['_LEAVE']._serialized_start=62
-  _globals['_LEAVE']._serialized_end=246
-  _globals['_LEAVE_SENTSTEPSENTRY']._serialized_start=198
-  _globals['_LEAVE_SENTSTEPSENTRY']._serialized_end=246
-  _globals['_VARIABLE']._serialized_start=248
-  _globals['_VARIABLE']._serialized_end=302
-  _globals['_GROUPSIGNATURE']._serialized_start=304
-  _globals['_GROUPSIGNATURE']._serialized_end=391
+  _globals['_LEAVE']._serialized_end=260
+  _globals['_LEAVE_SENTSTEPSENTRY']._serialized_start=212
+  _globals['_LEAVE_SENTSTEPSENTRY']._serialized_end=260
+  _globals['_VARIABLE']._serialized_start=262
+  _globals['_VARIABLE']._serialized_end=316
+  _globals['_GROUPSIGNATURE']._serialized_start=318
+  _globals['_GROUPSIGNATURE']._serialized_end=405
 # @@protoc_insertion_point(module_scope)

@@ -56,6 +56,7 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
       identity: The scheme's settings; must be equal on all ranks.
       neighbors: Ranks that the scheme exchanges messages with.
       skips_steps: Whether the scheme may pass over training steps (`Incoming.num_skipped`).
+      continue_without_lost: Whether ranks train on when one is lost.
 
     Raises:
       HopError: If this rank's address cannot be bound.
@@ -71,6 +72,7 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
         identity: Mapping[str, str],
         neighbors: Iterable[int],
         skips_steps: bool = False,
+        continue_without_lost: bool = False,
     ):
         if keras.backend.backend() != "tensorflow":
             raise RuntimeError(
@@ -102,6 +104,7 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
                     identity=static_identity(type(self).__name__, cluster, identity),
                     neighbors=neighbors,
                     make_exchange=self._make_exchange,
+                    continue_without_lost=continue_without_lost,
                 )
             except BaseException:
                 self._writer.close()

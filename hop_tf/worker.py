@@ -124,6 +124,7 @@ class Worker:
       identity: Fields that must be equal on all ranks.
       neighbors: Ranks that the scheme exchanges messages with.
       make_exchange: Makes a scheme's exchange for a new group.
+      continue_without_lost: See `Membership`.
 
     Raises:
       HopError: If this rank's address cannot be bound.
@@ -137,6 +138,7 @@ class Worker:
         identity: Mapping[str, str],
         neighbors: Iterable[int],
         make_exchange: Callable[[ExchangeContext], Exchange],
+        continue_without_lost: bool = False,
     ):
         self._options = options
         self._make_exchange = make_exchange
@@ -157,6 +159,7 @@ class Worker:
             options=options,
             world_size=cluster.world_size,
             peers=peers,
+            continue_without_lost=continue_without_lost,
         )
         self._collectives = TreeCollectives(self.membership)
         # Collectives are numbered within their session, as a rank may miss the rest of one; those of users apart.
@@ -181,6 +184,7 @@ class Worker:
     def begin_session(self) -> None:
         """Enters the next session. See `Membership.begin_session`."""
         self.membership.check()
+        self.membership.require_all("to begin")
         if self._closed:
             raise HopError("the strategy was shut down. Create a new one to train again.")
         self._retire_groups()
@@ -335,7 +339,9 @@ class Worker:
 
         Raises:
           MismatchError: If rank 0 has other variables.
+          PeerLostError: If a rank was lost.
         """
+        self.membership.require_all("to average")
         floats = [v for v in variables if v.dtype.is_floating]
         try:
             self._compare(self._next_called(), "average", "", [_spec(v) for v in floats], in_session=False)
@@ -348,6 +354,7 @@ class Worker:
 
     def gather(self, value: object) -> list | None:
         """Brings every rank's value to rank 0. A collective; see `TreeCollectives.gather`."""
+        self.membership.require_all("to gather")
         return self._collectives.gather(self._next_called(), value)
 
     def _next_in_session(self) -> str:

@@ -79,6 +79,10 @@ class HopStrategy(ExchangeStrategy):
         learned travels one step earlier. Default "parallel".
       synchronization: "queues", or "notify_ack", the earlier protocol that the paper compares with: an update is sent
         when the receiver has used the one before. Default "queues".
+      on_peer_loss: "raise": when a rank dies or cannot be reached, all ranks raise `PeerLostError`. "continue": the
+        others train on without it, as without one that has ended, unless the graph falls apart; what it had learned and
+        not sent is lost, and `synchronize` raises. Default None: "continue" with backup workers or staleness, else
+        "raise".
       cluster_resolver: Where the cluster is described. Default: `TF_CONFIG`.
       communication_options: Deadlines, credentials, records. Default: `CommunicationOptions()`.
 
@@ -103,6 +107,7 @@ class HopStrategy(ExchangeStrategy):
         skip: SkipIterations | None = None,
         update_order: str = "parallel",
         synchronization: str = "queues",
+        on_peer_loss: str | None = None,
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
         communication_options: CommunicationOptions | None = None,
     ):
@@ -113,6 +118,7 @@ class HopStrategy(ExchangeStrategy):
             skip=skip,
             update_order=update_order,
             synchronization=synchronization,
+            on_peer_loss=on_peer_loss,
         )
         cluster = training_cluster(cluster_resolver, "HopStrategy")
         # Alone, any graph will do.
@@ -125,6 +131,7 @@ class HopStrategy(ExchangeStrategy):
             identity={**self._settings.identity(), "topology": _describe(topology, self._topology)},
             neighbors={*self._topology.in_neighbors(cluster.rank), *self._topology.out_neighbors(cluster.rank)},
             skips_steps=skip is not None,
+            continue_without_lost=self._settings.continues_without_lost,
         )
 
     @property

@@ -178,7 +178,8 @@ class HopExchange(Exchange):
             raise ProtocolError(f"rank {message.sender} sent an unexpected message to {message.queue!r}.")
         session, iteration = _HEADER.unpack(message.header)
         with self._monitor:
-            if session != self._session:
+            departure = self._membership.departure(message.sender)
+            if session != self._session or (departure is not None and departure.lost):
                 self._num_late += 1
                 return
             if iteration > self.iteration + self._settings.gap:

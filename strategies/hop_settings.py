@@ -12,6 +12,7 @@ from hop_tf.topology import Topology
 
 _UPDATE_ORDERS = ("parallel", "serial")
 _SYNCHRONIZATIONS = ("queues", "notify_ack")
+_ON_PEER_LOSS = (None, "raise", "continue")
 # With NOTIFY-ACK a rank is at most so many iterations ahead of an out-neighbor (section 3.3).
 _NOTIFY_ACK_GAP = 2
 
@@ -60,6 +61,7 @@ class HopSettings:
     skip: SkipIterations | None = None
     update_order: str = "parallel"
     synchronization: str = "queues"
+    on_peer_loss: str | None = None
 
     def __post_init__(self):
         _check_integer("max_iteration_gap", self.max_iteration_gap, at_least=1)
@@ -67,6 +69,7 @@ class HopSettings:
         _check_integer("max_staleness", self.max_staleness, at_least=0)
         _check_choice("update_order", self.update_order, _UPDATE_ORDERS)
         _check_choice("synchronization", self.synchronization, _SYNCHRONIZATIONS)
+        _check_choice("on_peer_loss", self.on_peer_loss, _ON_PEER_LOSS)
         if self.skip is not None:
             self._check_skip()
         if self.uses_notify_ack and self.tolerates_stragglers:
@@ -109,6 +112,11 @@ class HopSettings:
         return self.synchronization == "notify_ack"
 
     @property
+    def continues_without_lost(self) -> bool:
+        """Whether ranks train on when one is lost."""
+        return self.on_peer_loss == "continue" or (self.on_peer_loss is None and self.tolerates_stragglers)
+
+    @property
     def gap(self) -> int:
         """Most iterations that a rank can be ahead of an out-neighbor."""
         return _NOTIFY_ACK_GAP if self.uses_notify_ack else self.max_iteration_gap
@@ -139,4 +147,4 @@ def _check_integer(name: str, value: object, *, at_least: int) -> None:
 
 def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
     if value not in choices:
-        raise ValueError(f"`{name}` must be one of {', '.join(choices)}. Received: {name}={value!r}.")
+        raise ValueError(f"`{name}` must be one of {', '.join(map(str, choices))}. Received: {name}={value!r}.")

@@ -286,7 +286,7 @@ class LostRankTest(_ProcessesTestCase, parameterized.TestCase):
         runner = self.start_together(train_until_it_fails, num_workers, *args)
         self.wait_at(runner, 1, "middle")
         runner.send_signal(1, signum)
-        loss = rf"rank \d, step \d: \w+ \w+ on rank 1 at {addresses[1]} failed after .*\(silent for"
+        loss = rf"rank \d, step \d: \w+ \w+ on rank 1 at {addresses[1]} failed after .*\((silent for|nobody listens)"
         for error in self.errors_within_contract(runner, [0, *range(2, num_workers)]):
             self.assertRegex(error, f"PeerLostError: .*{loss}")
         exit_code = -signal.SIGKILL

@@ -16,6 +16,8 @@ def _watchers():
 class OnKeyboardInterruptTest(tf.test.TestCase):
     def setUp(self):
         super().setUp()
+        # As at the start of a program; whoever starts the tests may have had SIGINT ignored, as nohup does.
+        self.addCleanup(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, signal.default_int_handler))
         self.queue = tf.queue.FIFOQueue(1, [tf.int32])
 
     def end_the_wait(self):

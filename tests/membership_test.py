@@ -1,5 +1,7 @@
 """Sessions, departures and deadlines, on a virtual clock."""
 
+from unittest import mock
+
 import tensorflow as tf
 
 from hop_tf import errors
@@ -89,6 +91,38 @@ class SessionTest(tf.test.TestCase):
         cluster.run(body)
         self.assertCountEqual(raised, [1, 2])
         self.assertIn("rank 0 gave up: PeerLostError: rank 7 was lost", raised[1])
+
+    def test_goes_on_without_a_lost_rank(self):
+        """Rank 3 is lost to rank 2 only, which tells the others, and rank 3 itself."""
+        cluster = VirtualCluster(4, continue_without_lost=True)
+        errors_of_lost = []
+
+        def body(rank):
+            membership = cluster.memberships[rank]
+            membership.begin_session()
+            cluster.scheduler.sleep(1.0)
+            if rank == 3:
+                with self.assertRaisesRegex(errors.PeerLostError, "the others went on without this rank") as raised:
+                    membership.wait(lambda: [2], operation="receive", step=5)
+                errors_of_lost.append(raised.exception)
+            else:
+                membership.wait(lambda: [] if membership.departure(3) is not None else [3], operation="receive", step=5)
+
+        lost = PeerStatus("virtual:3", connected=False, silent_seconds=0.0, ever_connected=True, refused_seconds=9.0)
+        transport = cluster.memberships[2].transport
+        status = transport.status
+
+        def status_in_time(peer):
+            return lost if peer == 3 and cluster.scheduler.now else status(peer)
+
+        with mock.patch.object(transport, "status", status_in_time):
+            cluster.run(body)
+        self.assertLen(errors_of_lost, 1)
+        for membership in cluster.memberships[:3]:
+            self.assertTrue(membership.departure(3).lost)
+            self.assertFalse(membership.delivers(3, "g", 0))
+            with self.assertRaisesRegex(errors.PeerLostError, "to average takes all ranks, and rank 3 was lost"):
+                membership.require_all("to average")
 
     def test_interrupt_ends_waiting(self):
         cluster = VirtualCluster(2)

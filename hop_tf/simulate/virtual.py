@@ -167,6 +167,7 @@ class VirtualCluster:
       world_size: Number of ranks.
       link_seconds: See `VirtualTransport`. Default: messages take no time.
       peers: `peers(rank)`: the ranks that a rank deals with. Default: all.
+      continue_without_lost: See `Membership`.
 
     Attributes:
       scheduler: The clock and the processes.
@@ -179,6 +180,7 @@ class VirtualCluster:
         world_size: int,
         link_seconds: Callable[[int, int, int], float] | None = None,
         peers: Callable[[int], Iterable[int]] | None = None,
+        continue_without_lost: bool = False,
     ):
         self.scheduler = Scheduler()
         self.pool = BufferPool()
@@ -195,6 +197,7 @@ class VirtualCluster:
                 options=_WITHOUT_DEADLINES,
                 world_size=world_size,
                 peers=range(world_size) if peers is None else peers(rank),
+                continue_without_lost=continue_without_lost,
             )
             for rank in range(world_size)
         ]

@@ -42,6 +42,8 @@ class PeerStatus:
       ever_connected: Whether the handshake with it has ever succeeded.
       failure: An error that no waiting can mend (it disagrees with us, or it is a restarted process), else None.
       last_problem: The latest connection problem in words ("connection refused"), for error messages; else "".
+      refused_seconds: For how long nobody has listened where the process did, without a sign of it meanwhile: it has
+        died. 0.0 otherwise.
     """
 
     address: str
@@ -50,6 +52,7 @@ class PeerStatus:
     ever_connected: bool
     failure: Exception | None = None
     last_problem: str = ""
+    refused_seconds: float = 0.0
 
 
 Handler = Callable[[Message], None]

@@ -26,6 +26,7 @@ class Peer:
         self._num_links = 0
         self._watched_since: float | None = None
         self._heard_at: float | None = None
+        self._refused_since: float | None = None
         self._incarnation: str | None = None
         self._failure: Exception | None = None
         self._last_problem = ""
@@ -48,6 +49,13 @@ class Peer:
     def heard(self) -> None:
         """Something came from this peer."""
         self._heard_at = time.monotonic()
+        self._refused_since = None
+
+    def refused(self) -> None:
+        """Nobody listens where this peer did."""
+        with self._lock:
+            if self._refused_since is None:
+                self._refused_since = time.monotonic()
 
     def is_incarnation(self, incarnation: str) -> bool:
         """Whether that is the process that was met first; remembers it if it is the first."""
@@ -102,12 +110,15 @@ class Peer:
     def status(self, own_failure: Exception | None = None) -> PeerStatus:
         """See `PeerStatus`; with `own_failure` in place of this peer's where it has none."""
         with self._lock:
+            now = time.monotonic()
             since = self._heard_at if self._heard_at is not None else self._watched_since
+            refused_since = self._refused_since  # `heard` may clear it meanwhile.
             return PeerStatus(
                 address=self.address,
                 connected=self._num_links > 0,
-                silent_seconds=0.0 if since is None else time.monotonic() - since,
+                silent_seconds=0.0 if since is None else now - since,
                 ever_connected=self._incarnation is not None,
                 failure=self._failure or own_failure,
                 last_problem=self._last_problem,
+                refused_seconds=0.0 if refused_since is None else now - refused_since,
             )

@@ -145,6 +145,8 @@ class TcpLink(GrpcLink):
         try:
             connection = self._connect(port)
         except OSError as error:
+            if isinstance(error, ConnectionRefusedError):
+                self._peer.refused()
             self._skip_socket = True
             logging.info("No socket to %s, port %d: %s. Trying gRPC.", self._peer, port, error)
             return str(error)
