@@ -17,7 +17,7 @@ from hop_tf.testing import MultiProcessRunner
 
 _WORLD_SIZE = 3
 _BATCH_SIZE = 6
-_NUM_STEPS = 30
+_NUM_STEPS = 20
 _NUM_ROWS = _BATCH_SIZE * _NUM_STEPS
 _LEARNING_RATE = 0.1
 _STRAGGLER = 2
