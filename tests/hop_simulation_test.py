@@ -285,7 +285,8 @@ class ReferenceTest(tf.test.TestCase):
 class BoundsTest(tf.test.TestCase, parameterized.TestCase):
     def test_gaps_and_memory_stay_within_table_1(self):
         for seed in range(_NUM_SCHEDULES):
-            schedule = _Schedule.draw(10**6 + seed, max_world_size=32, max_steps=11)
+            # Large graphs take most of the time.
+            schedule = _Schedule.draw(10**6 + seed, max_world_size=12 if seed % 4 else 32, max_steps=11)
             with self.subTest(seed=seed, settings=schedule.settings, topology=schedule.topology):
                 result = schedule.simulate()
                 self.assertLessEqual((result.largest_gap - _table_1(schedule)).max(), 0)

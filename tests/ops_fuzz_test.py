@@ -11,7 +11,7 @@ from absl.testing import absltest, parameterized
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
 _COMPILER = os.environ.get("CXX", "g++")
-_NUM_ROUNDS = 50
+_NUM_ROUNDS = 25
 
 
 @unittest.skipIf(shutil.which(_COMPILER) is None, f"needs the C++ compiler {_COMPILER}")
