@@ -158,7 +158,7 @@ class LargeWorldTest(tf.test.TestCase):
         for topology in ("ring_based", np.full((num_ranks, num_ranks), 1 / num_ranks)):
             with (
                 _tf_config("worker", 0, worker=[f"localhost:{1000 + rank}" for rank in range(num_ranks)]),
-                mock.patch.object(hop_tf.strategy, "Worker") as worker,
+                mock.patch("hop_tf.strategy.Worker") as worker,
             ):
                 hop_tf.HopStrategy(topology=topology)
             identities.append(worker.call_args.kwargs["identity"]["option topology"])
