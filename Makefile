@@ -13,6 +13,8 @@
 PYTHON ?= python3
 PYTEST_ARGS ?=
 REPEAT ?= 20
+# Two files at a time: most tests wait now and then.
+PARALLEL := -n 2 --dist loadfile
 BAZEL ?= bazel
 
 VENV := .venv
@@ -29,14 +31,14 @@ demo: $(INSTALLED)
 	TF_CPP_MIN_LOG_LEVEL=1 $(BIN)/python -m hop_tf launch --num_workers=4 examples/digits.py
 
 test: $(INSTALLED)
-	$(BIN)/pytest $(PYTEST_ARGS)
+	$(BIN)/pytest $(PARALLEL) $(PYTEST_ARGS)
 
 stress: $(INSTALLED)
 	for run in $$(seq $(REPEAT)); do \
 		echo "run $$run of $(REPEAT)"; \
 		$(BIN)/pytest -q --durations=0 -m multi_process $(PYTEST_ARGS) || exit 1; \
 	done
-	HOP_TF_NUM_SCHEDULES=10000 $(BIN)/pytest -q --timeout=7200 tests/hop_simulation_test.py
+	HOP_TF_NUM_SCHEDULES=10000 $(BIN)/pytest -q --timeout=7200 $(PARALLEL) tests/hop_simulation_test.py tests/hop_faults_test.py
 
 benchmark: $(INSTALLED)
 	$(BIN)/python benchmarks/benchmark_transport.py

@@ -8,18 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from hop_tf.errors import PeerLostError, ProtocolError
-from hop_tf.membership import Membership
+from hop_tf.membership import Membership, tree_neighbors
 from hop_tf.transport.base import Message
 
 # Bulk data does not share a lane with the small messages of membership, which it would delay.
 BULK_LANE = 1
-
-
-def tree_neighbors(rank: int, world_size: int) -> tuple[int | None, tuple[int, ...]]:
-    """Parent (None for rank 0) and children of `rank` in the binary tree that collectives use."""
-    parent = (rank - 1) // 2 if rank else None
-    children = tuple(child for child in (2 * rank + 1, 2 * rank + 2) if child < world_size)
-    return parent, children
 
 
 class TreeCollectives:

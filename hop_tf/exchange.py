@@ -17,9 +17,13 @@ import numpy as np
 import tensorflow as tf
 
 from hop_tf.errors import HopError
+from hop_tf.joining import Joining
 from hop_tf.membership import Interrupted
 from hop_tf.packing import Packing
 from hop_tf.queues import enqueue_arrays
+
+# Segment of what is no step: a rank that was started again asks where the others are.
+CATCH_UP = -1
 
 _END_OF_SESSION = -1
 _POISON = -1
@@ -97,9 +101,20 @@ class ExchangeRunner:
       packing: The buckets that go out, and come back.
       exchange: The scheme.
       on_error: Called on the communication thread with whatever `Exchange.step` raised.
+      joining: Hears of every step; answers to segment `CATCH_UP`, where the step is the number of those passed over.
     """
 
-    def __init__(self, *, name: str, packing: Packing, exchange: Exchange, on_error: Callable[[BaseException], None]):
+    def __init__(
+        self,
+        *,
+        name: str,
+        packing: Packing,
+        exchange: Exchange,
+        on_error: Callable[[BaseException], None],
+        joining: Joining,
+    ):
+        self._name = name
+        self._joining = joining
         self._packing = packing
         self._exchange = exchange
         self._on_error = on_error
@@ -225,6 +240,11 @@ class ExchangeRunner:
         # Once interrupted it sends nothing more: what bounds the distance between ranks is the waiting.
         if not self._interrupted:
             try:
+                if outgoing.segment == CATCH_UP:
+                    num_skipped = self._joining.catch_up(self._name, outgoing.step)
+                    return dataclasses.replace(self._exchange.neutral(outgoing), num_skipped=num_skipped)
+                if outgoing.segment == 0:
+                    self._joining.at_step(outgoing.step)
                 return self._exchange.step(outgoing)
             except Interrupted:
                 self._interrupted = True

@@ -6,6 +6,10 @@ the announcement is passed on by everyone, so that it reaches the ranks that are
 go on without a rank that left. When a rank was lost (it died, or cannot be reached), those that notice tell the others;
 whether they then go on without it or all raise, a scheme decides. When a rank gave up or disagreed (an *abort*), all
 raise.
+
+A rank that was lost or has ended can be started again. Its new process is told that a session is under way; how it
+joins that one is in `hop_tf.joining`. Here, every new process that joins is one more *life* of the rank, so that late
+news of an earlier one do no harm.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from hop_tf.options import CommunicationOptions
 from hop_tf.transport.base import Message, Transport
 
 _READY = "membership/ready"
+_GATHERED = "membership/gathered"
 _LEAVE = "membership/leave"
 # Silence, unlike messages, wakes nobody: how often a waiting rank looks at it.
 _LIVENESS_PERIOD_SECONDS = 0.25
@@ -32,6 +37,13 @@ _REFUSED_SECONDS = 2.0
 _HANDOVER_SECONDS = 5.0
 _PROGRESS_ADVICE = "Check that rank's log: it is alive but does not deliver (see progress_timeout_seconds)."
 _LOST_ADVICE = "Check whether that process runs and can be reached (see timeout_seconds)."
+
+
+def tree_neighbors(rank: int, world_size: int) -> tuple[int | None, tuple[int, ...]]:
+    """Parent (None for rank 0) and children of `rank` in the binary tree in which all ranks take part in something."""
+    parent = (rank - 1) // 2 if rank else None
+    children = tuple(child for child in (2 * rank + 1, 2 * rank + 2) if child < world_size)
+    return parent, children
 
 
 class Interrupted(Exception):
@@ -56,7 +68,7 @@ class Membership:
       monitor: The rank's monitor.
       options: Deadlines.
       world_size: Number of ranks.
-      peers: Ranks that this one deals with directly. Together they must connect the whole world.
+      peers: Ranks that this one deals with directly, beside its neighbors in the tree of `tree_neighbors`.
       continue_without_lost: Whether, within a step, a lost rank is one that has left. Otherwise it is an error.
     """
 
@@ -72,41 +84,77 @@ class Membership:
     ):
         self.rank = transport.rank
         self.world_size = world_size
-        self.peers = tuple(sorted(set(peers) - {self.rank}))
+        self._parent, self._children = tree_neighbors(self.rank, world_size)
+        tree = {*self._children, *(() if self._parent is None else (self._parent,))}
+        self.peers = tuple(sorted({*peers, *tree} - {self.rank}))
         self.monitor = monitor
         self.transport = transport
         self.session = 0
         self._options = options
         self._continue_without_lost = continue_without_lost
         self._ready = dict.fromkeys(self.peers, 0)
+        self._gathered = dict.fromkeys(self.peers, 0)
         self._departures: dict[tuple[int, int], Departure] = {}
         self._gone: dict[int, Departure] = {}
         self._failure: BaseException | None = None
         self._interrupted = False
+        # This rank's life, and those of others where they are not 0. While it is joining, the one that is to begin.
+        self.life = 0
+        self.joining = False
+        self._lives: dict[int, int] = {}
+        self._begun_session = 0
+        self._has_gathered = False
+        self._left: membership_pb2.Leave | None = None
         transport.register(_READY, self._on_ready)
+        transport.register(_GATHERED, self._on_gathered)
         transport.register(_LEAVE, self._on_leave)
 
     # Entering and leaving.
 
     def begin_session(self) -> None:
-        """Enters the next session together with all peers.
+        """Enters the next session together with all ranks. Sets `joining` if it is under way.
 
-        Blocks: until every peer has entered it too.
+        Blocks: until every rank is about to enter it too.
 
         Raises:
           HopError: If a peer cannot be reached, disagrees, or has left for good.
         """
         with self.monitor:
             self.session += 1
-            ready = membership_pb2.Ready(session=self.session).SerializeToString()
+            self._left = None
+            self._has_gathered = False
         for peer in self.peers:
             self.transport.connect(peer)
-            self.transport.send(peer, _READY, ready)
+            self._tell_ready(peer)
+        self._await(lambda: [peer for peer in self.peers if self._ready[peer] < self.session])
+        # Peers may all be ready where others, further away, train already: they and this rank were restarted.
+        self._await_gathered(self._children)
+        if self._parent is not None and not self.joining:
+            self._has_gathered = True
+            self._tell_gathered(self._parent)
+            self._await_gathered([self._parent])
+        with self.monitor:
+            self._begun_session = self.session
+            newcomers = [peer for peer in self.peers if self.joining and self._ready[peer]]
+        for peer in newcomers:
+            self._tell_of_session(peer)
+        if not self.joining:
+            for child in self._children:
+                self._tell_gathered(child)
 
-        def absent() -> list[int]:
-            return [peer for peer in self.peers if self._ready[peer] < self.session]
+    def _await_gathered(self, ranks: Sequence[int]) -> None:
+        # One that was ready, and has left before all were, is no obstacle.
+        self._await(lambda: [r for r in ranks if self._gathered[r] < self.session and self.departure(r) is None])
 
-        self.wait(absent, operation="start of training")
+    def _await(self, missing: Callable[[], Collection[int]]) -> None:
+        """Waits until nobody is missing any more, or the session proves to be under way."""
+        self.wait(lambda: [] if self.joining else missing(), operation="start of training")
+
+    def _tell_ready(self, peer: int) -> None:
+        self.transport.send(peer, _READY, membership_pb2.Ready(session=self.session).SerializeToString())
+
+    def _tell_gathered(self, peer: int) -> None:
+        self.transport.send(peer, _GATHERED, membership_pb2.Gathered(session=self.session).SerializeToString())
 
     def leave(self, *, sent_steps: Mapping[str, int], reason: str, abort: bool = False, final: bool = False) -> None:
         """Tells everyone that this rank takes part in the running session no more. Does not block for long.
@@ -127,8 +175,11 @@ class Membership:
             abort=abort,
             final=final,
             reason=reason,
+            life=self.life,
         )
-        self._pass_on(message)
+        self._left = message
+        if not self.joining:  # Else nobody counts on this rank.
+            self._pass_on(message)
 
     def interrupt(self) -> None:
         """Ends every `wait` of this rank with `Interrupted`, until it has left."""
@@ -160,6 +211,95 @@ class Membership:
         if self._interrupted:
             raise Interrupted
 
+    def tell_peers(self, queue: str, data: bytes, *, except_for: Collection[int | None] = ()) -> None:
+        """Sends a small message to every peer that can be reached. Does not block for long."""
+        for peer in self.peers:
+            if peer not in except_for:
+                self.tell(peer, queue, data)
+
+    def tell(self, peer: int, queue: str, data: bytes) -> None:
+        """Sends a small message to a peer, if it can be reached. Does not block for long."""
+        try:
+            self.transport.send(peer, queue, data)
+        except HopError as error:
+            logging.info("rank %d: could not send to %s of rank %d: %s", self.rank, queue, peer, error)
+
+    # Ranks that were restarted.
+
+    def on_restart(self, peer: int) -> None:
+        """Another process has taken the place of `peer`: the one before is lost."""
+        with self.monitor:
+            self._ready[peer] = self._gathered[peer] = 0
+            departure, leave = self.departure(peer), None
+            if self._begun_session and (departure is None or not departure.lost):
+                leave = self._depart(peer, PeerLostError(f"rank {peer} was restarted"))
+        if leave is not None:
+            self._pass_on(leave, learned_from=peer)
+        elif self.session and not self._begun_session:  # Nothing is lost yet: it can begin with the others.
+            self._tell_ready(peer)
+            if self._has_gathered and peer == self._parent:
+                self._tell_gathered(peer)
+
+    def _tell_of_session(self, newcomer: int) -> None:
+        """Tells a rank that was restarted that the session is under way, and who takes part."""
+        with self.monitor:
+            leaves = [leave for leave in self._leaves() if leave.rank != newcomer]
+            lives = {**self._lives, self.rank: self.present_life}
+            ready = membership_pb2.Ready(session=self.session, under_way=True, lives=lives)
+        for leave in leaves:
+            self.tell(newcomer, _LEAVE, leave.SerializeToString())
+        self.tell(newcomer, _READY, ready.SerializeToString())
+
+    @property
+    def present_life(self) -> int:
+        """This rank's life as others know it."""
+        return self.life - self.joining
+
+    def life_of(self, rank: int) -> int:
+        """How many times `rank` has joined a session that was under way."""
+        return self._lives.get(rank, 0)
+
+    def _leaves(self) -> list[membership_pb2.Leave]:
+        """What a newcomer must know of those that do not take part."""
+        leaves = [self._leave_of(rank, self.departure(rank)) for rank in self.departed()]
+        if self.joining:
+            departure = Departure({}, "it is joining itself", final=True, lost=True)
+            leaves.append(self._leave_of(self.rank, departure, life=self.present_life))
+        elif self._left is not None:
+            leaves.append(self._left)
+        return leaves
+
+    def _leave_of(self, rank: int, departure: Departure, life: int | None = None) -> membership_pb2.Leave:
+        return membership_pb2.Leave(
+            rank=rank,
+            session=self.session,
+            sent_steps=departure.sent_steps,
+            reason=departure.reason,
+            final=departure.final,
+            lost=departure.lost,
+            life=self.life_of(rank) if life is None else life,
+        )
+
+    def joined(self) -> None:
+        """This rank takes part from now on: it is joining no more."""
+        self.joining = False
+
+    def readmit(self, rank: int, session: int, life: int) -> bool:
+        """A rank that was restarted takes part; False if that is no news. The monitor must be held."""
+        if session != self.session or rank == self.rank or life <= self.life_of(rank):
+            return False
+        self._begin_life(rank, life)
+        logging.info("rank %d: rank %d takes part again.", self.rank, rank)
+        self.monitor.notify_all()
+        return True
+
+    def _begin_life(self, rank: int, life: int) -> None:
+        """What is known of the end of a former life does not count any more."""
+        if life > self.life_of(rank):
+            self._lives[rank] = life
+            self._departures.pop((self.session, rank), None)
+            self._gone.pop(rank, None)
+
     # What is known of others.
 
     def departure(self, rank: int) -> Departure | None:
@@ -171,7 +311,11 @@ class Membership:
         return {rank for session, rank in self._departures if session == self.session} | set(self._gone)
 
     def require_all(self, operation: str) -> None:
-        """Raises PeerLostError if a rank was lost, and the others went on without it."""
+        """Raises PeerLostError if a rank was lost, the others went on without it, and it has not joined again."""
+        if self.joining:
+            raise PeerLostError(
+                f"rank {self.rank}: {operation} takes all ranks, and this one has not joined them again."
+            )
         for rank, departure in sorted(self._gone.items()):
             if departure.lost:
                 raise PeerLostError(
@@ -206,6 +350,30 @@ class Membership:
         while (lost := self._wait(missing, start, operation, step)) is not None:
             self._pass_on(lost, learned_from=None)
 
+    def wait_until(self, condition: Callable[[], object], timeout_seconds: float) -> bool:
+        """Waits for something that no particular rank is to bring about.
+
+        Args:
+          condition: Called with the monitor held, after every change.
+          timeout_seconds: Longest time to wait.
+
+        Returns:
+          Whether `condition()` holds.
+
+        Raises:
+          HopError: If the job was aborted meanwhile.
+          Interrupted: If this rank leaves the session itself.
+        """
+        with self.monitor:
+            deadline = self.monitor.now() + timeout_seconds
+            while not condition():
+                self.check()
+                self._check_interrupted()
+                if self.monitor.now() >= deadline:
+                    return False
+                self.monitor.wait(_LIVENESS_PERIOD_SECONDS)
+            return True
+
     def _wait(self, missing, start: float, operation: str, step: int | None) -> membership_pb2.Leave | None:
         """Waits until nobody is missing, or a rank is lost; returns what to tell the others of that one."""
         with self.monitor:
@@ -227,7 +395,7 @@ class Membership:
     def _depart(self, peer: int, error: PeerLostError) -> membership_pb2.Leave:
         """Takes a lost rank for one that has left for good."""
         logging.error("rank %d goes on without rank %d: %s", self.rank, peer, error)
-        leave = membership_pb2.Leave(rank=peer, session=self.session, final=True, lost=True, reason=str(error))
+        leave = self._leave_of(peer, Departure({}, str(error), final=True, lost=True))
         self._note(leave)
         return leave
 
@@ -252,7 +420,9 @@ class Membership:
         elif status.silent_seconds > self._options.timeout_seconds and status.ever_connected:
             error, state, advice = PeerLostError, f"silent for {status.silent_seconds:.1f} s{problem}", _LOST_ADVICE
         elif status.silent_seconds > self._options.timeout_seconds:
-            error, state, advice = DeadlineExceededError, f"it never appeared{problem}", _LOST_ADVICE
+            # Within a step, only a rank that has just joined has never met a peer.
+            error = DeadlineExceededError if step is None else PeerLostError
+            state, advice = f"it never appeared{problem}", _LOST_ADVICE
         elif waited > self._options.progress_timeout_seconds:
             error, state, advice = DeadlineExceededError, "it is alive", _PROGRESS_ADVICE
         else:
@@ -274,15 +444,39 @@ class Membership:
     def _on_ready(self, message: Message) -> None:
         ready = _parse(membership_pb2.Ready, message)
         with self.monitor:
-            self._ready[message.sender] = max(self._ready.get(message.sender, 0), ready.session)
+            is_news = self._ready[message.sender] < ready.session
+            is_newcomer = is_news and not ready.under_way and ready.session <= self._begun_session
+            if ready.under_way:
+                self._learn_of_session(ready)
+            else:
+                self._ready[message.sender] = ready.session
             self.monitor.notify_all()
+        if is_newcomer:
+            self._tell_of_session(message.sender)
+
+    def _on_gathered(self, message: Message) -> None:
+        gathered = _parse(membership_pb2.Gathered, message)
+        with self.monitor:
+            self._gathered[message.sender] = gathered.session
+            self.monitor.notify_all()
+
+    def _learn_of_session(self, ready: membership_pb2.Ready) -> None:
+        """Others train already: this process was started again."""
+        if self._begun_session and not self.joining:
+            return  # And has joined by now.
+        self.joining = True
+        self.session = ready.session
+        for rank, life in ready.lives.items():
+            self._begin_life(rank, life)
+        self.life = max(self.life, self._lives.pop(self.rank, 0) + 1)
 
     def _on_leave(self, message: Message) -> None:
         leave = _parse(membership_pb2.Leave, message)
         if not 0 <= leave.rank < self.world_size:
             raise ProtocolError(f"rank {message.sender} announced that rank {leave.rank} leaves: no such rank.")
         if leave.rank == self.rank and leave.lost:
-            self.fail(PeerLostError(f"rank {self.rank}: the others went on without this rank: {leave.reason}"))
+            if self._begun_session and leave.life == self.life:  # Else it is about an earlier process.
+                self.fail(PeerLostError(f"rank {self.rank}: the others went on without this rank: {leave.reason}"))
             return
         with self.monitor:
             news = self._note(leave)
@@ -297,7 +491,7 @@ class Membership:
             known = gone is not None and gone.lost
         else:
             known = gone is not None if leave.final else key in self._departures
-        if known or leave.rank == self.rank:
+        if known or leave.rank == self.rank or leave.life < self.life_of(leave.rank):
             return False
         departure = Departure(dict(leave.sent_steps), leave.reason, leave.final, leave.lost)
         if leave.lost or key not in self._departures:
@@ -314,15 +508,9 @@ class Membership:
         return True
 
     def _pass_on(self, leave: membership_pb2.Leave, learned_from: int | None = None) -> None:
-        data = leave.SerializeToString()
-        for peer in self.peers:
-            if peer != learned_from and (peer != leave.rank or leave.lost):  # A lost rank may live after all.
-                try:
-                    self.transport.send(peer, _LEAVE, data)
-                except HopError as error:
-                    logging.info(
-                        "rank %d: could not tell rank %d that rank %d left: %s", self.rank, peer, leave.rank, error
-                    )
+        # A lost rank may live after all.
+        itself = None if leave.lost else leave.rank
+        self.tell_peers(_LEAVE, leave.SerializeToString(), except_for=(learned_from, itself))
 
 
 def _parse(message_type, message: Message):

@@ -130,6 +130,15 @@ class UpdateQueue:
         self._tags[index].clear()
         return sorted(updates, key=lambda update: update.sender)
 
+    def drop_sender(self, sender: int) -> None:
+        """Drops all updates of `sender`."""
+        for queue, tags in zip(self._queues, self._tags, strict=True):
+            for _ in range(len(tags)):
+                tag, entry = tags.popleft(), queue.take()
+                if tag[1] != sender:
+                    queue.put(entry)
+                    tags.append(tag)
+
     def drop_older(self, iteration: int) -> int:
         """Drops the updates of all iterations before `iteration`; returns how many."""
         num_dropped = 0
@@ -177,6 +186,12 @@ class NewestUpdates:
         self._waiting[sender] = self.newest[sender] = update.iteration
         return superseded
 
+    def drop_sender(self, sender: int, newest: int) -> None:
+        """Drops what is here of `sender`, and takes `newest` for the last update received from it."""
+        if self._waiting.pop(sender, None) is not None:
+            self._queues[sender].take()
+        self.newest[sender] = newest
+
     def dequeue(self) -> list[Update]:
         """Takes what is here, in the order of the senders."""
         waiting, self._waiting = sorted(self._waiting.items()), {}
@@ -189,42 +204,51 @@ class NewestUpdates:
 class TokenQueue:
     """TokenQ(j -> i): permissions of out-neighbor j for this rank i to enter further iterations.
 
-    Kept at i and filled by messages of j. Once both have started, Iter(j) - Iter(i) + max_iteration_gap tokens are here
-    or on their way.
+    Kept at i and filled by messages of j. While i is in an iteration, Iter(j) - Iter(i) + max_iteration_gap tokens are
+    here or on their way. Where a rank joins late that may be less than none; the tokens that come first then are owed.
 
     Args:
-      num_initial: Tokens at the start: max_iteration_gap - 1 (Fig. 7, line 5).
+      num_initial: Tokens at the start: max_iteration_gap - 1 (Fig. 7, line 5), where both start at iteration 0.
       capacity: Most tokens that can ever be here. As Theorem 2 bounds Iter(j) - Iter(i), that is
         max_iteration_gap * (length(Path_{j->i}) + 1). The path is the way back: j is an out-neighbor of i.
+      iteration: The iteration that j is in at the start.
       make_fifo: Makes the queue.
     """
 
-    def __init__(self, *, num_initial: int, capacity: int, make_fifo: MakeFifo = Fifo):
+    def __init__(self, *, num_initial: int, capacity: int, iteration: int = -1, make_fifo: MakeFifo = Fifo):
         self._capacity = capacity
         self._queue = make_fifo(capacity, [tf.int64])
-        self._size = 0
-        self._iteration = 0
-        self.put(0, num_initial)
+        self._iteration = iteration
+        self._num_here = 0
+        self._num_owed = max(0, -num_initial)
+        self._add(iteration, max(0, num_initial))
 
     @property
     def iteration(self) -> int:
         """The iteration of the newest token: j was there when it sent it, and is there now or further."""
         return self._iteration
 
-    def put(self, iteration: int, num_tokens: int = 1) -> None:
-        """Adds the tokens that j inserts on entering `iteration`.
+    @property
+    def size(self) -> int:
+        """Tokens that are here; negative where some are owed."""
+        return self._num_here - self._num_owed
+
+    def put(self, iteration: int) -> None:
+        """Adds the tokens that j inserts on entering `iteration`: one for every iteration since the last one.
 
         Raises:
-          ProtocolError: If there are more tokens than the protocol allows, or their number is negative.
+          ProtocolError: If j was there before, or there are more tokens than the protocol allows.
         """
-        if not 0 <= num_tokens <= self._capacity - self._size:
+        num_tokens = iteration - self._iteration
+        if not 0 < num_tokens <= self._capacity - self.size:
             raise ProtocolError(
-                f"{num_tokens} tokens for iteration {iteration} came where {self._size} of {self._capacity} are."
+                f"tokens for iteration {iteration} came after those for {self._iteration}, where {self.size} of "
+                f"{self._capacity} are."
             )
-        for _ in range(num_tokens):
-            self._queue.put([np.int64(iteration)])
-        self._size += num_tokens
-        self._iteration = max(self._iteration, iteration)
+        self._iteration = iteration
+        num_paid = min(num_tokens, self._num_owed)
+        self._num_owed -= num_paid
+        self._add(iteration, num_tokens - num_paid)
 
     def take(self, num_tokens: int = 1) -> None:
         """Removes the oldest tokens.
@@ -232,11 +256,13 @@ class TokenQueue:
         Raises:
           ProtocolError: If there are not so many.
         """
-        if num_tokens > self._size:
-            raise ProtocolError(f"{num_tokens} tokens were to be taken where {self._size} are.")
+        if num_tokens > self.size:
+            raise ProtocolError(f"{num_tokens} tokens were to be taken where {self.size} are.")
         for _ in range(num_tokens):
             self._queue.take()
-        self._size -= num_tokens
+        self._num_here -= num_tokens
 
-    def __len__(self) -> int:
-        return self._size
+    def _add(self, iteration: int, num_tokens: int) -> None:
+        for _ in range(num_tokens):
+            self._queue.put([np.int64(iteration)])
+        self._num_here += num_tokens

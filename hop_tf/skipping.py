@@ -1,6 +1,7 @@
 """`StepSkipping`: training steps that are passed over. Their batches are consumed, and nothing is computed.
 
-So a rank that jumps over iterations ends its epochs with the others, and Keras sees as many steps as it asked for.
+So a rank that jumps over iterations ends its epochs with the others, and Keras sees as many steps as it asked for. And
+so does a rank that was started again, and joins the others where they are by now.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ class StepSkipping:
     """Puts a condition around training steps.
 
     A step that is passed over advances the optimizer's iterations, which schedules go by, and returns what the last
-    one before returned: metrics stand still.
+    one before returned: metrics stand still. Before the first one they are nan.
     """
 
     def __init__(self):
         with tf.init_scope(), tf.device("/cpu:0"):
             self._num_left = tf.Variable(0, dtype=tf.int64, trainable=False, name="hop_tf_steps_to_skip")
+        self._catch_up: Callable[[Any], tf.Tensor] | None = None
+        self._passes_over_first = False
         self._optimizer: Any = None  # Of the step that was traced last.
         self._outputs: _Outputs | None = None
         self._variables: dict[tuple, tf.Variable] = {}
@@ -37,15 +40,25 @@ class StepSkipping:
         """
         if model is None:
             raise ValueError(
-                "iterations can be skipped under `fit` only: the steps of a custom loop cannot be passed over. Train "
-                "with `fit`, with a train_step of your own if need be, or without skipping."
+                "to skip iterations, or to join a running job after a restart, takes `fit`: the steps of a custom loop "
+                "cannot be passed over. Train with `fit`, with a train_step of your own if need be."
             )
         if self._optimizer not in (None, optimizer):
             raise ValueError(
-                "iterations can be skipped where a step updates by one optimizer only: several would skip differently. "
+                "to skip iterations, or to join a running job after a restart, a step must update by one optimizer "
+                "only: several would skip differently. "
                 f"Received: {type(self._optimizer).__name__} and {type(optimizer).__name__} in one step."
             )
         self._optimizer = optimizer
+
+    def begin_by_skipping(self, catch_up: Callable[[Any], tf.Tensor]) -> None:
+        """Passes over the steps of the first update, and then of as many as `catch_up` says, until that is none.
+
+        Args:
+          catch_up: Given the optimizer, emits ops that return an int64 scalar. They may change any variable.
+        """
+        self._catch_up = catch_up
+        self._passes_over_first = True
 
     def skip(self, num_updates: tf.Tensor) -> None:
         """Emits the op that passes over the steps of the next `num_updates` updates."""
@@ -58,9 +71,15 @@ class StepSkipping:
           step: The step.
           arguments: What it works on: where no data is left, nothing is passed over.
         """
+        if self._passes_over_first and tf.executing_eagerly():
+            raise ValueError("`run_eagerly` must be False for a rank that joins a running job after a restart.")
         with when_here(arguments):
             # In a graph both branches are traced, the step first, so that its results are known when the other is.
             outputs = tf.cond(self._num_left <= 0, lambda: self._take(step), self._pass_over)
+        if self._passes_over_first:
+            self._passes_over_first = False
+            with tf.init_scope():
+                self.skip(tf.constant(1, tf.int64))
         return self._outputs.unflatten(outputs)
 
     def _take(self, step: Callable[[], Any]) -> list[tf.Tensor]:
@@ -79,15 +98,27 @@ class StepSkipping:
         key = index, tensor.dtype, tuple(tensor.shape)
         if key not in self._variables:
             with tf.init_scope(), tf.device("/cpu:0"):
-                zeros = tf.zeros(tensor.shape, tensor.dtype)
-                self._variables[key] = tf.Variable(zeros, trainable=False, name="hop_tf_last_output")
+                value = tf.fill(
+                    tensor.shape, tf.constant(float("nan") if tensor.dtype.is_floating else 0, tensor.dtype)
+                )
+                self._variables[key] = tf.Variable(value, trainable=False, name="hop_tf_last_output")
         self._variables[key].assign(tensor)
         return self._variables[key]
 
     def _pass_over(self) -> list[tf.Tensor]:
         self._num_left.assign_sub(1)
-        iterations_variable(self._optimizer).assign_add(1)
+        iterations = iterations_variable(self._optimizer)
+        iterations.assign_add(1)
+        if self._catch_up is not None:
+            tf.cond(self._num_left <= 0, lambda: self._skip_on(iterations), lambda: iterations.read_value())
         return self._outputs.recall()
+
+    def _skip_on(self, iterations: tf.Variable) -> tf.Tensor:
+        num_passed = iterations.read_value()
+        num_updates = self._catch_up(self._optimizer)
+        self.skip(num_updates)
+        with tf.control_dependencies([num_updates]):
+            return iterations.assign(num_passed)  # Not another rank's.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -94,6 +94,7 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
         self._inside_keras = 0
         self._in_fit = False
         self._skipping = StepSkipping() if skips_steps and cluster.world_size > 1 else None
+        self._is_catching_up = False
         self._worker = None
         self._writer = ReportWriter(self.report, self._options, self.rank)
         if cluster.world_size > 1:
@@ -260,6 +261,11 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
                     self._worker.end_session(None)
                 self._worker.begin_session()
                 yield
+                if self._worker.joining:
+                    raise HopError(
+                        f"rank {self.rank} was started again, and its `fit` has ended before it was where the others "
+                        "are: it has not trained. Give all ranks the same number of epochs and steps."
+                    )
         except BaseException as error:
             failure = self._worker.membership.failure
             cause = failure if failure is not None and isinstance(error, tf.errors.OpError) else error
@@ -375,7 +381,7 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
         gradients = self._emulate_compute(trace, gradients)
         if self._worker is None:
             return gradients
-        if self._skipping is not None:
+        if self._passes_over_steps():
             self._skipping.note(optimizer, trace.model)
         group = self._group_of(optimizer, trace, variables)
         trace.claim(group.variables)
@@ -395,7 +401,19 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
 
     def around_step(self, step: Callable[[], object], arguments: object) -> object:
         """Runs the step, unless it is to be passed over."""
-        return step() if self._skipping is None else self._skipping.run(step, arguments)
+        return self._skipping.run(step, arguments) if self._passes_over_steps() else step()
+
+    def _passes_over_steps(self) -> bool:
+        """Whether steps can be passed over: the scheme may want that, or this process was started again."""
+        if self._worker is not None and self._worker.joining and not self._is_catching_up:
+            self._is_catching_up = True
+            self._skipping = self._skipping or StepSkipping()
+            self._skipping.begin_by_skipping(self._catch_up)
+        return self._skipping is not None
+
+    def _catch_up(self, optimizer) -> tf.Tensor:
+        (group,) = self._groups[optimizer].values()
+        return group.catch_up()
 
     def _emulate_compute(self, trace: StepTrace, gradients: list) -> list:
         if self._emulated_compute is None or trace.started_at is None:

@@ -16,22 +16,25 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from hop_tf import membership_pb2
 from hop_tf.buffers import BufferPool
 from hop_tf.cluster import Cluster
-from hop_tf.collectives import TreeCollectives, tree_neighbors
-from hop_tf.errors import HopError, MismatchError, ProtocolError
-from hop_tf.exchange import Exchange, ExchangeRunner
+from hop_tf.collectives import TreeCollectives
+from hop_tf.errors import HopError, MismatchError
+from hop_tf.exchange import CATCH_UP, Exchange, ExchangeRunner
+from hop_tf.joining import Joiner, Joining
 from hop_tf.membership import Membership
 from hop_tf.monitor import ThreadMonitor
 from hop_tf.options import CommunicationOptions
-from hop_tf.packing import Packing, TensorSpec
+from hop_tf.packing import Packing
 from hop_tf.queues import Fifo, MakeFifo
+from hop_tf.replica_state import ReplicaState, compare, read, sign, spec_of, write
 from hop_tf.report import StepStatistics
 from hop_tf.transport import TcpTransport
 
 # How often a rank that waits for its last messages to arrive looks whether the receiver still listens.
 _FLUSH_PERIOD_SECONDS = 0.1
+# Collectives are numbered within their session, as a rank may miss the rest of one; those of users apart.
+_IN_SESSION, _CALLED = "collectives in the session", "collectives called by users"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +108,17 @@ class Group:
         for variable, change in zip(self.variables, changes, strict=True):
             variable.assign_add(change)
 
+    def catch_up(self) -> tf.Tensor:
+        """Emits the ops with which a rank that was started again finds out where the others are, and joins them.
+
+        Returns:
+          int64 scalar: how many further steps are to be passed over; see `Joining.catch_up`.
+        """
+        self.runner.submit(self.step.read_value(), CATCH_UP, [tf.zeros([0], dtype) for dtype in self.packing.dtypes])
+        _, num_skipped = self.runner.collect(self.step.read_value(), CATCH_UP)
+        self.step.assign_add(num_skipped)
+        return num_skipped
+
     def end_step(self, num_skipped: tf.Tensor | int = 0) -> None:
         """Emits the op that ends this step, and passes over the next `num_skipped` of the scheme's steps."""
         self.step.assign_add(1 + num_skipped)
@@ -150,26 +164,22 @@ class Worker:
             options=options,
             pool=self._pool,
             on_error=self._on_error,
+            on_restart=self._on_restart if continue_without_lost else None,
         )
-        parent, children = tree_neighbors(cluster.rank, cluster.world_size)
-        peers = {*neighbors, *children} | ({parent} if parent is not None else set())
         self.membership = Membership(
             transport=self._transport,
             monitor=ThreadMonitor(),
             options=options,
             world_size=cluster.world_size,
-            peers=peers,
+            peers=neighbors,
             continue_without_lost=continue_without_lost,
         )
         self._collectives = TreeCollectives(self.membership)
-        # Collectives are numbered within their session, as a rank may miss the rest of one; those of users apart.
-        self._num_in_session = 0
-        self._num_called = 0
         self._groups: list[Group] = []
         self._num_groups = 0
         self._retired_counters = collections.Counter()
-        # Variables cannot be hashed: by identity, and without keeping them alive.
-        self._broadcast: dict[int, weakref.ref] = {}
+        self._state = ReplicaState()
+        self._joining = Joining(self.membership, self._state, options.timeout_seconds)
         self._in_session = False
         self._closed = False
         self._transport.start()
@@ -181,6 +191,11 @@ class Worker:
         """Whether this rank takes part in a session."""
         return self._in_session
 
+    @property
+    def joining(self) -> bool:
+        """Whether this process was started again, and is not yet part of the session that is under way."""
+        return self.membership.joining
+
     def begin_session(self) -> None:
         """Enters the next session. See `Membership.begin_session`."""
         self.membership.check()
@@ -191,7 +206,7 @@ class Worker:
         for group in self._groups:
             group.exchange.reset(self.membership.session + 1)
             group.step.assign(0)
-        self._num_in_session = 0
+        self._joining.counts[_IN_SESSION] = 0
         self._in_session = True  # Others count on this rank from now on, also where it fails to enter.
         self.membership.begin_session()
 
@@ -199,6 +214,7 @@ class Worker:
         """Ends the groups of optimizers that are gone, as after a new `compile`."""
         for group in [group for group in self._groups if group.optimizer() is None]:
             self._groups.remove(group)
+            self._joining.detach(group.name)
             self._retired_counters.update(group.exchange.counters())
             group.close()
 
@@ -219,6 +235,7 @@ class Worker:
             return
         self._in_session = False
         self.membership.interrupt()
+        self._joining.end_session()
         stuck = None
         try:
             for group in self._groups:
@@ -271,6 +288,9 @@ class Worker:
         logging.error("rank %d: %s: %s", self.membership.rank, type(error).__name__, error)
         self.membership.fail(error)
 
+    def _on_restart(self, peer: int) -> None:
+        self.membership.on_restart(peer)
+
     # Groups.
 
     def add_group(self, *, optimizer: object, variables: Sequence[tf.Variable], statistics: StepStatistics) -> Group:
@@ -287,7 +307,7 @@ class Worker:
         Raises:
           MismatchError: If rank 0 has other variables, or another optimizer.
         """
-        specs = [_spec(variable) for variable in variables]
+        specs = [spec_of(variable) for variable in variables]
         packing = Packing(specs)
         digest = zlib.crc32("\n".join(spec.name for spec in specs).encode())
         name = f"{self._num_groups}-{digest:08x}"
@@ -296,9 +316,14 @@ class Worker:
         exchange = self._make_exchange(
             ExchangeContext(name, self.membership.session, packing, self.membership, self._pool)
         )
-        runner = ExchangeRunner(name=name, packing=packing, exchange=exchange, on_error=self._on_error)
+        if isinstance(exchange, Joiner):
+            self._joining.attach(name, exchange)
+        runner = ExchangeRunner(
+            name=name, packing=packing, exchange=exchange, on_error=self._on_error, joining=self._joining
+        )
         with tf.init_scope(), tf.device("/cpu:0"):
-            step = tf.Variable(0, dtype=tf.int64, trainable=False, name="hop_tf_step")
+            # A rank that is joining passes over one step before it asks where the others are.
+            step = tf.Variable(int(self.joining), dtype=tf.int64, trainable=False, name="hop_tf_step")
         group = Group(name, weakref.ref(optimizer), list(variables), packing, exchange, runner, step, statistics)
         self._groups.append(group)
         return group
@@ -312,25 +337,13 @@ class Worker:
         Raises:
           MismatchError: If rank 0 has other variables.
         """
-        new = []
-        for variable in variables:
-            known = self._broadcast.get(id(variable))
-            if known is None or known() is not variable:
-                self._broadcast[id(variable)] = weakref.ref(variable)
-                new.append(variable)
-        if not new:
+        new = self._state.add(variables)
+        if not new or self.joining:  # Who joins takes the values of now.
             return
-        self._compare(self._next_in_session(), "initial values", "", [_spec(v) for v in new])
-        arrays = [np.asarray(v.read_value()) for v in new]
-        received = self._collectives.broadcast(self._next_in_session(), [a.reshape(-1) for a in arrays])
-        if received is None:
-            return
-        start = 0
-        for variable, array in zip(new, arrays, strict=True):
-            end = start + array.nbytes
-            # A copy: the variable may live longer than it is good to keep the whole message's memory.
-            variable.assign(received[start:end].copy().view(array.dtype).reshape(array.shape))
-            start = end
+        self._compare(self._next_in_session(), "initial values", "", [spec_of(v) for v in new])
+        received = self._collectives.broadcast(self._next_in_session(), read(new))
+        if received is not None:
+            write(new, received)
 
     def average(self, variables: Sequence[tf.Variable]) -> None:
         """Assigns to each float variable its mean over all ranks. A collective.
@@ -344,7 +357,7 @@ class Worker:
         self.membership.require_all("to average")
         floats = [v for v in variables if v.dtype.is_floating]
         try:
-            self._compare(self._next_called(), "average", "", [_spec(v) for v in floats], in_session=False)
+            self._compare(self._next_called(), "average", "", [spec_of(v) for v in floats], in_session=False)
         except MismatchError as error:  # Others agree with rank 0, and would wait for this rank.
             self.membership.leave(sent_steps={}, reason=f"MismatchError: {error}", abort=True)
             raise
@@ -358,34 +371,21 @@ class Worker:
         return self._collectives.gather(self._next_called(), value)
 
     def _next_in_session(self) -> str:
-        self._num_in_session += 1
-        return f"{self.membership.session}.{self._num_in_session}"
+        self._joining.counts[_IN_SESSION] += 1
+        return f"{self.membership.session}.{self._joining.counts[_IN_SESSION]}"
 
     def _next_called(self) -> str:
-        self._num_called += 1
-        return f"called {self._num_called}"
+        self._joining.counts[_CALLED] += 1
+        return f"called {self._joining.counts[_CALLED]}"
 
-    def _compare(
-        self, name: str, what: str, optimizer: str, specs: Sequence[TensorSpec], in_session: bool = True
-    ) -> None:
+    def _compare(self, name: str, what: str, optimizer: str, specs: Sequence, in_session: bool = True) -> None:
         """Raises `MismatchError` unless rank 0 has the same. `name` is that of the collective."""
-        variables = [membership_pb2.Variable(name=s.name, dtype=s.dtype.name, shape=s.shape) for s in specs]
-        mine = membership_pb2.GroupSignature(group=what, optimizer=optimizer, variables=variables)
-        data = np.frombuffer(mine.SerializeToString(), np.uint8)
-        received = self._collectives.broadcast(name, [data], in_session=in_session)
-        if received is None:
+        if self.joining:
             return
-        try:
-            theirs = membership_pb2.GroupSignature.FromString(received.tobytes())
-        except Exception as error:
-            raise ProtocolError(f"rank 0 sent a malformed description of {what!r}: {error}.") from error
-        difference = _first_difference(theirs, mine)
-        if difference:
-            field, first, own = difference
-            raise MismatchError(
-                f"rank 0 and rank {self.membership.rank} disagree on {field}. Rank 0 has {first}, "
-                f"rank {self.membership.rank} has {own}. All ranks must build the same model in the same order."
-            )
+        mine = sign(what, optimizer, specs)
+        received = self._collectives.broadcast(name, [np.frombuffer(mine, np.uint8)], in_session=in_session)
+        if received is not None:
+            compare(self.membership.rank, mine, 0, received.tobytes())
 
     # Records.
 
@@ -396,25 +396,3 @@ class Worker:
             totals.update(group.exchange.counters())
         iteration = max((int(group.step) for group in self._groups), default=0)
         return {"iteration": iteration, **self._transport.counters(), **totals}
-
-
-def _spec(variable: tf.Variable) -> TensorSpec:
-    return TensorSpec(getattr(variable, "path", variable.name), tuple(variable.shape.as_list()), variable.dtype)
-
-
-def _first_difference(theirs, mine) -> tuple[str, str, str] | None:
-    """The first field in which two signatures differ: (field, their value, my value)."""
-    if theirs.group.split("-")[0] != mine.group.split("-")[0]:
-        return "the order of operations", repr(theirs.group), repr(mine.group)
-    if theirs.optimizer != mine.optimizer:
-        return "the optimizer", theirs.optimizer, mine.optimizer
-    if len(theirs.variables) != len(mine.variables):
-        return "the number of variables", str(len(theirs.variables)), str(len(mine.variables))
-    for index, (first, own) in enumerate(zip(theirs.variables, mine.variables, strict=True)):
-        if first != own:
-            return f"variable {index}", _in_words(first), _in_words(own)
-    return None
-
-
-def _in_words(variable) -> str:
-    return f"{variable.name!r} {variable.dtype}{list(variable.shape)}"

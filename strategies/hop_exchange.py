@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Mapping, Sequence
 
@@ -11,6 +12,7 @@ from hop_tf.arithmetic import weighted_differences
 from hop_tf.collectives import BULK_LANE
 from hop_tf.errors import HopError, ProtocolError
 from hop_tf.exchange import Exchange, Incoming, Outgoing
+from hop_tf.joining import Joiner
 from hop_tf.queues import Update
 from hop_tf.strategies.hop_pacing import make_pacing
 from hop_tf.strategies.hop_reception import make_reception
@@ -19,13 +21,13 @@ from hop_tf.topology import Topology
 from hop_tf.transport.base import Message
 from hop_tf.worker import ExchangeContext
 
-_HEADER = struct.Struct("<qq")  # session, iteration
+_HEADER = struct.Struct("<qqq")  # session, life of the receiver, iteration
 
 # Segments of a step: the ordinary round trip, and the one before a jump.
 STEP, RENEWAL = 0, 1
 
 
-class HopExchange(Exchange):
+class HopExchange(Exchange, Joiner):
     """Figure 7's communication at one rank, with Recv and Reduce of Figure 8 or 9 and the jumps of section 5.
 
     Args:
@@ -53,32 +55,37 @@ class HopExchange(Exchange):
         self._membership.transport.register(self._queue_name, self._on_update)
         self._pacing.start()
 
-    def reset(self, session: int) -> None:
+    def reset(self, session: int, start: int = 0) -> None:
         with self._monitor:
             self._num_late += self._reception.num_late
-            self._pacing.reset(session)
-            self._begin(session)
+            self._pacing.reset(session, start)
+            self._begin(session, start)
 
-    def _begin(self, session: int) -> None:
+    def _begin(self, session: int, start: int = 0) -> None:
         self._session = session
-        self.iteration = 0
-        self._num_entered = 0
-        self._target = 0  # The iteration that follows.
-        self._sent_steps = 0
+        self.iteration = start - 1
+        self._target = start  # The iteration that follows.
+        self._sent_steps = start
         self._known_departed: set[int] = set()
+        # Neighbors that have entered this iteration together with the rank, and their lives.
+        self._lives: dict[int, int] = {}
+        # The first iteration whose update an in-neighbor sends; for a rank that joins, none until it has met that one.
+        self._first = dict.fromkeys(self._in_neighbors, math.inf if start else 0)
         weights = self._topology.weights(self._rank)
         del weights[self._rank]
         self._reception = make_reception(self._settings, weights, self._context)
+        self._reception.skip_to(start)
 
     def step(self, outgoing: Outgoing) -> Incoming:
         k, x = outgoing.step, outgoing.buckets
         if outgoing.segment == RENEWAL:
             return Incoming(k, RENEWAL, self._renew(x))
+        self._pacing.wait_to_enter(k)
         self._enter(k)  # Line 10.
         self._pacing.wait_to_send(k)
         self._send(x, k)  # Line 11.
         change = self._recv_and_reduce(x, k)  # Lines 13 and 14.
-        self._pacing.reduced(k)
+        self._pacing.reduced(k, self._lives)
         self._target = k + self._pacing.advance(k)  # Line 17.
         num_skipped = self._target - k - 1
         self._num_jumps += num_skipped > 0
@@ -89,19 +96,23 @@ class HopExchange(Exchange):
         return Incoming(outgoing.step, outgoing.segment, tuple(np.zeros_like(x) for x in outgoing.buckets))
 
     def _enter(self, k: int) -> None:
+        neighbors = {*self._in_neighbors, *self._out_neighbors}
         with self._monitor:
             self.iteration = k
-        self._pacing.enter(k, k + 1 - self._num_entered)
-        self._num_entered = k + 1
+            self._lives = {j: self._membership.life_of(j) for j in neighbors if self._is_present(j)}
+        self._pacing.enter(k, self._lives)
+
+    def _is_present(self, j: int) -> bool:
+        return self._membership.departure(j) is None
 
     def _send(self, x: Sequence[np.ndarray], k: int) -> None:
-        header = _HEADER.pack(self._session, k)
         for j in self._out_neighbors:
-            if self._membership.departure(j) is not None:
+            if j not in self._lives or not self._is_present(j):
                 continue
             if self._pacing.known_iteration(j) > k + self._settings.max_staleness:
                 self._num_withheld += 1  # It would come too late (section 6.2).
                 continue
+            header = _HEADER.pack(self._session, self._lives[j], k)
             self._membership.send(j, self._queue_name, header, x, lane=BULK_LANE)
         self._sent_steps = k + 1
 
@@ -133,11 +144,11 @@ class HopExchange(Exchange):
         return self._recv_and_reduce(x, self._target - 1)
 
     def _delivers(self, j: int, k: int) -> bool:
-        return self._membership.delivers(j, self._group, k)
+        return k >= self._first[j] and self._membership.delivers(j, self._group, k)
 
     def _check_connected(self, k: int) -> None:
         """Raises if ranks that ended before step k split the others into parts that would train apart."""
-        departed = {j for j in self._membership.departed() if not self._delivers(j, k)} - {self._rank}
+        departed = {j for j in self._membership.departed() if not self._membership.delivers(j, self._group, k)}
         if departed != self._known_departed:
             self._known_departed = departed
             if not self._topology.is_connected_without(departed):
@@ -145,6 +156,27 @@ class HopExchange(Exchange):
                     f"rank {self._rank}, step {k}: ranks {sorted(departed)} have left, and the communication graph of "
                     "the others is not connected any more. Use a topology with more edges, or stop all ranks together."
                 )
+
+    # Ranks that join late: what the others need not know of an iteration, they are not told.
+
+    def begin_at(self, step: int) -> None:
+        self.reset(self._session, step)
+
+    def meet(self, rank: int, step: int) -> None:
+        if rank in self._out_neighbors:
+            self._pacing.meet(rank, step)
+        if rank in self._in_neighbors:
+            first = self._first[rank]
+            self._first[rank] = step + 1 if first == math.inf else max(first, step + 1)
+
+    def admit(self, rank: int, step: int) -> int:
+        if rank in self._out_neighbors:
+            self._pacing.admit(rank, step)
+        if rank in self._in_neighbors:
+            self._first[rank] = max(step, self.iteration + 1)
+            self._reception.forget(rank, self._first[rank] - 1)
+        self._lives.pop(rank, None)
+        return self.iteration
 
     @property
     def sent_steps(self) -> int:
@@ -176,11 +208,15 @@ class HopExchange(Exchange):
     def _on_update(self, message: Message) -> None:
         if message.sender not in self._in_neighbors or len(message.header) != _HEADER.size:
             raise ProtocolError(f"rank {message.sender} sent an unexpected message to {message.queue!r}.")
-        session, iteration = _HEADER.unpack(message.header)
+        session, life, iteration = _HEADER.unpack(message.header)
         with self._monitor:
             departure = self._membership.departure(message.sender)
-            if session != self._session or (departure is not None and departure.lost):
+            is_former = (departure is not None and departure.lost) or life != self._membership.life
+            if session != self._session or is_former:
                 self._num_late += 1
+                return
+            if math.inf > self._first[message.sender] > iteration:
+                self._num_late += 1  # Of a newcomer, for an iteration that did not wait for it.
                 return
             if iteration > self.iteration + self._settings.gap:
                 raise ProtocolError(f"rank {message.sender} is at {iteration}, this rank at {self.iteration}.")

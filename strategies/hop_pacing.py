@@ -1,14 +1,14 @@
 """What keeps neighbors of Hop from running away from each other: token queues, or NOTIFY-ACK.
 
 Both tell a neighbor something small at one point of an iteration, and wait for that at another. A rank that has ended
-is neither told nor waited for.
+is neither told nor waited for. One that joins late counts from the iteration in which it enters.
 """
 
 from __future__ import annotations
 
 import abc
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from hop_tf.collectives import BULK_LANE
 from hop_tf.errors import ProtocolError
@@ -18,7 +18,7 @@ from hop_tf.topology import Topology
 from hop_tf.transport.base import Message
 from hop_tf.worker import ExchangeContext
 
-_HEADER = struct.Struct("<qqq")  # session, iteration, number of iterations
+_HEADER = struct.Struct("<qqq")  # session, life of the receiver, iteration
 
 
 class Pacing(abc.ABC):
@@ -48,17 +48,20 @@ class Pacing(abc.ABC):
         self._membership.transport.unregister(self._queue_name)
 
     @abc.abstractmethod
-    def reset(self, session: int) -> None:
-        """Forgets everything, for iteration 0 of `session`."""
+    def reset(self, session: int, start: int = 0) -> None:
+        """Forgets everything; the rank is to enter iteration `start` of `session`."""
 
-    def enter(self, k: int, num_iterations: int) -> None:
-        """The rank enters iteration k, `num_iterations` after the last one."""
+    def wait_to_enter(self, k: int) -> None:
+        """Called before the rank enters iteration k."""
+
+    def enter(self, k: int, lives: Mapping[int, int]) -> None:
+        """The rank enters iteration k, together with neighbors of these lives."""
 
     def wait_to_send(self, k: int) -> None:
         """Called before the Send of iteration k."""
 
-    def reduced(self, k: int) -> None:
-        """The updates of iteration k have been used."""
+    def reduced(self, k: int, lives: Mapping[int, int]) -> None:
+        """The updates of iteration k have been used; `lives` as in `enter`."""
 
     def advance(self, k: int) -> int:
         """Waits until the rank may leave iteration k; returns by how many iterations it then is to advance."""
@@ -68,10 +71,19 @@ class Pacing(abc.ABC):
         """An iteration that out-neighbor j has reached, maybe passed."""
         return 0
 
-    def _tell_in_neighbors(self, k: int, num_iterations: int) -> None:
-        header = _HEADER.pack(self._session, k, num_iterations)
+    @abc.abstractmethod
+    def admit(self, j: int, start: int) -> None:
+        """Out-neighbor j joins and is to enter iteration `start`."""
+
+    @abc.abstractmethod
+    def meet(self, j: int, k: int) -> None:
+        """The rank has joined; out-neighbor j is in iteration k."""
+
+    def _tell_in_neighbors(self, k: int, lives: Mapping[int, int]) -> None:
         for j in self._present(self._in_neighbors):
-            self._membership.send(j, self._queue_name, header, lane=BULK_LANE)
+            if j in lives:
+                header = _HEADER.pack(self._session, lives[j], k)
+                self._membership.send(j, self._queue_name, header, lane=BULK_LANE)
 
     def _present(self, ranks: Sequence[int]) -> list[int]:
         return [j for j in ranks if self._membership.departure(j) is None]
@@ -79,14 +91,14 @@ class Pacing(abc.ABC):
     def _on_message(self, message: Message) -> None:
         if message.sender not in self._out_neighbors or len(message.header) != _HEADER.size:
             raise ProtocolError(f"rank {message.sender} sent an unexpected message to {message.queue!r}.")
-        session, iteration, num_iterations = _HEADER.unpack(message.header)
+        session, life, iteration = _HEADER.unpack(message.header)
         with self._monitor:
-            if session == self._session:
-                self._note(message.sender, iteration, num_iterations)
+            if session == self._session and life == self._membership.life:
+                self._note(message.sender, iteration)
                 self._monitor.notify_all()
 
     @abc.abstractmethod
-    def _note(self, j: int, iteration: int, num_iterations: int) -> None:
+    def _note(self, j: int, iteration: int) -> None:
         """Out-neighbor j has told of `iteration`."""
 
 
@@ -98,26 +110,46 @@ class TokenPacing(Pacing):
         self._max_ig = settings.max_iteration_gap
         self._skip = settings.skip
         rank = context.membership.rank
-        self._capacities = {j: self._max_ig * (topology.shortest_path_length(j, rank) + 1) for j in self._out_neighbors}
+        # Theorem 2; without a rank that was lost, a path may be the longest there is.
+        lengths = {
+            j: topology.world_size - 1 if settings.continues_without_lost else topology.shortest_path_length(j, rank)
+            for j in self._out_neighbors
+        }
+        self._capacities = {j: self._max_ig * (length + 1) for j, length in lengths.items()}
         self.reset(context.session)
 
-    def reset(self, session: int) -> None:
+    def reset(self, session: int, start: int = 0) -> None:
         with self._monitor:
             self._session = session
-            self._tokens = {  # Line 5.
-                j: TokenQueue(num_initial=self._max_ig - 1, capacity=capacity, make_fifo=self._make_fifo)
-                for j, capacity in self._capacities.items()
-            }
+            self._permitted = start  # The iteration up to which tokens were taken.
+            self._tokens = {j: self._make_queue(j, -1) for j in self._out_neighbors}  # Line 5.
 
-    def enter(self, k: int, num_iterations: int) -> None:
+    def _make_queue(self, j: int, iteration: int) -> TokenQueue:
+        """TokenQ(j -> i) where j is in `iteration`."""
+        return TokenQueue(
+            num_initial=iteration - self._permitted + self._max_ig,
+            capacity=self._capacities[j],
+            iteration=iteration,
+            make_fifo=self._make_fifo,
+        )
+
+    def wait_to_enter(self, k: int) -> None:
+        """A rank that joins may be too far ahead of an out-neighbor."""
+
+        def missing() -> list[int]:
+            return [j for j in self._present(self._out_neighbors) if self._tokens[j].size < 0]
+
+        self._membership.wait(missing, operation="acquire token", step=k)
+
+    def enter(self, k: int, lives: Mapping[int, int]) -> None:
         """Line 10: one token for every iteration that was entered, jumped over or not."""
-        self._tell_in_neighbors(k, num_iterations)
+        self._tell_in_neighbors(k, lives)
 
     def advance(self, k: int) -> int:
         """Line 17: takes a token from every out-neighbor; if all are far ahead, as many as are jumped over."""
 
         def missing() -> list[int]:
-            return [j for j in self._present(self._out_neighbors) if not self._tokens[j]]
+            return [j for j in self._present(self._out_neighbors) if self._tokens[j].size <= 0]
 
         self._membership.wait(missing, operation="acquire token", step=k)
         with self._monitor:
@@ -125,18 +157,28 @@ class TokenPacing(Pacing):
             num_iterations = self._jump(queues)
             for tokens in queues:
                 tokens.take(num_iterations)
+            self._permitted = k + num_iterations
             return num_iterations
 
     def _jump(self, queues: Sequence[TokenQueue]) -> int:
         if self._skip is None or not queues:
             return 1
-        return self._skip.jump(min(len(tokens) for tokens in queues) - self._max_ig)
+        return self._skip.jump(min(tokens.size for tokens in queues) - self._max_ig)
 
     def known_iteration(self, j: int) -> int:
         return self._tokens[j].iteration
 
-    def _note(self, j: int, iteration: int, num_iterations: int) -> None:
-        self._tokens[j].put(iteration, num_iterations)
+    def admit(self, j: int, start: int) -> None:
+        """As though j was in the iteration before."""
+        self._tokens[j] = self._make_queue(j, start - 1)
+
+    def meet(self, j: int, k: int) -> None:
+        """The tokens that j has inserted up to iteration k; those of a later one may have come first."""
+        if k > self._tokens[j].iteration:
+            self._tokens[j].put(k)
+
+    def _note(self, j: int, iteration: int) -> None:
+        self._tokens[j].put(iteration)
 
 
 class NotifyAckPacing(Pacing):
@@ -146,7 +188,7 @@ class NotifyAckPacing(Pacing):
         super().__init__(context, topology)
         self.reset(context.session)
 
-    def reset(self, session: int) -> None:
+    def reset(self, session: int, start: int = 0) -> None:
         with self._monitor:
             self._session = session
             self._acknowledged = dict.fromkeys(self._out_neighbors, -1)
@@ -159,12 +201,20 @@ class NotifyAckPacing(Pacing):
 
         self._membership.wait(missing, operation="receive acknowledgement", step=k)
 
-    def reduced(self, k: int) -> None:
+    def reduced(self, k: int, lives: Mapping[int, int]) -> None:
         """Tells every in-neighbor that its update of iteration k was used."""
-        self._tell_in_neighbors(k, 1)
+        self._tell_in_neighbors(k, lives)
 
-    def _note(self, j: int, iteration: int, num_iterations: int) -> None:
-        self._acknowledged[j] = iteration
+    def admit(self, j: int, start: int) -> None:
+        """It will use no update before iteration `start`."""
+        self._acknowledged[j] = start - 1
+
+    def meet(self, j: int, k: int) -> None:
+        """It uses updates of this rank after iteration k only."""
+        self._acknowledged[j] = max(k, self._acknowledged[j])
+
+    def _note(self, j: int, iteration: int) -> None:
+        self._acknowledged[j] = max(iteration, self._acknowledged[j])
 
 
 def make_pacing(context: ExchangeContext, topology: Topology, settings: HopSettings) -> Pacing:

@@ -48,6 +48,10 @@ class Reception(abc.ABC):
         """Drops what only iterations before k could use."""
 
     @abc.abstractmethod
+    def forget(self, sender: int, newest: int) -> None:
+        """Drops what is here of `sender`, which was started again; iterations up to `newest` need nothing of it."""
+
+    @abc.abstractmethod
     def __len__(self) -> int:
         """Updates in memory."""
 
@@ -97,6 +101,9 @@ class TaggedReception(Reception):
         self._next = k
         self.num_late += self._queue.drop_older(k)
 
+    def forget(self, sender: int, newest: int) -> None:
+        self._queue.drop_sender(sender)
+
     def __len__(self) -> int:
         return len(self._queue)
 
@@ -141,6 +148,9 @@ class NewestReception(Reception):
 
     def skip_to(self, k: int) -> None:
         """Nothing: `take` looks at the iterations."""
+
+    def forget(self, sender: int, newest: int) -> None:
+        self._queue.drop_sender(sender, newest)
 
     def __len__(self) -> int:
         return len(self._queue)

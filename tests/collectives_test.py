@@ -4,8 +4,9 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
-from hop_tf.collectives import TreeCollectives, tree_neighbors
+from hop_tf.collectives import TreeCollectives
 from hop_tf.errors import PeerLostError, ProtocolError
+from hop_tf.membership import tree_neighbors
 from hop_tf.simulate import VirtualCluster
 
 

@@ -2,12 +2,14 @@
 
 import threading
 import weakref
+from unittest import mock
 
 import numpy as np
 import tensorflow as tf
 
 from hop_tf.errors import HopError, PeerLostError
 from hop_tf.exchange import Exchange, ExchangeRunner, Incoming
+from hop_tf.joining import Joining
 from hop_tf.membership import Interrupted
 from hop_tf.packing import Packing, TensorSpec
 
@@ -55,7 +57,11 @@ class ExchangeRunnerTest(tf.test.TestCase):
         self.exchange = FakeExchange()
         specs = [TensorSpec("a", (16,), tf.float32), TensorSpec("b", (8,), tf.float64)]
         self.runner = ExchangeRunner(
-            name="test", packing=Packing(specs), exchange=self.exchange, on_error=self.errors.append
+            name="test",
+            packing=Packing(specs),
+            exchange=self.exchange,
+            on_error=self.errors.append,
+            joining=mock.create_autospec(Joining, instance=True),
         )
         self.addCleanup(self.runner.close)
 

@@ -49,6 +49,7 @@ def _run(settings, sign):
         error = ""
     except hop_tf.errors.PeerLostError as lost:
         error = str(lost)
+    print("done", flush=True)
     weights = model.get_weights()[0][:, 0]
     steps = strategy.report()["steps"]
     strategy.shutdown()
@@ -70,6 +71,17 @@ class HopFitLossTest(tf.test.TestCase, parameterized.TestCase):
         with MultiProcessRunner(_run, num_workers=_WORLD_SIZE, args=arguments, timeout_seconds=120) as runner:
             results = runner.join()
         self.assertEqual(results[_LOST].exit_code, -signal.SIGKILL)
+        self._check_the_others(results)
+
+    def test_a_frozen_rank_learns_that_the_others_went_on(self):
+        arguments = (_SETTINGS["backup"], signal.SIGSTOP)
+        with MultiProcessRunner(_run, num_workers=_WORLD_SIZE, args=arguments, timeout_seconds=120) as runner:
+            for rank in set(range(_WORLD_SIZE)) - {_LOST}:
+                runner.wait_for_output(rank, "done")
+            runner.resume(_LOST)
+            results = runner.join()
+        self.assertEqual(results[_LOST].exit_code, 1)
+        self.assertRegex(results[_LOST].output, "PeerLostError: rank 2")
         self._check_the_others(results)
 
 

@@ -108,12 +108,15 @@ class _Reference:
         self.w = topology.mixing_matrix
         self.n_in = [topology.in_neighbors(i) for i in range(self.n)]
         self.n_out = [topology.out_neighbors(i) for i in range(self.n)]
-        self.peers = [{*self.n_in[i], *self.n_out[i]} for i in range(self.n)]
+        # All ranks also form a binary tree, in which they find out that all are there.
+        tree = [{(i - 1) // 2, 2 * i + 1, 2 * i + 2} & set(range(self.n)) - {i} for i in range(self.n)]
+        self.peers = [{*self.n_in[i], *self.n_out[i], *tree[i]} for i in range(self.n)]
         # News of a rank's end are passed on by everybody to their peers, so they take the shortest way.
         links = [(i, j, schedule.links[i, j]) for i in range(self.n) for j in self.peers[i]]
         peers = nx.DiGraph()
         peers.add_weighted_edges_from(links)
         self.news_seconds = dict(nx.all_pairs_dijkstra_path_length(peers))
+        self.starts = self._starts(schedule.links)
         self.now = 0.0
         self.events = []  # (time, what happens then)
         self.received = [[] for _ in range(self.n)]  # (sender, iteration, x), not used yet.
@@ -125,6 +128,17 @@ class _Reference:
         self.x = np.full_like(schedule.changes, np.nan)  # Parameters at the start of an iteration.
         self.entered = np.full_like(schedule.durations, np.nan)
         self.final = np.empty((self.n, _DIMENSION))
+
+    def _starts(self, links):
+        """A rank is ready when its peers are; that goes up the tree to rank 0, and back down when all are."""
+        ready = [max(links[j, i] for j in self.peers[i]) for i in range(self.n)]
+        for child in reversed(range(1, self.n)):
+            parent = (child - 1) // 2
+            ready[parent] = max(ready[parent], ready[child] + links[child, parent])
+        for child in range(1, self.n):
+            parent = (child - 1) // 2
+            ready[child] = ready[parent] + links[parent, child]
+        return ready
 
     def run(self):
         ranks = {i: self._rank(i) for i in range(self.n)}
@@ -153,9 +167,7 @@ class _Reference:
         self._at(self.now + self.schedule.links[i, j], happen)
 
     def _rank(self, i):
-        # A rank begins when it has heard that its peers are ready.
-        ready = max(self.schedule.links[j, i] for j in self.peers[i])
-        yield from self._until(ready)
+        yield from self._until(self.starts[i])
         x, k, last = np.zeros(_DIMENSION), 0, -1
         for duration in self.schedule.durations[i]:
             if k < self.schedule.num_steps:

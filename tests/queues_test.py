@@ -51,6 +51,14 @@ class UpdateQueueTest(tf.test.TestCase):
         with self.assertRaisesRegex(ProtocolError, "rank 1 sent an update of iteration 0"):
             queue.enqueue(_update(0, 1))
 
+    def test_drops_what_a_sender_has_sent(self):
+        queue = _queue()
+        for iteration, sender in ((0, 0), (0, 2), (1, 0), (1, 1), (2, 0)):
+            queue.enqueue(_update(iteration, sender))
+        queue.drop_sender(0)
+        self.assertEqual([queue.senders(iteration) for iteration in range(3)], [{2}, {1}, set()])
+        self.assertAllEqual(queue.dequeue(1)[0].buckets[0], np.full(16, 101.0))
+
     def test_drops_what_is_older(self):
         queue = _queue()
         for iteration, sender in ((0, 0), (1, 0), (1, 1), (2, 1)):
@@ -75,6 +83,13 @@ class NewestUpdatesTest(tf.test.TestCase):
         self.assertEmpty(self.queue)
         self.assertEqual(self.queue.newest, {0: 1, 2: 3})
 
+    def test_drops_what_a_sender_has_sent(self):
+        self.queue.enqueue(_update(1, 0))
+        self.queue.enqueue(_update(1, 2))
+        self.queue.drop_sender(2, newest=7)
+        self.assertEqual([update.sender for update in self.queue.dequeue()], [0])
+        self.assertEqual(self.queue.newest, {0: 1, 2: 7})
+
     def test_an_update_is_newer_than_the_one_before(self):
         self.queue.enqueue(_update(2, 0))
         self.queue.dequeue()
@@ -84,22 +99,32 @@ class NewestUpdatesTest(tf.test.TestCase):
 
 class TokenQueueTest(tf.test.TestCase):
     def test_counts_tokens(self):
-        tokens = TokenQueue(num_initial=2, capacity=4)
-        self.assertEqual(tokens.iteration, 0)
-        tokens.put(7, 2)
-        self.assertLen(tokens, 4)
-        self.assertEqual(tokens.iteration, 7)
-        tokens.take(3)
+        tokens = TokenQueue(num_initial=2, capacity=6)
+        tokens.put(0)
+        tokens.put(3)  # One each for iterations 1 to 3.
+        self.assertEqual((tokens.size, tokens.iteration), (6, 3))
+        tokens.take(5)
         tokens.take()
-        self.assertEmpty(tokens)
+        self.assertEqual(tokens.size, 0)
+
+    def test_the_first_tokens_may_be_owed(self):
+        tokens = TokenQueue(num_initial=-3, capacity=4, iteration=10)
+        tokens.put(12)
+        self.assertEqual(tokens.size, -1)
+        tokens.put(15)
+        self.assertEqual(tokens.size, 2)
+        tokens.take(2)
+        with self.assertRaisesRegex(ProtocolError, "1 tokens were to be taken where 0 are"):
+            tokens.take()
 
     def test_refuses_what_the_protocol_cannot_produce(self):
-        tokens = TokenQueue(num_initial=1, capacity=1)
-        with self.assertRaisesRegex(ProtocolError, "1 tokens for iteration 3"):
+        tokens = TokenQueue(num_initial=1, capacity=2)
+        with self.assertRaisesRegex(ProtocolError, "for iteration 3 came after those for -1, where 1 of 2 are"):
             tokens.put(3)
-        with self.assertRaisesRegex(ProtocolError, "-1 tokens"):
-            tokens.put(3, -1)
-        tokens.take()
+        tokens.put(0)
+        with self.assertRaisesRegex(ProtocolError, "for iteration 0 came after those for 0"):
+            tokens.put(0)
+        tokens.take(2)
         with self.assertRaisesRegex(ProtocolError, "1 tokens were to be taken where 0 are"):
             tokens.take()
 

@@ -14,6 +14,7 @@ from hop_tf.simulate.virtual import VirtualCluster, VirtualMonitor, VirtualTrans
 
 __all__ = [
     "DeadlockError",
+    "Fault",
     "HopSimulation",
     "Problem",
     "Scheduler",
@@ -24,7 +25,7 @@ __all__ = [
 ]
 
 # They need TensorFlow, for its queues; the others do not, and are used where it would be slow to import.
-_WITH_TENSORFLOW = {"HopSimulation": "HopSimulation", "Problem": "Problem", "hop": "simulate_hop"}
+_WITH_TENSORFLOW = {name: name for name in ("Fault", "HopSimulation", "Problem")} | {"hop": "simulate_hop"}
 
 
 def __getattr__(name):

@@ -9,16 +9,24 @@ import numpy as np
 import tensorflow as tf
 
 from hop_tf.emulation import ComputeEmulation
+from hop_tf.errors import PeerLostError
 from hop_tf.exchange import Outgoing
+from hop_tf.joining import Joining, State
 from hop_tf.packing import Packing, TensorSpec
 from hop_tf.queues import SimulatedFifo
+from hop_tf.replica_state import sign
 from hop_tf.simulate.virtual import VirtualCluster
 from hop_tf.strategies.hop_exchange import RENEWAL, STEP, HopExchange
 from hop_tf.strategies.hop_settings import HopSettings
-from hop_tf.topology import resolve
+from hop_tf.topology import Topology, resolve
 from hop_tf.worker import ExchangeContext
 
 _GROUP, _SESSION = "simulated", 1
+# A rank that cannot join, as all its neighbors are dead too, tries again, like one with deadlines.
+_NUM_ATTEMPTS = 20
+_ATTEMPT_SECONDS = 1.0
+# As fast as a process does that waits for nothing.
+_DETECTION_SECONDS = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,13 +47,28 @@ _NOTHING_TO_LEARN = Problem(np.zeros(1, np.float32), lambda rank, step, x: np.ze
 
 
 @dataclasses.dataclass(frozen=True)
+class Fault:
+    """The death of a rank.
+
+    Attributes:
+      rank: Which one.
+      seconds: When its process is killed, in virtual time.
+      restart_seconds: How much later it is started again; None: never.
+    """
+
+    rank: int
+    seconds: float
+    restart_seconds: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class HopSimulation:
     """What happened at n ranks.
 
     Attributes:
-      num_steps: Array [n]: how many iterations each rank made or jumped over.
+      num_steps: Array [n]: how many iterations each rank was to make or jump over.
       entered_seconds: Array [n, max(num_steps)]: when each rank entered each iteration; nan where it jumped over it.
-      finished_seconds: Array [n]: when each rank ended its last iteration.
+      finished_seconds: Array [n]: when each rank ended its last iteration; nan where it died, or joined no more.
       largest_gap: Array [n, n]: the largest Iter(i) - Iter(j) while both trained.
       most_updates: Array [n]: the most updates that each rank had in memory.
       parameters: float32 array [n, d]: where each rank ended.
@@ -75,6 +98,7 @@ def simulate_hop(
     link_seconds: Callable[[int, int, int], float] | None = None,
     problem: Problem | None = None,
     hosts: Sequence[str] | None = None,
+    faults: Sequence[Fault] = (),
     **settings,
 ) -> HopSimulation:
     """Trains under `HopStrategy`'s own protocol on a virtual clock.
@@ -88,8 +112,9 @@ def simulate_hop(
       link_seconds: `link_seconds(sender, receiver, num_bytes)` is how long a message takes. Default: no time.
       problem: What is trained. Default: nothing, as where only speed matters.
       hosts: The host of each rank, for a hierarchical topology.
+      faults: Ranks that die, and are started again. The others hear of a death after two seconds, or by the restart.
       **settings: Further arguments of `HopStrategy`: max_iteration_gap, num_backup_workers, max_staleness, skip,
-        update_order, synchronization.
+        update_order, synchronization, on_peer_loss.
 
     Returns:
       The record.
@@ -97,45 +122,97 @@ def simulate_hop(
     Raises:
       ValueError: If an argument is out of range.
       DeadlockError: If ranks wait for each other for ever. That would be an error in hop_tf.
-      HopError: What training would raise.
+      HopError: What training would raise, for instance where a rank dies and `on_peer_loss` is "raise".
     """
-    topology = resolve(topology, world_size, hosts)
-    checked = HopSettings(**settings)
-    checked.check_topology(topology)
-    durations = compute
-    if isinstance(compute, ComputeEmulation):
-
-        def durations(rank):
-            return compute.step_durations(rank, world_size)
-
-    steps = [num_steps] * world_size if isinstance(num_steps, int) else list(num_steps)
-    cluster = VirtualCluster(
-        world_size, link_seconds, lambda rank: {*topology.in_neighbors(rank), *topology.out_neighbors(rank)}
+    job = Job(
+        topology=resolve(topology, world_size, hosts),
+        settings=HopSettings(**settings),
+        num_steps=[num_steps] * world_size if isinstance(num_steps, int) else list(num_steps),
+        compute=compute,
+        link_seconds=link_seconds,
+        problem=problem or _NOTHING_TO_LEARN,
     )
-    record = _Record(world_size, max(steps))
-    ranks = [
-        _Rank(
-            rank,
-            cluster=cluster,
-            record=record,
-            make_exchange=lambda context: HopExchange(context, topology=topology, settings=checked),
-            serial=checked.update_order == "serial",
-            durations=durations(rank),
-            num_steps=steps[rank],
-            problem=problem or _NOTHING_TO_LEARN,
+    for fault in faults:
+        job.cluster.scheduler.call_at(fault.seconds, lambda fault=fault: job.kill(fault.rank, fault.restart_seconds))
+    return job.run()
+
+
+class Job:
+    """A simulated job, whose ranks can be killed. For the arguments see `simulate_hop`.
+
+    Attributes:
+      cluster: The ranks' memberships and the clock.
+    """
+
+    def __init__(
+        self,
+        *,
+        topology: Topology,
+        settings: HopSettings,
+        num_steps: Sequence[int],
+        compute: ComputeEmulation | Callable[[int], Iterator[float]],
+        link_seconds: Callable[[int, int, int], float] | None,
+        problem: Problem,
+    ):
+        settings.check_topology(topology)
+        self._topology = topology
+        self._settings = settings
+        self._num_steps = num_steps
+        self._compute = compute
+        self._problem = problem
+        self._record = _Record(topology.world_size, max(num_steps))
+        self.cluster = VirtualCluster(
+            topology.world_size,
+            link_seconds,
+            lambda rank: {*topology.in_neighbors(rank), *topology.out_neighbors(rank)},
+            continue_without_lost=settings.continues_without_lost,
+            detection_seconds=_DETECTION_SECONDS,
         )
-        for rank in range(world_size)
-    ]
-    cluster.run(lambda rank: ranks[rank].train())
-    return HopSimulation(
-        num_steps=np.array(steps),
-        entered_seconds=record.entered,
-        finished_seconds=record.finished,
-        largest_gap=record.largest_gap,
-        most_updates=record.most_updates,
-        parameters=np.stack([rank.x for rank in ranks]),
-        counters=[rank.exchange.counters() for rank in ranks],
-    )
+        self._ranks = [self._make_rank(rank) for rank in range(topology.world_size)]
+
+    def run(self) -> HopSimulation:
+        """Trains."""
+        self.cluster.run(lambda rank: self._ranks[rank].train())
+        record = self._record
+        return HopSimulation(
+            num_steps=np.array(self._num_steps),
+            entered_seconds=record.entered,
+            finished_seconds=record.finished,
+            largest_gap=record.largest_gap,
+            most_updates=record.most_updates,
+            parameters=np.stack([rank.x for rank in self._ranks]),
+            counters=[rank.exchange.counters() for rank in self._ranks],
+        )
+
+    def kill(self, rank: int, restart_seconds: float | None = None) -> None:
+        """Ends the process of a rank that trains, and starts it again so much later. Called as an event."""
+        if self.cluster.kill(rank):
+            self._record.leave(rank)
+            if restart_seconds is not None:
+                scheduler = self.cluster.scheduler
+                scheduler.call_at(scheduler.now + restart_seconds, lambda: self._restart(rank))
+
+    def _restart(self, rank: int) -> None:
+        self.cluster.restart(rank)
+        self._ranks[rank] = self._make_rank(rank, was_restarted=True)
+        self.cluster.start(rank, self._ranks[rank].train)
+
+    def _make_rank(self, rank: int, was_restarted: bool = False) -> _Rank:
+        if isinstance(self._compute, ComputeEmulation):
+            durations = self._compute.step_durations(rank, self._topology.world_size)
+        else:
+            durations = self._compute(rank)
+        return _Rank(
+            rank,
+            cluster=self.cluster,
+            record=self._record,
+            make_exchange=lambda context: HopExchange(context, topology=self._topology, settings=self._settings),
+            serial=self._settings.update_order == "serial",
+            durations=durations,
+            num_steps=self._num_steps[rank],
+            problem=self._problem,
+            was_restarted=was_restarted,
+        )
 
 
 class _Record:
@@ -143,7 +220,7 @@ class _Record:
 
     def __init__(self, world_size: int, num_steps: int):
         self.entered = np.full((world_size, num_steps), np.nan)
-        self.finished = np.zeros(world_size)
+        self.finished = np.full(world_size, np.nan)
         self.largest_gap = np.zeros((world_size, world_size), int)
         self.most_updates = np.zeros(world_size, int)
         self._iterations = np.zeros(world_size, int)
@@ -152,17 +229,21 @@ class _Record:
     def enter(self, rank: int, step: int, now: float, num_updates: int) -> None:
         self.entered[rank, step] = now
         self._iterations[rank] = step
+        self._trains[rank] = True
         self.most_updates[rank] = max(self.most_updates[rank], num_updates)
         gaps = np.where(self._trains, step - self._iterations, 0)
         np.maximum(self.largest_gap[rank], gaps, out=self.largest_gap[rank])
 
     def finish(self, rank: int, now: float) -> None:
         self.finished[rank] = now
+        self.leave(rank)
+
+    def leave(self, rank: int) -> None:
         self._trains[rank] = False
 
 
-class _Rank:
-    """One rank's training loop: what the training graph does around an exchange."""
+class _Rank(State):
+    """One process of a rank, and its training loop: what the training graph does around an exchange."""
 
     def __init__(
         self,
@@ -175,8 +256,10 @@ class _Rank:
         durations: Iterator[float],
         num_steps: int,
         problem: Problem,
+        was_restarted: bool,
     ):
         self._rank = rank
+        self._was_restarted = was_restarted
         self._clock = cluster.scheduler
         self._membership = cluster.memberships[rank]
         self._record = record
@@ -189,15 +272,44 @@ class _Rank:
         self.exchange = make_exchange(
             ExchangeContext(_GROUP, _SESSION, self._packing, self._membership, cluster.pool, SimulatedFifo)
         )
+        self._joining = Joining(self._membership, self, timeout_seconds=0.0)
+        self._joining.attach(_GROUP, self.exchange)
+
+    def signature(self) -> bytes:
+        return sign("simulated", "", self._packing.specs)
+
+    def read(self) -> list[np.ndarray]:
+        return [self.x]
+
+    def write(self, payload: np.ndarray) -> None:
+        self.x = payload.view(np.float32).copy()
 
     def train(self) -> None:
-        self._membership.begin_session()
-        step = 0
+        try:
+            self._membership.begin_session()
+            step = self._catch_up()
+        except PeerLostError:
+            if not self._was_restarted:
+                raise
+            return  # Nobody is there any more.
         while step < self._num_steps:
             self._record.enter(self._rank, step, self._clock.now, self.exchange.num_updates_in_memory)
             step += 1 + self._take_step(step)
         self._record.finish(self._rank, self._clock.now)
         self._membership.leave(sent_steps={_GROUP: self.exchange.sent_steps}, reason="done")
+
+    def _catch_up(self) -> int:
+        """The first step of this process; the number of those passed over, where it was started again."""
+        num_passed = int(self._membership.joining)
+        for attempts_left in reversed(range(_NUM_ATTEMPTS)):
+            try:
+                while num_skipped := self._joining.catch_up(_GROUP, num_passed):
+                    num_passed += num_skipped
+                return num_passed
+            except PeerLostError:
+                if not self._membership.joining or not attempts_left:
+                    raise
+                self._clock.sleep(_ATTEMPT_SECONDS)
 
     def _take_step(self, step: int) -> int:
         """One iteration; returns how many are jumped over."""
@@ -222,6 +334,8 @@ class _Rank:
         self.x = self.x + np.asarray(change, np.float32)
 
     def _average(self, step: int, segment: int) -> int:
+        if segment == STEP:
+            self._joining.at_step(step)
         bucket = np.zeros(self._packing.sizes[0], np.float32)
         bucket[: self.x.size] = self.x
         incoming = self.exchange.step(Outgoing(step, segment, (bucket,)))

@@ -17,10 +17,13 @@ class Scheduler:
 
     Attributes:
       now: Virtual time in seconds.
+      num_events: Events that have happened.
     """
 
     def __init__(self):
         self.now = 0.0
+        self.num_events = 0
+        self._before_events: dict[int, Callable[[], None]] = {}
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._sequence = itertools.count()
         self._processes: list[Process] = []
@@ -30,11 +33,16 @@ class Scheduler:
         """Calls `callback` when the clock reaches `time`; events of one time run in the order of these calls."""
         heapq.heappush(self._events, (max(time, self.now), next(self._sequence), callback))
 
-    def spawn(self, name: str, body: Callable[[], None]) -> None:
+    def call_before_event(self, number: int, callback: Callable[[], None]) -> None:
+        """Calls `callback` when so many events have happened, and before the next one does."""
+        self._before_events[number] = callback
+
+    def spawn(self, name: str, body: Callable[[], None]) -> Process:
         """Starts a process at the current time."""
         process = Process(name, body)
         self._processes.append(process)
         self.resume_at(self.now, process)
+        return process
 
     def resume_at(self, time: float, process: Process) -> None:
         """Lets `process` go on when the clock reaches `time`."""
@@ -66,7 +74,10 @@ class Scheduler:
         """
         try:
             while self._events:
+                if self.num_events in self._before_events:
+                    self._before_events.pop(self.num_events)()
                 self.now, _, callback = heapq.heappop(self._events)
+                self.num_events += 1
                 callback()
             waiting = [process.name for process in self._processes if not process.ended]
             if waiting:
@@ -108,7 +119,7 @@ class Process:
             raise _Abandoned
 
     def abandon(self) -> None:
-        """Ends the thread wherever it is parked."""
+        """Ends the thread wherever it is parked. Not called by a process."""
         self._abandoned = True
         self.resume()
         self.thread.join()

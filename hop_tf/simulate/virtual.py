@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
@@ -46,14 +47,19 @@ class VirtualMonitor(Monitor):
 
 
 class VirtualTransport(Transport):
-    """A transport whose messages take virtual time.
+    """A transport whose messages take virtual time, and whose rank may die and be started again.
+
+    What is on its way to or from a process arrives unless the receiver's process is another by then, or the receiver
+    has heard of another process of the sender: the first message of that one tells.
 
     Args:
       rank: This rank.
       scheduler: The clock.
-      network: All ranks' transports; this one adds itself.
+      network: All ranks' transports; this one adds itself, or replaces that of an earlier process.
       link_seconds: `link_seconds(sender, receiver, num_bytes)` is how long a message takes. Messages to one peer on
         one lane keep their order.
+      detection_seconds: How long a rank must be dead until others can know it.
+      on_restart: See `QueueTransport`.
     """
 
     def __init__(
@@ -63,17 +69,33 @@ class VirtualTransport(Transport):
         scheduler: Scheduler,
         network: dict[int, VirtualTransport],
         link_seconds: Callable[[int, int, int], float],
+        detection_seconds: float = 0.0,
+        on_restart: Callable[[int], None] | None = None,
     ):
         self._rank = rank
         self._scheduler = scheduler
         self._network = network
         self._link_seconds = link_seconds
+        self._detection_seconds = detection_seconds
+        self._on_restart = on_restart
+        self._life = 1 + network[rank]._life if rank in network else 0
+        self._born_at = scheduler.now
+        self._died_at: float | None = None
+        self._peers: dict[int, VirtualTransport] = {}
         self._handlers: dict[str, Handler] = {}
         self._held: dict[str, list[Message]] = {}
         self._last_arrival: dict[tuple[int, int], float] = {}
+        self._kept: list[tuple[Message, int]] = []  # For a peer that was never there, until it is.
         self._pool = BufferPool()
         self._counters = dict.fromkeys(("bytes_sent", "bytes_received", "messages_sent", "messages_received"), 0)
         network[rank] = self
+        for other in network.values():
+            other._bring_kept()
+
+    def _bring_kept(self) -> None:
+        kept, self._kept = self._kept, []
+        for message, peer in kept:
+            self._scheduler.call_at(self._scheduler.now, lambda m=message, p=peer: self._bring(m, p, None))
 
     @property
     def rank(self) -> int:
@@ -85,6 +107,10 @@ class VirtualTransport(Transport):
 
     def connect(self, peer: int) -> None:
         """See `Transport`."""
+
+    def die(self) -> None:
+        """The process is dead from now on."""
+        self._died_at = self._scheduler.now
 
     def register(self, queue: str, handler: Handler) -> None:
         """See `Transport`."""
@@ -115,7 +141,15 @@ class VirtualTransport(Transport):
         arrival = max(arrival, self._last_arrival.get((peer, lane), 0.0))
         self._last_arrival[peer, lane] = arrival
         message = Message(self._rank, queue, header, data)
-        self._scheduler.call_at(arrival, lambda: self._network[peer]._deliver(message))
+        receiver = self._peers.get(peer)
+        self._scheduler.call_at(arrival, lambda: self._bring(message, peer, receiver))
+
+    def _bring(self, message: Message, peer: int, receiver: VirtualTransport | None) -> None:
+        receiver = receiver or self._network[peer]
+        if receiver._died_at is None:
+            receiver._receive(self, message)
+        elif peer not in self._peers:
+            self._kept.append((message, peer))
 
     def _joined(self, payload: Sequence[np.ndarray]) -> np.ndarray:
         parts = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in payload]
@@ -123,6 +157,18 @@ class VirtualTransport(Transport):
         np.concatenate(parts, out=data)
         data.flags.writeable = False
         return data
+
+    def _receive(self, sender: VirtualTransport, message: Message) -> None:
+        if self._meet(sender):
+            self._deliver(message)
+
+    def _meet(self, sender: VirtualTransport) -> bool:
+        """Whether `sender` is the process of its rank; takes it for that if it is a newer one."""
+        known = self._peers.setdefault(sender.rank, sender)
+        if known._life < sender._life:
+            self._peers[sender.rank] = sender
+            self._on_restart(sender.rank)
+        return known._life <= sender._life
 
     def _deliver(self, message: Message) -> None:
         self._count("received", len(message.header) + message.payload.nbytes)
@@ -141,8 +187,16 @@ class VirtualTransport(Transport):
         return True
 
     def status(self, peer: int) -> PeerStatus:
-        """See `Transport`. Every peer lives."""
-        return PeerStatus(f"virtual:{peer}", connected=True, silent_seconds=0.0, ever_connected=True)
+        """See `Transport`."""
+        met, died_at = peer in self._peers, self._network[peer]._died_at
+        is_dead = died_at is not None and self._scheduler.now >= max(died_at, self._born_at) + self._detection_seconds
+        return PeerStatus(
+            f"virtual:{peer}",
+            connected=not is_dead,
+            silent_seconds=math.inf if is_dead and not met else 0.0,
+            ever_connected=met,
+            refused_seconds=math.inf if is_dead and met else 0.0,
+        )
 
     def counters(self) -> Mapping[str, int]:
         """See `Transport`."""
@@ -168,6 +222,7 @@ class VirtualCluster:
       link_seconds: See `VirtualTransport`. Default: messages take no time.
       peers: `peers(rank)`: the ranks that a rank deals with. Default: all.
       continue_without_lost: See `Membership`.
+      detection_seconds: See `VirtualTransport`.
 
     Attributes:
       scheduler: The clock and the processes.
@@ -181,29 +236,64 @@ class VirtualCluster:
         link_seconds: Callable[[int, int, int], float] | None = None,
         peers: Callable[[int], Iterable[int]] | None = None,
         continue_without_lost: bool = False,
+        detection_seconds: float = 0.0,
     ):
         self.scheduler = Scheduler()
         self.pool = BufferPool()
-        network: dict[int, VirtualTransport] = {}
-        self.memberships = [
-            Membership(
-                transport=VirtualTransport(
-                    rank,
-                    scheduler=self.scheduler,
-                    network=network,
-                    link_seconds=link_seconds or (lambda sender, receiver, num_bytes: 0.0),
-                ),
-                monitor=VirtualMonitor(self.scheduler),
-                options=_WITHOUT_DEADLINES,
-                world_size=world_size,
-                peers=range(world_size) if peers is None else peers(rank),
-                continue_without_lost=continue_without_lost,
-            )
-            for rank in range(world_size)
-        ]
+        self._link_seconds = link_seconds or (lambda sender, receiver, num_bytes: 0.0)
+        self._peers = peers or (lambda rank: range(world_size))
+        self._continue_without_lost = continue_without_lost
+        self._detection_seconds = detection_seconds
+        self._network: dict[int, VirtualTransport] = {}
+        self._processes: dict[int, Process] = {}
+        self.memberships: list[Membership] = []
+        for rank in range(world_size):
+            self.memberships.append(self._join(rank, world_size))
 
     def run(self, body: Callable[[int], None]) -> None:
         """Runs `body(rank)` on every rank until all have ended. See `Scheduler.run`."""
         for rank in range(len(self.memberships)):
-            self.scheduler.spawn(f"rank {rank}", lambda rank=rank: body(rank))
+            self.start(rank, lambda rank=rank: body(rank))
         self.scheduler.run()
+
+    def start(self, rank: int, body: Callable[[], None]) -> None:
+        """Starts the process of a rank now."""
+        self._processes[rank] = self.scheduler.spawn(f"rank {rank}", body)
+
+    def kill(self, rank: int) -> bool:
+        """Ends the process of a rank now, wherever it is; False if it has ended. Called as an event."""
+        if self._processes[rank].ended:
+            return False
+        self._processes[rank].abandon()
+        self._network[rank].die()
+        self.scheduler.call_at(self.scheduler.now + self._detection_seconds, self._wake_all)
+        return True
+
+    def restart(self, rank: int) -> Membership:
+        """Prepares another process for a rank whose process has died; returns its membership."""
+        self.memberships[rank] = self._join(rank, len(self.memberships))
+        self.scheduler.call_at(self.scheduler.now + self._detection_seconds, self._wake_all)
+        return self.memberships[rank]
+
+    def _join(self, rank: int, world_size: int) -> Membership:
+        transport = VirtualTransport(
+            rank,
+            scheduler=self.scheduler,
+            network=self._network,
+            link_seconds=self._link_seconds,
+            detection_seconds=self._detection_seconds,
+            on_restart=lambda peer: self.memberships[rank].on_restart(peer),
+        )
+        return Membership(
+            transport=transport,
+            monitor=VirtualMonitor(self.scheduler),
+            options=_WITHOUT_DEADLINES,
+            world_size=world_size,
+            peers=self._peers(rank),
+            continue_without_lost=self._continue_without_lost,
+        )
+
+    def _wake_all(self) -> None:
+        """Deaths, unlike messages, notify nobody."""
+        for membership in self.memberships:
+            membership.monitor.notify_all()

@@ -160,6 +160,8 @@ class MultiProcessRunner:
         self._directory: str | None = None
         self._outputs: dict[Task, TaskOutput] = {}
         self._processes: dict[Task, Process] = {}
+        self._environments: dict[Task, dict[str, str]] = {}
+        self._num_restarts = 0
         self._deadline = float("inf")
 
     def start(self) -> MultiProcessRunner:
@@ -247,6 +249,22 @@ class MultiProcessRunner:
         process.send_signal(signal.SIGKILL)
         self._server.wait_until(lambda: not process.running, _KILL_SECONDS)
 
+    def restart(self, rank: int, *, task_type: str = "worker") -> None:
+        """Starts a process again that has ended, with the same environment, as a supervisor would.
+
+        Output and result are those of the new process from now on.
+
+        Raises:
+          RuntimeError: If it still runs.
+        """
+        task = self._find_task(rank, task_type)
+        if self._processes[task].running:
+            raise RuntimeError(f"{task} must have ended before it is started again; see `kill`.")
+        self._server.remove([self._processes[task]])
+        self._num_restarts += 1
+        self._open_outputs([task], f".restart_{self._num_restarts}")
+        self._start_process(task)
+
     def interrupt(self, rank: int, *, task_type: str = "worker") -> None:
         """Sends SIGINT, as Ctrl-C does."""
         self.send_signal(rank, signal.SIGINT, task_type=task_type)
@@ -292,30 +310,43 @@ class MultiProcessRunner:
         return self._resources.enter_context(contextlib.closing(ProcessServer()))
 
     def _start_processes(self) -> None:
-        can_fork = bool(self._preload) and self._server.can_fork
-        if self._preload and not can_fork:
+        if self._preload and not self._can_fork:
             logging.warning("Importing %s started threads: processes are not forked.", self._preload)
-        specification_path = os.path.join(self._directory, "specification")
-        with open(specification_path, "wb") as file:
+        with open(self._specification_path, "wb") as file:
             pickle.dump(self._specification, file)
-        log_dir = self._log_dir or self._directory
-        os.makedirs(log_dir, exist_ok=True)
         ports = self._resources.enter_context(PortReservation(len(self._tasks)))
         base = {"PYTHONUNBUFFERED": "1", **os.environ, **self._env}
-        environments = task_environments(self._tasks, ports.ports, base)
-        for task in self._tasks:
-            self._outputs[task] = TaskOutput(name=str(task), log_path=os.path.join(log_dir, f"{task.file_stem}.log"))
-        self._readers.callback(OutputReader(list(self._outputs.values())).close)
+        self._environments = task_environments(self._tasks, ports.ports, base)
+        self._open_outputs(self._tasks)
         self._deadline = time.monotonic() + self._timeout_seconds
         ports.release()
         for task in self._tasks:
-            self._start_process(task, environments[task], specification_path, can_fork)
+            self._start_process(task)
 
-    def _start_process(self, task: Task, environment: dict[str, str], specification_path: str, fork: bool) -> None:
-        arguments = (specification_path, self._value_path(task))
+    @property
+    def _can_fork(self) -> bool:
+        return bool(self._preload) and self._server.can_fork
+
+    @property
+    def _specification_path(self) -> str:
+        return os.path.join(self._directory, "specification")
+
+    def _open_outputs(self, tasks: Sequence[Task], suffix: str = "") -> None:
+        log_dir = self._log_dir or self._directory
+        os.makedirs(log_dir, exist_ok=True)
+        outputs = {
+            task: TaskOutput(name=str(task), log_path=os.path.join(log_dir, f"{task.file_stem}{suffix}.log"))
+            for task in tasks
+        }
+        self._outputs.update(outputs)
+        self._readers.callback(OutputReader(list(outputs.values())).close)
+
+    def _start_process(self, task: Task) -> None:
+        arguments = (self._specification_path, self._value_path(task))
+        fork = self._can_fork
         self._processes[task] = self._server.start(
             output=self._outputs[task].write_end,
-            environment=environment,
+            environment=self._environments[task],
             call=(child.__name__, "main", arguments) if fork else None,
             argv=None if fork else [sys.executable, "-P", child.__file__, *arguments],
         )

@@ -83,7 +83,7 @@ class GrpcLink(Link):
         if frame.kind == Kind.HELLO_REPLY and not connection.accepted:
             connection.accept(self._accepted(frame.header))
         elif frame.kind == Kind.ACKNOWLEDGE and connection.accepted:
-            self._outbox.acknowledge(frame.sequence)
+            self._outbox.acknowledge(connection.epoch, frame.sequence)
         elif frame.kind != Kind.PONG or not connection.accepted:
             raise ProtocolError(f"{self._peer} answered with an unexpected {frame.kind.name}.")
         self._peer.heard()

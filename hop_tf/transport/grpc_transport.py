@@ -66,8 +66,8 @@ class GrpcTransport(QueueTransport):
       incarnation: Name of this process; every process must have another. Default: a random one.
       options: Deadlines and credentials.
       pool: Where received payloads are put together. Default: a pool of its own.
-      on_error: Called, on any thread, with what a handler has raised. The error is logged, and raised by every later
-        `send`, whether this is given or not.
+      on_error: See `QueueTransport`.
+      on_restart: See `QueueTransport`.
     """
 
     def __init__(
@@ -80,9 +80,10 @@ class GrpcTransport(QueueTransport):
         options: CommunicationOptions | None = None,
         pool: BufferPool | None = None,
         on_error: Callable[[BaseException], None] | None = None,
+        on_restart: Callable[[int], None] | None = None,
     ):
         options = options or CommunicationOptions()
-        super().__init__(rank, addresses, options=options, on_error=on_error)
+        super().__init__(rank, addresses, options=options, on_error=on_error, on_restart=on_restart)
         self._address = addresses[rank]
         self._handshake = Handshake(
             rank=rank,
@@ -90,6 +91,7 @@ class GrpcTransport(QueueTransport):
             incarnation=incarnation or new_incarnation(),
             identity=identity,
             token=options.cluster_token,
+            on_restart=None if on_restart is None else self._restarted,
         )
         self._heartbeat_seconds = min(options.timeout_seconds / 5, 1.0)
         self._tls = read_tls_files(options)

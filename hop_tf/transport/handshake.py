@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import hmac
 import secrets
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 
 from google.protobuf.message import DecodeError
 
@@ -48,19 +49,30 @@ class Handshake:
       incarnation: Name of this process, see `new_incarnation`.
       identity: Fields that must be equal on all ranks.
       token: The secret that all ranks share, or None.
+      on_restart: Called, on any thread, with a peer in whose place another process has greeted. What was on its way
+        between this rank and the old process is to be forgotten before it returns. None: that fails the peer.
 
     Attributes:
       socket_port: Port of this rank's plain sockets, which is told to all peers; 0 if it has none.
     """
 
     def __init__(
-        self, *, rank: int, peers: Mapping[int, Peer], incarnation: str, identity: Mapping[str, str], token: str | None
+        self,
+        *,
+        rank: int,
+        peers: Mapping[int, Peer],
+        incarnation: str,
+        identity: Mapping[str, str],
+        token: str | None,
+        on_restart: Callable[[Peer], None] | None = None,
     ):
         self._rank = rank
         self._peers = peers
         self._incarnation = incarnation
         self._identity = {_PROTOCOL_FIELD: str(PROTOCOL_VERSION), **identity}
         self._token = (token or "").encode()
+        self._on_restart = on_restart
+        self._meeting = threading.Lock()
         self.socket_port = 0
 
     # The side that opens a stream.
@@ -76,6 +88,7 @@ class Handshake:
             token=self._token,
             identity=self._identity,
             first_sequence=first_sequence,
+            receiver_incarnation=peer.incarnation or "",
         ).SerializeToString()
 
     def check_reply(self, peer: Peer, data: bytes) -> int:
@@ -99,10 +112,12 @@ class Handshake:
             raise self._fail(peer, self._mismatch(peer, reply.field, reply.value))
         if reply.refusal == control_pb2.RESTARTED:
             raise self._fail(peer, self._this_was_restarted(peer))
+        if reply.refusal == control_pb2.OTHER_PROCESS:
+            self._meet(peer, reply.incarnation)
+            raise RefusedError("it was restarted")
         if reply.refusal != control_pb2.ACCEPTED:
             raise ProtocolError(f"{peer} gave unknown refusal {reply.refusal}.")
-        if not peer.is_incarnation(reply.incarnation):
-            raise self._fail(peer, self._peer_was_restarted(peer))
+        self._meet(peer, reply.incarnation)
         peer.note_socket_port(reply.socket_port)
         return reply.received_sequence
 
@@ -126,10 +141,29 @@ class Handshake:
         if hello.receiver != self._rank:
             problem = f"{peer} takes this rank for rank {hello.receiver}"
             raise HelloRefusedError(problem, self._reply(control_pb2.BAD_RANK))
-        if not peer.is_incarnation(hello.incarnation):
-            error = self._fail(peer, self._peer_was_restarted(peer))
-            raise HelloRefusedError(str(error), self._reply(control_pb2.RESTARTED))
+        if hello.receiver_incarnation not in ("", self._incarnation):
+            problem = f"{peer} takes this process for an earlier one"
+            raise HelloRefusedError(problem, self._reply(control_pb2.OTHER_PROCESS))
+        try:
+            self._meet(peer, hello.incarnation)
+        except PeerLostError as error:
+            raise HelloRefusedError(str(error), self._reply(control_pb2.RESTARTED)) from error
         return Greeting(peer, hello.lane, hello.first_sequence)
+
+    def _meet(self, peer: Peer, incarnation: str) -> None:
+        """Makes sure that `peer` is that process; lets it take the place of an earlier one if that is allowed.
+
+        Raises:
+          PeerLostError: If it is not.
+        """
+        with self._meeting:
+            if peer.is_incarnation(incarnation):
+                return
+            if self._on_restart is None:
+                raise self._fail(peer, self._peer_was_restarted(peer))
+            if not peer.replace(incarnation):
+                raise PeerLostError(f"rank {self._rank}: a process of {peer} came back after another took its place.")
+            self._on_restart(peer)
 
     def accept(self, received_sequence: int) -> bytes:
         """The answer that accepts a hello; see `control.proto`."""
@@ -165,8 +199,8 @@ class Handshake:
 
     def _this_was_restarted(self, peer: Peer) -> PeerLostError:
         return PeerLostError(
-            f"rank {self._rank}: {peer} is in a job with an earlier process of rank {self._rank}: "
-            "this process was restarted. Start the whole job again."
+            f"rank {self._rank}: {peer} is in a job with another process of rank {self._rank}: "
+            "this process was restarted, or replaced. Start the whole job again."
         )
 
 

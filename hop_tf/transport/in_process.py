@@ -115,6 +115,7 @@ class InProcessTransport(QueueTransport):
       options: Deadlines.
       pool: Where copied payloads are put. Default: a pool of its own.
       on_error: See `QueueTransport`.
+      on_restart: See `QueueTransport`. Threads are not restarted: it is never called.
     """
 
     def __init__(
@@ -125,8 +126,10 @@ class InProcessTransport(QueueTransport):
         options: CommunicationOptions | None = None,
         pool: BufferPool | None = None,
         on_error: Callable[[BaseException], None] | None = None,
+        on_restart: Callable[[int], None] | None = None,
     ):
-        super().__init__(rank, network.addresses, options=options or CommunicationOptions(), on_error=on_error)
+        options = options or CommunicationOptions()
+        super().__init__(rank, network.addresses, options=options, on_error=on_error, on_restart=on_restart)
         self._network = network
         self._pool = pool or BufferPool()
         self._links: list[_Link] = []
@@ -191,7 +194,7 @@ class _Link:
                 if not inbox.accept(inbox_epoch, sequence, message):
                     break
                 del message
-                self.outbox.acknowledge(sequence)
+                self.outbox.acknowledge(epoch, sequence)
 
     def _wait_receiver(self) -> InProcessTransport | None:
         return self._network.wait_receiver(self._rank, self._peer.rank, lambda: self.closed)

@@ -57,6 +57,13 @@ class Dispatcher:
         with self.condition:
             return self._inboxes.setdefault((sender, lane), Inbox(self))
 
+    def begin_again(self, sender: int) -> None:
+        """Another process than before sends from now on; what is held of the old one is dropped."""
+        with self.condition:
+            for (rank, _), inbox in self._inboxes.items():
+                if rank == sender:
+                    inbox.begin_again()
+
     def register(self, queue: str, handler: Handler) -> None:
         """See `Transport.register`. Messages that were held are delivered from threads of their own."""
         with self.condition:
@@ -140,6 +147,13 @@ class Inbox:
             self._epoch += 1
             self._condition.notify_all()
             return self._epoch, self._received_sequence
+
+    def begin_again(self) -> None:
+        """See `Dispatcher.begin_again`. The dispatcher's condition must be held."""
+        self._held.clear()
+        self._num_held = self._received_sequence = 0
+        self._epoch += 1
+        self._condition.notify_all()
 
     def accept(self, epoch: int, sequence: int, message: Message) -> bool:
         """Takes the next message of connection `epoch` and delivers it; drops it if it was received before.

@@ -140,14 +140,23 @@ class Outbox:
             self._epoch += 1
             self._condition.notify_all()
 
-    def acknowledge(self, sequence: int) -> None:
-        """Forgets the messages up to `sequence`.
+    def acknowledge(self, epoch: int, sequence: int) -> None:
+        """Forgets the messages up to `sequence`, which connection `epoch` has brought; nothing if that one has ended.
 
         Raises:
           ProtocolError: If no such message was sent.
         """
         with self._condition:
-            self._drop(sequence)
+            if self._epoch == epoch:
+                self._drop(sequence)
+                self._condition.notify_all()
+
+    def begin_again(self) -> None:
+        """Drops everything: the peer's process was replaced by one that has never received anything."""
+        with self._condition:
+            self._kept.clear()
+            self._kept_bytes = self._last_sequence = self._num_taken = 0
+            self._epoch += 1
             self._condition.notify_all()
 
     def wait_empty(self, deadline: float) -> bool:

@@ -28,6 +28,7 @@ class Peer:
         self._heard_at: float | None = None
         self._refused_since: float | None = None
         self._incarnation: str | None = None
+        self._former_incarnations: set[str] = set()
         self._failure: Exception | None = None
         self._last_problem = ""
         self._socket_port: int | None = None
@@ -57,12 +58,27 @@ class Peer:
             if self._refused_since is None:
                 self._refused_since = time.monotonic()
 
+    @property
+    def incarnation(self) -> str | None:
+        """The process that was met; None while none was."""
+        return self._incarnation
+
     def is_incarnation(self, incarnation: str) -> bool:
-        """Whether that is the process that was met first; remembers it if it is the first."""
+        """Whether that is the process that was met; remembers it if it is the first."""
         with self._lock:
             if self._incarnation is None:
                 self._incarnation = incarnation
             return self._incarnation == incarnation
+
+    def replace(self, incarnation: str) -> bool:
+        """Takes a new process for this peer; False if that one was itself replaced before."""
+        with self._lock:
+            if incarnation in self._former_incarnations:
+                return False
+            self._former_incarnations.add(self._incarnation)
+            self._incarnation = incarnation
+            self._socket_port = None
+            return True
 
     def link_up(self) -> None:
         """A handshake has succeeded, in either direction."""

@@ -31,6 +31,9 @@ class QueueTransport(Transport):
       options: Deadlines.
       on_error: Called, on any thread, with what a handler has raised. The error is logged, and raised by every later
         `send`, whether this is given or not.
+      on_restart: Called, on any thread, with a rank in whose place another process has greeted, before anything of it
+        is delivered; what was on its way to the old process, or came from it, is forgotten. None: a peer that was
+        restarted has failed. Members whose ranks are no processes ignore it.
     """
 
     def __init__(
@@ -40,12 +43,14 @@ class QueueTransport(Transport):
         *,
         options: CommunicationOptions,
         on_error: Callable[[BaseException], None] | None = None,
+        on_restart: Callable[[int], None] | None = None,
     ):
         if not 0 <= rank < len(addresses):
             raise ValueError(f"`rank` must be in [0, {len(addresses)}). Received: rank={rank}.")
         self._rank = rank
         self._options = options
         self._on_error = on_error
+        self._on_restart = on_restart
         self._peers = {peer: Peer(peer, address) for peer, address in enumerate(addresses) if peer != rank}
         self._dispatcher = Dispatcher(on_error=self._thread_failed)
         self._lock = threading.Lock()
@@ -161,6 +166,15 @@ class QueueTransport(Transport):
             logging.warning("rank %d: a connection from %s was refused: %s", self._rank, address, reason)
         with self._lock:
             self._connections_refused += 1
+
+    def _restarted(self, peer: Peer) -> None:
+        logging.warning("rank %d: %s was restarted.", self._rank, peer)
+        with self._lock:
+            outboxes = [outbox for (receiver, _), outbox in self._outboxes.items() if receiver == peer.rank]
+        self._dispatcher.begin_again(peer.rank)
+        for outbox in outboxes:
+            outbox.begin_again()
+        self._on_restart(peer.rank)
 
     def _join(self, threads: Sequence[threading.Thread], deadline: float) -> None:
         for thread in threads:

@@ -180,7 +180,7 @@ class TcpLink(GrpcLink):
         problems: list[Exception] = []
         reader = threading.Thread(
             target=self._read_acknowledgements,
-            args=(connection, problems),
+            args=(connection, epoch, problems),
             name=f"hop_tf acknowledgements of {self._peer}",
             daemon=True,
         )
@@ -195,13 +195,13 @@ class TcpLink(GrpcLink):
         if problems:
             raise problems[0]
 
-    def _read_acknowledgements(self, connection: Connection, problems: list[Exception]) -> None:
+    def _read_acknowledgements(self, connection: Connection, epoch: int, problems: list[Exception]) -> None:
         try:
             while (frame := connection.read_frame()) is not None:
                 if frame.kind != Kind.ACKNOWLEDGE:
                     raise ProtocolError(f"{self._peer} answered with an unexpected {frame.kind.name}.")
                 self._peer.heard()
-                self._outbox.acknowledge(frame.sequence)
+                self._outbox.acknowledge(epoch, frame.sequence)
         except (OSError, HopError) as error:
             problems.append(error)
         finally:

@@ -1,0 +1,66 @@
+"""A process that takes the place of another one, where the transport is told to accept that."""
+
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from hop_tf.errors import PeerLostError
+from hop_tf.testing.transports import TransportTestMixin, wait_until
+from hop_tf.transport import GrpcTransport, TcpTransport
+
+
+class RestartTest(TransportTestMixin, parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.restarts = []
+
+    def start_pair(self, member):
+        self.member = member
+        self.all_addresses = self.addresses(3)
+        first = self.start_at(0, self.all_addresses[:2], on_restart=self.restarts.append)
+        second = self.start_at(1, self.all_addresses[:2])
+        self.check_works(first, second)
+        self.check_works(second, first)
+        return first, second
+
+    @parameterized.parameters(GrpcTransport, TcpTransport)
+    def test_nothing_of_the_former_process_is_left(self, member):
+        first, former = self.start_pair(member)
+        former.close()
+        for index in range(5):
+            first.send(1, "old", bytes([index]), [np.zeros(100_000, np.uint8)])
+        latter = self.start_at(1, self.all_addresses[:2])
+        old, new = self.register(latter, "old"), self.register(latter, "new")
+        received = self.register(first, "new")
+        latter.send(0, "new", b"hello")
+        self.assertEqual(received.wait(1)[0].header, b"hello")
+        self.assertEqual(self.restarts, [1])
+        first.send(1, "new", b"welcome")
+        self.assertEqual(new.wait(1)[0].header, b"welcome")
+        self.assertEmpty(old.messages)
+        self.assertIsNone(first.status(1).failure)
+        self.assertLen(received.messages, 1)
+
+    @parameterized.parameters(GrpcTransport, TcpTransport)
+    def test_the_former_process_cannot_come_back(self, member):
+        self.member = member
+        addresses = self.addresses(3)
+        first = self.start_at(0, addresses[:2], on_restart=self.restarts.append)
+        # It believes to be at another address, where the latter does not disturb it.
+        former = self.start_at(1, [addresses[0], addresses[2]])
+        received = self.register(first)
+        former.send(0, "queue", b"former")
+        received.wait(1)
+        latter = self.start_at(1, addresses[:2])
+        latter.send(0, "queue", b"latter")
+        received.wait(2)
+        wait_until(lambda: former.status(0).failure is not None)
+        self.assertIsInstance(former.status(0).failure, PeerLostError)
+        self.assertRegex(str(former.status(0).failure), "another process of rank 1: this process was .* replaced")
+        latter.send(0, "queue", b"latter")
+        self.assertEqual([message.header for message in received.wait(3)], [b"former", b"latter", b"latter"])
+        self.assertEqual(self.restarts, [1])
+        self.assertIsNone(first.status(1).failure)
+
+
+if __name__ == "__main__":
+    absltest.main()
