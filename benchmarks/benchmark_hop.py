@@ -12,10 +12,12 @@ random     Every rank is 6 times slower with probability 1/n in each step (Figur
 straggler  One rank is always 4 times slower (Figures 18 and 19): standard, one backup worker, jumps of up to 2 and 10.
 machines   8 workers on 3 machines (Figures 20 and 21): all-to-all inside a machine and a ring between machines,
            ring_based over all, and all-to-all over all; printed with their spectral gaps.
+death      One of 8 workers is killed and started again, with one backup worker: the others' speed from its death on,
+           relative to a run without; how long it takes to join; and how good its own model is in the end.
 
-Printed for each run: iterations per second (mean over ranks, jumps included, the first 5 left out), the same by
-`hop_tf.simulate` from the same slowdowns, both relative to the standard form in that experiment; the loss when the
-fastest run had ended; and the accuracy of the averaged model at the end. Curves of loss against time and steps are
+Printed for each run of the others: iterations per second (mean over ranks, jumps included, the first 5 left out), the
+same by `hop_tf.simulate` from the same slowdowns, both relative to the standard form in that experiment; the loss when
+the fastest run had ended; and the accuracy of the averaged model at the end. Curves of loss against time and steps are
 written as CSV and PNG.
 
 Task cnn: a small convolutional network on Fashion-MNIST, from `keras.datasets` (which KERAS_HOME may hold already).
@@ -44,10 +46,10 @@ from hop_tf.emulation import ComputeEmulation, Slowdown
 from hop_tf.testing import MultiProcessRunner
 from hop_tf.topology import Topology, resolve
 
-_EXPERIMENTS = flags.DEFINE_list("experiments", ["random", "straggler", "machines"], "What to run.")
+_EXPERIMENTS = flags.DEFINE_list("experiments", ["random", "straggler", "machines", "death"], "What to run.")
 _TOPOLOGIES = flags.DEFINE_list("topologies", ["ring_based"], "Graphs of the experiment `random`.")
 _TASK = flags.DEFINE_enum("task", "cnn", ["cnn", "svm"], "What is trained.")
-_NUM_WORKERS = flags.DEFINE_integer("num_workers", 16, "Ranks, except in `machines`.", lower_bound=4)
+_NUM_WORKERS = flags.DEFINE_integer("num_workers", 16, "Ranks, except in `machines` and `death`.", lower_bound=4)
 _NUM_STEPS = flags.DEFINE_integer("num_steps", 120, "Iterations of each rank; a multiple of 5.", lower_bound=20)
 _STEP_SECONDS = flags.DEFINE_float("step_seconds", 0.3, "Least duration of a step.", lower_bound=0.0)
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the random slowdowns.")
@@ -72,6 +74,7 @@ _FOR_A_STRAGGLER = {
     "backup 1, skip 2": {"num_backup_workers": 1, "skip": _SKIP(max_jump=2)},
     "backup 1, skip 10": {"num_backup_workers": 1, "skip": _SKIP(max_jump=10)},
 }
+_VICTIM = 3
 _MACHINES = ("a", "a", "a", "b", "b", "b", "c", "c")  # Of Figure 21: 8 workers on 3 machines.
 
 
@@ -130,7 +133,12 @@ def _edges(topology: Topology) -> str:
 
 
 def _train(task: str, a9a: str | None, matrix: np.ndarray, settings: Mapping, environment: Mapping, num_steps: int):
-    """One rank's training; returns its curve [points, (seconds since the epoch, steps, loss)] and rank 0's accuracy."""
+    """One rank's training.
+
+    Returns:
+      Its curve [points, (seconds since the epoch, steps, loss)]; the accuracy of its own model, if it is the chief or
+      may have been started again, and that of the averaged model, if it is the chief; else None.
+    """
     os.environ.update(environment)
     tf.config.threading.set_intra_op_parallelism_threads(1)
     keras.utils.set_random_seed(0)
@@ -139,19 +147,28 @@ def _train(task: str, a9a: str | None, matrix: np.ndarray, settings: Mapping, en
     with strategy.scope():
         model = _MODELS[task]()
     curve = []
+
+    def add_point(epoch, logs):
+        curve.append((time.time(), (epoch + 1) * _STEPS_PER_POINT, logs["loss"]))
+        print("point", epoch + 1, flush=True)
+
     record = keras.callbacks.LambdaCallback(
-        on_epoch_begin=lambda epoch, logs: curve or curve.append((time.time(), 0, np.nan)),
-        on_epoch_end=lambda epoch, logs: curve.append((time.time(), (epoch + 1) * _STEPS_PER_POINT, logs["loss"])),
+        on_epoch_begin=lambda epoch, logs: curve or curve.append((time.time(), 0, np.nan)), on_epoch_end=add_point
     )
     batch_size = _BATCH_SIZE_OF_RANK * strategy.world_size
     data = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(len(x), seed=0).repeat().batch(batch_size)
     num_points = num_steps // _STEPS_PER_POINT
     model.fit(data, epochs=num_points, steps_per_epoch=_STEPS_PER_POINT, verbose=0, callbacks=[record])
+
+    def accuracy(*ranks: int) -> float | None:
+        return model.evaluate(*test, batch_size=512, verbose=0)[1] if strategy.rank in ranks else None
+
+    own = accuracy(0, _VICTIM)
     strategy.synchronize(model)
-    accuracy = model.evaluate(*test, batch_size=512, verbose=0)[1] if strategy.is_chief else None
+    averaged = accuracy(0)
     strategy.synchronize(model)  # Nobody leaves before the chief has evaluated.
     strategy.shutdown()
-    return np.array(curve), accuracy
+    return np.array(curve), own, averaged
 
 
 def _load(task: str, a9a: str | None):
@@ -213,8 +230,7 @@ class Result:
     busy: float
 
 
-def _measure(run: Run) -> Result:
-    world_size = run.topology.world_size
+def _start(run: Run) -> MultiProcessRunner:
     arguments = (
         _TASK.value,
         _A9A.value,
@@ -223,11 +239,18 @@ def _measure(run: Run) -> Result:
         run.compute.to_environment(),
         _NUM_STEPS.value,
     )
+    return MultiProcessRunner(
+        _train, num_workers=run.topology.world_size, args=arguments, timeout_seconds=_TIMEOUT_SECONDS
+    )
+
+
+def _measure(run: Run) -> Result:
+    world_size = run.topology.world_size
     psutil.cpu_percent()
-    with MultiProcessRunner(_train, num_workers=world_size, args=arguments, timeout_seconds=_TIMEOUT_SECONDS) as runner:
+    with _start(run) as runner:
         values = runner.join().raise_for_errors().values
     busy = psutil.cpu_percent() / 100
-    curves = np.stack([curve for curve, _ in values])
+    curves = np.stack([curve for curve, _, _ in values])
     # From the first point on: before, the graph was traced.
     seconds = curves[:, -1, 0] - curves[:, 1, 0]
     curve = np.column_stack([(curves[..., 0] - curves[:, 0, 0].max()).mean(0), curves[0, :, 1], curves[..., 2].mean(0)])
@@ -242,9 +265,39 @@ def _measure(run: Run) -> Result:
         speed=float(np.mean(num_steps / seconds)),
         simulated=float(np.mean(num_steps / simulated_seconds)),
         curve=curve,
-        accuracy=values[0][1],
+        accuracy=values[0][2],
         busy=busy,
     )
+
+
+def _measure_death() -> None:
+    topology = resolve("ring_based", 8)
+    run = Run("death", "killed", topology, (), {"num_backup_workers": 1})
+    undisturbed = _measure(run)
+    num_points = _NUM_STEPS.value // _STEPS_PER_POINT
+    with _start(run) as runner:
+        runner.wait_for_output(_VICTIM, f"point {num_points // 4}$")
+        runner.kill(_VICTIM)
+        killed_at = time.time()
+        runner.wait_for_output(0, f"point {num_points // 2}$")
+        restarted_at = time.time()
+        runner.restart(_VICTIM)
+        values = runner.join().raise_for_errors().values
+    speeds = []
+    for rank, (curve, _, _) in enumerate(values):
+        seconds, steps, _ = curve[curve[:, 0] >= killed_at].T
+        if rank != _VICTIM:
+            speeds.append((steps[-1] - steps[0]) / (seconds[-1] - seconds[0]))
+    seconds, steps, losses = values[_VICTIM][0].T
+    joined = np.flatnonzero(np.isfinite(losses))[0]
+    print(f"\ndeath, {topology.describe()}, one backup worker")
+    print(f"the others' speed from the death on: {np.mean(speeds) / undisturbed.speed:.1%} of that without")
+    print(
+        f"first {_STEPS_PER_POINT} steps made together again: {seconds[joined] - restarted_at:.1f} s after the start of"
+    )
+    print(f"  the new process, at step {steps[joined]:.0f} of {_NUM_STEPS.value}")
+    print(f"accuracy of its own model: {values[_VICTIM][1]:.4f}, of rank 0's: {values[0][1]:.4f}, of the average:")
+    print(f"  {values[0][2]:.4f}, of the average without a death: {undisturbed.accuracy:.4f}", flush=True)
 
 
 def _print(results: Sequence[Result]) -> None:
@@ -300,6 +353,8 @@ def main(argv: Sequence[str]) -> None:
         _print(results)
         if _FOLDER.value:
             _write(results, pathlib.Path(_FOLDER.value))
+    if "death" in _EXPERIMENTS.value:
+        _measure_death()
 
 
 if __name__ == "__main__":

@@ -13,22 +13,25 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hop_tf.keras_hook import gradient_accumulation_steps, iterations_variable, when_here
+from hop_tf.keras_hook import gradient_accumulation_steps, iterations_variable, tf_variables, when_here
 
 
 class StepSkipping:
     """Puts a condition around training steps.
 
     A step that is passed over advances the optimizer's iterations, which schedules go by, and returns what the last
-    one before returned: metrics stand still. Before the first one they are nan.
+    one before returned: metrics stand still. In a rank that was started again they are nan for all of an epoch of which
+    it has missed a step.
     """
 
     def __init__(self):
         with tf.init_scope(), tf.device("/cpu:0"):
             self._num_left = tf.Variable(0, dtype=tf.int64, trainable=False, name="hop_tf_steps_to_skip")
+            self._is_behind = tf.Variable(False, trainable=False, name="hop_tf_is_behind")
         self._catch_up: Callable[[Any], tf.Tensor] | None = None
         self._passes_over_first = False
         self._optimizer: Any = None  # Of the step that was traced last.
+        self._metrics: list[tf.Variable] = []
         self._outputs: _Outputs | None = None
         self._variables: dict[tuple, tf.Variable] = {}
 
@@ -50,6 +53,7 @@ class StepSkipping:
                 f"Received: {type(self._optimizer).__name__} and {type(optimizer).__name__} in one step."
             )
         self._optimizer = optimizer
+        self._metrics = tf_variables(*(metric.variables for metric in model.metrics))
 
     def begin_by_skipping(self, catch_up: Callable[[Any], tf.Tensor]) -> None:
         """Passes over the steps of the first update, and then of as many as `catch_up` says, until that is none.
@@ -59,6 +63,7 @@ class StepSkipping:
         """
         self._catch_up = catch_up
         self._passes_over_first = True
+        self._is_behind.assign(True)
 
     def skip(self, num_updates: tf.Tensor) -> None:
         """Emits the op that passes over the steps of the next `num_updates` updates."""
@@ -110,15 +115,22 @@ class StepSkipping:
         iterations = iterations_variable(self._optimizer)
         iterations.assign_add(1)
         if self._catch_up is not None:
-            tf.cond(self._num_left <= 0, lambda: self._skip_on(iterations), lambda: iterations.read_value())
+            tf.cond(self._is_behind, self._spoil_metrics, lambda: None)
+            tf.cond(self._num_left <= 0, lambda: self._skip_on(iterations), lambda: None)
         return self._outputs.recall()
 
-    def _skip_on(self, iterations: tf.Variable) -> tf.Tensor:
+    def _skip_on(self, iterations: tf.Variable) -> None:
         num_passed = iterations.read_value()
         num_updates = self._catch_up(self._optimizer)
         self.skip(num_updates)
+        self._is_behind.assign(num_updates > 0)
         with tf.control_dependencies([num_updates]):
-            return iterations.assign(num_passed)  # Not another rank's.
+            iterations.assign(num_passed)  # Not another rank's.
+
+    def _spoil_metrics(self) -> None:
+        for variable in self._metrics:
+            if variable.dtype.is_floating:
+                variable.assign(tf.fill(variable.shape, tf.constant(float("nan"), variable.dtype)))
 
 
 @dataclasses.dataclass(frozen=True)
