@@ -17,8 +17,10 @@ if not _os.path.exists(_os.path.join(__path__[0], "strategies", "__init__.py")):
 _PUBLIC = {
     "CommunicationOptions": "hop_tf.options",
     "HopStrategy": "hop_tf.strategies.hop",
+    "PipeSGDStrategy": "hop_tf.strategies.pipe_sgd",
     "SkipIterations": "hop_tf.strategies.hop_settings",
     "Topology": "hop_tf.topology",
+    "codecs": "hop_tf.codecs",
     "errors": "hop_tf.errors",
     "simulate": "hop_tf.simulate",
     "testing": "hop_tf.testing",
@@ -27,9 +29,11 @@ _PUBLIC = {
 __all__ = [
     "CommunicationOptions",
     "HopStrategy",
+    "PipeSGDStrategy",
     "SkipIterations",
     "Topology",
     "__version__",
+    "codecs",
     "errors",
     "simulate",
     "testing",

@@ -56,7 +56,15 @@ class Incoming:
 
 
 class Exchange(abc.ABC):
-    """A scheme's communication for one group of variables: plain Python over arrays, queues and `Membership.wait`."""
+    """A scheme's communication for one group of variables: plain Python over arrays, queues and `Membership.wait`.
+
+    Attributes:
+      max_in_flight: How many elements the graph may hand out before it takes the first one's result.
+      parts: Where each segment of a step holds some of the variables only: their packings. Otherwise empty.
+    """
+
+    max_in_flight: int = 1
+    parts: Sequence[Packing] = ()
 
     @abc.abstractmethod
     def reset(self, session: int) -> None:
@@ -120,11 +128,13 @@ class ExchangeRunner:
         self._on_error = on_error
         self._quiet = threading.Event()
         self._interrupted = False
-        self._answered: tuple[int, int] | None = None
+        self._answered_step: int | None = None
+        self._answered_segments: set[int] = set()
         with tf.init_scope(), tf.device("/cpu:0"):
-            # One step in flight, and room for the marker that ends a session.
-            self._outbox = tf.queue.FIFOQueue(2, [tf.int64, tf.int32, *packing.dtypes])
-            self._results = tf.queue.FIFOQueue(2, [tf.int64, tf.int32, tf.int64, tf.string, *packing.dtypes])
+            # There is room for the marker that ends a session.
+            capacity = exchange.max_in_flight + 1
+            self._outbox = tf.queue.FIFOQueue(capacity, [tf.int64, tf.int32, *packing.dtypes])
+            self._results = tf.queue.FIFOQueue(capacity, [tf.int64, tf.int32, tf.int64, tf.string, *packing.dtypes])
         self._no_error = tf.constant("")
         self._thread = threading.Thread(target=self._run, name=f"hop_tf exchange {name}", daemon=True)
         self._thread.start()
@@ -145,12 +155,13 @@ class ExchangeRunner:
         with tf.device("/cpu:0"):
             return self._outbox.enqueue([step, tf.constant(segment, tf.int32), *buckets])
 
-    def collect(self, step: tf.Tensor, segment: int) -> tuple[list[tf.Tensor], tf.Tensor]:
+    def collect(self, step: tf.Tensor, segment: int, sizes: Sequence[int]) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Emits the ops that take the scheme's result for `step` and `segment`.
 
         Args:
           step: int64 scalar.
           segment: Index of the segment.
+          sizes: Elements of each bucket.
 
         Returns:
           One flat tensor per bucket, and int64 scalar `Incoming.num_skipped`. Their consumers wait, for as long as the
@@ -165,7 +176,7 @@ class ExchangeRunner:
             with tf.control_dependencies([tf.debugging.Assert(in_order, [error, got_step, step], summarize=1)]):
                 buckets = [tf.identity(bucket) for bucket in buckets]
                 num_skipped = tf.identity(num_skipped)
-        for bucket, size in zip(buckets, self._packing.sizes, strict=True):
+        for bucket, size in zip(buckets, sizes, strict=True):
             bucket.set_shape([size])
         return buckets, tf.reshape(num_skipped, [])
 
@@ -215,12 +226,15 @@ class ExchangeRunner:
     def _answer(self, outgoing: Outgoing) -> None:
         if outgoing.step == _END_OF_SESSION:
             self._interrupted = False
-            self._answered = None
+            self._answered_step = None
             self._quiet.set()
             return
-        if self._answered == (outgoing.step, outgoing.segment):
+        if self._answered_step != outgoing.step:
+            self._answered_step = outgoing.step
+            self._answered_segments.clear()
+        if outgoing.segment in self._answered_segments:
             return  # Begun once more: the first time the data had ended, and nobody took the result.
-        self._answered = (outgoing.step, outgoing.segment)
+        self._answered_segments.add(outgoing.segment)
         try:
             self._put(self._step(outgoing), self._no_error)
         except (tf.errors.OutOfRangeError, tf.errors.CancelledError):

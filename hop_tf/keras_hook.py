@@ -21,12 +21,14 @@ import contextlib
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+from keras.src.optimizers.base_optimizer import BaseOptimizer
 from tensorflow.python.data.experimental.ops import distribute
 from tensorflow.python.distribute import input_ops, one_device_strategy
 from tensorflow.python.ops import control_flow_v2_func_graphs
@@ -85,6 +87,10 @@ class TrainingHooks(abc.ABC):
     @abc.abstractmethod
     def leave_step(self, trace: StepTrace) -> None:
         """Called when `fn` has returned."""
+
+    @abc.abstractmethod
+    def finish_training(self) -> None:
+        """Called when `fit` has made its last step, before the variables get their final values."""
 
 
 def when_here(arguments: Any) -> contextlib.AbstractContextManager:
@@ -190,6 +196,12 @@ def iterations_variable(optimizer: Any) -> tf.Variable:
 def gradient_accumulation_steps(optimizer: Any) -> int:
     """How many training steps make one update."""
     return _innermost(optimizer).gradient_accumulation_steps or 1
+
+
+def loss_scale(optimizer: Any) -> tf.Variable | None:
+    """What the gradients that `optimizer` gets are multiplied with; None where they are not."""
+    scale = getattr(optimizer, "dynamic_scale", None)
+    return None if scale is None else scale.value
 
 
 def _innermost(optimizer: Any) -> Any:
@@ -312,6 +324,17 @@ def wrap_trainer() -> None:
     """Wraps Keras's `fit`, `evaluate` and `predict` once; they change only for models under an `Extended`."""
     for name in ("fit", "evaluate", "predict"):
         setattr(TensorFlowTrainer, name, _wrapped(getattr(TensorFlowTrainer, name), is_fit=name == "fit"))
+    BaseOptimizer.finalize_variable_values = _wrapped_finalize(BaseOptimizer.finalize_variable_values)
+
+
+class _Fits(threading.local):
+    """The strategies under which this thread runs a `fit`, the innermost last."""
+
+    def __init__(self):
+        self.strategies: list[tf.distribute.Strategy] = []
+
+
+_fits = _Fits()
 
 
 def _wrapped(method: Callable, is_fit: bool) -> Callable:
@@ -321,7 +344,27 @@ def _wrapped(method: Callable, is_fit: bool) -> Callable:
         if not isinstance(strategy.extended, Extended):
             return method(self, *args, **kwargs)
         x = args[0] if args else kwargs.get("x")
-        with strategy.keras_call(), strategy.fit_session(x) if is_fit else contextlib.nullcontext():
+        with strategy.keras_call(), _fit(strategy, x) if is_fit else contextlib.nullcontext():
             return method(self, *args, **kwargs)
+
+    return call
+
+
+@contextlib.contextmanager
+def _fit(strategy: tf.distribute.Strategy, x: Any) -> Iterator[None]:
+    with strategy.fit_session(x):
+        _fits.strategies.append(strategy)
+        try:
+            yield
+        finally:
+            _fits.strategies.pop()
+
+
+def _wrapped_finalize(method: Callable) -> Callable:
+    @functools.wraps(method)
+    def call(self, *args, **kwargs):
+        if _fits.strategies:
+            _fits.strategies[-1].finish_training()
+        return method(self, *args, **kwargs)
 
     return call

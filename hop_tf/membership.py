@@ -329,13 +329,21 @@ class Membership:
 
     # Waiting.
 
-    def wait(self, missing: Callable[[], Collection[int]], *, operation: str, step: int | None = None) -> None:
+    def wait(
+        self,
+        missing: Callable[[], Collection[int]],
+        *,
+        operation: str,
+        step: int | None = None,
+        interruptible: bool = True,
+    ) -> None:
         """Waits until no rank is missing any more.
 
         Args:
           missing: Called with the monitor held, after every change; returns the ranks still awaited.
           operation: What is awaited, for error messages.
           step: The training step, or None outside of a step.
+          interruptible: Whether `interrupt` ends the waiting.
 
         Blocks: until `missing()` is empty; messages from those ranks, or their departure, bring that about.
 
@@ -347,7 +355,7 @@ class Membership:
           Interrupted: If this rank leaves the session itself.
         """
         start = self.monitor.now()
-        while (lost := self._wait(missing, start, operation, step)) is not None:
+        while (lost := self._wait(missing, start, operation, step, interruptible)) is not None:
             self._pass_on(lost, learned_from=None)
 
     def wait_until(self, condition: Callable[[], object], timeout_seconds: float) -> bool:
@@ -374,7 +382,9 @@ class Membership:
                 self.monitor.wait(_LIVENESS_PERIOD_SECONDS)
             return True
 
-    def _wait(self, missing, start: float, operation: str, step: int | None) -> membership_pb2.Leave | None:
+    def _wait(
+        self, missing, start: float, operation: str, step: int | None, interruptible: bool
+    ) -> membership_pb2.Leave | None:
         """Waits until nobody is missing, or a rank is lost; returns what to tell the others of that one."""
         with self.monitor:
             while True:
@@ -382,7 +392,8 @@ class Membership:
                 awaited = missing()
                 if not awaited:
                     return None
-                self._check_interrupted()
+                if interruptible:
+                    self._check_interrupted()
                 for peer in awaited:
                     error = self._problem(peer, self.monitor.now() - start, operation, step)
                     if error is None:

@@ -1,5 +1,7 @@
 """Packing: a list of tensors of any shapes <-> few flat vectors ("buckets"), one per dtype.
 
+Tensors that must not pass through a lossy codec have buckets of their own.
+
 Each tensor starts at a multiple of 64 bytes in its bucket. Where its size is such a multiple too, as that of large
 tensors mostly is, TensorFlow's `Slice` shares memory with the bucket instead of copying. The padding is zero.
 """
@@ -19,11 +21,19 @@ _ALIGNMENT_BYTES = 64
 
 @dataclasses.dataclass(frozen=True)
 class TensorSpec:
-    """Name, shape and dtype of a packed tensor; what ranks compare before the first step."""
+    """A packed tensor. Ranks compare names, shapes and dtypes before the first step.
+
+    Attributes:
+      name: Its name.
+      shape: Its shape.
+      dtype: Its type.
+      exact: Whether it must not pass through a lossy codec.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: tf.DType
+    exact: bool = False
 
     @property
     def num_elements(self) -> int:
@@ -41,24 +51,32 @@ class Packing:
 
     Args:
       specs: The tensors, in order. Shapes are fully defined.
+      whole: The packing that this one is a part of, whose buckets it has. Default: none.
 
     Attributes:
       specs: The same.
       dtypes: dtype of each bucket, in the order of first appearance.
+      exact: For each bucket, whether no codec may change it.
       sizes: Elements of each bucket, padding included.
     """
 
-    def __init__(self, specs: Sequence[TensorSpec]):
+    def __init__(self, specs: Sequence[TensorSpec], whole: Packing | None = None):
         self.specs = tuple(specs)
-        self.dtypes = tuple(dict.fromkeys(spec.dtype for spec in self.specs))
-        sizes = [0] * len(self.dtypes)
+        kinds = list(dict.fromkeys(_kind(spec) for spec in (self.specs if whole is None else whole.specs)))
+        self.dtypes = tuple(dtype for dtype, _ in kinds)
+        self.exact = tuple(exact for _, exact in kinds)
+        sizes = [0] * len(kinds)
         slots = []
         for spec in self.specs:
-            bucket = self.dtypes.index(spec.dtype)
+            bucket = kinds.index(_kind(spec))
             slots.append(_Slot(bucket, sizes[bucket]))
             sizes[bucket] += _padded(spec.num_elements, spec.dtype)
         self.sizes = tuple(sizes)
         self._slots = tuple(slots)
+
+    def part(self, indices: Sequence[int]) -> Packing:
+        """The packing of some of the tensors, in the same buckets, of which some may be empty."""
+        return Packing([self.specs[index] for index in indices], self)
 
     @property
     def num_bytes(self) -> int:
@@ -73,7 +91,8 @@ class Packing:
             parts[slot.bucket].append(tf.reshape(tensor, [-1]))
             if padding:
                 parts[slot.bucket].append(tf.zeros([padding], spec.dtype))
-        return [tf.concat(pieces, axis=0) for pieces in parts]
+        buckets = zip(parts, self.dtypes, strict=True)
+        return [tf.concat(pieces, axis=0) if pieces else tf.zeros([0], dtype) for pieces, dtype in buckets]
 
     def unpack(self, buckets: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Splits buckets into tensors of the original shapes, without a copy where TensorFlow shares slices."""
@@ -101,6 +120,10 @@ class Packing:
             views.append(payload[start : start + size * dtype.size].view(dtype.as_numpy_dtype))
             start += size * dtype.size
         return tuple(views)
+
+
+def _kind(spec: TensorSpec) -> tuple[tf.DType, bool]:
+    return spec.dtype, spec.exact
 
 
 def _padded(num_elements: int, dtype: tf.DType) -> int:

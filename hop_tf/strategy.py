@@ -95,6 +95,7 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
         self._in_fit = False
         self._skipping = StepSkipping() if skips_steps and cluster.world_size > 1 else None
         self._is_catching_up = False
+        self._is_finishing = False
         self._worker = None
         self._writer = ReportWriter(self.report, self._options, self.rank)
         if cluster.world_size > 1:
@@ -142,6 +143,9 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
           int64 scalar: how many steps are to be passed over.
         """
         return num_skipped
+
+    def _finish_training(self, group: Group) -> None:
+        """Does, eagerly, what is left when `fit` has made its last step; `_apply` updates variables."""
 
     # What users call.
 
@@ -368,6 +372,8 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
 
     def exchange(self, optimizer, trace: StepTrace, gradients: list, variables: list[tf.Variable]) -> list:
         """Runs the scheme's half of the graph; returns the gradients to apply."""
+        if self._is_finishing:
+            return gradients
         if self._worker is not None or self._emulated_compute is not None:
             refuse_xla()
         trace.refuse_nested_function()
@@ -391,13 +397,27 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
 
     def after_update(self, optimizer, trace: StepTrace, variables: list[tf.Variable]) -> None:
         """Runs what the scheme does after the update, and ends the group's step."""
-        if self._worker is None:
+        if self._worker is None or self._is_finishing:
             return
         group = self._groups[optimizer][_key(variables)]
         num_skipped = self._after_update(group, trace.num_skipped[group.name])
         group.end_step(num_skipped)
         if self._skipping is not None:
             self._skipping.skip(num_skipped)
+
+    def finish_training(self) -> None:
+        """Lets the scheme do what is left when the last step has been made."""
+        for groups in self._groups.values():
+            for group in groups.values():
+                self._finish_training(group)
+
+    def _apply(self, group: Group, gradients: Sequence[tf.Tensor]) -> None:
+        """Applies gradients of all ranks as they are: an update that is no step of the scheme."""
+        self._is_finishing = True
+        try:
+            self.run(lambda: group.optimizer().apply(gradients, group.trained))
+        finally:
+            self._is_finishing = False
 
     def around_step(self, step: Callable[[], object], arguments: object) -> object:
         """Runs the step, unless it is to be passed over."""
@@ -430,7 +450,8 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
                 self._worker.broadcast_initial_values([*variables, *tf_variables(optimizer.variables)])
                 groups[key] = self._worker.add_group(
                     optimizer=optimizer,
-                    variables=[*variables, *carried],
+                    trained=variables,
+                    carried=carried,
                     statistics=self._statistics,
                 )
         return groups[key]

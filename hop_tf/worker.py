@@ -65,7 +65,8 @@ class Group:
     Attributes:
       name: See `ExchangeContext.group`.
       optimizer: Weak reference to the optimizer.
-      variables: The variables, in the order of the packing.
+      variables: The variables, in the order of the packing: those that are trained come first.
+      num_trained: How many are trained.
       packing: Their buckets.
       exchange: The scheme.
       runner: Its thread and queues.
@@ -76,6 +77,7 @@ class Group:
     name: str
     optimizer: weakref.ref
     variables: Sequence[tf.Variable]
+    num_trained: int
     packing: Packing
     exchange: Exchange
     runner: ExchangeRunner
@@ -83,30 +85,50 @@ class Group:
     statistics: StepStatistics
 
     def submit(self, values: Sequence[tf.Tensor], segment: int = 0) -> None:
-        """Emits the op that hands `values`, one tensor per variable, to the scheme."""
-        self.runner.submit(self.step.read_value(), segment, self.packing.pack(values))
+        """Emits the op that hands `values`, one tensor per variable (of the segment), to the scheme."""
+        self.runner.submit(self.step.read_value(), segment, self._packing_of(segment).pack(values))
 
-    def collect(self, computed: Sequence, segment: int = 0) -> tuple[list[tf.Tensor], tf.Tensor]:
+    def collect(
+        self, computed: Sequence, segment: int = 0, take: Callable[[tf.Tensor, int], tuple] | None = None
+    ) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Emits the ops that take the scheme's result for this step.
 
         Args:
           computed: What the step computes meanwhile: to wait longer than for this counts as waiting. The result is
             taken when this is there, so that a step whose batch never comes takes none.
           segment: The segment that was submitted.
+          take: `take(step, segment)` emits what takes the result for a step. Default: `self.take`.
 
         Returns:
-          One tensor per variable, and int64 scalar: how many training steps are to be passed over after this one.
+          One tensor per variable (of the segment), and int64 scalar: how many training steps are to be passed over
+          after this one.
         """
         computed = [each for each in tf.nest.flatten(computed, expand_composites=True) if each is not None]
         with tf.control_dependencies(computed):
-            buckets, num_skipped = self.runner.collect(self.step.read_value(), segment)
+            buckets, num_skipped = (take or self.take)(self.step.read_value(), segment)
         self.statistics.count_wait(computed, buckets)
-        return self.packing.unpack(buckets), num_skipped
+        return self._packing_of(segment).unpack(buckets), num_skipped
+
+    def take(self, step: tf.Tensor, segment: int) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """Emits the ops that take the scheme's result for a step: see `ExchangeRunner.collect`."""
+        return self.runner.collect(step, segment, self._packing_of(segment).sizes)
+
+    def _packing_of(self, segment: int) -> Packing:
+        return self.exchange.parts[segment] if self.exchange.parts else self.packing
+
+    @property
+    def trained(self) -> Sequence[tf.Variable]:
+        """The variables that the optimizer updates."""
+        return self.variables[: self.num_trained]
+
+    @property
+    def carried(self) -> Sequence[tf.Variable]:
+        """The others."""
+        return self.variables[self.num_trained :]
 
     def add(self, changes: Sequence[tf.Tensor]) -> None:
         """Emits the ops that add a change to each variable."""
-        for variable, change in zip(self.variables, changes, strict=True):
-            variable.assign_add(change)
+        add(self.variables, changes)
 
     def catch_up(self) -> tf.Tensor:
         """Emits the ops with which a rank that was started again finds out where the others are, and joins them.
@@ -115,7 +137,7 @@ class Group:
           int64 scalar: how many further steps are to be passed over; see `Joining.catch_up`.
         """
         self.runner.submit(self.step.read_value(), CATCH_UP, [tf.zeros([0], dtype) for dtype in self.packing.dtypes])
-        _, num_skipped = self.runner.collect(self.step.read_value(), CATCH_UP)
+        _, num_skipped = self.runner.collect(self.step.read_value(), CATCH_UP, self.packing.sizes)
         self.step.assign_add(num_skipped)
         return num_skipped
 
@@ -127,6 +149,12 @@ class Group:
         """Ends the thread and takes no more messages."""
         self.exchange.close()
         self.runner.close()
+
+
+def add(variables: Sequence[tf.Variable], changes: Sequence[tf.Tensor]) -> None:
+    """Emits the ops that add a change to each variable."""
+    for variable, change in zip(variables, changes, strict=True):
+        variable.assign_add(change)
 
 
 class Worker:
@@ -293,12 +321,20 @@ class Worker:
 
     # Groups.
 
-    def add_group(self, *, optimizer: object, variables: Sequence[tf.Variable], statistics: StepStatistics) -> Group:
+    def add_group(
+        self,
+        *,
+        optimizer: object,
+        trained: Sequence[tf.Variable],
+        carried: Sequence[tf.Variable],
+        statistics: StepStatistics,
+    ) -> Group:
         """Makes the exchange group of an optimizer at its first step. A collective: every rank makes the same groups.
 
         Args:
           optimizer: The optimizer. The group ends with the session in which nobody refers to it any more.
-          variables: What is exchanged.
+          trained: What the optimizer updates.
+          carried: What is exchanged beside, and never passes through a lossy codec.
           statistics: Counts the time that steps wait.
 
         Returns:
@@ -307,7 +343,8 @@ class Worker:
         Raises:
           MismatchError: If rank 0 has other variables, or another optimizer.
         """
-        specs = [spec_of(variable) for variable in variables]
+        specs = [spec_of(variable) for variable in trained]
+        specs += [dataclasses.replace(spec_of(variable), exact=True) for variable in carried]
         packing = Packing(specs)
         digest = zlib.crc32("\n".join(spec.name for spec in specs).encode())
         name = f"{self._num_groups}-{digest:08x}"
@@ -324,7 +361,17 @@ class Worker:
         with tf.init_scope(), tf.device("/cpu:0"):
             # A rank that is joining passes over one step before it asks where the others are.
             step = tf.Variable(int(self.joining), dtype=tf.int64, trainable=False, name="hop_tf_step")
-        group = Group(name, weakref.ref(optimizer), list(variables), packing, exchange, runner, step, statistics)
+        group = Group(
+            name=name,
+            optimizer=weakref.ref(optimizer),
+            variables=[*trained, *carried],
+            num_trained=len(trained),
+            packing=packing,
+            exchange=exchange,
+            runner=runner,
+            step=step,
+            statistics=statistics,
+        )
         self._groups.append(group)
         return group
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 import numpy as np
 from absl import logging
 
+from hop_tf.arguments import check_choice, check_integer
 from hop_tf.topology import Topology
 
 _UPDATE_ORDERS = ("parallel", "serial")
@@ -40,7 +40,7 @@ class SkipIterations:
 
     def __post_init__(self):
         for name in ("max_jump", "trigger"):
-            _check_integer(name, getattr(self, name), at_least=2)
+            check_integer(name, getattr(self, name), at_least=2)
 
     def jump(self, num_behind: int) -> int:
         """By how many iterations to advance: 1 unless that far behind."""
@@ -64,12 +64,12 @@ class HopSettings:
     on_peer_loss: str | None = None
 
     def __post_init__(self):
-        _check_integer("max_iteration_gap", self.max_iteration_gap, at_least=1)
-        _check_integer("num_backup_workers", self.num_backup_workers, at_least=0)
-        _check_integer("max_staleness", self.max_staleness, at_least=0)
-        _check_choice("update_order", self.update_order, _UPDATE_ORDERS)
-        _check_choice("synchronization", self.synchronization, _SYNCHRONIZATIONS)
-        _check_choice("on_peer_loss", self.on_peer_loss, _ON_PEER_LOSS)
+        check_integer("max_iteration_gap", self.max_iteration_gap, at_least=1)
+        check_integer("num_backup_workers", self.num_backup_workers, at_least=0)
+        check_integer("max_staleness", self.max_staleness, at_least=0)
+        check_choice("update_order", self.update_order, _UPDATE_ORDERS)
+        check_choice("synchronization", self.synchronization, _SYNCHRONIZATIONS)
+        check_choice("on_peer_loss", self.on_peer_loss, _ON_PEER_LOSS)
         if self.skip is not None:
             self._check_skip()
         if self.uses_notify_ack and self.tolerates_stragglers:
@@ -137,14 +137,3 @@ class HopSettings:
     def identity(self) -> dict[str, str]:
         """What ranks compare before they train."""
         return {field.name: str(getattr(self, field.name)) for field in dataclasses.fields(self)}
-
-
-def _check_integer(name: str, value: object, *, at_least: int) -> None:
-    is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    if not is_integer or value < at_least:
-        raise ValueError(f"`{name}` must be an integer of at least {at_least}. Received: {name}={value!r}.")
-
-
-def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise ValueError(f"`{name}` must be one of {', '.join(map(str, choices))}. Received: {name}={value!r}.")

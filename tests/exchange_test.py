@@ -71,7 +71,7 @@ class ExchangeRunnerTest(tf.test.TestCase):
 
     @tf.function
     def collect(self, step):
-        return self.runner.collect(step, 0)[0]
+        return self.runner.collect(step, 0, (16, 8))[0]
 
     def run_step(self, step):
         step = tf.constant(step, tf.int64)
@@ -86,7 +86,7 @@ class ExchangeRunnerTest(tf.test.TestCase):
             result = [tf.zeros([16]), tf.zeros([8], tf.float64)]
             for step in tf.range(num_steps, dtype=tf.int64):
                 self.runner.submit(step, 0, [tf.constant(v) + tf.cast(step, v.dtype) for v in _VALUES])
-                result = self.runner.collect(step, 0)[0]
+                result = self.runner.collect(step, 0, (16, 8))[0]
             return result
 
         return run()
@@ -114,7 +114,7 @@ class ExchangeRunnerTest(tf.test.TestCase):
     def test_works_eagerly(self):
         step = tf.constant(0, tf.int64)
         self.runner.submit(step, 0, [tf.constant(value) for value in _VALUES])
-        for got, value in zip(self.runner.collect(step, 0)[0], _VALUES, strict=True):
+        for got, value in zip(self.runner.collect(step, 0, (16, 8))[0], _VALUES, strict=True):
             self.assertAllEqual(got, 2 * value)
 
     def test_results_have_static_shapes(self):

@@ -127,7 +127,7 @@ class _TwoRanksTestCase(tf.test.TestCase, parameterized.TestCase):
 
         def add_group(rank, worker):
             return worker.add_group(
-                optimizer=optimizers[rank], variables=make_variables(rank), statistics=StepStatistics()
+                optimizer=optimizers[rank], trained=make_variables(rank), carried=[], statistics=StepStatistics()
             )
 
         return optimizers, self.on_both(add_group)

@@ -1,0 +1,20 @@
+"""Checks of arguments that several constructors make."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def check_integer(name: str, value: object, *, at_least: int) -> None:
+    """Raises ValueError unless `value` is an integer of at least that."""
+    is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not is_integer or value < at_least:
+        raise ValueError(f"`{name}` must be an integer of at least {at_least}. Received: {name}={value!r}.")
+
+
+def check_choice(name: str, value: object, choices: Sequence[str | None]) -> None:
+    """Raises ValueError unless `value` is one of `choices`."""
+    if value not in choices:
+        raise ValueError(f"`{name}` must be one of {', '.join(map(str, choices))}. Received: {name}={value!r}.")

@@ -1,0 +1,389 @@
+"""All-reduce: the mean of vectors over all ranks, in every step.
+
+A vector is cut into as many pieces as there are ranks, and a piece into chunks. While a chunk travels, the next one is
+encoded, and one that has come is reduced.
+
+    mesh   Each rank owns a piece. It gets that of all others, and sends them its mean: two messages follow each other.
+    ring   Each piece goes around the ring, and every rank adds its own on the way; the mean goes around once more:
+           2 (n - 1) messages follow each other, and a rank talks to its two neighbors only.
+
+In both a rank sends 2 (n - 1) / n vectors, and encodes every piece once: in a mesh a value is rounded twice on its way,
+in a ring n times. The last encoding of a piece is what all ranks decode, so that their results are equal to the bit.
+
+When a rank leaves, the others agree on the first step that it has no part in (`Membership.delivers`), and begin that
+one again without it where they had begun. A rank that has sent a mean ends the step before it leaves, for others may
+have what they need; before that, nobody can.
+
+References:
+  Thakur, Rabenseifner, Gropp. Optimization of Collective Communication Operations in MPICH. IJHPCA 2005.
+  Li et al. Pipe-SGD: A Decentralized Pipelined SGD Framework for Distributed Deep Net Training. NeurIPS 2018.
+  Figures 2 (c) and 3.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+import itertools
+import struct
+import time
+import zlib
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from hop_tf.buffers import BufferPool
+from hop_tf.codecs import Codec, ErrorFeedback, float32_copy
+from hop_tf.collectives.tree import BULK_LANE
+from hop_tf.errors import ProtocolError
+from hop_tf.membership import Membership
+from hop_tf.transport.base import Message
+
+# Session, step, the ranks that take part, vector, turn, chunk.
+_HEADER = struct.Struct("<qqIIII")
+_Attempt = tuple[int, int]  # Step, the ranks that take part.
+_Key = tuple[int, int, int, int]  # Sender, vector, turn, chunk.
+
+# Values of a chunk. Large enough that Python costs little, and small enough that a piece has several.
+CHUNK_VALUES = 1 << 18
+
+
+class _RanksChanged(Exception):
+    """A rank that was to take part has left."""
+
+
+class AllReduce(abc.ABC):
+    """Means of the same vectors, step by step.
+
+    Args:
+      membership: Waiting and transport.
+      name: Names these vectors; equal on all ranks.
+      sizes: Number of values of each vector.
+      dtypes: NumPy dtype of each vector.
+      codecs: What each vector is encoded with. Lossy ones take float32, bfloat16 and float16.
+      pool: Where large arrays come from.
+      chunk_values: Values of a chunk; equal on all ranks.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        name: str,
+        *,
+        sizes: Sequence[int],
+        dtypes: Sequence[np.dtype],
+        codecs: Sequence[Codec],
+        pool: BufferPool,
+        chunk_values: int = CHUNK_VALUES,
+    ):
+        self._membership = membership
+        self._name = name
+        self._pool = pool
+        self._session = membership.session
+        self._mailbox = _Mailbox(membership, f"all_reduce/{name}")
+        self._vectors = [
+            _Vector(size, np.dtype(dtype), codec, chunk_values, pool)
+            for size, dtype, codec in zip(sizes, dtypes, codecs, strict=True)
+        ]
+
+    def reset(self, session: int) -> None:
+        """Prepares for step 0 of `session`. What codecs have lost is not forgotten."""
+        with self._membership.monitor:
+            self._session = session
+            self._mailbox.clear(session)
+
+    @property
+    def codec_seconds(self) -> float:
+        """Time spent on encoding, decoding and adding."""
+        return sum(vector.seconds for vector in self._vectors)
+
+    def mean(self, step: int, vectors: Sequence[np.ndarray], delivers: Callable[[int, int], bool]) -> list[np.ndarray]:
+        """Averages vectors over all ranks that take part in `step`.
+
+        Args:
+          step: Number of the step: 0, 1, 2, ... in each session, equal on all ranks.
+          vectors: 1-D arrays, of the sizes and dtypes given. They are read after this has returned: nobody writes to
+            them.
+          delivers: `delivers(rank, step)`: whether `rank` takes part, as `Membership.delivers` tells.
+
+        Returns:
+          The means, in the order of `vectors`; equal to the bit on all ranks. Sums are kept in float32 at least.
+
+        Blocks: until all ranks that take part have sent their vectors.
+
+        Raises:
+          HopError: As `Membership.wait` does.
+          Interrupted: If this rank leaves the session before anybody can have a mean of this step.
+        """
+        while True:
+            operation = _Operation(self._membership, self._mailbox, self._session, step, delivers)
+            try:
+                means = [self._mean(operation, index, values) for index, values in enumerate(vectors)]
+            except _RanksChanged:
+                continue
+            with self._membership.monitor:
+                self._mailbox.forget(step)
+            return means
+
+    def _mean(self, operation: _Operation, index: int, values: np.ndarray) -> np.ndarray:
+        vector = self._vectors[index]
+        operation.vector = index
+        result = self._pool.take(values.nbytes).view(values.dtype)
+        if len(operation.ranks) == 1:
+            np.copyto(result, values)
+        else:
+            self._reduce(operation, vector, values, result)
+        return result
+
+    @abc.abstractmethod
+    def _reduce(self, operation: _Operation, vector: _Vector, values: np.ndarray, result: np.ndarray) -> None:
+        """Sends and receives chunks until `result` holds the mean."""
+
+    def close(self) -> None:
+        """Takes no more messages."""
+        self._mailbox.close()
+
+
+class MeshAllReduce(AllReduce):
+    """See above."""
+
+    _SCATTER, _GATHER = 0, 1
+
+    def _reduce(self, operation: _Operation, vector: _Vector, values: np.ndarray, result: np.ndarray) -> None:
+        ranks, mine = operation.ranks, operation.index
+        pieces = vector.pieces(len(ranks))
+        # Everybody begins with the next rank: nobody is sent to by all at once.
+        others = [(mine + offset) % len(ranks) for offset in range(1, len(ranks))]
+        for chunk, owner, where in _by_chunk(pieces, others):
+            operation.send(ranks[owner], self._SCATTER, chunk, vector.encode(values, where))
+        for chunk, where in enumerate(pieces[mine]):
+            parts = operation.receive([ranks[other] for other in reversed(others)], self._SCATTER, chunk)
+            data = vector.encode_mean(values, where, parts, len(ranks))
+            operation.commit()
+            for other in others:
+                operation.send(ranks[other], self._GATHER, chunk, data)
+            vector.decode(data, result, where)
+        for chunk, owner, where in _by_chunk(pieces, others):
+            (data,) = operation.receive([ranks[owner]], self._GATHER, chunk)
+            vector.decode(data, result, where)
+
+
+class RingAllReduce(AllReduce):
+    """See above."""
+
+    def _reduce(self, operation: _Operation, vector: _Vector, values: np.ndarray, result: np.ndarray) -> None:
+        ranks, mine = operation.ranks, operation.index
+        num_ranks = len(ranks)
+        pieces = vector.pieces(num_ranks)
+        successor, predecessor = ranks[(mine + 1) % num_ranks], ranks[(mine - 1) % num_ranks]
+        last = num_ranks - 1
+        for turn in range(num_ranks):
+            for chunk, where in enumerate(pieces[(mine - turn) % num_ranks]):
+                received = operation.receive([predecessor], turn - 1, chunk) if turn else []
+                if turn == 0:
+                    data = vector.encode(values, where)
+                elif turn < last:
+                    data = vector.encode_sum(values, where, received[0])
+                else:
+                    data = vector.encode_mean(values, where, received, num_ranks)
+                    operation.commit()
+                    vector.decode(data, result, where)
+                operation.send(successor, turn, chunk, data)
+        for turn in range(last):
+            for chunk, where in enumerate(pieces[(mine - turn) % num_ranks]):
+                (data,) = operation.receive([predecessor], last + turn, chunk)
+                if turn < last - 1:
+                    operation.send(successor, num_ranks + turn, chunk, data)
+                vector.decode(data, result, where)
+
+
+ALGORITHMS = {"mesh": MeshAllReduce, "ring": RingAllReduce}
+
+
+def _by_chunk(pieces: Sequence[Sequence[slice]], owners: Sequence[int]):
+    """Yields (number of the chunk, owner, where) for the pieces of `owners`: first the first chunk of each."""
+    for chunk in range(max(len(pieces[owner]) for owner in owners)):
+        for owner in owners:
+            if chunk < len(pieces[owner]):
+                yield chunk, owner, pieces[owner][chunk]
+
+
+def _timed(method: Callable) -> Callable:
+    @functools.wraps(method)
+    def call(self, *args):
+        start = time.perf_counter()
+        try:
+            return method(self, *args)
+        finally:
+            self.seconds += time.perf_counter() - start
+
+    return call
+
+
+class _Vector:
+    """One of the vectors: how it is cut, encoded and summed.
+
+    Attributes:
+      seconds: Time spent on encoding, decoding and adding.
+    """
+
+    def __init__(self, size: int, dtype: np.dtype, codec: Codec, chunk_values: int, pool: BufferPool):
+        self._size = size
+        self._dtype = dtype
+        self._codec = codec
+        self._granularity = codec.granularity
+        self._chunk_values = -(-chunk_values // self._granularity) * self._granularity
+        self._feedback = ErrorFeedback(codec, size) if codec.error_feedback else None
+        self._pool = pool
+        self.seconds = 0.0
+        self._pieces: dict[int, list[list[slice]]] = {}
+
+    def pieces(self, num_ranks: int) -> list[list[slice]]:
+        """The chunks of each rank's piece; at least one, if an empty one."""
+        if num_ranks not in self._pieces:
+            num_blocks = -(-self._size // self._granularity)
+            ends = [min(self._size, num_blocks * i // num_ranks * self._granularity) for i in range(num_ranks + 1)]
+            self._pieces[num_ranks] = [self._chunks(*bounds) for bounds in itertools.pairwise(ends)]
+        return self._pieces[num_ranks]
+
+    def _chunks(self, start: int, stop: int) -> list[slice]:
+        starts = range(start, stop, self._chunk_values) or [start]
+        return [slice(begin, min(begin + self._chunk_values, stop)) for begin in starts]
+
+    @_timed
+    def encode(self, values: np.ndarray, where: slice) -> np.ndarray:
+        return self._encode(values[where], where)
+
+    @_timed
+    def encode_sum(self, values: np.ndarray, where: slice, data: np.ndarray) -> np.ndarray:
+        """Encodes the sum of this rank's values and decoded ones."""
+        if self._feedback is None:
+            return self._codec.reduce(data, values[where], self._pool)
+        return self._encode(self._sum(values[where], [data]), where)
+
+    @_timed
+    def encode_mean(self, values: np.ndarray, where: slice, parts: Sequence[np.ndarray], num_ranks: int) -> np.ndarray:
+        """Encodes the sum of this rank's values and decoded ones, divided by the number of ranks."""
+        total = self._sum(values[where], parts)
+        total *= total.dtype.type(1 / num_ranks)
+        return self._encode(total, where)
+
+    @_timed
+    def decode(self, data: np.ndarray, result: np.ndarray, where: slice) -> None:
+        if result.dtype in (np.float32, np.float64):
+            self._codec.decode(data, result[where])
+        else:
+            values = np.empty(where.stop - where.start, np.float32)
+            self._codec.decode(data, values)
+            result[where] = values
+
+    def _sum(self, own: np.ndarray, parts: Sequence[np.ndarray]) -> np.ndarray:
+        total = float32_copy(own, self._pool)
+        for data in parts:
+            self._codec.accumulate(data, total)
+        return total
+
+    def _encode(self, values: np.ndarray, where: slice) -> np.ndarray:
+        if self._feedback is None:
+            return self._codec.encode(values, self._pool)
+        return self._feedback.encode(values, where, self._pool)
+
+
+class _Operation:
+    """One attempt at one step, with the ranks that take part as far as this rank knows.
+
+    Attributes:
+      ranks: The ranks, in order.
+      index: This rank's place in `ranks`.
+      vector: Number of the vector that is at work.
+    """
+
+    def __init__(
+        self, membership: Membership, mailbox: _Mailbox, session: int, step: int, delivers: Callable[[int, int], bool]
+    ):
+        self._membership = membership
+        self._mailbox = mailbox
+        self._session = session
+        self._step = step
+        self._delivers = delivers
+        with membership.monitor:
+            self.ranks = self._present()
+        self.index = self.ranks.index(membership.rank)
+        self._attempt = (step, zlib.crc32(np.array(self.ranks, np.int32).tobytes()))
+        self.vector = 0
+        self._committed = False
+
+    def _present(self) -> list[int]:
+        rank = self._membership.rank
+        return [r for r in range(self._membership.world_size) if r == rank or self._delivers(r, self._step)]
+
+    def commit(self) -> None:
+        """From now on others may have a mean of this step: it is ended, even if this rank is about to leave."""
+        self._committed = True
+
+    def send(self, rank: int, turn: int, chunk: int, data: np.ndarray) -> None:
+        header = _HEADER.pack(self._session, *self._attempt, self.vector, turn, chunk)
+        send = self._membership.transport.send if self._committed else self._membership.send
+        send(rank, self._mailbox.queue, header, [data], lane=BULK_LANE)
+
+    def receive(self, senders: Sequence[int], turn: int, chunk: int) -> list[np.ndarray]:
+        """Takes the same chunk of several ranks."""
+        keys = {sender: (sender, self.vector, turn, chunk) for sender in senders}
+
+        def missing() -> list[int]:
+            if self._present() != self.ranks:
+                return []
+            return [sender for sender, key in keys.items() if not self._mailbox.has(self._attempt, key)]
+
+        self._membership.wait(
+            missing, operation="receive a part of the mean", step=self._step, interruptible=not self._committed
+        )
+        with self._membership.monitor:
+            if self._present() != self.ranks:
+                raise _RanksChanged
+            return [self._mailbox.take(self._attempt, key) for key in keys.values()]
+
+
+class _Mailbox:
+    """Messages of the running session that came and were not taken yet. All but `close` with the monitor held."""
+
+    def __init__(self, membership: Membership, queue: str):
+        self.queue = queue
+        self._membership = membership
+        self._session = membership.session
+        self._first_step = 0
+        self._messages: dict[_Attempt, dict[_Key, np.ndarray]] = {}
+        membership.transport.register(queue, self._on_message)
+
+    def has(self, attempt: _Attempt, key: _Key) -> bool:
+        return key in self._messages.get(attempt, ())
+
+    def take(self, attempt: _Attempt, key: _Key) -> np.ndarray:
+        return self._messages[attempt].pop(key)
+
+    def forget(self, step: int) -> None:
+        """Drops what is left of `step` and those before: of attempts that were given up."""
+        self._first_step = step + 1
+        for attempt in [attempt for attempt in self._messages if attempt[0] <= step]:
+            del self._messages[attempt]
+
+    def clear(self, session: int) -> None:
+        self._session = session
+        self._first_step = 0
+        self._messages.clear()
+
+    def close(self) -> None:
+        self._membership.transport.unregister(self.queue)
+
+    def _on_message(self, message: Message) -> None:
+        if len(message.header) != _HEADER.size:
+            raise ProtocolError(f"rank {message.sender} sent an unexpected message to {message.queue!r}.")
+        session, step, ranks, vector, turn, chunk = _HEADER.unpack(message.header)
+        with self._membership.monitor:
+            if session != self._session or step < self._first_step:
+                return
+            # Nobody ends a step without this rank: others are in this step or the next one.
+            if step > self._first_step + 1:
+                raise ProtocolError(f"rank {message.sender} is at step {step}, this rank at {self._first_step}.")
+            self._messages.setdefault((step, ranks), {})[message.sender, vector, turn, chunk] = message.payload
+            self._membership.monitor.notify_all()
