@@ -184,7 +184,7 @@ class Joining:
         with self._monitor:
             self._replies = {}
         for peer in peers:
-            self._membership.send(peer, _REQUEST, request.SerializeToString())
+            self._membership.send(peer, _REQUEST, request.SerializeToString(), step=position)
 
         def missing() -> list[int]:
             return [peer for peer in self._present() if peer in peers and peer not in self._replies]
@@ -225,7 +225,7 @@ class Joining:
         reply = membership_pb2.StateReply(step=step, has_state=True, signature_bytes=signature.size, counts=self.counts)
         arrays = [signature, *self._state.read()]
         for rank in asking:
-            self._membership.send(rank, _REPLY, reply.SerializeToString(), arrays, lane=BULK_LANE)
+            self._membership.send_to_newcomer(rank, _REPLY, reply.SerializeToString(), arrays, lane=BULK_LANE)
 
     def end_session(self) -> None:
         """This rank trains no more; who asks for its state hears of that by its departure."""

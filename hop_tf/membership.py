@@ -50,6 +50,10 @@ class Interrupted(Exception):
     """Not an error: waiting was ended because this rank itself leaves the session."""
 
 
+class _NoUse(Exception):
+    """Not an error: sending was ended because nobody takes the message any more."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Departure:
     """How a rank left: `sent_steps[group]` steps were sent before, why, whether for good, and whether it was lost."""
@@ -198,14 +202,82 @@ class Membership:
         """What ended this rank's part in the job, if anything did."""
         return self._failure
 
-    def send(self, peer: int, queue: str, header: bytes, payload: Sequence[np.ndarray] = (), lane: int = 0) -> None:
-        """Sends a message of a step. As `Transport.send`, but to leave the session ends its blocking.
+    def send(
+        self,
+        peer: int,
+        queue: str,
+        header: bytes,
+        payload: Sequence[np.ndarray] = (),
+        lane: int = 0,
+        *,
+        step: int | None = None,
+    ) -> None:
+        """Sends a message of a step, or drops it where the peer has left.
+
+        Args:
+          peer: The receiver.
+          queue: As for `Transport.send`; so are header, payload and lane.
+          header: Of the message.
+          payload: Of the message.
+          lane: Of the message.
+          step: The step. As in `wait`, where ranks go on without a lost one, they do so within a step.
+
+        Blocks: as `Transport.send`. That the peer leaves or is lost, that this rank leaves the session, and whatever
+          ends the job end it too; the last one is raised by the next `wait`.
 
         Raises:
           HopError: As there.
+          PeerLostError: If the peer was lost, and the others do not go on without it.
           Interrupted: If this rank leaves the session before there is room for the message.
         """
-        self.transport.send(peer, queue, header, payload, lane, check=self._check_interrupted)
+        start, life = self.monitor.now(), self.life_of(peer)
+
+        def check() -> None:
+            self._check_interrupted()
+            if self._failure is not None or self.departure(peer) is not None:
+                raise _NoUse
+            problem = self._problem(peer, self.monitor.now() - start, f"send to {queue!r}", step)
+            if problem is not None:
+                raise problem
+
+        try:
+            self.transport.send(peer, queue, header, payload, lane, check=check)
+        except _NoUse:
+            pass
+        except PeerLostError as error:
+            if step is None or not self._continue_without_lost:
+                raise
+            self._go_on_without(peer, life, error)
+
+    def _go_on_without(self, peer: int, life: int, error: PeerLostError) -> None:
+        with self.monitor:
+            if self.departure(peer) is not None or self.life_of(peer) != life:
+                return  # It was known already, or has joined again since.
+            leave = self._depart(peer, error)
+        self._pass_on(leave)
+
+    def send_to_newcomer(
+        self, peer: int, queue: str, header: bytes, payload: Sequence[np.ndarray] = (), lane: int = 0
+    ) -> None:
+        """Sends a message to a process that is joining, or drops it where that one has died.
+
+        Blocks: as `Transport.send`. That the peer is lost and that this rank leaves the session end it.
+
+        Raises:
+          Interrupted: If this rank leaves the session before there is room for the message.
+        """
+
+        def check() -> None:
+            self._check_interrupted()
+            if self._failure is not None or self.transport.status(peer).refused_seconds > _REFUSED_SECONDS:
+                raise _NoUse
+
+        try:
+            self.transport.send(peer, queue, header, payload, lane, check=check)
+        except _NoUse:
+            pass
+        except HopError as error:
+            logging.info("rank %d: could not send to %s of rank %d: %s", self.rank, queue, peer, error)
 
     def _check_interrupted(self) -> None:
         if self._interrupted:

@@ -113,7 +113,7 @@ class HopExchange(Exchange, Joiner):
                 self._num_withheld += 1  # It would come too late (section 6.2).
                 continue
             header = _HEADER.pack(self._session, self._lives[j], k)
-            self._membership.send(j, self._queue_name, header, x, lane=BULK_LANE)
+            self._membership.send(j, self._queue_name, header, x, lane=BULK_LANE, step=k)
         self._sent_steps = k + 1
 
     def _recv_and_reduce(self, x: Sequence[np.ndarray], k: int) -> tuple[np.ndarray, ...]:

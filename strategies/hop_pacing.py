@@ -83,7 +83,7 @@ class Pacing(abc.ABC):
         for j in self._present(self._in_neighbors):
             if j in lives:
                 header = _HEADER.pack(self._session, lives[j], k)
-                self._membership.send(j, self._queue_name, header, lane=BULK_LANE)
+                self._membership.send(j, self._queue_name, header, lane=BULK_LANE, step=k)
 
     def _present(self, ranks: Sequence[int]) -> list[int]:
         return [j for j in ranks if self._membership.departure(j) is None]

@@ -2,14 +2,17 @@
 
 from unittest import mock
 
+import numpy as np
 import tensorflow as tf
 
-from hop_tf import errors
+from hop_tf import errors, membership_pb2
 from hop_tf.membership import Interrupted, Membership
-from hop_tf.monitor import Monitor
+from hop_tf.monitor import Monitor, ThreadMonitor
 from hop_tf.options import CommunicationOptions
 from hop_tf.simulate import VirtualCluster
-from hop_tf.transport.base import PeerStatus, Transport
+from hop_tf.transport.base import Message, PeerStatus, Transport
+from hop_tf.transport.in_process import InProcessNetwork, InProcessTransport
+from hop_tf.transport.outbox import Outbox
 
 
 class SessionTest(tf.test.TestCase):
@@ -221,6 +224,133 @@ class DeadlineTest(tf.test.TestCase):
         with self.assertRaisesRegex(errors.MismatchError, "other strategy"):
             self._wait(self._status(failure=errors.MismatchError("other strategy")))
         self.assertEqual(self.waited, 0)
+
+
+class _FullTransport(_FakeTransport):
+    """There is never room for a message to rank 1. Others take theirs."""
+
+    def __init__(self, status, monitor):
+        super().__init__(status)
+        self.sent = []
+        self.handlers = {}
+        self.on_block = lambda: None
+        self._monitor = monitor
+
+    def register(self, queue, handler):
+        self.handlers[queue] = handler
+
+    def send(self, peer, queue, header=b"", payload=(), lane=0, *, check=None):
+        self.sent.append((peer, queue))
+        while peer == 1 and check is not None:
+            self._monitor.wait(0.25)
+            if self._monitor.time >= 3:
+                self.on_block()
+            check()
+
+
+class SendTest(tf.test.TestCase):
+    """What ends the blocking of a rank whose messages a peer does not take."""
+
+    def _send(self, continues=True, step=12, on_block=lambda membership, transport: None, newcomer=False, **status):
+        monitor = _SteppingMonitor()
+        default = {"connected": True, "silent_seconds": 0.0, "ever_connected": True}
+        transport = _FullTransport(PeerStatus("host:123", **{**default, **status}), monitor)
+        membership = Membership(
+            transport=transport,
+            monitor=monitor,
+            options=CommunicationOptions(timeout_seconds=30, progress_timeout_seconds=600),
+            world_size=3,
+            peers=[1, 2],
+            continue_without_lost=continues,
+        )
+        transport.on_block = lambda: on_block(membership, transport)
+        try:
+            if newcomer:  # Its former process is known to be lost: that must not keep the state from it.
+                self._leave(rank=1, lost=True, final=True)(membership, transport)
+                membership.send_to_newcomer(1, "state", b"")
+            else:
+                membership.send(1, "updates", b"", step=step)
+        finally:
+            self.waited = monitor.time
+            self.sent = transport.sent
+        return membership
+
+    def _leave(self, **fields):
+        def on_block(membership, transport):
+            leave = membership_pb2.Leave(session=membership.session, **fields)
+            message = Message(2, "membership/leave", leave.SerializeToString(), np.empty(0, np.uint8))
+            transport.handlers["membership/leave"](message)
+
+        return on_block
+
+    def test_its_departure(self):
+        membership = self._send(on_block=self._leave(rank=1, lost=True, final=True, reason="dead"))
+        self.assertAlmostEqual(self.waited, 3, delta=0.5)
+        membership.check()
+
+    def test_that_its_process_is_dead(self):
+        membership = self._send(refused_seconds=9.0)
+        self.assertTrue(membership.departure(1).lost)
+        self.assertIn((2, "membership/leave"), self.sent)
+        self.assertLess(self.waited, 1)
+
+    def test_its_silence(self):
+        for ever_connected in (True, False):
+            membership = self._send(connected=False, silent_seconds=31.0, ever_connected=ever_connected)
+            self.assertTrue(membership.departure(1).lost)
+
+    def test_a_dead_peer_is_an_error_where_ranks_do_not_go_on(self):
+        with self.assertRaisesRegex(errors.PeerLostError, "step 12: send to 'updates' on rank 1 .*nobody listens"):
+            self._send(continues=False, refused_seconds=9.0)
+        with self.assertRaisesRegex(errors.PeerLostError, "nobody listens"):
+            self._send(step=None, refused_seconds=9.0)
+
+    def test_a_living_peer_is_waited_for(self):
+        with self.assertRaisesRegex(errors.DeadlineExceededError, "it is alive"):
+            self._send()
+        self.assertAlmostEqual(self.waited, 600, delta=1)
+
+    def test_the_end_of_the_job(self):
+        membership = self._send(on_block=self._leave(rank=2, abort=True, reason="a mismatch"))
+        with self.assertRaisesRegex(errors.PeerLostError, "rank 2 gave up: a mismatch"):
+            membership.check()
+
+    def test_that_the_rank_itself_leaves(self):
+        for newcomer in (False, True):
+            with self.assertRaises(Interrupted):
+                self._send(on_block=lambda membership, transport: membership.interrupt(), newcomer=newcomer)
+
+    def test_the_death_of_a_newcomer(self):
+        def die(membership, transport):
+            transport._status = PeerStatus("host:123", False, 0.0, True, refused_seconds=9.0)
+
+        membership = self._send(on_block=die, newcomer=True)
+        self.assertAlmostEqual(self.waited, 3, delta=0.5)
+        membership.check()
+
+    def test_a_peer_that_falls_silent_while_much_is_sent(self):
+        """On a real transport, whose own deadline is the same."""
+        self.enter_context(mock.patch.dict(Outbox.__init__.__kwdefaults__, max_bytes=1000))
+        options = CommunicationOptions(timeout_seconds=0.5)
+        network = InProcessNetwork(2)
+        transports = [InProcessTransport(rank, network, options=options) for rank in range(2)]
+        for transport in transports:
+            self.addCleanup(transport.close)
+            transport.start()
+        membership = Membership(
+            transport=transports[0],
+            monitor=ThreadMonitor(),
+            options=options,
+            world_size=2,
+            peers=[1],
+            continue_without_lost=True,
+        )
+        transports[0].connect(1)
+        self.assertTrue(transports[0].status(1).connected)
+        network.kill(1)
+        for step in range(3):
+            membership.send(1, "updates", b"", [np.zeros(600, np.uint8)], lane=1, step=step)
+        self.assertTrue(membership.departure(1).lost)
 
 
 if __name__ == "__main__":

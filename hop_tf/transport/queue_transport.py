@@ -99,9 +99,9 @@ class QueueTransport(Transport):
         self._check_can_send(peer, 0.0)
 
         def check_all(waited_seconds: float) -> None:
-            self._check_can_send(peer, waited_seconds)
-            if check is not None:
+            if check is not None:  # The caller may know more of the peer, and what to do about it.
                 check()
+            self._check_can_send(peer, waited_seconds)
 
         self._outbox(peer, lane).put(name, header, arrays, check_all)
         with self._lock:
