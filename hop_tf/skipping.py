@@ -35,6 +35,10 @@ class StepSkipping:
         self._outputs: _Outputs | None = None
         self._variables: dict[tuple, tf.Variable] = {}
 
+    def begin_session(self) -> None:
+        """Forgets what was left to be passed over when the last session ended."""
+        self._num_left.assign(0)
+
     def note(self, optimizer: Any, model: keras.Model | None) -> None:
         """The step that is being traced updates by `optimizer`.
 

@@ -264,6 +264,8 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
                 if self._worker.in_session:  # Of a custom loop, which has no end of its own.
                     self._worker.end_session(None)
                 self._worker.begin_session()
+                if self._skipping is not None:
+                    self._skipping.begin_session()
                 yield
                 if self._worker.joining:
                     raise HopError(
