@@ -210,7 +210,8 @@ class TokenQueue:
     Args:
       num_initial: Tokens at the start: max_iteration_gap - 1 (Fig. 7, line 5), where both start at iteration 0.
       capacity: Most tokens that can ever be here. As Theorem 2 bounds Iter(j) - Iter(i), that is
-        max_iteration_gap * (length(Path_{j->i}) + 1). The path is the way back: j is an out-neighbor of i.
+        max_iteration_gap * (length(Path_{j->i}) + 1). The path is the way back: j is an out-neighbor of i. It gets
+        longer where ranks on it end.
       iteration: The iteration that j is in at the start.
       make_fifo: Makes the queue.
     """

@@ -80,7 +80,6 @@ class HopExchange(Exchange, Joiner):
         k, x = outgoing.step, outgoing.buckets
         if outgoing.segment == RENEWAL:
             return Incoming(k, RENEWAL, self._renew(x))
-        self._pacing.wait_to_enter(k)
         self._enter(k)  # Line 10.
         self._pacing.wait_to_send(k)
         self._send(x, k)  # Line 11.
@@ -96,23 +95,31 @@ class HopExchange(Exchange, Joiner):
         return Incoming(outgoing.step, outgoing.segment, tuple(np.zeros_like(x) for x in outgoing.buckets))
 
     def _enter(self, k: int) -> None:
+        while not self._try_to_enter(k):
+            self._membership.wait(self._pacing.behind, operation="acquire token", step=k)
+        self._pacing.enter(k, self._lives)
+
+    def _try_to_enter(self, k: int) -> bool:
         neighbors = {*self._in_neighbors, *self._out_neighbors}
         with self._monitor:
+            if self._pacing.behind():
+                return False
             self.iteration = k
             self._lives = {j: self._membership.life_of(j) for j in neighbors if self._is_present(j)}
-        self._pacing.enter(k, self._lives)
+            return True
 
     def _is_present(self, j: int) -> bool:
         return self._membership.departure(j) is None
 
     def _send(self, x: Sequence[np.ndarray], k: int) -> None:
         for j in self._out_neighbors:
-            if j not in self._lives or not self._is_present(j):
+            life = self._lives.get(j)  # It is taken out when it joins, which may be now.
+            if life is None or not self._is_present(j):
                 continue
             if self._pacing.known_iteration(j) > k + self._settings.max_staleness:
                 self._num_withheld += 1  # It would come too late (section 6.2).
                 continue
-            header = _HEADER.pack(self._session, self._lives[j], k)
+            header = _HEADER.pack(self._session, life, k)
             self._membership.send(j, self._queue_name, header, x, lane=BULK_LANE, step=k)
         self._sent_steps = k + 1
 

@@ -51,8 +51,9 @@ class Pacing(abc.ABC):
     def reset(self, session: int, start: int = 0) -> None:
         """Forgets everything; the rank is to enter iteration `start` of `session`."""
 
-    def wait_to_enter(self, k: int) -> None:
-        """Called before the rank enters iteration k."""
+    def behind(self) -> list[int]:
+        """Out-neighbors that joined so far behind that the rank may not enter its next iteration yet."""
+        return []
 
     def enter(self, k: int, lives: Mapping[int, int]) -> None:
         """The rank enters iteration k, together with neighbors of these lives."""
@@ -81,8 +82,9 @@ class Pacing(abc.ABC):
 
     def _tell_in_neighbors(self, k: int, lives: Mapping[int, int]) -> None:
         for j in self._present(self._in_neighbors):
-            if j in lives:
-                header = _HEADER.pack(self._session, lives[j], k)
+            life = lives.get(j)  # It is taken out when it joins, which may be now.
+            if life is not None:
+                header = _HEADER.pack(self._session, life, k)
                 self._membership.send(j, self._queue_name, header, lane=BULK_LANE, step=k)
 
     def _present(self, ranks: Sequence[int]) -> list[int]:
@@ -109,37 +111,27 @@ class TokenPacing(Pacing):
         super().__init__(context, topology)
         self._max_ig = settings.max_iteration_gap
         self._skip = settings.skip
-        rank = context.membership.rank
-        # Theorem 2; without a rank that was lost, a path may be the longest there is.
-        lengths = {
-            j: topology.world_size - 1 if settings.continues_without_lost else topology.shortest_path_length(j, rank)
-            for j in self._out_neighbors
-        }
-        self._capacities = {j: self._max_ig * (length + 1) for j, length in lengths.items()}
+        # Theorem 2, for the longest path there is: where others have ended, none may be shorter.
+        self._capacity = self._max_ig * topology.world_size
         self.reset(context.session)
 
     def reset(self, session: int, start: int = 0) -> None:
         with self._monitor:
             self._session = session
             self._permitted = start  # The iteration up to which tokens were taken.
-            self._tokens = {j: self._make_queue(j, -1) for j in self._out_neighbors}  # Line 5.
+            self._tokens = {j: self._make_queue(-1) for j in self._out_neighbors}  # Line 5.
 
-    def _make_queue(self, j: int, iteration: int) -> TokenQueue:
+    def _make_queue(self, iteration: int) -> TokenQueue:
         """TokenQ(j -> i) where j is in `iteration`."""
         return TokenQueue(
             num_initial=iteration - self._permitted + self._max_ig,
-            capacity=self._capacities[j],
+            capacity=self._capacity,
             iteration=iteration,
             make_fifo=self._make_fifo,
         )
 
-    def wait_to_enter(self, k: int) -> None:
-        """A rank that joins may be too far ahead of an out-neighbor."""
-
-        def missing() -> list[int]:
-            return [j for j in self._present(self._out_neighbors) if self._tokens[j].size < 0]
-
-        self._membership.wait(missing, operation="acquire token", step=k)
+    def behind(self) -> list[int]:
+        return [j for j in self._present(self._out_neighbors) if self._tokens[j].size < 0]
 
     def enter(self, k: int, lives: Mapping[int, int]) -> None:
         """Line 10: one token for every iteration that was entered, jumped over or not."""
@@ -151,14 +143,19 @@ class TokenPacing(Pacing):
         def missing() -> list[int]:
             return [j for j in self._present(self._out_neighbors) if self._tokens[j].size <= 0]
 
-        self._membership.wait(missing, operation="acquire token", step=k)
-        with self._monitor:
-            queues = [self._tokens[j] for j in self._present(self._out_neighbors)]
-            num_iterations = self._jump(queues)
-            for tokens in queues:
-                tokens.take(num_iterations)
-            self._permitted = k + num_iterations
-            return num_iterations
+        while True:
+            self._membership.wait(missing, operation="acquire token", step=k)
+            with self._monitor:
+                if not missing():  # A rank may have joined since.
+                    return self._take(k)
+
+    def _take(self, k: int) -> int:
+        queues = [self._tokens[j] for j in self._present(self._out_neighbors)]
+        num_iterations = self._jump(queues)
+        for tokens in queues:
+            tokens.take(num_iterations)
+        self._permitted = k + num_iterations
+        return num_iterations
 
     def _jump(self, queues: Sequence[TokenQueue]) -> int:
         if self._skip is None or not queues:
@@ -170,7 +167,7 @@ class TokenPacing(Pacing):
 
     def admit(self, j: int, start: int) -> None:
         """As though j was in the iteration before."""
-        self._tokens[j] = self._make_queue(j, start - 1)
+        self._tokens[j] = self._make_queue(start - 1)
 
     def meet(self, j: int, k: int) -> None:
         """The tokens that j has inserted up to iteration k; those of a later one may have come first."""

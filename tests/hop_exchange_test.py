@@ -129,6 +129,20 @@ class HopExchangeTest(tf.test.TestCase, parameterized.TestCase):
             x = np.where((np.arange(4) == 2)[:, None] & (step >= 10), x, x_next)
         self.assertAllClose(run.parameters, x, rtol=1e-5, atol=1e-5)
 
+    def test_tokens_have_room_where_ranks_that_leave_lengthen_paths(self):
+        num_steps = [40] * 8
+        num_steps[4] = num_steps[6] = 1
+        run = hop_tf.simulate.hop(
+            topology="exponential",
+            world_size=8,
+            num_steps=num_steps,
+            compute=lambda rank: iter([1e6 if rank == 0 else 1.0 + 0.01 * rank] * 100),
+            max_iteration_gap=2,
+            num_backup_workers=2,
+            on_peer_loss="raise",
+        )
+        self.assertAllEqual(np.isfinite(run.finished_seconds), [True] * 8)
+
     def test_a_departure_that_splits_the_graph_is_an_error(self):
         topology = resolve(nx.path_graph(3), 3)
         with self.assertRaisesRegex(HopError, r"ranks \[1\] have left"):
