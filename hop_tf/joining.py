@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import abc
 import collections
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 from absl import logging
@@ -34,13 +35,15 @@ _MAX_APPROACHES = 8
 _RETRY_SECONDS = 0.1
 _NOT_THERE = -1
 
+_Exchange = TypeVar("_Exchange")
+
 
 class State(abc.ABC):
     """What a newcomer takes from another rank."""
 
     @abc.abstractmethod
-    def signature(self) -> bytes:
-        """What it consists of; see `hop_tf.replica_state.sign`."""
+    def signature(self, groups: str) -> bytes:
+        """What it consists of, beside these exchange groups; see `hop_tf.replica_state.sign`."""
 
     @abc.abstractmethod
     def read(self) -> list[np.ndarray]:
@@ -94,6 +97,7 @@ class Joining:
         self._asking_for_state: list[int] = []
         self._replies: dict[int, tuple[membership_pb2.StateReply, np.ndarray]] = {}
         self._welcomed: set[int] = set()
+        self._joins: dict[int, membership_pb2.Join] = {}  # The latest one of every rank that has joined.
         self._num_approaches = 0
         self.counts: collections.Counter[str] = collections.Counter()
         for queue, handler in {
@@ -104,10 +108,30 @@ class Joining:
         }.items():
             self._transport.register(queue, handler)
 
-    def attach(self, group: str, exchange: Joiner) -> None:
-        """From now on `exchange` hears of newcomers."""
-        with self._monitor:
+    def attach(self, group: str, make_exchange: Callable[[], _Exchange]) -> _Exchange:
+        """Makes a group's exchange. It hears of newcomers, if it is a `Joiner`: first, of those that came before it.
+
+        Args:
+          group: Name of the group.
+          make_exchange: Makes the exchange, which may take messages from then on.
+
+        Returns:
+          The exchange.
+        """
+        with self._monitor:  # Of newcomers it must hear before it takes a message of theirs.
+            exchange = make_exchange()
+            if not isinstance(exchange, Joiner):
+                return exchange
             self._exchanges[group] = exchange
+            joins = [join for join in self._joins.values() if group in join.first_steps and self._is_present(join)]
+            welcomes = {join.rank: self._admit(join) for join in joins}
+        self._answer(welcomes)
+        return exchange
+
+    def _is_present(self, join: membership_pb2.Join) -> bool:
+        membership = self._membership
+        is_latest = join.session == membership.session and join.life == membership.life_of(join.rank)
+        return is_latest and membership.departure(join.rank) is None
 
     def detach(self, group: str) -> None:
         """The group is no more."""
@@ -170,12 +194,16 @@ class Joining:
         reply, payload = replies[peer]
         signature, arrays = payload[: reply.signature_bytes], payload[reply.signature_bytes :]
         try:
-            compare(self._membership.rank, self._state.signature(), peer, signature.tobytes())
+            compare(self._membership.rank, self._signature(), peer, signature.tobytes())
         except MismatchError as error:
             raise MismatchError(f"{error} A rank that was started again joins in its first `fit`.") from None
         self._state.write(arrays)
         self.counts = collections.Counter(dict(reply.counts))
         return reply.step
+
+    def _signature(self) -> bytes:
+        with self._monitor:
+            return self._state.signature(" ".join(sorted(self._exchanges)))
 
     def _request(
         self, peers: Sequence[int], request: membership_pb2.StateRequest, position: int
@@ -221,7 +249,7 @@ class Joining:
             asking, self._asking_for_state = self._asking_for_state, []
         if not asking:
             return
-        signature = np.frombuffer(self._state.signature(), np.uint8)
+        signature = np.frombuffer(self._signature(), np.uint8)
         reply = membership_pb2.StateReply(step=step, has_state=True, signature_bytes=signature.size, counts=self.counts)
         arrays = [signature, *self._state.read()]
         for rank in asking:
@@ -257,15 +285,22 @@ class Joining:
         with self._monitor:
             if not membership.readmit(join.rank, join.session, join.life):
                 return
-            steps = {
-                group: exchange.admit(join.rank, join.first_steps[group])
-                for group, exchange in self._exchanges.items()
-                if group in join.first_steps
-            }
+            self._joins[join.rank] = join
+            welcome = self._admit(join)
         membership.tell_peers(_JOIN, message.header, except_for=(message.sender, join.rank))
-        if join.rank in membership.peers:
-            welcome = membership_pb2.Welcome(life=join.life, steps=steps, sender_life=membership.present_life)
-            membership.tell(join.rank, _WELCOME, welcome.SerializeToString())
+        self._answer({join.rank: welcome})
+
+    def _admit(self, join: membership_pb2.Join) -> membership_pb2.Welcome | None:
+        """Makes room for a newcomer. None where this rank has not made its groups yet: the answer follows then."""
+        if not join.first_steps.keys() <= self._exchanges.keys():
+            return None
+        steps = {group: self._exchanges[group].admit(join.rank, step) for group, step in join.first_steps.items()}
+        return membership_pb2.Welcome(life=join.life, steps=steps, sender_life=self._membership.present_life)
+
+    def _answer(self, welcomes: Mapping[int, membership_pb2.Welcome | None]) -> None:
+        for rank, welcome in welcomes.items():
+            if welcome is not None and rank in self._membership.peers:
+                self._membership.tell(rank, _WELCOME, welcome.SerializeToString())
 
     def _on_welcome(self, message: Message) -> None:
         welcome = _parse(membership_pb2.Welcome, message)

@@ -102,6 +102,8 @@ class Membership:
         self._gone: dict[int, Departure] = {}
         self._failure: BaseException | None = None
         self._interrupted = False
+        # Whether the others went on without this rank: what it does is of no matter to them any more.
+        self.is_given_up = False
         # This rank's life, and those of others where they are not 0. While it is joining, the one that is to begin.
         self.life = 0
         self.joining = False
@@ -559,6 +561,7 @@ class Membership:
             raise ProtocolError(f"rank {message.sender} announced that rank {leave.rank} leaves: no such rank.")
         if leave.rank == self.rank and leave.lost:
             if self._begun_session and leave.life == self.life:  # Else it is about an earlier process.
+                self.is_given_up = True
                 self.fail(PeerLostError(f"rank {self.rank}: the others went on without this rank: {leave.reason}"))
             return
         with self.monitor:
@@ -568,6 +571,8 @@ class Membership:
 
     def _note(self, leave: membership_pb2.Leave) -> bool:
         """Remembers a departure; False if it was known."""
+        if leave.rank != self.rank:  # News of a life that this rank has not heard of yet ends the one before, too.
+            self._begin_life(leave.rank, leave.life)
         key = (leave.session, leave.rank)
         gone = self._gone.get(leave.rank)
         if leave.lost:  # Also after it had left: what it has sent and nobody received will never come.

@@ -61,6 +61,8 @@ def _first_difference(theirs, mine) -> tuple[str, str, str] | None:
     for index, (first, own) in enumerate(zip(theirs.variables, mine.variables, strict=True)):
         if first != own:
             return f"variable {index}", _in_words(first), _in_words(own)
+    if theirs.group != mine.group:
+        return "the groups of variables", repr(theirs.group), repr(mine.group)
     return None
 
 
@@ -94,9 +96,9 @@ class ReplicaState:
         variables = [known() for known in self._known.values()]
         return [variable for variable in variables if variable is not None]
 
-    def signature(self) -> bytes:
-        """What the state consists of."""
-        return sign("state", "", [spec_of(variable) for variable in self.variables()])
+    def signature(self, groups: str) -> bytes:
+        """What the state consists of, beside these exchange groups."""
+        return sign(groups, "", [spec_of(variable) for variable in self.variables()])
 
     def read(self) -> list[np.ndarray]:
         """The values, flat. They may share memory with the variables: read-only."""

@@ -21,7 +21,7 @@ from hop_tf.cluster import Cluster
 from hop_tf.collectives import TreeCollectives
 from hop_tf.errors import HopError, MismatchError
 from hop_tf.exchange import CATCH_UP, Exchange, ExchangeRunner
-from hop_tf.joining import Joiner, Joining
+from hop_tf.joining import Joining
 from hop_tf.membership import Membership
 from hop_tf.monitor import ThreadMonitor
 from hop_tf.options import CommunicationOptions
@@ -275,7 +275,7 @@ class Worker:
         self.membership.leave(
             sent_steps={group.name: group.exchange.sent_steps for group in self._groups},
             reason="" if error is None else f"{type(error).__name__}: {error}",
-            abort=stuck is not None or isinstance(error, HopError),
+            abort=(stuck is not None or isinstance(error, HopError)) and not self.membership.is_given_up,
         )
         if stuck is not None and error is stuck:
             raise stuck
@@ -350,11 +350,8 @@ class Worker:
         name = f"{self._num_groups}-{digest:08x}"
         self._num_groups += 1
         self._compare(self._next_in_session(), name, type(optimizer).__name__, specs)
-        exchange = self._make_exchange(
-            ExchangeContext(name, self.membership.session, packing, self.membership, self._pool)
-        )
-        if isinstance(exchange, Joiner):
-            self._joining.attach(name, exchange)
+        context = ExchangeContext(name, self.membership.session, packing, self.membership, self._pool)
+        exchange = self._joining.attach(name, lambda: self._make_exchange(context))
         runner = ExchangeRunner(
             name=name, packing=packing, exchange=exchange, on_error=self._on_error, joining=self._joining
         )

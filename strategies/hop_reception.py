@@ -78,8 +78,10 @@ class TaggedReception(Reception):
             make_fifo=context.make_fifo,
         )
         self._next = 0  # The first iteration that has not been reduced.
+        self._newest: dict[int, int] = {}  # Of what each sender has sent, dropped or not.
 
     def put(self, update: Update) -> None:
+        self._newest[update.sender] = update.iteration
         if update.iteration < self._next:
             self.num_late += 1
         else:
@@ -87,8 +89,12 @@ class TaggedReception(Reception):
 
     def missing(self, k: int, delivers: Callable[[int, int], bool]) -> list[int]:
         here = self._queue.senders(k)
-        absent = [j for j in self._weights if j not in here and delivers(j, k)]
+        absent = [j for j in self._weights if j not in here and not self._is_past(j, k) and delivers(j, k)]
         return absent if len(absent) > self._num_backup_workers else []
+
+    def _is_past(self, j: int, k: int) -> bool:
+        """Whether rank j will not send an update of iteration k any more: it has jumped over it."""
+        return self._newest.get(j, -1) > k
 
     def take(self, k: int) -> tuple[list[Update], list[float]]:
         updates = self._queue.dequeue(k)
@@ -102,6 +108,7 @@ class TaggedReception(Reception):
         self.num_late += self._queue.drop_older(k)
 
     def forget(self, sender: int, newest: int) -> None:
+        self._newest.pop(sender, None)
         self._queue.drop_sender(sender)
 
     def __len__(self) -> int:

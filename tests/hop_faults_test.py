@@ -6,6 +6,7 @@ killed at every event of the small jobs below, else at some.
 
 import os
 import re
+from unittest import mock
 
 import networkx as nx
 import numpy as np
@@ -14,8 +15,8 @@ from absl import logging
 from absl.testing import parameterized
 
 import hop_tf
-from hop_tf.errors import DeadlineExceededError, HopError, PeerLostError
-from hop_tf.simulate import Fault, Problem
+from hop_tf.errors import DeadlineExceededError, HopError, MismatchError, PeerLostError
+from hop_tf.simulate import Fault, Problem, hop_training
 from hop_tf.simulate.hop_training import Job
 from hop_tf.strategies.hop_settings import HopSettings
 from hop_tf.topology import resolve
@@ -153,6 +154,58 @@ class EveryStateTest(tf.test.TestCase, parameterized.TestCase):
         job.result = job.run()
         job.scheduler = job.cluster.scheduler
         return job
+
+
+class ScenarioTest(tf.test.TestCase, parameterized.TestCase):
+    """Deaths and returns that were traps once."""
+
+    def setUp(self):
+        super().setUp()
+        self.enter_context(logging_disabled())
+
+    def _job(self, topology, world_size, settings, compute=lambda rank: iter([1.0] * 200), **arguments):
+        return Job(
+            topology=resolve(topology, world_size),
+            settings=HopSettings(**settings),
+            num_steps=[60] * world_size,
+            compute=compute,
+            link_seconds=lambda sender, receiver, num_bytes: 0.01 + 0.001 * sender,
+            problem=Problem(np.zeros(3, np.float32), _approach),
+            **arguments,
+        )
+
+    def _check_all_finish(self, job, faults):
+        for fault in faults:
+            job.cluster.scheduler.call_at(
+                fault.seconds, lambda fault=fault: job.kill(fault.rank, fault.restart_seconds)
+            )
+        result = job.run()
+        self.assertTrue(np.isfinite(result.finished_seconds).all())
+        self.assertAllClose(result.parameters, [_TARGET] * len(result.parameters), atol=0.01)
+
+    def test_joins_between_stragglers_that_jump(self):
+        """Both neighbors decide to jump when they have sent their state, and have not heard of the newcomer yet."""
+        graph = nx.Graph([(5, 2), (2, 0), (0, 1), (1, 3), (3, 4), (4, 5)])
+        settings = {"num_backup_workers": 1, "skip": hop_tf.SkipIterations(max_jump=10, trigger=2)}
+        for seconds in (3.0, 6.0):
+            job = self._job(graph, 6, settings, lambda rank: iter([4.0 if rank in (2, 4) else 1.0] * 200))
+            self._check_all_finish(job, [Fault(5, seconds, 2.3)])
+
+    @parameterized.parameters(*_MODES)
+    def test_joins_while_a_neighbor_has_not_made_its_group(self, mode):
+        for world_size in (6, 12):
+            job = self._job("ring", world_size, _MODES[mode], tracing_seconds=lambda rank: 20.0 * (rank == 3))
+            self._check_all_finish(job, [Fault(2, 1.0, 0.3)])
+
+    def test_a_newcomer_that_numbers_its_groups_otherwise(self):
+        """As where the others train with their second optimizer."""
+        job = self._job("ring", 4, {"on_peer_loss": "continue"})
+        job.cluster.scheduler.call_at(5.0, lambda: job.kill(2, 1.0))
+        patch = mock.patch.object(hop_training, "_GROUP", "0-ab")
+        job.cluster.scheduler.call_at(5.5, patch.start)
+        self.addCleanup(patch.stop)
+        with self.assertRaisesRegex(MismatchError, "order of operations.* joins in its first `fit`"):
+            job.run()
 
 
 def logging_disabled():

@@ -128,6 +128,20 @@ class SessionTest(tf.test.TestCase):
             with self.assertRaisesRegex(errors.PeerLostError, "to average takes all ranks, and rank 3 was lost"):
                 membership.require_all("to average")
 
+    def test_a_newcomer_hears_of_the_end_of_a_later_life(self):
+        """Rank 2 was lost, joined as life 1 and ended; what a newcomer hears first does not matter."""
+        end = membership_pb2.Leave(rank=2, session=1, life=1, final=True, reason="done")
+        under_way = membership_pb2.Ready(session=1, under_way=True, lives={2: 1})
+        news = [("membership/leave", end), ("membership/ready", under_way)]
+        for order in (news, news[::-1]):
+            membership = VirtualCluster(3, continue_without_lost=True).memberships[0]
+            membership.session = 1
+            for queue, message in order:
+                data = message.SerializeToString()
+                membership.transport._handlers[queue](Message(1, queue, data, np.empty(0, np.uint8)))
+            self.assertEqual(membership.life_of(2), 1)
+            self.assertEqual(membership.departure(2).reason, "done")
+
     def test_interrupt_ends_waiting(self):
         cluster = VirtualCluster(2)
 

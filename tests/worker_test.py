@@ -11,6 +11,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import hop_tf
+from hop_tf import membership_pb2
 from hop_tf.cluster import Cluster
 from hop_tf.errors import HopError, MismatchError, PeerLostError
 from hop_tf.exchange import Exchange, Incoming
@@ -335,6 +336,20 @@ def _compile_five_times():
         model.fit(np.ones((8, 3), "float32"), np.ones((8, 1), "float32"), batch_size=4, verbose=0, callbacks=[count])
     strategy.shutdown()
     return counts
+
+
+class GivenUpTest(_TwoRanksTestCase):
+    def test_a_rank_that_others_gave_up_does_not_end_the_job(self):
+        """Rank 0 stands for one that hears rank 1's farewell before it hears that rank 1 was lost."""
+        self.begin_session()
+        lost = membership_pb2.Leave(rank=1, session=1, lost=True, final=True, reason="silent")
+        first, second = (worker.membership for worker in self.workers)
+        first.tell(1, "membership/leave", lost.SerializeToString())
+        with self.assertRaisesRegex(PeerLostError, "went on without this rank: silent") as raised:
+            second.wait_until(lambda: False, _DEADLINE_SECONDS)
+        self.workers[1].end_session(raised.exception)
+        self.assertTrue(first.wait_until(lambda: first.departure(1) is not None, _DEADLINE_SECONDS))
+        first.check()
 
 
 class RecompileTest(tf.test.TestCase):

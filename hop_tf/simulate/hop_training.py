@@ -138,7 +138,10 @@ def simulate_hop(
 
 
 class Job:
-    """A simulated job, whose ranks can be killed. For the arguments see `simulate_hop`.
+    """A simulated job, whose ranks can be killed. For the other arguments see `simulate_hop`.
+
+    Args:
+      tracing_seconds: How long a process of a rank takes to trace its first step, when all have begun. Default: 0.
 
     Attributes:
       cluster: The ranks' memberships and the clock.
@@ -153,6 +156,7 @@ class Job:
         compute: ComputeEmulation | Callable[[int], Iterator[float]],
         link_seconds: Callable[[int, int, int], float] | None,
         problem: Problem,
+        tracing_seconds: Callable[[int], float] | None = None,
     ):
         settings.check_topology(topology)
         self._topology = topology
@@ -160,6 +164,7 @@ class Job:
         self._num_steps = num_steps
         self._compute = compute
         self._problem = problem
+        self._tracing_seconds = tracing_seconds
         self._record = _Record(topology.world_size, max(num_steps))
         self.cluster = VirtualCluster(
             topology.world_size,
@@ -181,7 +186,7 @@ class Job:
             largest_gap=record.largest_gap,
             most_updates=record.most_updates,
             parameters=np.stack([rank.x for rank in self._ranks]),
-            counters=[rank.exchange.counters() for rank in self._ranks],
+            counters=[rank.exchange.counters() if rank.exchange else {} for rank in self._ranks],
         )
 
     def kill(self, rank: int, restart_seconds: float | None = None) -> None:
@@ -211,6 +216,7 @@ class Job:
             durations=durations,
             num_steps=self._num_steps[rank],
             problem=self._problem,
+            tracing_seconds=self._tracing_seconds(rank) if self._tracing_seconds else 0.0,
             was_restarted=was_restarted,
         )
 
@@ -256,6 +262,7 @@ class _Rank(State):
         durations: Iterator[float],
         num_steps: int,
         problem: Problem,
+        tracing_seconds: float,
         was_restarted: bool,
     ):
         self._rank = rank
@@ -269,14 +276,14 @@ class _Rank(State):
         self._problem = problem
         self.x = problem.initial.astype(np.float32)
         self._packing = Packing([TensorSpec("x", self.x.shape, tf.float32)])
-        self.exchange = make_exchange(
-            ExchangeContext(_GROUP, _SESSION, self._packing, self._membership, cluster.pool, SimulatedFifo)
-        )
         self._joining = Joining(self._membership, self, timeout_seconds=0.0)
-        self._joining.attach(_GROUP, self.exchange)
+        context = ExchangeContext(_GROUP, _SESSION, self._packing, self._membership, cluster.pool, SimulatedFifo)
+        self._make_exchange = lambda: make_exchange(context)
+        self._tracing_seconds = tracing_seconds
+        self.exchange: HopExchange | None = None  # Until its first step is traced.
 
-    def signature(self) -> bytes:
-        return sign("simulated", "", self._packing.specs)
+    def signature(self, groups: str) -> bytes:
+        return sign(groups, "", self._packing.specs)
 
     def read(self) -> list[np.ndarray]:
         return [self.x]
@@ -287,6 +294,7 @@ class _Rank(State):
     def train(self) -> None:
         try:
             self._membership.begin_session()
+            self._trace()
             step = self._catch_up()
         except PeerLostError:
             if not self._was_restarted:
@@ -297,6 +305,11 @@ class _Rank(State):
             step += 1 + self._take_step(step)
         self._record.finish(self._rank, self._clock.now)
         self._membership.leave(sent_steps={_GROUP: self.exchange.sent_steps}, reason="done")
+
+    def _trace(self) -> None:
+        if self._tracing_seconds:
+            self._clock.sleep(self._tracing_seconds)
+        self.exchange = self._joining.attach(_GROUP, self._make_exchange)
 
     def _catch_up(self) -> int:
         """The first step of this process; the number of those passed over, where it was started again."""

@@ -167,6 +167,8 @@ class VirtualTransport(Transport):
         known = self._peers.setdefault(sender.rank, sender)
         if known._life < sender._life:
             self._peers[sender.rank] = sender
+            for messages in self._held.values():
+                messages[:] = [message for message in messages if message.sender != sender.rank]
             self._on_restart(sender.rank)
         return known._life <= sender._life
 
