@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from hop_tf.emulation import ComputeEmulation
-from hop_tf.errors import PeerLostError
+from hop_tf.errors import DeadlineExceededError, PeerLostError
 from hop_tf.exchange import Outgoing
 from hop_tf.joining import Joining, State
 from hop_tf.packing import Packing, TensorSpec
@@ -296,7 +296,7 @@ class _Rank(State):
             self._membership.begin_session()
             self._trace()
             step = self._catch_up()
-        except PeerLostError:
+        except (PeerLostError, DeadlineExceededError):
             if not self._was_restarted:
                 raise
             return  # Nobody is there any more.
