@@ -2,7 +2,7 @@
 #
 #   make demo       four processes train scikit-learn's digits
 #   make test       the test suite; PYTEST_ARGS="-k topology" runs a part of it
-#   make stress     the multi-process tests, REPEAT times, and 10,000 random schedules in simulation
+#   make stress     the multi-process tests, REPEAT times with other deaths, and 10,000 random schedules in simulation
 #   make benchmark  what the core and the transport cost; nothing else should run on the machine
 #   make lint       ruff's checks and format
 #   make bazel      builds and tests everything with Bazel, offline
@@ -36,7 +36,7 @@ test: $(INSTALLED)
 stress: $(INSTALLED)
 	for run in $$(seq $(REPEAT)); do \
 		echo "run $$run of $(REPEAT)"; \
-		$(BIN)/pytest -q --durations=0 -m multi_process $(PYTEST_ARGS) || exit 1; \
+		HOP_TF_SCHEDULE_SEED=$$run $(BIN)/pytest -q --durations=0 -m multi_process $(PYTEST_ARGS) || exit 1; \
 	done
 	HOP_TF_NUM_SCHEDULES=10000 $(BIN)/pytest -q --timeout=7200 $(PARALLEL) tests/hop_simulation_test.py tests/hop_faults_test.py
 
