@@ -33,8 +33,8 @@ Starts a training script once per worker on this machine, each with its own TF_C
 
 Lines of all processes are printed with the process's name, and written to a log file each. The first process that
 fails is named at the end, its exit code (128 + signal number if a signal ended it) becomes the launcher's, and the
-others are ended. The job is done when all workers are: parameter servers are ended then. Ctrl-C is passed on to all
-processes; a second one ends them. No process survives the launcher.
+others are ended, unless --keep_going is given. The job is done when all workers are: parameter servers are ended
+then. Ctrl-C is passed on to all processes; a second one ends them. No process survives the launcher.
 """
 _EPILOG = """\
 Each worker is given its share of the cores (OMP_NUM_THREADS, TF_NUM_INTRAOP_THREADS, TF_NUM_INTEROP_THREADS) and,
@@ -55,6 +55,7 @@ class LaunchOptions:
       timeout_seconds: Time after which the whole job is ended; None for no limit.
       python: The Python interpreter.
       emulation: Emulated compute, or None.
+      keep_going: Whether the other processes run on when one fails.
 
     Raises:
       ValueError: If a value is out of range, the script is missing, or a slowdown names a rank that does not exist.
@@ -68,6 +69,7 @@ class LaunchOptions:
     timeout_seconds: float | None = None
     python: str = sys.executable
     emulation: ComputeEmulation | None = None
+    keep_going: bool = False
 
     def __post_init__(self):
         make_tasks(num_workers=self.num_workers, num_ps=self.num_ps)
@@ -107,6 +109,11 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--num_workers", type=int, required=True, help="number of workers")
     add("--num_ps", type=int, default=0, help="number of parameter servers (default: %(default)s)")
     add("--log_dir", help="directory for logs and launch.json (default: a new temporary one)")
+    add(
+        "--keep_going",
+        action="store_true",
+        help="let the other processes run on when one fails, as for ranks that train on without a lost one",
+    )
     add("--timeout_seconds", type=float, help="end the whole job after this time, with exit code 124")
     add("--python", default=sys.executable, help="Python interpreter of the processes (default: this one)")
     add("--step_seconds", type=float, help="emulate compute: a training step takes at least this long, asleep")
@@ -133,6 +140,7 @@ def _read_options(arguments: argparse.Namespace) -> LaunchOptions:
         timeout_seconds=arguments.timeout_seconds,
         python=arguments.python,
         emulation=_read_emulation(arguments),
+        keep_going=arguments.keep_going,
     )
 
 
@@ -190,7 +198,7 @@ class _Launcher:
             server = stack.enter_context(contextlib.closing(ProcessServer()))
             ports = stack.enter_context(PortReservation(len(self._tasks)))
             self._start(server, outputs, ports)
-            supervisor = _Supervisor(server, self._processes, self._options.timeout_seconds, signals, self._say)
+            supervisor = _Supervisor(server, self._processes, self._options, signals, self._say)
             supervisor.run(self._meter.sample)
         return supervisor
 
@@ -255,14 +263,14 @@ class _Supervisor:
         self,
         server: ProcessServer,
         processes: dict[Task, Process],
-        timeout_seconds: float | None,
+        options: LaunchOptions,
         signals: list[int],
         say: Callable[[str], None],
     ):
         self._server = server
         self._processes = processes
-        self._timeout_seconds = timeout_seconds
-        self._deadline = time.monotonic() + (timeout_seconds or float("inf"))
+        self._options = options
+        self._deadline = time.monotonic() + (options.timeout_seconds or float("inf"))
         self._signals = signals
         self._say = say
         self.outcome: Outcome | None = None
@@ -285,9 +293,11 @@ class _Supervisor:
     def _find_outcome(self) -> Outcome | None:
         if self._signals:
             return Outcome.INTERRUPTED
-        if any(process.exit_code for process in self._processes.values()):
+        has_failed = any(process.exit_code for process in self._processes.values())
+        is_done = not any(task.type == "worker" for task in self._running())
+        if has_failed and (is_done or not self._options.keep_going):
             return Outcome.FAILED
-        if not any(task.type == "worker" for task in self._running()):
+        if is_done:
             return Outcome.COMPLETED
         return Outcome.TIMED_OUT if time.monotonic() > self._deadline else None
 
@@ -309,7 +319,7 @@ class _Supervisor:
             case Outcome.INTERRUPTED:
                 self._say(f"{signal.Signals(self._signals[0]).name}: passed on to {running}; once more to end them")
             case Outcome.TIMED_OUT:
-                self._say(f"not done after {self._timeout_seconds:g} s; ending {running}")
+                self._say(f"not done after {self._options.timeout_seconds:g} s; ending {running}")
             case Outcome.FAILED:
                 failed = next(task for task, process in self._processes.items() if process.exit_code)
                 self._say(f"{failed} failed; {running} will be ended in {_REPORT_SECONDS:.0f} s")

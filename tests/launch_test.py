@@ -144,6 +144,25 @@ class LaunchTest(_LaunchTestCase):
         self.assertEqual([task["ended_by_launcher"] for task in tasks], [False, True, True])
         self.assertIn("first failure: worker 0, exit code 5", "\n".join(lines))
 
+    def test_others_go_on_after_a_failure_where_they_are_to(self):
+        mark = os.path.join(self.directory, "mark")
+        script = self.write_script(f"""
+            import time
+            if task["index"] == 0:
+                open({mark!r}, "w").close()
+                sys.exit(7)
+            while not os.path.exists({mark!r}):
+                time.sleep(0.01)
+            time.sleep(1)  # By now it would have been ended.
+            print("done")
+        """)
+        with _patience(0.1):
+            exit_code, _ = self.launch("--num_workers=2", "--keep_going", script)
+        self.assertEqual(exit_code, 7)
+        self.assertEqual(self.summary()["outcome"], "failed")
+        self.assertEqual([task["exit_code"] for task in self.summary()["tasks"]], [7, 0])
+        self.assertIn("done", self.log("worker_1"))
+
     def test_timeout_ends_the_job(self):
         script = self.write_script('print("waiting"); signal.pause()')
         exit_code, lines = self.launch("--num_workers=2", "--timeout_seconds=1.5", script)
