@@ -30,6 +30,23 @@ def number(index):
     return index.to_bytes(4, "little")
 
 
+class DeadPeerTest(TransportTestMixin, absltest.TestCase):
+    member = GrpcTransport
+
+    def test_nobody_listens_any_more(self):
+        first, second = self.start()
+        self.check_works(first, second)
+        self.assertEqual(first.status(1).refused_seconds, 0)
+        second.close()
+        wait_until(lambda: first.status(1).refused_seconds > 0)
+
+    def test_a_peer_that_was_never_there_may_come(self):
+        first = self.start_at(0, self.addresses(2))
+        first.connect(1)
+        wait_until(lambda: first.status(1).last_problem)
+        self.assertEqual(first.status(1).refused_seconds, 0)
+
+
 class BrokenConnectionTest(TransportTestMixin, absltest.TestCase):
     member = GrpcTransport
 

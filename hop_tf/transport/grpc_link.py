@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable, Iterator
 
@@ -14,6 +15,7 @@ from hop_tf.transport.outbox import Outbox
 from hop_tf.transport.peer import Peer
 
 METHOD = "/hop_tf.Transport/Stream"
+_PROBE_SECONDS = 1.0
 
 
 class GrpcLink(Link):
@@ -42,10 +44,24 @@ class GrpcLink(Link):
                 self._stream_begins(call.cancel)
                 self._read(call, connection)
         except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.UNAVAILABLE:
+                self._probe()
             return str(error.details())
         finally:
             connection.end()
         return "it closed the connection"
+
+    def _probe(self) -> None:
+        """Finds out whether anybody still listens where the peer did, which gRPC does not tell from other troubles."""
+        if self._peer.incarnation is None:
+            return
+        host, _, port = self._peer.address.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), _PROBE_SECONDS).close()
+        except ConnectionRefusedError:
+            self._peer.refused()
+        except OSError:
+            pass  # It cannot be reached, or takes its time: it may live.
 
     # What is sent. gRPC calls the generator from a thread of its own.
 
