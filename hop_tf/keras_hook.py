@@ -52,8 +52,8 @@ class TrainingHooks(abc.ABC):
     """What a strategy is asked by the hooks. Its `extended` is an `Extended`."""
 
     @abc.abstractmethod
-    def fit_session(self, x: Any) -> contextlib.AbstractContextManager:
-        """Surrounds `model.fit(x, ...)`."""
+    def fit_session(self, x: Any, callbacks: Any = None) -> contextlib.AbstractContextManager:
+        """Surrounds `model.fit(x, callbacks=callbacks, ...)`."""
 
     @abc.abstractmethod
     def keras_call(self) -> contextlib.AbstractContextManager:
@@ -338,21 +338,24 @@ _fits = _Fits()
 
 
 def _wrapped(method: Callable, is_fit: bool) -> Callable:
+    signature = inspect.signature(method)
+
     @functools.wraps(method)
     def call(self, *args, **kwargs):
         strategy = self.distribute_strategy
         if not isinstance(strategy.extended, Extended):
             return method(self, *args, **kwargs)
-        x = args[0] if args else kwargs.get("x")
-        with strategy.keras_call(), _fit(strategy, x) if is_fit else contextlib.nullcontext():
+        given = signature.bind(self, *args, **kwargs).arguments
+        session = _fit(strategy, given.get("x"), given.get("callbacks")) if is_fit else contextlib.nullcontext()
+        with strategy.keras_call(), session:
             return method(self, *args, **kwargs)
 
     return call
 
 
 @contextlib.contextmanager
-def _fit(strategy: tf.distribute.Strategy, x: Any) -> Iterator[None]:
-    with strategy.fit_session(x):
+def _fit(strategy: tf.distribute.Strategy, x: Any, callbacks: Any) -> Iterator[None]:
+    with strategy.fit_session(x, callbacks):
         _fits.strategies.append(strategy)
         try:
             yield

@@ -251,8 +251,8 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
     # Hooks: sessions.
 
     @contextlib.contextmanager
-    def fit_session(self, x) -> Iterator[None]:
-        """What surrounds `model.fit(x)`: enter the session, leave it in any case, raise what really happened."""
+    def fit_session(self, x, callbacks=None) -> Iterator[None]:
+        """What surrounds `model.fit`: enter the session, leave it in any case, raise what really happened."""
         if self._worker is None:
             yield
             return
@@ -266,6 +266,8 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
                 self._worker.begin_session()
                 if self._skipping is not None:
                     self._skipping.begin_session()
+                if self._worker.joining:
+                    _refuse_to_restore(callbacks)
                 yield
                 if self._worker.joining:
                     raise HopError(
@@ -481,6 +483,17 @@ def training_cluster(resolver: tf.distribute.cluster_resolver.ClusterResolver | 
             "Received: a task of another type in TF_CONFIG (or --num_ps of the launcher)."
         )
     return cluster
+
+
+def _refuse_to_restore(callbacks) -> None:
+    """Raises ValueError where a callback would begin at a later epoch: then steps would not be the others'."""
+    for callback in tf.nest.flatten(getattr(callbacks, "callbacks", callbacks)):  # There may be a CallbackList.
+        if isinstance(callback, keras.callbacks.BackupAndRestore):
+            raise ValueError(
+                "a rank that was started again takes its state from the others, and passes over the steps that it has "
+                "missed: `BackupAndRestore` would begin at another step. Leave it out, or start all ranks again. "
+                f"Received: callbacks={callbacks!r}."
+            )
 
 
 def _key(variables: Sequence[tf.Variable]) -> tuple[int, ...]:

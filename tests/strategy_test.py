@@ -126,6 +126,29 @@ class RefusalsTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual(set(threading.enumerate()), before)
 
 
+class RestartedTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.named_parameters(
+        ("list", lambda callback: [keras.callbacks.Callback(), callback]),
+        ("alone", lambda callback: callback),
+        ("callback_list", lambda callback: keras.callbacks.CallbackList([callback])),
+    )
+    def test_a_rank_that_joins_cannot_restore_a_backup(self, wrap):
+        with (
+            _tf_config("worker", 0, worker=["localhost:1000", "localhost:1001"]),
+            mock.patch("hop_tf.strategy.Worker") as worker,
+        ):
+            strategy = hop_tf.HopStrategy(topology="complete")
+        worker.return_value.configure_mock(joining=True, in_session=False)
+        with strategy.scope():
+            model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+        x = np.ones((4, 1), "float32")
+        callbacks = wrap(keras.callbacks.BackupAndRestore(self.get_temp_dir()))
+        with self.assertRaisesRegex(ValueError, "`BackupAndRestore` would begin at another step"):
+            model.fit(x, x, 2, 1, 0, callbacks)
+        worker.return_value.end_session.assert_called_once()
+
+
 class WorldOfOneTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(True, "auto", False)
     def test_trains_as_plain_keras(self, jit_compile):
