@@ -19,8 +19,8 @@ from absl import logging
 
 from hop_tf import membership_pb2
 from hop_tf.collectives import BULK_LANE
-from hop_tf.errors import MismatchError, PeerLostError, ProtocolError
-from hop_tf.membership import Membership
+from hop_tf.errors import MismatchError, PeerLostError
+from hop_tf.membership import Membership, parse
 from hop_tf.replica_state import compare
 from hop_tf.transport.base import Message
 
@@ -265,7 +265,7 @@ class Joining:
     # Messages.
 
     def _on_request(self, message: Message) -> None:
-        request = _parse(membership_pb2.StateRequest, message)
+        request = parse(membership_pb2.StateRequest, message)
         with self._monitor:
             step = _NOT_THERE if self._membership.joining else self._step
             if request.wants_state and step != _NOT_THERE:
@@ -274,13 +274,13 @@ class Joining:
         self._membership.tell(message.sender, _REPLY, membership_pb2.StateReply(step=step).SerializeToString())
 
     def _on_reply(self, message: Message) -> None:
-        reply = _parse(membership_pb2.StateReply, message)
+        reply = parse(membership_pb2.StateReply, message)
         with self._monitor:
             self._replies[message.sender] = reply, message.payload
             self._monitor.notify_all()
 
     def _on_join(self, message: Message) -> None:
-        join = _parse(membership_pb2.Join, message)
+        join = parse(membership_pb2.Join, message)
         membership = self._membership
         with self._monitor:
             if not membership.readmit(join.rank, join.session, join.life):
@@ -303,7 +303,7 @@ class Joining:
                 self._membership.tell(rank, _WELCOME, welcome.SerializeToString())
 
     def _on_welcome(self, message: Message) -> None:
-        welcome = _parse(membership_pb2.Welcome, message)
+        welcome = parse(membership_pb2.Welcome, message)
         with self._monitor:
             if welcome.life != self._membership.life:
                 return
@@ -313,10 +313,3 @@ class Joining:
                     self._exchanges[group].meet(message.sender, step)
             self._welcomed.add(message.sender)
             self._monitor.notify_all()
-
-
-def _parse(message_type, message: Message):
-    try:
-        return message_type.FromString(message.header)
-    except Exception as error:
-        raise ProtocolError(f"rank {message.sender} sent a malformed message to {message.queue!r}: {error}.") from error

@@ -14,14 +14,16 @@ news of an earlier one do no harm.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 from absl import logging
 
 from hop_tf import membership_pb2
-from hop_tf.errors import DeadlineExceededError, HopError, PeerLostError, ProtocolError, describe_failure
+from hop_tf.deadlines import REFUSED_SECONDS, problem_of
+from hop_tf.departures import Departure, Departures
+from hop_tf.errors import HopError, PeerLostError, ProtocolError
 from hop_tf.monitor import Monitor
 from hop_tf.options import CommunicationOptions
 from hop_tf.transport.base import Message, Transport
@@ -31,12 +33,8 @@ _GATHERED = "membership/gathered"
 _LEAVE = "membership/leave"
 # Silence, unlike messages, wakes nobody: how often a waiting rank looks at it.
 _LIVENESS_PERIOD_SECONDS = 0.25
-# How long nobody may listen where a process did until it counts as dead: longer than a heartbeat takes.
-_REFUSED_SECONDS = 2.0
-# A peer ends only when all it has sent has arrived here; to reach its handler may take a moment more.
-_HANDOVER_SECONDS = 5.0
-_PROGRESS_ADVICE = "Check that rank's log: it is alive but does not deliver (see progress_timeout_seconds)."
-_LOST_ADVICE = "Check whether that process runs and can be reached (see timeout_seconds)."
+
+_Parsed = TypeVar("_Parsed")
 
 
 def tree_neighbors(rank: int, world_size: int) -> tuple[int | None, tuple[int, ...]]:
@@ -52,16 +50,6 @@ class Interrupted(Exception):
 
 class _NoUse(Exception):
     """Not an error: sending was ended because nobody takes the message any more."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Departure:
-    """How a rank left: `sent_steps[group]` steps were sent before, why, whether for good, and whether it was lost."""
-
-    sent_steps: Mapping[str, int]
-    reason: str
-    final: bool
-    lost: bool = False
 
 
 class Membership:
@@ -93,27 +81,33 @@ class Membership:
         self.peers = tuple(sorted({*peers, *tree} - {self.rank}))
         self.monitor = monitor
         self.transport = transport
-        self.session = 0
         self._options = options
         self._continue_without_lost = continue_without_lost
         self._ready = dict.fromkeys(self.peers, 0)
         self._gathered = dict.fromkeys(self.peers, 0)
-        self._departures: dict[tuple[int, int], Departure] = {}
-        self._gone: dict[int, Departure] = {}
+        self._departures = Departures()
         self._failure: BaseException | None = None
         self._interrupted = False
         # Whether the others went on without this rank: what it does is of no matter to them any more.
         self.is_given_up = False
-        # This rank's life, and those of others where they are not 0. While it is joining, the one that is to begin.
+        # This rank's life; while it is joining, the one that is to begin.
         self.life = 0
         self.joining = False
-        self._lives: dict[int, int] = {}
         self._begun_session = 0
         self._has_gathered = False
         self._left: membership_pb2.Leave | None = None
         transport.register(_READY, self._on_ready)
         transport.register(_GATHERED, self._on_gathered)
         transport.register(_LEAVE, self._on_leave)
+
+    @property
+    def session(self) -> int:
+        """The running session, or the last one; they count from 1."""
+        return self._departures.session
+
+    @session.setter
+    def session(self, session: int) -> None:
+        self._departures.session = session
 
     # Entering and leaving.
 
@@ -271,7 +265,7 @@ class Membership:
 
         def check() -> None:
             self._check_interrupted()
-            if self._failure is not None or self.transport.status(peer).refused_seconds > _REFUSED_SECONDS:
+            if self._failure is not None or self.transport.status(peer).refused_seconds > REFUSED_SECONDS:
                 raise _NoUse
 
         try:
@@ -318,7 +312,7 @@ class Membership:
         """Tells a rank that was restarted that the session is under way, and who takes part."""
         with self.monitor:
             leaves = [leave for leave in self._leaves() if leave.rank != newcomer]
-            lives = {**self._lives, self.rank: self.present_life}
+            lives = {**self._departures.lives, self.rank: self.present_life}
             ready = membership_pb2.Ready(session=self.session, under_way=True, lives=lives)
         for leave in leaves:
             self.tell(newcomer, _LEAVE, leave.SerializeToString())
@@ -331,28 +325,18 @@ class Membership:
 
     def life_of(self, rank: int) -> int:
         """How many times `rank` has joined a session that was under way."""
-        return self._lives.get(rank, 0)
+        return self._departures.life_of(rank)
 
     def _leaves(self) -> list[membership_pb2.Leave]:
         """What a newcomer must know of those that do not take part."""
-        leaves = [self._leave_of(rank, self.departure(rank)) for rank in self.departed()]
+        leave_of = self._departures.leave_of
+        leaves = [leave_of(rank, self.departure(rank)) for rank in self.departed()]
         if self.joining:
             departure = Departure({}, "it is joining itself", final=True, lost=True)
-            leaves.append(self._leave_of(self.rank, departure, life=self.present_life))
+            leaves.append(leave_of(self.rank, departure, life=self.present_life))
         elif self._left is not None:
             leaves.append(self._left)
         return leaves
-
-    def _leave_of(self, rank: int, departure: Departure, life: int | None = None) -> membership_pb2.Leave:
-        return membership_pb2.Leave(
-            rank=rank,
-            session=self.session,
-            sent_steps=departure.sent_steps,
-            reason=departure.reason,
-            final=departure.final,
-            lost=departure.lost,
-            life=self.life_of(rank) if life is None else life,
-        )
 
     def joined(self) -> None:
         """This rank takes part from now on: it is joining no more."""
@@ -362,27 +346,20 @@ class Membership:
         """A rank that was restarted takes part; False if that is no news. The monitor must be held."""
         if session != self.session or rank == self.rank or life <= self.life_of(rank):
             return False
-        self._begin_life(rank, life)
+        self._departures.begin_life(rank, life)
         logging.info("rank %d: rank %d takes part again.", self.rank, rank)
         self.monitor.notify_all()
         return True
-
-    def _begin_life(self, rank: int, life: int) -> None:
-        """What is known of the end of a former life does not count any more."""
-        if life > self.life_of(rank):
-            self._lives[rank] = life
-            self._departures.pop((self.session, rank), None)
-            self._gone.pop(rank, None)
 
     # What is known of others.
 
     def departure(self, rank: int) -> Departure | None:
         """How `rank` left the running session; None while it takes part."""
-        return self._departures.get((self.session, rank)) or self._gone.get(rank)
+        return self._departures.of(rank)
 
     def departed(self) -> set[int]:
         """Ranks that take part in the running session no more."""
-        return {rank for session, rank in self._departures if session == self.session} | set(self._gone)
+        return self._departures.ranks()
 
     def require_all(self, operation: str) -> None:
         """Raises PeerLostError if a rank was lost, the others went on without it, and it has not joined again."""
@@ -390,16 +367,14 @@ class Membership:
             raise PeerLostError(
                 f"rank {self.rank}: {operation} takes all ranks, and this one has not joined them again."
             )
-        for rank, departure in sorted(self._gone.items()):
-            if departure.lost:
-                raise PeerLostError(
-                    f"rank {self.rank}: {operation} takes all ranks, and rank {rank} was lost: {departure.reason}"
-                )
+        for rank, departure in self._departures.lost().items():
+            raise PeerLostError(
+                f"rank {self.rank}: {operation} takes all ranks, and rank {rank} was lost: {departure.reason}"
+            )
 
     def delivers(self, rank: int, group: str, step: int) -> bool:
         """Whether `rank`'s messages of `step` in `group` have come or may still come."""
-        departure = self.departure(rank)
-        return departure is None or step < departure.sent_steps.get(group, 0)
+        return self._departures.delivers(rank, group, step)
 
     # Waiting.
 
@@ -480,7 +455,7 @@ class Membership:
     def _depart(self, peer: int, error: PeerLostError) -> membership_pb2.Leave:
         """Takes a lost rank for one that has left for good."""
         logging.error("rank %d goes on without rank %d: %s", self.rank, peer, error)
-        leave = self._leave_of(peer, Departure({}, str(error), final=True, lost=True))
+        leave = self._departures.leave_of(peer, Departure({}, str(error), final=True, lost=True))
         self._note(leave)
         return leave
 
@@ -491,43 +466,21 @@ class Membership:
 
     def _problem(self, peer: int, waited: float, operation: str, step: int | None) -> Exception | None:
         """Why to wait no longer; None if there is hope."""
-        status = self.transport.status(peer)
-        if status.failure is not None:
-            return status.failure
-        problem = f": {status.last_problem}" if status.last_problem else ""
-        gone = self._gone.get(peer)
-        if gone is not None and waited > _HANDOVER_SECONDS:
-            error, state, advice = PeerLostError, f"it has ended: {gone.reason}", "Start the job again."
-        elif gone is not None:
-            return None
-        elif status.refused_seconds > _REFUSED_SECONDS:
-            error, state, advice = PeerLostError, "nobody listens there any more", _LOST_ADVICE
-        elif status.silent_seconds > self._options.timeout_seconds and status.ever_connected:
-            error, state, advice = PeerLostError, f"silent for {status.silent_seconds:.1f} s{problem}", _LOST_ADVICE
-        elif status.silent_seconds > self._options.timeout_seconds:
-            # Within a step, only a rank that has just joined has never met a peer.
-            error = DeadlineExceededError if step is None else PeerLostError
-            state, advice = f"it never appeared{problem}", _LOST_ADVICE
-        elif waited > self._options.progress_timeout_seconds:
-            error, state, advice = DeadlineExceededError, "it is alive", _PROGRESS_ADVICE
-        else:
-            return None
-        return error(
-            describe_failure(
-                rank=self.rank,
-                step=step,
-                operation=operation,
-                target=f"rank {peer} at {status.address}",
-                seconds=waited,
-                state=state,
-                advice=advice,
-            )
+        return problem_of(
+            self.transport.status(peer),
+            self._departures.end_of(peer),
+            waited,
+            self._options,
+            rank=self.rank,
+            peer=peer,
+            operation=operation,
+            step=step,
         )
 
     # Messages.
 
     def _on_ready(self, message: Message) -> None:
-        ready = _parse(membership_pb2.Ready, message)
+        ready = parse(membership_pb2.Ready, message)
         with self.monitor:
             is_news = self._ready[message.sender] < ready.session
             is_newcomer = is_news and not ready.under_way and ready.session <= self._begun_session
@@ -540,7 +493,7 @@ class Membership:
             self._tell_of_session(message.sender)
 
     def _on_gathered(self, message: Message) -> None:
-        gathered = _parse(membership_pb2.Gathered, message)
+        gathered = parse(membership_pb2.Gathered, message)
         with self.monitor:
             self._gathered[message.sender] = gathered.session
             self.monitor.notify_all()
@@ -552,11 +505,12 @@ class Membership:
         self.joining = True
         self.session = ready.session
         for rank, life in ready.lives.items():
-            self._begin_life(rank, life)
-        self.life = max(self.life, self._lives.pop(self.rank, 0) + 1)
+            if rank != self.rank:
+                self._departures.begin_life(rank, life)
+        self.life = max(self.life, ready.lives.get(self.rank, 0) + 1)
 
     def _on_leave(self, message: Message) -> None:
-        leave = _parse(membership_pb2.Leave, message)
+        leave = parse(membership_pb2.Leave, message)
         if not 0 <= leave.rank < self.world_size:
             raise ProtocolError(f"rank {message.sender} announced that rank {leave.rank} leaves: no such rank.")
         if leave.rank == self.rank and leave.lost:
@@ -571,21 +525,8 @@ class Membership:
 
     def _note(self, leave: membership_pb2.Leave) -> bool:
         """Remembers a departure; False if it was known."""
-        if leave.rank != self.rank:  # News of a life that this rank has not heard of yet ends the one before, too.
-            self._begin_life(leave.rank, leave.life)
-        key = (leave.session, leave.rank)
-        gone = self._gone.get(leave.rank)
-        if leave.lost:  # Also after it had left: what it has sent and nobody received will never come.
-            known = gone is not None and gone.lost
-        else:
-            known = gone is not None if leave.final else key in self._departures
-        if known or leave.rank == self.rank or leave.life < self.life_of(leave.rank):
+        if leave.rank == self.rank or not self._departures.note(leave):
             return False
-        departure = Departure(dict(leave.sent_steps), leave.reason, leave.final, leave.lost)
-        if leave.lost or key not in self._departures:
-            self._departures[key] = departure
-        if leave.final:
-            self._gone[leave.rank] = departure
         if leave.abort and self._failure is None:
             self._failure = PeerLostError(
                 f"rank {self.rank}: training ended because rank {leave.rank} gave up: {leave.reason}"
@@ -601,7 +542,8 @@ class Membership:
         self.tell_peers(_LEAVE, leave.SerializeToString(), except_for=(learned_from, itself))
 
 
-def _parse(message_type, message: Message):
+def parse(message_type: type[_Parsed], message: Message) -> _Parsed:
+    """The header of `message`; raises ProtocolError if it is none of that type."""
     try:
         return message_type.FromString(message.header)
     except Exception as error:

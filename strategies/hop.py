@@ -82,10 +82,10 @@ class HopStrategy(ExchangeStrategy):
       on_peer_loss: "raise": when a rank dies or cannot be reached, all ranks raise `PeerLostError`. "continue": from
         the first step on, the others train on without it, as without one that has ended, unless the graph falls apart;
         what it had learned and not sent is lost. A second `fit`, `synchronize` and `gather_reports` take all ranks, and
-        raise; so does everything before the first step. If the same script is started again as that rank, its first `fit`
-        passes over the steps that it has missed, takes weights and optimizer slots from the neighbor that is furthest,
-        and goes on from there; that takes one optimizer, and no `run_eagerly`. Default None: "continue" with backup
-        workers or staleness, else "raise".
+        raise; so does everything before the first step. If the same script is started again as that rank, its first
+        `fit` passes over the steps that it has missed, takes weights and optimizer slots from the neighbor that is
+        furthest, and goes on from there; that takes one optimizer, and no `run_eagerly`. Default None: "continue" with
+        backup workers or staleness, else "raise".
       cluster_resolver: Where the cluster is described. Default: `TF_CONFIG`.
       communication_options: Deadlines, credentials, records. Default: `CommunicationOptions()`.
 
