@@ -80,8 +80,9 @@ class _ObservedJob(Job):
             self.num_events_to_begin = self.cluster.scheduler.num_events
 
     def began_elsewhere(self, step, x):
-        """Whether `x` is what some rank had in the step before `step`."""
-        return any(np.array_equal(x, state) for state in self._states[step - 1])
+        """Whether `x` is what some rank had in the step before `step`; before that, if the furthest one has ended."""
+        steps = range(1, step) if step > 1 else [0]
+        return any(np.array_equal(x, state) for earlier in steps for state in self._states[earlier])
 
 
 class _Case:
