@@ -167,7 +167,7 @@ class CodecsTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters("truncate16", "int8", "sketch")
     def test_error_feedback(self, name):
-        """e <- (values + e) - decode(encode(values + e)), written out."""
+        """With e <- (values + e) - decode(encode(values + e)), written out."""
         codec = codecs.get(name)
         feedback = codecs.ErrorFeedback(codec, 5000)
         residual = np.zeros(5000, np.float32)

@@ -1,0 +1,111 @@
+"""Pipe-SGD between processes: over real sockets, with another rank's settings, and with a rank that is killed."""
+
+import json
+import os
+import signal
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+import hop_tf
+from hop_tf.testing import MultiProcessRunner
+
+_BATCH_SIZE = 12
+_NUM_STEPS = 24
+
+
+def _data():
+    x = np.random.default_rng(0).normal(size=(_BATCH_SIZE * _NUM_STEPS, 4)).astype("float32")
+    return x, x @ np.arange(4, dtype="float32")[:, None]
+
+
+def _model():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
+    model.compile(keras.optimizers.SGD(0.05), "mse")
+    return model
+
+
+class _KillRank1(keras.callbacks.Callback):
+    def __init__(self, rank, at_step):
+        super().__init__()
+        self._rank, self._at_step = rank, at_step
+
+    def on_train_batch_end(self, batch, logs=None):
+        if (self._rank, batch) == (1, self._at_step):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _run(settings, kill_at=None):
+    """Weights after each step that was made, and what ended `fit`."""
+    rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+    options = hop_tf.CommunicationOptions(timeout_seconds=10)
+    strategy = hop_tf.PipeSGDStrategy(communication_options=options, **settings[rank % len(settings)])
+    with strategy.scope():
+        model = _model()
+    history = []
+    record = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: history.append(model.get_weights()[0])
+    )
+    error = ""
+    try:
+        callbacks = [record, _KillRank1(rank, kill_at)]
+        model.fit(*_data(), batch_size=_BATCH_SIZE, shuffle=False, verbose=0, callbacks=callbacks)
+    except hop_tf.errors.HopError as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    strategy.shutdown()
+    return np.array(history), error
+
+
+def _expected(width):
+    """Weights after each step, in NumPy: ranks have equal shares, so the mean is the gradient of the whole batch."""
+    x, y = (array.astype(np.float64) for array in _data())
+    w, gradients, history = np.zeros((4, 1)), [], []
+    for step in range(_NUM_STEPS):
+        rows = slice(step * _BATCH_SIZE, (step + 1) * _BATCH_SIZE)
+        gradients.append(2 / _BATCH_SIZE * x[rows].T @ (x[rows] @ w - y[rows]))
+        if step >= width - 1:
+            w = w - 0.05 * gradients[step - (width - 1)]
+        history.append(w)
+    return np.array(history)
+
+
+class PipeSGDProcessesTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters(("mesh", 2), ("ring", 1))
+    def test_trains(self, algorithm, width):
+        arguments = ([{"algorithm": algorithm, "pipeline_width": width}],)
+        with MultiProcessRunner(_run, num_workers=3, args=arguments, timeout_seconds=120) as runner:
+            values = runner.join().raise_for_errors().values
+        for history, error in values:
+            self.assertEqual(error, "")
+            self.assertAllClose(history, _expected(width), rtol=1e-5, atol=1e-5)
+            self.assertAllEqual(history, values[0][0])
+
+    @parameterized.parameters("mesh", "ring")
+    def test_a_killed_rank_is_an_error_on_all_others(self, algorithm):
+        """All that they had made of weights until then is right."""
+        arguments = ([{"algorithm": algorithm, "codec": "truncate16"}], 9)
+        with MultiProcessRunner(_run, num_workers=4, args=arguments, timeout_seconds=120) as runner:
+            results = runner.join()
+        results.raise_for_errors(except_ranks=[1])
+        self.assertEqual(results[1].exit_code, -signal.SIGKILL)
+        histories = [results[rank].value[0] for rank in (0, 2, 3)]
+        shortest = min(map(len, histories))
+        self.assertBetween(shortest, 9, _NUM_STEPS - 1)
+        for rank, history in zip((0, 2, 3), histories, strict=True):
+            self.assertRegex(results[rank].value[1], "^PeerLostError: .*rank 1|rank 1")
+            self.assertAllEqual(history[:shortest], histories[0][:shortest])
+            self.assertAllClose(history, _expected(2)[: len(history)], atol=0.02)
+
+    def test_other_settings_are_refused(self):
+        arguments = ([{"codec": "int8"}, {"codec": "truncate16"}],)
+        with MultiProcessRunner(_run, num_workers=2, args=arguments, timeout_seconds=120) as runner:
+            values = runner.join().raise_for_errors().values
+        for history, error in values:
+            self.assertEmpty(history)
+            self.assertRegex(error, "^MismatchError: .*codec.*Int8.*Truncate16|^MismatchError: .*Truncate16.*Int8")
+
+
+if __name__ == "__main__":
+    tf.test.main()

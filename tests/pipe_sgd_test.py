@@ -1,0 +1,419 @@
+"""Pipe-SGD under `fit` against NumPy and Keras references of Algorithm 1, with ranks in one process."""
+
+import functools
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+import hop_tf
+from hop_tf import codecs
+from hop_tf.testing import InProcessCluster
+
+_OPTIONS = hop_tf.CommunicationOptions(timeout_seconds=60)
+
+
+def _cluster(world_size, **settings):
+    def make_strategy(cluster_resolver):
+        return hop_tf.PipeSGDStrategy(cluster_resolver=cluster_resolver, communication_options=_OPTIONS, **settings)
+
+    return InProcessCluster(world_size, make_strategy, timeout_seconds=120)
+
+
+# Least squares in NumPy.
+
+_BATCH_SIZE = 30
+_LEARNING_RATE = 0.1
+
+
+@functools.cache
+def _problem():
+    """Inputs, targets and initial weights: enough of these for several blocks of int8 on every rank."""
+    random = np.random.default_rng(0)
+    x = random.normal(size=(240, 3)).astype(np.float32)
+    y = (x @ random.normal(size=(3, 900)) + random.normal(size=(240, 900))).astype(np.float32)
+    return x, y, random.normal(size=(3, 900)).astype(np.float32)
+
+
+def _gradient(x, y, w):
+    x, y = x.astype(np.float64), y.astype(np.float64)
+    return 2 / y.size * x.T @ (x @ w - y) * 900
+
+
+def _plain_mean(gradients):
+    return np.mean(gradients, axis=0)
+
+
+def _mean_by(codec):
+    """The mean of a mesh: each value is encoded where it is computed, and the sum where it is owned."""
+
+    def mean(gradients):
+        size = gradients[0].size
+        total = np.empty(size)
+        num_blocks, world_size = -(-size // 512), len(gradients)
+        ends = [min(size, num_blocks * i // world_size * 512) for i in range(world_size + 1)]
+        for owner in range(world_size):
+            where = slice(ends[owner], ends[owner + 1])
+            parts = [g.ravel()[where] for g in gradients]
+            parts = [part if rank == owner else codec(part) for rank, part in enumerate(parts)]
+            total[where] = codec(np.mean(parts, axis=0))
+        return total.reshape(gradients[0].shape)
+
+    return mean
+
+
+def _truncate16(values):
+    return (values.astype(np.float32).view(np.uint32) & 0xFFFF0000).view(np.float32).astype(np.float64)
+
+
+def _int8(values):
+    blocks = np.pad(values, (0, -values.size % 512)).reshape(-1, 512)
+    scales = np.maximum(np.abs(blocks).max(1, keepdims=True), 1e-30) / 127
+    return (np.rint(blocks / scales) * scales).ravel()[: values.size]
+
+
+def _algorithm_1(world_size, width, warmup_steps, num_epochs, mean=_plain_mean):
+    """Weights after each step."""
+    x, y, w = _problem()
+    w = w.astype(np.float64)
+    means, history = [], []
+    for t in range(num_epochs * len(x) // _BATCH_SIZE):
+        start = t * _BATCH_SIZE % len(x)
+        ends = [start + _BATCH_SIZE * rank // world_size for rank in range(world_size + 1)]
+        parts = [slice(*ends[rank : rank + 2]) for rank in range(world_size)]
+        means.append(mean([_gradient(x[part], y[part], w) for part in parts]))
+        if t < warmup_steps:
+            w = w - _LEARNING_RATE * means[t]
+        elif t - (width - 1) >= warmup_steps:
+            w = w - _LEARNING_RATE * means[t - (width - 1)]
+        history.append(w)
+    return history
+
+
+def _train_least_squares(strategy, num_epochs=2):
+    """Weights after each step, and the report."""
+    x, y, w = _problem()
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(900, use_bias=False)])
+        model.set_weights([w])
+        model.compile(
+            keras.optimizers.SGD(_LEARNING_RATE),
+            lambda y_true, y_pred: 900 * tf.reduce_mean(tf.square(y_true - y_pred), axis=-1),
+        )
+    history = []
+    record = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: history.append(model.get_weights()[0])
+    )
+    model.fit(x, y, batch_size=_BATCH_SIZE, epochs=num_epochs, shuffle=False, verbose=0, callbacks=[record])
+    return history, strategy.report()
+
+
+# Any optimizer, in Keras.
+
+
+def _small_data():
+    random = np.random.default_rng(1)
+    x = random.normal(size=(32, 6)).astype(np.float32)
+    return x, (x @ random.normal(size=(6, 2)) > 0).astype(np.float32)
+
+
+def _small_model():
+    return keras.Sequential(
+        [
+            keras.Input((6,)),
+            keras.layers.Dense(5, activation="tanh", kernel_initializer=keras.initializers.GlorotUniform(seed=1)),
+            keras.layers.Dense(2, kernel_initializer=keras.initializers.GlorotUniform(seed=2)),
+        ]
+    )
+
+
+_OPTIMIZERS = {
+    "sgd": lambda: keras.optimizers.SGD(0.1),
+    "nesterov": lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True),
+    "adamw": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
+    "clipnorm": lambda: keras.optimizers.SGD(0.1, clipnorm=0.05),
+    "use_ema": lambda: keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.8),
+    "schedule": lambda: keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.2, 2, 0.7)),
+    "accumulation": lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2),
+    "loss_scale": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=1024.0),
+}
+
+
+def _loss_gradient(model, x, y):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(tf.square(model(x, training=True) - y))
+    return tape.gradient(loss, model.trainable_variables)
+
+
+def _delayed_keras(name, num_epochs=2, drain="drop"):
+    """Two ranks with K = 2 written out for Keras's own optimizers, each of which sees the mean of the step before."""
+    x, y = _small_data()
+    model = _small_model()
+    optimizer = _OPTIMIZERS[name]()
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    clipnorm, every = inner.clipnorm, inner.gradient_accumulation_steps or 1
+    inner.clipnorm = None  # Gradients are clipped before they are averaged.
+    inner.gradient_accumulation_steps = None
+    inner.build(model.trainable_variables)
+    zeros = [np.zeros(v.shape, np.float32) for v in model.trainable_variables]
+    due, sums = zeros, zeros
+    for step in range(num_epochs * 4):
+        start = step % 4 * 8
+        gradients = [_loss_gradient(model, x[s : s + 4], y[s : s + 4]) for s in (start, start + 4)]
+        if clipnorm:
+            gradients = [[tf.clip_by_norm(g, clipnorm) for g in of_rank] for of_rank in gradients]
+        sums = [s + (a + b) / 2 / every for s, a, b in zip(sums, *gradients, strict=True)]
+        if (step + 1) % every == 0:
+            inner.apply(due, model.trainable_variables)
+            due, sums = sums, zeros
+        else:
+            inner.iterations.assign_add(1)
+    if drain == "apply":
+        inner.apply(due, model.trainable_variables)
+    inner.finalize_variable_values(model.trainable_variables)
+    return model.get_weights()
+
+
+def _compiled(strategy, build=_small_model, optimizer="sgd", **compile_args):
+    with strategy.scope():
+        model = build()
+        model.compile(_OPTIMIZERS[optimizer](), "mse", **compile_args)
+    return model
+
+
+def _fit(model, epochs=2, **arguments):
+    model.fit(*_small_data(), batch_size=8, epochs=epochs, shuffle=False, verbose=0, **arguments)
+    return model.get_weights()
+
+
+class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters(
+        {"world_size": 2, "width": 1},
+        {"world_size": 2, "width": 2},
+        {"world_size": 2, "width": 3},
+        {"world_size": 2, "width": 2, "warmup_steps": 3},
+        {"world_size": 3, "width": 3, "warmup_steps": 5, "algorithm": "ring"},
+        {"world_size": 3, "width": 2, "num_segments": 3},
+        {"world_size": 4, "width": 2, "algorithm": "ring"},
+        {"world_size": 5, "width": 2},
+    )
+    def test_equals_algorithm_1(self, world_size, width, warmup_steps=0, **settings):
+        cluster = _cluster(world_size, pipeline_width=width, warmup_steps=warmup_steps, **settings)
+        expected = _algorithm_1(world_size, width, warmup_steps, 2)
+        results = cluster.run(_train_least_squares)
+        for history, report in results:
+            self.assertAllClose(history, expected, rtol=1e-5, atol=1e-5)
+            self.assertAllEqual(history, results[0][0])
+            self.assertEqual(report["steps"], 16)
+
+    @parameterized.parameters(("truncate16", _truncate16), ("int8", _int8))
+    def test_equals_algorithm_1_with_codec(self, codec, reference):
+        """The mean passes through a NumPy codec, too. A value at the border of two codes may fall to either side."""
+        results = _cluster(3, codec=codec).run(_train_least_squares)
+        expected = _algorithm_1(3, 2, 0, 2, _mean_by(reference))
+        without = _algorithm_1(3, 2, 0, 2)
+        history = results[0][0]
+        self.assertLess(np.mean(np.abs(history[-1] - expected[-1])), 0.1 * np.mean(np.abs(without[-1] - expected[-1])))
+        self.assertGreater(np.mean(np.isclose(history[:4], expected[:4], atol=1e-5)), 0.97)
+        for other, _ in results:
+            self.assertAllEqual(other, history)
+
+    @parameterized.parameters(
+        codecs.QuantileSketch(), codecs.Int8(error_feedback=True), codecs.Int8(block_size=None), codecs.Truncate16()
+    )
+    def test_weights_are_the_same_everywhere(self, codec):
+        results = _cluster(3, codec=codec, algorithm="ring").run(_train_least_squares)
+        for history, _ in results:
+            self.assertAllEqual(history, results[0][0])
+        self.assertAllClose(results[0][0][-1], _algorithm_1(3, 2, 0, 2)[-1], atol=0.1)
+
+    def test_world_of_one(self):
+        """Trains as Keras does without a strategy."""
+        ((history, report),) = _cluster(1).run(_train_least_squares)
+        self.assertAllClose(history, _algorithm_1(1, 1, 0, 2), rtol=1e-5, atol=1e-5)
+        self.assertEqual(report["steps"], 16)
+
+    def test_optimizers_and_ways_to_fit(self):
+        """All under one strategy, one `fit` after the other."""
+
+        def run(strategy):
+            results = {}
+            for name in _OPTIMIZERS:
+                results[name] = _fit(_compiled(strategy, optimizer=name))
+            results["steps_per_execution"] = _fit(_compiled(strategy, steps_per_execution=3))
+            results["run_eagerly"] = _fit(_compiled(strategy, run_eagerly=True))
+            model = _compiled(strategy)
+            dataset = tf.data.Dataset.from_tensor_slices(_small_data()).batch(8).filter(lambda x, y: True)
+            model.fit(dataset, epochs=2, verbose=0)
+            results["unknown_length"] = model.get_weights()
+            model = _compiled(strategy)
+            _fit(model, epochs=1)
+            with strategy.scope():
+                model.compile(keras.optimizers.SGD(0.1), "mse")
+            model.set_weights(_small_model().get_weights())
+            results["recompile"] = _fit(model)
+            return results
+
+        of_ranks = _cluster(2).run(run)
+        references = {name: _delayed_keras(name) for name in _OPTIMIZERS}
+        for name, weights in of_ranks[0].items():
+            with self.subTest(name):
+                self.assertAllClose(weights, references.get(name, references["sgd"]), rtol=1e-5, atol=1e-5)
+                for array, other in zip(weights, of_ranks[1][name], strict=True):
+                    self.assertAllEqual(array, other)
+
+    def test_drain_apply(self):
+        """What is under way when `fit` ends is applied, before the moving average takes the weights' place."""
+
+        def run(strategy):
+            return [_fit(_compiled(strategy, optimizer=name)) for name in ("nesterov", "use_ema")]
+
+        for weights in _cluster(2, drain="apply").run(run):
+            self.assertAllClose(weights[0], _delayed_keras("nesterov", drain="apply"), rtol=1e-5, atol=1e-5)
+            self.assertAllClose(weights[1], _delayed_keras("use_ema", drain="apply"), rtol=1e-5, atol=1e-5)
+
+    def test_a_second_fit_begins_with_an_empty_pipe(self):
+        def run(strategy):
+            model = _compiled(strategy)
+            for _ in range(2):
+                _fit(model, epochs=1, initial_epoch=0)
+            return model.get_weights()
+
+        x, y = _small_data()
+        model = _small_model()
+        optimizer = _OPTIMIZERS["sgd"]()
+        for _ in range(2):
+            gradients = []
+            for start in range(0, 32, 8):
+                gradients.append(_loss_gradient(model, x[start : start + 8], y[start : start + 8]))
+                if len(gradients) > 1:
+                    optimizer.apply(gradients[-2], model.trainable_variables)
+        for weights in _cluster(2).run(run):
+            self.assertAllClose(weights, model.get_weights(), rtol=1e-5, atol=1e-5)
+
+    def test_warmup_is_not_repeated(self):
+        def run(strategy):
+            model = _compiled(strategy)
+            for _ in range(2):
+                _fit(model, epochs=1)
+            return strategy._worker._groups[0].exchange.pipelined_from.numpy()
+
+        self.assertEqual(_cluster(2, warmup_steps=3).run(run), [0, 0])
+        self.assertEqual(_cluster(2, warmup_steps=6).run(run), [2, 2])
+
+    def test_one_rank_ends_early(self):
+        """The others go on with the mean of their gradients."""
+
+        class StopRank1(keras.callbacks.Callback):
+            def __init__(self, rank):
+                super().__init__()
+                self.rank = rank
+
+            def on_train_batch_end(self, batch, logs=None):
+                self.model.stop_training = self.rank == 1
+
+        def run(strategy):
+            model = _compiled(strategy)
+            history = _fit(model, callbacks=[StopRank1(strategy.rank)])
+            return history, strategy.report()["steps"]
+
+        results = _cluster(3, pipeline_width=1).run(run)
+        self.assertEqual([steps for _, steps in results], [8, 1, 8])
+        x, y = _small_data()
+        model = _small_model()
+        optimizer = _OPTIMIZERS["sgd"]()
+        for step in range(8):
+            ends = [step % 4 * 8 + 8 * rank // 3 for rank in range(4)]
+            of_ranks = [
+                _loss_gradient(model, x[slice(*ends[r : r + 2])], y[slice(*ends[r : r + 2])])
+                for r in ((0, 1, 2) if step == 0 else (0, 2))
+            ]
+            means = [sum(parts) / len(parts) for parts in zip(*of_ranks, strict=True)]
+            optimizer.apply(means, model.trainable_variables)
+            if step == 0:
+                self.assertAllClose(results[1][0], model.get_weights(), rtol=1e-5, atol=1e-5)
+        for rank in (0, 2):
+            self.assertAllClose(results[rank][0], model.get_weights(), rtol=1e-5, atol=1e-5)
+
+    def test_moving_statistics(self):
+        """They are averaged, exactly whatever the codec, and follow the data of all ranks."""
+
+        def build():
+            return keras.Sequential(
+                [keras.Input((6,)), keras.layers.BatchNormalization(momentum=0.5), keras.layers.Dense(2)]
+            )
+
+        def run(strategy):
+            model = _compiled(strategy, build=build)
+            _fit(model, epochs=4)
+            return [w.numpy() for w in model.layers[0].non_trainable_weights]
+
+        for width, tolerance in ((1, 1e-5), (2, 2.0)):
+            of_ranks = _cluster(2, pipeline_width=width, codec="int8").run(run)
+            mean = np.zeros(6)
+            for step in range(16):
+                rows = _small_data()[0][step % 4 * 8 :][:8]
+                mean = 0.5 * mean + 0.5 * rows.mean(0)
+            for statistics in of_ranks:
+                self.assertAllClose(statistics[0], mean, atol=tolerance)
+
+    def test_overflow_on_one_rank(self):
+        """All ranks leave the same update out, and go on with the same weights and loss scale."""
+
+        def run(strategy):
+            x, y = _small_data()
+            if strategy.rank == 1:
+                x = x.copy()
+                x[12:16] = np.inf  # Its rows of the second step.
+            model = _compiled(strategy, optimizer="loss_scale")
+            model.fit(x, y, batch_size=8, epochs=1, shuffle=False, verbose=0)
+            return model.get_weights(), float(model.optimizer.dynamic_scale.value)
+
+        (weights, scale), (others, other_scale) = _cluster(2, codec="int8").run(run)
+        self.assertEqual((scale, other_scale), (512.0, 512.0))
+        for array, other in zip(weights, others, strict=True):
+            self.assertTrue(np.isfinite(array).all())
+            self.assertAllEqual(array, other)
+
+    def test_sparse_gradients(self):
+        def build():
+            return keras.Sequential(
+                [
+                    keras.Input((3,), dtype="int32"),
+                    keras.layers.Embedding(7, 4, embeddings_initializer=keras.initializers.RandomUniform(seed=3)),
+                    keras.layers.Flatten(),
+                    keras.layers.Dense(1, kernel_initializer=keras.initializers.GlorotUniform(seed=4)),
+                ]
+            )
+
+        x = np.random.default_rng(2).integers(0, 7, (16, 3))
+        y = x.sum(1, keepdims=True).astype(np.float32)
+
+        def run(strategy):
+            model = _compiled(strategy, build=build)
+            model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+            return model.get_weights()
+
+        plain = build()
+        plain.compile(_OPTIMIZERS["sgd"](), "mse")
+        plain.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+        for weights in _cluster(2, pipeline_width=1).run(run):
+            self.assertAllClose(weights, plain.get_weights(), rtol=1e-5, atol=1e-5)
+
+    @parameterized.parameters(
+        ({"pipeline_width": 0}, ValueError, "`pipeline_width` must be an integer of at least 1. Received:.*=0"),
+        ({"num_segments": 0}, ValueError, "`num_segments` must be an integer of at least 1"),
+        ({"warmup_steps": -1}, ValueError, "`warmup_steps` must be an integer of at least 0"),
+        ({"algorithm": "tree"}, ValueError, "`algorithm` must be one of mesh, ring. Received: algorithm='tree'"),
+        ({"drain": "keep"}, ValueError, "`drain` must be one of drop, apply. Received: drain='keep'"),
+        ({"codec": "int4"}, ValueError, "`codec` must be one of"),
+        ({"codec": 8}, TypeError, "`codec` must be a hop_tf.codecs.Codec"),
+    )
+    def test_refuses(self, arguments, error, message):
+        with self.assertRaisesRegex(error, message):
+            hop_tf.PipeSGDStrategy(**arguments)
+
+
+if __name__ == "__main__":
+    tf.test.main()
