@@ -1,0 +1,303 @@
+"""How long all-reduce takes, beside PyTorch's gloo and TensorFlow's RING.
+
+    python benchmarks/benchmark_allreduce.py --world_sizes=2,4 --megabytes=1,25,100 --links=loopback,1e9
+
+Ranks are processes: on loopback, or on hosts of an emulated network (`network.py`, which needs root) with so many bits
+per second each way. In each of them all members exist side by side, and take turns within every round, so that what
+slows the machine slows all of them. A round's time is that of the slowest rank, from a common start. Medians are shown,
+and the time of gloo, in the same rounds, divided by that of the member: above 1 is faster than gloo.
+
+    mesh, ring    hop_tf's, with the codec behind the slash
+    gloo          torch.distributed.all_reduce (where PyTorch is installed: the package `torch`)
+    RING          tf.distribute.MultiWorkerMirroredStrategy, CommunicationImplementation.RING
+
+`limit` is the least time at which a rank can send and receive 2 (n - 1) / n times its bytes at the link's rate.
+"""
+
+from __future__ import annotations
+
+import abc
+import importlib.util
+import json
+import os
+import pathlib
+import pickle
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+import numpy as np
+from absl import app, flags
+
+_WORLD_SIZES = flags.DEFINE_list("world_sizes", ["2", "4"], "Numbers of ranks.")
+_MEGABYTES = flags.DEFINE_list("megabytes", ["1", "25", "100"], "Sizes of the vector, in MiB of float32.")
+_LINKS = flags.DEFINE_list("links", ["loopback", "10e9", "1e9", "100e6"], "loopback, or bits per second.")
+_MEMBERS = flags.DEFINE_list(
+    "members",
+    ["mesh/identity", "mesh/truncate16", "mesh/int8", "mesh/sketch", "ring/identity", "ring/int8", "gloo", "RING"],
+    "What to measure.",
+)
+_ROUNDS = flags.DEFINE_integer("rounds", 7, "Rounds, after one to warm up.", lower_bound=1)
+_MAX_SECONDS = flags.DEFINE_float("max_seconds", 60.0, "Begin no further round of a case after so long.")
+
+_FIRST_PORT = 23000
+_MIB = 1 << 20
+_START_SECONDS = 0.02
+_TIMEOUT_SECONDS = 600
+
+
+class Member(abc.ABC):
+    """One rank of a way to all-reduce."""
+
+    @abc.abstractmethod
+    def mean(self, values: np.ndarray) -> np.ndarray:
+        """The mean over ranks (or the sum, for those that only know that)."""
+
+    def close(self) -> None:
+        """Releases what the member holds."""
+
+
+class Ours(Member):
+    """`hop_tf.collectives`, over the transport that strategies use."""
+
+    def __init__(self, name: str, rank: int, addresses: list[str], size: int):
+        from hop_tf import codecs
+        from hop_tf.buffers import BufferPool
+        from hop_tf.collectives import ALGORITHMS
+        from hop_tf.membership import Membership
+        from hop_tf.monitor import ThreadMonitor
+        from hop_tf.options import CommunicationOptions
+        from hop_tf.transport import TcpTransport
+
+        algorithm, codec = name.split("/")
+        options = CommunicationOptions(timeout_seconds=_TIMEOUT_SECONDS)
+        pool = BufferPool()
+        self._transport = TcpTransport(rank, addresses, identity={}, options=options, pool=pool)
+        self._membership = Membership(
+            transport=self._transport,
+            monitor=ThreadMonitor(),
+            options=options,
+            world_size=len(addresses),
+            peers=range(len(addresses)),
+        )
+        self._reduction = ALGORITHMS[algorithm](
+            self._membership, "benchmark", sizes=[size], dtypes=[np.float32], codecs=[codecs.get(codec)], pool=pool
+        )
+        self._reduction.reset(1)
+        self._transport.start()
+        self._membership.begin_session()
+        self._step = 0
+
+    def mean(self, values: np.ndarray) -> np.ndarray:
+        (mean,) = self._reduction.mean(self._step, [values], lambda rank, step: True)
+        self._step += 1
+        return mean
+
+    def close(self) -> None:
+        for peer in self._membership.peers:
+            self._transport.flush(peer, 10)
+        self._transport.close()
+
+
+class Gloo(Member):
+    """torch.distributed."""
+
+    def __init__(self, name: str, rank: int, addresses: list[str], size: int):
+        import torch
+        import torch.distributed
+
+        self._torch = torch
+        torch.set_num_threads(1)
+        host, _, port = addresses[0].rpartition(":")
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"tcp://{host}:{port}", rank=rank, world_size=len(addresses)
+        )
+
+    def mean(self, values: np.ndarray) -> np.ndarray:
+        # In place, as its users have it: the copy is not counted (see `prepare`).
+        self._torch.distributed.all_reduce(self._tensor)
+        return self._tensor.numpy() / self._torch.distributed.get_world_size()
+
+    def prepare(self, values: np.ndarray) -> None:
+        """Takes the values, which the sum will replace."""
+        self._tensor = self._torch.from_numpy(values.copy())
+
+    def close(self) -> None:
+        self._torch.distributed.destroy_process_group()
+
+
+class Ring(Member):
+    """tf.distribute's collective all-reduce between workers."""
+
+    def __init__(self, name: str, rank: int, addresses: list[str], size: int):
+        import tensorflow as tf
+
+        os.environ["TF_CONFIG"] = json.dumps(
+            {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": rank}}
+        )
+        options = tf.distribute.experimental.CommunicationOptions(
+            implementation=tf.distribute.experimental.CommunicationImplementation.RING
+        )
+        self._strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
+        mean = tf.distribute.ReduceOp.MEAN
+
+        @tf.function(input_signature=[tf.TensorSpec([size], tf.float32)])
+        def run(values):
+            return self._strategy.run(
+                lambda v: tf.distribute.get_replica_context().all_reduce(mean, tf.identity(v)), args=(values,)
+            )
+
+        self._run = run
+
+    def prepare(self, values: np.ndarray) -> None:
+        """Makes a tensor of the values, as a training step has them."""
+        import tensorflow as tf
+
+        self._tensor = tf.convert_to_tensor(values)
+
+    def mean(self, values: np.ndarray) -> np.ndarray:
+        return self._run(self._tensor).numpy()
+
+
+def _make(name: str, *arguments) -> Member:
+    if name == "gloo":
+        return Gloo(name, *arguments)
+    return (Ring if name == "RING" else Ours)(name, *arguments)
+
+
+# In each rank.
+
+
+def _measure(case: dict, rank: int) -> dict[str, list[float]]:
+    """Seconds of each round for each member, at this rank."""
+    size = case["bytes"] // 4
+    values = np.random.default_rng(rank).normal(size=size).astype(np.float32)
+    members, world_size = {}, len(case["hosts"])
+    # RING must be made before TensorFlow has done anything.
+    for index, name in sorted(enumerate(case["members"]), key=lambda item: item[1] != "RING"):
+        addresses = [f"{host}:{_FIRST_PORT + index * world_size + r}" for r, host in enumerate(case["hosts"])]
+        members[name] = _make(name, rank, addresses, size)
+    barrier = Ours("mesh/identity", rank, [f"{host}:{_FIRST_PORT - 1 - r}" for r, host in enumerate(case["hosts"])], 1)
+    seconds: dict[str, list[float]] = {name: [] for name in members}
+    start = time.monotonic()
+    for turn in range(case["rounds"] + 1):
+        for name, member in members.items():
+            if hasattr(member, "prepare"):
+                member.prepare(values)
+            # All ranks are on one machine: its clock tells them when to begin.
+            begin = barrier.mean(np.float32([0.0])) is not None and time.monotonic()
+            mean = member.mean(values)
+            seconds[name].append(time.monotonic() - begin)
+            if turn == 0:
+                _check(name, mean, world_size, size)
+            del mean
+        elapsed = barrier.mean(np.float32([time.monotonic() - start]))
+        if elapsed[0] > case["max_seconds"]:
+            break
+    for member in [*members.values(), barrier]:
+        member.close()
+    return {name: each[1:] or each for name, each in seconds.items()}
+
+
+def _check(name: str, mean: np.ndarray, world_size: int, size: int) -> None:
+    """Nobody is fast and wrong."""
+    part = slice(0, min(size, 10000))
+    expected = np.mean([np.random.default_rng(r).normal(size=size)[part] for r in range(world_size)], axis=0)
+    error = np.sqrt(np.mean((mean[part] - expected) ** 2) / np.mean(expected**2))
+    if error > 0.1:
+        raise RuntimeError(f"{name} is wrong: relative error {error:.3f}.")
+
+
+def _run_rank(path: str) -> None:
+    case = json.loads(pathlib.Path(path).read_text())
+    rank = int(os.environ["BENCHMARK_RANK"])
+    result = _measure(case, rank)
+    pathlib.Path(f"{path}.{rank}").write_bytes(pickle.dumps(result))
+    os._exit(0)  # TensorFlow's collectives leave threads behind that would wait for each other.
+
+
+# In the parent.
+
+
+def _network():
+    path = pathlib.Path(__file__).with_name("network.py")
+    specification = importlib.util.spec_from_file_location("network", path)
+    module = importlib.util.module_from_spec(specification)
+    sys.modules["network"] = module
+    specification.loader.exec_module(module)
+    return module
+
+
+def _run_case(case: dict, start_process) -> dict[str, float]:
+    """Median seconds of each member, each round that of its slowest rank."""
+    world_size = len(case["hosts"])
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "case.json"
+        path.write_text(json.dumps(case))
+        command = [sys.executable, __file__, f"--rank_file={path}"]
+        environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "OMP_NUM_THREADS": "1"}
+        processes = [
+            start_process(rank, command, env={**environment, "BENCHMARK_RANK": str(rank)}) for rank in range(world_size)
+        ]
+        try:
+            for process in processes:
+                if process.wait(_TIMEOUT_SECONDS):
+                    raise RuntimeError(f"a rank ended with exit code {process.returncode}.")
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        results = [pickle.loads(pathlib.Path(f"{path}.{rank}").read_bytes()) for rank in range(world_size)]
+    return {
+        name: statistics.median(map(max, zip(*(result[name] for result in results), strict=True)))
+        for name in case["members"]
+    }
+
+
+def _print(link: str, case: dict, medians: dict[str, float]) -> None:
+    world_size, num_bytes = len(case["hosts"]), case["bytes"]
+    traffic = 2 * (world_size - 1) / world_size * num_bytes
+    limit = "" if link == "loopback" else f", limit of float32 {traffic * 8 / float(link):.3f} s"
+    print(f"\n{link}, {world_size} ranks, {num_bytes / _MIB:g} MiB{limit}")
+    print(f"  {'':16s} {'seconds':>9s} {'GB/s':>7s} {'gloo / it':>10s}")
+    for name, seconds in medians.items():
+        ratio = f"{medians['gloo'] / seconds:10.2f}" if "gloo" in medians else ""
+        print(f"  {name:16s} {seconds:9.4f} {traffic / seconds / 1e9:7.2f} {ratio}")
+    sys.stdout.flush()
+
+
+_RANK_FILE = flags.DEFINE_string("rank_file", None, "For the ranks' own use.")
+
+
+def main(argv) -> None:
+    del argv
+    if _RANK_FILE.value:
+        _run_rank(_RANK_FILE.value)
+        return
+    members = list(_MEMBERS.value)
+    if "gloo" in members and importlib.util.find_spec("torch") is None:
+        print("gloo is left out: PyTorch is not installed.")
+        members.remove("gloo")
+    for link in _LINKS.value:
+        for world_size in map(int, _WORLD_SIZES.value):
+            for megabytes in map(float, _MEGABYTES.value):
+                case = {
+                    "bytes": int(megabytes * _MIB),
+                    "members": members,
+                    "rounds": _ROUNDS.value,
+                    "max_seconds": _MAX_SECONDS.value,
+                }
+                if link == "loopback":
+                    case["hosts"] = ["127.0.0.1"] * world_size
+                    medians = _run_case(case, lambda rank, command, env: subprocess.Popen(command, env=env))
+                else:
+                    with _network().Network(world_size, bandwidth_bits_per_second=float(link)) as network:
+                        case["hosts"] = list(network.addresses)
+                        medians = _run_case(case, network.popen)
+                _print(link, case, medians)
+
+
+if __name__ == "__main__":
+    app.run(main)
