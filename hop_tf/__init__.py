@@ -24,6 +24,7 @@ _PUBLIC = {
     "errors": "hop_tf.errors",
     "simulate": "hop_tf.simulate",
     "testing": "hop_tf.testing",
+    "timing": "hop_tf.timing",
 }
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "errors",
     "simulate",
     "testing",
+    "timing",
 ]
 
 

@@ -81,9 +81,9 @@ class LaunchOptions:
             self.emulation.check_world_size(self.num_workers)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Runs `hop_tf launch` with the arguments `argv`; returns the exit code."""
-    parser = _make_parser()
+def main(argv: Sequence[str], command: str = "launch") -> int:
+    """Runs `hop_tf launch` with the arguments `argv`, for `command`; returns the exit code."""
+    parser = _make_parser(command)
     arguments = parser.parse_args(argv)
     try:
         options = _read_options(arguments)
@@ -92,14 +92,14 @@ def main(argv: Sequence[str]) -> int:
     try:
         return _Launcher(options).run()
     except (ProcessError, OSError) as error:
-        print(f"hop_tf launch: {error}", file=sys.stderr)
+        print(f"hop_tf {command}: {error}", file=sys.stderr)
         return 1
 
 
-def _make_parser() -> argparse.ArgumentParser:
+def _make_parser(command: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="hop_tf launch",
-        usage="hop_tf launch [flags] script.py [script arguments]",
+        prog=f"hop_tf {command}",
+        usage=f"hop_tf {command} [flags] script.py [script arguments]",
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 
+import numpy as np
 import tensorflow as tf
 from absl import logging
 
@@ -16,6 +17,8 @@ from hop_tf.version import __version__
 
 # Ranks may differ in the patch level of these, not in more.
 _COMPARED_PACKAGES = ("tensorflow", "keras")
+# Steps that the median duration is of.
+_NUM_LATEST = 64
 
 
 def static_identity(strategy: str, cluster: Cluster, scheme: Mapping[str, str]) -> dict[str, str]:
@@ -54,6 +57,12 @@ class StepStatistics:
         """Emits the op that counts a step."""
         self._get_state().steps.assign_add(1)
 
+    def count_start(self) -> None:
+        """Emits the op that notes that a step begins: its batch is there. Counts nothing in eager execution."""
+        if not tf.executing_eagerly():
+            with tf.device("/cpu:0"):
+                self._get_state().note_start()
+
     def count_wait(self, ready: Sequence[tf.Tensor], done: Sequence[tf.Tensor]) -> None:
         """Emits the ops that count the time from `ready` (gradients) to `done` (what others sent); 0 if negative.
 
@@ -69,10 +78,14 @@ class StepStatistics:
                 state.add_wait()
 
     def counters(self) -> dict[str, float]:
-        """`steps` and `wait_seconds` so far."""
+        """`steps` and `wait_seconds` so far; `compute_seconds`, the median of the latest steps without waiting."""
         if self._state is None:
-            return {"steps": 0, "wait_seconds": 0.0}
-        return {"steps": int(self._state.steps), "wait_seconds": float(self._state.wait_seconds)}
+            return {"steps": 0, "wait_seconds": 0.0, "compute_seconds": 0.0}
+        return {
+            "steps": int(self._state.steps),
+            "wait_seconds": float(self._state.wait_seconds),
+            "compute_seconds": self._state.compute_seconds(),
+        }
 
     def _get_state(self) -> _StepState:
         with self._lock:
@@ -94,6 +107,26 @@ class _StepState:
         self.steps = tf.Variable(0, dtype=tf.int64, trainable=False, name="hop_tf_steps")
         self.wait_seconds = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="hop_tf_wait_seconds")
         self.ready_at = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="hop_tf_ready_at")
+        self._started_at = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="hop_tf_started_at")
+        self._waited_before = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="hop_tf_waited_before")
+        self._num_starts = tf.Variable(0, dtype=tf.int64, trainable=False, name="hop_tf_starts")
+        self._latest = tf.Variable(tf.zeros([_NUM_LATEST], tf.float64), trainable=False, name="hop_tf_latest_steps")
+
+    @tf.function
+    def note_start(self) -> None:
+        now, waited = tf.timestamp(), self.wait_seconds.read_value()
+        duration = now - self._started_at - (waited - self._waited_before)
+        self._latest.scatter_nd_update([[self._num_starts % _NUM_LATEST]], [duration])
+        self._started_at.assign(now)
+        self._waited_before.assign(waited)
+        self._num_starts.assign_add(1)
+
+    def compute_seconds(self) -> float:
+        """Median time from the start of a step to that of the next one, less what it waited; 0.0 if there is none."""
+        num_starts, latest = int(self._num_starts), self._latest.numpy()
+        if num_starts <= _NUM_LATEST:  # There was no step before the first one.
+            latest = latest[1:num_starts]
+        return float(np.median(latest)) if latest.size else 0.0
 
     @tf.function
     def note_ready(self) -> None:

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import keras
 import tensorflow as tf
 
+from hop_tf import plan
 from hop_tf.cluster import Cluster
+from hop_tf.collectives import AllReduce
 from hop_tf.data import slice_global_batches, without_autotuning
 from hop_tf.emulated_compute import EmulatedCompute
 from hop_tf.errors import ClusterConfigError, HopError
@@ -96,6 +98,7 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
         self._skipping = StepSkipping() if skips_steps and cluster.world_size > 1 else None
         self._is_catching_up = False
         self._is_finishing = False
+        self._shows_plan = plan.is_asked_for()
         self._worker = None
         self._writer = ReportWriter(self.report, self._options, self.rank)
         if cluster.world_size > 1:
@@ -199,8 +202,9 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
 
         Returns:
           `rank`, `steps` (optimizer updates), `iteration` (the scheme's, in the running or last `fit`), `wait_seconds`
-          (time for which steps had their gradients and still waited for other ranks), `bytes_sent`, `bytes_received`,
-          `messages_sent`, `messages_received`, `connections_refused`, and the scheme's own.
+          (time for which steps had their gradients and still waited for other ranks), `compute_seconds` (the median of
+          the latest steps' durations, without what they waited), `bytes_sent`, `bytes_received`, `messages_sent`,
+          `messages_received`, `connections_refused`, and the scheme's own.
         """
         totals = {"rank": self.rank, **self._statistics.counters()}
         return {**totals, **(self._worker.counters() if self._worker else {})}
@@ -228,6 +232,30 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
             return [report]
         self._require_outside_fit("gather_reports")
         return self._worker.gather(report)
+
+    def all_reduce_for_measurement(self, algorithm: str, num_values: int) -> AllReduce:
+        """Makes an all-reduce of a float32 vector over the live links, for `hop_tf.timing.measure`. A collective.
+
+        Args:
+          algorithm: "mesh" or "ring".
+          num_values: Length of the vector.
+
+        Returns:
+          The all-reduce. The caller closes it.
+
+        Raises:
+          RuntimeError: If it is called within `fit`, or there is one rank only.
+          HopError: If a rank was lost or has ended.
+        """
+        if self._worker is None:
+            raise RuntimeError("there is nothing to measure in a world of one. Start the script once for each rank.")
+        self._require_outside_fit("measure")
+        return self._worker.make_all_reduce(algorithm, num_values)
+
+    @property
+    def num_exchanged_bytes(self) -> int:
+        """Bytes of the variables that are exchanged in a step: those of all models that were trained last."""
+        return self._worker.num_bytes if self._worker else 0
 
     def _require_outside_fit(self, what: str) -> None:
         if self._in_fit:
@@ -287,6 +315,9 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
             self._in_fit = False
             self._sharding = _Sharding.NONE
             self._writer.write()
+        if self._shows_plan:
+            self._shows_plan = False
+            plan.show(self)
 
     @contextlib.contextmanager
     def keras_call(self) -> Iterator[None]:
@@ -361,6 +392,8 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
                 self._require_session()
                 self._worker.broadcast_initial_values(tf_variables(trace.model.weights, slots))
             trace.read_untrained()
+            with trace.when_data_is_here():
+                self._statistics.count_start()
         if self._emulated_compute is not None:
             with trace.when_data_is_here():
                 trace.started_at = tf.timestamp()

@@ -18,7 +18,8 @@ from absl import logging
 
 from hop_tf.buffers import BufferPool
 from hop_tf.cluster import Cluster
-from hop_tf.collectives import TreeCollectives
+from hop_tf.codecs import Identity
+from hop_tf.collectives import ALGORITHMS, AllReduce, TreeCollectives
 from hop_tf.errors import HopError, MismatchError
 from hop_tf.exchange import CATCH_UP, Exchange, ExchangeRunner
 from hop_tf.joining import Joining
@@ -413,6 +414,23 @@ class Worker:
         """Brings every rank's value to rank 0. A collective; see `TreeCollectives.gather`."""
         self.membership.require_all("to gather")
         return self._collectives.gather(self._next_called(), value)
+
+    def make_all_reduce(self, algorithm: str, num_values: int) -> AllReduce:
+        """Makes an all-reduce of a float32 vector, for measurements. A collective; the caller closes it."""
+        self.membership.require_all("to measure")
+        return ALGORITHMS[algorithm](
+            self.membership,
+            self._next_called(),
+            sizes=[num_values],
+            dtypes=[np.float32],
+            codecs=[Identity()],
+            pool=self._pool,
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the variables that are exchanged in a step."""
+        return sum(group.packing.num_bytes for group in self._groups)
 
     def _next_in_session(self) -> str:
         self._joining.counts[_IN_SESSION] += 1

@@ -45,7 +45,7 @@ class StaticIdentityTest(tf.test.TestCase):
 
 class StepStatisticsTest(tf.test.TestCase):
     def test_is_zero_before_the_first_step(self):
-        self.assertEqual(StepStatistics().counters(), {"steps": 0, "wait_seconds": 0.0})
+        self.assertEqual(StepStatistics().counters(), {"steps": 0, "wait_seconds": 0.0, "compute_seconds": 0.0})
 
     def test_counts_steps_eagerly_and_in_graphs(self):
         statistics = StepStatistics()

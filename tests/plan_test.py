@@ -1,0 +1,122 @@
+"""`hop_tf.timing.measure` over live links, and `hop_tf plan`."""
+
+import pathlib
+import subprocess
+import sys
+import textwrap
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import hop_tf
+from hop_tf import plan, timing
+from hop_tf.testing import InProcessCluster
+
+_MEASUREMENT = timing.Measurement(
+    world_size=4,
+    num_bytes=100_000_000,
+    network=timing.Network(latency_seconds=1e-4, seconds_per_byte=8e-9),
+    step=timing.Step(forward_seconds=0.1, backward_seconds=0.2),
+    codec_seconds_per_byte={"identity": 0.0, "truncate16": 1e-10, "int8": 1e-10},
+)
+_SCRIPT = """
+    import keras, numpy as np, hop_tf
+
+    strategy = hop_tf.HopStrategy()
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+        model.compile("sgd", "mse")
+    for _ in range(2):
+        model.fit(np.zeros((64, 8)), np.zeros((64, 4)), batch_size=8, verbose=0)
+"""
+
+
+def _make_strategy(cluster_resolver):
+    return hop_tf.PipeSGDStrategy(cluster_resolver=cluster_resolver)
+
+
+def _train(strategy, callbacks=()):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((100,)), keras.layers.Dense(50)])
+        model.compile("sgd", "mse")
+    model.fit(np.zeros((80, 100)), np.zeros((80, 50)), batch_size=8, verbose=0, callbacks=list(callbacks))
+
+
+def _error(call):
+    try:
+        call()
+    except RuntimeError as error:
+        return str(error)
+    return "none"
+
+
+class MeasureTest(tf.test.TestCase):
+    def test_measures(self):
+        def run(strategy):
+            errors = [_error(lambda: timing.measure(strategy))]
+            within = keras.callbacks.LambdaCallback(
+                on_epoch_end=lambda epoch, logs: errors.append(_error(lambda: timing.measure(strategy)))
+            )
+            _train(strategy, [within])
+            return timing.measure(strategy), errors
+
+        (measurement, errors), *others = InProcessCluster(3, _make_strategy).run(run)
+        for other, _ in others:
+            self.assertEqual(measurement, other)
+        self.assertEqual(measurement.world_size, 3)
+        self.assertEqual(measurement.num_bytes, 4 * (5008 + 64))  # Tensors begin at multiples of 64 bytes.
+        self.assertBetween(measurement.step.seconds, 1e-5, 10)
+        self.assertBetween(measurement.network.seconds_per_byte, 1e-12, 1e-6)
+        self.assertBetween(measurement.network.reduce_seconds_per_byte, 1e-12, 1e-7)
+        self.assertEqual(list(measurement.codec_seconds_per_byte), ["identity", "truncate16", "int8"])
+        self.assertIn("Call it after a `fit`", errors[0])
+        self.assertIn("`measure` was called while a `fit`", errors[1])
+
+    def test_world_of_one(self):
+        with self.assertRaisesRegex(RuntimeError, "nothing to measure in a world of one"):
+            timing.measure(hop_tf.PipeSGDStrategy())
+
+    def test_plans_as_the_functions_say(self):
+        self.assertEqual(
+            _MEASUREMENT.predict(pipeline_width=2, codec="int8"),
+            timing.predict(
+                _MEASUREMENT.network,
+                _MEASUREMENT.step,
+                world_size=4,
+                num_bytes=100_000_000,
+                codec="int8",
+                codec_seconds_per_byte=1e-10,
+            ),
+        )
+        self.assertEqual(_MEASUREMENT.recommend().codec, "int8")
+
+
+class PlanTest(tf.test.TestCase):
+    def test_describes(self):
+        text = plan.describe(_MEASUREMENT)
+        self.assertIn("4 ranks, 100.0 MB of gradients; a step computes for 300.0 ms", text)
+        self.assertIn("links: 1000 Mbit/s, latency 0.10 ms", text)
+        # 2 * 3/4 * 1e8 bytes at 1 Gbit/s, and two messages' latency.
+        self.assertRegex(text, r"  1 +identity +1 +mesh +1200\.2 ms +1500\.2 ms +20%")
+        self.assertRegex(text, r"recommended +2 +int8 +1 +mesh +302\.5 ms +302\.5 ms +99%")
+        self.assertIn("int8 shortens it to 0.3025 s.", text)
+
+    def test_command(self):
+        script = pathlib.Path(self.get_temp_dir()) / "script.py"
+        script.write_text(textwrap.dedent(_SCRIPT))
+        command = [sys.executable, "-m", "hop_tf", "plan", "--num_workers=2", str(script)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        self.assertEqual(done.stdout.count("recommended "), 1, done.stdout)
+        self.assertRegex(done.stdout, r"\[worker 0\] 2 ranks, 0\.0 MB of gradients; a step computes for \d")
+
+    def test_refuses_like_the_launcher(self):
+        command = [sys.executable, "-m", "hop_tf", "plan", "--num_workers=0", "script.py"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        self.assertNotEqual(done.returncode, 0)
+        self.assertIn("hop_tf plan: error", done.stderr)
+
+
+if __name__ == "__main__":
+    tf.test.main()
