@@ -29,6 +29,7 @@ import tempfile
 import time
 
 import numpy as np
+import psutil
 from absl import app, flags
 
 _WORLD_SIZES = flags.DEFINE_list("world_sizes", ["2", "4"], "Numbers of ranks.")
@@ -111,6 +112,7 @@ class Gloo(Member):
         self._torch = torch
         torch.set_num_threads(1)
         host, _, port = addresses[0].rpartition(":")
+        os.environ["GLOO_SOCKET_IFNAME"] = _interface(addresses[rank].rpartition(":")[0])
         torch.distributed.init_process_group(
             "gloo", init_method=f"tcp://{host}:{port}", rank=rank, world_size=len(addresses)
         )
@@ -126,6 +128,11 @@ class Gloo(Member):
 
     def close(self) -> None:
         self._torch.distributed.destroy_process_group()
+
+
+def _interface(address: str) -> str:
+    """Name of the network interface with an address. Gloo takes that of the host's name otherwise."""
+    return next(name for name, parts in psutil.net_if_addrs().items() if any(part.address == address for part in parts))
 
 
 class Ring(Member):

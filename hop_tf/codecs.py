@@ -90,6 +90,12 @@ class Codec(abc.ABC):
         self.decode(data, values)
         accumulator += values
 
+    def add(self, data: np.ndarray, values: np.ndarray, pool: BufferPool) -> np.ndarray:
+        """Returns the sum, in float32 at least, of a decoded vector and another one; arguments as of `reduce`."""
+        total = float32_copy(values, pool)
+        self.accumulate(data, total)
+        return total
+
     def reduce(self, data: np.ndarray, values: np.ndarray, pool: BufferPool) -> np.ndarray:
         """Encodes the sum, in float32, of a decoded vector and another one: a hop of a ring.
 
@@ -101,9 +107,7 @@ class Codec(abc.ABC):
         Returns:
           As of `encode`.
         """
-        total = float32_copy(values, pool)
-        self.accumulate(data, total)
-        return self.encode(total, pool)
+        return self.encode(self.add(data, values, pool), pool)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,6 +142,10 @@ class Identity(Codec):
 
     def accumulate(self, data: np.ndarray, accumulator: np.ndarray) -> None:
         np.add(accumulator, self._view(data, accumulator.size), out=accumulator)
+
+    def add(self, data: np.ndarray, values: np.ndarray, pool: BufferPool) -> np.ndarray:
+        total = _take_float32(values, pool)
+        return np.add(values, self._view(data, values.size), out=total, dtype=total.dtype)
 
     def _view(self, data: np.ndarray, num_values: int) -> np.ndarray:
         return _checked(self, data, num_values * self.bytes_per_value, num_values).view(self.dtype)
@@ -328,10 +336,14 @@ class ErrorFeedback:
 
 def float32_copy(values: np.ndarray, pool: BufferPool) -> np.ndarray:
     """A copy of `values`, in float32 at least."""
-    dtype = np.promote_types(values.dtype, np.float32)
-    copy = pool.take(values.size * dtype.itemsize).view(dtype)
+    copy = _take_float32(values, pool)
     np.copyto(copy, values)
     return copy
+
+
+def _take_float32(like: np.ndarray, pool: BufferPool) -> np.ndarray:
+    dtype = np.promote_types(like.dtype, np.float32)
+    return pool.take(like.size * dtype.itemsize).view(dtype)
 
 
 def _checked(codec: Codec, data: np.ndarray, num_bytes: int, num_values: int) -> np.ndarray:

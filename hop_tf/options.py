@@ -9,6 +9,10 @@ import ssl
 import threading
 from pathlib import Path
 
+from hop_tf.arguments import check_choice
+
+DATA_PLANES = ("tcp", "grpc")
+
 _DURATIONS = ("timeout_seconds", "progress_timeout_seconds", "report_interval_seconds")
 _TLS_FILES = ("tls_certificate_chain", "tls_private_key", "tls_root_certificates")
 
@@ -24,6 +28,9 @@ class CommunicationOptions:
     Attributes:
       timeout_seconds: Silence after which a peer counts as lost. Default 60.
       progress_timeout_seconds: Longest wait for a living peer's contribution. Default 3600.
+      data_plane: How arrays travel: "tcp", over plain sockets on a port that the system chooses (under TLS, or where
+        that port cannot be reached, as with "grpc"), or "grpc", over gRPC on the address of the cluster description,
+        which costs about three times the processor time. Ranks may differ. Default "tcp".
       tls_certificate_chain: Path of the PEM file with this process's certificate, or None for plain text.
       tls_private_key: Path of the PEM file with its private key, not encrypted.
       tls_root_certificates: Path of the PEM file with the authorities that peers' certificates must chain to. Both
@@ -36,12 +43,13 @@ class CommunicationOptions:
 
     Raises:
       TypeError: If an argument has another type.
-      ValueError: If a duration is not positive and finite, or the TLS files are given in part, cannot be read, are not
-        what they should be, or do not fit together.
+      ValueError: If a duration is not positive and finite, there is no such data plane, or the TLS files are given in
+        part, cannot be read, are not what they should be, or do not fit together.
     """
 
     timeout_seconds: float = 60.0
     progress_timeout_seconds: float = 3600.0
+    data_plane: str = "tcp"
     tls_certificate_chain: str | os.PathLike | None = None
     tls_private_key: str | os.PathLike | None = None
     tls_root_certificates: str | os.PathLike | None = None
@@ -53,6 +61,7 @@ class CommunicationOptions:
         for name in _DURATIONS:
             # A NumPy scalar would spread: float32 has no room for the fractions of a clock's seconds.
             object.__setattr__(self, name, _checked_duration(name, getattr(self, name)))
+        check_choice("data_plane", self.data_plane, DATA_PLANES)
         for name in (*_TLS_FILES, "log_dir"):
             _check_path(name, getattr(self, name))
         _check_token(self.cluster_token)

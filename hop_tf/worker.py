@@ -30,8 +30,9 @@ from hop_tf.packing import Packing
 from hop_tf.queues import Fifo, MakeFifo
 from hop_tf.replica_state import ReplicaState, compare, read, sign, spec_of, write
 from hop_tf.report import StepStatistics
-from hop_tf.transport import TcpTransport
+from hop_tf.transport import GrpcTransport, TcpTransport
 
+_TRANSPORTS = {"tcp": TcpTransport, "grpc": GrpcTransport}
 # How often a rank that waits for its last messages to arrive looks whether the receiver still listens.
 _FLUSH_PERIOD_SECONDS = 0.1
 # Collectives are numbered within their session, as a rank may miss the rest of one; those of users apart.
@@ -186,7 +187,7 @@ class Worker:
         self._options = options
         self._make_exchange = make_exchange
         self._pool = BufferPool()
-        self._transport = (cluster.make_transport or TcpTransport)(
+        self._transport = (cluster.make_transport or _TRANSPORTS[options.data_plane])(
             cluster.rank,
             cluster.addresses,
             identity=identity,

@@ -41,6 +41,17 @@ class DurationsTest(parameterized.TestCase):
         self.assertIs(type(options.timeout_seconds), float)
 
 
+class DataPlaneTest(parameterized.TestCase):
+    @parameterized.parameters("tcp", "grpc")
+    def test_takes(self, name):
+        self.assertEqual(CommunicationOptions(data_plane=name).data_plane, name)
+
+    @parameterized.parameters("udp", None, 3)
+    def test_refuses(self, value):
+        with self.assertRaisesRegex(ValueError, r"`data_plane` must be one of tcp, grpc\. Received: data_plane="):
+            CommunicationOptions(data_plane=value)
+
+
 class PathsAndTokenTest(parameterized.TestCase):
     @parameterized.product(name=(*_TLS_FILES, "log_dir"), value=[3, b"/tmp", True])
     def test_refuses_what_is_no_path(self, name, value):

@@ -37,10 +37,11 @@ class _KillRank1(keras.callbacks.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _run(settings, kill_at=None):
+def _run(settings, kill_at=None, data_planes=("tcp",)):
     """Weights after each step that was made, and what ended `fit`."""
     rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
-    options = hop_tf.CommunicationOptions(timeout_seconds=10)
+    data_plane = data_planes[rank % len(data_planes)]
+    options = hop_tf.CommunicationOptions(timeout_seconds=10, data_plane=data_plane)
     strategy = hop_tf.PipeSGDStrategy(communication_options=options, **settings[rank % len(settings)])
     with strategy.scope():
         model = _model()
@@ -74,7 +75,7 @@ def _expected(width):
 class PipeSGDProcessesTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(("mesh", 2), ("ring", 1))
     def test_trains(self, algorithm, width):
-        arguments = ([{"algorithm": algorithm, "pipeline_width": width}],)
+        arguments = ([{"algorithm": algorithm, "pipeline_width": width}], None, ("tcp", "grpc"))
         with MultiProcessRunner(_run, num_workers=3, args=arguments, timeout_seconds=120) as runner:
             values = runner.join().raise_for_errors().values
         for history, error in values:

@@ -33,7 +33,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from hop_tf.buffers import BufferPool
-from hop_tf.codecs import Codec, ErrorFeedback, float32_copy
+from hop_tf.codecs import Codec, ErrorFeedback
 from hop_tf.collectives.tree import BULK_LANE
 from hop_tf.errors import ProtocolError
 from hop_tf.membership import Membership
@@ -278,8 +278,8 @@ class _Vector:
             result[where] = values
 
     def _sum(self, own: np.ndarray, parts: Sequence[np.ndarray]) -> np.ndarray:
-        total = float32_copy(own, self._pool)
-        for data in parts:
+        total = self._codec.add(parts[0], own, self._pool)
+        for data in parts[1:]:
             self._codec.accumulate(data, total)
         return total
 
