@@ -18,18 +18,17 @@ from __future__ import annotations
 
 import abc
 import importlib.util
+import itertools
 import json
 import os
-import pathlib
-import pickle
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import psutil
+import ranks
 from absl import app, flags
 
 _WORLD_SIZES = flags.DEFINE_list("world_sizes", ["2", "4"], "Numbers of ranks.")
@@ -45,7 +44,6 @@ _MAX_SECONDS = flags.DEFINE_float("max_seconds", 60.0, "Begin no further round o
 
 _FIRST_PORT = 23000
 _MIB = 1 << 20
-_START_SECONDS = 0.02
 _TIMEOUT_SECONDS = 600
 
 
@@ -177,7 +175,7 @@ def _make(name: str, *arguments) -> Member:
 # In each rank.
 
 
-def _measure(case: dict, rank: int) -> dict[str, list[float]]:
+def _measure(case: Mapping, rank: int) -> dict[str, list[float]]:
     """Seconds of each round for each member, at this rank."""
     size = case["bytes"] // 4
     values = np.random.default_rng(rank).normal(size=size).astype(np.float32)
@@ -217,56 +215,20 @@ def _check(name: str, mean: np.ndarray, world_size: int, size: int) -> None:
         raise RuntimeError(f"{name} is wrong: relative error {error:.3f}.")
 
 
-def _run_rank(path: str) -> None:
-    case = json.loads(pathlib.Path(path).read_text())
-    rank = int(os.environ["BENCHMARK_RANK"])
-    result = _measure(case, rank)
-    pathlib.Path(f"{path}.{rank}").write_bytes(pickle.dumps(result))
-    os._exit(0)  # TensorFlow's collectives leave threads behind that would wait for each other.
-
-
 # In the parent.
 
 
-def _network():
-    path = pathlib.Path(__file__).with_name("network.py")
-    specification = importlib.util.spec_from_file_location("network", path)
-    module = importlib.util.module_from_spec(specification)
-    sys.modules["network"] = module
-    specification.loader.exec_module(module)
-    return module
-
-
-def _run_case(case: dict, start_process) -> dict[str, float]:
+def _medians(results: Sequence[Mapping[str, list[float]]]) -> dict[str, float]:
     """Median seconds of each member, each round that of its slowest rank."""
-    world_size = len(case["hosts"])
-    with tempfile.TemporaryDirectory() as folder:
-        path = pathlib.Path(folder) / "case.json"
-        path.write_text(json.dumps(case))
-        command = [sys.executable, __file__, f"--rank_file={path}"]
-        environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "OMP_NUM_THREADS": "1"}
-        processes = [
-            start_process(rank, command, env={**environment, "BENCHMARK_RANK": str(rank)}) for rank in range(world_size)
-        ]
-        try:
-            for process in processes:
-                if process.wait(_TIMEOUT_SECONDS):
-                    raise RuntimeError(f"a rank ended with exit code {process.returncode}.")
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-        results = [pickle.loads(pathlib.Path(f"{path}.{rank}").read_bytes()) for rank in range(world_size)]
     return {
         name: statistics.median(map(max, zip(*(result[name] for result in results), strict=True)))
-        for name in case["members"]
+        for name in results[0]
     }
 
 
-def _print(link: str, case: dict, medians: dict[str, float]) -> None:
-    world_size, num_bytes = len(case["hosts"]), case["bytes"]
+def _print(link: str, world_size: int, num_bytes: int, medians: Mapping[str, float]) -> None:
     traffic = 2 * (world_size - 1) / world_size * num_bytes
-    limit = "" if link == "loopback" else f", limit of float32 {traffic * 8 / float(link):.3f} s"
+    limit = "" if link == ranks.LOOPBACK else f", limit of float32 {traffic * 8 / float(link):.3f} s"
     print(f"\n{link}, {world_size} ranks, {num_bytes / _MIB:g} MiB{limit}")
     print(f"  {'':16s} {'seconds':>9s} {'GB/s':>7s} {'gloo / it':>10s}")
     for name, seconds in medians.items():
@@ -275,36 +237,23 @@ def _print(link: str, case: dict, medians: dict[str, float]) -> None:
     sys.stdout.flush()
 
 
-_RANK_FILE = flags.DEFINE_string("rank_file", None, "For the ranks' own use.")
-
-
 def main(argv) -> None:
     del argv
-    if _RANK_FILE.value:
-        _run_rank(_RANK_FILE.value)
-        return
     members = list(_MEMBERS.value)
     if "gloo" in members and importlib.util.find_spec("torch") is None:
         print("gloo is left out: PyTorch is not installed.")
         members.remove("gloo")
-    for link in _LINKS.value:
-        for world_size in map(int, _WORLD_SIZES.value):
-            for megabytes in map(float, _MEGABYTES.value):
-                case = {
-                    "bytes": int(megabytes * _MIB),
-                    "members": members,
-                    "rounds": _ROUNDS.value,
-                    "max_seconds": _MAX_SECONDS.value,
-                }
-                if link == "loopback":
-                    case["hosts"] = ["127.0.0.1"] * world_size
-                    medians = _run_case(case, lambda rank, command, env: subprocess.Popen(command, env=env))
-                else:
-                    with _network().Network(world_size, bandwidth_bits_per_second=float(link)) as network:
-                        case["hosts"] = list(network.addresses)
-                        medians = _run_case(case, network.popen)
-                _print(link, case, medians)
+    for link, world_size, megabytes in itertools.product(_LINKS.value, _WORLD_SIZES.value, _MEGABYTES.value):
+        case = {
+            "bytes": int(float(megabytes) * _MIB),
+            "members": members,
+            "rounds": _ROUNDS.value,
+            "max_seconds": _MAX_SECONDS.value,
+        }
+        results = ranks.run(__file__, case, int(world_size), link)
+        _print(link, int(world_size), case["bytes"], _medians(results))
 
 
 if __name__ == "__main__":
+    ranks.serve(_measure)
     app.run(main)

@@ -1,0 +1,297 @@
+"""Pipe-SGD beside synchronous training, by all-reduce (D-Sync) and by a server (PS-Sync): Figure 4 in the small.
+
+    python benchmarks/benchmark_pipe_sgd.py --experiments=timing --links=1e9,100e6
+    python benchmarks/benchmark_pipe_sgd.py --experiments=accuracy --tasks=mnist,cifar --cifar10=cifar10.npz
+
+timing     A vector of parameters as large as a model's, and a computation that is emulated, asleep, so that four ranks
+           do not take the processor from each other: from settings in which computation takes longer to those in which
+           communication does. Milliseconds per step (medians), the communication thread's own time in all-reduce and
+           in codecs, and the step time that `hop_tf.timing` predicts from what it has measured on the same links.
+           Ratios to D-Sync and PS-Sync without a codec, as in the paper, and to D-Sync with the same codec.
+accuracy   Real training on loopback, with each codec: accuracy on the test data.
+
+PS-Sync is a plain server loop on rank 0's host: it receives all gradients, and sends their mean to all. (In the paper
+the server has a host of its own, which sends and receives n vectors a step, not n - 1.)
+
+Task mnist: 784-500-500-10, global batch 100. cifar: three convolutions, two dense layers. convex: the same, of which only
+the last layer is trained. alexnet (timing only): 61 million parameters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import statistics
+import time
+from collections.abc import Mapping
+
+import keras
+import numpy as np
+import ranks
+import tensorflow as tf
+from absl import app, flags
+
+import hop_tf
+from hop_tf import collectives, timing
+from hop_tf.collectives import AllReduce
+from hop_tf.emulation import ComputeEmulation
+
+_EXPERIMENTS = flags.DEFINE_list("experiments", ["timing", "accuracy"], "What to run.")
+_LINKS = flags.DEFINE_list("links", ["1e9", "100e6"], "Bits per second; needs root. Or loopback.")
+_WORLD_SIZE = flags.DEFINE_integer("world_size", 4, "Ranks.", lower_bound=2)
+_STEP_SECONDS = flags.DEFINE_list("step_seconds", ["0.05", "0.2", "0.8"], "Emulated computation of a step.")
+_NUM_VALUES = flags.DEFINE_list("num_values", ["648010", "5000000"], "Parameters of the timed models.")
+_NUM_STEPS = flags.DEFINE_integer("num_steps", 24, "Timed steps.", lower_bound=8)
+_TASKS = flags.DEFINE_list("tasks", ["mnist", "cifar", "convex"], "What is trained for accuracy.")
+_EPOCHS = flags.DEFINE_integer("epochs", 3, "Epochs of the training for accuracy.")
+_SEEDS = flags.DEFINE_integer("seeds", 1, "Trainings of each kind.")
+_CIFAR10 = flags.DEFINE_string(
+    "cifar10", None, "An .npz file with x_train, y_train, x_test, y_test; else Keras's data."
+)
+
+_FIRST_PORT = 24000
+_CODECS = (None, "truncate16", "int8")
+_WARMUP_STEPS = 4
+
+
+class StarAllReduce(AllReduce):
+    """PS-Sync: the first rank receives all vectors, and sends their mean to all."""
+
+    def _reduce(self, operation, vector, values, result) -> None:
+        ranks_, chunks = operation.ranks, vector.pieces(1)[0]
+        server, others = ranks_[0], ranks_[1:]
+        if operation.index:
+            for chunk, where in enumerate(chunks):
+                operation.send(server, 0, chunk, vector.encode(values, where))
+            for chunk, where in enumerate(chunks):
+                (data,) = operation.receive([server], 1, chunk)
+                vector.decode(data, result, where)
+            return
+        for chunk, where in enumerate(chunks):
+            data = vector.encode_mean(values, where, operation.receive(others, 0, chunk), len(ranks_))
+            operation.commit()
+            for other in others:
+                operation.send(other, 1, chunk, data)
+            vector.decode(data, result, where)
+
+
+collectives.ALGORITHMS["star"] = StarAllReduce
+
+
+# In each rank.
+
+
+def _strategy(case: Mapping, rank: int, **settings) -> hop_tf.PipeSGDStrategy:
+    workers = [f"{host}:{case['port'] + r}" for r, host in enumerate(case["hosts"])]
+    os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": workers}, "task": {"type": "worker", "index": rank}})
+    return hop_tf.PipeSGDStrategy(**settings)
+
+
+def _run_rank(case: Mapping, rank: int) -> object:
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    return _time(case, rank) if case["experiment"] == "timing" else _train(case, rank)
+
+
+class _Vector(keras.layers.Layer):
+    """Parameters in four parts, whose gradient costs next to nothing."""
+
+    def build(self, input_shape):
+        size = self.num_values // 4
+        self.parts = [self.add_weight(shape=(size,), initializer="zeros", name=f"part{i}") for i in range(4)]
+
+    def __init__(self, num_values: int):
+        super().__init__()
+        self.num_values = num_values
+
+    def call(self, x):
+        return x + tf.add_n([tf.reduce_sum(part) for part in self.parts])
+
+
+def _time(case: Mapping, rank: int) -> dict:
+    os.environ.update(ComputeEmulation(step_seconds=case["step_seconds"]).to_environment())
+    strategy = _strategy(case, rank, **case["settings"])
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((1,)), _Vector(case["num_values"])])
+        model.compile(keras.optimizers.SGD(0.0), "mse")
+    times = []
+    record = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: times.append(time.monotonic()))
+    num_steps = _WARMUP_STEPS + case["num_steps"]
+    x = np.zeros((num_steps * strategy.world_size, 1), np.float32)
+    model.fit(x, x, batch_size=strategy.world_size, verbose=0, callbacks=[record])
+    report = strategy.report()
+    measurement = timing.measure(strategy) if case["settings"]["algorithm"] == "mesh" else None
+    strategy.shutdown()
+    return {
+        "step": statistics.median(np.diff(times)[_WARMUP_STEPS:]),
+        "communicate": report["communicate_seconds"] / report["steps"],
+        "codec": report["codec_seconds"] / report["steps"],
+        "measurement": measurement,
+    }
+
+
+def _train(case: Mapping, rank: int) -> float:
+    strategy = _strategy(case, rank, **case["settings"])
+    keras.utils.set_random_seed(case["seed"])
+    (x, y), test = _load(case["task"], case["cifar10"])
+    with strategy.scope():
+        model = _MODELS[case["task"]]()
+        model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "sparse_categorical_crossentropy", metrics=["accuracy"])
+    model.fit(x, y, batch_size=100, epochs=case["epochs"], verbose=0)
+    accuracy = model.evaluate(*test, batch_size=500, verbose=0)[1] if rank == 0 else 0.0
+    strategy.shutdown()
+    return accuracy
+
+
+def _load(task: str, path: str | None) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
+    if task == "mnist":
+        (x, y), (x_test, y_test) = keras.datasets.mnist.load_data()
+        x, x_test = x.reshape(-1, 784), x_test.reshape(-1, 784)
+    elif path is not None:
+        with np.load(path) as arrays:
+            x, y, x_test, y_test = (arrays[name] for name in ("x_train", "y_train", "x_test", "y_test"))
+    else:
+        (x, y), (x_test, y_test) = keras.datasets.cifar10.load_data()
+    return (x.astype(np.float32) / 255, y), (x_test.astype(np.float32) / 255, y_test)
+
+
+def _mnist() -> keras.Model:
+    layers = keras.layers
+    return keras.Sequential(
+        [
+            keras.Input((784,)),
+            layers.Dense(500, activation="relu"),
+            layers.Dense(500, activation="relu"),
+            layers.Dense(10, activation="softmax"),
+        ]
+    )
+
+
+def _cifar(trains_features: bool = True) -> keras.Model:
+    layers = keras.layers
+    features = [
+        layers.Conv2D(16, 5, activation="relu"),
+        layers.MaxPooling2D(),
+        layers.Conv2D(32, 3, activation="relu"),
+        layers.MaxPooling2D(),
+        layers.Conv2D(32, 3, activation="relu"),
+        layers.Flatten(),
+        layers.Dense(64, activation="relu"),
+    ]
+    for layer in features:
+        layer.trainable = trains_features
+    return keras.Sequential([keras.Input((32, 32, 3)), *features, layers.Dense(10, activation="softmax")])
+
+
+_MODELS = {"mnist": _mnist, "cifar": _cifar, "convex": lambda: _cifar(trains_features=False)}
+
+
+# In the parent.
+
+
+@dataclasses.dataclass(frozen=True)
+class Timed:
+    """A way to train, timed.
+
+    Attributes:
+      label: Its name.
+      codec: Name of its codec, or None.
+      step: Median duration of a step, at the slowest rank.
+      communicate: Mean time of the communication thread in all-reduce, per step.
+      codec_seconds: The part of it in codecs.
+      predicted: What the model says, or None.
+    """
+
+    label: str
+    codec: str | None
+    step: float
+    communicate: float
+    codec_seconds: float
+    predicted: float | None
+
+
+def _time_case(link: str, num_values: int, step_seconds: float) -> list[Timed]:
+    kinds = [("PS-Sync", {"pipeline_width": 1, "algorithm": "star"}, (None,))]
+    kinds += [("D-Sync", {"pipeline_width": 1, "algorithm": "mesh"}, _CODECS)]
+    kinds += [("Pipe-SGD", {"pipeline_width": 2, "algorithm": "mesh"}, _CODECS)]
+    timed = []
+    for label, settings, codecs in kinds:
+        for codec in codecs:
+            case = {
+                "experiment": "timing",
+                "port": _FIRST_PORT,
+                "settings": {**settings, "codec": codec},
+                "num_values": num_values,
+                "step_seconds": step_seconds,
+                "num_steps": _NUM_STEPS.value,
+            }
+            results = ranks.run(__file__, case, _WORLD_SIZE.value, link)
+            measurement = results[0]["measurement"]
+            predicted = None
+            if measurement is not None:
+                # Emulated computation: all of it, update included, is known.
+                measurement = dataclasses.replace(measurement, step=timing.Step(forward_seconds=step_seconds))
+                predicted = measurement.predict(
+                    pipeline_width=settings["pipeline_width"], codec=codec, algorithm="mesh"
+                ).step_seconds
+            slowest = {name: max(result[name] for result in results) for name in ("step", "communicate", "codec")}
+            timed.append(Timed(label, codec, slowest["step"], slowest["communicate"], slowest["codec"], predicted))
+    return timed
+
+
+def _print_timed(link: str, num_values: int, step_seconds: float, timed: list[Timed]) -> None:
+    def step_of(label: str, codec: str | None) -> float:
+        return next(each.step for each in timed if (each.label, each.codec) == (label, codec))
+
+    print(f"\n{link}, {num_values / 1e6:.2f} million parameters, computation {step_seconds * 1e3:.0f} ms")
+    print(
+        f"  {'':22s} {'step ms':>8s} {'predicted':>10s} {'communicate':>12s} {'codec':>7s} "
+        f"{'PS-Sync / it':>13s} {'D-Sync / it':>12s} {'same codec':>11s}"
+    )
+    for each in timed:
+        predicted = f"{each.predicted * 1e3:10.1f}" if each.predicted else f"{'':10s}"
+        ratios = [step_of("PS-Sync", None), step_of("D-Sync", None), step_of("D-Sync", each.codec)]
+        columns = "".join(f"{r / each.step:{w}.2f}" for r, w in zip(ratios, (14, 13, 12), strict=True))
+        label = f"{each.label} {each.codec or ''}"
+        print(
+            f"  {label:22s} {each.step * 1e3:8.1f} {predicted} {each.communicate * 1e3:12.1f} "
+            f"{each.codec_seconds * 1e3:7.1f}{columns}",
+            flush=True,
+        )
+
+
+def _print_accuracies(task: str) -> None:
+    print(f"\naccuracy, {task}, {_EPOCHS.value} epochs, {_SEEDS.value} seeds")
+    for label, width in (("D-Sync", 1), ("Pipe-SGD", 2)):
+        for codec in _CODECS:
+            accuracies = []
+            for seed in range(_SEEDS.value):
+                case = {
+                    "experiment": "accuracy",
+                    "port": _FIRST_PORT,
+                    "settings": {"pipeline_width": width, "codec": codec},
+                    "task": task,
+                    "cifar10": _CIFAR10.value,
+                    "epochs": _EPOCHS.value,
+                    "seed": seed,
+                }
+                accuracies.append(ranks.run(__file__, case, 2, ranks.LOOPBACK, timeout_seconds=3600)[0])
+            shown = " ".join(f"{accuracy:.4f}" for accuracy in accuracies)
+            print(f"  {label:9s} {codec or '':11s} {np.mean(accuracies):.4f}  ({shown})", flush=True)
+
+
+def main(argv) -> None:
+    del argv
+    if "timing" in _EXPERIMENTS.value:
+        for link in _LINKS.value:
+            for num_values in map(int, _NUM_VALUES.value):
+                for step_seconds in map(float, _STEP_SECONDS.value):
+                    _print_timed(link, num_values, step_seconds, _time_case(link, num_values, step_seconds))
+    if "accuracy" in _EXPERIMENTS.value:
+        for task in _TASKS.value:
+            _print_accuracies(task)
+
+
+if __name__ == "__main__":
+    ranks.serve(_run_rank)
+    app.run(main)
