@@ -13,8 +13,8 @@ accuracy   Real training on loopback, with each codec: accuracy on the test data
 PS-Sync is a plain server loop on rank 0's host: it receives all gradients, and sends their mean to all. (In the paper
 the server has a host of its own, which sends and receives n vectors a step, not n - 1.)
 
-Task mnist: 784-500-500-10, global batch 100. cifar: three convolutions, two dense layers. convex: the same, of which only
-the last layer is trained. alexnet (timing only): 61 million parameters.
+Task mnist: 784-500-500-10, global batch 100. cifar: three convolutions, two dense layers. convex: the same, of which
+only the last layer is trained. (AlexNet's size in the timings: --num_values=61000000.)
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ _CIFAR10 = flags.DEFINE_string(
 
 _FIRST_PORT = 24000
 _CODECS = (None, "truncate16", "int8")
+_WIDTHS = {"D-Sync": 1, "Pipe-SGD": 2}
 _WARMUP_STEPS = 4
 
 
@@ -82,15 +83,18 @@ collectives.ALGORITHMS["star"] = StarAllReduce
 # In each rank.
 
 
-def _strategy(case: Mapping, rank: int, **settings) -> hop_tf.PipeSGDStrategy:
-    workers = [f"{host}:{case['port'] + r}" for r, host in enumerate(case["hosts"])]
+def _strategy(case: Mapping, rank: int, turn: int, **settings) -> hop_tf.PipeSGDStrategy:
+    first_port = _FIRST_PORT + turn * len(case["hosts"])  # None meets the strategy before it of another rank.
+    workers = [f"{host}:{first_port + r}" for r, host in enumerate(case["hosts"])]
     os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": workers}, "task": {"type": "worker", "index": rank}})
     return hop_tf.PipeSGDStrategy(**settings)
 
 
-def _run_rank(case: Mapping, rank: int) -> object:
+def _run_rank(case: Mapping, rank: int) -> list:
+    """What comes of each of the settings."""
     tf.config.threading.set_intra_op_parallelism_threads(1)
-    return _time(case, rank) if case["experiment"] == "timing" else _train(case, rank)
+    run = _time if case["experiment"] == "timing" else _train
+    return [run(case, rank, _strategy(case, rank, turn, **each)) for turn, each in enumerate(case["settings"])]
 
 
 class _Vector(keras.layers.Layer):
@@ -108,9 +112,7 @@ class _Vector(keras.layers.Layer):
         return x + tf.add_n([tf.reduce_sum(part) for part in self.parts])
 
 
-def _time(case: Mapping, rank: int) -> dict:
-    os.environ.update(ComputeEmulation(step_seconds=case["step_seconds"]).to_environment())
-    strategy = _strategy(case, rank, **case["settings"])
+def _time(case: Mapping, rank: int, strategy: hop_tf.PipeSGDStrategy) -> dict:
     with strategy.scope():
         model = keras.Sequential([keras.Input((1,)), _Vector(case["num_values"])])
         model.compile(keras.optimizers.SGD(0.0), "mse")
@@ -120,7 +122,7 @@ def _time(case: Mapping, rank: int) -> dict:
     x = np.zeros((num_steps * strategy.world_size, 1), np.float32)
     model.fit(x, x, batch_size=strategy.world_size, verbose=0, callbacks=[record])
     report = strategy.report()
-    measurement = timing.measure(strategy) if case["settings"]["algorithm"] == "mesh" else None
+    measurement = timing.measure(strategy)
     strategy.shutdown()
     return {
         "step": statistics.median(np.diff(times)[_WARMUP_STEPS:]),
@@ -130,8 +132,7 @@ def _time(case: Mapping, rank: int) -> dict:
     }
 
 
-def _train(case: Mapping, rank: int) -> float:
-    strategy = _strategy(case, rank, **case["settings"])
+def _train(case: Mapping, rank: int, strategy: hop_tf.PipeSGDStrategy) -> float:
     keras.utils.set_random_seed(case["seed"])
     (x, y), test = _load(case["task"], case["cifar10"])
     with strategy.scope():
@@ -211,31 +212,23 @@ class Timed:
 
 
 def _time_case(link: str, num_values: int, step_seconds: float) -> list[Timed]:
-    kinds = [("PS-Sync", {"pipeline_width": 1, "algorithm": "star"}, (None,))]
-    kinds += [("D-Sync", {"pipeline_width": 1, "algorithm": "mesh"}, _CODECS)]
-    kinds += [("Pipe-SGD", {"pipeline_width": 2, "algorithm": "mesh"}, _CODECS)]
+    kinds = [("PS-Sync", 1, "star", None)]
+    kinds += [(label, width, "mesh", codec) for label, width in _WIDTHS.items() for codec in _CODECS]
+    case = {
+        "experiment": "timing",
+        "settings": [{"pipeline_width": w, "algorithm": a, "codec": c} for _, w, a, c in kinds],
+        "num_values": num_values,
+        "num_steps": _NUM_STEPS.value,
+    }
+    environment = ComputeEmulation(step_seconds=step_seconds).to_environment()
+    results = ranks.run(__file__, case, _WORLD_SIZE.value, link, environment=environment)
     timed = []
-    for label, settings, codecs in kinds:
-        for codec in codecs:
-            case = {
-                "experiment": "timing",
-                "port": _FIRST_PORT,
-                "settings": {**settings, "codec": codec},
-                "num_values": num_values,
-                "step_seconds": step_seconds,
-                "num_steps": _NUM_STEPS.value,
-            }
-            results = ranks.run(__file__, case, _WORLD_SIZE.value, link)
-            measurement = results[0]["measurement"]
-            predicted = None
-            if measurement is not None:
-                # Emulated computation: all of it, update included, is known.
-                measurement = dataclasses.replace(measurement, step=timing.Step(forward_seconds=step_seconds))
-                predicted = measurement.predict(
-                    pipeline_width=settings["pipeline_width"], codec=codec, algorithm="mesh"
-                ).step_seconds
-            slowest = {name: max(result[name] for result in results) for name in ("step", "communicate", "codec")}
-            timed.append(Timed(label, codec, slowest["step"], slowest["communicate"], slowest["codec"], predicted))
+    for (label, width, algorithm, codec), of_ranks in zip(kinds, zip(*results, strict=True), strict=True):
+        # Emulated computation: all of it, update included, is known.
+        measurement = dataclasses.replace(of_ranks[0]["measurement"], step=timing.Step(forward_seconds=step_seconds))
+        predicted = measurement.predict(pipeline_width=width, codec=codec).step_seconds
+        slowest = {name: max(each[name] for each in of_ranks) for name in ("step", "communicate", "codec")}
+        timed.append(Timed(label, codec, *slowest.values(), predicted if algorithm == "mesh" else None))
     return timed
 
 
@@ -262,22 +255,21 @@ def _print_timed(link: str, num_values: int, step_seconds: float, timed: list[Ti
 
 def _print_accuracies(task: str) -> None:
     print(f"\naccuracy, {task}, {_EPOCHS.value} epochs, {_SEEDS.value} seeds")
-    for label, width in (("D-Sync", 1), ("Pipe-SGD", 2)):
-        for codec in _CODECS:
-            accuracies = []
-            for seed in range(_SEEDS.value):
-                case = {
-                    "experiment": "accuracy",
-                    "port": _FIRST_PORT,
-                    "settings": {"pipeline_width": width, "codec": codec},
-                    "task": task,
-                    "cifar10": _CIFAR10.value,
-                    "epochs": _EPOCHS.value,
-                    "seed": seed,
-                }
-                accuracies.append(ranks.run(__file__, case, 2, ranks.LOOPBACK, timeout_seconds=3600)[0])
-            shown = " ".join(f"{accuracy:.4f}" for accuracy in accuracies)
-            print(f"  {label:9s} {codec or '':11s} {np.mean(accuracies):.4f}  ({shown})", flush=True)
+    kinds = [(label, width, codec) for label, width in _WIDTHS.items() for codec in _CODECS]
+    of_seeds = []
+    for seed in range(_SEEDS.value):
+        case = {
+            "experiment": "accuracy",
+            "settings": [{"pipeline_width": width, "codec": codec} for _, width, codec in kinds],
+            "task": task,
+            "cifar10": _CIFAR10.value,
+            "epochs": _EPOCHS.value,
+            "seed": seed,
+        }
+        of_seeds.append(ranks.run(__file__, case, 2, ranks.LOOPBACK, timeout_seconds=3600)[0])
+    for (label, _, codec), accuracies in zip(kinds, zip(*of_seeds, strict=True), strict=True):
+        shown = " ".join(f"{accuracy:.4f}" for accuracy in accuracies)
+        print(f"  {label:9s} {codec or '':11s} {np.mean(accuracies):.4f}  ({shown})", flush=True)
 
 
 def main(argv) -> None:

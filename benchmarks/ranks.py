@@ -34,7 +34,16 @@ def serve(function: Callable[[Mapping, int], Any]) -> None:
     os._exit(0)  # Other libraries' collectives leave threads behind that would wait for each other.
 
 
-def run(script: str, case: Mapping, world_size: int, link: str, *, timeout_seconds: float = 900.0, **emulation) -> list:
+def run(
+    script: str,
+    case: Mapping,
+    world_size: int,
+    link: str,
+    *,
+    environment: Mapping[str, str] | None = None,
+    timeout_seconds: float = 900.0,
+    **emulation,
+) -> list:
     """Runs the ranks of a case.
 
     Args:
@@ -42,6 +51,7 @@ def run(script: str, case: Mapping, world_size: int, link: str, *, timeout_secon
       case: What JSON can hold; each rank gets it, with `hosts`, the address of each rank's host, added.
       world_size: Number of ranks.
       link: "loopback", or the rate of each host's link in bits per second, such as "1e9".
+      environment: Variables for the ranks' environment.
       timeout_seconds: How long it may take.
       **emulation: Further arguments of `network.Network`, such as `round_trip_seconds`.
 
@@ -54,7 +64,7 @@ def run(script: str, case: Mapping, world_size: int, link: str, *, timeout_secon
     with tempfile.TemporaryDirectory() as folder, _hosts(world_size, link, emulation) as (hosts, start):
         path = pathlib.Path(folder) / "case.json"
         path.write_text(json.dumps({**case, "hosts": hosts}))
-        environment = {"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ, _CASE: str(path)}
+        environment = {"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ, **(environment or {}), _CASE: str(path)}
         processes: list[subprocess.Popen] = []
         try:
             for rank in range(world_size):

@@ -283,7 +283,13 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
         """What surrounds `model.fit`: enter the session, leave it in any case, raise what really happened."""
         if self._worker is None:
             yield
-            return
+        else:
+            yield from self._fit_session(x)
+        if self._shows_plan:
+            self._shows_plan = False
+            plan.show(self)
+
+    def _fit_session(self, x) -> Iterator[None]:
         self._require_outside_fit("fit")
         self._sharding = self._sharding_of(x)
         self._in_fit = True
@@ -315,9 +321,6 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
             self._in_fit = False
             self._sharding = _Sharding.NONE
             self._writer.write()
-        if self._shows_plan:
-            self._shows_plan = False
-            plan.show(self)
 
     @contextlib.contextmanager
     def keras_call(self) -> Iterator[None]:

@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import threading
+from unittest import mock
 
 import keras
 import numpy as np
@@ -10,6 +12,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import hop_tf
+from hop_tf.strategies import pipe_sgd
 from hop_tf.testing import MultiProcessRunner
 
 _BATCH_SIZE = 12
@@ -59,6 +62,55 @@ def _run(settings, kill_at=None, data_planes=("tcp",)):
     return np.array(history), error
 
 
+class _WaitsInBackward(keras.layers.Layer):
+    """Its gradient comes when the first segment of the step has reached the communication thread."""
+
+    def __init__(self, wait):
+        super().__init__()
+        self._wait = wait
+
+    def call(self, x):
+        @tf.custom_gradient
+        def identity(x):
+            return tf.identity(x), lambda upstream: tf.py_function(
+                lambda gradient: self._wait(gradient), [upstream], tf.float32
+            )
+
+        y = identity(x)
+        y.set_shape(x.shape)
+        return y
+
+
+def _run_segments():
+    """Whether, in each step, the last layer's gradient was handed out before the first layer's was computed."""
+    handed_out, in_time = threading.Event(), []
+
+    def wait(gradient):
+        in_time.append(handed_out.wait(20))
+        return gradient
+
+    step = pipe_sgd.PipeSGDExchange.step
+
+    def note_and_step(self, outgoing):
+        if outgoing.segment == 0:
+            handed_out.set()
+        result = step(self, outgoing)
+        if outgoing.segment == 1:
+            handed_out.clear()
+        return result
+
+    with mock.patch.object(pipe_sgd.PipeSGDExchange, "step", note_and_step):
+        strategy = hop_tf.PipeSGDStrategy(pipeline_width=1, num_segments=2)
+        with strategy.scope():
+            model = keras.Sequential(
+                [keras.Input((4,)), keras.layers.Dense(8), _WaitsInBackward(wait), keras.layers.Dense(8)]
+            )
+            model.compile("sgd", "mse")
+        model.fit(np.zeros((8, 4)), np.zeros((8, 8)), batch_size=2, verbose=0)
+        strategy.shutdown()
+    return in_time
+
+
 def _expected(width):
     """Weights after each step, in NumPy: ranks have equal shares, so the mean is the gradient of the whole batch."""
     x, y = (array.astype(np.float64) for array in _data())
@@ -98,6 +150,12 @@ class PipeSGDProcessesTest(tf.test.TestCase, parameterized.TestCase):
             self.assertRegex(results[rank].value[1], "^PeerLostError: .*rank 1|rank 1")
             self.assertAllEqual(history[:shortest], histories[0][:shortest])
             self.assertAllClose(history, _expected(2)[: len(history)], atol=0.02)
+
+    def test_segments_leave_during_back_propagation(self):
+        with MultiProcessRunner(_run_segments, num_workers=2, timeout_seconds=120) as runner:
+            values = runner.join().raise_for_errors().values
+        for in_time in values:
+            self.assertEqual(in_time, [True] * 4)
 
     def test_other_settings_are_refused(self):
         arguments = ([{"codec": "int8"}, {"codec": "truncate16"}],)

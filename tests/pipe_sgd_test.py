@@ -376,6 +376,24 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
             self.assertTrue(np.isfinite(array).all())
             self.assertAllEqual(array, other)
 
+    @parameterized.parameters(("float64", 1e-12), ("bfloat16", 0.05))
+    def test_other_types(self, dtype, tolerance):
+        """Codecs leave float64 alone; bfloat16 they take."""
+
+        def build():
+            return keras.Sequential(
+                [keras.Input((6,), dtype=dtype), keras.layers.Dense(2, kernel_initializer="zeros", dtype=dtype)]
+            )
+
+        def run(strategy):
+            return [weight.astype(np.float64) for weight in _fit(_compiled(strategy, build=build))]
+
+        plain = build()
+        plain.compile(_OPTIMIZERS["sgd"](), "mse")
+        expected = [weight.astype(np.float64) for weight in _fit(plain)]
+        for weights in _cluster(2, pipeline_width=1, codec="int8").run(run):
+            self.assertAllClose(weights, expected, rtol=tolerance, atol=tolerance)
+
     def test_sparse_gradients(self):
         def build():
             return keras.Sequential(

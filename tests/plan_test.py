@@ -1,9 +1,11 @@
 """`hop_tf.timing.measure` over live links, and `hop_tf plan`."""
 
+import os
 import pathlib
 import subprocess
 import sys
 import textwrap
+from unittest import mock
 
 import keras
 import numpy as np
@@ -110,6 +112,12 @@ class PlanTest(tf.test.TestCase):
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
         self.assertEqual(done.stdout.count("recommended "), 1, done.stdout)
         self.assertRegex(done.stdout, r"\[worker 0\] 2 ranks, 0\.0 MB of gradients; a step computes for \d")
+
+    def test_refuses_a_world_of_one(self):
+        with mock.patch.dict(os.environ, {"HOP_TF_PLAN": "1"}):
+            strategy = hop_tf.PipeSGDStrategy()
+        with self.assertRaisesRegex(RuntimeError, "nothing to measure in a world of one"):
+            _train(strategy)
 
     def test_refuses_like_the_launcher(self):
         command = [sys.executable, "-m", "hop_tf", "plan", "--num_workers=0", "script.py"]
