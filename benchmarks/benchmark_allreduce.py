@@ -42,7 +42,6 @@ _MEMBERS = flags.DEFINE_list(
 _ROUNDS = flags.DEFINE_integer("rounds", 7, "Rounds, after one to warm up.", lower_bound=1)
 _MAX_SECONDS = flags.DEFINE_float("max_seconds", 60.0, "Begin no further round of a case after so long.")
 
-_FIRST_PORT = 23000
 _MIB = 1 << 20
 _TIMEOUT_SECONDS = 600
 
@@ -179,12 +178,12 @@ def _measure(case: Mapping, rank: int) -> dict[str, list[float]]:
     """Seconds of each round for each member, at this rank."""
     size = case["bytes"] // 4
     values = np.random.default_rng(rank).normal(size=size).astype(np.float32)
-    members, world_size = {}, len(case["hosts"])
+    addresses = case["addresses"]
+    members, world_size = {}, len(addresses[0])
     # RING must be made before TensorFlow has done anything.
     for index, name in sorted(enumerate(case["members"]), key=lambda item: item[1] != "RING"):
-        addresses = [f"{host}:{_FIRST_PORT + index * world_size + r}" for r, host in enumerate(case["hosts"])]
-        members[name] = _make(name, rank, addresses, size)
-    barrier = Ours("mesh/identity", rank, [f"{host}:{_FIRST_PORT - 1 - r}" for r, host in enumerate(case["hosts"])], 1)
+        members[name] = _make(name, rank, addresses[index], size)
+    barrier = Ours("mesh/identity", rank, addresses[-1], 1)
     seconds: dict[str, list[float]] = {name: [] for name in members}
     start = time.monotonic()
     for turn in range(case["rounds"] + 1):
@@ -250,7 +249,7 @@ def main(argv) -> None:
             "rounds": _ROUNDS.value,
             "max_seconds": _MAX_SECONDS.value,
         }
-        results = ranks.run(__file__, case, int(world_size), link)
+        results = ranks.run(__file__, case, int(world_size), link, num_ports=len(members) + 1)
         _print(link, int(world_size), case["bytes"], _medians(results))
 
 

@@ -50,7 +50,6 @@ _CIFAR10 = flags.DEFINE_string(
     "cifar10", None, "An .npz file with x_train, y_train, x_test, y_test; else Keras's data."
 )
 
-_FIRST_PORT = 24000
 _CODECS = (None, "truncate16", "int8")
 _WIDTHS = {"D-Sync": 1, "Pipe-SGD": 2}
 _WARMUP_STEPS = 4
@@ -84,8 +83,7 @@ collectives.ALGORITHMS["star"] = StarAllReduce
 
 
 def _strategy(case: Mapping, rank: int, turn: int, **settings) -> hop_tf.PipeSGDStrategy:
-    first_port = _FIRST_PORT + turn * len(case["hosts"])  # None meets the strategy before it of another rank.
-    workers = [f"{host}:{first_port + r}" for r, host in enumerate(case["hosts"])]
+    workers = case["addresses"][turn]  # None meets the strategy before it of another rank.
     os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": workers}, "task": {"type": "worker", "index": rank}})
     return hop_tf.PipeSGDStrategy(**settings)
 
@@ -221,7 +219,7 @@ def _time_case(link: str, num_values: int, step_seconds: float) -> list[Timed]:
         "num_steps": _NUM_STEPS.value,
     }
     environment = ComputeEmulation(step_seconds=step_seconds).to_environment()
-    results = ranks.run(__file__, case, _WORLD_SIZE.value, link, environment=environment)
+    results = ranks.run(__file__, case, _WORLD_SIZE.value, link, num_ports=len(kinds), environment=environment)
     timed = []
     for (label, width, algorithm, codec), of_ranks in zip(kinds, zip(*results, strict=True), strict=True):
         # Emulated computation: all of it, update included, is known.
@@ -266,7 +264,8 @@ def _print_accuracies(task: str) -> None:
             "epochs": _EPOCHS.value,
             "seed": seed,
         }
-        of_seeds.append(ranks.run(__file__, case, 2, ranks.LOOPBACK, timeout_seconds=3600)[0])
+        results = ranks.run(__file__, case, 2, ranks.LOOPBACK, num_ports=len(kinds), timeout_seconds=3600)
+        of_seeds.append(results[0])
     for (label, _, codec), accuracies in zip(kinds, zip(*of_seeds, strict=True), strict=True):
         shown = " ".join(f"{accuracy:.4f}" for accuracy in accuracies)
         print(f"  {label:9s} {codec or '':11s} {np.mean(accuracies):.4f}  ({shown})", flush=True)

@@ -19,9 +19,12 @@ from typing import Any
 
 import network
 
+from hop_tf.local_cluster import PortReservation
+
 LOOPBACK = "loopback"
 
 _CASE, _RANK = "HOP_TF_BENCHMARK_CASE", "HOP_TF_BENCHMARK_RANK"
+_FIRST_PORT = 23000  # On hosts of their own.
 
 
 def serve(function: Callable[[Mapping, int], Any]) -> None:
@@ -40,6 +43,7 @@ def run(
     world_size: int,
     link: str,
     *,
+    num_ports: int,
     environment: Mapping[str, str] | None = None,
     timeout_seconds: float = 900.0,
     **emulation,
@@ -48,9 +52,10 @@ def run(
 
     Args:
       script: The benchmark's file.
-      case: What JSON can hold; each rank gets it, with `hosts`, the address of each rank's host, added.
+      case: What JSON can hold. Each rank gets it with `addresses` added: `num_ports` lists of "host:port" of all ranks.
       world_size: Number of ranks.
       link: "loopback", or the rate of each host's link in bits per second, such as "1e9".
+      num_ports: How many ports each rank gets.
       environment: Variables for the ranks' environment.
       timeout_seconds: How long it may take.
       **emulation: Further arguments of `network.Network`, such as `round_trip_seconds`.
@@ -61,9 +66,9 @@ def run(
     Raises:
       RuntimeError: If a rank fails, or takes too long. The others are ended.
     """
-    with tempfile.TemporaryDirectory() as folder, _hosts(world_size, link, emulation) as (hosts, start):
+    with tempfile.TemporaryDirectory() as folder, _hosts(world_size, num_ports, link, emulation) as (addresses, start):
         path = pathlib.Path(folder) / "case.json"
-        path.write_text(json.dumps({**case, "hosts": hosts}))
+        path.write_text(json.dumps({**case, "addresses": addresses}))
         environment = {"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ, **(environment or {}), _CASE: str(path)}
         processes: list[subprocess.Popen] = []
         try:
@@ -81,10 +86,18 @@ def run(
 
 
 @contextlib.contextmanager
-def _hosts(world_size: int, link: str, emulation: Mapping) -> Iterator[tuple[list[str], Callable]]:
-    """Addresses of the hosts, and what starts a process on one."""
-    if link == LOOPBACK:
-        yield ["127.0.0.1"] * world_size, lambda rank, command, env: subprocess.Popen(command, env=env)
+def _hosts(world_size: int, num_ports: int, link: str, emulation: Mapping) -> Iterator[tuple[list, Callable]]:
+    """Addresses of the hosts' ports, and what starts a process on a host."""
+    if link != LOOPBACK:
+        with network.Network(world_size, bandwidth_bits_per_second=float(link), **emulation) as net:
+            ports = range(_FIRST_PORT, _FIRST_PORT + num_ports)
+            yield [[f"{host}:{port}" for host in net.addresses] for port in ports], net.popen
         return
-    with network.Network(world_size, bandwidth_bits_per_second=float(link), **emulation) as net:
-        yield list(net.addresses), net.popen
+    reservation = PortReservation(world_size * num_ports)
+    try:
+        reservation.release()
+        ports = iter(reservation.ports)
+        addresses = [[f"127.0.0.1:{next(ports)}" for _ in range(world_size)] for _ in range(num_ports)]
+        yield addresses, lambda rank, command, env: subprocess.Popen(command, env=env)
+    finally:
+        reservation.close()

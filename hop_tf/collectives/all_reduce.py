@@ -45,7 +45,7 @@ _Attempt = tuple[int, int]  # Step, the ranks that take part.
 _Key = tuple[int, int, int, int]  # Sender, vector, turn, chunk.
 
 # Values of a chunk. Large enough that Python costs little, and small enough that a piece has several.
-CHUNK_VALUES = 1 << 18
+CHUNK_VALUES = 1 << 19
 
 
 class _RanksChanged(Exception):
