@@ -284,12 +284,12 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
         if self._worker is None:
             yield
         else:
-            yield from self._fit_session(x)
+            yield from self._fit_session(x, callbacks)
         if self._shows_plan:
             self._shows_plan = False
             plan.show(self)
 
-    def _fit_session(self, x) -> Iterator[None]:
+    def _fit_session(self, x, callbacks) -> Iterator[None]:
         self._require_outside_fit("fit")
         self._sharding = self._sharding_of(x)
         self._in_fit = True
