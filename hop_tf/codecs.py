@@ -27,8 +27,6 @@ from hop_tf.ops import arrays
 from hop_tf.ops.arguments import DEFAULT_BLOCK_SIZE, check_block_size, check_sketch, num_blocks
 
 _BFLOAT16 = tf.bfloat16.as_numpy_dtype
-# Operands of so many values stay in a core's cache.
-_BLOCK_VALUES = 32768
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -181,9 +179,7 @@ class Truncate16(Codec):
 
     def accumulate(self, data: np.ndarray, accumulator: np.ndarray) -> None:
         halves = _checked(self, data, 2 * accumulator.size, accumulator.size).view(_BFLOAT16)
-        for start in range(0, accumulator.size, _BLOCK_VALUES):
-            block = slice(start, start + _BLOCK_VALUES)
-            accumulator[block] += arrays.truncate16_decode(halves[block])
+        arrays.truncate16_accumulate(halves, accumulator)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -275,10 +271,7 @@ class QuantileSketch(Codec):
         arrays.quantile_sketch_decode(*self._split(data, out.size), out=out)
 
     def accumulate(self, data: np.ndarray, accumulator: np.ndarray) -> None:
-        codes, bucket_values = self._split(data, accumulator.size)
-        for start in range(0, accumulator.size, _BLOCK_VALUES):
-            block = slice(start, start + _BLOCK_VALUES)
-            accumulator[block] += arrays.quantile_sketch_decode(codes[block], bucket_values)
+        arrays.quantile_sketch_accumulate(*self._split(data, accumulator.size), accumulator)
 
     @property
     def _header_bytes(self) -> int:

@@ -1,8 +1,11 @@
 """The same functions on NumPy arrays, for code outside of graphs: the interpreter's lock is free while they compute.
 
-What they compute, and their arguments, are described in `hop_tf.ops`. Here values are arrays of any shape and layout
-(bfloat16 is `tf.bfloat16.as_numpy_dtype`), results are arrays, and `out` takes arrays for the results, so that memory
-can be used again: C-contiguous, of the right size and type, and not overlapping the arguments unless it says so.
+What they compute, and their arguments, are described in `hop_tf.ops`. Two more, `quantile_sketch_accumulate` and
+`truncate16_accumulate`, are for arrays only: there is no TensorFlow operation for them and no CUDA kernel.
+
+Here values are arrays of any shape and layout (bfloat16 is `tf.bfloat16.as_numpy_dtype`), results are arrays, and `out`
+takes arrays for the results, so that memory can be used again: C-contiguous, of the right size and type, and not
+overlapping the arguments unless it says so.
 """
 
 from __future__ import annotations
@@ -67,13 +70,7 @@ def quantile_sketch_decode(
     codes: np.ndarray, bucket_values: np.ndarray, *, out: np.ndarray | None = None, num_threads: int = _ALL_CORES
 ) -> np.ndarray:
     """See `hop_tf.ops.quantile_sketch_decode`; `out` takes the values."""
-    codes, bucket_values = _typed("codes", codes, np.uint8), _typed("bucket_values", bucket_values, np.float32)
-    num_bits = bucket_values.size.bit_length() - 1
-    if not 1 <= num_bits <= 8 or bucket_values.shape != (1 << num_bits,):
-        raise ValueError(
-            "`bucket_values` must be a vector of 2, 4, 8, ... or 256 values. "
-            f"Received: bucket_values of shape {bucket_values.shape}."
-        )
+    codes, bucket_values, num_bits = _sketch(codes, bucket_values)
     (values,) = _results(None if out is None else [out], ("out", codes.shape, np.float32))
     if native.kernels() is None:
         _copy([fallback.sketch_decode(tf.convert_to_tensor(codes), tf.convert_to_tensor(bucket_values))], [values])
@@ -83,6 +80,35 @@ def quantile_sketch_decode(
             _address(codes), _address(bucket_values), codes.size, num_bits, _address(values), num_threads,
         )  # fmt: skip
     return values
+
+
+def quantile_sketch_accumulate(
+    codes: np.ndarray, bucket_values: np.ndarray, accumulator: np.ndarray, *, num_threads: int = _ALL_CORES
+) -> None:
+    """Adds bucket_values[codes] to `accumulator`, in place. For arrays only.
+
+    Args:
+      codes: As `quantile_sketch_decode` takes them.
+      bucket_values: As there.
+      accumulator: float32, in the shape of `codes`; writable and C-contiguous.
+      num_threads: As of `quantile_sketch_encode`.
+
+    Raises:
+      ValueError: If `bucket_values` has another size, or `accumulator` does not fit.
+      TypeError: If an argument is of another type.
+
+    References:
+      As of `hop_tf.ops.quantile_sketch_encode`.
+    """
+    codes, bucket_values, num_bits = _sketch(codes, bucket_values)
+    (accumulator,) = _results([accumulator], ("accumulator", codes.shape, np.float32))
+    if native.kernels() is None:
+        accumulator += quantile_sketch_decode(codes, bucket_values)
+    else:
+        native.call(
+            "SketchAccumulate",
+            _address(codes), _address(bucket_values), codes.size, num_bits, _address(accumulator), num_threads,
+        )  # fmt: skip
 
 
 def int8_encode(
@@ -209,6 +235,29 @@ def truncate16_decode(
     return values
 
 
+def truncate16_accumulate(halves: np.ndarray, accumulator: np.ndarray, *, num_threads: int = _ALL_CORES) -> None:
+    """Adds bfloat16 values to `accumulator`, in place and in float32. For arrays only.
+
+    Args:
+      halves: bfloat16 array of any shape.
+      accumulator: float32, in the shape of `halves`; writable and C-contiguous.
+      num_threads: As of `quantile_sketch_encode`.
+
+    Raises:
+      ValueError: If `accumulator` does not fit.
+      TypeError: If an argument is of another type.
+
+    References:
+      As of `hop_tf.ops.truncate16_encode`.
+    """
+    halves = _typed("halves", halves, _BFLOAT16)
+    (accumulator,) = _results([accumulator], ("accumulator", halves.shape, np.float32))
+    if native.kernels() is None:
+        accumulator += truncate16_decode(halves)
+    else:
+        native.call("Truncate16Accumulate", _address(halves), halves.size, _address(accumulator), num_threads)
+
+
 # Arguments.
 
 
@@ -230,6 +279,18 @@ def _native(array) -> np.ndarray:
     """As the kernels read it: contiguous, in this machine's byte order."""
     array = np.asarray(array, order="C")
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def _sketch(codes, bucket_values) -> tuple[np.ndarray, np.ndarray, int]:
+    """Codes, bucket values and num_bits."""
+    codes, bucket_values = _typed("codes", codes, np.uint8), _typed("bucket_values", bucket_values, np.float32)
+    num_bits = bucket_values.size.bit_length() - 1
+    if not 1 <= num_bits <= 8 or bucket_values.shape != (1 << num_bits,):
+        raise ValueError(
+            "`bucket_values` must be a vector of 2, 4, 8, ... or 256 values. "
+            f"Received: bucket_values of shape {bucket_values.shape}."
+        )
+    return codes, bucket_values, num_bits
 
 
 def _blocks(codes, scales, block_size: int | None) -> tuple[np.ndarray, np.ndarray]:

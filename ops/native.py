@@ -22,12 +22,14 @@ _ADDRESS, _SIZE, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, 
 _FUNCTIONS = {
     "SketchEncode": (_ADDRESS, _INT, _SIZE, _INT, _DOUBLE, _ADDRESS, _ADDRESS, _INT),
     "SketchDecode": (_ADDRESS, _ADDRESS, _SIZE, _INT, _ADDRESS, _INT),
+    "SketchAccumulate": (_ADDRESS, _ADDRESS, _SIZE, _INT, _ADDRESS, _INT),
     "Int8Encode": (_ADDRESS, _INT, _SIZE, _SIZE, _ADDRESS, _ADDRESS, _INT),
     "Int8Decode": (_ADDRESS, _ADDRESS, _SIZE, _SIZE, _ADDRESS, _INT),
     "Int8Accumulate": (_ADDRESS, _ADDRESS, _SIZE, _SIZE, _ADDRESS, _INT),
     "Int8Reduce": (_ADDRESS, _ADDRESS, _ADDRESS, _INT, _SIZE, _SIZE, _ADDRESS, _ADDRESS, _INT),
     "Truncate16Encode": (_ADDRESS, _INT, _SIZE, _INT, _ADDRESS, _INT),
     "Truncate16Decode": (_ADDRESS, _SIZE, _ADDRESS, _INT),
+    "Truncate16Accumulate": (_ADDRESS, _SIZE, _ADDRESS, _INT),
 }
 
 

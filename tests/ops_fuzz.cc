@@ -116,21 +116,25 @@ bool Same(float a, float b) { return a == b || (std::isnan(a) && std::isnan(b));
 int RandomThreads() { return static_cast<int>(Uniform(0, 3)); }
 
 void FuzzSketch(int64_t size) {
-  Values values(size);
+  Values values(size), others(size);
   const int num_bits = static_cast<int>(Uniform(1, 8));
   const double spacing = Uniform(0, 1) ? 0.5 : std::uniform_real_distribution<double>(0.01, 1.0)(generator);
   Array<uint8_t> codes(size);
-  Array<float> bucket_values(1 << num_bits), decoded(size);
+  Array<float> bucket_values(1 << num_bits), decoded(size), total(size);
   Check(HopTfSketchEncode(values.data(), values.type(), size, num_bits, spacing, codes.data(), bucket_values.data(),
                           RandomThreads()) == HOP_TF_OK, "sketch encode");
   Check(HopTfSketchDecode(codes.data(), bucket_values.data(), size, num_bits, decoded.data(), RandomThreads()) ==
             HOP_TF_OK, "sketch decode");
+  for (int64_t i = 0; i < size; ++i) total.Set(i, others[i]);
+  Check(HopTfSketchAccumulate(codes.data(), bucket_values.data(), size, num_bits, total.data(), RandomThreads()) ==
+            HOP_TF_OK, "sketch accumulate");
   bool finite = true;
   std::vector<double> sums(1 << num_bits), members(1 << num_bits);
   for (int64_t i = 0; i < size; ++i) {
     finite = finite && std::isfinite(values[i]);
     Check(codes.Get(i) < 1 << num_bits, "a code");
     Check(Same(decoded.Get(i), bucket_values.Get(codes.Get(i))), "a decoded value");
+    Check(Same(total.Get(i), others[i] + decoded.Get(i)), "a sum with a decoded value");
     sums[codes.Get(i)] += std::fabs(values[i]) < 0x1p-126f ? 0.0 : values[i];
     members[codes.Get(i)] += 1;
   }
@@ -205,15 +209,18 @@ void FuzzInt8(int64_t size) {
 }
 
 void FuzzTruncate16(int64_t size) {
-  Values values(size);
+  Values values(size), others(size);
   const int round = static_cast<int>(Uniform(0, 1));
   Array<uint16_t> halves(size);
-  Array<float> decoded(size);
+  Array<float> decoded(size), total(size);
   Check(HopTfTruncate16Encode(values.data(), values.type(), size, round, halves.data(), RandomThreads()) == HOP_TF_OK,
         "truncate");
   Check(HopTfTruncate16Decode(halves.data(), size, decoded.data(), RandomThreads()) == HOP_TF_OK, "widen");
+  for (int64_t i = 0; i < size; ++i) total.Set(i, others[i]);
+  Check(HopTfTruncate16Accumulate(halves.data(), size, total.data(), RandomThreads()) == HOP_TF_OK, "add widened");
   for (int64_t i = 0; i < size; ++i) {
     const float value = values[i], result = decoded.Get(i);
+    Check(Same(total.Get(i), others[i] + result), "a sum with a truncated value");
     if (!std::isfinite(value)) {
       Check(Same(result, value), "what is not finite");
     } else if (std::isfinite(result)) {
@@ -230,6 +237,7 @@ void CheckRefusals() {
   float value = 1;
   uint8_t code;
   int8_t signed_code;
+  uint16_t half;
   float pair[2];
   const auto refused = [](HopTfStatus status) { Check(status == HOP_TF_INVALID_ARGUMENT, "a refusal"); };
   refused(HopTfSketchEncode(&value, HOP_TF_FLOAT32, -1, 8, 0.5, &code, pair, 0));
@@ -240,6 +248,10 @@ void CheckRefusals() {
   refused(HopTfInt8Encode(&value, HOP_TF_FLOAT32, 1, 0, &signed_code, pair, 0));
   refused(HopTfInt8Encode(&value, HOP_TF_FLOAT32, 1, INT64_MAX, &signed_code, pair, 0));
   refused(HopTfInt8Decode(&signed_code, pair, -5, 1, &value, 0));
+  refused(HopTfSketchAccumulate(&code, pair, -1, 1, &value, 0));
+  refused(HopTfSketchAccumulate(&code, pair, 1, 0, &value, 0));
+  refused(HopTfTruncate16Accumulate(&half, -1, &value, 0));
+  refused(HopTfTruncate16Accumulate(&half, int64_t{1} << 31, &value, 0));
 }
 
 void CheckNothing() {
@@ -248,12 +260,14 @@ void CheckNothing() {
   done(HopTfSketchEncode(nullptr, HOP_TF_FLOAT32, 0, 1, 0.5, nullptr, pair, 0));
   Check(pair[0] == 0 && pair[1] == 0, "bucket values of no values");
   done(HopTfSketchDecode(nullptr, nullptr, 0, 1, nullptr, 0));
+  done(HopTfSketchAccumulate(nullptr, nullptr, 0, 1, nullptr, 0));
   done(HopTfInt8Encode(nullptr, HOP_TF_FLOAT32, 0, 1, nullptr, nullptr, 0));
   done(HopTfInt8Decode(nullptr, nullptr, 0, 1, nullptr, 0));
   done(HopTfInt8Accumulate(nullptr, nullptr, 0, 1, nullptr, 0));
   done(HopTfInt8Reduce(nullptr, nullptr, nullptr, HOP_TF_FLOAT32, 0, 1, nullptr, nullptr, 0));
   done(HopTfTruncate16Encode(nullptr, HOP_TF_FLOAT32, 0, 0, nullptr, 0));
   done(HopTfTruncate16Decode(nullptr, 0, nullptr, 0));
+  done(HopTfTruncate16Accumulate(nullptr, 0, nullptr, 0));
 }
 
 }  // namespace

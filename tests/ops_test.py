@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import itertools
 import os
 import unittest
 from unittest import mock
@@ -34,15 +36,18 @@ def _on_tensors(name):
 
 
 def _on_arrays(name):
-    if name == "int8_accumulate":
+    function = getattr(ops.arrays, name)
+    if not name.endswith("accumulate"):
+        return function
+    position = list(inspect.signature(function).parameters).index("accumulator")
 
-        def accumulate(codes, scales, accumulator, *args, **kwargs):
-            total = np.array(accumulator)
-            ops.arrays.int8_accumulate(codes, scales, total, *args, **kwargs)
-            return total
+    def accumulate(*args, **kwargs):
+        args = [*args]
+        args[position] = np.array(args[position])
+        function(*args, **kwargs)
+        return args[position]
 
-        return accumulate
-    return getattr(ops.arrays, name)
+    return accumulate
 
 
 def _without_native(function):
@@ -509,23 +514,130 @@ class Truncate16Test(_OpsTestCase):
         self.assertAllEqual(implementation.truncate16_encode(small), expected)
 
 
+def _misaligned(array):
+    """A writable, contiguous copy at an odd address."""
+    copy = np.frombuffer(bytearray(array.nbytes + 1), np.uint8)[1:].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
+# How an array of any shape may lie in memory.
+_LAYOUTS = {
+    "plain": np.ascontiguousarray,
+    "misaligned": _misaligned,
+    "strided": lambda array: np.repeat(array, 2, axis=0)[::2],
+    "reversed": lambda array: np.ascontiguousarray(array[::-1])[::-1],
+    "transposed": lambda array: np.ascontiguousarray(array.T).T,
+}
+
+# For results of 8 float32 values: too few, of another type, not contiguous, not writable.
+_UNFIT = (
+    np.empty(7, np.float32),
+    np.empty(8, np.float64),
+    np.empty(16, np.float32)[::2],
+    np.broadcast_to(np.float32(0), 8),
+)
+
+
+@parameterized.named_parameters(("native", lambda call: call), ("fallback", _without_native))
+class AccumulateTest(_OpsTestCase):
+    """What adds decoded values to an array in place, beside `int8_accumulate`."""
+
+    def _check(self, add, decoded):
+        """`add` adds `decoded` to an accumulator, wherever that lies."""
+        others = np.random.default_rng(0).standard_normal(decoded.shape, np.float32)
+        for accumulator in (others.copy(), _misaligned(others)):
+            self.assertIsNone(add(accumulator))
+            np.testing.assert_array_equal(accumulator, others + decoded)
+
+    def test_sketch(self, within):
+        accumulate = within(ops.arrays.quantile_sketch_accumulate)
+        rng = np.random.default_rng(1)
+        for shape in ((0,), (3, 0), (1,), (1023,), (1025,), (2000,), (30, 20)):
+            for num_bits, layout in itertools.product((1, 3, 8), _LAYOUTS):
+                bucket_values = _LAYOUTS[layout](rng.standard_normal(1 << num_bits, np.float32))
+                codes = _LAYOUTS[layout](rng.integers(1 << num_bits, size=shape, dtype=np.uint8))
+                with self.subTest(shape=shape, num_bits=num_bits, layout=layout):
+                    self._check(functools.partial(accumulate, codes, bucket_values), bucket_values[codes])
+
+    def test_truncate16(self, within):
+        accumulate = within(ops.arrays.truncate16_accumulate)
+        for shape in ((0,), (3, 0), (1,), (1023,), (1025,), (2000,), (30, 20)):
+            values = np.random.default_rng(1).standard_normal(shape).astype(_BFLOAT16)
+            for layout in _LAYOUTS:
+                with self.subTest(shape=shape, layout=layout):
+                    halves = _LAYOUTS[layout](values)
+                    self._check(functools.partial(accumulate, halves), values.astype(np.float32))
+
+    def test_scalars(self, within):
+        total = np.array(1.5, np.float32)
+        within(ops.arrays.quantile_sketch_accumulate)(np.uint8(1), np.array([0, 2], np.float32), total)
+        within(ops.arrays.truncate16_accumulate)(_BFLOAT16(-0.25), total)
+        self.assertEqual(total, 3.25)
+
+    def test_what_is_not_finite(self, within):
+        halves = np.array([_INF, -_INF, _NAN, _INF, 1e-40, -0.0], _BFLOAT16)
+        total = np.array([1, 1, 1, -_INF, 0, -0.0], np.float32)
+        with np.errstate(invalid="ignore"):
+            within(ops.arrays.truncate16_accumulate)(halves, total)
+        self.assertAllEqual(total, [_INF, -_INF, _NAN, _NAN, np.float32(halves[4]), 0])
+        self.assertTrue(np.signbit(total[5]))
+        sketch = np.array([0, 1, 2], np.uint8), np.array([-_INF, 3], np.float32)  # The last code has no value.
+        total = np.ones(3, np.float32)
+        within(ops.arrays.quantile_sketch_accumulate)(*sketch, total)
+        self.assertAllEqual(total, [-_INF, 4, _NAN])
+
+    def test_refuses_accumulators_that_do_not_fit(self, within):
+        calls = (
+            functools.partial(
+                within(ops.arrays.quantile_sketch_accumulate), np.ones(8, np.uint8), np.ones(2, np.float32)
+            ),
+            functools.partial(within(ops.arrays.truncate16_accumulate), np.ones(8, _BFLOAT16)),
+        )
+        for call, accumulator in itertools.product(calls, _UNFIT):
+            with self.assertRaisesRegex(ValueError, "`accumulator` must be a writable, C-contiguous array"):
+                call(accumulator)
+        for call in calls:
+            with self.assertRaisesRegex(TypeError, "`accumulator` must be a NumPy array"):
+                call([0.0] * 8)
+
+    def test_refuses_other_types_and_tables(self, within):
+        total = np.zeros(3, np.float32)
+        sketch, truncate16 = within(ops.arrays.quantile_sketch_accumulate), within(ops.arrays.truncate16_accumulate)
+        with self.assertRaisesRegex(TypeError, "`codes` must be of type uint8"):
+            sketch(np.zeros(3, np.int8), np.zeros(2, np.float32), total)
+        with self.assertRaisesRegex(ValueError, "`bucket_values` must be a vector of 2, 4, 8"):
+            sketch(np.zeros(3, np.uint8), np.zeros(3, np.float32), total)
+        with self.assertRaisesRegex(TypeError, "`halves` must be of type bfloat16"):
+            truncate16(np.zeros(3, np.float16), total)
+
+
 class ArraysTest(_OpsTestCase):
     @parameterized.parameters(*_DATA)
     def test_results_do_not_depend_on_the_number_of_threads(self, name):
         values = _DATA[name](np.random.default_rng(4), 3_000_001)
+        sketch = ops.arrays.quantile_sketch_encode(values, num_threads=1)
         codes, scales = ops.arrays.int8_encode(values, num_threads=1)
-        calls = {
-            "sketch": lambda n: ops.arrays.quantile_sketch_encode(values, num_threads=n),
-            "int8": lambda n: ops.arrays.int8_encode(values, num_threads=n),
-            "int8, one block": lambda n: ops.arrays.int8_encode(values, None, num_threads=n),
-            "reduce": lambda n: ops.arrays.int8_reduce(codes, scales, values, num_threads=n),
-            "reduce, one block": lambda n: ops.arrays.int8_reduce(codes, scales[:1], values, None, num_threads=n),
-            "truncate16": lambda n: [ops.arrays.truncate16_encode(values, num_threads=n)],
-        }
-        for name, call in calls.items():
+        halves = ops.arrays.truncate16_encode(values, num_threads=1)
+        calls = [
+            ("quantile_sketch_encode", values),
+            ("quantile_sketch_decode", *sketch),
+            ("quantile_sketch_accumulate", *sketch, values),
+            *(("int8_encode", values, block_size) for block_size in (512, None)),
+            *(("int8_decode", codes, *each) for each in ((scales, 512), (scales[:1], None))),
+            *(("int8_accumulate", codes, *each) for each in ((scales, values, 512), (scales[:1], values, None))),
+            *(("int8_reduce", codes, *each) for each in ((scales, values, 512), (scales[:1], values, None))),
+            ("truncate16_encode", values),
+            ("truncate16_decode", halves),
+            ("truncate16_accumulate", halves, values),
+        ]
+        self.assertContainsSubset(_NAMES, {function for function, *_ in calls})
+        for function, *arguments in calls:
+            call = functools.partial(_on_arrays(function), *arguments)
+            expected = tf.nest.flatten(call(num_threads=1))
             for num_threads in (2, 5):
-                for result, expected in zip(call(num_threads), call(1), strict=True):
-                    np.testing.assert_array_equal(result, expected, err_msg=name)
+                for result, reference in zip(tf.nest.flatten(call(num_threads=num_threads)), expected, strict=True):
+                    np.testing.assert_array_equal(result, reference, err_msg=function)
 
     def test_out_takes_the_results(self):
         values = np.arange(2000, dtype=np.float32)
@@ -535,10 +647,7 @@ class ArraysTest(_OpsTestCase):
         self.assertIs(scales, out[1])
         self.assertAllEqual(codes, _int8_reference(values, 512)[0])
 
-    @parameterized.parameters(
-        (np.empty(7, np.float32),), (np.empty(8, np.float64),), (np.empty(16, np.float32)[::2],),
-        (np.broadcast_to(np.float32(0), 8),),
-    )  # fmt: skip
+    @parameterized.parameters((out,) for out in _UNFIT)
     def test_refuses_an_out_that_does_not_fit(self, out):
         with self.assertRaisesRegex(ValueError, "`out` must be a writable, C-contiguous array"):
             ops.arrays.int8_decode(np.zeros(8, np.int8), np.ones(1, np.float32), out=out)

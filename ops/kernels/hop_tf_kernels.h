@@ -54,6 +54,10 @@ HOP_TF_EXPORT HopTfStatus HopTfSketchEncode(const void* values, HopTfType type, 
 HOP_TF_EXPORT HopTfStatus HopTfSketchDecode(const uint8_t* codes, const float* bucket_values, int64_t num_values,
                                             int num_bits, float* values, int num_threads);
 
+// accumulator[i] += bucket_values[codes[i]], as `HopTfSketchDecode` reads them.
+HOP_TF_EXPORT HopTfStatus HopTfSketchAccumulate(const uint8_t* codes, const float* bucket_values, int64_t num_values,
+                                                int num_bits, float* accumulator, int num_threads);
+
 // 8-bit blocks: with scale = (largest magnitude of the block) / 127, codes[i] = round(values[i] / scale), computed as
 // values[i] * (127 / largest magnitude); ties to even.
 //
@@ -87,6 +91,10 @@ HOP_TF_EXPORT HopTfStatus HopTfTruncate16Encode(const void* values, HopTfType ty
 // The float32 whose upper 16 bits are halves[i] and whose lower ones are 0.
 HOP_TF_EXPORT HopTfStatus HopTfTruncate16Decode(const uint16_t* halves, int64_t num_values, float* values,
                                                 int num_threads);
+
+// accumulator[i] += the float32 that halves[i] is decoded to.
+HOP_TF_EXPORT HopTfStatus HopTfTruncate16Accumulate(const uint16_t* halves, int64_t num_values, float* accumulator,
+                                                    int num_threads);
 
 // How many threads `num_threads` = 0 means here.
 HOP_TF_EXPORT int HopTfNumCores(void);

@@ -352,6 +352,24 @@ void LookUpValues(const uint8_t* codes, int64_t count, const float* table, void*
   for (int64_t i = 0; i < count; ++i) Store(values, i, table[codes[i]]);
 }
 
+void AddLookedUpValues(const uint8_t* codes, int64_t count, const float* table, void* sums) {
+#pragma GCC unroll 8
+  for (int64_t i = 0; i < count; ++i) Store(sums, i, Load<float>(sums, i) + table[codes[i]]);
+}
+
+// Calls body(begin, end, table) for parts of the values; `table` holds the value of every code.
+template <typename Body>
+HopTfStatus WithTable(const float* bucket_values, int64_t num_values, int num_bits, int num_threads, const Body& body) {
+  if (!IsSize(num_values) || !IsCodeSize(num_bits)) return HOP_TF_INVALID_ARGUMENT;
+  if (num_values == 0) return HOP_TF_OK;
+  return Guarded([&] {
+    std::vector<float> table(256, std::numeric_limits<float>::quiet_NaN());
+    for (int i = 0; i < 1 << num_bits; ++i) table[i] = Load<float>(bucket_values, i);
+    ParallelFor(num_values, NumParts(num_values, kMinValuesPerThread, num_threads), kTileValues,
+                [&](int, int64_t begin, int64_t end) { body(begin, end, table.data()); });
+  });
+}
+
 }  // namespace
 }  // namespace hop_tf
 
@@ -371,14 +389,16 @@ HopTfStatus HopTfSketchEncode(const void* values, HopTfType type, int64_t num_va
 
 HopTfStatus HopTfSketchDecode(const uint8_t* codes, const float* bucket_values, int64_t num_values, int num_bits,
                               float* values, int num_threads) {
-  if (!IsSize(num_values) || !IsCodeSize(num_bits)) return HOP_TF_INVALID_ARGUMENT;
-  if (num_values == 0) return HOP_TF_OK;
-  return Guarded([&] {
-    std::vector<float> table(256, std::numeric_limits<float>::quiet_NaN());
-    for (int i = 0; i < 1 << num_bits; ++i) table[i] = Load<float>(bucket_values, i);
-    ParallelFor(num_values, NumParts(num_values, kMinValuesPerThread, num_threads), kTileValues,
-                [&](int, int64_t begin, int64_t end) {
-                  LookUpValues(codes + begin, end - begin, table.data(), At(values, begin));
-                });
-  });
+  return WithTable(bucket_values, num_values, num_bits, num_threads,
+                   [&](int64_t begin, int64_t end, const float* table) {
+                     LookUpValues(codes + begin, end - begin, table, At(values, begin));
+                   });
+}
+
+HopTfStatus HopTfSketchAccumulate(const uint8_t* codes, const float* bucket_values, int64_t num_values, int num_bits,
+                                  float* accumulator, int num_threads) {
+  return WithTable(bucket_values, num_values, num_bits, num_threads,
+                   [&](int64_t begin, int64_t end, const float* table) {
+                     AddLookedUpValues(codes + begin, end - begin, table, At(accumulator, begin));
+                   });
 }

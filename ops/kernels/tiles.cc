@@ -98,6 +98,13 @@ HOP_TF_MULTIVERSION void WidenTile(const void* halves, int64_t count, void* floa
   }
 }
 
+HOP_TF_MULTIVERSION void AddWidenedTile(const void* halves, int64_t count, void* sums) {
+  for (int64_t i = 0; i < count; ++i) {
+    const float value = FromBits(static_cast<uint32_t>(Load<uint16_t>(halves, i)) << 16);
+    Store<float>(sums, i, Load<float>(sums, i) + value);
+  }
+}
+
 const char* InstructionSet() {
 #if defined(__x86_64__)
 #if defined(__clang__) || defined(HOP_TF_SINGLE_VERSION)

@@ -37,6 +37,9 @@ void TruncateTile(const void* floats, int64_t count, void* halves);
 void RoundTile(const void* floats, int64_t count, void* halves);
 void WidenTile(const void* halves, int64_t count, void* floats);
 
+// sums += what `WidenTile` gives.
+void AddWidenedTile(const void* halves, int64_t count, void* sums);
+
 // The instruction set that the functions above were chosen for.
 const char* InstructionSet();
 

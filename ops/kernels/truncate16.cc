@@ -50,3 +50,14 @@ HopTfStatus HopTfTruncate16Decode(const uint16_t* halves, int64_t num_values, fl
                 });
   });
 }
+
+HopTfStatus HopTfTruncate16Accumulate(const uint16_t* halves, int64_t num_values, float* accumulator,
+                                      int num_threads) {
+  if (!IsSize(num_values)) return HOP_TF_INVALID_ARGUMENT;
+  return Guarded([&] {
+    ParallelFor(num_values, NumParts(num_values, kMinValuesPerThread, num_threads), kTileValues,
+                [&](int, int64_t begin, int64_t end) {
+                  AddWidenedTile(At(halves, begin), end - begin, At(accumulator, begin));
+                });
+  });
+}
