@@ -280,7 +280,7 @@ int main(int argc, char** argv) {
   CheckNothing();
   for (int round = 0; round < rounds; ++round) {
     // Sizes around those of tiles, and once in a while enough for several threads.
-    const int64_t size = round % 50 == 49 ? Uniform(1 << 20, 3 << 20) : Uniform(0, Uniform(0, 1) ? 40 : 5000);
+    const int64_t size = round % 50 == 49 ? Uniform(1 << 20, 5 << 18) : Uniform(0, Uniform(0, 1) ? 40 : 5000);
     FuzzSketch(size);
     FuzzInt8(size);
     FuzzTruncate16(size);
