@@ -1,6 +1,7 @@
 """The CUDA library: that it builds and loads anywhere, and on a device, its kernels against NumPy references."""
 
 import atexit
+import ctypes
 import functools
 import importlib.util
 import math
@@ -201,6 +202,61 @@ _CASES = [
     for distribution in _DISTRIBUTIONS
     for name, dtype in _TYPES.items()
 ]
+
+
+class _Memory:
+    """This machine's memory, with the methods of `harness.Device` that arrays use."""
+
+    def __init__(self):
+        self.blocks = {}
+
+    def allocate(self, num_bytes):
+        block = ctypes.create_string_buffer(num_bytes)
+        self.blocks[ctypes.addressof(block)] = block
+        return ctypes.addressof(block)
+
+    def free(self, address):
+        del self.blocks[address]
+
+    def write(self, address, array):
+        ctypes.memmove(address, array.ctypes.data, array.nbytes)
+
+    def read(self, address, array):
+        ctypes.memmove(array.ctypes.data, address, array.nbytes)
+
+    def synchronize(self):
+        pass
+
+
+class ArraysTest(parameterized.TestCase):
+    """What notices a kernel that writes too far; on this machine's memory, so that it is tried without a device."""
+
+    def setUp(self):
+        super().setUp()
+        self.memory = _Memory()
+        self.kernels = harness.Kernels(None, self.memory)
+
+    @parameterized.parameters(0, 1, 3)
+    def test_holds_arrays(self, offset):
+        values = np.arange(5, dtype=np.float32)
+        with self.kernels.arrays(offset) as arrays:
+            address, empty = arrays.put(values), arrays.put(values[:0])
+            self.memory.write(arrays.scratch(7), np.zeros(7, np.uint8))
+            np.testing.assert_array_equal(arrays.get(address), values)
+            self.assertEqual(arrays.get(empty).size, 0)
+        self.assertEmpty(self.memory.blocks)
+
+    @parameterized.product(make=("put", "empty", "scratch"), offset=(0, 3), distance=(0, 63))
+    def test_notices_what_is_written_behind_the_end(self, make, offset, distance):
+        sizes = {"put": (np.zeros(7, np.uint8),), "empty": (7, np.uint8), "scratch": (7,)}
+        with (
+            self.assertRaisesRegex(RuntimeError, "wrote behind an array of 7 uint8"),
+            self.kernels.arrays(offset) as arrays,
+        ):
+            address = getattr(arrays, make)(*sizes[make])
+            arrays.scratch(100)
+            self.memory.write(address + 7 + distance, np.zeros(1, np.uint8))
+        self.assertEmpty(self.memory.blocks)
 
 
 @_needs_nvcc

@@ -195,18 +195,13 @@ class Arrays:
 
     def __init__(self, device: Device, offset: int = 0):
         self._device, self._offset = device, offset
-        self._addresses: list[int] = []
+        self._starts: list[int] = []
         self._shapes: dict[int, tuple[int, np.dtype]] = {}
 
     def empty(self, size: int, dtype: np.typing.DTypeLike) -> int:
         """The address of an array of `size` elements."""
         dtype = np.dtype(dtype)
-        start = self._device.allocate((self._offset + size) * dtype.itemsize + self._GUARD.size)
-        self._addresses.append(start)
-        address = start + self._offset * dtype.itemsize
-        self._device.write(address + size * dtype.itemsize, self._GUARD)
-        self._shapes[address] = size, dtype
-        return address
+        return self._allocate(self._offset * dtype.itemsize, size, dtype)
 
     def put(self, array: np.ndarray) -> int:
         """The address of a copy of `array`."""
@@ -216,31 +211,40 @@ class Arrays:
 
     def scratch(self, num_bytes: int) -> int:
         """The address of memory that is aligned whatever the offset, with anything in it."""
-        address = self._device.allocate(num_bytes + self._GUARD.size)
-        self._addresses.append(address)
+        address = self._allocate(0, num_bytes, np.dtype(np.uint8))
         self._device.write(address, np.full(num_bytes, 0xEE, np.uint8))
         return address
 
     def get(self, address: int) -> np.ndarray:
-        """The array at an address.
-
-        Raises:
-          RuntimeError: If something was written behind its end.
-        """
-        size, dtype = self._shapes[address]
-        array, guard = np.empty(size, dtype), np.empty_like(self._GUARD)
+        """The array at an address."""
+        array = np.empty(*self._shapes[address])
         self._device.read(address, array)
-        self._device.read(address + array.nbytes, guard)
-        if not np.array_equal(guard, self._GUARD):
-            raise RuntimeError(f"a kernel wrote behind an array of {size} {dtype}.")
         return array
+
+    def check(self) -> None:
+        """Raises a RuntimeError if something was written behind the end of any array, scratch memory included."""
+        guard = np.empty_like(self._GUARD)
+        for address, (size, dtype) in self._shapes.items():
+            self._device.read(address + size * dtype.itemsize, guard)
+            if not np.array_equal(guard, self._GUARD):
+                raise RuntimeError(f"a kernel wrote behind an array of {size} {dtype}.")
 
     def free(self) -> None:
         """Gives the memory back."""
         self._device.synchronize()
-        for address in self._addresses:
-            self._device.free(address)
-        self._addresses.clear()
+        for start in self._starts:
+            self._device.free(start)
+        self._starts.clear()
+        self._shapes.clear()
+
+    def _allocate(self, gap: int, size: int, dtype: np.dtype) -> int:
+        """The address of an array, `gap` bytes behind an aligned one, with the guard behind it."""
+        start = self._device.allocate(gap + size * dtype.itemsize + self._GUARD.size)
+        self._starts.append(start)
+        address = start + gap
+        self._device.write(address + size * dtype.itemsize, self._GUARD)
+        self._shapes[address] = size, dtype
+        return address
 
 
 class Kernels:
@@ -251,10 +255,11 @@ class Kernels:
 
     @contextlib.contextmanager
     def arrays(self, offset: int = 0) -> Iterator[Arrays]:
-        """Arrays on the device until the end of the block."""
+        """Arrays on the device until the end of the block, where they are checked."""
         arrays = Arrays(self._device, offset)
         try:
             yield arrays
+            arrays.check()
         finally:
             arrays.free()
 
