@@ -304,12 +304,21 @@ class GpuTest(_OperationsTestCase):
             results = tf.function(every_operation)()
         with tf.device("CPU:0"):
             expected = every_operation()
-        sketch_error = np.abs(results[0].numpy().astype(int) - expected[0].numpy().astype(int))
-        self.assertLessEqual(sketch_error.max(), 1)  # A cell on the boundary of two buckets may fall to either.
-        self.assertAllClose(results[1], expected[1], rtol=1e-3)
+        self.assert_same_sketch(*results[:2], *expected[:2])
         self.assertAllEqual(results[2], tf.gather(results[1], tf.cast(results[0], tf.int32)))
         for result, reference in zip(results[3:], expected[3:], strict=True):
             self.assertAllEqual(result, reference)
+
+    def assert_same_sketch(self, codes, bucket_values, expected_codes, expected_values):
+        """A cell on the boundary of two buckets may fall to either; both then have other means."""
+        codes, expected_codes = codes.numpy().astype(int), expected_codes.numpy().astype(int)
+        moved = codes != expected_codes
+        self.assertLessEqual(np.abs(codes - expected_codes).max(), 1)
+        self.assertLess(np.mean(moved), 0.005)
+        same = np.ones(bucket_values.shape[0], bool)
+        same[codes[moved]] = same[expected_codes[moved]] = False
+        same[codes.max() :] &= same[codes.max()]  # Behind the last bucket, its mean is repeated.
+        self.assertAllClose(bucket_values[same], expected_values[same], rtol=1e-6, atol=0)
 
 
 if __name__ == "__main__":
