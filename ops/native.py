@@ -47,16 +47,16 @@ def build_info() -> dict[str, object]:
 
     Returns:
       `native` (see `native_available`), `compiler` (with the instruction set in use), `num_cores` (how many threads
-      large arrays take) and `cuda` (whether kernels for GPUs were built).
+      large arrays take), `cuda` (whether there are kernels for GPUs whose library loads) and `cuda_error` (why not,
+      in words; "" if there are). Kernels for GPUs load where there is no GPU, too.
     """
-    library = kernels()
-    if library is None:
-        return {"native": False, "compiler": "", "num_cores": 0, "cuda": False}
+    library, cuda_error = kernels(), _cuda_error()
     return {
         "native": native_available(),
-        "compiler": library.HopTfBuildInfo().decode(),
-        "num_cores": library.HopTfNumCores(),
-        "cuda": (_FOLDER / _CUDA).exists(),
+        "compiler": library.HopTfBuildInfo().decode() if library else "",
+        "num_cores": library.HopTfNumCores() if library else 0,
+        "cuda": not cuda_error,
+        "cuda_error": cuda_error,
     }
 
 
@@ -78,6 +78,20 @@ def operations():
     """The module of TensorFlow operations (`hop_tf_int8_encode`, ...); None where there is none."""
     path = _find(_OPERATIONS)
     return None if path is None else tf.load_op_library(str(path))
+
+
+def _cuda_error() -> str:
+    """Why there are no kernels for GPUs; "" if there are."""
+    if kernels() is None:
+        return "there are no native kernels at all"
+    path = _FOLDER / _CUDA
+    if not path.exists():
+        return f"{_CUDA} was not built"
+    try:
+        ctypes.CDLL(str(path))
+    except OSError as error:
+        return str(error)
+    return ""
 
 
 def call(name: str, *arguments) -> None:

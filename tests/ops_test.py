@@ -6,6 +6,9 @@ import functools
 import inspect
 import itertools
 import os
+import pathlib
+import shutil
+import tempfile
 import unittest
 from unittest import mock
 
@@ -701,7 +704,24 @@ class BuildTest(tf.test.TestCase):
     def test_info(self):
         info = ops.build_info()
         self.assertEqual(info["native"], ops.native_available())
-        self.assertCountEqual(info, ["native", "compiler", "num_cores", "cuda"])
+        self.assertCountEqual(info, ["native", "compiler", "num_cores", "cuda", "cuda_error"])
+        self.assertEqual(info["cuda"], not info["cuda_error"])
+
+    @unittest.skipUnless(ops.native_available(), "needs the native kernels")
+    def test_info_tells_why_there_are_no_kernels_for_gpus(self):
+        folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
+        library = folder / "libhop_tf_cuda.so"
+        with mock.patch.object(native, "_FOLDER", folder):
+            self.assertEqual(ops.build_info()["cuda_error"], "libhop_tf_cuda.so was not built")
+            library.write_bytes(b"no library")
+            info = ops.build_info()
+            self.assertFalse(info["cuda"])
+            self.assertRegex(info["cuda_error"], "libhop_tf_cuda.so: ")
+            library.unlink()
+            shutil.copy(pathlib.Path(native.__file__).with_name("libhop_tf_kernels.so"), library)
+            self.assertTrue(ops.build_info()["cuda"])
+        with mock.patch.object(native, "kernels", lambda: None):
+            self.assertEqual(ops.build_info()["cuda_error"], "there are no native kernels at all")
 
 
 def _relative_error(decoded, values):
