@@ -10,8 +10,8 @@ long as a copy of those bytes. The native kernels run on one thread, and once mo
 
 Peers are not the same thing, but what one would use otherwise: `numpy.quantile` and an Apache DataSketches KLL sketch
 find 255 quantiles and encode nothing; `tf.sort` is what quantiles cost by sorting; "int8 encode, NumPy" is the same
-encoding in vectorized NumPy; "fallback" is this package without native kernels. They are left out above 10 million
-values, where they would take minutes.
+encoding in vectorized NumPy; "fallback" is this package without native kernels. Above 10 million values, where some
+take minutes, they run twice only and do not warm up; with 100 million the fallback needs some 10 GB of memory.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ _ROUNDS = flags.DEFINE_integer("rounds", 7, "Rounds; medians over them are shown
 _CSV = flags.DEFINE_string("csv", None, "File for the same figures as CSV.")
 
 _BLOCK_SIZE = 512
-_MOST_VALUES_OF_PEERS = 10_000_000
+_MANY_VALUES = 10_000_000  # With more than these, peers take part in a few rounds only.
+_FEW_ROUNDS = 2
 
 _DISTRIBUTIONS = {
     "gaussian": lambda rng, size: rng.standard_normal(size, np.float32),
@@ -53,11 +54,19 @@ _DISTRIBUTIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """Something to time. `bytes_touched` per value; 0 where a share of the copy bandwidth would mean nothing."""
+    """Something to time.
+
+    Args:
+      name: What it is called in the table.
+      run: What is timed.
+      bytes_touched: Per value; 0 where a share of the copy bandwidth would mean nothing.
+      most_rounds: How many rounds it takes part in, without one to warm up; None: in all, and warms up before.
+    """
 
     name: str
     run: Callable[[], object]
     bytes_touched: float = 0.0
+    most_rounds: int | None = None
 
 
 def _native(values: np.ndarray, num_threads: int) -> list[Candidate]:
@@ -71,31 +80,32 @@ def _native(values: np.ndarray, num_threads: int) -> list[Candidate]:
     calls = {
         "sketch encode": (lambda: arrays.quantile_sketch_encode(values, out=(codes, bucket_values), **threads), 9),
         "sketch decode": (lambda: arrays.quantile_sketch_decode(codes, bucket_values, out=floats, **threads), 5),
+        "sketch accumulate": (lambda: arrays.quantile_sketch_accumulate(codes, bucket_values, floats, **threads), 9),
         "int8 encode": (lambda: arrays.int8_encode(values, _BLOCK_SIZE, out=target, **threads), 5),
         "int8 decode": (lambda: arrays.int8_decode(*quantized, _BLOCK_SIZE, out=floats, **threads), 5),
         "int8 accumulate": (lambda: arrays.int8_accumulate(*quantized, floats, _BLOCK_SIZE, **threads), 9),
         "int8 reduce": (lambda: arrays.int8_reduce(*quantized, values, _BLOCK_SIZE, out=target, **threads), 6),
         "truncate16 encode": (lambda: arrays.truncate16_encode(values, out=halves, **threads), 6),
         "truncate16 decode": (lambda: arrays.truncate16_decode(halves, out=floats, **threads), 6),
+        "truncate16 accumulate": (lambda: arrays.truncate16_accumulate(halves, floats, **threads), 10),
     }
     return [Candidate(f"{name}, {suffix}", run, touched) for name, (run, touched) in calls.items()]
 
 
 def _peers(values: np.ndarray) -> list[Candidate]:
-    if values.size > _MOST_VALUES_OF_PEERS:
-        return []
     tensor = tf.constant(values)
     quantiles = np.arange(1, 256) / 256
-    candidates = [
-        Candidate("sketch encode, fallback", lambda: fallback.sketch_encode(tensor, 8, 0.5)[0].numpy()),
-        Candidate("numpy.quantile", lambda: np.quantile(values, quantiles)),
-        Candidate("tf.sort", lambda: tf.sort(tensor).numpy()),
-        Candidate("int8 encode, fallback", lambda: fallback.int8_encode(tensor, _BLOCK_SIZE)[0].numpy()),
-        Candidate("int8 encode, NumPy", lambda: _numpy_int8(values)),
-    ]
+    calls = {
+        "sketch encode, fallback": lambda: fallback.sketch_encode(tensor, 8, 0.5)[0].numpy(),
+        "numpy.quantile": lambda: np.quantile(values, quantiles),
+        "tf.sort": lambda: tf.sort(tensor).numpy(),
+        "int8 encode, fallback": lambda: fallback.int8_encode(tensor, _BLOCK_SIZE)[0].numpy(),
+        "int8 encode, NumPy": lambda: _numpy_int8(values),
+    }
     if datasketches is not None:
-        candidates.append(Candidate("DataSketches KLL", lambda: _kll(values, quantiles)))
-    return candidates
+        calls["DataSketches KLL"] = lambda: _kll(values, quantiles)
+    most_rounds = _FEW_ROUNDS if values.size > _MANY_VALUES else None
+    return [Candidate(name, run, most_rounds=most_rounds) for name, run in calls.items()]
 
 
 def _numpy_int8(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -111,13 +121,15 @@ def _kll(values: np.ndarray, quantiles: np.ndarray) -> object:
 
 
 def _measure(candidates: list[Candidate], num_rounds: int) -> dict[str, float]:
-    """Median seconds of each candidate; the first round warms up."""
+    """Median seconds of each candidate; the first round warms up those that take part in all."""
     seconds = {candidate.name: [] for candidate in candidates}
     for round_index in range(num_rounds + 1):
         for candidate in candidates:
+            if candidate.most_rounds is not None and round_index >= min(candidate.most_rounds, num_rounds):
+                continue
             start = time.perf_counter()
             candidate.run()
-            if round_index:
+            if round_index or candidate.most_rounds is not None:
                 seconds[candidate.name].append(time.perf_counter() - start)
     return {name: statistics.median(each) for name, each in seconds.items()}
 
@@ -153,7 +165,7 @@ def main(argv: list[str]) -> None:
         for data in _DATA.value:
             for row in _rows(data, int(size), _ROUNDS.value):
                 rows.append(row)
-                print("{values:>11,} {data:<9} {kernel:<30} {ns per value:>9.3f} {share of copy:>6}".format(**row))
+                print("{values:>11,} {data:<9} {kernel:<32} {ns per value:>9.3f} {share of copy:>6}".format(**row))
             gc.collect()
     if _CSV.value is not None:
         with open(_CSV.value, "w", newline="") as file:
