@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-# See kernels/quantile_sketch.cc for what these mean. Sizes are numbers of patterns.
+# See kernels/constants.h for what these mean. Sizes are numbers of patterns.
 _BIN_SIZE = 1 << 16
 _NUM_BINS = (1 << 32) // _BIN_SIZE
 _REFINE_FRACTION = 500

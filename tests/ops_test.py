@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import math
 import os
 import pathlib
+import re
 import shutil
 import tempfile
 import unittest
@@ -20,7 +22,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from hop_tf import ops
-from hop_tf.ops import native
+from hop_tf.ops import fallback, native
 
 _BFLOAT16 = tf.bfloat16.as_numpy_dtype
 
@@ -694,6 +696,27 @@ class GraphTest(_OpsTestCase):
             return tensors
 
         shapes.get_concrete_function()
+
+
+class ConstantsTest(tf.test.TestCase):
+    def test_the_fallback_has_those_of_the_kernels(self):
+        header = pathlib.Path(__file__).resolve().parent.parent / "ops" / "kernels" / "constants.h"
+        literals = re.findall(r"constexpr \w+ (\w+) = ([\w.]+?)[uf]?;", header.read_text())
+        numbers = {name: (float.fromhex if "x" in text else float)(text) for name, text in literals}
+        expected = {
+            "kMagnitudeMask": fallback._SIGN - 1,
+            "kInfinity": np.float32(_INF).view(np.uint32),
+            "kSmallestNormal": fallback._SMALLEST_NORMAL,
+            "kBinShift": math.log2(fallback._BIN_SIZE),
+            "kRefineFraction": fallback._REFINE_FRACTION,
+            "kMaxPartShift": math.log2(fallback._MAX_PART_SIZE),
+            "kPointBuckets": fallback._POINT_BUCKETS,
+            "kLargestCode": fallback._LARGEST_CODE,
+            "kSmallestMagnitude": np.float32(fallback._SMALLEST_MAGNITUDE).view(np.uint32),
+            "kLargestScale": fallback._LARGEST_SCALE,
+            "kRounder": 1.5 * 2**23,
+        }
+        self.assertEqual(numbers, expected)
 
 
 class BuildTest(tf.test.TestCase):

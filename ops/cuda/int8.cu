@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "../kernels/constants.h"
 #include "block_scan.cuh"
 #include "enqueuer.h"
 #include "packs.cuh"
@@ -20,14 +21,6 @@ constexpr int kValuesPerLane = 32;
 constexpr int64_t kMaxValuesOfWarp = kValuesPerLane * kWarpSize;
 
 constexpr int64_t kMaxValuesOfChunk = 1 << 14;
-
-constexpr float kLargestCode = 127.0f;
-// Below this a scale would be no normal number.
-constexpr uint32_t kSmallestMagnitude = 0x04000000u;  // 2^-119
-// Times 127 it is still finite.
-constexpr float kLargestScale = 0x1.020406p121f;
-// Adding this to a float of at most 2^22 in magnitude leaves its nearest integer, ties to even, in the lowest bits.
-constexpr float kRounder = 0x1.8p23f;
 
 struct Scale {
   float scale;

@@ -6,14 +6,12 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "../kernels/constants.h"
 #include "hop_tf_cuda.h"
 
 namespace hop_tf {
 
-constexpr uint32_t kMagnitudeMask = 0x7fffffffu;
-constexpr uint32_t kInfinity = 0x7f800000u;
-constexpr uint32_t kSmallestNormal = 0x00800000u;  // 2^-126
-constexpr uint32_t kQuietBit = 0x00400000u;        // Makes a nan of an infinity.
+constexpr uint32_t kQuietBit = 0x00400000u;  // Makes a nan of an infinity.
 constexpr uint32_t kNan = kInfinity | kQuietBit;
 
 inline bool IsSize(int64_t num_values) { return num_values >= 0 && num_values <= INT32_MAX; }

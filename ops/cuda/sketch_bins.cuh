@@ -9,26 +9,12 @@
 
 namespace hop_tf {
 
-// A bin is what values have in common above so many bits.
-constexpr int kBinShift = 16;
-constexpr uint32_t kNumBins = 1u << (32 - kBinShift);
-constexpr uint32_t kLowMask = (1u << kBinShift) - 1;
-constexpr uint32_t kSignBin = kNumBins / 2;
-constexpr uint32_t kFirstNormalBin = kSmallestNormal >> kBinShift;
 constexpr uint32_t kBinsPerExponent = 1u << (23 - kBinShift);  // For each sign.
 
-// A bin with more than this part of all values is refined. So there are fewer refined bins than this: they hold either
-// two or more of fewer than 1000 values, or more than n / 500 of n values each.
-constexpr int kRefineFraction = 500;
-// Refined bins have 2^16 parts together, but each at least 2^9.
-constexpr int kMaxPartShift = 7;
 constexpr uint32_t kMaxParts = kRefineFraction << (kBinShift - kMaxPartShift);
 
 // Bins, and behind them parts, have slots: places in arrays.
 constexpr uint32_t kNumSlots = kNumBins + kMaxParts;
-
-// Values that cannot be told apart and that are worth more buckets than this get one of their own.
-constexpr int kPointBuckets = 4;
 
 constexpr int kMaxCodes = 256;
 

@@ -6,11 +6,9 @@
 #include <cstdint>
 #include <cstring>
 
-namespace hop_tf {
+#include "constants.h"
 
-constexpr uint32_t kMagnitudeMask = 0x7fffffffu;
-constexpr uint32_t kInfinity = 0x7f800000u;
-constexpr uint32_t kSmallestNormal = 0x00800000u;  // 2^-126
+namespace hop_tf {
 
 // Where element `index` lies of an array of T that may begin at any address.
 template <typename T>

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "checks.h"
+#include "constants.h"
 #include "float_bits.h"
 #include "hop_tf_kernels.h"
 #include "parallel.h"
@@ -13,12 +14,6 @@ namespace hop_tf {
 namespace {
 
 constexpr int64_t kMinValuesPerThread = 1 << 19;
-constexpr float kLargestCode = 127.0f;
-// Below this a scale would be no normal number.
-constexpr uint32_t kSmallestMagnitude = 0x04000000u;  // 2^-119
-
-// Times 127 it is still finite.
-constexpr float kLargestScale = 0x1.020406p121f;
 
 struct Scale {
   float scale;

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "checks.h"
+#include "constants.h"
 #include "float_bits.h"
 #include "hop_tf_kernels.h"
 #include "parallel.h"
@@ -25,20 +26,6 @@ namespace hop_tf {
 namespace {
 
 constexpr int64_t kMinValuesPerThread = 1 << 19;
-
-// A bin is what values have in common above so many bits.
-constexpr int kBinShift = 16;
-constexpr uint32_t kNumBins = 1u << (32 - kBinShift);
-constexpr uint32_t kLowMask = (1u << kBinShift) - 1;
-constexpr uint32_t kSignBin = kNumBins / 2;
-constexpr uint32_t kFirstNormalBin = kSmallestNormal >> kBinShift;
-
-// A bin with more than this part of all values is refined, so that buckets begin within half of that of their rank.
-constexpr int kRefineFraction = 500;
-// Refined bins have 2^16 parts together, but each at least 2^9.
-constexpr int kMaxPartShift = 7;
-// Values that cannot be told apart and that are worth more buckets than this get one of their own.
-constexpr int kPointBuckets = 4;
 
 // A counter is one word, to which one addition counts a member and its low bits.
 constexpr int kCountShift = 40;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "constants.h"
 #include "float_bits.h"
 
 #if defined(__x86_64__) && defined(__linux__) && !defined(__clang__) && !defined(HOP_TF_SINGLE_VERSION)
@@ -17,9 +18,6 @@ namespace {
 HOP_TF_MULTIVERSION void WidenHalves(const void* halves, int64_t begin, int count, float* tile) {
   for (int i = 0; i < count; ++i) tile[i] = FromBits(HalfToFloatBits(Load<uint16_t>(halves, begin + i)));
 }
-
-// Adding this to a float of at most 2^22 in magnitude leaves its nearest integer, ties to even, in the lowest bits.
-constexpr float kRounder = 0x1.8p23f;
 
 }  // namespace
 
