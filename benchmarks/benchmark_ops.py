@@ -11,7 +11,7 @@ long as a copy of those bytes. The native kernels run on one thread, and once mo
 Peers are not the same thing, but what one would use otherwise: `numpy.quantile` and an Apache DataSketches KLL sketch
 find 255 quantiles and encode nothing; `tf.sort` is what quantiles cost by sorting; "int8 encode, NumPy" is the same
 encoding in vectorized NumPy; "fallback" is this package without native kernels. Above 10 million values, where some
-take minutes, they run twice only and do not warm up; with 100 million the fallback needs some 10 GB of memory.
+take minutes, they run at most twice and do not warm up; with 100 million the fallback needs some 10 GB of memory.
 """
 
 from __future__ import annotations
