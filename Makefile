@@ -36,7 +36,7 @@ test: $(INSTALLED)
 stress: $(INSTALLED)
 	for run in $$(seq $(REPEAT)); do \
 		echo "run $$run of $(REPEAT)"; \
-		HOP_TF_SCHEDULE_SEED=$$run $(BIN)/pytest -q --durations=0 -m multi_process $(PYTEST_ARGS) || exit 1; \
+		HOP_TF_SCHEDULE_SEED=$$run $(BIN)/pytest -q $(PARALLEL) --durations=0 -m multi_process $(PYTEST_ARGS) || exit 1; \
 	done
 	HOP_TF_NUM_SCHEDULES=10000 $(BIN)/pytest -q --timeout=7200 $(PARALLEL) tests/hop_simulation_test.py tests/hop_faults_test.py
 

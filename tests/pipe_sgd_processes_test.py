@@ -9,7 +9,6 @@ from unittest import mock
 import keras
 import numpy as np
 import tensorflow as tf
-from absl.testing import parameterized
 
 import hop_tf
 from hop_tf.strategies import pipe_sgd
@@ -124,30 +123,29 @@ def _expected(width):
     return np.array(history)
 
 
-class PipeSGDProcessesTest(tf.test.TestCase, parameterized.TestCase):
-    @parameterized.parameters(("mesh", 2), ("ring", 1))
-    def test_trains(self, algorithm, width):
-        arguments = ([{"algorithm": algorithm, "pipeline_width": width}], None, ("tcp", "grpc"))
+class PipeSGDProcessesTest(tf.test.TestCase):
+    def test_trains(self):
+        """Whatever way their arrays take."""
+        arguments = ([{}], None, ("tcp", "grpc"))
         with MultiProcessRunner(_run, num_workers=3, args=arguments, timeout_seconds=120) as runner:
             values = runner.join().raise_for_errors().values
         for history, error in values:
             self.assertEqual(error, "")
-            self.assertAllClose(history, _expected(width), rtol=1e-5, atol=1e-5)
+            self.assertAllClose(history, _expected(2), rtol=1e-5, atol=1e-5)
             self.assertAllEqual(history, values[0][0])
 
-    @parameterized.parameters("mesh", "ring")
-    def test_a_killed_rank_is_an_error_on_all_others(self, algorithm):
+    def test_a_killed_rank_is_an_error_on_all_others(self):
         """All that they had made of weights until then is right."""
-        arguments = ([{"algorithm": algorithm, "codec": "truncate16"}], 9)
-        with MultiProcessRunner(_run, num_workers=4, args=arguments, timeout_seconds=120) as runner:
+        arguments = ([{"codec": "truncate16"}], 9)
+        with MultiProcessRunner(_run, num_workers=3, args=arguments, timeout_seconds=120) as runner:
             results = runner.join()
         results.raise_for_errors(except_ranks=[1])
         self.assertEqual(results[1].exit_code, -signal.SIGKILL)
-        histories = [results[rank].value[0] for rank in (0, 2, 3)]
+        histories = [results[rank].value[0] for rank in (0, 2)]
         shortest = min(map(len, histories))
         self.assertBetween(shortest, 9, _NUM_STEPS - 1)
-        for rank, history in zip((0, 2, 3), histories, strict=True):
-            self.assertRegex(results[rank].value[1], "^PeerLostError: .*rank 1|rank 1")
+        for rank, history in zip((0, 2), histories, strict=True):
+            self.assertRegex(results[rank].value[1], "^PeerLostError: .*rank 1")
             self.assertAllEqual(history[:shortest], histories[0][:shortest])
             self.assertAllClose(history, _expected(2)[: len(history)], atol=0.02)
 

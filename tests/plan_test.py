@@ -1,10 +1,10 @@
 """`hop_tf.timing.measure` over live links, and `hop_tf plan`."""
 
+import contextlib
+import io
 import os
-import pathlib
 import subprocess
 import sys
-import textwrap
 from unittest import mock
 
 import keras
@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 import hop_tf
-from hop_tf import plan, timing
+from hop_tf import launch, plan, timing
 from hop_tf.testing import InProcessCluster
 
 _MEASUREMENT = timing.Measurement(
@@ -22,16 +22,6 @@ _MEASUREMENT = timing.Measurement(
     step=timing.Step(forward_seconds=0.1, backward_seconds=0.2),
     codec_seconds_per_byte={"identity": 0.0, "truncate16": 1e-10, "int8": 1e-10},
 )
-_SCRIPT = """
-    import keras, numpy as np, hop_tf
-
-    strategy = hop_tf.HopStrategy()
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
-        model.compile("sgd", "mse")
-    for _ in range(2):
-        model.fit(np.zeros((64, 8)), np.zeros((64, 4)), batch_size=8, verbose=0)
-"""
 
 
 def _make_strategy(cluster_resolver):
@@ -104,14 +94,25 @@ class PlanTest(tf.test.TestCase):
         self.assertRegex(text, r"recommended +2 +int8 +1 +mesh +302\.5 ms +302\.5 ms +99%")
         self.assertIn("int8 shortens it to 0.3025 s.", text)
 
+    def test_is_shown_after_the_first_fit(self):
+        """By rank 0, under any strategy."""
+
+        def make_strategy(cluster_resolver):
+            return hop_tf.HopStrategy(cluster_resolver=cluster_resolver)
+
+        output = io.StringIO()
+        with mock.patch.dict(os.environ, {"HOP_TF_PLAN": "1"}), contextlib.redirect_stdout(output):
+            InProcessCluster(2, make_strategy).run(lambda strategy: [_train(strategy) for _ in range(2)])
+        self.assertEqual(output.getvalue().count("recommended "), 1)
+        self.assertIn("2 ranks, 0.0 MB of gradients; a step computes for ", output.getvalue())
+
     def test_command(self):
-        script = pathlib.Path(self.get_temp_dir()) / "script.py"
-        script.write_text(textwrap.dedent(_SCRIPT))
-        command = [sys.executable, "-m", "hop_tf", "plan", "--num_workers=2", str(script)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
-        self.assertEqual(done.stdout.count("recommended "), 1, done.stdout)
-        self.assertRegex(done.stdout, r"\[worker 0\] 2 ranks, 0\.0 MB of gradients; a step computes for \d")
+        """Starts the script as the launcher does, and asks for a plan."""
+        with mock.patch.object(launch, "main", return_value=3) as start, mock.patch.dict(os.environ):
+            self.assertEqual(plan.main(["--num_workers=2", "script.py"]), 3)
+            self.assertTrue(plan.is_asked_for())
+        start.assert_called_once_with(["--num_workers=2", "script.py"], command="plan")
+        self.assertFalse(plan.is_asked_for())
 
     def test_refuses_a_world_of_one(self):
         with mock.patch.dict(os.environ, {"HOP_TF_PLAN": "1"}):
