@@ -14,6 +14,7 @@ from absl.testing import parameterized
 from keras.src.backend.tensorflow import optimizer as keras_tf_optimizer
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer, TFEpochIterator
 from keras.src.optimizers import loss_scale_optimizer
+from keras.src.optimizers.base_optimizer import BaseOptimizer
 from tensorflow.python.data.experimental.ops import distribute
 from tensorflow.python.distribute import distribute_lib, input_ops, one_device_strategy
 from tensorflow.python.ops import control_flow_util
@@ -136,6 +137,29 @@ class PrivateApiTest(tf.test.TestCase):
 
         compiled.get_concrete_function()
         self.assertEqual(seen, [True])
+
+    def test_fit_finalizes_the_variables_after_its_last_step(self):
+        """And before `on_train_end`, also where the optimizer is wrapped."""
+        for wrap in (lambda optimizer: optimizer, keras.optimizers.LossScaleOptimizer):
+            events = []
+            model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+            model.compile(wrap(keras.optimizers.SGD()), "mse")
+            record = keras.callbacks.LambdaCallback(
+                on_train_batch_end=lambda batch, logs, events=events: events.append("step"),
+                on_train_end=lambda logs, events=events: events.append("end"),
+            )
+            with mock.patch.object(
+                BaseOptimizer, "finalize_variable_values", lambda self, *_, events=events: events.append("finalize")
+            ):
+                model.fit(np.zeros((4, 2)), np.zeros((4, 1)), batch_size=2, verbose=0, callbacks=[record])
+            self.assertEqual(events, ["step", "step", "finalize", "end"])
+
+    def test_loss_scale_is_a_variable_of_the_optimizer(self):
+        _, optimizer, _ = _merge_calls(
+            lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(), initial_scale=64.0)
+        )
+        self.assertEqual(keras_hook.loss_scale(optimizer).numpy(), 64.0)
+        self.assertIsNone(keras_hook.loss_scale(keras.optimizers.SGD()))
 
     def test_loss_scaling_keeps_its_trainable_variables(self):
         source = inspect.getsource(loss_scale_optimizer.LossScaleOptimizer._stateful_handle_finite_grads)
