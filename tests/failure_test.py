@@ -315,7 +315,9 @@ class LostRankTest(_ProcessesTestCase, parameterized.TestCase):
         successor = self.start(train_until_it_fails, 1, addresses, self.gates, _IMPATIENT, 1)
         for rank in (0, 2):
             error = runner.wait_for_output(rank, "it raised (.*)")[1]
-            self.assertRegex(error, rf"^PeerLostError: .*rank 1 at {addresses[1]} was restarted")
+            # On a busy machine nobody may have listened there for so long that the death is noticed first.
+            noticed = r"(was restarted|failed after .* \(nobody listens there any more\))"
+            self.assertRegex(error, rf"^PeerLostError: .*rank 1 at {addresses[1]} {noticed}")
         # Often the others are gone before they have told it what it is.
         successor.wait_for_output(0, "it raised (PeerLost|DeadlineExceeded)Error: .*rank [02] at ")
         self.assertEqual([result.exit_code for result in runner.join().workers], [1, -signal.SIGKILL, 1])

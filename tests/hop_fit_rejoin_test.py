@@ -96,7 +96,7 @@ def _run(topology, settings, plan):
     y = x @ np.arange(4, dtype="float32")[:, None]
     # Adam remembers the large gradients of its first steps for long.
     y[:_NUM_OUTLIERS] *= 1000
-    progress = _Progress(strategy.rank, plan)
+    progress = _Progress(strategy.rank, _Plan(**plan))
     history = model.fit(
         x, y, batch_size=_BATCH_SIZE, epochs=_NUM_EPOCHS, shuffle=False, verbose=0, callbacks=[progress]
     )
@@ -122,7 +122,7 @@ class HopFitRejoinTest(tf.test.TestCase, parameterized.TestCase):
         """What the ranks return, the restarted one first."""
         plan = _Plan.draw(name, world_size, self.get_temp_dir())
         print(plan)
-        arguments = (topology, settings, plan)
+        arguments = (topology, settings, dataclasses.asdict(plan))
         with MultiProcessRunner(_run, num_workers=world_size, args=arguments, timeout_seconds=150) as runner:
             runner.wait_for_output(plan.victim, f"step {plan.last_step}$")
             runner.kill(plan.victim)
