@@ -49,9 +49,12 @@ _TIMEOUT_SECONDS = 600
 class Member(abc.ABC):
     """One rank of a way to all-reduce."""
 
+    def prepare(self, values: np.ndarray) -> None:
+        """Takes the values in the form that a training step has them in. Not timed."""
+
     @abc.abstractmethod
     def mean(self, values: np.ndarray) -> np.ndarray:
-        """The mean over ranks (or the sum, for those that only know that)."""
+        """The mean over ranks of `values`, those that were prepared last."""
 
     def close(self) -> None:
         """Releases what the member holds."""
@@ -188,10 +191,9 @@ def _measure(case: Mapping, rank: int) -> dict[str, list[float]]:
     start = time.monotonic()
     for turn in range(case["rounds"] + 1):
         for name, member in members.items():
-            if hasattr(member, "prepare"):
-                member.prepare(values)
-            # All ranks are on one machine: its clock tells them when to begin.
-            begin = barrier.mean(np.float32([0.0])) is not None and time.monotonic()
+            member.prepare(values)
+            barrier.mean(np.float32([0.0]))
+            begin = time.monotonic()
             mean = member.mean(values)
             seconds[name].append(time.monotonic() - begin)
             if turn == 0:

@@ -1,8 +1,10 @@
-"""Checks of arguments that several constructors make."""
+"""What the constructors of several strategies do with their arguments."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -18,3 +20,8 @@ def check_choice(name: str, value: object, choices: Sequence[str | None]) -> Non
     """Raises ValueError unless `value` is one of `choices`."""
     if value not in choices:
         raise ValueError(f"`{name}` must be one of {', '.join(map(str, choices))}. Received: {name}={value!r}.")
+
+
+def identity_of(settings: Any) -> dict[str, str]:
+    """What ranks compare of a strategy's settings (a dataclass) before they train: each field as text."""
+    return {field.name: str(getattr(settings, field.name)) for field in dataclasses.fields(settings)}

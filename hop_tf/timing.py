@@ -21,7 +21,6 @@ import numpy as np
 from hop_tf import codecs
 from hop_tf.arguments import check_choice, check_integer
 from hop_tf.buffers import BufferPool
-from hop_tf.collectives import ALGORITHMS
 
 if TYPE_CHECKING:
     from hop_tf.strategy import ExchangeStrategy
@@ -31,6 +30,7 @@ _FLOAT32_BYTES = 4
 _RESOLUTION = 0.02
 _SEGMENTS = (1, 2, 4)
 _CODECS = ("identity", "truncate16", "int8")
+_ALGORITHMS = ("mesh", "ring")  # Those that the model knows.
 
 # Measurements. A vector is long enough when its all-reduce takes so long, or has so many values.
 _LONG_SECONDS = 0.2
@@ -126,7 +126,7 @@ def communication_seconds(
     """
     check_integer("world_size", world_size, at_least=1)
     check_integer("num_segments", num_segments, at_least=1)
-    check_choice("algorithm", algorithm, sorted(ALGORITHMS))
+    check_choice("algorithm", algorithm, _ALGORITHMS)
     if world_size == 1:
         return 0.0
     num_messages = 2 * (world_size - 1) if algorithm == "ring" else 2
@@ -309,7 +309,7 @@ def recommend(
             algorithm=algorithm,
             codec_seconds_per_byte=costs.get(codec, 0.0),
         )
-        for codec, width, num_segments, algorithm in itertools.product(codec_names, (1, 2), _SEGMENTS, ("mesh", "ring"))
+        for codec, width, num_segments, algorithm in itertools.product(codec_names, (1, 2), _SEGMENTS, _ALGORITHMS)
     ]
     shortest = min(plan.step_seconds for plan in plans)
     best = next(plan for plan in plans if plan.step_seconds <= shortest * (1 + _RESOLUTION))
@@ -397,9 +397,9 @@ def measure(strategy: ExchangeStrategy) -> Measurement:
     if strategy.world_size > 1 and not compute_seconds:
         raise RuntimeError("`measure` needs the durations of some steps. Call it after a `fit`.")
     costs = {name: _codec_seconds_per_byte(codecs.get(name)) for name in _CODECS}
-    short = {name: _all_reduce_seconds(strategy, name, 1, _NUM_SHORT) for name in sorted(ALGORITHMS)}
+    mesh, ring = (_all_reduce_seconds(strategy, name, 1, _NUM_SHORT) for name in _ALGORITHMS)
     num_values, long = _long_all_reduce(strategy)
-    numbers = [compute_seconds, _reduce_seconds_per_byte(), short["mesh"], short["ring"], long, *costs.values()]
+    numbers = [compute_seconds, _reduce_seconds_per_byte(), mesh, ring, long, *costs.values()]
     compute_seconds, gamma, mesh, ring, long, *costs_of_all = _mean(strategy, numbers)
     # Two messages follow each other in a mesh, 2 (p - 1) in a ring. With two ranks these are the same.
     p = strategy.world_size

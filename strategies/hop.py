@@ -29,6 +29,7 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
+from hop_tf.arguments import identity_of
 from hop_tf.options import CommunicationOptions
 from hop_tf.strategies.hop_exchange import RENEWAL, HopExchange
 from hop_tf.strategies.hop_settings import HopSettings, SkipIterations
@@ -131,7 +132,7 @@ class HopStrategy(ExchangeStrategy):
             cluster=cluster,
             cluster_resolver=cluster_resolver,
             communication_options=communication_options,
-            identity={**self._settings.identity(), "topology": _describe(topology, self._topology)},
+            identity={**identity_of(self._settings), "topology": _describe(topology, self._topology)},
             neighbors={*self._topology.in_neighbors(cluster.rank), *self._topology.out_neighbors(cluster.rank)},
             skips_steps=skip is not None,
             continue_without_lost=self._settings.continues_without_lost,

@@ -133,7 +133,3 @@ class HopSettings:
                 f"Received: num_backup_workers={self.num_backup_workers}, where rank {int(np.argmin(num_in))} has "
                 f"{min(num_in)} in {topology!r}."
             )
-
-    def identity(self) -> dict[str, str]:
-        """What ranks compare before they train."""
-        return {field.name: str(getattr(self, field.name)) for field in dataclasses.fields(self)}

@@ -30,7 +30,7 @@ import numpy as np
 import tensorflow as tf
 
 from hop_tf import codecs
-from hop_tf.arguments import check_choice, check_integer
+from hop_tf.arguments import check_choice, check_integer, identity_of
 from hop_tf.collectives import ALGORITHMS, AllReduce
 from hop_tf.exchange import Exchange, Incoming, Outgoing
 from hop_tf.keras_hook import loss_scale
@@ -107,14 +107,14 @@ class PipeSGDStrategy(ExchangeStrategy):
             num_segments=int(num_segments),
             warmup_steps=int(warmup_steps),
             algorithm=algorithm,
+            drain=drain,
         )
-        self._drain = drain
         cluster = training_cluster(cluster_resolver, "PipeSGDStrategy")
         super().__init__(
             cluster=cluster,
             cluster_resolver=cluster_resolver,
             communication_options=communication_options,
-            identity={"drain": drain, **self._settings.identity()},
+            identity=identity_of(self._settings),
             neighbors=range(cluster.world_size),
         )
 
@@ -144,7 +144,7 @@ class PipeSGDStrategy(ExchangeStrategy):
         return tf.cond(t >= start + delay, lambda: group.take(t - delay, segment), fill)
 
     def _finish_training(self, group: Group) -> None:
-        if self._drain == "drop":
+        if self._settings.drain == "drop":
             return
         for t in range(*group.exchange.in_flight(int(group.step))):
 
@@ -187,10 +187,7 @@ class _Settings:
     num_segments: int
     warmup_steps: int
     algorithm: str
-
-    def identity(self) -> dict[str, str]:
-        """What ranks compare before they train."""
-        return {field.name: str(getattr(self, field.name)) for field in dataclasses.fields(self)}
+    drain: str
 
 
 class PipeSGDExchange(Exchange):

@@ -222,7 +222,7 @@ class LaunchTest(tf.test.TestCase):
         directory = self.enter_context(tempfile.TemporaryDirectory())
         script, reports_path = os.path.join(directory, "script.py"), os.path.join(directory, "reports.json")
         pathlib.Path(script).write_text(textwrap.dedent(_SCRIPT))
-        flags = ["--num_workers=3", "--step_seconds=0.02", "--slowdown=1:15x", f"--timeout_seconds={_DEADLINE_SECONDS}"]
+        flags = ["--num_workers=2", "--step_seconds=0.02", "--slowdown=1:15x", f"--timeout_seconds={_DEADLINE_SECONDS}"]
         environment = {"REPORTS": reports_path, "PYTHONPATH": os.pathsep.join(launch.sys.path)}
         output = io.StringIO()
         with mock.patch.dict(os.environ, environment), contextlib.redirect_stdout(output):
@@ -230,7 +230,7 @@ class LaunchTest(tf.test.TestCase):
         self.assertEqual(exit_code, 0, output.getvalue())
         with open(reports_path) as file:
             reports = json.load(file)
-        self.assertEqual([report["steps"] for report in reports], [10, 10, 10])
+        self.assertEqual([report["steps"] for report in reports], [10, 10])
         waits = [report["wait_seconds"] for report in reports]
         self.assertEqual(np.argmin(waits), 1, waits)
         with open(os.path.join(directory, "logs", "launch.json")) as file:

@@ -1,6 +1,7 @@
 """A rank that was killed and started again joins the others where they are.
 
 Which rank dies, when, and how soon it is started again are drawn: `HOP_TF_SCHEDULE_SEED` says from which seed.
+`make stress` sets it, and runs all cases.
 """
 
 import dataclasses
@@ -8,6 +9,7 @@ import math
 import os
 import random
 import time
+import unittest
 
 import keras
 import numpy as np
@@ -18,6 +20,7 @@ import hop_tf
 from hop_tf.testing import MultiProcessRunner
 
 _SEED = int(os.environ.get("HOP_TF_SCHEDULE_SEED", "0"))
+_only_in_stress = unittest.skipUnless("HOP_TF_SCHEDULE_SEED" in os.environ, "a part of `make stress`")
 _BATCH_SIZE = 8
 _NUM_STEPS = 60  # In an epoch.
 _NUM_EPOCHS = 3
@@ -140,8 +143,22 @@ class HopFitRejoinTest(tf.test.TestCase, parameterized.TestCase):
                 self.assertAllEqual(weights, of_first)
         self.assertBetween(values[0]["report"]["steps"], 20, _NUM_EPOCHS * _NUM_STEPS - 20)
 
-    @parameterized.parameters(*_SETTINGS)
+    @parameterized.parameters("backup", "hybrid_with_skip")
     def test_joins(self, name):
+        self._check_joins(name)
+
+    @_only_in_stress
+    def test_joins_where_all_wait_for_all(self):
+        self._check_joins("standard")
+
+    @_only_in_stress
+    def test_joins_seven_others(self):
+        restarted, *others = values = self._values("eight", "ring_based", 8, {"num_backup_workers": 1})
+        self._check_steps(values)
+        for value in others:
+            self.assertAllClose(restarted["loss"], value["loss"], rtol=0.2)
+
+    def _check_joins(self, name):
         values = self._values(name, "ring", 4, _SETTINGS[name])
         self._check_steps(values)
         restarted, *others = values
@@ -155,12 +172,6 @@ class HopFitRejoinTest(tf.test.TestCase, parameterized.TestCase):
         # The first epoch was missed, the second one in part.
         self.assertAllEqual(np.isnan(restarted["history"]), [True, True, False])
         self.assertAllEqual(np.isnan(restarted["losses"]).reshape(_NUM_EPOCHS, -1).all(1), [True, True, False])
-
-    def test_joins_seven_others(self):
-        restarted, *others = values = self._values("eight", "ring_based", 8, {"num_backup_workers": 1})
-        self._check_steps(values)
-        for value in others:
-            self.assertAllClose(restarted["loss"], value["loss"], rtol=0.2)
 
 
 if __name__ == "__main__":
