@@ -10,9 +10,14 @@ encoded, and one that has come is reduced.
 In both a rank sends 2 (n - 1) / n vectors, and encodes every piece once: in a mesh a value is rounded twice on its way,
 in a ring n times. The last encoding of a piece is what all ranks decode, so that their results are equal to the bit.
 
+What a sparse codec selects differs from rank to rank, and a mean of it is less sparse. So every rank sends all of it to
+all others, in one message, and each adds what all have sent, in the order of ranks. Where that is longer than whole
+vectors in pieces (see `vectors.goes_sparse`), they are averaged as above instead, encoded as the sparse codec encodes
+its values.
+
 When a rank leaves, the others agree on the first step that it has no part in (`Membership.delivers`), and begin that
-one again without it where they had begun. A rank that has sent a mean ends the step before it leaves, for others may
-have what they need; before that, nobody can.
+one again without it where they had begun. A rank that has sent a mean, or a sparse vector, ends the step before it
+leaves, for others may have what they need; before that, nobody can.
 
 References:
   Thakur, Rabenseifner, Gropp. Optimization of Collective Communication Operations in MPICH. IJHPCA 2005.
@@ -23,18 +28,16 @@ References:
 from __future__ import annotations
 
 import abc
-import functools
-import itertools
 import struct
-import time
 import zlib
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from hop_tf.buffers import BufferPool
-from hop_tf.codecs import Codec, ErrorFeedback
+from hop_tf.codecs import Codec, Sparse
 from hop_tf.collectives.tree import BULK_LANE
+from hop_tf.collectives.vectors import SparseVector, Vector, make_vector
 from hop_tf.errors import ProtocolError
 from hop_tf.membership import Membership
 from hop_tf.transport.base import Message
@@ -82,7 +85,7 @@ class AllReduce(abc.ABC):
         self._session = membership.session
         self._mailbox = _Mailbox(membership, f"all_reduce/{name}")
         self._vectors = [
-            _Vector(size, np.dtype(dtype), codec, chunk_values, pool)
+            make_vector(size, np.dtype(dtype), codec, chunk_values, pool)
             for size, dtype, codec in zip(sizes, dtypes, codecs, strict=True)
         ]
 
@@ -97,7 +100,13 @@ class AllReduce(abc.ABC):
         """Time spent on encoding, decoding and adding."""
         return sum(vector.seconds for vector in self._vectors)
 
-    def mean(self, step: int, vectors: Sequence[np.ndarray], delivers: Callable[[int, int], bool]) -> list[np.ndarray]:
+    def mean(
+        self,
+        step: int,
+        vectors: Sequence[np.ndarray],
+        delivers: Callable[[int, int], bool],
+        before_commit: Callable[[], None] = lambda: None,
+    ) -> list[np.ndarray]:
         """Averages vectors over all ranks that take part in `step`.
 
         Args:
@@ -105,6 +114,8 @@ class AllReduce(abc.ABC):
           vectors: 1-D arrays, of the sizes and dtypes given. They are read after this has returned: nobody writes to
             them.
           delivers: `delivers(rank, step)`: whether `rank` takes part, as `Membership.delivers` tells.
+          before_commit: Called before anything is sent that lets others have a mean of this step. It may block, and
+            raise `Interrupted`; then nobody has one with this rank.
 
         Returns:
           The means, in the order of `vectors`; equal to the bit on all ranks. Sums are kept in float32 at least.
@@ -116,11 +127,13 @@ class AllReduce(abc.ABC):
           Interrupted: If this rank leaves the session before anybody can have a mean of this step.
         """
         while True:
-            operation = _Operation(self._membership, self._mailbox, self._session, step, delivers)
+            operation = _Operation(self._membership, self._mailbox, self._session, step, delivers, before_commit)
             try:
                 means = [self._mean(operation, index, values) for index, values in enumerate(vectors)]
             except _RanksChanged:
                 continue
+            for vector, mean in zip(self._vectors, means, strict=True):
+                vector.end_step(mean)
             with self._membership.monitor:
                 self._mailbox.forget(step)
             return means
@@ -129,14 +142,33 @@ class AllReduce(abc.ABC):
         vector = self._vectors[index]
         operation.vector = index
         result = self._pool.take(values.nbytes).view(values.dtype)
+        values = vector.corrected(values)
+        codec = vector.sparse_codec(operation.step, len(operation.ranks))
         if len(operation.ranks) == 1:
             np.copyto(result, values)
-        else:
+        elif codec is None:
             self._reduce(operation, vector, values, result)
+        else:
+            self._gather(operation, vector, codec, values, result)
         return result
 
+    def _gather(
+        self, operation: _Operation, vector: SparseVector, codec: Sparse, values: np.ndarray, result: np.ndarray
+    ) -> None:
+        """Sends all of an encoded vector to all others, and adds those of all ranks."""
+        ranks, mine = operation.ranks, operation.index
+        own = vector.encode_whole(values, codec)
+        operation.commit()
+        for offset in range(1, len(ranks)):  # Everybody begins with the next rank.
+            operation.send(ranks[(mine + offset) % len(ranks)], 0, 0, own)
+        total = vector.zeros(result)
+        for rank in ranks:
+            (data,) = [own] if rank == ranks[mine] else operation.receive([rank], 0, 0)
+            vector.accumulate(data, total, codec)
+        vector.finish(total, result, len(ranks))
+
     @abc.abstractmethod
-    def _reduce(self, operation: _Operation, vector: _Vector, values: np.ndarray, result: np.ndarray) -> None:
+    def _reduce(self, operation: _Operation, vector: Vector, values: np.ndarray, result: np.ndarray) -> None:
         """Sends and receives chunks until `result` holds the mean."""
 
     def close(self) -> None:
@@ -149,7 +181,7 @@ class MeshAllReduce(AllReduce):
 
     _SCATTER, _GATHER = 0, 1
 
-    def _reduce(self, operation: _Operation, vector: _Vector, values: np.ndarray, result: np.ndarray) -> None:
+    def _reduce(self, operation: _Operation, vector: Vector, values: np.ndarray, result: np.ndarray) -> None:
         ranks, mine = operation.ranks, operation.index
         pieces = vector.pieces(len(ranks))
         # Everybody begins with the next rank: nobody is sent to by all at once.
@@ -171,7 +203,7 @@ class MeshAllReduce(AllReduce):
 class RingAllReduce(AllReduce):
     """See above."""
 
-    def _reduce(self, operation: _Operation, vector: _Vector, values: np.ndarray, result: np.ndarray) -> None:
+    def _reduce(self, operation: _Operation, vector: Vector, values: np.ndarray, result: np.ndarray) -> None:
         ranks, mine = operation.ranks, operation.index
         num_ranks = len(ranks)
         pieces = vector.pieces(num_ranks)
@@ -208,104 +240,31 @@ def _by_chunk(pieces: Sequence[Sequence[slice]], owners: Sequence[int]):
                 yield chunk, owner, pieces[owner][chunk]
 
 
-def _timed(method: Callable) -> Callable:
-    @functools.wraps(method)
-    def call(self, *args):
-        start = time.perf_counter()
-        try:
-            return method(self, *args)
-        finally:
-            self.seconds += time.perf_counter() - start
-
-    return call
-
-
-class _Vector:
-    """One of the vectors: how it is cut, encoded and summed.
-
-    Attributes:
-      seconds: Time spent on encoding, decoding and adding.
-    """
-
-    def __init__(self, size: int, dtype: np.dtype, codec: Codec, chunk_values: int, pool: BufferPool):
-        self._size = size
-        self._dtype = dtype
-        self._codec = codec
-        self._granularity = codec.granularity
-        self._chunk_values = -(-chunk_values // self._granularity) * self._granularity
-        self._feedback = ErrorFeedback(codec, size) if codec.error_feedback else None
-        self._pool = pool
-        self.seconds = 0.0
-        self._pieces: dict[int, list[list[slice]]] = {}
-
-    def pieces(self, num_ranks: int) -> list[list[slice]]:
-        """The chunks of each rank's piece; at least one, if an empty one."""
-        if num_ranks not in self._pieces:
-            num_blocks = -(-self._size // self._granularity)
-            ends = [min(self._size, num_blocks * i // num_ranks * self._granularity) for i in range(num_ranks + 1)]
-            self._pieces[num_ranks] = [self._chunks(*bounds) for bounds in itertools.pairwise(ends)]
-        return self._pieces[num_ranks]
-
-    def _chunks(self, start: int, stop: int) -> list[slice]:
-        starts = range(start, stop, self._chunk_values) or [start]
-        return [slice(begin, min(begin + self._chunk_values, stop)) for begin in starts]
-
-    @_timed
-    def encode(self, values: np.ndarray, where: slice) -> np.ndarray:
-        return self._encode(values[where], where)
-
-    @_timed
-    def encode_sum(self, values: np.ndarray, where: slice, data: np.ndarray) -> np.ndarray:
-        """Encodes the sum of this rank's values and decoded ones."""
-        if self._feedback is None:
-            return self._codec.reduce(data, values[where], self._pool)
-        return self._encode(self._sum(values[where], [data]), where)
-
-    @_timed
-    def encode_mean(self, values: np.ndarray, where: slice, parts: Sequence[np.ndarray], num_ranks: int) -> np.ndarray:
-        """Encodes the sum of this rank's values and decoded ones, divided by the number of ranks."""
-        total = self._sum(values[where], parts)
-        total *= total.dtype.type(1 / num_ranks)
-        return self._encode(total, where)
-
-    @_timed
-    def decode(self, data: np.ndarray, result: np.ndarray, where: slice) -> None:
-        if result.dtype in (np.float32, np.float64):
-            self._codec.decode(data, result[where])
-        else:
-            values = np.empty(where.stop - where.start, np.float32)
-            self._codec.decode(data, values)
-            result[where] = values
-
-    def _sum(self, own: np.ndarray, parts: Sequence[np.ndarray]) -> np.ndarray:
-        total = self._codec.add(parts[0], own, self._pool)
-        for data in parts[1:]:
-            self._codec.accumulate(data, total)
-        return total
-
-    def _encode(self, values: np.ndarray, where: slice) -> np.ndarray:
-        if self._feedback is None:
-            return self._codec.encode(values, self._pool)
-        return self._feedback.encode(values, where, self._pool)
-
-
 class _Operation:
     """One attempt at one step, with the ranks that take part as far as this rank knows.
 
     Attributes:
       ranks: The ranks, in order.
       index: This rank's place in `ranks`.
+      step: Number of the step.
       vector: Number of the vector that is at work.
     """
 
     def __init__(
-        self, membership: Membership, mailbox: _Mailbox, session: int, step: int, delivers: Callable[[int, int], bool]
+        self,
+        membership: Membership,
+        mailbox: _Mailbox,
+        session: int,
+        step: int,
+        delivers: Callable[[int, int], bool],
+        before_commit: Callable[[], None],
     ):
         self._membership = membership
         self._mailbox = mailbox
         self._session = session
-        self._step = step
+        self.step = step
         self._delivers = delivers
+        self._before_commit = before_commit
         with membership.monitor:
             self.ranks = self._present()
         self.index = self.ranks.index(membership.rank)
@@ -315,11 +274,13 @@ class _Operation:
 
     def _present(self) -> list[int]:
         rank = self._membership.rank
-        return [r for r in range(self._membership.world_size) if r == rank or self._delivers(r, self._step)]
+        return [r for r in range(self._membership.world_size) if r == rank or self._delivers(r, self.step)]
 
     def commit(self) -> None:
         """From now on others may have a mean of this step: it is ended, even if this rank is about to leave."""
-        self._committed = True
+        if not self._committed:
+            self._before_commit()
+            self._committed = True
 
     def send(self, rank: int, turn: int, chunk: int, data: np.ndarray) -> None:
         header = _HEADER.pack(self._session, *self._attempt, self.vector, turn, chunk)
@@ -336,7 +297,7 @@ class _Operation:
             return [sender for sender, key in keys.items() if not self._mailbox.has(self._attempt, key)]
 
         self._membership.wait(
-            missing, operation="receive a part of the mean", step=self._step, interruptible=not self._committed
+            missing, operation="receive a part of the mean", step=self.step, interruptible=not self._committed
         )
         with self._membership.monitor:
             if self._present() != self.ranks:

@@ -1,0 +1,191 @@
+"""Codecs that send something for every value."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import numpy as np
+import tensorflow as tf
+
+from hop_tf.buffers import BufferPool
+from hop_tf.codecs.base import Codec, checked, take_float32
+from hop_tf.ops import arrays
+from hop_tf.ops.arguments import DEFAULT_BLOCK_SIZE, check_block_size, check_sketch, num_blocks
+
+_BFLOAT16 = tf.bfloat16.as_numpy_dtype
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Identity(Codec):
+    """Leaves float32 as it is.
+
+    Args:
+      dtype: The type of the values: any floating-point type. `decode` and `accumulate` convert to that of their array.
+    """
+
+    name: ClassVar[str] = "identity"
+
+    dtype: np.dtype | type | str = "float32"
+
+    def __post_init__(self):
+        if self.error_feedback:
+            raise ValueError("`error_feedback` must be False where nothing is lost. Received: error_feedback=True.")
+        dtype = np.dtype(self.dtype)
+        if not tf.as_dtype(dtype).is_floating:
+            raise ValueError(f"`dtype` must be a floating-point type. Received: dtype={self.dtype!r}.")
+        object.__setattr__(self, "dtype", dtype.name)
+
+    @property
+    def bytes_per_value(self) -> int:
+        return np.dtype(self.dtype).itemsize
+
+    def encode(self, values: np.ndarray, pool: BufferPool) -> np.ndarray:
+        return np.ascontiguousarray(values, self.dtype).view(np.uint8)
+
+    def decode(self, data: np.ndarray, out: np.ndarray) -> None:
+        np.copyto(out, self._view(data, out.size), casting="unsafe")
+
+    def accumulate(self, data: np.ndarray, accumulator: np.ndarray) -> None:
+        np.add(accumulator, self._view(data, accumulator.size), out=accumulator)
+
+    def add(self, data: np.ndarray, values: np.ndarray, pool: BufferPool) -> np.ndarray:
+        total = take_float32(values, pool)
+        return np.add(values, self._view(data, values.size), out=total, dtype=total.dtype)
+
+    def _view(self, data: np.ndarray, num_values: int) -> np.ndarray:
+        return checked(self, data, num_values * self.bytes_per_value, num_values).view(self.dtype)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Truncate16(Codec):
+    """Drops the lower 16 bits of each value: what is left is a bfloat16.
+
+    Args:
+      round_to_nearest: Whether values are rounded to the nearest (ties to even) instead of towards zero. Default False,
+        as in the paper. What is dropped always points away from zero: `error_feedback` or rounding makes up for that.
+
+    References:
+      Li et al. Pipe-SGD: A Decentralized Pipelined SGD Framework for Distributed Deep Net Training. NeurIPS 2018.
+    """
+
+    name: ClassVar[str] = "truncate16"
+
+    round_to_nearest: bool = False
+
+    @property
+    def bytes_per_value(self) -> float:
+        return 2.0
+
+    def encode(self, values: np.ndarray, pool: BufferPool) -> np.ndarray:
+        data = pool.take(2 * values.size)
+        arrays.truncate16_encode(values, self.round_to_nearest, out=data.view(_BFLOAT16))
+        return data
+
+    def decode(self, data: np.ndarray, out: np.ndarray) -> None:
+        arrays.truncate16_decode(checked(self, data, 2 * out.size, out.size).view(_BFLOAT16), out=out)
+
+    def accumulate(self, data: np.ndarray, accumulator: np.ndarray) -> None:
+        halves = checked(self, data, 2 * accumulator.size, accumulator.size).view(_BFLOAT16)
+        arrays.truncate16_accumulate(halves, accumulator)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Int8(Codec):
+    """Rounds the values of each block to multiples of 1/127 of the block's largest magnitude.
+
+    Args:
+      block_size: Values per block; None for one block, as in the paper: that is a chunk of what all-reduce cuts a
+        vector into. On heavy-tailed gradients small blocks lose far less. Default 512.
+
+    References:
+      Li et al. Pipe-SGD: A Decentralized Pipelined SGD Framework for Distributed Deep Net Training. NeurIPS 2018.
+    """
+
+    name: ClassVar[str] = "int8"
+
+    block_size: int | None = DEFAULT_BLOCK_SIZE
+
+    def __post_init__(self):
+        check_block_size(self.block_size)
+
+    @property
+    def bytes_per_value(self) -> float:
+        return 1.0 + (4.0 / self.block_size if self.block_size else 0.0)
+
+    @property
+    def granularity(self) -> int:
+        return self.block_size or 1
+
+    def encode(self, values: np.ndarray, pool: BufferPool) -> np.ndarray:
+        data = pool.take(self._num_bytes(values.size))
+        arrays.int8_encode(values, self.block_size, out=self._split(data, values.size))
+        return data
+
+    def decode(self, data: np.ndarray, out: np.ndarray) -> None:
+        arrays.int8_decode(*self._split(data, out.size), self.block_size, out=out)
+
+    def accumulate(self, data: np.ndarray, accumulator: np.ndarray) -> None:
+        arrays.int8_accumulate(*self._split(data, accumulator.size), accumulator, self.block_size)
+
+    def reduce(self, data: np.ndarray, values: np.ndarray, pool: BufferPool) -> np.ndarray:
+        result = pool.take(self._num_bytes(values.size))
+        codes, scales = self._split(data, values.size)
+        out = self._split(result, values.size)
+        arrays.int8_reduce(codes, scales, values, self.block_size, out=out)
+        return result
+
+    def _num_bytes(self, num_values: int) -> int:
+        return 4 * num_blocks(num_values, self.block_size) + num_values
+
+    def _split(self, data: np.ndarray, num_values: int) -> tuple[np.ndarray, np.ndarray]:
+        """Codes and scales; the scales come first, where they are aligned."""
+        checked(self, data, self._num_bytes(num_values), num_values)
+        end = 4 * num_blocks(num_values, self.block_size)
+        return data[end:].view(np.int8), data[:end].view(np.float32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuantileSketch(Codec):
+    """Sorts the values of a chunk into buckets, and sends their numbers and each bucket's mean.
+
+    Args:
+      num_bits: Bits of a bucket's number, 1 to 8; a number takes a byte all the same. Default 8.
+      spacing: How far the buckets hold equally many values (1), or are equally wide (towards 0). Default 1/2.
+
+    References:
+      Zhou et al. Canary: Decentralized Distributed Deep Learning Via Gradient Sketch and Partition in Multi-Interface
+      Networks. IEEE TPDS 2021.
+    """
+
+    name: ClassVar[str] = "sketch"
+
+    num_bits: int = 8
+    spacing: float = 0.5
+
+    def __post_init__(self):
+        check_sketch(self.num_bits, self.spacing)
+
+    @property
+    def bytes_per_value(self) -> float:
+        return 1.0
+
+    def encode(self, values: np.ndarray, pool: BufferPool) -> np.ndarray:
+        data = pool.take(self._header_bytes + values.size)
+        arrays.quantile_sketch_encode(values, self.num_bits, self.spacing, out=self._split(data, values.size))
+        return data
+
+    def decode(self, data: np.ndarray, out: np.ndarray) -> None:
+        arrays.quantile_sketch_decode(*self._split(data, out.size), out=out)
+
+    def accumulate(self, data: np.ndarray, accumulator: np.ndarray) -> None:
+        arrays.quantile_sketch_accumulate(*self._split(data, accumulator.size), accumulator)
+
+    @property
+    def _header_bytes(self) -> int:
+        return 4 << self.num_bits
+
+    def _split(self, data: np.ndarray, num_values: int) -> tuple[np.ndarray, np.ndarray]:
+        """Codes and bucket values; the bucket values come first, where they are aligned."""
+        checked(self, data, self._header_bytes + num_values, num_values)
+        return data[self._header_bytes :], data[: self._header_bytes].view(np.float32)

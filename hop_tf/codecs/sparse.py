@@ -1,0 +1,267 @@
+"""Codecs that send some values only, and where they stand.
+
+References:
+  Lin, Han, Mao, Wang, Dally. Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed Training.
+  ICLR 2018.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+from typing import ClassVar
+
+import numpy as np
+
+from hop_tf.arguments import check_integer
+from hop_tf.buffers import BufferPool
+from hop_tf.codecs.base import Codec, get
+from hop_tf.codecs.dense import Identity
+
+# An index is sent as its place in a block, which 16 bits tell.
+_BLOCK_VALUES = 1 << 16
+_INDEX_BYTES = 2
+_HEADER_BYTES = 16
+_COUNT_BYTES = 4
+_ALIGNMENT_BYTES = 64
+
+# Values whose magnitudes are compared at a time: what that takes stays in a core's cache.
+_SCAN_VALUES = 1 << 17
+# One of so many values is looked at to guess how large the largest ones are. A prime: no column of a layer's kernel.
+_SAMPLE_STRIDE = 61
+# The guess is so many standard deviations too low.
+_MARGIN = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sparse(Codec):
+    """Sends the values that are not zero, and their indices: for vectors in which a selection was made already.
+
+    Data are as long as there are such values:
+
+        bytes                  type
+        16                     uint64   length of the vector; number m of values that are not zero
+        4 per block            uint32   how many of them each block of 65536 values has
+        2 m                    uint16   the place of each in its block, in order
+        to a multiple of 64    0
+        the rest                        what `values` encodes the m values to
+
+    In an all-reduce such data go to all ranks. Where whole vectors, encoded with `values`, are less to send, these are
+    averaged instead.
+
+    Args:
+      values: What the values are encoded with: a codec without error feedback that is not sparse itself, a name, or
+        None for `Identity()`. Default None.
+      ratio: The share of a vector's values that are not zero, above 0 and at most 1. It says what is less to send, and
+        limits nothing. Default 1.
+      warmup_steps: In so many first steps of each `fit` the share is larger. See `TopK`. Default 0.
+      error_feedback: As of `Codec`, where `values` loses something.
+    """
+
+    name: ClassVar[str] = "sparse"
+
+    values: Codec | str | None = None
+    ratio: float = 1.0
+    warmup_steps: int = 0
+
+    def __post_init__(self):
+        values = get(self.values, "values")
+        if isinstance(values, Sparse) or values.error_feedback:
+            raise ValueError(
+                "`values` must be a codec without error feedback that is not sparse itself. "
+                f"Received: values={self.values!r}."
+            )
+        is_number = isinstance(self.ratio, numbers.Real) and not isinstance(self.ratio, bool)
+        if not is_number or not 0 < self.ratio <= 1:
+            raise ValueError(f"`ratio` must be a number above 0 and at most 1. Received: ratio={self.ratio!r}.")
+        check_integer("warmup_steps", self.warmup_steps, at_least=0)
+        if self.error_feedback and not self._is_lossy(values):
+            raise ValueError("`error_feedback` must be False where nothing is lost. Received: error_feedback=True.")
+        object.__setattr__(self, "values", values)
+        object.__setattr__(self, "ratio", float(self.ratio))
+        object.__setattr__(self, "warmup_steps", int(self.warmup_steps))
+
+    @staticmethod
+    def _is_lossy(values: Codec) -> bool:
+        return not isinstance(values, Identity)
+
+    @property
+    def bytes_per_value(self) -> float:
+        return self.ratio * (_INDEX_BYTES + self.values.bytes_per_value)
+
+    @property
+    def dense(self) -> Codec:
+        """The codec for vectors of which everything is sent: `values`, with this one's error feedback."""
+        return dataclasses.replace(self.values, error_feedback=self.error_feedback and Sparse._is_lossy(self.values))
+
+    def ratio_at(self, step: int) -> float:
+        """The share of the values that is sent in a step, which counts from 0 in every `fit`. See `TopK`."""
+        if step >= self.warmup_steps:
+            return self.ratio
+        return self.ratio ** ((step + 1) / (self.warmup_steps + 1))
+
+    def at_step(self, step: int) -> Sparse:
+        return dataclasses.replace(self, ratio=self.ratio_at(step), warmup_steps=0) if self.warmup_steps else self
+
+    def select(self, values: np.ndarray) -> np.ndarray:
+        """Indices, in order, of what `encode` sends of a vector."""
+        return _reaching(values, 1)
+
+    def encode(self, values: np.ndarray, pool: BufferPool) -> np.ndarray:
+        indices = self.select(values)
+        encoded = self.values.encode(values[indices], pool)
+        num_blocks = -(-values.size // _BLOCK_VALUES)
+        counts_end, indices_end, start = _layout(num_blocks, indices.size)
+        data = pool.take(start + encoded.nbytes)
+        data[:_HEADER_BYTES].view(np.uint64)[:] = values.size, indices.size
+        ends = np.searchsorted(indices, np.arange(num_blocks + 1) * _BLOCK_VALUES)
+        data[_HEADER_BYTES:counts_end].view(np.uint32)[:] = np.diff(ends)
+        data[counts_end:indices_end].view(np.uint16)[:] = indices % _BLOCK_VALUES
+        data[indices_end:start] = 0
+        data[start:] = encoded
+        return data
+
+    def decode(self, data: np.ndarray, out: np.ndarray) -> None:
+        indices, values = self.entries(data, out.size, out.dtype)
+        out.fill(0)
+        out[indices] = values
+
+    def accumulate(self, data: np.ndarray, accumulator: np.ndarray) -> None:
+        indices, values = self.entries(data, accumulator.size, accumulator.dtype)
+        accumulator[indices] += values
+
+    def entries(
+        self, data: np.ndarray, num_values: int, dtype: np.dtype | type = np.float32
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Decodes what was sent of a vector, without the zeros.
+
+        Args:
+          data: As of `decode`.
+          num_values: Length of the vector.
+          dtype: Of the values.
+
+        Returns:
+          Indices, strictly increasing, and the values there.
+
+        Raises:
+          ValueError: As of `decode`.
+        """
+        indices, start = self._indices(data, num_values)
+        values = np.empty(indices.size, dtype)
+        self.values.decode(data[start:], values)
+        return indices, values
+
+    def _indices(self, data: np.ndarray, num_values: int) -> tuple[np.ndarray, int]:
+        """The indices, and where the encoded values begin."""
+        num_blocks = -(-num_values // _BLOCK_VALUES)
+        counts_end, _, start = _layout(num_blocks, 0)
+        self._check(data, num_values, data.nbytes >= start, "header is cut off")
+        length, count = map(int, data[:_HEADER_BYTES].view(np.uint64))
+        self._check(data, num_values, length == num_values, f"header tells of {length} values")
+        counts = data[_HEADER_BYTES:counts_end].view(np.uint32)
+        _, indices_end, start = _layout(num_blocks, count)
+        self._check(data, num_values, data.nbytes >= start, "indices are cut off")
+        self._check(data, num_values, counts.sum(dtype=np.uint64) == count, "blocks do not have as many indices")
+        indices = np.repeat(np.arange(num_blocks) * _BLOCK_VALUES, counts)
+        indices += data[counts_end:indices_end].view(np.uint16)
+        in_order = not count or (indices[-1] < num_values and np.all(indices[1:] > indices[:-1]))
+        self._check(data, num_values, in_order, "indices are out of order or range")
+        self._check(data, num_values, not data[indices_end:start].any(), "padding is not zero")
+        return indices, start
+
+    def _check(self, data: np.ndarray, num_values: int, sound: bool, problem: str) -> None:
+        if not sound:
+            raise ValueError(
+                f"`data` must be what {self} encodes {num_values} values to. "
+                f"Received: {data.nbytes} bytes, whose {problem}."
+            )
+
+
+def _layout(num_blocks: int, num_indices: int) -> tuple[int, int, int]:
+    """Where the counts end, where the indices end, and where the encoded values begin."""
+    counts_end = _HEADER_BYTES + _COUNT_BYTES * num_blocks
+    indices_end = counts_end + _INDEX_BYTES * num_indices
+    return counts_end, indices_end, -(-indices_end // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TopK(Sparse):
+    """Sends the ceil(ratio n) values of largest magnitude of n, as `Sparse` does.
+
+    During warm-up more are sent, because early gradients change fast: the share of step t = 0, 1, ... is
+
+        ratio^((t + 1) / (warmup_steps + 1))
+
+    Without `error_feedback` what is not sent is lost: that is for schemes that keep it themselves.
+
+    Args:
+      values: As of `Sparse`.
+      ratio: The share of the values that is sent, above 0 and at most 1. Default 0.01.
+      warmup_steps: In so many first steps of each `fit` the share is larger. Default 0.
+      error_feedback: As of `Codec`.
+
+    References:
+      Lin et al. Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed Training. ICLR 2018.
+      Sections 3.1 and 3.3.
+    """
+
+    name: ClassVar[str] = "top_k"
+
+    ratio: float = 0.01
+
+    @staticmethod
+    def _is_lossy(values: Codec) -> bool:
+        return True
+
+    def selected(self) -> Sparse:
+        """The codec for vectors in which the selection was made already: all other values are zero."""
+        return Sparse(values=self.values, ratio=self.ratio, warmup_steps=self.warmup_steps)
+
+    def select(self, values: np.ndarray) -> np.ndarray:
+        """Indices, in order, of what `encode` sends of a vector; of equal magnitudes it sends the first."""
+        return _largest(values, math.ceil(self.ratio * values.size))
+
+
+def _largest(values: np.ndarray, count: int) -> np.ndarray:
+    """Indices, in order, of the `count` values of largest magnitude, though not of zeros; NaN is the largest.
+
+    Only values that reach a guessed magnitude are looked at; where too few do, all are.
+
+    References:
+      Lin et al. Section 5: the threshold from a sample, the exact one from what has passed it.
+    """
+    for bound in (_guessed_magnitude(values, count), 1):
+        indices = _reaching(values, bound)
+        if indices.size > count:
+            break
+        if indices.size == count or bound == 1:
+            return indices
+    magnitudes = _magnitudes(values[indices])
+    smallest = np.partition(magnitudes, -count)[-count]
+    chosen = magnitudes > smallest
+    num_missing = count - np.count_nonzero(chosen)
+    chosen[np.flatnonzero(magnitudes == smallest)[:num_missing]] = True
+    return indices[chosen]
+
+
+def _guessed_magnitude(values: np.ndarray, count: int) -> int:
+    """What a few more than `count` values reach, judged by a sample."""
+    sample = _magnitudes(values[::_SAMPLE_STRIDE])
+    expected = count / _SAMPLE_STRIDE
+    place = math.ceil(expected + _MARGIN * math.sqrt(expected))
+    return max(1, int(np.partition(sample, -place)[-place])) if 0 < place <= sample.size else 1
+
+
+def _reaching(values: np.ndarray, bound: int) -> np.ndarray:
+    """Indices, in order, of the values whose magnitudes are at least `bound`."""
+    starts = range(0, values.size, _SCAN_VALUES) or [0]
+    return np.concatenate(
+        [start + np.flatnonzero(_magnitudes(values[start : start + _SCAN_VALUES]) >= bound) for start in starts]
+    )
+
+
+def _magnitudes(values: np.ndarray) -> np.ndarray:
+    """Integers in the order of the magnitudes: floating-point numbers without their signs. 0 is 0, NaN the largest."""
+    integers = np.dtype(f"i{values.itemsize}")
+    return values.view(integers) & integers.type(np.iinfo(integers).max)

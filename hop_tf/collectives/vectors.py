@@ -1,0 +1,193 @@
+"""The vectors of an all-reduce: how each is cut, encoded and summed."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from hop_tf.buffers import BufferPool
+from hop_tf.codecs import Codec, ErrorFeedback, Sparse
+from hop_tf.codecs.base import float32_copy, take_float32
+
+
+def _timed(method: Callable) -> Callable:
+    @functools.wraps(method)
+    def call(self, *args):
+        start = time.perf_counter()
+        try:
+            return method(self, *args)
+        finally:
+            self.seconds += time.perf_counter() - start
+
+    return call
+
+
+class Vector:
+    """One of the vectors: how it is cut, encoded and summed.
+
+    Attributes:
+      seconds: Time spent on encoding, decoding and adding.
+    """
+
+    def __init__(self, size: int, dtype: np.dtype, codec: Codec, chunk_values: int, pool: BufferPool):
+        self._size = size
+        self._dtype = dtype
+        self._codec = codec
+        self._granularity = codec.granularity
+        self._chunk_values = -(-chunk_values // self._granularity) * self._granularity
+        self._feedback = ErrorFeedback(codec, size) if codec.error_feedback else None
+        self._pool = pool
+        self.seconds = 0.0
+        self._pieces: dict[int, list[list[slice]]] = {}
+
+    def pieces(self, num_ranks: int) -> list[list[slice]]:
+        """The chunks of each rank's piece; at least one, if an empty one."""
+        if num_ranks not in self._pieces:
+            num_blocks = -(-self._size // self._granularity)
+            ends = [min(self._size, num_blocks * i // num_ranks * self._granularity) for i in range(num_ranks + 1)]
+            self._pieces[num_ranks] = [self._chunks(*bounds) for bounds in itertools.pairwise(ends)]
+        return self._pieces[num_ranks]
+
+    def _chunks(self, start: int, stop: int) -> list[slice]:
+        starts = range(start, stop, self._chunk_values) or [start]
+        return [slice(begin, min(begin + self._chunk_values, stop)) for begin in starts]
+
+    @_timed
+    def encode(self, values: np.ndarray, where: slice) -> np.ndarray:
+        return self._encode(values[where], where)
+
+    @_timed
+    def encode_sum(self, values: np.ndarray, where: slice, data: np.ndarray) -> np.ndarray:
+        """Encodes the sum of this rank's values and decoded ones."""
+        if self._feedback is None:
+            return self._codec.reduce(data, values[where], self._pool)
+        return self._encode(self._sum(values[where], [data]), where)
+
+    @_timed
+    def encode_mean(self, values: np.ndarray, where: slice, parts: Sequence[np.ndarray], num_ranks: int) -> np.ndarray:
+        """Encodes the sum of this rank's values and decoded ones, divided by the number of ranks."""
+        total = self._sum(values[where], parts)
+        total *= total.dtype.type(1 / num_ranks)
+        return self._encode(total, where)
+
+    @_timed
+    def decode(self, data: np.ndarray, result: np.ndarray, where: slice) -> None:
+        if result.dtype in (np.float32, np.float64):
+            self._codec.decode(data, result[where])
+        else:
+            values = np.empty(where.stop - where.start, np.float32)
+            self._codec.decode(data, values)
+            result[where] = values
+
+    def corrected(self, values: np.ndarray) -> np.ndarray:
+        """What is to be averaged of this rank's values, in this attempt at a step."""
+        return values
+
+    def sparse_codec(self, step: int, num_ranks: int) -> Sparse | None:
+        """What encodes the whole vector in a step; None where it goes in pieces."""
+        return None
+
+    def end_step(self, mean: np.ndarray) -> None:
+        """The attempt has succeeded: all ranks have, or will have, this mean."""
+
+    def _sum(self, own: np.ndarray, parts: Sequence[np.ndarray]) -> np.ndarray:
+        total = self._codec.add(parts[0], own, self._pool)
+        for data in parts[1:]:
+            self._codec.accumulate(data, total)
+        return total
+
+    def _encode(self, values: np.ndarray, where: slice) -> np.ndarray:
+        if self._feedback is None:
+            return self._codec.encode(values, self._pool)
+        return self._feedback.encode(values, where, self._pool)
+
+
+class SparseVector(Vector):
+    """A vector that goes whole, as what a sparse codec selects of it, in those steps where this is shorter.
+
+    With error feedback, what is lost of the whole vector is added to that of the next step, however this one goes. It
+    is most of the vector, if the codec is `TopK`. So it counts only when the step has ended: what is sent in attempts
+    that are given up has no effect. In steps whose mean is not finite all ranks keep what they had lost before.
+    """
+
+    def __init__(self, size: int, dtype: np.dtype, codec: Sparse, chunk_values: int, pool: BufferPool):
+        super().__init__(size, dtype, codec.dense, chunk_values, pool)
+        self._sparse_codec = codec
+        self._lost: np.ndarray | None = None
+        self._lost_in_attempt: np.ndarray | None = None
+
+    def sparse_codec(self, step: int, num_ranks: int) -> Sparse | None:
+        codec = self._sparse_codec.at_step(step)
+        return codec if goes_sparse(codec, num_ranks) else None
+
+    @_timed
+    def corrected(self, values: np.ndarray) -> np.ndarray:
+        self._lost_in_attempt = None
+        if self._lost is None:
+            return values
+        total = take_float32(values, self._pool)
+        return np.add(values, self._lost, out=total, dtype=total.dtype)
+
+    @_timed
+    def encode_whole(self, values: np.ndarray, codec: Sparse) -> np.ndarray:
+        """Encodes what `corrected` has returned."""
+        data = codec.encode(values, self._pool)
+        if codec.error_feedback:
+            # Where nothing was lost before, `values` is the caller's.
+            lost = float32_copy(values, self._pool) if self._lost is None else values
+            indices, sent = codec.entries(data, values.size, lost.dtype)
+            with np.errstate(invalid="ignore"):  # inf - inf: see `end_step`.
+                lost[indices] -= sent
+            self._lost_in_attempt = lost
+        return data
+
+    @_timed
+    def zeros(self, result: np.ndarray) -> np.ndarray:
+        """Zeros in float32 at least: in `result`, if this has that type."""
+        is_wide = result.dtype == np.promote_types(result.dtype, np.float32)
+        total = result if is_wide else take_float32(result, self._pool)
+        total.fill(0)
+        return total
+
+    @_timed
+    def accumulate(self, data: np.ndarray, total: np.ndarray, codec: Sparse) -> None:
+        """Adds the vector of a rank."""
+        codec.accumulate(data, total)
+
+    @_timed
+    def finish(self, total: np.ndarray, result: np.ndarray, num_ranks: int) -> None:
+        """Divides a sum by the number of ranks."""
+        total *= total.dtype.type(1 / num_ranks)
+        if total is not result:
+            np.copyto(result, total)
+
+    @_timed
+    def end_step(self, mean: np.ndarray) -> None:
+        # What is sent of values that are not finite is not either: then neither is the mean.
+        if self._sparse_codec.error_feedback and np.isfinite(mean).all():
+            self._lost = self._lost_in_attempt
+        self._lost_in_attempt = None
+
+
+def goes_sparse(codec: Sparse, num_ranks: int) -> bool:
+    """Whether a rank sends no more if all it has selected goes to all others than if whole vectors go in pieces:
+
+        (n - 1) codec.bytes_per_value  <=  2 (n - 1) / n  codec.dense.bytes_per_value
+
+    All ranks must find the same. So how many values a rank has really selected has no say in it.
+
+    Args:
+      codec: That of the step.
+      num_ranks: n.
+    """
+    return num_ranks * codec.bytes_per_value <= 2 * codec.dense.bytes_per_value
+
+
+def make_vector(size: int, dtype: np.dtype, codec: Codec, chunk_values: int, pool: BufferPool) -> Vector:
+    """The vector that goes as its codec wants it; arguments as of `AllReduce`."""
+    member = SparseVector if isinstance(codec, Sparse) else Vector
+    return member(size, dtype, codec, chunk_values, pool)
