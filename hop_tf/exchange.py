@@ -9,9 +9,10 @@ is waited for only where it is used.
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -60,10 +61,13 @@ class Exchange(abc.ABC):
 
     Attributes:
       max_in_flight: How many elements the graph may hand out before it takes the first one's result.
+      num_threads: How many calls of `step` may be under way at the same time. They begin, and their results are
+        delivered, in order.
       parts: Where each segment of a step holds some of the variables only: their packings. Otherwise empty.
     """
 
     max_in_flight: int = 1
+    num_threads: int = 1
     parts: Sequence[Packing] = ()
 
     @abc.abstractmethod
@@ -99,16 +103,16 @@ class Exchange(abc.ABC):
 
 
 class ExchangeRunner:
-    """Runs an `Exchange` on a communication thread, behind two TensorFlow queues.
+    """Runs an `Exchange` on communication threads, behind two TensorFlow queues.
 
     Failures never close a queue, which Keras would take for the end of the data: they travel through the result queue
     as a poison element and are raised by an assertion in the graph.
 
     Args:
-      name: Names the thread.
+      name: Names the threads.
       packing: The buckets that go out, and come back.
       exchange: The scheme.
-      on_error: Called on the communication thread with whatever `Exchange.step` raised.
+      on_error: Called on a communication thread with whatever `Exchange.step` raised.
       joining: Hears of every step; answers to segment `CATCH_UP`, where the step is the number of those passed over.
     """
 
@@ -128,16 +132,24 @@ class ExchangeRunner:
         self._on_error = on_error
         self._quiet = threading.Event()
         self._interrupted = False
-        self._answered_step: int | None = None
-        self._answered_segments: set[int] = set()
+        self._begun_step: int | None = None
+        self._begun_segments: set[int] = set()
+        self._taking = threading.Lock()
+        self._num_taken = 0
+        self._putting = threading.Condition()
+        self._num_put = 0
         with tf.init_scope(), tf.device("/cpu:0"):
             # There is room for the marker that ends a session.
             capacity = exchange.max_in_flight + 1
             self._outbox = tf.queue.FIFOQueue(capacity, [tf.int64, tf.int32, *packing.dtypes])
             self._results = tf.queue.FIFOQueue(capacity, [tf.int64, tf.int32, tf.int64, tf.string, *packing.dtypes])
         self._no_error = tf.constant("")
-        self._thread = threading.Thread(target=self._run, name=f"hop_tf exchange {name}", daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=self._run, name=f"hop_tf exchange {name}/{index}", daemon=True)
+            for index in range(exchange.num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     # In the graph.
 
@@ -188,24 +200,25 @@ class ExchangeRunner:
         Raises:
           HopError: If the scheme does not come to rest in time.
         """
-        if not self._thread.is_alive():
+        if not any(thread.is_alive() for thread in self._threads):
             return
         self._quiet.clear()
         empty = [np.empty(0, dtype.as_numpy_dtype) for dtype in self._packing.dtypes]
         self._outbox.enqueue([tf.constant(_END_OF_SESSION, tf.int64), 0, *empty])
         while not self._quiet.wait(0.05):
-            self._drop_results()  # A full result queue would keep the thread from reaching the marker.
+            self._drop_results()  # A full result queue would keep a thread from reaching the marker.
             timeout_seconds -= 0.05
             if timeout_seconds < 0:
-                raise HopError(f"{self._thread.name} did not come to rest.")
+                raise HopError(f"exchange {self._name} did not come to rest.")
         self._drop_results()
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Ends the threads."""
         self._outbox.close(cancel_pending_enqueues=True)
         self._drop_results()
         self._results.close(cancel_pending_enqueues=True)
-        self._thread.join(timeout=5)
+        for thread in self._threads:
+            thread.join(timeout=5)
 
     def _drop_results(self) -> None:
         for _ in range(int(self._results.size())):
@@ -215,35 +228,59 @@ class ExchangeRunner:
         # No name here may keep a step's arrays alive while the next one is awaited: they can be large.
         try:
             while True:
-                self._answer(self._take())
+                self._answer(*self._take())
         except (tf.errors.OutOfRangeError, tf.errors.CancelledError):
             pass  # `close` closed the queues.
 
-    def _take(self) -> Outgoing:
-        step, segment, *buckets = self._outbox.dequeue()
-        return Outgoing(int(step), int(segment), tuple(np.asarray(bucket) for bucket in buckets))
+    def _take(self) -> tuple[int, Outgoing, bool]:
+        """What was handed out, its number, and whether it is a step to be made."""
+        with self._taking:
+            step, segment, *buckets = self._outbox.dequeue()
+            outgoing = Outgoing(int(step), int(segment), tuple(np.asarray(bucket) for bucket in buckets))
+            self._num_taken += 1
+            return self._num_taken, outgoing, self._begin(outgoing)
 
-    def _answer(self, outgoing: Outgoing) -> None:
+    def _begin(self, outgoing: Outgoing) -> bool:
         if outgoing.step == _END_OF_SESSION:
-            self._interrupted = False
-            self._answered_step = None
-            self._quiet.set()
-            return
-        if self._answered_step != outgoing.step:
-            self._answered_step = outgoing.step
-            self._answered_segments.clear()
-        if outgoing.segment in self._answered_segments:
-            return  # Begun once more: the first time the data had ended, and nobody took the result.
-        self._answered_segments.add(outgoing.segment)
+            self._begun_step = None
+            return False
+        if self._begun_step != outgoing.step:
+            self._begun_step = outgoing.step
+            self._begun_segments.clear()
+        if outgoing.segment in self._begun_segments:
+            return False  # Begun once more: the first time the data had ended, and nobody took the result.
+        self._begun_segments.add(outgoing.segment)
+        return True
+
+    def _answer(self, number: int, outgoing: Outgoing, is_step: bool) -> None:
+        incoming, error = None, self._no_error
         try:
-            self._put(self._step(outgoing), self._no_error)
+            if is_step:
+                incoming = self._step(outgoing)
         except (tf.errors.OutOfRangeError, tf.errors.CancelledError):
-            raise  # `close` closed the queues.
+            pass  # `close` closed the queues.
         except BaseException as failure:
             self._on_error(failure)
             empty = tuple(np.empty(0, dtype.as_numpy_dtype) for dtype in self._packing.dtypes)
-            poison = Incoming(_POISON, outgoing.segment, empty)
-            self._put(poison, tf.constant(f"{type(failure).__name__}: {failure}"))
+            incoming = Incoming(_POISON, outgoing.segment, empty)
+            error = tf.constant(f"{type(failure).__name__}: {failure}")
+        with self._in_turn(number):
+            if incoming is not None:
+                self._put(incoming, error)
+            elif outgoing.step == _END_OF_SESSION:
+                self._interrupted = False
+                self._quiet.set()
+
+    @contextlib.contextmanager
+    def _in_turn(self, number: int) -> Iterator[None]:
+        """Waits until what was taken before is answered."""
+        with self._putting:
+            self._putting.wait_for(lambda: self._num_put == number - 1)
+            try:
+                yield
+            finally:
+                self._num_put = number
+                self._putting.notify_all()
 
     def _put(self, incoming: Incoming, error: tf.Tensor) -> None:
         tags = (incoming.step, incoming.segment, incoming.num_skipped)

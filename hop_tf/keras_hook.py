@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import dataclasses
 import functools
 import inspect
 import itertools
@@ -117,14 +118,14 @@ class StepTrace:
       model: The model whose `train_step` is `fn`; None for any other function.
       started_at: `tf.timestamp()` at the start of the step, where somebody wants to know.
       num_updates: Optimizer updates seen so far.
-      num_skipped: For each exchange group, how many steps its scheme wants to pass over (a tensor).
+      states: For each exchange group, what its scheme keeps from before the update for after it.
     """
 
     def __init__(self, fn: Callable, arguments: Any = ()):
         self.model = trained_model(fn)
         self.started_at: tf.Tensor | None = None
         self.num_updates = 0
-        self.num_skipped: dict[str, tf.Tensor] = {}
+        self.states: dict[str, Any] = {}
         self.inside_loss_scaling = False
         self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         self._arguments = arguments
@@ -202,6 +203,53 @@ def loss_scale(optimizer: Any) -> tf.Variable | None:
     """What the gradients that `optimizer` gets are multiplied with; None where they are not."""
     scale = getattr(optimizer, "dynamic_scale", None)
     return None if scale is None else scale.value
+
+
+def learning_rate(optimizer: Any) -> tf.Tensor:
+    """The learning rate of the step that is to be made."""
+    return tf.convert_to_tensor(_innermost(optimizer).learning_rate)
+
+
+def weight_decays(optimizer: Any, variables: Sequence[tf.Variable]) -> list[float]:
+    """What part of each variable is taken off in a step, over the learning rate: decoupled weight decay."""
+    optimizer = _innermost(optimizer)
+    of_keras = {id(variable.value): variable for variable in optimizer._trainable_variables}
+    decays = [optimizer._use_weight_decay(of_keras[id(variable)]) for variable in variables]
+    return [float(optimizer.weight_decay or 0.0) if has_decay else 0.0 for has_decay in decays]
+
+
+@dataclasses.dataclass(frozen=True)
+class Descent:
+    """How SGD with momentum m updates: v = m v - lr g; w += v, or, as Nesterov's, w += m v - lr g.
+
+    Attributes:
+      momentum: m.
+      nesterov: Which of the two.
+      velocities: v of each variable; empty where m is 0.
+    """
+
+    momentum: float
+    nesterov: bool
+    velocities: Sequence[tf.Variable]
+
+
+def descent(optimizer: Any, variables: Sequence[tf.Variable]) -> Descent | None:
+    """How Keras's own SGD updates these variables; None for any other optimizer."""
+    optimizer = _innermost(optimizer)
+    if type(optimizer) is not keras.optimizers.SGD:
+        return None
+    if not optimizer.momentum:
+        return Descent(0.0, False, ())
+    indices = {id(variable.value): index for index, variable in enumerate(optimizer._trainable_variables)}
+    velocities = [optimizer.momentums[indices[id(variable)]].value for variable in variables]
+    return Descent(float(optimizer.momentum), bool(optimizer.nesterov), velocities)
+
+
+def unscaled(optimizer: Any, gradients: Sequence) -> list[tf.Tensor]:
+    """Dense gradients without the loss scale of `optimizer`."""
+    gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
+    scale = loss_scale(optimizer)
+    return gradients if scale is None else [gradient / scale for gradient in gradients]
 
 
 def _innermost(optimizer: Any) -> Any:

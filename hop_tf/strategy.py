@@ -8,6 +8,7 @@ import contextlib
 import enum
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -123,7 +124,7 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
         """Makes the scheme's `Exchange` for a new group."""
 
     @abc.abstractmethod
-    def _before_update(self, group: Group, values: Sequence[tf.Tensor], gradients: list) -> tuple[list, tf.Tensor]:
+    def _before_update(self, group: Group, values: Sequence[tf.Tensor], gradients: list) -> tuple[list, Any]:
         """Emits what the scheme does before the optimizer updates the variables.
 
         Args:
@@ -132,20 +133,20 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
           gradients: The local gradients, as the optimizer got them.
 
         Returns:
-          The gradients that the optimizer is to apply, and `Incoming.num_skipped`.
+          The gradients that the optimizer is to apply, and what `_after_update` is to know.
         """
 
-    def _after_update(self, group: Group, num_skipped: tf.Tensor) -> tf.Tensor:
+    @abc.abstractmethod
+    def _after_update(self, group: Group, state: Any) -> tf.Tensor:
         """Emits what the scheme does after the update.
 
         Args:
           group: The exchange group of the optimizer.
-          num_skipped: What `_before_update` has returned.
+          state: What `_before_update` has returned.
 
         Returns:
-          int64 scalar: how many steps are to be passed over.
+          int64 scalar: how many training steps are to be passed over (see `Incoming.num_skipped`).
         """
-        return num_skipped
 
     def _finish_training(self, group: Group) -> None:
         """Does, eagerly, what is left when `fit` has made its last step; `_apply` updates variables."""
@@ -432,7 +433,7 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
         group = self._group_of(optimizer, trace, variables)
         trace.claim(group.variables)
         values = [trace.value_at_start(variable) for variable in group.variables]
-        gradients, trace.num_skipped[group.name] = self._before_update(group, values, gradients)
+        gradients, trace.states[group.name] = self._before_update(group, values, gradients)
         return gradients
 
     def after_update(self, optimizer, trace: StepTrace, variables: list[tf.Variable]) -> None:
@@ -440,7 +441,7 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
         if self._worker is None or self._is_finishing:
             return
         group = self._groups[optimizer][_key(variables)]
-        num_skipped = self._after_update(group, trace.num_skipped[group.name])
+        num_skipped = self._after_update(group, trace.states[group.name])
         group.end_step(num_skipped)
         if self._skipping is not None:
             self._skipping.skip(num_skipped)

@@ -18,7 +18,7 @@ from absl import logging
 
 from hop_tf.buffers import BufferPool
 from hop_tf.cluster import Cluster
-from hop_tf.codecs import Identity
+from hop_tf.codecs import Codec, Identity
 from hop_tf.collectives import ALGORITHMS, AllReduce, TreeCollectives
 from hop_tf.errors import HopError, MismatchError
 from hop_tf.exchange import CATCH_UP, Exchange, ExchangeRunner
@@ -50,6 +50,9 @@ class ExchangeContext:
       membership: Waiting, departures, and the transport.
       pool: Where large arrays come from.
       make_fifo: Makes a scheme's queues.
+      optimizer: Weak reference to the group's optimizer.
+      trained: What it updates.
+      carried: What is exchanged beside.
     """
 
     group: str
@@ -58,6 +61,32 @@ class ExchangeContext:
     membership: Membership
     pool: BufferPool
     make_fifo: MakeFifo = Fifo
+    optimizer: weakref.ref = lambda: None
+    trained: Sequence[tf.Variable] = ()
+    carried: Sequence[tf.Variable] = ()
+
+    def make_all_reduce(self, name: str, packing: Packing, codec: Codec, algorithm: str) -> AllReduce:
+        """Makes an all-reduce of buckets. Those that are exact, and those of float64, do not pass through `codec`.
+
+        Args:
+          name: Tells it from the group's others; equal on all ranks.
+          packing: The buckets.
+          codec: What float32, bfloat16 and float16 are encoded with.
+          algorithm: "mesh" or "ring".
+        """
+        dtypes = [dtype.as_numpy_dtype for dtype in packing.dtypes]
+        takes_codec = [
+            dtype != np.float64 and not exact and not isinstance(codec, Identity)
+            for dtype, exact in zip(dtypes, packing.exact, strict=True)
+        ]
+        return ALGORITHMS[algorithm](
+            self.membership,
+            f"{self.group}/{name}",
+            sizes=packing.sizes,
+            dtypes=dtypes,
+            codecs=[codec if takes else Identity(dtype=d) for takes, d in zip(takes_codec, dtypes, strict=True)],
+            pool=self.pool,
+        )
 
 
 @dataclasses.dataclass
@@ -86,9 +115,16 @@ class Group:
     step: tf.Variable
     statistics: StepStatistics
 
-    def submit(self, values: Sequence[tf.Tensor], segment: int = 0) -> None:
-        """Emits the op that hands `values`, one tensor per variable (of the segment), to the scheme."""
-        self.runner.submit(self.step.read_value(), segment, self._packing_of(segment).pack(values))
+    def submit(self, values: Sequence[tf.Tensor], segment: int = 0, step: tf.Tensor | None = None) -> None:
+        """Emits the op that hands `values`, one tensor per variable (of the segment), to the scheme.
+
+        Args:
+          values: The tensors.
+          segment: The segment.
+          step: Number of what is handed out, where that is not the step.
+        """
+        step = self.step.read_value() if step is None else step
+        self.runner.submit(step, segment, self._packing_of(segment).pack(values))
 
     def collect(
         self, computed: Sequence, segment: int = 0, take: Callable[[tf.Tensor, int], tuple] | None = None
@@ -352,7 +388,16 @@ class Worker:
         name = f"{self._num_groups}-{digest:08x}"
         self._num_groups += 1
         self._compare(self._next_in_session(), name, type(optimizer).__name__, specs)
-        context = ExchangeContext(name, self.membership.session, packing, self.membership, self._pool)
+        context = ExchangeContext(
+            name,
+            self.membership.session,
+            packing,
+            self.membership,
+            self._pool,
+            optimizer=weakref.ref(optimizer),
+            trained=trained,
+            carried=carried,
+        )
         exchange = self._joining.attach(name, lambda: self._make_exchange(context))
         runner = ExchangeRunner(
             name=name, packing=packing, exchange=exchange, on_error=self._on_error, joining=self._joining

@@ -31,9 +31,9 @@ import tensorflow as tf
 
 from hop_tf import codecs
 from hop_tf.arguments import check_choice, check_integer, identity_of
-from hop_tf.collectives import ALGORITHMS, AllReduce
+from hop_tf.collectives import ALGORITHMS
 from hop_tf.exchange import Exchange, Incoming, Outgoing
-from hop_tf.keras_hook import loss_scale
+from hop_tf.keras_hook import loss_scale, unscaled
 from hop_tf.options import CommunicationOptions
 from hop_tf.packing import Packing
 from hop_tf.strategy import ExchangeStrategy, training_cluster
@@ -54,16 +54,18 @@ class PipeSGDStrategy(ExchangeStrategy):
     4); larger widths only make gradients older. K = 1 is synchronous training without a delay. The first K - 1 updates
     use gradients of zero. Weights are equal to the bit on all ranks at every step.
 
-    Floating-point variables that are not trained but assigned in the training step before its update (moving
-    statistics) are averaged along with the same delay, and never through a codec. Gradients are clipped, where the
-    optimizer clips, before they are averaged. Sparse gradients (`tf.IndexedSlices`) travel as dense ones.
+    Of floating-point variables that are not trained but assigned in the training step before its update (moving
+    statistics) the changes are averaged along with the same delay, never through a codec, and never dropped. Gradients
+    are clipped, where the optimizer clips, before they are averaged. Sparse gradients (`tf.IndexedSlices`) travel as
+    dense ones.
 
     When a rank ends early, as by a callback of its own, the others go on without it. When one is lost, all raise.
 
     Args:
       pipeline_width: K, the number of steps that are under way at a time; at least 1. Default 2.
       codec: What gradients are encoded with on their way: a `hop_tf.codecs.Codec`, or a name ("truncate16", "int8",
-        "sketch"). It takes float32, bfloat16 and float16; gradients of other types travel as they are. Default None.
+        "sketch"; `codecs.TopK(error_feedback=True)` for the largest only). It takes float32, bfloat16 and float16;
+        gradients of other types travel as they are. Default None.
       num_segments: L, the number of parts that gradients are handed out in, those of the last layers first, so that
         they travel while back-propagation goes on. It costs L times the latency of an all-reduce (Equation 6), and is
         of use where the computation, not the communication, takes most of a step. Default 1.
@@ -121,15 +123,20 @@ class PipeSGDStrategy(ExchangeStrategy):
     def _make_exchange(self, context: ExchangeContext) -> PipeSGDExchange:
         return PipeSGDExchange(context, self._settings)
 
-    def _before_update(self, group: Group, values: Sequence[tf.Tensor], gradients: list) -> tuple[list, tf.Tensor]:
-        outgoing = [*_unscaled(group, gradients), *(variable.read_value() for variable in group.carried)]
+    def _before_update(self, group: Group, values: Sequence[tf.Tensor], gradients: list) -> tuple[list, None]:
+        # What other ranks have changed comes later; were values sent, each step's result would change them once more.
+        changes = [variable - start for variable, start in zip(group.carried, values[group.num_trained :], strict=True)]
+        outgoing = [*unscaled(group.optimizer(), gradients), *changes]
         for segment, members in enumerate(group.exchange.members):  # Line 10.
             group.submit([outgoing[index] for index in members], segment)
 
         def take_due(segment: int) -> list[tf.Tensor]:  # Line 3.
             return group.collect(outgoing, segment, lambda t, segment: self._take_due(group, t, segment))[0]
 
-        return _take_means(group, take_due), tf.constant(0, tf.int64)
+        return _take_means(group, take_due), None
+
+    def _after_update(self, group: Group, state: None) -> tf.Tensor:
+        return tf.constant(0, tf.int64)
 
     def _take_due(self, group: Group, t: tf.Tensor, segment: int) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Takes the mean of step t - (K - 1); of t during warm-up; zeros while the pipe fills."""
@@ -144,22 +151,15 @@ class PipeSGDStrategy(ExchangeStrategy):
         return tf.cond(t >= start + delay, lambda: group.take(t - delay, segment), fill)
 
     def _finish_training(self, group: Group) -> None:
-        if self._settings.drain == "drop":
-            return
         for t in range(*group.exchange.in_flight(int(group.step))):
 
             def take(segment: int, t: int = t) -> list[tf.Tensor]:
                 buckets, _ = group.take(tf.constant(t, tf.int64), segment)
                 return group.exchange.parts[segment].unpack(buckets)
 
-            self._apply(group, _take_means(group, take))
-
-
-def _unscaled(group: Group, gradients: Sequence) -> list[tf.Tensor]:
-    """Dense gradients without the loss scale: who applies their mean may have another one."""
-    gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
-    scale = loss_scale(group.optimizer())
-    return gradients if scale is None else [gradient / scale for gradient in gradients]
+            means = _take_means(group, take)
+            if self._settings.drain == "apply":
+                self._apply(group, means)
 
 
 def _take_means(group: Group, take: Callable[[int], Sequence[tf.Tensor]]) -> list[tf.Tensor]:
@@ -206,34 +206,21 @@ class PipeSGDExchange(Exchange):
     def __init__(self, context: ExchangeContext, settings: _Settings):
         self._group = context.group
         self._membership = context.membership
-        self._pool = context.pool
         self._settings = settings
         self._exact = context.packing.exact
         self.members = _segments(context.packing, settings.num_segments)
         self.parts = [context.packing.part(indices) for indices in self.members]
         self.max_in_flight = settings.pipeline_width * len(self.parts)
-        self._reductions = [self._reduction(segment, part) for segment, part in enumerate(self.parts)]
+        self._reductions = [
+            context.make_all_reduce(str(segment), part, settings.codec, settings.algorithm)
+            for segment, part in enumerate(self.parts)
+        ]
         self._num_earlier_steps = self._sent_segments = 0
         self._communicate_seconds = 0.0
         with tf.init_scope(), tf.device("/cpu:0"):
             self.pipelined_from = tf.Variable(
                 settings.warmup_steps, dtype=tf.int64, trainable=False, name="hop_tf_pipelined_from"
             )
-
-    def _reduction(self, segment: int, part: Packing) -> AllReduce:
-        dtypes = [dtype.as_numpy_dtype for dtype in part.dtypes]
-        return ALGORITHMS[self._settings.algorithm](
-            self._membership,
-            f"{self._group}/{segment}",
-            sizes=part.sizes,
-            dtypes=dtypes,
-            codecs=[self._codec(dtype, exact) for dtype, exact in zip(dtypes, part.exact, strict=True)],
-            pool=self._pool,
-        )
-
-    def _codec(self, dtype: type, exact: bool) -> codecs.Codec:
-        takes = dtype != np.float64 and not exact and not isinstance(self._settings.codec, codecs.Identity)
-        return self._settings.codec if takes else codecs.Identity(dtype=dtype)
 
     def reset(self, session: int) -> None:
         self._num_earlier_steps += self._sent_segments // len(self.parts)

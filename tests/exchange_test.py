@@ -211,5 +211,73 @@ class ExchangeRunnerTest(tf.test.TestCase):
         self.assertNotIn("hop_tf exchange test", [thread.name for thread in threading.enumerate()])
 
 
+class ThreadsTest(tf.test.TestCase):
+    """A scheme that makes several steps at the same time."""
+
+    def setUp(self):
+        super().setUp()
+        self.errors = []
+        self.exchange = FakeExchange()
+        self.exchange.num_threads = self.exchange.max_in_flight = 3
+        self.runner = ExchangeRunner(
+            name="test",
+            packing=Packing([TensorSpec("a", (16,), tf.float32)]),
+            exchange=self.exchange,
+            on_error=self.errors.append,
+            joining=mock.create_autospec(Joining, instance=True),
+        )
+        self.addCleanup(self.runner.close)
+
+    def submit(self, step):
+        self.runner.submit(tf.constant(step, tf.int64), 0, [tf.fill([16], float(step))])
+
+    def collect(self, step):
+        return self.runner.collect(tf.constant(step, tf.int64), 0, (16,))[0][0]
+
+    def test_results_come_in_order_whichever_step_ends_first(self):
+        later_has_ended = threading.Event()
+        self.exchange.behaviors = {0: lambda: later_has_ended.wait(_DEADLINE_SECONDS) and None, 2: later_has_ended.set}
+        for step in range(3):
+            self.submit(step)
+        self.assertTrue(later_has_ended.wait(_DEADLINE_SECONDS))
+        for step in range(3):
+            self.assertAllEqual(self.collect(step), np.full(16, 2 * step))
+        self.assertEqual(self.errors, [])
+
+    def test_a_failure_comes_in_its_turn(self):
+        failed = threading.Event()
+
+        def fail():
+            failed.set()
+            raise PeerLostError("rank 2 was lost")
+
+        self.exchange.behaviors = {0: lambda: failed.wait(_DEADLINE_SECONDS) and None, 1: fail}
+        self.submit(0)
+        self.submit(1)
+        self.assertAllEqual(self.collect(0), np.zeros(16))
+        with self.assertRaisesRegex(tf.errors.InvalidArgumentError, "rank 2 was lost"):
+            self.collect(1)
+        self.assertLen(self.errors, 1)
+
+    def test_quiesce_waits_for_all(self):
+        release = threading.Event()
+        self.exchange.behaviors = {step: lambda: release.wait(_DEADLINE_SECONDS) and None for step in range(3)}
+        for step in range(3):
+            self.submit(step)
+        with self.assertRaisesRegex(HopError, "did not come to rest"):
+            self.runner.quiesce(0.2)
+        release.set()
+        self.runner.quiesce(_DEADLINE_SECONDS)
+        self.assertCountEqual(self.exchange.steps, [0, 1, 2])
+        self.submit(0)
+        self.assertAllEqual(self.collect(0), np.zeros(16))
+
+    def test_close_ends_all_threads(self):
+        self.runner.close()
+        self.assertEmpty(
+            [thread for thread in threading.enumerate() if thread.name.startswith("hop_tf exchange test/")]
+        )
+
+
 if __name__ == "__main__":
     tf.test.main()
