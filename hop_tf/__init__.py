@@ -16,6 +16,7 @@ if not _os.path.exists(_os.path.join(__path__[0], "strategies", "__init__.py")):
 # TensorFlow nor Keras, starts at once.
 _PUBLIC = {
     "CommunicationOptions": "hop_tf.options",
+    "DTSStrategy": "hop_tf.strategies.dts",
     "HopStrategy": "hop_tf.strategies.hop",
     "PipeSGDStrategy": "hop_tf.strategies.pipe_sgd",
     "SkipIterations": "hop_tf.strategies.hop_settings",
@@ -29,6 +30,7 @@ _PUBLIC = {
 
 __all__ = [
     "CommunicationOptions",
+    "DTSStrategy",
     "HopStrategy",
     "PipeSGDStrategy",
     "SkipIterations",

@@ -1,0 +1,293 @@
+"""DTS: synchronous training over links of hundreds of milliseconds, by delayed and temporally sparse updates.
+
+Distributed Training across the World. 2019. With D for the delay (the paper's t) and p for the interval, in step n each
+worker
+
+    computes its gradient and updates w and v with it at once                                    (Equation 2)
+    if p steps are complete (a window): sends what they have contributed, A and S                 (Equation 11)
+    if the window that ended with step n - D is there:
+        corrects w and v by what the mean of A and S says they should have contributed            (Equation 13)
+
+so that a window's messages have D steps' time, and one synchronization serves p steps. D = 0, p = 1 is synchronous
+training. The paper's Equation 13 is not what its derivation asks for where D > 0: at p = 1 it contradicts Equation 8,
+and without momentum it vanishes. We take the derivation at its word: after a window's correction, weights and velocity
+are what they would be if the mean gradient had been used in each of its steps. `hop_tf.strategies.dts_windows` has the
+lines; `compensation="paper"` computes Equation 13 as it is printed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from hop_tf import codecs
+from hop_tf.arguments import check_choice, check_integer, identity_of
+from hop_tf.collectives import ALGORITHMS
+from hop_tf.exchange import Exchange, Incoming, Outgoing
+from hop_tf.keras_hook import learning_rate, loss_scale, unscaled
+from hop_tf.options import CommunicationOptions
+from hop_tf.strategies.dts_windows import Windows
+from hop_tf.strategy import ExchangeStrategy, training_cluster
+from hop_tf.worker import ExchangeContext, Group
+
+_COMPENSATIONS = ("exact", "paper", "none")
+
+
+class DTSStrategy(ExchangeStrategy):
+    """Training with delayed and temporally sparse updates.
+
+    Each rank applies its own gradient at once. Windows of `interval` steps are averaged over all ranks, and after
+    another `delay` steps each rank replaces what it has done in the window by what the mean would have done: with
+    SGD, with or without (Nesterov) momentum, changing learning rates and weight decay, weights and velocity are then
+    what synchronous training would have made of these gradients. (The gradients themselves are those of each rank's own
+    weights, which differ by what is under way.) At the end of `fit` all windows, a last shorter one included, are
+    applied: all ranks end with the same weights, up to rounding.
+
+    Traffic: one all-reduce of the model per window, two with momentum where windows have several steps.
+
+    For other optimizers (Adam, ...) the same is done with the changes of the weights: they become the mean of what the
+    ranks' optimizers have changed in the window. Optimizer slots stay the rank's own.
+
+    Of floating-point variables that are not trained but assigned in the training step before its update (moving
+    statistics) the changes are averaged along, and never pass through a codec. Gradients are clipped, where the
+    optimizer clips, before they are used or averaged. A step that loss scaling leaves out on one rank counts as a
+    gradient of zero.
+
+    When a rank ends early, as by a callback of its own, its last window is averaged with the others' next one, and they
+    go on without it. When one is lost, all raise. After a `fit` that was broken off, and after a custom training loop,
+    ranks differ by what was under way: `synchronize(model)` averages them.
+
+    Args:
+      delay: D, the number of steps that a window's messages may take without anybody waiting; at least 0. Default 4.
+      interval: p, the number of steps of a window; at least 1. Default 4.
+      codec: What windows are encoded with: a `hop_tf.codecs.Codec`, or a name ("truncate16", "int8", "sketch",
+        "top_k"). With `codecs.TopK(ratio)` a window hands out the values of largest magnitude only; for the others the
+        window goes on until they are among them (deep gradient compression: local accumulation, momentum correction
+        and factor masking), or `fit` ends. Default None.
+      compensation: "exact", as above; "paper": Equation 13 as printed; "none": a window's differences are applied as if
+        it had ended with the present step. Default "exact".
+      algorithm: "mesh" (few messages after each other) or "ring" (few connections). Default "mesh".
+      cluster_resolver: Where the cluster is described. Default: `TF_CONFIG`.
+      communication_options: Deadlines, credentials, records. Default: `CommunicationOptions()`.
+
+    Raises:
+      TypeError: If `codec` is something else.
+      ValueError: If an argument is out of range.
+      ClusterConfigError: If the cluster description is not valid.
+      HopError: If this rank's address cannot be bound.
+
+    References:
+      Distributed Training across the World. 2019. Equations 1 to 13, Table 1. Lin, Han, Mao, Wang, Dally. Deep Gradient
+      Compression: Reducing the Communication Bandwidth for Distributed Training. ICLR 2018.
+    """
+
+    def __init__(
+        self,
+        *,
+        delay: int = 4,
+        interval: int = 4,
+        codec: codecs.Codec | str | None = None,
+        compensation: str = "exact",
+        algorithm: str = "mesh",
+        cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
+        communication_options: CommunicationOptions | None = None,
+    ):
+        check_integer("delay", delay, at_least=0)
+        check_integer("interval", interval, at_least=1)
+        check_choice("compensation", compensation, _COMPENSATIONS)
+        check_choice("algorithm", algorithm, sorted(ALGORITHMS))
+        self._settings = _Settings(
+            delay=int(delay),
+            interval=int(interval),
+            codec=codecs.get(codec),
+            compensation=compensation,
+            algorithm=algorithm,
+        )
+        cluster = training_cluster(cluster_resolver, "DTSStrategy")
+        super().__init__(
+            cluster=cluster,
+            cluster_resolver=cluster_resolver,
+            communication_options=communication_options,
+            identity=identity_of(self._settings),
+            neighbors=range(cluster.world_size),
+        )
+
+    def _make_exchange(self, context: ExchangeContext) -> DTSExchange:
+        return DTSExchange(context, self._settings)
+
+    def _before_update(self, group: Group, values: Sequence[tf.Tensor], gradients: list) -> tuple[list, _Step]:
+        optimizer = group.optimizer()
+        return gradients, _Step(values, unscaled(optimizer, gradients), learning_rate(optimizer))
+
+    def _after_update(self, group: Group, state: _Step) -> tf.Tensor:
+        self._accumulate(group, state)
+        num_steps, interval = group.step.read_value() + 1, self._settings.interval
+        _when(num_steps % interval == 0, lambda: self._hand_out(group, num_steps // interval - 1))
+        due = num_steps - self._settings.delay
+        _when((due > 0) & (due % interval == 0), lambda: self._correct(group, due // interval - 1))
+        return tf.constant(0, tf.int64)
+
+    def _accumulate(self, group: Group, step: _Step) -> None:
+        windows = group.exchange.windows
+        if loss_scale(group.optimizer()) is None:
+            windows.accumulate(step.before, step.gradients, step.rate)
+            return
+        is_applied = tf.reduce_all([tf.reduce_all(tf.math.is_finite(gradient)) for gradient in step.gradients])
+        gradients = [tf.where(is_applied, gradient, tf.zeros_like(gradient)) for gradient in step.gradients]
+        windows.accumulate(step.before, gradients, step.rate)
+        _when(~is_applied, lambda: windows.coast(step.rate))
+
+    def _hand_out(self, group: Group, window: tf.Tensor, everything: bool = False) -> None:
+        group.submit(group.exchange.windows.hand_out(window, everything), step=window)
+
+    def _correct(self, group: Group, window: tf.Tensor) -> None:
+        differences, _ = group.collect([], take=lambda _, segment: group.take(window, segment))
+        group.exchange.windows.correct(window, differences)
+
+    def _finish_training(self, group: Group) -> None:
+        num_steps, delay, interval = int(group.step), self._settings.delay, self._settings.interval
+        first, last = max(0, num_steps - delay) // interval, num_steps // interval
+        if num_steps % interval or (num_steps and self._settings.selection):
+            self._hand_out(group, tf.constant(last, tf.int64), everything=True)
+            last += 1
+        for window in range(first, last):
+            self._correct(group, tf.constant(window, tf.int64))
+
+
+def _when(condition: tf.Tensor, emit: Callable[[], None]) -> None:
+    """Emits ops that run where `condition` holds."""
+
+    def run() -> tf.Tensor:
+        emit()
+        return condition
+
+    tf.cond(condition, run, lambda: condition)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """What is known of a step before its update.
+
+    Attributes:
+      before: The group's variables.
+      gradients: Those of the variables that are trained.
+      rate: The learning rate.
+    """
+
+    before: Sequence[tf.Tensor]
+    gradients: Sequence[tf.Tensor]
+    rate: tf.Tensor
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Settings:
+    """What `DTSStrategy` was told."""
+
+    delay: int
+    interval: int
+    codec: codecs.Codec
+    compensation: str
+    algorithm: str
+
+    @property
+    def num_slots(self) -> int:
+        """Most windows that are under way at a time: those of `delay` steps, and the last one of a `fit`."""
+        return -(-self.delay // self.interval) + 1
+
+    @property
+    def selection(self) -> codecs.TopK | None:
+        """Which part of a window is handed out."""
+        return self.codec if isinstance(self.codec, codecs.TopK) else None
+
+
+class DTSExchange(Exchange):
+    """Averages windows, several at a time.
+
+    Args:
+      context: Membership, packing and buffers of the group.
+      settings: Those of the strategy.
+
+    Attributes:
+      windows: The half in the graph.
+      parts: The packing of what a window hands out: A of each trained variable, S, and the variables carried along.
+    """
+
+    def __init__(self, context: ExchangeContext, settings: _Settings):
+        self._group = context.group
+        self._membership = context.membership
+        num_slots = settings.num_slots
+        self.max_in_flight = self.num_threads = num_slots
+        self.windows = Windows(
+            context.optimizer(),
+            context.trained,
+            context.carried,
+            interval=settings.interval,
+            num_slots=num_slots,
+            compensation=settings.compensation,
+            selection=settings.selection,
+        )
+        trained, carried = np.split(np.arange(len(context.packing.specs)), [len(context.trained)])
+        part = context.packing.part([*np.tile(trained, self.windows.num_vectors), *carried])
+        self.parts = [part]
+        codec = settings.codec if settings.selection is None else settings.selection.selected()
+        # What codecs keep for later windows belongs to a slot.
+        self._reductions = [
+            context.make_all_reduce(str(slot), part, codec, settings.algorithm) for slot in range(num_slots)
+        ]
+        self._communicate_seconds = [0.0] * num_slots
+        self._num_committed = 0
+
+    def reset(self, session: int) -> None:
+        self._num_committed = 0
+        self.windows.reset()
+        for reduction in self._reductions:
+            reduction.reset(session)
+
+    def step(self, outgoing: Outgoing) -> Incoming:
+        turn, slot = divmod(outgoing.step, len(self._reductions))
+        start = time.perf_counter()
+        means = self._reductions[slot].mean(
+            turn,
+            outgoing.buckets,
+            lambda rank, _: self._membership.delivers(rank, self._group, outgoing.step),
+            before_commit=lambda: self._commit(outgoing.step),
+        )
+        for mean, own in zip(means, outgoing.buckets, strict=True):
+            mean -= own
+        self._communicate_seconds[slot] += time.perf_counter() - start
+        return Incoming(outgoing.step, 0, tuple(means))
+
+    def _commit(self, window: int) -> None:
+        """Windows are decided in order: if this rank leaves, it has taken part in all up to some window."""
+        self._membership.wait_until(lambda: self._num_committed >= window, timeout_seconds=math.inf)
+        with self._membership.monitor:
+            self._num_committed = max(self._num_committed, window + 1)
+            self._membership.monitor.notify_all()
+
+    def neutral(self, outgoing: Outgoing) -> Incoming:
+        return Incoming(outgoing.step, 0, tuple(np.zeros_like(values) for values in outgoing.buckets))
+
+    @property
+    def sent_steps(self) -> int:
+        return self._num_committed
+
+    def counters(self) -> Mapping[str, float]:
+        """Where the communication threads' time goes.
+
+        Returns:
+          `communicate_seconds`, the sum of the windows' times, and `codec_seconds`, the part of it spent on encoding,
+          decoding and adding.
+        """
+        return {
+            "communicate_seconds": sum(self._communicate_seconds),
+            "codec_seconds": sum(reduction.codec_seconds for reduction in self._reductions),
+        }
+
+    def close(self) -> None:
+        for reduction in self._reductions:
+            reduction.close()

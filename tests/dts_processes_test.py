@@ -1,0 +1,127 @@
+"""DTS between processes: a link that stalls, and a rank that is killed."""
+
+import importlib.util
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+import unittest
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import hop_tf
+from hop_tf.testing import MultiProcessRunner
+
+_PATH = pathlib.Path(__file__).resolve().parent.parent / "benchmarks" / "network.py"
+_SPEC = importlib.util.spec_from_file_location("hop_tf_network", _PATH)
+network = importlib.util.module_from_spec(_SPEC)
+sys.modules[_SPEC.name] = network
+_SPEC.loader.exec_module(network)
+
+_BATCH_SIZE = 4
+_NUM_STEPS = 50
+_RATE, _MOMENTUM = 0.01, 0.9
+_ADDRESSES = "HOP_TF_TEST_ADDRESSES"
+_PORT = 23000
+_STALL_SECONDS = 5.0
+_REASON = network.available()
+
+
+def _data():
+    x = np.random.default_rng(0).normal(size=(_BATCH_SIZE * _NUM_STEPS, 4)).astype("float32")
+    return x, np.ones(len(x), "float32")
+
+
+class _Report(keras.callbacks.Callback):
+    def __init__(self, kill_at):
+        super().__init__()
+        self._kill_at = kill_at
+
+    def on_train_batch_end(self, batch, logs=None):
+        print("step", batch, flush=True)
+        if batch == self._kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _run(kill_rank_1_at=None):
+    """The weights, what ended `fit`, and the seconds that steps have waited."""
+    rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+    os.environ["HOP_TF_STEP_SECONDS"] = "0.03"
+    options = hop_tf.CommunicationOptions(timeout_seconds=20)
+    strategy = hop_tf.DTSStrategy(delay=6, interval=4, communication_options=options)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
+        # The gradient does not depend on the weights.
+        model.compile(keras.optimizers.SGD(_RATE, momentum=_MOMENTUM), loss=lambda y, y_pred: y_pred)
+    error = ""
+    try:
+        callbacks = [_Report(kill_rank_1_at if rank == 1 else None)]
+        model.fit(*_data(), batch_size=_BATCH_SIZE, shuffle=False, verbose=0, callbacks=callbacks)
+    except hop_tf.errors.HopError as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    waited = strategy.report()["wait_seconds"]
+    strategy.shutdown()
+    return model.get_weights()[0].ravel().tolist(), error, waited
+
+
+def _expected():
+    w, v = np.zeros(4), np.zeros(4)
+    for rows in _data()[0].astype(np.float64).reshape(_NUM_STEPS, _BATCH_SIZE, 4):
+        v = _MOMENTUM * v - _RATE * rows.mean(0)
+        w += v
+    return w
+
+
+class DTSProcessesTest(tf.test.TestCase):
+    @unittest.skipIf(_REASON is not None, f"needs an emulated network ({_REASON})")
+    def test_a_link_that_stalls_costs_time_only(self):
+        with network.Network(2, relay=True, round_trip_seconds=0.05) as net:
+            workers = [f"{host}:{_PORT}" for host in net.addresses]
+            processes = [self._start(net, workers, rank) for rank in range(2)]
+            for line in processes[0].stdout:
+                if line == "step 15\n":
+                    break
+            net.stall(1, _STALL_SECONDS)
+            outputs = [self._read(process) for process in processes]
+        for weights, error, waited in outputs:
+            self.assertEqual(error, "")
+            self.assertGreater(waited, _STALL_SECONDS / 2)
+            self.assertAllClose(weights, _expected(), rtol=1e-5, atol=1e-6)
+
+    def _start(self, net, workers, rank):
+        environment = {
+            **os.environ,
+            "TF_CONFIG": json.dumps({"cluster": {"worker": workers}, "task": {"type": "worker", "index": rank}}),
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            _ADDRESSES: "1",
+        }
+        return net.popen(rank, [sys.executable, __file__], env=environment, stdout=subprocess.PIPE, text=True)
+
+    def _read(self, process):
+        timer = threading.Timer(90, process.kill)
+        timer.start()
+        lines = process.stdout.read().splitlines()
+        timer.cancel()
+        process.stdout.close()
+        self.assertEqual(process.wait(20), 0, lines)
+        return json.loads(lines[-1])
+
+    def test_a_killed_rank_is_an_error_on_all_others(self):
+        with MultiProcessRunner(_run, num_workers=3, args=(11,), timeout_seconds=120) as runner:
+            results = runner.join()
+        results.raise_for_errors(except_ranks=[1])
+        self.assertEqual(results[1].exit_code, -signal.SIGKILL)
+        for rank in (0, 2):
+            self.assertRegex(results[rank].value[1], "^PeerLostError: .*rank 1")
+
+
+if __name__ == "__main__":
+    if _ADDRESSES in os.environ:
+        print(json.dumps(_run()))
+    else:
+        tf.test.main()
