@@ -1,7 +1,7 @@
-"""`python -m hop_tf plan`: which settings of Pipe-SGD a script, its model and its links ask for.
+"""`python -m hop_tf plan`: which settings of Pipe-SGD and DTS a script, its model and its links ask for.
 
 The script is started as by `hop_tf launch`. When its first `fit` has ended, the ranks measure their links and print,
-on rank 0, what the timing model (`hop_tf.timing`) says of settings, the recommended ones first. On a cluster, setting
+on rank 0, what the timing models (`hop_tf.timing`) say of settings, the recommended ones first. On a cluster, setting
 the environment variable HOP_TF_PLAN=1 for every rank does the same.
 """
 
@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hop_tf.strategy import ExchangeStrategy
-    from hop_tf.timing import Measurement, Plan
+    from hop_tf.timing import DTSPlan, Measurement, Plan
 
 _ASKED_FOR = "HOP_TF_PLAN"
+# Delays and intervals of DTS that are shown beside the recommended ones: the default, and the paper's largest.
+_DELAYS = ((4, 4), (20, 12))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -42,12 +44,8 @@ def show(strategy: ExchangeStrategy) -> None:
 
 
 def describe(measurement: Measurement) -> str:
-    """The plan as text: what was measured, a table, and the reason."""
-    network, best = measurement.network, measurement.recommend()
-    others = [
-        measurement.predict(pipeline_width=width, codec=codec)
-        for width, codec in itertools.product((1, 2), measurement.codec_seconds_per_byte)
-    ]
+    """The plan as text: what was measured, and for each scheme a table and the reason."""
+    network = measurement.network
     rate = 8e-6 / network.seconds_per_byte if network.seconds_per_byte else float("inf")
     lines = [
         f"{measurement.world_size} ranks, {measurement.num_bytes / 1e6:.1f} MB of gradients; a step computes for "
@@ -55,18 +53,58 @@ def describe(measurement: Measurement) -> str:
         f"links: {rate:.0f} Mbit/s, latency {network.latency_seconds * 1e3:.2f} ms, synchronization "
         f"{network.synchronization_seconds * 1e3:.2f} ms",
         "",
-        f"{'':12s}{'width':>6s}{'codec':>12s}{'segments':>10s}{'algorithm':>11s}{'communicate':>13s}{'step':>11s}"
+        *_pipe_sgd(measurement),
+        "",
+        *_dts(measurement),
+    ]
+    return "\n".join(lines)
+
+
+def _pipe_sgd(measurement: Measurement) -> list[str]:
+    from hop_tf.timing import pipe_sgd
+
+    best = measurement.recommend()
+    others = [
+        measurement.predict(pipeline_width=width, codec=codec)
+        for width, codec in itertools.product((1, 2), pipe_sgd.CODECS)
+    ]
+    return [
+        f"{'Pipe-SGD':12s}{'width':>6s}{'codec':>12s}{'segments':>10s}{'algorithm':>11s}{'communicate':>13s}{'step':>11s}"
         f"{'efficiency':>12s}",
         _row("recommended", best),
         *(_row("", plan) for plan in others),
         "",
         best.reason,
     ]
-    return "\n".join(lines)
 
 
 def _row(label: str, plan: Plan) -> str:
     return (
         f"{label:12s}{plan.pipeline_width:6d}{plan.codec:>12s}{plan.num_segments:10d}{plan.algorithm:>11s}"
         f"{plan.communication_seconds * 1e3:10.1f} ms{plan.step_seconds * 1e3:8.1f} ms{plan.scaling_efficiency:12.0%}"
+    )
+
+
+def _dts(measurement: Measurement) -> list[str]:
+    from hop_tf.timing import dts
+
+    best = measurement.recommend_dts()
+    others = [
+        measurement.predict_dts(delay=delay, interval=interval, codec=codec)
+        for (delay, interval), codec in itertools.product(_DELAYS, dts.CODECS)
+    ]
+    return [
+        f"{'DTS':12s}{'delay':>6s}{'interval':>9s}{'codec':>12s}{'sent a step':>14s}{'window':>13s}{'step':>11s}"
+        f"{'efficiency':>12s}",
+        _dts_row("recommended", best),
+        *(_dts_row("", plan) for plan in others),
+        "",
+        f"{best.reason} (With momentum.)",
+    ]
+
+
+def _dts_row(label: str, plan: DTSPlan) -> str:
+    return (
+        f"{label:12s}{plan.delay:6d}{plan.interval:9d}{plan.codec:>12s}{plan.bytes_per_step / 1e6:11.3f} MB"
+        f"{plan.window_seconds * 1e3:10.1f} ms{plan.step_seconds * 1e3:8.1f} ms{plan.scaling_efficiency:12.0%}"
     )

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import importlib.util
+import itertools
 import os
 import pathlib
 import random
@@ -141,6 +142,18 @@ class LinksTest(parameterized.TestCase):
         delays = network.ring_delays(4, 0.01)
         self.assertEqual(delays[0], [0, 0.01, 0.02, 0.01])
         self.assertEqual(delays[3], [0.01, 0.02, 0.01, 0])
+
+    def test_four_sites_across_the_world(self):
+        delays = network.site_delays()
+        pairs = list(itertools.combinations(range(4), 2))
+        for a, b in pairs:
+            self.assertEqual(delays[a][b], delays[b][a])
+        self.assertEqual([delays[site][site] for site in range(4)], [0.0] * 4)
+        round_trips = {(network.SITES[a], network.SITES[b]): 2 * delays[a][b] for a, b in pairs}
+        self.assertEqual(max(round_trips, key=round_trips.get), ("Tokyo", "London"))
+        self.assertAlmostEqual(max(round_trips.values()), 0.277)
+        self.assertAlmostEqual(sum(2 * delays[site][(site + 1) % 4] for site in range(4)), 0.479)
+        self.assertEqual(network.Links(4, one_way_seconds=delays).delays, delays)
 
     def test_queue_holds_what_is_on_the_way(self):
         links = network.Links(2, bandwidth_bits_per_second=(8e9, 8e6), one_way_seconds=[[0, 0.03], [0.06, 0]])

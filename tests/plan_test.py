@@ -20,7 +20,7 @@ _MEASUREMENT = timing.Measurement(
     num_bytes=100_000_000,
     network=timing.Network(latency_seconds=1e-4, seconds_per_byte=8e-9),
     step=timing.Step(forward_seconds=0.1, backward_seconds=0.2),
-    codec_seconds_per_byte={"identity": 0.0, "truncate16": 1e-10, "int8": 1e-10},
+    codec_seconds_per_byte={"identity": 0.0, "truncate16": 1e-10, "int8": 1e-10, "top_k": 1e-10},
 )
 
 
@@ -61,7 +61,7 @@ class MeasureTest(tf.test.TestCase):
         self.assertBetween(measurement.step.seconds, 1e-5, 10)
         self.assertBetween(measurement.network.seconds_per_byte, 1e-12, 1e-6)
         self.assertBetween(measurement.network.reduce_seconds_per_byte, 1e-12, 1e-7)
-        self.assertEqual(list(measurement.codec_seconds_per_byte), ["identity", "truncate16", "int8"])
+        self.assertEqual(list(measurement.codec_seconds_per_byte), ["identity", "truncate16", "int8", "top_k"])
         self.assertIn("Call it after a `fit`", errors[0])
         self.assertIn("`measure` was called while a `fit`", errors[1])
 
@@ -82,6 +82,21 @@ class MeasureTest(tf.test.TestCase):
             ),
         )
         self.assertEqual(_MEASUREMENT.recommend().codec, "int8")
+        self.assertEqual(
+            _MEASUREMENT.predict_dts(delay=1, interval=2, codec="int8", momentum=False),
+            timing.predict_dts(
+                _MEASUREMENT.network,
+                _MEASUREMENT.step,
+                world_size=4,
+                num_bytes=100_000_000,
+                delay=1,
+                interval=2,
+                codec="int8",
+                momentum=False,
+                codec_seconds_per_byte=1e-10,
+            ),
+        )
+        self.assertEqual(_MEASUREMENT.recommend_dts(max_interval=2).codec, "int8")
 
 
 class PlanTest(tf.test.TestCase):
@@ -94,6 +109,17 @@ class PlanTest(tf.test.TestCase):
         self.assertRegex(text, r"recommended +2 +int8 +1 +mesh +302\.5 ms +302\.5 ms +99%")
         self.assertIn("int8 shortens it to 0.3025 s.", text)
 
+    def test_describes_dts(self):
+        text = plan.describe(_MEASUREMENT)
+        self.assertEqual(text.count("recommended "), 2)
+        # Two vectors in four steps: 2 * 2 * 3/4 * 1e8 bytes, which take 2.4 s at 1 Gbit/s.
+        self.assertRegex(text, r"  4 +4 +identity +75\.000 MB +2400\.2 ms +600\.0 ms +50%")
+        # The largest 1 %, each 6 bytes, to three ranks: 2 * 3 * 1.5e6 bytes.
+        self.assertRegex(text, r"  20 +12 +top_k +0\.750 MB +72\.1 ms +300\.0 ms +100%")
+        # Eight steps take 2.4 s: 0.2 ms are left, of which each of the 16 steps under way waits for a part.
+        self.assertRegex(text, r"recommended +8 +8 +identity +37\.500 MB +2400\.2 ms +300\.0 ms +100%")
+        self.assertIn("Synchronous SGD computes for 0.3 s a step, and waits for 1.2 s.", text)
+
     def test_is_shown_after_the_first_fit(self):
         """By rank 0, under any strategy."""
 
@@ -103,7 +129,7 @@ class PlanTest(tf.test.TestCase):
         output = io.StringIO()
         with mock.patch.dict(os.environ, {"HOP_TF_PLAN": "1"}), contextlib.redirect_stdout(output):
             InProcessCluster(2, make_strategy).run(lambda strategy: [_train(strategy) for _ in range(2)])
-        self.assertEqual(output.getvalue().count("recommended "), 1)
+        self.assertEqual(output.getvalue().count("recommended "), 2)
         self.assertIn("2 ranks, 0.0 MB of gradients; a step computes for ", output.getvalue())
 
     def test_command(self):

@@ -1,0 +1,45 @@
+"""Writes what benchmarks have found, as tables and figures, into a folder."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import pathlib
+from collections.abc import Iterable, Iterator, Sequence
+
+
+def write_table(folder: str, name: str, titles: Sequence[str], rows: Iterable[Sequence]) -> None:
+    """Writes `<name>.csv`.
+
+    Args:
+      folder: Where to; it is made if it does not exist.
+      name: Name of the file, without its ending.
+      titles: Of the columns.
+      rows: The rows.
+    """
+    with open(_path(folder, f"{name}.csv"), "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(titles)
+        writer.writerows(rows)
+
+
+@contextlib.contextmanager
+def figure(folder: str, name: str, num_axes: int = 1) -> Iterator[Sequence]:
+    """Yields the axes of a figure, side by side, and writes it as `<name>.png`. Needs Matplotlib."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    shown, axes = pyplot.subplots(1, num_axes, figsize=(5.5 * num_axes, 4), squeeze=False)
+    try:
+        yield axes[0]
+        shown.savefig(_path(folder, f"{name}.png"), bbox_inches="tight")
+    finally:
+        pyplot.close(shown)
+
+
+def _path(folder: str, name: str) -> pathlib.Path:
+    path = pathlib.Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    return path / name

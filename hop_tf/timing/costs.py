@@ -1,0 +1,165 @@
+"""What a step computes, and what communication costs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from hop_tf.arguments import check_choice, check_integer
+from hop_tf.codecs import Codec, Sparse
+from hop_tf.collectives.vectors import goes_sparse
+
+FLOAT32_BYTES = 4
+# Predictions are not finer than this: of settings that differ by less, the one that changes training less is taken.
+RESOLUTION = 0.02
+_ALGORITHMS = ("mesh", "ring", "all_gather")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Network:
+    """What communication costs.
+
+    Attributes:
+      latency_seconds: Time until the first byte of a message is there [alpha].
+      seconds_per_byte: Time that a rank takes to send a byte, while it receives one [beta].
+      reduce_seconds_per_byte: Time to add a byte of float32 [gamma].
+      synchronization_seconds: Time until all ranks have begun an all-reduce [S].
+
+    Raises:
+      ValueError: If one is negative.
+    """
+
+    latency_seconds: float
+    seconds_per_byte: float
+    reduce_seconds_per_byte: float = 0.0
+    synchronization_seconds: float = 0.0
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            check_not_negative(field.name, getattr(self, field.name))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Step:
+    """What a step computes.
+
+    Attributes:
+      update_seconds: Duration of the optimizer's update [l_up].
+      forward_seconds: Duration of the forward pass [l_for].
+      backward_seconds: Duration of the backward pass [l_back].
+
+    Raises:
+      ValueError: If one is negative.
+    """
+
+    update_seconds: float = 0.0
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            check_not_negative(field.name, getattr(self, field.name))
+
+    @property
+    def seconds(self) -> float:
+        """All three together [l_up + l_comp]."""
+        return self.update_seconds + self.forward_seconds + self.backward_seconds
+
+
+def communication_seconds(
+    network: Network,
+    *,
+    world_size: int,
+    num_bytes: float,
+    num_segments: int = 1,
+    algorithm: str = "ring",
+    bytes_per_byte: float = 1.0,
+    codec_seconds_per_byte: float = 0.0,
+) -> float:
+    """Duration of the all-reduce of a step [l_comm; the second arguments of Pipe-SGD's Equations 5 and 6].
+
+        L R alpha  +  max(2 (p - 1) / p n beta r, c n)  +  (p - 1) / p n gamma  +  L S
+
+    A ring takes R = 2 (p - 1) messages one after the other, a mesh R = 2. Without a codec (r = 1, c = 0) and with a
+    ring that is the paper's. A codec works while earlier chunks travel (Figure 3 (b)): what takes longer counts. An
+    all-gather, by which sparse vectors travel, takes R = 1; a rank sends and adds (p - 1) r n bytes there.
+
+    Args:
+      network: What communication costs.
+      world_size: Number of ranks [p].
+      num_bytes: Size of the gradients as float32 [n].
+      num_segments: Parts that are reduced one after the other [L].
+      algorithm: "ring", "mesh" or "all_gather".
+      bytes_per_byte: Encoded bytes per byte of float32 [r].
+      codec_seconds_per_byte: Time that a rank encodes and decodes for, per byte of the gradients [c].
+
+    Returns:
+      Seconds; 0 in a world of one.
+
+    Raises:
+      ValueError: If an argument is out of range.
+    """
+    check_integer("num_segments", num_segments, at_least=1)
+    way = _way(algorithm, world_size, bytes_per_byte)
+    if world_size == 1:
+        return 0.0
+    return (
+        num_segments * (way.num_messages * network.latency_seconds + network.synchronization_seconds)
+        + num_bytes * max(way.sent * network.seconds_per_byte, codec_seconds_per_byte)
+        + num_bytes * way.added * network.reduce_seconds_per_byte
+    )
+
+
+def sent_bytes(num_bytes: float, *, world_size: int, algorithm: str = "ring", bytes_per_byte: float = 1.0) -> float:
+    """Bytes that a rank sends in an all-reduce, and receives. Arguments and errors as of `communication_seconds`."""
+    return num_bytes * _way(algorithm, world_size, bytes_per_byte).sent
+
+
+def way_of(codec: Codec, algorithm: str, world_size: int) -> tuple[str, float]:
+    """How vectors travel that all-reduce is to encode with `codec`.
+
+    Args:
+      codec: The codec.
+      algorithm: "mesh" or "ring", which whole vectors take.
+      world_size: Number of ranks.
+
+    Returns:
+      The algorithm they take, and encoded bytes per byte of float32.
+    """
+    if isinstance(codec, Sparse):
+        if goes_sparse(codec, world_size):
+            return "all_gather", codec.bytes_per_value / FLOAT32_BYTES
+        codec = codec.dense
+    return algorithm, codec.bytes_per_value / FLOAT32_BYTES
+
+
+@dataclasses.dataclass(frozen=True)
+class _Way:
+    """How a vector travels: messages after each other, and bytes sent and added per byte of float32."""
+
+    num_messages: int
+    sent: float
+    added: float
+
+
+def _way(algorithm: str, world_size: int, bytes_per_byte: float) -> _Way:
+    check_integer("world_size", world_size, at_least=1)
+    check_choice("algorithm", algorithm, _ALGORITHMS)
+    others = world_size - 1
+    if algorithm == "all_gather":
+        return _Way(1, others * bytes_per_byte, others * bytes_per_byte)
+    num_messages = 2 * others if algorithm == "ring" else 2
+    return _Way(num_messages, 2 * others / world_size * bytes_per_byte, others / world_size)
+
+
+def scaling_efficiency(step: Step, step_seconds: float) -> float:
+    """Pipe-SGD's Equation 7: the share of p times one rank's speed that p ranks have.
+
+    That is (l_up + l_comp) / duration of a step.
+    """
+    return step.seconds / step_seconds if step_seconds > 0 else 1.0
+
+
+def check_not_negative(name: str, value: float) -> None:
+    """Raises ValueError if a time or size is negative, or no number."""
+    if not value >= 0:
+        raise ValueError(f"`{name}` must not be negative. Received: {name}={value!r}.")

@@ -1,0 +1,324 @@
+"""How long a step takes under DTS, by the paper's model, and which settings it recommends.
+
+The mean of a window of p steps is due D steps (the paper's t) after its last one. Table 1, without the overlap:
+
+                            bytes per step    non-computing time per step
+    Synchronous SGD         2 |w|             T_communicate
+    Delayed (D)             2 |w|             max(0, T_communicate - D T_compute)
+    Temporally sparse (p)   4 |w| / p         T_communicate / p
+    Both (D, p)             4 |w| / p         max(0, T_communicate - D T_compute) / p
+
+The bytes are those that a rank of a large ring sends: 2 (n - 1) / n for each byte of a vector among n ranks. (The paper
+prints them per second, divided by the duration of a step.) A window of several steps is two vectors where there is
+momentum, else one: then the paper's 4 is a 2.
+
+The table's times hold for D < p. Otherwise several windows are under way at a time: they share the wait for the first
+one; and they share the links, which must be through with a window's bytes by the time the next one comes.
+
+References:
+  Distributed Training across the World. 2019. Table 1, section 3.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Mapping
+
+from hop_tf import codecs
+from hop_tf.arguments import check_integer
+from hop_tf.timing.costs import (
+    RESOLUTION,
+    Network,
+    Step,
+    check_not_negative,
+    communication_seconds,
+    scaling_efficiency,
+    sent_bytes,
+    way_of,
+)
+
+CODECS = ("identity", "int8", "top_k")
+# The largest of the paper's Table 2 (a).
+_MAX_DELAY, _MAX_INTERVAL = 20, 12
+_SYNCHRONOUS = (0, 1)
+
+
+def bytes_per_step(
+    num_bytes: float,
+    *,
+    world_size: int,
+    interval: int = 1,
+    momentum: bool = True,
+    algorithm: str = "mesh",
+    bytes_per_byte: float = 1.0,
+) -> float:
+    """Bytes that a rank sends, and receives, per step [Table 1, first column, times T_training].
+
+    With v = 2 vectors per window where there is momentum and p > 1 or a selection, and v = 1 elsewhere, that is
+    2 (n - 1) / n v |w| r / p, or (n - 1) v |w| r / p by an all-gather. The delay does not matter.
+
+    Args:
+      num_bytes: Size of the gradients as float32 [|w|].
+      world_size: Number of ranks [n].
+      interval: Steps of a window [p]; 1 for synchronous SGD.
+      momentum: Whether the optimizer has momentum.
+      algorithm: "mesh", "ring" or "all_gather".
+      bytes_per_byte: Encoded bytes per byte of float32 [r].
+
+    Returns:
+      Bytes, headers of messages not included; 0 in a world of one.
+
+    Raises:
+      ValueError: If an argument is out of range.
+    """
+    check_integer("interval", interval, at_least=1)
+    window = num_bytes * _num_vectors(momentum, interval, algorithm)
+    return sent_bytes(window, world_size=world_size, algorithm=algorithm, bytes_per_byte=bytes_per_byte) / interval
+
+
+def _num_vectors(momentum: bool, interval: int, algorithm: str) -> int:
+    """Vectors as long as the weights in a window: what corrects the weights, and what corrects the velocity.
+
+    In a window of one step the second follows from the first, unless some of it was held back before.
+    """
+    return 2 if momentum and (interval > 1 or algorithm == "all_gather") else 1
+
+
+def non_computing_seconds(
+    *,
+    compute_seconds: float,
+    window_seconds: float,
+    sending_seconds: float = 0.0,
+    overlap_seconds: float = 0.0,
+    delay: int = 0,
+    interval: int = 1,
+) -> float:
+    """Time per step in which a rank does not compute, in the long run [Table 1, second column].
+
+    The larger of two, as latency or bandwidth binds:
+
+        max(0, T_communicate - T_overlap - D T_compute) / (p q)     with q = floor(D / p) + 1
+        max(0, T_send / p - T_compute)
+
+    q is the number of windows under way: while a rank waits for one, those behind it come closer, too. With D < p the
+    first line is the paper's. The second, which the paper leaves out, says that a window's bytes must leave while the
+    next window's p steps are computed, however large the delay is.
+
+    Args:
+      compute_seconds: Duration of a step without any waiting [T_compute].
+      window_seconds: Time from a window's end until its mean is there, with idle links [T_communicate].
+      sending_seconds: The part of it in which the links, or the codec, are occupied [T_send].
+      overlap_seconds: The part of it that passes during the last step's back-propagation [T_overlap].
+      delay: Steps between a window's end and when its mean is due [D, the paper's t].
+      interval: Steps of a window [p].
+
+    Returns:
+      Seconds.
+
+    Raises:
+      ValueError: If an argument is out of range.
+    """
+    check_not_negative("compute_seconds", compute_seconds)
+    check_not_negative("window_seconds", window_seconds)
+    check_not_negative("sending_seconds", sending_seconds)
+    check_not_negative("overlap_seconds", overlap_seconds)
+    check_integer("delay", delay, at_least=0)
+    check_integer("interval", interval, at_least=1)
+    num_under_way = delay // interval + 1
+    latency = (window_seconds - overlap_seconds - delay * compute_seconds) / (interval * num_under_way)
+    return max(0.0, latency, sending_seconds / interval - compute_seconds)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DTSPlan:
+    """Settings of `DTSStrategy`, and what the model says of them.
+
+    Attributes:
+      delay: D.
+      interval: p.
+      codec: Name of the codec.
+      algorithm: "mesh" or "ring".
+      bytes_per_step: What a rank sends per step.
+      window_seconds: Time from a window's end until its mean is there, with idle links.
+      sending_seconds: The part of it in which the links, or the codec, are occupied.
+      step_seconds: Duration of a step.
+      scaling_efficiency: See `scaling_efficiency`.
+      reason: Why, in some sentences. Empty but for the recommended one.
+    """
+
+    delay: int
+    interval: int
+    codec: str
+    algorithm: str
+    bytes_per_step: float
+    window_seconds: float
+    sending_seconds: float
+    step_seconds: float
+    scaling_efficiency: float
+    reason: str = ""
+
+
+def predict_dts(
+    network: Network,
+    step: Step,
+    *,
+    world_size: int,
+    num_bytes: float,
+    delay: int = 4,
+    interval: int = 4,
+    momentum: bool = True,
+    codec: str | codecs.Codec | None = None,
+    algorithm: str = "mesh",
+    codec_seconds_per_byte: float = 0.0,
+) -> DTSPlan:
+    """What the model says of settings. A window leaves when its last step has ended: nothing overlaps.
+
+    Args:
+      network: What communication costs.
+      step: What a step computes.
+      world_size: Number of ranks.
+      num_bytes: Size of the gradients as float32.
+      delay: D.
+      interval: p.
+      momentum: Whether the optimizer has momentum.
+      codec: As of `DTSStrategy`.
+      algorithm: "mesh" or "ring".
+      codec_seconds_per_byte: Time that a rank encodes and decodes for, per byte of the vectors.
+
+    Returns:
+      The settings with their times.
+
+    Raises:
+      ValueError: If an argument is out of range.
+    """
+    codec = codecs.get(codec)
+    way, bytes_per_byte = way_of(codec, algorithm, world_size)
+
+    def seconds(network: Network) -> float:
+        return communication_seconds(
+            network,
+            world_size=world_size,
+            num_bytes=num_bytes * _num_vectors(momentum, interval, way),
+            algorithm=way,
+            bytes_per_byte=bytes_per_byte,
+            codec_seconds_per_byte=codec_seconds_per_byte,
+        )
+
+    window_seconds = seconds(network)
+    sending_seconds = seconds(dataclasses.replace(network, latency_seconds=0.0, synchronization_seconds=0.0))
+    step_seconds = step.seconds + non_computing_seconds(
+        compute_seconds=step.seconds,
+        window_seconds=window_seconds,
+        sending_seconds=sending_seconds,
+        delay=delay,
+        interval=interval,
+    )
+    return DTSPlan(
+        delay=delay,
+        interval=interval,
+        codec=codec.name,
+        algorithm=algorithm,
+        bytes_per_step=bytes_per_step(
+            num_bytes,
+            world_size=world_size,
+            interval=interval,
+            momentum=momentum,
+            algorithm=way,
+            bytes_per_byte=bytes_per_byte,
+        ),
+        window_seconds=window_seconds,
+        sending_seconds=sending_seconds,
+        step_seconds=step_seconds,
+        scaling_efficiency=scaling_efficiency(step, step_seconds),
+    )
+
+
+def recommend_dts(
+    network: Network,
+    step: Step,
+    *,
+    world_size: int,
+    num_bytes: float,
+    momentum: bool = True,
+    target_efficiency: float = 0.9,
+    max_delay: int = _MAX_DELAY,
+    max_interval: int = _MAX_INTERVAL,
+    codec_seconds_per_byte: Mapping[str, float] | None = None,
+    codec_names: Iterable[str] = CODECS,
+) -> DTSPlan:
+    """The settings that change training least of those that reach the target.
+
+    That is: the first codec with which delays and intervals within the limits reach it; with it the smallest D + p, by
+    which the other ranks' gradients are late at most; of these the smallest D. If nothing reaches the target, the most
+    efficient settings; of those within 2 % of these, the first in the same order. D = 0, p = 1 stands for synchronous
+    SGD by `PipeSGDStrategy(pipeline_width=1)`, which sends one vector.
+
+    Args:
+      network: What communication costs.
+      step: What a step computes.
+      world_size: Number of ranks.
+      num_bytes: Size of the gradients as float32.
+      momentum: Whether the optimizer has momentum.
+      target_efficiency: The scaling efficiency to reach, above 0 and at most 1. Default 0.9.
+      max_delay: Largest D. Default 20, as in the paper's experiments.
+      max_interval: Largest p. Default 12, likewise.
+      codec_seconds_per_byte: For codecs by name, the time that a rank encodes and decodes for, per byte of the
+        vectors. Default: none.
+      codec_names: Codecs to choose from, those that lose least first.
+
+    Returns:
+      The settings, with the reason.
+
+    Raises:
+      ValueError: If an argument is out of range.
+    """
+    if not 0 < target_efficiency <= 1:
+        raise ValueError(
+            f"`target_efficiency` must be above 0 and at most 1. Received: target_efficiency={target_efficiency!r}."
+        )
+    check_integer("max_delay", max_delay, at_least=0)
+    check_integer("max_interval", max_interval, at_least=1)
+    costs = codec_seconds_per_byte or {}
+    delays = [*itertools.product(range(max_delay + 1), range(1, max_interval + 1))]
+    delays.sort(key=lambda each: (sum(each), each))
+    plans = [
+        predict_dts(
+            network,
+            step,
+            world_size=world_size,
+            num_bytes=num_bytes,
+            delay=delay,
+            interval=interval,
+            momentum=momentum and (delay, interval) != _SYNCHRONOUS,
+            codec=codec,
+            codec_seconds_per_byte=costs.get(codec, 0.0),
+        )
+        for codec, (delay, interval) in itertools.product(codec_names, delays)
+    ]
+    highest = max(plan.scaling_efficiency for plan in plans)
+    enough = target_efficiency if highest >= target_efficiency else highest / (1 + RESOLUTION)
+    best = next(plan for plan in plans if plan.scaling_efficiency >= enough)
+    return dataclasses.replace(best, reason=_reason(step, plans, best, target_efficiency))
+
+
+def _reason(step: Step, plans: list[DTSPlan], best: DTSPlan, target_efficiency: float) -> str:
+    """`plans` begins with synchronous SGD, and with all of its codec."""
+    synchronous = plans[0]
+    reached = best.scaling_efficiency >= target_efficiency
+    if best is synchronous and reached:
+        return f"Synchronous SGD reaches {best.scaling_efficiency:.0%}: it needs no delay."
+    waiting = synchronous.step_seconds - step.seconds
+    parts = [f"Synchronous SGD computes for {step.seconds:.4g} s a step, and waits for {waiting:.4g} s."]
+    if best.codec != synchronous.codec:
+        plain = next(plan for plan in plans if (plan.delay, plan.interval) == (best.delay, best.interval))
+        sizes = [f"{plan.bytes_per_step / 1e6:.3g} MB" for plan in (plain, best)]
+        parts.append(f"{best.codec} shortens what a rank sends a step from {sizes[0]} to {sizes[1]}.")
+    parts.append(
+        f"A window takes {best.interval * step.seconds:.4g} s, and its bytes occupy the links for "
+        f"{best.sending_seconds:.4g} s; its mean is there after {best.window_seconds:.4g} s, and due after "
+        f"{best.delay * step.seconds:.4g} s."
+    )
+    if not reached:
+        parts.append(f"No settings reach {target_efficiency:.0%}; these are the best.")
+    return " ".join(parts)

@@ -1,0 +1,185 @@
+"""Measures what the models need to know, on a live cluster."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hop_tf import codecs
+from hop_tf.buffers import BufferPool
+from hop_tf.timing import dts, pipe_sgd
+from hop_tf.timing.costs import FLOAT32_BYTES, Network, Step
+
+if TYPE_CHECKING:
+    from hop_tf.strategy import ExchangeStrategy
+
+_CODECS = tuple(dict.fromkeys((*pipe_sgd.CODECS, *dts.CODECS)))
+
+# A vector is long enough when its all-reduce takes so long, or has so many values.
+_LONG_SECONDS = 0.2
+_MAX_VALUES = 1 << 24
+_NUM_SHORT, _NUM_LONG = 20, 3
+_CODEC_VALUES = 1 << 18
+# A backward pass takes about twice as long as a forward pass.
+_FORWARD_SHARE = 1 / 3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """What `measure` has found; equal on all ranks.
+
+    Attributes:
+      world_size: Number of ranks.
+      num_bytes: Bytes of the variables that are exchanged in a step.
+      network: What communication costs.
+      step: What a step computes. A step without its waiting counts as computation, one third of it as forward pass.
+      codec_seconds_per_byte: For each codec, the time that a rank encodes, decodes and adds for, per byte of float32.
+    """
+
+    world_size: int
+    num_bytes: int
+    network: Network
+    step: Step
+    codec_seconds_per_byte: Mapping[str, float]
+
+    def predict(self, **settings) -> pipe_sgd.Plan:
+        """What the model says of `settings` of Pipe-SGD; see `hop_tf.timing.predict`."""
+        return self._predict(pipe_sgd.predict, settings)
+
+    def recommend(self, **arguments) -> pipe_sgd.Plan:
+        """The settings of Pipe-SGD to take; see `hop_tf.timing.recommend`."""
+        return self._recommend(pipe_sgd.recommend, arguments)
+
+    def predict_dts(self, **settings) -> dts.DTSPlan:
+        """What the model says of `settings` of DTS; see `hop_tf.timing.predict_dts`."""
+        return self._predict(dts.predict_dts, settings)
+
+    def recommend_dts(self, **arguments) -> dts.DTSPlan:
+        """The settings of DTS to take; see `hop_tf.timing.recommend_dts`."""
+        return self._recommend(dts.recommend_dts, arguments)
+
+    def _predict(self, predict: Callable, settings: Mapping):
+        codec = codecs.get(settings.get("codec")).name
+        return self._call(predict, codec_seconds_per_byte=self.codec_seconds_per_byte.get(codec, 0.0), **settings)
+
+    def _recommend(self, recommend: Callable, arguments: Mapping):
+        return self._call(recommend, codec_seconds_per_byte=self.codec_seconds_per_byte, **arguments)
+
+    def _call(self, function: Callable, **arguments):
+        return function(self.network, self.step, world_size=self.world_size, num_bytes=self.num_bytes, **arguments)
+
+
+def measure(strategy: ExchangeStrategy) -> Measurement:
+    """Measures the live links, this machine's codecs, and the steps of the last `fit`.
+
+    A collective: every rank calls it, after a `fit`. It takes some seconds: all-reduces of two lengths, by ring and by
+    mesh, whose durations give alpha, beta and S; gamma and the codecs are timed on each rank. Means over the ranks are
+    taken.
+
+    Args:
+      strategy: The strategy, of any scheme.
+
+    Returns:
+      The measurement; equal on all ranks.
+
+    Blocks: until all ranks call it.
+
+    Raises:
+      RuntimeError: If it is called within `fit`, before the first one, or in a world of one.
+      HopError: If a rank was lost or has ended.
+    """
+    compute_seconds = strategy.report().get("compute_seconds", 0.0)
+    if strategy.world_size > 1 and not compute_seconds:
+        raise RuntimeError("`measure` needs the durations of some steps. Call it after a `fit`.")
+    costs = {name: _codec_seconds_per_byte(codecs.get(name)) for name in _CODECS}
+    mesh, ring = (_all_reduce_seconds(strategy, name, 1, _NUM_SHORT) for name in pipe_sgd.ALGORITHMS)
+    num_values, long = _long_all_reduce(strategy)
+    numbers = [compute_seconds, _reduce_seconds_per_byte(), mesh, ring, long, *costs.values()]
+    compute_seconds, gamma, mesh, ring, long, *costs_of_all = _mean(strategy, numbers)
+    # Two messages follow each other in a mesh, 2 (p - 1) in a ring. With two ranks these are the same.
+    p = strategy.world_size
+    latency = max(0.0, (ring - mesh) / (2 * p - 4)) if p > 2 else mesh / 2
+    share = (p - 1) / p
+    travel = max(0.0, long - mesh - share * FLOAT32_BYTES * num_values * gamma)
+    return Measurement(
+        world_size=p,
+        num_bytes=strategy.num_exchanged_bytes,
+        network=Network(
+            latency_seconds=min(latency, mesh / 2),
+            seconds_per_byte=travel / (2 * share * FLOAT32_BYTES * num_values),
+            reduce_seconds_per_byte=gamma,
+            synchronization_seconds=max(0.0, mesh - 2 * latency),
+        ),
+        step=Step(
+            forward_seconds=_FORWARD_SHARE * compute_seconds, backward_seconds=(1 - _FORWARD_SHARE) * compute_seconds
+        ),
+        codec_seconds_per_byte=dict(zip(costs, costs_of_all, strict=True)),
+    )
+
+
+def _long_all_reduce(strategy: ExchangeStrategy) -> tuple[int, float]:
+    """Number of values, and median duration, of an all-reduce that takes long enough to tell the rate."""
+    num_values = _CODEC_VALUES
+    while True:
+        seconds = _all_reduce_seconds(strategy, "mesh", num_values, _NUM_LONG)
+        (of_all,) = _mean(strategy, [seconds])
+        if of_all >= _LONG_SECONDS or num_values >= _MAX_VALUES:
+            return num_values, seconds
+        num_values *= 4
+
+
+def _all_reduce_seconds(strategy: ExchangeStrategy, algorithm: str, num_values: int, num_times: int) -> float:
+    reduction = strategy.all_reduce_for_measurement(algorithm, num_values)
+    values = np.ones(num_values, np.float32)
+    steps = iter(range(num_times + 1))
+    try:
+        return _median_seconds(lambda: reduction.mean(next(steps), [values], _everybody), num_times)
+    finally:
+        reduction.close()
+
+
+def _mean(strategy: ExchangeStrategy, numbers: Iterable[float]) -> list[float]:
+    values = np.array(list(numbers), np.float32)
+    reduction = strategy.all_reduce_for_measurement("mesh", values.size)
+    try:
+        return [float(value) for value in reduction.mean(0, [values], _everybody)[0]]
+    finally:
+        reduction.close()
+
+
+def _everybody(rank: int, step: int) -> bool:
+    return True
+
+
+def _codec_seconds_per_byte(codec: codecs.Codec) -> float:
+    """A rank encodes and decodes every value once, and adds what others have sent."""
+    pool = BufferPool()
+    values = np.random.default_rng(0).normal(size=_CODEC_VALUES).astype(np.float32)
+    out = np.zeros_like(values)
+
+    def run() -> None:
+        data = codec.encode(values, pool)
+        codec.accumulate(data, out)
+        codec.decode(data, out)
+
+    return _median_seconds(run, 9) / values.nbytes
+
+
+def _reduce_seconds_per_byte() -> float:
+    values, total = np.ones((2, _CODEC_VALUES), np.float32)
+    return _median_seconds(lambda: np.add(total, values, out=total), 9) / values.nbytes
+
+
+def _median_seconds(run: Callable[[], object], num_times: int) -> float:
+    """Median duration, after one time to warm up."""
+    durations = []
+    for _ in range(num_times + 1):
+        start = time.perf_counter()
+        run()
+        durations.append(time.perf_counter() - start)
+    return statistics.median(durations[1:])
