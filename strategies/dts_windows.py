@@ -17,8 +17,8 @@ and differences dS, dA at step e are, at step e + d,
     R dA + C dS        in the weights       R = rho[e + 1] ... rho[e + d]
                                             C[e] = 0;  C[i] = rho[i] C[i - 1] + m^(i - e)   (Nesterov: m^(i - e + 1))
 
-In windows of one step S is A (with Nesterov, A / (1 + m)), and only A travels. Other optimizers have no S; A is what they have taken off the weights. Of variables that are carried along, what was
-added in a window is averaged.
+In windows of one step S is A (with Nesterov, A / (1 + m)), and only A travels. Other optimizers have no S; A is what
+they have taken off the weights. Of variables that are carried along, what was added in a window is averaged.
 """
 
 from __future__ import annotations
