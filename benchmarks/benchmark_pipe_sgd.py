@@ -10,8 +10,8 @@ timing     A vector of parameters as large as a model's, and a computation that 
            Ratios to D-Sync and PS-Sync without a codec, as in the paper, and to D-Sync with the same codec.
 accuracy   Real training on loopback, with each codec: accuracy on the test data.
 
-PS-Sync is a plain server loop on rank 0's host: it receives all gradients, and sends their mean to all. (In the paper
-the server has a host of its own, which sends and receives n vectors a step, not n - 1.)
+PS-Sync is a plain server loop on a host of its own, as in the paper: it receives all gradients, and sends their mean to
+all. (It is one more rank; that its own gradient is part of the mean changes no time.)
 
 Task mnist: 784-500-500-10, global batch 100. cifar: three convolutions, two dense layers. convex: the same, of which
 only the last layer is trained. (AlexNet's size in the timings: --num_values=61000000.)
@@ -42,6 +42,7 @@ _LINKS = flags.DEFINE_list("links", ["1e9", "100e6"], "Bits per second; needs ro
 _WORLD_SIZE = flags.DEFINE_integer("world_size", 4, "Ranks.", lower_bound=2)
 _STEP_SECONDS = flags.DEFINE_list("step_seconds", ["0.05", "0.2", "0.8"], "Emulated computation of a step.")
 _NUM_VALUES = flags.DEFINE_list("num_values", ["648010", "5000000"], "Parameters of the timed models.")
+_CODECS = flags.DEFINE_list("codecs", ["truncate16", "int8"], "Codecs, beside none.")
 _NUM_STEPS = flags.DEFINE_integer("num_steps", 24, "Timed steps.", lower_bound=8)
 _TASKS = flags.DEFINE_list("tasks", ["mnist", "cifar", "convex"], "What is trained for accuracy.")
 _EPOCHS = flags.DEFINE_integer("epochs", 3, "Epochs of the training for accuracy.")
@@ -50,18 +51,17 @@ _CIFAR10 = flags.DEFINE_string(
     "cifar10", None, "An .npz file with x_train, y_train, x_test, y_test; else Keras's data."
 )
 
-_CODECS = (None, "truncate16", "int8")
 _WIDTHS = {"D-Sync": 1, "Pipe-SGD": 2}
 _WARMUP_STEPS = 4
 
 
 class StarAllReduce(AllReduce):
-    """PS-Sync: the first rank receives all vectors, and sends their mean to all."""
+    """PS-Sync: the last rank receives all vectors, and sends their mean to all."""
 
     def _reduce(self, operation, vector, values, result) -> None:
         ranks_, chunks = operation.ranks, vector.pieces(1)[0]
-        server, others = ranks_[0], ranks_[1:]
-        if operation.index:
+        *others, server = ranks_
+        if ranks_[operation.index] != server:
             for chunk, where in enumerate(chunks):
                 operation.send(server, 0, chunk, vector.encode(values, where))
             for chunk, where in enumerate(chunks):
@@ -209,19 +209,26 @@ class Timed:
     predicted: float | None
 
 
+def _codecs() -> list[str | None]:
+    return [None, *_CODECS.value]
+
+
 def _time_case(link: str, num_values: int, step_seconds: float) -> list[Timed]:
-    kinds = [("PS-Sync", 1, "star", None)]
-    kinds += [(label, width, "mesh", codec) for label, width in _WIDTHS.items() for codec in _CODECS]
-    case = {
-        "experiment": "timing",
-        "settings": [{"pipeline_width": w, "algorithm": a, "codec": c} for _, w, a, c in kinds],
-        "num_values": num_values,
-        "num_steps": _NUM_STEPS.value,
-    }
+    server = [("PS-Sync", 1, "star", None)]
+    peers = [(label, width, "mesh", codec) for label, width in _WIDTHS.items() for codec in _codecs()]
     environment = ComputeEmulation(step_seconds=step_seconds).to_environment()
-    results = ranks.run(__file__, case, _WORLD_SIZE.value, link, num_ports=len(kinds), environment=environment)
+    results = []
+    for kinds, world_size in ((server, _WORLD_SIZE.value + 1), (peers, _WORLD_SIZE.value)):
+        case = {
+            "experiment": "timing",
+            "settings": [{"pipeline_width": w, "algorithm": a, "codec": c} for _, w, a, c in kinds],
+            "num_values": num_values,
+            "num_steps": _NUM_STEPS.value,
+        }
+        of_ranks = ranks.run(__file__, case, world_size, link, num_ports=len(kinds), environment=environment)
+        results.extend(zip(kinds, zip(*of_ranks, strict=True), strict=True))
     timed = []
-    for (label, width, algorithm, codec), of_ranks in zip(kinds, zip(*results, strict=True), strict=True):
+    for (label, width, algorithm, codec), of_ranks in results:
         # Emulated computation: all of it, update included, is known.
         measurement = dataclasses.replace(of_ranks[0]["measurement"], step=timing.Step(forward_seconds=step_seconds))
         predicted = measurement.predict(pipeline_width=width, codec=codec).step_seconds
@@ -253,7 +260,7 @@ def _print_timed(link: str, num_values: int, step_seconds: float, timed: list[Ti
 
 def _print_accuracies(task: str) -> None:
     print(f"\naccuracy, {task}, {_EPOCHS.value} epochs, {_SEEDS.value} seeds")
-    kinds = [(label, width, codec) for label, width in _WIDTHS.items() for codec in _CODECS]
+    kinds = [(label, width, codec) for label, width in _WIDTHS.items() for codec in _codecs()]
     of_seeds = []
     for seed in range(_SEEDS.value):
         case = {

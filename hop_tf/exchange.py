@@ -61,8 +61,7 @@ class Exchange(abc.ABC):
 
     Attributes:
       max_in_flight: How many elements the graph may hand out before it takes the first one's result.
-      num_threads: How many calls of `step` may be under way at the same time. They begin, and their results are
-        delivered, in order.
+      num_threads: How many calls of `step` may be under way at the same time. Their results are delivered in order.
       parts: Where each segment of a step holds some of the variables only: their packings. Otherwise empty.
     """
 
@@ -76,7 +75,7 @@ class Exchange(abc.ABC):
 
     @abc.abstractmethod
     def step(self, outgoing: Outgoing) -> Incoming:
-        """Runs the scheme for one step; called once for every `Outgoing`, in order.
+        """Runs the scheme for one step; called once for every `Outgoing`, and, on one thread, in order.
 
         Blocks: on peers, by `Membership.wait`.
 

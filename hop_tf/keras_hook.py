@@ -233,7 +233,7 @@ class Descent:
     velocities: Sequence[tf.Variable]
 
 
-def descent(optimizer: Any, variables: Sequence[tf.Variable]) -> Descent | None:
+def descent_of(optimizer: Any, variables: Sequence[tf.Variable]) -> Descent | None:
     """How Keras's own SGD updates these variables; None for any other optimizer."""
     optimizer = _innermost(optimizer)
     if type(optimizer) is not keras.optimizers.SGD:
@@ -245,11 +245,27 @@ def descent(optimizer: Any, variables: Sequence[tf.Variable]) -> Descent | None:
     return Descent(float(optimizer.momentum), bool(optimizer.nesterov), velocities)
 
 
+def check_loss_scaling(optimizer: Any) -> None:
+    """Raises ValueError where a `LossScaleOptimizer` hides what becomes of the gradients that it is given."""
+    inner = _innermost(optimizer)
+    if inner is optimizer:
+        return
+    clips = [name for name in ("clipnorm", "clipvalue", "global_clipnorm") if getattr(inner, name)]
+    accumulates = ["gradient_accumulation_steps"] if inner.gradient_accumulation_steps else []
+    decays = ["weight_decay"] if inner.weight_decay and type(inner) is not keras.optimizers.SGD else []
+    for name in (*clips, *accumulates, *decays):
+        raise ValueError(
+            f"`{name}` must not be set in an optimizer within a LossScaleOptimizer (which Keras adds under the policy "
+            f"'mixed_float16') here. Leave it out, or train with 'mixed_bfloat16'. "
+            f"Received: {name}={getattr(inner, name)!r} in {type(inner).__name__}."
+        )
+
+
 def unscaled(optimizer: Any, gradients: Sequence) -> list[tf.Tensor]:
     """Dense gradients without the loss scale of `optimizer`."""
     gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
     scale = loss_scale(optimizer)
-    return gradients if scale is None else [gradient / scale for gradient in gradients]
+    return gradients if scale is None else [gradient / tf.cast(scale, gradient.dtype) for gradient in gradients]
 
 
 def _innermost(optimizer: Any) -> Any:
@@ -306,11 +322,16 @@ class _ReplicaContext(one_device_strategy._OneDeviceReplicaContext):
         """
         grads, trainable_variables = args
         optimizer = inspect.getclosurevars(merge_fn).nonlocals["self"]
+        given = list(grads)
+        used = [index for index, gradient in enumerate(given) if gradient is not None]
         variables = tf_variables(trainable_variables or optimizer._trainable_variables)
-        gradients = self._hooks.exchange(optimizer, self._trace, list(grads), variables)
+        variables = [variables[index] for index in used]
+        gradients = self._hooks.exchange(optimizer, self._trace, [given[index] for index in used], variables)
+        for index, gradient in zip(used, gradients, strict=True):
+            given[index] = gradient
         self._trace.inside_loss_scaling = True
         try:
-            result = super().merge_call(merge_fn, (gradients, trainable_variables), kwargs)
+            result = super().merge_call(merge_fn, (given, trainable_variables), kwargs)
         finally:
             self._trace.inside_loss_scaling = False
         self._hooks.after_update(optimizer, self._trace, variables)

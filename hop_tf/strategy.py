@@ -99,6 +99,7 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
         self._skipping = StepSkipping() if skips_steps and cluster.world_size > 1 else None
         self._is_catching_up = False
         self._is_finishing = False
+        self._has_finished = False
         self._shows_plan = plan.is_asked_for()
         self._worker = None
         self._writer = ReportWriter(self.report, self._options, self.rank)
@@ -255,7 +256,7 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
 
     @property
     def num_exchanged_bytes(self) -> int:
-        """Bytes of the variables that are exchanged in a step: those of all models that were trained last."""
+        """Bytes of the variables that are exchanged in a step: those of all optimizers that are still there."""
         return self._worker.num_bytes if self._worker else 0
 
     def _require_outside_fit(self, what: str) -> None:
@@ -303,7 +304,9 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
                     self._skipping.begin_session()
                 if self._worker.joining:
                     _refuse_to_restore(callbacks)
+                self._has_finished = False
                 yield
+                self.finish_training()  # Without an optimizer of its own, a model does not tell of its last step.
                 if self._worker.joining:
                     raise HopError(
                         f"rank {self.rank} was started again, and its `fit` has ended before it was where the others "
@@ -441,13 +444,17 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
         if self._worker is None or self._is_finishing:
             return
         group = self._groups[optimizer][_key(variables)]
-        num_skipped = self._after_update(group, trace.states[group.name])
-        group.end_step(num_skipped)
-        if self._skipping is not None:
-            self._skipping.skip(num_skipped)
+        with trace.when_data_is_here():
+            num_skipped = self._after_update(group, trace.states[group.name])
+            group.end_step(num_skipped)
+            if self._skipping is not None:
+                self._skipping.skip(num_skipped)
 
     def finish_training(self) -> None:
-        """Lets the scheme do what is left when the last step has been made."""
+        """Lets the scheme do, once in a `fit`, what is left when the last step has been made."""
+        if self._has_finished:
+            return
+        self._has_finished = True
         for groups in self._groups.values():
             for group in groups.values():
                 self._finish_training(group)
@@ -486,13 +493,16 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
         key = _key(variables)
         if key not in groups:
             carried = trace.unclaimed_assigned()
+            begun = tf.executing_eagerly()  # Else the step is only traced.
             with tf.init_scope():
+                values = [trace.value_at_start(each) if begun else each.read_value() for each in carried]
                 self._require_session()
                 self._worker.broadcast_initial_values([*variables, *tf_variables(optimizer.variables)])
                 groups[key] = self._worker.add_group(
                     optimizer=optimizer,
                     trained=variables,
                     carried=carried,
+                    carried_values=values,
                     statistics=self._statistics,
                 )
         return groups[key]

@@ -17,6 +17,7 @@ import tensorflow as tf
 from absl import logging
 
 from hop_tf.buffers import BufferPool
+from hop_tf.carried import CarriedChanges
 from hop_tf.cluster import Cluster
 from hop_tf.codecs import Codec, Identity
 from hop_tf.collectives import ALGORITHMS, AllReduce, TreeCollectives
@@ -52,7 +53,7 @@ class ExchangeContext:
       make_fifo: Makes a scheme's queues.
       optimizer: Weak reference to the group's optimizer.
       trained: What it updates.
-      carried: What is exchanged beside.
+      carried: What this rank changes of the variables that are exchanged beside.
     """
 
     group: str
@@ -63,7 +64,7 @@ class ExchangeContext:
     make_fifo: MakeFifo = Fifo
     optimizer: weakref.ref = lambda: None
     trained: Sequence[tf.Variable] = ()
-    carried: Sequence[tf.Variable] = ()
+    carried: CarriedChanges = dataclasses.field(default_factory=lambda: CarriedChanges((), ()))
 
     def make_all_reduce(self, name: str, packing: Packing, codec: Codec, algorithm: str) -> AllReduce:
         """Makes an all-reduce of buckets. Those that are exact, and those of float64, do not pass through `codec`.
@@ -310,10 +311,12 @@ class Worker:
             logging.error("rank %d: %s", self.membership.rank, failure)
             stuck = failure
         error = error or stuck
+        # Whatever has failed on another thread: others may count on what it has not sent.
+        broken = stuck is not None or isinstance(error, HopError) or self.membership.failure is not None
         self.membership.leave(
             sent_steps={group.name: group.exchange.sent_steps for group in self._groups},
             reason="" if error is None else f"{type(error).__name__}: {error}",
-            abort=(stuck is not None or isinstance(error, HopError)) and not self.membership.is_given_up,
+            abort=broken and not self.membership.is_given_up,
         )
         if stuck is not None and error is stuck:
             raise stuck
@@ -365,6 +368,7 @@ class Worker:
         optimizer: object,
         trained: Sequence[tf.Variable],
         carried: Sequence[tf.Variable],
+        carried_values: Sequence[tf.Tensor],
         statistics: StepStatistics,
     ) -> Group:
         """Makes the exchange group of an optimizer at its first step. A collective: every rank makes the same groups.
@@ -373,6 +377,7 @@ class Worker:
           optimizer: The optimizer. The group ends with the session in which nobody refers to it any more.
           trained: What the optimizer updates.
           carried: What is exchanged beside, and never passes through a lossy codec.
+          carried_values: What these were before the session's first step changed them.
           statistics: Counts the time that steps wait.
 
         Returns:
@@ -396,7 +401,7 @@ class Worker:
             self._pool,
             optimizer=weakref.ref(optimizer),
             trained=trained,
-            carried=carried,
+            carried=CarriedChanges(carried, carried_values),
         )
         exchange = self._joining.attach(name, lambda: self._make_exchange(context))
         runner = ExchangeRunner(
@@ -428,7 +433,8 @@ class Worker:
         Raises:
           MismatchError: If rank 0 has other variables.
         """
-        new = self._state.add(variables)
+        # Slots that an optimizer makes in the step that is being traced have no values yet. They begin alike anyhow.
+        new = [variable for variable in self._state.add(variables) if tf.compat.v1.is_variable_initialized(variable)]
         if not new or self.joining:  # Who joins takes the values of now.
             return
         self._compare(self._next_in_session(), "initial values", "", [spec_of(v) for v in new])

@@ -29,7 +29,7 @@ from hop_tf import codecs
 from hop_tf.arguments import check_choice, check_integer, identity_of
 from hop_tf.collectives import ALGORITHMS
 from hop_tf.exchange import Exchange, Incoming, Outgoing
-from hop_tf.keras_hook import learning_rate, loss_scale, unscaled
+from hop_tf.keras_hook import check_loss_scaling, learning_rate, loss_scale, unscaled
 from hop_tf.options import CommunicationOptions
 from hop_tf.strategies.dts_windows import Windows
 from hop_tf.strategy import ExchangeStrategy, training_cluster
@@ -46,7 +46,9 @@ class DTSStrategy(ExchangeStrategy):
     SGD, with or without (Nesterov) momentum, changing learning rates and weight decay, weights and velocity are then
     what synchronous training would have made of these gradients. (The gradients themselves are those of each rank's own
     weights, which differ by what is under way.) At the end of `fit` all windows, a last shorter one included, are
-    applied: all ranks end with the same weights, up to rounding.
+    applied: all ranks end with the same weights, up to rounding. They do not where a rank changes its weights in a way
+    that is not linear, or not the others': by constraints, `use_ema`, callbacks that restore weights, or learning rates
+    that differ. `synchronize(model)` averages such weights.
 
     Traffic: one all-reduce of the model per window, two with momentum where windows have several steps.
 
@@ -59,8 +61,11 @@ class DTSStrategy(ExchangeStrategy):
     gradient of zero.
 
     When a rank ends early, as by a callback of its own, its last window is averaged with the others' next one, and they
-    go on without it. When one is lost, all raise. After a `fit` that was broken off, and after a custom training loop,
-    ranks differ by what was under way: `synchronize(model)` averages them.
+    go on without it. When one is lost, all raise. After a `fit` that was broken off, and after the last step of a
+    custom training loop, ranks differ by what was under way: `synchronize(model)` averages them.
+
+    Refused are variables of less than 32 bits, and, within a `LossScaleOptimizer`, clipping, gradient accumulation, and
+    weight decay of optimizers other than SGD.
 
     Args:
       delay: D, the number of steps that a window's messages may take without anybody waiting; at least 0. Default 4.
@@ -118,6 +123,13 @@ class DTSStrategy(ExchangeStrategy):
         )
 
     def _make_exchange(self, context: ExchangeContext) -> DTSExchange:
+        check_loss_scaling(context.optimizer())
+        for variable in context.trained:
+            if variable.dtype not in (tf.float32, tf.float64):
+                raise ValueError(
+                    "variables that are trained must be float32 or float64, as under the policy 'mixed_bfloat16': the "
+                    f"rounding of smaller ones lets ranks drift apart. Received: {variable.name} of {variable.dtype}."
+                )
         return DTSExchange(context, self._settings)
 
     def _before_update(self, group: Group, values: Sequence[tf.Tensor], gradients: list) -> tuple[list, _Step]:
@@ -143,11 +155,14 @@ class DTSStrategy(ExchangeStrategy):
         _when(~is_applied, lambda: windows.coast(step.rate))
 
     def _hand_out(self, group: Group, window: tf.Tensor, everything: bool = False) -> None:
-        group.submit(group.exchange.windows.hand_out(window, everything), step=window)
+        exchange = group.exchange
+        group.submit([*exchange.windows.hand_out(window, everything), *exchange.carried.take()], step=window)
 
     def _correct(self, group: Group, window: tf.Tensor) -> None:
         differences, _ = group.collect([], take=lambda _, segment: group.take(window, segment))
-        group.exchange.windows.correct(window, differences)
+        num_windowed = group.exchange.windows.num_vectors * group.num_trained
+        group.exchange.windows.correct(window, differences[:num_windowed])
+        group.exchange.carried.add(differences[num_windowed:])
 
     def _finish_training(self, group: Group) -> None:
         num_steps, delay, interval = int(group.step), self._settings.delay, self._settings.interval
@@ -214,18 +229,19 @@ class DTSExchange(Exchange):
 
     Attributes:
       windows: The half in the graph.
+      carried: The changes of the variables that are carried along.
       parts: The packing of what a window hands out: A of each trained variable, S, and the variables carried along.
     """
 
     def __init__(self, context: ExchangeContext, settings: _Settings):
         self._group = context.group
         self._membership = context.membership
+        self.carried = context.carried
         num_slots = settings.num_slots
         self.max_in_flight = self.num_threads = num_slots
         self.windows = Windows(
             context.optimizer(),
             context.trained,
-            context.carried,
             interval=settings.interval,
             num_slots=num_slots,
             compensation=settings.compensation,
@@ -234,7 +250,9 @@ class DTSExchange(Exchange):
         trained, carried = np.split(np.arange(len(context.packing.specs)), [len(context.trained)])
         part = context.packing.part([*np.tile(trained, self.windows.num_vectors), *carried])
         self.parts = [part]
-        codec = settings.codec if settings.selection is None else settings.selection.selected()
+        codec = settings.codec
+        if settings.selection is not None:  # It was made in the graph, where its warm-up is, too.
+            codec = dataclasses.replace(settings.selection.selected(), warmup_steps=0)
         # What codecs keep for later windows belongs to a slot.
         self._reductions = [
             context.make_all_reduce(str(slot), part, codec, settings.algorithm) for slot in range(num_slots)
@@ -245,6 +263,7 @@ class DTSExchange(Exchange):
     def reset(self, session: int) -> None:
         self._num_committed = 0
         self.windows.reset()
+        self.carried.reset()
         for reduction in self._reductions:
             reduction.reset(session)
 

@@ -18,20 +18,21 @@ and differences dS, dA at step e are, at step e + d,
                                             C[e] = 0;  C[i] = rho[i] C[i - 1] + m^(i - e)   (Nesterov: m^(i - e + 1))
 
 In windows of one step S is A (with Nesterov, A / (1 + m)), and only A travels. Other optimizers have no S; A is what
-they have taken off the weights. Of variables that are carried along, what was added in a window is averaged.
+they have taken off the weights.
 """
 
 from __future__ import annotations
 
+import math
+import weakref
 from collections.abc import Sequence
 
 import tensorflow as tf
 
 from hop_tf.codecs import TopK
-from hop_tf.keras_hook import descent, weight_decays
-from hop_tf.worker import add
+from hop_tf.keras_hook import Descent, descent_of, weight_decays
 
-# A threshold is sought among so many values at least; all of them in models that have fewer.
+# A threshold is sought among about so many values; all of them in models that have fewer.
 _SAMPLE_SIZE = 1 << 17
 # Whether a variable's weights decay is the first index of R and C.
 _STAYS, _DECAYS = 0, 1
@@ -43,7 +44,6 @@ class Windows:
     Args:
       optimizer: The optimizer.
       variables: What it updates.
-      carried: What is carried along.
       interval: Steps of a window.
       num_slots: How many windows may be under way; window k has slot k % num_slots.
       compensation: "exact": the lines above. "paper": w and v take m^d dA and m^d dS (Equation 13); without momentum w
@@ -58,7 +58,6 @@ class Windows:
         self,
         optimizer: object,
         variables: Sequence[tf.Variable],
-        carried: Sequence[tf.Variable] = (),
         *,
         interval: int,
         num_slots: int,
@@ -66,11 +65,9 @@ class Windows:
         selection: TopK | None,
     ):
         self._variables = variables
-        self._carried = carried
-        self._descent = descent(optimizer, variables)
-        self._velocities = self._descent.velocities if self._descent else ()
-        self._decays = weight_decays(optimizer, variables)
-        self._decay = max(self._decays)
+        self._optimizer = weakref.ref(optimizer)
+        descent = self._descent()
+        self._velocities = descent.velocities if descent else ()
         self._compensation = compensation
         self._selection = selection
         self._num_slots = num_slots
@@ -79,54 +76,55 @@ class Windows:
         with tf.init_scope():
             self._a = [_zeros_like(variable) for variable in variables]
             self._s = [_zeros_like(velocity) for velocity in self._velocities]
-            self._added = [_zeros_like(variable) for variable in carried]
             with tf.device("/cpu:0"):
                 self._m = _factors([num_slots])
                 self._r = _factors([2, num_slots])
                 self._c = _factors([2, num_slots])
 
+    def _descent(self) -> Descent | None:
+        # A model can be compiled again with the same optimizer: what that is now counts.
+        return descent_of(self._optimizer(), self._variables)
+
     def reset(self) -> None:
         """Begins anew, as after a `fit` that was broken off."""
-        for accumulator in (*self._a, *self._s, *self._added):
+        for accumulator in (*self._a, *self._s):
             accumulator.assign(tf.zeros_like(accumulator))
 
     def accumulate(self, before: Sequence[tf.Tensor], gradients: Sequence[tf.Tensor], rate: tf.Tensor) -> None:
         """Emits the ops that take a step's update into account.
 
         Args:
-          before: What the variables, and those carried along, were before the step changed them.
+          before: The variables before the update.
           gradients: The gradients that were applied.
           rate: The learning rate.
         """
-        rho = self._rho(rate)
+        descent, rho, kinds = self._descent(), self._rho(rate), self._kinds()
         for index, (variable, gradient, a) in enumerate(zip(self._variables, gradients, self._a, strict=True)):
-            update = self._accumulated(index, gradient, rate) if self._descent else before[index] - variable
-            a.assign(a * tf.cast(rho[self._kind(index)], a.dtype) + update)
-        for variable, start, added in zip(self._carried, before[len(self._variables) :], self._added, strict=True):
-            added.assign_add(variable - start)
-        factor = self._descent.momentum if self._descent else 0.0
+            update = self._accumulated(descent, index, gradient, rate) if descent else before[index] - variable
+            a.assign(a * tf.cast(rho[kinds[index]], a.dtype) + update)
+        factor = descent.momentum if descent else 0.0
         self._m.assign(factor * self._m)
         self._r.assign(rho[:, tf.newaxis] * self._r)
-        spread = factor * self._m if self._descent and self._descent.nesterov else self._m
+        spread = factor * self._m if descent and descent.nesterov else self._m
         self._c.assign(rho[:, tf.newaxis] * self._c + spread)
 
-    def _accumulated(self, index: int, gradient: tf.Tensor, rate: tf.Tensor) -> tf.Tensor:
+    def _accumulated(self, descent: Descent, index: int, gradient: tf.Tensor, rate: tf.Tensor) -> tf.Tensor:
         """Adds to S; returns what S and the gradient add to A."""
         update = tf.cast(gradient, self._a[index].dtype) * tf.cast(rate, self._a[index].dtype)
         if not self._velocities:
             return update
         s = self._s[index]
-        s.assign(self._descent.momentum * s + update)
-        return self._descent.momentum * s + update if self._descent.nesterov else s.read_value()
+        s.assign(descent.momentum * s + update)
+        return descent.momentum * s + update if descent.nesterov else s.read_value()
 
     def coast(self, rate: tf.Tensor) -> None:
         """Emits the ops of a step whose gradient is zero, for one that the optimizer has left out."""
-        rho = self._rho(rate)
-        for index, variable in enumerate(self._variables):
-            variable.assign(variable * tf.cast(rho[self._kind(index)], variable.dtype))
+        descent, rho = self._descent(), self._rho(rate)
+        for variable, kind in zip(self._variables, self._kinds(), strict=True):
+            variable.assign(variable * tf.cast(rho[kind], variable.dtype))
         for variable, velocity in zip(self._variables, self._velocities, strict=bool(self._velocities)):
-            velocity.assign(self._descent.momentum * velocity)
-            variable.assign_add(self._descent.momentum * velocity if self._descent.nesterov else velocity)
+            velocity.assign(descent.momentum * velocity)
+            variable.assign_add(descent.momentum * velocity if descent.nesterov else velocity)
 
     def hand_out(self, window: tf.Tensor, everything: bool) -> list[tf.Tensor]:
         """Emits the ops that end a window.
@@ -136,18 +134,17 @@ class Windows:
           everything: Whether nothing stays for later windows.
 
         Returns:
-          A, then S, of each variable, then what was added to those carried along.
+          A, then S, of each variable.
         """
         begins = tf.equal(tf.range(self._num_slots, dtype=tf.int64), window % self._num_slots)
         self._m.assign(tf.where(begins, tf.ones_like(self._m), self._m))
         self._r.assign(tf.where(begins, tf.ones_like(self._r), self._r))
         self._c.assign(tf.where(begins, tf.zeros_like(self._c), self._c))
         keeps = self._keeps(window) if self._selection and not everything else None
-        selected = [self._take(accumulator, keeps, index) for index, accumulator in enumerate((*self._a, *self._s))]
-        selected = selected[: self.num_vectors * len(self._variables)]
-        return [*selected, *(self._take(accumulator, None) for accumulator in self._added)]
+        taken = [self._take(accumulator, keeps, index) for index, accumulator in enumerate((*self._a, *self._s))]
+        return taken[: self.num_vectors * len(self._variables)]
 
-    def _take(self, accumulator: tf.Variable, keeps: Sequence[tf.Tensor] | None, index: int = 0) -> tf.Tensor:
+    def _take(self, accumulator: tf.Variable, keeps: Sequence[tf.Tensor] | None, index: int) -> tf.Tensor:
         """Empties an accumulator, but for what stays: there the window just goes on."""
         total, zeros = accumulator.read_value(), tf.zeros_like(accumulator)
         if keeps is None:
@@ -161,7 +158,7 @@ class Windows:
         """Where A is not among the largest. Lin et al. call it local accumulation and momentum factor masking."""
         sizes = [tf.abs(tf.cast(a, tf.float32)) for a in self._a]
         values = tf.concat([tf.reshape(size, [-1]) for size in sizes], axis=0)
-        sample = values[:: max(1, values.shape[0] // _SAMPLE_SIZE)]
+        sample = values[:: _next_prime(values.shape[0] // _SAMPLE_SIZE)]
         ratios = [self._selection.ratio_at(step) for step in range(self._selection.warmup_steps + 1)]
         ratio = tf.gather(ratios, tf.minimum(window, len(ratios) - 1))
         num_largest = tf.cast(tf.math.ceil(ratio * sample.shape[0]), tf.int32)
@@ -176,15 +173,15 @@ class Windows:
           differences: Mean less own of what was handed out.
         """
         m, r, c = self._factors_of(window % self._num_slots)
-        num_trained, num_selected = len(self._variables), len(self._variables) * self.num_vectors
-        changes, sums = differences[:num_trained], differences[num_trained:num_selected]
+        kinds = self._kinds()
+        changes, sums = differences[: len(self._variables)], differences[len(self._variables) :]
         if self.num_vectors == 1 and self._velocities:
-            sums = [change / (1.0 + self._descent.momentum * self._descent.nesterov) for change in changes]
-        add(self._carried, differences[num_selected:])
+            descent = self._descent()
+            sums = [change / (1.0 + descent.momentum * descent.nesterov) for change in changes]
         for index, (variable, change) in enumerate(zip(self._variables, changes, strict=True)):
-            change = tf.cast(r[self._kind(index)], change.dtype) * change
+            change = tf.cast(r[kinds[index]], change.dtype) * change
             if self._velocities:
-                change += tf.cast(c[self._kind(index)], change.dtype) * sums[index]
+                change += tf.cast(c[kinds[index]], change.dtype) * sums[index]
                 self._velocities[index].assign_sub(tf.cast(m, change.dtype) * sums[index])
             variable.assign_sub(change)
 
@@ -197,15 +194,27 @@ class Windows:
         return tf.ones_like(m), tf.ones_like(r), tf.zeros_like(c)
 
     def _rho(self, rate: tf.Tensor) -> tf.Tensor:
-        return 1.0 - tf.cast(rate, tf.float64) * tf.constant([0.0, self._decay], tf.float64)
+        return 1.0 - tf.cast(rate, tf.float64) * tf.constant([0.0, max(self._decays())], tf.float64)
 
-    def _kind(self, index: int) -> int:
-        return _DECAYS if self._decays[index] else _STAYS
+    def _decays(self) -> list[float]:
+        return weight_decays(self._optimizer(), self._variables)
+
+    def _kinds(self) -> list[int]:
+        return [_DECAYS if decay else _STAYS for decay in self._decays()]
 
 
 def _zeros_like(variable: tf.Variable) -> tf.Variable:
     with tf.device(variable.device):
         return tf.Variable(tf.zeros(variable.shape, variable.dtype), trainable=False, name="hop_tf_accumulator")
+
+
+def _next_prime(number: int) -> int:
+    """A stride that meets all columns of a layer's kernel in turn; 1 for numbers below 2."""
+    if number < 2:
+        return 1
+    while any(number % divisor == 0 for divisor in range(2, math.isqrt(number) + 1)):
+        number += 1
+    return number
 
 
 def _factors(shape: Sequence[int]) -> tf.Variable:

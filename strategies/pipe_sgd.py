@@ -37,7 +37,7 @@ from hop_tf.keras_hook import loss_scale, unscaled
 from hop_tf.options import CommunicationOptions
 from hop_tf.packing import Packing
 from hop_tf.strategy import ExchangeStrategy, training_cluster
-from hop_tf.worker import ExchangeContext, Group, add
+from hop_tf.worker import ExchangeContext, Group
 
 _DRAINS = ("drop", "apply")
 
@@ -52,12 +52,12 @@ class PipeSGDStrategy(ExchangeStrategy):
 
     With `pipeline_width` K = 2 a step takes max(update + compute, communicate) instead of their sum (Equations 2 and
     4); larger widths only make gradients older. K = 1 is synchronous training without a delay. The first K - 1 updates
-    use gradients of zero. Weights are equal to the bit on all ranks at every step.
+    use gradients of zero. What is trained is equal to the bit on all ranks at every step.
 
     Of floating-point variables that are not trained but assigned in the training step before its update (moving
-    statistics) the changes are averaged along with the same delay, never through a codec, and never dropped. Gradients
-    are clipped, where the optimizer clips, before they are averaged. Sparse gradients (`tf.IndexedSlices`) travel as
-    dense ones.
+    statistics) the changes are averaged along with the same delay, never through a codec, and not dropped at the end of
+    `fit`. Gradients are clipped, where the optimizer clips, before they are averaged (under a `LossScaleOptimizer`,
+    after). Sparse gradients (`tf.IndexedSlices`) travel as dense ones.
 
     When a rank ends early, as by a callback of its own, the others go on without it. When one is lost, all raise.
 
@@ -69,7 +69,8 @@ class PipeSGDStrategy(ExchangeStrategy):
       num_segments: L, the number of parts that gradients are handed out in, those of the last layers first, so that
         they travel while back-propagation goes on. It costs L times the latency of an all-reduce (Equation 6), and is
         of use where the computation, not the communication, takes most of a step. Default 1.
-      warmup_steps: So many of the first updates are made with K = 1: early gradients change fast. Default 0.
+      warmup_steps: So many updates of a model's first `fit` are made with K = 1: early gradients change fast.
+        Default 0.
       algorithm: "mesh" (few messages after each other) or "ring" (few connections). Default "mesh".
       drain: What becomes of the K - 1 means that are not applied when `fit` ends: "drop", or "apply". Default "drop".
       cluster_resolver: Where the cluster is described. Default: `TF_CONFIG`.
@@ -124,9 +125,7 @@ class PipeSGDStrategy(ExchangeStrategy):
         return PipeSGDExchange(context, self._settings)
 
     def _before_update(self, group: Group, values: Sequence[tf.Tensor], gradients: list) -> tuple[list, None]:
-        # What other ranks have changed comes later; were values sent, each step's result would change them once more.
-        changes = [variable - start for variable, start in zip(group.carried, values[group.num_trained :], strict=True)]
-        outgoing = [*unscaled(group.optimizer(), gradients), *changes]
+        outgoing = [*unscaled(group.optimizer(), gradients), *group.exchange.carried.take()]
         for segment, members in enumerate(group.exchange.members):  # Line 10.
             group.submit([outgoing[index] for index in members], segment)
 
@@ -168,9 +167,9 @@ def _take_means(group: Group, take: Callable[[int], Sequence[tf.Tensor]]) -> lis
     for segment, members in enumerate(group.exchange.members):
         for index, mean in zip(members, take(segment), strict=True):
             means[index] = mean
-    add(group.carried, means[group.num_trained :])
+    group.exchange.carried.add(means[group.num_trained :])
     means, scale = means[: group.num_trained], loss_scale(group.optimizer())
-    return means if scale is None else [mean * scale for mean in means]
+    return means if scale is None else [mean * tf.cast(scale, mean.dtype) for mean in means]
 
 
 def _zeros(packing: Packing) -> tuple[list[tf.Tensor], tf.Tensor]:
@@ -198,6 +197,7 @@ class PipeSGDExchange(Exchange):
       settings: Those of the strategy.
 
     Attributes:
+      carried: The changes of the variables that are carried along.
       members: For each segment, the indices of its variables.
       parts: For each segment, the packing of its variables.
       pipelined_from: int64 variable: the first step of the running session that is no warm-up.
@@ -215,7 +215,8 @@ class PipeSGDExchange(Exchange):
             context.make_all_reduce(str(segment), part, settings.codec, settings.algorithm)
             for segment, part in enumerate(self.parts)
         ]
-        self._num_earlier_steps = self._sent_segments = 0
+        self.carried = context.carried
+        self._sent_segments = 0
         self._communicate_seconds = 0.0
         with tf.init_scope(), tf.device("/cpu:0"):
             self.pipelined_from = tf.Variable(
@@ -223,9 +224,10 @@ class PipeSGDExchange(Exchange):
             )
 
     def reset(self, session: int) -> None:
-        self._num_earlier_steps += self._sent_segments // len(self.parts)
+        # How many steps each rank has made of a `fit` may differ. That there was one does not.
+        self.pipelined_from.assign(0)
         self._sent_segments = 0
-        self.pipelined_from.assign(max(0, self._settings.warmup_steps - self._num_earlier_steps))
+        self.carried.reset()
         for reduction in self._reductions:
             reduction.reset(session)
 

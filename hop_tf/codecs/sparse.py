@@ -216,7 +216,8 @@ class TopK(Sparse):
 
     def selected(self) -> Sparse:
         """The codec for vectors in which the selection was made already: all other values are zero."""
-        return Sparse(values=self.values, ratio=self.ratio, warmup_steps=self.warmup_steps)
+        feedback = self.error_feedback and Sparse._is_lossy(self.values)
+        return Sparse(values=self.values, ratio=self.ratio, warmup_steps=self.warmup_steps, error_feedback=feedback)
 
     def select(self, values: np.ndarray) -> np.ndarray:
         """Indices, in order, of what `encode` sends of a vector; of equal magnitudes it sends the first."""

@@ -265,6 +265,7 @@ class _Operation:
         self.step = step
         self._delivers = delivers
         self._before_commit = before_commit
+        membership.check()  # Who is alone waits for nobody, and would not hear that the job has ended.
         with membership.monitor:
             self.ranks = self._present()
         self.index = self.ranks.index(membership.rank)

@@ -18,7 +18,7 @@ from hop_tf.timing.costs import FLOAT32_BYTES, Network, Step
 if TYPE_CHECKING:
     from hop_tf.strategy import ExchangeStrategy
 
-_CODECS = tuple(dict.fromkeys((*pipe_sgd.CODECS, *dts.CODECS)))
+_CODECS = tuple(dict.fromkeys((*pipe_sgd.CODECS, *dts.CODECS, "sketch")))
 
 # A vector is long enough when its all-reduce takes so long, or has so many values.
 _LONG_SECONDS = 0.2
@@ -95,7 +95,9 @@ def measure(strategy: ExchangeStrategy) -> Measurement:
     """
     compute_seconds = strategy.report().get("compute_seconds", 0.0)
     if strategy.world_size > 1 and not compute_seconds:
-        raise RuntimeError("`measure` needs the durations of some steps. Call it after a `fit`.")
+        raise RuntimeError(
+            "`measure` needs the durations of some steps. Call it after a `fit` of several steps, without `run_eagerly`."
+        )
     costs = {name: _codec_seconds_per_byte(codecs.get(name)) for name in _CODECS}
     mesh, ring = (_all_reduce_seconds(strategy, name, 1, _NUM_SHORT) for name in pipe_sgd.ALGORITHMS)
     num_values, long = _long_all_reduce(strategy)
