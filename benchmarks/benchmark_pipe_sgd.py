@@ -46,6 +46,7 @@ _CODECS = flags.DEFINE_list("codecs", ["truncate16", "int8"], "Codecs, beside no
 _NUM_STEPS = flags.DEFINE_integer("num_steps", 24, "Timed steps.", lower_bound=8)
 _TASKS = flags.DEFINE_list("tasks", ["mnist", "cifar", "convex"], "What is trained for accuracy.")
 _EPOCHS = flags.DEFINE_integer("epochs", 3, "Epochs of the training for accuracy.")
+_LEARNING_RATE = flags.DEFINE_float("learning_rate", 0.01, "Of the training for accuracy, with a momentum of 0.9.")
 _SEEDS = flags.DEFINE_integer("seeds", 1, "Trainings of each kind.")
 _CIFAR10 = flags.DEFINE_string(
     "cifar10", None, "An .npz file with x_train, y_train, x_test, y_test; else Keras's data."
@@ -135,7 +136,8 @@ def _train(case: Mapping, rank: int, strategy: hop_tf.PipeSGDStrategy) -> float:
     (x, y), test = _load(case["task"], case["cifar10"])
     with strategy.scope():
         model = _MODELS[case["task"]]()
-        model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "sparse_categorical_crossentropy", metrics=["accuracy"])
+        optimizer = keras.optimizers.SGD(case["learning_rate"], momentum=0.9)
+        model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"])
     model.fit(x, y, batch_size=100, epochs=case["epochs"], verbose=0)
     accuracy = model.evaluate(*test, batch_size=500, verbose=0)[1] if rank == 0 else 0.0
     strategy.shutdown()
@@ -269,6 +271,7 @@ def _print_accuracies(task: str) -> None:
             "task": task,
             "cifar10": _CIFAR10.value,
             "epochs": _EPOCHS.value,
+            "learning_rate": _LEARNING_RATE.value,
             "seed": seed,
         }
         results = ranks.run(__file__, case, 2, ranks.LOOPBACK, num_ports=len(kinds), timeout_seconds=3600)

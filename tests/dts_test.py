@@ -1,5 +1,6 @@
 """DTS under `fit`, with ranks in one process, against NumPy references of the exactness rule and of Equation 13."""
 
+import contextlib
 import functools
 
 import keras
@@ -9,6 +10,7 @@ from absl.testing import parameterized
 
 import hop_tf
 from hop_tf import codecs
+from hop_tf.errors import HopError, PeerLostError
 from hop_tf.testing import InProcessCluster
 
 _OPTIONS = hop_tf.CommunicationOptions(timeout_seconds=60)
@@ -57,22 +59,22 @@ def _rate_of(step):
 # steps whose window it has heard of.
 
 
-def _replayed(gradients, momentum, nesterov, decay):
+def _replayed(gradients, momentum=0.0, nesterov=False, decay=0.0, rate_of=_rate_of):
     w, v = _problem()[2].astype(np.float64), 0.0
     for step, gradient in enumerate(gradients):
-        rate = _rate_of(step)
+        rate = rate_of(step)
         w = w * (1 - rate * decay)
         v = momentum * v - rate * gradient
         w = w + (momentum * v - rate * gradient if nesterov else v)
     return w
 
 
-def _exact(world_size, delay, interval, momentum=0.0, nesterov=False, decay=0.0):
+def _exact(world_size, delay, interval, momentum=0.0, nesterov=False, decay=0.0, num_steps=_NUM_STEPS):
     """Each rank's weights after each step, and after the last one when all is known."""
     used = [[] for _ in range(world_size)]
     means, history = [], []
     weights = [_problem()[2].astype(np.float64)] * world_size
-    for step in range(_NUM_STEPS):
+    for step in range(num_steps):
         gradients = [_gradient(weights[rank], step, rank, world_size) for rank in range(world_size)]
         means.append(np.mean(gradients, axis=0))
         num_known = max(0, step + 1 - delay) // interval * interval
@@ -83,8 +85,12 @@ def _exact(world_size, delay, interval, momentum=0.0, nesterov=False, decay=0.0)
     return history, _replayed(means, momentum, nesterov, decay)
 
 
-def _equation_13(world_size, delay, interval, momentum):
-    """As printed, with the signs and the place of the learning rate as in Keras's SGD; a constant rate."""
+def _equation_13(world_size, delay, interval, momentum, factor=None):
+    """As printed, with the signs and the place of the learning rate as in Keras's SGD; a constant rate.
+
+    With a `factor` that one stands in the place of m^t.
+    """
+    factor = momentum**delay if factor is None else factor
     u = [np.zeros((3, _NUM_OUTPUTS))] * world_size
     weights = [_problem()[2].astype(np.float64)] * world_size
     all_gradients, history = [], []
@@ -104,7 +110,6 @@ def _equation_13(world_size, delay, interval, momentum):
                 for rank in range(world_size)
             ]
             mean = np.mean(s, axis=0)
-            factor = momentum**delay
             u = [u[rank] + factor * (mean[-1] - s[rank][-1]) for rank in range(world_size)]
             weights = [
                 weights[rank] - _RATE * factor * (np.sum(mean, axis=0) - np.sum(s[rank], axis=0))
@@ -114,18 +119,50 @@ def _equation_13(world_size, delay, interval, momentum):
     return history
 
 
-def _train(strategy, optimizer=None, num_epochs=_NUM_EPOCHS, callbacks=(), **compile_args):
+# A linear loss: gradients do not depend on the weights, so that in the end they are those of synchronous training.
+
+
+def _linear_loss(y, y_pred):
+    return tf.reduce_sum(y * y_pred, axis=-1)
+
+
+def _linear_gradient(step, rank=0, world_size=1):
+    """By default that of all ranks."""
+    x, y, _ = _problem()
+    rows = _batch_of(step, rank, world_size)
+    return x[rows].astype(np.float64).T @ y[rows] / len(x[rows])
+
+
+def _linear_gradients(num_steps=_NUM_STEPS):
+    return [_linear_gradient(step) for step in range(num_steps)]
+
+
+def _train(strategy, optimizer=None, num_epochs=_NUM_EPOCHS, callbacks=(), dataset=None, **compile_args):
     """Weights after each step, in the end, and the report."""
-    x, y, w = _problem()
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(_NUM_OUTPUTS, use_bias=False)])
-        model.set_weights([w])
-        optimizer = keras.optimizers.SGD(_RATE) if optimizer is None else optimizer()
-        model.compile(optimizer, _summed_square, **compile_args)
+    model = _compiled(strategy, optimizer, **compile_args)
     history = []
     record = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: history.append(_weights(model)))
-    model.fit(x, y, batch_size=_BATCH_SIZE, epochs=num_epochs, shuffle=False, verbose=0, callbacks=[record, *callbacks])
+    callbacks = [record, *callbacks]
+    if dataset is None:
+        _fit(model, epochs=num_epochs, callbacks=callbacks)
+    else:
+        model.fit(dataset, epochs=num_epochs, verbose=0, callbacks=callbacks)
     return history, _weights(model), strategy.report()
+
+
+def _compiled(strategy, optimizer=None, loss=None, dtype=None, **compile_args):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(_NUM_OUTPUTS, use_bias=False, dtype=dtype)])
+        model.set_weights([_problem()[2]])
+        optimizer = keras.optimizers.SGD(_RATE) if optimizer is None else optimizer()
+        model.compile(optimizer, loss or _summed_square, **compile_args)
+    return model
+
+
+def _fit(model, num_steps=None, first_step=0, **arguments):
+    x, y, _ = _problem()
+    rows = slice(first_step * _BATCH_SIZE, None if num_steps is None else (first_step + num_steps) * _BATCH_SIZE)
+    model.fit(x[rows], y[rows], batch_size=_BATCH_SIZE, shuffle=False, verbose=0, **arguments)
 
 
 def _weights(model):
@@ -169,23 +206,64 @@ class ExactTest(tf.test.TestCase, parameterized.TestCase):
         ):
             self.assertAllClose(last, expected, rtol=1e-5, atol=1e-5)
 
-    def test_in_two_parts(self):
-        """All is applied when `fit` ends, and the next one goes on with weights and velocity."""
+    @parameterized.parameters("filtered", "generated")
+    def test_data_of_unknown_length(self, kind):
+        """At the end of each epoch a step begins whose batch never comes."""
+        x, y, _ = _problem()
+
+        def generate():
+            for step in range(_NUM_ROWS // _BATCH_SIZE):
+                yield tuple(values[_batch_of(step, 0, 1)] for values in (x, y))
 
         def run(strategy):
-            x, y, w = _problem()
-            with strategy.scope():
-                model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(_NUM_OUTPUTS, use_bias=False)])
-                model.set_weights([w])
-                model.compile(_decaying(momentum=0.9)(), _summed_square)
-            for _ in range(_NUM_EPOCHS):
-                model.fit(x, y, batch_size=_BATCH_SIZE, shuffle=False, verbose=0)
+            if kind == "filtered":
+                dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(_BATCH_SIZE).filter(lambda x, y: True)
+            else:
+                specs = tuple(tf.TensorSpec((None, values.shape[1])) for values in (x, y))
+                dataset = tf.data.Dataset.from_generator(generate, output_signature=specs)
+            return _train(strategy, _decaying(momentum=0.9), num_epochs=3, dataset=dataset)
+
+        num_steps = 3 * _NUM_ROWS // _BATCH_SIZE
+        expected, in_the_end = _exact(2, 3, 5, momentum=0.9, num_steps=num_steps)
+        for rank, (history, last, report) in enumerate(_cluster(2, delay=3, interval=5).run(run)):
+            self.assertAllClose(history, [weights[rank] for weights in expected], rtol=1e-5, atol=1e-5)
+            self.assertAllClose(last, in_the_end, rtol=1e-5, atol=1e-5)
+            self.assertEqual(report["steps"], num_steps)
+
+    @parameterized.parameters(None, codecs.TopK(ratio=0.25))
+    def test_in_several_parts(self, codec):
+        """All is applied when `fit` ends, one without a whole window too; the next one goes on with the velocity."""
+
+        def run(strategy):
+            model = _compiled(strategy, _decaying(momentum=0.9), _linear_loss)
+            _fit(model, num_steps=2)
+            _fit(model, num_steps=5, first_step=2)
+            _fit(model, num_steps=1, first_step=7)
+            _fit(model)
             return _weights(model)
 
-        (first, second), (_, expected) = _cluster(2, delay=0, interval=3).run(run), _exact(2, 0, 3, momentum=0.9)
-        self.assertAllClose(first, second, rtol=1e-5, atol=1e-5)
-        # The first `fit` has ended with a window of 2 steps, so that the gradients of 6 later steps differ somewhat.
-        self.assertAllClose(first, expected, atol=0.02)
+        expected = _replayed(_linear_gradients(), momentum=0.9)
+        for last in _cluster(2, delay=3, interval=4, codec=codec).run(run):
+            self.assertAllClose(last, expected, rtol=1e-5, atol=1e-5)
+
+    def test_the_same_optimizer_with_another_momentum(self):
+        """It counts when the model is compiled again."""
+
+        def run(strategy):
+            model = _compiled(strategy, lambda: keras.optimizers.SGD(_RATE, momentum=0.9), _linear_loss)
+            _fit(model)
+            with strategy.scope():
+                model.optimizer.momentum = 0.5
+                model.compile(model.optimizer, _linear_loss)
+            _fit(model)
+            return _weights(model)
+
+        w, v = _problem()[2].astype(np.float64), 0.0
+        for step, gradient in enumerate(_linear_gradients()):
+            v = (0.9 if step < _NUM_STEPS // 2 else 0.5) * v - _RATE * gradient
+            w = w + v
+        for last in _cluster(2, delay=3, interval=4).run(run):
+            self.assertAllClose(last, w, rtol=1e-5, atol=1e-5)
 
     def test_gradient_accumulation(self):
         """A step of the scheme is an update."""
@@ -220,16 +298,15 @@ class CompensationTest(tf.test.TestCase, parameterized.TestCase):
         ):
             self.assertAllClose(last, expected, rtol=1e-5, atol=1e-5)
 
-    def test_none(self):
-        """At D = 0 nothing needs compensation; later, a difference is applied as it is."""
-        _, expected = _exact(2, 0, 3, momentum=0.9)
-        run = functools.partial(_train, optimizer=_decaying(momentum=0.9))
-        for _, last, _ in _cluster(2, delay=0, interval=3, compensation="none").run(run):
-            # The last window is corrected at the step where it ends, as all others are.
-            self.assertAllClose(last, expected, rtol=1e-5, atol=1e-5)
-        _, expected = _exact(2, 4, 3, momentum=0.9)
-        for _, last, _ in _cluster(2, delay=4, interval=3, compensation="none").run(run):
-            self.assertGreater(np.abs(last - expected).max(), 1e-3)
+    @parameterized.parameters((0, 3), (4, 3))
+    def test_none(self, delay, interval):
+        """A difference is applied as it is. At D = 0 nothing needs compensation."""
+        expected = _equation_13(2, delay, interval, 0.9, factor=1.0)
+        cluster = _cluster(2, delay=delay, interval=interval, compensation="none")
+        for rank, (history, _, _) in enumerate(
+            cluster.run(lambda s: _train(s, lambda: keras.optimizers.SGD(_RATE, momentum=0.9)))
+        ):
+            self.assertAllClose(history, [weights[rank] for weights in expected], rtol=1e-5, atol=1e-5)
 
 
 def _averaged_changes(make_optimizer, world_size, delay, interval):
@@ -260,6 +337,58 @@ def _averaged_changes(make_optimizer, world_size, delay, interval):
     return [variable.numpy() for variable in variables]
 
 
+def _two_kernels():
+    """The products of inputs and two kernels, added."""
+    inputs = keras.Input((3,))
+    layers = [keras.layers.Dense(_NUM_OUTPUTS, use_bias=False, name=name) for name in ("first", "second")]
+    model = keras.Model(inputs, keras.layers.add([layer(inputs) for layer in layers]))
+    model.set_weights([_problem()[2]] * 2)
+    return model
+
+
+class OwnOptimizers(keras.Model):
+    """Has an optimizer for each kernel, and a linear loss. Optimizers get their variables in the first step."""
+
+    def __init__(self, network, optimizers):
+        super().__init__()
+        self.network = network
+        self.optimizers = optimizers
+
+    def call(self, inputs):
+        return self.network(inputs)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(_linear_loss(y, self.network(x)))
+        kernels = self.network.trainable_variables
+        for optimizer, gradient, kernel in zip(self.optimizers, tape.gradient(loss, kernels), kernels, strict=True):
+            optimizer.apply([gradient], [kernel])
+        return {"loss": loss}
+
+
+def _adam_alone(rank):
+    """What a rank's Adam makes of its own gradients, which do not depend on the weights."""
+    variable, optimizer = keras.Variable(_problem()[2]), keras.optimizers.Adam(0.01)
+    for step in range(_NUM_STEPS):
+        optimizer.apply([tf.constant(_linear_gradient(step, rank, 2), tf.float32)], [variable])
+    return variable.numpy()
+
+
+class Unused(keras.layers.Layer):
+    """Has a variable that gets no gradient."""
+
+    def build(self, shape):
+        self.unused = self.add_weight(shape=(3,), initializer="ones")
+
+    def call(self, inputs):
+        return inputs
+
+
+# The error of a rank that refuses, or that of the other one where it hears of the first one's.
+_REFUSALS = (ValueError, PeerLostError)
+
+
 class OptimizersTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters((0, 1), (4, 3))
     def test_adam(self, delay, interval):
@@ -284,21 +413,102 @@ class OptimizersTest(tf.test.TestCase, parameterized.TestCase):
         self.assertGreater(np.abs(first - _problem()[2]).max(), 0.01)
 
     def test_excluded_from_weight_decay(self):
-        """Gradients of zero: the kernel shrinks, the bias stays, on all ranks."""
+        """The kernel shrinks, the bias does not: neither by a rank's own updates, nor by corrections."""
+        _, y, w = _problem()
 
         def run(strategy):
             with strategy.scope():
-                model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, bias_initializer="ones")])
-                optimizer = keras.optimizers.SGD(0.1, momentum=0.9, weight_decay=0.5)
+                model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(_NUM_OUTPUTS)])
+                model.set_weights([w, np.ones(_NUM_OUTPUTS)])
+                optimizer = keras.optimizers.SGD(_RATE, momentum=0.9, weight_decay=2.0)
                 optimizer.exclude_from_weight_decay(var_names=["bias"])
-                model.compile(optimizer, loss=lambda y, y_pred: 0.0 * tf.reduce_sum(y_pred, axis=-1))
-            model.set_weights([np.ones((3, 2)), np.ones(2)])
-            model.fit(np.ones((12, 3)), np.ones((12, 2)), batch_size=2, verbose=0)
+                model.compile(optimizer, _linear_loss)
+            _fit(model)
             return model.get_weights()
 
-        for kernel, bias in _cluster(2, delay=2, interval=2).run(run):
-            self.assertAllClose(kernel, np.full((3, 2), 0.95**6), rtol=1e-6)
-            self.assertAllEqual(bias, np.ones(2))
+        num_steps = _NUM_ROWS // _BATCH_SIZE
+        kernel = _replayed(_linear_gradients(num_steps), momentum=0.9, decay=2.0, rate_of=lambda step: _RATE)
+        bias, v = np.ones(_NUM_OUTPUTS), 0.0
+        for step in range(num_steps):
+            v = 0.9 * v - _RATE * y[_batch_of(step, 0, 1)].mean(0)
+            bias = bias + v
+        for weights in _cluster(2, delay=3, interval=2).run(run):
+            self.assertAllClose(weights[0], kernel, rtol=1e-5, atol=1e-5)
+            self.assertAllClose(weights[1], bias, rtol=1e-5, atol=1e-5)
+
+    @parameterized.parameters(None, "rmsprop")
+    def test_optimizers_of_the_models_own(self, unused_optimizer):
+        """They are SGD and Adam, and built by their first update. What is under way in the end is applied."""
+
+        def run(strategy):
+            with strategy.scope():
+                optimizers = [keras.optimizers.SGD(_RATE, momentum=0.9), keras.optimizers.Adam(0.01)]
+                model = OwnOptimizers(_two_kernels(), optimizers)
+                model.compile(unused_optimizer)
+            _fit(model, epochs=_NUM_EPOCHS)
+            return model.get_weights()
+
+        of_sgd = _replayed(_linear_gradients(), momentum=0.9, rate_of=lambda step: _RATE)
+        of_adam = np.mean([_adam_alone(rank) for rank in range(2)], axis=0)
+        for weights in _cluster(2, delay=3, interval=5).run(run):
+            self.assertAllClose(weights, [of_sgd, of_adam], rtol=1e-5, atol=1e-5)
+
+    def test_several_optimizers_in_one(self):
+        """What is under way in the end is applied once, though each of them says that training has ended."""
+
+        def run(strategy):
+            with strategy.scope():
+                model = _two_kernels()
+                optimizers = keras.optimizers.OptimizerMap(keras.optimizers.SGD(_RATE))
+                optimizers[".*second.*"] = keras.optimizers.SGD(_RATE, momentum=0.9, nesterov=True)
+                model.compile(keras.optimizers.MultiOptimizer(optimizers), _linear_loss)
+            _fit(model, epochs=_NUM_EPOCHS)
+            return model.get_weights()
+
+        expected = [
+            _replayed(_linear_gradients(), rate_of=lambda step: _RATE, **arguments)
+            for arguments in ({}, {"momentum": 0.9, "nesterov": True})
+        ]
+        for weights in _cluster(2, delay=3, interval=5).run(run):
+            self.assertAllClose(weights, expected, rtol=1e-5, atol=1e-5)
+
+    def test_loss_scale_with_an_unused_variable(self):
+        """The optimizer is given None for its gradient."""
+
+        def run(strategy):
+            with strategy.scope():
+                model = keras.Sequential(
+                    [keras.Input((3,)), Unused(), keras.layers.Dense(_NUM_OUTPUTS, use_bias=False)]
+                )
+                model.set_weights([np.ones(3), _problem()[2]])
+                optimizer = _decaying(momentum=0.9)()
+                model.compile(keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=8.0), _linear_loss)
+            _fit(model, epochs=_NUM_EPOCHS)
+            return model.get_weights()
+
+        expected = _replayed(_linear_gradients(), momentum=0.9)
+        for unused, last in _cluster(2, delay=3, interval=4).run(run):
+            self.assertAllEqual(unused, np.ones(3))
+            self.assertAllClose(last, expected, rtol=1e-5, atol=1e-5)
+
+    @parameterized.parameters(
+        ("clipnorm", lambda: keras.optimizers.SGD(_RATE, clipnorm=1.0)),
+        ("clipvalue", lambda: keras.optimizers.SGD(_RATE, clipvalue=1.0)),
+        ("global_clipnorm", lambda: keras.optimizers.SGD(_RATE, global_clipnorm=1.0)),
+        ("gradient_accumulation_steps", lambda: keras.optimizers.SGD(_RATE, gradient_accumulation_steps=2)),
+        ("weight_decay", lambda: keras.optimizers.AdamW(0.01)),
+    )
+    def test_refused_under_loss_scaling(self, name, make_inner):
+        def run(strategy):
+            _fit(_compiled(strategy, lambda: keras.optimizers.LossScaleOptimizer(make_inner())))
+
+        with self.assertRaisesRegex(_REFUSALS, f"`{name}` must not be set .* LossScaleOptimizer"):
+            _cluster(2).run(run)
+
+    @parameterized.parameters("bfloat16", "float16")
+    def test_refused_types(self, dtype):
+        with self.assertRaisesRegex(_REFUSALS, "must be float32 or float64"):
+            _cluster(2).run(lambda strategy: _fit(_compiled(strategy, dtype=dtype)))
 
     @parameterized.parameters({"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}, {"weight_decay": 0.5}, {})
     def test_a_step_left_out_is_one_without_gradient(self, momentum=0.0, nesterov=False, weight_decay=0.0):
@@ -344,31 +554,44 @@ class CodecTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(codecs.TopK(ratio=0.25), codecs.TopK(ratio=0.1, warmup_steps=3))
     def test_top_k_loses_nothing(self, codec):
-        """A linear loss: however late a value was sent, the result is that of synchronous SGD."""
+        """However late a value was sent, the result is that of synchronous SGD."""
+        expected = _replayed(_linear_gradients(), momentum=0.9, decay=0.5)
+        for _, last, _ in _cluster(3, delay=4, interval=2, codec=codec).run(
+            lambda s: _train(s, _decaying(momentum=0.9, weight_decay=0.5), loss=_linear_loss)
+        ):
+            self.assertAllClose(last, expected, rtol=1e-5, atol=1e-5)
 
-        def run(strategy):
-            x, y, w = _problem()
-            with strategy.scope():
-                model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(_NUM_OUTPUTS, use_bias=False)])
-                model.set_weights([w])
-                model.compile(
-                    _decaying(momentum=0.9, weight_decay=0.5)(), lambda y, y_pred: tf.reduce_sum(y * y_pred, axis=-1)
-                )
-            model.fit(x, y, batch_size=_BATCH_SIZE, epochs=_NUM_EPOCHS, shuffle=False, verbose=0)
-            return _weights(model)
-
-        x, y, w = (values.astype(np.float64) for values in _problem())
-        v = 0.0
-        for step in range(_NUM_STEPS):
-            rows = _batch_of(step, 0, 1)
-            rate = _rate_of(step)
-            v = 0.9 * v - rate * x[rows].T @ y[rows] / _BATCH_SIZE
-            w = w * (1 - 0.5 * rate) + v
-        for last in _cluster(3, delay=4, interval=2, codec=codec).run(run):
-            self.assertAllClose(last, w, rtol=1e-5, atol=1e-5)
+    @parameterized.parameters(0.25, 0.5)
+    def test_error_feedback_of_selected_values(self, ratio):
+        """What int8 takes off the selected values is sent later, with indices or in whole vectors."""
+        num_epochs, errors = 6, {}
+        expected = _replayed(_linear_gradients(num_epochs * _NUM_ROWS // _BATCH_SIZE), rate_of=lambda step: _RATE)
+        for error_feedback in (False, True):
+            codec = codecs.TopK(ratio=ratio, values="int8", error_feedback=error_feedback)
+            (_, first, _), (_, second, _) = _cluster(2, delay=1, interval=1, codec=codec).run(
+                lambda s: _train(s, num_epochs=num_epochs, loss=_linear_loss)
+            )
+            self.assertAllClose(first, second, rtol=1e-5, atol=1e-5)
+            errors[error_feedback] = np.sqrt(np.mean(np.square(first - expected)))
+        self.assertLess(errors[True], 0.6 * errors[False])
 
 
-class FitTest(tf.test.TestCase):
+class _AbortOnRank1(keras.callbacks.Callback):
+    """Ends the job on rank 1, while the others are between two steps and have heard of it when they go on."""
+
+    def __init__(self, strategy):
+        super().__init__()
+        self._strategy = strategy
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 1:
+            if self._strategy.rank == 1:
+                raise HopError("broken on purpose")
+            with contextlib.suppress(HopError):
+                self._strategy._worker.membership.wait_until(lambda: False, _OPTIONS.timeout_seconds)
+
+
+class FitTest(tf.test.TestCase, parameterized.TestCase):
     def test_world_of_one(self):
         ((history, last, _),) = _cluster(1).run(_train)
         w = _problem()[2].astype(np.float64)
@@ -395,19 +618,45 @@ class FitTest(tf.test.TestCase):
             w = w - _RATE * _gradient(w, step, 0, 2)
         self.assertAllClose(last, w, rtol=1e-5, atol=1e-5)
 
-    def test_moving_statistics_are_averaged(self):
+    @parameterized.parameters(None, 2)
+    def test_moving_statistics_are_averaged(self, gradient_accumulation_steps):
+        """They follow the data of all ranks, those of steps without an update too."""
+        x, y, _ = _problem()
+
         def run(strategy):
-            x, y, _ = _problem()
             with strategy.scope():
                 model = keras.Sequential(
                     [keras.Input((3,)), keras.layers.BatchNormalization(momentum=0.5), keras.layers.Dense(_NUM_OUTPUTS)]
                 )
-                model.compile(keras.optimizers.SGD(_RATE, momentum=0.9), "mse")
+                model.compile(
+                    keras.optimizers.SGD(_RATE, momentum=0.9, gradient_accumulation_steps=gradient_accumulation_steps),
+                    "mse",
+                )
             model.fit(x + 3 * strategy.rank, y, batch_size=_BATCH_SIZE, epochs=2, shuffle=False, verbose=0)
             return [weight.numpy() for weight in model.non_trainable_weights]
 
-        first, second = _cluster(2, delay=2, interval=3).run(run)
-        self.assertAllClose(first, second, rtol=1e-5, atol=1e-5)
+        mean, variance = np.zeros(3), np.ones(3)
+        for step in range(_NUM_STEPS):
+            of_ranks = [x[_batch_of(step, rank, 2)] + 3 * rank for rank in range(2)]
+            mean = 0.5 * (mean + np.mean([rows.mean(0) for rows in of_ranks], axis=0))
+            variance = 0.5 * (variance + np.mean([rows.var(0) for rows in of_ranks], axis=0))
+        for statistics in _cluster(2, delay=2, interval=3).run(run):
+            self.assertAllClose(statistics, [mean, variance], rtol=1e-5, atol=1e-5)
+
+    def test_an_abort_is_heard_between_steps(self):
+        """Who is alone afterwards waits for nobody, and must raise all the same."""
+
+        def run(strategy):
+            try:
+                _train(strategy, callbacks=[_AbortOnRank1(strategy)])
+            except Exception as error:
+                return error
+            return None
+
+        errors = _cluster(2, delay=1, interval=1).run(run)
+        self.assertIsInstance(errors[0], HopError)
+        self.assertIn("broken on purpose", str(errors[0]))
+        self.assertEqual(str(errors[1]), "broken on purpose")
 
     def test_a_broken_fit_does_not_spoil_the_next(self):
         """What was accumulated, and how far others were, is forgotten."""
@@ -418,16 +667,13 @@ class FitTest(tf.test.TestCase):
                     raise KeyError("broken off")
 
         def run(strategy):
-            x, y, w = _problem()
-            with strategy.scope():
-                model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(_NUM_OUTPUTS, use_bias=False)])
-                model.compile(_decaying(momentum=0.9)(), _summed_square)
+            model = _compiled(strategy, _decaying(momentum=0.9))
             with self.assertRaises(KeyError):
-                model.fit(x, y, batch_size=_BATCH_SIZE, shuffle=False, verbose=0, callbacks=[Break()])
-            model.set_weights([w])
+                _fit(model, callbacks=[Break()])
+            model.set_weights([_problem()[2]])
             for variable in (model.optimizer.iterations, *model.optimizer.momentums):
                 variable.assign(tf.zeros_like(variable))
-            model.fit(x, y, batch_size=_BATCH_SIZE, epochs=_NUM_EPOCHS, shuffle=False, verbose=0)
+            _fit(model, epochs=_NUM_EPOCHS)
             return _weights(model)
 
         _, expected = _exact(2, 3, 2, momentum=0.9)

@@ -168,6 +168,23 @@ class SelectionTest(tf.test.TestCase):
         self.assertAllClose(a, [0.29, 0.0, 0.38, 0.0, 0.0])
         self.assertAllClose(s, [0.19, 0.0, 0.18, 0.0, 0.0])
 
+    def test_the_threshold_is_not_that_of_one_column(self):
+        """The sample meets all columns of a kernel, one without gradients among others."""
+        shape, ratio = (1 << 17, 64), 0.01
+        variable = keras.Variable(np.zeros(shape, np.float32))
+        optimizer = keras.optimizers.SGD(1.0)
+        optimizer.build([variable])
+        selection = codecs.TopK(ratio=ratio)
+        windows = Windows(
+            optimizer, [variable.value], interval=1, num_slots=1, compensation="exact", selection=selection
+        )
+        gradient = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+        gradient[:, 0] = 0.0
+        windows.accumulate([variable.value.read_value()], [tf.constant(gradient)], tf.constant(1.0))
+        (a,) = windows.hand_out(tf.constant(0, tf.int64), everything=False)
+        # About 1250 values of the sample pass: their share is a few percent off.
+        self.assertAllClose(np.count_nonzero(a) / gradient.size, ratio, rtol=0.15)
+
     def test_a_value_that_is_no_number_is_handed_out(self):
         rank = _Rank("plain", "constant", 0.0, codecs.TopK(ratio=0.2), 1)
         rank.step(tf.constant([1.0, float("nan"), 2.0, 0.5, -3.0]))

@@ -43,6 +43,10 @@ class FakeExchange(Exchange):
         return len(self.steps)
 
 
+def _threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("hop_tf exchange test/")]
+
+
 def _raise(error):
     def behave():
         raise error
@@ -201,14 +205,15 @@ class ExchangeRunnerTest(tf.test.TestCase):
 
     def test_close_ends_the_thread(self):
         self.run_step(0)
+        self.assertLen(_threads(), 1)
         self.runner.close()
-        self.assertNotIn("hop_tf exchange test", [thread.name for thread in threading.enumerate()])
+        self.assertEmpty(_threads())
 
     def test_close_drops_results_that_nobody_took(self):
         for step in range(3):  # One more than the result queue holds: the thread waits for room.
             self.submit(tf.constant(step, tf.int64))
         self.runner.close()
-        self.assertNotIn("hop_tf exchange test", [thread.name for thread in threading.enumerate()])
+        self.assertEmpty(_threads())
 
 
 class ThreadsTest(tf.test.TestCase):
@@ -273,10 +278,9 @@ class ThreadsTest(tf.test.TestCase):
         self.assertAllEqual(self.collect(0), np.zeros(16))
 
     def test_close_ends_all_threads(self):
+        self.assertLen(_threads(), 3)
         self.runner.close()
-        self.assertEmpty(
-            [thread for thread in threading.enumerate() if thread.name.startswith("hop_tf exchange test/")]
-        )
+        self.assertEmpty(_threads())
 
 
 if __name__ == "__main__":

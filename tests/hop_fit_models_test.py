@@ -171,6 +171,7 @@ def _run(names):
     )
     results = {name: _fit(strategy, _CASES[name]) for name in names}
     results["gan"] = _fit_gan(strategy)
+    results["gan_built_late"] = _fit_gan(strategy, built=False)
     strategy.shutdown()
     return results
 
@@ -205,9 +206,11 @@ class Gan(keras.Model):
         )
         self.built = True
 
-    def compile(self, generator_optimizer, discriminator_optimizer):
-        super().compile(optimizer=discriminator_optimizer)
+    def compile(self, generator_optimizer, discriminator_optimizer, **arguments):
+        """Other arguments are those of `keras.Model.compile`, whose optimizer need not be one of these."""
+        super().compile(**{"optimizer": discriminator_optimizer, **arguments})
         self.generator_optimizer = generator_optimizer
+        self.discriminator_optimizer = discriminator_optimizer
 
     def gradients(self, x):
         """The discriminator's and the generator's."""
@@ -221,18 +224,23 @@ class Gan(keras.Model):
         )
 
     def update(self, discriminator_gradients, generator_gradients):
-        self.optimizer.apply(discriminator_gradients, self.discriminator.trainable_variables)
+        self.discriminator_optimizer.apply(discriminator_gradients, self.discriminator.trainable_variables)
         self.generator_optimizer.apply(generator_gradients, self.generator.trainable_variables)
 
     def train_step(self, data):
         self.update(*self.gradients(data[0]))
-        return {"updates": self.optimizer.iterations}
+        return {"updates": self.discriminator_optimizer.iterations}
 
 
-def _compiled_gan():
+def _compiled_gan(built=True):
+    """Without `built` the first step builds the optimizers, and the model's own optimizer is none of them."""
     model = Gan()
-    model.compile(keras.optimizers.SGD(0.1), keras.optimizers.Adam(0.01))
-    model.optimizer.build(model.discriminator.trainable_variables)
+    optimizers = keras.optimizers.SGD(0.1), keras.optimizers.Adam(0.01)
+    if not built:
+        model.compile(*optimizers, optimizer="rmsprop")
+        return model
+    model.compile(*optimizers)
+    model.discriminator_optimizer.build(model.discriminator.trainable_variables)
     model.generator_optimizer.build(model.generator.trainable_variables)
     return model
 
@@ -245,9 +253,9 @@ def _weights_of_networks(model):
     return {name: network.get_weights() for name, network in _networks(model).items()}
 
 
-def _fit_gan(strategy):
+def _fit_gan(strategy, built=True):
     with strategy.scope():
-        model = _compiled_gan()
+        model = _compiled_gan(built)
     before = strategy.report()["steps"]
     model.fit(*_data(), batch_size=_BATCH_SIZE, shuffle=False, verbose=0)
     return {"steps": strategy.report()["steps"] - before, **_weights_of_networks(model)}
@@ -315,11 +323,11 @@ class HopFitModelsTest(tf.test.TestCase, parameterized.TestCase):
         num_steps = _NUM_EPOCHS * _STEPS_PER_EPOCH
         self.assertEqual((first["iterations"], second["iterations"]), (num_steps, num_steps - _NUM_EPOCHS))
 
-    @parameterized.parameters("generator", "discriminator")
-    def test_two_optimizers(self, network):
+    @parameterized.product(name=["gan", "gan_built_late"], network=["generator", "discriminator"])
+    def test_two_optimizers(self, name, network):
         other = {"generator": "discriminator", "discriminator": "generator"}[network]
         expected, without_exchange = _train_gan(), _train_gan(exchanged=(other,))
-        for rank, result in enumerate(self._results("gan")):
+        for rank, result in enumerate(self._results(name)):
             self.assertEqual(result["steps"], _STEPS_PER_EPOCH)
             self.assertLess(_largest_difference(result[network], expected[rank][network]), 1e-5)
             self.assertGreater(_largest_difference(result[network], without_exchange[rank][network]), 1e-4)

@@ -1,6 +1,8 @@
 """Pipe-SGD under `fit` against NumPy and Keras references of Algorithm 1, with ranks in one process."""
 
+import contextlib
 import functools
+from unittest import mock
 
 import keras
 import numpy as np
@@ -9,6 +11,8 @@ from absl.testing import parameterized
 
 import hop_tf
 from hop_tf import codecs
+from hop_tf.collectives import all_reduce
+from hop_tf.errors import HopError
 from hop_tf.testing import InProcessCluster
 
 _OPTIONS = hop_tf.CommunicationOptions(timeout_seconds=60)
@@ -186,6 +190,99 @@ def _fit(model, epochs=2, **arguments):
     return model.get_weights()
 
 
+# A linear loss: gradients do not depend on the weights, so that their order and what they add up to are known.
+
+
+def _linear_loss(y, y_pred):
+    return tf.reduce_sum(y * y_pred, axis=-1)
+
+
+def _linear_gradients(num_steps):
+    """Each step's mean over all ranks, of a kernel whose product with the inputs is added to the predictions."""
+    x, y = _small_data()
+    steps = [slice(step % 4 * 8, step % 4 * 8 + 8) for step in range(num_steps)]
+    return [x[rows].T @ y[rows] / 8 for rows in steps]
+
+
+def _applied(optimizer, gradients):
+    """What Keras's own optimizer makes of zeros."""
+    variable = keras.Variable(np.zeros((6, 2), np.float32))
+    for gradient in gradients:
+        optimizer.apply([tf.constant(gradient)], [variable])
+    return variable.numpy()
+
+
+def _two_kernels(names=("first", "second")):
+    inputs = keras.Input((6,))
+    layers = [keras.layers.Dense(2, use_bias=False, kernel_initializer="zeros", name=name) for name in names]
+    return keras.Model(inputs, keras.layers.add([layer(inputs) for layer in layers]))
+
+
+class OwnOptimizers(keras.Model):
+    """Has an optimizer for each kernel. They get their variables in the first step."""
+
+    def __init__(self, network, optimizers):
+        super().__init__()
+        self.network = network
+        self.optimizers = optimizers
+
+    def call(self, inputs):
+        return self.network(inputs)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(_linear_loss(y, self.network(x)))
+        kernels = self.network.trainable_variables
+        for optimizer, gradient, kernel in zip(self.optimizers, tape.gradient(loss, kernels), kernels, strict=True):
+            optimizer.apply([gradient], [kernel])
+        return {"loss": loss}
+
+
+class Unused(keras.layers.Layer):
+    """Has a variable that gets no gradient."""
+
+    def build(self, shape):
+        self.unused = self.add_weight(shape=(3,), initializer="ones")
+
+    def call(self, inputs):
+        return inputs
+
+
+class _StopRank1(keras.callbacks.Callback):
+    def __init__(self, rank, batch):
+        super().__init__()
+        self._rank = rank
+        self._batch = batch
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self._rank == 1 and batch == self._batch:
+            self.model.stop_training = True
+
+
+class _AbortOnRank1(keras.callbacks.Callback):
+    """Ends the job on rank 1, while the others are between two steps and have heard of it when they go on."""
+
+    def __init__(self, strategy):
+        super().__init__()
+        self._strategy = strategy
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 1:
+            if self._strategy.rank == 1:
+                raise HopError("broken on purpose")
+            with contextlib.suppress(HopError):
+                self._strategy._worker.membership.wait_until(lambda: False, _OPTIONS.timeout_seconds)
+
+
+def _error_of_fit(strategy, **arguments):
+    try:
+        _fit(_compiled(strategy), **arguments)
+    except Exception as error:
+        return error
+    return None
+
+
 class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
         {"world_size": 2, "width": 1},
@@ -270,6 +367,44 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(weights[0], _delayed_keras("nesterov", drain="apply"), rtol=1e-5, atol=1e-5)
             self.assertAllClose(weights[1], _delayed_keras("use_ema", drain="apply"), rtol=1e-5, atol=1e-5)
 
+    @parameterized.parameters(None, "rmsprop")
+    def test_drain_with_optimizers_of_the_models_own(self, unused_optimizer):
+        """They are SGD and Adam, and built by their first update."""
+
+        def make_optimizers():
+            return [keras.optimizers.SGD(0.1, momentum=0.9), keras.optimizers.Adam(0.01)]
+
+        def run(strategy):
+            with strategy.scope():
+                model = OwnOptimizers(_two_kernels(), make_optimizers())
+                model.compile(unused_optimizer)
+            return _fit(model), [int(optimizer.iterations) for optimizer in model.optimizers]
+
+        applied = [np.zeros((6, 2), np.float32)] * 2 + _linear_gradients(8)
+        expected = [_applied(optimizer, applied) for optimizer in make_optimizers()]
+        for weights, iterations in _cluster(2, pipeline_width=3, drain="apply").run(run):
+            self.assertAllClose(weights, expected, rtol=1e-5, atol=1e-5)
+            self.assertEqual(iterations, [10, 10])
+
+    def test_drain_with_several_optimizers_in_one(self):
+        """Once, though each of them says that training has ended."""
+
+        def run(strategy):
+            with strategy.scope():
+                model = _two_kernels()
+                optimizers = keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.1))
+                optimizers[".*second.*"] = keras.optimizers.SGD(0.05, momentum=0.9)
+                model.compile(keras.optimizers.MultiOptimizer(optimizers), _linear_loss)
+            return _fit(model)
+
+        gradients = _linear_gradients(8)
+        expected = [
+            _applied(keras.optimizers.SGD(0.1), gradients),
+            _applied(keras.optimizers.SGD(0.05, momentum=0.9), gradients),
+        ]
+        for weights in _cluster(2, pipeline_width=3, drain="apply").run(run):
+            self.assertAllClose(weights, expected, rtol=1e-5, atol=1e-5)
+
     def test_a_second_fit_begins_with_an_empty_pipe(self):
         def run(strategy):
             model = _compiled(strategy)
@@ -290,29 +425,53 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(weights, model.get_weights(), rtol=1e-5, atol=1e-5)
 
     def test_warmup_is_not_repeated(self):
+        """The first `fit` is shorter than the warm-up; the second one begins with an empty pipe all the same."""
+
         def run(strategy):
             model = _compiled(strategy)
             for _ in range(2):
                 _fit(model, epochs=1)
-            return strategy._worker._groups[0].exchange.pipelined_from.numpy()
+            return model.get_weights()
 
-        self.assertEqual(_cluster(2, warmup_steps=3).run(run), [0, 0])
-        self.assertEqual(_cluster(2, warmup_steps=6).run(run), [2, 2])
+        x, y = _small_data()
+        model = _small_model()
+        optimizer = _OPTIMIZERS["sgd"]()
+        for warms_up in (True, False):
+            due = None
+            for start in range(0, 32, 8):
+                gradients = _loss_gradient(model, x[start : start + 8], y[start : start + 8])
+                if warms_up or due is not None:
+                    optimizer.apply(gradients if warms_up else due, model.trainable_variables)
+                due = gradients
+        for weights in _cluster(2, warmup_steps=6).run(run):
+            self.assertAllClose(weights, model.get_weights(), rtol=1e-5, atol=1e-5)
+
+    def test_ranks_that_ended_unequally_go_on_alike(self):
+        """Whatever of the warm-up a rank has made: the next `fit` has none."""
+
+        def run(strategy):
+            model = _compiled(strategy)
+            _fit(model, epochs=1, callbacks=[_StopRank1(strategy.rank, batch=1)])
+            strategy.synchronize(model)
+            history = []
+            record = keras.callbacks.LambdaCallback(
+                on_train_batch_end=lambda batch, logs: history.append(model.get_weights())
+            )
+            _fit(model, epochs=2, callbacks=[record])
+            return history
+
+        first, second = _cluster(2, warmup_steps=10).run(run)
+        self.assertLen(first, 8)
+        for step, (weights, others) in enumerate(zip(first, second, strict=True)):
+            for array, other in zip(weights, others, strict=True):
+                self.assertAllEqual(array, other, msg=f"step {step}")
 
     def test_one_rank_ends_early(self):
         """The others go on with the mean of their gradients."""
 
-        class StopRank1(keras.callbacks.Callback):
-            def __init__(self, rank):
-                super().__init__()
-                self.rank = rank
-
-            def on_train_batch_end(self, batch, logs=None):
-                self.model.stop_training = self.rank == 1
-
         def run(strategy):
             model = _compiled(strategy)
-            history = _fit(model, callbacks=[StopRank1(strategy.rank)])
+            history = _fit(model, callbacks=[_StopRank1(strategy.rank, batch=0)])
             return history, strategy.report()["steps"]
 
         results = _cluster(3, pipeline_width=1).run(run)
@@ -366,6 +525,30 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllClose(means[0], means[1])
         return means[0]
 
+    def test_moving_statistics_with_gradient_accumulation(self):
+        """They follow the data of steps without an update, too."""
+
+        def build():
+            return keras.Sequential(
+                [keras.Input((6,)), keras.layers.BatchNormalization(momentum=0.5), keras.layers.Dense(2)]
+            )
+
+        def run(strategy):
+            model = _compiled(strategy, build=build, optimizer="accumulation")
+            _fit(model)
+            return [w.numpy() for w in model.layers[0].non_trainable_weights]
+
+        x, _ = _small_data()
+        mean, variance = np.zeros(6), np.ones(6)
+        for step in range(8):
+            of_ranks = x[step % 4 * 8 :][:8].reshape(2, 4, 6)
+            mean = 0.5 * (mean + of_ranks.mean((0, 1)))
+            variance = 0.5 * (variance + of_ranks.var(1).mean(0))
+        for width in (1, 3):
+            with self.subTest(width=width):
+                for statistics in _cluster(2, pipeline_width=width).run(run):
+                    self.assertAllClose(statistics, [mean, variance], rtol=1e-5, atol=1e-5)
+
     def test_overflow_on_one_rank(self):
         """All ranks leave the same update out, and go on with the same weights and loss scale."""
 
@@ -383,6 +566,61 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
         for array, other in zip(weights, others, strict=True):
             self.assertTrue(np.isfinite(array).all())
             self.assertAllEqual(array, other)
+
+    @parameterized.parameters(("float32", 1e-5), ("float16", 0.01))
+    def test_loss_scale_with_an_unused_variable(self, dtype, tolerance):
+        """The optimizer is given None for its gradient."""
+
+        def build():
+            return keras.Sequential(
+                [
+                    keras.Input((6,), dtype=dtype),
+                    Unused(dtype=dtype),
+                    keras.layers.Dense(2, kernel_initializer="zeros", dtype=dtype),
+                ]
+            )
+
+        def run(strategy):
+            return _fit(_compiled(strategy, build=build, optimizer="loss_scale"))
+
+        plain = build()
+        plain.compile(_OPTIMIZERS["sgd"](), "mse")
+        expected = _fit(plain)
+        self.assertAllEqual(expected[0], np.ones(3))
+        self.assertGreater(np.abs(expected[1]).max(), 10 * tolerance)
+        for weights in _cluster(2, pipeline_width=1).run(run):
+            for array, other in zip(weights, expected, strict=True):
+                self.assertEqual(array.dtype, dtype)
+                self.assertAllClose(array, other, rtol=tolerance, atol=tolerance)
+
+    def test_an_abort_is_heard_between_steps(self):
+        """Who is alone afterwards waits for nobody, and must raise all the same."""
+
+        def run(strategy):
+            return _error_of_fit(strategy, callbacks=[_AbortOnRank1(strategy)])
+
+        errors = _cluster(2, pipeline_width=1).run(run)
+        self.assertIsInstance(errors[0], HopError)
+        self.assertIn("broken on purpose", str(errors[0]))
+        self.assertEqual(str(errors[1]), "broken on purpose")
+
+    @parameterized.parameters("mesh", "ring")
+    def test_a_thread_that_fails_in_an_all_reduce_ends_the_job(self, algorithm):
+        """Rank 1 has sent a mean to one of the others only: these must not go on with different weights."""
+        send, num_sent = all_reduce._Operation.send, []
+
+        def fail_once(operation, rank, turn, chunk, data):
+            if operation._membership.rank == 1 and operation.step == 2 and operation._committed:
+                num_sent.append(rank)
+                if len(num_sent) == 2:
+                    raise OSError("no buffer space on purpose")
+            return send(operation, rank, turn, chunk, data)
+
+        with mock.patch.object(all_reduce._Operation, "send", fail_once):
+            errors = _cluster(3, pipeline_width=1, algorithm=algorithm).run(_error_of_fit)
+        for error in errors:
+            self.assertIsNotNone(error)
+            self.assertIn("no buffer space on purpose", str(error))
 
     @parameterized.parameters(("float64", 1e-12), ("bfloat16", 0.05))
     def test_other_types(self, dtype, tolerance):

@@ -61,7 +61,9 @@ class MeasureTest(tf.test.TestCase):
         self.assertBetween(measurement.step.seconds, 1e-5, 10)
         self.assertBetween(measurement.network.seconds_per_byte, 1e-12, 1e-6)
         self.assertBetween(measurement.network.reduce_seconds_per_byte, 1e-12, 1e-7)
-        self.assertEqual(list(measurement.codec_seconds_per_byte), ["identity", "truncate16", "int8", "top_k", "sketch"])
+        self.assertEqual(
+            list(measurement.codec_seconds_per_byte), ["identity", "truncate16", "int8", "top_k", "sketch"]
+        )
         self.assertIn("Call it after a `fit`", errors[0])
         self.assertIn("`measure` was called while a `fit`", errors[1])
 

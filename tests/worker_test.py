@@ -128,7 +128,11 @@ class _TwoRanksTestCase(tf.test.TestCase, parameterized.TestCase):
 
         def add_group(rank, worker):
             return worker.add_group(
-                optimizer=optimizers[rank], trained=make_variables(rank), carried=[], statistics=StepStatistics()
+                optimizer=optimizers[rank],
+                trained=make_variables(rank),
+                carried=[],
+                carried_values=[],
+                statistics=StepStatistics(),
             )
 
         return optimizers, self.on_both(add_group)
