@@ -5,11 +5,11 @@ SGD with momentum m and decoupled weight decay makes, with a[i] = lr[i] g[i] and
     v[i] = m v[i - 1] - a[i]
     w[i] = rho[i] w[i - 1] + v[i]           or, as Nesterov's, w[i] = rho[i] w[i - 1] + m v[i] - a[i]
 
-All of this is linear. So what the gradients of a window contribute to v and w at its end e, -S and -A, follows the same
-lines from zero at the window's begin:
+All of this is linear. So what the gradients of a window contribute, S to v and A to w, follows the same lines from zero
+at the window's begin to its end e:
 
-    S[i] = m S[i - 1] + a[i]                (the paper's S, above Equation 11, with the learning rate in it)
-    A[i] = rho[i] A[i - 1] + S[i]           or, as Nesterov's, A[i] = rho[i] A[i - 1] + m S[i] + a[i]
+    S[i] = m S[i - 1] - a[i]                (the paper's S, above Equation 11, times -lr)
+    A[i] = rho[i] A[i - 1] + S[i]           or, as Nesterov's, A[i] = rho[i] A[i - 1] + m S[i] - a[i]
 
 and differences dS, dA at step e are, at step e + d,
 
@@ -18,7 +18,7 @@ and differences dS, dA at step e are, at step e + d,
                                             C[e] = 0;  C[i] = rho[i] C[i - 1] + m^(i - e)   (Nesterov: m^(i - e + 1))
 
 In windows of one step S is A (with Nesterov, A / (1 + m)), and only A travels. Other optimizers have no S; A is what
-they have taken off the weights.
+they have added to the weights.
 """
 
 from __future__ import annotations
@@ -99,23 +99,34 @@ class Windows:
           rate: The learning rate.
         """
         descent, rho, kinds = self._descent(), self._rho(rate), self._kinds()
-        for index, (variable, gradient, a) in enumerate(zip(self._variables, gradients, self._a, strict=True)):
-            update = self._accumulated(descent, index, gradient, rate) if descent else before[index] - variable
-            a.assign(a * tf.cast(rho[kinds[index]], a.dtype) + update)
+        for index, (variable, a) in enumerate(zip(self._variables, self._a, strict=True)):
+            if kinds[index] == _DECAYS:
+                a.assign(a * tf.cast(rho[_DECAYS], a.dtype))
+            if descent is None:
+                a.assign_add(variable - before[index])
+            else:
+                self._descend(descent, index, gradients[index], rate)
         factor = descent.momentum if descent else 0.0
         self._m.assign(factor * self._m)
         self._r.assign(rho[:, tf.newaxis] * self._r)
         spread = factor * self._m if descent and descent.nesterov else self._m
         self._c.assign(rho[:, tf.newaxis] * self._c + spread)
 
-    def _accumulated(self, descent: Descent, index: int, gradient: tf.Tensor, rate: tf.Tensor) -> tf.Tensor:
-        """Adds to S; returns what S and the gradient add to A."""
-        update = tf.cast(gradient, self._a[index].dtype) * tf.cast(rate, self._a[index].dtype)
+    def _descend(self, descent: Descent, index: int, gradient: tf.Tensor, rate: tf.Tensor) -> None:
+        """The optimizer's lines, without decay, in one pass over the values."""
+        a = self._a[index]
+        gradient, rate = tf.cast(gradient, a.dtype), tf.cast(rate, a.dtype)
         if not self._velocities:
-            return update
-        s = self._s[index]
-        s.assign(descent.momentum * s + update)
-        return descent.momentum * s + update if descent.nesterov else s.read_value()
+            tf.raw_ops.ResourceApplyGradientDescent(var=a.handle, alpha=rate, delta=gradient)
+            return
+        tf.raw_ops.ResourceApplyKerasMomentum(
+            var=a.handle,
+            accum=self._s[index].handle,
+            lr=rate,
+            grad=gradient,
+            momentum=tf.constant(descent.momentum, a.dtype),
+            use_nesterov=descent.nesterov,
+        )
 
     def coast(self, rate: tf.Tensor) -> None:
         """Emits the ops of a step whose gradient is zero, for one that the optimizer has left out."""
@@ -182,8 +193,8 @@ class Windows:
             change = tf.cast(r[kinds[index]], change.dtype) * change
             if self._velocities:
                 change += tf.cast(c[kinds[index]], change.dtype) * sums[index]
-                self._velocities[index].assign_sub(tf.cast(m, change.dtype) * sums[index])
-            variable.assign_sub(change)
+                self._velocities[index].assign_add(tf.cast(m, change.dtype) * sums[index])
+            variable.assign_add(change)
 
     def _factors_of(self, slot: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         m, r, c = self._m[slot], self._r[:, slot], self._c[:, slot]

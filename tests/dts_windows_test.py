@@ -160,13 +160,13 @@ class SelectionTest(tf.test.TestCase):
         rank = _Rank("momentum", "constant", 0.0, codecs.TopK(ratio=0.4), 1)
         rank.step(tf.constant([1.0, -5.0, 2.0, 0.5, -3.0]))
         a, s = rank.hand_out(tf.constant(0, tf.int64))
-        self.assertAllClose(a, [0.0, -0.5, 0.0, 0.0, -0.3])
+        self.assertAllClose(a, [0.0, 0.5, 0.0, 0.0, 0.3])
         self.assertAllClose(s, a)
         rank.step(tf.constant([1.0, 0.0, 0.0, 0.0, 0.0]))
-        # The window of the others has gone on: S = 0.9 * 0.1 + 0.1, A = 0.1 + S; and 0.2 + 0.18.
+        # The window of the others has gone on: -S = 0.9 * 0.1 + 0.1, -A = 0.1 - S; and 0.2 + 0.18.
         a, s = rank.hand_out(tf.constant(1, tf.int64))
-        self.assertAllClose(a, [0.29, 0.0, 0.38, 0.0, 0.0])
-        self.assertAllClose(s, [0.19, 0.0, 0.18, 0.0, 0.0])
+        self.assertAllClose(a, [-0.29, 0.0, -0.38, 0.0, 0.0])
+        self.assertAllClose(s, [-0.19, 0.0, -0.18, 0.0, 0.0])
 
     def test_the_threshold_is_not_that_of_one_column(self):
         """The sample meets all columns of a kernel, one without gradients among others."""
