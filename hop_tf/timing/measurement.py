@@ -96,7 +96,7 @@ def measure(strategy: ExchangeStrategy) -> Measurement:
     compute_seconds = strategy.report().get("compute_seconds", 0.0)
     if strategy.world_size > 1 and not compute_seconds:
         raise RuntimeError(
-            "`measure` needs the durations of some steps. Call it after a `fit` of several steps, without `run_eagerly`."
+            "`measure` needs the durations of some steps. Call it after a `fit` of several ones, without `run_eagerly`."
         )
     costs = {name: _codec_seconds_per_byte(codecs.get(name)) for name in _CODECS}
     mesh, ring = (_all_reduce_seconds(strategy, name, 1, _NUM_SHORT) for name in pipe_sgd.ALGORITHMS)
