@@ -302,9 +302,8 @@ class CodecsTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllClose(ratios, [4.0**-n for n in (1, 2, 3, 4, 5, 5, 5)], rtol=1e-12)
         for step, ratio in enumerate(ratios):
             self.assertEqual(codec.at_step(step), dataclasses.replace(codec, ratio=ratio, warmup_steps=0))
-            self.assertEqual(
-                codec.selected().at_step(step), codecs.Sparse(ratio=ratio, values="int8"), "the shares agree"
-            )
+            selected = codecs.Sparse(ratio=ratio, values="int8", error_feedback=True)
+            self.assertEqual(codec.selected().at_step(step), selected, "the shares agree")
 
     def test_dense(self):
         """What encodes all values has the error feedback, where it needs it."""
