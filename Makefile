@@ -2,7 +2,8 @@
 #
 #   make demo       four processes train scikit-learn's digits
 #   make test       the test suite; PYTEST_ARGS="-k topology" runs a part of it
-#   make stress     the multi-process tests, REPEAT times with other deaths, and 10,000 random schedules in simulation
+#   make stress     the multi-process tests, REPEAT times with other deaths, and the others with all their variants and
+#                   10,000 random schedules
 #   make benchmark  what the core and the transport cost; nothing else should run on the machine
 #   make lint       ruff's checks and format
 #   make bazel      builds and tests everything with Bazel, offline
@@ -25,7 +26,7 @@ INSTALLED := $(VENV)/.installed
 .DELETE_ON_ERROR:
 
 help:
-	@sed -n '3,11s/^# \{0,1\}//p' Makefile
+	@sed -n '3,12s/^# \{0,1\}//p' Makefile
 
 demo: $(INSTALLED)
 	TF_CPP_MIN_LOG_LEVEL=1 $(BIN)/python -m hop_tf launch --num_workers=4 examples/digits.py
@@ -38,7 +39,8 @@ stress: $(INSTALLED)
 		echo "run $$run of $(REPEAT)"; \
 		HOP_TF_SCHEDULE_SEED=$$run $(BIN)/pytest -q $(PARALLEL) --durations=0 -m multi_process $(PYTEST_ARGS) || exit 1; \
 	done
-	HOP_TF_NUM_SCHEDULES=10000 $(BIN)/pytest -q --timeout=7200 $(PARALLEL) tests/hop_simulation_test.py tests/hop_faults_test.py
+	HOP_TF_SCHEDULE_SEED=0 HOP_TF_NUM_SCHEDULES=10000 \
+		$(BIN)/pytest -q --timeout=7200 $(PARALLEL) -m "not multi_process" $(PYTEST_ARGS)
 
 benchmark: $(INSTALLED)
 	$(BIN)/python benchmarks/benchmark_transport.py

@@ -1,4 +1,4 @@
-"""Marks the tests that start processes, and fails a test that leaves something behind.
+"""Marks the tests that start processes, skips those of `make stress`, and fails a test that leaves something behind.
 
 That is: threads, processes, or changed environment variables. A test class or module may hold such things in
 `setUpClass` and release them in `tearDownClass`: the check runs around every test, and once more around every module.
@@ -6,6 +6,7 @@ That is: threads, processes, or changed environment variables. A test class or m
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import os
 import threading
@@ -31,6 +32,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if _PROCESS_STARTERS & vars(item.module).keys():
             item.add_marker("multi_process")
+    if "HOP_TF_SCHEDULE_SEED" not in os.environ:
+        _skip_stress(items)
+
+
+def _skip_stress(items: list[pytest.Item]) -> None:
+    num_cases: collections.Counter[int] = collections.Counter()  # By marker: the cases of a test share theirs.
+    for item in items:
+        marker = item.get_closest_marker("stress")
+        if marker is not None:
+            num_cases[id(marker)] += 1
+            if num_cases[id(marker)] > marker.kwargs.get("after", 0):
+                item.add_marker(pytest.mark.skip(reason="a part of `make stress`"))
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -5,6 +5,7 @@ import functools
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -180,15 +181,16 @@ def _decaying(**arguments):
 
 class ExactTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
-        {"world_size": 2, "delay": 0, "interval": 1, "momentum": 0.9},
         {"world_size": 2, "delay": 4, "interval": 4, "momentum": 0.9},
         {"world_size": 3, "delay": 3, "interval": 1},
+        {"world_size": 4, "delay": 5, "interval": 2, "momentum": 0.9, "nesterov": True, "decay": 0.5},
+        {"world_size": 2, "delay": 0, "interval": 1, "momentum": 0.9},
         {"world_size": 2, "delay": 5, "interval": 1, "momentum": 0.9, "nesterov": True},
         {"world_size": 3, "delay": 0, "interval": 3, "momentum": 0.9, "nesterov": True},
-        {"world_size": 4, "delay": 5, "interval": 2, "momentum": 0.9, "nesterov": True, "decay": 0.5},
         {"world_size": 2, "delay": 6, "interval": 4, "decay": 0.5},
         {"world_size": 2, "delay": 20, "interval": 12, "momentum": 0.9},
     )
+    @pytest.mark.stress(after=3)
     def test_equals_the_specification_step_by_step(self, world_size, delay, interval, decay=0.0, **momentum):
         expected, in_the_end = _exact(world_size, delay, interval, decay=decay, **momentum)
         optimizer = _decaying(weight_decay=decay or None, **momentum)
@@ -280,7 +282,8 @@ class ExactTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class CompensationTest(tf.test.TestCase, parameterized.TestCase):
-    @parameterized.parameters((0, 1), (3, 1), (2, 4), (5, 3))
+    @parameterized.parameters((2, 4), (5, 3), (0, 1), (3, 1))
+    @pytest.mark.stress(after=1)
     def test_equation_13(self, delay, interval):
         expected = _equation_13(2, delay, interval, 0.9)
         cluster = _cluster(2, delay=delay, interval=interval, compensation="paper")
@@ -290,6 +293,7 @@ class CompensationTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(history, [weights[rank] for weights in expected], rtol=1e-5, atol=1e-5)
 
     @parameterized.parameters("paper", "none")
+    @pytest.mark.stress(after=1)
     def test_without_momentum_all_are_the_same(self, compensation):
         """Equation 12."""
         _, expected = _exact(2, 3, 2)
@@ -298,7 +302,8 @@ class CompensationTest(tf.test.TestCase, parameterized.TestCase):
         ):
             self.assertAllClose(last, expected, rtol=1e-5, atol=1e-5)
 
-    @parameterized.parameters((0, 3), (4, 3))
+    @parameterized.parameters((4, 3), (0, 3))
+    @pytest.mark.stress(after=1)
     def test_none(self, delay, interval):
         """A difference is applied as it is. At D = 0 nothing needs compensation."""
         expected = _equation_13(2, delay, interval, 0.9, factor=1.0)
@@ -390,7 +395,8 @@ _REFUSALS = (ValueError, PeerLostError)
 
 
 class OptimizersTest(tf.test.TestCase, parameterized.TestCase):
-    @parameterized.parameters((0, 1), (4, 3))
+    @parameterized.parameters((4, 3), (0, 1))
+    @pytest.mark.stress(after=1)
     def test_adam(self, delay, interval):
         def make_optimizer():
             return keras.optimizers.Adam(0.01)
@@ -407,6 +413,7 @@ class OptimizersTest(tf.test.TestCase, parameterized.TestCase):
         lambda: keras.optimizers.Lion(0.001),
         lambda: keras.optimizers.SGD(0.05, momentum=0.9, clipnorm=0.5),
     )
+    @pytest.mark.stress(after=1)
     def test_all_ranks_end_with_the_same(self, make_optimizer):
         (_, first, _), (_, second, _) = _cluster(2, delay=3, interval=2).run(lambda s: _train(s, make_optimizer))
         self.assertAllClose(first, second, rtol=1e-5, atol=1e-5)
@@ -437,6 +444,7 @@ class OptimizersTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(weights[1], bias, rtol=1e-5, atol=1e-5)
 
     @parameterized.parameters(None, "rmsprop")
+    @pytest.mark.stress(after=1)
     def test_optimizers_of_the_models_own(self, unused_optimizer):
         """They are SGD and Adam, and built by their first update. What is under way in the end is applied."""
 
@@ -498,6 +506,7 @@ class OptimizersTest(tf.test.TestCase, parameterized.TestCase):
         ("gradient_accumulation_steps", lambda: keras.optimizers.SGD(_RATE, gradient_accumulation_steps=2)),
         ("weight_decay", lambda: keras.optimizers.AdamW(0.01)),
     )
+    @pytest.mark.stress(after=2)
     def test_refused_under_loss_scaling(self, name, make_inner):
         def run(strategy):
             _fit(_compiled(strategy, lambda: keras.optimizers.LossScaleOptimizer(make_inner())))
@@ -510,7 +519,8 @@ class OptimizersTest(tf.test.TestCase, parameterized.TestCase):
         with self.assertRaisesRegex(_REFUSALS, "must be float32 or float64"):
             _cluster(2).run(lambda strategy: _fit(_compiled(strategy, dtype=dtype)))
 
-    @parameterized.parameters({"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}, {"weight_decay": 0.5}, {})
+    @parameterized.parameters({"momentum": 0.9, "nesterov": True}, {"weight_decay": 0.5}, {"momentum": 0.9}, {})
+    @pytest.mark.stress(after=2)
     def test_a_step_left_out_is_one_without_gradient(self, momentum=0.0, nesterov=False, weight_decay=0.0):
         """Rank 1's gradient overflows in step 3; both go on as if it had been zero."""
         num_steps, bad = 9, 3
@@ -543,8 +553,9 @@ class OptimizersTest(tf.test.TestCase, parameterized.TestCase):
 
 class CodecTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
-        (codecs.Truncate16(round_to_nearest=True), 0.01), ("int8", 0.02), ("sketch", 0.05), (None, 1e-5)
+        ("int8", 0.02), (codecs.Truncate16(round_to_nearest=True), 0.01), ("sketch", 0.05), (None, 1e-5)
     )
+    @pytest.mark.stress(after=1)
     def test_ranks_agree_on_what_they_have_heard(self, codec, tolerance):
         _, expected = _exact(3, 4, 2, momentum=0.9)
         results = _cluster(3, delay=4, interval=2, codec=codec).run(lambda s: _train(s, _decaying(momentum=0.9)))
@@ -552,7 +563,8 @@ class CodecTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(last, expected, atol=tolerance)
             self.assertAllClose(last, results[0][1], rtol=1e-5, atol=1e-5)
 
-    @parameterized.parameters(codecs.TopK(ratio=0.25), codecs.TopK(ratio=0.1, warmup_steps=3))
+    @parameterized.parameters(codecs.TopK(ratio=0.1, warmup_steps=3), codecs.TopK(ratio=0.25))
+    @pytest.mark.stress(after=1)
     def test_top_k_loses_nothing(self, codec):
         """However late a value was sent, the result is that of synchronous SGD."""
         expected = _replayed(_linear_gradients(), momentum=0.9, decay=0.5)
@@ -562,6 +574,7 @@ class CodecTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(last, expected, rtol=1e-5, atol=1e-5)
 
     @parameterized.parameters(0.25, 0.5)
+    @pytest.mark.stress(after=1)
     def test_error_feedback_of_selected_values(self, ratio):
         """What int8 takes off the selected values is sent later, with indices or in whole vectors."""
         num_epochs, errors = 6, {}
@@ -618,7 +631,8 @@ class FitTest(tf.test.TestCase, parameterized.TestCase):
             w = w - _RATE * _gradient(w, step, 0, 2)
         self.assertAllClose(last, w, rtol=1e-5, atol=1e-5)
 
-    @parameterized.parameters(None, 2)
+    @parameterized.parameters(2, None)
+    @pytest.mark.stress(after=1)
     def test_moving_statistics_are_averaged(self, gradient_accumulation_steps):
         """They follow the data of all ranks, those of steps without an update too."""
         x, y, _ = _problem()

@@ -19,7 +19,7 @@ _WORLD_SIZE = 2
 _NUM_STEPS = 41
 _NUM_VALUES = 5
 _MAX_DELAY, _MAX_INTERVAL = 20, 12
-_EVERY = 1 if "HOP_TF_SCHEDULE_SEED" in os.environ else 47
+_EVERY = 1 if "HOP_TF_SCHEDULE_SEED" in os.environ else 97
 
 _MOMENTA = {"plain": {}, "momentum": {"momentum": 0.9}, "nesterov": {"momentum": 0.9, "nesterov": True}}
 _RATES = {

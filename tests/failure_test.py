@@ -22,6 +22,7 @@ from unittest import mock
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -276,11 +277,17 @@ class _ProcessesTestCase(tf.test.TestCase):
 
 class LostRankTest(_ProcessesTestCase, parameterized.TestCase):
     @parameterized.named_parameters(
-        ("killed", signal.SIGKILL, 4, False),
-        ("killed_in_custom_loop", signal.SIGKILL, 4, True),
-        ("frozen", signal.SIGSTOP, 3, False),
+        ("killed", signal.SIGKILL, 4),
+        ("frozen", signal.SIGSTOP, 3),
     )
-    def test_a_silent_rank_is_named_by_all_if(self, signum, num_workers, in_custom_loop):
+    def test_a_silent_rank_is_named_by_all_if(self, signum, num_workers):
+        self._check_is_named_by_all(signum, num_workers, in_custom_loop=False)
+
+    @pytest.mark.stress
+    def test_a_rank_killed_in_a_custom_loop_is_named_by_all(self):
+        self._check_is_named_by_all(signal.SIGKILL, 4, in_custom_loop=True)
+
+    def _check_is_named_by_all(self, signum, num_workers, in_custom_loop):
         addresses = self.reserve(num_workers)
         args = (addresses, self.gates, _IMPATIENT | {"topology": "ring"}, None, in_custom_loop)
         runner = self.start_together(train_until_it_fails, num_workers, *args)
@@ -342,7 +349,7 @@ class DisagreementTest(_ProcessesTestCase):
                     self.assertRegex(error, part)
 
 
-class LeavingRankTest(_ProcessesTestCase, parameterized.TestCase):
+class LeavingRankTest(_ProcessesTestCase):
     def test_the_others_go_on_without_an_interrupted_rank(self):
         runner = self.start(be_interrupted, 3, self.reserve(3), self.gates)
         for case, stopped in _INTERRUPTIONS.items():
@@ -372,8 +379,14 @@ class LeavingRankTest(_ProcessesTestCase, parameterized.TestCase):
             self.assertAllEqual(results["weights"][0], first["weights"][0])
             self.assertEqual(results["threads"], [])
 
-    @parameterized.parameters(exit_after_fit, exit_in_a_custom_loop)
-    def test_a_process_ends_without_shutdown(self, program):
+    def test_a_process_ends_without_shutdown(self):
+        self._check_ends(exit_after_fit)
+
+    @pytest.mark.stress
+    def test_a_process_ends_in_a_custom_loop_without_shutdown(self):
+        self._check_ends(exit_in_a_custom_loop)
+
+    def _check_ends(self, program):
         addresses = self.reserve(3)
         results = self.start(program, 3, addresses).join()
         self.assertEqual([result.exit_code for result in results.workers], [0, 7, 1])

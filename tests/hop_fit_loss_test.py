@@ -5,6 +5,7 @@ import signal
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -65,8 +66,15 @@ class HopFitLossTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(weights, np.arange(4), atol=0.1)
             self.assertIn(f"takes all ranks, and rank {_LOST} was lost", error)
 
-    @parameterized.parameters(*_SETTINGS)
-    def test_goes_on_without_a_killed_rank(self, name):
+    def test_goes_on_without_a_killed_rank(self):
+        self._check_goes_on("standard")
+
+    @parameterized.parameters("backup", "staleness")
+    @pytest.mark.stress
+    def test_goes_on_without_a_killed_rank_under_other_settings(self, name):
+        self._check_goes_on(name)
+
+    def _check_goes_on(self, name):
         arguments = (_SETTINGS[name], signal.SIGKILL)
         with MultiProcessRunner(_run, num_workers=_WORLD_SIZE, args=arguments, timeout_seconds=120) as runner:
             results = runner.join()

@@ -9,10 +9,10 @@ import math
 import os
 import random
 import time
-import unittest
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -20,7 +20,6 @@ import hop_tf
 from hop_tf.testing import MultiProcessRunner
 
 _SEED = int(os.environ.get("HOP_TF_SCHEDULE_SEED", "0"))
-_only_in_stress = unittest.skipUnless("HOP_TF_SCHEDULE_SEED" in os.environ, "a part of `make stress`")
 _BATCH_SIZE = 8
 _NUM_STEPS = 60  # In an epoch.
 _NUM_EPOCHS = 3
@@ -143,15 +142,15 @@ class HopFitRejoinTest(tf.test.TestCase, parameterized.TestCase):
                 self.assertAllEqual(weights, of_first)
         self.assertBetween(values[0]["report"]["steps"], 20, _NUM_EPOCHS * _NUM_STEPS - 20)
 
-    @parameterized.parameters("backup", "hybrid_with_skip")
-    def test_joins(self, name):
+    def test_joins(self):
+        self._check_joins("backup")
+
+    @parameterized.parameters("hybrid_with_skip", "standard")
+    @pytest.mark.stress
+    def test_joins_under_other_settings(self, name):
         self._check_joins(name)
 
-    @_only_in_stress
-    def test_joins_where_all_wait_for_all(self):
-        self._check_joins("standard")
-
-    @_only_in_stress
+    @pytest.mark.stress
     def test_joins_seven_others(self):
         restarted, *others = values = self._values("eight", "ring_based", 8, {"num_backup_workers": 1})
         self._check_steps(values)

@@ -9,6 +9,7 @@ import warnings
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -213,12 +214,19 @@ class BackupTest(tf.test.TestCase):
 
 
 class SkippingTest(tf.test.TestCase, parameterized.TestCase):
+    def test_a_straggler_passes_over_steps(self):
+        self._check_passes_over(_BACKUP_AND_SKIP, ["graph", "steps_per_execution", "loss_scaling"])
+
     @parameterized.named_parameters(
-        ("backup", _BACKUP_AND_SKIP, list(_MODES)),
+        ("modes", _BACKUP_AND_SKIP, ["eagerly", "accumulation"]),
         ("staleness", _STALENESS_AND_SKIP, ["graph"]),
         ("serial", {**_BACKUP_AND_SKIP, **_SERIAL}, ["graph"]),
     )
-    def test_a_straggler_passes_over_steps(self, settings, modes):
+    @pytest.mark.stress
+    def test_a_straggler_passes_over_steps_otherwise(self, settings, modes):
+        self._check_passes_over(settings, modes)
+
+    def _check_passes_over(self, settings, modes):
         values = _join(_run_skipping, settings, modes)
         for mode in modes:
             num_updates = 2 * _NUM_STEPS // (2 if mode == "accumulation" else 1)

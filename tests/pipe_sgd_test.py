@@ -6,6 +6,7 @@ from unittest import mock
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -286,12 +287,13 @@ def _error_of_fit(strategy, **arguments):
 class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
         {"world_size": 2, "width": 1},
-        {"world_size": 2, "width": 3},
-        {"world_size": 3, "width": 3, "warmup_steps": 5, "algorithm": "ring"},
         {"world_size": 3, "width": 2, "num_segments": 3},
+        {"world_size": 3, "width": 3, "warmup_steps": 5, "algorithm": "ring"},
+        {"world_size": 2, "width": 3},
         {"world_size": 4, "width": 2, "algorithm": "ring"},
         {"world_size": 5, "width": 2, "warmup_steps": 3},
     )
+    @pytest.mark.stress(after=3)
     def test_equals_algorithm_1(self, world_size, width, warmup_steps=0, **settings):
         cluster = _cluster(world_size, pipeline_width=width, warmup_steps=warmup_steps, **settings)
         expected = _algorithm_1(world_size, width, warmup_steps, 2)
@@ -301,7 +303,8 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllEqual(history, results[0][0])
             self.assertEqual(report["steps"], 16)
 
-    @parameterized.parameters(("truncate16", _truncate16), ("int8", _int8))
+    @parameterized.parameters(("int8", _int8), ("truncate16", _truncate16))
+    @pytest.mark.stress(after=1)
     def test_equals_algorithm_1_with_codec(self, codec, reference):
         """The mean passes through a NumPy codec, too. A value at the border of two codes may fall to either side."""
         results = _cluster(3, codec=codec).run(_train_least_squares)
@@ -316,6 +319,7 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
         codecs.QuantileSketch(), codecs.Int8(error_feedback=True), codecs.Int8(block_size=None), codecs.Truncate16()
     )
+    @pytest.mark.stress(after=2)
     def test_weights_are_the_same_everywhere(self, codec):
         results = _cluster(3, codec=codec, algorithm="ring").run(_train_least_squares)
         for history, _ in results:
@@ -368,6 +372,7 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(weights[1], _delayed_keras("use_ema", drain="apply"), rtol=1e-5, atol=1e-5)
 
     @parameterized.parameters(None, "rmsprop")
+    @pytest.mark.stress(after=1)
     def test_drain_with_optimizers_of_the_models_own(self, unused_optimizer):
         """They are SGD and Adam, and built by their first update."""
 
@@ -505,7 +510,7 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
             _fit(model, epochs=4)
             return [w.numpy() for w in model.layers[0].non_trainable_weights]
 
-        for width in (1, 2, 4):
+        for width in (1, 4):
             with self.subTest(width=width):
                 expected = self._moving_means(width)
                 for statistics in _cluster(2, pipeline_width=width, codec="int8").run(run):
@@ -544,10 +549,8 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
             of_ranks = x[step % 4 * 8 :][:8].reshape(2, 4, 6)
             mean = 0.5 * (mean + of_ranks.mean((0, 1)))
             variance = 0.5 * (variance + of_ranks.var(1).mean(0))
-        for width in (1, 3):
-            with self.subTest(width=width):
-                for statistics in _cluster(2, pipeline_width=width).run(run):
-                    self.assertAllClose(statistics, [mean, variance], rtol=1e-5, atol=1e-5)
+        for statistics in _cluster(2, pipeline_width=3).run(run):
+            self.assertAllClose(statistics, [mean, variance], rtol=1e-5, atol=1e-5)
 
     def test_overflow_on_one_rank(self):
         """All ranks leave the same update out, and go on with the same weights and loss scale."""
@@ -567,7 +570,8 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
             self.assertTrue(np.isfinite(array).all())
             self.assertAllEqual(array, other)
 
-    @parameterized.parameters(("float32", 1e-5), ("float16", 0.01))
+    @parameterized.parameters(("float16", 0.01), ("float32", 1e-5))
+    @pytest.mark.stress(after=1)
     def test_loss_scale_with_an_unused_variable(self, dtype, tolerance):
         """The optimizer is given None for its gradient."""
 
@@ -605,6 +609,7 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(str(errors[1]), "broken on purpose")
 
     @parameterized.parameters("mesh", "ring")
+    @pytest.mark.stress(after=1)
     def test_a_thread_that_fails_in_an_all_reduce_ends_the_job(self, algorithm):
         """Rank 1 has sent a mean to one of the others only: these must not go on with different weights."""
         send, num_sent = all_reduce._Operation.send, []
