@@ -2,7 +2,7 @@
 
     python benchmarks/benchmark_allreduce.py --world_sizes=2,4 --megabytes=1,25,100 --links=loopback,1e9
 
-Ranks are processes: on loopback, or on hosts of an emulated network (`network.py`, which needs root) with so many bits
+Ranks are processes: on loopback, or on hosts of an emulated network (`network`, which needs root) with so many bits
 per second each way. In each of them all members exist side by side, and take turns within every round, so that what
 slows the machine slows all of them. A round's time is that of the slowest rank, from a common start. Medians are shown,
 and the time of gloo, in the same rounds, divided by that of the member: above 1 is faster than gloo.

@@ -5,7 +5,7 @@
     python benchmarks/benchmark_dts.py --quick --dataset=fashion_mnist
 
 scaling    Scaling efficiency, which is the speed of n ranks over n times that of one rank, against the round-trip time.
-           Ranks are hosts of an emulated network (`network.py`, which needs root); computation is emulated, asleep.
+           Ranks are hosts of an emulated network (`network`, which needs root); computation is emulated, asleep.
 sites      The same between Tokyo, Oregon, London and Ohio (`network.site_delays`).
 accuracy   A small residual network, trained with the same global batches, on the test data. Ranks are threads.
 

@@ -17,7 +17,7 @@ import tensorflow as tf
 import hop_tf
 from hop_tf.testing import MultiProcessRunner
 
-_PATH = pathlib.Path(__file__).resolve().parent.parent / "benchmarks" / "network.py"
+_PATH = pathlib.Path(__file__).resolve().parent.parent / "benchmarks" / "network" / "__init__.py"
 _SPEC = importlib.util.spec_from_file_location("hop_tf_network", _PATH)
 network = importlib.util.module_from_spec(_SPEC)
 sys.modules[_SPEC.name] = network

@@ -1,4 +1,4 @@
-"""The emulated network of `benchmarks/network.py`: rates, delays, failures, and that nothing is left behind."""
+"""The emulated network of `benchmarks/network`: rates, delays, failures, and that nothing is left behind."""
 
 import contextlib
 import hashlib
@@ -7,6 +7,7 @@ import itertools
 import os
 import pathlib
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,7 +20,7 @@ from unittest import mock
 import psutil
 from absl.testing import absltest, parameterized
 
-_PATH = pathlib.Path(__file__).resolve().parent.parent / "benchmarks" / "network.py"
+_PATH = pathlib.Path(__file__).resolve().parent.parent / "benchmarks" / "network" / "__init__.py"
 _SPEC = importlib.util.spec_from_file_location("hop_tf_network", _PATH)
 network = importlib.util.module_from_spec(_SPEC)
 sys.modules[_SPEC.name] = network
@@ -164,12 +165,12 @@ class LinksTest(parameterized.TestCase):
 
 class AvailableTest(absltest.TestCase):
     def test_names_a_missing_program(self):
-        with mock.patch.object(network.shutil, "which", return_value=None):
+        with mock.patch.object(shutil, "which", return_value=None):
             self.assertEqual(network.available(), "the command ip is missing (package iproute2)")
 
     def test_network_says_why_not(self):
         with (
-            mock.patch.object(network, "available", return_value="no devices"),
+            mock.patch.object(network.namespaced, "available", return_value="no devices"),
             self.assertRaisesRegex(RuntimeError, "no network here: no devices"),
             network.Network(2),
         ):
@@ -376,7 +377,7 @@ class LeavesNothingTest(parameterized.TestCase):
 
     @parameterized.parameters(signal.SIGINT, signal.SIGTERM, signal.SIGKILL, None)
     def test_when_its_owner_ends(self, signum):
-        argv = [sys.executable, "-c", _OWNER, str(_PATH.parent)]
+        argv = [sys.executable, "-c", _OWNER, str(_PATH.parent.parent)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         with subprocess.Popen(argv, **pipes) as owner:
             self.assertEqual(owner.stdout.readline(), b"ready\n")

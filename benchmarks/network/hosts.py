@@ -1,0 +1,129 @@
+"""`Hosts`: what a network and its replacement have in common."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import math
+import subprocess
+from collections.abc import Iterator, Sequence
+
+from .links import Links
+
+
+class Hosts:
+    """What a network and its replacement have in common: hosts, their processes, and links that fail.
+
+    A context manager: entering starts it, leaving closes it. May be used from any thread.
+    """
+
+    addresses: tuple[str, ...]
+
+    def __init__(self, links: Links):
+        self.links = links
+        self._processes: list[subprocess.Popen] = []
+
+    @property
+    def num_hosts(self) -> int:
+        """Number of hosts."""
+        return self.links.num_hosts
+
+    def address(self, of: int, seen_from: int, port: int) -> str:
+        """Where host `seen_from` reaches what listens at a port of host `of`, as "host:port"."""
+        self._check_hosts(of, seen_from)
+        return f"{self.addresses[of]}:{port}"
+
+    def command(self, host: int, argv: Sequence[str]) -> list[str]:
+        """Returns a command that runs `argv` inside of a host. Its process id is that of the program."""
+        self._check_hosts(host)
+        return list(argv)
+
+    def popen(self, host: int, argv: Sequence[str], **kwargs) -> subprocess.Popen:
+        """Starts a program inside of a host, killed at the latest when the network is closed.
+
+        Args:
+          host: The host.
+          argv: The program and its arguments.
+          **kwargs: As `subprocess.Popen` takes them.
+        """
+        process = subprocess.Popen(self.command(host, argv), **kwargs)
+        self._processes.append(process)
+        return process
+
+    @contextlib.contextmanager
+    def inside(self, host: int) -> Iterator[None]:
+        """Moves the calling thread into a host for a while.
+
+        A socket that it creates there, and a process that it starts, belong to that host for good. Other threads, also
+        those that a library starts later on its own, do not.
+        """
+        self._check_hosts(host)
+        yield
+
+    def stall(self, host: int, seconds: float, other: int | None = None) -> None:
+        """Holds everything back that is on the way from or to a host, for that long from now.
+
+        What fits into the queue arrives afterwards, in order.
+
+        Args:
+          host: The host.
+          seconds: How long.
+          other: Only what is on the way from or to this one.
+
+        Raises:
+          ValueError: If a host does not exist or `seconds` is negative.
+          RuntimeError: If the network has no relay.
+        """
+        if not 0 <= seconds < math.inf:
+            raise ValueError(f"`seconds` must be finite and not negative. Received: seconds={seconds}.")
+        self._order("stall", host, other, seconds)
+
+    def cut(self, host: int, other: int | None = None) -> None:
+        """Drops everything that is on the way from or to a host (or between two), until `restore`. See `stall`."""
+        self._order("cut", host, other)
+
+    def restore(self, host: int, other: int | None = None) -> None:
+        """Undoes `cut`."""
+        self._order("restore", host, other)
+
+    def close(self) -> None:
+        """Kills every process of every host and removes the network. May be called twice."""
+        atexit.unregister(self.close)
+        for process in self._processes:
+            process.kill()
+        self._stop()
+        for process in self._processes:
+            process.wait()
+        self._processes.clear()
+
+    def __enter__(self):
+        atexit.register(self.close)
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        raise NotImplementedError
+
+    def _stop(self) -> None:
+        raise NotImplementedError
+
+    def _fail(self, kind: str, pairs: list[tuple[int, int]], seconds: float) -> None:
+        """Does what `Path.fail` does, to directed pairs of hosts."""
+        raise NotImplementedError
+
+    def _order(self, kind: str, host: int, other: int | None, seconds: float = 0.0) -> None:
+        self._check_hosts(host, *([] if other is None else [other]))
+        others = range(self.num_hosts) if other is None else [other]
+        self._fail(kind, [pair for b in others for pair in {(host, b), (b, host)}], seconds)
+
+    def _check_hosts(self, *hosts: int) -> None:
+        for host in hosts:
+            if not 0 <= host < self.num_hosts:
+                raise ValueError(f"A host must be 0 to {self.num_hosts - 1}. Received: host={host}.")
