@@ -45,8 +45,9 @@ _NUM_VALUES = flags.DEFINE_list("num_values", ["648010", "5000000"], "Parameters
 _CODECS = flags.DEFINE_list("codecs", ["truncate16", "int8"], "Codecs, beside none.")
 _NUM_STEPS = flags.DEFINE_integer("num_steps", 24, "Timed steps.", lower_bound=8)
 _TASKS = flags.DEFINE_list("tasks", ["mnist", "cifar", "convex"], "What is trained for accuracy.")
-_EPOCHS = flags.DEFINE_integer("epochs", 3, "Epochs of the training for accuracy.")
-_LEARNING_RATE = flags.DEFINE_float("learning_rate", 0.01, "Of the training for accuracy, with a momentum of 0.9.")
+_EPOCHS = flags.DEFINE_integer("epochs", 12, "Epochs of the training for accuracy.", lower_bound=2)
+_LEARNING_RATE = flags.DEFINE_float("learning_rate", 0.1, "At its highest: a warm-up comes first, then a cosine.")
+_MOMENTUM = flags.DEFINE_float("momentum", 0.0, "Of the training for accuracy; Algorithm 1 has none.")
 _SEEDS = flags.DEFINE_integer("seeds", 1, "Trainings of each kind.")
 _CIFAR10 = flags.DEFINE_string(
     "cifar10", None, "An .npz file with x_train, y_train, x_test, y_test; else Keras's data."
@@ -54,6 +55,7 @@ _CIFAR10 = flags.DEFINE_string(
 
 _WIDTHS = {"D-Sync": 1, "Pipe-SGD": 2}
 _WARMUP_STEPS = 4
+_BATCH_SIZE = 100
 
 
 class StarAllReduce(AllReduce):
@@ -136,9 +138,13 @@ def _train(case: Mapping, rank: int, strategy: hop_tf.PipeSGDStrategy) -> float:
     (x, y), test = _load(case["task"], case["cifar10"])
     with strategy.scope():
         model = _MODELS[case["task"]]()
-        optimizer = keras.optimizers.SGD(case["learning_rate"], momentum=0.9)
+        steps = len(x) // _BATCH_SIZE
+        rate = keras.optimizers.schedules.CosineDecay(
+            0.0, steps * (case["epochs"] - 1), warmup_target=case["learning_rate"], warmup_steps=steps
+        )
+        optimizer = keras.optimizers.SGD(rate, momentum=case["momentum"])
         model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"])
-    model.fit(x, y, batch_size=100, epochs=case["epochs"], verbose=0)
+    model.fit(x, y, batch_size=_BATCH_SIZE, epochs=case["epochs"], verbose=0)
     accuracy = model.evaluate(*test, batch_size=500, verbose=0)[1] if rank == 0 else 0.0
     strategy.shutdown()
     return accuracy
@@ -153,7 +159,9 @@ def _load(task: str, path: str | None) -> tuple[tuple[np.ndarray, np.ndarray], t
             x, y, x_test, y_test = (arrays[name] for name in ("x_train", "y_train", "x_test", "y_test"))
     else:
         (x, y), (x_test, y_test) = keras.datasets.cifar10.load_data()
-    return (x.astype(np.float32) / 255, y), (x_test.astype(np.float32) / 255, y_test)
+    mean, deviation = x.mean(), x.std()
+    x, x_test = (((part - mean) / deviation).astype(np.float32) for part in (x, x_test))
+    return (x, y), (x_test, y_test)
 
 
 def _mnist() -> keras.Model:
@@ -272,6 +280,7 @@ def _print_accuracies(task: str) -> None:
             "cifar10": _CIFAR10.value,
             "epochs": _EPOCHS.value,
             "learning_rate": _LEARNING_RATE.value,
+            "momentum": _MOMENTUM.value,
             "seed": seed,
         }
         results = ranks.run(__file__, case, 2, ranks.LOOPBACK, num_ports=len(kinds), timeout_seconds=3600)

@@ -27,7 +27,7 @@ _CIFAR10 = flags.DEFINE_string(
 _NUM_SAMPLES = flags.DEFINE_integer("num_samples", None, "So many of the data, at most. Default: all.")
 _SETTINGS = flags.DEFINE_list("settings", ["4:4", "8:8", "12:8", "20:12"], "D:p of the trainings for accuracy.")
 _CODECS = flags.DEFINE_list("codecs", ["identity"], "Codecs of these trainings.")
-_EPOCHS = flags.DEFINE_integer("epochs", 10, "Epochs of a training.", lower_bound=1)
+_EPOCHS = flags.DEFINE_integer("epochs", 10, "Epochs of a training.", lower_bound=2)
 _SEEDS = flags.DEFINE_integer("seeds", 3, "Trainings of each kind.", lower_bound=1)
 _BATCH_SIZE = flags.DEFINE_integer("batch_size", 64, "Samples of a step, of all ranks together.", lower_bound=1)
 _LEARNING_RATE = flags.DEFINE_float("learning_rate", 0.05, "At its highest: a warm-up comes first, then a cosine.")
@@ -95,7 +95,7 @@ def _train(strategy, *, data: tuple[_Part, _Part], momentum: float, seed: int) -
     (x, y), test = data
     num_batches = len(x) // _BATCH_SIZE.value
     rate = keras.optimizers.schedules.CosineDecay(
-        0.0, num_batches * _EPOCHS.value, warmup_target=_LEARNING_RATE.value, warmup_steps=num_batches
+        0.0, num_batches * (_EPOCHS.value - 1), warmup_target=_LEARNING_RATE.value, warmup_steps=num_batches
     )
     with strategy.scope():
         model = _residual_network(x.shape[1:], seed)
