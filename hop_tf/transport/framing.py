@@ -24,14 +24,12 @@ MAX_QUEUE_BYTES = 255
 MAX_HEADER_BYTES = 1 << 16
 MAX_PAYLOAD_BYTES = 1 << 36
 MAX_LANES = 16
-MAX_STRIPES = 8
 
 _MAGIC = b"hopT"
 # magic, version, kind, flags, sequence, payload length, header length, queue length.
 _HEAD = struct.Struct("<4sBBHQQIH")
 HEAD_BYTES = _HEAD.size
 _ACK_REQUESTED = 1
-_SPLIT = 2
 _NOTHING = BufferPool().take(0)
 
 
@@ -44,7 +42,6 @@ class Kind(enum.IntEnum):
     ACKNOWLEDGE = 4
     PING = 5
     PONG = 6
-    PART = 7
 
 
 _KINDS = frozenset(Kind)
@@ -61,8 +58,6 @@ class Outgoing:
       payload: Flat uint8 arrays.
       num_bytes: Length of header and payload.
       ack_requested: Whether the sender has reason to wait for the acknowledgement.
-      kind: A message, or a part of one.
-      is_split: Whether the payload travels in parts, on stripes, and not behind the frame.
     """
 
     sequence: int
@@ -71,13 +66,6 @@ class Outgoing:
     payload: Sequence[np.ndarray]
     num_bytes: int
     ack_requested: bool = False
-    kind: Kind = Kind.MESSAGE
-    is_split: bool = False
-
-    @property
-    def following(self) -> Sequence[np.ndarray]:
-        """What follows the frame."""
-        return () if self.is_split else self.payload
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +80,6 @@ class Frame:
       payload_bytes: Length of the whole payload.
       inline: The part of the payload that came with the frame, on a gRPC stream.
       ack_requested: Whether the sender wants to know when the message has been received.
-      is_split: Whether the payload travels in parts, on stripes, and not behind the frame.
     """
 
     kind: Kind
@@ -102,12 +89,6 @@ class Frame:
     payload_bytes: int = 0
     inline: memoryview | bytes = b""
     ack_requested: bool = False
-    is_split: bool = False
-
-    @property
-    def following_bytes(self) -> int:
-        """Length of what follows the frame."""
-        return 0 if self.is_split else self.payload_bytes
 
 
 def encode(kind: Kind, *, sequence: int = 0, body: bytes = b"") -> bytes:
@@ -122,10 +103,10 @@ def encode(kind: Kind, *, sequence: int = 0, body: bytes = b"") -> bytes:
 
 
 def encode_start(message: Outgoing) -> bytes:
-    """The beginning of the frame of a message, or of a part, up to the payload."""
-    flags = _ACK_REQUESTED * message.ack_requested | _SPLIT * message.is_split
+    """The beginning of a message's frame, up to the payload."""
+    flags = _ACK_REQUESTED if message.ack_requested else 0
     lengths = (message.num_bytes - len(message.header), len(message.header), len(message.queue))
-    head = _HEAD.pack(_MAGIC, PROTOCOL_VERSION, message.kind, flags, message.sequence, *lengths)
+    head = _HEAD.pack(_MAGIC, PROTOCOL_VERSION, Kind.MESSAGE, flags, message.sequence, *lengths)
     return b"".join((head, message.queue, message.header))
 
 
@@ -133,7 +114,7 @@ def encode_message(message: Outgoing) -> Iterator[bytes]:
     """The frame of a message, then the chunks with the rest of its payload."""
     start = encode_start(message)
     pieces, room = [start], CHUNK_BYTES - len(start)
-    for array in message.following:
+    for array in message.payload:
         part = memoryview(array)
         while part.nbytes:
             piece, part = part[:room], part[room:]
@@ -152,7 +133,6 @@ class Head:
 
     kind: Kind
     ack_requested: bool
-    is_split: bool
     sequence: int
     payload_bytes: int
     header_bytes: int
@@ -168,7 +148,6 @@ class Head:
             payload_bytes=self.payload_bytes,
             inline=inline,
             ack_requested=self.ack_requested,
-            is_split=self.is_split,
         )
 
 
@@ -183,13 +162,12 @@ def decode_head(data: bytes) -> Head:
     magic, version, kind, flags, sequence, payload_bytes, header_bytes, queue_bytes = _HEAD.unpack_from(data)
     if magic != _MAGIC or version != PROTOCOL_VERSION:
         raise ProtocolError(f"a frame must begin with {_MAGIC!r}, version {PROTOCOL_VERSION}. Received: {data[:5]!r}.")
-    if kind not in _KINDS or flags & ~(_ACK_REQUESTED | _SPLIT):
+    if kind not in _KINDS or flags & ~_ACK_REQUESTED:
         raise ProtocolError(f"a frame has unknown kind {kind} or flags {flags}.")
     if queue_bytes > MAX_QUEUE_BYTES or header_bytes > MAX_HEADER_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
         lengths = f"queue {queue_bytes}, header {header_bytes}, payload {payload_bytes}"
         raise ProtocolError(f"a frame has lengths beyond the limits: {lengths}.")
-    ack_requested, is_split = bool(flags & _ACK_REQUESTED), bool(flags & _SPLIT)
-    return Head(Kind(kind), ack_requested, is_split, sequence, payload_bytes, header_bytes, queue_bytes)
+    return Head(Kind(kind), bool(flags & _ACK_REQUESTED), sequence, payload_bytes, header_bytes, queue_bytes)
 
 
 def decode(data: bytes) -> Frame:
@@ -200,7 +178,7 @@ def decode(data: bytes) -> Frame:
     """
     head = decode_head(data)
     end = HEAD_BYTES + head.queue_bytes + head.header_bytes
-    if not end <= len(data) <= min(CHUNK_BYTES, end + (0 if head.is_split else head.payload_bytes)):
+    if not end <= len(data) <= min(CHUNK_BYTES, end + head.payload_bytes):
         raise ProtocolError(f"a frame of {len(data)} bytes cannot hold what its head says: {head}.")
     return head.frame(data[HEAD_BYTES:end], memoryview(data)[end:])
 
@@ -223,15 +201,14 @@ class Assembler:
     Args:
       pool: Where the payload's memory comes from.
       frame: The message's frame.
-      buffer: Where to put it instead.
 
     Raises:
       ProtocolError: If there is no memory for it.
     """
 
-    def __init__(self, pool: BufferPool, frame: Frame, buffer: np.ndarray | None = None):
+    def __init__(self, pool: BufferPool, frame: Frame):
         self.frame = frame
-        self._buffer = take_buffer(pool, frame.payload_bytes) if buffer is None else buffer
+        self._buffer = take_buffer(pool, frame.payload_bytes)
         self._filled = 0
         if frame.inline:
             self.add(frame.inline)
