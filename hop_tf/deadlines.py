@@ -66,9 +66,9 @@ def _find(
         if waited <= _HANDOVER_SECONDS:
             return None
         return PeerLostError, f"it has ended: {end.reason}", "Start the job again."
-    if status.refused_seconds > REFUSED_SECONDS:
+    if status.was_refused_for(REFUSED_SECONDS):
         return PeerLostError, "nobody listens there any more", _LOST_ADVICE
-    if status.silent_seconds > options.timeout_seconds:
+    if status.was_silent_for(options.timeout_seconds):
         if status.ever_connected:
             return PeerLostError, f"silent for {status.silent_seconds:.1f} s{problem}", _LOST_ADVICE
         # Within a step, only a rank that has just joined has never met a peer.

@@ -204,7 +204,7 @@ class Membership:
         queue: str,
         header: bytes,
         payload: Sequence[np.ndarray] = (),
-        lane: int = 0,
+        lane: int | None = 0,
         *,
         step: int | None = None,
     ) -> None:
@@ -265,7 +265,7 @@ class Membership:
 
         def check() -> None:
             self._check_interrupted()
-            if self._failure is not None or self.transport.status(peer).refused_seconds > REFUSED_SECONDS:
+            if self._failure is not None or self.transport.status(peer).was_refused_for(REFUSED_SECONDS):
                 raise _NoUse
 
         try:

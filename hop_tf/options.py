@@ -22,8 +22,9 @@ class CommunicationOptions:
     """How ranks talk to each other: deadlines, credentials and records.
 
     A peer is *lost* when nothing at all, not even a heartbeat, was heard of it for `timeout_seconds`; that covers a
-    killed or frozen process, a cut network and a peer that was never started. A peer that is alive but does not
-    deliver (for instance because it evaluates while others train) is waited for up to `progress_timeout_seconds`.
+    killed or frozen process, a cut network and a peer that was never started. A peer that is far away has eight round
+    trips more, as its heartbeats take them, though at most twice the time. A peer that is alive but does not deliver
+    (for instance because it evaluates while others train) is waited for up to `progress_timeout_seconds`.
 
     Attributes:
       timeout_seconds: Silence after which a peer counts as lost. Default 60.

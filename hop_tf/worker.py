@@ -350,7 +350,7 @@ class Worker:
 
     def _listens(self, peer: int) -> bool:
         status = self._transport.status(peer)
-        return status.connected and status.silent_seconds <= self._options.timeout_seconds
+        return status.connected and not status.was_silent_for(self._options.timeout_seconds)
 
     def _on_error(self, error: BaseException) -> None:
         """Takes failures of the transport's and the exchange's threads; the next wait of this rank raises them."""

@@ -129,6 +129,17 @@ class MessageContract(TransportTestMixin):
             sender.send(1, "queue", number(index), lane=0)
         collector.wait(10)
 
+    def test_messages_without_a_lane_arrive_once_each(self):
+        sender, receiver = self.start()
+        collector = self.register(receiver)
+        sizes = np.random.default_rng(1).choice([0, 10, 300_000, 1_500_000], 60)
+        for index, size in enumerate(sizes):
+            sender.send(1, "queue", number(index), [np.full(size, index, np.uint8)], lane=None)
+        messages = sorted(collector.wait(len(sizes)), key=lambda message: message.header[0])
+        self.assertEqual([message.header for message in messages], [number(i) for i in range(len(sizes))])
+        for index, message in enumerate(messages):
+            np.testing.assert_array_equal(message.payload, np.full(sizes[index], index, np.uint8))
+
     def test_interleaves_many_senders_threads_and_lanes(self):
         transports = self.start(num_ranks=3)
         collector = self.register(transports[2])

@@ -36,7 +36,6 @@ import numpy as np
 
 from hop_tf.buffers import BufferPool
 from hop_tf.codecs import Codec, Sparse
-from hop_tf.collectives.tree import BULK_LANE
 from hop_tf.collectives.vectors import SparseVector, Vector, make_vector
 from hop_tf.errors import ProtocolError
 from hop_tf.membership import Membership
@@ -286,7 +285,7 @@ class _Operation:
     def send(self, rank: int, turn: int, chunk: int, data: np.ndarray) -> None:
         header = _HEADER.pack(self._session, *self._attempt, self.vector, turn, chunk)
         send = self._membership.transport.send if self._committed else self._membership.send
-        send(rank, self._mailbox.queue, header, [data], lane=BULK_LANE)
+        send(rank, self._mailbox.queue, header, [data], lane=None)  # The header tells which one it is.
 
     def receive(self, senders: Sequence[int], turn: int, chunk: int) -> list[np.ndarray]:
         """Takes the same chunk of several ranks."""

@@ -9,10 +9,7 @@ import numpy as np
 
 from hop_tf.errors import PeerLostError, ProtocolError
 from hop_tf.membership import Membership, tree_neighbors
-from hop_tf.transport.base import Message
-
-# Bulk data does not share a lane with the small messages of membership, which it would delay.
-BULK_LANE = 1
+from hop_tf.transport.base import BULK_LANE, Message
 
 
 class TreeCollectives:

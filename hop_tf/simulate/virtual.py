@@ -128,7 +128,7 @@ class VirtualTransport(Transport):
         queue: str,
         header: bytes = b"",
         payload: Sequence[np.ndarray] = (),
-        lane: int = 0,
+        lane: int | None = 0,
         *,
         check: Callable[[], None] | None = None,
     ) -> None:
@@ -138,8 +138,9 @@ class VirtualTransport(Transport):
         num_bytes = len(header) + data.nbytes
         self._count("sent", num_bytes)
         arrival = self._scheduler.now + self._link_seconds(self._rank, peer, num_bytes)
-        arrival = max(arrival, self._last_arrival.get((peer, lane), 0.0))
-        self._last_arrival[peer, lane] = arrival
+        if lane is not None:
+            arrival = max(arrival, self._last_arrival.get((peer, lane), 0.0))
+            self._last_arrival[peer, lane] = arrival
         message = Message(self._rank, queue, header, data)
         receiver = self._peers.get(peer)
         self._scheduler.call_at(arrival, lambda: self._bring(message, peer, receiver))

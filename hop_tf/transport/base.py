@@ -12,6 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+# Where arrays travel: they would delay the small messages of lane 0.
+BULK_LANE = 1
+# A slow link is not a dead one: what was lost while it failed is sent again a few round trips later.
+_SPARE_ROUND_TRIPS = 8
+
 
 @dataclasses.dataclass(frozen=True)
 class Message:
@@ -44,6 +49,7 @@ class PeerStatus:
       last_problem: The latest connection problem in words ("connection refused"), for error messages; else "".
       refused_seconds: For how long nobody has listened where the process did, without a sign of it meanwhile: it has
         died. 0.0 otherwise.
+      round_trip_seconds: How long it takes until a heartbeat is answered, smoothed; 0.0 while that is unknown.
     """
 
     address: str
@@ -53,6 +59,18 @@ class PeerStatus:
     failure: Exception | None = None
     last_problem: str = ""
     refused_seconds: float = 0.0
+    round_trip_seconds: float = 0.0
+
+    def was_silent_for(self, seconds: float) -> bool:
+        """Whether nothing was heard of it for that long and 8 round trips, though at most twice as long."""
+        return self.silent_seconds > self._allow(seconds)
+
+    def was_refused_for(self, seconds: float) -> bool:
+        """Whether nobody has listened there for that long and 8 round trips, though at most twice as long."""
+        return self.refused_seconds > self._allow(seconds)
+
+    def _allow(self, seconds: float) -> float:
+        return seconds + min(seconds, _SPARE_ROUND_TRIPS * self.round_trip_seconds)
 
 
 Handler = Callable[[Message], None]
@@ -97,15 +115,16 @@ class Transport(abc.ABC):
         queue: str,
         header: bytes = b"",
         payload: Sequence[np.ndarray] = (),
-        lane: int = 0,
+        lane: int | None = 0,
         *,
         check: Callable[[], None] | None = None,
     ) -> None:
         """Queues one message for `peer`; connects first where there is no link yet.
 
         Messages to one peer on one lane arrive in the order in which they were sent, each at most once, also when
-        the connection breaks and is restored in between. The payload is the concatenation of the arrays' bytes; it
-        is read after `send` has returned, so the arrays must never be written to again.
+        the connection breaks and is restored in between. With `lane=None` they may arrive in any order: where the way
+        is so long that one connection does not fill it, they are spread over several. The payload is the concatenation
+        of the arrays' bytes; it is read after `send` has returned, so the arrays must never be written to again.
 
         Blocks: while too much is queued for this lane (until the peer takes it, the peer is lost, `close`, or `check`,
         which is called now and then meanwhile, raises).

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import collections
+import itertools
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import grpc
@@ -15,7 +18,9 @@ from hop_tf.transport.outbox import Outbox
 from hop_tf.transport.peer import Peer
 
 METHOD = "/hop_tf.Transport/Stream"
-_PROBE_SECONDS = 1.0
+_PROBE_SECONDS, _PROBE_ROUND_TRIPS = 1.0, 3
+# The first heartbeats follow each other quickly: how long the way is shall be known early, and one may be delayed here.
+_FIRST_PAUSES_SECONDS = (0.0, 0.02, 0.05)
 
 
 class GrpcLink(Link):
@@ -56,8 +61,9 @@ class GrpcLink(Link):
         if self._peer.incarnation is None:
             return
         host, _, port = self._peer.address.rpartition(":")
+        timeout_seconds = _PROBE_SECONDS + _PROBE_ROUND_TRIPS * self._peer.round_trip_seconds
         try:
-            socket.create_connection((host.strip("[]"), int(port)), _PROBE_SECONDS).close()
+            socket.create_connection((host.strip("[]"), int(port)), timeout_seconds).close()
         except ConnectionRefusedError:
             self._peer.refused()
         except OSError:
@@ -80,7 +86,9 @@ class GrpcLink(Link):
             del message  # Not kept alive while the next one is awaited.
 
     def _heartbeats(self, connection: _Connection, interval_seconds: float) -> Iterator[bytes]:
-        while not connection.wait_ended(interval_seconds):
+        pauses = itertools.chain(_FIRST_PAUSES_SECONDS, itertools.repeat(interval_seconds))
+        while not connection.wait_ended(next(pauses)):
+            connection.pinged_at.append(time.monotonic())
             yield encode(Kind.PING)
 
     # What comes back.
@@ -100,13 +108,21 @@ class GrpcLink(Link):
             connection.accept(self._accepted(frame.header))
         elif frame.kind == Kind.ACKNOWLEDGE and connection.accepted:
             self._outbox.acknowledge(connection.epoch, frame.sequence)
-        elif frame.kind != Kind.PONG or not connection.accepted:
+        elif frame.kind == Kind.PONG and connection.pinged_at:
+            self._peer.note_round_trip(time.monotonic() - connection.pinged_at.popleft())
+        else:
             raise ProtocolError(f"{self._peer} answered with an unexpected {frame.kind.name}.")
         self._peer.heard()
 
 
 class _Connection:
-    """The state that a stream's reader and its writer share."""
+    """The state that a stream's reader and its writer share.
+
+    Attributes:
+      accepted: Whether the peer has accepted the greeting.
+      epoch: Number of the connection, see `Outbox`.
+      pinged_at: When the heartbeats were sent that have no answer yet.
+    """
 
     def __init__(self, outbox: Outbox):
         self._outbox = outbox
@@ -114,6 +130,7 @@ class _Connection:
         self._ended = False
         self.accepted = False
         self.epoch = -1
+        self.pinged_at: collections.deque[float] = collections.deque()
 
     def accept(self, epoch: int) -> None:
         """The peer has accepted the greeting."""

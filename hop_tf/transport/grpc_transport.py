@@ -28,8 +28,9 @@ _COMMON_OPTIONS = (
     ("grpc.max_send_message_length", CHUNK_BYTES),
     ("grpc.max_receive_message_length", CHUNK_BYTES),
     # Half-open connections (a firewall that forgot them) are found by pings of gRPC's own, however busy the lane is.
+    # A link that fails for some seconds is not half-open: TCP may take twice as long until it tries again.
     ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 )

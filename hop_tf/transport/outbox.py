@@ -69,6 +69,12 @@ class Outbox:
         with self._condition:
             return self._first_sequence()
 
+    @property
+    def load(self) -> tuple[int, int]:
+        """How many bytes are kept, and the number of the last message."""
+        with self._condition:
+            return self._kept_bytes, self._last_sequence
+
     def put(self, queue: bytes, header: bytes, payload: Sequence[np.ndarray], check: Callable[[float], None]) -> None:
         """Adds a message.
 

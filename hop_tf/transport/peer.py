@@ -10,6 +10,9 @@ from absl import logging
 
 from hop_tf.transport.base import PeerStatus
 
+# How much a new measurement counts in the round trip, as in TCP.
+_SMOOTHING = 1 / 8
+
 
 class Peer:
     """Another rank: where it is, whether it lives, and what is wrong with it.
@@ -32,6 +35,8 @@ class Peer:
         self._failure: Exception | None = None
         self._last_problem = ""
         self._socket_port: int | None = None
+        self._round_trip_seconds: float | None = None
+        self._least_round_trip_seconds: float | None = None
 
     def __str__(self) -> str:
         return f"rank {self.rank} at {self.address}"
@@ -57,6 +62,29 @@ class Peer:
         with self._lock:
             if self._refused_since is None:
                 self._refused_since = time.monotonic()
+
+    def note_round_trip(self, seconds: float) -> None:
+        """A heartbeat was answered after that time."""
+        with self._lock:
+            previous = seconds if self._round_trip_seconds is None else self._round_trip_seconds
+            self._round_trip_seconds = previous + _SMOOTHING * (seconds - previous)
+        self.note_distance(seconds)
+
+    def note_distance(self, seconds: float) -> None:
+        """The way there and back takes at most that time."""
+        with self._lock:
+            least = self._least_round_trip_seconds
+            self._least_round_trip_seconds = seconds if least is None else min(least, seconds)
+
+    @property
+    def round_trip_seconds(self) -> float:
+        """See `PeerStatus`."""
+        return self._round_trip_seconds or 0.0
+
+    @property
+    def least_round_trip_seconds(self) -> float:
+        """The time that the way there and back takes by itself; 0.0 while it is unknown."""
+        return self._least_round_trip_seconds or 0.0
 
     @property
     def incarnation(self) -> str | None:
@@ -137,4 +165,5 @@ class Peer:
                 failure=self._failure or own_failure,
                 last_problem=self._last_problem,
                 refused_seconds=0.0 if refused_since is None else now - refused_since,
+                round_trip_seconds=self.round_trip_seconds,
             )

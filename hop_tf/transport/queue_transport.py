@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +13,7 @@ from absl import logging
 
 from hop_tf.errors import DeadlineExceededError, HopError, PeerLostError, describe_failure
 from hop_tf.options import CommunicationOptions
-from hop_tf.transport.base import Handler, PeerStatus, Transport
+from hop_tf.transport.base import BULK_LANE, Handler, PeerStatus, Transport
 from hop_tf.transport.inbox import Dispatcher
 from hop_tf.transport.outbox import Outbox, check_message, flatten
 from hop_tf.transport.peer import Peer
@@ -20,6 +21,23 @@ from hop_tf.transport.peer import Peer
 # How long `close` waits for threads. They end at once, unless a handler does not return.
 CLOSE_TIMEOUT_SECONDS = 5.0
 _LOG_PERIOD_SECONDS = 1.0
+
+# What one connection has under way at most, where its buffers may grow to 4 MiB, Linux's default; and the speed up to
+# which the lanes to a peer are to carry as much as its link.
+_BYTES_UNDER_WAY = 3 << 20
+_BYTES_PER_SECOND = 125e6
+_MAX_SPREAD_LANES = 8
+
+
+def num_lanes(round_trip_seconds: float) -> int:
+    """Over how many lanes unordered messages are spread, on a way with that round trip.
+
+    A connection has no more bytes under way than the system lets its buffers grow: where a round trip takes 277 ms it
+    carries 90 Mbit/s, however fast the link is. Only an administrator can allow larger ones, and a size of our own
+    would end the system's tuning. Hence with round trip T there are n = ceil(T * 125 MB/s / 3 MiB) connections, enough
+    for 1 Gbit/s, though at most 8: each costs threads on both sides.
+    """
+    return min(max(1, math.ceil(round_trip_seconds * _BYTES_PER_SECOND / _BYTES_UNDER_WAY)), _MAX_SPREAD_LANES)
 
 
 class QueueTransport(Transport):
@@ -89,11 +107,12 @@ class QueueTransport(Transport):
         queue: str,
         header: bytes = b"",
         payload: Sequence[np.ndarray] = (),
-        lane: int = 0,
+        lane: int | None = 0,
         *,
         check: Callable[[], None] | None = None,
     ) -> None:
         arrays, name = flatten(payload), queue.encode()
+        lane = self._emptiest_lane(peer) if lane is None else lane
         check_message(name, header, arrays, lane)
         self.connect(peer)
         self._check_can_send(peer, 0.0)
@@ -196,6 +215,13 @@ class QueueTransport(Transport):
                 self._open_lane(self._peers[peer], lane, outbox)
             return self._outboxes[peer, lane]
 
+    def _emptiest_lane(self, peer: int) -> int:
+        """Of the lanes that unordered messages are spread over the one with the least on its way."""
+        lanes = range(BULK_LANE, BULK_LANE + num_lanes(self._peer(peer).least_round_trip_seconds))
+        with self._lock:
+            outboxes = {lane: self._outboxes.get((peer, lane)) for lane in lanes}
+        return min(lanes, key=lambda lane: outboxes[lane].load if outboxes[lane] else (0, 0))
+
     def _check_open(self) -> None:
         if self._closed:
             raise HopError(f"rank {self._rank}: the transport is closed.")
@@ -209,7 +235,7 @@ class QueueTransport(Transport):
             return
         status = self.status(peer)
         problem = f": {status.last_problem}" if status.last_problem else ""
-        if status.silent_seconds > self._options.timeout_seconds:
+        if status.was_silent_for(self._options.timeout_seconds):
             error = PeerLostError if status.ever_connected else DeadlineExceededError
             state = f"silent for {status.silent_seconds:.1f} s" if status.ever_connected else "it never appeared"
             state += problem
