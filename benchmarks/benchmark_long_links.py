@@ -2,7 +2,7 @@
 
     python benchmarks/benchmark_long_links.py --links=1e8:0.277,1e8:0.277:0.05,1e8:1,1e7:0.277
 
-Two ranks are hosts of an emulated network (`network.py`, which needs root). A link is bits per second, round trip in
+Two ranks are hosts of an emulated network (`network`, which needs root). A link is bits per second, round trip in
 seconds and, if it is given, jitter in seconds, which lets packets overtake each other. Messages of 2 MB, as the chunks
 of an all-reduce, go from rank 0 to rank 1: "ordered" on one lane, "spread" over as many as the transport chooses.
 

@@ -23,7 +23,7 @@ from hop_tf.transport import GrpcTransport, InProcessTransport, PeerStatus, TcpT
 from hop_tf.transport.peer import Peer
 from hop_tf.transport.queue_transport import num_lanes
 
-_PATH = pathlib.Path(__file__).resolve().parent.parent / "benchmarks" / "network.py"
+_PATH = pathlib.Path(__file__).resolve().parent.parent / "benchmarks" / "network" / "__init__.py"
 _SPEC = importlib.util.spec_from_file_location("hop_tf_network", _PATH)
 network = importlib.util.module_from_spec(_SPEC)
 sys.modules[_SPEC.name] = network
