@@ -1,6 +1,6 @@
 """DTS between processes: a link that stalls, and a rank that is killed."""
 
-import importlib.util
+import importlib
 import json
 import os
 import pathlib
@@ -17,11 +17,10 @@ import tensorflow as tf
 import hop_tf
 from hop_tf.testing import MultiProcessRunner
 
-_PATH = pathlib.Path(__file__).resolve().parent.parent / "benchmarks" / "network" / "__init__.py"
-_SPEC = importlib.util.spec_from_file_location("hop_tf_network", _PATH)
-network = importlib.util.module_from_spec(_SPEC)
-sys.modules[_SPEC.name] = network
-_SPEC.loader.exec_module(network)
+_BENCHMARKS = str(pathlib.Path(__file__).resolve().parent.parent / "benchmarks")
+if _BENCHMARKS not in sys.path:
+    sys.path.append(_BENCHMARKS)
+network = importlib.import_module("network")
 
 _BATCH_SIZE = 4
 _NUM_STEPS = 50

@@ -1,7 +1,7 @@
 """Peers that are far away, behind links that are slow and fail for a while: a slow link is not a dead one."""
 
 import contextlib
-import importlib.util
+import importlib
 import json
 import os
 import pathlib
@@ -23,11 +23,10 @@ from hop_tf.transport import GrpcTransport, InProcessTransport, PeerStatus, TcpT
 from hop_tf.transport.peer import Peer
 from hop_tf.transport.queue_transport import num_lanes
 
-_PATH = pathlib.Path(__file__).resolve().parent.parent / "benchmarks" / "network" / "__init__.py"
-_SPEC = importlib.util.spec_from_file_location("hop_tf_network", _PATH)
-network = importlib.util.module_from_spec(_SPEC)
-sys.modules[_SPEC.name] = network
-_SPEC.loader.exec_module(network)
+_BENCHMARKS = str(pathlib.Path(__file__).resolve().parent.parent / "benchmarks")
+if _BENCHMARKS not in sys.path:
+    sys.path.append(_BENCHMARKS)
+network = importlib.import_module("network")
 
 _REASON = network.available()
 _needs_network = unittest.skipIf(_REASON is not None, f"needs an emulated network ({_REASON})")
