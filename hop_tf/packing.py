@@ -78,6 +78,10 @@ class Packing:
         """The packing of some of the tensors, in the same buckets, of which some may be empty."""
         return Packing([self.specs[index] for index in indices], self)
 
+    def place_of(self, index: int) -> tuple[int, int]:
+        """In which bucket tensor number `index` lies, and where it begins there, in elements."""
+        return self._slots[index].bucket, self._slots[index].offset
+
     @property
     def num_bytes(self) -> int:
         """Bytes of all buckets together."""

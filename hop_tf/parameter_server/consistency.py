@@ -1,0 +1,95 @@
+"""How far workers of a parameter server may be apart: when it applies a push, and when it answers."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Collection, Mapping
+
+_RULE = "`consistency` must be 'async', 'bsp', or 'ssp:<s>' with an integer s of at least 0"
+
+
+class Consistency(abc.ABC):
+    """When a server applies the pushes of workers, and when it answers them.
+
+    Nothing here waits: a server looks again after every push, and whenever a worker has left.
+    """
+
+    @staticmethod
+    def parse(text: str) -> Consistency:
+        """The policy that an argument stands for.
+
+        Args:
+          text: "async" (ASP), "ssp:<s>" or "bsp".
+
+        Raises:
+          ValueError: If it is something else.
+        """
+        name, _, staleness = text.partition(":") if isinstance(text, str) else ("", "", "")
+        if text == "async":
+            return Asynchronous()
+        if text == "bsp":
+            return BulkSynchronous()
+        if name == "ssp" and staleness.isascii() and staleness.isdigit():
+            return StaleSynchronous(int(staleness))
+        raise ValueError(f"{_RULE}. Received: consistency={text!r}.")
+
+    @abc.abstractmethod
+    def to_apply(self, pushed: Collection[int], workers: Collection[int]) -> bool:
+        """Whether to apply now the mean of what was pushed and not yet applied.
+
+        Args:
+          pushed: Whose pushes these are.
+          workers: All that take part.
+        """
+
+    @abc.abstractmethod
+    def may_answer(self, worker: int, clocks: Mapping[int, int]) -> bool:
+        """Whether to answer a worker whose last push was applied.
+
+        Args:
+          worker: The worker, which takes part.
+          clocks: How many pushes of each worker that takes part were applied.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class Asynchronous(Consistency):
+    """Each push is applied and answered at once (ASP, Hogwild)."""
+
+    def to_apply(self, pushed: Collection[int], workers: Collection[int]) -> bool:
+        return bool(pushed)
+
+    def may_answer(self, worker: int, clocks: Mapping[int, int]) -> bool:
+        return True
+
+
+@dataclasses.dataclass(frozen=True)
+class StaleSynchronous(Consistency):
+    """Each push is applied at once; a worker that is more than `staleness` pushes ahead of the slowest one waits.
+
+    Args:
+      staleness: s, in pushes.
+
+    References:
+      Ho et al. More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server. NIPS 2013.
+    """
+
+    staleness: int
+
+    def to_apply(self, pushed: Collection[int], workers: Collection[int]) -> bool:
+        return bool(pushed)
+
+    def may_answer(self, worker: int, clocks: Mapping[int, int]) -> bool:
+        return clocks[worker] - min(clocks.values()) <= self.staleness
+
+
+@dataclasses.dataclass(frozen=True)
+class BulkSynchronous(Consistency):
+    """The mean of all workers' pushes is applied at once when all are there (PS-Sync)."""
+
+    def to_apply(self, pushed: Collection[int], workers: Collection[int]) -> bool:
+        return bool(pushed) and set(workers) <= set(pushed)
+
+    def may_answer(self, worker: int, clocks: Mapping[int, int]) -> bool:
+        return True
