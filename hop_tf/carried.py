@@ -17,22 +17,25 @@ class CarriedChanges:
     Args:
       variables: The variables.
       values: What they are when the first change is about to be made.
+
+    Attributes:
+      variables: The variables.
     """
 
     def __init__(self, variables: Sequence[tf.Variable], values: Sequence[tf.Tensor]):
-        self._variables = variables
+        self.variables = variables
         with tf.init_scope():
             self._known = [tf.Variable(value, trainable=False, name="hop_tf_known") for value in values]
 
     def reset(self) -> None:
         """Forgets changes that were made so far."""
-        for variable, known in zip(self._variables, self._known, strict=True):
+        for variable, known in zip(self.variables, self._known, strict=True):
             known.assign(variable)
 
     def take(self) -> list[tf.Tensor]:
         """Emits the ops that compute the changes since the last call."""
         changes = []
-        for variable, known in zip(self._variables, self._known, strict=True):
+        for variable, known in zip(self.variables, self._known, strict=True):
             value = variable.read_value()
             changes.append(value - known)
             known.assign(value)
@@ -40,6 +43,6 @@ class CarriedChanges:
 
     def add(self, changes: Sequence[tf.Tensor]) -> None:
         """Emits the ops that add changes which are not this rank's own."""
-        for variable, known, change in zip(self._variables, self._known, changes, strict=True):
+        for variable, known, change in zip(self.variables, self._known, changes, strict=True):
             variable.assign_add(change)
             known.assign_add(change)

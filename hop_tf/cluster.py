@@ -51,6 +51,21 @@ class Cluster:
         return len(self.addresses)
 
     @property
+    def all_addresses(self) -> tuple[str, ...]:
+        """Where every process is: ranks, then parameter servers, whose numbers go on where ranks end."""
+        return self.addresses + self.ps_addresses
+
+    @property
+    def number(self) -> int:
+        """This process's place in `all_addresses`."""
+        return self.world_size + self.task_id if self.rank is None else self.rank
+
+    @property
+    def servers(self) -> range:
+        """Places of the parameter servers in `all_addresses`."""
+        return range(self.world_size, len(self.all_addresses))
+
+    @property
     def hosts(self) -> tuple[str, ...]:
         """Host part of every rank's address, for topologies that follow machines."""
         return tuple(address.rpartition(":")[0] for address in self.addresses)

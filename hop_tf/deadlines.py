@@ -22,7 +22,7 @@ def problem_of(
     options: CommunicationOptions,
     *,
     rank: int,
-    peer: int,
+    peer: str,
     operation: str,
     step: int | None,
 ) -> Exception | None:
@@ -34,7 +34,7 @@ def problem_of(
       waited: Seconds.
       options: Deadlines.
       rank: Who waits.
-      peer: For whom.
+      peer: For whom, in words.
       operation: For what.
       step: In which training step; None outside of one.
     """
@@ -49,7 +49,7 @@ def problem_of(
             rank=rank,
             step=step,
             operation=operation,
-            target=f"rank {peer} at {status.address}",
+            target=f"{peer} at {status.address}",
             seconds=waited,
             state=state,
             advice=advice,

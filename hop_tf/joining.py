@@ -168,6 +168,17 @@ class Joining:
                 logging.info("rank %d: joins at step %d.", self._membership.rank, start)
                 return start - position
 
+    def join_at_once(self, group: str) -> None:
+        """Joins at step 0, where a scheme's state is not that of a rank, and steps of ranks need not be the same.
+
+        Blocks: until the others have answered.
+        """
+        replies = self._request(self._present(), membership_pb2.StateRequest(), 0)
+        for reply, _ in replies.values():
+            self.counts |= collections.Counter(dict(reply.counts))
+        self._enter(group, 0)
+        logging.info("rank %d: joins.", self._membership.rank)
+
     def _ask(self, position: int) -> dict[int, int]:
         """How far the present peers are; at least one is."""
         deadline = self._monitor.now() + self._timeout_seconds
@@ -271,7 +282,8 @@ class Joining:
             if request.wants_state and step != _NOT_THERE:
                 self._asking_for_state.append(message.sender)
                 return
-        self._membership.tell(message.sender, _REPLY, membership_pb2.StateReply(step=step).SerializeToString())
+        reply = membership_pb2.StateReply(step=step, counts=self.counts)
+        self._membership.tell(message.sender, _REPLY, reply.SerializeToString())
 
     def _on_reply(self, message: Message) -> None:
         reply = parse(membership_pb2.StateReply, message)

@@ -22,6 +22,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import json
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -43,6 +44,10 @@ _CONTROL_FLOW_GRAPHS = (
     control_flow_v2_func_graphs.WhileBodyFuncGraph,
     control_flow_v2_func_graphs.WhileCondFuncGraph,
 )
+# Arguments of optimizers about gradients that are not reduced, or not complete, yet.
+_DONE_BY_WORKERS = ("clipnorm", "clipvalue", "global_clipnorm", "gradient_accumulation_steps", "loss_scale_factor")
+# Attributes of optimizers that hold variables, but none that tell of former updates.
+_NO_SLOTS = ("_variables", "_trainable_variables", "_accumulated_gradients", "_iterations", "_learning_rate")
 # Operations that only look at a variable.
 _READ_ONLY_OPS = frozenset(
     {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VarIsInitializedOp", "VariableShape"}
@@ -216,6 +221,70 @@ def weight_decays(optimizer: Any, variables: Sequence[tf.Variable]) -> list[floa
     of_keras = {id(variable.value): variable for variable in optimizer._trainable_variables}
     decays = [optimizer._use_weight_decay(of_keras[id(variable)]) for variable in variables]
     return [float(optimizer.weight_decay or 0.0) if has_decay else 0.0 for has_decay in decays]
+
+
+def decays(optimizer: Any, variables: Sequence[tf.Variable]) -> list[bool]:
+    """Whether the optimizer's weight decay, where it has one, applies to each variable."""
+    optimizer, of_keras = _innermost(optimizer), _keras_variables(optimizer)
+    return [bool(optimizer._use_weight_decay(of_keras[id(variable)])) for variable in variables]
+
+
+def paths(optimizer: Any, variables: Sequence[tf.Variable]) -> list[str]:
+    """Where each variable is in its model, for instance "sequential/dense/kernel"."""
+    of_keras = _keras_variables(optimizer)
+    return [of_keras[id(variable)].path for variable in variables]
+
+
+def _keras_variables(optimizer: Any) -> dict[int, keras.Variable]:
+    return {id(variable.value): variable for variable in _innermost(optimizer)._trainable_variables}
+
+
+def serialized_for_server(optimizer: Any) -> str:
+    """The optimizer, in JSON, without what is done to gradients before they are pushed, and without a schedule."""
+    description = keras.optimizers.serialize(_innermost(optimizer))
+    config = description["config"]
+    config.update({name: None for name in _DONE_BY_WORKERS if name in config}, learning_rate=0.0)
+    return json.dumps(description)
+
+
+def optimizer_class(optimizer: Any) -> type:
+    """The class of the optimizer that updates variables."""
+    return type(_innermost(optimizer))
+
+
+def num_updates(optimizer: Any) -> int:
+    """How many updates the optimizer has made."""
+    return int(_innermost(optimizer).iterations)
+
+
+def set_num_updates(optimizer: Any, number: int) -> None:
+    """Lets the optimizer's schedules go on where so many updates were made, if it has made fewer."""
+    iterations = iterations_variable(optimizer)
+    iterations.assign(tf.maximum(iterations, number * gradient_accumulation_steps(optimizer)))
+
+
+def slots_of(optimizer: Any, variables: Sequence[tf.Variable]) -> dict[tuple[str, int | None], tf.Variable]:
+    """What a built optimizer remembers from one update to the next, apart from its count of updates.
+
+    Args:
+      optimizer: The optimizer.
+      variables: Some of those that it updates.
+
+    Returns:
+      By attribute and index in `variables` (None for what belongs to all of them): the variables.
+    """
+    optimizer = _innermost(optimizer)
+    indices = {id(variable.value): index for index, variable in enumerate(optimizer._trainable_variables)}
+    slots = {}
+    for name, value in vars(optimizer).items():
+        if name in _NO_SLOTS:
+            continue
+        if isinstance(value, keras.Variable):
+            slots[name, None] = value.value
+        elif isinstance(value, list) and len(value) == len(indices):
+            chosen = [value[indices[id(variable)]] for variable in variables]
+            slots.update({(name, i): v.value for i, v in enumerate(chosen) if isinstance(v, keras.Variable)})
+    return slots
 
 
 @dataclasses.dataclass(frozen=True)

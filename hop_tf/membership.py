@@ -30,7 +30,7 @@ from hop_tf.transport.base import Message, Transport
 
 _READY = "membership/ready"
 _GATHERED = "membership/gathered"
-_LEAVE = "membership/leave"
+LEAVE_QUEUE = "membership/leave"
 # Silence, unlike messages, wakes nobody: how often a waiting rank looks at it.
 _LIVENESS_PERIOD_SECONDS = 0.25
 
@@ -62,6 +62,7 @@ class Membership:
       world_size: Number of ranks.
       peers: Ranks that this one deals with directly, beside its neighbors in the tree of `tree_neighbors`.
       continue_without_lost: Whether, within a step, a lost rank is one that has left. Otherwise it is an error.
+      servers: Parameter servers, which are no ranks, hear of departures, and are an error when lost.
     """
 
     def __init__(
@@ -73,12 +74,14 @@ class Membership:
         world_size: int,
         peers: Iterable[int],
         continue_without_lost: bool = False,
+        servers: Sequence[int] = (),
     ):
         self.rank = transport.rank
         self.world_size = world_size
         self._parent, self._children = tree_neighbors(self.rank, world_size)
         tree = {*self._children, *(() if self._parent is None else (self._parent,))}
         self.peers = tuple(sorted({*peers, *tree} - {self.rank}))
+        self.servers = tuple(servers)
         self.monitor = monitor
         self.transport = transport
         self._options = options
@@ -98,7 +101,7 @@ class Membership:
         self._left: membership_pb2.Leave | None = None
         transport.register(_READY, self._on_ready)
         transport.register(_GATHERED, self._on_gathered)
-        transport.register(_LEAVE, self._on_leave)
+        transport.register(LEAVE_QUEUE, self._on_leave)
 
     @property
     def session(self) -> int:
@@ -241,9 +244,12 @@ class Membership:
         except _NoUse:
             pass
         except PeerLostError as error:
-            if step is None or not self._continue_without_lost:
+            if not self._can_go_on_without(peer, step):
                 raise
             self._go_on_without(peer, life, error)
+
+    def _can_go_on_without(self, peer: int, step: int | None) -> bool:
+        return step is not None and self._continue_without_lost and peer not in self.servers
 
     def _go_on_without(self, peer: int, life: int, error: PeerLostError) -> None:
         with self.monitor:
@@ -281,7 +287,10 @@ class Membership:
 
     def tell_peers(self, queue: str, data: bytes, *, except_for: Collection[int | None] = ()) -> None:
         """Sends a small message to every peer that can be reached. Does not block for long."""
-        for peer in self.peers:
+        self._tell_all(self.peers, queue, data, except_for)
+
+    def _tell_all(self, peers: Iterable[int], queue: str, data: bytes, except_for: Collection[int | None]) -> None:
+        for peer in peers:
             if peer not in except_for:
                 self.tell(peer, queue, data)
 
@@ -315,7 +324,7 @@ class Membership:
             lives = {**self._departures.lives, self.rank: self.present_life}
             ready = membership_pb2.Ready(session=self.session, under_way=True, lives=lives)
         for leave in leaves:
-            self.tell(newcomer, _LEAVE, leave.SerializeToString())
+            self.tell(newcomer, LEAVE_QUEUE, leave.SerializeToString())
         self.tell(newcomer, _READY, ready.SerializeToString())
 
     @property
@@ -385,6 +394,7 @@ class Membership:
         operation: str,
         step: int | None = None,
         interruptible: bool = True,
+        since: float | None = None,
     ) -> None:
         """Waits until no rank is missing any more.
 
@@ -393,6 +403,7 @@ class Membership:
           operation: What is awaited, for error messages.
           step: The training step, or None outside of a step.
           interruptible: Whether `interrupt` ends the waiting.
+          since: When the waiting began, on the monitor's clock. Default: now.
 
         Blocks: until `missing()` is empty; messages from those ranks, or their departure, bring that about.
 
@@ -403,7 +414,7 @@ class Membership:
           HopError: If the job was aborted meanwhile.
           Interrupted: If this rank leaves the session itself.
         """
-        start = self.monitor.now()
+        start = self.monitor.now() if since is None else since
         while (lost := self._wait(missing, start, operation, step, interruptible)) is not None:
             self._pass_on(lost, learned_from=None)
 
@@ -447,7 +458,7 @@ class Membership:
                     error = self._problem(peer, self.monitor.now() - start, operation, step)
                     if error is None:
                         continue
-                    if step is None or not self._continue_without_lost or not isinstance(error, PeerLostError):
+                    if not self._can_go_on_without(peer, step) or not isinstance(error, PeerLostError):
                         raise error
                     return self._depart(peer, error)
                 self.monitor.wait(_LIVENESS_PERIOD_SECONDS)
@@ -472,7 +483,7 @@ class Membership:
             waited,
             self._options,
             rank=self.rank,
-            peer=peer,
+            peer=f"ps {self.servers.index(peer)}" if peer in self.servers else f"rank {peer}",
             operation=operation,
             step=step,
         )
@@ -539,7 +550,8 @@ class Membership:
     def _pass_on(self, leave: membership_pb2.Leave, learned_from: int | None = None) -> None:
         # A lost rank may live after all.
         itself = None if leave.lost else leave.rank
-        self.tell_peers(_LEAVE, leave.SerializeToString(), except_for=(learned_from, itself))
+        data = leave.SerializeToString()
+        self._tell_all((*self.peers, *self.servers), LEAVE_QUEUE, data, except_for=(learned_from, itself))
 
 
 def parse(message_type: type[_Parsed], message: Message) -> _Parsed:

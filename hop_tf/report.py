@@ -34,7 +34,7 @@ def static_identity(strategy: str, cluster: Cluster, scheme: Mapping[str, str]) 
     """
     packages = {"hop_tf": __version__, **{name: _minor_version(name) for name in _COMPARED_PACKAGES}}
     return {
-        "cluster": ",".join(cluster.addresses),
+        "cluster": ",".join(cluster.all_addresses),
         "strategy": strategy,
         **{f"option {name}": value for name, value in sorted(scheme.items())},
         **{f"version of {name}": version for name, version in packages.items()},

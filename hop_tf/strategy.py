@@ -30,6 +30,7 @@ from hop_tf.keras_hook import (
     wrap_trainer,
 )
 from hop_tf.options import CommunicationOptions
+from hop_tf.packing import TensorSpec
 from hop_tf.report import ReportWriter, StepStatistics, static_identity
 from hop_tf.skipping import StepSkipping
 from hop_tf.worker import ExchangeContext, Group, Worker
@@ -60,6 +61,9 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
       neighbors: Ranks that the scheme exchanges messages with.
       skips_steps: Whether the scheme may pass over training steps (`Incoming.num_skipped`).
       continue_without_lost: Whether ranks train on when one is lost.
+      servers: The parameter servers, by their places in the cluster.
+      joins_at_once: Whether a rank that was started again trains from its first step on, with what `_begin_group` gives
+        it. Otherwise it passes over the steps that the others have made, and takes the state of one of them.
 
     Raises:
       HopError: If this rank's address cannot be bound.
@@ -76,6 +80,8 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
         neighbors: Iterable[int],
         skips_steps: bool = False,
         continue_without_lost: bool = False,
+        servers: Sequence[int] = (),
+        joins_at_once: bool = False,
     ):
         if keras.backend.backend() != "tensorflow":
             raise RuntimeError(
@@ -101,9 +107,10 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
         self._is_finishing = False
         self._has_finished = False
         self._shows_plan = plan.is_asked_for()
+        self._joins_at_once = joins_at_once
         self._worker = None
         self._writer = ReportWriter(self.report, self._options, self.rank)
-        if cluster.world_size > 1:
+        if cluster.world_size > 1 or servers:
             try:
                 self._worker = Worker(
                     cluster=cluster,
@@ -112,6 +119,7 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
                     neighbors=neighbors,
                     make_exchange=self._make_exchange,
                     continue_without_lost=continue_without_lost,
+                    servers=servers,
                 )
             except BaseException:
                 self._writer.close()
@@ -148,6 +156,13 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
         Returns:
           int64 scalar: how many training steps are to be passed over (see `Incoming.num_skipped`).
         """
+
+    def _specs_beside(self) -> Sequence[TensorSpec]:
+        """What travels beside a group's variables."""
+        return ()
+
+    def _begin_group(self, group: Group) -> None:
+        """Does, eagerly, what a new group needs before its first step."""
 
     def _finish_training(self, group: Group) -> None:
         """Does, eagerly, what is left when `fit` has made its last step; `_apply` updates variables."""
@@ -302,7 +317,7 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
                 self._worker.begin_session()
                 if self._skipping is not None:
                     self._skipping.begin_session()
-                if self._worker.joining:
+                if self._worker.joining and not self._joins_at_once:
                     _refuse_to_restore(callbacks)
                 self._has_finished = False
                 yield
@@ -473,7 +488,8 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
 
     def _passes_over_steps(self) -> bool:
         """Whether steps can be passed over: the scheme may want that, or this process was started again."""
-        if self._worker is not None and self._worker.joining and not self._is_catching_up:
+        joins = self._worker is not None and self._worker.joining and not self._joins_at_once
+        if joins and not self._is_catching_up:
             self._is_catching_up = True
             self._skipping = self._skipping or StepSkipping()
             self._skipping.begin_by_skipping(self._catch_up)
@@ -504,7 +520,9 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
                     carried=carried,
                     carried_values=values,
                     statistics=self._statistics,
+                    beside=self._specs_beside(),
                 )
+                self._begin_group(groups[key])
         return groups[key]
 
     def _require_session(self) -> None:

@@ -21,23 +21,29 @@ from hop_tf.carried import CarriedChanges
 from hop_tf.cluster import Cluster
 from hop_tf.codecs import Codec, Identity
 from hop_tf.collectives import ALGORITHMS, AllReduce, TreeCollectives
-from hop_tf.errors import HopError, MismatchError
+from hop_tf.errors import HopError, MismatchError, PeerLostError
 from hop_tf.exchange import CATCH_UP, Exchange, ExchangeRunner
 from hop_tf.joining import Joining
 from hop_tf.membership import Membership
 from hop_tf.monitor import ThreadMonitor
 from hop_tf.options import CommunicationOptions
-from hop_tf.packing import Packing
+from hop_tf.packing import Packing, TensorSpec
 from hop_tf.queues import Fifo, MakeFifo
 from hop_tf.replica_state import ReplicaState, compare, read, sign, spec_of, write
 from hop_tf.report import StepStatistics
-from hop_tf.transport import GrpcTransport, TcpTransport
+from hop_tf.transport import GrpcTransport, TcpTransport, Transport
 
 _TRANSPORTS = {"tcp": TcpTransport, "grpc": GrpcTransport}
 # How often a rank that waits for its last messages to arrive looks whether the receiver still listens.
 _FLUSH_PERIOD_SECONDS = 0.1
 # Collectives are numbered within their session, as a rank may miss the rest of one; those of users apart.
 _IN_SESSION, _CALLED = "collectives in the session", "collectives called by users"
+
+
+def make_transport(cluster: Cluster, options: CommunicationOptions, **arguments) -> Transport:
+    """Makes the transport of this process, not started; for the other arguments see `TcpTransport`."""
+    make = cluster.make_transport or _TRANSPORTS[options.data_plane]
+    return make(cluster.number, cluster.all_addresses, options=options, **arguments)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,6 +212,7 @@ class Worker:
       neighbors: Ranks that the scheme exchanges messages with.
       make_exchange: Makes a scheme's exchange for a new group.
       continue_without_lost: See `Membership`.
+      servers: See `Membership`.
 
     Raises:
       HopError: If this rank's address cannot be bound.
@@ -220,15 +227,15 @@ class Worker:
         neighbors: Iterable[int],
         make_exchange: Callable[[ExchangeContext], Exchange],
         continue_without_lost: bool = False,
+        servers: Sequence[int] = (),
     ):
         self._options = options
         self._make_exchange = make_exchange
         self._pool = BufferPool()
-        self._transport = (cluster.make_transport or _TRANSPORTS[options.data_plane])(
-            cluster.rank,
-            cluster.addresses,
+        self._transport = make_transport(
+            cluster,
+            options,
             identity=identity,
-            options=options,
             pool=self._pool,
             on_error=self._on_error,
             on_restart=self._on_restart if continue_without_lost else None,
@@ -240,6 +247,7 @@ class Worker:
             world_size=cluster.world_size,
             peers=neighbors,
             continue_without_lost=continue_without_lost,
+            servers=servers,
         )
         self._collectives = TreeCollectives(self.membership)
         self._groups: list[Group] = []
@@ -250,6 +258,8 @@ class Worker:
         self._in_session = False
         self._closed = False
         self._transport.start()
+        for server in servers:
+            self._transport.connect(server)
 
     # Sessions.
 
@@ -343,7 +353,7 @@ class Worker:
 
     def _flush(self, deadline: float) -> None:
         """Gives what was sent time to arrive where somebody still listens."""
-        for peer in self.membership.peers:
+        for peer in (*self.membership.peers, *self.membership.servers):
             while self._listens(peer) and self.membership.monitor.now() < deadline:
                 if self._transport.flush(peer, _FLUSH_PERIOD_SECONDS):
                     break
@@ -358,7 +368,13 @@ class Worker:
         self.membership.fail(error)
 
     def _on_restart(self, peer: int) -> None:
-        self.membership.on_restart(peer)
+        if peer in self.membership.servers:
+            address = self._transport.status(peer).address
+            self.membership.fail(
+                PeerLostError(f"the parameter server at {address} was restarted. Start the job again.")
+            )
+        else:
+            self.membership.on_restart(peer)
 
     # Groups.
 
@@ -370,6 +386,7 @@ class Worker:
         carried: Sequence[tf.Variable],
         carried_values: Sequence[tf.Tensor],
         statistics: StepStatistics,
+        beside: Sequence[TensorSpec] = (),
     ) -> Group:
         """Makes the exchange group of an optimizer at its first step. A collective: every rank makes the same groups.
 
@@ -379,6 +396,7 @@ class Worker:
           carried: What is exchanged beside, and never passes through a lossy codec.
           carried_values: What these were before the session's first step changed them.
           statistics: Counts the time that steps wait.
+          beside: Further tensors, which are no variables, in each step's buckets.
 
         Returns:
           The group, ready for its first step in the running session.
@@ -388,6 +406,7 @@ class Worker:
         """
         specs = [spec_of(variable) for variable in trained]
         specs += [dataclasses.replace(spec_of(variable), exact=True) for variable in carried]
+        specs += beside
         packing = Packing(specs)
         digest = zlib.crc32("\n".join(spec.name for spec in specs).encode())
         name = f"{self._num_groups}-{digest:08x}"
@@ -423,6 +442,14 @@ class Worker:
         )
         self._groups.append(group)
         return group
+
+    def join_at_once(self, group: Group) -> None:
+        """Takes part, as a process that was started again, from the group's step 0 of the running session on.
+
+        Blocks: until the others have noticed.
+        """
+        self._joining.join_at_once(group.name)
+        group.step.assign(0)
 
     def broadcast_initial_values(self, variables: Iterable[tf.Variable]) -> None:
         """Gives those variables that were not given before rank 0's values. A collective.

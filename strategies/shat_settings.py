@@ -91,7 +91,7 @@ class ShatSettings:
             )
 
     def weight(self, c: int, n: int) -> float:
-        """alpha for a worker of n; c as in `mixing_weight`."""
+        """Weight for a worker of n; c as in `mixing_weight`."""
         if self.consistency == "bsp":  # All have the same model: PS-Sync.
             return 1.0
         if not isinstance(self.mixing, str):

@@ -11,9 +11,13 @@ from typing import Any
 
 import tensorflow as tf
 
+from hop_tf.arguments import check_integer
 from hop_tf.errors import DeadlineExceededError
 from hop_tf.strategy import ExchangeStrategy
 from hop_tf.transport import InProcessNetwork, InProcessTransport
+
+# A parameter server ends when the last rank does.
+_SERVER_SECONDS = 30.0
 
 
 class InProcessCluster:
@@ -37,11 +41,13 @@ class InProcessCluster:
 
     Args:
       num_workers: Number of ranks, at least 1.
-      make_strategy: Makes the strategy of a rank, whose `cluster_resolver` is its argument.
+      make_strategy: Makes the strategy of a rank, whose `cluster_resolver` is its argument. It is called for each
+        parameter server, too, and serves there.
+      num_ps: Number of parameter servers. Default 0.
       timeout_seconds: How long `run` may take. Default 300.
 
     Raises:
-      ValueError: If `num_workers` is no positive integer.
+      ValueError: If `num_workers` is no positive integer, or `num_ps` is negative.
     """
 
     def __init__(
@@ -49,11 +55,14 @@ class InProcessCluster:
         num_workers: int,
         make_strategy: Callable[[tf.distribute.cluster_resolver.ClusterResolver], ExchangeStrategy],
         *,
+        num_ps: int = 0,
         timeout_seconds: float = 300.0,
     ):
         if not isinstance(num_workers, int) or isinstance(num_workers, bool) or num_workers < 1:
             raise ValueError(f"`num_workers` must be a positive integer. Received: num_workers={num_workers!r}.")
+        check_integer("num_ps", num_ps, at_least=0)
         self._num_workers = num_workers
+        self._num_ps = num_ps
         self._make_strategy = make_strategy
         self._timeout_seconds = timeout_seconds
 
@@ -72,15 +81,24 @@ class InProcessCluster:
           Exception: What `fn` has raised; if on several ranks, on the first in time.
           DeadlineExceededError: If a rank has not returned in time; the message shows where it is.
         """
-        network = InProcessNetwork(self._num_workers)
+        network = InProcessNetwork(self._num_workers + self._num_ps)
         strategies: list[ExchangeStrategy] = []
+        servers = [_Server(self._make_strategy, self._resolver(network, "ps", i)) for i in range(self._num_ps)]
         try:
             for rank in range(self._num_workers):
-                strategies.append(self._make_strategy(_Resolver(network, rank)))
+                strategies.append(self._make_strategy(self._resolver(network, "worker", rank)))
             return self._run(fn, strategies)
         finally:
             for strategy in strategies:
                 strategy.shutdown()
+            for server in servers:
+                server.join()
+
+    def _resolver(self, network: InProcessNetwork, task_type: str, task_id: int) -> _Resolver:
+        # The addresses are names only, and 0 is no port.
+        addresses = [f"in-process:{1 + number}" for number in range(len(network.addresses))]
+        tasks = {"worker": addresses[: self._num_workers], "ps": addresses[self._num_workers :]}
+        return _Resolver(network, {name: task for name, task in tasks.items() if task}, task_type, task_id)
 
     def _run(self, fn: Callable[[ExchangeStrategy], Any], strategies: list[ExchangeStrategy]) -> list:
         failures: list[BaseException] = []
@@ -96,6 +114,33 @@ class InProcessCluster:
         if stacks:
             raise DeadlineExceededError(f"still running after {self._timeout_seconds:g} s:\n" + "\n".join(stacks))
         return [rank.value for rank in ranks]
+
+
+class _Server:
+    """A parameter server's thread."""
+
+    def __init__(self, make_strategy: Callable[[_Resolver], ExchangeStrategy], resolver: _Resolver):
+        self._make_strategy = make_strategy
+        self._resolver = resolver
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=f"hop_tf ps {resolver.task_id}", daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        """Waits until it has served; raises what it has raised."""
+        self._thread.join(_SERVER_SECONDS)
+        if self._thread.is_alive():
+            raise DeadlineExceededError(f"{self._thread.name} still serves, {_SERVER_SECONDS:g} s after all ranks.")
+        if self._failure is not None:
+            raise self._failure
+
+    def _run(self) -> None:
+        try:
+            self._make_strategy(self._resolver)
+        except SystemExit:
+            pass  # So ends the script of a parameter server.
+        except BaseException as error:
+            self._failure = error
 
 
 class _Rank:
@@ -131,12 +176,10 @@ class _Rank:
 
 
 class _Resolver(tf.distribute.cluster_resolver.SimpleClusterResolver):
-    """A rank's place in the cluster, and the transport that reaches the others."""
+    """A task's place in the cluster, and the transport that reaches the others."""
 
-    def __init__(self, network: InProcessNetwork, rank: int):
-        # The addresses are names only, and 0 is no port.
-        addresses = [f"in-process:{1 + peer}" for peer in range(len(network.addresses))]
-        super().__init__(tf.train.ClusterSpec({"worker": addresses}), task_type="worker", task_id=rank)
+    def __init__(self, network: InProcessNetwork, tasks: dict[str, list[str]], task_type: str, task_id: int):
+        super().__init__(tf.train.ClusterSpec(tasks), task_type=task_type, task_id=task_id)
         self._network = network
 
     def make_transport(self, rank: int, addresses, *, identity, **arguments) -> InProcessTransport:

@@ -1,0 +1,344 @@
+"""`ParameterServer`: takes what workers send, and answers."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from hop_tf import membership_pb2
+from hop_tf.collectives import BULK_LANE
+from hop_tf.errors import HopError, MismatchError, ProtocolError
+from hop_tf.membership import LEAVE_QUEUE, parse
+from hop_tf.packing import Packing, TensorSpec
+from hop_tf.parameter_server import parameter_server_pb2 as pb
+from hop_tf.parameter_server import wire
+from hop_tf.parameter_server.consistency import Consistency
+from hop_tf.parameter_server.encoding import Encoding
+from hop_tf.parameter_server.group import Answer, Gradient, ServedGroup
+from hop_tf.parameter_server.shard import Shard
+from hop_tf.parameter_server.snapshots import Snapshots
+from hop_tf.parameter_server.state import ShardState
+from hop_tf.transport.base import Handler, Message, Transport
+
+# Queues at a server, and, with the group's name in between, at a worker.
+PREFIX = "parameter_server"
+CONFIGURE, PUSH, PULL, ASSIGN, RETIRE = (
+    f"{PREFIX}/{name}" for name in ("configure", "push", "pull", "assign", "retire")
+)
+CONFIGURED, REPLY, PULLED = "configured", "reply", "pulled"
+
+
+class ParameterServer:
+    """Serves shards to workers. Nothing here blocks, but for a moment on other pushes to the same shard.
+
+    Args:
+      transport: The transport, on which it takes messages from now on.
+      num_workers: Ranks 0 to num_workers - 1 are workers.
+      snapshots: Where states are kept, and what a group begins with if it is there. Default: nowhere.
+    """
+
+    def __init__(self, *, transport: Transport, num_workers: int, snapshots: Snapshots | None = None):
+        self._transport = transport
+        self._snapshots = snapshots
+        self._lock = threading.RLock()
+        self._groups: dict[str, _Configured] = {}
+        self._session = 0
+        # Workers that have ended for good, and those that were lost; the latter may come back.
+        self._ended: set[int] = set()
+        self._lost: dict[int, str] = {}
+        # Who left the running session.
+        self._left: set[int] = set()
+        self._workers = range(num_workers)
+        for queue, handler in {
+            CONFIGURE: self._on_configure,
+            PUSH: self._on_push,
+            PULL: self._on_pull,
+            ASSIGN: self._on_assign,
+            RETIRE: self._on_retire,
+            LEAVE_QUEUE: self._on_leave,
+        }.items():
+            transport.register(queue, functools.partial(_guarded, handler))
+
+    @property
+    def is_done(self) -> bool:
+        """Whether no worker is left."""
+        with self._lock:
+            return len(self._ended | self._lost.keys()) == len(self._workers)
+
+    @property
+    def has_served(self) -> bool:
+        """Whether a worker has ended by itself."""
+        with self._lock:
+            return bool(self._ended)
+
+    @property
+    def lost(self) -> Mapping[int, str]:
+        """Workers that were lost, and how."""
+        with self._lock:
+            return dict(self._lost)
+
+    @property
+    def present(self) -> list[int]:
+        """Workers that have neither ended nor were lost."""
+        with self._lock:
+            return [worker for worker in self._workers if worker not in self._ended and worker not in self._lost]
+
+    def forget(self, worker: int, reason: str) -> None:
+        """A worker was lost: the others go on without it."""
+        with self._lock:
+            if worker in self._lost:
+                return
+            logging.error("the server goes on without rank %d: %s", worker, reason)
+            self._lost[worker] = reason
+        self._remove(worker, is_lost=True)
+
+    def restarted(self, worker: int) -> None:
+        """Another process has taken the place of a worker: that one was lost, and takes part when it asks to."""
+        self._remove(worker, is_lost=True)
+        with self._lock:
+            self._lost.pop(worker, None)
+            self._ended.discard(worker)
+            self._left.add(worker)
+
+    def take_snapshots(self, *, final: bool = False) -> None:
+        """Writes the states whose time has come; all that have changed, if `final`."""
+        if self._snapshots is not None:
+            with self._lock:
+                groups = {name: configured.group for name, configured in self._groups.items() if configured.has_state}
+            for name, group in groups.items():
+                self._snapshots.write(name, group, final=final)
+
+    # Workers that come and go.
+
+    def _enter(self, session: int) -> None:
+        """Workers enter a session together; the first message of it tells. The lock must be held."""
+        if session > self._session:
+            self._session = session
+            self._left.clear()
+            for configured in self._groups.values():
+                configured.group.begin_session(self.present)
+
+    def _on_leave(self, message: Message) -> None:
+        leave = parse(membership_pb2.Leave, message)
+        if leave.lost:
+            return  # Whether that one is lost to the server, too, it sees for itself.
+        if leave.rank != message.sender:
+            return
+        with self._lock:
+            if leave.final:
+                self._ended.add(leave.rank)
+            if leave.session >= self._session:
+                self._left.add(leave.rank)
+            elif not leave.final:
+                return
+        self._remove(leave.rank, is_lost=False)
+
+    def _remove(self, worker: int, *, is_lost: bool) -> None:
+        with self._lock:
+            groups = dict(self._groups)
+        for name, configured in groups.items():
+            self._send_answers(name, configured, configured.group.remove(worker, is_lost=is_lost))
+
+    # Groups.
+
+    def _on_configure(self, message: Message) -> None:
+        parts = wire.split(message.payload)
+        configure = parse(pb.Configure, dataclasses.replace(message, header=parts[0].tobytes()))
+        with self._lock:
+            self._enter(configure.session)
+            try:
+                configured = self._configure(message.sender, configure, parts[1:])
+            except Exception as error:  # Whatever keeps the group from being made here is the worker's to raise.
+                logging.exception("the server cannot configure group %s for rank %d.", configure.group, message.sender)
+                text = str(error) if isinstance(error, HopError) else f"{type(error).__name__}: {error}"
+                self._refuse(message.sender, configure, text, isinstance(error, MismatchError))
+                return
+            ready = configured.take_waiting() if configured.has_state else []
+        state = configured.group.state(with_slots=False) if ready else None
+        for worker in ready:
+            self._send(
+                worker,
+                f"{PREFIX}/{configure.group}/{CONFIGURED}",
+                pb.Configured(session=configure.session, is_under_way=configured.is_under_way),
+                state.to_parts(),
+            )
+
+    def _configure(self, worker: int, configure: pb.Configure, parts: Sequence[np.ndarray]) -> _Configured:
+        """Makes the group, unless it is there, and begins with rank 0's state or the snapshot's."""
+        configured = self._groups.get(configure.group)
+        if configured is None:
+            configured = _Configured(configure)
+            configured.group.begin_session([w for w in self.present if w not in self._left or w == worker])
+            if self._snapshots is not None:
+                configured.restore(self._snapshots.read(configure.group, configured.signature, configured.packing))
+            self._groups[configure.group] = configured
+        configured.compare(worker, configure)
+        self._left.discard(worker)
+        configured.group.join(worker)
+        if configure.has_state and not configured.has_state:
+            configured.begin(ShardState.from_parts(parts, configured.packing))
+        configured.waiting.append(worker)
+        return configured
+
+    def _refuse(self, worker: int, configure: pb.Configure, error: str, is_mismatch: bool) -> None:
+        answer = pb.Configured(session=configure.session, error=error, is_mismatch=is_mismatch)
+        self._send(worker, f"{PREFIX}/{configure.group}/{CONFIGURED}", answer)
+
+    def _on_retire(self, message: Message) -> None:
+        retire = parse(pb.Retire, message)
+        with self._lock:
+            configured = self._groups.get(retire.group)
+            if configured is not None:
+                configured.retired.add(message.sender)
+                if configured.retired >= set(self.present):
+                    del self._groups[retire.group]
+
+    def _find(self, group: str) -> _Configured:
+        with self._lock:
+            if group not in self._groups:
+                raise ProtocolError(f"the server has no group {group!r}.")
+            return self._groups[group]
+
+    # Pushes and pulls.
+
+    def _on_push(self, message: Message) -> None:
+        push = parse(pb.Push, message)
+        with self._lock:
+            self._enter(push.session)
+            is_current = push.session == self._session and message.sender not in self._left
+        if not is_current:
+            return  # It has left meanwhile, and awaits no answer.
+        try:
+            configured = self._find(push.group)
+            answers = configured.group.push(message.sender, configured.gradient_of(push, message.payload))
+        except (ProtocolError, ValueError) as error:
+            logging.error("the server takes no push of rank %d: %s", message.sender, error)
+            refusal = pb.Reply(session=push.session, sequence=push.sequence, error=str(error))
+            self._send(message.sender, f"{PREFIX}/{push.group}/{REPLY}", refusal)
+            return
+        self._send_answers(push.group, configured, answers)
+        if self._snapshots is not None:
+            self._snapshots.write(push.group, configured.group)
+
+    def _send_answers(self, name: str, configured: _Configured, answers: Sequence[Answer]) -> None:
+        for answer in answers:
+            reply = pb.Reply(
+                session=self._session,
+                sequence=answer.sequence,
+                num_others=answer.num_others,
+                num_workers=answer.num_workers,
+                is_missing=answer.is_missing,
+            )
+            self._send(answer.worker, f"{PREFIX}/{name}/{REPLY}", reply, answer.buckets)
+
+    def _on_pull(self, message: Message) -> None:
+        pull = parse(pb.Pull, message)
+        queue = f"{PREFIX}/{pull.group}/{PULLED}"
+        try:
+            state = self._find(pull.group).group.state(with_slots=True)
+        except ProtocolError as error:
+            self._send(message.sender, queue, pb.Pulled(number=pull.number, error=str(error)))
+            return
+        self._send(message.sender, queue, pb.Pulled(number=pull.number), state.to_parts())
+
+    def _on_assign(self, message: Message) -> None:
+        configured = self._find(parse(pb.Assign, message).group)
+        configured.group.assign_model(configured.view(wire.split(message.payload)))
+
+    def _send(self, worker: int, queue: str, answer: object, parts: Sequence[np.ndarray] = ()) -> None:
+        payload = wire.join(parts) if parts else ()
+        try:
+            self._transport.send(worker, queue, answer.SerializeToString(), payload, lane=BULK_LANE)
+        except HopError as error:  # It is gone; `forget` hears of that.
+            logging.info("the server could not send to %s of rank %d: %s", queue, worker, error)
+
+
+def _guarded(handler: Handler, message: Message) -> None:
+    """Drops what is no message of this protocol."""
+    try:
+        handler(message)
+    except ProtocolError as error:
+        logging.error("the server drops a message to %r of rank %d: %s", message.queue, message.sender, error)
+
+
+class _Configured:
+    """A group, and what it was configured with.
+
+    Args:
+      configure: From the first worker.
+
+    Attributes:
+      group: The group.
+      packing: The shard's buckets.
+      waiting: Workers that have configured it and wait for its state.
+      retired: Workers that have no use for it any more.
+      has_state: Whether it has one.
+      is_under_way: Whether that is another one than the workers have.
+      signature: What tells whether a snapshot is of the same model.
+    """
+
+    def __init__(self, configure: pb.Configure):
+        self._first = configure
+        self.packing = Packing(
+            [TensorSpec(p.name, tuple(p.shape), tf.as_dtype(p.dtype), p.is_carried) for p in configure.pieces]
+        )
+        shard = Shard(self.packing, configure.optimizer, [piece.decays for piece in configure.pieces])
+        self.group = ServedGroup(shard, self.packing, Consistency.parse(configure.settings["consistency"]))
+        self._encoding = Encoding(self.packing, wire.codec_from_json(configure.codec))
+        self.waiting: list[int] = []
+        self.retired: set[int] = set()
+        self.has_state = self.is_under_way = False
+        self.signature = pb.Configure(pieces=configure.pieces).SerializeToString(deterministic=True)
+
+    def restore(self, state: ShardState | None) -> None:
+        """Begins with the state of a snapshot, if there is one."""
+        if state is not None:
+            self.begin(state)
+            self.is_under_way = True
+
+    def begin(self, state: ShardState) -> None:
+        """Begins with a state."""
+        self.group.assign(state)
+        self.has_state = True
+
+    def take_waiting(self) -> list[int]:
+        """Those to whom to tell the state. Whoever asks later finds it under way."""
+        waiting, self.waiting = self.waiting, []
+        return waiting
+
+    def compare(self, worker: int, configure: pb.Configure) -> None:
+        """Raises MismatchError where a worker wants something else than the first one."""
+        for field in sorted({*self._first.settings, *configure.settings}):
+            first, other = self._first.settings.get(field, ""), configure.settings.get(field, "")
+            if first != other:
+                raise MismatchError(
+                    f"rank {worker} disagrees on option {field!r}: {other!r} there, {first!r} elsewhere."
+                )
+        if configure.optimizer != self._first.optimizer:
+            raise MismatchError(
+                f"rank {worker} disagrees on the optimizer: {configure.optimizer} there, {self._first.optimizer} "
+                "elsewhere."
+            )
+        for mine, theirs in zip(self._first.pieces, configure.pieces, strict=False):
+            if mine != theirs:
+                raise MismatchError(f"rank {worker} disagrees on a variable: {theirs} there, {mine} elsewhere.")
+        if len(self._first.pieces) != len(configure.pieces):
+            raise MismatchError(
+                f"rank {worker} disagrees on the number of variables: {len(configure.pieces)} there, "
+                f"{len(self._first.pieces)} elsewhere."
+            )
+
+    def gradient_of(self, push: pb.Push, payload: np.ndarray) -> Gradient:
+        """What a push brings."""
+        buckets = None if push.asks_again else self._encoding.decode(wire.split(payload))
+        return Gradient(push.sequence, buckets, push.rate, push.is_applied)
+
+    def view(self, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Buckets that were not encoded."""
+        return Encoding.plain(self.packing).decode(parts)

@@ -1,0 +1,515 @@
+"""The worker's side of SHAT outside of the training graph: Algorithm 1, lines 5 and 6."""
+
+from __future__ import annotations
+
+import collections
+import time
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from hop_tf.arguments import identity_of
+from hop_tf.collectives import BULK_LANE
+from hop_tf.errors import HopError, MismatchError, ProtocolError
+from hop_tf.exchange import Exchange, Incoming, Outgoing
+from hop_tf.joining import Joiner
+from hop_tf.keras_hook import (
+    check_loss_scaling,
+    decays,
+    num_updates,
+    optimizer_class,
+    paths,
+    serialized_for_server,
+    set_num_updates,
+    slots_of,
+)
+from hop_tf.membership import parse
+from hop_tf.packing import Packing
+from hop_tf.parameter_server import parameter_server_pb2 as pb
+from hop_tf.parameter_server import wire
+from hop_tf.parameter_server.encoding import Encoding
+from hop_tf.parameter_server.server import ASSIGN, CONFIGURE, CONFIGURED, PREFIX, PULL, PULLED, PUSH, REPLY, RETIRE
+from hop_tf.parameter_server.shard import is_elementwise
+from hop_tf.parameter_server.sharding import Piece, ShardPacking, plan_shards
+from hop_tf.parameter_server.state import ShardState
+from hop_tf.strategies.shat_settings import ShatSettings
+from hop_tf.transport.base import Message
+from hop_tf.worker import ExchangeContext
+
+# Segments of a step: the gradient, and, at the start of a session, the model as it is.
+PUSH_SEGMENT, MODEL_SEGMENT = 0, 1
+# What travels beside the variables: to the servers, the first two of these; from them, the weight alpha of each.
+RATE, IS_APPLIED = 0, 1
+NUM_BESIDE = 2
+# An answer that has not come for so long is asked for again.
+_RETRY_SECONDS = 10.0
+
+
+class ShatExchange(Exchange, Joiner):
+    """Pushes gradients to the servers, and brings their model and its weight back.
+
+    Args:
+      context: Membership, packing and buffers of the group.
+      settings: Those of the strategy.
+
+    Attributes:
+      shards: What each server that has something to keep does keep.
+
+    Raises:
+      ValueError: If the optimizer does not go with the settings.
+    """
+
+    def __init__(self, context: ExchangeContext, settings: ShatSettings):
+        self._group = context.group
+        self._session = context.session
+        self._membership = context.membership
+        self._packing = context.packing
+        self._pool = context.pool
+        self._settings = settings
+        self._optimizer = context.optimizer
+        self._trained = context.trained
+        self._carried = context.carried.variables
+        servers = self._membership.servers
+        optimizer = context.optimizer()
+        check_loss_scaling(optimizer)
+        _check_sharding(optimizer_class(optimizer), settings.sharding, len(servers))
+        self.shards = [
+            _Shard(index, server, context, pieces, settings)
+            for index, (server, pieces) in enumerate(zip(servers, self._plan(optimizer, len(servers)), strict=True))
+            if pieces
+        ]
+        self._received: dict[str, dict[int, tuple[object, np.ndarray]]] = collections.defaultdict(dict)
+        self._num_sent = 0
+        self._num_pulls = 0
+        self._known_model = 0
+        self._communicate_seconds = 0.0
+        self._latest: dict[int, tuple[int, float]] = {}
+        for name, message_type in {CONFIGURED: pb.Configured, REPLY: pb.Reply, PULLED: pb.Pulled}.items():
+            self._membership.transport.register(self._queue(name), self._receiver(name, message_type))
+
+    def _plan(self, optimizer: object, num_servers: int) -> list[list[Piece]]:
+        specs = self._packing.specs[: len(self._trained)]
+        layers = [path.rpartition("/")[0] for path in paths(optimizer, self._trained)]
+        shards = plan_shards(specs, layers, num_servers, self._settings.sharding)
+        first = len(self._trained)
+        shards[0].extend(
+            Piece(first + i, 0, self._packing.specs[first + i].num_elements) for i in range(len(self._carried))
+        )
+        return shards
+
+    # Beginning and end.
+
+    def configure(self, *, joins: bool) -> None:
+        """Tells the servers what to keep, and takes over their state, if that is another one than rank 0's.
+
+        Args:
+          joins: Whether this process was started again.
+
+        Blocks: until the servers have rank 0's state, or that of their snapshots.
+
+        Raises:
+          MismatchError: If another rank wants something else.
+          HopError: If a server cannot do it.
+        """
+        description = pb.Configure(
+            group=self._group,
+            session=self._session,
+            settings=identity_of(self._settings),
+            optimizer=serialized_for_server(self._optimizer()),
+            codec=wire.codec_to_json(self._settings.codec),
+            has_state=self._membership.rank == 0 and not joins,
+        )
+        decay = [*decays(self._optimizer(), self._trained), *(False for _ in self._carried)]
+        model, slots = self._read_model(), self._read_slots()
+        for shard in self.shards:
+            parts = [np.frombuffer(shard.describe(description, decay), np.uint8)]
+            if description.has_state:
+                parts += shard.state_of(model, slots, num_updates(self._optimizer())).to_parts()
+            self._membership.send(shard.server, CONFIGURE, b"", wire.join(parts), lane=BULK_LANE)
+        answers = self._await(CONFIGURED, "receive state", lambda answer: answer.session == self._session)
+        for answer, _ in answers.values():
+            if answer.error:
+                error = MismatchError if answer.is_mismatch else HopError
+                raise error(f"rank {self._membership.rank}: {answer.error}")
+        self._write(answers)
+        if joins or any(answer.is_under_way for answer, _ in answers.values()):
+            num_steps = max(state.num_steps for state in self._states(answers).values())
+            set_num_updates(self._optimizer(), num_steps)
+
+    def pull(self) -> None:
+        """Takes over the servers' model and slots.
+
+        Blocks: until the servers have sent them.
+
+        Raises:
+          HopError: If a server was lost.
+        """
+        self._num_pulls += 1
+        number = self._num_pulls
+        header = pb.Pull(group=self._group, number=number).SerializeToString()
+        for shard in self.shards:
+            self._membership.send(shard.server, PULL, header, lane=BULK_LANE)
+        answers = self._await(PULLED, "receive state", lambda answer: answer.number == number)
+        for answer, _ in answers.values():
+            if answer.error:
+                raise HopError(f"rank {self._membership.rank}: {answer.error}")
+        self._write(answers)
+
+    def reset(self, session: int) -> None:
+        self._session = session
+        self._num_sent = 0
+
+    def close(self) -> None:
+        for name in (CONFIGURED, REPLY, PULLED):
+            self._membership.transport.unregister(self._queue(name))
+        header = pb.Retire(group=self._group).SerializeToString()
+        for shard in self.shards:
+            self._membership.tell(shard.server, RETIRE, header)
+
+    # Steps.
+
+    def step(self, outgoing: Outgoing) -> Incoming:
+        if outgoing.segment == MODEL_SEGMENT:
+            self._offer(outgoing.buckets)
+            return self.neutral(outgoing)
+        start = time.perf_counter()
+        sequence = outgoing.step + 1
+        rate, is_applied = self._beside(outgoing.buckets)[: IS_APPLIED + 1]
+        push = pb.Push(
+            group=self._group,
+            session=self._session,
+            sequence=sequence,
+            rate=rate,
+            is_applied=bool(is_applied),
+        )
+        for shard in self.shards:  # Line 5.
+            payload = wire.join(shard.encode(outgoing.buckets))
+            self._send(shard, push, payload, outgoing.step)
+        self._num_sent = sequence
+
+        def is_answer(reply: pb.Reply) -> bool:
+            return reply.session == self._session and reply.sequence == sequence
+
+        def ask_again(shard: _Shard, is_missing: bool) -> None:
+            # What was sent is still there: it is sent again only where it has not arrived.
+            again = pb.Push(asks_again=not is_missing)
+            again.MergeFrom(push)
+            payload = wire.join(shard.encoded) if is_missing else ()
+            self._send(shard, again, payload, outgoing.step)
+
+        answers = self._await(
+            REPLY, f"receive model of push {sequence}", is_answer, outgoing.step, ask_again
+        )  # Line 6.
+        incoming = self._merge(outgoing, answers)
+        for shard in self.shards:
+            shard.encoded = []
+        self._communicate_seconds += time.perf_counter() - start
+        return incoming
+
+    def _send(self, shard: _Shard, push: pb.Push, payload: Sequence[np.ndarray], step: int) -> None:
+        shard.bytes_sent += sum(array.nbytes for array in payload)
+        self._membership.send(shard.server, PUSH, push.SerializeToString(), payload, lane=BULK_LANE, step=step)
+
+    def _merge(self, outgoing: Outgoing, answers: Mapping[int, tuple[pb.Reply, np.ndarray]]) -> Incoming:
+        """The servers' model, the weight of each, and how far the carried variables are from their means."""
+        buckets = self._new_buckets()
+        for shard in self.shards:
+            reply, payload = answers[shard.server]
+            shard.bytes_received += payload.nbytes
+            for (bucket, where), values in zip(shard.ranges, shard.decode(payload), strict=True):
+                buckets[bucket][where] = values
+                if self._packing.exact[bucket]:
+                    buckets[bucket][where] -= outgoing.buckets[bucket][where]
+            weight = self._settings.weight(reply.num_others, reply.num_workers)
+            self._beside(buckets)[shard.index] = weight
+            self._latest[shard.index] = (reply.num_others, weight)
+        return Incoming(outgoing.step, outgoing.segment, tuple(buckets))
+
+    def neutral(self, outgoing: Outgoing) -> Incoming:
+        return Incoming(outgoing.step, outgoing.segment, tuple(self._new_buckets()))
+
+    def _new_buckets(self) -> list[np.ndarray]:
+        buckets = []
+        for size, dtype in zip(self._packing.sizes, self._packing.dtypes, strict=True):
+            bucket = self._pool.take(size * dtype.size).view(dtype.as_numpy_dtype)
+            bucket.fill(0)
+            buckets.append(bucket)
+        return buckets
+
+    def _beside(self, buckets: Sequence[np.ndarray]) -> np.ndarray:
+        bucket, start = self._packing.place_of(len(self._packing.specs) - 1)
+        return buckets[bucket][start : start + self._packing.specs[-1].num_elements]
+
+    def _offer(self, buckets: Sequence[np.ndarray]) -> None:
+        """Gives the servers the model, where it was changed since they and this rank knew of each other's."""
+        if self._membership.rank == 0 and self._digest(buckets) != self._known_model:
+            header = pb.Assign(group=self._group).SerializeToString()
+            for shard in self.shards:
+                self._membership.send(shard.server, ASSIGN, header, wire.join(shard.cut(buckets)), lane=BULK_LANE)
+
+    def spread(self, weights: tf.Tensor, index: int) -> tf.Tensor:
+        """Emits the ops that give each value of a trained variable the weight of its server.
+
+        Args:
+          weights: One for each server.
+          index: The variable's.
+
+        Returns:
+          A scalar, or a tensor in the shape of the variable where several servers keep it.
+        """
+        spec = self._packing.specs[index]
+        owners = [(shard.index, size) for shard in self.shards for size in shard.sizes_of(index)]
+        if len(owners) <= 1:
+            return weights[owners[0][0] if owners else 0]
+        servers, sizes = zip(*owners, strict=True)
+        return tf.reshape(tf.repeat(tf.gather(weights, servers), sizes), spec.shape)
+
+    # Waiting for servers.
+
+    def _queue(self, name: str) -> str:
+        return f"{PREFIX}/{self._group}/{name}"
+
+    def _receiver(self, name: str, message_type: type) -> Callable[[Message], None]:
+        def receive(message: Message) -> None:
+            answer = parse(message_type, message)
+            with self._membership.monitor:
+                self._received[name][message.sender] = answer, message.payload
+                self._membership.monitor.notify_all()
+
+        return receive
+
+    def _await(
+        self,
+        name: str,
+        operation: str,
+        is_answer: Callable[[object], bool],
+        step: int | None = None,
+        ask_again: Callable[[_Shard, bool], None] | None = None,
+    ) -> dict[int, tuple[object, np.ndarray]]:
+        """Takes every server's answer."""
+        membership, received = self._membership, self._received[name]
+        since = membership.monitor.now()
+        retry_at = since + _RETRY_SECONDS if ask_again else float("inf")
+
+        def absent() -> list[int]:
+            return [s.server for s in self.shards if s.server not in received or not is_answer(received[s.server][0])]
+
+        def lacking() -> list[int]:
+            """Servers that have answered that they have got nothing."""
+            return [server for server, (answer, _) in received.items() if getattr(answer, "is_missing", False)]
+
+        while True:
+            membership.wait(
+                lambda at=retry_at: [] if membership.monitor.now() >= at or lacking() else absent(),
+                operation=operation,
+                step=step,
+                since=since,
+            )
+            with membership.monitor:
+                missing = dict.fromkeys(lacking(), True)
+                missing.update(dict.fromkeys(absent(), False))
+                for server in missing:
+                    received.pop(server, None)
+                if not missing:
+                    answers = dict(received)
+                    received.clear()
+                    break
+            for shard in self.shards:
+                if shard.server in missing:
+                    ask_again(shard, missing[shard.server])
+            retry_at = membership.monitor.now() + _RETRY_SECONDS
+        for answer, _ in answers.values():
+            if isinstance(answer, pb.Reply) and answer.error:
+                raise ProtocolError(f"rank {membership.rank}: a parameter server has refused a push: {answer.error}")
+        return answers
+
+    # The group's variables.
+
+    def _read_model(self) -> list[np.ndarray]:
+        """All buckets, as they are."""
+        values = [variable.read_value() for variable in (*self._trained, *self._carried)]
+        beside = self._packing.specs[-1]
+        return [np.asarray(b) for b in self._packing.pack([*values, tf.zeros(beside.shape, beside.dtype)])]
+
+    def _read_slots(self) -> dict[tuple[str, int | None], np.ndarray]:
+        slots = slots_of(self._optimizer(), self._trained)
+        # Those that are made in the step that is being traced have no values yet: they begin alike anyhow.
+        return {
+            key: np.asarray(slot.read_value())
+            for key, slot in slots.items()
+            if tf.compat.v1.is_variable_initialized(slot)
+        }
+
+    def _states(self, answers: Mapping[int, tuple[object, np.ndarray]]) -> dict[int, ShardState]:
+        return {
+            shard.server: ShardState.from_parts(wire.split(answers[shard.server][1]), shard.packing)
+            for shard in self.shards
+        }
+
+    def _write(self, answers: Mapping[int, tuple[object, np.ndarray]]) -> None:
+        """Assigns the servers' state to the variables."""
+        states = self._states(answers)
+        buckets = self._new_buckets()
+        slots = slots_of(self._optimizer(), self._trained)
+        values = {key: slot.numpy() for key, slot in slots.items()} if self._have_slots(states) else {}
+        for shard in self.shards:
+            state = states[shard.server]
+            for (bucket, where), part in zip(shard.ranges, state.buckets, strict=True):
+                buckets[bucket][where] = part
+            shard.put_slots(state.slots, values)
+        tensors = self._packing.unpack([tf.constant(bucket) for bucket in buckets])
+        for variable, tensor in zip((*self._trained, *self._carried), tensors[:-1], strict=True):
+            variable.assign(tensor)
+        for key, value in values.items():
+            slots[key].assign(value)
+        self._known_model = self._digest(buckets)
+
+    def _have_slots(self, states: Mapping[int, ShardState]) -> bool:
+        return any(state.slots for state in states.values())
+
+    def _digest(self, buckets: Sequence[np.ndarray]) -> int:
+        digest = 0
+        for shard in self.shards:
+            for (bucket, _), values in zip(shard.ranges, shard.cut(buckets), strict=True):
+                if not self._packing.exact[bucket]:
+                    digest = zlib.crc32(np.ascontiguousarray(values).view(np.uint8), digest)
+        return digest
+
+    # Newcomers. A rank's step is of no matter to others.
+
+    def begin_at(self, step: int) -> None:
+        del step
+
+    def meet(self, rank: int, step: int) -> None:
+        del rank, step
+
+    def admit(self, rank: int, step: int) -> int:
+        del rank
+        return step
+
+    # Records.
+
+    @property
+    def sent_steps(self) -> int:
+        return self._num_sent
+
+    def counters(self) -> Mapping[str, float]:
+        """What went to and came from each server, and where the communication thread's time goes.
+
+        Returns:
+          `communicate_seconds`, from a push to its answer, and for each server with a shard `shard_<s>_bytes_sent` and
+          `shard_<s>_bytes_received`, without headers.
+        """
+        totals: dict[str, float] = {"communicate_seconds": self._communicate_seconds}
+        for shard in self.shards:
+            totals[f"shard_{shard.index}_bytes_sent"] = shard.bytes_sent
+            totals[f"shard_{shard.index}_bytes_received"] = shard.bytes_received
+        return totals
+
+    @property
+    def latest(self) -> Iterable[tuple[int, float]]:
+        """For each shard c and alpha of the latest answer."""
+        return list(self._latest.values())
+
+
+class _Shard:
+    """A server's part of the model, seen from a worker.
+
+    Args:
+      index: The server's index among the servers.
+      server: Its place in the cluster.
+      context: Of the group.
+      pieces: What it keeps.
+      settings: Those of the strategy.
+
+    Attributes:
+      packing: The shard's buckets.
+      ranges: Where they lie in the group's buckets.
+      encoded: What was pushed last.
+      bytes_sent: Of pushes.
+      bytes_received: Of answers.
+    """
+
+    def __init__(
+        self, index: int, server: int, context: ExchangeContext, pieces: Sequence[Piece], settings: ShatSettings
+    ):
+        self.index = index
+        self.server = server
+        self._pieces = pieces
+        self._place = ShardPacking(context.packing, pieces)
+        self._num_elements = [spec.num_elements for spec in context.packing.specs]
+        self.packing: Packing = self._place.packing
+        self.ranges = self._place.ranges
+        self._encoding = Encoding(self.packing, settings.codec, context.pool)
+        self._plain = Encoding.plain(self.packing)
+        self.encoded: list[np.ndarray] = []
+        self.bytes_sent = self.bytes_received = 0
+
+    def describe(self, common: pb.Configure, decay: Sequence[bool]) -> bytes:
+        """What the server is to keep."""
+        description = pb.Configure()
+        description.CopyFrom(common)
+        for piece, spec in zip(self._pieces, self.packing.specs, strict=True):
+            description.pieces.add(
+                name=spec.name,
+                dtype=spec.dtype.name,
+                shape=spec.shape,
+                decays=decay[piece.index],
+                is_carried=spec.exact,
+            )
+        return description.SerializeToString(deterministic=True)
+
+    def cut(self, buckets: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """The shard's part of buckets."""
+        return self._place.cut(buckets)
+
+    def encode(self, buckets: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """What is pushed."""
+        self.encoded = self._encoding.encode(self.cut(buckets))
+        return self.encoded
+
+    def decode(self, payload: np.ndarray) -> list[np.ndarray]:
+        """The buckets of an answer."""
+        return self._plain.decode(wire.split(payload))
+
+    def state_of(
+        self, model: Sequence[np.ndarray], slots: Mapping[tuple[str, int | None], np.ndarray], iterations: int
+    ) -> ShardState:
+        """The shard's part of a state whose slots are by variables."""
+        own = {(name, None): value for (name, index), value in slots.items() if index is None}
+        for number, piece in enumerate(self._pieces):
+            for (name, index), value in slots.items():
+                if index == piece.index:
+                    own[name, number] = value.reshape(-1)[piece.start : piece.stop] if self._cuts(piece) else value
+        return ShardState(buckets=self.cut(model), slots=own, iterations=iterations)
+
+    def put_slots(
+        self, own: Mapping[tuple[str, int | None], np.ndarray], slots: dict[tuple[str, int | None], np.ndarray]
+    ) -> None:
+        """Puts the shard's slots where they belong among those of the variables."""
+        for (name, number), value in own.items():
+            if number is None:
+                slots[name, None] = value
+                continue
+            piece = self._pieces[number]
+            if self._cuts(piece):
+                slots[name, piece.index].reshape(-1)[piece.start : piece.stop] = value
+            else:
+                slots[name, piece.index] = value
+
+    def sizes_of(self, index: int) -> list[int]:
+        """The sizes of the shard's pieces of a variable."""
+        return [piece.stop - piece.start for piece in self._pieces if piece.index == index]
+
+    def _cuts(self, piece: Piece) -> bool:
+        return piece.stop - piece.start != self._num_elements[piece.index]
+
+
+def _check_sharding(optimizer: type, sharding: str, num_servers: int) -> None:
+    if sharding == "memory" and num_servers > 1 and not is_elementwise(optimizer):
+        raise ValueError(
+            f"`sharding` must be 'layer' or 'none' with {optimizer.__name__}: an optimizer that may look at a whole "
+            "tensor cannot update parts of it on several servers. Received: sharding='memory'."
+        )
