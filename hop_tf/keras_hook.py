@@ -243,6 +243,7 @@ def serialized_for_server(optimizer: Any) -> str:
     """The optimizer, in JSON, without what is done to gradients before they are pushed, and without a schedule."""
     description = keras.optimizers.serialize(_innermost(optimizer))
     config = description["config"]
+    config.pop("name", None)  # Keras numbers optimizers that are not named.
     config.update({name: None for name in _DONE_BY_WORKERS if name in config}, learning_rate=0.0)
     return json.dumps(description)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import threading
 from collections.abc import Mapping, Sequence
 
@@ -157,7 +158,8 @@ class ParameterServer:
             except Exception as error:  # Whatever keeps the group from being made here is the worker's to raise.
                 logging.exception("the server cannot configure group %s for rank %d.", configure.group, message.sender)
                 text = str(error) if isinstance(error, HopError) else f"{type(error).__name__}: {error}"
-                self._refuse(message.sender, configure, text, isinstance(error, MismatchError))
+                for worker in (message.sender, *self._take_waiting(configure.group)):
+                    self._refuse(worker, configure, text, isinstance(error, MismatchError))
                 return
             ready = configured.take_waiting() if configured.has_state else []
         state = configured.group.state(with_slots=False) if ready else None
@@ -185,6 +187,9 @@ class ParameterServer:
             configured.begin(ShardState.from_parts(parts, configured.packing))
         configured.waiting.append(worker)
         return configured
+
+    def _take_waiting(self, group: str) -> list[int]:
+        return self._groups[group].take_waiting() if group in self._groups else []
 
     def _refuse(self, worker: int, configure: pb.Configure, error: str, is_mismatch: bool) -> None:
         answer = pb.Configured(session=configure.session, error=error, is_mismatch=is_mismatch)
@@ -267,6 +272,12 @@ def _guarded(handler: Handler, message: Message) -> None:
         logging.error("the server drops a message to %r of rank %d: %s", message.queue, message.sender, error)
 
 
+def _fields(optimizer: str) -> dict[str, object]:
+    """What an optimizer in JSON consists of."""
+    description = json.loads(optimizer)
+    return {"class_name": description["class_name"], **description["config"]}
+
+
 class _Configured:
     """A group, and what it was configured with.
 
@@ -320,10 +331,11 @@ class _Configured:
                 raise MismatchError(
                     f"rank {worker} disagrees on option {field!r}: {other!r} there, {first!r} elsewhere."
                 )
-        if configure.optimizer != self._first.optimizer:
+        first, other = _fields(self._first.optimizer), _fields(configure.optimizer)
+        for field in [field for field in {**first, **other} if first.get(field) != other.get(field)]:
             raise MismatchError(
-                f"rank {worker} disagrees on the optimizer: {configure.optimizer} there, {self._first.optimizer} "
-                "elsewhere."
+                f"rank {worker} disagrees on {field!r} of the optimizer: {other.get(field)!r} there, "
+                f"{first.get(field)!r} elsewhere."
             )
         for mine, theirs in zip(self._first.pieces, configure.pieces, strict=False):
             if mine != theirs:

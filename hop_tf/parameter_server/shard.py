@@ -38,7 +38,7 @@ class Shard:
         self._packing = packing
         self._trained = [index for index, spec in enumerate(packing.specs) if not spec.exact]
         with tf.device("/cpu:0"):
-            self._optimizer = keras.optimizers.deserialize(json.loads(optimizer))
+            self._optimizer = _deserialized(optimizer)
             self._variables = [self._make_variable(index) for index in self._trained]
             excluded = [v for v, index in zip(self._variables, self._trained, strict=True) if not decays[index]]
             self._optimizer.exclude_from_weight_decay(var_list=excluded)
@@ -117,3 +117,13 @@ class Shard:
     def _emit_assign(self, buckets: Sequence[tf.Tensor]) -> None:
         for variable, piece in zip(self._variables, self._pieces(buckets), strict=True):
             variable.assign(piece)
+
+
+def _deserialized(text: str) -> keras.optimizers.Optimizer:
+    optimizer = keras.optimizers.deserialize(json.loads(text))
+    if not isinstance(optimizer, keras.optimizers.Optimizer):  # Some classes that it cannot find it gives back as text.
+        raise ValueError(
+            "the optimizer must be known to Keras on parameter servers: register its class with "
+            f"keras.saving.register_keras_serializable, and start the same script there. Received: {text}."
+        )
+    return optimizer

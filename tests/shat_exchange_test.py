@@ -1,0 +1,354 @@
+"""Workers and servers of SHAT without training: threads over a network that breaks, and a virtual clock."""
+
+import contextlib
+import dataclasses
+import random
+import threading
+import time
+import weakref
+from unittest import mock
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+from hop_tf.buffers import BufferPool
+from hop_tf.carried import CarriedChanges
+from hop_tf.errors import HopError, MismatchError, PeerLostError
+from hop_tf.exchange import Outgoing
+from hop_tf.membership import Membership
+from hop_tf.monitor import ThreadMonitor
+from hop_tf.options import CommunicationOptions
+from hop_tf.packing import Packing, TensorSpec
+from hop_tf.parameter_server.server import PUSH, REPLY, ParameterServer
+from hop_tf.replica_state import spec_of
+from hop_tf.simulate import VirtualCluster
+from hop_tf.strategies import shat_exchange
+from hop_tf.strategies.shat_exchange import ShatExchange
+from hop_tf.strategies.shat_settings import ShatSettings
+from hop_tf.transport import InProcessNetwork, InProcessTransport
+from hop_tf.worker import ExchangeContext
+
+_NUM_VALUES = 100
+_RATE = 0.5
+_GROUP = "0-group"
+_OPTIONS = CommunicationOptions(timeout_seconds=30)
+_SETTINGS = ShatSettings(
+    mixing="shat", sharding="memory", consistency="async", min_mixing=0.0, log_base=np.e, codec=None
+)
+
+
+class _Worker:
+    """A rank's variable and exchange."""
+
+    def __init__(self, membership, settings=_SETTINGS, make_optimizer=lambda: keras.optimizers.SGD(_RATE), carried=()):
+        self.variable = keras.Variable(np.ones(_NUM_VALUES, "float32"), name="w")
+        self.optimizer = make_optimizer()
+        self.optimizer.build([self.variable])
+        trained, carried = [self.variable.value], list(carried)
+        self.packing = Packing(
+            [
+                *map(spec_of, trained),
+                *(dataclasses.replace(spec_of(variable), exact=True) for variable in carried),
+                TensorSpec("beside", (max(2, len(membership.servers)),), tf.float32, exact=True),
+            ]
+        )
+        context = ExchangeContext(
+            _GROUP,
+            1,
+            self.packing,
+            membership,
+            BufferPool(),
+            optimizer=weakref.ref(self.optimizer),
+            trained=trained,
+            carried=CarriedChanges(carried, [variable.read_value() for variable in carried]),
+        )
+        self.exchange = ShatExchange(context, settings)
+
+    def push(self, step, value, rate=_RATE, is_applied=True):
+        """Pushes a constant gradient; returns the servers' model, and the weight of each."""
+        buckets = [
+            np.zeros(size, dtype.as_numpy_dtype)
+            for size, dtype in zip(self.packing.sizes, self.packing.dtypes, strict=True)
+        ]
+        buckets[0][:_NUM_VALUES] = value
+        bucket, start = self.packing.place_of(len(self.packing.specs) - 1)
+        buckets[bucket][start : start + 2] = rate, is_applied
+        incoming = self.exchange.step(Outgoing(step, 0, tuple(buckets)))
+        return incoming.buckets[0][:_NUM_VALUES], incoming.buckets[bucket][start:]
+
+
+class _Lossy(InProcessTransport):
+    """Loses some messages that matter, and repeats others: what no transport of ours does."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._random = random.Random(self.rank)
+
+    def send(self, peer, queue, *args, **kwargs):
+        fate = self._random.random() if queue == PUSH or queue.endswith(REPLY) else 1.0
+        if fate < 0.1:
+            return
+        super().send(peer, queue, *args, **kwargs)
+        if fate < 0.2:
+            super().send(peer, queue, *args, **kwargs)
+
+
+class _Threads(contextlib.ExitStack):
+    """Workers and servers in the threads of this process."""
+
+    def __init__(self, num_workers, num_servers, transport=InProcessTransport, settings=None):
+        super().__init__()
+        self.network = InProcessNetwork(num_workers + num_servers)
+        self.errors, self.servers = [], []
+        transports = [
+            transport(rank, self.network, options=_OPTIONS, on_error=self.errors.append)
+            for rank in range(num_workers + num_servers)
+        ]
+        for each in transports:
+            self.callback(each.close)
+            each.start()
+        self.servers = [ParameterServer(transport=each, num_workers=num_workers) for each in transports[num_workers:]]
+        memberships = [self._membership(each, num_workers, num_servers) for each in transports[:num_workers]]
+        settings = settings or [_SETTINGS] * num_workers
+        self.workers = [_Worker(m, each) for m, each in zip(memberships, settings, strict=True)]
+
+    def _membership(self, transport, num_workers, num_servers):
+        return Membership(
+            transport=transport,
+            monitor=ThreadMonitor(),
+            options=_OPTIONS,
+            world_size=num_workers,
+            peers=(),
+            continue_without_lost=True,
+            servers=range(num_workers, num_workers + num_servers),
+        )
+
+    def run(self, body):
+        """Calls `body(rank, worker)` for each worker on a thread of its own; raises what one of them raises."""
+        failures = []
+
+        def call(rank, worker):
+            try:
+                body(rank, worker)
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=call, args=each, daemon=True) for each in enumerate(self.workers)]
+        for thread in threads:
+            thread.start()
+        deadline = time.monotonic() + 200
+        while any(thread.is_alive() for thread in threads):
+            if failures or self.errors:
+                break
+            if time.monotonic() > deadline:
+                raise AssertionError("a worker hangs")
+            time.sleep(0.01)
+        if failures or self.errors:
+            raise (failures or self.errors)[0]
+
+
+class _ConnectionResets:
+    """Cuts connections between workers and servers now and then, each for a moment."""
+
+    def __init__(self, threads, num_workers, num_servers):
+        self._network = threads.network
+        self._pairs = [(w, num_workers + s) for w in range(num_workers) for s in range(num_servers)]
+        self._stop = threading.Event()
+        self.num_resets = 0
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info):
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self):
+        generator = random.Random(0)
+        while not self._stop.wait(generator.uniform(0, 0.02)):
+            pair = generator.choice(self._pairs)
+            self._network.disconnect(*pair)
+            self._stop.wait(generator.uniform(0, 0.01))
+            self._network.reconnect(*pair)
+            self.num_resets += 1
+
+
+def _train(threads, num_pushes, momentum=0.0):
+    """All workers push as many random integers; returns their sums, each weighted with its rate."""
+    values = np.random.default_rng(0).integers(-8, 9, (len(threads.workers), num_pushes))
+
+    def body(rank, worker):
+        worker.exchange.configure(joins=False)
+        for step, value in enumerate(values[rank]):
+            worker.push(step, float(value), rate=0.5 if value % 2 else 0.25)
+
+    threads.run(body)
+    return (values * np.where(values % 2, 0.5, 0.25)).sum()
+
+
+class ExactlyOnceTest(tf.test.TestCase):
+    def test_ten_thousand_pushes_while_connections_break(self):
+        num_workers, num_servers, num_pushes = 4, 1, 2500
+        with _Threads(num_workers, num_servers) as threads:
+            with _ConnectionResets(threads, num_workers, num_servers) as resets:
+                total = _train(threads, num_pushes)
+            self.assertGreater(resets.num_resets, 20)
+            for worker in threads.workers:
+                worker.exchange.pull()
+                # Sums of multiples of 1/4 that are not large are exact in float32.
+                self.assertAllEqual(worker.variable, np.full(_NUM_VALUES, 1.0 - total))
+            for server in threads.servers:
+                (configured,) = server._groups.values()
+                self.assertEqual(configured.group.num_pushes, num_workers * num_pushes)
+
+    def test_messages_that_are_lost_or_repeated(self):
+        with mock.patch.object(shat_exchange, "_RETRY_SECONDS", 0.05), _Threads(3, 2, _Lossy) as threads:
+            total = _train(threads, 60)
+            threads.workers[0].exchange.pull()
+            self.assertAllEqual(threads.workers[0].variable, np.full(_NUM_VALUES, 1.0 - total))
+
+
+class ConfigureTest(tf.test.TestCase, parameterized.TestCase):
+    def _errors(self, settings):
+        errors = []
+        with _Threads(2, 1, settings=settings) as threads:
+
+            def body(rank, worker):
+                try:
+                    worker.exchange.configure(joins=False)
+                except HopError as error:
+                    errors.append(error)
+
+            threads.run(body)
+        return errors
+
+    def test_workers_that_disagree(self):
+        error, *_ = self._errors([_SETTINGS, dataclasses.replace(_SETTINGS, mixing="asp")])
+        self.assertIsInstance(error, MismatchError)
+        self.assertRegex(str(error), r"rank . disagrees on option 'mixing': '.*' there, '.*' elsewhere")
+        self.assertIn("'asp'", str(error))
+        self.assertIn("'shat'", str(error))
+
+    def test_an_optimizer_that_the_server_does_not_know(self):
+        class Mine(keras.optimizers.SGD):
+            pass
+
+        settings = dataclasses.replace(_SETTINGS, sharding="layer")
+        with _Threads(1, 1) as threads:
+            membership = threads.workers[0].exchange._membership
+            threads.workers[0].exchange.close()
+            worker = _Worker(membership, settings, lambda: Mine(_RATE))
+            with self.assertRaisesRegex(HopError, "Mine"):
+                worker.exchange.configure(joins=False)
+
+    @parameterized.parameters("Lamb", "Muon", "Adafactor")
+    def test_optimizers_of_whole_tensors_are_not_divided(self, name):
+        make = lambda: getattr(keras.optimizers, name)()  # noqa: E731
+        with _Threads(1, 2) as threads:
+            membership = threads.workers[0].exchange._membership
+            with self.assertRaisesRegex(ValueError, f"`sharding` must be 'layer' or 'none' with {name}.*'memory'"):
+                _Worker(membership, _SETTINGS, make)
+            _Worker(membership, dataclasses.replace(_SETTINGS, sharding="layer"), make)
+
+    def test_who_joins_takes_the_server_s_model_and_schedule(self):
+        with _Threads(2, 2) as threads:
+            second = threads.workers[1]
+
+            def body(rank, worker):
+                worker.exchange.configure(joins=False)
+                for step in range(5):
+                    worker.push(step, 1.0)
+
+            threads.run(body)
+            for server in threads.servers:
+                server.restarted(1)
+            second.exchange.configure(joins=True)
+            self.assertAllEqual(second.variable, np.full(_NUM_VALUES, 1.0 - 10 * _RATE))
+            self.assertEqual(int(second.optimizer.iterations), 5)
+            model, _ = second.push(0, 1.0)
+            self.assertAllEqual(model, np.full(_NUM_VALUES, 1.0 - 11 * _RATE))
+
+
+class LostTest(tf.test.TestCase):
+    def test_a_lost_server_is_an_error(self):
+        options = CommunicationOptions(timeout_seconds=1)
+        with mock.patch(f"{__name__}._OPTIONS", options), _Threads(1, 2) as threads:
+            (worker,) = threads.workers
+            worker.exchange.configure(joins=False)
+            worker.push(0, 1.0)
+            threads.network.kill(2)
+            with self.assertRaisesRegex(PeerLostError, r"rank 0, step 1: receive model of push 2 on ps 1 at "):
+                worker.push(1, 1.0)
+
+    def test_the_others_go_on_without_a_lost_worker(self):
+        settings = dataclasses.replace(_SETTINGS, consistency="bsp")
+        with _Threads(2, 1, settings=[settings] * 2) as threads:
+
+            def body(rank, worker):
+                worker.exchange.configure(joins=False)
+                worker.push(0, float(rank))
+                if rank == 0:
+                    threads.servers[0].forget(1, "the test says so")
+                    worker.push(1, 4.0)
+
+            threads.run(body)
+            threads.workers[0].exchange.pull()
+            self.assertAllEqual(threads.workers[0].variable, np.full(_NUM_VALUES, 1 - _RATE * (0.5 + 4)))
+            with self.assertRaisesRegex(HopError, "goes on without rank 1"):
+                threads.workers[1].push(1, 1.0)
+
+
+class VirtualTimeTest(tf.test.TestCase, parameterized.TestCase):
+    """On a virtual clock whatever workers do is the same each time."""
+
+    def _run(self, num_workers, num_steps, settings, seconds_of, link_seconds=None):
+        """Each push's (time of its answer, rank, step, weight)."""
+        cluster = VirtualCluster(num_workers + 1, link_seconds)
+        server = cluster.memberships[num_workers]
+        ParameterServer(transport=server.transport, num_workers=num_workers)
+        for membership in cluster.memberships[:num_workers]:
+            membership.servers = (num_workers,)
+        answers = []
+
+        def body(rank):
+            if rank == num_workers:
+                return
+            worker = _Worker(cluster.memberships[rank], settings)
+            worker.exchange.configure(joins=False)
+            for step in range(num_steps):
+                cluster.scheduler.sleep(seconds_of(rank, step))
+                _, weights = worker.push(step, 1.0)
+                answers.append((cluster.scheduler.now, rank, step, float(weights[0])))
+
+        cluster.run(body)
+        return answers
+
+    def test_the_weight_tells_how_far_behind_a_worker_is(self):
+        """Rank 0 takes 10 times as long: with n = 4, c is 30 for it, and 2 or 3 for the others (Equation 4)."""
+        answers = self._run(4, 12, _SETTINGS, lambda rank, step: 10.0 if rank == 0 else 1.0 + 0.001 * rank)
+        slow = [weight for _, rank, step, weight in answers if rank == 0 and step == 0]
+        self.assertAllClose(slow, [1 - 4 / 27 / np.log(4)], atol=0.05)
+        fast = {round(weight, 6) for _, rank, step, weight in answers if rank and 0 < step < 8}
+        self.assertLessEqual(fast, {0.0, round(1 - 4 / 3 / np.log(4), 6)})
+
+    @parameterized.parameters(0, 2)
+    def test_staleness_bounds_the_distance_under_random_delays(self, staleness):
+        generator = np.random.default_rng(staleness)
+        settings = dataclasses.replace(_SETTINGS, consistency=f"ssp:{staleness}")
+        delays = generator.exponential(size=(3, 20))
+        answers = self._run(
+            3, 20, settings, lambda rank, step: delays[rank, step], lambda *_: generator.uniform(0, 0.3)
+        )
+        num_answered = np.zeros(3, int)
+        for _, rank, step, _ in sorted(answers):
+            num_answered[rank] = step + 1
+            # The slowest worker's push was applied, but its answer may be under way.
+            self.assertLessEqual(num_answered[rank] - num_answered.min(), staleness + 1)
+
+
+if __name__ == "__main__":
+    tf.test.main()
