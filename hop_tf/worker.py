@@ -20,7 +20,7 @@ from hop_tf.buffers import BufferPool
 from hop_tf.carried import CarriedChanges
 from hop_tf.cluster import Cluster
 from hop_tf.codecs import Codec, Identity
-from hop_tf.collectives import ALGORITHMS, AllReduce, TreeCollectives
+from hop_tf.collectives import AllReduce, TreeCollectives, get_algorithm
 from hop_tf.errors import HopError, MismatchError, PeerLostError
 from hop_tf.exchange import CATCH_UP, Exchange, ExchangeRunner
 from hop_tf.joining import Joining
@@ -79,14 +79,14 @@ class ExchangeContext:
           name: Tells it from the group's others; equal on all ranks.
           packing: The buckets.
           codec: What float32, bfloat16 and float16 are encoded with.
-          algorithm: "mesh" or "ring".
+          algorithm: As for `hop_tf.collectives.get_algorithm`.
         """
         dtypes = [dtype.as_numpy_dtype for dtype in packing.dtypes]
         takes_codec = [
             dtype != np.float64 and not exact and not isinstance(codec, Identity)
             for dtype, exact in zip(dtypes, packing.exact, strict=True)
         ]
-        return ALGORITHMS[algorithm](
+        return get_algorithm(algorithm)(
             self.membership,
             f"{self.group}/{name}",
             sizes=packing.sizes,
@@ -497,7 +497,7 @@ class Worker:
     def make_all_reduce(self, algorithm: str, num_values: int) -> AllReduce:
         """Makes an all-reduce of a float32 vector, for measurements. A collective; the caller closes it."""
         self.membership.require_all("to measure")
-        return ALGORITHMS[algorithm](
+        return get_algorithm(algorithm)(
             self.membership,
             self._next_called(),
             sizes=[num_values],

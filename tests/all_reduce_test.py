@@ -1,5 +1,6 @@
 """All-reduce against the mean in float64, on a virtual clock: any world, length, codec, and ranks that leave."""
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -11,7 +12,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 from hop_tf import codecs
-from hop_tf.collectives import ALGORITHMS
+from hop_tf.collectives import ALGORITHMS, get_algorithm
 from hop_tf.collectives.vectors import goes_sparse
 from hop_tf.errors import PeerLostError, ProtocolError
 from hop_tf.membership import Interrupted
@@ -66,7 +67,7 @@ class Job:
     def run(self, num_steps, at_end=lambda rank: None):
         def body(rank):
             membership = self.cluster.memberships[rank]
-            reduction = ALGORITHMS[self._algorithm](
+            reduction = get_algorithm(self._algorithm)(
                 membership,
                 "test",
                 sizes=[self._size, 3],
@@ -480,6 +481,106 @@ class AllReduceTest(tf.test.TestCase, parameterized.TestCase):
         message = mock.Mock(sender=1, queue="all_reduce/test", header=b"short", payload=np.zeros(0, np.uint8))
         with self.assertRaisesRegex(ProtocolError, "rank 1 sent an unexpected message"):
             handlers[0](message)
+
+
+_ROUTED = (("bcube:2,2", 4), ("bcube:3,2", 9), ("bcube:2,3", 8), ("bcube:5,1", 5), ("tree", 6), ("tree:3", 9))
+
+
+class RoutedTest(tf.test.TestCase, parameterized.TestCase):
+    """The same on the routes of networks."""
+
+    @parameterized.parameters(*itertools.product(_ROUTED, (0, 1, 5000)))
+    def test_mean(self, network, size):
+        algorithm, world_size = network
+        job = Job(world_size, algorithm=algorithm, size=size, link_seconds=_random_links(world_size))
+        job.run(lambda rank: 2)
+        for rank, step in itertools.product(range(world_size), range(2)):
+            mean, of_ranks = job.means[rank, step]
+            self.assertAllClose(mean, job.expected(range(world_size), step), rtol=1e-6, atol=1e-6)
+            self.assertAllEqual(mean, job.means[0, step][0])
+            self.assertAllClose(of_ranks, np.full(3, (world_size - 1) / 2), rtol=1e-15)
+
+    @parameterized.parameters(*itertools.product(_ROUTED[:3:2] + _ROUTED[-1:], _CODECS))
+    def test_codecs(self, network, name):
+        """Whatever the order of messages, the result is the same to the bit; a stage costs about one rounding."""
+        algorithm, world_size = network
+        jobs = [
+            Job(world_size, algorithm=algorithm, codec=_CODECS[name], size=20000, link_seconds=links)
+            for links in (None, _random_links(1))
+        ]
+        for job in jobs:
+            job.run(lambda rank: 2)
+        for rank, step in itertools.product(range(world_size), range(2)):
+            for job in jobs:
+                self.assertAllEqual(job.means[rank, step][0], jobs[0].means[0, step][0])
+        expected = jobs[0].expected(range(world_size), 0)
+        error = jobs[0].means[0, 0][0] - expected
+        relative = np.sqrt(np.mean(error**2) / np.mean(expected**2))
+        self.assertLess(relative, _TOLERANCES.get(name, 0.06))
+        self.assertEqual(relative > 1e-4, name != "identity")
+
+    @parameterized.parameters(*itertools.product(("truncate16", "int8", "sketch")))
+    def test_error_feedback(self, name):
+        values = 1.0 + np.random.default_rng(0).random(2000).astype(np.float32)
+        errors = []
+        for feedback in (False, True):
+            job = Job(4, algorithm="bcube:2,2", codec=type(codecs.get(name))(error_feedback=feedback), size=2000)
+            job.values = lambda rank, step: values
+            job.run(lambda rank: 20)
+            errors.append(np.abs(sum(job.means[0, step][0].astype(np.float64) for step in range(20)) / 20 - values))
+        self.assertLess(np.mean(errors[1]), 0.2 * np.mean(errors[0]))
+
+    @parameterized.parameters(*_ROUTED)
+    def test_traffic(self, algorithm, world_size):
+        """2 (n - 1) / n vectors of a rank that sends as much as it gets; in a BCube as much on each interface."""
+        size = 1 << 16
+        job = Job(world_size, algorithm=algorithm, size=size)
+        lanes = collections.Counter()
+        for membership in job.cluster.memberships:
+            transport = membership.transport
+
+            def send(peer, queue, header=b"", payload=(), lane=0, send=transport.send, **arguments):
+                lanes[lane] += sum(array.nbytes for array in payload)
+                send(peer, queue, header, payload, lane, **arguments)
+
+            transport.send = send
+        job.run(lambda rank: 1)
+        expected = world_size * 2 * (world_size - 1) / world_size * 4 * size
+        self.assertBetween(sum(lanes.values()), expected, 1.06 * expected)
+        num_levels = int(algorithm.split(",")[1]) if algorithm.startswith("bcube") else 1
+        self.assertEqual(sorted(lanes), [0, *range(1, 1 + num_levels)])
+        for level in range(num_levels):
+            self.assertAllClose(lanes[1 + level], expected / num_levels, rtol=0.06)
+
+    @parameterized.parameters(*_ROUTED[::2])
+    def test_goes_on_without_ranks_that_end(self, algorithm, world_size):
+        num_steps = [2 + 2 * rank for rank in range(world_size)]
+        job = Job(world_size, algorithm=algorithm, size=2000, link_seconds=_random_links(0))
+        job.run(lambda rank: num_steps[rank])
+        for step in range(max(num_steps)):
+            present = [rank for rank in range(world_size) if step < num_steps[rank]]
+            for rank in present:
+                self.assertAllClose(job.means[rank, step][0], job.expected(present, step), atol=1e-6)
+        self.assertLen(job.means, sum(num_steps))
+
+    @parameterized.parameters(*itertools.product(("bcube:2,2", "tree"), range(8)))
+    def test_goes_on_without_a_rank_that_is_interrupted(self, algorithm, seed):
+        num_events = 0
+        for event in itertools.count(seed, 40):
+            job = Job(4, algorithm=algorithm, size=500, link_seconds=_random_links(seed))
+            job.cluster.scheduler.call_before_event(event, job.cluster.memberships[seed % 4].interrupt)
+            job.run(lambda rank: 2)
+            if event >= job.cluster.scheduler.num_events:
+                break
+            num_events += 1
+            for step in range(2):
+                means = {rank: job.means[rank, step][0] for rank in range(4) if (rank, step) in job.means}
+                expected = job.expected([rank for rank in range(4) if step < job.sent_steps[rank]], step)
+                self.assertContainsSubset(set(range(4)) - {seed % 4}, means)
+                for mean in means.values():
+                    self.assertAllClose(mean, expected, atol=1e-6)
+                    self.assertAllEqual(mean, next(iter(means.values())))
+        self.assertGreater(num_events, 3)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from __future__ import annotations
 import abc
 import struct
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
@@ -126,7 +126,7 @@ class AllReduce(abc.ABC):
           Interrupted: If this rank leaves the session before anybody can have a mean of this step.
         """
         while True:
-            operation = _Operation(self._membership, self._mailbox, self._session, step, delivers, before_commit)
+            operation = Operation(self._membership, self._mailbox, self._session, step, delivers, before_commit)
             try:
                 means = [self._mean(operation, index, values) for index, values in enumerate(vectors)]
             except _RanksChanged:
@@ -137,7 +137,7 @@ class AllReduce(abc.ABC):
                 self._mailbox.forget(step)
             return means
 
-    def _mean(self, operation: _Operation, index: int, values: np.ndarray) -> np.ndarray:
+    def _mean(self, operation: Operation, index: int, values: np.ndarray) -> np.ndarray:
         vector = self._vectors[index]
         operation.vector = index
         result = self._pool.take(values.nbytes).view(values.dtype)
@@ -152,7 +152,7 @@ class AllReduce(abc.ABC):
         return result
 
     def _gather(
-        self, operation: _Operation, vector: SparseVector, codec: Sparse, values: np.ndarray, result: np.ndarray
+        self, operation: Operation, vector: SparseVector, codec: Sparse, values: np.ndarray, result: np.ndarray
     ) -> None:
         """Sends all of an encoded vector to all others, and adds those of all ranks."""
         ranks, mine = operation.ranks, operation.index
@@ -167,7 +167,7 @@ class AllReduce(abc.ABC):
         vector.finish(total, result, len(ranks))
 
     @abc.abstractmethod
-    def _reduce(self, operation: _Operation, vector: Vector, values: np.ndarray, result: np.ndarray) -> None:
+    def _reduce(self, operation: Operation, vector: Vector, values: np.ndarray, result: np.ndarray) -> None:
         """Sends and receives chunks until `result` holds the mean."""
 
     def close(self) -> None:
@@ -180,7 +180,7 @@ class MeshAllReduce(AllReduce):
 
     _SCATTER, _GATHER = 0, 1
 
-    def _reduce(self, operation: _Operation, vector: Vector, values: np.ndarray, result: np.ndarray) -> None:
+    def _reduce(self, operation: Operation, vector: Vector, values: np.ndarray, result: np.ndarray) -> None:
         ranks, mine = operation.ranks, operation.index
         pieces = vector.pieces(len(ranks))
         # Everybody begins with the next rank: nobody is sent to by all at once.
@@ -202,7 +202,7 @@ class MeshAllReduce(AllReduce):
 class RingAllReduce(AllReduce):
     """See above."""
 
-    def _reduce(self, operation: _Operation, vector: Vector, values: np.ndarray, result: np.ndarray) -> None:
+    def _reduce(self, operation: Operation, vector: Vector, values: np.ndarray, result: np.ndarray) -> None:
         ranks, mine = operation.ranks, operation.index
         num_ranks = len(ranks)
         pieces = vector.pieces(num_ranks)
@@ -214,7 +214,7 @@ class RingAllReduce(AllReduce):
                 if turn == 0:
                     data = vector.encode(values, where)
                 elif turn < last:
-                    data = vector.encode_sum(values, where, received[0])
+                    data = vector.encode_sum(values, where, received)
                 else:
                     data = vector.encode_mean(values, where, received, num_ranks)
                     operation.commit()
@@ -239,7 +239,7 @@ def _by_chunk(pieces: Sequence[Sequence[slice]], owners: Sequence[int]):
                 yield chunk, owner, pieces[owner][chunk]
 
 
-class _Operation:
+class Operation:
     """One attempt at one step, with the ranks that take part as far as this rank knows.
 
     Attributes:
@@ -282,27 +282,51 @@ class _Operation:
             self._before_commit()
             self._committed = True
 
-    def send(self, rank: int, turn: int, chunk: int, data: np.ndarray) -> None:
+    def send(self, rank: int, turn: int, chunk: int, data: np.ndarray, lane: int | None = None) -> None:
         header = _HEADER.pack(self._session, *self._attempt, self.vector, turn, chunk)
         send = self._membership.transport.send if self._committed else self._membership.send
-        send(rank, self._mailbox.queue, header, [data], lane=None)  # The header tells which one it is.
+        send(rank, self._mailbox.queue, header, [data], lane=lane)  # The header tells which one it is.
+
+    def key(self, sender: int, turn: int, chunk: int) -> _Key:
+        """Names a chunk that `receive_any` may take; `sender` is a place in `ranks`."""
+        return self.ranks[sender], self.vector, turn, chunk
 
     def receive(self, senders: Sequence[int], turn: int, chunk: int) -> list[np.ndarray]:
         """Takes the same chunk of several ranks."""
-        keys = {sender: (sender, self.vector, turn, chunk) for sender in senders}
+        keys = [(sender, self.vector, turn, chunk) for sender in senders]
 
         def missing() -> list[int]:
-            if self._present() != self.ranks:
-                return []
-            return [sender for sender, key in keys.items() if not self._mailbox.has(self._attempt, key)]
+            return [key[0] for key in keys if not self._mailbox.has(self._attempt, key)]
 
-        self._membership.wait(
-            missing, operation="receive a part of the mean", step=self.step, interruptible=not self._committed
-        )
+        self._wait(missing)
         with self._membership.monitor:
-            if self._present() != self.ranks:
-                raise _RanksChanged
-            return [self._mailbox.take(self._attempt, key) for key in keys.values()]
+            return [self._mailbox.take(self._attempt, key) for key in self._still_there(keys)]
+
+    def receive_any(self, keys: Collection[_Key]) -> tuple[_Key, np.ndarray]:
+        """Takes that of several chunks which is there first, and says which one that is."""
+
+        def missing() -> list[int]:
+            is_there = any(self._mailbox.has(self._attempt, key) for key in keys)
+            return [] if is_there else sorted({key[0] for key in keys})
+
+        self._wait(missing)
+        with self._membership.monitor:
+            key = next(key for key in self._still_there(keys) if self._mailbox.has(self._attempt, key))
+            return key, self._mailbox.take(self._attempt, key)
+
+    def _wait(self, missing: Callable[[], list[int]]) -> None:
+        self._membership.wait(
+            lambda: missing() if self._present() == self.ranks else [],
+            operation="receive a part of the mean",
+            step=self.step,
+            interruptible=not self._committed,
+        )
+
+    def _still_there(self, keys: Collection[_Key]) -> Collection[_Key]:
+        """The same keys; raises if a rank that was to take part has left."""
+        if self._present() != self.ranks:
+            raise _RanksChanged
+        return keys
 
 
 class _Mailbox:

@@ -61,11 +61,11 @@ class Vector:
         return self._encode(values[where], where)
 
     @_timed
-    def encode_sum(self, values: np.ndarray, where: slice, data: np.ndarray) -> np.ndarray:
+    def encode_sum(self, values: np.ndarray, where: slice, parts: Sequence[np.ndarray]) -> np.ndarray:
         """Encodes the sum of this rank's values and decoded ones."""
-        if self._feedback is None:
-            return self._codec.reduce(data, values[where], self._pool)
-        return self._encode(self._sum(values[where], [data]), where)
+        if self._feedback is None and len(parts) == 1:
+            return self._codec.reduce(parts[0], values[where], self._pool)
+        return self._encode(self._sum(values[where], parts), where)
 
     @_timed
     def encode_mean(self, values: np.ndarray, where: slice, parts: Sequence[np.ndarray], num_ranks: int) -> np.ndarray:

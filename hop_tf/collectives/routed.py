@@ -1,0 +1,124 @@
+"""`RoutedAllReduce`: all-reduce on the routes of a network. See `hop_tf.collectives.networks`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from hop_tf.collectives.all_reduce import AllReduce, Operation
+from hop_tf.collectives.networks import Network, Route
+from hop_tf.collectives.tree import BULK_LANE
+from hop_tf.collectives.vectors import Vector
+
+_UP, _DOWN = 0, 1
+
+
+class RoutedAllReduce(AllReduce):
+    """Every chunk goes its own way, as soon as it can: all interfaces are busy at the same time.
+
+    A value is encoded once on each edge of its way up, and once more for all of its way down.
+
+    Args:
+      *args: See `AllReduce`.
+      network: The network. Where ranks have left, what remains is a mesh.
+      **kwargs: See `AllReduce`.
+    """
+
+    def __init__(self, *args, network: Network, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._network = network
+
+    def _reduce(self, operation: Operation, vector: Vector, values: np.ndarray, result: np.ndarray) -> None:
+        flows = self._flows(operation, vector)
+        for flow in flows:
+            self._go_up(operation, vector, values, result, flow)
+        waiting = {key: flow for flow in flows for key in self._awaited(operation, flow)}
+        while waiting:
+            key, data = operation.receive_any(waiting)
+            flow = waiting.pop(key)
+            if flow.is_going_down:
+                self._go_down(operation, vector, result, flow, data)
+                continue
+            flow.parts.append((key, data))
+            if len(flow.parts) == flow.num_children:
+                self._go_up(operation, vector, values, result, flow)
+                if flow.is_going_down:
+                    waiting.update(dict.fromkeys(self._awaited(operation, flow), flow))
+
+    def _flows(self, operation: Operation, vector: Vector) -> list[_Flow]:
+        """All chunks: the first chunk of each piece first, and of these, what others are waiting for."""
+        num_ranks, mine = len(operation.ranks), operation.index
+        routes = self._network.routes_among(self._membership.world_size, num_ranks)
+        pieces = vector.pieces(len(routes))
+        flows = [
+            _Flow(route, mine, turn=2 * number, chunk=chunk, where=where)
+            for number, route in enumerate(routes)
+            for chunk, where in enumerate(pieces[number])
+        ]
+        # Everybody begins with the next root: nobody is sent to by all at once.
+        return sorted(flows, key=lambda flow: (flow.chunk, (flow.route.root - mine - 1) % num_ranks))
+
+    def _awaited(self, operation: Operation, flow: _Flow) -> list[tuple]:
+        """What is received next."""
+        if flow.is_going_down:
+            return [] if flow.parent is None else [operation.key(flow.parent, flow.turn + _DOWN, flow.chunk)]
+        return [operation.key(child, flow.turn + _UP, flow.chunk) for child in flow.children]
+
+    def _go_up(self, operation: Operation, vector: Vector, values: np.ndarray, result: np.ndarray, flow: _Flow) -> None:
+        """Passes on what is complete here: the sum of this rank's subtree, or the mean."""
+        if len(flow.parts) < flow.num_children:
+            return
+        parts = [data for _, data in sorted(flow.parts, key=lambda part: part[0])]  # All ranks sum in the same order.
+        flow.parts.clear()
+        flow.is_going_down = True
+        if flow.parent is None:
+            data = vector.encode_mean(values, flow.where, parts, len(operation.ranks))
+            operation.commit()
+            self._go_down(operation, vector, result, flow, data)
+            return
+        data = vector.encode_sum(values, flow.where, parts) if parts else vector.encode(values, flow.where)
+        lane = BULK_LANE + flow.route.levels[operation.index]
+        operation.send(operation.ranks[flow.parent], flow.turn + _UP, flow.chunk, data, lane)
+
+    def _go_down(self, operation: Operation, vector: Vector, result: np.ndarray, flow: _Flow, data: np.ndarray) -> None:
+        """Spreads a mean, and takes it."""
+        for child in flow.children:
+            lane = BULK_LANE + flow.route.levels[child]
+            operation.send(operation.ranks[child], flow.turn + _DOWN, flow.chunk, data, lane)
+        vector.decode(data, result, flow.where)
+
+
+@dataclasses.dataclass
+class _Flow:
+    """The way of a chunk, as one rank sees it. Ranks are those of the route.
+
+    Attributes:
+      route: Its tree.
+      rank: Which rank sees it.
+      turn: Tells it from other routes' in messages.
+      chunk: Its number in its piece.
+      where: Where it is in the vector.
+      parts: What has come from children.
+      is_going_down: Whether this rank's part of the way up is done.
+    """
+
+    route: Route
+    rank: int
+    turn: int
+    chunk: int
+    where: slice
+    parts: list = dataclasses.field(default_factory=list)
+    is_going_down: bool = False
+
+    @property
+    def parent(self) -> int | None:
+        return self.route.parents[self.rank]
+
+    @property
+    def children(self) -> tuple[int, ...]:
+        return self.route.children[self.rank]
+
+    @property
+    def num_children(self) -> int:
+        return len(self.children)
