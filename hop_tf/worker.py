@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import threading
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -46,6 +47,12 @@ def make_transport(cluster: Cluster, options: CommunicationOptions, **arguments)
     return make(cluster.number, cluster.all_addresses, options=options, **arguments)
 
 
+def _start_thread(name: str, body: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=body, name=f"hop_tf {name}", daemon=True)
+    thread.start()
+    return thread
+
+
 @dataclasses.dataclass(frozen=True)
 class ExchangeContext:
     """What a scheme gets to work with.
@@ -57,6 +64,7 @@ class ExchangeContext:
       membership: Waiting, departures, and the transport.
       pool: Where large arrays come from.
       make_fifo: Makes a scheme's queues.
+      start_thread: Runs a scheme's further threads: `start_thread(name, body)` returns what can be joined.
       optimizer: Weak reference to the group's optimizer.
       trained: What it updates.
       carried: What this rank changes of the variables that are exchanged beside.
@@ -68,6 +76,7 @@ class ExchangeContext:
     membership: Membership
     pool: BufferPool
     make_fifo: MakeFifo = Fifo
+    start_thread: Callable[[str, Callable[[], None]], threading.Thread] = _start_thread
     optimizer: weakref.ref = lambda: None
     trained: Sequence[tf.Variable] = ()
     carried: CarriedChanges = dataclasses.field(default_factory=lambda: CarriedChanges((), ()))

@@ -1,0 +1,128 @@
+"""Keeps the replicas of Canary together: now and then each piece becomes the mean of what it is on all ranks.
+
+Replicas that have merged the same messages differ by rounding only, unless messages were lost, or something has changed
+the weights of one. But at no moment have all merged the same. So the root marks one of its messages: everybody sends it
+what the piece is when just that message is merged, and adds the difference between the mean and that to what the piece
+has become since. Nobody waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from hop_tf.errors import ProtocolError
+from hop_tf.strategies.canary_layout import Layout, Piece
+from hop_tf.strategies.canary_messages import Kind, Note
+from hop_tf.strategies.canary_replica import Replica
+
+_Key = tuple[bytes, int]
+
+
+class Blending:
+    """The blends of the pieces of one of the network's threads.
+
+    Args:
+      replica: What is blended.
+      rank: This rank.
+      interval: Iterations between two blends of a piece; None: there are none.
+      is_present: Whether a rank takes part still.
+      send: `send(rank, level, kind, layout, piece, sequence, values)` sends values of a piece to a rank, on the lane of
+        an interface.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        rank: int,
+        interval: int | None,
+        is_present: Callable[[int], bool],
+        send: Callable[[int, int, Kind, Layout, Piece, int, np.ndarray], None],
+    ):
+        self._replica = replica
+        self._rank = rank
+        self._interval = interval
+        self._is_present = is_present
+        self._send = send
+        self.num_blends = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets what is under way."""
+        self._begun: dict[_Key, int] = {}  # At the root: in which interval the latest one has begun.
+        self._own: dict[_Key, np.ndarray] = {}
+        self._received: dict[_Key, dict[int, np.ndarray]] = {}
+
+    def is_due(self, layout: Layout, piece: Piece, iteration: int) -> bool:
+        """Whether the root is to mark the message that it is about to send, of that iteration."""
+        key = layout.key, piece.index
+        if self._interval is None or key in self._received:
+            return False
+        number = (iteration + 1) // self._interval
+        if number <= self._begun.get(key, 0):
+            return False
+        self._begun[key] = number
+        self._received[key] = {}
+        return True
+
+    def begin(self, layout: Layout, piece: Piece) -> None:
+        """The marked message is merged just now."""
+        key = layout.key, piece.index
+        with self._replica.lock:
+            values = self._replica.slice_of(piece).copy()
+        self._own[key] = values
+        if piece.root == self._rank:
+            self._collect(layout, piece, self._rank, values)
+        else:
+            self._send(piece.root, piece.thread, Kind.SNAPSHOT, layout, piece, 0, values)
+
+    def receive(self, layout: Layout, piece: Piece, note: Note, sender: int, payload: np.ndarray) -> None:
+        """Takes a message of a blend."""
+        values = payload.view(self._replica.zeros(piece).dtype)
+        if values.size != piece.where.stop - piece.where.start:
+            raise ProtocolError(f"rank {sender} sent {values.size} values of a piece that has others.")
+        if note.kind is Kind.SNAPSHOT:
+            self._collect(layout, piece, sender, values)
+        else:
+            self._go_down(layout, piece, note.sequence, values)
+
+    def look_again(self) -> None:
+        """Ranks have left: they are waited for no more."""
+        for key, index in list(self._received):
+            layout = self._replica.layout(key)
+            self._finish_if_complete(layout, layout.pieces[index])
+
+    def _collect(self, layout: Layout, piece: Piece, sender: int, values: np.ndarray) -> None:
+        received = self._received.get((layout.key, piece.index))
+        if received is not None:
+            received[sender] = values
+            self._finish_if_complete(layout, piece)
+
+    def _finish_if_complete(self, layout: Layout, piece: Piece) -> None:
+        key = layout.key, piece.index
+        received = self._received[key]
+        if not received or any(rank not in received and self._is_present(rank) for rank in layout.ranks):
+            return
+        del self._received[key]
+        total = np.sum([received[rank] for rank in sorted(received)], axis=0, dtype=np.float64)
+        mean = (total / len(received)).astype(next(iter(received.values())).dtype)
+        sequence = int(layout.ledger.blends[piece.index]) + 1
+        self._go_down(layout, piece, sequence, mean)
+
+    def _go_down(self, layout: Layout, piece: Piece, sequence: int, mean: np.ndarray) -> None:
+        """Spreads a mean on the way of the root's other messages: the next marked one comes behind it."""
+        for child, level in piece.children:
+            if self._is_present(child):
+                self._send(child, level, Kind.MEAN, layout, piece, sequence, mean)
+        self._apply(layout, piece, sequence, mean)
+
+    def _apply(self, layout: Layout, piece: Piece, sequence: int, mean: np.ndarray) -> None:
+        own = self._own.pop((layout.key, piece.index), None)
+        with self._replica.lock:
+            # Else a state was pulled meanwhile, of a replica that had added it.
+            if own is not None and sequence > layout.ledger.blends[piece.index]:
+                layout.ledger.blends[piece.index] = sequence
+                values = self._replica.slice_of(piece)
+                values += mean - own
+                self.num_blends += 1

@@ -1,0 +1,155 @@
+"""How Canary cuts colayers into pieces, and what a rank knows of each piece."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from hop_tf.collectives import Network, Route
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A part of a colayer, as one rank sees it.
+
+    Attributes:
+      index: Its number in the layout.
+      colayer: z.
+      bucket: Which vector it is a part of.
+      where: Where in that vector.
+      thread: Which thread of the network it belongs to.
+      root: The rank that sums it up.
+      parent: Where this rank sends what it knows; None at the root.
+      parent_level: The interface of that edge.
+      children: Those that send to this rank, and the interfaces of these edges.
+    """
+
+    index: int
+    colayer: int
+    bucket: int
+    where: slice
+    thread: int
+    root: int
+    parent: int | None
+    parent_level: int
+    children: tuple[tuple[int, int], ...]
+
+
+class Layout:
+    """The pieces of all colayers among certain ranks.
+
+    Ranks that come and go change the layout. Messages name the one they are about, so that ranks need not know of a
+    change at the same time: by its *key*, which has a byte for every rank: 0 for one that does not take part, else one
+    more than its life (see `Departures`), which counts up to 254.
+
+    Args:
+      key: Names it.
+      network: Whose routes pieces take.
+      rank: Who looks at it.
+      sizes: For each colayer, the number of values in each of the vectors; they lie one behind the other there.
+      granularity: Vectors should be cut at multiples of so many values.
+
+    Attributes:
+      key: The same.
+      ranks: The ranks that take part, in order.
+      pieces: All pieces, none empty.
+      by_colayer: The same, for each colayer: those of the next roots first, so that nobody is sent to by all at once.
+      ledger: What was merged of each piece on this rank. See `Ledger`.
+    """
+
+    def __init__(self, key: bytes, network: Network, rank: int, sizes: Sequence[Sequence[int]], granularity: int):
+        self.key = key
+        self.ranks = tuple(each for each, life in enumerate(key) if life)
+        self._rank = rank
+        self._granularity = granularity
+        routes = network.routes_among(len(key), len(self.ranks))
+        self.pieces: list[Piece] = []
+        starts = [0] * len(sizes[0])
+        for colayer, of_buckets in enumerate(sizes):
+            for bucket, size in enumerate(of_buckets):
+                self._cut(colayer, bucket, starts[bucket], size, routes)
+                starts[bucket] += size
+        place = self.ranks.index(rank) if rank in self.ranks else 0
+        self.by_colayer = [
+            sorted(
+                (piece for piece in self.pieces if piece.colayer == colayer),
+                key=lambda piece: (self.ranks.index(piece.root) - place - 1) % len(self.ranks),
+            )
+            for colayer in range(len(sizes))
+        ]
+        self.ledger = Ledger(len(self.pieces), len(key))
+
+    def _cut(self, colayer: int, bucket: int, start: int, size: int, routes: Sequence[Route]) -> None:
+        num_blocks = -(-size // self._granularity)
+        bounds = [min(size, num_blocks * i // len(routes) * self._granularity) for i in range(len(routes) + 1)]
+        for route, begin, end in zip(routes, bounds[:-1], bounds[1:], strict=True):
+            if begin < end:
+                self.pieces.append(self._piece(colayer, bucket, slice(start + begin, start + end), route))
+
+    def _piece(self, colayer: int, bucket: int, where: slice, route: Route) -> Piece:
+        place = self.ranks.index(self._rank) if self._rank in self.ranks else None
+        parent = None if place is None else route.parents[place]
+        children = () if place is None else route.children[place]
+        return Piece(
+            index=len(self.pieces),
+            colayer=colayer,
+            bucket=bucket,
+            where=where,
+            thread=route.thread,
+            root=self.ranks[route.root],
+            parent=None if parent is None else self.ranks[parent],
+            parent_level=0 if place is None else route.levels[place],
+            children=tuple((self.ranks[child], route.levels[child]) for child in children),
+        )
+
+
+class Ledger:
+    """What was merged of each piece of a layout.
+
+    Roots number what they send out: a replica that has merged the first s messages of a root has merged what any other
+    one has with the same s. So the ledger says what is in the weights, and which of two replicas knows more.
+
+    Attributes:
+      table: int64 array [pieces, 2 + 2 n]: of each piece the number of messages merged, the number of blends (see
+        `canary_blend`), and then, for each rank, the number of its contributions and the iteration of the latest one.
+    """
+
+    _SEQUENCE, _BLENDS, _FIRST = 0, 1, 2
+
+    def __init__(self, num_pieces: int, world_size: int):
+        self._world_size = world_size
+        self.table = np.zeros((num_pieces, self._FIRST + 2 * world_size), np.int64)
+        self.table[:, self._FIRST + world_size :] = -1
+
+    @property
+    def sequences(self) -> np.ndarray:
+        """Of each piece the number of messages merged."""
+        return self.table[:, self._SEQUENCE]
+
+    @property
+    def blends(self) -> np.ndarray:
+        """Of each piece the number of the latest blend."""
+        return self.table[:, self._BLENDS]
+
+    @property
+    def merged(self) -> np.ndarray:
+        """Of each piece and rank the number of contributions merged."""
+        return self.table[:, self._FIRST : self._FIRST + self._world_size]
+
+    @property
+    def clocks(self) -> np.ndarray:
+        """Of each piece and rank the iteration of the latest contribution merged; -1 before the first."""
+        return self.table[:, self._FIRST + self._world_size :]
+
+    def note(self, piece: int, sequence: int, contributions: Sequence[tuple[int, int]]) -> None:
+        """A message is merged: its number, and the ranks and iterations of what it sums up."""
+        self.sequences[piece] = sequence
+        for rank, iteration in contributions:
+            self.merged[piece, rank] += 1
+            self.clocks[piece, rank] = iteration
+
+    def is_at_least(self, other: np.ndarray) -> bool:
+        """Whether everything that another table tells of was merged here, too."""
+        return bool(np.all(self.sequences >= other[:, self._SEQUENCE]))

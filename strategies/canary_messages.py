@@ -1,0 +1,83 @@
+"""What ranks under Canary tell each other."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import struct
+
+from hop_tf.errors import ProtocolError
+from hop_tf.transport.base import Message
+
+# session, kind, piece, zeta, sequence, number of contributions
+_HEAD = struct.Struct("<qIIqqI")
+_CONTRIBUTION = struct.Struct("<Iq")
+
+
+class Kind(enum.IntEnum):
+    """Of a message.
+
+    Attributes:
+      UP: Contributions to a piece, summed up, on the way to its root.
+      DOWN: The sum that its root sends out.
+      MARKED_DOWN: The same; with it, everybody begins a blend of the piece.
+      SNAPSHOT: A replica's values for a blend.
+      MEAN: The mean of the replicas' values.
+      PULL: Asks for a replica's state.
+      STATE: That state.
+      DONE: The sender has made its last step; the contributions tell how often it has contributed to each colayer.
+    """
+
+    UP = 0
+    DOWN = 1
+    MARKED_DOWN = 2
+    SNAPSHOT = 3
+    MEAN = 4
+    PULL = 5
+    STATE = 6
+    DONE = 7
+
+
+@dataclasses.dataclass(frozen=True)
+class Note:
+    """The header of a message.
+
+    Attributes:
+      session: The session it belongs to.
+      kind: What it is.
+      key: Names the layout that it is about.
+      newest: zeta, as far as the sender knows.
+      piece: Number of the piece.
+      sequence: Of DOWN: its number among those of the root for the piece; of a blend's messages: that of the blend.
+      contributions: Ranks and iterations of what is summed up.
+    """
+
+    session: int
+    kind: Kind
+    key: bytes
+    newest: int
+    piece: int = 0
+    sequence: int = 0
+    contributions: tuple[tuple[int, int], ...] = ()
+
+    def pack(self) -> bytes:
+        """The header's bytes."""
+        head = _HEAD.pack(self.session, self.kind, self.piece, self.newest, self.sequence, len(self.contributions))
+        return head + self.key + b"".join(_CONTRIBUTION.pack(*each) for each in self.contributions)
+
+    @classmethod
+    def unpack(cls, message: Message, world_size: int) -> Note:
+        """Reads a message's header.
+
+        Raises:
+          ProtocolError: If it is none.
+        """
+        header = message.header
+        start = _HEAD.size + world_size
+        if len(header) < start:
+            raise ProtocolError(f"rank {message.sender} sent an unexpected message to {message.queue!r}.")
+        session, kind, piece, newest, sequence, count = _HEAD.unpack(header[: _HEAD.size])
+        if len(header) != start + count * _CONTRIBUTION.size or kind not in set(Kind):
+            raise ProtocolError(f"rank {message.sender} sent a malformed message to {message.queue!r}.")
+        contributions = tuple(_CONTRIBUTION.iter_unpack(header[start:]))
+        return cls(session, Kind(kind), header[_HEAD.size : start], newest, piece, sequence, contributions)

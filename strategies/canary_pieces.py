@@ -1,0 +1,247 @@
+"""How contributions are summed up on their way to the roots, and the sums spread: one thread for each of the network's.
+
+Nobody waits for a computation. A rank that others send to passes on what has come for a piece
+
+    as soon as all those have sent that were in what it passed on before, itself included;
+    or when one sends again, before what it has sent before was passed on;
+
+so that in a cluster of equal ranks each message holds the contributions of all, and one that falls behind holds up
+nobody: its contribution goes with the others' next one.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from hop_tf.collectives import BULK_LANE
+from hop_tf.errors import ProtocolError
+from hop_tf.membership import Interrupted, Membership
+from hop_tf.strategies.canary_blend import Blending
+from hop_tf.strategies.canary_layout import Layout, Piece
+from hop_tf.strategies.canary_messages import Kind, Note
+from hop_tf.strategies.canary_replica import Replica
+
+_PERIOD_SECONDS = 0.25
+
+
+@dataclasses.dataclass
+class _Sum:
+    """What has come for a piece and was not passed on yet.
+
+    Attributes:
+      expected: Who was in what was passed on before.
+      total: The sum.
+      senders: Whose messages are in it.
+      contributions: Ranks and iterations of what is in it.
+    """
+
+    expected: set[int]
+    total: np.ndarray | None = None
+    senders: set[int] = dataclasses.field(default_factory=set)
+    contributions: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+
+
+class PieceThread:
+    """Sums, sends and merges the pieces of one of the network's threads.
+
+    What comes is put into a list, by the transport's threads and the one that makes steps, and worked off by `run`.
+
+    Args:
+      membership: Waiting and transport.
+      replica: What is merged into.
+      queue: Where messages to other ranks go.
+      is_expected: Whether a rank may contribute again.
+      blending: What keeps replicas together.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        replica: Replica,
+        queue: str,
+        is_expected: Callable[[int], bool],
+        blending: Blending,
+    ):
+        self._membership = membership
+        self._monitor = membership.monitor
+        self._replica = replica
+        self._queue = queue
+        self._is_expected = is_expected
+        self._blending = blending
+        self._inbox: collections.deque[Callable[[], None]] = collections.deque()
+        self._sums: dict[tuple[bytes, int], _Sum] = {}
+        self._is_open = False
+        self._closed = False
+        self._session = membership.session
+        self.num_messages = 0
+
+    # From other threads.
+
+    def reset(self, session: int) -> None:
+        """Forgets everything, and takes nothing up before `open`."""
+        with self._monitor:
+            self._session = session
+            self._is_open = False
+            self._inbox.clear()
+            self._sums.clear()
+            self._blending.reset()
+
+    def open(self) -> None:
+        """The replica has its first weights: what has come meanwhile can be merged."""
+        with self._monitor:
+            self._is_open = True
+            self._monitor.notify_all()
+
+    def put(self, work: Callable[[], None]) -> None:
+        """Has something done."""
+        with self._monitor:
+            self._inbox.append(work)
+            self._monitor.notify_all()
+
+    def contribute(self, layout: Layout, piece: Piece, values: np.ndarray, iteration: int) -> None:
+        """Adds this rank's own contribution to a piece that others send to it."""
+        rank = self._membership.rank
+        self.put(lambda: self._add(layout, piece, rank, ((rank, iteration),), values=values))
+
+    def receive(self, layout: Layout, note: Note, sender: int, payload: np.ndarray) -> None:
+        """Takes a message about a piece."""
+        piece = layout.pieces[note.piece]
+        if note.kind is Kind.UP:
+            self.put(lambda: self._add(layout, piece, sender, note.contributions, data=payload))
+        elif note.kind in (Kind.DOWN, Kind.MARKED_DOWN):
+            self.put(lambda: self._go_down(layout, piece, note, payload))
+        else:
+            self.put(lambda: self._blending.receive(layout, piece, note, sender, payload))
+
+    def look_again(self) -> None:
+        """A rank has left or made its last step: it is waited for no more."""
+        self.put(self._pass_on_what_is_due)
+
+    def close(self) -> None:
+        """Ends `run`."""
+        with self._monitor:
+            self._closed = True
+            self._monitor.notify_all()
+
+    # On the thread.
+
+    def run(self) -> None:
+        """Works until `close`. What goes wrong ends the job."""
+        try:
+            while (work := self._take()) is not None:
+                work()
+                del work  # Not kept alive while the next one is awaited: it can be large.
+        except BaseException as error:
+            self._membership.fail(error)
+
+    def _take(self) -> Callable[[], None] | None:
+        with self._monitor:
+            while not self._closed and not (self._is_open and self._inbox):
+                self._monitor.wait(_PERIOD_SECONDS)
+            return None if self._closed else self._inbox.popleft()
+
+    def _add(
+        self,
+        layout: Layout,
+        piece: Piece,
+        sender: int,
+        contributions: Sequence[tuple[int, int]],
+        *,
+        values: np.ndarray | None = None,
+        data: np.ndarray | None = None,
+    ) -> None:
+        pending = self._sum_of(layout, piece)
+        if sender in pending.senders:
+            self._pass_on(layout, piece, pending)
+        if pending.total is None:
+            pending.total = values if values is not None else self._replica.zeros(piece)
+        elif values is not None:
+            pending.total += values
+        if data is not None:
+            self._replica.accumulate(piece, data, pending.total)
+        pending.senders.add(sender)
+        pending.contributions.extend(contributions)
+        self._pass_on_if_due(layout, piece, pending)
+
+    def _sum_of(self, layout: Layout, piece: Piece) -> _Sum:
+        key = layout.key, piece.index
+        if key not in self._sums:
+            self._sums[key] = _Sum({self._membership.rank, *(child for child, _ in piece.children)})
+        return self._sums[key]
+
+    @property
+    def num_blends(self) -> int:
+        """Pieces that were blended."""
+        return self._blending.num_blends
+
+    def _pass_on_what_is_due(self) -> None:
+        self._blending.look_again()
+        for (key, index), pending in list(self._sums.items()):
+            layout = self._replica.layout(key)
+            self._pass_on_if_due(layout, layout.pieces[index], pending)
+
+    def _pass_on_if_due(self, layout: Layout, piece: Piece, pending: _Sum) -> None:
+        expected = {rank for rank in pending.expected if self._is_expected(rank)}
+        if pending.senders and expected <= pending.senders:
+            self._pass_on(layout, piece, pending)
+
+    def _pass_on(self, layout: Layout, piece: Piece, pending: _Sum) -> None:
+        contributions, total = tuple(pending.contributions), pending.total
+        pending.expected, pending.senders = pending.senders, set()
+        pending.contributions, pending.total = [], None
+        data = self._replica.encode(piece, total)
+        if piece.parent is not None:
+            note = self._note(Kind.UP, layout, piece, contributions=contributions)
+            self._send(piece.parent, note, data, piece.parent_level)
+            return
+        sequence = int(layout.ledger.sequences[piece.index]) + 1
+        newest = max(iteration for _, iteration in contributions)
+        kind = Kind.MARKED_DOWN if self._blending.is_due(layout, piece, newest) else Kind.DOWN
+        self._go_down(layout, piece, self._note(kind, layout, piece, sequence, contributions), data)
+
+    def _go_down(self, layout: Layout, piece: Piece, note: Note, data: np.ndarray) -> None:
+        for child, level in piece.children:
+            self._send(child, note, data, level)
+        if self._replica.merge(layout, piece, note, data):
+            self.num_messages += 1
+            if note.kind is Kind.MARKED_DOWN:
+                self._blending.begin(layout, piece)
+            with self._monitor:
+                self._monitor.notify_all()
+
+    def _note(self, kind: Kind, layout: Layout, piece: Piece, sequence: int = 0, contributions=()) -> Note:
+        return Note(
+            self._session, kind, layout.key, self._replica.gei.newest, piece.index, sequence, tuple(contributions)
+        )
+
+    def _send(self, rank: int, note: Note, data: np.ndarray, level: int) -> None:
+        send(self._membership, rank, self._queue, note, [data], level)
+
+
+def send(
+    membership: Membership, rank: int, queue: str, note: Note, payload: Sequence[np.ndarray], level: int = 0
+) -> None:
+    """Sends a message on the lane of an interface; drops it where the receiver, or this rank, has left."""
+    with contextlib.suppress(Interrupted):
+        membership.send(rank, queue, note.pack(), payload, lane=BULK_LANE + level, step=max(0, note.newest))
+
+
+def checked_piece(layout: Layout, note: Note, sender: int) -> Piece:
+    """The piece that a message is about; raises ProtocolError if there is none, or the sender has no say in it."""
+    if note.piece >= len(layout.pieces):
+        raise ProtocolError(f"rank {sender} sent a message about piece {note.piece} of {len(layout.pieces)}.")
+    piece = layout.pieces[note.piece]
+    expected = {
+        Kind.UP: [child for child, _ in piece.children],
+        Kind.DOWN: [piece.parent],
+        Kind.MARKED_DOWN: [piece.parent],
+        Kind.MEAN: [piece.parent],
+    }.get(note.kind, layout.ranks)
+    if sender not in expected:
+        raise ProtocolError(f"rank {sender} sent {note.kind.name} of a piece that it has no part in.")
+    return piece

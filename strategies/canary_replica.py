@@ -1,0 +1,194 @@
+"""The weights of one rank under Canary, and the book of what was merged into them."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import threading
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from hop_tf.buffers import BufferPool
+from hop_tf.codecs import Codec, ErrorFeedback, Identity
+from hop_tf.collectives import Network
+from hop_tf.errors import ProtocolError
+from hop_tf.gei import GEIMatrix
+from hop_tf.packing import Packing
+from hop_tf.strategies.canary_layout import Layout, Piece
+from hop_tf.strategies.canary_messages import Note
+
+# What a codec sends beside the values, such as bucket values, is more than it saves where there are fewer.
+_MIN_ENCODED_VALUES = 512
+
+
+class Replica:
+    """The weights as the communication threads know them: what the graph computes with, and merges nothing into.
+
+    A message is merged as a whole, or not at all: whoever holds the lock sees weights and ledgers that agree.
+
+    Args:
+      rank: This rank.
+      world_size: n.
+      network: Whose routes pieces take.
+      parts: The packing of each colayer.
+      codec: What float32 values are encoded with, but for those that must not be changed.
+      pool: Where large arrays come from.
+
+    Attributes:
+      lock: Guards weights and ledgers.
+      weights: One vector for each bucket: colayers lie one behind the other. None before `begin`.
+      gei: Whose contributions were merged.
+      starts: For each colayer and bucket, where the colayer begins in the vector.
+      num_duplicates: Messages that were merged before.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        network: Network,
+        parts: Sequence[Packing],
+        codec: Codec,
+        pool: BufferPool,
+    ):
+        self._rank = rank
+        self._world_size = world_size
+        self._network = network
+        self._sizes = [part.sizes for part in parts]
+        whole = parts[0]
+        takes_codec = [dtype.as_numpy_dtype == np.float32 and not exact for dtype, exact in _kinds(whole)]
+        self._identities = [Identity(dtype=dtype.as_numpy_dtype) for dtype in whole.dtypes]
+        self._codecs = [codec if takes else same for takes, same in zip(takes_codec, self._identities, strict=True)]
+        self._dtypes = [dtype.as_numpy_dtype for dtype in whole.dtypes]
+        self._totals = [sum(of_bucket) for of_bucket in zip(*self._sizes, strict=True)]
+        self._feedback = [
+            ErrorFeedback(each, total) if each.error_feedback else None
+            for each, total in zip(self._codecs, self._totals, strict=True)
+        ]
+        self._granularity = max(each.granularity for each in self._codecs)
+        self._pool = pool
+        ends = [list(itertools.accumulate(of_bucket)) for of_bucket in zip(*self._sizes, strict=True)]
+        self.starts = [[0 if z == 0 else end[z - 1] for end in ends] for z in range(len(parts))]
+        self.lock = threading.RLock()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets the session that was."""
+        with self.lock:
+            self.weights: list[np.ndarray] | None = None
+            self.gei = GEIMatrix(self._world_size, len(self._sizes))
+            self._layouts: dict[bytes, Layout] = {}
+            self.num_duplicates = 0
+
+    def begin(self, weights: Sequence[np.ndarray]) -> None:
+        """Takes the weights that the session begins with."""
+        with self.lock:
+            self.weights = [np.array(values) for values in weights]
+
+    def layout(self, key: bytes) -> Layout:
+        """The layout of that key.
+
+        Raises:
+          ProtocolError: If this rank does not take part in it.
+        """
+        with self.lock:
+            if key not in self._layouts:
+                if not key[self._rank]:
+                    raise ProtocolError(f"a message came to rank {self._rank}, which does not take part in it.")
+                self._layouts[key] = Layout(key, self._network, self._rank, self._sizes, self._granularity)
+            return self._layouts[key]
+
+    def read(self) -> tuple[np.ndarray, ...]:
+        """A copy of the weights, for the graph."""
+        with self.lock:
+            copies = []
+            for values in self.weights:
+                copies.append(self._pool.take(values.nbytes).view(values.dtype))
+                np.copyto(copies[-1], values)
+            return tuple(copies)
+
+    # Encoding.
+
+    def encode(self, piece: Piece, values: np.ndarray) -> np.ndarray:
+        """Encodes values of a piece."""
+        codec, feedback = self._codec_of(piece), self._feedback[piece.bucket]
+        if feedback is None or codec is self._identities[piece.bucket]:
+            return codec.encode(values, self._pool)
+        return feedback.encode(values, piece.where, self._pool)
+
+    def accumulate(self, piece: Piece, data: np.ndarray, total: np.ndarray) -> None:
+        """Decodes values of a piece and adds them to `total`."""
+        self._codec_of(piece).accumulate(data, total)
+
+    def zeros(self, piece: Piece) -> np.ndarray:
+        """A sum of nothing."""
+        size, dtype = piece.where.stop - piece.where.start, np.dtype(self._dtypes[piece.bucket])
+        total = self._pool.take(size * dtype.itemsize).view(dtype)
+        total.fill(0)
+        return total
+
+    def _codec_of(self, piece: Piece) -> Codec:
+        is_small = piece.where.stop - piece.where.start < _MIN_ENCODED_VALUES
+        return (self._identities if is_small else self._codecs)[piece.bucket]
+
+    # Merging.
+
+    def merge(self, layout: Layout, piece: Piece, note: Note, data: np.ndarray) -> bool:
+        """Adds what a root has sent out; False if that was merged before."""
+        with self.lock:
+            if note.sequence <= layout.ledger.sequences[piece.index]:
+                self.num_duplicates += 1
+                return False
+            self.accumulate(piece, data, self.slice_of(piece))
+            layout.ledger.note(piece.index, note.sequence, note.contributions)
+            num_pieces = len(layout.by_colayer[piece.colayer])
+            for rank, iteration in note.contributions:
+                self.gei.merge(rank, iteration, piece.colayer, (layout.key, piece.index), num_pieces)
+            return True
+
+    def slice_of(self, piece: Piece) -> np.ndarray:
+        """The piece of the weights; the lock is held."""
+        return self.weights[piece.bucket][piece.where]
+
+    # The state of another replica.
+
+    def state(self, key: bytes) -> list[np.ndarray]:
+        """The ledger of a layout and the weights, copied at the same moment."""
+        with self.lock:
+            return [self.layout(key).ledger.table.ravel().copy(), *self.read()]
+
+    def adopt(self, key: bytes, payload: np.ndarray) -> bool:
+        """Takes another replica's state, unless something that was merged here was not merged there.
+
+        Args:
+          key: Names the layout that the ledger is of.
+          payload: What `state` has given there, joined as bytes.
+
+        Returns:
+          Whether it was taken.
+
+        Raises:
+          ProtocolError: If it has another length.
+        """
+        with self.lock:
+            ledger = self.layout(key).ledger
+            num_bytes = [ledger.table.nbytes, *(values.nbytes for values in self.weights)]
+            if payload.nbytes != sum(num_bytes):
+                raise ProtocolError(f"a state of {payload.nbytes} bytes came where {sum(num_bytes)} were expected.")
+            parts = np.split(payload, np.cumsum(num_bytes)[:-1])
+            table = parts[0].view(np.int64).reshape(ledger.table.shape)
+            if np.any(table[:, 0] < ledger.sequences):
+                return False
+            np.copyto(ledger.table, table)
+            for values, part in zip(self.weights, parts[1:], strict=True):
+                np.copyto(values, part.view(values.dtype))
+            return True
+
+    def counters(self) -> Mapping[str, float]:
+        """`duplicates`: messages that came twice, or whose sum was part of a state that was pulled."""
+        return collections.Counter(duplicates=self.num_duplicates)
+
+
+def _kinds(packing: Packing):
+    return zip(packing.dtypes, packing.exact, strict=True)

@@ -1,0 +1,217 @@
+"""The asynchronous exchange of Canary on a virtual clock: exact sums in random schedules, and its invariants.
+
+`HOP_TF_NUM_SCHEDULES` says how many schedules are drawn. All changes are whole multiples of the number of ranks, so
+that sums are exact in any order.
+"""
+
+import contextlib
+import dataclasses
+import os
+import types
+
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+from hop_tf import codecs
+from hop_tf.buffers import BufferPool
+from hop_tf.collectives import get_network
+from hop_tf.exchange import Outgoing
+from hop_tf.gei import Thresholds, bit_of
+from hop_tf.packing import Packing, TensorSpec
+from hop_tf.simulate.virtual import VirtualCluster
+from hop_tf.strategies.canary_exchange import AsyncSettings, CanaryExchange
+from hop_tf.worker import ExchangeContext
+
+_NUM_SCHEDULES = int(os.environ.get("HOP_TF_NUM_SCHEDULES", "200"))
+_GROUP = "simulated"
+_NETWORKS = (("mesh", 2), ("mesh", 3), ("mesh", 5), ("bcube:2,2", 4), ("bcube:3,2", 9), ("bcube:2,3", 8), ("tree", 5))
+# Random schedules are mostly of few ranks: those of many take long.
+_PROBABILITIES = (0.3, 0.25, 0.07, 0.25, 0.01, 0.02, 0.1)
+_SHAPES = ((5,), (20, 2), (30,), (1,))
+_MEMBERS = ((3, 2), (1, 0))
+
+
+@dataclasses.dataclass
+class Job:
+    """Ranks that train with given changes.
+
+    Attributes:
+      durations: Array [n, num_steps]: how long the computation of each step takes.
+      drops: For each rank the iterations and colayers that it has dropped.
+      made: For each rank the iterations that it has made.
+      finals: For each rank where it ended.
+      seconds: For each rank when it had made its last step.
+    """
+
+    network: str
+    world_size: int
+    durations: np.ndarray
+    changes: np.ndarray  # [n, num_steps, values of all colayers, one behind the other]
+    thresholds: Thresholds = dataclasses.field(default_factory=lambda: Thresholds(16, len(_MEMBERS)))
+    codec: codecs.Codec = dataclasses.field(default_factory=codecs.Identity)
+    sync_interval: int | None = None
+    link_seconds: object = None
+    leaves_at: dict = dataclasses.field(default_factory=dict)
+    inspect: object = None
+
+    def __post_init__(self):
+        self.packing = _packing()
+        self.cluster = VirtualCluster(self.world_size, self.link_seconds)
+        self.exchanges = {}
+        self.drops = {rank: [] for rank in range(self.world_size)}
+        self.made = {rank: [] for rank in range(self.world_size)}
+        self.finals, self.seconds, self.counters = {}, {}, {}
+
+    def run(self):
+        self.cluster.run(self._train)
+        return self
+
+    def _start_thread(self, name, body):
+        self.cluster.scheduler.spawn(name, body)
+        return types.SimpleNamespace(join=lambda: None)  # The cluster waits for all.
+
+    def _train(self, rank):
+        membership = self.cluster.memberships[rank]
+        membership.begin_session()
+        context = ExchangeContext(_GROUP, 1, self.packing, membership, BufferPool(), start_thread=self._start_thread)
+        settings = AsyncSettings(
+            network=get_network(self.network),
+            thresholds=self.thresholds,
+            codec=self.codec,
+            sync_interval=self.sync_interval,
+        )
+        exchange = self.exchanges[rank] = CanaryExchange(context, _MEMBERS, settings)
+        with contextlib.closing(exchange):
+            self._take_steps(rank, exchange)
+            membership.leave(sent_steps={_GROUP: exchange.sent_steps}, reason="done")
+
+    def _take_steps(self, rank, exchange):
+        empty = (np.empty(0, np.float32),)
+        exchange.step(Outgoing(0, exchange.start_segment, (np.zeros(exchange.parts[-1].sizes[0], np.float32),)))
+        step = 0
+        while step < self.durations.shape[1]:
+            if self.leaves_at.get(rank) == step:
+                return
+            self.cluster.scheduler.sleep(float(self.durations[rank, step]))
+            self.made[rank].append(step)
+            change = self.changes[rank, step].astype(np.float32)
+            for colayer, values in enumerate(np.split(change, _ends(exchange)[:-1])):
+                before = exchange.counters()["overtime_drops"]
+                exchange.step(Outgoing(step, colayer, (values,)))
+                if exchange.counters()["overtime_drops"] > before:
+                    self.drops[rank].append((step, colayer))
+            incoming = exchange.step(Outgoing(step, exchange.merge_segment, empty))
+            if self.inspect is not None:
+                self.inspect(self, rank, step, incoming.buckets[0])
+            step += 1 + incoming.num_skipped
+        self.seconds[rank] = self.cluster.scheduler.now
+        self.at_end = exchange.replica.read()
+        self.finals[rank] = exchange.step(Outgoing(step, exchange.finish_segment, empty)).buckets[0]
+        self.counters[rank] = exchange.counters()
+
+    def expected(self, ranks=None):
+        """What all end with: the sum of all contributions but those dropped."""
+        total = np.zeros(self.changes.shape[2])
+        ends = _ends(next(iter(self.exchanges.values())))
+        for rank in ranks or range(self.world_size):
+            for step in self.made[rank]:
+                for colayer, (start, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
+                    if (step, colayer) not in self.drops[rank]:
+                        total[start:end] += self.changes[rank, step, start:end] / self.world_size
+        return total
+
+
+def _packing():
+    return Packing([TensorSpec(str(i), shape, tf.float32) for i, shape in enumerate(_SHAPES)])
+
+
+def _ends(exchange):
+    return np.cumsum([part.sizes[0] for part in exchange.parts[: len(_MEMBERS)]])
+
+
+_NUM_VALUES = sum(_packing().part(each).sizes[0] for each in _MEMBERS)
+
+
+def _job(network, world_size, num_steps, rng, **settings):
+    durations = (rng.exponential(size=(world_size, 1)) + 0.1) * (0.5 + rng.random((world_size, num_steps)))
+    links = rng.exponential(0.2, size=(world_size, world_size))
+    changes = world_size * rng.integers(-9, 10, size=(world_size, num_steps, _NUM_VALUES))
+    settings = {"link_seconds": lambda a, b, num_bytes: links[a, b], **settings}
+    return Job(network, world_size, durations, changes, **settings)
+
+
+class ExactSumTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters(*_NETWORKS)
+    def test_equal_ranks(self, network, world_size):
+        """Each message holds the contributions of all, as in an all-reduce."""
+        rng = np.random.default_rng(0)
+        changes = world_size * rng.integers(-9, 10, size=(world_size, 10, _NUM_VALUES))
+        job = Job(network, world_size, np.ones((world_size, 10)), changes).run()
+        for rank in range(world_size):
+            self.assertEqual(job.made[rank], list(range(10)))
+            self.assertAllEqual(job.finals[rank], job.expected())
+            self.assertAllEqual(job.finals[rank], changes.sum(axis=(0, 1)) / world_size)
+            num_pieces = len(job.exchanges[rank].replica.layout(b"\x01" * world_size).pieces)
+            # Until it has found out who contributes when, and when ranks have ended, a piece may take a few more.
+            self.assertBetween(job.counters[rank]["messages_merged"], 10 * num_pieces, 16 * num_pieces)
+
+    @parameterized.parameters(("mesh", 5), ("bcube:2,2", 4), ("tree", 5))
+    def test_one_slow_rank(self, network, world_size):
+        """The others do not wait for it, and it passes over what it has missed."""
+        rng = np.random.default_rng(1)
+        durations = np.ones((world_size, 30))
+        durations[0] = 10.0
+        changes = world_size * rng.integers(-9, 10, size=(world_size, 30, _NUM_VALUES))
+        job = Job(network, world_size, durations, changes, link_seconds=lambda a, b, num_bytes: 0.01).run()
+        for rank in range(1, world_size):
+            self.assertEqual(job.made[rank], list(range(30)))
+            self.assertLess(job.seconds[rank], 30 * 1.05)
+        self.assertLess(job.seconds[0], 51)
+        self.assertLess(len(job.made[0]), 6)
+        for rank in range(world_size):
+            self.assertAllEqual(job.finals[rank], job.expected())
+
+    def test_random_schedules(self):
+        for seed in range(_NUM_SCHEDULES):
+            rng = np.random.default_rng([4, seed])
+            network, world_size = _NETWORKS[rng.choice(len(_NETWORKS), p=_PROBABILITIES)]
+            job = _job(
+                network,
+                world_size,
+                int(rng.integers(1, 7)),
+                rng,
+                thresholds=Thresholds(int(rng.choice([0, 1, 3, 16])), int(rng.integers(0, len(_MEMBERS) + 1))),
+                sync_interval=[None, 2, 5][rng.integers(3)],
+                inspect=_check_invariants,
+            ).run()
+            for rank in range(world_size):
+                self.assertAllEqual(job.finals[rank], job.expected(), msg=f"seed {seed}")
+                self.assertEqual(job.counters[rank]["overtime_drops"], len(job.drops[rank]))
+
+
+def _check_invariants(job, rank, step, weights):
+    """At any time a replica is what its ledger says; bits are those of what was merged as a whole."""
+    if (step + rank) % 4:
+        return  # That takes longer than all the rest.
+    replica = job.exchanges[rank].replica
+    layout = replica.layout(b"\x01" * job.world_size)
+    merged = layout.ledger.merged
+    for piece in layout.pieces:
+        total = np.zeros(piece.where.stop - piece.where.start)
+        for other in range(job.world_size):
+            sent = [i for i in job.made[other] if (i, piece.colayer) not in job.drops[other]]
+            for iteration in sent[: merged[piece.index, other]]:
+                total += job.changes[other, iteration, piece.where] / job.world_size
+        np.testing.assert_array_equal(replica.weights[0][piece.where], total)
+    for iteration, row in replica.gei.matrix().items():
+        for colayer, element in enumerate(row):
+            for other in range(job.world_size):
+                if element & bit_of(other):
+                    assert all(
+                        layout.ledger.clocks[piece.index, other] >= iteration for piece in layout.by_colayer[colayer]
+                    )
+
+
+if __name__ == "__main__":
+    tf.test.main()
