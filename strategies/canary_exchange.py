@@ -57,6 +57,7 @@ class CanaryExchange(Exchange):
       settings: The rest.
 
     Attributes:
+      members: For each colayer, the indices of its variables.
       order: The variables of `merge_segment`, in order: colayer by colayer.
     """
 
@@ -68,6 +69,7 @@ class CanaryExchange(Exchange):
         self._num_colayers = len(members)
         self._queue = f"canary/{self._group}"
         self._depth = max(route.depth for route in settings.network.routes(self._membership.world_size))
+        self.members = members
         self.order = [index for colayer in members for index in colayer]
         colayers, whole = [context.packing.part(each) for each in members], context.packing.part(self.order)
         self.merge_segment, self.start_segment, self.finish_segment = (self._num_colayers + i for i in range(3))

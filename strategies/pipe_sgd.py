@@ -104,7 +104,7 @@ class PipeSGDStrategy(ExchangeStrategy):
         check_integer("warmup_steps", warmup_steps, at_least=0)
         check_choice("algorithm", algorithm, sorted(ALGORITHMS))
         check_choice("drain", drain, _DRAINS)
-        self._settings = _Settings(
+        self._settings = PipeSGDSettings(
             pipeline_width=int(pipeline_width),
             codec=codecs.get(codec),
             num_segments=int(num_segments),
@@ -125,14 +125,12 @@ class PipeSGDStrategy(ExchangeStrategy):
         return PipeSGDExchange(context, self._settings)
 
     def _before_update(self, group: Group, values: Sequence[tf.Tensor], gradients: list) -> tuple[list, None]:
-        outgoing = [*unscaled(group.optimizer(), gradients), *group.exchange.carried.take()]
-        for segment, members in enumerate(group.exchange.members):  # Line 10.
-            group.submit([outgoing[index] for index in members], segment)
+        outgoing = submit_gradients(group, gradients)  # Line 10.
 
         def take_due(segment: int) -> list[tf.Tensor]:  # Line 3.
             return group.collect(outgoing, segment, lambda t, segment: self._take_due(group, t, segment))[0]
 
-        return _take_means(group, take_due), None
+        return take_means(group, take_due), None
 
     def _after_update(self, group: Group, state: None) -> tf.Tensor:
         return tf.constant(0, tf.int64)
@@ -156,12 +154,20 @@ class PipeSGDStrategy(ExchangeStrategy):
                 buckets, _ = group.take(tf.constant(t, tf.int64), segment)
                 return group.exchange.parts[segment].unpack(buckets)
 
-            means = _take_means(group, take)
+            means = take_means(group, take)
             if self._settings.drain == "apply":
                 self._apply(group, means)
 
 
-def _take_means(group: Group, take: Callable[[int], Sequence[tf.Tensor]]) -> list[tf.Tensor]:
+def submit_gradients(group: Group, gradients: Sequence) -> list[tf.Tensor]:
+    """Hands out gradients, without the loss scale, and the changes of the carried variables; returns all of them."""
+    outgoing = [*unscaled(group.optimizer(), gradients), *group.exchange.carried.take()]
+    for segment, members in enumerate(group.exchange.members):
+        group.submit([outgoing[index] for index in members], segment)
+    return outgoing
+
+
+def take_means(group: Group, take: Callable[[int], Sequence[tf.Tensor]]) -> list[tf.Tensor]:
     """Takes all segments, adds their changes to the carried variables, and returns gradients with the loss scale."""
     means: list = [None] * len(group.variables)
     for segment, members in enumerate(group.exchange.members):
@@ -178,15 +184,15 @@ def _zeros(packing: Packing) -> tuple[list[tf.Tensor], tf.Tensor]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Settings:
+class PipeSGDSettings:
     """What `PipeSGDStrategy` was told."""
 
     pipeline_width: int
     codec: codecs.Codec
-    num_segments: int
-    warmup_steps: int
-    algorithm: str
-    drain: str
+    num_segments: int = 1
+    warmup_steps: int = 0
+    algorithm: str = "mesh"
+    drain: str = "drop"
 
 
 class PipeSGDExchange(Exchange):
@@ -195,6 +201,7 @@ class PipeSGDExchange(Exchange):
     Args:
       context: Membership, packing and buffers of the group.
       settings: Those of the strategy.
+      members: For each segment, the indices of its variables. Default: `num_segments` of about equal size.
 
     Attributes:
       carried: The changes of the variables that are carried along.
@@ -203,12 +210,14 @@ class PipeSGDExchange(Exchange):
       pipelined_from: int64 variable: the first step of the running session that is no warm-up.
     """
 
-    def __init__(self, context: ExchangeContext, settings: _Settings):
+    def __init__(
+        self, context: ExchangeContext, settings: PipeSGDSettings, members: Sequence[Sequence[int]] | None = None
+    ):
         self._group = context.group
         self._membership = context.membership
         self._settings = settings
         self._exact = context.packing.exact
-        self.members = _segments(context.packing, settings.num_segments)
+        self.members = members or _segments(context.packing, settings.num_segments)
         self.parts = [context.packing.part(indices) for indices in self.members]
         self.max_in_flight = settings.pipeline_width * len(self.parts)
         self._reductions = [

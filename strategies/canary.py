@@ -1,0 +1,263 @@
+"""Canary: decentralized training by sketched pieces of gradients, over several interfaces, without waiting.
+
+Zhou, Wang, Lu, Xu, Sun, Guo. Canary: Decentralized Distributed Deep Learning Via Gradient Sketch and Partition in
+Multi-Interface Networks. IEEE TPDS 2021. Worker i, in iteration k (sections 4 and 5):
+
+    1.  gradients of a batch; colayers are ready from the last layer to the first          (section 4.3.2)
+    2.  s = zeta - k, how far it is behind the fastest worker                              (Pseudocode 1, line 5)
+    3.  if s is too large, and too few colayers have left: it is overtime                  (lines 19 and 22)
+            what has not left is dropped, and the state of the fastest worker pulled       (section 5.3)
+    4.  else, each colayer is cut into pieces, which are sketched and sent                 (Figures 12 to 14, Table 2)
+    5.  what has come of others' pieces is merged, and noted in the gradient exchange index  (Figure 16)
+    6.  the next iteration is k + 1, or zeta, if that is more
+
+The paper leaves open what a worker sends if the optimizer has a state. Here it is its optimizer's step, over n; and
+everybody, the sender included, adds what the last one on a piece's way has sent out, and nothing before. So replicas
+differ by what is under way only. With SGD, with or without momentum, that is the same as if gradients were averaged.
+
+Merging goes on all the time, on threads of its own: see `hop_tf.strategies.canary_exchange`. Synchronous training (BSP)
+averages the gradients of each colayer by all-reduce on the same routes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from hop_tf import codecs, colayers
+from hop_tf.arguments import check_choice, check_integer, identity_of
+from hop_tf.collectives import Network, get_network
+from hop_tf.exchange import Exchange
+from hop_tf.gei import Thresholds
+from hop_tf.keras_hook import learning_rate, loss_scale, weight_decays
+from hop_tf.options import CommunicationOptions
+from hop_tf.strategies.canary_exchange import AsyncSettings, CanaryExchange
+from hop_tf.strategies.pipe_sgd import PipeSGDExchange, PipeSGDSettings, submit_gradients, take_means
+from hop_tf.strategy import ExchangeStrategy, training_cluster
+from hop_tf.worker import ExchangeContext, Group
+
+_CONSISTENCIES = ("ssp", "async", "bsp")
+
+
+class CanaryStrategy(ExchangeStrategy):
+    """Training with sketched pieces of gradients, over several interfaces.
+
+    Variables are bundled into colayers. In each step, a rank sends what its optimizer would add to a colayer's
+    variables, over the number of ranks, in pieces on the routes of `network`; each piece is summed up on its way, and
+    the sum goes to all ranks, which add it to their weights. Nobody waits for another rank's computation:
+
+    - `consistency` "ssp": a rank that is more than `max_staleness` iterations behind the fastest one, with fewer than
+      `min_colayers` of the present iteration sent, drops the rest of it, and takes the weights of the fastest rank.
+      In any case a rank goes on with the iteration that the fastest one is in; the batches in between are passed over.
+    - "async": the same, and nothing is dropped.
+    - "bsp": synchronous training. Gradients are averaged, colayer by colayer, before the optimizer gets them. All ranks
+      have the same weights, to the bit. It takes no thresholds.
+
+    Between the last step and the end of `fit` ranks wait for each other; then they have the same weights, to the bit. A
+    rank whose `fit` ends early, as by a callback of its own, waits there for the others. During training replicas
+    differ by what is under way. What callbacks do to the weights of one rank in the course of a `fit` has no effect.
+
+    Late steps make training less stable: with momentum 0.9 and nine ranks, use at most half of the learning rate that
+    synchronous training stands. Weights and optimizer slots: the slots stay the rank's own. For optimizers other than
+    SGD steps are averaged where synchronous training would average gradients.
+
+    Floating-point variables that are not trained but assigned in the training step before its update (moving
+    statistics) go with the last colayer, and never through a codec.
+
+    Not synchronous training takes `fit` and one optimizer, and refuses trained variables of less than 32 bits.
+
+    Args:
+      network: "mesh" (everybody sends to everybody), "bcube:<alpha>,<beta>" (alpha^beta ranks with `beta` interfaces,
+        each rank sends to beta (alpha - 1) others) or "tree:<children>" (few connections, one interface). Default
+        "mesh".
+      consistency: As above. Default "ssp".
+      max_staleness: s, in iterations; at least 0. Default 16.
+      min_colayers: p: from so many colayers on that have left, the others may follow, however late; 0 is "async".
+        Default None: all colayers.
+      num_colayers: k, the most colayers that variables are bundled into, at least 1. Default 10.
+      codec: What is sent is encoded with this: a `hop_tf.codecs.Codec`, or a name; None: as it is. Default "sketch".
+      sync_interval: In so many iterations, every piece of the weights becomes the mean of that of all ranks once, which
+        evens out what rounding, or a change on one rank only, has done; at least 1, or None: never. Default 50. Without
+        meaning for "bsp".
+      on_peer_loss: "raise": when a rank dies or cannot be reached, all ranks raise `PeerLostError`. "continue": the
+        others go on without it; what it has sent and nobody has summed up is lost. Default None: "raise" for "bsp",
+        else "continue".
+      cluster_resolver: Where the cluster is described. Default: `TF_CONFIG`.
+      communication_options: Deadlines, credentials, records. Default: `CommunicationOptions()`.
+
+    Raises:
+      TypeError: If `codec` is something else.
+      ValueError: If an argument is out of range, or the network does not fit the cluster.
+      ClusterConfigError: If the cluster description is not valid.
+      HopError: If this rank's address cannot be bound.
+
+    References:
+      Zhou et al. Canary: Decentralized Distributed Deep Learning Via Gradient Sketch and Partition in Multi-Interface
+      Networks. IEEE TPDS 2021.
+    """
+
+    def __init__(
+        self,
+        *,
+        network: str = "mesh",
+        consistency: str = "ssp",
+        max_staleness: int = 16,
+        min_colayers: int | None = None,
+        num_colayers: int = 10,
+        codec: codecs.Codec | str | None = "sketch",
+        sync_interval: int | None = 50,
+        on_peer_loss: str | None = None,
+        cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
+        communication_options: CommunicationOptions | None = None,
+    ):
+        check_choice("consistency", consistency, _CONSISTENCIES)
+        check_choice("on_peer_loss", on_peer_loss, (None, "raise", "continue"))
+        check_integer("num_colayers", num_colayers, at_least=1)
+        check_integer("max_staleness", max_staleness, at_least=0)
+        if min_colayers is not None:
+            check_integer("min_colayers", min_colayers, at_least=0)
+        if sync_interval is not None:
+            check_integer("sync_interval", sync_interval, at_least=1)
+        if on_peer_loss == "continue" and consistency == "bsp":
+            raise ValueError(
+                "`on_peer_loss` must be 'raise' or None with consistency='bsp'. Received: on_peer_loss='continue'."
+            )
+        cluster = training_cluster(cluster_resolver, "CanaryStrategy")
+        self._settings = _Settings(
+            network=get_network(network),
+            consistency=consistency,
+            max_staleness=int(max_staleness),
+            min_colayers=min_colayers,
+            num_colayers=int(num_colayers),
+            codec=codecs.get(codec),
+            sync_interval=sync_interval,
+            on_peer_loss=on_peer_loss or ("raise" if consistency == "bsp" else "continue"),
+        )
+        if cluster.world_size > 1:
+            self._settings.network.check_world_size(cluster.world_size)
+        super().__init__(
+            cluster=cluster,
+            cluster_resolver=cluster_resolver,
+            communication_options=communication_options,
+            identity=identity_of(self._settings),
+            neighbors=range(cluster.world_size),
+            skips_steps=not self._settings.is_synchronous,
+            continue_without_lost=self._settings.on_peer_loss == "continue",
+        )
+
+    def _make_exchange(self, context: ExchangeContext) -> Exchange:
+        settings = self._settings
+        members = colayers.bundle(context.packing.specs, settings.num_colayers)
+        if settings.is_synchronous:
+            return SynchronousExchange(context, members, settings.codec, str(settings.network))
+        for variable in context.trained:
+            if variable.dtype not in (tf.float32, tf.float64):
+                raise ValueError(
+                    "variables that are trained must be float32 or float64 unless consistency='bsp': the rounding of "
+                    f"smaller ones lets ranks drift apart. Received: {variable.name} of {variable.dtype}."
+                )
+        return CanaryExchange(context, members, settings.asynchronous(len(members)))
+
+    def _before_update(self, group: Group, values: Sequence[tf.Tensor], gradients: list) -> tuple[list, list]:
+        if self._settings.is_synchronous:
+            outgoing = submit_gradients(group, gradients)
+            return take_means(group, lambda segment: group.collect(outgoing, segment)[0]), []
+        return gradients, _before_decay(group, values)
+
+    def _after_update(self, group: Group, state: list) -> tf.Tensor:
+        if self._settings.is_synchronous:
+            return tf.constant(0, tf.int64)
+        exchange = group.exchange
+        now = [variable.read_value() for variable in group.variables]
+        changes = [after - before for after, before in zip(now, state, strict=True)]
+        step, nothing = group.step.read_value(), [tf.zeros([0], dtype) for dtype in group.packing.dtypes]
+
+        def start() -> tf.Tensor:
+            group.submit([state[index] for index in exchange.order], exchange.start_segment)
+            return group.runner.collect(step, exchange.start_segment, [0] * len(nothing))[1]
+
+        tf.cond(tf.equal(step, 0), start, lambda: tf.constant(0, tf.int64))
+        for colayer, members in enumerate(exchange.members):
+            group.submit([changes[index] for index in members], colayer)
+        group.runner.submit(step, exchange.merge_segment, nothing)
+        for colayer in range(len(exchange.members)):
+            group.runner.collect(step, colayer, [0] * len(nothing))
+        weights, num_skipped = group.collect(changes, exchange.merge_segment)
+        _assign(group, weights)
+        return num_skipped
+
+    def _finish_training(self, group: Group) -> None:
+        if self._settings.is_synchronous or not int(group.step):
+            return
+        segment = group.exchange.finish_segment
+        step = group.step.read_value()
+        group.runner.submit(step, segment, [tf.zeros([0], dtype) for dtype in group.packing.dtypes])
+        buckets, _ = group.take(step, segment)
+        _assign(group, group.exchange.parts[segment].unpack(buckets))
+
+
+def _assign(group: Group, weights: Sequence[tf.Tensor]) -> None:
+    """Weights are those that the exchange has merged, colayer by colayer."""
+    for index, value in zip(group.exchange.order, weights, strict=True):
+        group.variables[index].assign(value)
+
+
+def _before_decay(group: Group, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """What the variables were when the step began, before Keras has let them decay: w = w_0 (1 - rate decay)."""
+    optimizer = group.optimizer()
+    if loss_scale(optimizer) is not None:  # Then they decay with the update.
+        return list(values)
+    decays = weight_decays(optimizer, group.trained)
+    if not any(decays):
+        return list(values)
+    rate = tf.cast(learning_rate(optimizer), tf.float64)
+    before = [
+        value / tf.cast(1.0 - rate * decay, value.dtype) if decay else value
+        for value, decay in zip(values[: group.num_trained], decays, strict=True)
+    ]
+    return [*before, *values[group.num_trained :]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Settings:
+    """What `CanaryStrategy` was told."""
+
+    network: Network
+    consistency: str
+    max_staleness: int
+    min_colayers: int | None
+    num_colayers: int
+    codec: codecs.Codec
+    sync_interval: int | None
+    on_peer_loss: str
+
+    @property
+    def is_synchronous(self) -> bool:
+        """Whether ranks wait for all bits of a row."""
+        return self.consistency == "bsp"
+
+    def asynchronous(self, num_colayers: int) -> AsyncSettings:
+        """What the exchange is told, where there are so many colayers."""
+        most = num_colayers if self.min_colayers is None else min(self.min_colayers, num_colayers)
+        return AsyncSettings(
+            network=self.network,
+            thresholds=Thresholds(self.max_staleness, 0 if self.consistency == "async" else most),
+            codec=self.codec,
+            sync_interval=self.sync_interval,
+        )
+
+
+class SynchronousExchange(PipeSGDExchange):
+    """BSP: gradients are averaged colayer by colayer, and a step waits for all of them.
+
+    Args:
+      context: Membership, packing and buffers of the group.
+      members: For each colayer, the indices of its variables.
+      codec: What gradients are encoded with.
+      algorithm: See `hop_tf.collectives.get_algorithm`.
+    """
+
+    def __init__(self, context: ExchangeContext, members: Sequence[Sequence[int]], codec: codecs.Codec, algorithm: str):
+        super().__init__(context, PipeSGDSettings(pipeline_width=1, codec=codec, algorithm=algorithm), members)

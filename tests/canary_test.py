@@ -1,0 +1,310 @@
+"""Canary under `fit`, with ranks in one process, against synchronous training and closed forms."""
+
+import functools
+import time
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+import hop_tf
+from hop_tf.testing import InProcessCluster
+
+_OPTIONS = hop_tf.CommunicationOptions(timeout_seconds=60)
+_BATCH_SIZE = 72  # Each of up to nine ranks gets as many rows.
+_NUM_STEPS = 8
+_RATE = 0.05
+
+
+def _cluster(world_size, **settings):
+    def make_strategy(cluster_resolver):
+        return hop_tf.CanaryStrategy(cluster_resolver=cluster_resolver, communication_options=_OPTIONS, **settings)
+
+    return InProcessCluster(world_size, make_strategy, timeout_seconds=120)
+
+
+@functools.cache
+def _data():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(_BATCH_SIZE * _NUM_STEPS, 6)).astype(np.float32)
+    return x, (x @ rng.normal(size=(6, 2)) + rng.normal(size=(len(x), 2))).astype(np.float32)
+
+
+def _model(optimizer, loss="mse", layers=None):
+    layers = layers or [
+        keras.layers.Dense(5, activation="tanh", kernel_initializer=keras.initializers.RandomNormal(seed=1)),
+        keras.layers.Dense(2, kernel_initializer=keras.initializers.RandomNormal(seed=2)),
+    ]
+    model = keras.Sequential([keras.Input((6,)), *layers])
+    model.compile(optimizer, loss)
+    return model
+
+
+def _train(strategy, make_optimizer, **arguments):
+    """Weights after each step, in the end, and the report."""
+    with strategy.scope():
+        model = _model(make_optimizer(), **arguments)
+    history = []
+    record = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: history.append(_flat(model)))
+    model.fit(*_data(), batch_size=_BATCH_SIZE, shuffle=False, verbose=0, callbacks=[record])
+    return history, _flat(model), strategy.report()
+
+
+def _flat(model):
+    return np.concatenate([weights.ravel() for weights in model.get_weights()])
+
+
+@functools.cache
+def _expected(make_optimizer):
+    """Weights after each step of training in one process."""
+    model, history = _model(make_optimizer()), []
+    record = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: history.append(_flat(model)))
+    model.fit(*_data(), batch_size=_BATCH_SIZE, shuffle=False, verbose=0, callbacks=[record])
+    return history
+
+
+def _sgd():
+    return keras.optimizers.SGD(_RATE)
+
+
+def _momentum():
+    return keras.optimizers.SGD(_RATE, momentum=0.9)
+
+
+def _nesterov():
+    return keras.optimizers.SGD(_RATE, momentum=0.9, nesterov=True)
+
+
+def _adam():
+    return keras.optimizers.Adam(0.01)
+
+
+def _decaying():
+    return keras.optimizers.SGD(_RATE, momentum=0.9, weight_decay=0.1)
+
+
+class SynchronousTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters(
+        ("mesh", 3, _sgd),
+        ("mesh", 2, _momentum),
+        ("mesh", 2, _nesterov),
+        ("mesh", 2, _adam),
+        ("mesh", 2, _decaying),
+        ("bcube:2,2", 4, _momentum),
+        ("bcube:3,2", 9, _momentum),
+        ("bcube:2,3", 8, _sgd),
+        ("tree", 4, _momentum),
+    )
+    def test_equals_synchronous_training_step_by_step(self, network, world_size, make_optimizer):
+        cluster = _cluster(world_size, network=network, consistency="bsp", codec=None, num_colayers=3)
+        results = cluster.run(lambda strategy: _train(strategy, make_optimizer))
+        for history, last, report in results:
+            self.assertAllClose(history, _expected(make_optimizer), rtol=1e-5, atol=1e-6)
+            self.assertAllEqual(last, results[0][1])
+            self.assertEqual(report["steps"], _NUM_STEPS)
+
+    def test_sketched(self):
+        """Nearly the same, and equal to the bit on all ranks."""
+        results = _cluster(2, consistency="bsp").run(lambda strategy: _train(strategy, _momentum))
+        self.assertAllEqual(results[0][0], results[1][0])
+        self.assertAllClose(results[0][1], _expected(_momentum)[-1], atol=0.02)
+
+
+class SlowRank(keras.callbacks.Callback):
+    """Makes a rank's steps long."""
+
+    def __init__(self, strategy, rank, seconds):
+        super().__init__()
+        self._seconds = seconds if strategy.rank == rank else 0.0
+
+    def on_train_batch_begin(self, batch, logs=None):
+        time.sleep(self._seconds)
+
+
+def _train_one_hot(strategy, num_steps=24, callbacks=(), num_fits=1, **compile_args):
+    """The gradient of rank r in step k is 1 for weight (k, r) and 0 for the others: what is applied can be told.
+
+    Returns the weights, [num_steps, n], in units of what one contribution adds, and the report.
+    """
+    n = strategy.world_size
+    with strategy.scope():
+        layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+        model = keras.Sequential([keras.Input((num_steps * n,)), layer])
+        model.compile(keras.optimizers.SGD(1.0), lambda y, y_pred: y_pred, **compile_args)
+    for _ in range(num_fits):
+        x = np.eye(num_steps * n, dtype=np.float32)
+        model.fit(x, np.zeros(len(x)), batch_size=n, shuffle=False, verbose=0, callbacks=list(callbacks))
+    return -n * model.get_weights()[0].reshape(num_steps, n), strategy.report()
+
+
+class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters(("mesh", 2), ("mesh", 3), ("bcube:2,2", 4), ("tree", 3))
+    def test_all_end_alike(self, network, world_size):
+        results = _cluster(world_size, network=network).run(lambda strategy: _train(strategy, _momentum))
+        for _, last, report in results:
+            self.assertAllEqual(last, results[0][1])
+            self.assertTrue(np.isfinite(last).all())
+            self.assertEqual(report["duplicates"], 0)
+
+    @parameterized.parameters(
+        {"consistency": "async"},
+        {"consistency": "async", "codec": "int8", "steps_per_execution": 4},
+        {"consistency": "ssp", "run_eagerly": True},
+        {"network": "bcube:2,2", "sync_interval": 3},
+    )
+    def test_every_contribution_counts_once(self, steps_per_execution=1, run_eagerly=False, **settings):
+        """What a rank has learned is in the weights of all, once; a slow one passes over what it has missed."""
+
+        def run(strategy):
+            slow = SlowRank(strategy, 0, 0.05)
+            return _train_one_hot(
+                strategy, callbacks=[slow], steps_per_execution=steps_per_execution, run_eagerly=run_eagerly
+            )
+
+        world_size = 4 if "network" in settings else 3
+        results = _cluster(world_size, **{"codec": None, **settings}).run(run)
+        weights = results[0][0]
+        for rank, (own, report) in enumerate(results):
+            self.assertAllEqual(own, weights)
+            self.assertAllClose(weights, np.round(weights), atol=1e-2)
+            self.assertAllInSet(np.round(weights), (0, 1))
+            self.assertEqual(np.sum(np.round(weights[:, rank])), report["steps"] - report["overtime_drops"])
+
+    def test_overtime(self):
+        """A rank that is behind drops what it has, takes the weights of the fastest, and counts it."""
+
+        def run(strategy):
+            return _train_one_hot(strategy, num_steps=60, callbacks=[SlowRank(strategy, 1, 0.1)])
+
+        results = _cluster(2, codec=None, max_staleness=0).run(run)
+        for rank, (own, report) in enumerate(results):
+            self.assertAllEqual(own, results[0][0])
+            self.assertEqual(np.count_nonzero(own[:, rank]), report["steps"] - report["overtime_drops"])
+        self.assertGreater(results[1][1]["overtime_drops"], 0)
+        self.assertGreater(results[1][1]["pulls"] + results[1][1]["pulls_in_vain"], 0)
+
+    def test_several_fits(self):
+        results = _cluster(2, codec=None).run(lambda strategy: _train_one_hot(strategy, num_fits=3))
+        for own, _ in results:
+            self.assertAllEqual(own, results[0][0])
+        self.assertEqual(np.sum(results[0][0]), sum(report["steps"] for _, report in results))
+
+    def test_a_rank_that_stops_early_waits_for_the_others(self):
+        """Nobody has to go on without it."""
+
+        def run(strategy):
+            stop = keras.callbacks.LambdaCallback(
+                on_train_batch_end=lambda batch, logs: setattr(strategy_model[strategy.rank], "stop_training", True)
+            )
+            strategy_model[strategy.rank] = None
+            with strategy.scope():
+                model = strategy_model[strategy.rank] = _model(_sgd())
+            for epochs in (1, 2):
+                model.fit(
+                    *_data(),
+                    batch_size=_BATCH_SIZE,
+                    shuffle=False,
+                    verbose=0,
+                    epochs=epochs,
+                    callbacks=[stop] if strategy.rank == 0 else [],
+                )
+            return _flat(model)
+
+        strategy_model = {}
+        weights = _cluster(3, codec=None).run(run)
+        for each in weights[1:]:
+            self.assertAllEqual(each, weights[0])
+
+    def test_weight_decay_is_part_of_the_step(self):
+        """It is applied where the step is: on all ranks, once. Here gradients are zero."""
+
+        def run(strategy):
+            with strategy.scope():
+                model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, kernel_initializer="ones")])
+                model.compile(keras.optimizers.SGD(0.5, weight_decay=0.1), lambda y, y_pred: 0.0 * y_pred)
+            model.fit(np.zeros((16, 3)), np.zeros(16), batch_size=2, verbose=0, callbacks=[SlowRank(strategy, 1, 0.02)])
+            return model.get_weights()[0]
+
+        weights = _cluster(2, codec=None).run(run)
+        self.assertAllEqual(weights[0], weights[1])
+        self.assertAllClose(weights[0], np.full((3, 2), weights[0][0, 0]))
+        # Between what one rank's 8 steps over n make, and what those of both make.
+        self.assertBetween(weights[0][0, 0], 0.95**8 - 0.02, (1 - 0.05 / 2) ** 8)
+
+    def test_moving_statistics(self):
+        """Those of all ranks are in the mean, and all end with the same."""
+        x = np.repeat(np.arange(2.0), 64).reshape(64, 2, order="F").astype(np.float32)
+
+        def run(strategy):
+            with strategy.scope():
+                normalization = keras.layers.BatchNormalization(momentum=0.5)
+                model = keras.Sequential([keras.Input((1,)), normalization, keras.layers.Dense(1)])
+                model.compile("sgd", "mse")
+            # Of each global batch the first rank gets zeros, the second one ones.
+            model.fit(
+                x.reshape(-1, 1)[np.argsort(np.tile([0, 0, 1, 1], 32), kind="stable")],
+                np.zeros(128),
+                batch_size=128,
+                epochs=12,
+                shuffle=False,
+                verbose=0,
+            )
+            return [weights.tolist() for weights in model.get_weights()]
+
+        weights = _cluster(2).run(run)
+        self.assertEqual(weights[0], weights[1])
+        mean = weights[0][2][0]
+        self.assertBetween(mean, 0.4, 0.6)
+
+
+class RefusalTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters(
+        ({"network": "ring"}, "`network` must be 'mesh'"),
+        ({"consistency": "sync"}, "`consistency` must be one of ssp, async, bsp. Received: consistency='sync'."),
+        ({"max_staleness": -1}, "`max_staleness` must be an integer of at least 0. Received: max_staleness=-1."),
+        ({"min_colayers": 0.5}, "`min_colayers` must be an integer of at least 0. Received: min_colayers=0.5."),
+        ({"num_colayers": 0}, "`num_colayers` must be an integer of at least 1. Received: num_colayers=0."),
+        ({"sync_interval": 0}, "`sync_interval` must be an integer of at least 1. Received: sync_interval=0."),
+        ({"codec": "zip"}, "`codec` must be one of .* Received: codec='zip'."),
+        ({"on_peer_loss": "wait"}, "`on_peer_loss` must be one of None, raise, continue."),
+        ({"consistency": "bsp", "on_peer_loss": "continue"}, "`on_peer_loss` must be 'raise' or None with"),
+        ({"network": "bcube:3,2"}, "`network` must have as many ranks as the cluster"),
+    )
+    def test_arguments(self, settings, message):
+        with self.assertRaisesRegex(ValueError, message):
+            _cluster(2, **settings).run(lambda strategy: None)
+
+    def test_custom_loops(self):
+        def run(strategy):
+            with strategy.scope():
+                model = _model(_sgd())
+
+            @tf.function
+            def step():
+                strategy.run(lambda: model.optimizer.apply([tf.ones_like(v) for v in model.trainable_variables]))
+
+            model.optimizer.build(model.trainable_variables)
+            step()
+
+        with self.assertRaisesRegex(ValueError, "takes `fit`"):
+            _cluster(2).run(run)
+
+    def test_small_variables(self):
+        def run(strategy):
+            with strategy.scope():
+                model = _model(_sgd(), layers=[keras.layers.Dense(2, dtype="bfloat16")])
+            model.fit(*_data(), verbose=0)
+
+        with self.assertRaisesRegex(ValueError, "must be float32 or float64 unless consistency='bsp'.*bfloat16"):
+            _cluster(2).run(run)
+
+    def test_alone(self):
+        """In a world of one it is plain Keras."""
+        strategy = hop_tf.CanaryStrategy(network="bcube:3,2")
+        history, _, _ = _train(strategy, _momentum)
+        self.assertAllClose(history, _expected(_momentum), rtol=1e-5, atol=1e-6)
+
+
+if __name__ == "__main__":
+    tf.test.main()
