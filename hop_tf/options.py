@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 import numbers
 import os
 import ssl
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 from hop_tf.arguments import check_choice
 
 DATA_PLANES = ("tcp", "grpc")
 
+_INTERFACES = "HOP_TF_INTERFACES"
 _DURATIONS = ("timeout_seconds", "progress_timeout_seconds", "report_interval_seconds")
 _TLS_FILES = ("tls_certificate_chain", "tls_private_key", "tls_root_certificates")
 
@@ -32,6 +35,10 @@ class CommunicationOptions:
       data_plane: How arrays travel: "tcp", over plain sockets on a port that the system chooses (under TLS, or where
         that port cannot be reached, as with "grpc"), or "grpc", over gRPC on the address of the cluster description,
         which costs about three times the processor time. Ranks may differ. Default "tcp".
+      interfaces: Addresses of this machine, one for each network interface that arrays are to travel on: connections of
+        the first bulk lane come from and go to the first one, and so on. As many on all ranks; for `data_plane` "tcp"
+        without TLS. Default None: those in the environment variable HOP_TF_INTERFACES, separated by commas, if there
+        are any.
       tls_certificate_chain: Path of the PEM file with this process's certificate, or None for plain text.
       tls_private_key: Path of the PEM file with its private key, not encrypted.
       tls_root_certificates: Path of the PEM file with the authorities that peers' certificates must chain to. Both
@@ -51,6 +58,7 @@ class CommunicationOptions:
     timeout_seconds: float = 60.0
     progress_timeout_seconds: float = 3600.0
     data_plane: str = "tcp"
+    interfaces: Sequence[str] | None = None
     tls_certificate_chain: str | os.PathLike | None = None
     tls_private_key: str | os.PathLike | None = None
     tls_root_certificates: str | os.PathLike | None = None
@@ -63,6 +71,7 @@ class CommunicationOptions:
             # A NumPy scalar would spread: float32 has no room for the fractions of a clock's seconds.
             object.__setattr__(self, name, _checked_duration(name, getattr(self, name)))
         check_choice("data_plane", self.data_plane, DATA_PLANES)
+        object.__setattr__(self, "interfaces", _checked_interfaces(self.interfaces))
         for name in (*_TLS_FILES, "log_dir"):
             _check_path(name, getattr(self, name))
         _check_token(self.cluster_token)
@@ -72,6 +81,11 @@ class CommunicationOptions:
             raise ValueError(
                 "`tls_certificate_chain`, `tls_private_key` and `tls_root_certificates` must be given together. "
                 f"Received: {received}."
+            )
+        if self.interfaces is not None and (self.uses_tls or self.data_plane != "tcp"):
+            raise ValueError(
+                "`interfaces` must be None with TLS or data_plane='grpc': only plain sockets are bound to interfaces. "
+                f"Received: interfaces={self.interfaces}."
             )
         read_tls_files(self)
 
@@ -139,6 +153,24 @@ def _checked_duration(name: str, value: object) -> float:
     if not 0 < value <= threading.TIMEOUT_MAX:  # Centuries; threads cannot wait for longer.
         raise ValueError(rule)
     return float(value)
+
+
+def _checked_interfaces(interfaces: Sequence[str] | None) -> tuple[str, ...] | None:
+    if interfaces is None:
+        text = os.environ.get(_INTERFACES, "")
+        interfaces = [part.strip() for part in text.split(",")] if text.strip() else None
+    if interfaces is None:
+        return None
+    rule = f"`interfaces` must be addresses of this machine, at least one. Received: interfaces={interfaces!r}."
+    if isinstance(interfaces, str) or not isinstance(interfaces, Sequence):
+        raise TypeError(rule)
+    try:
+        addresses = tuple(str(ipaddress.ip_address(address)) for address in interfaces)
+    except ValueError as error:
+        raise ValueError(rule) from error
+    if not addresses:
+        raise ValueError(rule)
+    return addresses
 
 
 def _check_path(name: str, value: object) -> None:

@@ -221,7 +221,8 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
           `rank`, `steps` (optimizer updates), `iteration` (the scheme's, in the running or last `fit`), `wait_seconds`
           (time for which steps had their gradients and still waited for other ranks), `compute_seconds` (the median of
           the latest steps' durations, without what they waited), `bytes_sent`, `bytes_received`, `messages_sent`,
-          `messages_received`, `connections_refused`, and the scheme's own.
+          `messages_received`, `connections_refused`, `bytes_sent_on_lane_<k>` (small messages are on lane 0, arrays on
+          lane 1, and on one more for each further interface), and the scheme's own.
         """
         totals = {"rank": self.rank, **self._statistics.counters()}
         return {**totals, **(self._worker.counters() if self._worker else {})}

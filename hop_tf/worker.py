@@ -545,4 +545,6 @@ class Worker:
         for group in self._groups:
             totals.update(group.exchange.counters())
         iteration = max((int(group.step) for group in self._groups), default=0)
-        return {"iteration": iteration, **self._transport.counters(), **totals}
+        lanes = self._transport.bytes_by_lane()
+        by_lane = {f"bytes_sent_on_lane_{lane}": num_bytes for lane, num_bytes in sorted(lanes.items())}
+        return {"iteration": iteration, **self._transport.counters(), **by_lane, **totals}

@@ -81,6 +81,8 @@ class CanaryStrategy(ExchangeStrategy):
       sync_interval: In so many iterations, every piece of the weights becomes the mean of that of all ranks once, which
         evens out what rounding, or a change on one rank only, has done; at least 1, or None: never. Default 50. Without
         meaning for "bsp".
+      interfaces: This machine's address on each of the network's interfaces: `beta` of a BCube, else one. See
+        `CommunicationOptions.interfaces`, which this one takes the place of. Default None: as it says.
       on_peer_loss: "raise": when a rank dies or cannot be reached, all ranks raise `PeerLostError`. "continue": the
         others go on without it; what it has sent and nobody has summed up is lost. Default None: "raise" for "bsp",
         else "continue".
@@ -108,6 +110,7 @@ class CanaryStrategy(ExchangeStrategy):
         num_colayers: int = 10,
         codec: codecs.Codec | str | None = "sketch",
         sync_interval: int | None = 50,
+        interfaces: Sequence[str] | None = None,
         on_peer_loss: str | None = None,
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
         communication_options: CommunicationOptions | None = None,
@@ -124,6 +127,9 @@ class CanaryStrategy(ExchangeStrategy):
             raise ValueError(
                 "`on_peer_loss` must be 'raise' or None with consistency='bsp'. Received: on_peer_loss='continue'."
             )
+        options = communication_options or CommunicationOptions()
+        if interfaces is not None:
+            options = dataclasses.replace(options, interfaces=interfaces)
         cluster = training_cluster(cluster_resolver, "CanaryStrategy")
         self._settings = _Settings(
             network=get_network(network),
@@ -137,11 +143,12 @@ class CanaryStrategy(ExchangeStrategy):
         )
         if cluster.world_size > 1:
             self._settings.network.check_world_size(cluster.world_size)
+            _check_interfaces(options, self._settings.network)
         super().__init__(
             cluster=cluster,
             cluster_resolver=cluster_resolver,
-            communication_options=communication_options,
-            identity=identity_of(self._settings),
+            communication_options=options,
+            identity={**identity_of(self._settings), "interfaces": str(len(options.interfaces or ()))},
             neighbors=range(cluster.world_size),
             skips_steps=not self._settings.is_synchronous,
             continue_without_lost=self._settings.on_peer_loss == "continue",
@@ -196,6 +203,15 @@ class CanaryStrategy(ExchangeStrategy):
         group.runner.submit(step, segment, [tf.zeros([0], dtype) for dtype in group.packing.dtypes])
         buckets, _ = group.take(step, segment)
         _assign(group, group.exchange.parts[segment].unpack(buckets))
+
+
+def _check_interfaces(options: CommunicationOptions, network: Network) -> None:
+    """Raises ValueError unless there is an address for each of the network's interfaces, or none at all."""
+    if options.interfaces is not None and len(options.interfaces) != network.num_levels:
+        raise ValueError(
+            f"`interfaces` must be {network.num_levels} addresses, one for each interface of {network}. "
+            f"Received: interfaces={options.interfaces}."
+        )
 
 
 def _assign(group: Group, weights: Sequence[tf.Tensor]) -> None:

@@ -52,6 +52,25 @@ class DataPlaneTest(parameterized.TestCase):
             CommunicationOptions(data_plane=value)
 
 
+class InterfacesTest(parameterized.TestCase):
+    def test_takes(self):
+        options = CommunicationOptions(interfaces=["10.0.0.1", "fe80::1"])
+        self.assertEqual(options.interfaces, ("10.0.0.1", "fe80::1"))
+        with mock.patch.dict("os.environ", {"HOP_TF_INTERFACES": "10.0.0.1, 10.1.0.1"}):
+            self.assertEqual(CommunicationOptions().interfaces, ("10.0.0.1", "10.1.0.1"))
+            self.assertEqual(CommunicationOptions(interfaces=["10.0.0.2"]).interfaces, ("10.0.0.2",))
+        self.assertIsNone(CommunicationOptions().interfaces)
+
+    @parameterized.parameters((["eth0"], ValueError), ([], ValueError), ("10.0.0.1", TypeError), (3, TypeError))
+    def test_refuses(self, interfaces, error):
+        with self.assertRaisesRegex(error, "`interfaces` must be addresses of this machine, at least one. Received: "):
+            CommunicationOptions(interfaces=interfaces)
+
+    def test_only_plain_sockets_have_them(self):
+        with self.assertRaisesRegex(ValueError, "`interfaces` must be None with TLS or data_plane='grpc'"):
+            CommunicationOptions(interfaces=["10.0.0.1"], data_plane="grpc")
+
+
 class PathsAndTokenTest(parameterized.TestCase):
     @parameterized.product(name=(*_TLS_FILES, "log_dir"), value=[3, b"/tmp", True])
     def test_refuses_what_is_no_path(self, name, value):

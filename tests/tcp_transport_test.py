@@ -7,6 +7,7 @@ import unittest.mock
 import numpy as np
 from absl.testing import absltest
 
+from hop_tf.errors import HopError
 from hop_tf.options import CommunicationOptions
 from hop_tf.testing.transports import DEADLINE_SECONDS, Proxy, TransportTestMixin, split_address, wait_until
 from hop_tf.transport import GrpcTransport, TcpTransport, control_pb2, framing, tcp_server
@@ -62,6 +63,32 @@ class TcpTransportTest(TransportTestMixin, absltest.TestCase):
             transport.start()
         self.check_works(first, second)
         self.check_works(second, first)
+
+    def test_interfaces(self):
+        """Each lane from lane 1 on has its own: connections come from there, and go to the receiver's."""
+        addresses = self.addresses(2)
+        of_ranks = (("127.0.0.2", "127.0.0.3"), ("127.0.0.4", "127.0.0.5"))
+        transports = [
+            self.start_at(rank, addresses, options=CommunicationOptions(interfaces=interfaces))
+            for rank, interfaces in enumerate(of_ranks)
+        ]
+        collector = self.register(transports[1])
+        for lane in range(4):
+            transports[0].send(1, "queue", b"header", [np.zeros(lane, np.uint8)], lane=lane)
+        collector.wait(4)
+        ends = {}
+        for server in transports[1]._sockets:
+            for (_, lane), connection in server._lanes.items():
+                ends[lane] = connection._socket.getpeername()[0], connection._socket.getsockname()[0]
+        self.assertEqual(ends[1], ("127.0.0.2", "127.0.0.4"))
+        self.assertEqual(ends[2], ("127.0.0.3", "127.0.0.5"))
+        self.assertEqual(ends[0], ends[3])  # They have none.
+        self.assertEqual(transports[0].bytes_by_lane(), {lane: len(b"header") + lane for lane in range(4)})
+
+    def test_an_interface_of_another_machine(self):
+        options = CommunicationOptions(interfaces=("203.0.113.1",))
+        with self.assertRaisesRegex(HopError, "rank 0: cannot serve on interface 203.0.113.1: "):
+            self.start_at(0, self.addresses(2), options=options)
 
     def test_close_releases_the_sockets_port(self):
         for _ in range(5):

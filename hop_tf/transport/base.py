@@ -145,6 +145,10 @@ class Transport(abc.ABC):
     def counters(self) -> Mapping[str, int]:
         """Totals: `bytes_sent`, `bytes_received`, `messages_sent`, `messages_received`, `connections_refused`."""
 
+    def bytes_by_lane(self) -> Mapping[int, int]:
+        """Of `bytes_sent`, those on each lane that was used."""
+        return {}
+
     @abc.abstractmethod
     def close(self) -> None:
         """Stops serving, closes all links, unblocks every call and joins the threads. Idempotent."""

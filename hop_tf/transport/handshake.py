@@ -54,6 +54,7 @@ class Handshake:
 
     Attributes:
       socket_port: Port of this rank's plain sockets, which is told to all peers; 0 if it has none.
+      interface_addresses: "host:port" of those on further interfaces, which are told, too.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Handshake:
         self._on_restart = on_restart
         self._meeting = threading.Lock()
         self.socket_port = 0
+        self.interface_addresses: tuple[str, ...] = ()
 
     # The side that opens a stream.
 
@@ -118,6 +120,7 @@ class Handshake:
         if reply.refusal != control_pb2.ACCEPTED:
             raise ProtocolError(f"{peer} gave unknown refusal {reply.refusal}.")
         self._meet(peer, reply.incarnation)
+        peer.interface_addresses = tuple(reply.interface_addresses)
         peer.note_socket_port(reply.socket_port)
         return reply.received_sequence
 
@@ -167,7 +170,12 @@ class Handshake:
 
     def accept(self, received_sequence: int) -> bytes:
         """The answer that accepts a hello; see `control.proto`."""
-        return self._reply(control_pb2.ACCEPTED, received_sequence=received_sequence, socket_port=self.socket_port)
+        return self._reply(
+            control_pb2.ACCEPTED,
+            received_sequence=received_sequence,
+            socket_port=self.socket_port,
+            interface_addresses=self.interface_addresses,
+        )
 
     def _check_identity(self, peer: Peer, theirs: Mapping[str, str]) -> None:
         for field in [*self._identity, *sorted(theirs.keys() - self._identity.keys())]:

@@ -37,6 +37,8 @@ class Peer:
         self._socket_port: int | None = None
         self._round_trip_seconds: float | None = None
         self._least_round_trip_seconds: float | None = None
+        # "host:port" of its sockets on further interfaces: see `CommunicationOptions.interfaces`.
+        self.interface_addresses: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"rank {self.rank} at {self.address}"

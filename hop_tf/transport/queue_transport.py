@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import collections
 import math
 import threading
 import time
@@ -77,6 +78,7 @@ class QueueTransport(Transport):
         self._failure: HopError | None = None
         self._closed = False
         self._bytes_sent = 0
+        self._bytes_by_lane: collections.Counter[int] = collections.Counter()
         self._messages_sent = 0
         self._connections_refused = 0
         self._quiet_until = 0.0
@@ -125,7 +127,9 @@ class QueueTransport(Transport):
         self._outbox(peer, lane).put(name, header, arrays, check_all)
         with self._lock:
             self._messages_sent += 1
-            self._bytes_sent += len(header) + sum(array.nbytes for array in arrays)
+            num_bytes = len(header) + sum(array.nbytes for array in arrays)
+            self._bytes_sent += num_bytes
+            self._bytes_by_lane[lane] += num_bytes
 
     def flush(self, peer: int, timeout_seconds: float) -> bool:
         deadline = time.monotonic() + timeout_seconds
@@ -145,6 +149,10 @@ class QueueTransport(Transport):
                 "messages_received": self._dispatcher.num_messages,
                 "connections_refused": self._connections_refused,
             }
+
+    def bytes_by_lane(self) -> Mapping[int, int]:
+        with self._lock:
+            return dict(self._bytes_by_lane)
 
     def close(self) -> None:
         with self._lock:

@@ -29,6 +29,8 @@ _CONNECT_TIMEOUT_SECONDS = 5.0
 _GREETING_TIMEOUT_SECONDS = 10.0
 # Round trip from which on a peer is far away: it takes several connections to fill the way at 1 Gbit/s.
 _FAR_SECONDS = 0.025
+# Lanes from this one on have interfaces of their own: see `CommunicationOptions.interfaces`.
+FIRST_INTERFACE_LANE = 1
 # Up to here one copy costs less than a second system call.
 _SMALL_MESSAGE_BYTES = 1 << 16
 
@@ -135,11 +137,14 @@ class TcpLink(GrpcLink):
     Where the port cannot be reached the link takes turns between gRPC and another attempt.
 
     Args:
+      interface: Address of this machine that connections come from; None: the system chooses one. Where the peer has
+        told of interfaces of its own, they go to the one of this lane.
       **arguments: See `GrpcLink`.
     """
 
-    def __init__(self, **arguments):
+    def __init__(self, *, interface: str | None = None, **arguments):
         super().__init__(**arguments)
+        self._interface = interface
         self._skip_socket = False
 
     def close(self) -> None:
@@ -171,9 +176,15 @@ class TcpLink(GrpcLink):
         return "it closed the connection"
 
     def _connect(self, port: int) -> Connection:
-        host = self._peer.address.rpartition(":")[0].strip("[]")
+        host = self._peer.address.rpartition(":")[0]
+        number = self._lane - FIRST_INTERFACE_LANE
+        if self._interface is not None and 0 <= number < len(self._peer.interface_addresses):
+            host, _, port = self._peer.interface_addresses[number].rpartition(":")
+        source = None if self._interface is None else (self._interface, 0)
         start = time.monotonic()
-        connection = Connection(socket.create_connection((host, port), _CONNECT_TIMEOUT_SECONDS))
+        connection = Connection(
+            socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT_SECONDS, source_address=source)
+        )
         self._peer.note_distance(time.monotonic() - start)
         if self._peer.least_round_trip_seconds >= _FAR_SECONDS:
             connection.prefer_bbr()
