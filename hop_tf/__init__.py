@@ -15,6 +15,7 @@ if not _os.path.exists(_os.path.join(__path__[0], "strategies", "__init__.py")):
 # Public names, each with the module that defines it. They are imported at first use: the launcher, which needs neither
 # TensorFlow nor Keras, starts at once.
 _PUBLIC = {
+    "CanarySession": "hop_tf.canary_session",
     "CanaryStrategy": "hop_tf.strategies.canary",
     "CommunicationOptions": "hop_tf.options",
     "DTSStrategy": "hop_tf.strategies.dts",
@@ -32,6 +33,7 @@ _PUBLIC = {
 }
 
 __all__ = [
+    "CanarySession",
     "CanaryStrategy",
     "CommunicationOptions",
     "DTSStrategy",

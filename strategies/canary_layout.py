@@ -64,7 +64,7 @@ class Layout:
         self.ranks = tuple(each for each, life in enumerate(key) if life)
         self._rank = rank
         self._granularity = granularity
-        routes = network.routes_among(len(key), len(self.ranks))
+        routes = network.routes_among(len(self.ranks))
         self.pieces: list[Piece] = []
         starts = [0] * len(sizes[0])
         for colayer, of_buckets in enumerate(sizes):

@@ -103,8 +103,14 @@ class RoutesTest(tf.test.TestCase, parameterized.TestCase):
 
     def test_of_those_that_are_there(self):
         network = BCube(2, 2)
-        self.assertEqual(network.routes_among(4, 4), network.routes(4))
-        self.assertEqual(network.routes_among(4, 3), Mesh().routes(3))
+        self.assertEqual(network.routes_among(4), network.routes(4))
+        self.assertEqual(network.routes_among(3), Mesh().routes(3))
+        self.assertEqual(Tree().routes_among(3), Tree().routes(3))
+
+    def test_cubes(self):
+        """Figure 13."""
+        self.assertEqual(BCube(3, 2).cubes(0), ((0, 1, 2), (3, 4, 5), (6, 7, 8)))
+        self.assertEqual(BCube(3, 2).cubes(1), ((0, 3, 6), (1, 4, 7), (2, 5, 8)))
 
     @parameterized.parameters("", "ring", "bcube", "bcube:3", "bcube:0,2", "mesh:2", "tree:0", "tree:2,2", 5)
     def test_invalid(self, name):

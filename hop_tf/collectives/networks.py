@@ -81,9 +81,13 @@ class Network(abc.ABC):
     def check_world_size(self, world_size: int) -> None:
         """Raises ValueError if the network cannot have so many ranks."""
 
-    def routes_among(self, world_size: int, num_present: int) -> tuple[Route, ...]:
-        """The routes among those `num_present` of `world_size` ranks that are there still, numbered from 0."""
-        return (self if num_present == world_size else Mesh()).routes(num_present)
+    def routes_among(self, num_ranks: int) -> tuple[Route, ...]:
+        """The routes among so many ranks; those of a mesh, where the network cannot have so many."""
+        return (self if self.can_have(num_ranks) else Mesh()).routes(num_ranks)
+
+    def can_have(self, num_ranks: int) -> bool:
+        """Whether the network can have so many ranks."""
+        return num_ranks >= 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,8 +126,11 @@ class BCube(Network):
     def num_levels(self) -> int:
         return self.beta
 
+    def can_have(self, num_ranks: int) -> bool:
+        return num_ranks == self.alpha**self.beta
+
     def check_world_size(self, world_size: int) -> None:
-        if world_size != self.alpha**self.beta:
+        if not self.can_have(world_size):
             raise ValueError(
                 f"`network` must have as many ranks as the cluster: bcube:alpha,beta has alpha^beta. "
                 f"Received: network='{self}' with {self.alpha**self.beta} ranks in a cluster of {world_size}."
@@ -150,6 +157,11 @@ class BCube(Network):
         place = self.alpha**level
         first = rank - self.digit(rank, level) * place
         return tuple(first + digit * place for digit in range(self.alpha))
+
+    def cubes(self, level: int) -> tuple[tuple[int, ...], ...]:
+        """All cubes of a level, in order: <level, 0>, <level, 1>, ..."""
+        firsts = [rank for rank in range(self.alpha**self.beta) if self.digit(rank, level) == 0]
+        return tuple(self.cube(rank, level) for rank in firsts)
 
     @functools.cache  # noqa: B019
     def routes(self, world_size: int) -> tuple[Route, ...]:

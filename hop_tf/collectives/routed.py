@@ -49,7 +49,7 @@ class RoutedAllReduce(AllReduce):
     def _flows(self, operation: Operation, vector: Vector) -> list[_Flow]:
         """All chunks: the first chunk of each piece first, and of these, what others are waiting for."""
         num_ranks, mine = len(operation.ranks), operation.index
-        routes = self._network.routes_among(self._membership.world_size, num_ranks)
+        routes = self._network.routes_among(num_ranks)
         pieces = vector.pieces(len(routes))
         flows = [
             _Flow(route, mine, turn=2 * number, chunk=chunk, where=where)

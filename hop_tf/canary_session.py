@@ -1,0 +1,260 @@
+"""`CanarySession`: Canary's collectives and its gradient exchange index, without Keras.
+
+References:
+  Zhou et al. Canary: Decentralized Distributed Deep Learning Via Gradient Sketch and Partition in Multi-Interface
+  Networks. IEEE TPDS 2021. Table 3.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from hop_tf import codecs, gei
+from hop_tf.arguments import check_integer
+from hop_tf.buffers import BufferPool
+from hop_tf.collectives import BULK_LANE, AllReduce, BCube, RoutedAllReduce, get_network
+from hop_tf.errors import ProtocolError
+from hop_tf.membership import Membership
+from hop_tf.monitor import Monitor, ThreadMonitor
+from hop_tf.options import CommunicationOptions
+from hop_tf.transport.base import Message, Transport
+
+_GATHER = "canary_session/gather"
+_HEADER = struct.Struct("<q")
+
+
+class CanarySession:
+    """Table 3's methods, over any transport. Use as a context manager.
+
+    All ranks call the same collectives in the same order. Ranks and iterations count from 0.
+
+    Args:
+      transport: The started transport of this rank; the session does not close it.
+      world_size: n.
+      network: As for `CanaryStrategy`. Default "mesh".
+      num_colayers: k, the length of a row vector. Default 1.
+      max_staleness: The threshold s. Default 16.
+      min_colayers: The threshold p. Default None: all colayers.
+      codec: What float32 tensors are encoded with in `all_reduce`. Default None: they travel as they are.
+      options: Deadlines. Default: `CommunicationOptions()`.
+      monitor: The rank's monitor. Default: that of real threads.
+
+    Raises:
+      ValueError: If an argument is out of range, or the network does not fit `world_size`.
+
+    Blocks: `__enter__`, until all ranks enter.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        world_size: int,
+        *,
+        network: str = "mesh",
+        num_colayers: int = 1,
+        max_staleness: int = 16,
+        min_colayers: int | None = None,
+        codec: codecs.Codec | str | None = None,
+        options: CommunicationOptions | None = None,
+        monitor: Monitor | None = None,
+    ):
+        check_integer("world_size", world_size, at_least=1)
+        check_integer("num_colayers", num_colayers, at_least=1)
+        self._network = get_network(network)
+        self._network.check_world_size(world_size)
+        self._thresholds = gei.Thresholds(max_staleness, num_colayers if min_colayers is None else min_colayers)
+        self._codec = codecs.get(codec)
+        self._pool = BufferPool()
+        self._index = gei.GEIMatrix(world_size, num_colayers)
+        self._membership = Membership(
+            transport=transport,
+            monitor=monitor or ThreadMonitor(),
+            options=options or CommunicationOptions(),
+            world_size=world_size,
+            peers=range(world_size),
+        )
+        self._reductions: dict[tuple, AllReduce] = {}
+        self._num_steps: dict[tuple, int] = {}
+        self._num_gathers = 0
+        self._gathered: dict[tuple[int, int], np.ndarray] = {}
+        transport.register(_GATHER, self._on_gather)
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._membership.rank
+
+    def __enter__(self) -> CanarySession:
+        self._membership.begin_session()
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        reason = "" if error is None else f"{kind.__name__}: {error}"
+        self._membership.leave(sent_steps={}, reason=reason, abort=error is not None, final=True)
+        for reduction in self._reductions.values():
+            reduction.close()
+        self._membership.transport.unregister(_GATHER)
+
+    # BCube driver.
+
+    def all_gather(
+        self, tensor: np.ndarray, cube: tuple[int, int] | None = None, pieces: int | None = None
+    ) -> np.ndarray:
+        """Collects the pieces with this rank's index from all ranks of a cube: the first stage of Table 2.
+
+        Args:
+          tensor: Array of floating-point values, of the same shape and dtype on all ranks.
+          cube: <level, index> of a cube of a BCube that this rank is in. Default None: all ranks.
+          pieces: Into how many pieces the tensor, seen as a vector, is cut. The j-th one is collected by the rank whose
+            place in the cube is j modulo its size. Default None: as many as ranks.
+
+        Returns:
+          1-D array: the sums over the cube of this rank's pieces, one behind the other.
+
+        Blocks: until all ranks of the cube have called it.
+
+        Raises:
+          ValueError: If this rank is not in the cube.
+          HopError: If a rank is lost.
+        """
+        ranks = self._ranks_of(cube)
+        pieces = len(ranks) if pieces is None else pieces
+        check_integer("pieces", pieces, at_least=1)
+        parts = np.array_split(np.ascontiguousarray(tensor).reshape(-1), pieces)
+        of_places = [np.concatenate([parts[0][:0], *parts[place :: len(ranks)]]) for place in range(len(ranks))]
+        number, self._num_gathers = self._num_gathers, self._num_gathers + 1
+        for rank, values in zip(ranks, of_places, strict=True):
+            if rank != self.rank:
+                self._membership.send(rank, _GATHER, _HEADER.pack(number), [values], lane=BULK_LANE)
+        return self._sum(number, ranks, of_places[ranks.index(self.rank)])
+
+    def _sum(self, number: int, ranks: Sequence[int], own: np.ndarray) -> np.ndarray:
+        others = [rank for rank in ranks if rank != self.rank]
+        self._membership.wait(
+            lambda: [rank for rank in others if (rank, number) not in self._gathered], operation="gather pieces"
+        )
+        with self._membership.monitor:
+            received = {rank: self._gathered.pop((rank, number)) for rank in others}
+        if any(values.nbytes != own.nbytes for values in received.values()):
+            raise ProtocolError(f"rank {self.rank}: pieces of another size came than those of this rank.")
+        return np.sum([received[rank].view(own.dtype) if rank in received else own for rank in ranks], axis=0)
+
+    def all_reduce(
+        self,
+        tensor: np.ndarray,
+        cube: tuple[int, int] | None = None,
+        piece_level: int | None = None,
+        *,
+        iteration: int | None = None,
+        colayer: int = 0,
+    ) -> np.ndarray:
+        """Averages a tensor over ranks.
+
+        Args:
+          tensor: Array of floating-point values, of the same shape and dtype on all ranks.
+          cube: <level, index> of a cube of a BCube that this rank is in. Default None: as `piece_level` says.
+          piece_level: Over how many levels of a BCube pieces are exchanged: the ranks that differ in the digits of the
+            lowest `piece_level` levels only take part. Default None: all ranks.
+          iteration: If given, the gradient exchange index notes that the ranks' gradients of this iteration are merged.
+          colayer: Which colayer's.
+
+        Returns:
+          The mean, equal to the bit on all ranks that take part.
+
+        Blocks: until all of them have called it.
+
+        Raises:
+          ValueError: If this rank is not in the cube, or there is no such level.
+          HopError: If a rank is lost.
+        """
+        ranks, network = self._ranks_of(cube), "mesh" if cube is not None else str(self._network)
+        if piece_level is not None and cube is None:
+            ranks, network = self._lowest_levels(piece_level)
+        values = np.ascontiguousarray(tensor).reshape(-1)
+        key = (network, ranks, values.size, values.dtype.name)
+        if key not in self._reductions:
+            self._reductions[key] = self._make_reduction(key, values.dtype)
+        step = self._num_steps[key] = self._num_steps.get(key, -1) + 1
+        (mean,) = self._reductions[key].mean(step, [values.copy()], lambda rank, _: rank in ranks)
+        if iteration is not None:
+            for rank in ranks:
+                self._index.merge(rank, iteration, colayer, colayer, num_pieces=1)
+        return mean.reshape(np.shape(tensor))
+
+    def _make_reduction(self, key: tuple, dtype: np.dtype) -> RoutedAllReduce:
+        network, ranks, size, name = key
+        codec = self._codec if dtype == np.float32 else codecs.Identity(dtype=dtype)
+        return RoutedAllReduce(
+            self._membership,
+            f"session/{network}/{'.'.join(map(str, ranks))}/{size}/{name}",
+            sizes=[size],
+            dtypes=[dtype],
+            codecs=[codec],
+            pool=self._pool,
+            network=get_network(network),
+        )
+
+    def _ranks_of(self, cube: tuple[int, int] | None) -> tuple[int, ...]:
+        if cube is None:
+            return tuple(range(self._membership.world_size))
+        cubes = self._bcube().cubes(cube[0]) if 0 <= cube[0] < self._bcube().beta else ()
+        if not 0 <= cube[1] < len(cubes) or self.rank not in cubes[cube[1]]:
+            raise ValueError(f"`cube` must be one that rank {self.rank} is in. Received: cube={cube}.")
+        return cubes[cube[1]]
+
+    def _lowest_levels(self, piece_level: int) -> tuple[tuple[int, ...], str]:
+        network = self._bcube()
+        check_integer("piece_level", piece_level, at_least=1)
+        if piece_level > network.beta:
+            raise ValueError(f"`piece_level` must be at most {network.beta}. Received: piece_level={piece_level}.")
+        size = network.alpha**piece_level
+        first = self.rank // size * size
+        return tuple(range(first, first + size)), f"bcube:{network.alpha},{piece_level}"
+
+    def _bcube(self) -> BCube:
+        if not isinstance(self._network, BCube):
+            raise ValueError(f"`network` must be a BCube, where there are to be levels. Received: {self._network}.")
+        return self._network
+
+    def _on_gather(self, message: Message) -> None:
+        if len(message.header) != _HEADER.size:
+            raise ProtocolError(f"rank {message.sender} sent an unexpected message to {message.queue!r}.")
+        (number,) = _HEADER.unpack(message.header)
+        with self._membership.monitor:
+            self._gathered[message.sender, number] = message.payload
+            self._membership.monitor.notify_all()
+
+    # GEI handler.
+
+    def begin_iteration(self, iteration: int) -> None:
+        """Some rank has started `iteration`: the matrix has rows up to that one."""
+        self._index.start(iteration)
+
+    def gei_row_vector(self, iteration: int) -> tuple[int, ...]:
+        """The row vector of an iteration. See `hop_tf.gei.GEIMatrix.row_vector`."""
+        return self._index.row_vector(iteration)
+
+    def gei_matrix(self) -> Mapping[int, tuple[int, ...]]:
+        """The rows that are kept, by iteration."""
+        return self._index.matrix()
+
+    # Consistency controller.
+
+    def calc_staleness(self, iteration: int) -> int:
+        """How far `iteration` is behind the newest one that is known to have started."""
+        return self._index.staleness(iteration)
+
+    def calc_proportion(self, row_vector: Sequence[int], rank: int | None = None) -> int:
+        """Of how many colayers a rank's gradient was exchanged. Default None: this rank."""
+        return gei.calc_proportion(row_vector, self.rank if rank is None else rank)
+
+    def check_staleness(self, staleness: int, threshold: int | None = None) -> bool:
+        """Whether a staleness is within the threshold. Default None: the session's."""
+        return gei.check_staleness(staleness, self._thresholds.max_staleness if threshold is None else threshold)
+
+    def check_proportion(self, proportion: int, threshold: int | None = None) -> bool:
+        """Whether so many colayers suffice. Default None: the session's threshold."""
+        return gei.check_proportion(proportion, self._thresholds.min_colayers if threshold is None else threshold)

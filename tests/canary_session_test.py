@@ -1,0 +1,107 @@
+"""Table 3's methods between ranks that are threads."""
+
+import threading
+
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+import hop_tf
+from hop_tf.testing.transports import TransportTestMixin
+
+
+class CanarySessionTest(TransportTestMixin, tf.test.TestCase, parameterized.TestCase):
+    def _run(self, world_size, body, **arguments):
+        """What `body(session)` returns on every rank."""
+        transports, results, errors = self.start(world_size), {}, []
+
+        def run(transport):
+            try:
+                with hop_tf.CanarySession(transport, world_size, **arguments) as session:
+                    results[transport.rank] = body(session)
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=run, args=(transport,)) for transport in transports]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        if errors:
+            raise errors[0]
+        return [results[rank] for rank in range(world_size)]
+
+    @parameterized.parameters(("mesh", 3), ("bcube:2,2", 4), ("tree", 3))
+    def test_all_reduce(self, network, world_size):
+        def body(session):
+            results = []
+            for step in range(3):
+                tensor = np.full((2, 3), session.rank + 10 * step, np.float32)
+                results.append(session.all_reduce(tensor, iteration=step))
+            return np.array(results), session.gei_matrix()
+
+        for means, matrix in self._run(world_size, body, network=network):
+            expected = np.arange(3) * 10 + (world_size - 1) / 2
+            self.assertAllClose(means, np.broadcast_to(expected[:, np.newaxis, np.newaxis], (3, 2, 3)))
+            self.assertEqual(matrix, {2: (2**world_size - 1,)})  # Earlier rows are complete, and freed.
+
+    def test_by_levels(self):
+        """The paper's example, in a BCube(2, 2): of one cube, of the lowest level, and of both."""
+
+        def body(session):
+            tensor = np.array([float(session.rank)])
+            own_cube = (1, session.rank % 2)
+            return [
+                session.all_reduce(tensor, cube=own_cube)[0],
+                session.all_reduce(tensor, piece_level=1)[0],
+                session.all_reduce(tensor, piece_level=2)[0],
+            ]
+
+        self.assertEqual(
+            self._run(4, body, network="bcube:2,2"), [[1, 0.5, 1.5], [2, 0.5, 1.5], [1, 2.5, 1.5], [2, 2.5, 1.5]]
+        )
+
+    def test_all_gather(self):
+        def body(session):
+            tensor = np.arange(7.0) * 10**session.rank
+            return session.all_gather(tensor), session.all_gather(tensor, pieces=7)
+
+        results = self._run(3, body)
+        whole = np.arange(7.0) * 111
+        for rank, (piece, pieces) in enumerate(results):
+            self.assertAllEqual(piece, np.array_split(whole, 3)[rank])
+            self.assertAllEqual(pieces, whole[rank::3])
+
+    def test_all_gather_in_a_cube(self):
+        def body(session):
+            cube = (0, session.rank // 2)
+            return session.all_gather(np.array([1.0, 10.0]) * (1 + session.rank), cube=cube).tolist()
+
+        self.assertEqual(self._run(4, body, network="bcube:2,2"), [[3.0], [30.0], [7.0], [70.0]])
+
+    def test_consistency_controller(self):
+        def body(session):
+            session.begin_iteration(20)
+            session.all_reduce(np.zeros(1), iteration=3, colayer=1)
+            row = session.gei_row_vector(3)
+            staleness, proportion = session.calc_staleness(3), session.calc_proportion(row)
+            checks = session.check_staleness(staleness), session.check_proportion(proportion)
+            own = session.check_staleness(staleness, 17), session.check_proportion(proportion, 1)
+            return row, staleness, proportion, checks, own
+
+        for result in self._run(2, body, num_colayers=2):
+            self.assertEqual(result, ((0, 0b11), 17, 1, (False, False), (True, True)))
+
+    @parameterized.parameters(
+        ({"cube": (0, 1)}, "`cube` must be one that rank 0 is in. Received: cube=\\(0, 1\\)."),
+        ({"cube": (2, 0)}, "`cube` must be one that rank 0 is in."),
+        ({"piece_level": 3}, "`piece_level` must be at most 2. Received: piece_level=3."),
+    )
+    def test_refuses(self, arguments, message):
+        session = hop_tf.CanarySession(self.start(4)[0], 4, network="bcube:2,2")
+        with self.assertRaisesRegex(ValueError, message):
+            session.all_reduce(np.zeros(1), **arguments)
+
+
+if __name__ == "__main__":
+    tf.test.main()
