@@ -13,6 +13,7 @@ from hop_tf.version import __version__
 # Each command is a module with `main(argv) -> int`, imported when it is asked for.
 _COMMANDS = {
     "launch": ("hop_tf.launch", "start a training script on several workers of this machine"),
+    "supervise": ("hop_tf.supervisor", "show what the ranks of a running job do"),
     "plan": ("hop_tf.plan", "start it, measure, and tell which settings of Pipe-SGD suit it"),
     "serve": ("hop_tf.serve", "be a parameter server, until the workers are done"),
 }

@@ -124,6 +124,8 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
             except BaseException:
                 self._writer.close()
                 raise
+            report = weakref.WeakMethod(self.report)
+            self._worker.serve_reports(lambda: _call_weakly(report) or {})
         atexit.register(_call_weakly, weakref.WeakMethod(self.shutdown))
 
     # What subclasses give.
@@ -566,7 +568,6 @@ def _key(variables: Sequence[tf.Variable]) -> tuple[int, ...]:
     return tuple(id(variable) for variable in variables)
 
 
-def _call_weakly(method: weakref.WeakMethod) -> None:
+def _call_weakly(method: weakref.WeakMethod) -> Any:
     bound = method()
-    if bound is not None:
-        bound()
+    return None if bound is None else bound()

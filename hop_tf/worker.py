@@ -539,6 +539,10 @@ class Worker:
 
     # Records.
 
+    def serve_reports(self, report: Callable[[], Mapping[str, object]]) -> None:
+        """See `Transport.serve_reports`."""
+        self._transport.serve_reports(report)
+
     def counters(self) -> dict[str, float]:
         """Totals for `strategy.report()`."""
         totals = collections.Counter(self._retired_counters)

@@ -115,6 +115,7 @@ class CanaryExchange(Exchange):
         self._sent: collections.Counter[int] = collections.Counter()  # By colayer, in the present layout.
         self._done: dict[int, Note] = {}
         self._state: tuple[bytes, np.ndarray] | None = None
+        self._iteration = -1
         self._is_dropping = False
         self._num_left = 0
         self._sent_steps = 0
@@ -163,7 +164,7 @@ class CanaryExchange(Exchange):
         with self._replica.lock:
             self._replica.gei.start(k)
         self._layout = self._present_layout()
-        self._is_dropping, self._num_left = False, 0
+        self._iteration, self._is_dropping, self._num_left = k, False, 0
 
     def _send_colayer(self, k: int, colayer: int, buckets: Sequence[np.ndarray]) -> None:
         """Steps 3 and 4: a colayer leaves, unless this rank is overtime."""
@@ -391,13 +392,16 @@ class CanaryExchange(Exchange):
         """What became of contributions.
 
         Returns:
-          `overtime_drops`, colayers of this rank
-          that were dropped; `pulls` of another rank's state, and those `pulls_in_vain`; `messages_merged`; `blends` of
-          pieces; `duplicates`, which were not merged; and `gei_rows` that are kept.
+          `staleness`: how many iterations the present one of this rank is behind; `proportion`: how many of its
+          colayers have left; `overtime_drops`: colayers of this rank that were dropped; `pulls` of another rank's state,
+          and `pulls_in_vain`; `messages_merged`, and `duplicates`, which were not; `blends` of pieces; and `gei_rows`
+          that are kept.
         """
         replica = self._replica
         with replica.lock:
-            counts = {**self._counts, "gei_rows": len(replica.gei), **replica.counters()}
+            staleness = max(0, replica.gei.staleness(self._iteration)) if self._iteration >= 0 else 0
+            counts = {**self._counts, "gei_rows": len(replica.gei), "staleness": staleness, **replica.counters()}
+        counts["proportion"] = self._num_left
         counts["messages_merged"] = sum(thread.num_messages for thread in self._threads)
         counts["blends"] = sum(thread.num_blends for thread in self._threads)
         return counts

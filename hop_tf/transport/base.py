@@ -149,6 +149,10 @@ class Transport(abc.ABC):
         """Of `bytes_sent`, those on each lane that was used."""
         return {}
 
+    def serve_reports(self, report: Callable[[], Mapping[str, object]]) -> None:
+        """Lets whoever knows the cluster token ask for `report()`; where ranks are processes."""
+        del report
+
     @abc.abstractmethod
     def close(self) -> None:
         """Stops serving, closes all links, unblocks every call and joins the threads. Idempotent."""

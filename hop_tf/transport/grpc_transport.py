@@ -23,6 +23,7 @@ from hop_tf.transport.link import Link
 from hop_tf.transport.outbox import Outbox
 from hop_tf.transport.peer import Peer
 from hop_tf.transport.queue_transport import QueueTransport
+from hop_tf.transport.reports import ReportHandler
 
 _COMMON_OPTIONS = (
     ("grpc.max_send_message_length", CHUNK_BYTES),
@@ -106,6 +107,7 @@ class GrpcTransport(QueueTransport):
             on_refused=self._refused,
             on_error=self._thread_failed,
         )
+        self._reports = ReportHandler(rank, options.cluster_token)
         self._server: grpc.Server | None = None
         self._sockaddrs: frozenset[tuple] = frozenset()
         self._links: list[Link] = []
@@ -114,7 +116,7 @@ class GrpcTransport(QueueTransport):
         self._check_open()
         if self._server is not None:
             raise HopError(f"rank {self._rank}: the transport was started before.")
-        server = grpc.server(self._executor, handlers=[self._streams], options=_SERVER_OPTIONS)
+        server = grpc.server(self._executor, handlers=[self._streams, self._reports], options=_SERVER_OPTIONS)
         port = self._address.rpartition(":")[2]
         for host in self._hosts():
             self._bind(server, f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
@@ -122,6 +124,9 @@ class GrpcTransport(QueueTransport):
         self._server = server
         with _serving_lock:
             _serving.add(self)
+
+    def serve_reports(self, report: Callable[[], Mapping[str, object]]) -> None:
+        self._reports.report = report
 
     def _watch(self, peer: Peer) -> None:
         outbox = Outbox()  # Stays empty.
