@@ -84,8 +84,9 @@ class CanaryStrategy(ExchangeStrategy):
       interfaces: This machine's address on each of the network's interfaces: `beta` of a BCube, else one. See
         `CommunicationOptions.interfaces`, which this one takes the place of. Default None: as it says.
       on_peer_loss: "raise": when a rank dies or cannot be reached, all ranks raise `PeerLostError`. "continue": the
-        others go on without it; what it has sent and nobody has summed up is lost. Default None: "raise" for "bsp",
-        else "continue".
+        others go on without it; what it has sent and nobody has summed up is lost. If the same script is started again
+        as that rank, its first `fit` passes over the steps that it has missed, takes weights and optimizer slots from
+        the rank that is furthest, and goes on from there. Default None: "raise" for "bsp", else "continue".
       cluster_resolver: Where the cluster is described. Default: `TF_CONFIG`.
       communication_options: Deadlines, credentials, records. Default: `CommunicationOptions()`.
 
@@ -185,7 +186,7 @@ class CanaryStrategy(ExchangeStrategy):
             group.submit([state[index] for index in exchange.order], exchange.start_segment)
             return group.runner.collect(step, exchange.start_segment, [0] * len(nothing))[1]
 
-        tf.cond(tf.equal(step, 0), start, lambda: tf.constant(0, tf.int64))
+        tf.cond(tf.equal(step, exchange.start_step), start, lambda: tf.constant(0, tf.int64))
         for colayer, members in enumerate(exchange.members):
             group.submit([changes[index] for index in members], colayer)
         group.runner.submit(step, exchange.merge_segment, nothing)

@@ -8,11 +8,13 @@ import functools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import tensorflow as tf
 
 from hop_tf.codecs import Codec, Identity
 from hop_tf.collectives import Network
 from hop_tf.exchange import Exchange, Incoming, Outgoing
 from hop_tf.gei import Thresholds
+from hop_tf.joining import Joiner
 from hop_tf.packing import Packing
 from hop_tf.strategies.canary_blend import Blending
 from hop_tf.strategies.canary_layout import Layout, Piece
@@ -45,11 +47,12 @@ class AsyncSettings:
     sync_interval: int | None
 
 
-class CanaryExchange(Exchange):
+class CanaryExchange(Exchange, Joiner):
     """Sends out contributions, and merges those of all ranks, without waiting for anybody's computation.
 
-    The segments of a step are its colayers, and then `merge_segment`: what that gives back are the weights. Before the
-    first step comes `start_segment`, with the weights that it begins with; and after the last one `finish_segment`.
+    The segments of a step are its colayers, and then `merge_segment`: what that gives back are the weights. Step
+    `start_step` begins with `start_segment`, which hands out the weights as they are; and after the last one comes
+    `finish_segment`.
 
     Args:
       context: Membership, packing and buffers of the group.
@@ -59,6 +62,7 @@ class CanaryExchange(Exchange):
     Attributes:
       members: For each colayer, the indices of its variables.
       order: The variables of `merge_segment`, in order: colayer by colayer.
+      start_step: int64 variable: the first step that this rank makes.
     """
 
     def __init__(self, context: ExchangeContext, members: Sequence[Sequence[int]], settings: AsyncSettings):
@@ -82,6 +86,8 @@ class CanaryExchange(Exchange):
         self._final = context.make_all_reduce("final", whole, Identity(), "mesh")
         self._counts = collections.Counter(dict.fromkeys(("overtime_drops", "pulls", "pulls_in_vain"), 0))
         self._threads = [self._make_thread() for _ in range(settings.network.num_levels)]
+        with tf.init_scope(), tf.device("/cpu:0"):
+            self.start_step = tf.Variable(0, dtype=tf.int64, trainable=False, name="hop_tf_start_step")
         self._begin(context.session)
         membership.transport.register(self._queue, self._on_message)
         self._running = [
@@ -101,11 +107,12 @@ class CanaryExchange(Exchange):
         blending = Blending(self._replica, membership.rank, self._settings.sync_interval, self._is_present, send_values)
         return PieceThread(membership, self._replica, self._queue, self._is_expected, blending)
 
-    def reset(self, session: int) -> None:
+    def reset(self, session: int, start: int = 0) -> None:
         with self._monitor:
             self._replica.reset()
             self._final.reset(session)
             self._begin(session)
+            self.start_step.assign(start)
 
     def _begin(self, session: int) -> None:
         self._session = session
@@ -117,6 +124,7 @@ class CanaryExchange(Exchange):
         self._state: tuple[bytes, np.ndarray] | None = None
         self._iteration = -1
         self._is_dropping = False
+        self._has_joined = False
         self._num_left = 0
         self._sent_steps = 0
         for thread in self._threads:
@@ -154,6 +162,9 @@ class CanaryExchange(Exchange):
 
     def _start(self, weights: Sequence[np.ndarray]) -> None:
         self._replica.begin(weights)
+        if self._has_joined:  # What the others have merged since they gave these weights is missing.
+            self._layout = self._present_layout()
+            self._pull(int(self.start_step))
         for thread in self._threads:
             thread.open()
 
@@ -259,6 +270,20 @@ class CanaryExchange(Exchange):
     def _look_again(self) -> None:
         for thread in self._threads:
             thread.look_again()
+
+    # Ranks that join late. What is under way to those that were there before may be lost to them, until the next blend.
+
+    def begin_at(self, step: int) -> None:
+        self.reset(self._session, step)
+        self._has_joined = True
+
+    def meet(self, rank: int, step: int) -> None:
+        self._iterations[rank] = max(step, self._iterations.get(rank, -1))
+
+    def admit(self, rank: int, step: int) -> int:
+        self._done.pop(rank, None)
+        self._iterations.pop(rank, None)
+        return self._iteration
 
     # Pulls.
 
@@ -393,9 +418,9 @@ class CanaryExchange(Exchange):
 
         Returns:
           `staleness`: how many iterations the present one of this rank is behind; `proportion`: how many of its
-          colayers have left; `overtime_drops`: colayers of this rank that were dropped; `pulls` of another rank's state,
-          and `pulls_in_vain`; `messages_merged`, and `duplicates`, which were not; `blends` of pieces; and `gei_rows`
-          that are kept.
+          colayers have left; `overtime_drops`: colayers of this rank that were dropped; `pulls` of another rank's
+          state, and `pulls_in_vain`; `messages_merged`, and `duplicates`, which were not; `blends` of pieces; and
+          `gei_rows` that are kept.
         """
         replica = self._replica
         with replica.lock:

@@ -1,0 +1,106 @@
+"""Canary between processes: two interfaces, a slow rank, and a rank that is killed, and started again."""
+
+import json
+import math
+import os
+import signal
+import time
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import hop_tf
+from hop_tf.testing import MultiProcessRunner
+
+_NUM_STEPS = 60
+_BATCH_SIZE = 12
+_MEETING = 40
+
+
+class _Progress(keras.callbacks.Callback):
+    """Records losses; the victim kills itself, and the others wait at a step until it was started again."""
+
+    def __init__(self, is_victim, kill_at, mark):
+        super().__init__()
+        self.losses = []
+        self._is_victim, self._kill_at, self._mark = is_victim, kill_at, mark
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.losses.append(logs["loss"])
+        print("step", batch, flush=True)
+        if self._mark and self._is_victim and math.isnan(logs["loss"]):
+            open(self._mark, "w").close()
+        elif self._is_victim and batch == self._kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        while self._mark and not self._is_victim and batch == _MEETING and not os.path.exists(self._mark):
+            time.sleep(0.05)
+
+
+def _run(settings, victim=None, kill_at=None, mark="", slow_rank=None, num_interfaces=0):
+    """Weights in the end, losses, and the report."""
+    rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+    os.environ["HOP_TF_STEP_SECONDS"] = "0.1" if rank == slow_rank else "0.02"
+    if num_interfaces:
+        addresses = [f"127.0.{1 + level}.{1 + rank}" for level in range(num_interfaces)]
+        os.environ["HOP_TF_INTERFACES"] = ",".join(addresses)
+    options = hop_tf.CommunicationOptions(timeout_seconds=20)
+    strategy = hop_tf.CanaryStrategy(communication_options=options, **settings)
+    x = np.random.default_rng(0).normal(size=(_BATCH_SIZE * _NUM_STEPS, 256)).astype("float32")
+    y = x @ np.random.default_rng(1).normal(size=(256, 64)).astype("float32")
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((256,)), keras.layers.Dense(64, kernel_initializer="zeros")])
+        model.compile(keras.optimizers.SGD(0.05, momentum=0.5), "mse")
+    progress = _Progress(rank == victim, kill_at, mark)
+    model.fit(x, y, batch_size=_BATCH_SIZE, shuffle=False, verbose=0, callbacks=[progress])
+    report = strategy.report()
+    strategy.shutdown()
+    return model.get_weights()[0], progress.losses, report
+
+
+class CanaryProcessesTest(tf.test.TestCase):
+    def _values(self, num_workers, *args, **kwargs):
+        with MultiProcessRunner(_run, num_workers=num_workers, args=args, timeout_seconds=150, **kwargs) as runner:
+            return runner.join().raise_for_errors().values
+
+    def test_two_interfaces_and_a_slow_rank(self):
+        """Both carry the same, and all end with the same weights."""
+        settings = {"network": "bcube:2,2", "num_colayers": 2}
+        values = self._values(4, settings, None, None, "", 1, 2)
+        for rank, (weights, losses, report) in enumerate(values):
+            self.assertAllEqual(weights, values[0][0])
+            self.assertLen(losses, _NUM_STEPS)
+            self.assertLess(losses[-1], losses[0])
+            lanes = [report[f"bytes_sent_on_lane_{lane}"] for lane in (1, 2)]
+            self.assertGreater(min(lanes), 1e5)
+            # At the end a mesh, on the first lane, brings the very last bits together.
+            final = 2 * 3 / 4 * 4 * (256 * 64 + 64)
+            self.assertAllClose(lanes[0] - final, lanes[1], rtol=0.1)
+            self.assertEqual(report["steps"] == _NUM_STEPS, rank != 1)
+
+    def test_goes_on_without_a_rank_that_is_killed(self):
+        args = ({}, 1, 20, "")
+        with MultiProcessRunner(_run, num_workers=3, args=args, timeout_seconds=150) as runner:
+            results = runner.join()
+        results.raise_for_errors(except_ranks=[1])
+        self.assertEqual(results[1].exit_code, -signal.SIGKILL)
+        first, second = (results[rank].value for rank in (0, 2))
+        self.assertAllEqual(first[0], second[0])
+        self.assertLess(first[1][-1], first[1][0])
+
+    def test_a_rank_that_is_started_again_joins(self):
+        mark = os.path.join(self.get_temp_dir(), "started again")
+        with MultiProcessRunner(_run, num_workers=3, args=({}, 1, None, mark), timeout_seconds=150) as runner:
+            runner.wait_for_output(1, "step 10$")
+            runner.kill(1)
+            runner.restart(1)
+            values = runner.join().raise_for_errors().values
+        for weights, losses, _ in values:
+            self.assertAllEqual(weights, values[0][0])
+            self.assertLen(losses, _NUM_STEPS)
+        # It has passed over what it had missed, and trained the rest.
+        self.assertBetween(values[1][2]["steps"], 1, _NUM_STEPS - 10)
+
+
+if __name__ == "__main__":
+    tf.test.main()
