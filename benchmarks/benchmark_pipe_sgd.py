@@ -20,11 +20,12 @@ only the last layer is trained. (AlexNet's size in the timings: --num_values=610
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import keras
 import numpy as np
@@ -45,8 +46,9 @@ _NUM_VALUES = flags.DEFINE_list("num_values", ["648010", "5000000"], "Parameters
 _CODECS = flags.DEFINE_list("codecs", ["truncate16", "int8"], "Codecs, beside none.")
 _NUM_STEPS = flags.DEFINE_integer("num_steps", 24, "Timed steps.", lower_bound=8)
 _TASKS = flags.DEFINE_list("tasks", ["mnist", "cifar", "convex"], "What is trained for accuracy.")
-_EPOCHS = flags.DEFINE_integer("epochs", 12, "Epochs of the training for accuracy.", lower_bound=2)
+_EPOCHS = flags.DEFINE_integer("epochs", 20, "Epochs of the training for accuracy.", lower_bound=2)
 _LEARNING_RATE = flags.DEFINE_float("learning_rate", 0.1, "At its highest: a warm-up comes first, then a cosine.")
+_WARMUP_EPOCHS = flags.DEFINE_integer("warmup_epochs", 5, "Epochs without a delay of Pipe-SGD, as in the paper.")
 _MOMENTUM = flags.DEFINE_float("momentum", 0.0, "Of the training for accuracy; Algorithm 1 has none.")
 _SEEDS = flags.DEFINE_integer("seeds", 1, "Trainings of each kind.")
 _CIFAR10 = flags.DEFINE_string(
@@ -95,7 +97,9 @@ def _run_rank(case: Mapping, rank: int) -> list:
     """What comes of each of the settings."""
     tf.config.threading.set_intra_op_parallelism_threads(1)
     run = _time if case["experiment"] == "timing" else _train
-    return [run(case, rank, _strategy(case, rank, turn, **each)) for turn, each in enumerate(case["settings"])]
+    return [
+        run(case, functools.partial(_strategy, case, rank, turn, **each)) for turn, each in enumerate(case["settings"])
+    ]
 
 
 class _Vector(keras.layers.Layer):
@@ -113,7 +117,8 @@ class _Vector(keras.layers.Layer):
         return x + tf.add_n([tf.reduce_sum(part) for part in self.parts])
 
 
-def _time(case: Mapping, rank: int, strategy: hop_tf.PipeSGDStrategy) -> dict:
+def _time(case: Mapping, make_strategy: Callable[..., hop_tf.PipeSGDStrategy]) -> dict:
+    strategy = make_strategy()
     with strategy.scope():
         model = keras.Sequential([keras.Input((1,)), _Vector(case["num_values"])])
         model.compile(keras.optimizers.SGD(0.0), "mse")
@@ -133,19 +138,20 @@ def _time(case: Mapping, rank: int, strategy: hop_tf.PipeSGDStrategy) -> dict:
     }
 
 
-def _train(case: Mapping, rank: int, strategy: hop_tf.PipeSGDStrategy) -> float:
+def _train(case: Mapping, make_strategy: Callable[..., hop_tf.PipeSGDStrategy]) -> float:
     keras.utils.set_random_seed(case["seed"])
     (x, y), test = _load(case["task"], case["cifar10"])
+    steps = len(x) // _BATCH_SIZE
+    strategy = make_strategy(warmup_steps=case["warmup_epochs"] * steps)
     with strategy.scope():
         model = _MODELS[case["task"]]()
-        steps = len(x) // _BATCH_SIZE
         rate = keras.optimizers.schedules.CosineDecay(
             0.0, steps * (case["epochs"] - 1), warmup_target=case["learning_rate"], warmup_steps=steps
         )
         optimizer = keras.optimizers.SGD(rate, momentum=case["momentum"])
         model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"])
     model.fit(x, y, batch_size=_BATCH_SIZE, epochs=case["epochs"], verbose=0)
-    accuracy = model.evaluate(*test, batch_size=500, verbose=0)[1] if rank == 0 else 0.0
+    accuracy = model.evaluate(*test, batch_size=500, verbose=0)[1] if strategy.is_chief else 0.0
     strategy.shutdown()
     return accuracy
 
@@ -277,6 +283,7 @@ def _print_accuracies(task: str) -> None:
             "experiment": "accuracy",
             "settings": [{"pipeline_width": width, "codec": codec} for _, width, codec in kinds],
             "task": task,
+            "warmup_epochs": _WARMUP_EPOCHS.value,
             "cifar10": _CIFAR10.value,
             "epochs": _EPOCHS.value,
             "learning_rate": _LEARNING_RATE.value,
