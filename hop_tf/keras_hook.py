@@ -95,6 +95,10 @@ class TrainingHooks(abc.ABC):
         """Called when `fn` has returned."""
 
     @abc.abstractmethod
+    def begin_training(self) -> None:
+        """Called when `fit` is about to make its first step, after the callbacks' `on_train_begin`."""
+
+    @abc.abstractmethod
     def finish_training(self) -> None:
         """Called when `fit` has made its last step, before the variables get their final values."""
 
@@ -484,12 +488,42 @@ def _wrapped(method: Callable, is_fit: bool) -> Callable:
         strategy = self.distribute_strategy
         if not isinstance(strategy.extended, Extended):
             return method(self, *args, **kwargs)
-        given = signature.bind(self, *args, **kwargs).arguments
-        session = _fit(strategy, given.get("x"), given.get("callbacks")) if is_fit else contextlib.nullcontext()
-        with strategy.keras_call(), session:
-            return method(self, *args, **kwargs)
+        bound = signature.bind(self, *args, **kwargs)
+        given = bound.arguments
+        if not is_fit:
+            with strategy.keras_call():
+                return method(self, *args, **kwargs)
+        callbacks = given.get("callbacks")
+        with strategy.keras_call(), _fit(strategy, given.get("x"), callbacks), _last(callbacks, strategy) as extended:
+            given["callbacks"] = extended
+            return method(*bound.args, **bound.kwargs)
 
     return call
+
+
+class _Begin(keras.callbacks.Callback):
+    """Tells a strategy that the callbacks before this one have begun."""
+
+    def __init__(self, strategy: tf.distribute.Strategy):
+        super().__init__()
+        self._strategy = strategy
+
+    def on_train_begin(self, logs=None):
+        self._strategy.begin_training()
+
+
+@contextlib.contextmanager
+def _last(callbacks: Any, strategy: tf.distribute.Strategy) -> Iterator[Any]:
+    """The user's callbacks with `_Begin` behind them."""
+    begin = _Begin(strategy)
+    if not isinstance(callbacks, keras.callbacks.CallbackList):
+        yield [*(tf.nest.flatten(callbacks) if callbacks is not None else ()), begin]
+        return
+    callbacks.append(begin)
+    try:
+        yield callbacks
+    finally:
+        callbacks.callbacks.remove(begin)
 
 
 @contextlib.contextmanager

@@ -166,6 +166,9 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
     def _begin_group(self, group: Group) -> None:
         """Does, eagerly, what a new group needs before its first step."""
 
+    def _begin_training(self, group: Group) -> None:
+        """Does, eagerly, what a group that is there needs before the first step of a `fit`."""
+
     def _finish_training(self, group: Group) -> None:
         """Does, eagerly, what is left when `fit` has made its last step; `_apply` updates variables."""
 
@@ -468,14 +471,21 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
             if self._skipping is not None:
                 self._skipping.skip(num_skipped)
 
+    def begin_training(self) -> None:
+        """Lets the scheme look at what has changed between two fits, and by callbacks."""
+        for group in self._all_groups():
+            self._begin_training(group)
+
     def finish_training(self) -> None:
         """Lets the scheme do, once in a `fit`, what is left when the last step has been made."""
         if self._has_finished:
             return
         self._has_finished = True
-        for groups in self._groups.values():
-            for group in groups.values():
-                self._finish_training(group)
+        for group in self._all_groups():
+            self._finish_training(group)
+
+    def _all_groups(self) -> list[Group]:
+        return [group for groups in self._groups.values() for group in groups.values()]
 
     def _apply(self, group: Group, gradients: Sequence[tf.Tensor]) -> None:
         """Applies gradients of all ranks as they are: an update that is no step of the scheme."""

@@ -35,7 +35,7 @@ from hop_tf.options import CommunicationOptions
 from hop_tf.packing import TensorSpec
 from hop_tf.parameter_server.service import serve
 from hop_tf.parameter_server.snapshots import SnapshotOptions
-from hop_tf.strategies.shat_exchange import MODEL_SEGMENT, NUM_BESIDE, ShatExchange
+from hop_tf.strategies.shat_exchange import NUM_BESIDE, ShatExchange
 from hop_tf.strategies.shat_settings import ShatSettings, mixing_weight
 from hop_tf.strategy import ExchangeStrategy
 from hop_tf.worker import ExchangeContext, Group
@@ -178,9 +178,6 @@ class SHATParameterServerStrategy(ExchangeStrategy):
         others, weight = np.mean(latest, axis=0) if latest else (0.0, 0.0)
         return {**super().report(), "pushes_by_others": float(others), "mixing_weight": float(weight)}
 
-    def _all_groups(self) -> list[Group]:
-        return [group for groups in self._groups.values() for group in groups.values()]
-
     def _make_exchange(self, context: ExchangeContext) -> ShatExchange:
         return ShatExchange(context, self._settings)
 
@@ -196,8 +193,7 @@ class SHATParameterServerStrategy(ExchangeStrategy):
 
     def _before_update(self, group: Group, values: Sequence[tf.Tensor], gradients: list) -> tuple[list, _Step]:
         optimizer = group.optimizer()
-        step = group.step.read_value()
-        self._when(tf.equal(step, 0), lambda: self._offer_model(group, values))
+        del values
         own = unscaled(optimizer, gradients)
         is_applied = tf.constant(True)
         if loss_scale(optimizer) is not None:
@@ -208,10 +204,6 @@ class SHATParameterServerStrategy(ExchangeStrategy):
         group.submit(outgoing)  # Line 5.
         before = [variable.read_value() for variable in group.trained]  # Weight decay was there.
         return gradients, _Step(before, own, rate, is_applied, outgoing)
-
-    def _offer_model(self, group: Group, values: Sequence[tf.Tensor]) -> None:
-        group.submit([*values, self._padded(tf.zeros([NUM_BESIDE]))], MODEL_SEGMENT)
-        group.collect([], MODEL_SEGMENT)
 
     def _padded(self, beside: tf.Tensor) -> tf.Tensor:
         return tf.pad(beside, [[0, max(NUM_BESIDE, self._num_servers) - NUM_BESIDE]])
@@ -240,16 +232,11 @@ class SHATParameterServerStrategy(ExchangeStrategy):
             for before, gradient in zip(step.before, step.gradients, strict=True)
         ]
 
+    def _begin_training(self, group: Group) -> None:
+        group.exchange.offer()
+
     def _finish_training(self, group: Group) -> None:
         group.exchange.pull()
-
-    @staticmethod
-    def _when(condition: tf.Tensor, emit) -> None:
-        def run() -> tf.Tensor:
-            emit()
-            return condition
-
-        tf.cond(condition, run, lambda: condition)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,8 +38,6 @@ from hop_tf.strategies.shat_settings import ShatSettings
 from hop_tf.transport.base import Message
 from hop_tf.worker import ExchangeContext
 
-# Segments of a step: the gradient, and, at the start of a session, the model as it is.
-PUSH_SEGMENT, MODEL_SEGMENT = 0, 1
 # What travels beside the variables: to the servers, the first two of these; from them, the weight alpha of each.
 RATE, IS_APPLIED = 0, 1
 NUM_BESIDE = 2
@@ -157,6 +155,19 @@ class ShatExchange(Exchange, Joiner):
                 raise HopError(f"rank {self._membership.rank}: {answer.error}")
         self._write(answers)
 
+    def offer(self) -> None:
+        """Gives the servers rank 0's model, where that was changed since it was theirs."""
+        if self._membership.rank != 0:
+            return
+        buckets = self._read_model()
+        digest = self._digest(buckets)
+        if digest != self._known_model:
+            self._known_model = digest
+            header = pb.Assign(group=self._group).SerializeToString()
+            for shard in self.shards:
+                payload = wire.join(shard.cut(buckets))
+                self._membership.send(shard.server, ASSIGN, header, payload, lane=BULK_LANE)
+
     def reset(self, session: int) -> None:
         self._session = session
         self._num_sent = 0
@@ -164,6 +175,8 @@ class ShatExchange(Exchange, Joiner):
     def close(self) -> None:
         for name in (CONFIGURED, REPLY, PULLED):
             self._membership.transport.unregister(self._queue(name))
+        if self._optimizer() is not None:
+            return  # Not the group ends, but this rank: the others may go on, and the servers' last snapshots are due.
         header = pb.Retire(group=self._group).SerializeToString()
         for shard in self.shards:
             self._membership.tell(shard.server, RETIRE, header)
@@ -171,9 +184,6 @@ class ShatExchange(Exchange, Joiner):
     # Steps.
 
     def step(self, outgoing: Outgoing) -> Incoming:
-        if outgoing.segment == MODEL_SEGMENT:
-            self._offer(outgoing.buckets)
-            return self.neutral(outgoing)
         start = time.perf_counter()
         sequence = outgoing.step + 1
         rate, is_applied = self._beside(outgoing.buckets)[: IS_APPLIED + 1]
@@ -241,13 +251,6 @@ class ShatExchange(Exchange, Joiner):
     def _beside(self, buckets: Sequence[np.ndarray]) -> np.ndarray:
         bucket, start = self._packing.place_of(len(self._packing.specs) - 1)
         return buckets[bucket][start : start + self._packing.specs[-1].num_elements]
-
-    def _offer(self, buckets: Sequence[np.ndarray]) -> None:
-        """Gives the servers the model, where it was changed since they and this rank knew of each other's."""
-        if self._membership.rank == 0 and self._digest(buckets) != self._known_model:
-            header = pb.Assign(group=self._group).SerializeToString()
-            for shard in self.shards:
-                self._membership.send(shard.server, ASSIGN, header, wire.join(shard.cut(buckets)), lane=BULK_LANE)
 
     def spread(self, weights: tf.Tensor, index: int) -> tf.Tensor:
         """Emits the ops that give each value of a trained variable the weight of its server.

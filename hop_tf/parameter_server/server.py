@@ -201,8 +201,11 @@ class ParameterServer:
             configured = self._groups.get(retire.group)
             if configured is not None:
                 configured.retired.add(message.sender)
-                if configured.retired >= set(self.present):
-                    del self._groups[retire.group]
+                if not configured.retired >= set(self.present):
+                    return
+                del self._groups[retire.group]
+                if self._snapshots is not None:
+                    self._snapshots.write(retire.group, configured.group, final=True)
 
     def _find(self, group: str) -> _Configured:
         with self._lock:

@@ -1,0 +1,403 @@
+"""SHAT under `fit`, with workers and servers in one process, against plain Keras and closed forms."""
+
+import functools
+import pathlib
+import tempfile
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+import hop_tf
+from hop_tf.errors import ClusterConfigError, MismatchError
+from hop_tf.keras_hook import slots_of
+from hop_tf.strategies import shat
+from hop_tf.testing import InProcessCluster
+
+_OPTIONS = hop_tf.CommunicationOptions(timeout_seconds=60)
+_NUM_WORKERS = 2
+_BATCH_SIZE = 12
+_NUM_ROWS = 96
+_NUM_STEPS = _NUM_ROWS // _BATCH_SIZE
+_RATE = 0.05
+
+
+def _cluster(num_workers=_NUM_WORKERS, num_ps=2, **settings):
+    def make_strategy(cluster_resolver):
+        return hop_tf.SHATParameterServerStrategy(
+            cluster_resolver=cluster_resolver, communication_options=_OPTIONS, **settings
+        )
+
+    return InProcessCluster(num_workers, make_strategy, num_ps=num_ps, timeout_seconds=120)
+
+
+@functools.cache
+def _data():
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(_NUM_ROWS, 3)).astype(np.float32)
+    return x, generator.normal(size=(_NUM_ROWS, 4)).astype(np.float32)
+
+
+def _make_model(optimizer, loss="mse", layers=(), **compile_arguments):
+    initializer = keras.initializers.RandomNormal(seed=1)
+    model = keras.Sequential(
+        [
+            keras.Input((3,)),
+            keras.layers.Dense(20, "tanh", kernel_initializer=initializer),
+            *layers,
+            keras.layers.Dense(4, kernel_initializer=initializer),
+        ]
+    )
+    model.compile(optimizer, loss, **compile_arguments)
+    return model
+
+
+class _Recorder(keras.callbacks.Callback):
+    """The weights after each step."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.weights.append(self.model.get_weights())
+
+
+def _fit(model, data=None, num_epochs=1, callbacks=(), **arguments):
+    recorder = _Recorder()
+    model.fit(
+        *(data or _data()),
+        batch_size=_BATCH_SIZE,
+        epochs=num_epochs,
+        shuffle=False,
+        verbose=0,
+        callbacks=[recorder, *callbacks],
+        **arguments,
+    )
+    return recorder.weights
+
+
+def _trained(strategy, make_model, **arguments):
+    """The weights after each step, and the model."""
+    with strategy.scope():
+        model = make_model()
+    return _fit(model, **arguments), model
+
+
+def _slots(model):
+    slots = slots_of(model.optimizer, [weight.value for weight in model.trainable_weights])
+    return {key: slot.numpy() for key, slot in slots.items()}
+
+
+def _linear_loss(y, y_pred):
+    """Its gradient does not depend on the weights."""
+    return tf.reduce_sum(y_pred, axis=-1)
+
+
+def _make_linear(optimizer, **compile_arguments):
+    model = keras.Sequential(
+        [keras.Input((3,)), keras.layers.Dense(4, use_bias=False, kernel_initializer="ones", **compile_arguments)]
+    )
+    model.compile(optimizer, _linear_loss)
+    return model
+
+
+def _gradient(step, rank=0, num_workers=1):
+    """Of the linear loss; by default that of the global batch."""
+    share = _BATCH_SIZE // num_workers
+    start = step * _BATCH_SIZE + rank * share
+    return np.tile(_data()[0][start : start + share].astype(np.float64).mean(0)[:, np.newaxis], 4)
+
+
+_OPTIMIZERS = {
+    "SGD": lambda: keras.optimizers.SGD(_RATE, clipnorm=0.3),
+    "Nesterov": lambda: keras.optimizers.SGD(
+        keras.optimizers.schedules.ExponentialDecay(_RATE, 4, 0.5), momentum=0.9, nesterov=True
+    ),
+    "AdamW": lambda: keras.optimizers.AdamW(_RATE, weight_decay=0.1),
+}
+
+
+class BulkSynchronousTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters(
+        ("Nesterov", {}),
+        ("AdamW", {"sharding": "layer"}),
+        ("AdamW", {"sharding": "memory", "mixing": "ensemble"}),
+    )
+    def test_equals_synchronous_training_step_by_step(self, name, settings):
+        def make_model():
+            optimizer = _OPTIMIZERS[name]()
+            optimizer.exclude_from_weight_decay(var_names=["bias"])
+            return _make_model(optimizer)
+
+        def train(strategy):
+            weights, model = _trained(strategy, make_model, num_epochs=2)
+            path = f"{directory}/{strategy.rank}.keras"
+            model.save(path)
+            return weights, _slots(model), path, model.evaluate(*_data(), verbose=0)
+
+        expected_model = make_model()
+        expected = _fit(expected_model, num_epochs=2)
+        directory = self.enterContext(tempfile.TemporaryDirectory())
+        results = _cluster(consistency="bsp", **settings).run(train)
+        for weights, slots, path, loss in results:
+            for found, wanted in zip(weights, expected, strict=True):
+                self.assertAllClose(found, wanted, rtol=2e-5, atol=2e-6)
+            self.assertAllClose(slots, _slots(expected_model), rtol=2e-5, atol=2e-6)
+            self.assertAllClose(loss, expected_model.evaluate(*_data(), verbose=0), rtol=1e-5)
+            loaded = keras.saving.load_model(path)
+            self.assertAllClose(loaded.get_weights(), expected[-1], rtol=2e-5, atol=2e-6)
+            self.assertAllClose(_slots(loaded), _slots(expected_model), rtol=2e-5, atol=2e-6)
+        self.assertAllEqual(results[0][0][-1][0], results[1][0][-1][0])
+
+    def test_moving_statistics_are_averaged(self):
+        def make_model():
+            return _make_model(keras.optimizers.SGD(0.0), layers=[keras.layers.BatchNormalization(momentum=0.8)])
+
+        results = _cluster(consistency="bsp").run(lambda strategy: _trained(strategy, make_model)[0])
+        expected = _fit(make_model())
+        # Slices of equal size: the mean of their means is that of the batch. Variances are those of slices.
+        for weights in results:
+            for found, wanted in zip(weights, expected, strict=True):
+                self.assertAllClose(found[4], wanted[4], rtol=1e-4, atol=1e-6)
+        self.assertAllEqual(results[0][-1][5], results[1][-1][5])
+
+    def test_codec_and_accumulation(self):
+        def make_model():
+            return _make_linear(keras.optimizers.SGD(_RATE, clipvalue=0.25, gradient_accumulation_steps=2))
+
+        def train(strategy):
+            _, model = _trained(strategy, make_model)
+            return model.get_weights()[0], strategy.report()
+
+        expected = np.ones((3, 4))
+        for step in range(0, _NUM_STEPS, 2):
+            pushed = []
+            for rank in range(_NUM_WORKERS):
+                gradient = (_gradient(step, rank, _NUM_WORKERS) + _gradient(step + 1, rank, _NUM_WORKERS)) / 2
+                pushed.append(np.clip(gradient, -0.25, 0.25))
+            expected -= _RATE * np.mean(pushed, axis=0)
+        for weights, report in _cluster(consistency="bsp", codec="int8").run(train):
+            self.assertAllClose(weights, expected, atol=_RATE * _NUM_STEPS / 2 * 0.25 / 127)
+            self.assertEqual(report["steps"], _NUM_STEPS // 2)
+            self.assertEqual(report["mixing_weight"], 1.0)
+            self.assertEqual(report["pushes_by_others"], 1.0)
+
+    def test_who_ends_early_is_not_waited_for(self):
+        class StopRank1(keras.callbacks.Callback):
+            def __init__(self, rank):
+                super().__init__()
+                self._rank = rank
+
+            def on_train_batch_end(self, batch, logs=None):
+                if self._rank == 1 and batch == 2:
+                    self.model.stop_training = True
+
+        def train(strategy):
+            make_model = lambda: _make_linear(keras.optimizers.SGD(_RATE))  # noqa: E731
+            _, model = _trained(strategy, make_model, callbacks=[StopRank1(strategy.rank)], num_epochs=1)
+            strategy.synchronize(model)
+            return model.get_weights()[0]
+
+        gradients = [_gradient(step) if step <= 2 else _gradient(step, 0, 2) for step in range(_NUM_STEPS)]
+        for weights in _cluster(consistency="bsp").run(train):
+            self.assertAllClose(weights, 1 - _RATE * np.sum(gradients, axis=0), rtol=1e-5)
+
+
+class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
+    def test_linear_loss_has_one_result_for_any_schedule(self):
+        def train(strategy):
+            _, model = _trained(strategy, lambda: _make_linear(keras.optimizers.SGD(_RATE)), num_epochs=2)
+            strategy.synchronize(model)
+            return model.get_weights()[0], strategy.report()
+
+        expected = 1 - _RATE * 2 * 3 * sum(_gradient(step) for step in range(_NUM_STEPS))
+        results = _cluster(num_workers=3, num_ps=1).run(train)
+        for weights, report in results:
+            self.assertAllClose(weights, expected, rtol=1e-4, atol=1e-5)
+            # The gradients, rounded up to 64 bytes, and a line that tells their length.
+            self.assertEqual(report["shard_0_bytes_sent"], 2 * _NUM_STEPS * (64 + 64))
+        self.assertAllEqual(results[0][0], results[2][0])
+
+    @parameterized.parameters((False, 0.9), (True, 0.5))
+    def test_momentum_under_a_constant_gradient(self, nesterov, momentum):
+        """N pushes of g make v[k] = -lr g (1 + ... + m^(k - 1)); w is their sum, whoever pushed."""
+        data = np.ones((_NUM_ROWS, 3), np.float32), np.zeros((_NUM_ROWS, 4), np.float32)
+
+        def train(strategy):
+            def make_model():
+                return _make_linear(keras.optimizers.SGD(_RATE, momentum=momentum, nesterov=nesterov))
+
+            _, model = _trained(strategy, make_model, data=data)
+            strategy.synchronize(model)
+            return model.get_weights()[0], model.optimizer.momentums[0].numpy()
+
+        w, v = 1.0, 0.0
+        for _ in range(_NUM_WORKERS * _NUM_STEPS):
+            v = momentum * v - _RATE
+            w += momentum * v - _RATE if nesterov else v
+        for weights, velocity in _cluster(num_ps=1).run(train):
+            self.assertAllClose(weights, np.full((3, 4), w), rtol=1e-4)
+            self.assertAllClose(velocity, np.full((3, 4), v), rtol=1e-4)
+
+    @parameterized.parameters(0.0, 0.75)
+    def test_a_worker_s_own_step(self, momentum):
+        """Where alpha is 0: lr g, and with momentum lr / (1 - m) g."""
+
+        def train(strategy):
+            return _trained(strategy, lambda: _make_linear(keras.optimizers.SGD(_RATE, momentum=momentum)))[0]
+
+        for rank, weights in enumerate(_cluster(num_ps=1, mixing="ensemble").run(train)):
+            w = np.ones((3, 4))
+            for step, found in enumerate(weights):
+                w = w - _RATE / (1 - momentum) * _gradient(step, rank, _NUM_WORKERS)
+                self.assertAllClose(found[0], w, rtol=1e-4, atol=1e-5)
+
+    def test_mixes_by_equation_3(self):
+        """One worker, whose weight is 1/4 by decree: w = 3/4 (w - lr g) + 1/4 w_server."""
+
+        def train(strategy):
+            weights, model = _trained(strategy, lambda: _make_linear(keras.optimizers.SGD(_RATE, momentum=0.5)))
+            return weights, model.get_weights()[0]
+
+        ((weights, final),) = _cluster(num_workers=1, mixing=0.25).run(train)
+        w = server = np.ones((3, 4))
+        v = np.zeros((3, 4))
+        for step, found in enumerate(weights):
+            v = 0.5 * v - _RATE * _gradient(step)
+            server = server + v
+            w = 0.75 * (w - _RATE / 0.5 * _gradient(step)) + 0.25 * server
+            self.assertAllClose(found[0], w, rtol=1e-4, atol=1e-5)
+        self.assertAllClose(final, server, rtol=1e-4, atol=1e-5)
+
+    def test_a_lone_worker_trains_as_plain_keras_over_several_fits(self):
+        """Also where its weights were changed in between, and averages of weights are kept."""
+
+        def train_model(model):
+            weights = _fit(model)
+            model.set_weights([weight + 0.1 for weight in model.get_weights()])
+            restore = keras.callbacks.LambdaCallback(
+                on_train_begin=lambda logs: model.layers[0].kernel.assign(model.layers[0].kernel * 0.5)
+            )
+            return [*weights, *_fit(model, callbacks=[restore]), model.get_weights()]
+
+        def make_model():
+            return _make_model(keras.optimizers.Adam(_RATE, use_ema=True, ema_momentum=0.9))
+
+        def train(strategy):
+            with strategy.scope():
+                model = make_model()
+            return train_model(model)
+
+        (found,) = _cluster(num_workers=1).run(train)
+        for weights, expected in zip(found, train_model(make_model()), strict=True):
+            self.assertAllClose(weights, expected, rtol=1e-4, atol=1e-5)
+
+    def test_loss_scaling(self):
+        """Gradients of 64 overflow until the scale is low enough; these are left out."""
+        data = np.full((_NUM_ROWS, 3), 64, np.float32), np.zeros((_NUM_ROWS, 4), np.float32)
+
+        def train(strategy):
+            def make_model():
+                inner = keras.optimizers.SGD(_RATE)
+                return _make_linear(keras.optimizers.LossScaleOptimizer(inner, initial_scale=2.0**127))
+
+            _, model = _trained(strategy, make_model, data=data, num_epochs=2)
+            return model.get_weights()[0], float(model.optimizer.dynamic_scale)
+
+        ((weights, scale),) = _cluster(num_workers=1, num_ps=1).run(train)
+        num_left_out = round(np.log2(2.0**127 / scale))
+        self.assertBetween(num_left_out, 1, _NUM_STEPS)
+        self.assertAllClose(weights, np.full((3, 4), 1 - _RATE * 64 * (2 * _NUM_STEPS - num_left_out)), rtol=1e-5)
+
+    def test_two_optimizers(self):
+        class Model(keras.Model):
+            def __init__(self):
+                super().__init__()
+                self.first, self.second = (keras.layers.Dense(4, kernel_initializer="ones") for _ in range(2))
+
+            def build(self, shape):
+                for layer in (self.first, self.second):
+                    layer.build(shape)
+
+            def call(self, x):
+                return self.first(x) + self.second(x)
+
+            def compile(self):
+                super().compile(keras.optimizers.SGD(_RATE))
+                self.other = keras.optimizers.SGD(2 * _RATE)
+
+            def train_step(self, data):
+                x, _ = data
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_mean(tf.reduce_sum(self(x), -1))
+                weights = [[w.value for w in layer.trainable_weights] for layer in (self.first, self.second)]
+                gradients = tape.gradient(loss, weights)
+                for optimizer, grads, layer in zip(
+                    (self.optimizer, self.other), gradients, (self.first, self.second), strict=True
+                ):
+                    optimizer.apply(grads, layer.trainable_weights)
+                return {"loss": loss}
+
+        def train(strategy):
+            with strategy.scope():
+                model = Model()
+                model.build((None, 3))
+                model.compile()
+            _fit(model)
+            strategy.synchronize(model)
+            return [layer.kernel.numpy() for layer in (model.first, model.second)]
+
+        total = sum(_gradient(step) for step in range(_NUM_STEPS))
+        for first, second in _cluster().run(train):
+            self.assertAllClose(first, 1 - _NUM_WORKERS * _RATE * total, rtol=1e-4, atol=1e-5)
+            self.assertAllClose(second, 1 - 2 * _NUM_WORKERS * _RATE * total, rtol=1e-4, atol=1e-5)
+
+
+class SettingsTest(tf.test.TestCase):
+    def test_needs_servers(self):
+        with self.assertRaisesRegex(ClusterConfigError, "needs tasks of type 'ps'.*2 workers and no 'ps'"):
+            _cluster(num_ps=0).run(lambda strategy: None)
+
+    def test_a_world_of_one_is_plain_keras(self):
+        strategy = hop_tf.SHATParameterServerStrategy()
+        self.addCleanup(strategy.shutdown)
+        found, _ = _trained(strategy, lambda: _make_model(keras.optimizers.SGD(_RATE)))
+        self.assertAllClose(found, _fit(_make_model(keras.optimizers.SGD(_RATE))), rtol=1e-6)
+
+    def test_workers_that_differ_are_told(self):
+        def make_strategy(cluster_resolver):
+            mixing = "asp" if cluster_resolver.task_id else "shat"
+            return hop_tf.SHATParameterServerStrategy(
+                mixing=mixing, cluster_resolver=cluster_resolver, communication_options=_OPTIONS
+            )
+
+        with self.assertRaisesRegex(MismatchError, r"rank \d disagrees on option 'mixing': '\w+' there"):
+            InProcessCluster(2, make_strategy, num_ps=1, timeout_seconds=100).run(
+                lambda strategy: _trained(strategy, lambda: _make_model("sgd"))
+            )
+
+    def test_snapshots_are_gone_on_from(self):
+        directory = self.enterContext(tempfile.TemporaryDirectory())
+        snapshots = hop_tf.SnapshotOptions(directory=directory, every_seconds=1e6)
+
+        def train(strategy):
+            _, model = _trained(strategy, lambda: _make_linear(keras.optimizers.SGD(_RATE)))
+            strategy.synchronize(model)
+            return model.get_weights()[0], int(model.optimizer.iterations)
+
+        total = sum(_gradient(step) for step in range(_NUM_STEPS))
+        for num_runs in (1, 2):
+            for weights, num_steps in _cluster(num_ps=1, snapshots=snapshots).run(train):
+                self.assertAllClose(weights, 1 - num_runs * _NUM_WORKERS * _RATE * total, rtol=1e-4, atol=1e-5)
+                self.assertEqual(num_steps, num_runs * _NUM_STEPS)
+        self.assertLen(list(pathlib.Path(directory).iterdir()), 1)
+
+    def test_public_names(self):
+        self.assertEqual(shat.mixing_weight(7, 1), 1.0)
+        self.assertIs(hop_tf.SHATParameterServerStrategy, shat.SHATParameterServerStrategy)
+
+
+if __name__ == "__main__":
+    tf.test.main()
