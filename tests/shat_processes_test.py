@@ -1,0 +1,128 @@
+"""SHAT between processes: servers that end by themselves, killed workers and servers, and what is left of them."""
+
+import json
+import os
+import pathlib
+import re
+import signal
+import tempfile
+import textwrap
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import hop_tf
+from hop_tf.testing import MultiProcessRunner
+
+_BATCH_SIZE = 6
+_NUM_STEPS = 40
+_NUM_EPOCHS = 3
+_RATE = 0.01
+_TIMEOUT_SECONDS = 20
+
+
+class _Announce(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        print("step", batch, flush=True)
+
+
+def _model(strategy):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(9, use_bias=False, kernel_initializer="zeros")])
+        # The gradient of each weight is the mean of its input, whatever the weights are.
+        model.compile(keras.optimizers.SGD(_RATE), loss=lambda y, y_pred: tf.reduce_sum(y_pred, -1))
+    return model
+
+
+def _run(snapshot_dir=None, num_epochs=_NUM_EPOCHS, step_seconds=0.02, synchronizes=True):
+    """Trains on ones, so that each push takes `_RATE` off each weight: the number of pushes is in the weights."""
+    os.environ["HOP_TF_STEP_SECONDS"] = str(step_seconds)
+    strategy = hop_tf.SHATParameterServerStrategy(
+        snapshots=hop_tf.SnapshotOptions(directory=snapshot_dir, every_pushes=10),
+        communication_options=hop_tf.CommunicationOptions(timeout_seconds=_TIMEOUT_SECONDS),
+    )
+    model = _model(strategy)
+    x = np.ones((_BATCH_SIZE * _NUM_STEPS, 4), "float32")
+    error = ""
+    try:
+        model.fit(x, x, batch_size=_BATCH_SIZE, epochs=num_epochs, verbose=0, callbacks=[_Announce()])
+        if synchronizes:
+            strategy.synchronize(model)
+    except hop_tf.errors.HopError as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    report = strategy.report()
+    strategy.shutdown()
+    weights = model.get_weights()[0]
+    return float(-weights.mean() / _RATE), float(np.ptp(weights)), report["steps"], error
+
+
+class ShatProcessesTest(tf.test.TestCase):
+    def test_servers_end_when_the_workers_are_done(self):
+        with MultiProcessRunner(_run, num_workers=2, num_ps=2, args=(None, 1)) as runner:
+            results = runner.join().raise_for_errors()
+        for num_pushes, spread, _, error in results.values:
+            self.assertEqual(error, "")
+            self.assertAllClose(num_pushes, 2 * _NUM_STEPS, rtol=1e-4)
+            self.assertAllClose(spread, 0.0, atol=1e-6)
+        self.assertEqual([result.exit_code for result in results.ps], [0, 0])
+        self.assertEqual([result.value for result in results.ps], [None, None])  # They do not return.
+
+    def test_a_killed_worker_is_not_waited_for_and_joins_again(self):
+        with MultiProcessRunner(_run, num_workers=3, num_ps=1, args=(None, _NUM_EPOCHS)) as runner:
+            runner.wait_for_output(2, "step 10")
+            runner.kill(2)
+            runner.restart(2)
+            results = runner.join().raise_for_errors()
+        values = results.values
+        self.assertEqual([error for *_, error in values], [""] * 3)
+        self.assertEqual([num_steps for _, _, num_steps, _ in values], [_NUM_STEPS * _NUM_EPOCHS] * 3)
+        # Both of its lives: what the first one had pushed counts as well.
+        for num_pushes, spread, *_ in values:
+            self.assertBetween(num_pushes, 3 * _NUM_STEPS * _NUM_EPOCHS + 10, 3 * _NUM_STEPS * _NUM_EPOCHS + _NUM_STEPS)
+            self.assertAllClose(spread, 0.0, atol=1e-6)
+        self.assertAllClose(values[0][0], round(values[0][0]), atol=0.05)
+
+    def test_a_killed_server_is_an_error_and_its_next_life_goes_on(self):
+        directory = self.enterContext(tempfile.TemporaryDirectory())
+        with MultiProcessRunner(_run, num_workers=2, num_ps=2, args=(directory, 50)) as runner:
+            runner.wait_for_output(0, "step 30")
+            runner.kill(1, task_type="ps")
+            results = runner.join()
+        self.assertEqual([result.exit_code for result in results.ps], [0, -signal.SIGKILL])
+        for *_, error in results.values:
+            self.assertRegex(error, "^PeerLostError: .*(ps 1 at|gave up)")
+        num_steps = [num_steps for _, _, num_steps, _ in results.values]
+        with MultiProcessRunner(_run, num_workers=2, num_ps=2, args=(directory, 1)) as runner:
+            results = runner.join().raise_for_errors()
+        ((num_pushes, spread, _, error), _) = results.values
+        self.assertEqual(error, "")
+        # The mean over both shards, which have lost at most 10 pushes and those under way.
+        before = num_pushes - 2 * _NUM_STEPS
+        self.assertBetween(before, sum(num_steps) - 13, sum(num_steps) + 2)
+        self.assertLess(spread / _RATE, 13)
+
+    def test_serves_on_the_command_line(self):
+        script = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory())) / "script.py"
+        script.write_text(
+            textwrap.dedent(
+                f"""
+                import json, os, sys
+                sys.path.insert(0, {os.path.dirname(os.path.abspath(__file__))!r})
+                if json.loads(os.environ["TF_CONFIG"])["task"]["type"] == "ps":
+                    from hop_tf.__main__ import main
+                    sys.exit(main(["serve", "--timeout_seconds={_TIMEOUT_SECONDS}"]))
+                import {pathlib.Path(__file__).stem} as test
+                print("value", json.dumps(test._run(None, 1)))
+                """
+            )
+        )
+        with MultiProcessRunner(script, num_workers=1, num_ps=1) as runner:
+            results = runner.join().raise_for_errors()
+        value = json.loads(re.search("^value (.*)$", results[0].output, re.MULTILINE)[1])
+        self.assertAllClose(value[0], _NUM_STEPS, rtol=1e-4)
+        self.assertEqual(value[3], "")
+
+
+if __name__ == "__main__":
+    tf.test.main()
