@@ -72,10 +72,9 @@ class CanaryProcessesTest(tf.test.TestCase):
             self.assertLen(losses, _NUM_STEPS)
             self.assertLess(losses[-1], losses[0])
             lanes = [report[f"bytes_sent_on_lane_{lane}"] for lane in (1, 2)]
-            self.assertGreater(min(lanes), 1e5)
-            # At the end a mesh, on the first lane, brings the very last bits together.
-            final = 2 * 3 / 4 * 4 * (256 * 64 + 64)
-            self.assertAllClose(lanes[0] - final, lanes[1], rtol=0.1)
+            # What is sent once, at the start and in the end, is on the first one.
+            once = (2 * 2 + 2 * 3 / 4) * 4 * (256 * 64 + 64)
+            self.assertBetween(lanes[1], 0.9 * (lanes[0] - once), 1.1 * lanes[0])
             self.assertEqual(report["steps"] == _NUM_STEPS, rank != 1)
 
     def test_goes_on_without_a_rank_that_is_killed(self):
