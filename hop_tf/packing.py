@@ -105,6 +105,11 @@ class Packing:
             for spec, slot in zip(self.specs, self._slots, strict=True)
         ]
 
+    def place(self, index: int) -> tuple[int, slice]:
+        """The bucket of a tensor, and where it lies in that."""
+        slot = self._slots[index]
+        return slot.bucket, slice(slot.offset, slot.offset + self.specs[index].num_elements)
+
     def view(self, payload: np.ndarray) -> tuple[np.ndarray, ...]:
         """Sees the bytes of all buckets, one behind the other as on the wire, as one typed array per bucket.
 

@@ -28,12 +28,14 @@ import tensorflow as tf
 
 from hop_tf import codecs, colayers
 from hop_tf.arguments import check_choice, check_integer, identity_of
-from hop_tf.collectives import Network, get_network
+from hop_tf.collectives import AllReduce, Network, get_network
 from hop_tf.exchange import Exchange
 from hop_tf.gei import Thresholds
 from hop_tf.keras_hook import learning_rate, loss_scale, weight_decays
 from hop_tf.options import CommunicationOptions
+from hop_tf.packing import Packing
 from hop_tf.strategies.canary_exchange import AsyncSettings, CanaryExchange
+from hop_tf.strategies.canary_low_rank import LowRankMean, is_factorized
 from hop_tf.strategies.pipe_sgd import PipeSGDExchange, PipeSGDSettings, submit_gradients, take_means
 from hop_tf.strategy import ExchangeStrategy, training_cluster
 from hop_tf.worker import ExchangeContext, Group
@@ -81,6 +83,9 @@ class CanaryStrategy(ExchangeStrategy):
       sync_interval: In so many iterations, every piece of the weights becomes the mean of that of all ranks once, which
         evens out what rounding, or a change on one rank only, has done; at least 1, or None: never. Default 50. Without
         meaning for "bsp".
+      low_rank: r: gradients of large dense kernels (16,384 values and more, where that makes them four times smaller)
+        go as factors of r columns, which the codec then shortens, and what is lost is added to the next gradient
+        (PowerSGD). Takes consistency="bsp". Default None: they go as they are.
       interfaces: This machine's address on each of the network's interfaces: `beta` of a BCube, else one. See
         `CommunicationOptions.interfaces`, which this one takes the place of. Default None: as it says.
       on_peer_loss: "raise": when a rank dies or cannot be reached, all ranks raise `PeerLostError`. "continue": the
@@ -111,6 +116,7 @@ class CanaryStrategy(ExchangeStrategy):
         num_colayers: int = 10,
         codec: codecs.Codec | str | None = "sketch",
         sync_interval: int | None = 50,
+        low_rank: int | None = None,
         interfaces: Sequence[str] | None = None,
         on_peer_loss: str | None = None,
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
@@ -124,6 +130,13 @@ class CanaryStrategy(ExchangeStrategy):
             check_integer("min_colayers", min_colayers, at_least=0)
         if sync_interval is not None:
             check_integer("sync_interval", sync_interval, at_least=1)
+        if low_rank is not None:
+            check_integer("low_rank", low_rank, at_least=1)
+            if consistency != "bsp":
+                raise ValueError(
+                    "`low_rank` must be None unless consistency='bsp': ranks find the factors together. "
+                    f"Received: low_rank={low_rank}, consistency={consistency!r}."
+                )
         if on_peer_loss == "continue" and consistency == "bsp":
             raise ValueError(
                 "`on_peer_loss` must be 'raise' or None with consistency='bsp'. Received: on_peer_loss='continue'."
@@ -140,6 +153,7 @@ class CanaryStrategy(ExchangeStrategy):
             num_colayers=int(num_colayers),
             codec=codecs.get(codec),
             sync_interval=sync_interval,
+            low_rank=low_rank,
             on_peer_loss=on_peer_loss or ("raise" if consistency == "bsp" else "continue"),
         )
         if cluster.world_size > 1:
@@ -159,7 +173,7 @@ class CanaryStrategy(ExchangeStrategy):
         settings = self._settings
         members = colayers.bundle(context.packing.specs, settings.num_colayers)
         if settings.is_synchronous:
-            return SynchronousExchange(context, members, settings.codec, str(settings.network))
+            return SynchronousExchange(context, members, settings)
         for variable in context.trained:
             if variable.dtype not in (tf.float32, tf.float64):
                 raise ValueError(
@@ -248,6 +262,7 @@ class _Settings:
     num_colayers: int
     codec: codecs.Codec
     sync_interval: int | None
+    low_rank: int | None
     on_peer_loss: str
 
     @property
@@ -272,9 +287,16 @@ class SynchronousExchange(PipeSGDExchange):
     Args:
       context: Membership, packing and buffers of the group.
       members: For each colayer, the indices of its variables.
-      codec: What gradients are encoded with.
-      algorithm: See `hop_tf.collectives.get_algorithm`.
+      settings: Those of the strategy.
     """
 
-    def __init__(self, context: ExchangeContext, members: Sequence[Sequence[int]], codec: codecs.Codec, algorithm: str):
-        super().__init__(context, PipeSGDSettings(pipeline_width=1, codec=codec, algorithm=algorithm), members)
+    def __init__(self, context: ExchangeContext, members: Sequence[Sequence[int]], settings: _Settings):
+        self._low_rank = settings.low_rank
+        own = PipeSGDSettings(pipeline_width=1, codec=settings.codec, algorithm=str(settings.network))
+        super().__init__(context, own, members)
+
+    def _make_mean(self, context: ExchangeContext, name: str, part: Packing) -> AllReduce | LowRankMean:
+        rank, settings = self._low_rank, self._settings
+        if rank is None or not any(is_factorized(spec, rank) for spec in part.specs):
+            return super()._make_mean(context, name, part)
+        return LowRankMean(context, name, part, rank=rank, codec=settings.codec, algorithm=settings.algorithm)

@@ -31,7 +31,7 @@ import tensorflow as tf
 
 from hop_tf import codecs
 from hop_tf.arguments import check_choice, check_integer, identity_of
-from hop_tf.collectives import ALGORITHMS
+from hop_tf.collectives import ALGORITHMS, AllReduce
 from hop_tf.exchange import Exchange, Incoming, Outgoing
 from hop_tf.keras_hook import loss_scale, unscaled
 from hop_tf.options import CommunicationOptions
@@ -220,10 +220,7 @@ class PipeSGDExchange(Exchange):
         self.members = members or _segments(context.packing, settings.num_segments)
         self.parts = [context.packing.part(indices) for indices in self.members]
         self.max_in_flight = settings.pipeline_width * len(self.parts)
-        self._reductions = [
-            context.make_all_reduce(str(segment), part, settings.codec, settings.algorithm)
-            for segment, part in enumerate(self.parts)
-        ]
+        self._reductions = [self._make_mean(context, str(segment), part) for segment, part in enumerate(self.parts)]
         self.carried = context.carried
         self._sent_segments = 0
         self._communicate_seconds = 0.0
@@ -231,6 +228,10 @@ class PipeSGDExchange(Exchange):
             self.pipelined_from = tf.Variable(
                 settings.warmup_steps, dtype=tf.int64, trainable=False, name="hop_tf_pipelined_from"
             )
+
+    def _make_mean(self, context: ExchangeContext, name: str, part: Packing) -> AllReduce:
+        """Makes what averages a segment."""
+        return context.make_all_reduce(name, part, self._settings.codec, self._settings.algorithm)
 
     def reset(self, session: int) -> None:
         # How many steps each rank has made of a `fit` may differ. That there was one does not.

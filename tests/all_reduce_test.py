@@ -489,7 +489,7 @@ _ROUTED = (("bcube:2,2", 4), ("bcube:3,2", 9), ("bcube:2,3", 8), ("bcube:5,1", 5
 class RoutedTest(tf.test.TestCase, parameterized.TestCase):
     """The same on the routes of networks."""
 
-    @parameterized.parameters(*itertools.product(_ROUTED, (0, 1, 5000)))
+    @parameterized.parameters(*itertools.product(_ROUTED, (1, 5000)))
     def test_mean(self, network, size):
         algorithm, world_size = network
         job = Job(world_size, algorithm=algorithm, size=size, link_seconds=_random_links(world_size))
@@ -500,7 +500,7 @@ class RoutedTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllEqual(mean, job.means[0, step][0])
             self.assertAllClose(of_ranks, np.full(3, (world_size - 1) / 2), rtol=1e-15)
 
-    @parameterized.parameters(*itertools.product(_ROUTED[:3:2] + _ROUTED[-1:], _CODECS))
+    @parameterized.parameters(*itertools.product(_ROUTED[:1] + _ROUTED[-1:], ("identity", "int8", "sketch")))
     def test_codecs(self, network, name):
         """Whatever the order of messages, the result is the same to the bit; a stage costs about one rounding."""
         algorithm, world_size = network
@@ -519,7 +519,7 @@ class RoutedTest(tf.test.TestCase, parameterized.TestCase):
         self.assertLess(relative, _TOLERANCES.get(name, 0.06))
         self.assertEqual(relative > 1e-4, name != "identity")
 
-    @parameterized.parameters(*itertools.product(("truncate16", "int8", "sketch")))
+    @parameterized.parameters("truncate16", "int8")
     def test_error_feedback(self, name):
         values = 1.0 + np.random.default_rng(0).random(2000).astype(np.float32)
         errors = []
@@ -563,7 +563,7 @@ class RoutedTest(tf.test.TestCase, parameterized.TestCase):
                 self.assertAllClose(job.means[rank, step][0], job.expected(present, step), atol=1e-6)
         self.assertLen(job.means, sum(num_steps))
 
-    @parameterized.parameters(*itertools.product(("bcube:2,2", "tree"), range(8)))
+    @parameterized.parameters(*itertools.product(("bcube:2,2", "tree"), range(3)))
     def test_goes_on_without_a_rank_that_is_interrupted(self, algorithm, seed):
         num_events = 0
         for event in itertools.count(seed, 40):
