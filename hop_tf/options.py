@@ -7,6 +7,7 @@ import ipaddress
 import numbers
 import os
 import ssl
+import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,6 +40,10 @@ class CommunicationOptions:
         the first bulk lane come from and go to the first one, and so on. As many on all ranks; for `data_plane` "tcp"
         without TLS. Default None: those in the environment variable HOP_TF_INTERFACES, separated by commas, if there
         are any.
+      bandwidth_bits_per_second: Rate of this rank's link, as far as it is known. Where round trips are long, the parts
+        of an all-reduce travel over as many connections as it takes to fill it: one has at most some 3 MiB under way.
+        Too high a rate makes congestion, and too low a one leaves a part of the link unused. Ranks may differ. Default
+        100e6.
       tls_certificate_chain: Path of the PEM file with this process's certificate, or None for plain text.
       tls_private_key: Path of the PEM file with its private key, not encrypted.
       tls_root_certificates: Path of the PEM file with the authorities that peers' certificates must chain to. Both
@@ -51,14 +56,15 @@ class CommunicationOptions:
 
     Raises:
       TypeError: If an argument has another type.
-      ValueError: If a duration is not positive and finite, there is no such data plane, or the TLS files are given in
-        part, cannot be read, are not what they should be, or do not fit together.
+      ValueError: If a duration or the rate is not positive and finite, there is no such data plane, or the TLS files
+        are given in part, cannot be read, are not what they should be, or do not fit together.
     """
 
     timeout_seconds: float = 60.0
     progress_timeout_seconds: float = 3600.0
     data_plane: str = "tcp"
     interfaces: Sequence[str] | None = None
+    bandwidth_bits_per_second: float = 100e6
     tls_certificate_chain: str | os.PathLike | None = None
     tls_private_key: str | os.PathLike | None = None
     tls_root_certificates: str | os.PathLike | None = None
@@ -67,9 +73,11 @@ class CommunicationOptions:
     report_interval_seconds: float = 5.0
 
     def __post_init__(self):
-        for name in _DURATIONS:
-            # A NumPy scalar would spread: float32 has no room for the fractions of a clock's seconds.
-            object.__setattr__(self, name, _checked_duration(name, getattr(self, name)))
+        # A NumPy scalar would spread: float32 has no room for the fractions of a clock's seconds.
+        for name in _DURATIONS:  # The longest one is centuries; threads cannot wait for longer.
+            object.__setattr__(self, name, _checked_number(self, name, "seconds", threading.TIMEOUT_MAX))
+        rate = _checked_number(self, "bandwidth_bits_per_second", "bits per second", sys.float_info.max)
+        object.__setattr__(self, "bandwidth_bits_per_second", rate)
         check_choice("data_plane", self.data_plane, DATA_PLANES)
         object.__setattr__(self, "interfaces", _checked_interfaces(self.interfaces))
         for name in (*_TLS_FILES, "log_dir"):
@@ -146,11 +154,12 @@ def _read(name: str, path: str | os.PathLike) -> bytes:
         raise ValueError(f"`{name}` must be a readable file. Received: {name}={path}: {error}.") from error
 
 
-def _checked_duration(name: str, value: object) -> float:
-    rule = f"`{name}` must be a finite, positive number of seconds. Received: {name}={value!r}."
+def _checked_number(options: CommunicationOptions, name: str, unit: str, most: float) -> float:
+    value = getattr(options, name)
+    rule = f"`{name}` must be a finite, positive number of {unit}. Received: {name}={value!r}."
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(rule)
-    if not 0 < value <= threading.TIMEOUT_MAX:  # Centuries; threads cannot wait for longer.
+    if not 0 < value <= most:
         raise ValueError(rule)
     return float(value)
 

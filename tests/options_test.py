@@ -16,23 +16,33 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from hop_tf import options as options_module
 from hop_tf.options import CommunicationOptions, read_tls_files
 
-_DURATIONS = ("timeout_seconds", "progress_timeout_seconds", "report_interval_seconds")
+_NUMBERS = {
+    "timeout_seconds": "seconds",
+    "progress_timeout_seconds": "seconds",
+    "report_interval_seconds": "seconds",
+    "bandwidth_bits_per_second": "bits per second",
+}
 _TLS_FILES = ("tls_certificate_chain", "tls_private_key", "tls_root_certificates")
 _PEM, _PKCS8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
 
 
-class DurationsTest(parameterized.TestCase):
-    @parameterized.product(name=_DURATIONS, value=[True, np.True_, "60", b"60", None, 1j, [60], np.array([60.0])])
+class NumbersTest(parameterized.TestCase):
+    @parameterized.product(name=[*_NUMBERS], value=[True, np.True_, "60", b"60", None, 1j, [60], np.array([60.0])])
     def test_refuses_what_is_no_number(self, name, value):
-        message = rf"`{name}` must be a finite, positive number of seconds\. Received: {name}="
+        message = rf"`{name}` must be a finite, positive number of {_NUMBERS[name]}\. Received: {name}="
         with self.assertRaisesRegex(TypeError, message):
             CommunicationOptions(**{name: value})
 
-    @parameterized.product(name=_DURATIONS, value=[0, -1.0, float("nan"), float("inf"), 10**400, np.float32(-1)])
-    def test_refuses_numbers_that_no_clock_shows(self, name, value):
-        message = rf"`{name}` must be a finite, positive number of seconds\. Received: {name}="
+    @parameterized.product(name=[*_NUMBERS], value=[0, -1.0, float("nan"), float("inf"), 10**400, np.float32(-1)])
+    def test_refuses_numbers_that_cannot_be(self, name, value):
+        message = rf"`{name}` must be a finite, positive number of {_NUMBERS[name]}\. Received: {name}="
         with self.assertRaisesRegex(ValueError, message):
             CommunicationOptions(**{name: value})
+
+    def test_no_clock_shows_such_a_time_but_links_are_as_fast(self):
+        with self.assertRaisesRegex(ValueError, "`timeout_seconds` must be"):
+            CommunicationOptions(timeout_seconds=4e11)
+        self.assertEqual(CommunicationOptions(bandwidth_bits_per_second=4e11).bandwidth_bits_per_second, 4e11)
 
     @parameterized.parameters(5, 5.0, np.float32(5), np.int64(5))
     def test_numbers_of_any_kind_become_floats(self, value):

@@ -70,13 +70,7 @@ class Peer:
         with self._lock:
             previous = seconds if self._round_trip_seconds is None else self._round_trip_seconds
             self._round_trip_seconds = previous + _SMOOTHING * (seconds - previous)
-        self.note_distance(seconds)
-
-    def note_distance(self, seconds: float) -> None:
-        """The way there and back takes at most that time."""
-        with self._lock:
-            least = self._least_round_trip_seconds
-            self._least_round_trip_seconds = seconds if least is None else min(least, seconds)
+            self._least_round_trip_seconds = min(seconds, self._least_round_trip_seconds or seconds)
 
     @property
     def round_trip_seconds(self) -> float:

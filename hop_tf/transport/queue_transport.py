@@ -23,22 +23,26 @@ from hop_tf.transport.peer import Peer
 CLOSE_TIMEOUT_SECONDS = 5.0
 _LOG_PERIOD_SECONDS = 1.0
 
-# What one connection has under way at most, where its buffers may grow to 4 MiB, Linux's default; and the speed up to
-# which the lanes to a peer are to carry as much as its link.
+# What one connection has under way at most, where its buffers may grow to 4 MiB, Linux's default.
 _BYTES_UNDER_WAY = 3 << 20
-_BYTES_PER_SECOND = 125e6
 _MAX_SPREAD_LANES = 8
 
 
-def num_lanes(round_trip_seconds: float) -> int:
-    """Over how many lanes unordered messages are spread, on a way with that round trip.
+def num_lanes(round_trip_seconds: float, bits_per_second: float, num_peers: int) -> int:
+    """Over how many lanes the unordered messages to a peer are spread.
 
-    A connection has no more bytes under way than the system lets its buffers grow: where a round trip takes 277 ms it
-    carries 90 Mbit/s, however fast the link is. Only an administrator can allow larger ones, and a size of our own
-    would end the system's tuning. Hence with round trip T there are n = ceil(T * 125 MB/s / 3 MiB) connections, enough
-    for 1 Gbit/s, though at most 8: each costs threads on both sides.
+    A connection has no more bytes under way than the system lets its buffers grow: where a round trip takes a second it
+    carries 25 Mbit/s, however fast the link is. Only an administrator can allow larger ones, and a size of our own
+    would end the system's tuning. So it takes n = ceil(T * R / N / 3 MiB) of them, at least 1 and at most 8. More than
+    that would have more under way than the link and the queues before it hold, and lose packets.
+
+    Args:
+      round_trip_seconds: T.
+      bits_per_second: R, the rate of this rank's link.
+      num_peers: N, how many peers share it.
     """
-    return min(max(1, math.ceil(round_trip_seconds * _BYTES_PER_SECOND / _BYTES_UNDER_WAY)), _MAX_SPREAD_LANES)
+    bytes_under_way = round_trip_seconds * bits_per_second / 8 / num_peers
+    return min(max(1, math.ceil(bytes_under_way / _BYTES_UNDER_WAY)), _MAX_SPREAD_LANES)
 
 
 class QueueTransport(Transport):
@@ -75,6 +79,7 @@ class QueueTransport(Transport):
         self._lock = threading.Lock()
         self._outboxes: dict[tuple[int, int], Outbox] = {}
         self._watched: set[int] = set()
+        self._unordered: set[int] = set()  # Peers that were sent messages without a lane.
         self._failure: HopError | None = None
         self._closed = False
         self._bytes_sent = 0
@@ -225,10 +230,12 @@ class QueueTransport(Transport):
 
     def _emptiest_lane(self, peer: int) -> int:
         """Of the lanes that unordered messages are spread over the one with the least on its way."""
-        lanes = range(BULK_LANE, BULK_LANE + num_lanes(self._peer(peer).least_round_trip_seconds))
+        round_trip_seconds = self._peer(peer).least_round_trip_seconds
         with self._lock:
-            outboxes = {lane: self._outboxes.get((peer, lane)) for lane in lanes}
-        return min(lanes, key=lambda lane: outboxes[lane].load if outboxes[lane] else (0, 0))
+            self._unordered.add(peer)
+            count = num_lanes(round_trip_seconds, self._options.bandwidth_bits_per_second, len(self._unordered))
+            outboxes = {lane: self._outboxes.get((peer, lane)) for lane in range(BULK_LANE, BULK_LANE + count)}
+        return min(outboxes, key=lambda lane: (0, 0) if outboxes[lane] is None else outboxes[lane].load)
 
     def _check_open(self) -> None:
         if self._closed:

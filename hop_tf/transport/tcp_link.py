@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -27,8 +26,6 @@ from hop_tf.transport.grpc_link import GrpcLink
 _CONNECT_TIMEOUT_SECONDS = 5.0
 # A peer that has accepted the connection answers at once, unless it is frozen.
 _GREETING_TIMEOUT_SECONDS = 10.0
-# Round trip from which on a peer is far away: it takes several connections to fill the way at 1 Gbit/s.
-_FAR_SECONDS = 0.025
 # Lanes from this one on have interfaces of their own: see `CommunicationOptions.interfaces`.
 FIRST_INTERFACE_LANE = 1
 # Up to here one copy costs less than a second system call.
@@ -52,15 +49,6 @@ class Connection:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-
-    def prefer_bbr(self) -> None:
-        """Chooses BBR as congestion control, if the system permits.
-
-        CUBIC, most systems' default, forgets how fast a way is when nothing was sent for a round trip or two, begins
-        anew, and takes every loss for congestion. On a short way that costs nothing, and BBR's pacing costs time.
-        """
-        with contextlib.suppress(OSError):
-            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
 
     def set_timeout(self, timeout_seconds: float | None) -> None:
         """Limits how long reading and writing may block."""
@@ -181,14 +169,9 @@ class TcpLink(GrpcLink):
         if self._interface is not None and 0 <= number < len(self._peer.interface_addresses):
             host, _, port = self._peer.interface_addresses[number].rpartition(":")
         source = None if self._interface is None else (self._interface, 0)
-        start = time.monotonic()
-        connection = Connection(
+        return Connection(
             socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT_SECONDS, source_address=source)
         )
-        self._peer.note_distance(time.monotonic() - start)
-        if self._peer.least_round_trip_seconds >= _FAR_SECONDS:
-            connection.prefer_bbr()
-        return connection
 
     def _use(self, connection: Connection) -> None:
         self._stream_begins(connection.end)
