@@ -1,0 +1,165 @@
+"""SHAT: the paper's Table 2, and its Figures 5 and 6, in the small.
+
+    python benchmarks/benchmark_shat.py --experiments=accuracy,stragglers --folder=results
+    python benchmarks/benchmark_shat.py --experiments=accuracy --dataset=cifar10 --cifar10=cifar10.npz
+    python benchmarks/benchmark_shat.py --experiments=sharding --links=1e9 --folder=results
+    python benchmarks/benchmark_shat.py --quick
+
+accuracy    Table 2: ENSEMBLE, ASP, SHAT-Root and SHAT with 2 to 16 workers, on a virtual clock (`shat_accuracy.py`).
+stragglers  Figure 5: one worker is 2, 10 or 100 times slower than the others, on the same clock.
+sharding    Figure 6: the throughput of workers with --num_servers servers, without sharding, by layers and by values.
+            Workers and servers are processes, hosts of an emulated network (`network.py`, which needs root). The model
+            has the proportions of VGG: one layer has nine tenths of its parameters. Required: at least 2.5 times the
+            throughput of one server with four, at 1 Gbit/s.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Mapping
+
+import keras
+import network
+import numpy as np
+import ranks
+import results
+import shat_accuracy
+from absl import app, flags, logging
+
+import hop_tf
+
+_EXPERIMENTS = flags.DEFINE_list("experiments", ["accuracy", "stragglers", "sharding"], "What to run.")
+_QUICK = flags.DEFINE_bool("quick", False, "Small sizes for all that is not given: whether it works, in a minute.")
+_FOLDER = flags.DEFINE_string("folder", None, "Where to write CSV and PNG files.")
+_NUM_WORKERS = flags.DEFINE_integer("num_workers", 4, "Workers of `sharding`.", lower_bound=1)
+_NUM_SERVERS = flags.DEFINE_integer("num_servers", 4, "Servers of `sharding`.", lower_bound=1)
+_LINKS = flags.DEFINE_list("links", ["1e9"], "Rates of the links, in bits per second.")
+_NUM_VALUES = flags.DEFINE_integer("num_values", 8_000_000, "Parameters of the model of `sharding`.", lower_bound=20000)
+_NUM_STEPS = flags.DEFINE_integer("num_steps", 8, "Timed steps.", lower_bound=1)
+
+_SMALL = {
+    "models": ["small"],
+    "methods": ["asp", "shat"],
+    "world_sizes": ["2", "4"],
+    "slowdowns": ["1", "10"],
+    "num_samples": 2000,
+    "epochs": 1.0,
+    "seeds": 1,
+    "num_workers": 2,
+    "num_servers": 2,
+    "num_values": 200_000,
+    "num_steps": 3,
+    "links": ["1e8"],
+}
+_SHARDINGS = ("none", "layer", "memory")
+_SKIPPED_STEPS = 3
+# The inputs of the layer with most of the parameters, and the number of small layers before it.
+_WIDTH, _NUM_SMALL_LAYERS = 500, 7
+
+
+class _Clock(keras.callbacks.Callback):
+    """When each step has ended."""
+
+    def __init__(self):
+        super().__init__()
+        self.times: list[float] = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.times.append(time.perf_counter())
+
+
+def _model(num_values: int) -> keras.Model:
+    small = round((0.1 * num_values / _NUM_SMALL_LAYERS) ** 0.5)
+    layers = [keras.layers.Dense(small, "relu") for _ in range(_NUM_SMALL_LAYERS)]
+    large = [keras.layers.Dense(_WIDTH, "relu"), keras.layers.Dense(round(0.9 * num_values / _WIDTH))]
+    return keras.Sequential([keras.Input((small,)), *layers, *large])
+
+
+def _serve_case(case: Mapping, rank: int) -> list[float] | None:
+    """A process of `sharding`; in those of workers returns when each step has ended."""
+    (addresses,) = case["addresses"]
+    num_workers = case["num_workers"]
+    cluster = {"worker": addresses[:num_workers], "ps": addresses[num_workers:]}
+    is_worker = rank < num_workers
+    task = {"type": "worker", "index": rank} if is_worker else {"type": "ps", "index": rank - num_workers}
+    os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": task})
+    try:
+        strategy = hop_tf.SHATParameterServerStrategy(sharding=case["sharding"])
+    except SystemExit:
+        return None
+    with strategy.scope():
+        model = _model(case["num_values"])
+        model.compile("sgd", "mse")
+    num_rows = num_workers * (_SKIPPED_STEPS + case["num_steps"])
+    x = np.zeros((num_rows, model.input_shape[-1]), np.float32)
+    y = np.zeros((num_rows, model.output_shape[-1]), np.float32)
+    clock = _Clock()
+    model.fit(x, y, batch_size=num_workers, verbose=0, callbacks=[clock])
+    strategy.shutdown()
+    return clock.times
+
+
+def _run_sharding(folder: str | None) -> None:
+    reason = network.available()
+    if reason is not None:
+        print(f"\nsharding: left out, as it needs an emulated network ({reason})")
+        return
+    num_workers, num_servers = _NUM_WORKERS.value, _NUM_SERVERS.value
+    print(
+        f"\nsharding: {num_workers} workers, {num_servers} servers, {_NUM_VALUES.value} parameters; pushes a second of "
+        "all workers [times that of one server]"
+    )
+    print(f"  {'link':>10} " + " ".join(f"{sharding:>18}" for sharding in _SHARDINGS))
+    rows = []
+    for link in _LINKS.value:
+        speeds = {sharding: _throughput(sharding, link) for sharding in _SHARDINGS}
+        shown = [f"{speed:8.2f} [{speed / speeds['none']:.2f}]".rjust(18) for speed in speeds.values()]
+        print(f"  {float(link):10.2g} " + " ".join(shown), flush=True)
+        rows += [(link, sharding, speed, speed / speeds["none"]) for sharding, speed in speeds.items()]
+    if folder:
+        results.write_table(folder, "shat_sharding", ["link", "sharding", "pushes a second", "speedup"], rows)
+        with results.figure(folder, "shat_sharding") as (axes,):
+            axes.bar([f"{sharding}\n{float(link):.2g} bit/s" for link, sharding, *_ in rows], [row[3] for row in rows])
+            axes.set(ylabel="throughput over that of one server")
+
+
+def _throughput(sharding: str, link: str) -> float:
+    """Pushes a second of all workers."""
+    case = {
+        "sharding": sharding,
+        "num_workers": _NUM_WORKERS.value,
+        "num_values": _NUM_VALUES.value,
+        "num_steps": _NUM_STEPS.value,
+    }
+    num_hosts = _NUM_WORKERS.value + _NUM_SERVERS.value
+    found = ranks.run(__file__, case, num_hosts, link, num_ports=1, environment={"TF_NUM_INTRAOP_THREADS": "1"})
+    durations = [np.diff(times)[_SKIPPED_STEPS - 1 :] for times in found[: _NUM_WORKERS.value]]
+    return sum(1 / statistics.median(each) for each in durations)
+
+
+def main(argv: list[str]) -> None:
+    """Runs what was asked for."""
+    if len(argv) > 1:
+        raise app.UsageError(f"Unknown arguments: {argv[1:]}.")
+    logging.set_verbosity(logging.ERROR)
+    if _QUICK.value:
+        for name, value in _SMALL.items():
+            if not flags.FLAGS[name].present:
+                flags.FLAGS[name].value = value
+    experiments = {
+        "accuracy": shat_accuracy.run_accuracy,
+        "stragglers": shat_accuracy.run_stragglers,
+        "sharding": _run_sharding,
+    }
+    for name in _EXPERIMENTS.value:
+        if name not in experiments:
+            raise app.UsageError(f"--experiments must be among {', '.join(experiments)}. Received: {name!r}.")
+        experiments[name](_FOLDER.value)
+
+
+if __name__ == "__main__":
+    ranks.serve(_serve_case)
+    app.run(main)

@@ -1,0 +1,357 @@
+"""The experiments `accuracy` and `stragglers` of `benchmark_shat.py`: what workers' weights do to what is learned.
+
+Time is virtual: a worker's step takes as long as it is told to, and the order of pushes follows from that. So one core
+does for 16 workers, and a slow one costs nothing. The server is that of production (`ServedGroup`, with Keras's
+optimizer), and so is the weight; a worker is its model, and Algorithm 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import keras
+import numpy as np
+import results
+import tensorflow as tf
+from absl import flags
+
+from hop_tf.keras_hook import serialized_for_server
+from hop_tf.packing import Packing
+from hop_tf.parameter_server.consistency import Asynchronous
+from hop_tf.parameter_server.group import Gradient, ServedGroup
+from hop_tf.parameter_server.shard import Shard
+from hop_tf.parameter_server.state import ShardState
+from hop_tf.replica_state import spec_of
+from hop_tf.strategies.shat_settings import ShatSettings
+
+_DATASET = flags.DEFINE_enum("dataset", "fashion_mnist", ["fashion_mnist", "cifar10"], "What is trained.")
+_CIFAR10 = flags.DEFINE_string(
+    "cifar10", None, "An .npz file with x_train, y_train, x_test, y_test; else Keras's data."
+)
+_NUM_SAMPLES = flags.DEFINE_integer("num_samples", None, "So many of the data, at most. Default: all.")
+_MODELS_USED = flags.DEFINE_list("models", ["residual", "vgg"], "What is trained: residual, vgg, small.")
+_METHODS_USED = flags.DEFINE_list("methods", ["ensemble", "asp", "shat_root", "shat"], "Or a number: its weight.")
+_WORLD_SIZES = flags.DEFINE_list("world_sizes", ["2", "4", "8", "16"], "Numbers of workers.")
+_SLOWDOWNS = flags.DEFINE_list("slowdowns", ["1", "2", "10", "100"], "How much slower one worker is in `stragglers`.")
+_EPOCHS = flags.DEFINE_float("epochs", 5.0, "So many times as many samples as there are, of all workers.")
+_SEEDS = flags.DEFINE_integer("seeds", 3, "Trainings of each kind.", lower_bound=1)
+_BATCH_SIZE = flags.DEFINE_integer("batch_size", 32, "Samples of a push.", lower_bound=1)
+_LEARNING_RATES = flags.DEFINE_list("learning_rates", ["0.05"], "The best one of each method is shown, too.")
+_MOMENTUM = flags.DEFINE_float("momentum", 0.0, "Of the server's optimizer.")
+_MIN_MIXING = flags.DEFINE_float("min_mixing", None, "Least weight of shat and shat_root. Default: 1 / n.")
+
+# Workers' steps differ by so much, relatively, from each other and from time to time.
+_JITTER = 0.1
+_NUM_EVALUATIONS = 8
+_EVALUATION_BATCH = 500
+_Part = tuple[np.ndarray, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A training: what, and how."""
+
+    model: str
+    method: str
+    num_workers: int
+    rate: float
+    seed: int
+    slowdown: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """What became of it.
+
+    Attributes:
+      case: The training.
+      times: When the server's model was evaluated, in steps of a worker.
+      accuracies: Of the server's model then, on the test data.
+      workers: Mean accuracy of the workers' own models at the end.
+    """
+
+    case: Case
+    times: Sequence[float]
+    accuracies: Sequence[float]
+    workers: float
+
+    @property
+    def accuracy(self) -> float:
+        """What the method has to show for itself: for training alone there is no model but the workers'."""
+        return self.workers if self.case.method == "ensemble" else self.accuracies[-1]
+
+
+def run_accuracy(folder: str | None) -> None:
+    """Table 2."""
+    data, trained = _load(), []
+    print(f"\naccuracy, {_about(data)}; mean over {_SEEDS.value} seeds [best learning rate]")
+    print(f"  {'model':10} {'workers':>7} " + " ".join(f"{method:>18}" for method in _METHODS_USED.value))
+    for model, num_workers in itertools.product(_MODELS_USED.value, map(int, _WORLD_SIZES.value)):
+        shown = []
+        for method in _METHODS_USED.value:
+            for rate, seed in itertools.product(map(float, _LEARNING_RATES.value), range(_SEEDS.value)):
+                trained.append(_train(Case(model, method, num_workers, rate, seed), data))
+            mean, rate = _best(trained, model, method, num_workers)
+            shown.append(f"{mean:10.4f} [{rate:g}]".rjust(18))
+        print(f"  {model:10} {num_workers:7} " + " ".join(shown), flush=True)
+    if folder:
+        titles = ["model", "method", "workers", "learning rate", "seed", "accuracy", "server", "mean of workers"]
+        rows = [
+            (c.model, c.method, c.num_workers, c.rate, c.seed, t.accuracy, t.accuracies[-1], t.workers)
+            for t in trained
+            for c in [t.case]
+        ]
+        results.write_table(folder, "shat_accuracy", titles, rows)
+        _draw_accuracy(folder, trained)
+
+
+def _draw_accuracy(folder: str, trained: Sequence[Trained]) -> None:
+    with results.figure(folder, "shat_accuracy", len(_MODELS_USED.value)) as all_axes:
+        for axes, model in zip(all_axes, _MODELS_USED.value, strict=True):
+            for method in _METHODS_USED.value:
+                sizes = list(map(int, _WORLD_SIZES.value))
+                axes.plot(sizes, [_best(trained, model, method, n)[0] for n in sizes], marker="o", label=method)
+            axes.set(xlabel="workers", ylabel="accuracy", title=model, xscale="log")
+            axes.legend()
+
+
+def run_stragglers(folder: str | None) -> None:
+    """Figure 5."""
+    data, trained = _load(), []
+    num_workers = max(map(int, _WORLD_SIZES.value))
+    print(f"\none slow worker of {num_workers}, {_about(data)}; accuracy after as many pushes, and the time of these")
+    print(f"  {'model':10} {'method':>10} " + " ".join(f"{'x' + text:>18}" for text in _SLOWDOWNS.value))
+    methods = [method for method in _METHODS_USED.value if method != "ensemble"]
+    for model, method in itertools.product(_MODELS_USED.value, methods):
+        shown = []
+        for slowdown in map(float, _SLOWDOWNS.value):
+            cases = [
+                Case(model, method, num_workers, float(_LEARNING_RATES.value[0]), seed, slowdown)
+                for seed in range(_SEEDS.value)
+            ]
+            found = [_train(case, data) for case in cases]
+            trained += found
+            accuracy = np.mean([t.accuracy for t in found])
+            seconds = np.mean([t.times[-1] for t in found])
+            shown.append(f"{accuracy:.4f} {seconds:8.0f}".rjust(18))
+        print(f"  {model:10} {method:>10} " + " ".join(shown), flush=True)
+    if folder:
+        titles = ["model", "method", "slowdown", "seed", "time", "accuracy"]
+        rows = [
+            (t.case.model, t.case.method, t.case.slowdown, t.case.seed, time, accuracy)
+            for t in trained
+            for time, accuracy in zip(t.times, t.accuracies, strict=True)
+        ]
+        results.write_table(folder, "shat_stragglers", titles, rows)
+        _draw_stragglers(folder, trained)
+
+
+def _draw_stragglers(folder: str, trained: Sequence[Trained]) -> None:
+    with results.figure(folder, "shat_stragglers", len(_MODELS_USED.value)) as all_axes:
+        for axes, model in zip(all_axes, _MODELS_USED.value, strict=True):
+            shown = [t for t in trained if t.case.model == model and t.case.method == "shat"]
+            for slowdown in dict.fromkeys(t.case.slowdown for t in shown):
+                of_seeds = [t for t in shown if t.case.slowdown == slowdown]
+                times = np.mean([t.times for t in of_seeds], axis=0)
+                axes.plot(times, np.mean([t.accuracies for t in of_seeds], axis=0), label=f"x{slowdown:g}")
+            axes.set(xlabel="time, in steps of a worker", ylabel="accuracy", title=f"{model}, shat")
+            axes.legend()
+
+
+def _best(trained: Sequence[Trained], model: str, method: str, num_workers: int) -> tuple[float, float]:
+    """The largest mean over the seeds, and its learning rate."""
+    by_rate: dict[float, list[float]] = {}
+    for each in trained:
+        case = each.case
+        if (case.model, case.method, case.num_workers) == (model, method, num_workers):
+            by_rate.setdefault(case.rate, []).append(each.accuracy)
+    return max((float(np.mean(accuracies)), rate) for rate, accuracies in by_rate.items())
+
+
+def _about(data: tuple[_Part, _Part]) -> str:
+    return f"{_DATASET.value}, {len(data[0][0])} samples, {_EPOCHS.value:g} epochs, momentum {_MOMENTUM.value:g}"
+
+
+# A training on a virtual clock.
+
+
+def _train(case: Case, data: tuple[_Part, _Part]) -> Trained:
+    keras.utils.set_random_seed(case.seed)
+    model = _MODELS[case.model](data[0][0].shape[1:])
+    problem = _Problem(model)
+    group = problem.make_group(case.num_workers)
+    settings = _settings(case.method)
+    num_pushes = int(_EPOCHS.value * len(data[0][0]) / _BATCH_SIZE.value)
+    evaluations = {num_pushes * (k + 1) // _NUM_EVALUATIONS for k in range(_NUM_EVALUATIONS)}
+    batches = [_batches(data[0], rank, case) for rank in range(case.num_workers)]
+    weights = [problem.initial] * case.num_workers
+    sequences = [0] * case.num_workers
+    times, accuracies = [], []
+    for number, (now, rank) in zip(range(1, num_pushes + 1), _turns(case), strict=False):
+        gradient = problem.gradient(weights[rank], *next(batches[rank]))
+        sequences[rank] += 1
+        (answer,) = group.push(rank, Gradient(sequences[rank], [gradient], case.rate))
+        alpha = settings.weight(answer.num_others, answer.num_workers)
+        local = weights[rank] - np.float32(case.rate / (1 - _MOMENTUM.value)) * gradient
+        weights[rank] = np.float32(1 - alpha) * local + np.float32(alpha) * answer.buckets[0]
+        if number in evaluations:
+            times.append(now)
+            accuracies.append(problem.accuracy(answer.buckets[0], data[1]))
+    ends = [problem.accuracy(each, data[1]) for each in weights] if case.method == "ensemble" else accuracies[-1:]
+    return Trained(case, times, accuracies, float(np.mean(ends)))
+
+
+def _turns(case: Case) -> Iterator[tuple[float, int]]:
+    """Who pushes next, and when."""
+    generator = np.random.default_rng([case.seed, case.num_workers])
+    speeds = 1 + _JITTER * generator.random(case.num_workers)
+    speeds[0] *= case.slowdown
+    queue = [(speed, rank) for rank, speed in enumerate(speeds)]
+    heapq.heapify(queue)
+    while True:
+        now, rank = queue[0]
+        yield now, rank
+        heapq.heapreplace(queue, (now + speeds[rank] * (1 + _JITTER * generator.normal()), rank))
+
+
+def _batches(part: _Part, rank: int, case: Case) -> Iterator[_Part]:
+    """A worker's share of the data of each epoch."""
+    x, y = part
+    for epoch in itertools.count():
+        order = np.random.default_rng([case.seed, epoch]).permutation(len(x))[rank :: case.num_workers]
+        for start in range(0, max(1, len(order) - _BATCH_SIZE.value + 1), _BATCH_SIZE.value):
+            chosen = order[start : start + _BATCH_SIZE.value]
+            yield x[chosen], y[chosen]
+
+
+def _settings(method: str) -> ShatSettings:
+    mixing = float(method) if method.replace(".", "", 1).isdigit() else method
+    return ShatSettings(
+        mixing=mixing,
+        sharding="none",
+        consistency="async",
+        min_mixing=_MIN_MIXING.value,
+        log_base=math.e,
+        codec=None,
+    )
+
+
+class _Problem:
+    """A model as functions of one vector."""
+
+    def __init__(self, model: keras.Model):
+        self._model = model
+        variables = [variable.value for variable in model.trainable_variables]
+        self._packing = Packing([spec_of(variable) for variable in variables])
+        self.initial = self._packing.pack([variable.read_value() for variable in variables])[0].numpy()
+        self._loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        self._gradient = tf.function(self._emit_gradient, reduce_retracing=True)
+        self._predict = tf.function(self._emit_predict, reduce_retracing=True)
+
+    def make_group(self, num_workers: int) -> ServedGroup:
+        """A server that begins with the model."""
+        optimizer = serialized_for_server(keras.optimizers.SGD(0.1, momentum=_MOMENTUM.value))
+        shard = Shard(self._packing, optimizer, [True] * len(self._packing.specs))
+        group = ServedGroup(shard, self._packing, Asynchronous())
+        group.assign(ShardState([self.initial]))
+        group.begin_session(range(num_workers))
+        return group
+
+    def gradient(self, weights: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        """Of the mean loss of a batch."""
+        return self._gradient(tf.constant(weights), x, y).numpy()
+
+    def accuracy(self, weights: np.ndarray, test: _Part) -> float:
+        """On the test data."""
+        x, y = test
+        parts = range(0, len(x), _EVALUATION_BATCH)
+        found = [self._predict(tf.constant(weights), x[i : i + _EVALUATION_BATCH]).numpy() for i in parts]
+        return float(np.mean(np.concatenate(found) == y.ravel()))
+
+    def _call(self, weights: tf.Tensor, x: tf.Tensor, training: bool) -> tf.Tensor:
+        return self._model.stateless_call(self._packing.unpack([weights]), [], x, training=training)[0]
+
+    def _emit_gradient(self, weights: tf.Tensor, x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            tape.watch(weights)
+            loss = self._loss(y, self._call(weights, x, True))
+        return tape.gradient(loss, weights)
+
+    def _emit_predict(self, weights: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
+        return tf.argmax(self._call(weights, x, False), axis=-1)
+
+
+# Models, in the small. Groups take the place of batches in normalization: there are no moving statistics.
+
+
+def _residual(shape: Sequence[int]) -> keras.Model:
+    layers = keras.layers
+
+    def convolution(x, filters: int, size: int, strides: int = 1):
+        x = layers.Conv2D(filters, size, strides, "same", use_bias=False, kernel_initializer="he_normal")(x)
+        return layers.GroupNormalization(groups=4)(x)
+
+    inputs = keras.Input(shape)
+    x = layers.MaxPooling2D()(layers.ReLU()(convolution(inputs, 16, 3)))
+    for filters, strides in ((16, 1), (32, 2), (64, 2)):
+        inner = convolution(layers.ReLU()(convolution(x, filters, 3, strides)), filters, 3)
+        x = layers.ReLU()(inner + (x if strides == 1 else convolution(x, filters, 1, strides)))
+    return keras.Model(inputs, layers.Dense(10)(layers.GlobalAveragePooling2D()(x)))
+
+
+def _vgg(shape: Sequence[int]) -> keras.Model:
+    """Convolutions, and dense layers that hold nine tenths of the parameters."""
+    layers = keras.layers
+    return keras.Sequential(
+        [
+            keras.Input(shape),
+            *(
+                layer
+                for filters in (16, 32)
+                for layer in (
+                    layers.Conv2D(filters, 3, padding="same", activation="relu", kernel_initializer="he_normal"),
+                    layers.Conv2D(filters, 3, padding="same", activation="relu", kernel_initializer="he_normal"),
+                    layers.MaxPooling2D(),
+                )
+            ),
+            layers.Flatten(),
+            layers.Dense(128, "relu", kernel_initializer="he_normal"),
+            layers.Dense(10),
+        ]
+    )
+
+
+def _small(shape: Sequence[int]) -> keras.Model:
+    layers = keras.layers
+    return keras.Sequential(
+        [
+            keras.Input(shape),
+            layers.Conv2D(8, 3, 2, activation="relu"),
+            layers.Conv2D(16, 3, 2, activation="relu"),
+            layers.Flatten(),
+            layers.Dense(64, "relu"),
+            layers.Dense(10),
+        ]
+    )
+
+
+_MODELS: Mapping[str, Callable] = {"residual": _residual, "vgg": _vgg, "small": _small}
+
+
+def _load() -> tuple[_Part, _Part]:
+    if _DATASET.value == "fashion_mnist":
+        (x, y), (x_test, y_test) = keras.datasets.fashion_mnist.load_data()
+        x, x_test = x[..., None], x_test[..., None]
+    elif _CIFAR10.value is not None:
+        with np.load(_CIFAR10.value) as arrays:
+            x, y, x_test, y_test = (arrays[name] for name in ("x_train", "y_train", "x_test", "y_test"))
+    else:
+        (x, y), (x_test, y_test) = keras.datasets.cifar10.load_data()
+    x, y = x[: _NUM_SAMPLES.value], y[: _NUM_SAMPLES.value]
+    mean, deviation = x.mean(), x.std()
+    x, x_test = (((part - mean) / deviation).astype(np.float32) for part in (x, x_test))
+    return (x, y), (x_test, y_test)
