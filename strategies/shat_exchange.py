@@ -126,7 +126,13 @@ class ShatExchange(Exchange, Joiner):
             if description.has_state:
                 parts += shard.state_of(model, slots, num_updates(self._optimizer())).to_parts()
             self._membership.send(shard.server, CONFIGURE, b"", wire.join(parts), lane=BULK_LANE)
-        answers = self._await(CONFIGURED, "receive state", lambda answer: answer.session == self._session)
+        # It is rank 0 that the servers have their state from.
+        sources = () if joins or self._membership.rank == 0 else (0,)
+        for rank in sources:
+            self._membership.transport.connect(rank)
+        answers = self._await(
+            CONFIGURED, "receive state", lambda answer: answer.session == self._session, sources=sources
+        )
         for answer, _ in answers.values():
             if answer.error:
                 error = MismatchError if answer.is_mismatch else HopError
@@ -290,8 +296,9 @@ class ShatExchange(Exchange, Joiner):
         is_answer: Callable[[object], bool],
         step: int | None = None,
         ask_again: Callable[[_Shard, bool], None] | None = None,
+        sources: Sequence[int] = (),
     ) -> dict[int, tuple[object, np.ndarray]]:
-        """Takes every server's answer."""
+        """Takes every server's answer. While one is missing, ranks in `sources` must be there, too."""
         membership, received = self._membership, self._received[name]
         since = membership.monitor.now()
         retry_at = since + _RETRY_SECONDS if ask_again else float("inf")
@@ -299,13 +306,17 @@ class ShatExchange(Exchange, Joiner):
         def absent() -> list[int]:
             return [s.server for s in self.shards if s.server not in received or not is_answer(received[s.server][0])]
 
+        def awaited() -> list[int]:
+            servers = absent()
+            return [*servers, *sources] if servers else []
+
         def lacking() -> list[int]:
             """Servers that have answered that they have got nothing."""
             return [server for server, (answer, _) in received.items() if getattr(answer, "is_missing", False)]
 
         while True:
             membership.wait(
-                lambda at=retry_at: [] if membership.monitor.now() >= at or lacking() else absent(),
+                lambda at=retry_at: [] if membership.monitor.now() >= at or lacking() else awaited(),
                 operation=operation,
                 step=step,
                 since=since,

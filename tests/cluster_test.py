@@ -123,5 +123,18 @@ class ClusterTest(tf.test.TestCase, parameterized.TestCase):
             _from_tf_config(config)
 
 
+class ServersTest(tf.test.TestCase):
+    def test_numbers_of_servers_go_on_where_ranks_end(self):
+        spec = tf.train.ClusterSpec({"chief": ["a:1"], "worker": ["b:1", "c:1"], "ps": ["d:1", "e:1"]})
+        numbers = {}
+        for task_type, task_id in (("chief", 0), ("worker", 1), ("ps", 0), ("ps", 1)):
+            resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(spec, task_type=task_type, task_id=task_id)
+            cluster = Cluster.from_resolver(resolver)
+            numbers[task_type, task_id] = cluster.number
+            self.assertEqual(cluster.all_addresses, ("a:1", "b:1", "c:1", "d:1", "e:1"))
+            self.assertEqual(list(cluster.servers), [3, 4])
+        self.assertEqual(list(numbers.values()), [0, 2, 3, 4])
+
+
 if __name__ == "__main__":
     tf.test.main()

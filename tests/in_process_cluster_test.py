@@ -104,6 +104,26 @@ class InProcessClusterTest(tf.test.TestCase, parameterized.TestCase):
         with self.assertRaisesRegex(hop_tf.errors.HopError, "shut down"):
             made[0].fit_session(None).__enter__()
 
+    def test_parameter_servers(self):
+        def make_strategy(cluster_resolver):
+            tasks.append(cluster_resolver.task_type)
+            return hop_tf.SHATParameterServerStrategy(cluster_resolver=cluster_resolver)
+
+        tasks, before = [], set(threading.enumerate())
+        ranks = InProcessCluster(2, make_strategy, num_ps=3).run(lambda strategy: strategy.rank)
+        self.assertEqual(ranks, [0, 1])
+        self.assertEqual(sorted(tasks), ["ps"] * 3 + ["worker"] * 2)
+        self.assertEmpty([thread for thread in threading.enumerate() if thread not in before])
+
+    def test_raises_what_a_parameter_server_raises(self):
+        def make_strategy(cluster_resolver):
+            if cluster_resolver.task_type == "ps":
+                raise KeyError("no server")
+            return _make_strategy(cluster_resolver)
+
+        with self.assertRaisesRegex(KeyError, "no server"):
+            InProcessCluster(2, make_strategy, num_ps=1).run(lambda strategy: None)
+
     @parameterized.parameters(0, -1, 1.0, True, "2", None)
     def test_refuses(self, num_workers):
         with self.assertRaisesRegex(ValueError, r"`num_workers` must be a positive integer\. Received: num_workers="):

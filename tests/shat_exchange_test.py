@@ -284,6 +284,13 @@ class LostTest(tf.test.TestCase):
             with self.assertRaisesRegex(PeerLostError, r"rank 0, step 1: receive model of push 2 on ps 1 at "):
                 worker.push(1, 1.0)
 
+    def test_without_rank_0_servers_have_no_state(self):
+        options = CommunicationOptions(timeout_seconds=1)
+        with mock.patch(f"{__name__}._OPTIONS", options), _Threads(2, 1) as threads:
+            threads.network.kill(0)
+            with self.assertRaisesRegex(HopError, r"rank 1: receive state on rank 0 at .* failed after 1\.\d s"):
+                threads.workers[1].exchange.configure(joins=False)
+
     def test_the_others_go_on_without_a_lost_worker(self):
         settings = dataclasses.replace(_SETTINGS, consistency="bsp")
         with _Threads(2, 1, settings=[settings] * 2) as threads:

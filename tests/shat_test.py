@@ -206,9 +206,15 @@ class BulkSynchronousTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
-    def test_linear_loss_has_one_result_for_any_schedule(self):
+    @parameterized.parameters(False, True)
+    def test_linear_loss_has_one_result_for_any_schedule(self, run_eagerly):
+        def make_model():
+            model = _make_linear(keras.optimizers.SGD(_RATE))
+            model.run_eagerly = run_eagerly
+            return model
+
         def train(strategy):
-            _, model = _trained(strategy, lambda: _make_linear(keras.optimizers.SGD(_RATE)), num_epochs=2)
+            _, model = _trained(strategy, make_model, num_epochs=2)
             strategy.synchronize(model)
             return model.get_weights()[0], strategy.report()
 

@@ -182,6 +182,7 @@ class ParameterServer:
             self._groups[configure.group] = configured
         configured.compare(worker, configure)
         self._left.discard(worker)
+        self._lost.pop(worker, None)  # It was slow to appear.
         configured.group.join(worker)
         if configure.has_state and not configured.has_state:
             configured.begin(ShardState.from_parts(parts, configured.packing))
