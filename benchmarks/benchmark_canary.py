@@ -1,0 +1,232 @@
+"""Canary beside synchronous training: traffic, ranks of unequal speed, networks, and accuracy.
+
+    python benchmarks/benchmark_canary.py --experiments=traffic,straggler,networks --output=results
+    python benchmarks/benchmark_canary.py --experiments=accuracy --seeds=3
+
+traffic     Bytes that a rank sends in a step, headers and bucket values included, and their share of what float32
+            takes; the peak of a step over the mean. Required: 27% with the sketch, 10% with low rank.
+straggler   One rank is ten times slower: steps per second of the others, over those without a slow rank. Required: 95%.
+networks    Steps per second with an emulated computation (asleep) on a mesh and on BCubes, synchronous and not, with
+            the sketch and without, and the bytes on each lane. (Figures 23 and 24 in the small.)
+accuracy    Real training on loopback: accuracy on the test data, and the seconds until `--target` was reached.
+
+BML, the baseline of the paper, is `consistency="bsp", codec=None` on a BCube.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+
+import keras
+import numpy as np
+import ranks
+import results
+import tensorflow as tf
+from absl import app, flags
+
+import hop_tf
+from hop_tf.emulation import ComputeEmulation, Slowdown
+
+_EXPERIMENTS = flags.DEFINE_list("experiments", ["traffic", "straggler", "networks"], "What to run.")
+_LINK = flags.DEFINE_string("link", ranks.LOOPBACK, "Bits per second of a host's link; needs root. Or loopback.")
+_WORLD_SIZE = flags.DEFINE_integer("world_size", 4, "Ranks, where the network does not say.", lower_bound=2)
+_NETWORKS = flags.DEFINE_list("networks", ["mesh", "bcube:2.2", "bcube:3.2"], "A dot stands for the comma.")
+_WIDTH = flags.DEFINE_integer("width", 2300, "Of two dense layers, for traffic.")
+_STEP_SECONDS = flags.DEFINE_float("step_seconds", 0.05, "Emulated computation of a step.")
+_NUM_STEPS = flags.DEFINE_integer("num_steps", 60, "Timed steps.", lower_bound=10)
+_EPOCHS = flags.DEFINE_integer("epochs", 5, "Epochs of the training for accuracy.")
+_LEARNING_RATE = flags.DEFINE_float("learning_rate", 0.02, "Of the training for accuracy, with a momentum of 0.9.")
+_TARGET = flags.DEFINE_float("target", 0.85, "Accuracy whose time is taken.")
+_SEEDS = flags.DEFINE_integer("seeds", 1, "Trainings of each kind.")
+_OUTPUT = flags.DEFINE_string("output", None, "A folder for tables and figures.")
+
+_FLOAT32 = {"codec": None}
+_KINDS = {
+    "BSP float32 (BML)": {"consistency": "bsp", **_FLOAT32},
+    "BSP sketch": {"consistency": "bsp"},
+    "SSP float32": {"consistency": "ssp", **_FLOAT32},
+    "SSP sketch": {"consistency": "ssp"},
+}
+
+
+# In each rank.
+
+
+def _run_rank(case: Mapping, rank: int) -> list:
+    """What comes of each of the settings."""
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    return [_run(case, rank, turn, settings) for turn, settings in enumerate(case["settings"])]
+
+
+def _run(case: Mapping, rank: int, turn: int, settings: Mapping) -> dict:
+    workers = case["addresses"][turn]  # None meets the strategy before it of another rank.
+    os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": workers}, "task": {"type": "worker", "index": rank}})
+    strategy = hop_tf.CanaryStrategy(**settings)
+    try:
+        return _train(case, strategy) if case["experiment"] == "accuracy" else _time(case, strategy)
+    finally:
+        strategy.shutdown()
+
+
+def _time(case: Mapping, strategy: hop_tf.CanaryStrategy) -> dict:
+    width = case["width"]
+    with strategy.scope():
+        layers = [keras.layers.Dense(width), keras.layers.Dense(width)]
+        model = keras.Sequential([keras.Input((width,)), *layers])
+        model.compile(keras.optimizers.SGD(1e-3), "mse")
+    times, sent, steps = [], [], []
+
+    def note(batch, logs):
+        report = strategy.report()
+        times.append(time.monotonic())
+        sent.append(report["bytes_sent"])
+        steps.append(report["steps"])
+
+    x = np.random.default_rng(0).normal(size=(case["num_steps"] * strategy.world_size, width)).astype(np.float32)
+    record = keras.callbacks.LambdaCallback(on_train_batch_end=note)
+    model.fit(x, x, batch_size=strategy.world_size, shuffle=False, verbose=0, callbacks=[record])
+    first = len(times) // 4  # What comes before are tracing and the first messages.
+    of_steps = np.diff(sent[first:])
+    return {
+        "steps_per_second": (len(times) - 1 - first) / (times[-1] - times[first]),
+        "trained": steps[-1] - steps[first],
+        "bytes": float(np.mean(of_steps)),
+        "peak": float(np.max(of_steps)),
+        "num_values": model.count_params(),
+        "report": strategy.report(),
+    }
+
+
+class _Accuracies(keras.callbacks.Callback):
+    """Accuracy on the test data, and the time of training, after each epoch."""
+
+    def __init__(self, test: tuple):
+        super().__init__()
+        self.reached: list[tuple[float, float]] = []
+        self._test = test
+        self._seconds = 0.0
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._start = time.monotonic()
+
+    def on_epoch_end(self, epoch, logs=None):
+        self._seconds += time.monotonic() - self._start
+        self.reached.append((self._seconds, self.model.evaluate(*self._test, batch_size=500, verbose=0)[1]))
+
+
+def _train(case: Mapping, strategy: hop_tf.CanaryStrategy) -> list[tuple[float, float]]:
+    keras.utils.set_random_seed(case["seed"])
+    (x, y), (x_test, y_test) = keras.datasets.fashion_mnist.load_data()
+    x, x_test = (images.reshape(-1, 784).astype(np.float32) / 255 for images in (x, x_test))
+    layers = keras.layers
+    with strategy.scope():
+        hidden = [layers.Dense(300, activation="relu"), layers.Dense(100, activation="relu")]
+        model = keras.Sequential([keras.Input((784,)), *hidden, layers.Dense(10, activation="softmax")])
+        optimizer = keras.optimizers.SGD(case["learning_rate"], momentum=0.9)
+        model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"])
+    accuracies = _Accuracies((x_test, y_test))
+    model.fit(x, y, batch_size=128, epochs=case["epochs"], verbose=0, callbacks=[accuracies])
+    return accuracies.reached
+
+
+# In the parent.
+
+
+def _measure(
+    settings: Sequence[Mapping], world_size: int, slowdowns: tuple = (), step_seconds: float = 0.0, **case
+) -> list:
+    """For each of the settings, what its ranks have found."""
+    environment = (
+        ComputeEmulation(step_seconds=step_seconds, slowdowns=slowdowns).to_environment() if step_seconds else {}
+    )
+    case = {"experiment": "timing", "width": 256, "num_steps": _NUM_STEPS.value, "settings": settings, **case}
+    of_ranks = ranks.run(
+        __file__, case, world_size, _LINK.value, num_ports=len(settings), environment=environment, timeout_seconds=3600
+    )
+    return list(zip(*of_ranks, strict=True))
+
+
+def _show(name: str, titles: Sequence[str], rows: Sequence[Sequence]) -> None:
+    print(f"\n{name}\n  " + "".join(f"{title:>22s}" for title in titles))
+    for row in rows:
+        print("  " + "".join(f"{cell:22.4g}" if isinstance(cell, float) else f"{cell!s:>22s}" for cell in row))
+    if _OUTPUT.value:
+        results.write_table(_OUTPUT.value, f"canary_{name}", titles, rows)
+        with results.figure(_OUTPUT.value, f"canary_{name}") as (axis,):
+            axis.barh([" ".join(map(str, row[:-1])) for row in rows], [float(row[-1]) for row in rows])
+            axis.set_xlabel(titles[-1])
+
+
+def _traffic() -> None:
+    kinds = {**_KINDS, "BSP sketch, rank 4": {"consistency": "bsp", "low_rank": 4}}
+    n, rows = _WORLD_SIZE.value, []
+    measured = _measure(list(kinds.values()), n, width=_WIDTH.value, num_steps=16)
+    for label, of_ranks in zip(kinds, measured, strict=True):
+        sent, peak = (statistics.mean(each[what] for each in of_ranks) for what in ("bytes", "peak"))
+        float32 = 2 * (n - 1) / n * 4 * of_ranks[0]["num_values"]
+        rows.append((label, sent / 1e6, peak / sent, sent / float32))
+    _show("traffic", ("", "MB a step", "peak / mean", "share of float32"), rows)
+
+
+def _straggler() -> None:
+    rows = []
+    for label in ("BSP sketch", "SSP sketch"):
+        rates = []
+        for slowdowns in ((), (Slowdown(rank=0, factor=10),)):
+            (of_ranks,) = _measure(
+                [_KINDS[label]], _WORLD_SIZE.value, slowdowns=slowdowns, step_seconds=_STEP_SECONDS.value
+            )
+            rates.append(statistics.mean(each["steps_per_second"] for each in of_ranks[1:]))
+        rows.append((label, *rates, rates[1] / rates[0]))
+    _show("straggler", ("", "steps / s, all equal", "steps / s, one slow", "ratio"), rows)
+
+
+def _networks() -> None:
+    rows = []
+    for network in (name.replace(".", ",") for name in _NETWORKS.value):
+        world_size = _WORLD_SIZE.value
+        if network.startswith("bcube"):
+            alpha, beta = map(int, network.partition(":")[2].split(","))
+            world_size = alpha**beta
+        settings = [{**kind, "network": network} for kind in _KINDS.values()]
+        for label, of_ranks in zip(
+            _KINDS, _measure(settings, world_size, step_seconds=_STEP_SECONDS.value), strict=True
+        ):
+            report = of_ranks[0]["report"]
+            lanes = [f"{report[name] / 1e6:.1f}" for name in sorted(report) if name.startswith("bytes_sent_on_lane_")][
+                1:
+            ]
+            rate = statistics.mean(each["steps_per_second"] for each in of_ranks)
+            rows.append((network, world_size, label, " ".join(lanes), rate))
+    _show("networks", ("network", "ranks", "", "MB by lane", "steps / s"), rows)
+
+
+def _accuracy() -> None:
+    rows = []
+    for label, settings in _KINDS.items():
+        last, seconds = [], []
+        for seed in range(_SEEDS.value):
+            case = {"epochs": _EPOCHS.value, "learning_rate": _LEARNING_RATE.value, "seed": seed}
+            (of_ranks,) = _measure([settings], _WORLD_SIZE.value, experiment="accuracy", **case)
+            last.append(of_ranks[0][-1][1])
+            seconds.append(next((s for s, accuracy in of_ranks[0] if accuracy >= _TARGET.value), float("nan")))
+        rows.append((label, statistics.mean(seconds), statistics.mean(last)))
+    _show("accuracy", ("", f"s to {_TARGET.value}", "accuracy"), rows)
+
+
+_RUN = {"traffic": _traffic, "straggler": _straggler, "networks": _networks, "accuracy": _accuracy}
+
+
+def main(argv) -> None:
+    del argv
+    for name in _EXPERIMENTS.value:
+        _RUN[name]()
+
+
+if __name__ == "__main__":
+    ranks.serve(_run_rank)
+    app.run(main)
