@@ -26,15 +26,14 @@ from hop_tf.keras_hook import (
     slots_of,
 )
 from hop_tf.membership import parse
-from hop_tf.packing import Packing
 from hop_tf.parameter_server import parameter_server_pb2 as pb
 from hop_tf.parameter_server import wire
-from hop_tf.parameter_server.encoding import Encoding
 from hop_tf.parameter_server.server import ASSIGN, CONFIGURE, CONFIGURED, PREFIX, PULL, PULLED, PUSH, REPLY, RETIRE
 from hop_tf.parameter_server.shard import is_elementwise
-from hop_tf.parameter_server.sharding import Piece, ShardPacking, plan_shards
+from hop_tf.parameter_server.sharding import Piece, plan_shards
 from hop_tf.parameter_server.state import ShardState
 from hop_tf.strategies.shat_settings import ShatSettings
+from hop_tf.strategies.shat_shards import ShardView
 from hop_tf.transport.base import Message
 from hop_tf.worker import ExchangeContext
 
@@ -74,7 +73,7 @@ class ShatExchange(Exchange, Joiner):
         check_loss_scaling(optimizer)
         _check_sharding(optimizer_class(optimizer), settings.sharding, len(servers))
         self.shards = [
-            _Shard(index, server, context, pieces, settings)
+            ShardView(index, server, context, pieces, settings)
             for index, (server, pieces) in enumerate(zip(servers, self._plan(optimizer, len(servers)), strict=True))
             if pieces
         ]
@@ -208,7 +207,7 @@ class ShatExchange(Exchange, Joiner):
         def is_answer(reply: pb.Reply) -> bool:
             return reply.session == self._session and reply.sequence == sequence
 
-        def ask_again(shard: _Shard, is_missing: bool) -> None:
+        def ask_again(shard: ShardView, is_missing: bool) -> None:
             # What was sent is still there: it is sent again only where it has not arrived.
             again = pb.Push(asks_again=not is_missing)
             again.MergeFrom(push)
@@ -224,7 +223,7 @@ class ShatExchange(Exchange, Joiner):
         self._communicate_seconds += time.perf_counter() - start
         return incoming
 
-    def _send(self, shard: _Shard, push: pb.Push, payload: Sequence[np.ndarray], step: int) -> None:
+    def _send(self, shard: ShardView, push: pb.Push, payload: Sequence[np.ndarray], step: int) -> None:
         shard.bytes_sent += sum(array.nbytes for array in payload)
         self._membership.send(shard.server, PUSH, push.SerializeToString(), payload, lane=BULK_LANE, step=step)
 
@@ -295,7 +294,7 @@ class ShatExchange(Exchange, Joiner):
         operation: str,
         is_answer: Callable[[object], bool],
         step: int | None = None,
-        ask_again: Callable[[_Shard, bool], None] | None = None,
+        ask_again: Callable[[ShardView, bool], None] | None = None,
         sources: Sequence[int] = (),
     ) -> dict[int, tuple[object, np.ndarray]]:
         """Takes every server's answer. While one is missing, ranks in `sources` must be there, too."""
@@ -426,99 +425,6 @@ class ShatExchange(Exchange, Joiner):
     def latest(self) -> Iterable[tuple[int, float]]:
         """For each shard c and alpha of the latest answer."""
         return list(self._latest.values())
-
-
-class _Shard:
-    """A server's part of the model, seen from a worker.
-
-    Args:
-      index: The server's index among the servers.
-      server: Its place in the cluster.
-      context: Of the group.
-      pieces: What it keeps.
-      settings: Those of the strategy.
-
-    Attributes:
-      packing: The shard's buckets.
-      ranges: Where they lie in the group's buckets.
-      encoded: What was pushed last.
-      bytes_sent: Of pushes.
-      bytes_received: Of answers.
-    """
-
-    def __init__(
-        self, index: int, server: int, context: ExchangeContext, pieces: Sequence[Piece], settings: ShatSettings
-    ):
-        self.index = index
-        self.server = server
-        self._pieces = pieces
-        self._place = ShardPacking(context.packing, pieces)
-        self._num_elements = [spec.num_elements for spec in context.packing.specs]
-        self.packing: Packing = self._place.packing
-        self.ranges = self._place.ranges
-        self._encoding = Encoding(self.packing, settings.codec, context.pool)
-        self._plain = Encoding.plain(self.packing)
-        self.encoded: list[np.ndarray] = []
-        self.bytes_sent = self.bytes_received = 0
-
-    def describe(self, common: pb.Configure, decay: Sequence[bool]) -> bytes:
-        """What the server is to keep."""
-        description = pb.Configure()
-        description.CopyFrom(common)
-        for piece, spec in zip(self._pieces, self.packing.specs, strict=True):
-            description.pieces.add(
-                name=spec.name,
-                dtype=spec.dtype.name,
-                shape=spec.shape,
-                decays=decay[piece.index],
-                is_carried=spec.exact,
-            )
-        return description.SerializeToString(deterministic=True)
-
-    def cut(self, buckets: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """The shard's part of buckets."""
-        return self._place.cut(buckets)
-
-    def encode(self, buckets: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """What is pushed."""
-        self.encoded = self._encoding.encode(self.cut(buckets))
-        return self.encoded
-
-    def decode(self, payload: np.ndarray) -> list[np.ndarray]:
-        """The buckets of an answer."""
-        return self._plain.decode(wire.split(payload))
-
-    def state_of(
-        self, model: Sequence[np.ndarray], slots: Mapping[tuple[str, int | None], np.ndarray], iterations: int
-    ) -> ShardState:
-        """The shard's part of a state whose slots are by variables."""
-        own = {(name, None): value for (name, index), value in slots.items() if index is None}
-        for number, piece in enumerate(self._pieces):
-            for (name, index), value in slots.items():
-                if index == piece.index:
-                    own[name, number] = value.reshape(-1)[piece.start : piece.stop] if self._cuts(piece) else value
-        return ShardState(buckets=self.cut(model), slots=own, iterations=iterations)
-
-    def put_slots(
-        self, own: Mapping[tuple[str, int | None], np.ndarray], slots: dict[tuple[str, int | None], np.ndarray]
-    ) -> None:
-        """Puts the shard's slots where they belong among those of the variables."""
-        for (name, number), value in own.items():
-            if number is None:
-                slots[name, None] = value
-                continue
-            piece = self._pieces[number]
-            if self._cuts(piece):
-                slots[name, piece.index].reshape(-1)[piece.start : piece.stop] = value
-            else:
-                slots[name, piece.index] = value
-
-    def sizes_of(self, index: int) -> list[int]:
-        """The sizes of the shard's pieces of a variable."""
-        return [piece.stop - piece.start for piece in self._pieces if piece.index == index]
-
-    def _cuts(self, piece: Piece) -> bool:
-        return piece.stop - piece.start != self._num_elements[piece.index]
 
 
 def _check_sharding(optimizer: type, sharding: str, num_servers: int) -> None:

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import threading
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-import tensorflow as tf
 from absl import logging
 
 from hop_tf import membership_pb2
 from hop_tf.collectives import BULK_LANE
 from hop_tf.errors import HopError, MismatchError, ProtocolError
 from hop_tf.membership import LEAVE_QUEUE, parse
-from hop_tf.packing import Packing, TensorSpec
 from hop_tf.parameter_server import parameter_server_pb2 as pb
 from hop_tf.parameter_server import wire
-from hop_tf.parameter_server.consistency import Consistency
-from hop_tf.parameter_server.encoding import Encoding
-from hop_tf.parameter_server.group import Answer, Gradient, ServedGroup
-from hop_tf.parameter_server.shard import Shard
+from hop_tf.parameter_server.configured import ConfiguredGroup
+from hop_tf.parameter_server.group import Answer
 from hop_tf.parameter_server.snapshots import Snapshots
 from hop_tf.parameter_server.state import ShardState
 from hop_tf.transport.base import Handler, Message, Transport
@@ -48,7 +43,7 @@ class ParameterServer:
         self._transport = transport
         self._snapshots = snapshots
         self._lock = threading.RLock()
-        self._groups: dict[str, _Configured] = {}
+        self._groups: dict[str, ConfiguredGroup] = {}
         self._session = 0
         # Workers that have ended for good, and those that were lost; the latter may come back.
         self._ended: set[int] = set()
@@ -171,11 +166,11 @@ class ParameterServer:
                 state.to_parts(),
             )
 
-    def _configure(self, worker: int, configure: pb.Configure, parts: Sequence[np.ndarray]) -> _Configured:
+    def _configure(self, worker: int, configure: pb.Configure, parts: Sequence[np.ndarray]) -> ConfiguredGroup:
         """Makes the group, unless it is there, and begins with rank 0's state or the snapshot's."""
         configured = self._groups.get(configure.group)
         if configured is None:
-            configured = _Configured(configure)
+            configured = ConfiguredGroup(configure)
             configured.group.begin_session([w for w in self.present if w not in self._left or w == worker])
             if self._snapshots is not None:
                 configured.restore(self._snapshots.read(configure.group, configured.signature, configured.packing))
@@ -208,7 +203,7 @@ class ParameterServer:
                 if self._snapshots is not None:
                     self._snapshots.write(retire.group, configured.group, final=True)
 
-    def _find(self, group: str) -> _Configured:
+    def _find(self, group: str) -> ConfiguredGroup:
         with self._lock:
             if group not in self._groups:
                 raise ProtocolError(f"the server has no group {group!r}.")
@@ -235,7 +230,7 @@ class ParameterServer:
         if self._snapshots is not None:
             self._snapshots.write(push.group, configured.group)
 
-    def _send_answers(self, name: str, configured: _Configured, answers: Sequence[Answer]) -> None:
+    def _send_answers(self, name: str, configured: ConfiguredGroup, answers: Sequence[Answer]) -> None:
         for answer in answers:
             reply = pb.Reply(
                 session=self._session,
@@ -274,87 +269,3 @@ def _guarded(handler: Handler, message: Message) -> None:
         handler(message)
     except ProtocolError as error:
         logging.error("the server drops a message to %r of rank %d: %s", message.queue, message.sender, error)
-
-
-def _fields(optimizer: str) -> dict[str, object]:
-    """What an optimizer in JSON consists of."""
-    description = json.loads(optimizer)
-    return {"class_name": description["class_name"], **description["config"]}
-
-
-class _Configured:
-    """A group, and what it was configured with.
-
-    Args:
-      configure: From the first worker.
-
-    Attributes:
-      group: The group.
-      packing: The shard's buckets.
-      waiting: Workers that have configured it and wait for its state.
-      retired: Workers that have no use for it any more.
-      has_state: Whether it has one.
-      is_under_way: Whether that is another one than the workers have.
-      signature: What tells whether a snapshot is of the same model.
-    """
-
-    def __init__(self, configure: pb.Configure):
-        self._first = configure
-        self.packing = Packing(
-            [TensorSpec(p.name, tuple(p.shape), tf.as_dtype(p.dtype), p.is_carried) for p in configure.pieces]
-        )
-        shard = Shard(self.packing, configure.optimizer, [piece.decays for piece in configure.pieces])
-        self.group = ServedGroup(shard, self.packing, Consistency.parse(configure.settings["consistency"]))
-        self._encoding = Encoding(self.packing, wire.codec_from_json(configure.codec))
-        self.waiting: list[int] = []
-        self.retired: set[int] = set()
-        self.has_state = self.is_under_way = False
-        self.signature = pb.Configure(pieces=configure.pieces).SerializeToString(deterministic=True)
-
-    def restore(self, state: ShardState | None) -> None:
-        """Begins with the state of a snapshot, if there is one."""
-        if state is not None:
-            self.begin(state)
-            self.is_under_way = True
-
-    def begin(self, state: ShardState) -> None:
-        """Begins with a state."""
-        self.group.assign(state)
-        self.has_state = True
-
-    def take_waiting(self) -> list[int]:
-        """Those to whom to tell the state. Whoever asks later finds it under way."""
-        waiting, self.waiting = self.waiting, []
-        return waiting
-
-    def compare(self, worker: int, configure: pb.Configure) -> None:
-        """Raises MismatchError where a worker wants something else than the first one."""
-        for field in sorted({*self._first.settings, *configure.settings}):
-            first, other = self._first.settings.get(field, ""), configure.settings.get(field, "")
-            if first != other:
-                raise MismatchError(
-                    f"rank {worker} disagrees on option {field!r}: {other!r} there, {first!r} elsewhere."
-                )
-        first, other = _fields(self._first.optimizer), _fields(configure.optimizer)
-        for field in [field for field in {**first, **other} if first.get(field) != other.get(field)]:
-            raise MismatchError(
-                f"rank {worker} disagrees on {field!r} of the optimizer: {other.get(field)!r} there, "
-                f"{first.get(field)!r} elsewhere."
-            )
-        for mine, theirs in zip(self._first.pieces, configure.pieces, strict=False):
-            if mine != theirs:
-                raise MismatchError(f"rank {worker} disagrees on a variable: {theirs} there, {mine} elsewhere.")
-        if len(self._first.pieces) != len(configure.pieces):
-            raise MismatchError(
-                f"rank {worker} disagrees on the number of variables: {len(configure.pieces)} there, "
-                f"{len(self._first.pieces)} elsewhere."
-            )
-
-    def gradient_of(self, push: pb.Push, payload: np.ndarray) -> Gradient:
-        """What a push brings."""
-        buckets = None if push.asks_again else self._encoding.decode(wire.split(payload))
-        return Gradient(push.sequence, buckets, push.rate, push.is_applied)
-
-    def view(self, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Buckets that were not encoded."""
-        return Encoding.plain(self.packing).decode(parts)
