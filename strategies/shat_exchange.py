@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
 
 from hop_tf.arguments import identity_of
 from hop_tf.collectives import BULK_LANE
-from hop_tf.errors import HopError, MismatchError, ProtocolError
+from hop_tf.errors import HopError, MismatchError, PeerLostError, ProtocolError
 from hop_tf.exchange import Exchange, Incoming, Outgoing
 from hop_tf.joining import Joiner
 from hop_tf.keras_hook import (
@@ -152,9 +153,10 @@ class ShatExchange(Exchange, Joiner):
         self._num_pulls += 1
         number = self._num_pulls
         header = pb.Pull(group=self._group, number=number).SerializeToString()
-        for shard in self.shards:
-            self._membership.send(shard.server, PULL, header, lane=BULK_LANE)
-        answers = self._await(PULLED, "receive state", lambda answer: answer.number == number)
+        with self._without_others():
+            for shard in self.shards:
+                self._membership.send(shard.server, PULL, header, lane=BULK_LANE)
+            answers = self._await(PULLED, "receive state", lambda answer: answer.number == number)
         for answer, _ in answers.values():
             if answer.error:
                 raise HopError(f"rank {self._membership.rank}: {answer.error}")
@@ -190,6 +192,21 @@ class ShatExchange(Exchange, Joiner):
 
     def step(self, outgoing: Outgoing) -> Incoming:
         start = time.perf_counter()
+        with self._without_others():
+            incoming = self._step(outgoing)
+        self._communicate_seconds += time.perf_counter() - start
+        return incoming
+
+    @contextlib.contextmanager
+    def _without_others(self) -> Iterator[None]:
+        """Whoever loses a server does not end the others' training: they see for themselves whether it is there."""
+        try:
+            yield
+        except PeerLostError:
+            self._membership.is_given_up = True
+            raise
+
+    def _step(self, outgoing: Outgoing) -> Incoming:
         sequence = outgoing.step + 1
         rate, is_applied = self._beside(outgoing.buckets)[: IS_APPLIED + 1]
         push = pb.Push(
@@ -220,7 +237,6 @@ class ShatExchange(Exchange, Joiner):
         incoming = self._merge(outgoing, answers)
         for shard in self.shards:
             shard.encoded = []
-        self._communicate_seconds += time.perf_counter() - start
         return incoming
 
     def _send(self, shard: ShardView, push: pb.Push, payload: Sequence[np.ndarray], step: int) -> None:
@@ -335,7 +351,8 @@ class ShatExchange(Exchange, Joiner):
             retry_at = membership.monitor.now() + _RETRY_SECONDS
         for answer, _ in answers.values():
             if isinstance(answer, pb.Reply) and answer.error:
-                raise ProtocolError(f"rank {membership.rank}: a parameter server has refused a push: {answer.error}")
+                error = PeerLostError if answer.is_forgotten else ProtocolError
+                raise error(f"rank {membership.rank}: a parameter server has refused a push: {answer.error}")
         return answers
 
     # The group's variables.

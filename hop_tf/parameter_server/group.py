@@ -15,6 +15,10 @@ from hop_tf.parameter_server.shard import Shard
 from hop_tf.parameter_server.state import ShardState
 
 
+class ForgottenError(ProtocolError):
+    """A worker has pushed that takes no part: it was lost, and the others go on without it."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Gradient:
     """A push.
@@ -139,12 +143,13 @@ class ServedGroup:
         """Takes a push; returns the answers that are due now, to whomever.
 
         Raises:
-          ProtocolError: If the worker takes no part, or has left a push out.
+          ForgottenError: If the worker takes no part.
+          ProtocolError: If it has left a push out.
         """
         with self._lock:
             known = self._workers.get(worker)
             if known is None:
-                raise ProtocolError(f"the server goes on without rank {worker}.")
+                raise ForgottenError(f"the server goes on without rank {worker}.")
             if worker in self._pushed:
                 return []
             if gradient.sequence == known.sequence:

@@ -17,7 +17,7 @@ from hop_tf.membership import LEAVE_QUEUE, parse
 from hop_tf.parameter_server import parameter_server_pb2 as pb
 from hop_tf.parameter_server import wire
 from hop_tf.parameter_server.configured import ConfiguredGroup
-from hop_tf.parameter_server.group import Answer
+from hop_tf.parameter_server.group import Answer, ForgottenError
 from hop_tf.parameter_server.snapshots import Snapshots
 from hop_tf.parameter_server.state import ShardState
 from hop_tf.transport.base import Handler, Message, Transport
@@ -223,7 +223,10 @@ class ParameterServer:
             answers = configured.group.push(message.sender, configured.gradient_of(push, message.payload))
         except (ProtocolError, ValueError) as error:
             logging.error("the server takes no push of rank %d: %s", message.sender, error)
-            refusal = pb.Reply(session=push.session, sequence=push.sequence, error=str(error))
+            is_forgotten = isinstance(error, ForgottenError)
+            refusal = pb.Reply(
+                session=push.session, sequence=push.sequence, error=str(error), is_forgotten=is_forgotten
+            )
             self._send(message.sender, f"{PREFIX}/{push.group}/{REPLY}", refusal)
             return
         self._send_answers(push.group, configured, answers)
