@@ -150,6 +150,6 @@ class Ledger:
             self.merged[piece, rank] += 1
             self.clocks[piece, rank] = iteration
 
-    def is_at_least(self, other: np.ndarray) -> bool:
-        """Whether everything that another table tells of was merged here, too."""
-        return bool(np.all(self.sequences >= other[:, self._SEQUENCE]))
+    def is_within(self, other: np.ndarray) -> bool:
+        """Whether another table tells of everything that this one does."""
+        return bool(np.all(other[:, self._SEQUENCE] >= self.sequences))

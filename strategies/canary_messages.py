@@ -80,4 +80,6 @@ class Note:
         if len(header) != start + count * _CONTRIBUTION.size or kind not in set(Kind):
             raise ProtocolError(f"rank {message.sender} sent a malformed message to {message.queue!r}.")
         contributions = tuple(_CONTRIBUTION.iter_unpack(header[start:]))
+        if kind != Kind.DONE and any(rank >= world_size for rank, _ in contributions):
+            raise ProtocolError(f"rank {message.sender} sent contributions of ranks that there are not.")
         return cls(session, Kind(kind), header[_HEAD.size : start], newest, piece, sequence, contributions)

@@ -17,6 +17,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from absl import logging
 
 from hop_tf.collectives import BULK_LANE
 from hop_tf.errors import ProtocolError
@@ -76,6 +77,7 @@ class PieceThread:
         self._inbox: collections.deque[Callable[[], None]] = collections.deque()
         self._sums: dict[tuple[bytes, int], _Sum] = {}
         self._is_open = False
+        self._is_busy = False
         self._closed = False
         self._session = membership.session
         self.num_messages = 0
@@ -83,11 +85,13 @@ class PieceThread:
     # From other threads.
 
     def reset(self, session: int) -> None:
-        """Forgets everything, and takes nothing up before `open`."""
+        """Forgets everything, and takes nothing up before `open`. Blocks: until what it is at is done."""
         with self._monitor:
-            self._session = session
             self._is_open = False
             self._inbox.clear()
+            while self._is_busy:
+                self._monitor.wait(_PERIOD_SECONDS)
+            self._session = session
             self._sums.clear()
             self._blending.reset()
 
@@ -137,13 +141,26 @@ class PieceThread:
                 work()
                 del work  # Not kept alive while the next one is awaited: it can be large.
         except BaseException as error:
+            logging.error("rank %d: %s: %s", self._membership.rank, type(error).__name__, error)
             self._membership.fail(error)
+        finally:
+            self._rest()
 
     def _take(self) -> Callable[[], None] | None:
         with self._monitor:
+            self._rest()
             while not self._closed and not (self._is_open and self._inbox):
                 self._monitor.wait(_PERIOD_SECONDS)
-            return None if self._closed else self._inbox.popleft()
+            if self._closed:
+                return None
+            self._is_busy = True
+            return self._inbox.popleft()
+
+    def _rest(self) -> None:
+        with self._monitor:
+            if self._is_busy:
+                self._is_busy = False
+                self._monitor.notify_all()
 
     def _add(
         self,

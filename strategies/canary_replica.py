@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import collections
 import itertools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -178,17 +177,13 @@ class Replica:
                 raise ProtocolError(f"a state of {payload.nbytes} bytes came where {sum(num_bytes)} were expected.")
             parts = np.split(payload, np.cumsum(num_bytes)[:-1])
             table = parts[0].view(np.int64).reshape(ledger.table.shape)
-            if np.any(table[:, 0] < ledger.sequences):
+            if not ledger.is_within(table):
                 return False
             np.copyto(ledger.table, table)
             for values, part in zip(self.weights, parts[1:], strict=True):
                 np.copyto(values, part.view(values.dtype))
             return True
 
-    def counters(self) -> Mapping[str, float]:
-        """`duplicates`: messages that came twice, or whose sum was part of a state that was pulled."""
-        return collections.Counter(duplicates=self.num_duplicates)
 
-
-def _kinds(packing: Packing):
+def _kinds(packing: Packing) -> Iterable:
     return zip(packing.dtypes, packing.exact, strict=True)

@@ -69,7 +69,7 @@ class Job:
 
     def _start_thread(self, name, body):
         self.cluster.scheduler.spawn(name, body)
-        return types.SimpleNamespace(join=lambda: None)  # The cluster waits for all.
+        return types.SimpleNamespace(join=lambda timeout: None)  # The cluster waits for all.
 
     def _train(self, rank):
         membership = self.cluster.memberships[rank]

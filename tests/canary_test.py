@@ -82,6 +82,14 @@ def _adam():
     return keras.optimizers.Adam(0.01)
 
 
+def _accumulating():
+    return keras.optimizers.SGD(_RATE, gradient_accumulation_steps=2)
+
+
+def _scaled():
+    return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(_RATE, momentum=0.9))
+
+
 def _decaying():
     return keras.optimizers.SGD(_RATE, momentum=0.9, weight_decay=0.1)
 
@@ -150,9 +158,9 @@ def _train_one_hot(strategy, num_steps=24, callbacks=(), num_fits=1, **compile_a
 
 
 class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
-    @parameterized.parameters(("mesh", 2), ("tree", 3))
-    def test_all_end_alike(self, network, world_size):
-        results = _cluster(world_size, network=network).run(lambda strategy: _train(strategy, _momentum))
+    @parameterized.parameters(("mesh", 2, _accumulating), ("mesh", 2, _scaled), ("tree", 3, _adam))
+    def test_all_end_alike(self, network, world_size, make_optimizer):
+        results = _cluster(world_size, network=network).run(lambda strategy: _train(strategy, make_optimizer))
         for _, last, report in results:
             self.assertAllEqual(last, results[0][1])
             self.assertTrue(np.isfinite(last).all())

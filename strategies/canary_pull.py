@@ -1,0 +1,83 @@
+"""How a rank under Canary takes the state of the fastest one.
+
+A state is the weights and the ledger of the moment, so that it holds each contribution as a whole or not at all. It is
+taken only if all that was merged here was merged there, too: what is on its way then, and in the state, comes with a
+number that the ledger knows, and is not merged again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from hop_tf.membership import Membership
+from hop_tf.strategies.canary_layout import Layout
+from hop_tf.strategies.canary_messages import Kind, Note
+from hop_tf.strategies.canary_peers import Peers
+from hop_tf.strategies.canary_replica import Replica
+
+_MAX_ATTEMPTS = 3
+
+
+class Pulling:
+    """Both sides of it at one rank.
+
+    Args:
+      membership: Waiting.
+      replica: The weights.
+      peers: Who is there.
+      send: `send(rank, kind, key, payload)` sends a message about a layout.
+
+    Attributes:
+      num_pulls: How many states were taken.
+      num_in_vain: How often none was: this rank goes on with what it has.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        replica: Replica,
+        peers: Peers,
+        send: Callable[[int, Kind, bytes, Sequence[np.ndarray]], None],
+    ):
+        self._membership = membership
+        self._replica = replica
+        self._peers = peers
+        self._send = send
+        self._state: tuple[bytes, np.ndarray] | None = None
+        self.num_pulls = self.num_in_vain = 0
+
+    def pull(self, layout: Layout, step: int) -> None:
+        """Takes the state of the fastest rank, if it may be taken.
+
+        Blocks: until that rank has answered, which takes no computation of it; or it has left.
+
+        Raises:
+          HopError: As `Membership.wait` does.
+        """
+        for _ in range(_MAX_ATTEMPTS):
+            with self._membership.monitor:
+                self._state, fastest = None, self._peers.fastest()
+            if fastest is None:
+                break
+            self._send(fastest, Kind.PULL, layout.key, [])
+            self._membership.wait(
+                lambda rank=fastest: [rank] if self._state is None and self._peers.is_present(rank) else [],
+                operation="pull the state",
+                step=step,
+            )
+            with self._membership.monitor:
+                state, self._state = self._state, None
+            if state is not None and self._replica.adopt(*state):
+                self.num_pulls += 1
+                return
+        self.num_in_vain += 1
+
+    def receive(self, note: Note, payload: np.ndarray) -> None:
+        """A state has come; the monitor is held."""
+        self._state = note.key, payload
+
+    def answer(self, rank: int, key: bytes) -> None:
+        """Sends this rank's state."""
+        self._send(rank, Kind.STATE, key, self._replica.state(key))
