@@ -121,11 +121,12 @@ class Member:
         """Steps after which the schedule repeats itself; no fewer than can be timed."""
         return max(((self.delay or 0) // self.interval + 1) * self.interval, _MIN_CYCLE_STEPS)
 
-    def strategy(self) -> tf.distribute.Strategy:
+    def strategy(self, options: hop_tf.CommunicationOptions) -> tf.distribute.Strategy:
         """Its strategy, on the cluster of TF_CONFIG."""
+        common = {"codec": self.codec, "communication_options": options}
         if self.delay is None:
-            return hop_tf.PipeSGDStrategy(pipeline_width=1, codec=self.codec)
-        return hop_tf.DTSStrategy(delay=self.delay, interval=self.interval, codec=self.codec)
+            return hop_tf.PipeSGDStrategy(pipeline_width=1, **common)
+        return hop_tf.DTSStrategy(delay=self.delay, interval=self.interval, **common)
 
     def predict(self, links: timing.Network, step: timing.Step, **arguments) -> tuple[float, float]:
         """Scaling efficiency, and bytes that a rank sends per step, by the models."""
@@ -151,7 +152,7 @@ def _run_rank(case: Mapping, rank: int) -> list:
 def _time(case: Mapping, rank: int, turn: int, member: Member) -> dict:
     workers = case["addresses"][turn]  # None meets the strategy before it of another rank.
     os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": workers}, "task": {"type": "worker", "index": rank}})
-    strategy = member.strategy()
+    strategy = member.strategy(hop_tf.CommunicationOptions(**case["options"]))
     with strategy.scope():
         model = _perceptron(case["num_values"])
         model.compile(keras.optimizers.SGD(1e-4, momentum=_MOMENTUM), "mse")
@@ -232,6 +233,7 @@ def _run(members: Sequence[Member], world_size: int, link: str, num_cycles: int,
         "members": [dataclasses.asdict(member) for member in members],
         "num_values": _NUM_VALUES.value,
         "num_cycles": num_cycles,
+        "options": {} if link == ranks.LOOPBACK else {"bandwidth_bits_per_second": float(link)},
     }
     of_all = ranks.run(
         __file__,

@@ -53,7 +53,7 @@ class _Rank:
     def __init__(self, case: Mapping, rank: int):
         self._case = case
         self._peer = 1 - rank
-        options = CommunicationOptions(timeout_seconds=_TIMEOUT_SECONDS)
+        options = CommunicationOptions(timeout_seconds=_TIMEOUT_SECONDS, bandwidth_bits_per_second=case["rate"])
         self._transport = _TRANSPORTS[case["member"]](rank, case["addresses"][0], identity={}, options=options)
         self._room = threading.Semaphore(case["num_under_way"])
         self._arrivals: list[tuple[float, float]] = []  # When a message was sent, and when it arrived.
@@ -111,6 +111,7 @@ def _measure(link: str, member: str, lane: int | None) -> list[float]:
     case = {
         "member": member,
         "lane": lane,
+        "rate": rate,
         "num_under_way": _BURST_MESSAGES + math.ceil(3 * bytes_per_second * round_trip / _MESSAGE_BYTES),
         "seconds": _SECONDS.value + 20 * round_trip,
     }
