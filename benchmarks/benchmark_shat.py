@@ -8,9 +8,10 @@
 accuracy    Table 2: ENSEMBLE, ASP, SHAT-Root and SHAT with 2 to 16 workers, on a virtual clock (`shat_accuracy.py`).
 stragglers  Figure 5: one worker is 2, 10 or 100 times slower than the others, on the same clock.
 sharding    Figure 6: the throughput of workers with --num_servers servers, without sharding, by layers and by values.
-            Workers and servers are processes, hosts of an emulated network (`network.py`, which needs root). The model
-            has the proportions of VGG: one layer has nine tenths of its parameters. Required: at least 2.5 times the
-            throughput of one server with four, at 1 Gbit/s.
+            Workers and servers are processes, hosts of an emulated network (`network.py`, which needs root). --links
+            are those of the servers; workers' are --num_servers times as fast. The model has the proportions of VGG:
+            one layer has nine tenths of its parameters. Required: at least 2.5 times the throughput of one server with
+            four, at 1 Gbit/s.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _QUICK = flags.DEFINE_bool("quick", False, "Small sizes for all that is not give
 _FOLDER = flags.DEFINE_string("folder", None, "Where to write CSV and PNG files.")
 _NUM_WORKERS = flags.DEFINE_integer("num_workers", 4, "Workers of `sharding`.", lower_bound=1)
 _NUM_SERVERS = flags.DEFINE_integer("num_servers", 4, "Servers of `sharding`.", lower_bound=1)
-_LINKS = flags.DEFINE_list("links", ["1e9"], "Rates of the links, in bits per second.")
+_LINKS = flags.DEFINE_list("links", ["1e9"], "Rates of the servers' links, in bits per second.")
 _NUM_VALUES = flags.DEFINE_integer("num_values", 8_000_000, "Parameters of the model of `sharding`.", lower_bound=20000)
 _NUM_STEPS = flags.DEFINE_integer("num_steps", 8, "Timed steps.", lower_bound=1)
 
@@ -135,7 +136,16 @@ def _throughput(sharding: str, link: str) -> float:
         "num_steps": _NUM_STEPS.value,
     }
     num_hosts = _NUM_WORKERS.value + _NUM_SERVERS.value
-    found = ranks.run(__file__, case, num_hosts, link, num_ports=1, environment={"TF_NUM_INTRAOP_THREADS": "1"})
+    rates = [float(link) * _NUM_SERVERS.value] * _NUM_WORKERS.value + [float(link)] * _NUM_SERVERS.value
+    found = ranks.run(
+        __file__,
+        case,
+        num_hosts,
+        link,
+        num_ports=1,
+        environment={"TF_NUM_INTRAOP_THREADS": "1"},
+        bandwidth_bits_per_second=rates,
+    )
     durations = [np.diff(times)[_SKIPPED_STEPS - 1 :] for times in found[: _NUM_WORKERS.value]]
     return sum(1 / statistics.median(each) for each in durations)
 

@@ -58,7 +58,8 @@ def run(
       num_ports: How many ports each rank gets.
       environment: Variables for the ranks' environment.
       timeout_seconds: How long it may take.
-      **emulation: Further arguments of `network.Network`, such as `round_trip_seconds`.
+      **emulation: Further arguments of `network.Network`, such as `round_trip_seconds`. One that is given here counts
+        instead of `link`.
 
     Returns:
       What each rank has returned.
@@ -89,7 +90,7 @@ def run(
 def _hosts(world_size: int, num_ports: int, link: str, emulation: Mapping) -> Iterator[tuple[list, Callable]]:
     """Addresses of the hosts' ports, and what starts a process on a host."""
     if link != LOOPBACK:
-        with network.Network(world_size, bandwidth_bits_per_second=float(link), **emulation) as net:
+        with network.Network(world_size, **{"bandwidth_bits_per_second": float(link), **emulation}) as net:
             ports = range(_FIRST_PORT, _FIRST_PORT + num_ports)
             yield [[f"{host}:{port}" for host in net.addresses] for port in ports], net.popen
         return
