@@ -179,7 +179,7 @@ class ExactSumTest(tf.test.TestCase, parameterized.TestCase):
             job = _job(
                 network,
                 world_size,
-                int(rng.integers(1, 7)),
+                int(rng.integers(1, 5)),
                 rng,
                 thresholds=Thresholds(int(rng.choice([0, 1, 3, 16])), int(rng.integers(0, len(_MEMBERS) + 1))),
                 sync_interval=[None, 2, 5][rng.integers(3)],
