@@ -113,7 +113,7 @@ class GEIMatrix:
 
     def start(self, iteration: int) -> None:
         """Some rank has started `iteration`: there are rows up to that one."""
-        for new in range(max(self._first, self.newest + 1), iteration + 1):
+        for new in range(max(self._first, self.newest + 1, iteration + 1 - self._max_rows), iteration + 1):
             self._rows[new] = _Row(self._num_colayers)
         self.newest = max(self.newest, iteration)
         self._free()
@@ -180,10 +180,9 @@ class GEIMatrix:
 
     def _free(self) -> None:
         slowest = min(self._completed.values(), default=self.newest)
-        first = max(slowest, self.newest + 1 - self._max_rows, self._first)
-        for iteration in range(self._first, first):
-            self._rows.pop(iteration, None)
-        self._first = first
+        self._first = max(slowest, self.newest + 1 - self._max_rows, self._first)
+        while self._rows and next(iter(self._rows)) < self._first:
+            self._rows.popitem(last=False)
 
 
 class _Row:

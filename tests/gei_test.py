@@ -57,6 +57,8 @@ class RowVectorTest(tf.test.TestCase, parameterized.TestCase):
         self.assertTrue(matrix.merge(1, 3, 0, place=0, num_pieces=1))  # Late, and yet for the first time.
         self.assertFalse(matrix.merge(1, 3, 0, place=0, num_pieces=1))
         self.assertEqual(matrix.row_vector(3), (0, 0))
+        matrix.start(10**18)  # No row is made that is freed at once.
+        self.assertLen(matrix, 5)
 
 
 class ThresholdsTest(tf.test.TestCase, parameterized.TestCase):
