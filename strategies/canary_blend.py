@@ -66,12 +66,20 @@ class Blending:
         self._received[key] = {}
         return True
 
-    def begin(self, layout: Layout, piece: Piece) -> None:
-        """The marked message is merged just now."""
-        key = layout.key, piece.index
-        with self._replica.lock:
-            values = self._replica.slice_of(piece).copy()
-        self._own[key] = values
+    def begin(self, layout: Layout, piece: Piece, *, takes_part: bool = True) -> None:
+        """The marked message has come.
+
+        Args:
+          layout: The layout.
+          piece: The piece.
+          takes_part: Whether it is merged just now. Else it was part of a state that was pulled, and what the piece was
+            with it, and nothing behind it, is not known: the root is told not to wait for that.
+        """
+        values = np.empty(0, self._replica.dtype_of(piece))
+        if takes_part:
+            with self._replica.lock:
+                values = self._replica.slice_of(piece).copy()
+            self._own[layout.key, piece.index] = values
         if piece.root == self._rank:
             self._collect(layout, piece, self._rank, values)
         else:
@@ -79,8 +87,9 @@ class Blending:
 
     def receive(self, layout: Layout, piece: Piece, note: Note, sender: int, payload: np.ndarray) -> None:
         """Takes a message of a blend."""
-        values = payload.view(self._replica.zeros(piece).dtype)
-        if values.size != piece.where.stop - piece.where.start:
+        values = payload.view(self._replica.dtype_of(piece))
+        takes_part = values.size or note.kind is not Kind.SNAPSHOT
+        if takes_part and values.size != piece.where.stop - piece.where.start:
             raise ProtocolError(f"rank {sender} sent {values.size} values of a piece that has others.")
         if note.kind is Kind.SNAPSHOT:
             self._collect(layout, piece, sender, values)
@@ -105,8 +114,10 @@ class Blending:
         if not received or any(rank not in received and self._is_present(rank) for rank in layout.ranks):
             return
         del self._received[key]
-        total = np.sum([received[rank] for rank in sorted(received)], axis=0, dtype=np.float64)
-        mean = (total / len(received)).astype(next(iter(received.values())).dtype)
+        snapshots = [received[rank] for rank in sorted(received) if received[rank].size]
+        if not snapshots:
+            return
+        mean = np.mean(snapshots, axis=0, dtype=np.float64).astype(snapshots[0].dtype)
         sequence = int(layout.ledger.blends[piece.index]) + 1
         self._go_down(layout, piece, sequence, mean)
 

@@ -109,7 +109,8 @@ class CanaryExchange(Exchange, Joiner):
 
         interval = self._settings.sync_interval
         blending = Blending(self.replica, membership.rank, interval, self._peers.is_present, send_values)
-        return PieceThread(membership, self.replica, self._queue, self._peers.is_expected, blending)
+        peers = self._peers
+        return PieceThread(membership, self.replica, self._queue, peers.are_all_in, peers.is_expected, blending)
 
     def reset(self, session: int, start: int = 0) -> None:
         with self._monitor:
@@ -141,8 +142,7 @@ class CanaryExchange(Exchange, Joiner):
         elif segment == self.merge_segment:
             return self._end_iteration(k)
         elif segment == self.finish_segment:
-            self._finish(k)
-            return self._weights(k, segment)
+            return Incoming(k, segment, self._finish(k))
         else:
             if segment == 0:
                 self._enter(k)
@@ -258,12 +258,18 @@ class CanaryExchange(Exchange, Joiner):
 
     def admit(self, rank: int, step: int) -> int:
         self._peers.begin_life(rank)
+        if self._membership.rank in self._peers.done:  # Those that were told were others.
+            self._threads[0].put(functools.partial(self._tell_done, rank))
         return self._iteration
 
     # The end.
 
-    def _finish(self, k: int) -> None:
-        """Waits until all have made their last step, and all that was sent is merged; then evens out what is left."""
+    def _finish(self, k: int) -> tuple[np.ndarray, ...]:
+        """Waits until all have made their last step, and all that was sent is merged; then evens out what is left.
+
+        Returns:
+          The weights, equal on all ranks. The replica may change still, by a blend that is under way.
+        """
         self._look_at_departures()
         layout = self._layout = self._present_layout()
         counts = tuple((self._sent[colayer], colayer) for colayer in range(len(self.members)))
@@ -282,6 +288,13 @@ class CanaryExchange(Exchange, Joiner):
             before_commit=self._commit,
         )
         self.replica.begin(means)
+        return tuple(means)
+
+    def _tell_done(self, newcomer: int) -> None:
+        """This rank has made its last step before another one has joined: it has not contributed to what they share."""
+        nothing = tuple((0, colayer) for colayer in range(len(self.members)))
+        note = self._note(Kind.DONE, self._peers.present_key(), contributions=nothing)
+        send(self._membership, newcomer, self._queue, note, [])
 
     def _commit(self) -> None:
         self._sent_steps = 1
@@ -291,7 +304,19 @@ class CanaryExchange(Exchange, Joiner):
             self._look_at_departures()  # Nobody waits for their contributions any more.
             return [rank for rank in self._peers.present() if not self._is_merged(rank)]
 
-        self._membership.wait(missing, operation="receive the last contributions", step=k)
+        is_waiting = True
+        while is_waiting:  # For as long as others get on: they may have many steps before them.
+            num_before = self._num_messages()
+
+            def missing_without_progress(num_before: int = num_before) -> list[int]:
+                return missing() if self._num_messages() == num_before else []
+
+            self._membership.wait(missing_without_progress, operation="receive the last contributions", step=k)
+            with self._monitor:
+                is_waiting = bool(missing())
+
+    def _num_messages(self) -> int:
+        return sum(thread.num_messages for thread in self._threads)
 
     def _is_merged(self, rank: int) -> bool:
         """Whether a rank has made its last step, and its contributions, and this rank's own, are merged."""
@@ -318,8 +343,9 @@ class CanaryExchange(Exchange, Joiner):
     def _on_message(self, message: Message) -> None:
         note = Note.unpack(message, self._membership.world_size)
         with self._monitor:
-            if note.session != self._session:
-                return
+            rank = self._membership.rank
+            if note.session != self._session or note.key[rank] != self._peers.key_of(rank):
+                return  # What was meant for an earlier life of this rank is in the state that it has taken.
             with self.replica.lock:
                 self.replica.gei.start(note.newest)
                 layout = self.replica.layout(note.key)
@@ -366,7 +392,7 @@ class CanaryExchange(Exchange, Joiner):
             "overtime_drops": self._num_dropped,
             "pulls": self._pulling.num_pulls,
             "pulls_in_vain": self._pulling.num_in_vain,
-            "messages_merged": sum(thread.num_messages for thread in self._threads),
+            "messages_merged": self._num_messages(),
             "duplicates": num_duplicates,
             "blends": sum(thread.num_blends for thread in self._threads),
             "gei_rows": num_rows,

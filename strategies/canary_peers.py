@@ -44,12 +44,14 @@ class Peers:
 
     def present_key(self) -> bytes:
         """The key of the layout among those that take part. See `Layout`."""
+        return bytes(self.key_of(rank) for rank in range(self._membership.world_size))
+
+    def key_of(self, rank: int) -> int:
+        """A rank's byte in that key: which of its lives it is in, from 1; 0 where it takes no part."""
         membership = self._membership
-        lives = [0] * membership.world_size
-        lives[membership.rank] = 1 + membership.life
-        for rank in self.present():
-            lives[rank] = 1 + membership.life_of(rank)
-        return bytes(min(life, _LARGEST_LIFE + 1) for life in lives)
+        if rank == membership.rank:
+            return 1 + min(membership.life, _LARGEST_LIFE)
+        return 1 + min(membership.life_of(rank), _LARGEST_LIFE) if self.is_present(rank) else 0
 
     def are_all_in(self, layout: Layout) -> bool:
         """Whether the ranks of a layout are those that take part, in the same life."""

@@ -4,6 +4,7 @@ Nobody waits for a computation. A rank that others send to passes on what has co
 
     as soon as all those have sent that were in what it passed on before, itself included;
     or when one sends again, before what it has sent before was passed on;
+    or at once, where the ranks that take part have changed: those that know send elsewhere;
 
 so that in a cluster of equal ranks each message holds the contributions of all, and one that falls behind holds up
 nobody: its contribution goes with the others' next one.
@@ -56,6 +57,7 @@ class PieceThread:
       membership: Waiting and transport.
       replica: What is merged into.
       queue: Where messages to other ranks go.
+      is_whole: Whether all ranks of a layout take part still.
       is_expected: Whether a rank may contribute again.
       blending: What keeps replicas together.
     """
@@ -65,6 +67,7 @@ class PieceThread:
         membership: Membership,
         replica: Replica,
         queue: str,
+        is_whole: Callable[[Layout], bool],
         is_expected: Callable[[int], bool],
         blending: Blending,
     ):
@@ -72,6 +75,7 @@ class PieceThread:
         self._monitor = membership.monitor
         self._replica = replica
         self._queue = queue
+        self._is_whole = is_whole
         self._is_expected = is_expected
         self._blending = blending
         self._inbox: collections.deque[Callable[[], None]] = collections.deque()
@@ -203,8 +207,10 @@ class PieceThread:
             self._pass_on_if_due(layout, layout.pieces[index], pending)
 
     def _pass_on_if_due(self, layout: Layout, piece: Piece, pending: _Sum) -> None:
-        expected = {rank for rank in pending.expected if self._is_expected(rank)}
-        if pending.senders and expected <= pending.senders:
+        if not pending.senders:
+            return
+        expected = {rank for rank in pending.expected if self._is_expected(rank)} if self._is_whole(layout) else set()
+        if expected <= pending.senders:
             self._pass_on(layout, piece, pending)
 
     def _pass_on(self, layout: Layout, piece: Piece, pending: _Sum) -> None:
@@ -224,10 +230,11 @@ class PieceThread:
     def _go_down(self, layout: Layout, piece: Piece, note: Note, data: np.ndarray) -> None:
         for child, level in piece.children:
             self._send(child, note, data, level)
-        if self._replica.merge(layout, piece, note, data):
+        is_merged = self._replica.merge(layout, piece, note, data)
+        if note.kind is Kind.MARKED_DOWN:
+            self._blending.begin(layout, piece, takes_part=is_merged)
+        if is_merged:
             self.num_messages += 1
-            if note.kind is Kind.MARKED_DOWN:
-                self._blending.begin(layout, piece)
             with self._monitor:
                 self._monitor.notify_all()
 
@@ -261,4 +268,6 @@ def checked_piece(layout: Layout, note: Note, sender: int) -> Piece:
     }.get(note.kind, layout.ranks)
     if sender not in expected:
         raise ProtocolError(f"rank {sender} sent {note.kind.name} of a piece that it has no part in.")
+    if any(rank not in layout.ranks or iteration < 0 for rank, iteration in note.contributions):
+        raise ProtocolError(f"rank {sender} sent contributions of no such ranks: {note.contributions}.")
     return piece

@@ -122,10 +122,14 @@ class Replica:
 
     def zeros(self, piece: Piece) -> np.ndarray:
         """A sum of nothing."""
-        size, dtype = piece.where.stop - piece.where.start, np.dtype(self._dtypes[piece.bucket])
+        size, dtype = piece.where.stop - piece.where.start, self.dtype_of(piece)
         total = self._pool.take(size * dtype.itemsize).view(dtype)
         total.fill(0)
         return total
+
+    def dtype_of(self, piece: Piece) -> np.dtype:
+        """The type of a piece's values."""
+        return np.dtype(self._dtypes[piece.bucket])
 
     def _codec_of(self, piece: Piece) -> Codec:
         is_small = piece.where.stop - piece.where.start < _MIN_ENCODED_VALUES

@@ -18,12 +18,13 @@ from hop_tf.buffers import BufferPool
 from hop_tf.collectives import get_network
 from hop_tf.exchange import Outgoing
 from hop_tf.gei import Thresholds, bit_of
+from hop_tf.options import CommunicationOptions
 from hop_tf.packing import Packing, TensorSpec
 from hop_tf.simulate.virtual import VirtualCluster
 from hop_tf.strategies.canary_exchange import AsyncSettings, CanaryExchange
 from hop_tf.worker import ExchangeContext
 
-_NUM_SCHEDULES = int(os.environ.get("HOP_TF_NUM_SCHEDULES", "200"))
+_NUM_SCHEDULES = int(os.environ.get("HOP_TF_NUM_SCHEDULES", "50"))
 _GROUP = "simulated"
 _NETWORKS = (("mesh", 2), ("mesh", 3), ("mesh", 5), ("bcube:2,2", 4), ("bcube:3,2", 9), ("bcube:2,3", 8), ("tree", 5))
 # Random schedules are mostly of few ranks: those of many take long.
@@ -52,7 +53,8 @@ class Job:
     codec: codecs.Codec = dataclasses.field(default_factory=codecs.Identity)
     sync_interval: int | None = None
     link_seconds: object = None
-    leaves_at: dict = dataclasses.field(default_factory=dict)
+    leaves_at: dict = dataclasses.field(default_factory=dict)  # By rank, the step before which it leaves.
+    stops_at: dict = dataclasses.field(default_factory=dict)  # The same, but it waits for the others.
     inspect: object = None
 
     def __post_init__(self):
@@ -90,7 +92,7 @@ class Job:
         empty = (np.empty(0, np.float32),)
         exchange.step(Outgoing(0, exchange.start_segment, (np.zeros(exchange.parts[-1].sizes[0], np.float32),)))
         step = 0
-        while step < self.durations.shape[1]:
+        while step < self.stops_at.get(rank, self.durations.shape[1]):
             if self.leaves_at.get(rank) == step:
                 return
             self.cluster.scheduler.sleep(float(self.durations[rank, step]))
@@ -211,6 +213,105 @@ def _check_invariants(job, rank, step, weights):
                     assert all(
                         layout.ledger.clocks[piece.index, other] >= iteration for piece in layout.by_colayer[colayer]
                     )
+
+
+class DepartureTest(tf.test.TestCase):
+    def test_what_was_sent_before_others_knew_is_passed_on(self):
+        """Rank 0 knows first that rank 2 has left, and sends nothing more to what rank 1 still adds to."""
+        rng, pending = np.random.default_rng(0), []
+
+        def look(job, rank, step, weights):
+            if step == 19:
+                pending.extend(
+                    each.senders
+                    for thread in job.exchanges[rank]._threads
+                    for (key, _), each in thread._sums.items()
+                    if key == b"\x01\x01\x01"
+                )
+
+        changes = 6 * rng.integers(-9, 10, size=(3, 20, _NUM_VALUES))
+        Job(
+            "mesh",
+            3,
+            np.ones((3, 20)),
+            changes,
+            leaves_at={2: 5},
+            inspect=look,
+            link_seconds=lambda a, b, num_bytes: 3.0 if (a, b) == (2, 1) else 0.1,
+        ).run()
+        self.assertNotEmpty(pending)
+        self.assertEqual(pending, [set()] * len(pending))
+
+    def test_who_stops_early_waits_as_long_as_others_get_on(self):
+        rng = np.random.default_rng(0)
+        changes = 3 * rng.integers(-9, 10, size=(3, 40, _NUM_VALUES))
+        job = Job("mesh", 3, np.ones((3, 40)), changes, stops_at={0: 5})
+        job.cluster.memberships[0]._options = CommunicationOptions(progress_timeout_seconds=10)
+        job.run()
+        self.assertEqual([len(job.made[rank]) for rank in range(3)], [5, 40, 40])
+        for rank in range(3):
+            self.assertAllEqual(job.finals[rank], job.expected())
+
+    def test_a_newcomer_hears_who_has_made_the_last_step(self):
+        """Rank 0 has ended before rank 1 joins again; it has told the process that was there before."""
+        job = Job("mesh", 2, np.ones((2, 1)), np.zeros((2, 1, _NUM_VALUES)))
+
+        def rejoin(rank):
+            if rank == 1:
+                job.cluster.scheduler.sleep(5.0)
+                job.cluster.memberships[1].life = 1
+                job.exchanges[1].reset(1)
+                self.assertTrue(job.cluster.memberships[0].readmit(1, session=1, life=1))
+                job.exchanges[0].admit(1, 0)
+
+        take_steps = job._take_steps
+        job._take_steps = lambda rank, exchange: (rejoin(rank), take_steps(rank, exchange))
+        job.run()
+        self.assertEqual(sorted(job.finals), [0, 1])
+
+    def test_a_new_session_waits_for_what_is_being_worked_on(self):
+        """It is of the old one, and changes nothing of the new one."""
+        job = Job("mesh", 2, np.ones((2, 1)), np.zeros((2, 1, _NUM_VALUES)))
+        scheduler, ends = job.cluster.scheduler, []
+
+        def take_steps(rank, exchange):
+            exchange.step(Outgoing(0, exchange.start_segment, (np.zeros(_NUM_VALUES, np.float32),)))
+            exchange._threads[0].put(lambda: (scheduler.sleep(5.0), ends.append(scheduler.now)))
+            scheduler.sleep(1.0)
+            exchange.reset(2)
+            self.assertLen(ends, 1)
+            ends.clear()
+
+        job._take_steps = lambda rank, exchange: take_steps(rank, exchange) if rank == 0 else None
+        job.run()
+
+
+class BlendTest(tf.test.TestCase):
+    def test_goes_on_without_a_rank_that_has_pulled_past_the_mark(self):
+        """What rank 1 sends to rank 0 is late: rank 0 has it of rank 2 before, in a state that it pulls."""
+        rng = np.random.default_rng(1)
+        durations = np.ones((3, 40))
+        durations[0] = 4.5
+        changes = 3 * rng.integers(-9, 10, size=(3, 40, _NUM_VALUES))
+        job = Job(
+            "mesh",
+            3,
+            durations,
+            changes,
+            thresholds=Thresholds(0, 2),
+            sync_interval=2,
+            link_seconds=lambda a, b, num_bytes: 3.0 if (a, b) == (1, 0) else 0.1,
+        ).run()
+        num_pieces = len(job.exchanges[0].replica.layout(b"\x01" * 3).pieces)
+        of_root_1 = [piece for piece in job.exchanges[1].replica.layout(b"\x01" * 3).pieces if piece.root == 1]
+        self.assertGreater(job.counters[0]["pulls"], 0)
+        self.assertGreater(job.counters[0]["duplicates"], 0)
+        # A blend takes some 6 s there: the slow link's 3 s, and those of the snapshot and of what precedes it.
+        at_least = (num_pieces - len(of_root_1)) * 15 + len(of_root_1) * 6
+        for rank in (1, 2):
+            self.assertGreaterEqual(job.counters[rank]["blends"], at_least)
+        for rank in range(3):
+            self.assertAllEqual(job.finals[rank], job.expected())
 
 
 if __name__ == "__main__":
