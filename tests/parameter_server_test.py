@@ -264,6 +264,8 @@ class ServedGroupTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(push(1, 2, 6.0), 7.0)
         group.remove(0, is_lost=True)
         self.assertEqual(push(1, 3, 6.0), 6.0)
+        group.remove(1, is_lost=True)  # Nobody is left: as for a snapshot, or for who is started again.
+        self.assertAllEqual(group.state(with_slots=False).buckets[1][:2], [6.0, 6.0])
 
 
 class WireTest(tf.test.TestCase, parameterized.TestCase):

@@ -134,8 +134,13 @@ class ServedGroup:
             self._workers.pop(worker, None)
             self._pushed.pop(worker, None)
             if is_lost:
-                self._statistics.pop(worker, None)
+                self._forget_statistics(worker)
             return self._advance()
+
+    def _forget_statistics(self, worker: int) -> None:
+        values = self._statistics.pop(worker, None)
+        if values is not None and not self._statistics:
+            self._means = values  # Nobody else's are there to go on with.
 
     # Pushes.
 
