@@ -519,7 +519,7 @@ def _last(callbacks: Any, strategy: tf.distribute.Strategy) -> Iterator[Any]:
     if not isinstance(callbacks, keras.callbacks.CallbackList):
         yield [*(tf.nest.flatten(callbacks) if callbacks is not None else ()), begin]
         return
-    callbacks.append(begin)
+    callbacks.callbacks.append(begin)
     try:
         yield callbacks
     finally:

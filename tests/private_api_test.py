@@ -5,6 +5,7 @@ hook first, then at the test.
 """
 
 import inspect
+import json
 from unittest import mock
 
 import keras
@@ -164,6 +165,75 @@ class PrivateApiTest(tf.test.TestCase):
     def test_loss_scaling_keeps_its_trainable_variables(self):
         source = inspect.getsource(loss_scale_optimizer.LossScaleOptimizer._stateful_handle_finite_grads)
         self.assertIn("self._trainable_variables", source)
+
+
+_OPTIMIZERS = {
+    **{
+        name: getattr(keras.optimizers, name)
+        for name in ("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lamb", "Lion", "Muon")
+    },
+    "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9, use_ema=True),
+    "Nadam": keras.optimizers.Nadam,
+    "RMSprop": lambda: keras.optimizers.RMSprop(centered=True, momentum=0.9),
+    "SGD": lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2),
+}
+
+
+class OptimizerTest(tf.test.TestCase, parameterized.TestCase):
+    """What `slots_of` and `serialized_for_server` know of optimizers."""
+
+    @parameterized.parameters(sorted(_OPTIMIZERS))
+    def test_slots_are_all_variables_that_tell_of_former_updates(self, name):
+        optimizer = _OPTIMIZERS[name]()
+        variables = [keras.Variable(np.ones(shape, "float32"), name=f"v{len(shape)}") for shape in ((3, 2), (4,))]
+        optimizer.build(variables)
+        found = {id(slot) for slot in keras_hook.slots_of(optimizer, [v.value for v in variables]).values()}
+        others = [optimizer.iterations, optimizer.learning_rate, *getattr(optimizer, "_accumulated_gradients", ())]
+        others = {id(getattr(variable, "value", None)) for variable in (optimizer._iterations, *others)}
+        self.assertLessEqual({id(variable.value) for variable in optimizer.variables} - others, found)
+
+    def test_what_workers_do_is_left_out(self):
+        optimizer = keras.optimizers.AdamW(
+            keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5),
+            weight_decay=0.25,
+            clipnorm=1.0,
+            loss_scale_factor=2.0,
+            gradient_accumulation_steps=2,
+            beta_1=0.75,
+        )
+        text = keras_hook.serialized_for_server(keras.optimizers.LossScaleOptimizer(optimizer))
+        made = keras.optimizers.deserialize(json.loads(text))
+        self.assertIs(type(made), keras.optimizers.AdamW)
+        self.assertEqual((made.weight_decay, made.beta_1, float(made.learning_rate)), (0.25, 0.75, 0.0))
+        left_out = (made.clipnorm, made.loss_scale_factor, made.gradient_accumulation_steps)
+        self.assertEqual(left_out, (None, None, None))
+
+    def test_weight_decay_and_its_exclusions(self):
+        optimizer = keras.optimizers.AdamW(weight_decay=0.1)
+        variables = [keras.Variable(np.ones(2, "float32"), name=name) for name in ("kernel", "bias", "gamma")]
+        optimizer.exclude_from_weight_decay(var_list=[variables[2]], var_names=["bias"])
+        optimizer.build(variables)
+        self.assertEqual(keras_hook.decays(optimizer, [v.value for v in variables]), [True, False, False])
+        self.assertEqual(keras_hook.paths(optimizer, [v.value for v in variables]), ["kernel", "bias", "gamma"])
+
+    @parameterized.parameters(False, True)
+    def test_begin_comes_behind_the_callbacks(self, as_list):
+        events = []
+        strategy = hop_tf.HopStrategy()
+        self.addCleanup(strategy.shutdown)
+        with strategy.scope():
+            model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+        mine = keras.callbacks.LambdaCallback(
+            on_train_begin=lambda logs: events.append("mine"),
+            on_train_batch_begin=lambda batch, logs: events.append("step"),
+        )
+        callbacks = keras.callbacks.CallbackList([mine], model=model)
+        with mock.patch.object(hop_tf.HopStrategy, "begin_training", lambda self: events.append("begin")):
+            for _ in range(2):
+                given = [mine] if as_list else callbacks
+                model.fit(np.ones((2, 1)), np.ones((2, 1)), verbose=0, callbacks=given)
+        self.assertEqual(events, ["mine", "begin", "step"] * 2)
 
 
 class StepTraceTest(tf.test.TestCase, parameterized.TestCase):
