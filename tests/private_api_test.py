@@ -228,7 +228,7 @@ class OptimizerTest(tf.test.TestCase, parameterized.TestCase):
             on_train_begin=lambda logs: events.append("mine"),
             on_train_batch_begin=lambda batch, logs: events.append("step"),
         )
-        callbacks = keras.callbacks.CallbackList([mine], model=model)
+        callbacks = keras.callbacks.CallbackList([mine], add_history=True, model=model)
         with mock.patch.object(hop_tf.HopStrategy, "begin_training", lambda self: events.append("begin")):
             for _ in range(2):
                 given = [mine] if as_list else callbacks
