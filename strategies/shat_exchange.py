@@ -41,7 +41,7 @@ from hop_tf.worker import ExchangeContext
 # What travels beside the variables: to the servers, the first two of these; from them, the weight alpha of each.
 RATE, IS_APPLIED = 0, 1
 NUM_BESIDE = 2
-# An answer that has not come for so long is asked for again.
+# An answer that has not come for so long is asked for again, or later where answers take longer.
 _RETRY_SECONDS = 10.0
 
 
@@ -54,6 +54,7 @@ class ShatExchange(Exchange, Joiner):
 
     Attributes:
       shards: What each server that has something to keep does keep.
+      last_session: The session of the latest push; 0 before the first one.
 
     Raises:
       ValueError: If the optimizer does not go with the settings.
@@ -78,9 +79,11 @@ class ShatExchange(Exchange, Joiner):
             for index, (server, pieces) in enumerate(zip(servers, self._plan(optimizer, len(servers)), strict=True))
             if pieces
         ]
+        self.last_session = 0
         self._received: dict[str, dict[int, tuple[object, np.ndarray]]] = collections.defaultdict(dict)
         self._num_sent = 0
         self._num_pulls = 0
+        self._retry_seconds = _RETRY_SECONDS
         self._known_model = 0
         self._communicate_seconds = 0.0
         self._latest: dict[int, tuple[int, float]] = {}
@@ -220,6 +223,7 @@ class ShatExchange(Exchange, Joiner):
             payload = wire.join(shard.encode(outgoing.buckets))
             self._send(shard, push, payload, outgoing.step)
         self._num_sent = sequence
+        self.last_session = self._session
 
         def is_answer(reply: pb.Reply) -> bool:
             return reply.session == self._session and reply.sequence == sequence
@@ -316,7 +320,8 @@ class ShatExchange(Exchange, Joiner):
         """Takes every server's answer. While one is missing, ranks in `sources` must be there, too."""
         membership, received = self._membership, self._received[name]
         since = membership.monitor.now()
-        retry_at = since + _RETRY_SECONDS if ask_again else float("inf")
+        retry_at = since + self._retry_seconds if ask_again else float("inf")
+        has_asked = False
 
         def absent() -> list[int]:
             return [s.server for s in self.shards if s.server not in received or not is_answer(received[s.server][0])]
@@ -348,7 +353,13 @@ class ShatExchange(Exchange, Joiner):
             for shard in self.shards:
                 if shard.server in missing:
                     ask_again(shard, missing[shard.server])
-            retry_at = membership.monitor.now() + _RETRY_SECONDS
+            has_asked = True
+            if not all(missing.values()):
+                # Where answers are only slow, one for each time that they were asked for would slow them down more.
+                self._retry_seconds *= 2
+            retry_at = membership.monitor.now() + self._retry_seconds
+        if ask_again and not has_asked:
+            self._retry_seconds = max(_RETRY_SECONDS, 2 * (membership.monitor.now() - since))
         for answer, _ in answers.values():
             if isinstance(answer, pb.Reply) and answer.error:
                 error = PeerLostError if answer.is_forgotten else ProtocolError

@@ -85,7 +85,7 @@ class ShardView:
             for (name, index), value in slots.items():
                 if index == piece.index:
                     own[name, number] = value.reshape(-1)[piece.start : piece.stop] if self._cuts(piece) else value
-        return ShardState(buckets=self.cut(model), slots=own, iterations=iterations)
+        return ShardState(buckets=self.cut(model), slots=own, num_steps=iterations, iterations=iterations)
 
     def put_slots(
         self, own: Mapping[tuple[str, int | None], np.ndarray], slots: dict[tuple[str, int | None], np.ndarray]

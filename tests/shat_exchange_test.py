@@ -21,6 +21,8 @@ from hop_tf.membership import Membership
 from hop_tf.monitor import ThreadMonitor
 from hop_tf.options import CommunicationOptions
 from hop_tf.packing import Packing, TensorSpec
+from hop_tf.parameter_server import parameter_server_pb2 as pb
+from hop_tf.parameter_server import wire
 from hop_tf.parameter_server.server import PUSH, REPLY, ParameterServer
 from hop_tf.replica_state import spec_of
 from hop_tf.simulate import VirtualCluster
@@ -259,6 +261,7 @@ class ConfigureTest(tf.test.TestCase, parameterized.TestCase):
             second = threads.workers[1]
 
             def body(rank, worker):
+                worker.optimizer.iterations.assign(100)  # As when a model is loaded that was trained before.
                 worker.exchange.configure(joins=False)
                 for step in range(5):
                     worker.push(step, 1.0)
@@ -268,9 +271,135 @@ class ConfigureTest(tf.test.TestCase, parameterized.TestCase):
                 server.restarted(1)
             second.exchange.configure(joins=True)
             self.assertAllEqual(second.variable, np.full(_NUM_VALUES, 1.0 - 10 * _RATE))
-            self.assertEqual(int(second.optimizer.iterations), 5)
+            self.assertEqual(int(second.optimizer.iterations), 105)
             model, _ = second.push(0, 1.0)
             self.assertAllEqual(model, np.full(_NUM_VALUES, 1.0 - 11 * _RATE))
+
+
+class _Clock(ThreadMonitor):
+    """Waiting takes no time, but the clock goes on; `on_tick(seconds)` is called when it has."""
+
+    def __init__(self, on_tick):
+        super().__init__()
+        self._seconds = 0.0
+        self._on_tick = on_tick
+
+    def now(self):
+        return self._seconds
+
+    def wait(self, timeout_seconds):
+        self._seconds += timeout_seconds
+        self._on_tick(self._seconds)
+
+
+class RetryTest(tf.test.TestCase):
+    def test_slow_answers_are_not_asked_for_again_and_again(self):
+        """They take 100 s. Before the worker asks again it waits for 10, 20, 40 and 80 s, and then for long enough."""
+        asked_at, pushed_at = [], []
+
+        def send(server, queue, header, payload, **kwargs):
+            push = pb.Push.FromString(header)
+            (asked_at if push.asks_again else pushed_at).append(monitor.now())
+            self.assertNotEqual(push.asks_again, bool(payload))
+
+        def answer(seconds):
+            if seconds >= pushed_at[-1] + 100:
+                reply = pb.Reply(session=1, sequence=len(pushed_at), num_workers=1)
+                buckets = [np.zeros(n, t.as_numpy_dtype) for n, t in zip(packing.sizes, packing.dtypes, strict=True)]
+                worker.exchange._received["reply"][1] = reply, np.concatenate(wire.join(buckets))
+
+        with _Threads(1, 1) as threads:
+            (worker,) = threads.workers
+            packing = worker.exchange.shards[0].packing
+            monitor = worker.exchange._membership.monitor = _Clock(answer)
+            with mock.patch.object(worker.exchange._membership, "send", send):
+                for step in range(5):
+                    worker.push(step, 1.0)
+        self.assertEqual(asked_at, [10.0, 30.0, 70.0, 180.0])
+        self.assertEqual(pushed_at, [100.0 * step for step in range(5)])
+
+
+class SessionsTest(tf.test.TestCase):
+    """What a server makes of workers that leave, come late, or are all started again."""
+
+    def setUp(self):
+        super().setUp()
+        options = CommunicationOptions(timeout_seconds=30, progress_timeout_seconds=10)
+        self.enterContext(mock.patch(f"{__name__}._OPTIONS", options))
+
+    def _leave(self, threads, rank, session):
+        """The server hears that `rank` leaves."""
+        membership = threads.workers[rank].exchange._membership
+        membership.session = session
+        membership.leave(sent_steps={}, reason="")
+        server = threads.servers[0]
+        self.assertTrue(_comes_true(lambda: rank in server._left))
+
+    def test_who_leaves_a_session_before_its_first_message_is_not_waited_for(self):
+        settings = dataclasses.replace(_SETTINGS, consistency="bsp")
+        with _Threads(2, 1, settings=[settings] * 2) as threads:
+            self._leave(threads, 1, session=1)
+            first = threads.workers[0]
+            first.exchange.configure(joins=False)
+            model, _ = first.push(0, 2.0)
+            self.assertAllEqual(model, np.full(_NUM_VALUES, 1.0 - 2 * _RATE))
+            self._leave(threads, 0, session=1)
+            self._leave(threads, 1, session=2)
+            first.exchange.reset(2)
+            model, _ = first.push(0, 1.0)
+            self.assertAllEqual(model, np.full(_NUM_VALUES, 1.0 - 3 * _RATE))
+
+    def test_who_comes_when_it_was_given_up_takes_part(self):
+        with _Threads(1, 1) as threads:
+            (server,), (worker,) = threads.servers, threads.workers
+            server.forget(0, "it never appeared")
+            self.assertTrue(server.is_done)
+            worker.exchange.configure(joins=False)
+            self.assertFalse(server.is_done)
+            self.assertEqual(server.present, [0])
+
+    def test_workers_that_were_all_started_again_begin_to_count_sessions_anew(self):
+        with _Threads(2, 1) as threads:
+            (server,), workers = threads.servers, threads.workers
+            for worker in workers:
+                worker.exchange.reset(3)
+            threads.run(lambda rank, worker: worker.exchange.configure(joins=False))
+            workers[0].push(0, 1.0)
+            for rank, worker in enumerate(workers):
+                server.restarted(rank)
+                worker.exchange.reset(1)
+            threads.run(lambda rank, worker: worker.exchange.configure(joins=False))
+            model, _ = workers[1].push(0, 1.0)
+            self.assertAllEqual(model, np.full(_NUM_VALUES, 1.0 - 2 * _RATE))
+
+    def test_rank_0_has_gone_before_it_has_given_its_model(self):
+        with _Threads(2, 1) as threads:
+            threads.servers[0].forget(0, "the test says so")
+            self._fails_to_configure(threads.workers[1])
+
+    def test_rank_0_goes_before_it_has_given_its_model(self):
+        with _Threads(2, 1) as threads:
+            (server,) = threads.servers
+
+            def forget():
+                _comes_true(lambda: server._groups)
+                server.forget(0, "the test says so")
+
+            thread = threading.Thread(target=forget)
+            thread.start()
+            self._fails_to_configure(threads.workers[1])
+            thread.join()
+
+    def _fails_to_configure(self, worker):
+        with self.assertRaisesRegex(HopError, "rank 1: rank 0 has gone before the servers had its model"):
+            worker.exchange.configure(joins=False)
+
+
+def _comes_true(condition):
+    deadline = time.monotonic() + 20
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
 
 
 class LostTest(tf.test.TestCase):

@@ -28,6 +28,9 @@ CONFIGURE, PUSH, PULL, ASSIGN, RETIRE = (
     f"{PREFIX}/{name}" for name in ("configure", "push", "pull", "assign", "retire")
 )
 CONFIGURED, REPLY, PULLED = "configured", "reply", "pulled"
+# Whose model the servers begin with.
+_FIRST = 0
+_NO_STATE = "rank 0 has gone before the servers had its model. Start the job again."
 
 
 class ParameterServer:
@@ -48,8 +51,9 @@ class ParameterServer:
         # Workers that have ended for good, and those that were lost; the latter may come back.
         self._ended: set[int] = set()
         self._lost: dict[int, str] = {}
-        # Who left the running session.
+        # Who left the running session, and whose processes were started again since, and take no part yet.
         self._left: set[int] = set()
+        self._restarted: set[int] = set()
         self._workers = range(num_workers)
         for queue, handler in {
             CONFIGURE: self._on_configure,
@@ -101,6 +105,7 @@ class ParameterServer:
             self._lost.pop(worker, None)
             self._ended.discard(worker)
             self._left.add(worker)
+            self._restarted.add(worker)
 
     def take_snapshots(self, *, final: bool = False) -> None:
         """Writes the states whose time has come; all that have changed, if `final`."""
@@ -115,10 +120,14 @@ class ParameterServer:
     def _enter(self, session: int) -> None:
         """Workers enter a session together; the first message of it tells. The lock must be held."""
         if session > self._session:
-            self._session = session
-            self._left.clear()
-            for configured in self._groups.values():
-                configured.group.begin_session(self.present)
+            self._begin_session(session)
+
+    def _begin_session(self, session: int) -> None:
+        self._session = session
+        self._left.clear()
+        self._restarted.clear()
+        for configured in self._groups.values():
+            configured.group.begin_session(self.present)
 
     def _on_leave(self, message: Message) -> None:
         leave = parse(membership_pb2.Leave, message)
@@ -127,6 +136,7 @@ class ParameterServer:
         if leave.rank != message.sender:
             return
         with self._lock:
+            self._enter(leave.session)  # It may have left before anybody has pushed.
             if leave.final:
                 self._ended.add(leave.rank)
             if leave.session >= self._session:
@@ -138,8 +148,17 @@ class ParameterServer:
     def _remove(self, worker: int, *, is_lost: bool) -> None:
         with self._lock:
             groups = dict(self._groups)
+            if worker == _FIRST:
+                self._give_up_waiting()
         for name, configured in groups.items():
             self._send_answers(name, configured, configured.group.remove(worker, is_lost=is_lost))
+
+    def _give_up_waiting(self) -> None:
+        """Nobody will give the model that some wait for. The lock must be held."""
+        for name, configured in self._groups.items():
+            if not configured.has_state:
+                for worker in configured.take_waiting():
+                    self._refuse(worker, pb.Configure(group=name, session=self._session), _NO_STATE, False)
 
     # Groups.
 
@@ -147,6 +166,8 @@ class ParameterServer:
         parts = wire.split(message.payload)
         configure = parse(pb.Configure, dataclasses.replace(message, header=parts[0].tobytes()))
         with self._lock:
+            if message.sender in self._restarted and self._left.issuperset(self.present):
+                self._begin_session(configure.session)  # All were started again, and count from 1.
             self._enter(configure.session)
             try:
                 configured = self._configure(message.sender, configure, parts[1:])
@@ -177,11 +198,15 @@ class ParameterServer:
             self._groups[configure.group] = configured
         configured.compare(worker, configure)
         self._left.discard(worker)
-        self._lost.pop(worker, None)  # It was slow to appear.
+        self._restarted.discard(worker)
+        if self._lost.pop(worker, None) is not None:
+            logging.info("the server goes on with rank %d, which is there after all.", worker)
         configured.group.join(worker)
         if configure.has_state and not configured.has_state:
             configured.begin(ShardState.from_parts(parts, configured.packing))
         configured.waiting.append(worker)
+        if not configured.has_state and (_FIRST in self._left or _FIRST not in self.present):
+            raise HopError(_NO_STATE)
         return configured
 
     def _take_waiting(self, group: str) -> list[int]:
