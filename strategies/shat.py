@@ -164,8 +164,16 @@ class SHATParameterServerStrategy(ExchangeStrategy):
         super().synchronize(model)
         weights = {id(weight.value) for weight in model.weights}
         for group in self._all_groups():
-            if weights.issuperset(id(variable) for variable in group.trained):
+            if weights.issuperset(map(id, group.trained)) and self._is_current(group):
                 group.exchange.pull()
+
+    def _is_current(self, group: Group) -> bool:
+        """Whether no other group has trained variables of this one since."""
+        own = set(map(id, group.trained))
+        return all(
+            other.exchange.last_session <= group.exchange.last_session or own.isdisjoint(map(id, other.trained))
+            for other in self._all_groups()
+        )
 
     def report(self) -> dict[str, float]:
         """Counters of this rank, as of the other strategies; `mixing_weight` and `pushes_by_others` beside.
@@ -236,7 +244,8 @@ class SHATParameterServerStrategy(ExchangeStrategy):
         group.exchange.offer()
 
     def _finish_training(self, group: Group) -> None:
-        group.exchange.pull()
+        if group.exchange.sent_steps:  # Others may keep older values of the same variables.
+            group.exchange.pull()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -103,6 +103,16 @@ def _make_linear(optimizer, **compile_arguments):
     return model
 
 
+class _Bias(keras.layers.Layer):
+    """Adds a weight: gradients pass through as they are."""
+
+    def build(self, shape):
+        self.bias = self.add_weight(shape=shape[1:], initializer="zeros")
+
+    def call(self, x):
+        return x + self.bias
+
+
 def _gradient(step, rank=0, num_workers=1):
     """Of the linear loss; by default that of the global batch."""
     share = _BATCH_SIZE // num_workers
@@ -359,6 +369,28 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
         for first, second in _cluster().run(train):
             self.assertAllClose(first, 1 - _NUM_WORKERS * _RATE * total, rtol=1e-4, atol=1e-5)
             self.assertAllClose(second, 1 - 2 * _NUM_WORKERS * _RATE * total, rtol=1e-4, atol=1e-5)
+
+    def test_models_that_share_layers_are_trained_in_turn(self):
+        """What one of them has learned, the other goes on from, and nothing brings older values back."""
+
+        def train(strategy):
+            with strategy.scope():
+                shared = keras.layers.Dense(4, use_bias=False, kernel_initializer="ones")
+                models = [keras.Sequential([keras.Input((3,)), shared, layer]) for layer in (_Bias(), _Bias())]
+                for model in models:
+                    model.compile(keras.optimizers.SGD(_RATE), _linear_loss)
+            kernels = []
+            for model in (models[0], models[1], models[0]):
+                _fit(model)
+                kernels.append(shared.kernel.numpy())
+            strategy.synchronize(models[1])
+            return kernels, shared.kernel.numpy()
+
+        total = _RATE * _NUM_WORKERS * sum(_gradient(step) for step in range(_NUM_STEPS))
+        for kernels, final in _cluster(num_ps=1, consistency="bsp").run(train):
+            for number, kernel in enumerate(kernels, 1):
+                self.assertAllClose(kernel, 1 - number / _NUM_WORKERS * total, rtol=1e-4, atol=1e-5)
+            self.assertAllClose(final, kernels[-1], rtol=1e-6)
 
 
 class SettingsTest(tf.test.TestCase):
