@@ -45,7 +45,8 @@ class CanarySession:
     Raises:
       ValueError: If an argument is out of range, or the network does not fit `world_size`.
 
-    Blocks: `__enter__`, until all ranks enter.
+    Blocks: `__enter__`, until all ranks enter; `__exit__`, until what was sent has arrived at those that still listen,
+      at most `timeout_seconds`: the transport may be closed then.
     """
 
     def __init__(
@@ -67,12 +68,14 @@ class CanarySession:
         self._network.check_world_size(world_size)
         self._thresholds = gei.Thresholds(max_staleness, num_colayers if min_colayers is None else min_colayers)
         self._codec = codecs.get(codec)
+        options = options or CommunicationOptions()
+        self._timeout_seconds = options.timeout_seconds
         self._pool = BufferPool()
         self._index = gei.GEIMatrix(world_size, num_colayers)
         self._membership = Membership(
             transport=transport,
             monitor=monitor or ThreadMonitor(),
-            options=options or CommunicationOptions(),
+            options=options,
             world_size=world_size,
             peers=range(world_size),
         )
@@ -93,7 +96,10 @@ class CanarySession:
 
     def __exit__(self, kind, error, traceback) -> None:
         reason = "" if error is None else f"{kind.__name__}: {error}"
+        deadline = self._membership.monitor.now() + self._timeout_seconds
+        self._membership.flush(deadline)  # Whoever hears the farewell has all that was sent before.
         self._membership.leave(sent_steps={}, reason=reason, abort=error is not None, final=True)
+        self._membership.flush(deadline)
         for reduction in self._reductions.values():
             reduction.close()
         self._membership.transport.unregister(_GATHER)

@@ -33,6 +33,8 @@ _GATHERED = "membership/gathered"
 LEAVE_QUEUE = "membership/leave"
 # Silence, unlike messages, wakes nobody: how often a waiting rank looks at it.
 _LIVENESS_PERIOD_SECONDS = 0.25
+# How often a rank that waits for its last messages to arrive looks whether the receiver still listens.
+_FLUSH_PERIOD_SECONDS = 0.1
 
 _Parsed = TypeVar("_Parsed")
 
@@ -183,6 +185,17 @@ class Membership:
         self._left = message
         if not self.joining:  # Else nobody counts on this rank.
             self._pass_on(message)
+
+    def flush(self, deadline: float) -> None:
+        """Gives what was sent time to arrive where somebody still listens; until `deadline`, on the monitor's clock."""
+        for peer in (*self.peers, *self.servers):
+            while self._listens(peer) and self.monitor.now() < deadline:
+                if self.transport.flush(peer, _FLUSH_PERIOD_SECONDS):
+                    break
+
+    def _listens(self, peer: int) -> bool:
+        status = self.transport.status(peer)
+        return status.connected and not status.was_silent_for(self._options.timeout_seconds)
 
     def interrupt(self) -> None:
         """Ends every `wait` of this rank with `Interrupted`, until it has left."""

@@ -35,8 +35,6 @@ from hop_tf.report import StepStatistics
 from hop_tf.transport import GrpcTransport, TcpTransport, Transport
 
 _TRANSPORTS = {"tcp": TcpTransport, "grpc": GrpcTransport}
-# How often a rank that waits for its last messages to arrive looks whether the receiver still listens.
-_FLUSH_PERIOD_SECONDS = 0.1
 # Collectives are numbered within their session, as a rank may miss the rest of one; those of users apart.
 _IN_SESSION, _CALLED = "collectives in the session", "collectives called by users"
 
@@ -352,24 +350,13 @@ class Worker:
         try:
             self._end_session(self.membership.failure, deadline)
             # Whoever hears the farewell has all that was sent before, on whatever lane.
-            self._flush(deadline)
+            self.membership.flush(deadline)
             self.membership.leave(sent_steps={}, reason=reason, final=True)
-            self._flush(deadline)
+            self.membership.flush(deadline)
         finally:
             for group in self._groups:
                 group.close()
             self._transport.close()
-
-    def _flush(self, deadline: float) -> None:
-        """Gives what was sent time to arrive where somebody still listens."""
-        for peer in (*self.membership.peers, *self.membership.servers):
-            while self._listens(peer) and self.membership.monitor.now() < deadline:
-                if self._transport.flush(peer, _FLUSH_PERIOD_SECONDS):
-                    break
-
-    def _listens(self, peer: int) -> bool:
-        status = self._transport.status(peer)
-        return status.connected and not status.was_silent_for(self._options.timeout_seconds)
 
     def _on_error(self, error: BaseException) -> None:
         """Takes failures of the transport's and the exchange's threads; the next wait of this rank raises them."""

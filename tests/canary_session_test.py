@@ -1,6 +1,7 @@
 """Table 3's methods between ranks that are threads."""
 
 import threading
+from unittest import mock
 
 import numpy as np
 import tensorflow as tf
@@ -8,6 +9,7 @@ from absl.testing import parameterized
 
 import hop_tf
 from hop_tf.testing.transports import TransportTestMixin
+from hop_tf.transport import InProcessTransport
 
 
 class CanarySessionTest(TransportTestMixin, tf.test.TestCase, parameterized.TestCase):
@@ -78,6 +80,20 @@ class CanarySessionTest(TransportTestMixin, tf.test.TestCase, parameterized.Test
             return session.all_gather(np.array([1.0, 10.0]) * (1 + session.rank), cube=cube).tolist()
 
         self.assertEqual(self._run(4, body, network="bcube:2,2"), [[3.0], [30.0], [7.0], [70.0]])
+
+    def test_the_end_waits_until_what_was_sent_has_arrived(self):
+        """Whoever closes the transport behind it loses nothing that others wait for."""
+        flushed = []
+        original = InProcessTransport.flush
+
+        def flush(transport, peer, timeout_seconds):
+            is_done = original(transport, peer, timeout_seconds)
+            flushed.append((transport.rank, peer, is_done))
+            return is_done
+
+        with mock.patch.object(InProcessTransport, "flush", flush):
+            self._run(2, lambda session: session.all_reduce(np.zeros(3)))
+        self.assertContainsSubset([(0, 1, True), (1, 0, True)], flushed)
 
     def test_consistency_controller(self):
         def body(session):
