@@ -233,6 +233,15 @@ def decays(optimizer: Any, variables: Sequence[tf.Variable]) -> list[bool]:
     return [bool(optimizer._use_weight_decay(of_keras[id(variable)])) for variable in variables]
 
 
+def constrain(optimizer: Any, variables: Sequence[tf.Variable]) -> None:
+    """Assigns what the variables' constraints make of them, as the optimizer does after each update."""
+    of_keras = _keras_variables(optimizer)
+    for variable in variables:
+        constraint = of_keras[id(variable)].constraint
+        if constraint is not None:
+            variable.assign(constraint(variable.read_value()))
+
+
 def paths(optimizer: Any, variables: Sequence[tf.Variable]) -> list[str]:
     """Where each variable is in its model, for instance "sequential/dense/kernel"."""
     of_keras = _keras_variables(optimizer)

@@ -31,7 +31,7 @@ from hop_tf.arguments import check_choice, check_integer, identity_of
 from hop_tf.collectives import AllReduce, Network, get_network
 from hop_tf.exchange import Exchange
 from hop_tf.gei import Thresholds
-from hop_tf.keras_hook import learning_rate, loss_scale, weight_decays
+from hop_tf.keras_hook import constrain, learning_rate, loss_scale, weight_decays
 from hop_tf.options import CommunicationOptions
 from hop_tf.packing import Packing
 from hop_tf.strategies.canary_exchange import AsyncSettings, CanaryExchange
@@ -60,6 +60,9 @@ class CanaryStrategy(ExchangeStrategy):
     Between the last step and the end of `fit` ranks wait for each other; then they have the same weights, to the bit. A
     rank whose `fit` ends early, as by a callback of its own, waits there for the others. During training replicas
     differ by what is under way. What callbacks do to the weights of one rank in the course of a `fit` has no effect.
+    Constraints apply to what a rank computes with, and in the end, and not to the sum of all steps. Averages of weights
+    (`use_ema`) are the rank's own: where they replace the weights in the end, ranks end with different ones, until
+    `strategy.synchronize(model)` averages them.
 
     Late steps make training less stable: with momentum 0.9 and nine ranks, use at most half of the learning rate that
     synchronous training stands. Weights and optimizer slots: the slots stay the rank's own. For optimizers other than
@@ -218,6 +221,7 @@ class CanaryStrategy(ExchangeStrategy):
         group.runner.submit(step, segment, [tf.zeros([0], dtype) for dtype in group.packing.dtypes])
         buckets, _ = group.take(step, segment)
         _assign(group, group.exchange.parts[segment].unpack(buckets))
+        constrain(group.optimizer(), group.trained)
 
 
 def _check_interfaces(options: CommunicationOptions, network: Network) -> None:
