@@ -90,6 +90,22 @@ class TcpTransportTest(TransportTestMixin, absltest.TestCase):
         with self.assertRaisesRegex(HopError, "rank 0: cannot serve on interface 203.0.113.1: "):
             self.start_at(0, self.addresses(2), options=options)
 
+    def test_an_interface_that_cannot_be_reached(self):
+        """What is to go there goes over gRPC, and a warning says so."""
+        addresses = self.addresses(3)
+        first, second = (
+            self.start_at(rank, addresses, options=CommunicationOptions(interfaces=("127.0.0.2",))) for rank in range(2)
+        )
+        second._handshake.interface_addresses = (addresses[2],)  # Nobody listens there.
+        collector = self.register(second)
+        with self.assertLogs("absl", "WARNING") as logs:
+            first.send(1, "queue", b"header", [np.zeros(4, np.uint8)], lane=1)
+            collector.wait(1)
+        self.assertRegex(
+            "\n".join(logs.output),
+            f"No socket from interface 127.0.0.2 to rank 1 at {addresses[1]}: .*refused.* Lane 1",
+        )
+
     def test_close_releases_the_sockets_port(self):
         for _ in range(5):
             first, second = self.start()

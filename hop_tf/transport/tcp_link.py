@@ -153,7 +153,16 @@ class TcpLink(GrpcLink):
             if isinstance(error, ConnectionRefusedError):
                 self._peer.refused()
             self._skip_socket = True
-            logging.info("No socket to %s, port %d: %s. Trying gRPC.", self._peer, port, error)
+            if self._interface is None:
+                logging.info("No socket to %s, port %d: %s. Trying gRPC.", self._peer, port, error)
+            else:  # All works on, though not as fast as it was meant to be.
+                logging.warning(
+                    "No socket from interface %s to %s: %s. Lane %d goes over gRPC, on the address of the cluster.",
+                    self._interface,
+                    self._peer,
+                    error,
+                    self._lane,
+                )
             return str(error)
         try:
             self._use(connection)
