@@ -88,13 +88,16 @@ class CanaryStrategy(ExchangeStrategy):
         meaning for "bsp".
       low_rank: r: gradients of large dense kernels (16,384 values and more, where that makes them four times smaller)
         go as factors of r columns, which the codec then shortens, and what is lost is added to the next gradient
-        (PowerSGD). Takes consistency="bsp". Default None: they go as they are.
-      interfaces: This machine's address on each of the network's interfaces: `beta` of a BCube, else one. See
+        (PowerSGD). Takes consistency="bsp", and, for weights that are equal to the bit, processors that compute alike.
+        Default None: they go as they are.
+      interfaces: This machine's address on each of the network's interfaces: `beta` of a BCube, else one. Ranks that
+        an address cannot reach are reached over that of the cluster, and a warning says so. See
         `CommunicationOptions.interfaces`, which this one takes the place of. Default None: as it says.
       on_peer_loss: "raise": when a rank dies or cannot be reached, all ranks raise `PeerLostError`. "continue": the
-        others go on without it; what it has sent and nobody has summed up is lost. If the same script is started again
-        as that rank, its first `fit` passes over the steps that it has missed, takes weights and optimizer slots from
-        the rank that is furthest, and goes on from there. Default None: "raise" for "bsp", else "continue".
+        others go on without it; what it has sent and nobody has summed up is lost, and so is what it was to sum up. If
+        the same script is started again as that rank, its first `fit` passes over the steps that it has missed, takes
+        weights and optimizer slots from the rank that is furthest, and goes on from there. Default None: "raise" for
+        "bsp", else "continue".
       cluster_resolver: Where the cluster is described. Default: `TF_CONFIG`.
       communication_options: Deadlines, credentials, records. Default: `CommunicationOptions()`.
 
