@@ -131,8 +131,7 @@ _OPTIMIZERS = {
 
 class BulkSynchronousTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
-        ("Nesterov", {}),
-        ("AdamW", {"sharding": "layer"}),
+        ("Nesterov", {"sharding": "layer"}),
         ("AdamW", {"sharding": "memory", "mixing": "ensemble"}),
     )
     def test_equals_synchronous_training_step_by_step(self, name, settings):
