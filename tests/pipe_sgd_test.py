@@ -612,16 +612,16 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
     @pytest.mark.stress(after=1)
     def test_a_thread_that_fails_in_an_all_reduce_ends_the_job(self, algorithm):
         """Rank 1 has sent a mean to one of the others only: these must not go on with different weights."""
-        send, num_sent = all_reduce._Operation.send, []
+        send, num_sent = all_reduce.Operation.send, []
 
-        def fail_once(operation, rank, turn, chunk, data):
+        def fail_once(operation, rank, turn, chunk, data, lane=None):
             if operation._membership.rank == 1 and operation.step == 2 and operation._committed:
                 num_sent.append(rank)
                 if len(num_sent) == 2:
                     raise OSError("no buffer space on purpose")
-            return send(operation, rank, turn, chunk, data)
+            return send(operation, rank, turn, chunk, data, lane)
 
-        with mock.patch.object(all_reduce._Operation, "send", fail_once):
+        with mock.patch.object(all_reduce.Operation, "send", fail_once):
             errors = _cluster(3, pipeline_width=1, algorithm=algorithm).run(_error_of_fit)
         for error in errors:
             self.assertIsNotNone(error)
