@@ -78,7 +78,7 @@ class CanaryStrategy(ExchangeStrategy):
         each rank sends to beta (alpha - 1) others) or "tree:<children>" (few connections, one interface). Default
         "mesh".
       consistency: As above. Default "ssp".
-      max_staleness: s, in iterations; at least 0. Default 16.
+      max_staleness: s, in iterations; at least 0. Of no matter to "bsp", nor is `min_colayers`. Default 16.
       min_colayers: p: from so many colayers on that have left, the others may follow, however late; 0 is "async".
         Default None: all colayers.
       num_colayers: k, the most colayers that variables are bundled into, at least 1. Default 10.
