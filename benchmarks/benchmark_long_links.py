@@ -9,7 +9,8 @@ of an all-reduce, go from rank 0 to rank 1: "ordered" on one lane, "spread" over
     first s    Time of the first 10 MB, on connections that have carried nothing before.
     later s    The same after pauses of two seconds, median of the last three times of five.
     least s    What it takes by the rate and the delay of the link.
-    share %    Of what TCP can carry, the part that arrives while enough messages are under way to fill the link.
+    share %    Of what TCP can carry, the part that arrives in the last two thirds of a time in which enough messages
+               are under way to fill the link.
     silence s  Longest time for which a rank hears nothing of the other one, from the first message on.
 """
 
@@ -120,10 +121,9 @@ def _measure(link: str, member: str, lane: int | None) -> list[float]:
     arrivals.sort()
     bursts = [arrivals[start : start + _BURST_MESSAGES] for start in range(0, _NUM_IN_BURSTS, _BURST_MESSAGES)]
     first, *others = [max(arrived for _, arrived in burst) - burst[0][0] for burst in bursts]
-    row = arrivals[_NUM_IN_BURSTS:]
-    start, end = row[len(row) // 3][0], row[-1][0]
-    num_arrived = sum(start < arrived <= end for _, arrived in row)
-    share = num_arrived * _MESSAGE_BYTES / (end - start) / bytes_per_second
+    row = sorted(arrived for _, arrived in arrivals[_NUM_IN_BURSTS:])
+    since = len(row) // 3
+    share = (len(row) - 1 - since) * _MESSAGE_BYTES / (row[-1] - row[since]) / bytes_per_second
     least = _BURST_MESSAGES * _MESSAGE_BYTES / bytes_per_second + round_trip / 2
     times = [first, statistics.median(others[-_NUM_LATER:]), least]
     return [rate / 1e6, round_trip * 1e3, jitter * 1e3, *times, 100 * share, max(silence, other_silence)]
