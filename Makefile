@@ -14,8 +14,8 @@
 PYTHON ?= python3
 PYTEST_ARGS ?=
 REPEAT ?= 20
-# Two files at a time: most tests wait now and then.
-PARALLEL := -n 2 --dist loadfile
+# Three files at a time, also on two cores: most tests wait now and then.
+PARALLEL := -n 3 --dist loadfile
 BAZEL ?= bazel
 
 VENV := .venv

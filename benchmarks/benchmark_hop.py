@@ -14,6 +14,9 @@ machines   8 workers on 3 machines (Figures 20 and 21): all-to-all inside a mach
            ring_based over all, and all-to-all over all; printed with their spectral gaps.
 death      One of 8 workers is killed and started again, with one backup worker: the others' speed from its death on,
            relative to a run without; how long it takes to join; and how good its own model is in the end.
+accuracy   Only when asked for: `random` and `straggler` with real gradients in simulated ranks, so that there is time
+           for --num_steps=1500; the accuracy of the averaged model, means over --num_seeds seeds, and how far they lie
+           from that of the homogeneous runs.
 
 Printed for each run of the others: iterations per second (mean over ranks, jumps included, the first 5 left out), the
 same by `hop_tf.simulate` from the same slowdowns, both relative to the standard form in that experiment; the loss when
@@ -34,6 +37,7 @@ import pathlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
+import hop_accuracy
 import keras
 import networkx as nx
 import numpy as np
@@ -53,6 +57,7 @@ _NUM_WORKERS = flags.DEFINE_integer("num_workers", 16, "Ranks, except in `machin
 _NUM_STEPS = flags.DEFINE_integer("num_steps", 120, "Iterations of each rank; a multiple of 5.", lower_bound=20)
 _STEP_SECONDS = flags.DEFINE_float("step_seconds", 0.3, "Least duration of a step.", lower_bound=0.0)
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the random slowdowns.")
+_NUM_SEEDS = flags.DEFINE_integer("num_seeds", 3, "Trainings of each kind in `accuracy`.", lower_bound=1)
 _FOLDER = flags.DEFINE_string("folder", None, "Where to write CSV and PNG files.")
 _A9A = flags.DEFINE_string("a9a", None, "The file a9a, for --task=svm.")
 
@@ -103,13 +108,13 @@ class Run:
 
 def _runs() -> Iterator[Run]:
     num_workers = _NUM_WORKERS.value
-    if "random" in _EXPERIMENTS.value:
+    if {"random", "accuracy"} & set(_EXPERIMENTS.value):
         for name in _TOPOLOGIES.value:
             topology = resolve(name, num_workers)
             yield Run(f"random {name}", "homogeneous", topology, (), {})
             for label, settings in _MECHANISMS.items():
                 yield Run(f"random {name}", label, topology, (Slowdown(None, 6.0),), settings)
-    if "straggler" in _EXPERIMENTS.value:
+    if {"straggler", "accuracy"} & set(_EXPERIMENTS.value):
         topology = resolve("ring_based", num_workers)
         yield Run("straggler", "homogeneous", topology, (), {})
         for label, settings in _FOR_A_STRAGGLER.items():
@@ -300,6 +305,31 @@ def _measure_death() -> None:
     print(f"  {values[0][2]:.4f}, of the average without a death: {undisturbed.accuracy:.4f}", flush=True)
 
 
+def _measure_accuracy(runs: Sequence[Run]) -> None:
+    data, test = _load(_TASK.value, _A9A.value)
+    print(f"\n{runs[0].experiment}, {runs[0].topology.describe()}, {_NUM_STEPS.value} iterations")
+    of_homogeneous = None
+    for run in runs:
+        accuracies = []
+        for seed in range(_NUM_SEEDS.value):
+            keras.utils.set_random_seed(seed)
+            model = _MODELS[_TASK.value]()
+            hop_accuracy.train(
+                model,
+                data,
+                topology=run.topology,
+                compute=dataclasses.replace(run.compute, seed=seed),
+                settings=run.settings,
+                num_steps=_NUM_STEPS.value,
+                batch_size=_BATCH_SIZE_OF_RANK,
+                seed=seed,
+            )
+            accuracies.append(model.evaluate(*test, batch_size=512, verbose=0)[1])
+        of_homogeneous = np.mean(accuracies) if of_homogeneous is None else of_homogeneous
+        difference = np.mean(accuracies) - of_homogeneous
+        print(f"{run.label:20} {np.mean(accuracies):8.4f} {difference:+8.4f}   of seeds:", *np.round(accuracies, 4))
+
+
 def _print(results: Sequence[Result]) -> None:
     standard = next((result for result in results if result.run.label == "standard"), results[0])
     end = min(result.curve[-1, 0] for result in results)
@@ -349,6 +379,9 @@ def main(argv: Sequence[str]) -> None:
     if _TASK.value == "svm" and not (_A9A.value and os.path.exists(_A9A.value)):
         raise app.UsageError(f"--a9a must name the file for --task=svm. Received: --a9a={_A9A.value}.")
     for _, runs in itertools.groupby(_runs(), key=lambda run: run.experiment):
+        if "accuracy" in _EXPERIMENTS.value:
+            _measure_accuracy(list(runs))
+            continue
         results = [_measure(run) for run in runs]
         _print(results)
         if _FOLDER.value:

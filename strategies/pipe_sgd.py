@@ -141,11 +141,9 @@ class PipeSGDStrategy(ExchangeStrategy):
         if delay == 0:
             return group.take(t, segment)
         start = group.exchange.pipelined_from
-
-        def fill():
-            return tf.cond(t < start, lambda: group.take(t, segment), lambda: _zeros(group.exchange.parts[segment]))
-
-        return tf.cond(t >= start + delay, lambda: group.take(t - delay, segment), fill)
+        due = tf.where(t < start, t, t - delay)
+        fills = tf.logical_and(t >= start, due < start)
+        return tf.cond(fills, lambda: _zeros(group.exchange.parts[segment]), lambda: group.take(due, segment))
 
     def _finish_training(self, group: Group) -> None:
         for t in range(*group.exchange.in_flight(int(group.step))):

@@ -8,6 +8,7 @@ import math
 from unittest import mock
 
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -424,8 +425,9 @@ class AllReduceTest(tf.test.TestCase, parameterized.TestCase):
                 self.assertAllClose(job.means[rank, step][0], expected, atol=1e-6)
         self.assertLen(job.means, sum(num_steps))
 
-    @parameterized.parameters(*itertools.product(_KINDS, range(12)))
-    def test_goes_on_without_a_rank_that_is_interrupted(self, kind, seed):
+    @parameterized.parameters(*itertools.product(range(12), _KINDS))
+    @pytest.mark.stress(after=3 * len(_KINDS))
+    def test_goes_on_without_a_rank_that_is_interrupted(self, seed, kind):
         """Whenever that happens: all ranks that have a mean of a step have the same, of all or of all others."""
         algorithm, codec = kind[0], _SPARSE.get(kind[1])
         num_events = 0
@@ -447,8 +449,9 @@ class AllReduceTest(tf.test.TestCase, parameterized.TestCase):
                     self.assertAllEqual(mean, next(iter(means.values())))
         self.assertGreater(num_events, 6)
 
-    @parameterized.parameters(*itertools.product(_KINDS[:3], range(8)))
-    def test_a_lost_rank_is_an_error_on_all_others(self, kind, seed):
+    @parameterized.parameters(*itertools.product(range(8), _KINDS[:3]))
+    @pytest.mark.stress(after=2 * 3)
+    def test_a_lost_rank_is_an_error_on_all_others(self, seed, kind):
         """No wrong mean is returned before."""
         algorithm, codec = kind[0], _SPARSE.get(kind[1])
         undisturbed = Job(4, algorithm=algorithm, codec=codec, size=2000)

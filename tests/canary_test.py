@@ -150,7 +150,8 @@ def _train_one_hot(strategy, num_steps=24, callbacks=(), num_fits=1, **compile_a
 
 
 class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
-    @parameterized.parameters(("mesh", 2, _accumulating), ("mesh", 2, _scaled), ("tree", 3, _adam))
+    @parameterized.parameters(("tree", 3, _adam), ("mesh", 2, _accumulating), ("mesh", 2, _scaled))
+    @pytest.mark.stress(after=1)
     def test_all_end_alike(self, network, world_size, make_optimizer):
         results = _cluster(world_size, network=network).run(
             lambda strategy: _train(strategy, make_optimizer, run_eagerly=world_size > 2)
@@ -165,6 +166,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
         {"consistency": "ssp", "run_eagerly": True},
         {"network": "bcube:2,2", "sync_interval": 3},
     )
+    @pytest.mark.stress(after=2)
     def test_every_contribution_counts_once(self, steps_per_execution=1, run_eagerly=False, **settings):
         """What a rank has learned is in the weights of all, once; a slow one passes over what it has missed."""
 

@@ -201,6 +201,7 @@ class ExactTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual(report["steps"], _NUM_STEPS)
 
     @parameterized.parameters({"steps_per_execution": 5}, {"run_eagerly": True})
+    @pytest.mark.stress(after=1)
     def test_however_keras_runs_steps(self, **compile_args):
         _, expected = _exact(2, 3, 2, momentum=0.9)
         for _, last, _ in _cluster(2, delay=3, interval=2).run(
@@ -209,6 +210,7 @@ class ExactTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(last, expected, rtol=1e-5, atol=1e-5)
 
     @parameterized.parameters("filtered", "generated")
+    @pytest.mark.stress(after=1)
     def test_data_of_unknown_length(self, kind):
         """At the end of each epoch a step begins whose batch never comes."""
         x, y, _ = _problem()
@@ -232,7 +234,8 @@ class ExactTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(last, in_the_end, rtol=1e-5, atol=1e-5)
             self.assertEqual(report["steps"], num_steps)
 
-    @parameterized.parameters(None, codecs.TopK(ratio=0.25))
+    @parameterized.parameters(codecs.TopK(ratio=0.25), None)
+    @pytest.mark.stress(after=1)
     def test_in_several_parts(self, codec):
         """All is applied when `fit` ends, one without a whole window too; the next one goes on with the velocity."""
 
@@ -506,7 +509,7 @@ class OptimizersTest(tf.test.TestCase, parameterized.TestCase):
         ("gradient_accumulation_steps", lambda: keras.optimizers.SGD(_RATE, gradient_accumulation_steps=2)),
         ("weight_decay", lambda: keras.optimizers.AdamW(0.01)),
     )
-    @pytest.mark.stress(after=2)
+    @pytest.mark.stress(after=1)
     def test_refused_under_loss_scaling(self, name, make_inner):
         def run(strategy):
             _fit(_compiled(strategy, lambda: keras.optimizers.LossScaleOptimizer(make_inner())))
@@ -515,12 +518,13 @@ class OptimizersTest(tf.test.TestCase, parameterized.TestCase):
             _cluster(2).run(run)
 
     @parameterized.parameters("bfloat16", "float16")
+    @pytest.mark.stress(after=1)
     def test_refused_types(self, dtype):
         with self.assertRaisesRegex(_REFUSALS, "must be float32 or float64"):
             _cluster(2).run(lambda strategy: _fit(_compiled(strategy, dtype=dtype)))
 
     @parameterized.parameters({"momentum": 0.9, "nesterov": True}, {"weight_decay": 0.5}, {"momentum": 0.9}, {})
-    @pytest.mark.stress(after=2)
+    @pytest.mark.stress(after=1)
     def test_a_step_left_out_is_one_without_gradient(self, momentum=0.0, nesterov=False, weight_decay=0.0):
         """Rank 1's gradient overflows in step 3; both go on as if it had been zero."""
         num_steps, bad = 9, 3

@@ -9,6 +9,7 @@ import os
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -137,6 +138,7 @@ class WindowsTest(tf.test.TestCase, parameterized.TestCase):
                 self._check(job.train(delay, interval), _synchronous(momentum, rate, **_MOMENTA[momentum]))
 
     @parameterized.parameters(*_MOMENTA)
+    @pytest.mark.stress(after=1)
     def test_equals_synchronous_sgd_with_weight_decay(self, momentum):
         job = _Job(momentum, "decaying", decay=0.3)
         for delay, interval in ((0, 1), (0, 4), (5, 1), (3, 4), (4, 4), (20, 12)):
@@ -144,6 +146,7 @@ class WindowsTest(tf.test.TestCase, parameterized.TestCase):
                 self._check(job.train(delay, interval), _synchronous(momentum, "decaying", 0.3, **_MOMENTA[momentum]))
 
     @parameterized.parameters(*_MOMENTA)
+    @pytest.mark.stress(after=1)
     def test_what_is_not_among_the_largest_is_not_lost(self, momentum):
         job = _Job(momentum, "decaying", decay=0.3, selection=codecs.TopK(ratio=0.2, warmup_steps=3))
         for delay, interval in ((0, 1), (5, 1), (3, 4), (20, 12)):

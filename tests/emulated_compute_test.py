@@ -14,6 +14,7 @@ from unittest import mock
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -189,7 +190,8 @@ def _hold_gradients_until_the_neighbor_has_sent(mode):
 
 
 class SendTest(tf.test.TestCase, parameterized.TestCase):
-    @parameterized.parameters("graph", "steps_per_execution")
+    @parameterized.parameters("steps_per_execution", "graph")
+    @pytest.mark.stress(after=1)
     def test_parameters_leave_while_gradients_are_held_back(self, mode):
         """Each rank holds its gradients of step k back until the other's x_k is there: both must have left before."""
         with MultiProcessRunner(_hold_gradients_until_the_neighbor_has_sent, num_workers=2, args=(mode,)) as runner:

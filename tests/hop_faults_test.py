@@ -11,6 +11,7 @@ from unittest import mock
 
 import networkx as nx
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl import logging
 from absl.testing import parameterized
@@ -183,7 +184,8 @@ class RandomFaultsTest(tf.test.TestCase):
 class EveryStateTest(tf.test.TestCase, parameterized.TestCase):
     """A rank of four is killed between two events, with and without a restart."""
 
-    @parameterized.product(mode=list(_MODES), topology=["ring", "complete"])
+    @parameterized.product(topology=["ring", "complete"], mode=list(_MODES))
+    @pytest.mark.stress(after=4)
     def test_no_state_is_a_trap(self, mode, topology):
         self.enter_context(logging_disabled())
         job = self._run(mode, topology)

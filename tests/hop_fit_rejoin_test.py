@@ -5,7 +5,6 @@ Which rank dies, when, and how soon it is started again are drawn: `HOP_TF_SCHED
 """
 
 import dataclasses
-import math
 import os
 import random
 import time
@@ -41,7 +40,7 @@ class _Plan:
       last_step: Its last step, in the first epoch.
       restart_seconds: How much later it is started again.
       host: A rank that waits for it.
-      mark: A file that says that it is there.
+      mark: A file that says that it is there, and has passed over the first epoch.
     """
 
     victim: int
@@ -64,7 +63,7 @@ class _Plan:
 
 
 class _Progress(keras.callbacks.Callback):
-    """Records steps and losses; one rank waits at a step until another was started again, however long that takes."""
+    """Records steps and losses; one rank waits at a step until another is back, however long that takes."""
 
     def __init__(self, rank, plan):
         super().__init__()
@@ -78,7 +77,7 @@ class _Progress(keras.callbacks.Callback):
         self.num_steps += 1
         self.losses.append(logs["loss"])
         print("step", self.num_steps, flush=True)
-        if self._is_victim and math.isnan(logs["loss"]):
+        if self._is_victim and self.num_steps == _NUM_STEPS:  # Its first life ended before.
             open(self._mark, "w").close()
         while self._is_host and self.num_steps == _MEETING and not os.path.exists(self._mark):
             time.sleep(0.05)

@@ -7,6 +7,7 @@ import subprocess
 import tempfile
 import unittest
 
+import pytest
 from absl.testing import absltest, parameterized
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -19,10 +20,10 @@ _OPTIONS = [
     *("-std=c++17", "-g1", "-ffp-contract=off", "-pthread", "-Wall", "-Wextra", "-Werror"),
     *("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-DHOP_TF_SINGLE_VERSION"),
 ]
-# What Linux calls the instructions that a set has beyond the one before.
+# What Linux calls the instructions that a set has beyond x86-64, or those of v3.
 _FLAGS = {
-    "x86-64": set(),
     "x86-64-v3": {"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"},
+    "x86-64": set(),
     "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
 }
 
@@ -54,6 +55,7 @@ class FuzzTest(parameterized.TestCase):
 
     # Sanitizers do not work with functions of several versions: for each instruction set these are built by themselves.
     @parameterized.parameters(*_FLAGS)
+    @pytest.mark.stress(after=1)
     def test_random_calls(self, machine):
         if not _FLAGS[machine] <= _flags():
             self.skipTest(f"needs a processor with {machine}")

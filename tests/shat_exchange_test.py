@@ -10,6 +10,7 @@ from unittest import mock
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -192,13 +193,15 @@ def _train(threads, num_pushes, momentum=0.0):
     return (values * np.where(values % 2, 0.5, 0.25)).sum()
 
 
-class ExactlyOnceTest(tf.test.TestCase):
-    def test_ten_thousand_pushes_while_connections_break(self):
-        num_workers, num_servers, num_pushes = 4, 1, 2500
+class ExactlyOnceTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters(500, 2500)
+    @pytest.mark.stress(after=1)
+    def test_pushes_while_connections_break(self, num_pushes):
+        num_workers, num_servers = 4, 1
         with _Threads(num_workers, num_servers) as threads:
             with _ConnectionResets(threads, num_workers, num_servers) as resets:
                 total = _train(threads, num_pushes)
-            self.assertGreater(resets.num_resets, 20)
+            self.assertGreater(resets.num_resets, num_pushes / 100)
             for worker in threads.workers:
                 worker.exchange.pull()
                 # Sums of multiples of 1/4 that are not large are exact in float32.
@@ -207,9 +210,11 @@ class ExactlyOnceTest(tf.test.TestCase):
                 (configured,) = server._groups.values()
                 self.assertEqual(configured.group.num_pushes, num_workers * num_pushes)
 
-    def test_messages_that_are_lost_or_repeated(self):
+    @parameterized.parameters(15, 60)
+    @pytest.mark.stress(after=1)
+    def test_messages_that_are_lost_or_repeated(self, num_pushes):
         with mock.patch.object(shat_exchange, "_RETRY_SECONDS", 0.05), _Threads(3, 2, _Lossy) as threads:
-            total = _train(threads, 60)
+            total = _train(threads, num_pushes)
             threads.workers[0].exchange.pull()
             self.assertAllEqual(threads.workers[0].variable, np.full(_NUM_VALUES, 1.0 - total))
 

@@ -6,6 +6,7 @@ import tempfile
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -216,6 +217,7 @@ class BulkSynchronousTest(tf.test.TestCase, parameterized.TestCase):
 
 class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(False, True)
+    @pytest.mark.stress(after=1)
     def test_linear_loss_has_one_result_for_any_schedule(self, run_eagerly):
         def make_model():
             model = _make_linear(keras.optimizers.SGD(_RATE))
@@ -235,7 +237,8 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual(report["shard_0_bytes_sent"], 2 * _NUM_STEPS * (64 + 64))
         self.assertAllEqual(results[0][0], results[2][0])
 
-    @parameterized.parameters((False, 0.9), (True, 0.5))
+    @parameterized.parameters((True, 0.5), (False, 0.9))
+    @pytest.mark.stress(after=1)
     def test_momentum_under_a_constant_gradient(self, nesterov, momentum):
         """N pushes of g make v[k] = -lr g (1 + ... + m^(k - 1)); w is their sum, whoever pushed."""
         data = np.ones((_NUM_ROWS, 3), np.float32), np.zeros((_NUM_ROWS, 4), np.float32)
@@ -256,7 +259,8 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(weights, np.full((3, 4), w), rtol=1e-4)
             self.assertAllClose(velocity, np.full((3, 4), v), rtol=1e-4)
 
-    @parameterized.parameters(0.0, 0.75)
+    @parameterized.parameters(0.75, 0.0)
+    @pytest.mark.stress(after=1)
     def test_a_worker_s_own_step(self, momentum):
         """Where alpha is 0: lr g, and with momentum lr / (1 - m) g."""
 

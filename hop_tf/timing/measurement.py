@@ -22,9 +22,10 @@ _CODECS = tuple(dict.fromkeys((*pipe_sgd.CODECS, *dts.CODECS, "sketch")))
 
 # A vector is long enough when its all-reduce takes so long, or has so many values.
 _LONG_SECONDS = 0.2
-_MAX_VALUES = 1 << 24
+_MIN_VALUES, _MAX_VALUES = 1 << 18, 1 << 24
 _NUM_SHORT, _NUM_LONG = 20, 3
-_CODEC_VALUES = 1 << 18
+_CODEC_VALUES = 1 << 20  # More than fit into a cache.
+_SHARED_SECONDS = 0.05  # Many turns of ranks that share a processor.
 # A backward pass takes about twice as long as a forward pass.
 _FORWARD_SHARE = 1 / 3
 
@@ -78,7 +79,8 @@ def measure(strategy: ExchangeStrategy) -> Measurement:
     """Measures the live links, this machine's codecs, and the steps of the last `fit`.
 
     A collective: every rank calls it, after a `fit`. It takes some seconds: all-reduces of two lengths, by ring and by
-    mesh, whose durations give alpha, beta and S; gamma and the codecs are timed on each rank. Means over the ranks are
+    mesh, whose durations give alpha, beta and S; gamma and the codecs are timed on all
+    ranks at once. Means over the ranks are
     taken.
 
     Args:
@@ -98,10 +100,10 @@ def measure(strategy: ExchangeStrategy) -> Measurement:
         raise RuntimeError(
             "`measure` needs the durations of some steps. Call it after a `fit` of several ones, without `run_eagerly`."
         )
-    costs = {name: _codec_seconds_per_byte(codecs.get(name)) for name in _CODECS}
+    costs = {name: _codec_seconds_per_byte(strategy, codecs.get(name)) for name in _CODECS}
     mesh, ring = (_all_reduce_seconds(strategy, name, 1, _NUM_SHORT) for name in pipe_sgd.ALGORITHMS)
     num_values, long = _long_all_reduce(strategy)
-    numbers = [compute_seconds, _reduce_seconds_per_byte(), mesh, ring, long, *costs.values()]
+    numbers = [compute_seconds, _reduce_seconds_per_byte(strategy), mesh, ring, long, *costs.values()]
     compute_seconds, gamma, mesh, ring, long, *costs_of_all = _mean(strategy, numbers)
     # Two messages follow each other in a mesh, 2 (p - 1) in a ring. With two ranks these are the same.
     p = strategy.world_size
@@ -126,7 +128,7 @@ def measure(strategy: ExchangeStrategy) -> Measurement:
 
 def _long_all_reduce(strategy: ExchangeStrategy) -> tuple[int, float]:
     """Number of values, and median duration, of an all-reduce that takes long enough to tell the rate."""
-    num_values = _CODEC_VALUES
+    num_values = _MIN_VALUES
     while True:
         seconds = _all_reduce_seconds(strategy, "mesh", num_values, _NUM_LONG)
         (of_all,) = _mean(strategy, [seconds])
@@ -158,7 +160,7 @@ def _everybody(rank: int, step: int) -> bool:
     return True
 
 
-def _codec_seconds_per_byte(codec: codecs.Codec) -> float:
+def _codec_seconds_per_byte(strategy: ExchangeStrategy, codec: codecs.Codec) -> float:
     """A rank encodes and decodes every value once, and adds what others have sent."""
     pool = BufferPool()
     values = np.random.default_rng(0).normal(size=_CODEC_VALUES).astype(np.float32)
@@ -169,12 +171,24 @@ def _codec_seconds_per_byte(codec: codecs.Codec) -> float:
         codec.accumulate(data, out)
         codec.decode(data, out)
 
-    return _median_seconds(run, 9) / values.nbytes
+    return _seconds_on_all_ranks(strategy, run) / values.nbytes
 
 
-def _reduce_seconds_per_byte() -> float:
+def _reduce_seconds_per_byte(strategy: ExchangeStrategy) -> float:
     values, total = np.ones((2, _CODEC_VALUES), np.float32)
-    return _median_seconds(lambda: np.add(total, values, out=total), 9) / values.nbytes
+    return _seconds_on_all_ranks(strategy, lambda: np.add(total, values, out=total)) / values.nbytes
+
+
+def _seconds_on_all_ranks(strategy: ExchangeStrategy, run: Callable[[], object]) -> float:
+    """Mean duration while all ranks do the same, as in an all-reduce: some may share their processors."""
+    run()
+    _mean(strategy, [0.0])  # They begin together.
+    start = time.perf_counter()
+    num_times = 0
+    while (seconds := time.perf_counter() - start) < _SHARED_SECONDS or num_times < _NUM_LONG:
+        run()
+        num_times += 1
+    return seconds / num_times
 
 
 def _median_seconds(run: Callable[[], object], num_times: int) -> float:
