@@ -44,6 +44,7 @@ _WORLD_SIZE = flags.DEFINE_integer("world_size", 4, "Ranks.", lower_bound=2)
 _STEP_SECONDS = flags.DEFINE_list("step_seconds", ["0.05", "0.2", "0.8"], "Emulated computation of a step.")
 _NUM_VALUES = flags.DEFINE_list("num_values", ["648010", "5000000"], "Parameters of the timed models.")
 _CODECS = flags.DEFINE_list("codecs", ["truncate16", "int8"], "Codecs, beside none.")
+_ALGORITHM = flags.DEFINE_enum("algorithm", "mesh", ["mesh", "ring"], "The all-reduce of all but PS-Sync, timed.")
 _NUM_STEPS = flags.DEFINE_integer("num_steps", 24, "Timed steps.", lower_bound=8)
 _TASKS = flags.DEFINE_list("tasks", ["mnist", "cifar", "convex"], "What is trained for accuracy.")
 _EPOCHS = flags.DEFINE_integer("epochs", 20, "Epochs of the training for accuracy.", lower_bound=2)
@@ -231,7 +232,7 @@ def _codecs() -> list[str | None]:
 
 def _time_case(link: str, num_values: int, step_seconds: float) -> list[Timed]:
     server = [("PS-Sync", 1, "star", None)]
-    peers = [(label, width, "mesh", codec) for label, width in _WIDTHS.items() for codec in _codecs()]
+    peers = [(label, width, _ALGORITHM.value, codec) for label, width in _WIDTHS.items() for codec in _codecs()]
     environment = ComputeEmulation(step_seconds=step_seconds).to_environment()
     results = []
     for kinds, world_size in ((server, _WORLD_SIZE.value + 1), (peers, _WORLD_SIZE.value)):
@@ -245,11 +246,12 @@ def _time_case(link: str, num_values: int, step_seconds: float) -> list[Timed]:
         results.extend(zip(kinds, zip(*of_ranks, strict=True), strict=True))
     timed = []
     for (label, width, algorithm, codec), of_ranks in results:
-        # Emulated computation: all of it, update included, is known.
-        measurement = dataclasses.replace(of_ranks[0]["measurement"], step=timing.Step(forward_seconds=step_seconds))
-        predicted = measurement.predict(pipeline_width=width, codec=codec).step_seconds
+        predicted = None
+        if label != "PS-Sync":
+            measurement = of_ranks[0]["measurement"]
+            predicted = measurement.predict(pipeline_width=width, codec=codec, algorithm=algorithm).step_seconds
         slowest = {name: max(each[name] for each in of_ranks) for name in ("step", "communicate", "codec")}
-        timed.append(Timed(label, codec, *slowest.values(), predicted if algorithm == "mesh" else None))
+        timed.append(Timed(label, codec, *slowest.values(), predicted))
     return timed
 
 

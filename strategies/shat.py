@@ -19,9 +19,10 @@ What is said of the paper's Equation 4 stands at `mixing_weight`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import keras
 import numpy as np
@@ -239,6 +240,16 @@ class SHATParameterServerStrategy(ExchangeStrategy):
             tf.where(step.is_applied, before - tf.cast(rate, before.dtype) * tf.cast(gradient, before.dtype), before)
             for before, gradient in zip(step.before, step.gradients, strict=True)
         ]
+
+    @contextlib.contextmanager
+    def fit_session(self, x, callbacks=None) -> Iterator[None]:
+        try:
+            with super().fit_session(x, callbacks):
+                yield
+        except BaseException:
+            for group in self._all_groups():
+                group.exchange.keep_model()  # A mixture, in which what others have pushed counts in part.
+            raise
 
     def _begin_training(self, group: Group) -> None:
         group.exchange.offer()

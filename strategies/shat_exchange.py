@@ -178,6 +178,11 @@ class ShatExchange(Exchange, Joiner):
                 payload = wire.join(shard.cut(buckets))
                 self._membership.send(shard.server, ASSIGN, header, payload, lane=BULK_LANE)
 
+    def keep_model(self) -> None:
+        """What this rank's variables hold now is no model for the servers, though it is not theirs."""
+        if self._num_sent:
+            self._known_model = self._digest(self._read_model())
+
     def reset(self, session: int) -> None:
         self._session = session
         self._num_sent = 0

@@ -237,6 +237,29 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual(report["shard_0_bytes_sent"], 2 * _NUM_STEPS * (64 + 64))
         self.assertAllEqual(results[0][0], results[2][0])
 
+    def test_the_servers_keep_their_model_when_fit_is_broken_off(self):
+        """The next one goes on with it, and not with the mixture that rank 0 had made."""
+        num_steps = 5
+
+        class Break(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch, logs=None):
+                if batch == num_steps - 1:
+                    raise KeyError("broken off")
+
+        def train(strategy):
+            with strategy.scope():
+                model = _make_linear(keras.optimizers.SGD(_RATE))
+            with self.assertRaisesRegex(KeyError, "broken off"):
+                _fit(model, callbacks=[Break()])
+            _fit(model)
+            strategy.synchronize(model)
+            return model.get_weights()[0]
+
+        steps = [*range(num_steps), *range(_NUM_STEPS)]
+        expected = 1 - _RATE * 2 * sum(_gradient(step) for step in steps)
+        for weights in _cluster(num_ps=1, mixing=0.5).run(train):
+            self.assertAllClose(weights, expected, rtol=1e-4, atol=1e-5)
+
     @parameterized.parameters((True, 0.5), (False, 0.9))
     @pytest.mark.stress(after=1)
     def test_momentum_under_a_constant_gradient(self, nesterov, momentum):

@@ -49,6 +49,15 @@ class TimingTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllClose(seconds(bytes_per_byte=0.25, codec_seconds_per_byte=1e-10), 0.15 / 4)
         self.assertAllClose(seconds(bytes_per_byte=0.25, codec_seconds_per_byte=1e-9), 0.1)
 
+    def test_links_that_a_mesh_does_not_suit(self):
+        network = timing.Network(latency_seconds=0.0, seconds_per_byte=1e-9, mesh_slowdown=3.0)
+        arguments = {"world_size": 4, "num_bytes": 1e8}
+        of_ring, of_mesh = (
+            timing.communication_seconds(network, algorithm=name, **arguments) for name in ("ring", "mesh")
+        )
+        self.assertAllClose([of_ring, of_mesh], [0.15, 0.45])
+        self.assertEqual(timing.recommend(network, _STEP, **arguments).algorithm, "ring")
+
     @parameterized.parameters(*itertools.product((1, 2), (1, 2, 4), (0.01, 0.1, 0.4, 1.0)))
     def test_predicts_a_schedule(self, width, num_segments, communication):
         """One thread computes, one communicates: segments in order, as soon as they are there."""

@@ -23,6 +23,8 @@ class Network:
       seconds_per_byte: Time that a rank takes to send a byte, while it receives one [beta].
       reduce_seconds_per_byte: Time to add a byte of float32 [gamma].
       synchronization_seconds: Time until all ranks have begun an all-reduce [S].
+      mesh_slowdown: How many times longer a byte takes in a mesh, where a rank is sent to by all others at once: more
+        than 1 where links drop packets then, as slow ones with short queues do.
 
     Raises:
       ValueError: If one is negative.
@@ -32,6 +34,7 @@ class Network:
     seconds_per_byte: float
     reduce_seconds_per_byte: float = 0.0
     synchronization_seconds: float = 0.0
+    mesh_slowdown: float = 1.0
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -81,7 +84,8 @@ def communication_seconds(
 
     A ring takes R = 2 (p - 1) messages one after the other, a mesh R = 2. Without a codec (r = 1, c = 0) and with a
     ring that is the paper's. A codec works while earlier chunks travel (Figure 3 (b)): what takes longer counts. An
-    all-gather, by which sparse vectors travel, takes R = 1; a rank sends and adds (p - 1) r n bytes there.
+    all-gather, by which sparse vectors travel, takes R = 1; a rank sends and adds (p - 1) r n bytes there. In a mesh
+    beta is `mesh_slowdown` times as long.
 
     Args:
       network: What communication costs.
@@ -102,9 +106,10 @@ def communication_seconds(
     way = _way(algorithm, world_size, bytes_per_byte)
     if world_size == 1:
         return 0.0
+    seconds_per_byte = network.seconds_per_byte * (network.mesh_slowdown if algorithm == "mesh" else 1.0)
     return (
         num_segments * (way.num_messages * network.latency_seconds + network.synchronization_seconds)
-        + num_bytes * max(way.sent * network.seconds_per_byte, codec_seconds_per_byte)
+        + num_bytes * max(way.sent * seconds_per_byte, codec_seconds_per_byte)
         + num_bytes * way.added * network.reduce_seconds_per_byte
     )
 

@@ -102,22 +102,28 @@ def measure(strategy: ExchangeStrategy) -> Measurement:
         )
     costs = {name: _codec_seconds_per_byte(strategy, codecs.get(name)) for name in _CODECS}
     mesh, ring = (_all_reduce_seconds(strategy, name, 1, _NUM_SHORT) for name in pipe_sgd.ALGORITHMS)
-    num_values, long = _long_all_reduce(strategy)
-    numbers = [compute_seconds, _reduce_seconds_per_byte(strategy), mesh, ring, long, *costs.values()]
-    compute_seconds, gamma, mesh, ring, long, *costs_of_all = _mean(strategy, numbers)
+    num_values, long_ring = _long_all_reduce(strategy)
+    long_mesh = _all_reduce_seconds(strategy, "mesh", num_values, _NUM_LONG)
+    numbers = [compute_seconds, _reduce_seconds_per_byte(strategy), mesh, ring, long_mesh, long_ring, *costs.values()]
+    compute_seconds, gamma, mesh, ring, long_mesh, long_ring, *costs_of_all = _mean(strategy, numbers)
     # Two messages follow each other in a mesh, 2 (p - 1) in a ring. With two ranks these are the same.
     p = strategy.world_size
     latency = max(0.0, (ring - mesh) / (2 * p - 4)) if p > 2 else mesh / 2
     share = (p - 1) / p
-    travel = max(0.0, long - mesh - share * FLOAT32_BYTES * num_values * gamma)
+    num_bytes = FLOAT32_BYTES * num_values
+    in_mesh, in_ring = (
+        max(0.0, long - short - share * num_bytes * gamma) for long, short in ((long_mesh, mesh), (long_ring, ring))
+    )
+    travel = min(in_mesh, in_ring)
     return Measurement(
         world_size=p,
         num_bytes=strategy.num_exchanged_bytes,
         network=Network(
             latency_seconds=min(latency, mesh / 2),
-            seconds_per_byte=travel / (2 * share * FLOAT32_BYTES * num_values),
+            seconds_per_byte=travel / (2 * share * num_bytes),
             reduce_seconds_per_byte=gamma,
             synchronization_seconds=max(0.0, mesh - 2 * latency),
+            mesh_slowdown=in_mesh / travel if travel > 0 else 1.0,
         ),
         step=Step(
             forward_seconds=_FORWARD_SHARE * compute_seconds, backward_seconds=(1 - _FORWARD_SHARE) * compute_seconds
@@ -130,7 +136,7 @@ def _long_all_reduce(strategy: ExchangeStrategy) -> tuple[int, float]:
     """Number of values, and median duration, of an all-reduce that takes long enough to tell the rate."""
     num_values = _MIN_VALUES
     while True:
-        seconds = _all_reduce_seconds(strategy, "mesh", num_values, _NUM_LONG)
+        seconds = _all_reduce_seconds(strategy, "ring", num_values, _NUM_LONG)
         (of_all,) = _mean(strategy, [seconds])
         if of_all >= _LONG_SECONDS or num_values >= _MAX_VALUES:
             return num_values, seconds
