@@ -81,6 +81,7 @@ class HopFitLossTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(results[_LOST].exit_code, -signal.SIGKILL)
         self._check_the_others(results)
 
+    @pytest.mark.stress
     def test_a_frozen_rank_learns_that_the_others_went_on(self):
         arguments = (_SETTINGS["backup"], signal.SIGSTOP)
         with MultiProcessRunner(_run, num_workers=_WORLD_SIZE, args=arguments, timeout_seconds=120) as runner:

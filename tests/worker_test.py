@@ -7,6 +7,7 @@ import threading
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -357,6 +358,7 @@ class GivenUpTest(_TwoRanksTestCase):
 
 
 class RecompileTest(tf.test.TestCase):
+    @pytest.mark.stress
     def test_threads_do_not_pile_up(self):
         """The optimizer of the last fit may linger until the garbage collector runs; not more."""
         with MultiProcessRunner(_compile_four_times, num_workers=2) as runner:
