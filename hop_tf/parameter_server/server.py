@@ -147,6 +147,7 @@ class ParameterServer:
 
     def _remove(self, worker: int, *, is_lost: bool) -> None:
         with self._lock:
+            self._end_retired_groups()
             groups = dict(self._groups)
             if worker == _FIRST:
                 self._give_up_waiting()
@@ -166,6 +167,8 @@ class ParameterServer:
         parts = wire.split(message.payload)
         configure = parse(pb.Configure, dataclasses.replace(message, header=parts[0].tobytes()))
         with self._lock:
+            if self._has_gone(message.sender, configure.session):
+                return  # Its farewell has overtaken this.
             if message.sender in self._restarted and self._left.issuperset(self.present):
                 self._begin_session(configure.session)  # All were started again, and count from 1.
             self._enter(configure.session)
@@ -186,6 +189,11 @@ class ParameterServer:
                 pb.Configured(session=configure.session, is_under_way=configured.is_under_way),
                 state.to_parts(),
             )
+
+    def _has_gone(self, worker: int, session: int) -> bool:
+        """Whether a worker has ended, or left that session. The lock must be held."""
+        has_left = worker in self._left and worker not in self._restarted and session <= self._session
+        return worker in self._ended or has_left
 
     def _configure(self, worker: int, configure: pb.Configure, parts: Sequence[np.ndarray]) -> ConfiguredGroup:
         """Makes the group, unless it is there, and begins with rank 0's state or the snapshot's."""
@@ -219,14 +227,18 @@ class ParameterServer:
     def _on_retire(self, message: Message) -> None:
         retire = parse(pb.Retire, message)
         with self._lock:
-            configured = self._groups.get(retire.group)
-            if configured is not None:
-                configured.retired.add(message.sender)
-                if not configured.retired >= set(self.present):
-                    return
-                del self._groups[retire.group]
+            if retire.group in self._groups:
+                self._groups[retire.group].retired.add(message.sender)
+                self._end_retired_groups()
+
+    def _end_retired_groups(self) -> None:
+        """Ends the groups that no worker wants any more. The lock must be held."""
+        present = set(self.present)
+        for name, configured in list(self._groups.items()):
+            if configured.retired and configured.retired >= present:
+                del self._groups[name]
                 if self._snapshots is not None:
-                    self._snapshots.write(retire.group, configured.group, final=True)
+                    self._snapshots.write(name, configured.group, final=True)
 
     def _find(self, group: str) -> ConfiguredGroup:
         with self._lock:
