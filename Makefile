@@ -14,8 +14,8 @@
 PYTHON ?= python3
 PYTEST_ARGS ?=
 REPEAT ?= 20
-# Three files at a time, also on two cores: most tests wait now and then.
-PARALLEL := -n 3 --dist loadfile
+# Three files at a time, also on two cores: most tests wait now and then. In the order of tests/conftest.py.
+PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 BAZEL ?= bazel
 
 VENV := .venv

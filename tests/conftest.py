@@ -32,6 +32,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if _PROCESS_STARTERS & vars(item.module).keys():
             item.add_marker("multi_process")
+    # Their files take longest for the number of their tests: where several files run at a time, none of them is last.
+    items.sort(key=lambda item: item.get_closest_marker("multi_process") is None)
     if "HOP_TF_SCHEDULE_SEED" not in os.environ:
         _skip_stress(items)
 

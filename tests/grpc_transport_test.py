@@ -1,6 +1,7 @@
 """What the transports between processes do beyond the contract: broken connections, addresses, and exit."""
 
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -9,6 +10,7 @@ import sys
 import threading
 from pathlib import Path
 
+import grpc
 import numpy as np
 from absl.testing import absltest
 
@@ -45,6 +47,26 @@ class DeadPeerTest(TransportTestMixin, absltest.TestCase):
         first.connect(1)
         wait_until(lambda: first.status(1).last_problem)
         self.assertEqual(first.status(1).refused_seconds, 0)
+
+
+class GarbageTest(TransportTestMixin, absltest.TestCase):
+    member = GrpcTransport
+
+    def test_calls_end_without_the_garbage_collector(self):
+        """Those that are left to it when the interpreter ends may wait for a lock that nobody will release."""
+        gc.collect()
+        gc.disable()
+        self.addCleanup(gc.enable)
+        before = len(self._calls())
+        first, second = self.start()
+        self.check_works(first, second)
+        second.close()  # Calls break off, and others find nobody there.
+        wait_until(lambda: first.status(1).refused_seconds > 0)
+        first.close()
+        wait_until(lambda: len(self._calls()) <= before)
+
+    def _calls(self):
+        return [each for each in gc.get_objects() if issubclass(type(each), grpc.Call)]
 
 
 class BrokenConnectionTest(TransportTestMixin, absltest.TestCase):

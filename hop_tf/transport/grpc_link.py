@@ -49,10 +49,14 @@ class GrpcLink(Link):
                 self._stream_begins(call.cancel)
                 self._read(call, connection)
         except grpc.RpcError as error:
+            # It is the call itself, and its traceback has frames that refer to it. No call may be left to the garbage
+            # collector: at the interpreter's end that one might wait for the lock of a thread that is no more.
+            error.__traceback__ = None
             if error.code() is grpc.StatusCode.UNAVAILABLE:
                 self._probe()
             return str(error.details())
         finally:
+            call = None  # Tracebacks of other errors are kept.
             connection.end()
         return "it closed the connection"
 
@@ -99,6 +103,7 @@ class GrpcLink(Link):
                 self._take_answer(data, connection)
         finally:
             call.cancel()
+            call = None  # As above.
             if connection.accepted:
                 self._peer.link_down()
 

@@ -71,6 +71,9 @@ class Link(abc.ABC):
                     problem = self._try_stream()
                 except HopError as error:
                     problem = str(error)
+                finally:
+                    with self._lock:
+                        self._end_stream = None
                 self._pause(problem)
         except Exception as error:
             self._on_error(error)
