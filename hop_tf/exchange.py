@@ -186,7 +186,7 @@ class ExchangeRunner:
             in_order = tf.logical_and(tf.equal(got_step, step), tf.equal(got_segment, segment))
             # Not `tf.debugging.Assert`: the branches that it makes to spare a GPU the texts take long to trace.
             check = tf.raw_ops.Assert(condition=in_order, data=[error, got_step, step], summarize=1)
-            with tf.control_dependencies([check] if check is not None else []):
+            with tf.control_dependencies([check]):
                 buckets = [tf.identity(bucket) for bucket in buckets]
                 num_skipped = tf.identity(num_skipped)
         for bucket, size in zip(buckets, sizes, strict=True):

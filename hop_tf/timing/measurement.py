@@ -79,9 +79,8 @@ def measure(strategy: ExchangeStrategy) -> Measurement:
     """Measures the live links, this machine's codecs, and the steps of the last `fit`.
 
     A collective: every rank calls it, after a `fit`. It takes some seconds: all-reduces of two lengths, by ring and by
-    mesh, whose durations give alpha, beta and S; gamma and the codecs are timed on all
-    ranks at once. Means over the ranks are
-    taken.
+    mesh, whose durations give alpha, beta and S; gamma and the codecs are timed on all ranks at once. Means over the
+    ranks are taken.
 
     Args:
       strategy: The strategy, of any scheme.
