@@ -5,16 +5,15 @@ import math
 import os
 import signal
 import time
-import unittest
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import hop_tf
 from hop_tf.testing import MultiProcessRunner
 
-_only_in_stress = unittest.skipUnless("HOP_TF_SCHEDULE_SEED" in os.environ, "a part of `make stress`")
 _NUM_STEPS = 60
 _BATCH_SIZE = 12
 _MEETING = 40
@@ -65,7 +64,7 @@ class CanaryProcessesTest(tf.test.TestCase):
         with MultiProcessRunner(_run, num_workers=num_workers, args=args, timeout_seconds=150, **kwargs) as runner:
             return runner.join().raise_for_errors().values
 
-    @_only_in_stress
+    @pytest.mark.stress
     def test_two_interfaces_and_a_slow_rank(self):
         """Both carry the same, and all end with the same weights."""
         settings = {"network": "bcube:2,2", "num_colayers": 2}
@@ -90,7 +89,7 @@ class CanaryProcessesTest(tf.test.TestCase):
         self.assertAllEqual(first[0], second[0])
         self.assertLess(first[1][-1], first[1][0])
 
-    @_only_in_stress
+    @pytest.mark.stress
     def test_a_rank_that_is_started_again_joins(self):
         mark = os.path.join(self.get_temp_dir(), "started again")
         with MultiProcessRunner(_run, num_workers=3, args=({}, 1, None, mark), timeout_seconds=150) as runner:
