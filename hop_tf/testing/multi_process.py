@@ -26,7 +26,10 @@ from hop_tf.process_server import STACKS_SIGNAL
 from hop_tf.processes import Process, ProcessServer
 from hop_tf.testing import child
 
-DEFAULT_PRELOAD = ("tensorflow", "keras", "grpc")
+DEFAULT_PRELOAD = (
+    *("tensorflow", "keras", "grpc", "hop_tf.testing"),
+    *(f"hop_tf.strategies.{name}" for name in ("canary", "dts", "hop", "pipe_sgd", "shat")),
+)
 
 _NUM_TAIL_LINES = 100
 _STACKS_SECONDS = 1.0
