@@ -51,7 +51,7 @@ def _run(settings, victim=None, kill_at=None, mark="", slow_rank=None, num_inter
     y = x @ np.random.default_rng(1).normal(size=(256, 64)).astype("float32")
     with strategy.scope():
         model = keras.Sequential([keras.Input((256,)), keras.layers.Dense(64, kernel_initializer="zeros")])
-        model.compile(keras.optimizers.SGD(0.05, momentum=0.5), "mse")
+        model.compile(keras.optimizers.SGD(0.3, momentum=0.5), "mse")
     progress = _Progress(rank == victim, kill_at, mark)
     model.fit(x, y, batch_size=_BATCH_SIZE, shuffle=False, verbose=0, callbacks=[progress])
     report = strategy.report()
