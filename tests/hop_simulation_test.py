@@ -346,9 +346,10 @@ def _table_1(schedule):
     for a, to in nx.all_pairs_shortest_path_length(topology.to_networkx()):
         for b, length in to.items():
             lengths[a, b] = length
-    forward = settings["max_staleness"] + 1 if not settings["num_backup_workers"] else np.inf
-    backward = 2 if settings.get("synchronization") == "notify_ack" else settings["max_iteration_gap"]
-    return np.fmin(forward * lengths.T, backward * lengths)
+    backward = (2 if settings.get("synchronization") == "notify_ack" else settings["max_iteration_gap"]) * lengths
+    if settings["num_backup_workers"]:
+        return backward  # Nobody waits for all of its in-neighbors.
+    return np.minimum((settings["max_staleness"] + 1) * lengths.T, backward)
 
 
 class ArgumentsTest(tf.test.TestCase):
