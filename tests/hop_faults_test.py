@@ -169,7 +169,8 @@ class RandomFaultsTest(tf.test.TestCase):
         for rank, step, x in job.newcomers:
             self.assertTrue(job.began_elsewhere(step, x), f"rank {rank} began step {step} with {x}")
         whole = [rank for rank in sorted(finished) if case.num_steps[rank] == 40]
-        self.assertAllClose(result.parameters[whole], [_TARGET] * len(whole), atol=0.3)
+        for rank in whole:  # Nobody, where all died before one of them was there again.
+            self.assertAllClose(result.parameters[rank], _TARGET, atol=0.3)
 
     def _check_bounds(self, case, result, dead):
         """Those of memory, and of the gap between neighbors: those that were there all the time."""

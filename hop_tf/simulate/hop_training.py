@@ -269,6 +269,7 @@ class _Rank(State):
         self._was_restarted = was_restarted
         self._clock = cluster.scheduler
         self._membership = cluster.memberships[rank]
+        self._close = lambda: cluster.close(rank)
         self._record = record
         self._serial = serial
         self._durations = durations
@@ -296,15 +297,21 @@ class _Rank(State):
             self._membership.begin_session()
             self._trace()
             step = self._catch_up()
-        except (PeerLostError, DeadlineExceededError):
+        except (PeerLostError, DeadlineExceededError) as error:
             if not self._was_restarted:
                 raise
-            return  # Nobody is there any more.
+            self._give_up(error)  # Nobody is there any more.
+            return
         while step < self._num_steps:
             self._record.enter(self._rank, step, self._clock.now, self.exchange.num_updates_in_memory)
             step += 1 + self._take_step(step)
         self._record.finish(self._rank, self._clock.now)
         self._membership.leave(sent_steps={_GROUP: self.exchange.sent_steps}, reason="done")
+
+    def _give_up(self, error: Exception) -> None:
+        """Ends the process, as an error in `fit` does."""
+        self._membership.leave(sent_steps={}, reason=str(error), abort=True)
+        self._close()
 
     def _trace(self) -> None:
         if self._tracing_seconds:

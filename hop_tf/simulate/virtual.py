@@ -111,6 +111,7 @@ class VirtualTransport(Transport):
     def die(self) -> None:
         """The process is dead from now on."""
         self._died_at = self._scheduler.now
+        self._kept.clear()
 
     def register(self, queue: str, handler: Handler) -> None:
         """See `Transport`."""
@@ -268,9 +269,13 @@ class VirtualCluster:
         if self._processes[rank].ended:
             return False
         self._processes[rank].abandon()
+        self.close(rank)
+        return True
+
+    def close(self, rank: int) -> None:
+        """The process of a rank takes no more messages from now on: it was killed, or has failed."""
         self._network[rank].die()
         self.scheduler.call_at(self.scheduler.now + self._detection_seconds, self._wake_all)
-        return True
 
     def restart(self, rank: int) -> Membership:
         """Prepares another process for a rank whose process has died; returns its membership."""
