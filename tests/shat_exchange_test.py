@@ -31,6 +31,7 @@ from hop_tf.strategies import shat_exchange
 from hop_tf.strategies.shat_exchange import ShatExchange
 from hop_tf.strategies.shat_settings import ShatSettings
 from hop_tf.transport import InProcessNetwork, InProcessTransport
+from hop_tf.transport.base import Message
 from hop_tf.worker import ExchangeContext
 
 _NUM_VALUES = 100
@@ -352,6 +353,28 @@ class SessionsTest(tf.test.TestCase):
             self._leave(threads, 1, session=2)
             first.exchange.reset(2)
             model, _ = first.push(0, 1.0)
+            self.assertAllEqual(model, np.full(_NUM_VALUES, 1.0 - 3 * _RATE))
+
+    def test_a_push_that_the_next_session_overtakes_is_dropped(self):
+        """The server has found that it is of the running session; that one ends before the group has the push."""
+        with _Threads(1, 1) as threads:
+            (server,), (worker,) = threads.servers, threads.workers
+            worker.exchange.configure(joins=False)
+            (configured,) = server._groups.values()
+            gradient_of = configured.gradient_of
+
+            def overtaken(push, payload):
+                with server._lock:
+                    server._enter(2)
+                return gradient_of(push, payload)
+
+            payload = wire.join([np.ones(size, np.float32) for size in configured.packing.sizes])
+            push = pb.Push(group=_GROUP, session=1, sequence=1, rate=_RATE, is_applied=True).SerializeToString()
+            with mock.patch.object(configured, "gradient_of", overtaken):
+                server._on_push(Message(0, PUSH, push, np.concatenate(payload)))
+            self.assertEqual(configured.group.num_pushes, 0)
+            worker.exchange.reset(2)
+            model, _ = worker.push(0, 3.0)
             self.assertAllEqual(model, np.full(_NUM_VALUES, 1.0 - 3 * _RATE))
 
     def test_who_comes_when_it_was_given_up_takes_part(self):

@@ -29,12 +29,14 @@ class Gradient:
         the worker only asks for the answer again.
       rate: The learning rate.
       is_applied: Whether to apply it.
+      session: The session. Default: the first.
     """
 
     sequence: int
     buckets: Sequence[np.ndarray] | None
     rate: float
     is_applied: bool = True
+    session: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +50,7 @@ class Answer:
       num_others: c, the pushes of others that were applied since the worker's last answer.
       num_workers: n.
       is_missing: Whether the push has not arrived: it is to be sent again.
+      session: Of the push.
     """
 
     worker: int
@@ -56,6 +59,7 @@ class Answer:
     num_others: int = 0
     num_workers: int = 0
     is_missing: bool = False
+    session: int = 1
 
 
 @dataclasses.dataclass
@@ -95,6 +99,7 @@ class ServedGroup:
         self._consistency = consistency
         self._carried = [index for index, exact in enumerate(packing.exact) if exact]
         self._lock = threading.Lock()
+        self._session = 1
         self._workers: dict[int, _Worker] = {}
         self._pushed: dict[int, Gradient] = {}
         self._statistics: dict[int, list[np.ndarray]] = {}
@@ -105,9 +110,10 @@ class ServedGroup:
 
     # Who takes part.
 
-    def begin_session(self, workers: Iterable[int]) -> None:
-        """All these workers take part from now on, and have not pushed yet."""
+    def begin_session(self, workers: Iterable[int], session: int = 1) -> None:
+        """All these workers take part from now on, and have not pushed yet. Pushes of other sessions are dropped."""
         with self._lock:
+            self._session = session
             self._num_steps_before = self._num_steps
             self._workers = {worker: _Worker() for worker in workers}
             self._pushed.clear()
@@ -147,11 +153,15 @@ class ServedGroup:
     def push(self, worker: int, gradient: Gradient) -> list[Answer]:
         """Takes a push; returns the answers that are due now, to whomever.
 
+        One of another session than the running one is dropped: its worker has left that, and awaits no answer.
+
         Raises:
           ForgottenError: If the worker takes no part.
           ProtocolError: If it has left a push out.
         """
         with self._lock:
+            if gradient.session != self._session:
+                return []
             known = self._workers.get(worker)
             if known is None:
                 raise ForgottenError(f"the server goes on without rank {worker}.")
@@ -162,7 +172,7 @@ class ServedGroup:
             if gradient.sequence != known.sequence + 1:
                 raise ProtocolError(f"push {gradient.sequence} of rank {worker} came after {known.sequence}.")
             if gradient.buckets is None:
-                return [Answer(worker, gradient.sequence, is_missing=True)]
+                return [Answer(worker, gradient.sequence, is_missing=True, session=self._session)]
             self._pushed[worker] = gradient
             if self._carried:
                 self._statistics[worker] = [np.array(gradient.buckets[index]) for index in self._carried]
@@ -204,7 +214,14 @@ class ServedGroup:
         return self._answer(worker, known.last_num_others, buckets)
 
     def _answer(self, worker: int, num_others: int, buckets: Sequence[np.ndarray]) -> Answer:
-        return Answer(worker, self._workers[worker].sequence, buckets, num_others, len(self._workers))
+        return Answer(
+            worker,
+            self._workers[worker].sequence,
+            buckets,
+            num_others,
+            num_workers=len(self._workers),
+            session=self._session,
+        )
 
     def _read(self) -> list[np.ndarray]:
         buckets = self._shard.read()

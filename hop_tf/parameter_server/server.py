@@ -127,7 +127,7 @@ class ParameterServer:
         self._left.clear()
         self._restarted.clear()
         for configured in self._groups.values():
-            configured.group.begin_session(self.present)
+            configured.group.begin_session(self.present, session)
 
     def _on_leave(self, message: Message) -> None:
         leave = parse(membership_pb2.Leave, message)
@@ -200,7 +200,8 @@ class ParameterServer:
         configured = self._groups.get(configure.group)
         if configured is None:
             configured = ConfiguredGroup(configure)
-            configured.group.begin_session([w for w in self.present if w not in self._left or w == worker])
+            workers = [w for w in self.present if w not in self._left or w == worker]
+            configured.group.begin_session(workers, self._session)
             if self._snapshots is not None:
                 configured.restore(self._snapshots.read(configure.group, configured.signature, configured.packing))
             self._groups[configure.group] = configured
@@ -254,7 +255,7 @@ class ParameterServer:
             self._enter(push.session)
             is_current = push.session == self._session and message.sender not in self._left
         if not is_current:
-            return  # It has left meanwhile, and awaits no answer.
+            return  # It has left meanwhile, and awaits no answer. Where it leaves only now, the group will see.
         try:
             configured = self._find(push.group)
             answers = configured.group.push(message.sender, configured.gradient_of(push, message.payload))
@@ -273,7 +274,7 @@ class ParameterServer:
     def _send_answers(self, name: str, configured: ConfiguredGroup, answers: Sequence[Answer]) -> None:
         for answer in answers:
             reply = pb.Reply(
-                session=self._session,
+                session=answer.session,
                 sequence=answer.sequence,
                 num_others=answer.num_others,
                 num_workers=answer.num_workers,
