@@ -23,7 +23,9 @@ from hop_tf.monitor import ThreadMonitor
 from hop_tf.options import CommunicationOptions
 from hop_tf.packing import Packing, TensorSpec
 from hop_tf.parameter_server import parameter_server_pb2 as pb
+from hop_tf.parameter_server import server as server_module
 from hop_tf.parameter_server import wire
+from hop_tf.parameter_server.configured import ConfiguredGroup
 from hop_tf.parameter_server.server import PUSH, REPLY, ParameterServer
 from hop_tf.replica_state import spec_of
 from hop_tf.simulate import VirtualCluster
@@ -46,7 +48,14 @@ _SETTINGS = ShatSettings(
 class _Worker:
     """A rank's variable and exchange."""
 
-    def __init__(self, membership, settings=_SETTINGS, make_optimizer=lambda: keras.optimizers.SGD(_RATE), carried=()):
+    def __init__(
+        self,
+        membership,
+        settings=_SETTINGS,
+        make_optimizer=lambda: keras.optimizers.SGD(_RATE),
+        carried=(),
+        group=_GROUP,
+    ):
         self.variable = keras.Variable(np.ones(_NUM_VALUES, "float32"), name="w")
         self.optimizer = make_optimizer()
         self.optimizer.build([self.variable])
@@ -59,7 +68,7 @@ class _Worker:
             ]
         )
         context = ExchangeContext(
-            _GROUP,
+            group,
             1,
             self.packing,
             membership,
@@ -261,6 +270,35 @@ class ConfigureTest(tf.test.TestCase, parameterized.TestCase):
             with self.assertRaisesRegex(ValueError, f"`sharding` must be 'layer' or 'none' with {name}.*'memory'"):
                 _Worker(membership, _SETTINGS, make)
             _Worker(membership, dataclasses.replace(_SETTINGS, sharding="layer"), make)
+
+    def test_a_group_that_is_made_keeps_no_push_waiting(self):
+        """Rank 1's second group is made until rank 0 has been answered in the first one."""
+        answered = threading.Event()
+
+        def make(configure):
+            if configure.group != _GROUP and not answered.wait(20):
+                raise HopError("a push to the other group has waited for this one to be made")
+            return ConfiguredGroup(configure)
+
+        with _Threads(2, 1) as threads:
+            threads.run(lambda rank, worker: worker.exchange.configure(joins=False))
+            second = [_Worker(worker.exchange._membership, group="1-group") for worker in threads.workers]
+
+            def body(rank, worker):
+                if rank == 1:
+                    second[1].exchange.configure(joins=False)
+                else:
+                    self.assertTrue(_comes_true(lambda: server_module.ConfiguredGroup.call_count))
+                    worker.push(0, 1.0)
+                    answered.set()
+                    second[0].exchange.configure(joins=False)
+                second[rank].push(0, 2.0)
+
+            with mock.patch.object(server_module, "ConfiguredGroup", side_effect=make):
+                threads.run(body)
+            for worker, total in ((threads.workers[1], 1.0), (second[1], 4.0)):
+                worker.exchange.pull()
+                self.assertAllEqual(worker.variable, np.full(_NUM_VALUES, 1.0 - total * _RATE))
 
     def test_who_joins_takes_the_server_s_model_and_schedule(self):
         with _Threads(2, 2) as threads:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import threading
@@ -36,6 +37,8 @@ _NO_STATE = "rank 0 has gone before the servers had its model. Start the job aga
 class ParameterServer:
     """Serves shards to workers. Nothing here blocks, but for a moment on other pushes to the same shard.
 
+    What takes long (to make a group, to write it to a file) is done without the server's lock, for which all wait.
+
     Args:
       transport: The transport, on which it takes messages from now on.
       num_workers: Ranks 0 to num_workers - 1 are workers.
@@ -47,6 +50,8 @@ class ParameterServer:
         self._snapshots = snapshots
         self._lock = threading.RLock()
         self._groups: dict[str, ConfiguredGroup] = {}
+        # Held while a group is made and gets its first state; before the server's lock, where both are held.
+        self._making: collections.defaultdict[str, threading.Lock] = collections.defaultdict(threading.Lock)
         self._session = 0
         # Workers that have ended for good, and those that were lost; the latter may come back.
         self._ended: set[int] = set()
@@ -147,10 +152,11 @@ class ParameterServer:
 
     def _remove(self, worker: int, *, is_lost: bool) -> None:
         with self._lock:
-            self._end_retired_groups()
+            retired = self._take_retired_groups()
             groups = dict(self._groups)
             if worker == _FIRST:
                 self._give_up_waiting()
+        self._end_groups(retired)
         for name, configured in groups.items():
             self._send_answers(name, configured, configured.group.remove(worker, is_lost=is_lost))
 
@@ -172,17 +178,21 @@ class ParameterServer:
             if message.sender in self._restarted and self._left.issuperset(self.present):
                 self._begin_session(configure.session)  # All were started again, and count from 1.
             self._enter(configure.session)
-            try:
-                configured = self._configure(message.sender, configure, parts[1:])
-            except Exception as error:  # Whatever keeps the group from being made here is the worker's to raise.
-                logging.exception("the server cannot configure group %s for rank %d.", configure.group, message.sender)
-                text = str(error) if isinstance(error, HopError) else f"{type(error).__name__}: {error}"
-                for worker in (message.sender, *self._take_waiting(configure.group)):
-                    self._refuse(worker, configure, text, isinstance(error, MismatchError))
-                return
-            ready = configured.take_waiting() if configured.has_state else []
-        state = configured.group.state(with_slots=False) if ready else None
-        for worker in ready:
+            making = self._making[configure.group]
+        try:
+            with making:
+                configured, ready = self._configure(message.sender, configure, parts[1:])
+        except Exception as error:  # Whatever keeps the group from being made here is the worker's to raise.
+            logging.exception("the server cannot configure group %s for rank %d.", configure.group, message.sender)
+            text = str(error) if isinstance(error, HopError) else f"{type(error).__name__}: {error}"
+            for worker in (message.sender, *self._take_waiting(configure.group)):
+                self._refuse(worker, configure, text, isinstance(error, MismatchError))
+            return
+        self._tell_state(configure, configured, ready)
+
+    def _tell_state(self, configure: pb.Configure, configured: ConfiguredGroup, workers: Sequence[int]) -> None:
+        state = configured.group.state(with_slots=False) if workers else None
+        for worker in workers:
             self._send(
                 worker,
                 f"{PREFIX}/{configure.group}/{CONFIGURED}",
@@ -195,31 +205,54 @@ class ParameterServer:
         has_left = worker in self._left and worker not in self._restarted and session <= self._session
         return worker in self._ended or has_left
 
-    def _configure(self, worker: int, configure: pb.Configure, parts: Sequence[np.ndarray]) -> ConfiguredGroup:
-        """Makes the group, unless it is there, and begins with rank 0's state or the snapshot's."""
-        configured = self._groups.get(configure.group)
-        if configured is None:
-            configured = ConfiguredGroup(configure)
+    def _configure(
+        self, worker: int, configure: pb.Configure, parts: Sequence[np.ndarray]
+    ) -> tuple[ConfiguredGroup, list[int]]:
+        """Makes the group, unless it is there, and begins with rank 0's state or the snapshot's.
+
+        Returns:
+          The group, and whom to tell its state.
+        """
+        configured = self._find_or_make(worker, configure)
+        configured.compare(worker, configure)
+        with self._lock:
+            if not self._has_gone(worker, configure.session):  # It may have left meanwhile.
+                self._take_in(worker, configure, configured)
+        if configure.has_state and not configured.has_state:
+            configured.begin(ShardState.from_parts(parts, configured.packing))
+        with self._lock:
+            return configured, configured.take_waiting() if configured.has_state else []
+
+    def _find_or_make(self, worker: int, configure: pb.Configure) -> ConfiguredGroup:
+        """The group; its lock in `_making` must be held."""
+        with self._lock:
+            configured = self._groups.get(configure.group)
+        if configured is not None:
+            return configured
+        configured = ConfiguredGroup(configure)
+        if self._snapshots is not None:
+            configured.restore(self._snapshots.read(configure.group, configured.signature, configured.packing))
+        with self._lock:
             workers = [w for w in self.present if w not in self._left or w == worker]
             configured.group.begin_session(workers, self._session)
-            if self._snapshots is not None:
-                configured.restore(self._snapshots.read(configure.group, configured.signature, configured.packing))
             self._groups[configure.group] = configured
-        configured.compare(worker, configure)
+        return configured
+
+    def _take_in(self, worker: int, configure: pb.Configure, configured: ConfiguredGroup) -> None:
+        """A worker takes part in the group, and waits for its state. The lock must be held."""
         self._left.discard(worker)
         self._restarted.discard(worker)
         if self._lost.pop(worker, None) is not None:
             logging.info("the server goes on with rank %d, which is there after all.", worker)
         configured.group.join(worker)
-        if configure.has_state and not configured.has_state:
-            configured.begin(ShardState.from_parts(parts, configured.packing))
         configured.waiting.append(worker)
-        if not configured.has_state and (_FIRST in self._left or _FIRST not in self.present):
+        has_state = configured.has_state or configure.has_state
+        if not has_state and (_FIRST in self._left or _FIRST not in self.present):
             raise HopError(_NO_STATE)
-        return configured
 
     def _take_waiting(self, group: str) -> list[int]:
-        return self._groups[group].take_waiting() if group in self._groups else []
+        with self._lock:
+            return self._groups[group].take_waiting() if group in self._groups else []
 
     def _refuse(self, worker: int, configure: pb.Configure, error: str, is_mismatch: bool) -> None:
         answer = pb.Configured(session=configure.session, error=error, is_mismatch=is_mismatch)
@@ -230,16 +263,19 @@ class ParameterServer:
         with self._lock:
             if retire.group in self._groups:
                 self._groups[retire.group].retired.add(message.sender)
-                self._end_retired_groups()
+            retired = self._take_retired_groups()
+        self._end_groups(retired)
 
-    def _end_retired_groups(self) -> None:
-        """Ends the groups that no worker wants any more. The lock must be held."""
+    def _take_retired_groups(self) -> dict[str, ConfiguredGroup]:
+        """The groups that no worker wants any more, which are no longer the server's. The lock must be held."""
         present = set(self.present)
-        for name, configured in list(self._groups.items()):
-            if configured.retired and configured.retired >= present:
-                del self._groups[name]
-                if self._snapshots is not None:
-                    self._snapshots.write(name, configured.group, final=True)
+        names = [name for name, each in self._groups.items() if each.retired and each.retired >= present]
+        return {name: self._groups.pop(name) for name in names}
+
+    def _end_groups(self, groups: Mapping[str, ConfiguredGroup]) -> None:
+        if self._snapshots is not None:
+            for name, configured in groups.items():
+                self._snapshots.write(name, configured.group, final=True)
 
     def _find(self, group: str) -> ConfiguredGroup:
         with self._lock:
