@@ -36,7 +36,7 @@ from hop_tf.options import CommunicationOptions
 from hop_tf.packing import TensorSpec
 from hop_tf.parameter_server.service import serve
 from hop_tf.parameter_server.snapshots import SnapshotOptions
-from hop_tf.strategies.shat_exchange import NUM_BESIDE, ShatExchange
+from hop_tf.strategies.shat_exchange import NUM_BESIDE, ShatExchange, tell_of_offers
 from hop_tf.strategies.shat_settings import ShatSettings, mixing_weight
 from hop_tf.strategy import ExchangeStrategy
 from hop_tf.worker import ExchangeContext, Group
@@ -67,7 +67,8 @@ class SHATParameterServerStrategy(ExchangeStrategy):
     that moment: so `model.save` on the chief stores these. `synchronize(model)`, which all ranks call, gives all of
     them the servers' final model. The servers' means of floating-point variables that are not trained but assigned in
     the training step (moving statistics) replace the worker's in every step. Where rank 0's model was changed before a
-    `fit`, or by a callback that restores it, the servers take it.
+    `fit`, or by a callback that restores it (in `on_train_begin`), the servers take it, and the other ranks begin that
+    `fit` with it.
 
     Args:
       mixing: The weight alpha of the servers' model: "shat" or "shat_root" (see `mixing_weight` in this module), "asp"
@@ -250,6 +251,18 @@ class SHATParameterServerStrategy(ExchangeStrategy):
             for group in self._all_groups():
                 group.exchange.keep_model()  # A mixture, in which what others have pushed counts in part.
             raise
+
+    def begin_training(self) -> None:
+        super().begin_training()
+        if self._worker is None:
+            return
+        if self.is_chief:
+            tell_of_offers(self._worker.membership)
+            return
+        # Groups that have variables in common: the one that was trained last has their values.
+        for group in sorted(self._all_groups(), key=lambda group: group.exchange.last_session):
+            if group.exchange.is_configured:  # It is not where its first `fit` was broken off early.
+                group.exchange.pull(after_offers=True)
 
     def _begin_training(self, group: Group) -> None:
         group.exchange.offer()

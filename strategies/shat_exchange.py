@@ -26,10 +26,21 @@ from hop_tf.keras_hook import (
     set_num_updates,
     slots_of,
 )
-from hop_tf.membership import parse
+from hop_tf.membership import Membership, parse
 from hop_tf.parameter_server import parameter_server_pb2 as pb
 from hop_tf.parameter_server import wire
-from hop_tf.parameter_server.server import ASSIGN, CONFIGURE, CONFIGURED, PREFIX, PULL, PULLED, PUSH, REPLY, RETIRE
+from hop_tf.parameter_server.server import (
+    ASSIGN,
+    BEGIN,
+    CONFIGURE,
+    CONFIGURED,
+    PREFIX,
+    PULL,
+    PULLED,
+    PUSH,
+    REPLY,
+    RETIRE,
+)
 from hop_tf.parameter_server.shard import is_elementwise
 from hop_tf.parameter_server.sharding import Piece, plan_shards
 from hop_tf.parameter_server.state import ShardState
@@ -54,6 +65,7 @@ class ShatExchange(Exchange, Joiner):
 
     Attributes:
       shards: What each server that has something to keep does keep.
+      is_configured: Whether the servers keep the group.
       last_session: The session of the latest push; 0 before the first one.
 
     Raises:
@@ -79,6 +91,7 @@ class ShatExchange(Exchange, Joiner):
             for index, (server, pieces) in enumerate(zip(servers, self._plan(optimizer, len(servers)), strict=True))
             if pieces
         ]
+        self.is_configured = False
         self.last_session = 0
         self._received: dict[str, dict[int, tuple[object, np.ndarray]]] = collections.defaultdict(dict)
         self._num_sent = 0
@@ -140,22 +153,28 @@ class ShatExchange(Exchange, Joiner):
             if answer.error:
                 error = MismatchError if answer.is_mismatch else HopError
                 raise error(f"rank {self._membership.rank}: {answer.error}")
+        self.is_configured = True
         self._write(answers)
         if joins or any(answer.is_under_way for answer, _ in answers.values()):
             num_steps = max(state.num_steps for state in self._states(answers).values())
             set_num_updates(self._optimizer(), num_steps)
 
-    def pull(self) -> None:
+    def pull(self, *, after_offers: bool = False) -> None:
         """Takes over the servers' model and slots.
 
-        Blocks: until the servers have sent them.
+        Args:
+          after_offers: Whether to take those that the servers have when rank 0 has made its offers of the session.
+
+        Blocks: until the servers have sent them; with `after_offers` also until rank 0 has called `tell_of_offers`, or
+          the servers know that it will not.
 
         Raises:
           HopError: If a server was lost.
         """
         self._num_pulls += 1
         number = self._num_pulls
-        header = pb.Pull(group=self._group, number=number).SerializeToString()
+        session = self._session if after_offers else 0
+        header = pb.Pull(group=self._group, number=number, session=session).SerializeToString()
         with self._without_others():
             for shard in self.shards:
                 self._membership.send(shard.server, PULL, header, lane=BULK_LANE)
@@ -173,7 +192,7 @@ class ShatExchange(Exchange, Joiner):
         digest = self._digest(buckets)
         if digest != self._known_model:
             self._known_model = digest
-            header = pb.Assign(group=self._group).SerializeToString()
+            header = pb.Assign(group=self._group, session=self._session).SerializeToString()
             for shard in self.shards:
                 payload = wire.join(shard.cut(buckets))
                 self._membership.send(shard.server, ASSIGN, header, payload, lane=BULK_LANE)
@@ -458,6 +477,13 @@ class ShatExchange(Exchange, Joiner):
     def latest(self) -> Iterable[tuple[int, float]]:
         """For each shard c and alpha of the latest answer."""
         return list(self._latest.values())
+
+
+def tell_of_offers(membership: Membership) -> None:
+    """Tells the servers that rank 0 has offered the models of all groups that it has changed before the session."""
+    header = pb.Begin(session=membership.session).SerializeToString()
+    for server in membership.servers:
+        membership.send(server, BEGIN, header, lane=BULK_LANE)  # On this lane it comes after what was assigned.
 
 
 def _check_sharding(optimizer: type, sharding: str, num_servers: int) -> None:

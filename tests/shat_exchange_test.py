@@ -30,7 +30,7 @@ from hop_tf.parameter_server.server import PUSH, REPLY, ParameterServer
 from hop_tf.replica_state import spec_of
 from hop_tf.simulate import VirtualCluster
 from hop_tf.strategies import shat_exchange
-from hop_tf.strategies.shat_exchange import ShatExchange
+from hop_tf.strategies.shat_exchange import ShatExchange, tell_of_offers
 from hop_tf.strategies.shat_settings import ShatSettings
 from hop_tf.transport import InProcessNetwork, InProcessTransport
 from hop_tf.transport.base import Message
@@ -392,6 +392,46 @@ class SessionsTest(tf.test.TestCase):
             first.exchange.reset(2)
             model, _ = first.push(0, 1.0)
             self.assertAllEqual(model, np.full(_NUM_VALUES, 1.0 - 3 * _RATE))
+
+    def test_a_later_session_begins_with_what_rank_0_has_assigned_or_without_it(self):
+        with _Threads(2, 2) as threads:
+            first, second = threads.workers
+            threads.run(lambda rank, worker: worker.exchange.configure(joins=False))
+            self._pulls_when(threads, 2, lambda: self._offer(first, 5.0))
+            self.assertAllEqual(second.variable, np.full(_NUM_VALUES, 5.0))
+            # It may offer first, or be lost, before or after others have asked.
+            self._begin_session(threads, 3)
+            self._offer(first, 7.0)
+            second.exchange.pull(after_offers=True)
+            self.assertAllEqual(second.variable, np.full(_NUM_VALUES, 7.0))
+            second.variable.assign(0 * second.variable)
+            self._pulls_when(threads, 4, lambda: [server.forget(0, "the test says so") for server in threads.servers])
+            self._begin_session(threads, 5)
+            second.exchange.pull(after_offers=True)
+            self.assertAllEqual(second.variable, np.full(_NUM_VALUES, 7.0))
+
+    def _begin_session(self, threads, session):
+        for worker in threads.workers:
+            worker.exchange._membership.session = session
+            worker.exchange.reset(session)
+
+    def _offer(self, worker, value):
+        worker.variable.assign(np.full(_NUM_VALUES, value, np.float32))
+        worker.exchange.offer()
+        tell_of_offers(worker.exchange._membership)
+
+    def _pulls_when(self, threads, session, act):
+        """The second worker pulls; `act()` when all servers know that, and none has answered."""
+        self._begin_session(threads, session)
+
+        def body(rank, worker):
+            if rank:
+                worker.exchange.pull(after_offers=True)
+            else:
+                self.assertTrue(_comes_true(lambda: all(server._waiting_pulls for server in threads.servers)))
+                act()
+
+        threads.run(body)
 
     def test_a_push_that_the_next_session_overtakes_is_dropped(self):
         """The server has found that it is of the running session; that one ends before the group has the push."""

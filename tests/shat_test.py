@@ -260,6 +260,27 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
         for weights in _cluster(num_ps=1, mixing=0.5).run(train):
             self.assertAllClose(weights, expected, rtol=1e-4, atol=1e-5)
 
+    def test_a_later_fit_begins_on_all_ranks_with_what_rank_0_has_changed(self):
+        """Before its first step: no gradient is one at older weights, and none is lost when they are replaced."""
+        begun_with = {}
+
+        def train(strategy):
+            with strategy.scope():
+                model = _make_linear(keras.optimizers.SGD(_RATE))
+            _fit(model)
+            restore = keras.callbacks.LambdaCallback(
+                on_train_begin=lambda logs: strategy.is_chief and model.set_weights([np.full((3, 4), 7.0)]),
+                on_epoch_begin=lambda epoch, logs: begun_with.setdefault(strategy.rank, model.get_weights()[0]),
+            )
+            _fit(model, callbacks=[restore])
+            strategy.synchronize(model)
+            return model.get_weights()[0]
+
+        expected = 7 - _RATE * _NUM_WORKERS * sum(_gradient(step) for step in range(_NUM_STEPS))
+        for rank, weights in enumerate(_cluster(mixing="ensemble").run(train)):
+            self.assertAllEqual(begun_with[rank], np.full((3, 4), 7.0))
+            self.assertAllClose(weights, expected, rtol=1e-4, atol=1e-5)
+
     @parameterized.parameters((True, 0.5), (False, 0.9))
     @pytest.mark.stress(after=1)
     def test_momentum_under_a_constant_gradient(self, nesterov, momentum):

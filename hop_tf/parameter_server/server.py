@@ -25,8 +25,8 @@ from hop_tf.transport.base import Handler, Message, Transport
 
 # Queues at a server, and, with the group's name in between, at a worker.
 PREFIX = "parameter_server"
-CONFIGURE, PUSH, PULL, ASSIGN, RETIRE = (
-    f"{PREFIX}/{name}" for name in ("configure", "push", "pull", "assign", "retire")
+CONFIGURE, PUSH, PULL, ASSIGN, BEGIN, RETIRE = (
+    f"{PREFIX}/{name}" for name in ("configure", "push", "pull", "assign", "begin", "retire")
 )
 CONFIGURED, REPLY, PULLED = "configured", "reply", "pulled"
 # Whose model the servers begin with.
@@ -53,6 +53,9 @@ class ParameterServer:
         # Held while a group is made and gets its first state; before the server's lock, where both are held.
         self._making: collections.defaultdict[str, threading.Lock] = collections.defaultdict(threading.Lock)
         self._session = 0
+        # Whether rank 0 has assigned what was changed before the session, and the pulls that wait for that.
+        self._has_begun = False
+        self._waiting_pulls: list[Message] = []
         # Workers that have ended for good, and those that were lost; the latter may come back.
         self._ended: set[int] = set()
         self._lost: dict[int, str] = {}
@@ -65,6 +68,7 @@ class ParameterServer:
             PUSH: self._on_push,
             PULL: self._on_pull,
             ASSIGN: self._on_assign,
+            BEGIN: self._on_begin,
             RETIRE: self._on_retire,
             LEAVE_QUEUE: self._on_leave,
         }.items():
@@ -111,6 +115,7 @@ class ParameterServer:
             self._ended.discard(worker)
             self._left.add(worker)
             self._restarted.add(worker)
+        self._answer_due_pulls()
 
     def take_snapshots(self, *, final: bool = False) -> None:
         """Writes the states whose time has come; all that have changed, if `final`."""
@@ -129,6 +134,8 @@ class ParameterServer:
 
     def _begin_session(self, session: int) -> None:
         self._session = session
+        self._has_begun = False
+        self._waiting_pulls.clear()  # Whoever has sent them has left the session.
         self._left.clear()
         self._restarted.clear()
         for configured in self._groups.values():
@@ -157,6 +164,7 @@ class ParameterServer:
             if worker == _FIRST:
                 self._give_up_waiting()
         self._end_groups(retired)
+        self._answer_due_pulls()
         for name, configured in groups.items():
             self._send_answers(name, configured, configured.group.remove(worker, is_lost=is_lost))
 
@@ -320,6 +328,26 @@ class ParameterServer:
 
     def _on_pull(self, message: Message) -> None:
         pull = parse(pb.Pull, message)
+        with self._lock:
+            self._enter(pull.session)
+            if pull.session:
+                self._waiting_pulls.append(message)
+        if pull.session:
+            self._answer_due_pulls()
+        else:
+            self._answer_pull(message)
+
+    def _answer_due_pulls(self) -> None:
+        """Answers those that have waited for what rank 0 assigns, if that is there or will not come."""
+        with self._lock:
+            if not self._has_begun and _FIRST in self.present and _FIRST not in self._left:
+                return
+            pulls, self._waiting_pulls = self._waiting_pulls, []
+        for pull in pulls:
+            self._answer_pull(pull)
+
+    def _answer_pull(self, message: Message) -> None:
+        pull = parse(pb.Pull, message)
         queue = f"{PREFIX}/{pull.group}/{PULLED}"
         try:
             state = self._find(pull.group).group.state(with_slots=True)
@@ -329,8 +357,20 @@ class ParameterServer:
         self._send(message.sender, queue, pb.Pulled(number=pull.number), state.to_parts())
 
     def _on_assign(self, message: Message) -> None:
-        configured = self._find(parse(pb.Assign, message).group)
+        assign = parse(pb.Assign, message)
+        with self._lock:
+            self._enter(assign.session)  # Before: no push of the last session may follow.
+        configured = self._find(assign.group)
         configured.group.assign_model(configured.view(wire.split(message.payload)))
+
+    def _on_begin(self, message: Message) -> None:
+        begin = parse(pb.Begin, message)
+        with self._lock:
+            self._enter(begin.session)
+            if message.sender != _FIRST or begin.session != self._session:
+                return
+            self._has_begun = True
+        self._answer_due_pulls()
 
     def _send(self, worker: int, queue: str, answer: object, parts: Sequence[np.ndarray] = ()) -> None:
         payload = wire.join(parts) if parts else ()
