@@ -418,7 +418,7 @@ class ShatExchange(Exchange, Joiner):
         states = self._states(answers)
         buckets = self._new_buckets()
         slots = slots_of(self._optimizer(), self._trained)
-        values = {key: slot.numpy() for key, slot in slots.items()} if self._have_slots(states) else {}
+        values = {key: self._value_of(slot) for key, slot in slots.items()} if self._have_slots(states) else {}
         for shard in self.shards:
             state = states[shard.server]
             for (bucket, where), part in zip(shard.ranges, state.buckets, strict=True):
@@ -430,6 +430,11 @@ class ShatExchange(Exchange, Joiner):
         for key, value in values.items():
             slots[key].assign(value)
         self._known_model = self._digest(buckets)
+
+    def _value_of(self, slot: tf.Variable) -> np.ndarray:
+        """A copy, for the servers' values: of those that are made in the step that is being traced there is none."""
+        is_there = tf.compat.v1.is_variable_initialized(slot)
+        return slot.numpy() if is_there else np.zeros(slot.shape, slot.dtype.as_numpy_dtype)
 
     def _have_slots(self, states: Mapping[int, ShardState]) -> bool:
         return any(state.slots for state in states.values())

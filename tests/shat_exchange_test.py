@@ -111,7 +111,7 @@ class _Lossy(InProcessTransport):
 class _Threads(contextlib.ExitStack):
     """Workers and servers in the threads of this process."""
 
-    def __init__(self, num_workers, num_servers, transport=InProcessTransport, settings=None):
+    def __init__(self, num_workers, num_servers, transport=InProcessTransport, settings=None, **worker_arguments):
         super().__init__()
         self.network = InProcessNetwork(num_workers + num_servers)
         self.errors, self.servers = [], []
@@ -125,7 +125,7 @@ class _Threads(contextlib.ExitStack):
         self.servers = [ParameterServer(transport=each, num_workers=num_workers) for each in transports[num_workers:]]
         memberships = [self._membership(each, num_workers, num_servers) for each in transports[:num_workers]]
         settings = settings or [_SETTINGS] * num_workers
-        self.workers = [_Worker(m, each) for m, each in zip(memberships, settings, strict=True)]
+        self.workers = [_Worker(m, each, **worker_arguments) for m, each in zip(memberships, settings, strict=True)]
 
     def _membership(self, transport, num_workers, num_servers):
         return Membership(
@@ -318,6 +318,27 @@ class ConfigureTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual(int(second.optimizer.iterations), 105)
             model, _ = second.push(0, 1.0)
             self.assertAllEqual(model, np.full(_NUM_VALUES, 1.0 - 11 * _RATE))
+
+    def test_who_joins_takes_the_server_s_slots(self):
+        """With those of its own first step, and the servers' count of steps, Adam's would be 3 times too long."""
+        settings = [_SETTINGS] * 2
+        with _Threads(2, 2, settings=settings, make_optimizer=lambda: keras.optimizers.Adam(_RATE)) as threads:
+            first, second = threads.workers
+
+            def body(rank, worker):
+                worker.exchange.configure(joins=False)
+                for step in range(5):
+                    worker.push(step, 1.0)
+
+            threads.run(body)
+            for server in threads.servers:
+                server.restarted(1)
+            second.exchange.configure(joins=True)
+            # 10 equal gradients: m = 1 - 0.9^10, v = 1 - 0.999^10.
+            self.assertAllClose(second.optimizer._momentums[0], np.full(_NUM_VALUES, 1 - 0.9**10), rtol=1e-5)
+            self.assertAllClose(second.optimizer._velocities[0], np.full(_NUM_VALUES, 1 - 0.999**10), rtol=1e-4)
+            first.exchange.pull()
+            self.assertAllEqual(first.optimizer._momentums[0], second.optimizer._momentums[0])
 
 
 class _Clock(ThreadMonitor):

@@ -463,6 +463,36 @@ class SettingsTest(tf.test.TestCase):
                 lambda strategy: _trained(strategy, lambda: _make_model("sgd"))
             )
 
+    def test_workers_and_saved_models_have_the_slots_of_a_snapshot(self):
+        """A worker's own step is that of its copy of the optimizer: before the first one it has the servers' slots."""
+        directory = self.enterContext(tempfile.TemporaryDirectory())
+        snapshots = hop_tf.SnapshotOptions(directory=directory, every_seconds=1e6)
+        data = np.ones((_NUM_ROWS, 3), np.float32), np.zeros((_NUM_ROWS, 4), np.float32)
+        num_runs, beta = 2, 0.9
+
+        def train(strategy):
+            momentums = []
+            record = keras.callbacks.LambdaCallback(
+                on_train_batch_end=lambda batch, logs: momentums.append(model.optimizer._momentums[0].numpy())
+            )
+            with strategy.scope():
+                model = _make_linear(keras.optimizers.Adam(_RATE, beta_1=beta))
+            _fit(model, data, callbacks=[record])
+            strategy.synchronize(model)
+            model.save(f"{saved}/{strategy.rank}.keras")
+            return momentums[0]
+
+        for run in range(num_runs):
+            saved = self.enterContext(tempfile.TemporaryDirectory())
+            results = _cluster(snapshots=snapshots).run(train)
+            before = run * _NUM_WORKERS * _NUM_STEPS
+            after = before + _NUM_WORKERS * _NUM_STEPS
+            for rank, momentum in enumerate(results):
+                # After k equal gradients, m is 1 - beta^k. Another worker's may have come before this one's first.
+                self.assertAllInRange(momentum, 1 - beta ** (before + 1) - 1e-5, 1 - beta ** (after - _NUM_STEPS + 1))
+                loaded = keras.saving.load_model(f"{saved}/{rank}.keras", custom_objects={"_linear_loss": _linear_loss})
+                self.assertAllClose(loaded.optimizer._momentums[0], np.full((3, 4), 1 - beta**after), rtol=1e-4)
+
     def test_snapshots_are_gone_on_from(self):
         directory = self.enterContext(tempfile.TemporaryDirectory())
         snapshots = hop_tf.SnapshotOptions(directory=directory, every_seconds=1e6)

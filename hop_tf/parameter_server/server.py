@@ -199,7 +199,9 @@ class ParameterServer:
         self._tell_state(configure, configured, ready)
 
     def _tell_state(self, configure: pb.Configure, configured: ConfiguredGroup, workers: Sequence[int]) -> None:
-        state = configured.group.state(with_slots=False) if workers else None
+        # At first all have rank 0's slots.
+        with_slots = configured.is_under_way or configured.group.num_pushes > 0
+        state = configured.group.state(with_slots=with_slots) if workers else None
         for worker in workers:
             self._send(
                 worker,
