@@ -93,6 +93,11 @@ class Exchange(abc.ABC):
     def sent_steps(self) -> int:
         """Steps of the running session whose messages have been sent."""
 
+    def goes_on_with(self, server: int) -> bool:
+        """Whether it can do without what a parameter server knew of it that was started again."""
+        del server
+        return False
+
     def counters(self) -> Mapping[str, float]:
         """What `strategy.report()` shows beside the common counters."""
         return {}

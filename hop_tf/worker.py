@@ -365,10 +365,14 @@ class Worker:
 
     def _on_restart(self, peer: int) -> None:
         if peer in self.membership.servers:
-            address = self._transport.status(peer).address
-            self.membership.fail(
-                PeerLostError(f"the parameter server at {address} was restarted. Start the job again.")
-            )
+            if not all(group.exchange.goes_on_with(peer) for group in self._groups):
+                address = self._transport.status(peer).address
+                self.membership.fail(
+                    PeerLostError(
+                        f"the parameter server at {address} was restarted, and has lost what it had learned. "
+                        "Start the job again: with snapshots, servers go on from the last ones."
+                    )
+                )
         else:
             self.membership.on_restart(peer)
 

@@ -93,6 +93,9 @@ class ShatExchange(Exchange, Joiner):
         ]
         self.is_configured = False
         self.last_session = 0
+        # What each server was told to keep, until the first push is answered; those that have forgotten it since.
+        self._configures: dict[int, list[np.ndarray]] = {}
+        self._restarted: set[int] = set()
         self._received: dict[str, dict[int, tuple[object, np.ndarray]]] = collections.defaultdict(dict)
         self._num_sent = 0
         self._num_pulls = 0
@@ -141,23 +144,45 @@ class ShatExchange(Exchange, Joiner):
             parts = [np.frombuffer(shard.describe(description, decay), np.uint8)]
             if description.has_state:
                 parts += shard.state_of(model, slots, num_updates(self._optimizer())).to_parts()
-            self._membership.send(shard.server, CONFIGURE, b"", wire.join(parts), lane=BULK_LANE)
+            self._configures[shard.server] = wire.join(parts)
+            self._send_configure(shard)
         # It is rank 0 that the servers have their state from.
         sources = () if joins or self._membership.rank == 0 else (0,)
         for rank in sources:
             self._membership.transport.connect(rank)
-        answers = self._await(
-            CONFIGURED, "receive state", lambda answer: answer.session == self._session, sources=sources
-        )
-        for answer, _ in answers.values():
-            if answer.error:
-                error = MismatchError if answer.is_mismatch else HopError
-                raise error(f"rank {self._membership.rank}: {answer.error}")
+        answers = self._await_configured(self.shards, sources)
         self.is_configured = True
         self._write(answers)
         if joins or any(answer.is_under_way for answer, _ in answers.values()):
             num_steps = max(state.num_steps for state in self._states(answers).values())
             set_num_updates(self._optimizer(), num_steps)
+
+    def _send_configure(self, shard: ShardView) -> None:
+        self._membership.send(shard.server, CONFIGURE, b"", self._configures[shard.server], lane=BULK_LANE)
+
+    def _await_configured(
+        self, shards: Sequence[ShardView], sources: Sequence[int] = ()
+    ) -> dict[int, tuple[pb.Configured, np.ndarray]]:
+        answers = self._await(
+            CONFIGURED,
+            "receive state",
+            lambda answer: answer.session == self._session,
+            self._send_configure,
+            sources=sources,
+            shards=shards,
+        )
+        for answer, _ in answers.values():
+            if answer.error:
+                error = MismatchError if answer.is_mismatch else HopError
+                raise error(f"rank {self._membership.rank}: {answer.error}")
+        return answers
+
+    def goes_on_with(self, server: int) -> bool:
+        with self._membership.monitor:
+            if self._configures:
+                self._restarted.add(server)
+                self._membership.monitor.notify_all()
+            return bool(self._configures) or not self.is_configured
 
     def pull(self, *, after_offers: bool = False) -> None:
         """Takes over the servers' model and slots.
@@ -175,10 +200,14 @@ class ShatExchange(Exchange, Joiner):
         number = self._num_pulls
         session = self._session if after_offers else 0
         header = pb.Pull(group=self._group, number=number, session=session).SerializeToString()
+
+        def ask(shard: ShardView) -> None:
+            self._membership.send(shard.server, PULL, header, lane=BULK_LANE)
+
         with self._without_others():
             for shard in self.shards:
-                self._membership.send(shard.server, PULL, header, lane=BULK_LANE)
-            answers = self._await(PULLED, "receive state", lambda answer: answer.number == number)
+                ask(shard)
+            answers = self._await(PULLED, "receive state", lambda answer: answer.number == number, ask)
         for answer, _ in answers.values():
             if answer.error:
                 raise HopError(f"rank {self._membership.rank}: {answer.error}")
@@ -243,6 +272,7 @@ class ShatExchange(Exchange, Joiner):
             rate=rate,
             is_applied=bool(is_applied),
         )
+        self._mend(REPLY, lambda shard: None)
         for shard in self.shards:  # Line 5.
             payload = wire.join(shard.encode(outgoing.buckets))
             self._send(shard, push, payload, outgoing.step)
@@ -252,7 +282,7 @@ class ShatExchange(Exchange, Joiner):
         def is_answer(reply: pb.Reply) -> bool:
             return reply.session == self._session and reply.sequence == sequence
 
-        def ask_again(shard: ShardView, is_missing: bool) -> None:
+        def ask_again(shard: ShardView, is_missing: bool = True) -> None:
             # What was sent is still there: it is sent again only where it has not arrived.
             again = pb.Push(asks_again=not is_missing)
             again.MergeFrom(push)
@@ -260,8 +290,15 @@ class ShatExchange(Exchange, Joiner):
             self._send(shard, again, payload, outgoing.step)
 
         answers = self._await(
-            REPLY, f"receive model of push {sequence}", is_answer, outgoing.step, ask_again
+            REPLY, f"receive model of push {sequence}", is_answer, ask_again, step=outgoing.step, retries=True
         )  # Line 6.
+        with self._membership.monitor:
+            self._configures.clear()
+            if self._restarted:
+                raise PeerLostError(
+                    f"rank {self._membership.rank}: a parameter server was restarted right after it had answered the "
+                    "first push, and has lost that. Start the job again."
+                )
         incoming = self._merge(outgoing, answers)
         for shard in self.shards:
             shard.encoded = []
@@ -337,18 +374,22 @@ class ShatExchange(Exchange, Joiner):
         name: str,
         operation: str,
         is_answer: Callable[[object], bool],
+        ask_again: Callable[..., None],
+        *,
         step: int | None = None,
-        ask_again: Callable[[ShardView, bool], None] | None = None,
+        retries: bool = False,
         sources: Sequence[int] = (),
+        shards: Sequence[ShardView] | None = None,
     ) -> dict[int, tuple[object, np.ndarray]]:
-        """Takes every server's answer. While one is missing, ranks in `sources` must be there, too."""
+        """Takes every server's answer, or those of `shards`. While one is missing, `sources` must be there, too."""
         membership, received = self._membership, self._received[name]
+        shards = self.shards if shards is None else shards
         since = membership.monitor.now()
-        retry_at = since + self._retry_seconds if ask_again else float("inf")
+        retry_at = since + self._retry_seconds if retries else float("inf")
         has_asked = False
 
         def absent() -> list[int]:
-            return [s.server for s in self.shards if s.server not in received or not is_answer(received[s.server][0])]
+            return [s.server for s in shards if s.server not in received or not is_answer(received[s.server][0])]
 
         def awaited() -> list[int]:
             servers = absent()
@@ -360,11 +401,13 @@ class ShatExchange(Exchange, Joiner):
 
         while True:
             membership.wait(
-                lambda at=retry_at: [] if membership.monitor.now() >= at or lacking() else awaited(),
+                lambda at=retry_at: [] if membership.monitor.now() >= at or lacking() or self._restarted else awaited(),
                 operation=operation,
                 step=step,
                 since=since,
             )
+            if self._mend(name, ask_again):
+                continue
             with membership.monitor:
                 missing = dict.fromkeys(lacking(), True)
                 missing.update(dict.fromkeys(absent(), False))
@@ -382,13 +425,34 @@ class ShatExchange(Exchange, Joiner):
                 # Where answers are only slow, one for each time that they were asked for would slow them down more.
                 self._retry_seconds *= 2
             retry_at = membership.monitor.now() + self._retry_seconds
-        if ask_again and not has_asked:
+        if retries and not has_asked:
             self._retry_seconds = max(_RETRY_SECONDS, 2 * (membership.monitor.now() - since))
         for answer, _ in answers.values():
             if isinstance(answer, pb.Reply) and answer.error:
                 error = PeerLostError if answer.is_forgotten else ProtocolError
                 raise error(f"rank {membership.rank}: a parameter server has refused a push: {answer.error}")
         return answers
+
+    def _mend(self, name: str, ask_again: Callable[[ShardView], None]) -> bool:
+        """Begins again with servers that were started again; returns whether there were any.
+
+        Args:
+          name: Of the answers that are awaited.
+          ask_again: Sends what they answer.
+        """
+        with self._membership.monitor:
+            restarted, self._restarted = self._restarted, set()
+        shards = [shard for shard in self.shards if shard.server in restarted]
+        if name != CONFIGURED and shards:
+            for shard in shards:
+                self._send_configure(shard)
+            self._await_configured(shards)  # They take no push before they have rank 0's state.
+        with self._membership.monitor:
+            for shard in shards:
+                self._received[name].pop(shard.server, None)
+        for shard in shards:
+            ask_again(shard)
+        return bool(shards)
 
     # The group's variables.
 

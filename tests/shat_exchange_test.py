@@ -529,6 +529,62 @@ def _comes_true(condition):
     return condition()
 
 
+class RestartedServerTest(tf.test.TestCase):
+    """Until a worker's first push is answered, it has all that a server needs to begin again."""
+
+    def _restart(self, threads, index):
+        """A server forgets everything; returns which workers go on."""
+        server = threads.servers[index]
+        with server._lock:
+            server._groups.clear()
+            server._begin_session(0)
+        return [worker.exchange.goes_on_with(len(threads.workers) + index) for worker in threads.workers]
+
+    def test_is_initialized_again_before_the_first_push_is_answered(self):
+        settings = dataclasses.replace(_SETTINGS, consistency="bsp")
+        with _Threads(2, 2, settings=[settings] * 2) as threads:
+            servers = threads.servers
+            self.assertEqual(self._restart(threads, 0), [True, True])  # Nothing was sent yet.
+
+            def body(rank, worker):
+                if rank == 0:
+                    worker.variable.assign(np.full(_NUM_VALUES, 3.0, np.float32))
+                    # The other one waits for this rank's model; then it has pushed, and this one is about to.
+                    self.assertTrue(_comes_true(lambda: _waiting(servers[0])))
+                    self.assertEqual(self._restart(threads, 0), [True, True])
+                    self.assertTrue(_comes_true(lambda: _waiting(servers[0])))
+                    worker.exchange.configure(joins=False)
+                    self.assertTrue(_comes_true(lambda: all(map(_pushed, servers))))
+                    for index in range(len(servers)):
+                        self.assertEqual(self._restart(threads, index), [True, True])
+                else:
+                    worker.exchange.configure(joins=False)
+                model, _ = worker.push(0, float(rank))
+                self.assertAllEqual(model, np.full(_NUM_VALUES, 3.0 - 0.5 * _RATE))
+                worker.push(1, 1.0)
+
+            threads.run(body)
+            self.assertEqual([_pushes(server) for server in servers], [4, 4])
+            self.assertEqual(self._restart(threads, 0), [False, False])
+
+
+def _groups(server):
+    with server._lock:
+        return list(server._groups.values())
+
+
+def _waiting(server):
+    return any(configured.waiting for configured in _groups(server))
+
+
+def _pushed(server):
+    return any(configured.group._pushed for configured in _groups(server))
+
+
+def _pushes(server):
+    return sum(configured.group.num_pushes for configured in _groups(server))
+
+
 class LostTest(tf.test.TestCase):
     def test_a_lost_server_is_an_error(self):
         options = CommunicationOptions(timeout_seconds=1)

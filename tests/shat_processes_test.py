@@ -1,5 +1,6 @@
 """SHAT between processes: servers that end by themselves, killed workers and servers, and what is left of them."""
 
+import itertools
 import json
 import os
 import pathlib
@@ -29,11 +30,11 @@ class _Announce(keras.callbacks.Callback):
         print("step", batch, flush=True)
 
 
-def _model(strategy):
+def _model(strategy, loss=lambda y, y_pred: tf.reduce_sum(y_pred, -1)):
     with strategy.scope():
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(9, use_bias=False, kernel_initializer="zeros")])
         # The gradient of each weight is the mean of its input, whatever the weights are.
-        model.compile(keras.optimizers.SGD(_RATE), loss=lambda y, y_pred: tf.reduce_sum(y_pred, -1))
+        model.compile(keras.optimizers.SGD(_RATE), loss=loss)
     return model
 
 
@@ -57,6 +58,39 @@ def _run(snapshot_dir=None, num_epochs=_NUM_EPOCHS, step_seconds=0.02, synchroni
     strategy.shutdown()
     weights = model.get_weights()[0]
     return float(-weights.mean() / _RATE), float(np.ptp(weights)), report["steps"], error
+
+
+def _stop(gates, name):
+    """Stops at a named pipe until the test opens it, too."""
+    path = f"{gates}/{name}"
+    os.mkfifo(path)
+    print("stops at", name, flush=True)
+    with open(path):
+        pass
+
+
+def _stop_before_the_first_push(gates):
+    """Trains as `_run`; stops before servers hear of a model, and again when they keep it and nothing was pushed."""
+    strategy = hop_tf.SHATParameterServerStrategy(
+        communication_options=hop_tf.CommunicationOptions(timeout_seconds=_TIMEOUT_SECONDS)
+    )
+    steps = itertools.count()
+
+    def compute():
+        if next(steps) == 0:
+            _stop(gates, f"step of {strategy.rank}")
+        return np.float32(0)
+
+    def loss(y, y_pred):
+        return tf.reduce_sum(y_pred, -1) + tf.reshape(tf.numpy_function(compute, [], tf.float32), ())
+
+    model = _model(strategy, loss)
+    _stop(gates, f"start of {strategy.rank}")
+    x = np.ones((_BATCH_SIZE * _NUM_STEPS, 4), "float32")
+    model.fit(x, x, batch_size=_BATCH_SIZE, verbose=0)
+    strategy.synchronize(model)
+    strategy.shutdown()
+    return model.get_weights()[0]
 
 
 class ShatProcessesTest(tf.test.TestCase, parameterized.TestCase):
@@ -106,6 +140,23 @@ class ShatProcessesTest(tf.test.TestCase, parameterized.TestCase):
         before = num_pushes - 2 * _NUM_STEPS
         self.assertBetween(before, sum(num_steps) - most_lost - 3, sum(num_steps) + 2)
         self.assertLess(spread / _RATE, most_lost + 3)
+
+    def test_a_server_that_is_restarted_before_the_first_push_is_initialized_again(self):
+        gates = self.enterContext(tempfile.TemporaryDirectory())
+        with MultiProcessRunner(_stop_before_the_first_push, num_workers=2, num_ps=2, args=(gates,)) as runner:
+            for server, place in enumerate(("start", "step")):
+                for rank in range(2):
+                    runner.wait_for_output(rank, f"stops at {place} of {rank}")
+                runner.kill(server, task_type="ps")
+                runner.restart(server, task_type="ps")
+                for rank in range(2):
+                    runner.wait_for_output(rank, f"rank {2 + server} .*was restarted")
+                for rank in range(2):
+                    with open(f"{gates}/{place} of {rank}", "w"):
+                        pass
+            results = runner.join().raise_for_errors()
+        for weights in results.values:
+            self.assertAllClose(weights, np.full((4, 9), -2 * _NUM_STEPS * _RATE), rtol=1e-4)
 
     def test_serves_on_the_command_line(self):
         script = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory())) / "script.py"
