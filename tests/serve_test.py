@@ -56,6 +56,14 @@ class ServeTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(code, 2)
         self.assertIn(message, output)
 
+    def test_refuses_a_cluster_without_workers(self):
+        config = {"cluster": {"ps": ["localhost:2"]}, "task": {"type": "ps", "index": 0}}
+        code, output = _run(tf_config=config)
+        self.assertEqual(code, 1)
+        self.assertRegex(
+            output, r"ClusterConfigError: The cluster must have a `worker` or `chief` task\. Received: .*ps"
+        )
+
     def test_serves_on_tasks_of_type_ps_only(self):
         config = {"cluster": {"worker": ["localhost:1"], "ps": ["localhost:2"]}, "task": {"type": "worker", "index": 0}}
         code, output = _run(tf_config=config)

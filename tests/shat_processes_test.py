@@ -8,6 +8,7 @@ import re
 import signal
 import tempfile
 import textwrap
+import time
 
 import keras
 import numpy as np
@@ -23,6 +24,10 @@ _NUM_STEPS = 40
 _NUM_EPOCHS = 3
 _RATE = 0.01
 _TIMEOUT_SECONDS = 20
+# Where something is to be found missing; and until all have said so.
+_IMPATIENT_SECONDS = 4
+_CONTRACT_SECONDS = _IMPATIENT_SECONDS + 5
+_FOREVER = 10**6
 
 
 class _Announce(keras.callbacks.Callback):
@@ -79,10 +84,10 @@ def _stop_before_the_first_push(gates):
     def compute():
         if next(steps) == 0:
             _stop(gates, f"step of {strategy.rank}")
-        return np.float32(0)
+        return np.float32(1)
 
-    def loss(y, y_pred):
-        return tf.reduce_sum(y_pred, -1) + tf.reshape(tf.numpy_function(compute, [], tf.float32), ())
+    def loss(y, y_pred):  # A factor: without it there is no gradient to push.
+        return tf.reduce_sum(y_pred, -1) * tf.reshape(tf.numpy_function(compute, [], tf.float32), ())
 
     model = _model(strategy, loss)
     _stop(gates, f"start of {strategy.rank}")
@@ -91,6 +96,30 @@ def _stop_before_the_first_push(gates):
     strategy.synchronize(model)
     strategy.shutdown()
     return model.get_weights()[0]
+
+
+def _train_until_it_fails(consistency, num_epochs, fault=""):
+    """Trains as `_run`, impatiently; says what was raised, or that nothing was."""
+    is_server = json.loads(os.environ["TF_CONFIG"])["task"]["type"] == "ps"
+    if is_server and fault == "absent":
+        return
+    strategy = hop_tf.SHATParameterServerStrategy(
+        consistency=consistency,
+        communication_options=hop_tf.CommunicationOptions(
+            timeout_seconds=_IMPATIENT_SECONDS,
+            cluster_token="another" if is_server and fault == "token" else "the job's",
+        ),
+    )
+    model = _model(strategy)
+    x = np.ones((_BATCH_SIZE * _NUM_STEPS, 4), "float32")
+    print("begins", flush=True)
+    try:
+        model.fit(x, x, batch_size=_BATCH_SIZE, epochs=num_epochs, verbose=0, callbacks=[_Announce()])
+        print("has trained", flush=True)
+    except hop_tf.errors.HopError as error:
+        print(f"raised {type(error).__name__}: {' '.join(str(error).split())}", flush=True)
+    strategy.shutdown()
+    print("is gone", flush=True)
 
 
 class ShatProcessesTest(tf.test.TestCase, parameterized.TestCase):
@@ -157,6 +186,49 @@ class ShatProcessesTest(tf.test.TestCase, parameterized.TestCase):
             results = runner.join().raise_for_errors()
         for weights in results.values:
             self.assertAllClose(weights, np.full((4, 9), -2 * _NUM_STEPS * _RATE), rtol=1e-4)
+
+    def test_a_frozen_server_is_an_error(self):
+        with MultiProcessRunner(_train_until_it_fails, 2, num_ps=1, args=("async", _FOREVER)) as runner:
+            for rank in range(2):
+                runner.wait_for_output(rank, "step 10")
+            runner.pause(0, task_type="ps")
+            self._wait_for_errors(
+                runner, r"PeerLostError: rank {rank}, step \d+: receive model of push \d+ on ps 0 at 127.*\(silent for"
+            )
+            runner.kill(0, task_type="ps")
+            runner.join()
+
+    def _wait_for_errors(self, runner, error):
+        """Every worker raises, in time, what names the server and the cause, and ends."""
+        deadline = time.monotonic() + _CONTRACT_SECONDS
+        for rank in range(2):
+            for pattern in ("raised .*" + error.replace("{rank}", str(rank)), "is gone"):
+                runner.wait_for_output(rank, pattern, deadline - time.monotonic())
+
+    @parameterized.parameters(
+        ("absent", r"DeadlineExceededError: rank \d: .* on ps 0 at 127.*\(it never appeared"),
+        ("token", r"DeadlineExceededError: rank \d: .* on ps 0 at 127.* refused this rank's cluster token"),
+    )
+    def test_a_server_that_was_not_started_or_is_of_another_job_is_an_error(self, fault, error):
+        with MultiProcessRunner(_train_until_it_fails, 2, num_ps=1, args=("async", 1, fault)) as runner:
+            for rank in range(2):
+                runner.wait_for_output(rank, "begins")
+            self._wait_for_errors(runner, error)
+            results = runner.join()
+        self.assertEqual([result.exit_code for result in results.workers], [0, 0])
+
+    @parameterized.parameters("ssp:3", "async")
+    @pytest.mark.stress(after=1)
+    def test_the_others_go_on_without_a_frozen_worker(self, consistency):
+        with MultiProcessRunner(_train_until_it_fails, 2, num_ps=1, args=(consistency, 5)) as runner:
+            runner.wait_for_output(1, "step 10")
+            runner.pause(1)
+            runner.wait_for_output(0, "goes on without rank 1", _CONTRACT_SECONDS, task_type="ps")
+            runner.wait_for_output(0, "has trained")
+            runner.resume(1)
+            runner.wait_for_output(1, "raised PeerLostError: rank 1.*(goes on without rank 1|ps 0 at 127)")
+            results = runner.join().raise_for_errors()
+        self.assertEqual(results.ps[0].exit_code, 0)
 
     def test_serves_on_the_command_line(self):
         script = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory())) / "script.py"
