@@ -360,7 +360,7 @@ class CanaryExchange(Exchange, Joiner):
             self._peers.done[message.sender] = note
             self._look_again()
         elif note.kind is Kind.STATE:
-            self._pulling.receive(note, message.payload)
+            self._pulling.receive(message.payload)
         elif note.kind is Kind.PULL:
             self._threads[0].put(functools.partial(self._pulling.answer, message.sender, note.key))
         else:

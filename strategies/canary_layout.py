@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hop_tf.collectives import Network, Route
+from hop_tf.errors import ProtocolError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,8 +121,13 @@ class Ledger:
 
     def __init__(self, num_pieces: int, world_size: int):
         self._world_size = world_size
-        self.table = np.zeros((num_pieces, self._FIRST + 2 * world_size), np.int64)
+        self.table = np.zeros((num_pieces, self.num_columns(world_size)), np.int64)
         self.table[:, self._FIRST + world_size :] = -1
+
+    @classmethod
+    def num_columns(cls, world_size: int) -> int:
+        """Columns of a table among so many ranks."""
+        return cls._FIRST + 2 * world_size
 
     @property
     def sequences(self) -> np.ndarray:
@@ -150,6 +156,11 @@ class Ledger:
             self.merged[piece, rank] += 1
             self.clocks[piece, rank] = iteration
 
-    def is_within(self, other: np.ndarray) -> bool:
-        """Whether another table tells of everything that this one does."""
-        return bool(np.all(other[:, self._SEQUENCE] >= self.sequences))
+    def check(self, other: np.ndarray) -> None:
+        """Raises ProtocolError unless another table is of the same pieces."""
+        if other.shape != self.table.shape:
+            raise ProtocolError(f"a ledger of {len(other)} pieces came where {len(self.table)} were expected.")
+
+    def is_within(self, other: np.ndarray | None) -> bool:
+        """Whether another table tells of everything that this one does; None is one of nothing merged."""
+        return bool(np.all(self.sequences <= (0 if other is None else other[:, self._SEQUENCE])))

@@ -1,8 +1,8 @@
 """How a rank under Canary takes the state of the fastest one.
 
-A state is the weights and the ledger of the moment, so that it holds each contribution as a whole or not at all. It is
+A state is the weights and the ledgers of the moment, so that it holds each contribution as a whole or not at all. It is
 taken only if all that was merged here was merged there, too: what is on its way then, and in the state, comes with a
-number that the ledger knows, and is not merged again.
+number that a ledger knows, and is not merged again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 from hop_tf.membership import Membership
 from hop_tf.strategies.canary_layout import Layout
-from hop_tf.strategies.canary_messages import Kind, Note
+from hop_tf.strategies.canary_messages import Kind
 from hop_tf.strategies.canary_peers import Peers
 from hop_tf.strategies.canary_replica import Replica
 
@@ -45,7 +45,7 @@ class Pulling:
         self._replica = replica
         self._peers = peers
         self._send = send
-        self._state: tuple[bytes, np.ndarray] | None = None
+        self._state: np.ndarray | None = None
         self.num_pulls = self.num_in_vain = 0
 
     def pull(self, layout: Layout, step: int) -> None:
@@ -69,15 +69,15 @@ class Pulling:
             )
             with self._membership.monitor:
                 state, self._state = self._state, None
-            if state is not None and self._replica.adopt(*state):
+            if state is not None and self._replica.adopt(state):
                 self.num_pulls += 1
                 return
         self.num_in_vain += 1
 
-    def receive(self, note: Note, payload: np.ndarray) -> None:
+    def receive(self, payload: np.ndarray) -> None:
         """A state has come; the monitor is held."""
-        self._state = note.key, payload
+        self._state = payload
 
     def answer(self, rank: int, key: bytes) -> None:
         """Sends this rank's state."""
-        self._send(rank, Kind.STATE, key, self._replica.state(key))
+        self._send(rank, Kind.STATE, key, self._replica.state(rank, key[rank]))

@@ -14,8 +14,9 @@ from hop_tf.collectives import Network
 from hop_tf.errors import ProtocolError
 from hop_tf.gei import GEIMatrix
 from hop_tf.packing import Packing
-from hop_tf.strategies.canary_layout import Layout, Piece
+from hop_tf.strategies.canary_layout import Layout, Ledger, Piece
 from hop_tf.strategies.canary_messages import Note
+from hop_tf.strategies.canary_state import join, join_tables, split, split_tables
 
 # What a codec sends beside the values, such as bucket values, is more than it saves where there are fewer.
 _MIN_ENCODED_VALUES = 512
@@ -156,35 +157,44 @@ class Replica:
 
     # The state of another replica.
 
-    def state(self, key: bytes) -> list[np.ndarray]:
-        """The ledger of a layout and the weights, copied at the same moment."""
-        with self.lock:
-            return [self.layout(key).ledger.table.ravel().copy(), *self.read()]
-
-    def adopt(self, key: bytes, payload: np.ndarray) -> bool:
-        """Takes another replica's state, unless something that was merged here was not merged there.
+    def state(self, rank: int, life: int) -> list[np.ndarray]:
+        """The ledgers and the weights, copied at the same moment, for another rank.
 
         Args:
-          key: Names the layout that the ledger is of.
+          rank: That rank.
+          life: Its byte in the keys of the layouts that it takes part in: of others it merges nothing.
+        """
+        with self.lock:
+            ledgers = {key: layout.ledger for key, layout in self._layouts.items() if key[rank] == life}
+            tables = join_tables({key: ledger.table.copy() for key, ledger in ledgers.items()})
+            return join([np.concatenate([each.view(np.uint8) for each in tables]), *self.read()])
+
+    def adopt(self, payload: np.ndarray) -> bool:
+        """Takes another replica's state, unless something that was merged here was not merged there.
+
+        Weights hold what was merged of all layouts, those of the past too: so all ledgers are compared, and taken.
+
+        Args:
           payload: What `state` has given there, joined as bytes.
 
         Returns:
           Whether it was taken.
 
         Raises:
-          ProtocolError: If it has another length.
+          ProtocolError: If it is of other weights, or pieces.
         """
+        head, *weights = split(payload)
+        tables = split_tables(head, self._world_size, Ledger.num_columns(self._world_size))
         with self.lock:
-            ledger = self.layout(key).ledger
-            num_bytes = [ledger.table.nbytes, *(values.nbytes for values in self.weights)]
-            if payload.nbytes != sum(num_bytes):
-                raise ProtocolError(f"a state of {payload.nbytes} bytes came where {sum(num_bytes)} were expected.")
-            parts = np.split(payload, np.cumsum(num_bytes)[:-1])
-            table = parts[0].view(np.int64).reshape(ledger.table.shape)
-            if not ledger.is_within(table):
+            if [values.nbytes for values in weights] != [values.nbytes for values in self.weights]:
+                raise ProtocolError(f"a state of {payload.nbytes} bytes came, of other weights than those here.")
+            for key, table in tables.items():
+                self.layout(key).ledger.check(table)
+            if not all(layout.ledger.is_within(tables.get(key)) for key, layout in self._layouts.items()):
                 return False
-            np.copyto(ledger.table, table)
-            for values, part in zip(self.weights, parts[1:], strict=True):
+            for key, table in tables.items():
+                np.copyto(self.layout(key).ledger.table, table)
+            for values, part in zip(self.weights, weights, strict=True):
                 np.copyto(values, part.view(values.dtype))
             return True
 

@@ -1,0 +1,53 @@
+"""What a rank under Canary sends to one that takes its state, as one run of bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from hop_tf.errors import ProtocolError
+
+
+def join(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Arrays with a table of their sizes in front, so that `split` finds them again."""
+    return [np.array([len(arrays), *(each.nbytes for each in arrays)], np.int64), *arrays]
+
+
+def split(payload: np.ndarray) -> list[np.ndarray]:
+    """The arrays that `join` was given, as bytes.
+
+    Raises:
+      ProtocolError: If the sizes are not those of the payload.
+    """
+    word = np.dtype(np.int64).itemsize
+    count = int(payload[:word].view(np.int64)[0]) if payload.nbytes >= word else -1
+    if not 0 <= count < payload.nbytes // word:
+        raise ProtocolError(f"a state of {payload.nbytes} bytes came that tells of {count} parts.")
+    sizes = payload[word : (1 + count) * word].view(np.int64)
+    data = payload[(1 + count) * word :]
+    if np.any(sizes < 0) or sizes.sum() != data.nbytes:
+        raise ProtocolError(f"a state of {payload.nbytes} bytes came where {sizes.sum()} were expected.")
+    return np.split(data, np.cumsum(sizes)[:-1]) if count else []
+
+
+def join_tables(tables: Mapping[bytes, np.ndarray]) -> list[np.ndarray]:
+    """Ledgers' tables and the keys of their layouts."""
+    keys = np.frombuffer(b"".join(tables), np.uint8)
+    return join([keys, *(table.ravel() for table in tables.values())])
+
+
+def split_tables(payload: np.ndarray, world_size: int, num_columns: int) -> dict[bytes, np.ndarray]:
+    """The tables that `join_tables` was given, of so many columns.
+
+    Raises:
+      ProtocolError: If there are others.
+    """
+    keys, *tables = split(payload)
+    if keys.nbytes != world_size * len(tables) or any(table.nbytes % (8 * num_columns) for table in tables):
+        raise ProtocolError(f"a state came with {keys.nbytes} bytes of keys for {len(tables)} ledgers.")
+    names = keys.tobytes()
+    return {
+        names[i * world_size : (i + 1) * world_size]: table.view(np.int64).reshape(-1, num_columns)
+        for i, table in enumerate(tables)
+    }

@@ -1,0 +1,80 @@
+"""The weights and ledgers of a rank under Canary, without ranks that run."""
+
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+from hop_tf import codecs
+from hop_tf.buffers import BufferPool
+from hop_tf.collectives import get_network
+from hop_tf.errors import ProtocolError
+from hop_tf.packing import Packing, TensorSpec
+from hop_tf.strategies.canary_messages import Kind, Note
+from hop_tf.strategies.canary_replica import Replica
+
+_WORLD_SIZE = 3
+_WHOLE, _WITHOUT_2 = b"\x01\x01\x01", b"\x01\x01\x00"
+
+
+def _replica(rank, shapes=((6,), (3,))):
+    specs = [TensorSpec(str(i), shape, tf.float32) for i, shape in enumerate(shapes)]
+    packing = Packing(specs)
+    parts = [packing.part([i]) for i in range(len(specs))]
+    replica = Replica(rank, _WORLD_SIZE, get_network("mesh"), parts, codecs.Identity(), BufferPool())
+    replica.begin([np.zeros(sum(part.sizes[0] for part in parts), np.float32)])
+    return replica
+
+
+def _merge(replica, key, piece, sequence, contributions, value=1.0, kind=Kind.DOWN):
+    layout = replica.layout(key)
+    piece = layout.pieces[piece]
+    note = Note(1, kind, key, 0, piece.index, sequence, contributions)
+    size = piece.where.stop - piece.where.start
+    return replica.merge(layout, piece, note, replica.encode(piece, np.full(size, value, np.float32)))
+
+
+def _state(replica, rank):
+    return np.concatenate([each.reshape(-1).view(np.uint8) for each in replica.state(rank, 1)])
+
+
+class AdoptTest(tf.test.TestCase, parameterized.TestCase):
+    def test_not_what_lacks_something_of_an_earlier_layout(self):
+        """It would be lost here: nobody sends it again."""
+        own, other = _replica(0), _replica(1)
+        _merge(own, _WHOLE, 0, 1, ((0, 0),))
+        _merge(other, _WITHOUT_2, 0, 1, ((1, 1),))
+        self.assertFalse(own.adopt(_state(other, 0)))
+        _merge(other, _WHOLE, 0, 1, ((0, 0),))
+        self.assertTrue(own.adopt(_state(other, 0)))
+        self.assertAllEqual(own.read()[0], other.read()[0])
+
+    def test_what_it_holds_of_an_earlier_layout_is_merged_once(self):
+        own, other = _replica(0), _replica(1)
+        _merge(other, _WHOLE, 0, 1, ((1, 0),))
+        _merge(other, _WITHOUT_2, 0, 1, ((1, 1),))
+        self.assertTrue(own.adopt(_state(other, 0)))
+        for key, iteration in ((_WHOLE, 0), (_WITHOUT_2, 1)):  # They are on their way still.
+            self.assertFalse(_merge(own, key, 0, 1, ((1, iteration),)))
+        self.assertAllEqual(own.read()[0], other.read()[0])
+
+    def test_layouts_of_others_are_left_out(self):
+        """What is among ranks that this one is not of does not come here."""
+        own, other = _replica(2), _replica(1)
+        _merge(other, _WITHOUT_2, 0, 1, ((1, 0),))
+        _merge(other, b"\x01\x01\x02", 0, 1, ((1, 1),))
+        self.assertTrue(own.adopt(_state(other, 2)))
+        self.assertAllEqual(own.read()[0], other.read()[0])
+
+    @parameterized.parameters(
+        (lambda state: state[:-4], "were expected"),
+        (lambda state: state[:0], "tells of -1 parts"),
+        (lambda state: _state(_replica(1, ((6,), (400,))), 0), "of other weights"),
+    )
+    def test_not_what_is_malformed(self, change, message):
+        own = _replica(0)
+        with self.assertRaisesRegex(ProtocolError, message):
+            own.adopt(change(_state(_replica(1), 0)))
+
+
+if __name__ == "__main__":
+    tf.test.main()
