@@ -15,6 +15,8 @@ import collections
 import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
 
+import numpy as np
+
 from hop_tf.arguments import check_integer
 
 _NONE = -1
@@ -80,6 +82,23 @@ class Thresholds:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """The rows of a matrix as arrays.
+
+    Attributes:
+      iterations: int64 [rows], ascending: which rows are kept.
+      bits: uint8 [rows, k, ceil(n / 8)]: the elements, the bits of ranks 0 to 7 first.
+      parts: int64 [m, 4]: iteration, rank, colayer, and how many of its pieces are there, where these are not all.
+      completed: int64 [n]: of each rank the latest iteration of which all colayers are there; -1 if there is none.
+    """
+
+    iterations: np.ndarray
+    bits: np.ndarray
+    parts: np.ndarray
+    completed: np.ndarray
+
+
 class GEIMatrix:
     """Q: one row vector for each iteration that is of interest still.
 
@@ -103,6 +122,7 @@ class GEIMatrix:
         check_integer("world_size", world_size, at_least=1)
         check_integer("num_colayers", num_colayers, at_least=1)
         check_integer("max_rows", max_rows, at_least=1)
+        self._world_size = world_size
         self._num_colayers = num_colayers
         self._max_rows = max_rows
         self._rows: collections.OrderedDict[int, _Row] = collections.OrderedDict()
@@ -158,6 +178,43 @@ class GEIMatrix:
         self._completed.pop(rank, None)
         self._free()
 
+    def snapshot(self) -> Snapshot:
+        """What another matrix needs to know of this one. See `absorb`."""
+        iterations = np.array(list(self._rows), np.int64)
+        width = -(-self._world_size // 8)
+        bits = b"".join(each.to_bytes(width, "little") for row in self._rows.values() for each in row.elements)
+        parts = [
+            (iteration, rank, colayer, count)
+            for iteration, row in self._rows.items()
+            for (rank, colayer), count in row.num_merged.items()
+        ]
+        completed = [self.completed(rank) for rank in range(self._world_size)]
+        return Snapshot(
+            iterations,
+            np.frombuffer(bits, np.uint8).reshape(len(iterations), self._num_colayers, width),
+            np.array(parts, np.int64).reshape(-1, 4),
+            np.array(completed, np.int64),
+        )
+
+    def absorb(self, other: Snapshot) -> None:
+        """All that was merged where another matrix is has been merged here: it takes its bits, and its incomplete ones.
+
+        What was merged here must have been merged there, too. Rows that were freed there are freed here.
+        """
+        if other.iterations.size:
+            self._first = max(self._first, int(other.iterations[0]))
+            self.start(int(other.iterations[-1]))
+        for iteration, elements in zip(other.iterations.tolist(), other.bits, strict=True):
+            if (row := self._rows.get(iteration)) is not None:
+                row.elements = [int.from_bytes(each.tobytes(), "little") for each in elements]
+                row.num_merged.clear()
+        for iteration, rank, colayer, count in other.parts.tolist():
+            if (row := self._rows.get(iteration)) is not None:
+                row.num_merged[rank, colayer] = count
+        for rank in self._completed:
+            self._completed[rank] = max(self._completed[rank], int(other.completed[rank]))
+        self._free()
+
     def row_vector(self, iteration: int) -> tuple[int, ...]:
         """The elements of an iteration, colayer 0 first; all zero where there is no row, be it not yet or no more."""
         row = self._rows.get(iteration)
@@ -190,12 +247,12 @@ class _Row:
 
     def __init__(self, num_colayers: int):
         self.elements = [0] * num_colayers
-        self._num_merged: collections.Counter[tuple[int, int]] = collections.Counter()
+        self.num_merged: collections.Counter[tuple[int, int]] = collections.Counter()  # By rank and colayer.
 
     def add(self, rank: int, colayer: int, num_pieces: int) -> bool:
         """Counts a piece; returns whether the rank's gradient is complete, in all colayers."""
-        self._num_merged[rank, colayer] += 1
-        if self._num_merged[rank, colayer] == num_pieces:
-            del self._num_merged[rank, colayer]
+        self.num_merged[rank, colayer] += 1
+        if self.num_merged[rank, colayer] == num_pieces:
+            del self.num_merged[rank, colayer]
             self.elements[colayer] |= bit_of(rank)
         return all(element & bit_of(rank) for element in self.elements)

@@ -16,7 +16,7 @@ from hop_tf.gei import GEIMatrix
 from hop_tf.packing import Packing
 from hop_tf.strategies.canary_layout import Layout, Ledger, Piece
 from hop_tf.strategies.canary_messages import Note
-from hop_tf.strategies.canary_state import join, join_tables, split, split_tables
+from hop_tf.strategies.canary_state import concatenate, join, join_index, join_tables, split, split_index, split_tables
 
 # What a codec sends beside the values, such as bucket values, is more than it saves where there are fewer.
 _MIN_ENCODED_VALUES = 512
@@ -167,7 +167,8 @@ class Replica:
         with self.lock:
             ledgers = {key: layout.ledger for key, layout in self._layouts.items() if key[rank] == life}
             tables = join_tables({key: ledger.table.copy() for key, ledger in ledgers.items()})
-            return join([np.concatenate([each.view(np.uint8) for each in tables]), *self.read()])
+            index = join_index(self.gei.snapshot())
+            return join([concatenate(tables), concatenate(index), *self.read()])
 
     def adopt(self, payload: np.ndarray) -> bool:
         """Takes another replica's state, unless something that was merged here was not merged there.
@@ -183,8 +184,10 @@ class Replica:
         Raises:
           ProtocolError: If it is of other weights, or pieces.
         """
-        head, *weights = split(payload)
-        tables = split_tables(head, self._world_size, Ledger.num_columns(self._world_size))
+        if len(parts := split(payload)) < 2:
+            raise ProtocolError(f"a state of {len(parts)} parts came.")
+        tables = split_tables(parts[0], self._world_size, Ledger.num_columns(self._world_size))
+        index, weights = split_index(parts[1], self._world_size, len(self._sizes)), parts[2:]
         with self.lock:
             if [values.nbytes for values in weights] != [values.nbytes for values in self.weights]:
                 raise ProtocolError(f"a state of {payload.nbytes} bytes came, of other weights than those here.")
@@ -194,6 +197,7 @@ class Replica:
                 return False
             for key, table in tables.items():
                 np.copyto(self.layout(key).ledger.table, table)
+            self.gei.absorb(index)
             for values, part in zip(self.weights, weights, strict=True):
                 np.copyto(values, part.view(values.dtype))
             return True

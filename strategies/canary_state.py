@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from hop_tf.errors import ProtocolError
+from hop_tf.gei import Snapshot
 
 
 def join(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -51,3 +52,37 @@ def split_tables(payload: np.ndarray, world_size: int, num_columns: int) -> dict
         names[i * world_size : (i + 1) * world_size]: table.view(np.int64).reshape(-1, num_columns)
         for i, table in enumerate(tables)
     }
+
+
+def join_index(index: Snapshot) -> list[np.ndarray]:
+    """The gradient exchange index."""
+    return join([each.ravel() for each in (index.iterations, index.bits, index.parts, index.completed)])
+
+
+def split_index(payload: np.ndarray, world_size: int, num_colayers: int) -> Snapshot:
+    """The index that `join_index` was given.
+
+    Raises:
+      ProtocolError: If it is of other ranks or colayers.
+    """
+    try:
+        iterations, bits, parts, completed = split(payload)
+        index = Snapshot(
+            iterations.view(np.int64),
+            bits.reshape(-1, num_colayers, -(-world_size // 8)),
+            parts.view(np.int64).reshape(-1, 4),
+            completed.view(np.int64),
+        )
+    except ValueError as error:
+        raise ProtocolError(f"a gradient exchange index came that is none: {error}") from error
+    _, ranks, colayers, _ = index.parts.T
+    if len(index.iterations) != len(index.bits) or index.completed.size != world_size:
+        raise ProtocolError(f"a gradient exchange index of {index.completed.size} ranks came, not {world_size}.")
+    if np.any((ranks < 0) | (ranks >= world_size) | (colayers < 0) | (colayers >= num_colayers)):
+        raise ProtocolError("a gradient exchange index came with pieces of no such ranks or colayers.")
+    return index
+
+
+def concatenate(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """The bytes of arrays, one behind the other."""
+    return np.concatenate([each.reshape(-1).view(np.uint8) for each in arrays])

@@ -65,6 +65,22 @@ class AdoptTest(tf.test.TestCase, parameterized.TestCase):
         self.assertTrue(own.adopt(_state(other, 2)))
         self.assertAllEqual(own.read()[0], other.read()[0])
 
+    def test_bits_are_set_of_what_it_holds(self):
+        """Also of what is there in part: the rest sets the bit. Rows that were freed there are not kept here."""
+        own, other = _replica(0, ((600,), (3,))), _replica(1, ((600,), (3,)))
+        num_pieces = [len(pieces) for pieces in own.layout(_WHOLE).by_colayer]
+        self.assertGreater(num_pieces[0], 1)
+        own.gei.start(1)
+        for iteration in range(3):
+            for rank in range(_WORLD_SIZE):
+                for piece in range(1 if (iteration, rank) == (2, 2) else 0, sum(num_pieces)):
+                    _merge(other, _WHOLE, piece, 3 * iteration + rank + 1, ((rank, iteration),))
+        self.assertTrue(own.adopt(_state(other, 0)))
+        self.assertEqual(own.gei.matrix(), other.gei.matrix())
+        self.assertEqual(own.gei.row_vector(2), (0b011, 0b111))
+        _merge(own, _WHOLE, 0, 9, ((2, 2),))
+        self.assertEqual(own.gei.row_vector(2), (0b111, 0b111))
+
     @parameterized.parameters(
         (lambda state: state[:-4], "were expected"),
         (lambda state: state[:0], "tells of -1 parts"),
