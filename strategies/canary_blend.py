@@ -3,7 +3,8 @@
 Replicas that have merged the same messages differ by rounding only, unless messages were lost, or something has changed
 the weights of one. But at no moment have all merged the same. So the root marks one of its messages: everybody sends it
 what the piece is when just that message is merged, and adds the difference between the mean and that to what the piece
-has become since. Nobody waits.
+has become since. Nobody waits. Who takes another rank's weights meanwhile also takes what these were with the message:
+the difference is to be that.
 """
 
 from __future__ import annotations
@@ -51,7 +52,6 @@ class Blending:
     def reset(self) -> None:
         """Forgets what is under way."""
         self._begun: dict[_Key, int] = {}  # At the root: in which interval the latest one has begun.
-        self._own: dict[_Key, np.ndarray] = {}
         self._received: dict[_Key, dict[int, np.ndarray]] = {}
 
     def is_due(self, layout: Layout, piece: Piece, iteration: int) -> bool:
@@ -72,14 +72,13 @@ class Blending:
         Args:
           layout: The layout.
           piece: The piece.
-          takes_part: Whether it is merged just now. Else it was part of a state that was pulled, and what the piece was
-            with it, and nothing behind it, is not known: the root is told not to wait for that.
+          takes_part: Whether it is merged just now. Else it was part of a state that was pulled: the rank that gave it
+            tells what the piece was, and the root is told not to wait for another one.
         """
         values = np.empty(0, self._replica.dtype_of(piece))
         if takes_part:
             with self._replica.lock:
-                values = self._replica.slice_of(piece).copy()
-            self._own[layout.key, piece.index] = values
+                values = self._replica.snapshots.get((layout.key, piece.index), values)
         if piece.root == self._rank:
             self._collect(layout, piece, self._rank, values)
         else:
@@ -129,10 +128,11 @@ class Blending:
         self._apply(layout, piece, sequence, mean)
 
     def _apply(self, layout: Layout, piece: Piece, sequence: int, mean: np.ndarray) -> None:
-        own = self._own.pop((layout.key, piece.index), None)
         with self._replica.lock:
-            # Else a state was pulled meanwhile, of a replica that had added it.
-            if own is not None and sequence > layout.ledger.blends[piece.index]:
+            if sequence <= layout.ledger.blends[piece.index]:
+                return  # A state was pulled meanwhile, of a replica that had added it.
+            own = self._replica.snapshots.pop((layout.key, piece.index), None)
+            if own is not None:
                 layout.ledger.blends[piece.index] = sequence
                 values = self._replica.slice_of(piece)
                 values += mean - own

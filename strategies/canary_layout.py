@@ -162,5 +162,6 @@ class Ledger:
             raise ProtocolError(f"a ledger of {len(other)} pieces came where {len(self.table)} were expected.")
 
     def is_within(self, other: np.ndarray | None) -> bool:
-        """Whether another table tells of everything that this one does; None is one of nothing merged."""
-        return bool(np.all(self.sequences <= (0 if other is None else other[:, self._SEQUENCE])))
+        """Whether another table tells of all messages and blends that this one does; None is one of nothing merged."""
+        columns = [self._SEQUENCE, self._BLENDS]
+        return bool(np.all(self.table[:, columns] <= (0 if other is None else other[:, columns])))

@@ -15,8 +15,18 @@ from hop_tf.errors import ProtocolError
 from hop_tf.gei import GEIMatrix
 from hop_tf.packing import Packing
 from hop_tf.strategies.canary_layout import Layout, Ledger, Piece
-from hop_tf.strategies.canary_messages import Note
-from hop_tf.strategies.canary_state import concatenate, join, join_index, join_tables, split, split_index, split_tables
+from hop_tf.strategies.canary_messages import Kind, Note
+from hop_tf.strategies.canary_state import (
+    concatenate,
+    join,
+    join_index,
+    join_snapshots,
+    join_tables,
+    split,
+    split_index,
+    split_snapshots,
+    split_tables,
+)
 
 # What a codec sends beside the values, such as bucket values, is more than it saves where there are fewer.
 _MIN_ENCODED_VALUES = 512
@@ -38,6 +48,7 @@ class Replica:
     Attributes:
       lock: Guards weights and ledgers.
       weights: One vector for each bucket: colayers lie one behind the other. None before `begin`.
+      snapshots: By layout and piece, what it was with the message that has begun the blend which is under way.
       gei: Whose contributions were merged.
       starts: For each colayer and bucket, where the colayer begins in the vector.
       num_duplicates: Messages that were merged before.
@@ -78,6 +89,7 @@ class Replica:
         with self.lock:
             self.weights: list[np.ndarray] | None = None
             self.gei = GEIMatrix(self._world_size, len(self._sizes))
+            self.snapshots: dict[tuple[bytes, int], np.ndarray] = {}
             self._layouts: dict[bytes, Layout] = {}
             self.num_duplicates = 0
 
@@ -146,6 +158,8 @@ class Replica:
                 return False
             self.accumulate(piece, data, self.slice_of(piece))
             layout.ledger.note(piece.index, note.sequence, note.contributions)
+            if note.kind is Kind.MARKED_DOWN:
+                self.snapshots[layout.key, piece.index] = self.slice_of(piece).copy()
             num_pieces = len(layout.by_colayer[piece.colayer])
             for rank, iteration in note.contributions:
                 self.gei.merge(rank, iteration, piece.colayer, (layout.key, piece.index), num_pieces)
@@ -158,7 +172,7 @@ class Replica:
     # The state of another replica.
 
     def state(self, rank: int, life: int) -> list[np.ndarray]:
-        """The ledgers and the weights, copied at the same moment, for another rank.
+        """The ledgers, the index, snapshots and weights, copied at the same moment, for another rank.
 
         Args:
           rank: That rank.
@@ -168,7 +182,10 @@ class Replica:
             ledgers = {key: layout.ledger for key, layout in self._layouts.items() if key[rank] == life}
             tables = join_tables({key: ledger.table.copy() for key, ledger in ledgers.items()})
             index = join_index(self.gei.snapshot())
-            return join([concatenate(tables), concatenate(index), *self.read()])
+            snapshots = join_snapshots(
+                {where: values for where, values in self.snapshots.items() if where[0] in ledgers}
+            )
+            return join([*map(concatenate, (tables, index, snapshots)), *self.read()])
 
     def adopt(self, payload: np.ndarray) -> bool:
         """Takes another replica's state, unless something that was merged here was not merged there.
@@ -184,23 +201,34 @@ class Replica:
         Raises:
           ProtocolError: If it is of other weights, or pieces.
         """
-        if len(parts := split(payload)) < 2:
+        if len(parts := split(payload)) < 3:
             raise ProtocolError(f"a state of {len(parts)} parts came.")
         tables = split_tables(parts[0], self._world_size, Ledger.num_columns(self._world_size))
-        index, weights = split_index(parts[1], self._world_size, len(self._sizes)), parts[2:]
+        index, weights = split_index(parts[1], self._world_size, len(self._sizes)), parts[3:]
+        snapshots = split_snapshots(parts[2], self._world_size)
         with self.lock:
             if [values.nbytes for values in weights] != [values.nbytes for values in self.weights]:
                 raise ProtocolError(f"a state of {payload.nbytes} bytes came, of other weights than those here.")
             for key, table in tables.items():
                 self.layout(key).ledger.check(table)
+            snapshots = {where: self._checked(where, values) for where, values in snapshots.items()}
             if not all(layout.ledger.is_within(tables.get(key)) for key, layout in self._layouts.items()):
                 return False
             for key, table in tables.items():
                 np.copyto(self.layout(key).ledger.table, table)
             self.gei.absorb(index)
+            self.snapshots = snapshots
             for values, part in zip(self.weights, weights, strict=True):
                 np.copyto(values, part.view(values.dtype))
             return True
+
+    def _checked(self, where: tuple[bytes, int], data: np.ndarray) -> np.ndarray:
+        """A copy of the values of a piece that came as bytes."""
+        pieces = self.layout(where[0]).pieces
+        piece = pieces[where[1]] if 0 <= where[1] < len(pieces) else None
+        if piece is None or data.nbytes != self.slice_of(piece).nbytes:
+            raise ProtocolError(f"a state came with {data.nbytes} bytes of piece {where[1]} of {len(pieces)}.")
+        return data.view(self.dtype_of(piece)).copy()
 
 
 def _kinds(packing: Packing) -> Iterable:

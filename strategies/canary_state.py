@@ -83,6 +83,27 @@ def split_index(payload: np.ndarray, world_size: int, num_colayers: int) -> Snap
     return index
 
 
+def join_snapshots(snapshots: Mapping[tuple[bytes, int], np.ndarray]) -> list[np.ndarray]:
+    """Values of pieces, and the keys of layouts and the numbers that name them."""
+    keys = np.frombuffer(b"".join(key for key, _ in snapshots), np.uint8)
+    return join([keys, np.array([piece for _, piece in snapshots], np.int64), *snapshots.values()])
+
+
+def split_snapshots(payload: np.ndarray, world_size: int) -> dict[tuple[bytes, int], np.ndarray]:
+    """The values, as bytes, that `join_snapshots` was given.
+
+    Raises:
+      ProtocolError: If their names are not as many.
+    """
+    if len(parts := split(payload)) < 2:
+        raise ProtocolError(f"snapshots came in {len(parts)} parts.")
+    keys, numbers, *values = parts
+    if keys.nbytes != world_size * len(values) or numbers.nbytes != 8 * len(values):
+        raise ProtocolError(f"{len(values)} snapshots came with {keys.nbytes} bytes of keys.")
+    names, numbers = keys.tobytes(), numbers.view(np.int64).tolist()
+    return {(names[i * world_size : (i + 1) * world_size], numbers[i]): each for i, each in enumerate(values)}
+
+
 def concatenate(arrays: Sequence[np.ndarray]) -> np.ndarray:
     """The bytes of arrays, one behind the other."""
     return np.concatenate([each.reshape(-1).view(np.uint8) for each in arrays])

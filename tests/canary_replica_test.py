@@ -9,6 +9,7 @@ from hop_tf.buffers import BufferPool
 from hop_tf.collectives import get_network
 from hop_tf.errors import ProtocolError
 from hop_tf.packing import Packing, TensorSpec
+from hop_tf.strategies.canary_blend import Blending
 from hop_tf.strategies.canary_messages import Kind, Note
 from hop_tf.strategies.canary_replica import Replica
 
@@ -90,6 +91,97 @@ class AdoptTest(tf.test.TestCase, parameterized.TestCase):
         own = _replica(0)
         with self.assertRaisesRegex(ProtocolError, message):
             own.adopt(change(_state(_replica(1), 0)))
+
+
+class BlendTest(tf.test.TestCase):
+    """Rank 0 blends with rank 1, which differs, and takes its state at some moment."""
+
+    def setUp(self):
+        super().setUp()
+        self.replicas = {rank: _replica(rank) for rank in range(_WORLD_SIZE)}
+        self.messages = []
+        self.blendings = {rank: self._blending(rank) for rank in self.replicas}
+        for rank, value in ((0, 10.0), (1, 40.0)):
+            self.replicas[rank].begin([np.full_like(self.replicas[rank].read()[0], value)])
+        self.piece = next(piece.index for piece in self.replicas[0].layout(_WHOLE).pieces if piece.root == 2)
+        self.where = self.replicas[0].layout(_WHOLE).pieces[self.piece].where
+
+    def _blending(self, rank):
+        def send(receiver, level, kind, layout, piece, sequence, values):
+            self.messages.append((rank, receiver, kind, sequence, values.copy()))
+
+        return Blending(self.replicas[rank], rank, 1, lambda rank: True, send)
+
+    def _mark(self, rank, sequence=1):
+        is_merged = _merge(self.replicas[rank], _WHOLE, self.piece, sequence, ((2, sequence),), 1.0, Kind.MARKED_DOWN)
+        layout = self.replicas[rank].layout(_WHOLE)
+        if rank == 2:
+            self.assertTrue(self.blendings[2].is_due(layout, layout.pieces[self.piece], sequence - 1))
+        self.blendings[rank].begin(layout, layout.pieces[self.piece], takes_part=is_merged)
+
+    def _bring(self, *ranks):
+        """Takes what is on its way to some ranks."""
+        for message in [each for each in self.messages if each[1] in ranks]:
+            self.messages.remove(message)
+            sender, receiver, kind, sequence, values = message
+            layout = self.replicas[receiver].layout(_WHOLE)
+            note = Note(1, kind, _WHOLE, 0, self.piece, sequence)
+            piece = layout.pieces[self.piece]
+            self.blendings[receiver].receive(layout, piece, note, sender, values.view(np.uint8))
+
+    def _values(self):
+        return [self.replicas[rank].read()[0][self.where.start] for rank in range(_WORLD_SIZE)]
+
+    def _pull(self):
+        return self.replicas[0].adopt(_state(self.replicas[1], 0))
+
+    def test_while_the_mean_is_on_its_way(self):
+        for rank in (2, 0, 1):
+            self._mark(rank)
+        self._bring(2)
+        self.assertTrue(self._pull())
+        self.assertAllClose(self._values(), [41, 41, 53 / 3])
+        self._bring(0, 1)
+        self.assertAllClose(self._values(), [53 / 3] * 3)
+
+    def test_past_the_mark(self):
+        """The rank whose state it is has sent what it was; this one, in whose state it is, tells of no other."""
+        self._mark(2)
+        self._mark(1)
+        self.assertTrue(self._pull())
+        self._mark(0)
+        self._bring(2)
+        self._bring(0, 1)
+        self.assertAllClose(self._values(), [21] * 3)
+
+    def test_not_of_one_that_lacks_a_blend(self):
+        """Its mean has come here, and does not come again."""
+        for rank in (2, 0, 1):
+            self._mark(rank)
+        self._bring(2)
+        self._bring(0)
+        self.assertFalse(self._pull())
+        self._bring(1)
+        self.assertTrue(self._pull())
+        self.assertAllClose(self._values(), [53 / 3] * 3)
+
+    def test_a_mean_that_is_late_ends_no_later_blend(self):
+        """It is in the state already, with what the piece was when the next one began."""
+        for rank in (2, 0, 1):
+            self._mark(rank)
+        self._bring(2)
+        self._bring(1)
+        late, self.messages = self.messages, []
+        self._mark(2, 2)
+        self._mark(1, 2)
+        self.assertTrue(self._pull())
+        self.messages += late
+        self._bring(0)
+        self._mark(0, 2)
+        self._bring(2)
+        self._bring(0, 1)
+        self.assertAllClose(self._values(), [56 / 3] * 3)
+        self.assertAllEqual(self.replicas[0].layout(_WHOLE).ledger.blends[self.piece], 2)
 
 
 if __name__ == "__main__":
