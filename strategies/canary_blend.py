@@ -95,6 +95,14 @@ class Blending:
         else:
             self._go_down(layout, piece, note.sequence, values)
 
+    def end(self, layout: Layout, piece: Piece) -> None:
+        """No more comes of a piece: its blend, if one is under way, is given up, and that on all ranks."""
+        where = layout.key, piece.index
+        self._received.pop(where, None)
+        self._begun.pop(where, None)
+        with self._replica.lock:
+            self._replica.snapshots.pop(where, None)
+
     def look_again(self) -> None:
         """Ranks have left: they are waited for no more."""
         for key, index in list(self._received):

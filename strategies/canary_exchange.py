@@ -30,6 +30,9 @@ from hop_tf.worker import ExchangeContext
 # Own iterations that may be under way, beside one for each message that follows another.
 _WINDOW = 4
 _JOIN_SECONDS = 5.0
+_OWN_SECONDS = 1.0
+# So many iterations after a rank has left, what it has sent before, and is under way, can be summed up.
+_LINGER = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,7 +91,7 @@ class CanaryExchange(Exchange, Joiner):
         self._pulling = Pulling(membership, self.replica, self._peers, self._send)
         self._final = context.make_all_reduce("final", whole, Identity(), "mesh")
         self._num_dropped = 0
-        self._threads = [self._make_thread() for _ in range(settings.network.num_levels)]
+        self._threads = [self._make_thread(index) for index in range(settings.network.num_levels)]
         with tf.init_scope(), tf.device("/cpu:0"):
             self.start_step = tf.Variable(0, dtype=tf.int64, trainable=False, name="hop_tf_start_step")
         self._begin(context.session)
@@ -98,7 +101,7 @@ class CanaryExchange(Exchange, Joiner):
             for index, thread in enumerate(self._threads)
         ]
 
-    def _make_thread(self) -> PieceThread:
+    def _make_thread(self, index: int) -> PieceThread:
         membership = self._membership
 
         def send_values(
@@ -109,8 +112,7 @@ class CanaryExchange(Exchange, Joiner):
 
         interval = self._settings.sync_interval
         blending = Blending(self.replica, membership.rank, interval, self._peers.is_present, send_values)
-        peers = self._peers
-        return PieceThread(membership, self.replica, self._queue, peers.are_all_in, peers.is_expected, blending)
+        return PieceThread(index, membership, self.replica, self._queue, self._peers, blending)
 
     def reset(self, session: int, start: int = 0) -> None:
         with self._monitor:
@@ -126,7 +128,9 @@ class CanaryExchange(Exchange, Joiner):
         self._peers.reset()
         self._layout: Layout | None = None
         self._known_departed: set[int] = set()
-        self._sent: collections.Counter[int] = collections.Counter()  # By colayer, in the present layout.
+        self._moves: collections.deque[tuple[int, bytes | None, bytes]] = collections.deque()  # Not told yet.
+        # By layout and colayer, until the layout is settled.
+        self._sent: collections.defaultdict[bytes, list[int]] = collections.defaultdict(lambda: [0] * len(self.members))
         self._iteration = -1
         self._is_dropping = False
         self._has_joined = False
@@ -165,8 +169,7 @@ class CanaryExchange(Exchange, Joiner):
     def _start(self, weights: Sequence[np.ndarray]) -> None:
         self.replica.begin(weights)
         if self._has_joined:  # What the others have merged since they gave these weights is missing.
-            self._layout = self._present_layout()
-            self._pulling.pull(self._layout, int(self.start_step))
+            self._pulling.pull(self._present_layout(int(self.start_step)), int(self.start_step))
         for thread in self._threads:
             thread.open()
 
@@ -176,7 +179,8 @@ class CanaryExchange(Exchange, Joiner):
         self._wait_for_window(k)
         with self.replica.lock:
             self.replica.gei.start(k)
-        self._layout = self._present_layout()
+        self._present_layout(k)
+        self._tell_moves(before_step=k - _LINGER)
         self._iteration, self._is_dropping, self._num_left = k, False, 0
 
     def _send_colayer(self, k: int, colayer: int, buckets: Sequence[np.ndarray]) -> None:
@@ -192,7 +196,7 @@ class CanaryExchange(Exchange, Joiner):
             start = self.replica.starts[colayer][piece.bucket]
             values = buckets[piece.bucket][piece.where.start - start : piece.where.stop - start]
             self._contribute(piece, values * values.dtype.type(share), k)
-        self._sent[colayer] += 1
+        self._sent[self._layout.key][colayer] += 1
         self._num_left += 1
 
     def _contribute(self, piece: Piece, values: np.ndarray, k: int) -> None:
@@ -223,18 +227,43 @@ class CanaryExchange(Exchange, Joiner):
                 return []
             with self.replica.lock:
                 merged = layout.ledger.merged[:, rank]
-                late = [piece for piece in layout.pieces if self._sent[piece.colayer] - merged[piece.index] >= most]
+                sent = self._sent[layout.key]
+                late = [piece for piece in layout.pieces if sent[piece.colayer] - merged[piece.index] >= most]
             return sorted({piece.root for piece in late} - {rank})
 
         self._membership.wait(missing, operation="receive what was merged", step=k)
 
     # Ranks that leave, or join late. To newcomers what is under way then may be lost, until the next blend.
 
-    def _present_layout(self) -> Layout:
-        if self._layout is None or not self._peers.are_all_in(self._layout):
-            self._sent.clear()
-            return self.replica.layout(self._peers.present_key())
+    def _present_layout(self, k: int) -> Layout:
+        before = self._layout
+        if before is None or not self._peers.are_all_in(before):
+            self._layout = self.replica.layout(self._peers.present_key())
+            self._look_again()
+            if max(self._layout.key) > 1:  # Else nobody can have been in an earlier one.
+                self._moves.append((k, None if before is None else before.key, self._layout.key))
         return self._layout
+
+    def _tell_moves(self, before_step: int | None = None) -> None:
+        while self._moves and (before_step is None or self._moves[0][0] < before_step):
+            self._tell_move(*self._moves.popleft()[1:])
+
+    def _tell_move(self, before: bytes | None, key: bytes) -> None:
+        """Tells how often this rank has contributed to the layout before, and that it contributes to no other one."""
+        rank = self._membership.rank
+        with self._monitor:
+            if before is not None:
+                self._peers.has_contributed(rank, before, tuple(self._sent[before]))
+            self._peers.has_moved(rank, key)
+            others = self._peers.present()
+        note = self._note(Kind.MOVED, key, contributions=() if before is None else self._counts(before))
+        payload = [] if before is None else [np.frombuffer(before, np.uint8)]
+        for other in others:
+            send(self._membership, other, self._queue, note, payload)
+        self._look_again()
+
+    def _counts(self, key: bytes) -> tuple[tuple[int, int], ...]:
+        return tuple((count, colayer) for colayer, count in enumerate(self._sent[key]))
 
     def _look_at_departures(self) -> None:
         departed = self._membership.departed()
@@ -268,14 +297,15 @@ class CanaryExchange(Exchange, Joiner):
         """Waits until all have made their last step, and all that was sent is merged; then evens out what is left.
 
         Returns:
-          The weights, equal on all ranks. The replica may change still, by a blend that is under way.
+          The weights, equal on all ranks.
         """
         self._look_at_departures()
-        layout = self._layout = self._present_layout()
-        counts = tuple((self._sent[colayer], colayer) for colayer in range(len(self.members)))
-        note = self._note(Kind.DONE, layout.key, contributions=counts)
+        key, rank = self._present_layout(k).key, self._membership.rank
+        self._tell_moves()
+        note = self._note(Kind.DONE, key, contributions=self._counts(key))
         with self._monitor:
-            self._peers.done[self._membership.rank] = note
+            self._peers.has_contributed(rank, key, tuple(self._sent[key]))
+            self._peers.done.add(rank)
             others = self._peers.present()
         for rank in others:
             send(self._membership, rank, self._queue, note, [])
@@ -302,7 +332,8 @@ class CanaryExchange(Exchange, Joiner):
     def _wait_for_others(self, k: int) -> None:
         def missing() -> list[int]:
             self._look_at_departures()  # Nobody waits for their contributions any more.
-            return [rank for rank in self._peers.present() if not self._is_merged(rank)]
+            late = [rank for rank in self._peers.present() if rank not in self._peers.done]
+            return late or sorted(self._unsettled_roots() - {self._membership.rank})
 
         is_waiting = True
         while is_waiting:  # For as long as others get on: they may have many steps before them.
@@ -314,23 +345,25 @@ class CanaryExchange(Exchange, Joiner):
             self._membership.wait(missing_without_progress, operation="receive the last contributions", step=k)
             with self._monitor:
                 is_waiting = bool(missing())
+        while not self._membership.wait_until(lambda: not self._unsettled_roots(), _OWN_SECONDS):
+            pass  # What is left is this rank's own thread's work.
 
     def _num_messages(self) -> int:
         return sum(thread.num_messages for thread in self._threads)
 
-    def _is_merged(self, rank: int) -> bool:
-        """Whether a rank has made its last step, and its contributions, and this rank's own, are merged."""
-        done = self._peers.done
-        return rank in done and all(self._is_all_merged(each) for each in (rank, self._membership.rank))
+    def _unsettled_roots(self) -> set[int]:
+        """The roots of pieces of which more may come here; the monitor is held."""
+        return {
+            piece.root
+            for layout in self.replica.layouts()
+            for piece in layout.pieces
+            if not self._is_settled(layout, piece)
+        }
 
-    def _is_all_merged(self, rank: int) -> bool:
-        note = self._peers.done[rank]
-        with self.replica.lock:
-            layout = self.replica.layout(note.key)
-            if not self._peers.are_all_in(layout):
-                return True  # What was under way through one that has left may be lost.
-            sent = [count for count, _ in note.contributions]
-            return all(layout.ledger.merged[piece.index, rank] >= sent[piece.colayer] for piece in layout.pieces)
+    def _is_settled(self, layout: Layout, piece: Piece) -> bool:
+        """Whether no more of a piece comes here: its root has said so, or a rank on the way from there has left."""
+        is_connected = self._peers.is_connected(layout, piece, self._membership.rank)
+        return piece.index in layout.ended or not is_connected
 
     # Messages.
 
@@ -348,24 +381,36 @@ class CanaryExchange(Exchange, Joiner):
                 return  # What was meant for an earlier life of this rank is in the state that it has taken.
             with self.replica.lock:
                 self.replica.gei.start(note.newest)
-                layout = self.replica.layout(note.key)
             self._peers.learn(note)
-            self._handle(layout, note, message)
+            self._handle(note, message)
             self._monitor.notify_all()
 
-    def _handle(self, layout: Layout, note: Note, message: Message) -> None:
-        if note.kind is Kind.DONE:
-            if len(note.contributions) != len(self.members):
-                raise ProtocolError(f"rank {message.sender} tells of {len(note.contributions)} colayers.")
-            self._peers.done[message.sender] = note
+    def _handle(self, note: Note, message: Message) -> None:
+        if note.kind in (Kind.DONE, Kind.MOVED):
+            self._note_contributions(note, message)
             self._look_again()
         elif note.kind is Kind.STATE:
             self._pulling.receive(message.payload)
         elif note.kind is Kind.PULL:
             self._threads[0].put(functools.partial(self._pulling.answer, message.sender, note.key))
         else:
+            layout = self.replica.layout(note.key)
             piece = checked_piece(layout, note, message.sender)
             self._threads[piece.thread].receive(layout, note, message.sender, message.payload)
+
+    def _note_contributions(self, note: Note, message: Message) -> None:
+        """Another rank has told how often it has contributed to a layout."""
+        key = note.key if note.kind is Kind.DONE else message.payload.tobytes()
+        if len(key) not in (0, len(note.key)) or len(note.contributions) != (len(self.members) if key else 0):
+            raise ProtocolError(f"rank {message.sender} tells of {len(note.contributions)} colayers.")
+        rank = self._membership.rank
+        if key and key[rank] == self._peers.key_of(rank):  # Else nothing of it comes here.
+            self.replica.layout(key)
+            self._peers.has_contributed(message.sender, key, [count for count, _ in note.contributions])
+        if note.kind is Kind.DONE:
+            self._peers.done.add(message.sender)
+        else:
+            self._peers.has_moved(message.sender, note.key)
 
     # Records.
 

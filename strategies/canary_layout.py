@@ -42,8 +42,8 @@ class Layout:
     """The pieces of all colayers among certain ranks.
 
     Ranks that come and go change the layout. Messages name the one they are about, so that ranks need not know of a
-    change at the same time: by its *key*, which has a byte for every rank: 0 for one that does not take part, else one
-    more than its life (see `Departures`), which counts up to 254.
+    change at the same time: by its *key*, which has a byte for every rank: odd if it takes part, and larger with each
+    of its ends and lives (see `Departures`), of which 126 are told apart. So no layout comes back.
 
     Args:
       key: Names it.
@@ -58,15 +58,18 @@ class Layout:
       pieces: All pieces, none empty.
       by_colayer: The same, for each colayer: those of the next roots first, so that nobody is sent to by all at once.
       ledger: What was merged of each piece on this rank. See `Ledger`.
+      ended: Pieces of which no more comes from the root. Guarded by the rank's monitor.
     """
 
     def __init__(self, key: bytes, network: Network, rank: int, sizes: Sequence[Sequence[int]], granularity: int):
         self.key = key
-        self.ranks = tuple(each for each, life in enumerate(key) if life)
+        self.ranks = tuple(each for each, life in enumerate(key) if life % 2)
         self._rank = rank
         self._granularity = granularity
         routes = network.routes_among(len(self.ranks))
         self.pieces: list[Piece] = []
+        self._routes: list[Route] = []  # Of each piece.
+        self.ended: set[int] = set()
         starts = [0] * len(sizes[0])
         for colayer, of_buckets in enumerate(sizes):
             for bucket, size in enumerate(of_buckets):
@@ -82,11 +85,16 @@ class Layout:
         ]
         self.ledger = Ledger(len(self.pieces), len(key))
 
+    def path(self, piece: Piece, rank: int) -> list[int]:
+        """The ranks on the way from a rank of the layout to the root of a piece, without the rank itself."""
+        return [self.ranks[each] for each in self._routes[piece.index].path(self.ranks.index(rank))]
+
     def _cut(self, colayer: int, bucket: int, start: int, size: int, routes: Sequence[Route]) -> None:
         num_blocks = -(-size // self._granularity)
         bounds = [min(size, num_blocks * i // len(routes) * self._granularity) for i in range(len(routes) + 1)]
         for route, begin, end in zip(routes, bounds[:-1], bounds[1:], strict=True):
             if begin < end:
+                self._routes.append(route)
                 self.pieces.append(self._piece(colayer, bucket, slice(start + begin, start + end), route))
 
     def _piece(self, colayer: int, bucket: int, where: slice, route: Route) -> Piece:

@@ -26,6 +26,9 @@ class Kind(enum.IntEnum):
       PULL: Asks for a replica's state.
       STATE: That state.
       DONE: The sender has made its last step; the contributions tell how often it has contributed to each colayer.
+      MOVED: The sender contributes to this layout from now on; the payload is the key of the one before, if there was
+        one, and the contributions tell the same of that.
+      END: Its root sends out nothing more of the piece.
     """
 
     UP = 0
@@ -36,6 +39,12 @@ class Kind(enum.IntEnum):
     PULL = 5
     STATE = 6
     DONE = 7
+    MOVED = 8
+    END = 9
+
+
+# Where contributions are counts and colayers.
+_COUNTING = (Kind.DONE, Kind.MOVED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +89,6 @@ class Note:
         if len(header) != start + count * _CONTRIBUTION.size or kind not in set(Kind):
             raise ProtocolError(f"rank {message.sender} sent a malformed message to {message.queue!r}.")
         contributions = tuple(_CONTRIBUTION.iter_unpack(header[start:]))
-        if kind != Kind.DONE and any(rank >= world_size for rank, _ in contributions):
+        if kind not in _COUNTING and any(rank >= world_size for rank, _ in contributions):
             raise ProtocolError(f"rank {message.sender} sent contributions of ranks that there are not.")
         return cls(session, Kind(kind), header[_HEAD.size : start], newest, piece, sequence, contributions)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hop_tf.membership import Membership
-from hop_tf.strategies.canary_layout import Layout
+from hop_tf.strategies.canary_layout import Layout, Piece
 from hop_tf.strategies.canary_messages import Kind, Note
 
-_LARGEST_LIFE = 254
+_LARGEST_LIFE = 126
 _MERGED = (Kind.UP, Kind.DOWN, Kind.MARKED_DOWN)
 
 
@@ -17,7 +19,7 @@ class Peers:
       membership: Who takes part.
 
     Attributes:
-      done: The messages of those that have made their last step, this rank itself included.
+      done: Those that have made their last step, this rank itself included.
     """
 
     def __init__(self, membership: Membership):
@@ -26,16 +28,18 @@ class Peers:
 
     def reset(self) -> None:
         """Forgets the session that was."""
-        self.done: dict[int, Note] = {}
+        self.done: set[int] = set()
         self._iterations: dict[int, int] = {}
+        self._counts: dict[tuple[int, bytes], Sequence[int]] = {}
+        self._present: dict[int, bytes] = {}
 
     def is_present(self, rank: int) -> bool:
         """Whether a rank takes part still."""
         return self._membership.departure(rank) is None
 
-    def is_expected(self, rank: int) -> bool:
-        """Whether a rank may contribute again."""
-        return self.is_present(rank) and rank not in self.done
+    def is_expected(self, layout: Layout, rank: int) -> bool:
+        """Whether a rank may contribute to a layout again."""
+        return self.takes_part(layout, rank) and self.contributed(rank, layout) is None
 
     def present(self) -> list[int]:
         """The other ranks that take part, in order."""
@@ -47,11 +51,11 @@ class Peers:
         return bytes(self.key_of(rank) for rank in range(self._membership.world_size))
 
     def key_of(self, rank: int) -> int:
-        """A rank's byte in that key: which of its lives it is in, from 1; 0 where it takes no part."""
+        """A rank's byte in that key: 1 in its first life, 2 when that has ended, 3 in the second one, and so on."""
         membership = self._membership
         if rank == membership.rank:
-            return 1 + min(membership.life, _LARGEST_LIFE)
-        return 1 + min(membership.life_of(rank), _LARGEST_LIFE) if self.is_present(rank) else 0
+            return 1 + 2 * min(membership.life, _LARGEST_LIFE)
+        return 1 + 2 * min(membership.life_of(rank), _LARGEST_LIFE) + (not self.is_present(rank))
 
     def are_all_in(self, layout: Layout) -> bool:
         """Whether the ranks of a layout are those that take part, in the same life."""
@@ -74,5 +78,51 @@ class Peers:
 
     def begin_life(self, rank: int) -> None:
         """Another process has taken a rank's place: what is known of the one before does not count."""
-        self.done.pop(rank, None)
+        self.done.discard(rank)
         self._iterations.pop(rank, None)
+        self._present.pop(rank, None)
+
+    # What may still come of a layout.
+
+    def takes_part(self, layout: Layout, rank: int) -> bool:
+        """Whether a rank takes part still, in the life in which it is in a layout."""
+        return layout.key[rank] == self.key_of(rank) and self.is_present(rank)
+
+    def is_connected(self, layout: Layout, piece: Piece, rank: int) -> bool:
+        """Whether what a rank and the root of a piece send to each other arrives: nobody between them has left."""
+        return all(self.takes_part(layout, each) for each in layout.path(piece, rank))
+
+    def has_moved(self, rank: int, key: bytes) -> None:
+        """A rank contributes to this layout from now on, and to no earlier one."""
+        self._present[rank] = key
+
+    def has_contributed(self, rank: int, key: bytes, counts: Sequence[int]) -> None:
+        """A rank has contributed so often to each colayer of a layout, and does not again."""
+        self._counts[rank, key] = counts
+
+    def contributed(self, rank: int, layout: Layout) -> Sequence[int] | None:
+        """How often a rank has contributed to each colayer of a layout; None while it may do so again."""
+        counts = self._counts.get((rank, layout.key))
+        if counts is None and (rank in self.done or is_past(layout.key, self._present.get(rank, b""))):
+            return [0] * len(layout.by_colayer)
+        return counts
+
+    def has_all_come(self, layout: Layout, piece: Piece) -> bool:
+        """Whether the root of a piece, which is this rank, has merged all contributions that can still arrive."""
+        for rank in layout.ranks:
+            counts = self.contributed(rank, layout) if self.takes_part(layout, rank) else [0] * len(layout.by_colayer)
+            if counts is None:
+                return False
+            num_merged = layout.ledger.merged[piece.index, rank]
+            if num_merged < counts[piece.colayer] and self.is_connected(layout, piece, rank):
+                return False
+        return True
+
+    def forget(self, key: bytes) -> None:
+        """A layout was freed."""
+        self._counts = {where: counts for where, counts in self._counts.items() if where[1] != key}
+
+
+def is_past(key: bytes, present: bytes) -> bool:
+    """Whether a layout is one that a rank whose present one this is does not come to any more."""
+    return any(then < now for then, now in zip(key, present, strict=False))

@@ -26,6 +26,7 @@ from hop_tf.membership import Interrupted, Membership
 from hop_tf.strategies.canary_blend import Blending
 from hop_tf.strategies.canary_layout import Layout, Piece
 from hop_tf.strategies.canary_messages import Kind, Note
+from hop_tf.strategies.canary_peers import Peers
 from hop_tf.strategies.canary_replica import Replica
 
 _PERIOD_SECONDS = 0.25
@@ -54,29 +55,29 @@ class PieceThread:
     What comes is put into a list, by the transport's threads and the one that makes steps, and worked off by `run`.
 
     Args:
+      index: Which thread it is.
       membership: Waiting and transport.
       replica: What is merged into.
       queue: Where messages to other ranks go.
-      is_whole: Whether all ranks of a layout take part still.
-      is_expected: Whether a rank may contribute again.
+      peers: Who is there.
       blending: What keeps replicas together.
     """
 
     def __init__(
         self,
+        index: int,
         membership: Membership,
         replica: Replica,
         queue: str,
-        is_whole: Callable[[Layout], bool],
-        is_expected: Callable[[int], bool],
+        peers: Peers,
         blending: Blending,
     ):
+        self._index = index
         self._membership = membership
         self._monitor = membership.monitor
         self._replica = replica
         self._queue = queue
-        self._is_whole = is_whole
-        self._is_expected = is_expected
+        self._peers = peers
         self._blending = blending
         self._inbox: collections.deque[Callable[[], None]] = collections.deque()
         self._sums: dict[tuple[bytes, int], _Sum] = {}
@@ -84,7 +85,7 @@ class PieceThread:
         self._is_busy = False
         self._closed = False
         self._session = membership.session
-        self.num_messages = 0
+        self.num_messages = self.num_late = 0
 
     # From other threads.
 
@@ -123,11 +124,13 @@ class PieceThread:
             self.put(lambda: self._add(layout, piece, sender, note.contributions, data=payload))
         elif note.kind in (Kind.DOWN, Kind.MARKED_DOWN):
             self.put(lambda: self._go_down(layout, piece, note, payload))
+        elif note.kind is Kind.END:
+            self.put(lambda: self._end(layout, piece, note))
         else:
             self.put(lambda: self._blending.receive(layout, piece, note, sender, payload))
 
     def look_again(self) -> None:
-        """A rank has left or made its last step: it is waited for no more."""
+        """A rank has left, or contributes to another layout, or no more: it is waited for no more."""
         self.put(self._pass_on_what_is_due)
 
     def close(self) -> None:
@@ -176,6 +179,9 @@ class PieceThread:
         values: np.ndarray | None = None,
         data: np.ndarray | None = None,
     ) -> None:
+        if piece.index in layout.ended:
+            self.num_late += len(contributions)  # Of a rank that has left: nobody else is left behind.
+            return
         pending = self._sum_of(layout, piece)
         if sender in pending.senders:
             self._pass_on(layout, piece, pending)
@@ -188,6 +194,7 @@ class PieceThread:
         pending.senders.add(sender)
         pending.contributions.extend(contributions)
         self._pass_on_if_due(layout, piece, pending)
+        self._end_if_due(layout, piece)
 
     def _sum_of(self, layout: Layout, piece: Piece) -> _Sum:
         key = layout.key, piece.index
@@ -205,11 +212,16 @@ class PieceThread:
         for (key, index), pending in list(self._sums.items()):
             layout = self._replica.layout(key)
             self._pass_on_if_due(layout, layout.pieces[index], pending)
+        for layout in self._replica.layouts():
+            for piece in layout.pieces:
+                if piece.thread == self._index:
+                    self._end_if_due(layout, piece)
 
     def _pass_on_if_due(self, layout: Layout, piece: Piece, pending: _Sum) -> None:
         if not pending.senders:
             return
-        expected = {rank for rank in pending.expected if self._is_expected(rank)} if self._is_whole(layout) else set()
+        is_whole, is_expected = self._peers.are_all_in(layout), self._peers.is_expected
+        expected = {rank for rank in pending.expected if is_expected(layout, rank)} if is_whole else set()
         if expected <= pending.senders:
             self._pass_on(layout, piece, pending)
 
@@ -238,13 +250,32 @@ class PieceThread:
             with self._monitor:
                 self._monitor.notify_all()
 
+    def _end_if_due(self, layout: Layout, piece: Piece) -> None:
+        """At the root: tells all that no more comes of a piece, and takes nothing more for it."""
+        if piece.root != self._membership.rank or piece.index in layout.ended:
+            return
+        pending = self._sums.get((layout.key, piece.index))
+        with self._monitor:
+            is_due = not (pending and pending.senders) and self._peers.has_all_come(layout, piece)
+        if is_due:
+            self._end(layout, piece, self._note(Kind.END, layout, piece))
+
+    def _end(self, layout: Layout, piece: Piece, note: Note) -> None:
+        for child, level in piece.children:
+            self._send(child, note, None, level)
+        self._blending.end(layout, piece)
+        self._sums.pop((layout.key, piece.index), None)
+        with self._monitor:
+            layout.ended.add(piece.index)
+            self._monitor.notify_all()
+
     def _note(self, kind: Kind, layout: Layout, piece: Piece, sequence: int = 0, contributions=()) -> Note:
         return Note(
             self._session, kind, layout.key, self._replica.gei.newest, piece.index, sequence, tuple(contributions)
         )
 
-    def _send(self, rank: int, note: Note, data: np.ndarray, level: int) -> None:
-        send(self._membership, rank, self._queue, note, [data], level)
+    def _send(self, rank: int, note: Note, data: np.ndarray | None, level: int) -> None:
+        send(self._membership, rank, self._queue, note, [] if data is None else [data], level)
 
 
 def send(
@@ -265,6 +296,7 @@ def checked_piece(layout: Layout, note: Note, sender: int) -> Piece:
         Kind.DOWN: [piece.parent],
         Kind.MARKED_DOWN: [piece.parent],
         Kind.MEAN: [piece.parent],
+        Kind.END: [piece.parent],
     }.get(note.kind, layout.ranks)
     if sender not in expected:
         raise ProtocolError(f"rank {sender} sent {note.kind.name} of a piece that it has no part in.")

@@ -106,10 +106,15 @@ class Replica:
         """
         with self.lock:
             if key not in self._layouts:
-                if not key[self._rank]:
+                if not key[self._rank] % 2:
                     raise ProtocolError(f"a message came to rank {self._rank}, which does not take part in it.")
                 self._layouts[key] = Layout(key, self._network, self._rank, self._sizes, self._granularity)
             return self._layouts[key]
+
+    def layouts(self) -> list[Layout]:
+        """Those that are known."""
+        with self.lock:
+            return list(self._layouts.values())
 
     def read(self) -> tuple[np.ndarray, ...]:
         """A copy of the weights, for the graph."""

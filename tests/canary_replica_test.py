@@ -14,7 +14,7 @@ from hop_tf.strategies.canary_messages import Kind, Note
 from hop_tf.strategies.canary_replica import Replica
 
 _WORLD_SIZE = 3
-_WHOLE, _WITHOUT_2 = b"\x01\x01\x01", b"\x01\x01\x00"
+_WHOLE, _WITHOUT_2 = b"\x01\x01\x01", b"\x01\x01\x02"
 
 
 def _replica(rank, shapes=((6,), (3,))):
@@ -62,7 +62,7 @@ class AdoptTest(tf.test.TestCase, parameterized.TestCase):
         """What is among ranks that this one is not of does not come here."""
         own, other = _replica(2), _replica(1)
         _merge(other, _WITHOUT_2, 0, 1, ((1, 0),))
-        _merge(other, b"\x01\x01\x02", 0, 1, ((1, 1),))
+        _merge(other, b"\x01\x01\x03", 0, 1, ((1, 1),))
         self.assertTrue(own.adopt(_state(other, 2)))
         self.assertAllEqual(own.read()[0], other.read()[0])
 

@@ -22,6 +22,7 @@ from hop_tf.options import CommunicationOptions
 from hop_tf.packing import Packing, TensorSpec
 from hop_tf.simulate.virtual import VirtualCluster
 from hop_tf.strategies.canary_exchange import AsyncSettings, CanaryExchange
+from hop_tf.strategies.canary_layout import Layout
 from hop_tf.worker import ExchangeContext
 
 _NUM_SCHEDULES = int(os.environ.get("HOP_TF_NUM_SCHEDULES", "50"))
@@ -91,10 +92,8 @@ class Job:
     def _take_steps(self, rank, exchange):
         empty = (np.empty(0, np.float32),)
         exchange.step(Outgoing(0, exchange.start_segment, (np.zeros(exchange.parts[-1].sizes[0], np.float32),)))
-        step = 0
-        while step < self.stops_at.get(rank, self.durations.shape[1]):
-            if self.leaves_at.get(rank) == step:
-                return
+        step, leaves_at = 0, self.leaves_at.get(rank, np.inf)
+        while step < min(leaves_at, self.stops_at.get(rank, self.durations.shape[1])):
             self.cluster.scheduler.sleep(float(self.durations[rank, step]))
             self.made[rank].append(step)
             change = self.changes[rank, step].astype(np.float32)
@@ -107,6 +106,8 @@ class Job:
             if self.inspect is not None:
                 self.inspect(self, rank, step, incoming.buckets[0])
             step += 1 + incoming.num_skipped
+        if step >= leaves_at:
+            return
         self.seconds[rank] = self.cluster.scheduler.now
         self.at_end = exchange.replica.read()
         self.finals[rank] = exchange.step(Outgoing(step, exchange.finish_segment, empty)).buckets[0]
@@ -219,31 +220,51 @@ def _check_invariants(job, rank, step, weights):
 
 
 class DepartureTest(tf.test.TestCase):
-    def test_what_was_sent_before_others_knew_is_passed_on(self):
-        """Rank 0 knows first that rank 2 has left, and sends nothing more to what rank 1 still adds to."""
-        rng, pending = np.random.default_rng(0), []
+    """Of three ranks the last one leaves; changes tell how often each one's were merged: see `_counts`."""
 
-        def look(job, rank, step, weights):
-            if step == 19:
-                pending.extend(
-                    each.senders
-                    for thread in job.exchanges[rank]._threads
-                    for (key, _), each in thread._sums.items()
-                    if key == b"\x01\x01\x01"
-                )
-
-        changes = 6 * rng.integers(-9, 10, size=(3, 20, _NUM_VALUES))
-        Job(
+    def _run(self, num_steps, leaves_at, slow_link, last_seconds=1.0):
+        changes = np.broadcast_to(6.0 * 100.0 ** np.arange(3)[:, None, None], (3, num_steps, _NUM_VALUES))
+        durations, seen = np.ones((3, num_steps)), {}
+        durations[2, leaves_at - 1] = last_seconds
+        job = Job(
             "mesh",
             3,
-            np.ones((3, 20)),
+            durations,
             changes,
-            leaves_at={2: 5},
-            inspect=look,
-            link_seconds=lambda a, b, num_bytes: 3.0 if (a, b) == (2, 1) else 0.1,
+            leaves_at={2: leaves_at},
+            inspect=lambda job, rank, step, weights: seen.update({(rank, step): weights}),
+            link_seconds=lambda a, b, num_bytes: 2.0 if (a, b) == slow_link else 0.1,
         ).run()
-        self.assertNotEmpty(pending)
-        self.assertEqual(pending, [set()] * len(pending))
+        self.assertAllEqual(job.finals[0], job.finals[1])
+        return job, seen
+
+    def _counts(self, weights, rank):
+        """Of each value what `rank` has added: 2 for each iteration among three ranks, 3 for each among two."""
+        self.assertAllEqual(weights, np.round(weights))
+        return weights.astype(int) // 100**rank % 100
+
+    def _pieces(self, job):
+        """The pieces among all, and whether the rank that has left is their root."""
+        parts = job.exchanges[0].parts[: len(_MEMBERS)]
+        layout = Layout(b"\x01" * 3, get_network("mesh"), 0, [part.sizes for part in parts], job.codec.granularity)
+        return [(piece.where, piece.root == 2) for piece in layout.pieces]
+
+    def test_what_was_sent_before_others_knew_is_passed_on(self):
+        """Rank 0 knows first that rank 2 has left, and sends nothing more to what rank 1 still adds to."""
+        job, seen = self._run(20, leaves_at=5, slow_link=(2, 1))
+        for where, is_lost in self._pieces(job):
+            for rank in (0, 1):
+                num_merged = self._counts(seen[rank, 19][where], 2)
+                self.assertAllEqual(num_merged, np.full_like(num_merged, num_merged[0] if is_lost else 2 * 5))
+
+    def test_what_is_under_way_between_others_at_the_end_is_waited_for(self):
+        """Rank 2 leaves when they have made their last step: of pieces that it is not the root of, nothing is lost."""
+        job, _ = self._run(20, leaves_at=19, slow_link=(0, 1), last_seconds=3.2)
+        for where, is_lost in self._pieces(job):
+            for rank in range(3):
+                counts = self._counts(job.finals[0][where], rank)
+                expected = counts[0] if is_lost else 2 * len(job.made[rank])
+                self.assertAllEqual(counts, np.full_like(counts, expected))
 
     def test_who_stops_early_waits_as_long_as_others_get_on(self):
         rng = np.random.default_rng(0)
