@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -214,6 +214,11 @@ class GEIMatrix:
         for rank in self._completed:
             self._completed[rank] = max(self._completed[rank], int(other.completed[rank]))
         self._free()
+
+    def forget(self, places: Iterable[Hashable]) -> None:
+        """Nothing comes for these places any more."""
+        gone = set(places)
+        self._clocks = {where: clock for where, clock in self._clocks.items() if where[1] not in gone}
 
     def row_vector(self, iteration: int) -> tuple[int, ...]:
         """The elements of an iteration, colayer 0 first; all zero where there is no row, be it not yet or no more."""

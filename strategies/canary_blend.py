@@ -103,6 +103,12 @@ class Blending:
         with self._replica.lock:
             self._replica.snapshots.pop(where, None)
 
+    def forget(self, key: bytes) -> None:
+        """A layout was freed."""
+        for of_pieces in (self._begun, self._received):
+            for where in [where for where in of_pieces if where[0] == key]:
+                del of_pieces[where]
+
     def look_again(self) -> None:
         """Ranks have left: they are waited for no more."""
         for key, index in list(self._received):

@@ -20,7 +20,7 @@ from hop_tf.packing import Packing
 from hop_tf.strategies.canary_blend import Blending
 from hop_tf.strategies.canary_layout import Layout, Piece
 from hop_tf.strategies.canary_messages import Kind, Note
-from hop_tf.strategies.canary_peers import Peers
+from hop_tf.strategies.canary_peers import Peers, is_past
 from hop_tf.strategies.canary_pieces import PieceThread, checked_piece, send
 from hop_tf.strategies.canary_pull import Pulling
 from hop_tf.strategies.canary_replica import Replica
@@ -90,7 +90,7 @@ class CanaryExchange(Exchange, Joiner):
         self._peers = Peers(membership)
         self._pulling = Pulling(membership, self.replica, self._peers, self._send)
         self._final = context.make_all_reduce("final", whole, Identity(), "mesh")
-        self._num_dropped = 0
+        self._num_dropped = self._num_lost = self._num_late = 0
         self._threads = [self._make_thread(index) for index in range(settings.network.num_levels)]
         with tf.init_scope(), tf.device("/cpu:0"):
             self.start_step = tf.Variable(0, dtype=tf.int64, trainable=False, name="hop_tf_start_step")
@@ -181,6 +181,7 @@ class CanaryExchange(Exchange, Joiner):
             self.replica.gei.start(k)
         self._present_layout(k)
         self._tell_moves(before_step=k - _LINGER)
+        self._free_layouts()
         self._iteration, self._is_dropping, self._num_left = k, False, 0
 
     def _send_colayer(self, k: int, colayer: int, buckets: Sequence[np.ndarray]) -> None:
@@ -262,6 +263,24 @@ class CanaryExchange(Exchange, Joiner):
             send(self._membership, other, self._queue, note, payload)
         self._look_again()
 
+    def _free_layouts(self) -> None:
+        """Layouts that this rank has left, and of which no more comes here."""
+        with self._monitor:
+            present = self._layout.key
+            for layout in self.replica.layouts():
+                if is_past(layout.key, present) and all(self._is_settled(layout, piece) for piece in layout.pieces):
+                    self._settle(layout)
+                    self.replica.free(layout)
+                    self._peers.forget(layout.key)
+                    for thread in self._threads:
+                        thread.forget(layout.key)
+
+    def _settle(self, layout: Layout) -> None:
+        """Counts what this rank has contributed to a layout, and nobody has sent out, or not to here."""
+        sent, merged = self._sent.pop(layout.key, None), layout.ledger.merged[:, self._membership.rank]
+        if sent is not None:
+            self._num_lost += sum(sent[piece.colayer] - int(merged[piece.index]) for piece in layout.pieces)
+
     def _counts(self, key: bytes) -> tuple[tuple[int, int], ...]:
         return tuple((count, colayer) for colayer, count in enumerate(self._sent[key]))
 
@@ -311,6 +330,8 @@ class CanaryExchange(Exchange, Joiner):
             send(self._membership, rank, self._queue, note, [])
         self._look_again()
         self._wait_for_others(k)
+        for layout in self.replica.layouts():
+            self._settle(layout)
         means = self._final.mean(
             0,
             self.replica.read(),
@@ -393,6 +414,8 @@ class CanaryExchange(Exchange, Joiner):
             self._pulling.receive(message.payload)
         elif note.kind is Kind.PULL:
             self._threads[0].put(functools.partial(self._pulling.answer, message.sender, note.key))
+        elif self.replica.is_freed(note.key):
+            self._num_late += len(note.contributions)
         else:
             layout = self.replica.layout(note.key)
             piece = checked_piece(layout, note, message.sender)
@@ -404,7 +427,8 @@ class CanaryExchange(Exchange, Joiner):
         if len(key) not in (0, len(note.key)) or len(note.contributions) != (len(self.members) if key else 0):
             raise ProtocolError(f"rank {message.sender} tells of {len(note.contributions)} colayers.")
         rank = self._membership.rank
-        if key and key[rank] == self._peers.key_of(rank):  # Else nothing of it comes here.
+        # Of others nothing comes here.
+        if key and key[rank] == self._peers.key_of(rank) and not self.replica.is_freed(key):
             self.replica.layout(key)
             self._peers.has_contributed(message.sender, key, [count for count, _ in note.contributions])
         if note.kind is Kind.DONE:
@@ -423,9 +447,11 @@ class CanaryExchange(Exchange, Joiner):
 
         Returns:
           `staleness`: how many iterations the present one of this rank is behind; `proportion`: how many of its
-          colayers have left; `overtime_drops`: colayers of this rank that were dropped; `pulls` of another rank's
-          state, and `pulls_in_vain`; `messages_merged`, and `duplicates`, which were not; `blends` of pieces; and
-          `gei_rows` that are kept.
+          colayers have left; `overtime_drops`: colayers of this rank that were dropped; `contributions_lost`: pieces of
+          this rank's colayers that were sent on ways through ranks that have left, and have not come back, counted when
+          no more can come; `contributions_late`: pieces that ranks which have left had sent, and that came when nobody
+          waited for them any more; `pulls` of another rank's state, and `pulls_in_vain`; `messages_merged`, and
+          `duplicates`, which were not; `blends` of pieces; and `gei_rows` and `layouts` that are kept.
         """
         with self.replica.lock:
             gei, num_duplicates = self.replica.gei, self.replica.num_duplicates
@@ -435,12 +461,15 @@ class CanaryExchange(Exchange, Joiner):
             "staleness": staleness,
             "proportion": self._num_left,
             "overtime_drops": self._num_dropped,
+            "contributions_lost": self._num_lost,
+            "contributions_late": self._num_late + sum(thread.num_late for thread in self._threads),
             "pulls": self._pulling.num_pulls,
             "pulls_in_vain": self._pulling.num_in_vain,
             "messages_merged": self._num_messages(),
             "duplicates": num_duplicates,
             "blends": sum(thread.num_blends for thread in self._threads),
             "gei_rows": num_rows,
+            "layouts": len(self.replica.layouts()),
         }
 
     def close(self) -> None:

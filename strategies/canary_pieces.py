@@ -37,12 +37,16 @@ class _Sum:
     """What has come for a piece and was not passed on yet.
 
     Attributes:
+      layout: The layout.
+      piece: The piece.
       expected: Who was in what was passed on before.
       total: The sum.
       senders: Whose messages are in it.
       contributions: Ranks and iterations of what is in it.
     """
 
+    layout: Layout
+    piece: Piece
     expected: set[int]
     total: np.ndarray | None = None
     senders: set[int] = dataclasses.field(default_factory=set)
@@ -133,6 +137,10 @@ class PieceThread:
         """A rank has left, or contributes to another layout, or no more: it is waited for no more."""
         self.put(self._pass_on_what_is_due)
 
+    def forget(self, key: bytes) -> None:
+        """A layout was freed."""
+        self.put(lambda: self._forget(key))
+
     def close(self) -> None:
         """Ends `run`."""
         with self._monitor:
@@ -199,7 +207,8 @@ class PieceThread:
     def _sum_of(self, layout: Layout, piece: Piece) -> _Sum:
         key = layout.key, piece.index
         if key not in self._sums:
-            self._sums[key] = _Sum({self._membership.rank, *(child for child, _ in piece.children)})
+            expected = {self._membership.rank, *(child for child, _ in piece.children)}
+            self._sums[key] = _Sum(layout, piece, expected)
         return self._sums[key]
 
     @property
@@ -209,9 +218,8 @@ class PieceThread:
 
     def _pass_on_what_is_due(self) -> None:
         self._blending.look_again()
-        for (key, index), pending in list(self._sums.items()):
-            layout = self._replica.layout(key)
-            self._pass_on_if_due(layout, layout.pieces[index], pending)
+        for pending in list(self._sums.values()):
+            self._pass_on_if_due(pending.layout, pending.piece, pending)
         for layout in self._replica.layouts():
             for piece in layout.pieces:
                 if piece.thread == self._index:
@@ -268,6 +276,10 @@ class PieceThread:
         with self._monitor:
             layout.ended.add(piece.index)
             self._monitor.notify_all()
+
+    def _forget(self, key: bytes) -> None:
+        self._sums = {where: pending for where, pending in self._sums.items() if where[0] != key}
+        self._blending.forget(key)
 
     def _note(self, kind: Kind, layout: Layout, piece: Piece, sequence: int = 0, contributions=()) -> Note:
         return Note(

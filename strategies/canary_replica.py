@@ -91,6 +91,7 @@ class Replica:
             self.gei = GEIMatrix(self._world_size, len(self._sizes))
             self.snapshots: dict[tuple[bytes, int], np.ndarray] = {}
             self._layouts: dict[bytes, Layout] = {}
+            self._freed: dict[bytes, bool] = {}  # Whether anything was merged of it.
             self.num_duplicates = 0
 
     def begin(self, weights: Sequence[np.ndarray]) -> None:
@@ -115,6 +116,18 @@ class Replica:
         """Those that are known."""
         with self.lock:
             return list(self._layouts.values())
+
+    def free(self, layout: Layout) -> None:
+        """Nothing comes of a layout any more. Its key is kept: what comes all the same must not be merged once more."""
+        with self.lock:
+            del self._layouts[layout.key]
+            self._freed[layout.key] = bool(layout.ledger.sequences.any())
+            self.gei.forget((layout.key, piece.index) for piece in layout.pieces)
+            self.snapshots = {where: values for where, values in self.snapshots.items() if where[0] != layout.key}
+
+    def is_freed(self, key: bytes) -> bool:
+        """Whether nothing of a layout is taken any more."""
+        return key in self._freed
 
     def read(self) -> tuple[np.ndarray, ...]:
         """A copy of the weights, for the graph."""
@@ -185,7 +198,10 @@ class Replica:
         """
         with self.lock:
             ledgers = {key: layout.ledger for key, layout in self._layouts.items() if key[rank] == life}
-            tables = join_tables({key: ledger.table.copy() for key, ledger in ledgers.items()})
+            freed = [key for key, is_used in self._freed.items() if is_used and key[rank] == life]
+            nothing = np.empty(0, np.int64)
+            tables = {**dict.fromkeys(freed, nothing), **{key: ledger.table.copy() for key, ledger in ledgers.items()}}
+            tables = join_tables(tables)
             index = join_index(self.gei.snapshot())
             snapshots = join_snapshots(
                 {where: values for where, values in self.snapshots.items() if where[0] in ledgers}
@@ -214,6 +230,10 @@ class Replica:
         with self.lock:
             if [values.nbytes for values in weights] != [values.nbytes for values in self.weights]:
                 raise ProtocolError(f"a state of {payload.nbytes} bytes came, of other weights than those here.")
+            # Of a layout that was freed, here or there, all is merged; but its ledger, which tells what, is no more.
+            if any(self.is_freed(key) != (not table.size) for key, table in tables.items()):
+                return False
+            tables = {key: table for key, table in tables.items() if table.size}
             for key, table in tables.items():
                 self.layout(key).ledger.check(table)
             snapshots = {where: self._checked(where, values) for where, values in snapshots.items()}

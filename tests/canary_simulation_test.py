@@ -266,6 +266,23 @@ class DepartureTest(tf.test.TestCase):
                 expected = counts[0] if is_lost else 2 * len(job.made[rank])
                 self.assertAllEqual(counts, np.full_like(counts, expected))
 
+    def test_what_a_rank_that_has_left_was_to_sum_up_is_counted(self):
+        job, _ = self._run(40, leaves_at=5, slow_link=(2, 1))
+        pieces = self._pieces(job)
+        for rank in (0, 1):
+            of_pieces = [(self._counts(job.finals[0][where], rank), is_lost) for where, is_lost in pieces]
+            (most,) = {int(count) for counts, is_lost in of_pieces if not is_lost for count in counts}
+            num_lost = sum((most - int(counts[0])) // 2 for counts, is_lost in of_pieces if is_lost)
+            self.assertGreater(num_lost, 0)
+            self.assertEqual(job.counters[rank]["contributions_lost"], num_lost)
+
+    def test_layouts_of_the_past_are_freed(self):
+        """When no more comes of them: long before the end."""
+        job, _ = self._run(40, leaves_at=5, slow_link=(2, 1))
+        for rank in (0, 1):
+            self.assertEqual(job.counters[rank]["layouts"], 1)
+            self.assertEqual([bytes(layout.key) for layout in job.exchanges[rank].replica.layouts()], [b"\x01\x01\x02"])
+
     def test_who_stops_early_waits_as_long_as_others_get_on(self):
         rng = np.random.default_rng(0)
         changes = 3 * rng.integers(-9, 10, size=(3, 40, _NUM_VALUES))
