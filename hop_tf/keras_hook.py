@@ -214,6 +214,12 @@ def loss_scale(optimizer: Any) -> tf.Variable | None:
     return None if scale is None else scale.value
 
 
+def ema_overwrite_frequency(optimizer: Any) -> int | None:
+    """In how many updates weights become their moving average once; None: never during training."""
+    inner = _innermost(optimizer)
+    return inner.ema_overwrite_frequency if inner.use_ema else None
+
+
 def learning_rate(optimizer: Any) -> tf.Tensor:
     """The learning rate of the step that is to be made."""
     return tf.convert_to_tensor(_innermost(optimizer).learning_rate)

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -31,7 +32,7 @@ from hop_tf.arguments import check_choice, check_integer, identity_of
 from hop_tf.collectives import AllReduce, Network, get_network
 from hop_tf.exchange import Exchange
 from hop_tf.gei import Thresholds
-from hop_tf.keras_hook import constrain, learning_rate, loss_scale, weight_decays
+from hop_tf.keras_hook import constrain, ema_overwrite_frequency, learning_rate, loss_scale, weight_decays
 from hop_tf.options import CommunicationOptions
 from hop_tf.packing import Packing
 from hop_tf.strategies.canary_exchange import AsyncSettings, CanaryExchange
@@ -71,7 +72,8 @@ class CanaryStrategy(ExchangeStrategy):
     Floating-point variables that are not trained but assigned in the training step before its update (moving
     statistics) go with the last colayer, and never through a codec.
 
-    Not synchronous training takes `fit` and one optimizer, and refuses trained variables of less than 32 bits.
+    Not synchronous training takes `fit` and one optimizer, and refuses trained variables of less than 32 bits, and
+    optimizers with an `ema_overwrite_frequency`.
 
     Args:
       network: "mesh" (everybody sends to everybody), "bcube:<alpha>,<beta>" (alpha^beta ranks with `beta` interfaces,
@@ -192,6 +194,7 @@ class CanaryStrategy(ExchangeStrategy):
         if self._settings.is_synchronous:
             outgoing = submit_gradients(group, gradients)
             return take_means(group, lambda segment: group.collect(outgoing, segment)[0]), []
+        _check_averages(group.optimizer())
         return gradients, _before_decay(group, values)
 
     def _after_update(self, group: Group, state: list) -> tf.Tensor:
@@ -233,6 +236,16 @@ def _check_interfaces(options: CommunicationOptions, network: Network) -> None:
         raise ValueError(
             f"`interfaces` must be {network.num_levels} addresses, one for each interface of {network}. "
             f"Received: interfaces={options.interfaces}."
+        )
+
+
+def _check_averages(optimizer: Any) -> None:
+    """Raises ValueError if weights are to become their averages during training: merging knows of steps only."""
+    frequency = ema_overwrite_frequency(optimizer)
+    if frequency is not None:
+        raise ValueError(
+            "the optimizer's `ema_overwrite_frequency` must be None unless consistency='bsp': weights are the sum of "
+            f"all ranks' steps, and no rank can replace them by its own average. Received: {frequency}."
         )
 
 

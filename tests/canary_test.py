@@ -329,6 +329,22 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, "must be float32 or float64 unless consistency='bsp'.*bfloat16"):
             _cluster(2).run(run)
 
+    @parameterized.parameters(lambda optimizer: optimizer, keras.optimizers.LossScaleOptimizer)
+    def test_averages_that_replace_weights_during_training(self, wrap):
+        def make_optimizer():
+            return wrap(keras.optimizers.SGD(_RATE, use_ema=True, ema_overwrite_frequency=3))
+
+        with self.assertRaisesRegex(ValueError, "`ema_overwrite_frequency` must be None unless.*Received: 3."):
+            _cluster(2).run(lambda strategy: _train(strategy, make_optimizer))
+
+    def test_averages_that_replace_weights_in_synchronous_training(self):
+        def make_optimizer():
+            return keras.optimizers.SGD(_RATE, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=3)
+
+        results = _cluster(2, consistency="bsp", codec=None).run(lambda strategy: _train(strategy, make_optimizer))
+        for history, _, _ in results:
+            self.assertAllClose(history, _expected(make_optimizer), rtol=1e-5, atol=1e-6)
+
     def test_alone(self):
         """In a world of one it is plain Keras."""
         strategy = hop_tf.CanaryStrategy(network="bcube:3,2")
