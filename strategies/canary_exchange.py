@@ -31,6 +31,8 @@ from hop_tf.worker import ExchangeContext
 _WINDOW = 4
 _JOIN_SECONDS = 5.0
 _OWN_SECONDS = 1.0
+_MIN_INBOX_BYTES = 64 * 2**20
+_INBOX_REPLICAS = 8
 # So many iterations after a rank has left, what it has sent before, and is under way, can be summed up.
 _LINGER = 8
 
@@ -44,12 +46,15 @@ class AsyncSettings:
       thresholds: s and p.
       codec: What contributions are encoded with.
       sync_interval: Iterations between two blends; None: there are none.
+      inbox_bytes: The most that is received and not merged on each of the network's threads before others wait.
+        Default None: eight times the bytes of the weights, at least 64 MiB.
     """
 
     network: Network
     thresholds: Thresholds
     codec: Codec
     sync_interval: int | None
+    inbox_bytes: int | None = None
 
 
 class CanaryExchange(Exchange, Joiner):
@@ -90,7 +95,7 @@ class CanaryExchange(Exchange, Joiner):
         self._peers = Peers(membership)
         self._pulling = Pulling(membership, self.replica, self._peers, self._send)
         self._final = context.make_all_reduce("final", whole, Identity(), "mesh")
-        self._num_dropped = self._num_lost = self._num_late = 0
+        self._num_dropped = self._num_lost = self._num_late = self._num_waits = 0
         self._threads = [self._make_thread(index) for index in range(settings.network.num_levels)]
         with tf.init_scope(), tf.device("/cpu:0"):
             self.start_step = tf.Variable(0, dtype=tf.int64, trainable=False, name="hop_tf_start_step")
@@ -112,7 +117,9 @@ class CanaryExchange(Exchange, Joiner):
 
         interval = self._settings.sync_interval
         blending = Blending(self.replica, membership.rank, interval, self._peers.is_present, send_values)
-        return PieceThread(index, membership, self.replica, self._queue, self._peers, blending)
+        num_bytes = sum(s * d.size for s, d in zip(self.parts[-1].sizes, self.parts[-1].dtypes, strict=True))
+        max_bytes = self._settings.inbox_bytes or max(_MIN_INBOX_BYTES, _INBOX_REPLICAS * num_bytes)
+        return PieceThread(index, membership, self.replica, self._queue, self._peers, blending, max_bytes)
 
     def reset(self, session: int, start: int = 0) -> None:
         with self._monitor:
@@ -177,6 +184,7 @@ class CanaryExchange(Exchange, Joiner):
         """Begins to send what iteration k has computed."""
         self._look_at_departures()
         self._wait_for_window(k)
+        self._wait_for_room(k)
         with self.replica.lock:
             self.replica.gei.start(k)
         self._present_layout(k)
@@ -233,6 +241,17 @@ class CanaryExchange(Exchange, Joiner):
             return sorted({piece.root for piece in late} - {rank})
 
         self._membership.wait(missing, operation="receive what was merged", step=k)
+
+    def _wait_for_room(self, k: int) -> None:
+        """Waits while a rank, or this one, has received more than it may keep: its threads wait for no computation."""
+        with self._monitor:
+            self._num_waits += bool(self._peers.without_room()) or not self._has_room()
+        self._membership.wait(self._peers.without_room, operation="have merged what it has received", step=k)
+        while not self._membership.wait_until(self._has_room, _OWN_SECONDS):
+            pass  # That is this rank's own threads' work.
+
+    def _has_room(self) -> bool:
+        return all(thread.has_room for thread in self._threads)
 
     # Ranks that leave, or join late. To newcomers what is under way then may be lost, until the next blend.
 
@@ -410,6 +429,10 @@ class CanaryExchange(Exchange, Joiner):
         if note.kind in (Kind.DONE, Kind.MOVED):
             self._note_contributions(note, message)
             self._look_again()
+        elif note.kind is Kind.FULL:
+            self._peers.full.add((message.sender, note.piece))
+        elif note.kind is Kind.ROOM:
+            self._peers.full.discard((message.sender, note.piece))
         elif note.kind is Kind.STATE:
             self._pulling.receive(message.payload)
         elif note.kind is Kind.PULL:
@@ -451,7 +474,8 @@ class CanaryExchange(Exchange, Joiner):
           this rank's colayers that were sent on ways through ranks that have left, and have not come back, counted when
           no more can come; `contributions_late`: pieces that ranks which have left had sent, and that came when nobody
           waited for them any more; `pulls` of another rank's state, and `pulls_in_vain`; `messages_merged`, and
-          `duplicates`, which were not; `blends` of pieces; and `gei_rows` and `layouts` that are kept.
+          `duplicates`, which were not; `blends` of pieces; `gei_rows` and `layouts` that are kept; `inbox_bytes` that
+          are to be merged; and `inbox_waits`: iterations that began late as such an inbox was full, here or elsewhere.
         """
         with self.replica.lock:
             gei, num_duplicates = self.replica.gei, self.replica.num_duplicates
@@ -470,6 +494,8 @@ class CanaryExchange(Exchange, Joiner):
             "blends": sum(thread.num_blends for thread in self._threads),
             "gei_rows": num_rows,
             "layouts": len(self.replica.layouts()),
+            "inbox_bytes": sum(thread.num_bytes for thread in self._threads),
+            "inbox_waits": self._num_waits,
         }
 
     def close(self) -> None:

@@ -28,6 +28,9 @@ class Kind(enum.IntEnum):
       DONE: The sender has made its last step; the contributions tell how often it has contributed to each colayer.
       MOVED: The sender contributes to this layout from now on; the payload is the key of the one before, if there was
         one, and the contributions tell the same of that.
+      FULL: The sender has received more than it may keep: nobody is to begin an iteration before there is room. The
+        piece is the number of its thread.
+      ROOM: There is room again.
       END: Its root sends out nothing more of the piece.
     """
 
@@ -41,6 +44,8 @@ class Kind(enum.IntEnum):
     DONE = 7
     MOVED = 8
     END = 9
+    FULL = 10
+    ROOM = 11
 
 
 # Where contributions are counts and colayers.

@@ -20,6 +20,7 @@ class Peers:
 
     Attributes:
       done: Those that have made their last step, this rank itself included.
+      full: Ranks and their threads that have received more than they may keep.
     """
 
     def __init__(self, membership: Membership):
@@ -29,6 +30,7 @@ class Peers:
     def reset(self) -> None:
         """Forgets the session that was."""
         self.done: set[int] = set()
+        self.full: set[tuple[int, int]] = set()
         self._iterations: dict[int, int] = {}
         self._counts: dict[tuple[int, bytes], Sequence[int]] = {}
         self._present: dict[int, bytes] = {}
@@ -76,11 +78,17 @@ class Peers:
         others = {rank: self._iterations[rank] for rank in self.present() if rank in self._iterations}
         return max(others, key=others.get, default=None)
 
+    def without_room(self) -> list[int]:
+        """The other ranks that have received more than they may keep."""
+        ranks = {rank for rank, _ in self.full}
+        return [rank for rank in self.present() if rank in ranks]
+
     def begin_life(self, rank: int) -> None:
         """Another process has taken a rank's place: what is known of the one before does not count."""
         self.done.discard(rank)
         self._iterations.pop(rank, None)
         self._present.pop(rank, None)
+        self.full = {where for where in self.full if where[0] != rank}
 
     # What may still come of a layout.
 

@@ -65,6 +65,7 @@ class PieceThread:
       queue: Where messages to other ranks go.
       peers: Who is there.
       blending: What keeps replicas together.
+      max_bytes: With more than so many bytes to be worked off, others are told to wait; with half of them, to go on.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class PieceThread:
         queue: str,
         peers: Peers,
         blending: Blending,
+        max_bytes: int,
     ):
         self._index = index
         self._membership = membership
@@ -83,7 +85,10 @@ class PieceThread:
         self._queue = queue
         self._peers = peers
         self._blending = blending
-        self._inbox: collections.deque[Callable[[], None]] = collections.deque()
+        self._inbox: collections.deque[tuple[Callable[[], None], int]] = collections.deque()
+        self._max_bytes = max_bytes
+        self._is_full = False
+        self.num_bytes = 0
         self._sums: dict[tuple[bytes, int], _Sum] = {}
         self._is_open = False
         self._is_busy = False
@@ -98,8 +103,10 @@ class PieceThread:
         with self._monitor:
             self._is_open = False
             self._inbox.clear()
+            self.num_bytes = 0
             while self._is_busy:
                 self._monitor.wait(_PERIOD_SECONDS)
+            self._is_full = False
             self._session = session
             self._sums.clear()
             self._blending.reset()
@@ -110,28 +117,34 @@ class PieceThread:
             self._is_open = True
             self._monitor.notify_all()
 
-    def put(self, work: Callable[[], None]) -> None:
-        """Has something done."""
+    def put(self, work: Callable[[], None], num_bytes: int = 0) -> None:
+        """Has something done, which keeps so many bytes until then. Never blocks: who receives must go on receiving."""
         with self._monitor:
-            self._inbox.append(work)
+            self._inbox.append((work, num_bytes))
+            self.num_bytes += num_bytes
             self._monitor.notify_all()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether there is less to be worked off than there may be."""
+        return self.num_bytes <= self._max_bytes
 
     def contribute(self, layout: Layout, piece: Piece, values: np.ndarray, iteration: int) -> None:
         """Adds this rank's own contribution to a piece that others send to it."""
         rank = self._membership.rank
-        self.put(lambda: self._add(layout, piece, rank, ((rank, iteration),), values=values))
+        self.put(lambda: self._add(layout, piece, rank, ((rank, iteration),), values=values), values.nbytes)
 
     def receive(self, layout: Layout, note: Note, sender: int, payload: np.ndarray) -> None:
         """Takes a message about a piece."""
         piece = layout.pieces[note.piece]
         if note.kind is Kind.UP:
-            self.put(lambda: self._add(layout, piece, sender, note.contributions, data=payload))
+            self.put(lambda: self._add(layout, piece, sender, note.contributions, data=payload), payload.nbytes)
         elif note.kind in (Kind.DOWN, Kind.MARKED_DOWN):
-            self.put(lambda: self._go_down(layout, piece, note, payload))
+            self.put(lambda: self._go_down(layout, piece, note, payload), payload.nbytes)
         elif note.kind is Kind.END:
             self.put(lambda: self._end(layout, piece, note))
         else:
-            self.put(lambda: self._blending.receive(layout, piece, note, sender, payload))
+            self.put(lambda: self._blending.receive(layout, piece, note, sender, payload), payload.nbytes)
 
     def look_again(self) -> None:
         """A rank has left, or contributes to another layout, or no more: it is waited for no more."""
@@ -164,12 +177,31 @@ class PieceThread:
     def _take(self) -> Callable[[], None] | None:
         with self._monitor:
             self._rest()
-            while not self._closed and not (self._is_open and self._inbox):
+            while not self._closed and not (self._is_open and self._inbox) and not self._is_to_tell():
                 self._monitor.wait(_PERIOD_SECONDS)
             if self._closed:
                 return None
             self._is_busy = True
-            return self._inbox.popleft()
+            if self._is_to_tell():
+                return self._tell
+            work, num_bytes = self._inbox.popleft()
+            self.num_bytes -= num_bytes
+            return work
+
+    def _is_to_tell(self) -> bool:
+        """Whether others are to wait, and do not know it, or the other way round."""
+        most = self._max_bytes // 2 if self._is_full else self._max_bytes
+        return (self.num_bytes > most) != self._is_full
+
+    def _tell(self) -> None:
+        """On this thread, so that others hear it in order; they hear it though their own inboxes be full."""
+        with self._monitor:
+            self._is_full = not self._is_full
+            kind, others = Kind.FULL if self._is_full else Kind.ROOM, self._peers.present()
+            key, newest = self._peers.present_key(), self._replica.gei.newest
+        note = Note(self._session, kind, key, newest, self._index)
+        for rank in others:
+            send(self._membership, rank, self._queue, note, [])
 
     def _rest(self) -> None:
         with self._monitor:

@@ -55,6 +55,8 @@ class Job:
     sync_interval: int | None = None
     link_seconds: object = None
     leaves_at: dict = dataclasses.field(default_factory=dict)  # By rank, the step before which it leaves.
+    merge_seconds: dict = dataclasses.field(default_factory=dict)  # By rank, how long it takes to merge a message.
+    inbox_bytes: int | None = None
     stops_at: dict = dataclasses.field(default_factory=dict)  # The same, but it waits for the others.
     inspect: object = None
 
@@ -83,11 +85,18 @@ class Job:
             thresholds=self.thresholds,
             codec=self.codec,
             sync_interval=self.sync_interval,
+            inbox_bytes=self.inbox_bytes,
         )
         exchange = self.exchanges[rank] = CanaryExchange(context, _MEMBERS, settings)
+        if rank in self.merge_seconds:
+            self._slow_down(exchange.replica, self.merge_seconds[rank])
         with contextlib.closing(exchange):
             self._take_steps(rank, exchange)
             membership.leave(sent_steps={_GROUP: exchange.sent_steps}, reason="done")
+
+    def _slow_down(self, replica, seconds):
+        merge = replica.merge
+        replica.merge = lambda *args: (self.cluster.scheduler.sleep(seconds), merge(*args))[1]
 
     def _take_steps(self, rank, exchange):
         empty = (np.empty(0, np.float32),)
@@ -325,6 +334,37 @@ class DepartureTest(tf.test.TestCase):
 
         job._take_steps = lambda rank, exchange: take_steps(rank, exchange) if rank == 0 else None
         job.run()
+
+
+class InboxTest(tf.test.TestCase):
+    def _largest(self, inbox_bytes):
+        """The most that rank 0, which merges slowly, had in its inbox, and the job. It is no piece's root."""
+        sizes = []
+        job = Job(
+            "mesh",
+            5,
+            np.ones((5, 200)),
+            5 * np.random.default_rng(0).integers(-9, 10, size=(5, 200, _NUM_VALUES)),
+            link_seconds=lambda a, b, num_bytes: 0.1,
+            merge_seconds={0: 0.7},
+            codec=codecs.get("int8"),  # Which cuts no pieces so small, and encodes none.
+            inbox_bytes=inbox_bytes,
+            inspect=lambda job, rank, *_: sizes.append(job.exchanges[0].counters()["inbox_bytes"]),
+        ).run()
+        for rank in range(5):
+            self.assertAllEqual(job.finals[rank], job.expected())
+        return max(sizes), job
+
+    def test_others_wait_for_a_rank_that_merges_slowly(self):
+        largest, job = self._largest(inbox_bytes=4000)
+        self.assertBetween(largest, 2000, 6000)
+        self.assertGreater(job.counters[1]["inbox_waits"], 0)
+        self.assertEqual(job.counters[0]["inbox_bytes"], 0)
+
+    def test_nobody_waits_before_an_inbox_is_full(self):
+        largest, job = self._largest(inbox_bytes=10**6)
+        self.assertGreater(largest, 20_000)
+        self.assertEqual([job.counters[rank]["inbox_waits"] for rank in range(5)], [0] * 5)
 
 
 class BlendTest(tf.test.TestCase):
