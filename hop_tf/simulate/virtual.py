@@ -227,6 +227,7 @@ class VirtualCluster:
       peers: `peers(rank)`: the ranks that a rank deals with. Default: all.
       continue_without_lost: See `Membership`.
       detection_seconds: See `VirtualTransport`.
+      options: Deadlines. Default: there are none.
 
     Attributes:
       scheduler: The clock and the processes.
@@ -241,7 +242,9 @@ class VirtualCluster:
         peers: Callable[[int], Iterable[int]] | None = None,
         continue_without_lost: bool = False,
         detection_seconds: float = 0.0,
+        options: CommunicationOptions = _WITHOUT_DEADLINES,
     ):
+        self._options = options
         self.scheduler = Scheduler()
         self.pool = BufferPool()
         self._link_seconds = link_seconds or (lambda sender, receiver, num_bytes: 0.0)
@@ -295,7 +298,7 @@ class VirtualCluster:
         return Membership(
             transport=transport,
             monitor=VirtualMonitor(self.scheduler),
-            options=_WITHOUT_DEADLINES,
+            options=self._options,
             world_size=world_size,
             peers=self._peers(rank),
             continue_without_lost=self._continue_without_lost,
