@@ -14,15 +14,14 @@ from hop_tf.collectives import Network
 from hop_tf.errors import ProtocolError
 from hop_tf.gei import GEIMatrix
 from hop_tf.packing import Packing
+from hop_tf.payloads import join, split
 from hop_tf.strategies.canary_layout import Layout, Ledger, Piece
 from hop_tf.strategies.canary_messages import Kind, Note
 from hop_tf.strategies.canary_state import (
     concatenate,
-    join,
     join_index,
     join_snapshots,
     join_tables,
-    split,
     split_index,
     split_snapshots,
     split_tables,

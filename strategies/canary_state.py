@@ -8,28 +8,7 @@ import numpy as np
 
 from hop_tf.errors import ProtocolError
 from hop_tf.gei import Snapshot
-
-
-def join(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Arrays with a table of their sizes in front, so that `split` finds them again."""
-    return [np.array([len(arrays), *(each.nbytes for each in arrays)], np.int64), *arrays]
-
-
-def split(payload: np.ndarray) -> list[np.ndarray]:
-    """The arrays that `join` was given, as bytes.
-
-    Raises:
-      ProtocolError: If the sizes are not those of the payload.
-    """
-    word = np.dtype(np.int64).itemsize
-    count = int(payload[:word].view(np.int64)[0]) if payload.nbytes >= word else -1
-    if not 0 <= count < payload.nbytes // word:
-        raise ProtocolError(f"a state of {payload.nbytes} bytes came that tells of {count} parts.")
-    sizes = payload[word : (1 + count) * word].view(np.int64)
-    data = payload[(1 + count) * word :]
-    if np.any(sizes < 0) or sizes.sum() != data.nbytes:
-        raise ProtocolError(f"a state of {payload.nbytes} bytes came where {sizes.sum()} were expected.")
-    return np.split(data, np.cumsum(sizes)[:-1]) if count else []
+from hop_tf.payloads import join, split
 
 
 def join_tables(tables: Mapping[bytes, np.ndarray]) -> list[np.ndarray]:
@@ -44,7 +23,9 @@ def split_tables(payload: np.ndarray, world_size: int, num_columns: int) -> dict
     Raises:
       ProtocolError: If there are others.
     """
-    keys, *tables = split(payload)
+    if not (parts := split(payload)):
+        raise ProtocolError("ledgers came in no parts.")
+    keys, *tables = parts
     if keys.nbytes != world_size * len(tables) or any(table.nbytes % (8 * num_columns) for table in tables):
         raise ProtocolError(f"a state came with {keys.nbytes} bytes of keys for {len(tables)} ledgers.")
     names = keys.tobytes()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import numpy as np
 import tensorflow as tf
 
+from hop_tf import payloads
 from hop_tf.arguments import identity_of
 from hop_tf.collectives import BULK_LANE
 from hop_tf.errors import HopError, MismatchError, PeerLostError, ProtocolError
@@ -144,7 +145,7 @@ class ShatExchange(Exchange, Joiner):
             parts = [np.frombuffer(shard.describe(description, decay), np.uint8)]
             if description.has_state:
                 parts += shard.state_of(model, slots, num_updates(self._optimizer())).to_parts()
-            self._configures[shard.server] = wire.join(parts)
+            self._configures[shard.server] = payloads.join(parts)
             self._send_configure(shard)
         # It is rank 0 that the servers have their state from.
         sources = () if joins or self._membership.rank == 0 else (0,)
@@ -223,7 +224,7 @@ class ShatExchange(Exchange, Joiner):
             self._known_model = digest
             header = pb.Assign(group=self._group, session=self._session).SerializeToString()
             for shard in self.shards:
-                payload = wire.join(shard.cut(buckets))
+                payload = payloads.join(shard.cut(buckets))
                 self._membership.send(shard.server, ASSIGN, header, payload, lane=BULK_LANE)
 
     def keep_model(self) -> None:
@@ -274,7 +275,7 @@ class ShatExchange(Exchange, Joiner):
         )
         self._mend(REPLY, lambda shard: None)
         for shard in self.shards:  # Line 5.
-            payload = wire.join(shard.encode(outgoing.buckets))
+            payload = payloads.join(shard.encode(outgoing.buckets))
             self._send(shard, push, payload, outgoing.step)
         self._num_sent = sequence
         self.last_session = self._session
@@ -286,7 +287,7 @@ class ShatExchange(Exchange, Joiner):
             # What was sent is still there: it is sent again only where it has not arrived.
             again = pb.Push(asks_again=not is_missing)
             again.MergeFrom(push)
-            payload = wire.join(shard.encoded) if is_missing else ()
+            payload = payloads.join(shard.encoded) if is_missing else ()
             self._send(shard, again, payload, outgoing.step)
 
         answers = self._await(
@@ -473,7 +474,7 @@ class ShatExchange(Exchange, Joiner):
 
     def _states(self, answers: Mapping[int, tuple[object, np.ndarray]]) -> dict[int, ShardState]:
         return {
-            shard.server: ShardState.from_parts(wire.split(answers[shard.server][1]), shard.packing)
+            shard.server: ShardState.from_parts(payloads.split(answers[shard.server][1]), shard.packing)
             for shard in self.shards
         }
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from hop_tf import payloads
 from hop_tf.packing import Packing
 from hop_tf.parameter_server import parameter_server_pb2 as pb
-from hop_tf.parameter_server import wire
 from hop_tf.parameter_server.encoding import Encoding
 from hop_tf.parameter_server.sharding import Piece, ShardPacking
 from hop_tf.parameter_server.state import ShardState
@@ -74,7 +74,7 @@ class ShardView:
 
     def decode(self, payload: np.ndarray) -> list[np.ndarray]:
         """The buckets of an answer."""
-        return self._plain.decode(wire.split(payload))
+        return self._plain.decode(payloads.split(payload))
 
     def state_of(
         self, model: Sequence[np.ndarray], slots: Mapping[tuple[str, int | None], np.ndarray], iterations: int

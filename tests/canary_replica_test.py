@@ -83,8 +83,8 @@ class AdoptTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(own.gei.row_vector(2), (0b111, 0b111))
 
     @parameterized.parameters(
-        (lambda state: state[:-4], "were expected"),
-        (lambda state: state[:0], "tells of -1 parts"),
+        (lambda state: state[:-4], "has no part of"),
+        (lambda state: state[:0], "no valid list of parts"),
         (lambda state: _state(_replica(1, ((6,), (400,))), 0), "of other weights"),
     )
     def test_not_what_is_malformed(self, change, message):

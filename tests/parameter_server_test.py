@@ -11,7 +11,6 @@ from absl.testing import parameterized
 
 import hop_tf
 from hop_tf import codecs
-from hop_tf.buffers import BufferPool
 from hop_tf.errors import MismatchError, ProtocolError
 from hop_tf.keras_hook import serialized_for_server
 from hop_tf.packing import Packing, TensorSpec
@@ -269,24 +268,6 @@ class ServedGroupTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class WireTest(tf.test.TestCase, parameterized.TestCase):
-    def test_parts_come_back_aligned(self):
-        parts = [
-            np.arange(n, dtype=dtype) for n, dtype in ((3, np.float64), (0, np.int8), (65, np.uint8), (7, np.int16))
-        ]
-        pool = BufferPool()
-        joined = wire.join(parts)
-        payload = pool.take(sum(array.nbytes for array in joined))
-        np.concatenate(joined, out=payload)
-        for part, found in zip(parts, wire.split(payload), strict=True):
-            self.assertEqual(found.ctypes.data % 64, 0)
-            self.assertAllEqual(found.view(part.dtype), part)
-
-    @parameterized.parameters(0, 3, 8, 40, 63, 64, 100)
-    def test_refuses_what_is_cut_off(self, length):
-        payload = np.concatenate(wire.join([np.arange(100, dtype=np.uint8)]))
-        with self.assertRaises(ProtocolError):
-            wire.split(payload[:length])
-
     @parameterized.parameters(
         codecs.Int8(block_size=64), codecs.Truncate16(error_feedback=True), codecs.QuantileSketch(), codecs.Identity()
     )

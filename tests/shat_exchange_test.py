@@ -14,6 +14,7 @@ import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
+from hop_tf import payloads
 from hop_tf.buffers import BufferPool
 from hop_tf.carried import CarriedChanges
 from hop_tf.errors import HopError, MismatchError, PeerLostError
@@ -24,7 +25,6 @@ from hop_tf.options import CommunicationOptions
 from hop_tf.packing import Packing, TensorSpec
 from hop_tf.parameter_server import parameter_server_pb2 as pb
 from hop_tf.parameter_server import server as server_module
-from hop_tf.parameter_server import wire
 from hop_tf.parameter_server.configured import ConfiguredGroup
 from hop_tf.parameter_server.server import PUSH, REPLY, ParameterServer
 from hop_tf.replica_state import spec_of
@@ -371,7 +371,7 @@ class RetryTest(tf.test.TestCase):
             if seconds >= pushed_at[-1] + 100:
                 reply = pb.Reply(session=1, sequence=len(pushed_at), num_workers=1)
                 buckets = [np.zeros(n, t.as_numpy_dtype) for n, t in zip(packing.sizes, packing.dtypes, strict=True)]
-                worker.exchange._received["reply"][1] = reply, np.concatenate(wire.join(buckets))
+                worker.exchange._received["reply"][1] = reply, np.concatenate(payloads.join(buckets))
 
         with _Threads(1, 1) as threads:
             (worker,) = threads.workers
@@ -467,7 +467,7 @@ class SessionsTest(tf.test.TestCase):
                     server._enter(2)
                 return gradient_of(push, payload)
 
-            payload = wire.join([np.ones(size, np.float32) for size in configured.packing.sizes])
+            payload = payloads.join([np.ones(size, np.float32) for size in configured.packing.sizes])
             push = pb.Push(group=_GROUP, session=1, sequence=1, rate=_RATE, is_applied=True).SerializeToString()
             with mock.patch.object(configured, "gradient_of", overtaken):
                 server._on_push(Message(0, PUSH, push, np.concatenate(payload)))

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
+from hop_tf import payloads
 from hop_tf.errors import MismatchError
 from hop_tf.packing import Packing, TensorSpec
 from hop_tf.parameter_server import parameter_server_pb2 as pb
@@ -89,7 +90,7 @@ class ConfiguredGroup:
 
     def gradient_of(self, push: pb.Push, payload: np.ndarray) -> Gradient:
         """What a push brings."""
-        buckets = None if push.asks_again else self._encoding.decode(wire.split(payload))
+        buckets = None if push.asks_again else self._encoding.decode(payloads.split(payload))
         return Gradient(push.sequence, buckets, push.rate, push.is_applied, push.session)
 
     def view(self, parts: Sequence[np.ndarray]) -> list[np.ndarray]:

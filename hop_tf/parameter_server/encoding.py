@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from hop_tf import payloads
 from hop_tf.buffers import BufferPool
 from hop_tf.codecs import Codec, ErrorFeedback, Identity
 from hop_tf.errors import ProtocolError
 from hop_tf.packing import Packing
-from hop_tf.parameter_server import wire
 
 
 class Encoding:
@@ -70,7 +70,7 @@ class Encoding:
     def _decode(self, index: int, part: np.ndarray) -> np.ndarray:
         dtype, size = self._packing.dtypes[index].as_numpy_dtype, self._packing.sizes[index]
         if not self._is_encoded[index]:
-            return wire.view(part, dtype, (size,))
+            return payloads.view(part, dtype, (size,))
         values = np.empty(size, np.float32)
         self._codec.decode(part, values)
         return values.astype(dtype, copy=False)

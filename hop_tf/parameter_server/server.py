@@ -11,12 +11,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from absl import logging
 
-from hop_tf import membership_pb2
+from hop_tf import membership_pb2, payloads
 from hop_tf.collectives import BULK_LANE
 from hop_tf.errors import HopError, MismatchError, ProtocolError
 from hop_tf.membership import LEAVE_QUEUE, parse
 from hop_tf.parameter_server import parameter_server_pb2 as pb
-from hop_tf.parameter_server import wire
 from hop_tf.parameter_server.configured import ConfiguredGroup
 from hop_tf.parameter_server.group import Answer, ForgottenError
 from hop_tf.parameter_server.snapshots import Snapshots
@@ -178,7 +177,7 @@ class ParameterServer:
     # Groups.
 
     def _on_configure(self, message: Message) -> None:
-        parts = wire.split(message.payload)
+        parts = payloads.split(message.payload)
         configure = parse(pb.Configure, dataclasses.replace(message, header=parts[0].tobytes()))
         with self._lock:
             if self._has_gone(message.sender, configure.session):
@@ -363,7 +362,7 @@ class ParameterServer:
         with self._lock:
             self._enter(assign.session)  # Before: no push of the last session may follow.
         configured = self._find(assign.group)
-        configured.group.assign_model(configured.view(wire.split(message.payload)))
+        configured.group.assign_model(configured.view(payloads.split(message.payload)))
 
     def _on_begin(self, message: Message) -> None:
         begin = parse(pb.Begin, message)
@@ -375,7 +374,7 @@ class ParameterServer:
         self._answer_due_pulls()
 
     def _send(self, worker: int, queue: str, answer: object, parts: Sequence[np.ndarray] = ()) -> None:
-        payload = wire.join(parts) if parts else ()
+        payload = payloads.join(parts) if parts else ()
         try:
             self._transport.send(worker, queue, answer.SerializeToString(), payload, lane=BULK_LANE)
         except HopError as error:  # It is gone; `forget` hears of that.

@@ -13,10 +13,10 @@ import zlib
 import numpy as np
 from absl import logging
 
+from hop_tf import payloads
 from hop_tf.arguments import check_integer
 from hop_tf.errors import MismatchError, ProtocolError
 from hop_tf.packing import Packing
-from hop_tf.parameter_server import wire
 from hop_tf.parameter_server.group import ServedGroup
 from hop_tf.parameter_server.state import ShardState
 
@@ -97,7 +97,7 @@ class Snapshots:
         checksum, data = contents[len(_MAGIC) : len(_MAGIC) + 4], contents[len(_MAGIC) + 4 :]
         if zlib.crc32(data).to_bytes(4, "little") != checksum:
             raise ProtocolError(f"the snapshot {path} is damaged. Remove it to begin anew.")
-        found, *parts = wire.split(_aligned(data))
+        found, *parts = payloads.split(_aligned(data))
         if found.tobytes() != signature:
             raise MismatchError(
                 f"the snapshot {path} is of another model, or of other servers or sharding. Remove it, or choose "
@@ -137,7 +137,7 @@ class Snapshots:
         return self._directory / f"ps_{self._index}_{group}"
 
     def _replace(self, path: pathlib.Path, parts: list[np.ndarray]) -> None:
-        payload = wire.join(parts)
+        payload = payloads.join(parts)
         checksum = 0
         for array in payload:
             checksum = zlib.crc32(array, checksum)

@@ -9,9 +9,9 @@ import numpy as np
 import tensorflow as tf
 from google.protobuf.message import DecodeError
 
+from hop_tf import payloads
 from hop_tf.errors import ProtocolError
 from hop_tf.packing import Packing
-from hop_tf.parameter_server import wire
 from hop_tf.parameter_server.parameter_server_pb2 import Slot, State
 
 _OF_ALL = -1
@@ -67,11 +67,11 @@ class ShardState:
             raise ProtocolError(f"{len(parts)} parts came where {1 + num_buckets + len(state.slots)} were expected.")
         return cls(
             buckets=[
-                wire.view(part, dtype.as_numpy_dtype, (size,))
+                payloads.view(part, dtype.as_numpy_dtype, (size,))
                 for part, dtype, size in zip(buckets, packing.dtypes, packing.sizes, strict=True)
             ],
             slots={
-                (slot.name, None if slot.piece == _OF_ALL else slot.piece): wire.view(
+                (slot.name, None if slot.piece == _OF_ALL else slot.piece): payloads.view(
                     part, tf.as_dtype(slot.dtype).as_numpy_dtype, slot.shape
                 )
                 for slot, part in zip(state.slots, slots, strict=True)

@@ -1,0 +1,65 @@
+"""How several arrays become the payload of one message, or a file, and come back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from hop_tf.errors import ProtocolError
+
+_ALIGNMENT_BYTES = 64
+_LENGTH = np.dtype("<i8")
+
+
+def join(parts: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """The payload of a message, or the contents of a file, that `split` divides again; no array is copied.
+
+    Args:
+      parts: Contiguous arrays.
+
+    Returns:
+      The number of parts and their lengths, then the parts' bytes, each at a multiple of 64 bytes, so that codecs and
+      TensorFlow take them as they are.
+    """
+    flat = [np.ascontiguousarray(part).reshape(-1).view(np.uint8) for part in parts]
+    lengths = np.array([len(flat), *(part.size for part in flat)], _LENGTH)
+    payload = []
+    for part in (lengths.view(np.uint8), *flat):
+        payload += [part, np.zeros(-part.size % _ALIGNMENT_BYTES, np.uint8)]
+    return payload
+
+
+def split(payload: np.ndarray) -> list[np.ndarray]:
+    """The bytes of each part of what `join` has made, which share memory with `payload`.
+
+    Raises:
+      ProtocolError: If it is malformed.
+    """
+    word = _LENGTH.itemsize
+    count = int(payload[:word].view(_LENGTH)[0]) if payload.size >= word else -1
+    if not 0 <= count < payload.size // word:
+        raise ProtocolError(f"a payload of {payload.size} bytes has no valid list of parts.")
+    parts, start = [], _padded((1 + count) * word)
+    for size in payload[word : (1 + count) * word].view(_LENGTH).tolist():
+        if not 0 <= size <= payload.size - start:
+            raise ProtocolError(f"a payload of {payload.size} bytes has no part of {size} bytes at {start}.")
+        parts.append(payload[start : start + size])
+        start += _padded(size)
+    return parts
+
+
+def view(part: np.ndarray, dtype: np.dtype, shape: Sequence[int]) -> np.ndarray:
+    """A part's bytes as an array of that type and shape.
+
+    Raises:
+      ProtocolError: If it has another length.
+    """
+    expected = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+    if part.size != expected:
+        raise ProtocolError(f"{part.size} bytes came where {expected} were expected.")
+    return part.view(dtype).reshape(shape)
+
+
+def _padded(size: int) -> int:
+    return size + -size % _ALIGNMENT_BYTES
