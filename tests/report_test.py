@@ -139,8 +139,8 @@ class ReportWriterTest(tf.test.TestCase):
 
     def test_goes_on_after_an_error(self):
         with mock.patch.object(self, "report", side_effect=self._fail):
-            writer = self.make_writer(log_dir=self.directory, report_interval_seconds=0.001)
             with self.assertLogs("absl", "ERROR") as logs:
+                writer = self.make_writer(log_dir=self.directory, report_interval_seconds=0.001)
                 for _ in range(3):
                     self.assertTrue(self.called.acquire(timeout=_DEADLINE_SECONDS))
         self.assertIn("No space left on device", logs.output[0])
