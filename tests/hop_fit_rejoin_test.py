@@ -167,9 +167,12 @@ class HopFitRejoinTest(tf.test.TestCase, parameterized.TestCase):
         if "skip" not in _SETTINGS[name]:  # Else ranks may have passed over the first steps, which are the large ones.
             for value in values:  # An optimizer that had begun by itself would know nothing of them.
                 self.assertGreater(value["second_moment"].min(), 1000)
-        # The first epoch was missed, the second one in part.
-        self.assertAllEqual(np.isnan(restarted["history"]), [True, True, False])
-        self.assertAllEqual(np.isnan(restarted["losses"]).reshape(_NUM_EPOCHS, -1).all(1), [True, True, False])
+        # The first epoch was missed, in part at least; so was the second one, unless this rank came before the others.
+        missed = np.isnan(restarted["history"])
+        self.assertTrue(missed[0])
+        self.assertFalse(missed[-1])
+        for is_nan in np.isnan(restarted["losses"]).reshape(_NUM_EPOCHS, -1).T:
+            self.assertAllEqual(is_nan, missed)
 
 
 if __name__ == "__main__":

@@ -138,11 +138,11 @@ class ReportWriterTest(tf.test.TestCase):
             self.assertTrue(self.called.acquire(timeout=_DEADLINE_SECONDS))
 
     def test_goes_on_after_an_error(self):
-        with mock.patch.object(self, "report", side_effect=self._fail):
-            with self.assertLogs("absl", "ERROR") as logs:
-                writer = self.make_writer(log_dir=self.directory, report_interval_seconds=0.001)
-                for _ in range(3):
-                    self.assertTrue(self.called.acquire(timeout=_DEADLINE_SECONDS))
+        self.enter_context(mock.patch.object(self, "report", side_effect=self._fail))
+        with self.assertLogs("absl", "ERROR") as logs:
+            writer = self.make_writer(log_dir=self.directory, report_interval_seconds=0.001)
+            for _ in range(3):
+                self.assertTrue(self.called.acquire(timeout=_DEADLINE_SECONDS))
         self.assertIn("No space left on device", logs.output[0])
         writer.close()
 
