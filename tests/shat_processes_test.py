@@ -178,7 +178,7 @@ class ShatProcessesTest(tf.test.TestCase, parameterized.TestCase):
                     runner.wait_for_output(rank, f"stops at {place} of {rank}")
                 runner.kill(server, task_type="ps")
                 runner.restart(server, task_type="ps")
-                for rank in range(2):
+                for rank in range(2) if place == "step" else ():  # Before, it may never have met the first process.
                     runner.wait_for_output(rank, f"rank {2 + server} .*was restarted")
                 for rank in range(2):
                     with open(f"{gates}/{place} of {rank}", "w"):
