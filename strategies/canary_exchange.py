@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -247,8 +247,12 @@ class CanaryExchange(Exchange, Joiner):
         with self._monitor:
             self._num_waits += bool(self._peers.without_room()) or not self._has_room()
         self._membership.wait(self._peers.without_room, operation="have merged what it has received", step=k)
-        while not self._membership.wait_until(self._has_room, _OWN_SECONDS):
-            pass  # That is this rank's own threads' work.
+        self._wait_for_own_threads(self._has_room)
+
+    def _wait_for_own_threads(self, condition: Callable[[], bool]) -> None:
+        """Waits for what this rank's own threads bring about, however long that takes."""
+        while not self._membership.wait_until(condition, _OWN_SECONDS):
+            pass
 
     def _has_room(self) -> bool:
         return all(thread.has_room for thread in self._threads)
@@ -345,8 +349,8 @@ class CanaryExchange(Exchange, Joiner):
             self._peers.has_contributed(rank, key, tuple(self._sent[key]))
             self._peers.done.add(rank)
             others = self._peers.present()
-        for rank in others:
-            send(self._membership, rank, self._queue, note, [])
+        for other in others:
+            send(self._membership, other, self._queue, note, [])
         self._look_again()
         self._wait_for_others(k)
         for layout in self.replica.layouts():
@@ -385,8 +389,7 @@ class CanaryExchange(Exchange, Joiner):
             self._membership.wait(missing_without_progress, operation="receive the last contributions", step=k)
             with self._monitor:
                 is_waiting = bool(missing())
-        while not self._membership.wait_until(lambda: not self._unsettled_roots(), _OWN_SECONDS):
-            pass  # What is left is this rank's own thread's work.
+        self._wait_for_own_threads(lambda: not self._unsettled_roots())
 
     def _num_messages(self) -> int:
         return sum(thread.num_messages for thread in self._threads)

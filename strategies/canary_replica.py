@@ -18,7 +18,6 @@ from hop_tf.payloads import join, split
 from hop_tf.strategies.canary_layout import Layout, Ledger, Piece
 from hop_tf.strategies.canary_messages import Kind, Note
 from hop_tf.strategies.canary_state import (
-    concatenate,
     join_index,
     join_snapshots,
     join_tables,
@@ -205,7 +204,7 @@ class Replica:
             snapshots = join_snapshots(
                 {where: values for where, values in self.snapshots.items() if where[0] in ledgers}
             )
-            return join([*map(concatenate, (tables, index, snapshots)), *self.read()])
+            return join([*map(np.concatenate, (tables, index, snapshots)), *self.read()])
 
     def adopt(self, payload: np.ndarray) -> bool:
         """Takes another replica's state, unless something that was merged here was not merged there.

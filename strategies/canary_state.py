@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -28,11 +28,8 @@ def split_tables(payload: np.ndarray, world_size: int, num_columns: int) -> dict
     keys, *tables = parts
     if keys.nbytes != world_size * len(tables) or any(table.nbytes % (8 * num_columns) for table in tables):
         raise ProtocolError(f"a state came with {keys.nbytes} bytes of keys for {len(tables)} ledgers.")
-    names = keys.tobytes()
-    return {
-        names[i * world_size : (i + 1) * world_size]: table.view(np.int64).reshape(-1, num_columns)
-        for i, table in enumerate(tables)
-    }
+    reshaped = [table.view(np.int64).reshape(-1, num_columns) for table in tables]
+    return dict(zip(_divide(keys, world_size), reshaped, strict=True))
 
 
 def join_index(index: Snapshot) -> list[np.ndarray]:
@@ -81,10 +78,9 @@ def split_snapshots(payload: np.ndarray, world_size: int) -> dict[tuple[bytes, i
     keys, numbers, *values = parts
     if keys.nbytes != world_size * len(values) or numbers.nbytes != 8 * len(values):
         raise ProtocolError(f"{len(values)} snapshots came with {keys.nbytes} bytes of keys.")
-    names, numbers = keys.tobytes(), numbers.view(np.int64).tolist()
-    return {(names[i * world_size : (i + 1) * world_size], numbers[i]): each for i, each in enumerate(values)}
+    return dict(zip(zip(_divide(keys, world_size), numbers.view(np.int64).tolist(), strict=True), values, strict=True))
 
 
-def concatenate(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """The bytes of arrays, one behind the other."""
-    return np.concatenate([each.reshape(-1).view(np.uint8) for each in arrays])
+def _divide(keys: np.ndarray, world_size: int) -> list[bytes]:
+    """The keys of layouts that stand one behind the other."""
+    return [keys[start : start + world_size].tobytes() for start in range(0, keys.size, world_size)]

@@ -293,6 +293,10 @@ class ShatExchange(Exchange, Joiner):
         answers = self._await(
             REPLY, f"receive model of push {sequence}", is_answer, ask_again, step=outgoing.step, retries=True
         )  # Line 6.
+        for answer, _ in answers.values():
+            if answer.error:
+                error = PeerLostError if answer.is_forgotten else ProtocolError
+                raise error(f"rank {self._membership.rank}: a parameter server has refused a push: {answer.error}")
         with self._membership.monitor:
             self._configures.clear()
             if self._restarted:
@@ -428,10 +432,6 @@ class ShatExchange(Exchange, Joiner):
             retry_at = membership.monitor.now() + self._retry_seconds
         if retries and not has_asked:
             self._retry_seconds = max(_RETRY_SECONDS, 2 * (membership.monitor.now() - since))
-        for answer, _ in answers.values():
-            if isinstance(answer, pb.Reply) and answer.error:
-                error = PeerLostError if answer.is_forgotten else ProtocolError
-                raise error(f"rank {membership.rank}: a parameter server has refused a push: {answer.error}")
         return answers
 
     def _mend(self, name: str, ask_again: Callable[[ShardView], None]) -> bool:

@@ -303,17 +303,9 @@ class ConfigureTest(tf.test.TestCase, parameterized.TestCase):
     def test_who_joins_takes_the_server_s_model_and_schedule(self):
         with _Threads(2, 2) as threads:
             second = threads.workers[1]
-
-            def body(rank, worker):
+            for worker in threads.workers:
                 worker.optimizer.iterations.assign(100)  # As when a model is loaded that was trained before.
-                worker.exchange.configure(joins=False)
-                for step in range(5):
-                    worker.push(step, 1.0)
-
-            threads.run(body)
-            for server in threads.servers:
-                server.restarted(1)
-            second.exchange.configure(joins=True)
+            _train_and_join_again(threads)
             self.assertAllEqual(second.variable, np.full(_NUM_VALUES, 1.0 - 10 * _RATE))
             self.assertEqual(int(second.optimizer.iterations), 105)
             model, _ = second.push(0, 1.0)
@@ -324,21 +316,26 @@ class ConfigureTest(tf.test.TestCase, parameterized.TestCase):
         settings = [_SETTINGS] * 2
         with _Threads(2, 2, settings=settings, make_optimizer=lambda: keras.optimizers.Adam(_RATE)) as threads:
             first, second = threads.workers
-
-            def body(rank, worker):
-                worker.exchange.configure(joins=False)
-                for step in range(5):
-                    worker.push(step, 1.0)
-
-            threads.run(body)
-            for server in threads.servers:
-                server.restarted(1)
-            second.exchange.configure(joins=True)
+            _train_and_join_again(threads)
             # 10 equal gradients: m = 1 - 0.9^10, v = 1 - 0.999^10.
             self.assertAllClose(second.optimizer._momentums[0], np.full(_NUM_VALUES, 1 - 0.9**10), rtol=1e-5)
             self.assertAllClose(second.optimizer._velocities[0], np.full(_NUM_VALUES, 1 - 0.999**10), rtol=1e-4)
             first.exchange.pull()
             self.assertAllEqual(first.optimizer._momentums[0], second.optimizer._momentums[0])
+
+
+def _train_and_join_again(threads):
+    """Two workers push five gradients of 1 each; then the second one is started again, and joins."""
+
+    def body(rank, worker):
+        worker.exchange.configure(joins=False)
+        for step in range(5):
+            worker.push(step, 1.0)
+
+    threads.run(body)
+    for server in threads.servers:
+        server.restarted(1)
+    threads.workers[1].exchange.configure(joins=True)
 
 
 class _Clock(ThreadMonitor):
