@@ -74,10 +74,13 @@ class Exchange(abc.ABC):
         """Forgets everything and prepares for step 0 of `session`. Other ranks may send as soon as it has returned."""
 
     @abc.abstractmethod
-    def step(self, outgoing: Outgoing) -> Incoming:
+    def step(self, outgoing: Outgoing) -> Incoming | None:
         """Runs the scheme for one step; called once for every `Outgoing`, and, on one thread, in order.
 
         Blocks: on peers, by `Membership.wait`.
+
+        Returns:
+          What the graph gets back; None where that comes with a later segment.
 
         Raises:
           HopError: What a peer did or failed to do.
@@ -85,8 +88,8 @@ class Exchange(abc.ABC):
         """
 
     @abc.abstractmethod
-    def neutral(self, outgoing: Outgoing) -> Incoming:
-        """The result that changes nothing, for a step whose waiting was interrupted."""
+    def neutral(self, outgoing: Outgoing) -> Incoming | None:
+        """The result that changes nothing, for a step whose waiting was interrupted; None where `step` gives that."""
 
     @property
     @abc.abstractmethod
@@ -293,7 +296,7 @@ class ExchangeRunner:
         tags = [tf.constant(tag, dtype) for tag, dtype in zip(tags, self._results.dtypes, strict=False)]
         enqueue_arrays(self._results, [*tags, error, *incoming.buckets])
 
-    def _step(self, outgoing: Outgoing) -> Incoming:
+    def _step(self, outgoing: Outgoing) -> Incoming | None:
         # Once interrupted it sends nothing more: what bounds the distance between ranks is the waiting.
         if not self._interrupted:
             try:

@@ -140,6 +140,12 @@ class Group:
         step = self.step.read_value() if step is None else step
         self.runner.submit(step, segment, self._packing_of(segment).pack(values))
 
+    def signal(self, segment: int, computed: Sequence = ()) -> None:
+        """Emits the op that hands a segment without values to the scheme, as soon as `computed` is there."""
+        with tf.control_dependencies(_tensors(computed)):
+            nothing = [tf.zeros([0], dtype) for dtype in self.packing.dtypes]
+            self.runner.submit(self.step.read_value(), segment, nothing)
+
     def collect(
         self, computed: Sequence, segment: int = 0, take: Callable[[tf.Tensor, int], tuple] | None = None
     ) -> tuple[list[tf.Tensor], tf.Tensor]:
@@ -155,7 +161,7 @@ class Group:
           One tensor per variable (of the segment), and int64 scalar: how many training steps are to be passed over
           after this one.
         """
-        computed = [each for each in tf.nest.flatten(computed, expand_composites=True) if each is not None]
+        computed = _tensors(computed)
         with tf.control_dependencies(computed):
             buckets, num_skipped = (take or self.take)(self.step.read_value(), segment)
         self.statistics.count_wait(computed, buckets)
@@ -188,7 +194,7 @@ class Group:
         Returns:
           int64 scalar: how many further steps are to be passed over; see `Joining.catch_up`.
         """
-        self.runner.submit(self.step.read_value(), CATCH_UP, [tf.zeros([0], dtype) for dtype in self.packing.dtypes])
+        self.signal(CATCH_UP)
         _, num_skipped = self.runner.collect(self.step.read_value(), CATCH_UP, self.packing.sizes)
         self.step.assign_add(num_skipped)
         return num_skipped
@@ -201,6 +207,10 @@ class Group:
         """Ends the thread and takes no more messages."""
         self.exchange.close()
         self.runner.close()
+
+
+def _tensors(computed: Sequence) -> list[tf.Tensor]:
+    return [each for each in tf.nest.flatten(computed, expand_composites=True) if each is not None]
 
 
 def add(variables: Sequence[tf.Variable], changes: Sequence[tf.Tensor]) -> None:

@@ -212,7 +212,7 @@ class CanaryStrategy(ExchangeStrategy):
         tf.cond(tf.equal(step, exchange.start_step), start, lambda: tf.constant(0, tf.int64))
         for colayer, members in enumerate(exchange.members):
             group.submit([changes[index] for index in members], colayer)
-        group.runner.submit(step, exchange.merge_segment, nothing)
+        group.signal(exchange.merge_segment)
         for colayer in range(len(exchange.members)):
             group.runner.collect(step, colayer, [0] * len(nothing))
         weights, num_skipped = group.collect(changes, exchange.merge_segment)
@@ -223,9 +223,8 @@ class CanaryStrategy(ExchangeStrategy):
         if self._settings.is_synchronous or not int(group.step):
             return
         segment = group.exchange.finish_segment
-        step = group.step.read_value()
-        group.runner.submit(step, segment, [tf.zeros([0], dtype) for dtype in group.packing.dtypes])
-        buckets, _ = group.take(step, segment)
+        group.signal(segment)
+        buckets, _ = group.take(group.step.read_value(), segment)
         _assign(group, group.exchange.parts[segment].unpack(buckets))
         constrain(group.optimizer(), group.trained)
 

@@ -16,9 +16,10 @@ Luo, Lin, Zhuo, Qian. Hop: Heterogeneity-aware Decentralized Training. ASPLOS 20
 In the serial order (Figure 2, a) Compute and Apply come first, and Send, Recv and Reduce work on what they give.
 
 Lines 12 and 15 run in the training graph, by the user's optimizer whatever it is; the others in `HopExchange`, on the
-communication thread, while line 12 computes. TokenQ(j -> i) is kept at i and filled by messages of j, so that no
-remote dequeue is needed. Recv and Reduce have variants for backup workers (Figure 8) and staleness (Figure 9): see
-`hop_reception`. Line 17 takes more tokens where a straggler jumps (section 5): see `hop_pacing`, also for NOTIFY-ACK.
+communication thread: while line 12 computes, or, where stragglers are tolerated, from line 13 on when it has.
+TokenQ(j -> i) is kept at i and filled by messages of j, so that no remote dequeue is needed. Recv and Reduce have
+variants for backup workers (Figure 8) and staleness (Figure 9): see `hop_reception`. Line 17 takes more tokens where a
+straggler jumps (section 5): see `hop_pacing`, also for NOTIFY-ACK.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import tensorflow as tf
 
 from hop_tf.arguments import identity_of
 from hop_tf.options import CommunicationOptions
-from hop_tf.strategies.hop_exchange import RENEWAL, HopExchange
+from hop_tf.strategies.hop_exchange import REDUCTION, RENEWAL, STEP, HopExchange
 from hop_tf.strategies.hop_settings import HopSettings, SkipIterations
 from hop_tf.strategy import ExchangeStrategy, training_cluster
 from hop_tf.topology import Topology, resolve
@@ -162,7 +163,11 @@ class HopStrategy(ExchangeStrategy):
     def _average(self, group: Group, values: Sequence[tf.Tensor], computed: Sequence) -> tf.Tensor:
         """Lines 11, 13, 14: adds (reduced - sent), so that what the optimizer did before, such as decay, stays."""
         group.submit(values)
-        changes, num_skipped = group.collect(computed)
+        segment = STEP
+        if self._settings.tolerates_stragglers:
+            segment = REDUCTION
+            group.signal(segment, computed)
+        changes, num_skipped = group.collect(computed, segment)
         group.add(changes)
         return num_skipped
 

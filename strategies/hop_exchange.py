@@ -23,12 +23,17 @@ from hop_tf.worker import ExchangeContext
 
 _HEADER = struct.Struct("<qqq")  # session, life of the receiver, iteration
 
-# Segments of a step: the ordinary round trip, and the one before a jump.
-STEP, RENEWAL = 0, 1
+# Segments of a step: its begin; where stragglers are tolerated, the arrival of its gradient; and the renewal before a
+# jump.
+STEP, REDUCTION, RENEWAL = 0, 1, 2
 
 
 class HopExchange(Exchange, Joiner):
     """Figure 7's communication at one rank, with Recv and Reduce of Figure 8 or 9 and the jumps of section 5.
+
+    Where all updates are waited for, it does not matter when: Recv and Reduce then hide behind the computation, and
+    `STEP` gives their result. Where stragglers are tolerated, they come when the gradient is there, as in the figures
+    (`REDUCTION`): by then more updates have come, and a rank knows how far it has fallen behind.
 
     Args:
       context: Membership, packing and buffers of the group.
@@ -66,6 +71,7 @@ class HopExchange(Exchange, Joiner):
         self.iteration = start - 1
         self._target = start  # The iteration that follows.
         self._sent_steps = start
+        self._sent: Sequence[np.ndarray] = ()  # What was sent in the iteration that is not reduced yet.
         self._known_departed: set[int] = set()
         # Neighbors that have entered this iteration together with the rank, and their lives.
         self._lives: dict[int, int] = {}
@@ -76,23 +82,34 @@ class HopExchange(Exchange, Joiner):
         self._reception = make_reception(self._settings, weights, self._context)
         self._reception.skip_to(start)
 
-    def step(self, outgoing: Outgoing) -> Incoming:
-        k, x = outgoing.step, outgoing.buckets
-        if outgoing.segment == RENEWAL:
+    def step(self, outgoing: Outgoing) -> Incoming | None:
+        k, x, segment = outgoing.step, outgoing.buckets, outgoing.segment
+        if segment == RENEWAL:
             return Incoming(k, RENEWAL, self._renew(x))
-        self._enter(k)  # Line 10.
-        self._pacing.wait_to_send(k)
-        self._send(x, k)  # Line 11.
+        if segment == STEP:
+            self._enter(k)  # Line 10.
+            self._pacing.wait_to_send(k)
+            self._send(x, k)  # Line 11.
+            if self._settings.tolerates_stragglers:
+                self._sent = x
+                return None
+        else:
+            x, self._sent = self._sent, ()
         change = self._recv_and_reduce(x, k)  # Lines 13 and 14.
         self._pacing.reduced(k, self._lives)
         self._target = k + self._pacing.advance(k)  # Line 17.
         num_skipped = self._target - k - 1
         self._num_jumps += num_skipped > 0
         self._num_skipped += num_skipped
-        return Incoming(k, STEP, change, num_skipped)
+        return Incoming(k, segment, change, num_skipped)
 
-    def neutral(self, outgoing: Outgoing) -> Incoming:
-        return Incoming(outgoing.step, outgoing.segment, tuple(np.zeros_like(x) for x in outgoing.buckets))
+    def neutral(self, outgoing: Outgoing) -> Incoming | None:
+        self._sent = ()
+        if outgoing.segment == STEP and self._settings.tolerates_stragglers:
+            return None
+        packing = self._packing
+        zeros = (np.zeros(n, dtype.as_numpy_dtype) for n, dtype in zip(packing.sizes, packing.dtypes, strict=True))
+        return Incoming(outgoing.step, outgoing.segment, tuple(zeros))
 
     def _enter(self, k: int) -> None:
         while not self._try_to_enter(k):

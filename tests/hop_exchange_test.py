@@ -129,6 +129,31 @@ class HopExchangeTest(tf.test.TestCase, parameterized.TestCase):
             x = np.where((np.arange(4) == 2)[:, None] & (step >= 10), x, x_next)
         self.assertAllClose(run.parameters, x, rtol=1e-5, atol=1e-5)
 
+    def test_a_straggler_jumps_right_after_the_step_that_was_slow(self):
+        run = hop_tf.simulate.hop(
+            topology="complete",
+            world_size=3,
+            num_steps=12,
+            compute=lambda rank: iter([5.5 if rank == 0 else 1.0, *[1.0] * 11]),
+            num_backup_workers=1,
+            skip=hop_tf.SkipIterations(),
+        )
+        self.assertAllEqual(run.entered_seconds[0, :7], [0.0, *[np.nan] * 4, 5.5, 6.5])
+
+    @parameterized.parameters({"num_backup_workers": 1}, {"max_staleness": 1})
+    def test_what_comes_before_the_gradient_is_averaged(self, **settings):
+        """Rank 0 could do without the update of rank 2, which comes while it computes."""
+        run = hop_tf.simulate.hop(
+            topology="complete",
+            world_size=3,
+            num_steps=[2, 2, 2],
+            compute=lambda rank: iter([1.0 + 0.1 * rank, 1.0]),
+            link_seconds=lambda sender, receiver, num_bytes: 0.5 if sender == 2 and num_bytes else 0.0,
+            problem=Problem(np.zeros(1, np.float32), lambda rank, step, x: np.ones(1) * (rank == 2 and step == 0)),
+            **settings,
+        )
+        self.assertAllClose(run.parameters[0], [1 / 3])
+
     def test_tokens_have_room_where_ranks_that_leave_lengthen_paths(self):
         num_steps = [40] * 8
         num_steps[4] = num_steps[6] = 1

@@ -188,6 +188,9 @@ class _Reference:
         if self.notify_ack:
             yield lambda: all(self.ended[j, i] or self.acknowledged[j, i] >= k - 1 for j in self.n_out[i])
         self._send(i, k, x)
+        tolerates_stragglers = self.staleness or self.num_backup
+        if tolerates_stragglers and not self.serial:
+            yield from self._until(done)
         yield lambda: self._can_reduce(i, k)
         x = self._reduce(i, k, x)
         jump = 1
@@ -195,7 +198,8 @@ class _Reference:
             yield lambda: all(self.ended[j, i] or self.tokens[j, i] >= 1 for j in self.n_out[i])
             jump = self._take_tokens(i)
         if not self.serial:
-            yield from self._until(done)
+            if not tolerates_stragglers:
+                yield from self._until(done)
             x = x + learned
         if jump > 1:
             target = k + jump - 1

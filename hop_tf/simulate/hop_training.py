@@ -10,13 +10,13 @@ import tensorflow as tf
 
 from hop_tf.emulation import ComputeEmulation
 from hop_tf.errors import DeadlineExceededError, PeerLostError
-from hop_tf.exchange import Outgoing
+from hop_tf.exchange import Incoming, Outgoing
 from hop_tf.joining import Joining, State
 from hop_tf.packing import Packing, TensorSpec
 from hop_tf.queues import SimulatedFifo
 from hop_tf.replica_state import sign
 from hop_tf.simulate.virtual import VirtualCluster
-from hop_tf.strategies.hop_exchange import RENEWAL, STEP, HopExchange
+from hop_tf.strategies.hop_exchange import REDUCTION, RENEWAL, STEP, HopExchange
 from hop_tf.strategies.hop_settings import HopSettings
 from hop_tf.topology import Topology, resolve
 from hop_tf.worker import ExchangeContext
@@ -338,13 +338,17 @@ class _Rank(State):
         if self._serial:
             self._compute_until(start + next(self._durations))
             self._apply(change)
-        num_skipped = self._average(step, STEP)
+        self._joining.at_step(step)
+        incoming = self._hand_out(step, STEP, self.x)
         if not self._serial:
             self._compute_until(start + next(self._durations))
+        incoming = incoming or self._hand_out(step, REDUCTION)
+        self._add(incoming)
+        if not self._serial:
             self._apply(change)
-        if num_skipped:
-            self._average(step, RENEWAL)
-        return num_skipped
+        if incoming.num_skipped:
+            self._add(self._hand_out(step, RENEWAL, self.x))
+        return incoming.num_skipped
 
     def _compute_until(self, time: float) -> None:
         if time > self._clock.now:
@@ -353,11 +357,11 @@ class _Rank(State):
     def _apply(self, change: np.ndarray) -> None:
         self.x = self.x + np.asarray(change, np.float32)
 
-    def _average(self, step: int, segment: int) -> int:
-        if segment == STEP:
-            self._joining.at_step(step)
-        bucket = np.zeros(self._packing.sizes[0], np.float32)
-        bucket[: self.x.size] = self.x
-        incoming = self.exchange.step(Outgoing(step, segment, (bucket,)))
+    def _hand_out(self, step: int, segment: int, values: np.ndarray | None = None) -> Incoming | None:
+        bucket = np.zeros(self._packing.sizes[0] if values is not None else 0, np.float32)
+        if values is not None:
+            bucket[: values.size] = values
+        return self.exchange.step(Outgoing(step, segment, (bucket,)))
+
+    def _add(self, incoming: Incoming) -> None:
         self.x = self.x + incoming.buckets[0][: self.x.size]
-        return incoming.num_skipped
