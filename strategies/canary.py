@@ -203,18 +203,14 @@ class CanaryStrategy(ExchangeStrategy):
         exchange = group.exchange
         now = [variable.read_value() for variable in group.variables]
         changes = [after - before for after, before in zip(now, state, strict=True)]
-        step, nothing = group.step.read_value(), [tf.zeros([0], dtype) for dtype in group.packing.dtypes]
 
-        def start() -> tf.Tensor:
+        def start() -> None:
             group.submit([state[index] for index in exchange.order], exchange.start_segment)
-            return group.runner.collect(step, exchange.start_segment, [0] * len(nothing))[1]
 
-        tf.cond(tf.equal(step, exchange.start_step), start, lambda: tf.constant(0, tf.int64))
+        tf.cond(tf.equal(group.step, exchange.start_step), start, lambda: None)
         for colayer, members in enumerate(exchange.members):
             group.submit([changes[index] for index in members], colayer)
         group.signal(exchange.merge_segment)
-        for colayer in range(len(exchange.members)):
-            group.runner.collect(step, colayer, [0] * len(nothing))
         weights, num_skipped = group.collect(changes, exchange.merge_segment)
         _assign(group, weights)
         return num_skipped

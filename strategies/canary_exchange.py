@@ -146,29 +146,26 @@ class CanaryExchange(Exchange, Joiner):
 
     # Steps.
 
-    def step(self, outgoing: Outgoing) -> Incoming:
+    def step(self, outgoing: Outgoing) -> Incoming | None:
         k, segment = outgoing.step, outgoing.segment
+        if segment == self.merge_segment:
+            return self._end_iteration(k)
+        if segment == self.finish_segment:
+            return Incoming(k, segment, self._finish(k))
         if segment == self.start_segment:
             self._start(outgoing.buckets)
-        elif segment == self.merge_segment:
-            return self._end_iteration(k)
-        elif segment == self.finish_segment:
-            return Incoming(k, segment, self._finish(k))
-        else:
-            if segment == 0:
-                self._enter(k)
-            self._send_colayer(k, segment, outgoing.buckets)
-        return self._nothing(outgoing)
+            return None
+        if segment == 0:
+            self._enter(k)
+        self._send_colayer(k, segment, outgoing.buckets)
+        return None
 
-    def neutral(self, outgoing: Outgoing) -> Incoming:
+    def neutral(self, outgoing: Outgoing) -> Incoming | None:
         if outgoing.segment == self.start_segment:
             self.replica.begin(outgoing.buckets)
         if outgoing.segment in (self.merge_segment, self.finish_segment):
             return self._weights(outgoing.step, outgoing.segment)
-        return self._nothing(outgoing)
-
-    def _nothing(self, outgoing: Outgoing) -> Incoming:
-        return Incoming(outgoing.step, outgoing.segment, tuple(np.empty(0, each.dtype) for each in outgoing.buckets))
+        return None
 
     def _weights(self, k: int, segment: int, num_skipped: int = 0) -> Incoming:
         return Incoming(k, segment, self.replica.read(), num_skipped)
