@@ -85,7 +85,7 @@ class _Progress(keras.callbacks.Callback):
 
 def _run(topology, settings, plan):
     os.environ["HOP_TF_STEP_SECONDS"] = "0.05"  # The restarted rank is back before the second epoch ends.
-    options = hop_tf.CommunicationOptions(timeout_seconds=10)
+    options = hop_tf.CommunicationOptions(timeout_seconds=20)
     strategy = hop_tf.HopStrategy(topology=topology, communication_options=options, **settings)
     keras.utils.set_random_seed(strategy.rank)
     with strategy.scope():

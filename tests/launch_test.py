@@ -37,7 +37,7 @@ class _LaunchTestCase(parameterized.TestCase):
     def write_script(self, code):
         """Writes a training script that knows its task; returns its path."""
         path = os.path.join(self.directory, "script.py")
-        header = 'import json, os, signal, sys\ntask = json.loads(os.environ["TF_CONFIG"])["task"]\n'
+        header = 'import json, os, signal, sys, time\ntask = json.loads(os.environ["TF_CONFIG"])["task"]\n'
         with open(path, "w") as file:
             file.write(header + textwrap.dedent(code))
         return path
@@ -128,11 +128,15 @@ class LaunchTest(_LaunchTestCase):
         self.assertIn("exit code 1, printed last: worker 0 is lost", "\n".join(lines))
 
     def test_others_are_ended_after_a_failure(self):
-        script = self.write_script("""
-            if task["index"] == 0:
-                sys.exit(5)
+        mark = os.path.join(self.directory, "mark")
+        script = self.write_script(f"""
             if task["index"] == 1:
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                open({mark!r}, "w").close()
+            while task["index"] == 0:
+                if os.path.exists({mark!r}):
+                    sys.exit(5)
+                time.sleep(0.01)
             while True:
                 signal.pause()
         """)
@@ -147,7 +151,6 @@ class LaunchTest(_LaunchTestCase):
     def test_others_go_on_after_a_failure_where_they_are_to(self):
         mark = os.path.join(self.directory, "mark")
         script = self.write_script(f"""
-            import time
             if task["index"] == 0:
                 open({mark!r}, "w").close()
                 sys.exit(7)
@@ -270,7 +273,8 @@ class SignalsTest(_LaunchTestCase):
             interrupts = []
             signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
             print("ready")
-            signal.pause()
+            while not interrupts:
+                time.sleep(0.01)
             print("interrupts:", len(interrupts))
         """)
         with self.start("--num_workers=2", script) as launcher:

@@ -43,7 +43,7 @@ def _run(settings, kill_at=None, data_planes=("tcp",)):
     """Weights after each step that was made, and what ended `fit`."""
     rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
     data_plane = data_planes[rank % len(data_planes)]
-    options = hop_tf.CommunicationOptions(timeout_seconds=10, data_plane=data_plane)
+    options = hop_tf.CommunicationOptions(timeout_seconds=60 if kill_at is None else 20, data_plane=data_plane)
     strategy = hop_tf.PipeSGDStrategy(communication_options=options, **settings[rank % len(settings)])
     with strategy.scope():
         model = _model()
