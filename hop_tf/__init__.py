@@ -26,8 +26,11 @@ _PUBLIC = {
     "SnapshotOptions": "hop_tf.parameter_server.snapshots",
     "Topology": "hop_tf.topology",
     "codecs": "hop_tf.codecs",
+    "emulation": "hop_tf.emulation",
     "errors": "hop_tf.errors",
+    "ops": "hop_tf.ops",
     "simulate": "hop_tf.simulate",
+    "strategies": "hop_tf.strategies",
     "testing": "hop_tf.testing",
     "timing": "hop_tf.timing",
 }
@@ -45,8 +48,11 @@ __all__ = [
     "Topology",
     "__version__",
     "codecs",
+    "emulation",
     "errors",
+    "ops",
     "simulate",
+    "strategies",
     "testing",
     "timing",
 ]
@@ -55,7 +61,13 @@ __all__ = [
 def __getattr__(name):
     if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = _importlib.import_module(_PUBLIC[name])
+    try:
+        module = _importlib.import_module(_PUBLIC[name])
+    except ModuleNotFoundError as error:
+        if error.name != "tensorflow":
+            raise
+        message = "hop_tf needs TensorFlow: install it with one of the extras, hop_tf[cpu] or hop_tf[gpu]."
+        raise ModuleNotFoundError(message, name=error.name) from error
     value = module if _PUBLIC[name] == f"{__name__}.{name}" else getattr(module, name)
     globals()[name] = value
     return value

@@ -36,9 +36,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=__version__)
-    parser.add_argument("command", choices=_COMMANDS, metavar="command")
+    parser.add_argument("command", choices=_COMMANDS, metavar="command", nargs="?")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the command's own arguments")
     arguments = parser.parse_args(argv)
+    if arguments.command is None:
+        parser.print_help(sys.stderr)
+        return 2
     module, _ = _COMMANDS[arguments.command]
     exit_code = importlib.import_module(module).main(arguments.arguments)
     _flush_output()

@@ -11,7 +11,8 @@ Under an unmodified `fit`, one training step runs through these hooks, in this o
 
 Hooks run while the step is traced and emit operations; with `run_eagerly=True` they run in every step.
 
-Private names used here are listed in `tests/private_api_test.py`, which fails where they change.
+What private names used here mean is asserted in `tests/private_api_test.py`, which fails where they change; those that
+are imported fail at once where they are gone.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import inspect
 import itertools
 import json
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -485,6 +487,31 @@ def wrap_trainer() -> None:
     BaseOptimizer.finalize_variable_values = _wrapped_finalize(BaseOptimizer.finalize_variable_values)
 
 
+# Strategies of several ranks that have not been shut down.
+_clusters: weakref.WeakSet[tf.distribute.Strategy] = weakref.WeakSet()
+
+
+def note_cluster(strategy: tf.distribute.Strategy) -> None:
+    """From now on `fit` refuses models that were made under no strategy: their scope was forgotten."""
+    _clusters.add(strategy)
+
+
+def forget_cluster(strategy: tf.distribute.Strategy) -> None:
+    """Ends what `note_cluster` began."""
+    _clusters.discard(strategy)
+
+
+def _refuse_forgotten_scope(strategy: tf.distribute.Strategy) -> None:
+    is_default = strategy is tf.distribute.get_strategy() and not tf.distribute.has_strategy()
+    if is_default and (cluster := next(iter(_clusters), None)) is not None:
+        raise ValueError(
+            f"`fit` was called on a model that was made outside of the scope of the {type(cluster).__name__} in use: "
+            "it would train on this rank alone. Make it, or load it, within `strategy.scope()`; to compile it there is "
+            "not enough. A model that is to be trained on this rank alone belongs in the scope of another strategy, "
+            "such as tf.distribute.OneDeviceStrategy('/cpu:0')."
+        )
+
+
 class _Fits(threading.local):
     """The strategies under which this thread runs a `fit`, the innermost last."""
 
@@ -502,6 +529,8 @@ def _wrapped(method: Callable, is_fit: bool) -> Callable:
     def call(self, *args, **kwargs):
         strategy = self.distribute_strategy
         if not isinstance(strategy.extended, Extended):
+            if is_fit:
+                _refuse_forgotten_scope(strategy)
             return method(self, *args, **kwargs)
         bound = signature.bind(self, *args, **kwargs)
         given = bound.arguments

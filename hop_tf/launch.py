@@ -248,7 +248,7 @@ class _Launcher:
         self._console.write(output.name, line)
 
     def _say(self, line: str) -> None:
-        self._console.write("launch", line)
+        self._console.write("launch", line, may_be_left_out=False)
 
 
 class _Supervisor:

@@ -44,7 +44,8 @@ class CommunicationOptions:
         of an all-reduce travel over as many connections as it takes to fill it: one has at most some 3 MiB under way.
         Too high a rate makes congestion, and too low a one leaves a part of the link unused. Ranks may differ. Default
         100e6.
-      tls_certificate_chain: Path of the PEM file with this process's certificate, or None for plain text.
+      tls_certificate_chain: Path of the PEM file with this process's certificate, or None for plain text. It must
+        name (as a subject alternative name) the host under which the cluster description lists this process.
       tls_private_key: Path of the PEM file with its private key, not encrypted.
       tls_root_certificates: Path of the PEM file with the authorities that peers' certificates must chain to. Both
         sides present a certificate (mutual TLS). The three files go together; they are read when this is made.

@@ -228,7 +228,7 @@ class OutputReader:
 class Console:
     """One stream for all processes' lines, written by a thread of its own: a stopped terminal stops no process.
 
-    Lines that the terminal cannot take in time are left out, and their number is printed.
+    Processes' lines that the terminal cannot take in time are left out, and their number is printed.
 
     Args:
       stream: Where to write. On a terminal the processes' names are coloured, unless `NO_COLOR` is set.
@@ -240,25 +240,25 @@ class Console:
         self._stream = stream
         self._coloured = stream.isatty() and not os.environ.get("NO_COLOR")
         self._colours: dict[str, int] = {}
-        self._lines: queue.Queue[str | None] = queue.Queue(_CONSOLE_LINES)
-        self._num_left_out = 0
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._num_left_out = self._num_printed = 0
         self._thread = threading.Thread(target=self._run, name="hop_tf_console", daemon=True)
         self._thread.start()
 
-    def write(self, name: str, line: str) -> None:
+    def write(self, name: str, line: str, *, may_be_left_out: bool = True) -> None:
         """Prints `[name] line`, soon. Does not block."""
-        try:
-            self._lines.put_nowait(f"{self._prefix(name)} {line}")
-        except queue.Full:
+        if may_be_left_out and self._lines.qsize() >= _CONSOLE_LINES:
             self._num_left_out += 1
+        else:
+            self._lines.put(f"{self._prefix(name)} {line}")
 
     def close(self) -> None:
         """Prints what is left. Blocks while that makes progress, for at most five seconds a line."""
-        try:
-            self._lines.put(None, timeout=_CLOSE_SECONDS)
-        except queue.Full:
-            return
-        self._thread.join(_CLOSE_SECONDS)
+        self._lines.put(None)
+        num_printed = -1
+        while self._thread.is_alive() and self._num_printed > num_printed:
+            num_printed = self._num_printed
+            self._thread.join(_CLOSE_SECONDS)
 
     def _prefix(self, name: str) -> str:
         if not self._coloured:
@@ -287,3 +287,4 @@ class Console:
     def _print(self, line: str) -> None:
         encoding = self._stream.encoding or "utf-8"
         self._stream.write(line.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+        self._num_printed += 1

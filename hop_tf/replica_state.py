@@ -31,8 +31,8 @@ def sign(what: str, optimizer: str, specs: Sequence[TensorSpec]) -> bytes:
     return signature.SerializeToString()
 
 
-def compare(rank: int, mine: bytes, other: int, theirs: bytes) -> None:
-    """Raises MismatchError where the signature of rank `other` differs from that of this rank.
+def compare(rank: int, mine: bytes, other: int, theirs: bytes, *, where: str = "") -> None:
+    """Raises MismatchError where the signature of rank `other`, at the address `where`, differs from this rank's.
 
     Raises:
       ProtocolError: If theirs is none.
@@ -45,7 +45,7 @@ def compare(rank: int, mine: bytes, other: int, theirs: bytes) -> None:
     if difference:
         field, first, own = difference
         raise MismatchError(
-            f"rank {other} and rank {rank} disagree on {field}. Rank {other} has {first}, "
+            f"rank {other}{where and f' at {where}'} and rank {rank} disagree on {field}. Rank {other} has {first}, "
             f"rank {rank} has {own}. All ranks must build the same model in the same order."
         )
 

@@ -6,6 +6,7 @@ import abc
 import atexit
 import contextlib
 import enum
+import json
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -24,6 +25,8 @@ from hop_tf.keras_hook import (
     Extended,
     StepTrace,
     TrainingHooks,
+    forget_cluster,
+    note_cluster,
     refuse_xla,
     shard_by_policy,
     tf_variables,
@@ -124,6 +127,7 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
             except BaseException:
                 self._writer.close()
                 raise
+            note_cluster(self)
             report = weakref.WeakMethod(self.report)
             self._worker.serve_reports(lambda: _call_weakly(report) or {})
         atexit.register(_call_weakly, weakref.WeakMethod(self.shutdown))
@@ -225,9 +229,9 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
         Returns:
           `rank`, `steps` (optimizer updates), `iteration` (the scheme's, in the running or last `fit`), `wait_seconds`
           (time for which steps had their gradients and still waited for other ranks), `compute_seconds` (the median of
-          the latest steps' durations, without what they waited), `bytes_sent`, `bytes_received`, `messages_sent`,
-          `messages_received`, `connections_refused`, `bytes_sent_on_lane_<k>` (small messages are on lane 0, arrays on
-          lane 1, and on one more for each further interface), and the scheme's own.
+          the latest steps' durations, without what they waited; both stay 0 with `run_eagerly`), `bytes_sent`,
+          `bytes_received`, `messages_sent`, `messages_received`, `connections_refused`, `bytes_sent_on_lane_<k>` (small
+          messages are on lane 0, arrays on lane 1, and on one more for each further interface), and the scheme's own.
         """
         totals = {"rank": self.rank, **self._statistics.counters()}
         return {**totals, **(self._worker.counters() if self._worker else {})}
@@ -250,6 +254,8 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
           TypeError: If JSON cannot hold an entry.
           HopError: If a rank was lost or has ended.
         """
+        for name, value in extra.items():
+            _check_json(name, value)
         report = {**self.report(), **extra}
         if self._worker is None:
             return [report]
@@ -284,8 +290,8 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
         if self._in_fit:
             raise RuntimeError(
                 f"`{what}` was called while a `fit` under this strategy runs, as in a callback. Other ranks are at "
-                "other steps of that `fit` and cannot take part. Call it afterwards, or train the other model outside "
-                "of the strategy's scope."
+                "other steps of that `fit` and cannot take part. Call it afterwards; a model that is to be trained on "
+                "this rank alone belongs in the scope of another strategy, such as tf.distribute.OneDeviceStrategy."
             )
 
     def shutdown(self) -> None:
@@ -297,6 +303,7 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
         if self._emulated_compute is not None:
             self._emulated_compute.close()
         if self._worker is not None:
+            forget_cluster(self)
             self._worker.close("its process ended")
 
     # Hooks: sessions.
@@ -373,6 +380,8 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
         if how is _Sharding.NONE:
             return dataset
         policy = dataset.options().experimental_distribute.auto_shard_policy
+        if how is _Sharding.BY_POLICY and self._inside_keras and policy is tf.data.experimental.AutoShardPolicy.OFF:
+            _check_endless(dataset)
         # Under DATA every rank reads everything and keeps its share: that is what slices are. TensorFlow's own sharding
         # would leave empty batches to some ranks.
         by_slices = (tf.data.experimental.AutoShardPolicy.AUTO, tf.data.experimental.AutoShardPolicy.DATA)
@@ -576,6 +585,26 @@ def _refuse_to_restore(callbacks) -> None:
 
 def _key(variables: Sequence[tf.Variable]) -> tuple[int, ...]:
     return tuple(id(variable) for variable in variables)
+
+
+def _check_json(name: str, value: object) -> None:
+    try:
+        json.dumps(value)
+    except TypeError as error:
+        raise TypeError(
+            f"`{name}` must be something that JSON can hold, such as float(x). Received: {name}={value!r}."
+        ) from error
+
+
+def _check_endless(dataset: tf.data.Dataset) -> None:
+    """Under OFF, batches are divided: there are more of them than Keras has counted, and it would leave some out."""
+    num_batches = int(dataset.cardinality())
+    if num_batches >= 0:
+        raise ValueError(
+            "under AutoShardPolicy.OFF every rank takes all of the data, in batches of its share's size, so that there "
+            "are more of them than Keras has counted. Repeat the dataset (`Dataset.repeat()`) and give "
+            f"`steps_per_epoch`. Received: a dataset of {num_batches} batches."
+        )
 
 
 def _call_weakly(method: weakref.WeakMethod) -> Any:

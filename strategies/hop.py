@@ -61,6 +61,10 @@ class HopStrategy(ExchangeStrategy):
     Floating-point variables that are not trained but assigned in the training step before its update (moving
     statistics) are averaged along. Optimizer slots stay local.
 
+    `report()` counts beside what is common to all strategies: `late_updates`, which came too late or were superseded
+    unused; `withheld_updates`, which were not sent because they would have come too late; `jumps`, and the
+    `skipped_iterations` in them.
+
     Args:
       topology: The communication graph: a name ("ring", "ring_based", "double_ring", "complete", "hierarchical",
         "exponential"), a `hop_tf.Topology`, a mixing matrix (array) or a networkx graph. Default "ring_based". In a

@@ -212,12 +212,7 @@ class HopExchange(Exchange, Joiner):
         return len(self._reception)
 
     def counters(self) -> Mapping[str, float]:
-        """What became of updates and iterations.
-
-        Returns:
-          `late_updates`, which came too late or were superseded unused; `withheld_updates`, which were not sent because
-          they would have come too late; `jumps`, and the `skipped_iterations` in them.
-        """
+        """What became of updates and iterations; see `HopStrategy`."""
         return {
             "late_updates": self._num_late + self._reception.num_late,
             "withheld_updates": self._num_withheld,

@@ -56,6 +56,21 @@ class ClusterTest(tf.test.TestCase, parameterized.TestCase):
         resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(spec, task_type="worker", task_id=1)
         self.assertEqual(Cluster.from_resolver(resolver).rank, 1)
 
+    def test_slurm_without_gpus(self):
+        variables = {
+            "SLURM_STEP_NODELIST": "node[1-2]",
+            "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+            "SLURM_STEP_NUM_TASKS": "4",
+            "SLURM_PROCID": "3",
+        }
+        with mock.patch.dict(os.environ, variables):
+            resolver = tf.distribute.cluster_resolver.SlurmClusterResolver(
+                gpus_per_node=2, gpus_per_task=1, auto_set_gpu=False
+            )
+            cluster = Cluster.from_resolver(resolver)
+        self.assertEqual((cluster.rank, cluster.world_size), (3, 4))
+        self.assertEqual(cluster.addresses[2:], ("node2:8888", "node2:8889"))
+
     @parameterized.parameters(None, 1.7, True, -1, 2, "x")
     def test_the_index_of_any_resolver_is_checked(self, index):
         resolver = mock.Mock(task_type="worker", task_id=index)

@@ -342,6 +342,8 @@ class DisagreementTest(_ProcessesTestCase):
             "world": ("'cluster'", f"'{world.rpartition(',')[0]}'", f"'{world}'"),
         }
         for case, parts in differences.items():
+            address = addresses[case][0].replace(".", r"\.")
+            self.assertRegex(results[1][case]["raised"], f"^MismatchError: .*{address}")
             for rank in range(2):
                 error = results[rank][case]["raised"]
                 self.assertEqual(results[rank][case]["steps"], 0)

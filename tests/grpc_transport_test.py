@@ -9,13 +9,14 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from unittest import mock
 
 import grpc
 import numpy as np
 from absl.testing import absltest
 
 import hop_tf
-from hop_tf.errors import HopError, PeerLostError
+from hop_tf.errors import HopError, MismatchError, PeerLostError
 from hop_tf.options import CommunicationOptions
 from hop_tf.testing.transports import (
     DEADLINE_SECONDS,
@@ -47,6 +48,43 @@ class DeadPeerTest(TransportTestMixin, absltest.TestCase):
         first.connect(1)
         wait_until(lambda: first.status(1).last_problem)
         self.assertEqual(first.status(1).refused_seconds, 0)
+
+
+class RefusalTest(TransportTestMixin, absltest.TestCase):
+    member = GrpcTransport
+
+    def test_a_refusal_arrives_though_the_refuser_closes_at_once(self):
+        addresses = self.addresses(2)
+        refuser, refused = (
+            self.member(rank, addresses, identity={**self.identity, "option": str(rank)}) for rank in range(2)
+        )
+        self.addCleanup(refuser.close)
+        self.addCleanup(refused.close)
+        check_hello, streams_closed = refuser._handshake.check_hello, threading.Event()
+        close_streams = refuser._streams.close
+
+        def check_and_close(data):
+            try:
+                return check_hello(data)
+            finally:  # As where a strategy is shut down because of that.
+                closing = threading.Thread(target=refuser.close)
+                closing.start()
+                self.addCleanup(closing.join)
+                streams_closed.wait(DEADLINE_SECONDS)
+
+        def close():
+            close_streams()
+            streams_closed.set()
+
+        with (
+            mock.patch.object(refuser._handshake, "check_hello", check_and_close),
+            mock.patch.object(refuser._streams, "close", close),
+        ):
+            refuser.start()
+            refused.start()
+            refused.connect(0)
+            wait_until(lambda: refused.status(0).failure is not None)
+        self.assertIsInstance(refused.status(0).failure, MismatchError)
 
 
 class GarbageTest(TransportTestMixin, absltest.TestCase):

@@ -67,6 +67,46 @@ class InProcessClusterTest(tf.test.TestCase, parameterized.TestCase):
         for _ in range(2):
             self.assertEqual(cluster.run(lambda strategy: (strategy.rank, strategy.world_size)), [(0, 2), (1, 2)])
 
+    def test_a_forgotten_scope_is_refused(self):
+        def train(strategy):
+            model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(1)])
+            with strategy.scope():
+                model.compile("sgd", "mse")
+            with self.assertRaisesRegex(ValueError, "outside of the scope of the HopStrategy in use"):
+                model.fit(np.ones((4, 3)), np.ones((4, 1)), verbose=0)
+            with tf.distribute.OneDeviceStrategy("/cpu:0").scope():
+                alone = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(1)])
+                alone.compile("sgd", "mse")
+            alone.fit(np.ones((4, 3)), np.ones((4, 1)), batch_size=2, verbose=0)
+            return int(alone.optimizer.iterations), strategy.report()["steps"]
+
+        self.assertEqual(InProcessCluster(2, _make_strategy).run(train), [(2, 0)] * 2)
+
+    def test_a_finite_dataset_that_is_not_sharded_is_refused(self):
+        options = tf.data.Options()
+        options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+        rows = tf.data.Dataset.from_tensor_slices((np.ones((16, 3)), np.ones((16, 1))))
+        finite = rows.batch(4).with_options(options)
+        endless = rows.repeat().batch(4).with_options(options)
+
+        def train(strategy):
+            model = _make_model(strategy)
+            with self.assertRaisesRegex(ValueError, r"Dataset.repeat\(\)`.* Received: a dataset of 4 batches"):
+                model.fit(finite, verbose=0)
+            model.fit(endless, steps_per_epoch=8, epochs=2, verbose=0)
+            return strategy.report()["steps"]
+
+        self.assertEqual(InProcessCluster(2, _make_strategy).run(train), [16, 16])
+
+    def test_reports_that_json_cannot_hold_are_refused(self):
+        def report(strategy):
+            with self.assertRaisesRegex(TypeError, "`loss` must be something that JSON can hold.* Received: loss="):
+                strategy.gather_reports(loss=np.float32(1))
+            return strategy.gather_reports(loss=1.0)
+
+        reports, _ = InProcessCluster(2, _make_strategy).run(report)
+        self.assertEqual([each["loss"] for each in reports], [1.0, 1.0])
+
     def test_no_thread_is_left(self):
         before = set(threading.enumerate())
         InProcessCluster(3, _make_strategy).run(lambda strategy: strategy.gather_reports())

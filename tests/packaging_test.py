@@ -181,5 +181,14 @@ class SourceTest(absltest.TestCase):
             _build("build_wheel", self.source, self.temporary / "none", CXX=missing, HOP_TF_REQUIRE_NATIVE="1")
 
 
+class WithoutTensorFlowTest(absltest.TestCase):
+    def test_names_the_extras(self):
+        code = "import sys; sys.modules['tensorflow'] = None; import hop_tf; hop_tf.HopStrategy"
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+        self.assertEqual(run.returncode, 1)
+        self.assertIn("hop_tf needs TensorFlow: install it with one of the extras, hop_tf[cpu]", run.stderr)
+
+
 if __name__ == "__main__":
     absltest.main()

@@ -7,6 +7,7 @@ import os
 import re
 import tempfile
 import threading
+import time
 from unittest import mock
 
 from absl.testing import absltest, parameterized
@@ -154,12 +155,22 @@ class ConsoleTest(absltest.TestCase):
         self.assertTrue(stream.reached.wait(30))
         for number in range(12000):
             console.write("worker 0", str(number))
+        console.write("launch", "outcome", may_be_left_out=False)
         stream.go_on.set()
         console.close()
         self.assertEqual(
-            stream.getvalue().splitlines()[-2:],
-            ["[worker 0] 9999", "(2000 lines left out here; the log files have them)"],
+            stream.getvalue().splitlines()[-3:],
+            ["[worker 0] 9999", "[launch] outcome", "(2000 lines left out here; the log files have them)"],
         )
+
+    def test_waits_for_a_reader_as_long_as_it_reads(self):
+        stream = _SlowStream()
+        with mock.patch.object(process_output, "_CLOSE_SECONDS", 0.5):
+            console = Console(stream)
+            for number in range(20):
+                console.write("worker 0", str(number))
+            console.close()
+        self.assertLen(stream.getvalue().splitlines(), 20)
 
     def test_a_closed_terminal_is_no_failure(self):
         stream = mock.Mock(encoding="utf-8")
@@ -170,6 +181,12 @@ class ConsoleTest(absltest.TestCase):
             console.write("worker 0", "one")
             console.write("worker 0", "two")
             console.close()
+
+
+class _SlowStream(io.StringIO):
+    def write(self, text):
+        time.sleep(0.05)
+        return super().write(text)
 
 
 class _StoppedStream(io.StringIO):

@@ -147,9 +147,10 @@ class StreamHandler(grpc.GenericRpcHandler):
         frame = decode(next(requests, b""))
         if frame.kind != Kind.HELLO:
             raise ProtocolError(f"a stream must begin with HELLO. Received: {frame.kind.name}.")
+        # From here on `close` lets the answer out: who is refused, and not told, would wait for a rank that is gone.
+        self._forget(context)
         greeting = self._handshake.check_hello(frame.header)
         with self._lock:
-            self._strangers.pop(context, None)
             earlier = self._contexts.pop((greeting.peer.rank, greeting.lane), None)
             self._contexts[greeting.peer.rank, greeting.lane] = context
         if earlier is not None:
