@@ -36,8 +36,9 @@ from hop_tf.options import CommunicationOptions
 from hop_tf.packing import TensorSpec
 from hop_tf.parameter_server.service import serve
 from hop_tf.parameter_server.snapshots import SnapshotOptions
-from hop_tf.strategies.shat_exchange import NUM_BESIDE, ShatExchange, tell_of_offers
+from hop_tf.strategies.shat_exchange import NUM_BESIDE, ShatExchange
 from hop_tf.strategies.shat_settings import ShatSettings, mixing_weight
+from hop_tf.strategies.shat_state import tell_of_offers
 from hop_tf.strategy import ExchangeStrategy
 from hop_tf.worker import ExchangeContext, Group
 
@@ -167,7 +168,7 @@ class SHATParameterServerStrategy(ExchangeStrategy):
         weights = {id(weight.value) for weight in model.weights}
         for group in self._all_groups():
             if weights.issuperset(map(id, group.trained)) and self._is_current(group):
-                group.exchange.pull()
+                group.exchange.state.pull()
 
     def _is_current(self, group: Group) -> bool:
         """Whether no other group has trained variables of this one since."""
@@ -197,7 +198,7 @@ class SHATParameterServerStrategy(ExchangeStrategy):
 
     def _begin_group(self, group: Group) -> None:
         joins = self._worker.joining
-        group.exchange.configure(joins=joins)
+        group.exchange.state.configure(joins=joins)
         if joins:
             self._worker.join_at_once(group)
 
@@ -249,7 +250,8 @@ class SHATParameterServerStrategy(ExchangeStrategy):
                 yield
         except BaseException:
             for group in self._all_groups():
-                group.exchange.keep_model()  # A mixture, in which what others have pushed counts in part.
+                if group.exchange.sent_steps:
+                    group.exchange.state.keep_model()  # A mixture, in which what others have pushed counts in part.
             raise
 
     def begin_training(self) -> None:
@@ -262,14 +264,14 @@ class SHATParameterServerStrategy(ExchangeStrategy):
         # Groups that have variables in common: the one that was trained last has their values.
         for group in sorted(self._all_groups(), key=lambda group: group.exchange.last_session):
             if group.exchange.is_configured:  # It is not where its first `fit` was broken off early.
-                group.exchange.pull(after_offers=True)
+                group.exchange.state.pull(after_offers=True)
 
     def _begin_training(self, group: Group) -> None:
-        group.exchange.offer()
+        group.exchange.state.offer()
 
     def _finish_training(self, group: Group) -> None:
         if group.exchange.sent_steps:  # Others may keep older values of the same variables.
-            group.exchange.pull()
+            group.exchange.state.pull()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`ShardView`: a server's part of the model, as a worker of SHAT sees it."""
+"""`ShardView`: a server's part of the model, as a worker of SHAT sees it; and which server has which part."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from hop_tf import payloads
+from hop_tf.keras_hook import optimizer_class, paths
 from hop_tf.packing import Packing
 from hop_tf.parameter_server import parameter_server_pb2 as pb
 from hop_tf.parameter_server.encoding import Encoding
-from hop_tf.parameter_server.sharding import Piece, ShardPacking
+from hop_tf.parameter_server.shard import is_elementwise
+from hop_tf.parameter_server.sharding import Piece, ShardPacking, plan_shards
 from hop_tf.parameter_server.state import ShardState
 from hop_tf.strategies.shat_settings import ShatSettings
 from hop_tf.worker import ExchangeContext
@@ -67,14 +69,22 @@ class ShardView:
         """The shard's part of buckets."""
         return self._place.cut(buckets)
 
-    def encode(self, buckets: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """What is pushed."""
+    def put(self, part: Sequence[np.ndarray], buckets: Sequence[np.ndarray]) -> None:
+        """Puts the shard's part where it belongs in buckets."""
+        for (bucket, where), values in zip(self.ranges, part, strict=True):
+            buckets[bucket][where] = values
+
+    def encode(self, buckets: Sequence[np.ndarray]) -> None:
+        """Makes `encoded`, which is pushed."""
         self.encoded = self._encoding.encode(self.cut(buckets))
-        return self.encoded
 
     def decode(self, payload: np.ndarray) -> list[np.ndarray]:
-        """The buckets of an answer."""
+        """The shard's part of the model that answers a push."""
         return self._plain.decode(payloads.split(payload))
+
+    def decode_state(self, payload: np.ndarray) -> ShardState:
+        """The state that a server has sent."""
+        return ShardState.from_parts(payloads.split(payload), self.packing)
 
     def state_of(
         self, model: Sequence[np.ndarray], slots: Mapping[tuple[str, int | None], np.ndarray], iterations: int
@@ -107,3 +117,44 @@ class ShardView:
 
     def _cuts(self, piece: Piece) -> bool:
         return piece.stop - piece.start != self._num_elements[piece.index]
+
+
+def make_shards(context: ExchangeContext, settings: ShatSettings) -> list[ShardView]:
+    """Divides a group's variables among the servers.
+
+    Returns:
+      What each server that has something to keep does keep. The first one has what is carried.
+
+    Raises:
+      ValueError: If the optimizer does not go with the settings.
+    """
+    optimizer, servers = context.optimizer(), context.membership.servers
+    _check_sharding(optimizer_class(optimizer), settings.sharding, len(servers))
+    num_trained, specs = len(context.trained), context.packing.specs
+    layers = [path.rpartition("/")[0] for path in paths(optimizer, context.trained)]
+    plan = plan_shards(specs[:num_trained], layers, len(servers), settings.sharding)
+    carried = range(num_trained, num_trained + len(context.carried.variables))
+    plan[0].extend(Piece(index, 0, specs[index].num_elements) for index in carried)
+    return [
+        ShardView(index, server, context, pieces, settings)
+        for index, (server, pieces) in enumerate(zip(servers, plan, strict=True))
+        if pieces
+    ]
+
+
+def _check_sharding(optimizer: type, sharding: str, num_servers: int) -> None:
+    if sharding == "memory" and num_servers > 1 and not is_elementwise(optimizer):
+        raise ValueError(
+            f"`sharding` must be 'layer' or 'none' with {optimizer.__name__}: an optimizer that may look at a whole "
+            "tensor cannot update parts of it on several servers. Received: sharding='memory'."
+        )
+
+
+def new_buckets(context: ExchangeContext) -> list[np.ndarray]:
+    """The group's buckets, filled with zeros."""
+    buckets = []
+    for size, dtype in zip(context.packing.sizes, context.packing.dtypes, strict=True):
+        bucket = context.pool.take(size * dtype.size).view(dtype.as_numpy_dtype)
+        bucket.fill(0)
+        buckets.append(bucket)
+    return buckets

@@ -29,9 +29,10 @@ from hop_tf.parameter_server.configured import ConfiguredGroup
 from hop_tf.parameter_server.server import PUSH, REPLY, ParameterServer
 from hop_tf.replica_state import spec_of
 from hop_tf.simulate import VirtualCluster
-from hop_tf.strategies import shat_exchange
-from hop_tf.strategies.shat_exchange import ShatExchange, tell_of_offers
+from hop_tf.strategies import shat_servers
+from hop_tf.strategies.shat_exchange import ShatExchange
 from hop_tf.strategies.shat_settings import ShatSettings
+from hop_tf.strategies.shat_state import tell_of_offers
 from hop_tf.transport import InProcessNetwork, InProcessTransport
 from hop_tf.transport.base import Message
 from hop_tf.worker import ExchangeContext
@@ -195,7 +196,7 @@ def _train(threads, num_pushes, momentum=0.0):
     values = np.random.default_rng(0).integers(-8, 9, (len(threads.workers), num_pushes))
 
     def body(rank, worker):
-        worker.exchange.configure(joins=False)
+        worker.exchange.state.configure(joins=False)
         for step, value in enumerate(values[rank]):
             worker.push(step, float(value), rate=0.5 if value % 2 else 0.25)
 
@@ -213,7 +214,7 @@ class ExactlyOnceTest(tf.test.TestCase, parameterized.TestCase):
                 total = _train(threads, num_pushes)
             self.assertGreater(resets.num_resets, num_pushes / 100)
             for worker in threads.workers:
-                worker.exchange.pull()
+                worker.exchange.state.pull()
                 # Sums of multiples of 1/4 that are not large are exact in float32.
                 self.assertAllEqual(worker.variable, np.full(_NUM_VALUES, 1.0 - total))
             for server in threads.servers:
@@ -223,9 +224,9 @@ class ExactlyOnceTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(15, 60)
     @pytest.mark.stress(after=1)
     def test_messages_that_are_lost_or_repeated(self, num_pushes):
-        with mock.patch.object(shat_exchange, "_RETRY_SECONDS", 0.05), _Threads(3, 2, _Lossy) as threads:
+        with mock.patch.object(shat_servers, "_RETRY_SECONDS", 0.05), _Threads(3, 2, _Lossy) as threads:
             total = _train(threads, num_pushes)
-            threads.workers[0].exchange.pull()
+            threads.workers[0].exchange.state.pull()
             self.assertAllEqual(threads.workers[0].variable, np.full(_NUM_VALUES, 1.0 - total))
 
 
@@ -236,7 +237,7 @@ class ConfigureTest(tf.test.TestCase, parameterized.TestCase):
 
             def body(rank, worker):
                 try:
-                    worker.exchange.configure(joins=False)
+                    worker.exchange.state.configure(joins=False)
                 except HopError as error:
                     errors.append(error)
 
@@ -260,7 +261,7 @@ class ConfigureTest(tf.test.TestCase, parameterized.TestCase):
             threads.workers[0].exchange.close()
             worker = _Worker(membership, settings, lambda: Mine(_RATE))
             with self.assertRaisesRegex(HopError, "Mine"):
-                worker.exchange.configure(joins=False)
+                worker.exchange.state.configure(joins=False)
 
     @parameterized.parameters("Lamb", "Muon", "Adafactor")
     def test_optimizers_of_whole_tensors_are_not_divided(self, name):
@@ -281,23 +282,23 @@ class ConfigureTest(tf.test.TestCase, parameterized.TestCase):
             return ConfiguredGroup(configure)
 
         with _Threads(2, 1) as threads:
-            threads.run(lambda rank, worker: worker.exchange.configure(joins=False))
+            threads.run(lambda rank, worker: worker.exchange.state.configure(joins=False))
             second = [_Worker(worker.exchange._membership, group="1-group") for worker in threads.workers]
 
             def body(rank, worker):
                 if rank == 1:
-                    second[1].exchange.configure(joins=False)
+                    second[1].exchange.state.configure(joins=False)
                 else:
                     self.assertTrue(_comes_true(lambda: server_module.ConfiguredGroup.call_count))
                     worker.push(0, 1.0)
                     answered.set()
-                    second[0].exchange.configure(joins=False)
+                    second[0].exchange.state.configure(joins=False)
                 second[rank].push(0, 2.0)
 
             with mock.patch.object(server_module, "ConfiguredGroup", side_effect=make):
                 threads.run(body)
             for worker, total in ((threads.workers[1], 1.0), (second[1], 4.0)):
-                worker.exchange.pull()
+                worker.exchange.state.pull()
                 self.assertAllEqual(worker.variable, np.full(_NUM_VALUES, 1.0 - total * _RATE))
 
     def test_who_joins_takes_the_server_s_model_and_schedule(self):
@@ -320,7 +321,7 @@ class ConfigureTest(tf.test.TestCase, parameterized.TestCase):
             # 10 equal gradients: m = 1 - 0.9^10, v = 1 - 0.999^10.
             self.assertAllClose(second.optimizer._momentums[0], np.full(_NUM_VALUES, 1 - 0.9**10), rtol=1e-5)
             self.assertAllClose(second.optimizer._velocities[0], np.full(_NUM_VALUES, 1 - 0.999**10), rtol=1e-4)
-            first.exchange.pull()
+            first.exchange.state.pull()
             self.assertAllEqual(first.optimizer._momentums[0], second.optimizer._momentums[0])
 
 
@@ -328,14 +329,14 @@ def _train_and_join_again(threads):
     """Two workers push five gradients of 1 each; then the second one is started again, and joins."""
 
     def body(rank, worker):
-        worker.exchange.configure(joins=False)
+        worker.exchange.state.configure(joins=False)
         for step in range(5):
             worker.push(step, 1.0)
 
     threads.run(body)
     for server in threads.servers:
         server.restarted(1)
-    threads.workers[1].exchange.configure(joins=True)
+    threads.workers[1].exchange.state.configure(joins=True)
 
 
 class _Clock(ThreadMonitor):
@@ -368,7 +369,7 @@ class RetryTest(tf.test.TestCase):
             if seconds >= pushed_at[-1] + 100:
                 reply = pb.Reply(session=1, sequence=len(pushed_at), num_workers=1)
                 buckets = [np.zeros(n, t.as_numpy_dtype) for n, t in zip(packing.sizes, packing.dtypes, strict=True)]
-                worker.exchange._received["reply"][1] = reply, np.concatenate(payloads.join(buckets))
+                worker.exchange._servers._received[PUSH][1] = reply, np.concatenate(payloads.join(buckets))
 
         with _Threads(1, 1) as threads:
             (worker,) = threads.workers
@@ -402,7 +403,7 @@ class SessionsTest(tf.test.TestCase):
         with _Threads(2, 1, settings=[settings] * 2) as threads:
             self._leave(threads, 1, session=1)
             first = threads.workers[0]
-            first.exchange.configure(joins=False)
+            first.exchange.state.configure(joins=False)
             model, _ = first.push(0, 2.0)
             self.assertAllEqual(model, np.full(_NUM_VALUES, 1.0 - 2 * _RATE))
             self._leave(threads, 0, session=1)
@@ -414,18 +415,18 @@ class SessionsTest(tf.test.TestCase):
     def test_a_later_session_begins_with_what_rank_0_has_assigned_or_without_it(self):
         with _Threads(2, 2) as threads:
             first, second = threads.workers
-            threads.run(lambda rank, worker: worker.exchange.configure(joins=False))
+            threads.run(lambda rank, worker: worker.exchange.state.configure(joins=False))
             self._pulls_when(threads, 2, lambda: self._offer(first, 5.0))
             self.assertAllEqual(second.variable, np.full(_NUM_VALUES, 5.0))
             # It may offer first, or be lost, before or after others have asked.
             self._begin_session(threads, 3)
             self._offer(first, 7.0)
-            second.exchange.pull(after_offers=True)
+            second.exchange.state.pull(after_offers=True)
             self.assertAllEqual(second.variable, np.full(_NUM_VALUES, 7.0))
             second.variable.assign(0 * second.variable)
             self._pulls_when(threads, 4, lambda: [server.forget(0, "the test says so") for server in threads.servers])
             self._begin_session(threads, 5)
-            second.exchange.pull(after_offers=True)
+            second.exchange.state.pull(after_offers=True)
             self.assertAllEqual(second.variable, np.full(_NUM_VALUES, 7.0))
 
     def _begin_session(self, threads, session):
@@ -435,7 +436,7 @@ class SessionsTest(tf.test.TestCase):
 
     def _offer(self, worker, value):
         worker.variable.assign(np.full(_NUM_VALUES, value, np.float32))
-        worker.exchange.offer()
+        worker.exchange.state.offer()
         tell_of_offers(worker.exchange._membership)
 
     def _pulls_when(self, threads, session, act):
@@ -444,7 +445,7 @@ class SessionsTest(tf.test.TestCase):
 
         def body(rank, worker):
             if rank:
-                worker.exchange.pull(after_offers=True)
+                worker.exchange.state.pull(after_offers=True)
             else:
                 self.assertTrue(_comes_true(lambda: all(server._waiting_pulls for server in threads.servers)))
                 act()
@@ -455,7 +456,7 @@ class SessionsTest(tf.test.TestCase):
         """The server has found that it is of the running session; that one ends before the group has the push."""
         with _Threads(1, 1) as threads:
             (server,), (worker,) = threads.servers, threads.workers
-            worker.exchange.configure(joins=False)
+            worker.exchange.state.configure(joins=False)
             (configured,) = server._groups.values()
             gradient_of = configured.gradient_of
 
@@ -478,7 +479,7 @@ class SessionsTest(tf.test.TestCase):
             (server,), (worker,) = threads.servers, threads.workers
             server.forget(0, "it never appeared")
             self.assertTrue(server.is_done)
-            worker.exchange.configure(joins=False)
+            worker.exchange.state.configure(joins=False)
             self.assertFalse(server.is_done)
             self.assertEqual(server.present, [0])
 
@@ -487,12 +488,12 @@ class SessionsTest(tf.test.TestCase):
             (server,), workers = threads.servers, threads.workers
             for worker in workers:
                 worker.exchange.reset(3)
-            threads.run(lambda rank, worker: worker.exchange.configure(joins=False))
+            threads.run(lambda rank, worker: worker.exchange.state.configure(joins=False))
             workers[0].push(0, 1.0)
             for rank, worker in enumerate(workers):
                 server.restarted(rank)
                 worker.exchange.reset(1)
-            threads.run(lambda rank, worker: worker.exchange.configure(joins=False))
+            threads.run(lambda rank, worker: worker.exchange.state.configure(joins=False))
             model, _ = workers[1].push(0, 1.0)
             self.assertAllEqual(model, np.full(_NUM_VALUES, 1.0 - 2 * _RATE))
 
@@ -516,7 +517,7 @@ class SessionsTest(tf.test.TestCase):
 
     def _fails_to_configure(self, worker):
         with self.assertRaisesRegex(HopError, "rank 1: rank 0 has gone before the servers had its model"):
-            worker.exchange.configure(joins=False)
+            worker.exchange.state.configure(joins=False)
 
 
 def _comes_true(condition):
@@ -550,12 +551,12 @@ class RestartedServerTest(tf.test.TestCase):
                     self.assertTrue(_comes_true(lambda: _waiting(servers[0])))
                     self.assertEqual(self._restart(threads, 0), [True, True])
                     self.assertTrue(_comes_true(lambda: _waiting(servers[0])))
-                    worker.exchange.configure(joins=False)
+                    worker.exchange.state.configure(joins=False)
                     self.assertTrue(_comes_true(lambda: all(map(_pushed, servers))))
                     for index in range(len(servers)):
                         self.assertEqual(self._restart(threads, index), [True, True])
                 else:
-                    worker.exchange.configure(joins=False)
+                    worker.exchange.state.configure(joins=False)
                 model, _ = worker.push(0, float(rank))
                 self.assertAllEqual(model, np.full(_NUM_VALUES, 3.0 - 0.5 * _RATE))
                 worker.push(1, 1.0)
@@ -587,7 +588,7 @@ class LostTest(tf.test.TestCase):
         options = CommunicationOptions(timeout_seconds=1)
         with mock.patch(f"{__name__}._OPTIONS", options), _Threads(1, 2) as threads:
             (worker,) = threads.workers
-            worker.exchange.configure(joins=False)
+            worker.exchange.state.configure(joins=False)
             worker.push(0, 1.0)
             threads.network.kill(2)
             with self.assertRaisesRegex(PeerLostError, r"rank 0, step 1: receive model of push 2 on ps 1 at "):
@@ -598,21 +599,21 @@ class LostTest(tf.test.TestCase):
         with mock.patch(f"{__name__}._OPTIONS", options), _Threads(2, 1) as threads:
             threads.network.kill(0)
             with self.assertRaisesRegex(HopError, r"rank 1: receive state on rank 0 at .* failed after 1\.\d s"):
-                threads.workers[1].exchange.configure(joins=False)
+                threads.workers[1].exchange.state.configure(joins=False)
 
     def test_the_others_go_on_without_a_lost_worker(self):
         settings = dataclasses.replace(_SETTINGS, consistency="bsp")
         with _Threads(2, 1, settings=[settings] * 2) as threads:
 
             def body(rank, worker):
-                worker.exchange.configure(joins=False)
+                worker.exchange.state.configure(joins=False)
                 worker.push(0, float(rank))
                 if rank == 0:
                     threads.servers[0].forget(1, "the test says so")
                     worker.push(1, 4.0)
 
             threads.run(body)
-            threads.workers[0].exchange.pull()
+            threads.workers[0].exchange.state.pull()
             self.assertAllEqual(threads.workers[0].variable, np.full(_NUM_VALUES, 1 - _RATE * (0.5 + 4)))
             with self.assertRaisesRegex(PeerLostError, "goes on without rank 1"):
                 threads.workers[1].push(1, 1.0)
@@ -635,7 +636,7 @@ class VirtualTimeTest(tf.test.TestCase, parameterized.TestCase):
             if rank == num_workers:
                 return
             worker = _Worker(cluster.memberships[rank], settings)
-            worker.exchange.configure(joins=False)
+            worker.exchange.state.configure(joins=False)
             for step in range(num_steps):
                 cluster.scheduler.sleep(seconds_of(rank, step))
                 _, weights = worker.push(step, 1.0)
