@@ -76,8 +76,10 @@ class Servers:
         self.shards = shards
         self.session = context.session
         self.is_configured = False
-        # What each server was told to keep, until the first push is answered; those that have forgotten it since.
+        # What each server was told to keep, until the first push is answered, and in which session; those that have
+        # forgotten it since.
         self._configurations: dict[int, Sequence[np.ndarray]] = {}
+        self._configuration_session = 0
         self._restarted: set[int] = set()
         self._received: dict[str, Answers] = {queue: {} for queue in _ANSWERS}
         self._retry_seconds = _RETRY_SECONDS
@@ -198,6 +200,7 @@ class Servers:
           payload_of: Describes it to a server.
           sources: The other ranks that the servers have their state from.
         """
+        self._configuration_session = self.session
         request = self._configure_request(self.shards, sources)
         for shard in self.shards:
             self._configurations[shard.server] = payload_of(shard)
@@ -213,7 +216,7 @@ class Servers:
             queue=CONFIGURE,
             operation="receive state",
             message=lambda shard, is_missing: (b"", self._configurations[shard.server]),
-            is_answer=lambda answer: answer.session == self.session,
+            is_answer=lambda answer: answer.session == self._configuration_session,
             shards=shards,
             sources=sources,
         )

@@ -565,6 +565,15 @@ class RestartedServerTest(tf.test.TestCase):
             self.assertEqual([_pushes(server) for server in servers], [4, 4])
             self.assertEqual(self._restart(threads, 0), [False, False])
 
+    def test_is_initialized_again_in_a_later_session(self):
+        with _Threads(1, 1) as threads:
+            (worker,) = threads.workers
+            worker.exchange.state.configure(joins=False)
+            worker.exchange.reset(2)  # After a `fit` that has ended before its first push.
+            self.assertEqual(self._restart(threads, 0), [True])
+            model, _ = worker.push(0, 1.0)
+            self.assertAllEqual(model, np.full(_NUM_VALUES, 1.0 - _RATE, np.float32))
+
 
 def _groups(server):
     with server._lock:
