@@ -1,12 +1,18 @@
-"""What ranks under Canary tell each other."""
+"""What ranks under Canary tell each other, and how they send it."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import struct
+from collections.abc import Callable, Sequence
 
+import numpy as np
+
+from hop_tf.collectives import BULK_LANE
 from hop_tf.errors import ProtocolError
+from hop_tf.membership import Interrupted, Membership
 from hop_tf.transport.base import Message
 
 # session, kind, piece, zeta, sequence, number of contributions
@@ -49,7 +55,7 @@ class Kind(enum.IntEnum):
 
 
 # Where contributions are counts and colayers.
-_COUNTING = (Kind.DONE, Kind.MOVED)
+COUNTING = (Kind.DONE, Kind.MOVED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +100,42 @@ class Note:
         if len(header) != start + count * _CONTRIBUTION.size or kind not in set(Kind):
             raise ProtocolError(f"rank {message.sender} sent a malformed message to {message.queue!r}.")
         contributions = tuple(_CONTRIBUTION.iter_unpack(header[start:]))
-        if kind not in _COUNTING and any(rank >= world_size for rank, _ in contributions):
+        if kind not in COUNTING and any(rank >= world_size for rank, _ in contributions):
             raise ProtocolError(f"rank {message.sender} sent contributions of ranks that there are not.")
         return cls(session, Kind(kind), header[_HEAD.size : start], newest, piece, sequence, contributions)
+
+
+class Channel:
+    """Sends a rank's messages.
+
+    Args:
+      membership: The transport.
+      queue: Where messages to other ranks go.
+      newest: Gives zeta, as far as this rank knows.
+
+    Attributes:
+      session: The session that messages belong to.
+    """
+
+    def __init__(self, membership: Membership, queue: str, newest: Callable[[], int]):
+        self._membership = membership
+        self._queue = queue
+        self._newest = newest
+        self.session = membership.session
+
+    def note(
+        self,
+        kind: Kind,
+        key: bytes,
+        piece: int = 0,
+        sequence: int = 0,
+        contributions: tuple[tuple[int, int], ...] = (),
+    ) -> Note:
+        """The header of a message about a layout."""
+        return Note(self.session, kind, key, self._newest(), piece, sequence, contributions)
+
+    def send(self, rank: int, note: Note, payload: Sequence[np.ndarray] = (), level: int = 0) -> None:
+        """Sends a message on the lane of an interface; drops it where the receiver, or this rank, has left."""
+        with contextlib.suppress(Interrupted):
+            lane, step = BULK_LANE + level, max(0, note.newest)
+            self._membership.send(rank, self._queue, note.pack(), payload, lane=lane, step=step)

@@ -100,6 +100,10 @@ class Peers:
         """Whether what a rank and the root of a piece send to each other arrives: nobody between them has left."""
         return all(self.takes_part(layout, each) for each in layout.path(piece, rank))
 
+    def is_settled(self, layout: Layout, piece: Piece) -> bool:
+        """Whether no more of a piece comes here: its root has said so, or a rank on the way from there has left."""
+        return piece.index in layout.ended or not self.is_connected(layout, piece, self._membership.rank)
+
     def has_moved(self, rank: int, key: bytes) -> None:
         """A rank contributes to this layout from now on, and to no earlier one."""
         self._present[rank] = key

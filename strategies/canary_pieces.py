@@ -13,19 +13,17 @@ nobody: its contribution goes with the others' next one.
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 
 import numpy as np
 from absl import logging
 
-from hop_tf.collectives import BULK_LANE
 from hop_tf.errors import ProtocolError
-from hop_tf.membership import Interrupted, Membership
+from hop_tf.membership import Membership
 from hop_tf.strategies.canary_blend import Blending
 from hop_tf.strategies.canary_layout import Layout, Piece
-from hop_tf.strategies.canary_messages import Kind, Note
+from hop_tf.strategies.canary_messages import Channel, Kind, Note
 from hop_tf.strategies.canary_peers import Peers
 from hop_tf.strategies.canary_replica import Replica
 
@@ -60,9 +58,9 @@ class PieceThread:
 
     Args:
       index: Which thread it is.
-      membership: Waiting and transport.
+      membership: Waiting.
       replica: What is merged into.
-      queue: Where messages to other ranks go.
+      channel: Sends messages.
       peers: Who is there.
       blending: What keeps replicas together.
       max_bytes: With more than so many bytes to be worked off, others are told to wait; with half of them, to go on.
@@ -73,7 +71,7 @@ class PieceThread:
         index: int,
         membership: Membership,
         replica: Replica,
-        queue: str,
+        channel: Channel,
         peers: Peers,
         blending: Blending,
         max_bytes: int,
@@ -82,7 +80,7 @@ class PieceThread:
         self._membership = membership
         self._monitor = membership.monitor
         self._replica = replica
-        self._queue = queue
+        self._channel = channel
         self._peers = peers
         self._blending = blending
         self._inbox: collections.deque[tuple[Callable[[], None], int]] = collections.deque()
@@ -93,12 +91,11 @@ class PieceThread:
         self._is_open = False
         self._is_busy = False
         self._closed = False
-        self._session = membership.session
         self.num_messages = self.num_late = 0
 
     # From other threads.
 
-    def reset(self, session: int) -> None:
+    def reset(self) -> None:
         """Forgets everything, and takes nothing up before `open`. Blocks: until what it is at is done."""
         with self._monitor:
             self._is_open = False
@@ -107,7 +104,6 @@ class PieceThread:
             while self._is_busy:
                 self._monitor.wait(_PERIOD_SECONDS)
             self._is_full = False
-            self._session = session
             self._sums.clear()
             self._blending.reset()
 
@@ -134,9 +130,8 @@ class PieceThread:
         rank = self._membership.rank
         self.put(lambda: self._add(layout, piece, rank, ((rank, iteration),), values=values), values.nbytes)
 
-    def receive(self, layout: Layout, note: Note, sender: int, payload: np.ndarray) -> None:
+    def receive(self, layout: Layout, piece: Piece, note: Note, sender: int, payload: np.ndarray) -> None:
         """Takes a message about a piece."""
-        piece = layout.pieces[note.piece]
         if note.kind is Kind.UP:
             self.put(lambda: self._add(layout, piece, sender, note.contributions, data=payload), payload.nbytes)
         elif note.kind in (Kind.DOWN, Kind.MARKED_DOWN):
@@ -198,10 +193,9 @@ class PieceThread:
         with self._monitor:
             self._is_full = not self._is_full
             kind, others = Kind.FULL if self._is_full else Kind.ROOM, self._peers.present()
-            key, newest = self._peers.present_key(), self._replica.gei.newest
-        note = Note(self._session, kind, key, newest, self._index)
+            note = self._channel.note(kind, self._peers.present_key(), self._index)
         for rank in others:
-            send(self._membership, rank, self._queue, note, [])
+            self._channel.send(rank, note)
 
     def _rest(self) -> None:
         with self._monitor:
@@ -271,17 +265,17 @@ class PieceThread:
         pending.contributions, pending.total = [], None
         data = self._replica.encode(piece, total)
         if piece.parent is not None:
-            note = self._note(Kind.UP, layout, piece, contributions=contributions)
-            self._send(piece.parent, note, data, piece.parent_level)
+            note = self._channel.note(Kind.UP, layout.key, piece.index, contributions=contributions)
+            self._channel.send(piece.parent, note, [data], piece.parent_level)
             return
         sequence = int(layout.ledger.sequences[piece.index]) + 1
         newest = max(iteration for _, iteration in contributions)
         kind = Kind.MARKED_DOWN if self._blending.is_due(layout, piece, newest) else Kind.DOWN
-        self._go_down(layout, piece, self._note(kind, layout, piece, sequence, contributions), data)
+        self._go_down(layout, piece, self._channel.note(kind, layout.key, piece.index, sequence, contributions), data)
 
     def _go_down(self, layout: Layout, piece: Piece, note: Note, data: np.ndarray) -> None:
         for child, level in piece.children:
-            self._send(child, note, data, level)
+            self._channel.send(child, note, [data], level)
         is_merged = self._replica.merge(layout, piece, note, data)
         if note.kind is Kind.MARKED_DOWN:
             self._blending.begin(layout, piece, takes_part=is_merged)
@@ -298,11 +292,11 @@ class PieceThread:
         with self._monitor:
             is_due = not (pending and pending.senders) and self._peers.has_all_come(layout, piece)
         if is_due:
-            self._end(layout, piece, self._note(Kind.END, layout, piece))
+            self._end(layout, piece, self._channel.note(Kind.END, layout.key, piece.index))
 
     def _end(self, layout: Layout, piece: Piece, note: Note) -> None:
         for child, level in piece.children:
-            self._send(child, note, None, level)
+            self._channel.send(child, note, level=level)
         self._blending.end(layout, piece)
         self._sums.pop((layout.key, piece.index), None)
         with self._monitor:
@@ -312,22 +306,6 @@ class PieceThread:
     def _forget(self, key: bytes) -> None:
         self._sums = {where: pending for where, pending in self._sums.items() if where[0] != key}
         self._blending.forget(key)
-
-    def _note(self, kind: Kind, layout: Layout, piece: Piece, sequence: int = 0, contributions=()) -> Note:
-        return Note(
-            self._session, kind, layout.key, self._replica.gei.newest, piece.index, sequence, tuple(contributions)
-        )
-
-    def _send(self, rank: int, note: Note, data: np.ndarray | None, level: int) -> None:
-        send(self._membership, rank, self._queue, note, [] if data is None else [data], level)
-
-
-def send(
-    membership: Membership, rank: int, queue: str, note: Note, payload: Sequence[np.ndarray], level: int = 0
-) -> None:
-    """Sends a message on the lane of an interface; drops it where the receiver, or this rank, has left."""
-    with contextlib.suppress(Interrupted):
-        membership.send(rank, queue, note.pack(), payload, lane=BULK_LANE + level, step=max(0, note.newest))
 
 
 def checked_piece(layout: Layout, note: Note, sender: int) -> Piece:

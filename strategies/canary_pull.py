@@ -7,13 +7,11 @@ number that a ledger knows, and is not merged again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import numpy as np
 
 from hop_tf.membership import Membership
 from hop_tf.strategies.canary_layout import Layout
-from hop_tf.strategies.canary_messages import Kind
+from hop_tf.strategies.canary_messages import Channel, Kind
 from hop_tf.strategies.canary_peers import Peers
 from hop_tf.strategies.canary_replica import Replica
 
@@ -27,24 +25,18 @@ class Pulling:
       membership: Waiting.
       replica: The weights.
       peers: Who is there.
-      send: `send(rank, kind, key, payload)` sends a message about a layout.
+      channel: Sends messages.
 
     Attributes:
       num_pulls: How many states were taken.
       num_in_vain: How often none was: this rank goes on with what it has.
     """
 
-    def __init__(
-        self,
-        membership: Membership,
-        replica: Replica,
-        peers: Peers,
-        send: Callable[[int, Kind, bytes, Sequence[np.ndarray]], None],
-    ):
+    def __init__(self, membership: Membership, replica: Replica, peers: Peers, channel: Channel):
         self._membership = membership
         self._replica = replica
         self._peers = peers
-        self._send = send
+        self._channel = channel
         self._state: np.ndarray | None = None
         self.num_pulls = self.num_in_vain = 0
 
@@ -61,7 +53,7 @@ class Pulling:
                 self._state, fastest = None, self._peers.fastest()
             if fastest is None:
                 break
-            self._send(fastest, Kind.PULL, layout.key, [])
+            self._channel.send(fastest, self._channel.note(Kind.PULL, layout.key))
             self._membership.wait(
                 lambda rank=fastest: [rank] if self._state is None and self._peers.is_present(rank) else [],
                 operation="pull the state",
@@ -80,4 +72,5 @@ class Pulling:
 
     def answer(self, rank: int, key: bytes) -> None:
         """Sends this rank's state."""
-        self._send(rank, Kind.STATE, key, self._replica.state(rank, key[rank]))
+        state = self._replica.state(rank, key[rank])
+        self._channel.send(rank, self._channel.note(Kind.STATE, key), state)

@@ -1,0 +1,94 @@
+"""What a rank under Canary waits for: communication only, and, when it has made its last step, for the others' last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from hop_tf.membership import Membership
+from hop_tf.strategies.canary_contributions import Contributions
+from hop_tf.strategies.canary_peers import Peers
+from hop_tf.strategies.canary_pieces import PieceThread
+
+# Own iterations that may be under way, beside one for each message that follows another.
+_WINDOW = 4
+_OWN_SECONDS = 1.0
+
+
+class Pacing:
+    """The waiting of one rank. Each method blocks until that has come, and raises what `Membership.wait` does.
+
+    Args:
+      membership: Waiting.
+      peers: What is known of the others.
+      contributions: What is under way.
+      threads: Those that merge.
+      depth: Of the longest route.
+
+    Attributes:
+      num_waits: Iterations that began late as an inbox was full.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        peers: Peers,
+        contributions: Contributions,
+        threads: Sequence[PieceThread],
+        depth: int,
+    ):
+        self._membership = membership
+        self._monitor = membership.monitor
+        self._peers = peers
+        self._contributions = contributions
+        self._threads = threads
+        self._window = _WINDOW + depth
+        self.num_waits = 0
+
+    def wait_for_window(self, k: int) -> None:
+        """Bounds what is under way: waits for communication, though for nobody's computation."""
+        self._membership.wait(
+            lambda: self._others(self._contributions.late_roots(self._window)),
+            operation="receive what was merged",
+            step=k,
+        )
+
+    def wait_for_room(self, k: int) -> None:
+        """Waits while a rank, or this one, has received more than it may keep: its threads wait for no computation."""
+        with self._monitor:
+            self.num_waits += bool(self._peers.without_room()) or not self._has_room()
+        self._membership.wait(self._peers.without_room, operation="have merged what it has received", step=k)
+        self._wait_for_own_threads(self._has_room)
+
+    def wait_for_others(self, k: int) -> None:
+        """Waits until all have made their last step, and all that was sent is merged."""
+        is_waiting = True
+        while is_waiting:  # For as long as others get on: they may have many steps before them.
+            num_before = self._num_messages()
+
+            def late_without_progress(num_before: int = num_before) -> list[int]:
+                return self._late() if self._num_messages() == num_before else []
+
+            self._membership.wait(late_without_progress, operation="receive the last contributions", step=k)
+            with self._monitor:
+                is_waiting = bool(self._late())
+        self._wait_for_own_threads(lambda: not self._contributions.unsettled_roots())
+
+    def _late(self) -> list[int]:
+        """The ranks whose last step is to come, then those that have more to send of what they sum up."""
+        self._contributions.look_at_departures()
+        late = [rank for rank in self._peers.present() if rank not in self._peers.done]
+        return late or self._others(self._contributions.unsettled_roots())
+
+    def _others(self, ranks: set[int]) -> list[int]:
+        return sorted(ranks - {self._membership.rank})
+
+    def _wait_for_own_threads(self, condition: Callable[[], bool]) -> None:
+        """Waits for what this rank's own threads bring about, however long that takes."""
+        while not self._membership.wait_until(condition, _OWN_SECONDS):
+            pass
+
+    def _has_room(self) -> bool:
+        return all(thread.has_room for thread in self._threads)
+
+    def _num_messages(self) -> int:
+        return sum(thread.num_messages for thread in self._threads)
