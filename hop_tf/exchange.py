@@ -301,11 +301,14 @@ class ExchangeRunner:
         if not self._interrupted:
             try:
                 if outgoing.segment == CATCH_UP:
-                    num_skipped = self._joining.catch_up(self._name, outgoing.step)
-                    return dataclasses.replace(self._exchange.neutral(outgoing), num_skipped=num_skipped)
+                    return self._caught_up(outgoing, self._joining.catch_up(self._name, outgoing.step))
                 if outgoing.segment == 0:
                     self._joining.at_step(outgoing.step)
                 return self._exchange.step(outgoing)
             except Interrupted:
                 self._interrupted = True
-        return self._exchange.neutral(outgoing)
+        return self._caught_up(outgoing, 0) if outgoing.segment == CATCH_UP else self._exchange.neutral(outgoing)
+
+    def _caught_up(self, outgoing: Outgoing, num_skipped: int) -> Incoming:
+        nothing = tuple(np.empty(0, dtype.as_numpy_dtype) for dtype in self._packing.dtypes)
+        return Incoming(outgoing.step, CATCH_UP, nothing, num_skipped)

@@ -195,7 +195,7 @@ class Group:
           int64 scalar: how many further steps are to be passed over; see `Joining.catch_up`.
         """
         self.signal(CATCH_UP)
-        _, num_skipped = self.runner.collect(self.step.read_value(), CATCH_UP, self.packing.sizes)
+        _, num_skipped = self.runner.collect(self.step.read_value(), CATCH_UP, [0] * len(self.packing.sizes))
         self.step.assign_add(num_skipped)
         return num_skipped
 

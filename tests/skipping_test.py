@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 import hop_tf
-from hop_tf.strategies.hop_exchange import HopExchange
+from hop_tf.strategies.hop_exchange import REDUCTION, HopExchange
 from hop_tf.testing import InProcessCluster
 
 _NUM_STEPS = 4
@@ -24,7 +24,8 @@ def _make_strategy(cluster_resolver):
 def _step(self, outgoing, step=HopExchange.step):
     """The straggler jumps in its last step, beyond the end of `fit`; it is never behind enough to jump by itself."""
     incoming = step(self, outgoing)
-    jumps = self._rank == _STRAGGLER and (self._session, outgoing.step, outgoing.segment) == (1, _NUM_STEPS - 1, 0)
+    last = (1, _NUM_STEPS - 1, REDUCTION)
+    jumps = self._rank == _STRAGGLER and (self._session, outgoing.step, outgoing.segment) == last
     return dataclasses.replace(incoming, num_skipped=2) if jumps else incoming
 
 

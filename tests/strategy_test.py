@@ -138,6 +138,7 @@ class RestartedTest(tf.test.TestCase, parameterized.TestCase):
             mock.patch("hop_tf.strategy.Worker") as worker,
         ):
             strategy = hop_tf.HopStrategy(topology="complete")
+        self.addCleanup(strategy.shutdown)
         worker.return_value.configure_mock(joining=True, in_session=False)
         with strategy.scope():
             model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1)])
@@ -183,7 +184,7 @@ class LargeWorldTest(tf.test.TestCase):
                 _tf_config("worker", 0, worker=[f"localhost:{1000 + rank}" for rank in range(num_ranks)]),
                 mock.patch("hop_tf.strategy.Worker") as worker,
             ):
-                hop_tf.HopStrategy(topology=topology)
+                hop_tf.HopStrategy(topology=topology).shutdown()
             identities.append(worker.call_args.kwargs["identity"]["option topology"])
         self.assertTrue(all(len(identity) < 100 for identity in identities))
         self.assertNotEqual(*identities)
