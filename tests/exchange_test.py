@@ -6,9 +6,10 @@ from unittest import mock
 
 import numpy as np
 import tensorflow as tf
+from absl.testing import parameterized
 
 from hop_tf.errors import HopError, PeerLostError
-from hop_tf.exchange import Exchange, ExchangeRunner, Incoming
+from hop_tf.exchange import CATCH_UP, Exchange, ExchangeRunner, Incoming
 from hop_tf.joining import Joining
 from hop_tf.membership import Interrupted
 from hop_tf.packing import Packing, TensorSpec
@@ -54,18 +55,19 @@ def _raise(error):
     return behave
 
 
-class ExchangeRunnerTest(tf.test.TestCase):
+class ExchangeRunnerTest(tf.test.TestCase, parameterized.TestCase):
     def setUp(self):
         super().setUp()
         self.errors = []
         self.exchange = FakeExchange()
+        self.joining = mock.create_autospec(Joining, instance=True)
         specs = [TensorSpec("a", (16,), tf.float32), TensorSpec("b", (8,), tf.float64)]
         self.runner = ExchangeRunner(
             name="test",
             packing=Packing(specs),
             exchange=self.exchange,
             on_error=self.errors.append,
-            joining=mock.create_autospec(Joining, instance=True),
+            joining=self.joining,
         )
         self.addCleanup(self.runner.close)
 
@@ -174,6 +176,22 @@ class ExchangeRunnerTest(tf.test.TestCase):
         self.exchange.behaviors[4] = lambda: Incoming(4, 1, _VALUES)
         with self.assertRaises(tf.errors.InvalidArgumentError):
             self.run_step(4)
+
+    def test_the_result_may_come_with_a_later_segment(self):
+        self.exchange.step = lambda outgoing: Incoming(0, 1, _VALUES) if outgoing.segment else None
+        self.submit(tf.constant(0, tf.int64))
+        self.runner.submit(tf.constant(0, tf.int64), 1, [tf.constant(value) for value in _VALUES])
+        buckets, _ = self.runner.collect(tf.constant(0, tf.int64), 1, (16, 8))
+        self.assertAllEqual(buckets[1], _VALUES[1])
+
+    @parameterized.parameters((5, 5), (Interrupted(), 0))
+    def test_who_catches_up_is_answered(self, found, expected):
+        """Also where the exchange gives nothing back for what is interrupted."""
+        self.exchange.neutral = lambda outgoing: None
+        self.joining.catch_up.side_effect = [found]
+        self.runner.submit(tf.constant(1, tf.int64), CATCH_UP, [tf.zeros([0], value.dtype) for value in _VALUES])
+        _, num_skipped = self.runner.collect(tf.constant(1, tf.int64), CATCH_UP, (0, 0))
+        self.assertEqual(int(num_skipped), expected)
 
     def test_quiesce_waits_for_what_was_submitted(self):
         released = threading.Event()
