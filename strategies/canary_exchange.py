@@ -121,6 +121,9 @@ class CanaryExchange(Exchange, Joiner):
     def reset(self, session: int, start: int = 0) -> None:
         with self._monitor:
             for thread in self._threads:
+                thread.pause()
+            # From here on nothing of the session before is sent, and nothing comes in between.
+            for thread in self._threads:
                 thread.reset()
             self.replica.reset()
             self._final.reset(session)

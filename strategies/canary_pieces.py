@@ -95,14 +95,18 @@ class PieceThread:
 
     # From other threads.
 
-    def reset(self) -> None:
-        """Forgets everything, and takes nothing up before `open`. Blocks: until what it is at is done."""
+    def pause(self) -> None:
+        """Takes nothing up before `open`. Blocks: until what it is at is done."""
         with self._monitor:
             self._is_open = False
-            self._inbox.clear()
-            self.num_bytes = 0
             while self._is_busy:
                 self._monitor.wait(_PERIOD_SECONDS)
+
+    def reset(self) -> None:
+        """Forgets everything. It must be paused."""
+        with self._monitor:
+            self._inbox.clear()
+            self.num_bytes = 0
             self._is_full = False
             self._sums.clear()
             self._blending.reset()
