@@ -151,6 +151,7 @@ class ExchangeRunner:
             self._outbox = tf.queue.FIFOQueue(capacity, [tf.int64, tf.int32, *packing.dtypes])
             self._results = tf.queue.FIFOQueue(capacity, [tf.int64, tf.int32, tf.int64, tf.string, *packing.dtypes])
         self._no_error = tf.constant("")
+        self._nothing = tuple(np.empty(0, dtype.as_numpy_dtype) for dtype in packing.dtypes)
         self._threads = [
             threading.Thread(target=self._run, name=f"hop_tf exchange {name}/{index}", daemon=True)
             for index in range(exchange.num_threads)
@@ -212,8 +213,7 @@ class ExchangeRunner:
         if not any(thread.is_alive() for thread in self._threads):
             return
         self._quiet.clear()
-        empty = [np.empty(0, dtype.as_numpy_dtype) for dtype in self._packing.dtypes]
-        self._outbox.enqueue([tf.constant(_END_OF_SESSION, tf.int64), 0, *empty])
+        self._outbox.enqueue([tf.constant(_END_OF_SESSION, tf.int64), 0, *self._nothing])
         while not self._quiet.wait(0.05):
             self._drop_results()  # A full result queue would keep a thread from reaching the marker.
             timeout_seconds -= 0.05
@@ -270,8 +270,7 @@ class ExchangeRunner:
             pass  # `close` closed the queues.
         except BaseException as failure:
             self._on_error(failure)
-            empty = tuple(np.empty(0, dtype.as_numpy_dtype) for dtype in self._packing.dtypes)
-            incoming = Incoming(_POISON, outgoing.segment, empty)
+            incoming = Incoming(_POISON, outgoing.segment, self._nothing)
             error = tf.constant(f"{type(failure).__name__}: {failure}")
         with self._in_turn(number):
             if incoming is not None:
@@ -310,5 +309,4 @@ class ExchangeRunner:
         return self._caught_up(outgoing, 0) if outgoing.segment == CATCH_UP else self._exchange.neutral(outgoing)
 
     def _caught_up(self, outgoing: Outgoing, num_skipped: int) -> Incoming:
-        nothing = tuple(np.empty(0, dtype.as_numpy_dtype) for dtype in self._packing.dtypes)
-        return Incoming(outgoing.step, CATCH_UP, nothing, num_skipped)
+        return Incoming(outgoing.step, CATCH_UP, self._nothing, num_skipped)

@@ -205,7 +205,7 @@ class Joining:
         reply, payload = replies[peer]
         signature, arrays = payload[: reply.signature_bytes], payload[reply.signature_bytes :]
         try:
-            compare(self._membership.rank, self._signature(), peer, signature.tobytes())
+            compare(self._membership, self._signature(), peer, signature.tobytes())
         except MismatchError as error:
             raise MismatchError(f"{error} A rank that was started again joins in its first `fit`.") from None
         self._state.write(arrays)

@@ -78,10 +78,6 @@ class Packing:
         """The packing of some of the tensors, in the same buckets, of which some may be empty."""
         return Packing([self.specs[index] for index in indices], self)
 
-    def place_of(self, index: int) -> tuple[int, int]:
-        """In which bucket tensor number `index` lies, and where it begins there, in elements."""
-        return self._slots[index].bucket, self._slots[index].offset
-
     @property
     def num_bytes(self) -> int:
         """Bytes of all buckets together."""
@@ -105,8 +101,12 @@ class Packing:
             for spec, slot in zip(self.specs, self._slots, strict=True)
         ]
 
+    def zeros(self) -> list[np.ndarray]:
+        """Buckets of zeros, as arrays."""
+        return [np.zeros(size, dtype.as_numpy_dtype) for size, dtype in zip(self.sizes, self.dtypes, strict=True)]
+
     def place(self, index: int) -> tuple[int, slice]:
-        """The bucket of a tensor, and where it lies in that."""
+        """In which bucket tensor number `index` lies, and where there, in elements."""
         slot = self._slots[index]
         return slot.bucket, slice(slot.offset, slot.offset + self.specs[index].num_elements)
 

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from hop_tf import membership_pb2
 from hop_tf.errors import MismatchError, ProtocolError
+from hop_tf.membership import Membership
 from hop_tf.packing import TensorSpec
 
 
@@ -31,8 +32,8 @@ def sign(what: str, optimizer: str, specs: Sequence[TensorSpec]) -> bytes:
     return signature.SerializeToString()
 
 
-def compare(rank: int, mine: bytes, other: int, theirs: bytes, *, where: str = "") -> None:
-    """Raises MismatchError where the signature of rank `other`, at the address `where`, differs from this rank's.
+def compare(membership: Membership, mine: bytes, other: int, theirs: bytes) -> None:
+    """Raises MismatchError where the signature of rank `other` differs from that of this rank.
 
     Raises:
       ProtocolError: If theirs is none.
@@ -44,8 +45,9 @@ def compare(rank: int, mine: bytes, other: int, theirs: bytes, *, where: str = "
     difference = _first_difference(theirs, membership_pb2.GroupSignature.FromString(mine))
     if difference:
         field, first, own = difference
+        rank, address = membership.rank, membership.transport.status(other).address
         raise MismatchError(
-            f"rank {other}{where and f' at {where}'} and rank {rank} disagree on {field}. Rank {other} has {first}, "
+            f"rank {other} at {address} and rank {rank} disagree on {field}. Rank {other} has {first}, "
             f"rank {rank} has {own}. All ranks must build the same model in the same order."
         )
 

@@ -380,12 +380,12 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
         if how is _Sharding.NONE:
             return dataset
         policy = dataset.options().experimental_distribute.auto_shard_policy
-        if how is _Sharding.BY_POLICY and self._inside_keras and policy is tf.data.experimental.AutoShardPolicy.OFF:
-            _check_endless(dataset)
         # Under DATA every rank reads everything and keeps its share: that is what slices are. TensorFlow's own sharding
         # would leave empty batches to some ranks.
         by_slices = (tf.data.experimental.AutoShardPolicy.AUTO, tf.data.experimental.AutoShardPolicy.DATA)
         if how is _Sharding.BY_POLICY and policy not in by_slices:
+            if self._inside_keras and policy is tf.data.experimental.AutoShardPolicy.OFF:
+                _check_endless(dataset)
             return shard_by_policy(dataset, self.rank, self.world_size)
         return slice_global_batches(dataset, self.rank, self.world_size)
 

@@ -247,7 +247,6 @@ class Worker:
         servers: Sequence[int] = (),
     ):
         self._options = options
-        self._chief_address = cluster.all_addresses[0]
         self._make_exchange = make_exchange
         self._pool = BufferPool()
         self._transport = make_transport(
@@ -537,7 +536,7 @@ class Worker:
         mine = sign(what, optimizer, specs)
         received = self._collectives.broadcast(name, [np.frombuffer(mine, np.uint8)], in_session=in_session)
         if received is not None:
-            compare(self.membership.rank, mine, 0, received.tobytes(), where=self._chief_address)
+            compare(self.membership, mine, 0, received.tobytes())
 
     # Records.
 

@@ -141,7 +141,7 @@ class LowRankMean:
 
 def _joined(packing: Packing, factors: Sequence[np.ndarray]) -> list[np.ndarray]:
     """One vector for each bucket."""
-    buckets = [np.zeros(size, d.as_numpy_dtype) for size, d in zip(packing.sizes, packing.dtypes, strict=True)]
+    buckets = packing.zeros()
     for index, factor in enumerate(factors):
         bucket, where = packing.place(index)
         buckets[bucket][where] = factor.ravel()

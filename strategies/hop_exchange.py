@@ -107,9 +107,7 @@ class HopExchange(Exchange, Joiner):
         self._sent = ()
         if outgoing.segment == STEP and self._settings.tolerates_stragglers:
             return None
-        packing = self._packing
-        zeros = (np.zeros(n, dtype.as_numpy_dtype) for n, dtype in zip(packing.sizes, packing.dtypes, strict=True))
-        return Incoming(outgoing.step, outgoing.segment, tuple(zeros))
+        return Incoming(outgoing.step, outgoing.segment, tuple(self._packing.zeros()))
 
     def _enter(self, k: int) -> None:
         while not self._try_to_enter(k):

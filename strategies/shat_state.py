@@ -55,12 +55,14 @@ class GroupState:
         context, optimizer, is_first = self._context, self._context.optimizer(), self._membership.rank == 0
         description = self._describe(has_state=is_first and not joins)
         decay = [*decays(optimizer, context.trained), *(False for _ in context.carried.variables)]
-        model, slots = self._variables.model(), self._variables.slots()
+        state = None
+        if description.has_state:
+            state = self._variables.model(), self._variables.slots(), num_updates(optimizer)
 
         def payload_of(shard: ShardView) -> list[np.ndarray]:
             parts = [np.frombuffer(shard.describe(description, decay), np.uint8)]
-            if description.has_state:
-                parts += shard.state_of(model, slots, num_updates(optimizer)).to_parts()
+            if state is not None:
+                parts += shard.state_of(*state).to_parts()
             return payloads.join(parts)
 
         answers = self._servers.configure(payload_of, sources=() if joins or is_first else (0,))

@@ -37,6 +37,16 @@ class PackingTest(tf.test.TestCase):
         self.assertEqual(packing.sizes, (16 + 32 + 16, 8))
         self.assertEqual(packing.num_bytes, 4 * 64 + 64)
 
+    def test_places_in_buckets_of_zeros(self):
+        packing = _packing_of([([3], tf.float32), ([2, 2], tf.float32), ([5], tf.float64)])
+        buckets = packing.zeros()
+        self.assertEqual([(bucket.dtype, bucket.size) for bucket in buckets], [(np.float32, 32), (np.float64, 8)])
+        bucket, where = packing.place(1)
+        buckets[bucket][where] = 1
+        _, matrix, _ = packing.unpack([tf.constant(each) for each in buckets])
+        self.assertAllEqual(matrix, np.ones((2, 2)))
+        self.assertEqual(buckets[0].sum(), 4)
+
     def test_unpacking_shares_memory(self):
         packing = _packing_of([([96], tf.float32), ([7, 3], tf.float32), ([8, 2], tf.float32)])
         (bucket,) = packing.pack([tf.ones([96]), tf.ones([7, 3]), tf.ones([8, 2])])

@@ -82,15 +82,12 @@ class _Worker:
 
     def push(self, step, value, rate=_RATE, is_applied=True):
         """Pushes a constant gradient; returns the servers' model, and the weight of each."""
-        buckets = [
-            np.zeros(size, dtype.as_numpy_dtype)
-            for size, dtype in zip(self.packing.sizes, self.packing.dtypes, strict=True)
-        ]
+        buckets = self.packing.zeros()
         buckets[0][:_NUM_VALUES] = value
-        bucket, start = self.packing.place_of(len(self.packing.specs) - 1)
-        buckets[bucket][start : start + 2] = rate, is_applied
+        bucket, where = self.packing.place(len(self.packing.specs) - 1)
+        buckets[bucket][where][:2] = rate, is_applied
         incoming = self.exchange.step(Outgoing(step, 0, tuple(buckets)))
-        return incoming.buckets[0][:_NUM_VALUES], incoming.buckets[bucket][start:]
+        return incoming.buckets[0][:_NUM_VALUES], incoming.buckets[bucket][where.start :]
 
 
 class _Lossy(InProcessTransport):
@@ -368,7 +365,7 @@ class RetryTest(tf.test.TestCase):
         def answer(seconds):
             if seconds >= pushed_at[-1] + 100:
                 reply = pb.Reply(session=1, sequence=len(pushed_at), num_workers=1)
-                buckets = [np.zeros(n, t.as_numpy_dtype) for n, t in zip(packing.sizes, packing.dtypes, strict=True)]
+                buckets = packing.zeros()
                 worker.exchange._servers._received[PUSH][1] = reply, np.concatenate(payloads.join(buckets))
 
         with _Threads(1, 1) as threads:

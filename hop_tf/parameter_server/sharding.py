@@ -101,8 +101,8 @@ class ShardPacking:
         )
         starts: dict[int, int] = {}
         for piece in pieces:
-            bucket, offset = whole.place_of(piece.index)
-            starts.setdefault(bucket, offset + piece.start)
+            bucket, where = whole.place(piece.index)
+            starts.setdefault(bucket, where.start + piece.start)
         sizes = self.packing.sizes
         self.ranges = tuple(
             (bucket, slice(start, start + size)) for (bucket, start), size in zip(starts.items(), sizes, strict=True)

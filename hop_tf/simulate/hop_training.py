@@ -339,15 +339,15 @@ class _Rank(State):
             self._compute_until(start + next(self._durations))
             self._apply(change)
         self._joining.at_step(step)
-        incoming = self._hand_out(step, STEP, self.x)
+        incoming = self._hand_out(step, STEP)
         if not self._serial:
             self._compute_until(start + next(self._durations))
-        incoming = incoming or self._hand_out(step, REDUCTION)
+        incoming = incoming or self.exchange.step(Outgoing(step, REDUCTION, ()))
         self._add(incoming)
         if not self._serial:
             self._apply(change)
         if incoming.num_skipped:
-            self._add(self._hand_out(step, RENEWAL, self.x))
+            self._add(self._hand_out(step, RENEWAL))
         return incoming.num_skipped
 
     def _compute_until(self, time: float) -> None:
@@ -357,10 +357,9 @@ class _Rank(State):
     def _apply(self, change: np.ndarray) -> None:
         self.x = self.x + np.asarray(change, np.float32)
 
-    def _hand_out(self, step: int, segment: int, values: np.ndarray | None = None) -> Incoming | None:
-        bucket = np.zeros(self._packing.sizes[0] if values is not None else 0, np.float32)
-        if values is not None:
-            bucket[: values.size] = values
+    def _hand_out(self, step: int, segment: int) -> Incoming | None:
+        (bucket,) = self._packing.zeros()
+        bucket[: self.x.size] = self.x
         return self.exchange.step(Outgoing(step, segment, (bucket,)))
 
     def _add(self, incoming: Incoming) -> None:
