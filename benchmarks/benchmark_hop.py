@@ -55,13 +55,13 @@ _TOPOLOGIES = flags.DEFINE_list("topologies", ["ring_based"], "Graphs of the exp
 _TASK = flags.DEFINE_enum("task", "cnn", ["cnn", "svm"], "What is trained.")
 _NUM_WORKERS = flags.DEFINE_integer("num_workers", 16, "Ranks, except in `machines` and `death`.", lower_bound=4)
 _NUM_STEPS = flags.DEFINE_integer("num_steps", 120, "Iterations of each rank; a multiple of 5.", lower_bound=20)
+_BATCH_SIZE = flags.DEFINE_integer("batch_size", 8, "Rows that a rank takes in a step.", lower_bound=1)
 _STEP_SECONDS = flags.DEFINE_float("step_seconds", 0.3, "Least duration of a step.", lower_bound=0.0)
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the random slowdowns.")
 _NUM_SEEDS = flags.DEFINE_integer("num_seeds", 3, "Trainings of each kind in `accuracy`.", lower_bound=1)
 _FOLDER = flags.DEFINE_string("folder", None, "Where to write CSV and PNG files.")
 _A9A = flags.DEFINE_string("a9a", None, "The file a9a, for --task=svm.")
 
-_BATCH_SIZE_OF_RANK = 8
 _STEPS_PER_POINT = 5  # Curves have a point for so many steps.
 _TIMEOUT_SECONDS = 3600.0
 
@@ -137,7 +137,15 @@ def _edges(topology: Topology) -> str:
 # What runs in the processes.
 
 
-def _train(task: str, a9a: str | None, matrix: np.ndarray, settings: Mapping, environment: Mapping, num_steps: int):
+def _train(
+    task: str,
+    a9a: str | None,
+    matrix: np.ndarray,
+    settings: Mapping,
+    environment: Mapping,
+    num_steps: int,
+    batch_size: int,
+) -> tuple[np.ndarray, float | None, float | None]:
     """One rank's training.
 
     Returns:
@@ -160,8 +168,8 @@ def _train(task: str, a9a: str | None, matrix: np.ndarray, settings: Mapping, en
     record = keras.callbacks.LambdaCallback(
         on_epoch_begin=lambda epoch, logs: curve or curve.append((time.time(), 0, np.nan)), on_epoch_end=add_point
     )
-    batch_size = _BATCH_SIZE_OF_RANK * strategy.world_size
-    data = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(len(x), seed=0).repeat().batch(batch_size)
+    data = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(len(x), seed=0).repeat()
+    data = data.batch(batch_size * strategy.world_size)
     num_points = num_steps // _STEPS_PER_POINT
     model.fit(data, epochs=num_points, steps_per_epoch=_STEPS_PER_POINT, verbose=0, callbacks=[record])
 
@@ -243,6 +251,7 @@ def _start(run: Run) -> MultiProcessRunner:
         run.settings,
         run.compute.to_environment(),
         _NUM_STEPS.value,
+        _BATCH_SIZE.value,
     )
     return MultiProcessRunner(
         _train, num_workers=run.topology.world_size, args=arguments, timeout_seconds=_TIMEOUT_SECONDS
@@ -321,7 +330,7 @@ def _measure_accuracy(runs: Sequence[Run]) -> None:
                 compute=dataclasses.replace(run.compute, seed=seed),
                 settings=run.settings,
                 num_steps=_NUM_STEPS.value,
-                batch_size=_BATCH_SIZE_OF_RANK,
+                batch_size=_BATCH_SIZE.value,
                 seed=seed,
             )
             accuracies.append(model.evaluate(*test, batch_size=512, verbose=0)[1])

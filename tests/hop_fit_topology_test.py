@@ -1,4 +1,7 @@
-"""HopStrategy's `fit` in three processes on a directed ring, against NumPy."""
+"""HopStrategy's `fit` in three processes, a chief and two workers, on a directed ring, against NumPy."""
+
+import json
+import os
 
 import keras
 import numpy as np
@@ -54,7 +57,16 @@ def _mean_output(y_true, y_pred):
     return keras.ops.mean(y_pred, axis=-1)
 
 
+def _make_rank_0_the_chief():
+    """Rewrites this process's TF_CONFIG: the first worker becomes the chief, the others are numbered anew."""
+    config = json.loads(os.environ["TF_CONFIG"])
+    (first, *others), rank = config["cluster"]["worker"], config["task"]["index"]
+    task = {"type": "worker", "index": rank - 1} if rank else {"type": "chief", "index": 0}
+    os.environ["TF_CONFIG"] = json.dumps({"cluster": {"chief": [first], "worker": others}, "task": task})
+
+
 def _run(max_iteration_gap):
+    _make_rank_0_the_chief()
     strategy = hop_tf.HopStrategy(
         topology=_MIXING_MATRIX,
         max_iteration_gap=max_iteration_gap,
