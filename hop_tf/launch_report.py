@@ -64,8 +64,10 @@ class ProcessorMeter:
         self._take()
         steps = read_step_times(step_times_paths)
         first, last = steps or (self._times[0], self._times[-1])
-        begin = max(0, bisect.bisect_right(self._times, first) - 1)
         end = min(len(self._times) - 1, bisect.bisect_left(self._times, last))
+        # The system's counters tick slowly: between two readings that are close together they may not move at all.
+        first = min(first, self._times[end] - _SAMPLE_SECONDS)
+        begin = max(0, bisect.bisect_right(self._times, first) - 1)
         busy, total = (self._busy_and_total[end][part] - self._busy_and_total[begin][part] for part in (0, 1))
         if total <= 0:
             return None

@@ -132,6 +132,12 @@ class ProcessorMeterTest(absltest.TestCase):
         with mock.patch.object(launch_report, "read_step_times", return_value=(12.0, 13.0)):
             self.assertEqual(self._measure(meter), ProcessorUse(50.0, "steps"))
 
+    def test_steps_just_before_the_end_count_with_what_came_before(self):
+        meter = self._record([(0, 0), (10, 5)])
+        self._clock.return_value = 10.004  # Too soon for the system's counters to have moved.
+        with mock.patch.object(launch_report, "read_step_times", return_value=(10.001, 10.002)):
+            self.assertEqual(self._measure(meter), ProcessorUse(50.0, "steps"))
+
     def test_without_steps_the_whole_job_counts(self):
         meter = self._record([(0, 0), (10, 10), (20, 10), (30, 15)])
         self.assertEqual(self._measure(meter), ProcessorUse(50.0, "job"))
