@@ -170,6 +170,7 @@ class _Launcher:
         Blocks: until all processes have ended; the user's signals, a failure and the timeout end them.
         """
         started = time.monotonic()
+        self._meter.sample()
         with contextlib.closing(self._console):
             self._say(f"{_count(self._tasks)}; logs in {self._log_dir}")
             outputs = {task: self._open_output(task) for task in self._tasks}
