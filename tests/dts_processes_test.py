@@ -36,19 +36,21 @@ def _data():
     return x, np.ones(len(x), "float32")
 
 
-class _Report(keras.callbacks.Callback):
-    def __init__(self, kill_at):
-        super().__init__()
-        self._kill_at = kill_at
-
-    def on_train_batch_end(self, batch, logs=None):
-        print("step", batch, flush=True)
-        if batch == self._kill_at:
-            os.kill(os.getpid(), signal.SIGKILL)
+def _kill_this_process():
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _run(kill_rank_1_at=None):
-    """The weights, what ended `fit`, and the seconds that steps have waited."""
+def _wait_for_a_line():
+    print("waiting", flush=True)
+    sys.stdin.readline()
+
+
+def _run(rank_of_event, step_of_event, event):
+    """Trains, and calls `event` at one rank when a step has ended.
+
+    Returns:
+      The weights, what ended `fit`, and the seconds that steps have waited.
+    """
     rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
     os.environ["HOP_TF_STEP_SECONDS"] = "0.03"
     options = hop_tf.CommunicationOptions(timeout_seconds=20)
@@ -59,8 +61,11 @@ def _run(kill_rank_1_at=None):
         model.compile(keras.optimizers.SGD(_RATE, momentum=_MOMENTUM), loss=lambda y, y_pred: y_pred)
     error = ""
     try:
-        callbacks = [_Report(kill_rank_1_at if rank == 1 else None)]
-        model.fit(*_data(), batch_size=_BATCH_SIZE, shuffle=False, verbose=0, callbacks=callbacks)
+        has_event = rank == rank_of_event
+        callback = keras.callbacks.LambdaCallback(
+            on_train_batch_end=lambda step, logs: event() if has_event and step == step_of_event else None
+        )
+        model.fit(*_data(), batch_size=_BATCH_SIZE, shuffle=False, verbose=0, callbacks=[callback])
     except hop_tf.errors.HopError as raised:
         error = f"{type(raised).__name__}: {raised}"
     waited = strategy.report()["wait_seconds"]
@@ -82,9 +87,7 @@ class DTSProcessesTest(tf.test.TestCase):
         with network.Network(2, relay=True, round_trip_seconds=0.05) as net:
             workers = [f"{host}:{_PORT}" for host in net.addresses]
             processes = [self._start(net, workers, rank) for rank in range(2)]
-            for line in processes[0].stdout:
-                if line == "step 15\n":
-                    break
+            self.assertIn("waiting\n", processes[0].stdout)  # Reads until this line.
             net.stall(1, _STALL_SECONDS)
             outputs = [self._read(process) for process in processes]
         for weights, error, waited in outputs:
@@ -99,19 +102,20 @@ class DTSProcessesTest(tf.test.TestCase):
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
             _ADDRESSES: "1",
         }
-        return net.popen(rank, [sys.executable, __file__], env=environment, stdout=subprocess.PIPE, text=True)
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        return net.popen(rank, [sys.executable, __file__], env=environment, text=True, **pipes)
 
     def _read(self, process):
+        """Lets a process that waits go on, and returns what it has printed last."""
         timer = threading.Timer(90, process.kill)
         timer.start()
-        lines = process.stdout.read().splitlines()
+        output, _ = process.communicate("\n")
         timer.cancel()
-        process.stdout.close()
-        self.assertEqual(process.wait(20), 0, lines)
-        return json.loads(lines[-1])
+        self.assertEqual(process.returncode, 0, output)
+        return json.loads(output.splitlines()[-1])
 
     def test_a_killed_rank_is_an_error_on_all_others(self):
-        with MultiProcessRunner(_run, num_workers=3, args=(11,), timeout_seconds=120) as runner:
+        with MultiProcessRunner(_run, num_workers=3, args=(1, 11, _kill_this_process), timeout_seconds=120) as runner:
             results = runner.join()
         results.raise_for_errors(except_ranks=[1])
         self.assertEqual(results[1].exit_code, -signal.SIGKILL)
@@ -121,6 +125,6 @@ class DTSProcessesTest(tf.test.TestCase):
 
 if __name__ == "__main__":
     if _ADDRESSES in os.environ:
-        print(json.dumps(_run()))
+        print(json.dumps(_run(0, 15, _wait_for_a_line)))
     else:
         tf.test.main()

@@ -26,6 +26,7 @@ from hop_tf.report import ReportWriter, StepStatistics, static_identity
 from hop_tf.testing import MultiProcessRunner
 
 _DEADLINE_SECONDS = 90.0
+_TENSORBOARD_SECONDS = 240.0  # It imports TensorFlow in several processes.
 
 
 class StaticIdentityTest(tf.test.TestCase):
@@ -169,7 +170,7 @@ class _TensorBoard:
     """A TensorBoard process, asked by HTTP."""
 
     def __init__(self, log_dir, output_path):
-        self._deadline = time.monotonic() + _DEADLINE_SECONDS
+        self._deadline = time.monotonic() + _TENSORBOARD_SECONDS
         self._output_path = output_path
         command = [sys.executable, "-m", "tensorboard.main", "--logdir", log_dir, "--host=127.0.0.1", "--port=0"]
         with open(output_path, "w") as output:
