@@ -160,7 +160,7 @@ class Servers:
         membership = self._membership
 
         def awaited() -> list[int]:
-            if membership.monitor.now() >= retry_at or self._lacking(request) or self._restarted:
+            if membership.monitor.now() >= retry_at or self._lacking(request) or self._restarted_of(request):
                 return []
             servers = [shard.server for shard in self._absent(request)]
             return [*servers, *request.sources] if servers else []
@@ -188,8 +188,13 @@ class Servers:
     def _lacking(self, request: Request) -> list[ShardView]:
         """Servers that have answered that they have got no request. The monitor must be held."""
         received = self._received[request.queue]
-        shards = [shard for shard in request.shards if shard.server in received]
-        return [shard for shard in shards if getattr(received[shard.server][0], "is_missing", False)]
+        absent = self._absent(request)
+        answered = [shard for shard in request.shards if shard not in absent]
+        return [shard for shard in answered if getattr(received[shard.server][0], "is_missing", False)]
+
+    def _restarted_of(self, request: Request) -> set[int]:
+        """Servers of a request that were restarted. The monitor must be held."""
+        return self._restarted & {shard.server for shard in request.shards}
 
     # Configuration, and servers that were restarted.
 
@@ -230,6 +235,8 @@ class Servers:
 
     def goes_on_with(self, server: int) -> bool:
         """See `Exchange.goes_on_with`."""
+        if all(shard.server != server for shard in self.shards):
+            return True  # It keeps nothing that it could have lost.
         with self._membership.monitor:
             if self._configurations:
                 self._restarted.add(server)
@@ -246,7 +253,8 @@ class Servers:
           What they keep.
         """
         with self._membership.monitor:
-            restarted, self._restarted = self._restarted, set()
+            restarted = self._restarted_of(request)  # Others are for the request that this one is part of.
+            self._restarted -= restarted
         shards = [shard for shard in self.shards if shard.server in restarted]
         if shards and request.queue != CONFIGURE:
             # They take no push before they have rank 0's state.

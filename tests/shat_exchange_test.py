@@ -378,6 +378,30 @@ class RetryTest(tf.test.TestCase):
         self.assertEqual(asked_at, [10.0, 30.0, 70.0, 180.0])
         self.assertEqual(pushed_at, [100.0 * step for step in range(5)])
 
+    def test_an_older_push_that_was_missing_says_nothing_about_this_one(self):
+        """Asked twice, a server tells twice that it lacks a push; the second time comes when the next was sent."""
+        num_sent = 0
+
+        def send(*args, **kwargs):
+            nonlocal num_sent
+            num_sent += 1
+            self.assertLessEqual(num_sent, 3)
+            received = worker.exchange._servers._received[PUSH]
+            received[1] = pb.Reply(session=1, sequence=num_sent - 1, is_missing=True), np.zeros(0, np.uint8)
+
+        def answer(seconds):
+            reply = pb.Reply(session=1, sequence=num_sent, num_workers=1)
+            worker.exchange._servers._received[PUSH][1] = reply, np.concatenate(payloads.join(packing.zeros()))
+
+        with _Threads(1, 1) as threads:
+            (worker,) = threads.workers
+            packing = worker.exchange.shards[0].packing
+            worker.exchange._membership.monitor = _Clock(answer)
+            with mock.patch.object(worker.exchange._membership, "send", send):
+                for step in range(3):
+                    worker.push(step, 1.0)
+        self.assertEqual(num_sent, 3)
+
 
 class SessionsTest(tf.test.TestCase):
     """What a server makes of workers that leave, come late, or are all started again."""
@@ -570,6 +594,40 @@ class RestartedServerTest(tf.test.TestCase):
             self.assertEqual(self._restart(threads, 0), [True])
             model, _ = worker.push(0, 1.0)
             self.assertAllEqual(model, np.full(_NUM_VALUES, 1.0 - _RATE, np.float32))
+
+    def test_another_one_is_initialized_again_that_was_restarted_meanwhile(self):
+        """While the first one is configured: the request that is under way is repeated to both."""
+        with _Threads(1, 2) as threads:
+            (worker,) = threads.workers
+            worker.exchange.state.configure(joins=False)
+            servers = worker.exchange._servers
+            receive, requests = servers.receive, []
+
+            def meanwhile(request):
+                requests.append(request)
+                if len(requests) == 2:
+                    self.assertEqual(self._restart(threads, 1), [True])
+                return receive(request)
+
+            self.assertEqual(self._restart(threads, 0), [True])
+            with mock.patch.object(servers, "receive", meanwhile):
+                worker.exchange.state.pull()
+            self.assertLen(requests, 3)
+            self.assertAllEqual(worker.variable, np.ones(_NUM_VALUES))
+            model, _ = worker.push(0, 1.0)
+            self.assertAllEqual(model, np.full(_NUM_VALUES, 1.0 - _RATE, np.float32))
+
+    def test_one_that_keeps_nothing_has_lost_nothing(self):
+        settings = dataclasses.replace(_SETTINGS, sharding="none")
+        with _Threads(1, 2, settings=[settings]) as threads:
+            (worker,) = threads.workers
+            worker.exchange.state.configure(joins=False)
+            self.assertEqual(self._restart(threads, 1), [True])
+            worker.push(0, 1.0)
+            self.assertEqual(self._restart(threads, 1), [True])
+            model, _ = worker.push(1, 1.0)
+            self.assertAllEqual(model, np.full(_NUM_VALUES, 1.0 - 2 * _RATE))
+            self.assertEqual(self._restart(threads, 0), [False])
 
 
 def _groups(server):
