@@ -509,6 +509,18 @@ class SettingsTest(tf.test.TestCase):
                 self.assertEqual(num_steps, num_runs * _NUM_STEPS)
         self.assertLen(list(pathlib.Path(directory).iterdir()), 1)
 
+    def test_a_snapshot_of_another_optimizer_is_refused(self):
+        directory = self.enterContext(tempfile.TemporaryDirectory())
+        snapshots = hop_tf.SnapshotOptions(directory=directory, every_seconds=1e6)
+
+        def train(make_optimizer):
+            cluster = _cluster(num_workers=1, num_ps=1, snapshots=snapshots)
+            cluster.run(lambda strategy: _trained(strategy, lambda: _make_linear(make_optimizer()))[0])
+
+        train(lambda: keras.optimizers.Lion(_RATE))
+        with self.assertRaisesRegex(MismatchError, "snapshot is of another optimizer.*: '_momentums' .* '_velocities'"):
+            train(lambda: keras.optimizers.Adam(_RATE))
+
     def test_public_names(self):
         self.assertEqual(shat.mixing_weight(7, 1), 1.0)
         self.assertIs(hop_tf.SHATParameterServerStrategy, shat.SHATParameterServerStrategy)

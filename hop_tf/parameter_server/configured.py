@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -41,8 +41,8 @@ class ConfiguredGroup:
         self.packing = Packing(
             [TensorSpec(p.name, tuple(p.shape), tf.as_dtype(p.dtype), p.is_carried) for p in configure.pieces]
         )
-        shard = Shard(self.packing, configure.optimizer, [piece.decays for piece in configure.pieces])
-        self.group = ServedGroup(shard, self.packing, Consistency.parse(configure.settings["consistency"]))
+        self._shard = Shard(self.packing, configure.optimizer, [piece.decays for piece in configure.pieces])
+        self.group = ServedGroup(self._shard, self.packing, Consistency.parse(configure.settings["consistency"]))
         self._encoding = Encoding(self.packing, wire.codec_from_json(configure.codec))
         self.waiting: list[int] = []
         self.retired: set[int] = set()
@@ -50,8 +50,18 @@ class ConfiguredGroup:
         self.signature = pb.Configure(pieces=configure.pieces).SerializeToString(deterministic=True)
 
     def restore(self, state: ShardState | None) -> None:
-        """Begins with the state of a snapshot, if there is one."""
+        """Begins with the state of a snapshot, if there is one.
+
+        Raises:
+          MismatchError: If it is of an optimizer that remembers something else.
+        """
         if state is not None:
+            slots = self._shard.slots()
+            if state.slots.keys() != slots.keys():
+                raise MismatchError(
+                    "the snapshot is of another optimizer. Remove it, or choose another directory. Received: "
+                    f"{_names(state.slots)} in the snapshot, {_names(slots)} in the optimizer."
+                )
             self.begin(state)
             self.is_under_way = True
 
@@ -96,6 +106,10 @@ class ConfiguredGroup:
     def view(self, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Buckets that were not encoded."""
         return Encoding.plain(self.packing).decode(parts)
+
+
+def _names(slots: Mapping[tuple[str, int | None], np.ndarray]) -> str:
+    return ", ".join(sorted({repr(name) for name, _ in slots})) or "nothing"
 
 
 def _fields(optimizer: str) -> dict[str, object]:
