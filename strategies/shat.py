@@ -62,7 +62,8 @@ class SHATParameterServerStrategy(ExchangeStrategy):
     0, when the workers are done; so does `python -m hop_tf serve`. A worker that dies is forgotten, and the others do
     not wait. One that is started again takes the servers' model and trains with the others (with `fit` and one
     optimizer). A server that is lost is an error on all workers. Started again, together with the workers, it goes on
-    from its last snapshot; started again before the first push, also without them, it is initialized again.
+    from its last snapshot; started again before the first push, also without them, it is initialized again. Where only
+    some servers find a snapshot, that is an error.
 
     When `fit` ends on a rank, its model, its moving statistics and its optimizer's slots become those of the servers at
     that moment: so `model.save` on the chief stores these. `synchronize(model)`, which all ranks call, gives all of

@@ -81,6 +81,8 @@ class Servers:
         self._configurations: dict[int, Sequence[np.ndarray]] = {}
         self._configuration_session = 0
         self._restarted: set[int] = set()
+        # Of each server that has answered what it keeps: whether that came from a snapshot.
+        self._is_under_way: dict[int, bool] = {}
         self._received: dict[str, Answers] = {queue: {} for queue in _ANSWERS}
         self._retry_seconds = _RETRY_SECONDS
         for queue in _ANSWERS:
@@ -231,7 +233,22 @@ class Servers:
             if answer.error:
                 error = MismatchError if answer.is_mismatch else HopError
                 raise error(f"rank {self._membership.rank}: {answer.error}")
+        self._is_under_way |= {server: answer.is_under_way for server, (answer, _) in answers.items()}
+        self._check_snapshots()
         return answers
+
+    def _check_snapshots(self) -> None:
+        """All servers have gone on from snapshots, or none has."""
+        with_snapshot, without = (
+            [f"ps {shard.index}" for shard in self.shards if self._is_under_way.get(shard.server) is is_under_way]
+            for is_under_way in (True, False)
+        )
+        if with_snapshot and without:
+            raise HopError(
+                f"rank {self._membership.rank}: {', '.join(with_snapshot)} went on from a snapshot, and "
+                f"{', '.join(without)} found none: the model would be one half trained, the other new. Start the job "
+                "again when the missing snapshots are in their directory, or remove the others to begin anew."
+            )
 
     def goes_on_with(self, server: int) -> bool:
         """See `Exchange.goes_on_with`."""

@@ -50,7 +50,7 @@ class GroupState:
 
         Raises:
           MismatchError: If another rank wants something else.
-          HopError: If a server cannot do it.
+          HopError: If a server cannot do it, or has found no snapshot where another one has.
         """
         context, optimizer, is_first = self._context, self._context.optimizer(), self._membership.rank == 0
         description = self._describe(has_state=is_first and not joins)

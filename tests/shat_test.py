@@ -11,7 +11,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import hop_tf
-from hop_tf.errors import ClusterConfigError, MismatchError
+from hop_tf.errors import ClusterConfigError, HopError, MismatchError
 from hop_tf.keras_hook import slots_of
 from hop_tf.strategies import shat
 from hop_tf.testing import InProcessCluster
@@ -508,6 +508,22 @@ class SettingsTest(tf.test.TestCase):
                 self.assertAllClose(weights, 1 - num_runs * _NUM_WORKERS * _RATE * total, rtol=1e-4, atol=1e-5)
                 self.assertEqual(num_steps, num_runs * _NUM_STEPS)
         self.assertLen(list(pathlib.Path(directory).iterdir()), 1)
+
+    def test_a_snapshot_that_one_server_lacks_is_an_error(self):
+        directory = self.enterContext(tempfile.TemporaryDirectory())
+        snapshots = hop_tf.SnapshotOptions(directory=directory, every_seconds=1e6)
+
+        def train(strategy):
+            return _trained(strategy, lambda: _make_model("sgd"))[0]
+
+        _cluster(num_ps=3, snapshots=snapshots, sharding="none").run(train)  # Two of them have nothing to keep.
+        (path,) = pathlib.Path(directory).iterdir()
+        _cluster(num_ps=3, snapshots=snapshots, sharding="none").run(train)
+        path.unlink()
+        _cluster(snapshots=snapshots).run(train)
+        next(pathlib.Path(directory).glob("ps_1_*")).unlink()
+        with self.assertRaisesRegex(HopError, "rank .: ps 0 went on from a snapshot, and ps 1 found none"):
+            _cluster(snapshots=snapshots).run(train)
 
     def test_a_snapshot_of_another_optimizer_is_refused(self):
         directory = self.enterContext(tempfile.TemporaryDirectory())
