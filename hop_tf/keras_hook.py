@@ -250,6 +250,12 @@ def constrain(optimizer: Any, variables: Sequence[tf.Variable]) -> None:
             variable.assign(constraint(variable.read_value()))
 
 
+def finalize(optimizer: Any) -> None:
+    """Gives an optimizer's variables the values with which `fit` ends: their averages, where it keeps these."""
+    inner = _innermost(optimizer)
+    inner.finalize_variable_values(inner._trainable_variables)
+
+
 def paths(optimizer: Any, variables: Sequence[tf.Variable]) -> list[str]:
     """Where each variable is in its model, for instance "sequential/dense/kernel"."""
     of_keras = _keras_variables(optimizer)

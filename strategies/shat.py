@@ -56,7 +56,8 @@ class SHATParameterServerStrategy(ExchangeStrategy):
     learning rate that the worker has (n workers make n updates in the time of one step). Gradients are clipped and
     accumulated on the worker, and those that loss scaling leaves out are not applied. The local step is that of the
     worker's optimizer; where that is SGD with momentum m, it is lr / (1 - m) times the gradient. Constraints apply to
-    the worker's model. `mixing=1/n`, a constant, is the robust choice with momentum, and for 16 workers and more.
+    the worker's model, in each step and when `fit` ends, not to the servers'. `mixing=1/n`, a constant, is the robust
+    choice with momentum, and for 16 workers and more.
 
     A script that is started on a task of type `ps` serves where it makes this strategy, and ends there, with exit code
     0, when the workers are done; so does `python -m hop_tf serve`. A worker that dies is forgotten, and the others do
@@ -151,6 +152,8 @@ class SHATParameterServerStrategy(ExchangeStrategy):
     def synchronize(self, model: keras.Model) -> None:
         """Gives `model` the servers' weights and its optimizer their slots; equal to the bit on all ranks afterwards.
 
+        With `use_ema`, the weights are the servers' averages, as at the end of `fit`.
+
         A collective: every rank calls it, between calls of `fit`. Floating-point weights that are not trained under
         this strategy are averaged.
 
@@ -169,7 +172,7 @@ class SHATParameterServerStrategy(ExchangeStrategy):
         weights = {id(weight.value) for weight in model.weights}
         for group in self._all_groups():
             if weights.issuperset(map(id, group.trained)) and self._is_current(group):
-                group.exchange.state.pull()
+                group.exchange.state.pull(finalizes=True)
 
     def _is_current(self, group: Group) -> bool:
         """Whether no other group has trained variables of this one since."""

@@ -8,7 +8,7 @@ from hop_tf import payloads
 from hop_tf.arguments import identity_of
 from hop_tf.collectives import BULK_LANE
 from hop_tf.errors import HopError
-from hop_tf.keras_hook import decays, num_updates, serialized_for_server, set_num_updates
+from hop_tf.keras_hook import constrain, decays, finalize, num_updates, serialized_for_server, set_num_updates
 from hop_tf.membership import Membership
 from hop_tf.parameter_server import parameter_server_pb2 as pb
 from hop_tf.parameter_server import wire
@@ -80,11 +80,12 @@ class GroupState:
             has_state=has_state,
         )
 
-    def pull(self, *, after_offers: bool = False) -> None:
-        """Takes over the servers' model and slots.
+    def pull(self, *, after_offers: bool = False, finalizes: bool = False) -> None:
+        """Takes over the servers' model, as the variables' constraints make it, and slots.
 
         Args:
           after_offers: Whether to take those that the servers have when rank 0 has made its offers of the session.
+          finalizes: Whether to take the averages of weights, where the optimizer keeps these, as `fit` does at its end.
 
         Blocks: until the servers have sent them; with `after_offers` also until rank 0 has called `tell_of_offers`, or
           the servers know that it will not.
@@ -107,7 +108,12 @@ class GroupState:
         for answer, _ in answers.values():
             if answer.error:
                 raise HopError(f"rank {self._membership.rank}: {answer.error}")
-        self._take_over(answers)
+        states = self._take_over(answers)
+        if (optimizer := self._context.optimizer()) is None:
+            return  # It was replaced, as by a new `compile`.
+        constrain(optimizer, self._context.trained)
+        if finalizes and any(state.iterations for state in states):  # There are no averages before.
+            finalize(optimizer)
 
     def _take_over(self, answers: Answers) -> list[ShardState]:
         """Assigns the servers' state to the variables."""

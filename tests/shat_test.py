@@ -357,6 +357,45 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
         for weights, expected in zip(found, train_model(make_model()), strict=True):
             self.assertAllClose(weights, expected, rtol=1e-4, atol=1e-5)
 
+    @parameterized.parameters(False, True)
+    @pytest.mark.stress(after=1)
+    def test_averages_of_weights_are_synchronized(self, scales_loss):
+        """Of the weights 1 - k lr after each of the pushes of both workers, as plain Keras has them for one."""
+        data = np.ones((_NUM_ROWS, 3), np.float32), np.zeros((_NUM_ROWS, 4), np.float32)
+
+        def make_model():
+            optimizer = keras.optimizers.SGD(_RATE, use_ema=True, ema_momentum=0.9)
+            return _make_linear(keras.optimizers.LossScaleOptimizer(optimizer, 1.0) if scales_loss else optimizer)
+
+        def train(strategy):
+            with strategy.scope():
+                untrained = make_model()
+            strategy.synchronize(untrained)
+            _, model = _trained(strategy, make_model, data=data)
+            strategy.synchronize(model)
+            return untrained.get_weights()[0], model.get_weights()[0]
+
+        expected = make_model()
+        _fit(expected, data, num_epochs=_NUM_WORKERS)
+        for untrained, weights in _cluster(num_ps=1).run(train):
+            self.assertAllEqual(untrained, np.ones((3, 4)))
+            self.assertAllClose(weights, expected.get_weights()[0], rtol=1e-4)
+
+    def test_constraints_hold_for_the_final_model(self):
+        """The servers' model has left what is allowed."""
+        data = np.ones((_NUM_ROWS, 3), np.float32), np.zeros((_NUM_ROWS, 4), np.float32)
+
+        def train(strategy):
+            make_model = lambda: _make_linear(keras.optimizers.SGD(1.0), kernel_constraint="non_neg")  # noqa: E731
+            _, model = _trained(strategy, make_model, data=data)
+            after_fit = model.get_weights()[0]
+            strategy.synchronize(model)
+            return after_fit, model.get_weights()[0]
+
+        for after_fit, synchronized in _cluster().run(train):
+            self.assertAllEqual(after_fit, np.zeros((3, 4)))
+            self.assertAllEqual(synchronized, np.zeros((3, 4)))
+
     def test_loss_scaling(self):
         """Gradients of 64 overflow until the scale is low enough; these are left out."""
         data = np.full((_NUM_ROWS, 3), 64, np.float32), np.zeros((_NUM_ROWS, 4), np.float32)
