@@ -48,7 +48,7 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--snapshot_dir", help="directory for snapshots, from which a server goes on that is started again")
-    add("--snapshot_seconds", type=float, default=60.0, help="longest time between two (default: %(default)s)")
+    add("--snapshot_seconds", type=float, help="longest time between two (default: 60.0)")
     add("--snapshot_pushes", type=int, help="most pushes between two (default: no limit)")
     add(
         "--timeout_seconds",
@@ -73,9 +73,9 @@ def _read_options(arguments: argparse.Namespace) -> tuple[CommunicationOptions, 
         tls_private_key=arguments.tls_private_key,
         tls_root_certificates=arguments.tls_root_certificates,
     )
-    snapshots = SnapshotOptions(
-        directory=arguments.snapshot_dir,
-        every_seconds=arguments.snapshot_seconds,
-        every_pushes=arguments.snapshot_pushes,
-    )
+    when = {"every_seconds": arguments.snapshot_seconds, "every_pushes": arguments.snapshot_pushes}
+    when = {name: value for name, value in when.items() if value is not None}
+    if when and arguments.snapshot_dir is None:
+        raise ValueError("--snapshot_seconds and --snapshot_pushes need --snapshot_dir: without it, none are written.")
+    snapshots = SnapshotOptions(directory=arguments.snapshot_dir, **when)
     return options, snapshots

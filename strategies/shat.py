@@ -80,7 +80,8 @@ class SHATParameterServerStrategy(ExchangeStrategy):
         layers; "none": the first server keeps everything. Default "memory".
       consistency: "async": no worker waits; "ssp:<s>": one that has pushed more than s times more often than the
         slowest one waits; "bsp": the mean of all workers' gradients is applied, then all are answered, and take that
-        model (alpha = 1): synchronous training with a parameter server. Default "async".
+        model (alpha = 1): synchronous training with a parameter server, with the learning rate of the lowest rank that
+        has pushed. Default "async".
       min_mixing: Least alpha of "shat" and "shat_root", from 0 to 1; None for 1 / n, without which two workers would
         never hear of each other. Default None.
       log_base: The base of the logarithm in Equation 4. Default e.

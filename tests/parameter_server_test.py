@@ -354,6 +354,9 @@ class SnapshotsTest(tf.test.TestCase):
         for options in ({"every_seconds": 0}, {"every_seconds": "1"}, {"every_pushes": 0}):
             with self.assertRaisesRegex(ValueError, f"`{next(iter(options))}` must be .*Received: "):
                 hop_tf.SnapshotOptions(directory="d", **options)
+        for options in ({"every_seconds": 5.0}, {"every_pushes": 9}):
+            with self.assertRaisesRegex(ValueError, "`directory` must be given"):
+                hop_tf.SnapshotOptions(**options)
 
 
 if __name__ == "__main__":

@@ -46,13 +46,15 @@ class ServeTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(
         ("--timeout_seconds=-1", "`timeout_seconds` must be"),
-        ("--snapshot_pushes=0", "`every_pushes` must be"),
+        ("--snapshot_dir=there --snapshot_pushes=0", "`every_pushes` must be"),
+        ("--snapshot_pushes=9", "need --snapshot_dir"),
+        ("--snapshot_seconds=60", "need --snapshot_dir"),
         ("--cluster_token_file=/none", "/none"),
         ("--tls_private_key=key.pem", "must be given together"),
         ("--unknown", "unrecognized arguments"),
     )
-    def test_refuses(self, argument, message):
-        code, output = _run(argument)
+    def test_refuses(self, arguments, message):
+        code, output = _run(*arguments.split())
         self.assertEqual(code, 2)
         self.assertIn(message, output)
 

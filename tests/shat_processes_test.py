@@ -47,7 +47,7 @@ def _run(snapshot_dir=None, num_epochs=_NUM_EPOCHS, step_seconds=0.02, synchroni
     """Trains on ones, so that each push takes `_RATE` off each weight: the number of pushes is in the weights."""
     os.environ["HOP_TF_STEP_SECONDS"] = str(step_seconds)
     strategy = hop_tf.SHATParameterServerStrategy(
-        snapshots=hop_tf.SnapshotOptions(directory=snapshot_dir, every_pushes=10),
+        snapshots=snapshot_dir and hop_tf.SnapshotOptions(directory=snapshot_dir, every_pushes=10),
         communication_options=hop_tf.CommunicationOptions(timeout_seconds=_TIMEOUT_SECONDS),
     )
     model = _model(strategy)

@@ -196,7 +196,7 @@ class ServedGroup:
         pushed = {worker: self._pushed.pop(worker) for worker in sorted(self._pushed)}
         applied = {worker: gradient for worker, gradient in pushed.items() if gradient.is_applied}
         if applied:
-            rate = next(iter(applied.values())).rate
+            rate = next(iter(applied.values())).rate  # Of several (bsp), the lowest rank's.
             self._shard.apply(_mean([gradient.buckets for gradient in applied.values()]), rate)
         self.num_pushes += len(applied)
         for worker, known in self._workers.items():

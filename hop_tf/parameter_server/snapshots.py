@@ -21,6 +21,7 @@ from hop_tf.parameter_server.group import ServedGroup
 from hop_tf.parameter_server.state import ShardState
 
 _MAGIC = b"hop_tf parameter server snapshot 1\n"
+_DEFAULT_SECONDS = 60.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,11 +35,11 @@ class SnapshotOptions:
       every_pushes: Most pushes between two; None for no limit. Default None.
 
     Raises:
-      ValueError: If a value is out of range.
+      ValueError: If a value is out of range, or one is given without a directory, where it would write nothing.
     """
 
     directory: str | os.PathLike | None = None
-    every_seconds: float = 60.0
+    every_seconds: float = _DEFAULT_SECONDS
     every_pushes: int | None = None
 
     def __post_init__(self):
@@ -47,6 +48,11 @@ class SnapshotOptions:
             raise ValueError(f"`every_seconds` must be a positive number. Received: every_seconds={seconds!r}.")
         if self.every_pushes is not None:
             check_integer("every_pushes", self.every_pushes, at_least=1)
+        if self.directory is None and (seconds, self.every_pushes) != (_DEFAULT_SECONDS, None):
+            raise ValueError(
+                "`directory` must be given with `every_seconds` and `every_pushes`: without it, no snapshots are "
+                f"written. Received: every_seconds={seconds!r}, every_pushes={self.every_pushes!r}."
+            )
 
 
 class Snapshots:
