@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import pathlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 
 def write_table(folder: str, name: str, titles: Sequence[str], rows: Iterable[Sequence]) -> None:
@@ -21,6 +21,29 @@ def write_table(folder: str, name: str, titles: Sequence[str], rows: Iterable[Se
         writer = csv.writer(file)
         writer.writerow(titles)
         writer.writerows(rows)
+
+
+@contextlib.contextmanager
+def table(folder: str | None, name: str, titles: Sequence[str]) -> Iterator[Callable[[Sequence], None]]:
+    """Yields `add(row)`, which writes a row to `<name>.csv` at once: what takes hours may be broken off.
+
+    Args:
+      folder: As of `write_table`; None to write nothing.
+      name: As there.
+      titles: As there.
+    """
+    if folder is None:
+        yield lambda row: None
+        return
+    with open(_path(folder, f"{name}.csv"), "w", newline="") as file:
+        writer = csv.writer(file)
+
+        def add(row: Sequence) -> None:
+            writer.writerow(row)
+            file.flush()
+
+        add(titles)
+        yield add
 
 
 @contextlib.contextmanager

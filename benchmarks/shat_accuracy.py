@@ -8,6 +8,7 @@ optimizer), and so is the weight; a worker is its model, and Algorithm 1.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import heapq
 import itertools
 import math
@@ -34,9 +35,12 @@ _CIFAR10 = flags.DEFINE_string(
 )
 _NUM_SAMPLES = flags.DEFINE_integer("num_samples", None, "So many of the data, at most. Default: all.")
 _MODELS_USED = flags.DEFINE_list("models", ["residual", "vgg"], "What is trained: residual, vgg, small.")
-_METHODS_USED = flags.DEFINE_list("methods", ["ensemble", "asp", "shat_root", "shat"], "Or a number: its weight.")
+_METHODS_USED = flags.DEFINE_list(
+    "methods", ["ensemble", "asp", "shat_root", "shat"], "Or inverse (1 / n), or a number."
+)
 _WORLD_SIZES = flags.DEFINE_list("world_sizes", ["2", "4", "8", "16"], "Numbers of workers.")
 _SLOWDOWNS = flags.DEFINE_list("slowdowns", ["1", "2", "10", "100"], "How much slower one worker is in `stragglers`.")
+_STRAGGLER_WORKERS = flags.DEFINE_integer("straggler_workers", None, "Of `stragglers`. Default: the most.", 1)
 _EPOCHS = flags.DEFINE_float("epochs", 5.0, "So many times as many samples as there are, of all workers.")
 _SEEDS = flags.DEFINE_integer("seeds", 3, "Trainings of each kind.", lower_bound=1)
 _BATCH_SIZE = flags.DEFINE_integer("batch_size", 32, "Samples of a push.", lower_bound=1)
@@ -71,18 +75,18 @@ class Trained:
       case: The training.
       times: When the server's model was evaluated, in steps of a worker.
       accuracies: Of the server's model then, on the test data.
-      workers: Mean accuracy of the workers' own models at the end.
+      workers: Mean accuracy of the workers' own models at the end; None where it was not measured.
     """
 
     case: Case
     times: Sequence[float]
     accuracies: Sequence[float]
-    workers: float
+    workers: float | None
 
     @property
     def accuracy(self) -> float:
         """What the method has to show for itself: for training alone there is no model but the workers'."""
-        return self.workers if self.case.method == "ensemble" else self.accuracies[-1]
+        return self.accuracies[-1] if self.workers is None else self.workers
 
 
 def run_accuracy(folder: str | None) -> None:
@@ -90,22 +94,19 @@ def run_accuracy(folder: str | None) -> None:
     data, trained = _load(), []
     print(f"\naccuracy, {_about(data)}; mean over {_SEEDS.value} seeds [best learning rate]")
     print(f"  {'model':10} {'workers':>7} " + " ".join(f"{method:>18}" for method in _METHODS_USED.value))
-    for model, num_workers in itertools.product(_MODELS_USED.value, map(int, _WORLD_SIZES.value)):
-        shown = []
-        for method in _METHODS_USED.value:
-            for rate, seed in itertools.product(map(float, _LEARNING_RATES.value), range(_SEEDS.value)):
-                trained.append(_train(Case(model, method, num_workers, rate, seed), data))
-            mean, rate = _best(trained, model, method, num_workers)
-            shown.append(f"{mean:10.4f} [{rate:g}]".rjust(18))
-        print(f"  {model:10} {num_workers:7} " + " ".join(shown), flush=True)
+    titles = ["model", "method", "workers", "learning rate", "seed", "accuracy", "server", "mean of workers"]
+    with results.table(folder, "shat_accuracy", titles) as add:
+        for model, num_workers in itertools.product(_MODELS_USED.value, map(int, _WORLD_SIZES.value)):
+            shown = []
+            for method in _METHODS_USED.value:
+                for rate, seed in itertools.product(map(float, _LEARNING_RATES.value), range(_SEEDS.value)):
+                    found = _train(Case(model, method, num_workers, rate, seed), data)
+                    trained.append(found)
+                    add((model, method, num_workers, rate, seed, found.accuracy, found.accuracies[-1], found.workers))
+                mean, rate = _best(trained, model, method, num_workers)
+                shown.append(f"{mean:10.4f} [{rate:g}]".rjust(18))
+            print(f"  {model:10} {num_workers:7} " + " ".join(shown), flush=True)
     if folder:
-        titles = ["model", "method", "workers", "learning rate", "seed", "accuracy", "server", "mean of workers"]
-        rows = [
-            (c.model, c.method, c.num_workers, c.rate, c.seed, t.accuracy, t.accuracies[-1], t.workers)
-            for t in trained
-            for c in [t.case]
-        ]
-        results.write_table(folder, "shat_accuracy", titles, rows)
         _draw_accuracy(folder, trained)
 
 
@@ -122,31 +123,26 @@ def _draw_accuracy(folder: str, trained: Sequence[Trained]) -> None:
 def run_stragglers(folder: str | None) -> None:
     """Figure 5."""
     data, trained = _load(), []
-    num_workers = max(map(int, _WORLD_SIZES.value))
+    num_workers = _STRAGGLER_WORKERS.value or max(map(int, _WORLD_SIZES.value))
     print(f"\none slow worker of {num_workers}, {_about(data)}; accuracy after as many pushes, and the time of these")
     print(f"  {'model':10} {'method':>10} " + " ".join(f"{'x' + text:>18}" for text in _SLOWDOWNS.value))
     methods = [method for method in _METHODS_USED.value if method != "ensemble"]
-    for model, method in itertools.product(_MODELS_USED.value, methods):
-        shown = []
-        for slowdown in map(float, _SLOWDOWNS.value):
-            cases = [
-                Case(model, method, num_workers, float(_LEARNING_RATES.value[0]), seed, slowdown)
-                for seed in range(_SEEDS.value)
-            ]
-            found = [_train(case, data) for case in cases]
-            trained += found
-            accuracy = np.mean([t.accuracy for t in found])
-            seconds = np.mean([t.times[-1] for t in found])
-            shown.append(f"{accuracy:.4f} {seconds:8.0f}".rjust(18))
-        print(f"  {model:10} {method:>10} " + " ".join(shown), flush=True)
+    rate = float(_LEARNING_RATES.value[0])
+    with results.table(folder, "shat_stragglers", ["model", "method", "slowdown", "seed", "time", "accuracy"]) as add:
+        for model, method in itertools.product(_MODELS_USED.value, methods):
+            shown = []
+            for slowdown in map(float, _SLOWDOWNS.value):
+                found = []
+                for seed in range(_SEEDS.value):
+                    found.append(_train(Case(model, method, num_workers, rate, seed, slowdown), data, _NUM_EVALUATIONS))
+                    for time, accuracy in zip(found[-1].times, found[-1].accuracies, strict=True):
+                        add((model, method, slowdown, seed, time, accuracy))
+                trained += found
+                accuracy = np.mean([t.accuracy for t in found])
+                seconds = np.mean([t.times[-1] for t in found])
+                shown.append(f"{accuracy:.4f} {seconds:8.0f}".rjust(18))
+            print(f"  {model:10} {method:>10} " + " ".join(shown), flush=True)
     if folder:
-        titles = ["model", "method", "slowdown", "seed", "time", "accuracy"]
-        rows = [
-            (t.case.model, t.case.method, t.case.slowdown, t.case.seed, time, accuracy)
-            for t in trained
-            for time, accuracy in zip(t.times, t.accuracies, strict=True)
-        ]
-        results.write_table(folder, "shat_stragglers", titles, rows)
         _draw_stragglers(folder, trained)
 
 
@@ -179,16 +175,17 @@ def _about(data: tuple[_Part, _Part]) -> str:
 # A training on a virtual clock.
 
 
-def _train(case: Case, data: tuple[_Part, _Part]) -> Trained:
+def _train(case: Case, data: tuple[_Part, _Part], num_evaluations: int = 1) -> Trained:
+    shape = data[0][0].shape[1:]
+    problem = _problem(case.model, shape)
     keras.utils.set_random_seed(case.seed)
-    model = _MODELS[case.model](data[0][0].shape[1:])
-    problem = _Problem(model)
-    group = problem.make_group(case.num_workers)
-    settings = _settings(case.method)
+    initial = problem.values_of(_MODELS[case.model](shape))
+    group = problem.make_group(case.num_workers, initial)
+    settings = _settings(case)
     num_pushes = int(_EPOCHS.value * len(data[0][0]) / _BATCH_SIZE.value)
-    evaluations = {num_pushes * (k + 1) // _NUM_EVALUATIONS for k in range(_NUM_EVALUATIONS)}
+    evaluations = {num_pushes * (k + 1) // num_evaluations for k in range(num_evaluations)}
     batches = [_batches(data[0], rank, case) for rank in range(case.num_workers)]
-    weights = [problem.initial] * case.num_workers
+    weights = [initial] * case.num_workers
     sequences = [0] * case.num_workers
     times, accuracies = [], []
     for number, (now, rank) in zip(range(1, num_pushes + 1), _turns(case), strict=False):
@@ -201,8 +198,10 @@ def _train(case: Case, data: tuple[_Part, _Part]) -> Trained:
         if number in evaluations:
             times.append(now)
             accuracies.append(problem.accuracy(answer.buckets[0], data[1]))
-    ends = [problem.accuracy(each, data[1]) for each in weights] if case.method == "ensemble" else accuracies[-1:]
-    return Trained(case, times, accuracies, float(np.mean(ends)))
+    workers = None
+    if case.method == "ensemble":
+        workers = float(np.mean([problem.accuracy(each, data[1]) for each in weights]))
+    return Trained(case, times, accuracies, workers)
 
 
 def _turns(case: Case) -> Iterator[tuple[float, int]]:
@@ -228,8 +227,10 @@ def _batches(part: _Part, rank: int, case: Case) -> Iterator[_Part]:
             yield x[chosen], y[chosen]
 
 
-def _settings(method: str) -> ShatSettings:
-    mixing = float(method) if method.replace(".", "", 1).isdigit() else method
+def _settings(case: Case) -> ShatSettings:
+    mixing = 1 / case.num_workers if case.method == "inverse" else case.method
+    if case.method.replace(".", "", 1).isdigit():
+        mixing = float(case.method)
     return ShatSettings(
         mixing=mixing,
         sharding="none",
@@ -240,24 +241,32 @@ def _settings(method: str) -> ShatSettings:
     )
 
 
+@functools.cache
+def _problem(model: str, shape: Sequence[int]) -> _Problem:
+    """Traced once for all trainings."""
+    return _Problem(_MODELS[model](shape))
+
+
 class _Problem:
     """A model as functions of one vector."""
 
     def __init__(self, model: keras.Model):
         self._model = model
-        variables = [variable.value for variable in model.trainable_variables]
-        self._packing = Packing([spec_of(variable) for variable in variables])
-        self.initial = self._packing.pack([variable.read_value() for variable in variables])[0].numpy()
+        self._packing = Packing([spec_of(variable.value) for variable in model.trainable_variables])
         self._loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         self._gradient = tf.function(self._emit_gradient, reduce_retracing=True)
         self._predict = tf.function(self._emit_predict, reduce_retracing=True)
 
-    def make_group(self, num_workers: int) -> ServedGroup:
-        """A server that begins with the model."""
+    def values_of(self, model: keras.Model) -> np.ndarray:
+        """What a model of that kind has now."""
+        return self._packing.pack([variable.value.read_value() for variable in model.trainable_variables])[0].numpy()
+
+    def make_group(self, num_workers: int, initial: np.ndarray) -> ServedGroup:
+        """A server that begins with these values."""
         optimizer = serialized_for_server(keras.optimizers.SGD(0.1, momentum=_MOMENTUM.value))
         shard = Shard(self._packing, optimizer, [True] * len(self._packing.specs))
         group = ServedGroup(shard, self._packing, Asynchronous())
-        group.assign(ShardState([self.initial]))
+        group.assign(ShardState([initial]))
         group.begin_session(range(num_workers))
         return group
 
