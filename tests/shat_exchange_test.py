@@ -1,5 +1,6 @@
 """Workers and servers of SHAT without training: threads over a network that breaks, and a virtual clock."""
 
+import collections
 import contextlib
 import dataclasses
 import random
@@ -14,6 +15,7 @@ import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
+from hop_tf import membership as membership_module
 from hop_tf import payloads
 from hop_tf.buffers import BufferPool
 from hop_tf.carried import CarriedChanges
@@ -26,6 +28,7 @@ from hop_tf.packing import Packing, TensorSpec
 from hop_tf.parameter_server import parameter_server_pb2 as pb
 from hop_tf.parameter_server import server as server_module
 from hop_tf.parameter_server.configured import ConfiguredGroup
+from hop_tf.parameter_server.group import ServedGroup
 from hop_tf.parameter_server.server import PUSH, REPLY, ParameterServer
 from hop_tf.replica_state import spec_of
 from hop_tf.simulate import VirtualCluster
@@ -99,10 +102,10 @@ class _Lossy(InProcessTransport):
 
     def send(self, peer, queue, *args, **kwargs):
         fate = self._random.random() if queue == PUSH or queue.endswith(REPLY) else 1.0
-        if fate < 0.1:
+        if fate < 0.02:
             return
         super().send(peer, queue, *args, **kwargs)
-        if fate < 0.2:
+        if fate < 0.12:
             super().send(peer, queue, *args, **kwargs)
 
 
@@ -218,13 +221,36 @@ class ExactlyOnceTest(tf.test.TestCase, parameterized.TestCase):
                 (configured,) = server._groups.values()
                 self.assertEqual(configured.group.num_pushes, num_workers * num_pushes)
 
-    @parameterized.parameters(15, 60)
+    @parameterized.parameters(150, 3400)
     @pytest.mark.stress(after=1)
     def test_messages_that_are_lost_or_repeated(self, num_pushes):
-        with mock.patch.object(shat_servers, "_RETRY_SECONDS", 0.05), _Threads(3, 2, _Lossy) as threads:
+        """Each push is asked for, sent again and dropped where it is there, as it happens, and applied once."""
+        num_workers, num_servers = 3, 2
+        counts = collections.Counter()
+        push = ServedGroup.push
+
+        def counted(group, worker, gradient):
+            known = group._workers[worker].sequence
+            counts["asked for" if gradient.buckets is None else "new" if gradient.sequence > known else "again"] += 1
+            answers = push(group, worker, gradient)
+            counts["missing"] += sum(answer.is_missing for answer in answers)
+            return answers
+
+        with (
+            mock.patch.object(shat_servers, "_RETRY_SECONDS", 0.01),
+            mock.patch.object(
+                membership_module, "_LIVENESS_PERIOD_SECONDS", 0.01
+            ),  # How soon a retry is seen to be due.
+            mock.patch.object(ServedGroup, "push", counted),
+            _Threads(num_workers, num_servers, _Lossy) as threads,
+        ):
             total = _train(threads, num_pushes)
             threads.workers[0].exchange.state.pull()
             self.assertAllEqual(threads.workers[0].variable, np.full(_NUM_VALUES, 1.0 - total))
+            for server in threads.servers:
+                self.assertEqual(_pushes(server), num_workers * num_pushes)
+        for what in ("new", "again", "asked for", "missing"):
+            self.assertGreater(counts[what], 0, counts)
 
 
 class ConfigureTest(tf.test.TestCase, parameterized.TestCase):
