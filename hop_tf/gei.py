@@ -157,7 +157,8 @@ class GEIMatrix:
         self.start(iteration)
         row = self._rows.get(iteration)
         if row is not None and row.add(rank, colayer, num_pieces):
-            self._completed[rank] = max(self._completed.get(rank, iteration), iteration)
+            if rank in self._completed:  # Else it is a late one of a rank that has ended.
+                self._completed[rank] = max(self._completed[rank], iteration)
             self._free()
         return True
 
@@ -177,6 +178,10 @@ class GEIMatrix:
         """No row is kept for the sake of this rank any more: it has ended."""
         self._completed.pop(rank, None)
         self._free()
+
+    def include(self, rank: int) -> None:
+        """From now on rows are kept for the sake of this rank again: it has joined."""
+        self._completed.setdefault(rank, _NONE)
 
     def snapshot(self) -> Snapshot:
         """What another matrix needs to know of this one. See `absorb`."""

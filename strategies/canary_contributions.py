@@ -87,6 +87,13 @@ class Contributions:
                     self._replica.gei.exclude(rank)
             self._look_again()
 
+    def admit(self, rank: int) -> None:
+        """A rank joins: it counts again, and its next departure is news."""
+        self._known_departed.discard(rank)
+        with self._replica.lock:
+            self._replica.gei.include(rank)
+        self._look_again()
+
     def move(self, k: int) -> Layout:
         """From iteration k on, this rank contributes to the layout among those that take part."""
         before = self.layout

@@ -251,6 +251,7 @@ class CanaryExchange(Exchange, Joiner):
 
     def admit(self, rank: int, step: int) -> int:
         self._peers.begin_life(rank)
+        self._contributions.admit(rank)
         if self._membership.rank in self._peers.done:  # Those that were told were others.
             self._threads[0].put(functools.partial(self._contributions.tell_newcomer_of_end, rank))
         return self._iteration

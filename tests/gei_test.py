@@ -86,7 +86,10 @@ class ThresholdsTest(tf.test.TestCase, parameterized.TestCase):
 
 class InvariantsTest(tf.test.TestCase):
     def test_random_schedules(self):
-        """Pieces come in any order, but for those of one rank and place; some come twice; iterations are left out."""
+        """Pieces come in any order, but for those of one rank and place; some come twice; iterations are left out.
+
+        Ranks end, of which some pieces come later, and join again.
+        """
         for seed in range(_NUM_SCHEDULES):
             self._check(np.random.default_rng([9, seed]), f"seed {seed}")
 
@@ -99,8 +102,13 @@ class InvariantsTest(tf.test.TestCase):
             for place in range(num_places):
                 repeated = np.repeat(made, rng.integers(1, 3, size=made.size))
                 lanes[rank, place] = [(int(i), z) for i in repeated for z in range(k)]
-        merged = set()
+        merged, counting = set(), set(range(n))
         while lanes:
+            if rng.random() < 0.1:
+                ends = rng.random() < 0.6
+                changed = int(rng.integers(n))
+                (matrix.exclude if ends else matrix.include)(changed)
+                (counting.discard if ends else counting.add)(changed)
             rank, place = key = list(lanes)[rng.integers(len(lanes))]
             if not lanes[key]:
                 del lanes[key]
@@ -111,6 +119,8 @@ class InvariantsTest(tf.test.TestCase):
             assert is_new == (piece not in merged), seed
             merged.add(piece)
             assert len(matrix) <= max_rows, seed
+            slowest = min((matrix.completed(each) for each in counting), default=matrix.newest)
+            assert all(row >= slowest for row in matrix.matrix()), seed
             # The latest bit, and, so that schedules stay cheap, all the others now and then.
             rows = matrix.matrix() if rng.random() < 0.1 else {iteration: matrix.row_vector(iteration)}
             for row, elements in rows.items():
