@@ -37,9 +37,9 @@ class CommunicationOptions:
         that port cannot be reached, as with "grpc"), or "grpc", over gRPC on the address of the cluster description,
         which costs about three times the processor time. Ranks may differ. Default "tcp".
       interfaces: Addresses of this machine, one for each network interface that arrays are to travel on: connections of
-        the first bulk lane come from and go to the first one, and so on. As many on all ranks; for `data_plane` "tcp"
-        without TLS. Default None: those in the environment variable HOP_TF_INTERFACES, separated by commas, if there
-        are any.
+        the first bulk lane come from and go to the first one, and so on. No two alike; as many on all ranks; for
+        `data_plane` "tcp" without TLS. Default None: those in the environment variable HOP_TF_INTERFACES, separated by
+        commas, if there are any.
       bandwidth_bits_per_second: Rate of this rank's link, as far as it is known. Where round trips are long, the parts
         of an all-reduce travel over as many connections as it takes to fill it: one has at most some 3 MiB under way.
         Too high a rate makes congestion, and too low a one leaves a part of the link unused. Ranks may differ. Default
@@ -180,6 +180,11 @@ def _checked_interfaces(interfaces: Sequence[str] | None) -> tuple[str, ...] | N
         raise ValueError(rule) from error
     if not addresses:
         raise ValueError(rule)
+    if len(set(addresses)) < len(addresses):
+        raise ValueError(
+            "`interfaces` must be different addresses: lanes that share an interface share its rate. "
+            f"Received: interfaces={interfaces!r}."
+        )
     return addresses
 
 

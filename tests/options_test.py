@@ -76,6 +76,11 @@ class InterfacesTest(parameterized.TestCase):
         with self.assertRaisesRegex(error, "`interfaces` must be addresses of this machine, at least one. Received: "):
             CommunicationOptions(interfaces=interfaces)
 
+    @parameterized.parameters((["127.0.0.1", "127.0.0.1"],), (["fe80::1", "10.0.0.1", "FE80:0::1"],))
+    def test_refuses_two_lanes_on_one_interface(self, interfaces):
+        with self.assertRaisesRegex(ValueError, "`interfaces` must be different addresses: .*Received: interfaces="):
+            CommunicationOptions(interfaces=interfaces)
+
     def test_only_plain_sockets_have_them(self):
         with self.assertRaisesRegex(ValueError, "`interfaces` must be None with TLS or data_plane='grpc'"):
             CommunicationOptions(interfaces=["10.0.0.1"], data_plane="grpc")
