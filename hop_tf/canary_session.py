@@ -64,6 +64,7 @@ class CanarySession:
     ):
         check_integer("world_size", world_size, at_least=1)
         check_integer("num_colayers", num_colayers, at_least=1)
+        gei.check_min_colayers(min_colayers, num_colayers)
         self._network = get_network(network)
         self._network.check_world_size(world_size)
         self._thresholds = gei.Thresholds(max_staleness, num_colayers if min_colayers is None else min_colayers)

@@ -56,6 +56,18 @@ def check_proportion(proportion: int, threshold: int) -> bool:
     return proportion >= threshold
 
 
+def check_min_colayers(min_colayers: int | None, num_colayers: int) -> None:
+    """Raises ValueError unless `min_colayers` is None, or a threshold p that can be reached: at most k."""
+    if min_colayers is None:
+        return
+    check_integer("min_colayers", min_colayers, at_least=0)
+    if min_colayers > num_colayers:
+        raise ValueError(
+            f"`min_colayers` must be at most `num_colayers`: no more can leave. Received: min_colayers={min_colayers}, "
+            f"num_colayers={num_colayers}."
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class Thresholds:
     """When a rank is overtime, and what has not left by then is dropped.

@@ -31,7 +31,7 @@ from hop_tf import codecs, colayers
 from hop_tf.arguments import check_choice, check_integer, identity_of
 from hop_tf.collectives import AllReduce, Network, get_network
 from hop_tf.exchange import Exchange
-from hop_tf.gei import Thresholds
+from hop_tf.gei import Thresholds, check_min_colayers
 from hop_tf.keras_hook import constrain, ema_overwrite_frequency, learning_rate, loss_scale, weight_decays
 from hop_tf.options import CommunicationOptions
 from hop_tf.packing import Packing
@@ -82,9 +82,10 @@ class CanaryStrategy(ExchangeStrategy):
       consistency: As above. Default "ssp".
       max_staleness: s, in iterations; at least 0. Of no matter to "bsp", nor is `min_colayers`. Default 16.
       min_colayers: p: from so many colayers on that have left, the others may follow, however late; 0 is "async".
-        Default None: all colayers.
+        Default None: all colayers. At most `num_colayers`; fewer colayers, if a model has only these, suffice.
       num_colayers: k, the most colayers that variables are bundled into, at least 1. Default 10.
-      codec: What is sent is encoded with this: a `hop_tf.codecs.Codec`, or a name; None: as it is. Default "sketch".
+      codec: What is sent is encoded with this: a `hop_tf.codecs.Codec`, or a name; None: as it is. `codecs.TopK` takes
+        consistency="bsp" and error feedback: else what it does not select would be lost. Default "sketch".
       sync_interval: In so many iterations, every piece of the weights becomes the mean of that of all ranks once, which
         evens out what rounding, or a change on one rank only, has done; at least 1, or None: never. Default 50. Without
         meaning for "bsp".
@@ -134,8 +135,12 @@ class CanaryStrategy(ExchangeStrategy):
         check_choice("on_peer_loss", on_peer_loss, (None, "raise", "continue"))
         check_integer("num_colayers", num_colayers, at_least=1)
         check_integer("max_staleness", max_staleness, at_least=0)
-        if min_colayers is not None:
-            check_integer("min_colayers", min_colayers, at_least=0)
+        check_min_colayers(min_colayers, num_colayers)
+        if min_colayers and consistency == "async":
+            raise ValueError(
+                "`min_colayers` must be None or 0 with consistency='async', which drops nothing. "
+                f"Received: min_colayers={min_colayers}."
+            )
         if sync_interval is not None:
             check_integer("sync_interval", sync_interval, at_least=1)
         if low_rank is not None:
@@ -149,6 +154,8 @@ class CanaryStrategy(ExchangeStrategy):
             raise ValueError(
                 "`on_peer_loss` must be 'raise' or None with consistency='bsp'. Received: on_peer_loss='continue'."
             )
+        codec = codecs.get(codec)
+        _check_codec(codec, consistency)
         options = communication_options or CommunicationOptions()
         if interfaces is not None:
             options = dataclasses.replace(options, interfaces=interfaces)
@@ -159,7 +166,7 @@ class CanaryStrategy(ExchangeStrategy):
             max_staleness=int(max_staleness),
             min_colayers=min_colayers,
             num_colayers=int(num_colayers),
-            codec=codecs.get(codec),
+            codec=codec,
             sync_interval=sync_interval,
             low_rank=low_rank,
             on_peer_loss=on_peer_loss or ("raise" if consistency == "bsp" else "continue"),
@@ -223,6 +230,15 @@ class CanaryStrategy(ExchangeStrategy):
         buckets, _ = group.take(group.step.read_value(), segment)
         _assign(group, group.exchange.parts[segment].unpack(buckets))
         constrain(group.optimizer(), group.trained)
+
+
+def _check_codec(codec: codecs.Codec, consistency: str) -> None:
+    """Raises ValueError if gradients would be lost: without "bsp", who sums up a piece, and keeps the rest, changes."""
+    if isinstance(codec, codecs.TopK) and not (codec.error_feedback and consistency == "bsp"):
+        raise ValueError(
+            "`codec` must send something for every value, unless consistency='bsp' and error_feedback=True: what is "
+            f"not selected would be lost. Received: codec={codec!r}, consistency={consistency!r}."
+        )
 
 
 def _check_interfaces(options: CommunicationOptions, network: Network) -> None:

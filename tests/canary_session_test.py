@@ -118,6 +118,10 @@ class CanarySessionTest(TransportTestMixin, tf.test.TestCase, parameterized.Test
         with self.assertRaisesRegex(ValueError, message):
             session.all_reduce(np.zeros(1), **arguments)
 
+    def test_refuses_a_threshold_out_of_reach(self):
+        with self.assertRaisesRegex(ValueError, "`min_colayers` must be at most.* min_colayers=3, num_colayers=2."):
+            hop_tf.CanarySession(self.start(1)[0], 1, num_colayers=2, min_colayers=3)
+
 
 if __name__ == "__main__":
     tf.test.main()

@@ -10,6 +10,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import hop_tf
+from hop_tf import codecs
 from hop_tf.testing import InProcessCluster
 
 _OPTIONS = hop_tf.CommunicationOptions(timeout_seconds=60)
@@ -115,9 +116,10 @@ class SynchronousTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllEqual(last, results[0][1])
             self.assertEqual(report["steps"], _NUM_STEPS)
 
-    def test_sketched(self):
+    @parameterized.parameters("sketch", codecs.TopK(ratio=0.8, error_feedback=True))
+    def test_lossy(self, codec):
         """Nearly the same, and equal to the bit on all ranks."""
-        results = _cluster(2, consistency="bsp").run(lambda strategy: _train(strategy, _momentum))
+        results = _cluster(2, consistency="bsp", codec=codec).run(lambda strategy: _train(strategy, _momentum))
         self.assertAllEqual(results[0][0], results[1][0])
         self.assertAllClose(results[0][1], _expected(_momentum)[-1], atol=0.02)
 
@@ -289,6 +291,20 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
         ({"consistency": "sync"}, "`consistency` must be one of ssp, async, bsp. Received: consistency='sync'."),
         ({"max_staleness": -1}, "`max_staleness` must be an integer of at least 0. Received: max_staleness=-1."),
         ({"min_colayers": 0.5}, "`min_colayers` must be an integer of at least 0. Received: min_colayers=0.5."),
+        (
+            {"min_colayers": 11},
+            "`min_colayers` must be at most `num_colayers`.* Received: min_colayers=11, num_colayers=10.",
+        ),
+        (
+            {"consistency": "async", "min_colayers": 5},
+            "`min_colayers` must be None or 0 with consistency='async'.* Received: min_colayers=5.",
+        ),
+        ({"codec": "top_k"}, "`codec` must send something for every value, unless.*TopK.* consistency='ssp'."),
+        (
+            {"codec": codecs.TopK(error_feedback=True), "consistency": "async"},
+            "`codec` must send something.* consistency='async'.",
+        ),
+        ({"codec": "top_k", "consistency": "bsp"}, "`codec` must send something.*error_feedback=False.*'bsp'."),
         ({"num_colayers": 0}, "`num_colayers` must be an integer of at least 1. Received: num_colayers=0."),
         ({"sync_interval": 0}, "`sync_interval` must be an integer of at least 1. Received: sync_interval=0."),
         ({"low_rank": 0, "consistency": "bsp"}, "`low_rank` must be an integer of at least 1. Received: low_rank=0."),
