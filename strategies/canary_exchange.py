@@ -167,7 +167,8 @@ class CanaryExchange(Exchange, Joiner):
         self.replica.begin(weights)
         if self._has_joined:  # What the others have merged since they gave these weights is missing.
             k = int(self.start_step)
-            self._pulling.pull(self._contributions.move(k), k)
+            self._contributions.move(k)
+            self._pulling.pull(k)
         for thread in self._threads:
             thread.open()
 
@@ -211,7 +212,7 @@ class CanaryExchange(Exchange, Joiner):
     def _end_iteration(self, k: int) -> Incoming:
         """Steps 5 and 6: the weights as they are, and how far ahead others are."""
         if self._is_dropping:
-            self._pulling.pull(self._contributions.layout, k)
+            self._pulling.pull(k)
         with self.replica.lock:
             target = max(k + 1, self.replica.gei.newest)
             self.replica.gei.start(target)

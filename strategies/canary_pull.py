@@ -10,7 +10,6 @@ from __future__ import annotations
 import numpy as np
 
 from hop_tf.membership import Membership
-from hop_tf.strategies.canary_layout import Layout
 from hop_tf.strategies.canary_messages import Channel, Kind
 from hop_tf.strategies.canary_peers import Peers
 from hop_tf.strategies.canary_replica import Replica
@@ -40,22 +39,26 @@ class Pulling:
         self._state: np.ndarray | None = None
         self.num_pulls = self.num_in_vain = 0
 
-    def pull(self, layout: Layout, step: int) -> None:
+    def pull(self, step: int) -> None:
         """Takes the state of the fastest rank, if it may be taken.
 
-        Blocks: until that rank has answered, which takes no computation of it; or it has left.
+        Blocks: until that rank has answered, which takes no computation of it; or it has left, and be it that another
+          process has taken its place since.
 
         Raises:
           HopError: As `Membership.wait` does.
         """
         for _ in range(_MAX_ATTEMPTS):
             with self._membership.monitor:
-                self._state, fastest = None, self._peers.fastest()
+                # The ranks that take part may have changed since this one has last contributed.
+                self._state, fastest, key = None, self._peers.fastest(), self._peers.present_key()
             if fastest is None:
                 break
-            self._channel.send(fastest, self._channel.note(Kind.PULL, layout.key))
+            self._channel.send(fastest, self._channel.note(Kind.PULL, key))
             self._membership.wait(
-                lambda rank=fastest: [rank] if self._state is None and self._peers.is_present(rank) else [],
+                lambda rank=fastest, key=key: (
+                    [rank] if self._state is None and self._peers.key_of(rank) == key[rank] else []
+                ),
                 operation="pull the state",
                 step=step,
             )

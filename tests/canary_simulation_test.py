@@ -309,18 +309,41 @@ class DepartureTest(tf.test.TestCase):
         """Rank 0 has ended before rank 1 joins again; it has told the process that was there before."""
         job = Job("mesh", 2, np.ones((2, 1)), np.zeros((2, 1, _NUM_VALUES)))
 
-        def rejoin(rank):
-            if rank == 1:
-                job.cluster.scheduler.sleep(5.0)
-                job.cluster.memberships[1].life = 1
-                job.exchanges[1].reset(1)
-                self.assertTrue(job.cluster.memberships[0].readmit(1, session=1, life=1))
-                job.exchanges[0].admit(1, 0)
-
         take_steps = job.take_steps
-        job.take_steps = lambda rank, exchange: (rejoin(rank), take_steps(rank, exchange))
+        job.take_steps = lambda rank, exchange: (self._rejoin(job, 5.0) if rank else None, take_steps(rank, exchange))
         job.run()
         self.assertEqual(sorted(job.finals), [0, 1])
+
+    def _rejoin(self, job, seconds):
+        """After so many seconds another process takes the place of rank 1, of two."""
+        job.cluster.scheduler.sleep(seconds)
+        job.cluster.memberships[1].life = 1
+        job.exchanges[1].reset(1)
+        self.assertTrue(job.cluster.memberships[0].readmit(1, session=1, life=1))
+        job.exchanges[0].admit(1, 0)
+
+    def test_a_state_is_pulled_of_a_rank_that_has_joined_within_the_iteration(self):
+        """Though that rank takes nothing that is meant for the process before it."""
+        job = Job("mesh", 2, np.ones((2, 10)), np.zeros((2, 10, _NUM_VALUES)), thresholds=Thresholds(0, 2))
+        first, states = job.take_steps, []
+
+        def take_steps(rank, exchange):
+            if rank == 1:
+                self._rejoin(job, 0.5)
+                return first(rank, exchange)
+            adopt = exchange.replica.adopt
+            exchange.replica.adopt = lambda state: (states.append(state), adopt(state))[1]
+            whole, empty = np.zeros(exchange.parts[-1].sizes[0], np.float32), np.empty(0, np.float32)
+            exchange.step(Outgoing(0, exchange.start_segment, (whole,)))
+            for colayer, part in enumerate(exchange.parts[: len(_MEMBERS)]):
+                exchange.step(Outgoing(0, colayer, (whole[: part.sizes[0]],)))
+                job.cluster.scheduler.sleep(5.0)  # Rank 1 is ahead then.
+            step = 1 + exchange.step(Outgoing(0, exchange.merge_segment, (empty,))).num_skipped
+            return exchange.step(Outgoing(step, exchange.finish_segment, (empty,)))
+
+        job.take_steps = take_steps
+        job.run()
+        self.assertNotEmpty(states)
 
     def test_a_new_session_waits_for_what_is_being_worked_on(self):
         """It is of the old one, and changes nothing of the new one."""
