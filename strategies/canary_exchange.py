@@ -305,7 +305,9 @@ class CanaryExchange(Exchange, Joiner):
           no more can come; `contributions_late`: pieces that ranks which have left had sent, and that came when nobody
           waited for them any more; `pulls` of another rank's state, and `pulls_in_vain`; `messages_merged`, and
           `duplicates`, which were not; `blends` of pieces; `gei_rows` and `layouts` that are kept; `inbox_bytes` that
-          are to be merged; and `inbox_waits`: iterations that began late as such an inbox was full, here or elsewhere.
+          are to be merged; `inbox_waits`: iterations that began late as such an inbox was full, here or elsewhere; and
+          `window_waits`: those that began late as too many of this rank's own had not come back merged: four, and one
+          for each message on the longest way to a root.
         """
         with self.replica.lock:
             gei, num_duplicates = self.replica.gei, self.replica.num_duplicates
@@ -326,6 +328,7 @@ class CanaryExchange(Exchange, Joiner):
             "layouts": len(self.replica.layouts()),
             "inbox_bytes": sum(thread.num_bytes for thread in self._threads),
             "inbox_waits": self._pacing.num_waits,
+            "window_waits": self._pacing.num_window_waits,
         }
 
     def close(self) -> None:

@@ -26,6 +26,7 @@ class Pacing:
 
     Attributes:
       num_waits: Iterations that began late as an inbox was full.
+      num_window_waits: Iterations that began late as too many own ones were under way.
     """
 
     def __init__(
@@ -42,15 +43,13 @@ class Pacing:
         self._contributions = contributions
         self._threads = threads
         self._window = _WINDOW + depth
-        self.num_waits = 0
+        self.num_waits = self.num_window_waits = 0
 
     def wait_for_window(self, k: int) -> None:
         """Bounds what is under way: waits for communication, though for nobody's computation."""
-        self._membership.wait(
-            lambda: self._others(self._contributions.late_roots(self._window)),
-            operation="receive what was merged",
-            step=k,
-        )
+        with self._monitor:
+            self.num_window_waits += bool(self._late_roots())
+        self._membership.wait(self._late_roots, operation="receive what was merged", step=k)
 
     def wait_for_room(self, k: int) -> None:
         """Waits while a rank, or this one, has received more than it may keep: its threads wait for no computation."""
@@ -78,6 +77,9 @@ class Pacing:
         self._contributions.look_at_departures()
         late = [rank for rank in self._peers.present() if rank not in self._peers.done]
         return late or self._others(self._contributions.unsettled_roots())
+
+    def _late_roots(self) -> list[int]:
+        return self._others(self._contributions.late_roots(self._window))
 
     def _others(self, ranks: set[int]) -> list[int]:
         return sorted(ranks - {self._membership.rank})

@@ -366,7 +366,7 @@ class DepartureTest(tf.test.TestCase):
         job.run()
 
 
-class InboxTest(tf.test.TestCase):
+class InboxTest(tf.test.TestCase, parameterized.TestCase):
     def _largest(self, inbox_bytes):
         """The most that rank 0, which merges slowly, had in its inbox, and the job. It is no piece's root."""
         sizes = []
@@ -395,6 +395,18 @@ class InboxTest(tf.test.TestCase):
         largest, job = self._largest(inbox_bytes=10**6)
         self.assertGreater(largest, 20_000)
         self.assertEqual([job.counters[rank]["inbox_waits"] for rank in range(5)], [0] * 5)
+
+    @parameterized.parameters((0.1, False), (6.0, True))
+    def test_who_has_much_under_way_waits_until_it_is_merged(self, seconds, waits):
+        """Of one round trip to a root, up and down, a rank makes no more than five iterations."""
+        changes = np.zeros((2, 20, _NUM_VALUES))
+        job = Job("mesh", 2, np.ones((2, 20)), changes, link_seconds=lambda a, b, num_bytes: seconds).run()
+        for rank in range(2):
+            if waits:
+                self.assertGreater(job.seconds[rank], 20 * 1.5)
+            else:
+                self.assertLess(job.seconds[rank], 20.5)
+            self.assertEqual(job.counters[rank]["window_waits"] > 0, waits)
 
 
 class BlendTest(tf.test.TestCase):
