@@ -42,6 +42,7 @@ class Job:
       durations: Array [n, num_steps]: how long the computation of each step takes.
       drops: For each rank the iterations and colayers that it has dropped.
       made: For each rank the iterations that it has made.
+      at_rest: For each rank its weights when all is merged, before they become the mean of all.
       finals: For each rank where it ended.
       seconds: For each rank when it had made its last step.
     """
@@ -57,6 +58,7 @@ class Job:
     leaves_at: dict = dataclasses.field(default_factory=dict)  # By rank, the step before which it leaves.
     merge_seconds: dict = dataclasses.field(default_factory=dict)  # By rank, how long it takes to merge a message.
     inbox_bytes: int | None = None
+    shapes: tuple = _SHAPES
     stops_at: dict = dataclasses.field(default_factory=dict)  # The same, but it waits for the others.
     inspect: object = None
     options: CommunicationOptions = dataclasses.field(
@@ -64,12 +66,12 @@ class Job:
     )
 
     def __post_init__(self):
-        self.packing = _packing()
+        self.packing = _packing(self.shapes)
         self.cluster = VirtualCluster(self.world_size, self.link_seconds, options=self.options)
         self.exchanges = {}
         self.drops = {rank: [] for rank in range(self.world_size)}
         self.made = {rank: [] for rank in range(self.world_size)}
-        self.finals, self.seconds, self.counters = {}, {}, {}
+        self.at_rest, self.finals, self.seconds, self.counters = {}, {}, {}, {}
 
     def run(self):
         self.cluster.run(self._train)
@@ -91,11 +93,25 @@ class Job:
             inbox_bytes=self.inbox_bytes,
         )
         exchange = self.exchanges[rank] = CanaryExchange(context, _MEMBERS, settings)
+        self._record_rest(rank, exchange.replica)
         if rank in self.merge_seconds:
             self._slow_down(exchange.replica, self.merge_seconds[rank])
         with contextlib.closing(exchange):
             self.take_steps(rank, exchange)
             membership.leave(sent_steps={_GROUP: exchange.sent_steps}, reason="done")
+
+    def _record_rest(self, rank, replica):
+        begin = replica.begin
+
+        def record(means):  # The last time that it begins anew is when the mean is known.
+            self.at_rest[rank] = replica.weights and [values.copy() for values in replica.weights]
+            begin(means)
+
+        replica.begin = record
+
+    def max_distance(self):
+        """How far a replica is at most from that of rank 0, when all is merged."""
+        return max(np.max(np.abs(self.at_rest[rank][0] - self.at_rest[0][0])) for rank in self.finals)
 
     def _slow_down(self, replica, seconds):
         merge = replica.merge
@@ -121,7 +137,6 @@ class Job:
         if step >= leaves_at:
             return
         self.seconds[rank] = self.cluster.scheduler.now
-        self.at_end = exchange.replica.read()
         self.finals[rank] = exchange.step(Outgoing(step, exchange.finish_segment, empty)).buckets[0]
         self.counters[rank] = exchange.counters()
 
@@ -137,8 +152,8 @@ class Job:
         return total
 
 
-def _packing():
-    return Packing([TensorSpec(str(i), shape, tf.float32) for i, shape in enumerate(_SHAPES)])
+def _packing(shapes=_SHAPES):
+    return Packing([TensorSpec(str(i), shape, tf.float32) for i, shape in enumerate(shapes)])
 
 
 def _ends(exchange):
@@ -160,16 +175,20 @@ class ExactSumTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(*_NETWORKS)
     def test_equal_ranks(self, network, world_size):
         """Each message holds the contributions of all, as in an all-reduce."""
-        rng = np.random.default_rng(0)
-        changes = world_size * rng.integers(-9, 10, size=(world_size, 10, _NUM_VALUES))
-        job = Job(network, world_size, np.ones((world_size, 10)), changes).run()
-        for rank in range(world_size):
-            self.assertEqual(job.made[rank], list(range(10)))
-            self.assertAllEqual(job.finals[rank], job.expected())
-            self.assertAllEqual(job.finals[rank], changes.sum(axis=(0, 1)) / world_size)
-            num_pieces = len(job.exchanges[rank].replica.layout(b"\x01" * world_size).pieces)
-            # Until it has found out who contributes when, and when ranks have ended, a piece may take a few more.
-            self.assertBetween(job.counters[rank]["messages_merged"], 10 * num_pieces, 16 * num_pieces)
+        num_messages = {}
+        for num_steps in (10, 20):
+            rng = np.random.default_rng(0)
+            changes = world_size * rng.integers(-9, 10, size=(world_size, num_steps, _NUM_VALUES))
+            job = Job(network, world_size, np.ones((world_size, num_steps)), changes).run()
+            for rank in range(world_size):
+                self.assertEqual(job.made[rank], list(range(num_steps)))
+                self.assertAllEqual(job.finals[rank], job.expected())
+                self.assertAllEqual(job.finals[rank], changes.sum(axis=(0, 1)) / world_size)
+            num_messages[num_steps] = [job.counters[rank]["messages_merged"] for rank in range(world_size)]
+        num_pieces = len(job.exchanges[0].replica.layout(b"\x01" * world_size).pieces)
+        # Until it has found out who contributes when, and when ranks have ended, a piece may take a few more.
+        self.assertAllLess(num_messages[10], 16 * num_pieces)
+        self.assertAllEqual(np.subtract(num_messages[20], num_messages[10]), [10 * num_pieces] * world_size)
 
     @parameterized.parameters(("mesh", 5), ("bcube:2,2", 4), ("tree", 5))
     def test_one_slow_rank(self, network, world_size):
@@ -203,6 +222,31 @@ class ExactSumTest(tf.test.TestCase, parameterized.TestCase):
             for rank in range(world_size):
                 self.assertAllEqual(job.finals[rank], job.expected(), msg=f"seed {seed}")
                 self.assertEqual(job.counters[rank]["overtime_drops"], len(job.drops[rank]))
+            self.assertLessEqual(job.max_distance(), 1e-4, msg=f"seed {seed}")
+
+    @parameterized.product(network=(("mesh", 3), ("bcube:2,2", 4), ("tree", 5)), sync_interval=(None, 5))
+    def test_replicas_are_alike_when_all_is_merged(self, network, sync_interval):
+        """Also where the sketch has changed what was sent: all add the same."""
+        rng, num_steps = np.random.default_rng(5), 20
+        name, world_size = network
+        shapes = ((4000,), (40, 100), (5000,), (1,))
+        changes = rng.normal(size=(world_size, num_steps, _packing(shapes).sizes[0]))
+        durations = 0.5 + rng.random((world_size, num_steps))
+        durations[0] *= 5
+        job = Job(
+            name,
+            world_size,
+            durations,
+            changes,
+            shapes=shapes,
+            codec=codecs.get("sketch"),
+            thresholds=Thresholds(1, 2),
+            sync_interval=sync_interval,
+            link_seconds=lambda a, b, num_bytes: 0.1,
+        ).run()
+        self.assertGreater(np.max(np.abs(job.finals[0] - job.expected())), 1e-4)  # It is not exact.
+        self.assertGreater(job.counters[0]["pulls"], 0)
+        self.assertLessEqual(job.max_distance(), 1e-4)
 
 
 def _check_now_and_then(job, rank, step, weights):
