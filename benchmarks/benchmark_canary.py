@@ -101,24 +101,25 @@ def _time(case: Mapping, strategy: hop_tf.CanaryStrategy) -> dict:
     }
 
 
-class _Accuracies(keras.callbacks.Callback):
-    """Accuracy on the test data, and the time of training, after each epoch."""
+class _Weights(keras.callbacks.Callback):
+    """Seconds since the training began, and the weights, after each epoch.
 
-    def __init__(self, test: tuple):
+    They are evaluated when it has ended: while one rank evaluated, others that do not wait for it would train.
+    """
+
+    def __init__(self):
         super().__init__()
-        self.reached: list[tuple[float, float]] = []
-        self._test = test
-        self._seconds = 0.0
+        self.reached: list[tuple[float, list[np.ndarray]]] = []
 
-    def on_epoch_begin(self, epoch, logs=None):
+    def on_train_begin(self, logs=None):
         self._start = time.monotonic()
 
     def on_epoch_end(self, epoch, logs=None):
-        self._seconds += time.monotonic() - self._start
-        self.reached.append((self._seconds, self.model.evaluate(*self._test, batch_size=500, verbose=0)[1]))
+        self.reached.append((time.monotonic() - self._start, self.model.get_weights()))
 
 
 def _train(case: Mapping, strategy: hop_tf.CanaryStrategy) -> list[tuple[float, float]]:
+    """Seconds and accuracy on the test data, after each epoch."""
     keras.utils.set_random_seed(case["seed"])
     (x, y), (x_test, y_test) = keras.datasets.fashion_mnist.load_data()
     x, x_test = (images.reshape(-1, 784).astype(np.float32) / 255 for images in (x, x_test))
@@ -128,9 +129,13 @@ def _train(case: Mapping, strategy: hop_tf.CanaryStrategy) -> list[tuple[float, 
         model = keras.Sequential([keras.Input((784,)), *hidden, layers.Dense(10, activation="softmax")])
         optimizer = keras.optimizers.SGD(case["learning_rate"], momentum=0.9)
         model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"])
-    accuracies = _Accuracies((x_test, y_test))
-    model.fit(x, y, batch_size=128, epochs=case["epochs"], verbose=0, callbacks=[accuracies])
-    return accuracies.reached
+    weights = _Weights()
+    model.fit(x, y, batch_size=128, epochs=case["epochs"], verbose=0, callbacks=[weights])
+    accuracies = []
+    for seconds, values in weights.reached:
+        model.set_weights(values)
+        accuracies.append((seconds, model.evaluate(x_test, y_test, batch_size=500, verbose=0)[1]))
+    return accuracies
 
 
 # In the parent.
