@@ -87,9 +87,9 @@ class CanaryStrategy(ExchangeStrategy):
       codec: What is sent is encoded with this: a `hop_tf.codecs.Codec`, or a name; None: as it is. `codecs.TopK` takes
         consistency="bsp" and error feedback: else what it does not select would be lost. Default "sketch".
       sync_interval: In so many iterations, every piece of the weights becomes the mean of that of all ranks once, which
-        evens out what rounding, or a change on one rank only, has done; at least 1, or None: never. It takes as many
-        bytes as one exchange in float32, so with the default 2% of what exchanging in float32 takes. Default 50.
-        Without meaning for "bsp".
+        evens out what rounding, or a change on one rank only, has done; at least 1, or None: never. It takes half
+        as many bytes as one exchange in float32, with the default 1% of what exchanging in float32 takes; and twice
+        that where replicas differ, as after losses. Default 50. Without meaning for "bsp".
       low_rank: r: gradients of large dense kernels (16,384 values and more, where that makes them four times smaller)
         go as factors of r columns, which the codec then shortens, and what is lost is added to the next gradient
         (PowerSGD). Takes consistency="bsp", and, for weights that are equal to the bit, processors that compute alike.

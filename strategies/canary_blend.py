@@ -87,8 +87,7 @@ class Blending:
     def receive(self, layout: Layout, piece: Piece, note: Note, sender: int, payload: np.ndarray) -> None:
         """Takes a message of a blend."""
         values = payload.view(self._replica.dtype_of(piece))
-        takes_part = values.size or note.kind is not Kind.SNAPSHOT
-        if takes_part and values.size != piece.where.stop - piece.where.start:
+        if values.size and values.size != piece.where.stop - piece.where.start:
             raise ProtocolError(f"rank {sender} sent {values.size} values of a piece that has others.")
         if note.kind is Kind.SNAPSHOT:
             self._collect(layout, piece, sender, values)
@@ -130,12 +129,19 @@ class Blending:
         snapshots = [received[rank] for rank in sorted(received) if received[rank].size]
         if not snapshots:
             return
-        mean = np.mean(snapshots, axis=0, dtype=np.float64).astype(snapshots[0].dtype)
+        first, *others = snapshots
+        if all(np.array_equal(first, other) for other in others):
+            mean = first[:0]
+        else:
+            mean = np.mean(snapshots, axis=0, dtype=np.float64).astype(first.dtype)
         sequence = int(layout.ledger.blends[piece.index]) + 1
         self._go_down(layout, piece, sequence, mean)
 
     def _go_down(self, layout: Layout, piece: Piece, sequence: int, mean: np.ndarray) -> None:
-        """Spreads a mean on the way of the root's other messages: the next marked one comes behind it."""
+        """Spreads a mean on the way of the root's other messages: the next marked one comes behind it.
+
+        It is empty where all replicas are alike, as they are unless something was lost: nothing is to be added then.
+        """
         for child, level in piece.children:
             if self._is_present(child):
                 self._send(child, level, Kind.MEAN, layout, piece, sequence, mean)
@@ -148,6 +154,7 @@ class Blending:
             own = self._replica.snapshots.pop((layout.key, piece.index), None)
             if own is not None:
                 layout.ledger.blends[piece.index] = sequence
-                values = self._replica.slice_of(piece)
-                values += mean - own
+                if mean.size:
+                    values = self._replica.slice_of(piece)
+                    values += mean - own
                 self.num_blends += 1

@@ -28,7 +28,7 @@ class Kind(enum.IntEnum):
       DOWN: The sum that its root sends out.
       MARKED_DOWN: The same; with it, everybody begins a blend of the piece.
       SNAPSHOT: A replica's values for a blend.
-      MEAN: The mean of the replicas' values.
+      MEAN: The mean of the replicas' values; empty where these are alike.
       PULL: Asks for a replica's state.
       STATE: That state.
       DONE: The sender has made its last step; the contributions tell how often it has contributed to each colayer.

@@ -135,6 +135,21 @@ class BlendTest(tf.test.TestCase):
     def _pull(self):
         return self.replicas[0].adopt(_state(self.replicas[1], 0))
 
+    def test_replicas_that_are_alike(self):
+        """Nothing is to be added, and no values go down."""
+        for replica in self.replicas.values():
+            replica.begin([np.full_like(replica.read()[0], 10.0)])
+        for rank in (2, 0, 1):
+            self._mark(rank)
+        self._bring(2)
+        self.assertEqual([(kind, values.size) for _, _, kind, _, values in self.messages], [(Kind.MEAN, 0)] * 2)
+        self._bring(0, 1)
+        self.assertAllEqual(self._values(), [11] * 3)
+        for rank, replica in self.replicas.items():
+            self.assertEqual(replica.layout(_WHOLE).ledger.blends[self.piece], 1)
+            self.assertEqual(self.blendings[rank].num_blends, 1)
+            self.assertEmpty(replica.snapshots)
+
     def test_while_the_mean_is_on_its_way(self):
         for rank in (2, 0, 1):
             self._mark(rank)
