@@ -29,7 +29,14 @@ from hop_tf import codecs
 from hop_tf.arguments import check_choice, check_integer, identity_of
 from hop_tf.collectives import ALGORITHMS
 from hop_tf.exchange import Exchange, Incoming, Outgoing
-from hop_tf.keras_hook import check_loss_scaling, learning_rate, loss_scale, unscaled
+from hop_tf.keras_hook import (
+    check_loss_scaling,
+    gradient_accumulation_steps,
+    iterations_variable,
+    learning_rate,
+    loss_scale,
+    unscaled,
+)
 from hop_tf.options import CommunicationOptions
 from hop_tf.strategies.dts_windows import Windows
 from hop_tf.strategy import ExchangeStrategy, training_cluster
@@ -132,6 +139,12 @@ class DTSStrategy(ExchangeStrategy):
                 )
         return DTSExchange(context, self._settings)
 
+    def _begin_group(self, group: Group) -> None:
+        self._begin_training(group)
+
+    def _begin_training(self, group: Group) -> None:
+        group.exchange.first_iteration = int(iterations_variable(group.optimizer()))
+
     def _before_update(self, group: Group, values: Sequence[tf.Tensor], gradients: list) -> tuple[list, _Step]:
         optimizer = group.optimizer()
         return gradients, _Step(values, unscaled(optimizer, gradients), learning_rate(optimizer))
@@ -167,11 +180,18 @@ class DTSStrategy(ExchangeStrategy):
     def _finish_training(self, group: Group) -> None:
         num_steps, delay, interval = int(group.step), self._settings.delay, self._settings.interval
         first, last = max(0, num_steps - delay) // interval, num_steps // interval
-        if num_steps % interval or (num_steps and self._settings.selection):
+        if num_steps % interval or (num_steps and self._settings.selection) or self._has_changes_left(group):
             self._hand_out(group, tf.constant(last, tf.int64), everything=True)
             last += 1
         for window in range(first, last):
             self._correct(group, tf.constant(window, tf.int64))
+
+    def _has_changes_left(self, group: Group) -> bool:
+        """Whether batches after the last update, whose gradients wait for more, have changed moving statistics."""
+        optimizer = group.optimizer()
+        num_iterations = int(iterations_variable(optimizer))
+        is_trained = num_iterations > group.exchange.first_iteration  # Others may have dropped one that is not.
+        return bool(group.carried) and is_trained and num_iterations % gradient_accumulation_steps(optimizer) > 0
 
 
 def _when(condition: tf.Tensor, emit: Callable[[], None]) -> None:
@@ -230,6 +250,7 @@ class DTSExchange(Exchange):
     Attributes:
       windows: The half in the graph.
       carried: The changes of the variables that are carried along.
+      first_iteration: How many training steps the optimizer had seen when the running `fit` began.
       parts: The packing of what a window hands out: A of each trained variable, S, and the variables carried along.
     """
 
@@ -237,6 +258,7 @@ class DTSExchange(Exchange):
         self._group = context.group
         self._membership = context.membership
         self.carried = context.carried
+        self.first_iteration = 0
         num_slots = settings.num_slots
         self.max_in_flight = self.num_threads = num_slots
         self.windows = Windows(

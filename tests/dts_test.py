@@ -635,11 +635,19 @@ class FitTest(tf.test.TestCase, parameterized.TestCase):
             w = w - _RATE * _gradient(w, step, 0, 2)
         self.assertAllClose(last, w, rtol=1e-5, atol=1e-5)
 
-    @parameterized.parameters(2, None)
-    @pytest.mark.stress(after=1)
-    def test_moving_statistics_are_averaged(self, gradient_accumulation_steps):
-        """They follow the data of all ranks, those of steps without an update too."""
+    @parameterized.parameters(
+        {"interval": 4, "gradient_accumulation_steps": 2, "num_batches": [_NUM_STEPS + 1]},
+        {"interval": 1, "gradient_accumulation_steps": 2, "num_batches": [1, 2]},
+        {"interval": 3},
+        {"interval": 3, "gradient_accumulation_steps": 2},
+    )
+    @pytest.mark.stress(after=2)
+    def test_moving_statistics_are_averaged(
+        self, interval, gradient_accumulation_steps=None, num_batches=(_NUM_STEPS,)
+    ):
+        """They follow the data of all ranks, those of steps without an update too, the last ones or all of a `fit`."""
         x, y, _ = _problem()
+        x, y = (np.concatenate([values] * 3) for values in (x, y))
 
         def run(strategy):
             with strategy.scope():
@@ -650,15 +658,17 @@ class FitTest(tf.test.TestCase, parameterized.TestCase):
                     keras.optimizers.SGD(_RATE, momentum=0.9, gradient_accumulation_steps=gradient_accumulation_steps),
                     "mse",
                 )
-            model.fit(x + 3 * strategy.rank, y, batch_size=_BATCH_SIZE, epochs=2, shuffle=False, verbose=0)
+            for number in num_batches:
+                rows = slice(number * _BATCH_SIZE)
+                model.fit(x[rows] + 3 * strategy.rank, y[rows], batch_size=_BATCH_SIZE, shuffle=False, verbose=0)
             return [weight.numpy() for weight in model.non_trainable_weights]
 
         mean, variance = np.zeros(3), np.ones(3)
-        for step in range(_NUM_STEPS):
+        for step in (step for number in num_batches for step in range(number)):
             of_ranks = [x[_batch_of(step, rank, 2)] + 3 * rank for rank in range(2)]
             mean = 0.5 * (mean + np.mean([rows.mean(0) for rows in of_ranks], axis=0))
             variance = 0.5 * (variance + np.mean([rows.var(0) for rows in of_ranks], axis=0))
-        for statistics in _cluster(2, delay=2, interval=3).run(run):
+        for statistics in _cluster(2, delay=2, interval=interval).run(run):
             self.assertAllClose(statistics, [mean, variance], rtol=1e-5, atol=1e-5)
 
     def test_an_abort_is_heard_between_steps(self):
