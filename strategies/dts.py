@@ -80,7 +80,8 @@ class DTSStrategy(ExchangeStrategy):
       codec: What windows are encoded with: a `hop_tf.codecs.Codec`, or a name ("truncate16", "int8", "sketch",
         "top_k"). With `codecs.TopK(ratio)` a window hands out the values of largest magnitude only; for the others the
         window goes on until they are among them (deep gradient compression: local accumulation, momentum correction
-        and factor masking), or `fit` ends. Default None.
+        and factor masking), or `fit` ends, which sends as much as a window without a codec. `warmup_steps` of such
+        codecs are windows here. Default None.
       compensation: "exact", as above; "paper": Equation 13 as printed; "none": a window's differences are applied as if
         it had ended with the present step. Default "exact".
       algorithm: "mesh" (few messages after each other) or "ring" (few connections). Default "mesh".

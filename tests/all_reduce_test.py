@@ -35,8 +35,11 @@ _SPARSE = {
     "top_k of int8": codecs.TopK(ratio=0.05, values="int8"),
     "top_k with feedback": codecs.TopK(ratio=0.05, error_feedback=True),
 }
+# What is selected already, in most vectors.
+_SELECTION = {"selection": codecs.Sparse(ratio=0.05)}
 # Algorithms and codecs for what all have in common.
 _KINDS = (("mesh", None), ("ring", None), ("mesh", "top_k"), ("ring", "top_k with feedback"))
+_KINDS += (("mesh", "selection"), ("ring", "selection"))
 # Relative root mean square, for n roundings of normally distributed values.
 _TOLERANCES = {"identity": 1e-6, "truncate16": 0.02, "sketch": 0.06}
 
@@ -63,7 +66,10 @@ class Job:
         self._dtype = dtype
 
     def values(self, rank, step):
-        return np.random.default_rng([rank, step]).normal(size=self._size).astype(self._dtype)
+        values = np.random.default_rng([rank, step]).normal(size=self._size).astype(self._dtype)
+        if self._codec is _SELECTION["selection"] and (rank + step) % 3:  # Of the others everything is sent.
+            values[: math.floor(0.95 * self._size)] = 0
+        return values
 
     def run(self, num_steps, at_end=lambda rank: None):
         def body(rank):
@@ -105,7 +111,7 @@ class SparseReference:
 
     Args:
       job: The job.
-      codec: A `TopK` whose values travel as they are, or None: nothing is left out.
+      codec: A `TopK` whose values travel as they are, or something else, with which nothing is left out.
     """
 
     def __init__(self, job, codec):
@@ -115,7 +121,7 @@ class SparseReference:
 
     def mean(self, ranks, step):
         """Of the next step, which only these ranks have a part in."""
-        if self._codec is None:
+        if not isinstance(self._codec, codecs.TopK):
             return self._job.expected(ranks, step)
         codec = self._codec.at_step(step)
         vectors = [self._job.values(rank, step) + self._lost.get(rank, np.float32(0)) for rank in ranks]
@@ -320,6 +326,35 @@ class AllReduceTest(tf.test.TestCase, parameterized.TestCase):
         for membership in job.cluster.memberships:
             self.assertBetween(membership.transport.counters()["bytes_sent"], expected, 1.06 * expected)
 
+    @parameterized.parameters(*itertools.product(ALGORITHMS, (1, 3)))
+    def test_traffic_of_more_than_was_selected(self, algorithm, num_full):
+        """One rank that sends everything makes all send whole vectors in pieces; what is little was sent in vain."""
+        size, codec = 1 << 17, codecs.Sparse(ratio=0.01)
+        job = Job(4, algorithm=algorithm, size=size, codec=codec)
+        values = job.values
+        num_values = [size if rank < num_full else size // 100 for rank in range(4)]
+        job.values = lambda rank, step: values(rank, step) * (np.arange(size) < num_values[rank])
+        job.run(lambda rank: 1)
+        for rank, membership in enumerate(job.cluster.memberships):
+            self.assertAllClose(job.means[rank, 0][0], job.expected(range(4), 0), atol=1e-6)
+            self.assertAllEqual(job.means[rank, 0][0], job.means[0, 0][0])
+            expected = size * (2 * 3 / 4 * 4 + (3 * codec.bytes_per_value if rank >= num_full else 0))
+            self.assertBetween(membership.transport.counters()["bytes_sent"], expected, 1.06 * expected)
+
+    @parameterized.parameters(*ALGORITHMS)
+    def test_error_feedback_of_more_than_was_selected(self, algorithm):
+        """What int8 takes off sparse vectors is sent with later ones, those too that one rank makes whole ones."""
+        errors = []
+        for error_feedback in (False, True):
+            codec = codecs.Sparse(ratio=0.05, values="int8", error_feedback=error_feedback)
+            job = Job(3, algorithm=algorithm, codec=codec, size=2000)
+            values = job.values(0, 0) * (np.arange(2000) % 20 == 0)
+            job.values = lambda rank, step, v=values: v + np.float32((rank, step % 3) == (1, 1))
+            job.run(lambda rank: 18)
+            total = sum(job.means[0, step][0].astype(np.float64) - job.expected(range(3), step) for step in range(18))
+            errors.append(np.sqrt(np.mean(total[::20] ** 2)))
+        self.assertLess(errors[1], 0.4 * errors[0])
+
     @parameterized.parameters(*itertools.product(ALGORITHMS, (None, "truncate16", "int8"), (False, True)))
     def test_dense_where_that_is_less(self, algorithm, values, error_feedback):
         """The same, to the bit, as with the codec of the values."""
@@ -413,7 +448,7 @@ class AllReduceTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(*itertools.product(_KINDS, (2, 3, 5)))
     def test_goes_on_without_ranks_that_end(self, kind, world_size):
         """Those that leave at a step's end have a part in all steps before."""
-        algorithm, codec = kind[0], _SPARSE.get(kind[1])
+        algorithm, codec = kind[0], {**_SPARSE, **_SELECTION}.get(kind[1])
         num_steps = [3 + 2 * rank for rank in range(world_size)]
         job = Job(world_size, algorithm=algorithm, codec=codec, link_seconds=_random_links(0))
         job.run(lambda rank: num_steps[rank])
@@ -429,7 +464,7 @@ class AllReduceTest(tf.test.TestCase, parameterized.TestCase):
     @pytest.mark.stress(after=3 * len(_KINDS))
     def test_goes_on_without_a_rank_that_is_interrupted(self, seed, kind):
         """Whenever that happens: all ranks that have a mean of a step have the same, of all or of all others."""
-        algorithm, codec = kind[0], _SPARSE.get(kind[1])
+        algorithm, codec = kind[0], {**_SPARSE, **_SELECTION}.get(kind[1])
         num_events = 0
         for event in itertools.count(seed, 12):
             job = Job(3, algorithm=algorithm, codec=codec, size=2000, link_seconds=_random_links(seed))
@@ -449,11 +484,11 @@ class AllReduceTest(tf.test.TestCase, parameterized.TestCase):
                     self.assertAllEqual(mean, next(iter(means.values())))
         self.assertGreater(num_events, 6)
 
-    @parameterized.parameters(*itertools.product(range(8), _KINDS[:3]))
-    @pytest.mark.stress(after=2 * 3)
+    @parameterized.parameters(*itertools.product(range(8), (*_KINDS[:3], _KINDS[4])))
+    @pytest.mark.stress(after=2 * 4)
     def test_a_lost_rank_is_an_error_on_all_others(self, seed, kind):
         """No wrong mean is returned before."""
-        algorithm, codec = kind[0], _SPARSE.get(kind[1])
+        algorithm, codec = kind[0], {**_SPARSE, **_SELECTION}.get(kind[1])
         undisturbed = Job(4, algorithm=algorithm, codec=codec, size=2000)
         undisturbed.run(lambda rank: 3)
         num_events = undisturbed.cluster.scheduler.num_events

@@ -577,6 +577,46 @@ class CodecTest(tf.test.TestCase, parameterized.TestCase):
         ):
             self.assertAllClose(last, expected, rtol=1e-5, atol=1e-5)
 
+    @parameterized.parameters((0, 1), (8, 6))
+    def test_traffic_of_top_k(self, warmup_steps, num_steps):
+        """Where more is handed out, in warm-up and in the end, it goes as whole vectors in pieces if that is less."""
+        codec = codecs.TopK(ratio=0.01, warmup_steps=warmup_steps)
+        x = np.random.default_rng(0).normal(size=(8 * num_steps, 100)).astype(np.float32)
+
+        def run(strategy):
+            with strategy.scope():
+                model = keras.Sequential([keras.Input((100,)), keras.layers.Dense(200, use_bias=False)])
+                model.compile(keras.optimizers.SGD(1e-3, momentum=0.9), "mse")
+            model.fit(x[:8], x[:8] @ np.ones((100, 200)), batch_size=8, verbose=0)
+            before = strategy.report()["bytes_sent"]
+            model.fit(x, x @ np.ones((100, 200)), batch_size=8, verbose=0)
+            return strategy.report()["bytes_sent"] - before
+
+        ratios = [codec.ratio_at(window) for window in range(num_steps // 2)] + [1.0]
+        whole, of_a_value = 2 * 3 / 4 * 4, 3 * (2 + 4)
+        expected = 2 * 20_000 * sum(min(whole, of_a_value * ratio) for ratio in ratios)
+        for num_bytes in _cluster(4, delay=2, interval=2, codec=codec).run(run):
+            self.assertBetween(num_bytes, 0.5 * expected, 1.1 * expected)
+
+    def test_a_rank_that_ends_early_with_top_k(self):
+        """It hands out all that it has held back while rank 0 hands out little: so much more stays for later."""
+
+        class Stop(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch, logs=None):
+                self.model.stop_training = batch == 4
+
+        def run(strategy):
+            callbacks = [Stop()] if strategy.rank == 1 else ()
+            return _train(strategy, num_epochs=1, callbacks=callbacks, loss=_linear_loss)[1]
+
+        # Both add half of what both have handed out, and in the end rank 0 all of the rest of its own.
+        total = 2 * _problem()[2].astype(np.float64)
+        for rank, num_steps in ((0, _NUM_ROWS // _BATCH_SIZE), (1, 5)):
+            total -= _RATE * np.sum([_linear_gradient(step, rank, 2) for step in range(num_steps)], axis=0)
+        last, early = _cluster(2, delay=2, interval=2, codec=codecs.TopK(ratio=0.1)).run(run)
+        self.assertAllClose(last + early, total, rtol=1e-5, atol=1e-5)
+        self.assertGreater(np.abs(last - early).max(), 0.01)
+
     @parameterized.parameters(0.25, 0.5)
     @pytest.mark.stress(after=1)
     def test_error_feedback_of_selected_values(self, ratio):
@@ -590,7 +630,7 @@ class CodecTest(tf.test.TestCase, parameterized.TestCase):
             )
             self.assertAllClose(first, second, rtol=1e-5, atol=1e-5)
             errors[error_feedback] = np.sqrt(np.mean(np.square(first - expected)))
-        self.assertLess(errors[True], 0.6 * errors[False])
+        self.assertLess(errors[True], 0.7 * errors[False])
 
 
 class _AbortOnRank1(keras.callbacks.Callback):

@@ -48,13 +48,13 @@ class Sparse(Codec):
         the rest                        what `values` encodes the m values to
 
     In an all-reduce such data go to all ranks. Where whole vectors, encoded with `values`, are less to send, these are
-    averaged instead.
+    averaged instead; also in a step in which they are less than what a single rank has to send.
 
     Args:
       values: What the values are encoded with: a codec without error feedback that is not sparse itself, a name, or
         None for `Identity()`. Default None.
       ratio: The share of a vector's values that are not zero, above 0 and at most 1. It says what is less to send, and
-        limits nothing. Default 1.
+        limits nothing. A vector with more of them costs a message, where it is to be averaged whole. Default 1.
       warmup_steps: In so many first steps of each `fit` the share is larger. See `TopK`. Default 0.
       error_feedback: As of `Codec`, where `values` loses something.
     """
@@ -103,6 +103,10 @@ class Sparse(Codec):
 
     def at_step(self, step: int) -> Sparse:
         return dataclasses.replace(self, ratio=self.ratio_at(step), warmup_steps=0) if self.warmup_steps else self
+
+    def share_of(self, values: np.ndarray) -> float:
+        """The share of a vector's values that `encode` sends."""
+        return np.count_nonzero(values) / max(1, values.size)
 
     def select(self, values: np.ndarray) -> np.ndarray:
         """Indices, in order, of what `encode` sends of a vector."""
@@ -218,6 +222,9 @@ class TopK(Sparse):
         """The codec for vectors in which the selection was made already: all other values are zero."""
         feedback = self.error_feedback and Sparse._is_lossy(self.values)
         return Sparse(values=self.values, ratio=self.ratio, warmup_steps=self.warmup_steps, error_feedback=feedback)
+
+    def share_of(self, values: np.ndarray) -> float:
+        return self.ratio
 
     def select(self, values: np.ndarray) -> np.ndarray:
         """Indices, in order, of what `encode` sends of a vector; of equal magnitudes it sends the first."""

@@ -13,7 +13,8 @@ in a ring n times. The last encoding of a piece is what all ranks decode, so tha
 What a sparse codec selects differs from rank to rank, and a mean of it is less sparse. So every rank sends all of it to
 all others, in one message, and each adds what all have sent, in the order of ranks. Where that is longer than whole
 vectors in pieces (see `vectors.goes_sparse`), they are averaged as above instead, encoded as the sparse codec encodes
-its values.
+its values. So they are, too, in a step in which the vector of a rank turns out to be longer than the codec has
+promised: an empty message tells the others.
 
 When a rank leaves, the others agree on the first step that it has no part in (`Membership.delivers`), and begin that
 one again without it where they had begun. A rank that has sent a mean, or a sparse vector, ends the step before it
@@ -48,6 +49,10 @@ _Key = tuple[int, int, int, int]  # Sender, vector, turn, chunk.
 
 # Values of a chunk. Large enough that Python costs little, and small enough that a piece has several.
 CHUNK_VALUES = 1 << 19
+
+# The turn of whole vectors, and what a rank sends in the place of one that is too long to go whole.
+_WHOLE = (1 << 32) - 1
+_TOO_LONG = np.empty(0, np.uint8)
 
 
 class _RanksChanged(Exception):
@@ -141,30 +146,32 @@ class AllReduce(abc.ABC):
         vector = self._vectors[index]
         operation.vector = index
         result = self._pool.take(values.nbytes).view(values.dtype)
-        values = vector.corrected(values)
         codec = vector.sparse_codec(operation.step, len(operation.ranks))
         if len(operation.ranks) == 1:
-            np.copyto(result, values)
-        elif codec is None:
-            self._reduce(operation, vector, values, result)
-        else:
-            self._gather(operation, vector, codec, values, result)
+            np.copyto(result, vector.corrected(values))
+        elif codec is None or not self._gather(operation, vector, codec, values, result):
+            self._reduce(operation, vector, vector.corrected(values), result)
         return result
 
     def _gather(
         self, operation: Operation, vector: SparseVector, codec: Sparse, values: np.ndarray, result: np.ndarray
-    ) -> None:
-        """Sends all of an encoded vector to all others, and adds those of all ranks."""
+    ) -> bool:
+        """Sends all of an encoded vector to all others, and adds those of all ranks; False if one is too long."""
         ranks, mine = operation.ranks, operation.index
-        own = vector.encode_whole(values, codec)
-        operation.commit()
+        values, own = vector.corrected(values), _TOO_LONG
+        if vector.is_short(values, codec, len(ranks)):
+            own = vector.encode_whole(values, codec)
+            operation.commit()
         for offset in range(1, len(ranks)):  # Everybody begins with the next rank.
-            operation.send(ranks[(mine + offset) % len(ranks)], 0, 0, own)
+            operation.send(ranks[(mine + offset) % len(ranks)], _WHOLE, 0, own)
         total = vector.zeros(result)
-        for rank in ranks:
-            (data,) = [own] if rank == ranks[mine] else operation.receive([rank], 0, 0)
+        for rank in ranks if own.size else ():
+            (data,) = [own] if rank == ranks[mine] else operation.receive([rank], _WHOLE, 0)
+            if not data.size:
+                return False
             vector.accumulate(data, total, codec)
         vector.finish(total, result, len(ranks))
+        return own.size > 0
 
     @abc.abstractmethod
     def _reduce(self, operation: Operation, vector: Vector, values: np.ndarray, result: np.ndarray) -> None:

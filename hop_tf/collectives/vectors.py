@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import time
@@ -125,6 +126,12 @@ class SparseVector(Vector):
         return codec if goes_sparse(codec, num_ranks) else None
 
     @_timed
+    def is_short(self, values: np.ndarray, codec: Sparse, num_ranks: int) -> bool:
+        """Whether what `corrected` has returned is to go whole, for all that this rank knows."""
+        share = max(codec.ratio, codec.share_of(values))
+        return goes_sparse(dataclasses.replace(codec, ratio=share), num_ranks)
+
+    @_timed
     def corrected(self, values: np.ndarray) -> np.ndarray:
         self._lost_in_attempt = None
         if self._lost is None:
@@ -178,7 +185,7 @@ def goes_sparse(codec: Sparse, num_ranks: int) -> bool:
 
         (n - 1) codec.bytes_per_value  <=  2 (n - 1) / n  codec.dense.bytes_per_value
 
-    All ranks must find the same. So how many values a rank has really selected has no say in it.
+    All ranks find the same, as the codec's ratio is that of all; a rank that has selected more tells the others.
 
     Args:
       codec: That of the step.
