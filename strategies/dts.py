@@ -38,7 +38,7 @@ from hop_tf.keras_hook import (
     unscaled,
 )
 from hop_tf.options import CommunicationOptions
-from hop_tf.strategies.dts_windows import Windows
+from hop_tf.strategies.dts_windows import Schedule, Windows
 from hop_tf.strategy import ExchangeStrategy, training_cluster
 from hop_tf.worker import ExchangeContext, Group
 
@@ -152,10 +152,11 @@ class DTSStrategy(ExchangeStrategy):
 
     def _after_update(self, group: Group, state: _Step) -> tf.Tensor:
         self._accumulate(group, state)
-        num_steps, interval = group.step.read_value() + 1, self._settings.interval
-        _when(num_steps % interval == 0, lambda: self._hand_out(group, num_steps // interval - 1))
-        due = num_steps - self._settings.delay
-        _when((due > 0) & (due % interval == 0), lambda: self._correct(group, due // interval - 1))
+        num_steps, schedule = group.step.read_value() + 1, self._settings.schedule
+        has_ended, ended = schedule.ended(num_steps)
+        _when(has_ended, lambda: self._hand_out(group, ended))
+        is_due, due = schedule.due(num_steps)
+        _when(is_due, lambda: self._correct(group, due))
         return tf.constant(0, tf.int64)
 
     def _accumulate(self, group: Group, step: _Step) -> None:
@@ -179,12 +180,16 @@ class DTSStrategy(ExchangeStrategy):
         group.exchange.carried.add(differences[num_windowed:])
 
     def _finish_training(self, group: Group) -> None:
-        num_steps, delay, interval = int(group.step), self._settings.delay, self._settings.interval
-        first, last = max(0, num_steps - delay) // interval, num_steps // interval
-        if num_steps % interval or (num_steps and self._settings.selection) or self._has_changes_left(group):
-            self._hand_out(group, tf.constant(last, tf.int64), everything=True)
-            last += 1
-        for window in range(first, last):
+        num_steps = int(group.step)
+        windows = self._settings.schedule.under_way(num_steps)
+        if (
+            num_steps % self._settings.interval
+            or (num_steps and self._settings.selection)
+            or self._has_changes_left(group)
+        ):
+            self._hand_out(group, tf.constant(windows.stop, tf.int64), everything=True)
+            windows = range(windows.start, windows.stop + 1)
+        for window in windows:
             self._correct(group, tf.constant(window, tf.int64))
 
     def _has_changes_left(self, group: Group) -> bool:
@@ -231,9 +236,9 @@ class _Settings:
     algorithm: str
 
     @property
-    def num_slots(self) -> int:
-        """Most windows that are under way at a time: those of `delay` steps, and the last one of a `fit`."""
-        return -(-self.delay // self.interval) + 1
+    def schedule(self) -> Schedule:
+        """When windows end, and when they are applied."""
+        return Schedule(self.delay, self.interval)
 
     @property
     def selection(self) -> codecs.TopK | None:
@@ -260,7 +265,7 @@ class DTSExchange(Exchange):
         self._membership = context.membership
         self.carried = context.carried
         self.first_iteration = 0
-        num_slots = settings.num_slots
+        num_slots = settings.schedule.num_slots
         self.max_in_flight = self.num_threads = num_slots
         self.windows = Windows(
             context.optimizer(),

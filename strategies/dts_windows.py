@@ -23,6 +23,7 @@ they have added to the weights.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import weakref
 from collections.abc import Sequence
@@ -36,6 +37,39 @@ from hop_tf.keras_hook import Descent, descent_of, weight_decays
 _SAMPLE_SIZE = 1 << 17
 # Whether a variable's weights decay is the first index of R and C.
 _STAYS, _DECAYS = 0, 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """When windows end, and when what all have done in them is applied; numbers may be tensors.
+
+    Window k = 0, 1, ... ends when (k + 1) p steps are complete, and is applied D steps later.
+
+    Attributes:
+      delay: D.
+      interval: p.
+    """
+
+    delay: int
+    interval: int
+
+    @property
+    def num_slots(self) -> int:
+        """Most windows that are under way at a time: those of `delay` steps, and the last one of a `fit`."""
+        return -(-self.delay // self.interval) + 1
+
+    def ended(self, num_steps: int) -> tuple[bool, int]:
+        """Whether a window ends when so many steps are complete, and which one that is."""
+        return num_steps % self.interval == 0, num_steps // self.interval - 1
+
+    def due(self, num_steps: int) -> tuple[bool, int]:
+        """Whether a window is applied when so many steps are complete, and which one that is."""
+        num_due = num_steps - self.delay
+        return (num_due > 0) & (num_due % self.interval == 0), num_due // self.interval - 1
+
+    def under_way(self, num_steps: int) -> range:
+        """The windows that have ended by then and are not applied."""
+        return range(max(0, num_steps - self.delay) // self.interval, num_steps // self.interval)
 
 
 class Windows:

@@ -1,7 +1,7 @@
 """What DTS makes of a linear loss equals synchronous SGD, for every delay and interval: the graph's half alone.
 
 A linear loss has gradients that do not depend on the weights, so that synchronous training can be written down, and all
-ranks must end with its result. `make stress` tries all settings, `make test` every 47th.
+ranks must end with its result. `make stress` tries all settings, `make test` every 41st.
 """
 
 import itertools
@@ -14,13 +14,13 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 from hop_tf import codecs
-from hop_tf.strategies.dts_windows import Windows
+from hop_tf.strategies.dts_windows import Schedule, Windows
 
 _WORLD_SIZE = 2
 _NUM_STEPS = 41
 _NUM_VALUES = 5
 _MAX_DELAY, _MAX_INTERVAL = 20, 12
-_EVERY = 1 if "HOP_TF_SCHEDULE_SEED" in os.environ else 97
+_EVERY = 1 if "HOP_TF_SCHEDULE_SEED" in os.environ else 41
 
 _MOMENTA = {"plain": {}, "momentum": {"momentum": 0.9}, "nesterov": {"momentum": 0.9, "nesterov": True}}
 _RATES = {
@@ -52,7 +52,7 @@ def _synchronous(name, rate, decay=0.0, momentum=0.0, nesterov=False):
 class _Rank:
     """A rank's variable, its optimizer and windows, and the step as one function, as `fit` would compile it."""
 
-    def __init__(self, momentum, rate, decay, selection, interval):
+    def __init__(self, momentum, rate, decay, selection, interval, num_slots=1):
         self.variable = keras.Variable(np.ones(_NUM_VALUES, np.float32))
         self.optimizer = keras.optimizers.SGD(_RATES[rate](), weight_decay=decay or None, **_MOMENTA[momentum])
         self.optimizer.build([self.variable])
@@ -60,7 +60,7 @@ class _Rank:
             self.optimizer,
             [self.variable.value],
             interval=interval,
-            num_slots=_MAX_DELAY + 1,
+            num_slots=num_slots,
             compensation="exact",
             selection=selection,
         )
@@ -94,38 +94,64 @@ class _Job:
     """All ranks in step, and the mean between them."""
 
     def __init__(self, momentum, rate, decay=0.0, selection=None):
-        self._make_rank = lambda interval: _Rank(momentum, rate, decay, selection, interval)
+        self._make_rank = lambda *arguments: _Rank(momentum, rate, decay, selection, *arguments)
         self._ranks_of = {}
         self._selects = selection is not None
 
     def train(self, delay, interval):
         """Weights and velocity of each rank in the end."""
-        several = min(2, interval)  # Steps make a difference where they are more than one.
-        if several not in self._ranks_of:
-            self._ranks_of[several] = [self._make_rank(several) for _ in range(_WORLD_SIZE)]
-        self._ranks = self._ranks_of[several]
+        schedule = Schedule(delay, interval)
+        key = min(2, interval), schedule.num_slots  # Steps make a difference where they are more than one.
+        if key not in self._ranks_of:
+            self._ranks_of[key] = [self._make_rank(*key) for _ in range(_WORLD_SIZE)]
+        self._ranks = self._ranks_of[key]
         self._differences = {}
         for rank in self._ranks:
             rank.restart()
         for step, gradients in enumerate(_gradients()):
             for rank, gradient in zip(self._ranks, gradients, strict=True):
                 rank.step(gradient)
-            if (step + 1) % interval == 0:
-                self._average((step + 1) // interval - 1, [rank.hand_out for rank in self._ranks])
-            self._correct(lambda window, now=step: (window + 1) * interval - 1 + delay == now)
+            has_ended, window = schedule.ended(step + 1)
+            if has_ended:
+                self._average(window, [rank.hand_out for rank in self._ranks])
+            is_due, window = schedule.due(step + 1)
+            if is_due:
+                self._correct(window)
+        windows = schedule.under_way(_NUM_STEPS)
         if _NUM_STEPS % interval or self._selects:
-            self._average(_NUM_STEPS // interval, [rank.hand_out_everything for rank in self._ranks])
-        self._correct(lambda window: True)
+            self._average(windows.stop, [rank.hand_out_everything for rank in self._ranks])
+        for window in sorted(self._differences):
+            self._correct(window)
         return [[rank.variable.numpy(), *(v.numpy() for v in rank.optimizer.momentums)] for rank in self._ranks]
 
     def _average(self, window, hand_outs):
         given = np.array([hand_out(tf.constant(window, tf.int64)) for hand_out in hand_outs])
         self._differences[window] = given.mean(0) - given
 
-    def _correct(self, is_due):
-        for window in [window for window in self._differences if is_due(window)]:
-            for rank, differences in zip(self._ranks, self._differences.pop(window), strict=True):
-                rank.correct(tf.constant(window, tf.int64), [tf.constant(difference) for difference in differences])
+    def _correct(self, window):
+        for rank, differences in zip(self._ranks, self._differences.pop(window), strict=True):
+            rank.correct(tf.constant(window, tf.int64), [tf.constant(difference) for difference in differences])
+
+
+class ScheduleTest(tf.test.TestCase):
+    def test_windows_are_applied_in_order_and_their_slots_are_free(self):
+        for delay, interval in itertools.product(range(30), range(1, 20)):
+            schedule, under_way, num_applied = Schedule(delay, interval), [], 0
+            for num_steps in range(1, 90):
+                has_ended, window = schedule.ended(num_steps)
+                if has_ended:
+                    self.assertEqual((window + 1) * interval, num_steps)
+                    under_way.append(window)
+                # The last one of a `fit`, which may be shorter, comes on top wherever that ends.
+                self.assertLessEqual(len(under_way) + (num_steps % interval > 0), schedule.num_slots)
+                is_due, window = schedule.due(num_steps)
+                if is_due:
+                    self.assertEqual((window, under_way.pop(0)), (num_applied, num_applied))
+                    self.assertEqual((window + 1) * interval + delay, num_steps)
+                    num_applied += 1
+                self.assertEqual([*schedule.under_way(num_steps)], under_way)
+                # One that hands out what was held back needs a slot even after a whole window.
+                self.assertLessEqual(len(under_way) + 1, schedule.num_slots)
 
 
 class WindowsTest(tf.test.TestCase, parameterized.TestCase):
