@@ -7,7 +7,7 @@
 scaling    Scaling efficiency, which is the speed of n ranks over n times that of one rank, against the round-trip time.
            Ranks are hosts of an emulated network (`network`, which needs root); computation is emulated, asleep.
 sites      The same between Tokyo, Oregon, London and Ohio (`network.site_delays`).
-accuracy   A small residual network, trained with the same global batches, on the test data. Ranks are threads.
+accuracy   A small residual network, trained with the same global batches, on the test data. Ranks are simulated.
 
 The timed members: `synchronous` is `PipeSGDStrategy(pipeline_width=1)`, our fastest all-reduce; `delay`, `interval` and
 `both` are `DTSStrategy` with --delay and interval 1, with delay 0 and --interval, and with both. What follows is a
@@ -72,10 +72,10 @@ _SMALL = {
     "step_seconds": 0.05,
     "num_values": 50_000,
     "num_cycles": 2,
-    "num_samples": 512,
+    "num_rows": 512,
     "settings": ["3:2"],
     "epochs": 1,
-    "seeds": 1,
+    "seeds": ["0"],
 }
 _MOMENTUM = 0.9
 _NUM_INPUTS, _NUM_OUTPUTS = 500, 11
@@ -333,6 +333,7 @@ def _plot(axes, link: str, timed: Sequence[Timed]) -> None:
 
 def main(argv) -> None:
     del argv
+    tf.config.threading.set_intra_op_parallelism_threads(1)
     logging.set_verbosity(logging.WARNING)  # Ranks would tell when they leave.
     for name, value in _SMALL.items() if _QUICK.value else ():
         if not flags.FLAGS[name].present:

@@ -1,40 +1,37 @@
 """The experiment `accuracy` of `benchmark_dts.py`: what delays and intervals do to what is learned.
 
-A small residual network is trained with the same global batches under synchronous training and under DTS. Ranks are
-threads of this process: nothing is timed.
+A small residual network is trained with the same initial values and global batches, synchronously and by DTS. Ranks,
+each with its own batch statistics, are simulated (`dts_simulation`): nothing is timed. Processes may share the seeds.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import keras
 import numpy as np
 import results
-import tensorflow as tf
 from absl import flags
+from dts_simulation import Job
 
-import hop_tf
-from hop_tf.testing import InProcessCluster
+from hop_tf import codecs
 
 _DATASET = flags.DEFINE_enum("dataset", "cifar10", ["cifar10", "fashion_mnist"], "What is trained for accuracy.")
 _CIFAR10 = flags.DEFINE_string(
     "cifar10", None, "An .npz file with x_train, y_train, x_test, y_test; else Keras's data."
 )
-_NUM_SAMPLES = flags.DEFINE_integer("num_samples", None, "So many of the data, at most. Default: all.")
+_NUM_ROWS = flags.DEFINE_integer("num_rows", 20_000, "Images to train with, at most.", lower_bound=1)
 _SETTINGS = flags.DEFINE_list("settings", ["4:4", "8:8", "12:8", "20:12"], "D:p of the trainings for accuracy.")
-_CODECS = flags.DEFINE_list("codecs", ["identity"], "Codecs of these trainings.")
+_CODECS = flags.DEFINE_multi_enum("codecs", ["identity"], ["identity", "top_k"], "Codecs of these trainings.")
 _EPOCHS = flags.DEFINE_integer("epochs", 10, "Epochs of a training.", lower_bound=2)
-_SEEDS = flags.DEFINE_integer("seeds", 3, "Trainings of each kind.", lower_bound=1)
+_SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Seeds; each is a training of each kind.")
 _BATCH_SIZE = flags.DEFINE_integer("batch_size", 64, "Samples of a step, of all ranks together.", lower_bound=1)
 _LEARNING_RATE = flags.DEFINE_float("learning_rate", 0.05, "At its highest: a warm-up comes first, then a cosine.")
 
 _SYNCHRONOUS = "synchronous"
-_MOMENTUM = 0.9
-_TIMEOUT_SECONDS = 4 * 3600.0
+_EVALUATION_BATCH = 500
 _Part = tuple[np.ndarray, np.ndarray]
 
 
@@ -45,7 +42,7 @@ class Trained:
     Attributes:
       label: What it was trained with.
       seed: Its seed.
-      losses: Training loss of each epoch, as the first rank has seen it.
+      losses: Training loss of each epoch.
       accuracy: On the test data, at the end.
     """
 
@@ -64,51 +61,58 @@ def run(world_size: int, momentum: float, folder: str | None) -> None:
       folder: Where to write; None for nowhere.
     """
     data = _load()
-    print(f"\naccuracy, {_DATASET.value}, {len(data[0][0])} samples, {_EPOCHS.value} epochs, {world_size} ranks")
-    print(f"  {'':20} {'mean':>8} {'- synchronous':>14}  of each seed")
+    print(f"\naccuracy, {_DATASET.value}, {len(data[0][0])} rows, {_EPOCHS.value} epochs, {world_size} ranks")
+    print(f"  {'':20} {'mean':>8} {'- synchronous':>14} {'std. error':>11}  of each seed")
     trained: list[Trained] = []
-    for label, make_strategy in _strategies().items():
-        for seed in range(_SEEDS.value):
-            train = functools.partial(_train, data=data, momentum=momentum, seed=seed)
-            cluster = InProcessCluster(world_size, make_strategy, timeout_seconds=_TIMEOUT_SECONDS)
-            trained.append(Trained(label, seed, *cluster.run(train)[0]))
+    for label, settings in _kinds().items():
+        for seed in map(int, _SEEDS.value):
+            trained.append(_train(label, settings, world_size, momentum, seed, data))
         _print(label, trained)
     if folder:
         _write(trained, folder)
 
 
-def _strategies() -> Mapping[str, Callable]:
-    """What makes a strategy for a cluster resolver, by labels."""
-    strategies = {_SYNCHRONOUS: lambda resolver: hop_tf.PipeSGDStrategy(pipeline_width=1, cluster_resolver=resolver)}
+def _kinds() -> Mapping[str, Mapping]:
+    """The settings of each kind of training, by labels."""
+    kinds = {_SYNCHRONOUS: {"delay": 0, "interval": 1}}
     for settings, codec in itertools.product(_SETTINGS.value, _CODECS.value):
         delay, interval = map(int, settings.split(":"))
-
-        def make(resolver, delay=delay, interval=interval, codec=codec):
-            return hop_tf.DTSStrategy(delay=delay, interval=interval, codec=codec, cluster_resolver=resolver)
-
-        strategies[f"D={delay} p={interval} {codec}".removesuffix(" identity")] = make
-    return strategies
+        label = f"D={delay} p={interval} {codec}".removesuffix(" identity")
+        selection = codecs.get(codec) if codec == codecs.TopK.name else None
+        kinds[label] = {"delay": delay, "interval": interval, "selection": selection}
+    return kinds
 
 
-def _train(strategy, *, data: tuple[_Part, _Part], momentum: float, seed: int) -> tuple[list[float], float | None]:
-    """The loss of each epoch; at the first rank the accuracy on test data, too."""
+def _train(label: str, settings: Mapping, world_size: int, momentum: float, seed: int, data) -> Trained:
     (x, y), test = data
     num_batches = len(x) // _BATCH_SIZE.value
     rate = keras.optimizers.schedules.CosineDecay(
         0.0, num_batches * (_EPOCHS.value - 1), warmup_target=_LEARNING_RATE.value, warmup_steps=num_batches
     )
-    with strategy.scope():
-        model = _residual_network(x.shape[1:], seed)
-        optimizer = keras.optimizers.SGD(rate, momentum=momentum)
-        model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"])
-    batches = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(len(x), seed=seed)
-    batches = batches.batch(_BATCH_SIZE.value, drop_remainder=True)
-    losses = model.fit(batches, epochs=_EPOCHS.value, shuffle=False, verbose=0).history["loss"]
-    return losses, model.evaluate(*test, batch_size=500, verbose=0)[1] if strategy.is_chief else None
+    job = Job(
+        world_size,
+        lambda: _residual_network(x.shape[1:], seed),
+        lambda: keras.optimizers.SGD(rate, momentum=momentum),
+        keras.losses.sparse_categorical_crossentropy,
+        **settings,
+    )
+    generator, losses = np.random.default_rng(seed), []
+    for _ in range(_EPOCHS.value):
+        order = generator.permutation(len(x))[: num_batches * _BATCH_SIZE.value]
+        losses.append(np.mean([job.step(x[rows], y[rows]) for rows in np.split(order, num_batches)]))
+    job.finish()
+    trained = Trained(label, seed, losses, _accuracy(job.ranks[0].model, *test))
+    keras.backend.clear_session()
+    return trained
+
+
+def _accuracy(model: keras.Model, x: np.ndarray, y: np.ndarray) -> float:
+    predicted = model.predict(x, batch_size=_EVALUATION_BATCH, verbose=0)
+    return float(np.mean(np.argmax(predicted, axis=-1) == np.ravel(y)))
 
 
 def _residual_network(shape: Sequence[int], seed: int) -> keras.Model:
-    """A convolution and three residual blocks. Layers have seeds of their own: ranks are threads."""
+    """A convolution and three residual blocks."""
     layers, seeds = keras.layers, itertools.count(1000 * seed)
 
     def convolution(x, filters: int, size: int, strides: int = 1):
@@ -136,7 +140,7 @@ def _load() -> tuple[_Part, _Part]:
             x, y, x_test, y_test = (arrays[name] for name in ("x_train", "y_train", "x_test", "y_test"))
     else:
         (x, y), (x_test, y_test) = keras.datasets.cifar10.load_data()
-    x, y, x_test, y_test = (array[: _NUM_SAMPLES.value] for array in (x, y, x_test, y_test))
+    x, y = (array[: _NUM_ROWS.value] for array in (x, y))
     mean, deviation = x.mean(), x.std()
     x, x_test = (((part - mean) / deviation).astype(np.float32) for part in (x, x_test))
     return (x, y), (x_test, y_test)
@@ -144,9 +148,13 @@ def _load() -> tuple[_Part, _Part]:
 
 def _print(label: str, trained: Sequence[Trained]) -> None:
     accuracies = _accuracies(label, trained)
-    difference = np.mean(accuracies) - np.mean(_accuracies(_SYNCHRONOUS, trained))
-    shown = " ".join(f"{accuracy:.4f}" for accuracy in accuracies)
-    print(f"  {label:20} {np.mean(accuracies):8.4f} {difference:+14.4f}  {shown}", flush=True)
+    differences = np.subtract(accuracies, _accuracies(_SYNCHRONOUS, trained))
+    error = np.std(differences, ddof=1) / np.sqrt(len(differences)) if len(differences) > 1 else np.nan
+    shown = accuracies if label == _SYNCHRONOUS else differences
+    of_seeds = " ".join(f"{each:.4f}" if label == _SYNCHRONOUS else f"{each:+.4f}" for each in shown)
+    print(
+        f"  {label:20} {np.mean(accuracies):8.4f} {np.mean(differences):+14.4f} {error:11.4f}  {of_seeds}", flush=True
+    )
 
 
 def _accuracies(label: str, trained: Sequence[Trained]) -> list[float]:
