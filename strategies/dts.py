@@ -31,11 +31,13 @@ from hop_tf.collectives import ALGORITHMS
 from hop_tf.exchange import Exchange, Incoming, Outgoing
 from hop_tf.keras_hook import (
     check_loss_scaling,
+    descent_of,
     gradient_accumulation_steps,
     iterations_variable,
     learning_rate,
     loss_scale,
     unscaled,
+    weight_decays,
 )
 from hop_tf.options import CommunicationOptions
 from hop_tf.strategies.dts_windows import Schedule, Windows
@@ -43,6 +45,8 @@ from hop_tf.strategy import ExchangeStrategy, training_cluster
 from hop_tf.worker import ExchangeContext, Group
 
 _COMPENSATIONS = ("exact", "paper", "none")
+# Each window under way has a thread and an all-reduce, and holds what it hands out.
+_MAX_WINDOWS = 100
 
 
 class DTSStrategy(ExchangeStrategy):
@@ -72,16 +76,20 @@ class DTSStrategy(ExchangeStrategy):
     custom training loop, ranks differ by what was under way: `synchronize(model)` averages them.
 
     Refused are variables of less than 32 bits, and, within a `LossScaleOptimizer`, clipping, gradient accumulation, and
-    weight decay of optimizers other than SGD.
+    weight decay of optimizers other than SGD. `compensation="paper"` is refused for what Equation 13 does not say
+    anything about: other optimizers than SGD, Nesterov's momentum, and weight decay.
 
     Args:
-      delay: D, the number of steps that a window's messages may take without anybody waiting; at least 0. Default 4.
+      delay: D, the number of steps that a window's messages may take without anybody waiting; at least 0. Up to
+        ceil(D / p) + 1 windows are under way, each with a thread and memory for what it hands out; at most 100.
+        Default 4.
       interval: p, the number of steps of a window; at least 1. Default 4.
       codec: What windows are encoded with: a `hop_tf.codecs.Codec`, or a name ("truncate16", "int8", "sketch",
         "top_k"). With `codecs.TopK(ratio)` a window hands out the values of largest magnitude only; for the others the
         window goes on until they are among them (deep gradient compression: local accumulation, momentum correction
         and factor masking), or `fit` ends, which sends as much as a window without a codec. `warmup_steps` of such
-        codecs are windows here. Default None.
+        codecs are windows here. With `error_feedback` what a window's values lose is added to those of a later one as
+        if it had been done there: an approximation, where there is momentum or weight decay. Default None.
       compensation: "exact", as above; "paper": Equation 13 as printed; "none": a window's differences are applied as if
         it had ended with the present step. Default "exact".
       algorithm: "mesh" (few messages after each other) or "ring" (few connections). Default "mesh".
@@ -90,7 +98,7 @@ class DTSStrategy(ExchangeStrategy):
 
     Raises:
       TypeError: If `codec` is something else.
-      ValueError: If an argument is out of range.
+      ValueError: If an argument is out of range, or too many windows would be under way.
       ClusterConfigError: If the cluster description is not valid.
       HopError: If this rank's address cannot be bound.
 
@@ -121,6 +129,13 @@ class DTSStrategy(ExchangeStrategy):
             compensation=compensation,
             algorithm=algorithm,
         )
+        num_windows = self._settings.schedule.num_slots
+        if num_windows > _MAX_WINDOWS:
+            raise ValueError(
+                f"`delay` and `interval` must leave at most {_MAX_WINDOWS} windows under way, which are "
+                "ceil(delay / interval) + 1: each has a thread, and memory for what it hands out. "
+                f"Received: delay={delay!r} and interval={interval!r}, which make {num_windows}."
+            )
         cluster = training_cluster(cluster_resolver, "DTSStrategy")
         super().__init__(
             cluster=cluster,
@@ -138,6 +153,8 @@ class DTSStrategy(ExchangeStrategy):
                     "variables that are trained must be float32 or float64, as under the policy 'mixed_bfloat16': the "
                     f"rounding of smaller ones lets ranks drift apart. Received: {variable.name} of {variable.dtype}."
                 )
+        if self._settings.compensation == "paper":
+            _check_equation_13(context)
         return DTSExchange(context, self._settings)
 
     def _begin_group(self, group: Group) -> None:
@@ -198,6 +215,20 @@ class DTSStrategy(ExchangeStrategy):
         num_iterations = int(iterations_variable(optimizer))
         is_trained = num_iterations > group.exchange.first_iteration  # Others may have dropped one that is not.
         return bool(group.carried) and is_trained and num_iterations % gradient_accumulation_steps(optimizer) > 0
+
+
+def _check_equation_13(context: ExchangeContext) -> None:
+    """Raises ValueError where it says nothing of the optimizer."""
+    optimizer = context.optimizer()
+    descent = descent_of(optimizer, context.trained)
+    problem = type(optimizer).__name__ if descent is None else "nesterov=True" if descent.nesterov else None
+    if problem is None and any(weight_decays(optimizer, context.trained)):
+        problem = "a weight decay"
+    if problem is not None:
+        raise ValueError(
+            "`compensation` must not be 'paper' but with SGD without Nesterov's momentum and weight decay: of others "
+            f"Equation 13 says nothing. Take 'exact' or 'none'. Received: {problem}."
+        )
 
 
 def _when(condition: tf.Tensor, emit: Callable[[], None]) -> None:

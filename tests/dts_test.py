@@ -305,6 +305,16 @@ class CompensationTest(tf.test.TestCase, parameterized.TestCase):
         ):
             self.assertAllClose(last, expected, rtol=1e-5, atol=1e-5)
 
+    @parameterized.parameters(
+        (lambda: keras.optimizers.Adam(), "Adam"),
+        (lambda: keras.optimizers.SGD(momentum=0.9, nesterov=True), "nesterov=True"),
+        (lambda: keras.optimizers.SGD(weight_decay=0.1), "a weight decay"),
+    )
+    @pytest.mark.stress(after=1)
+    def test_the_paper_says_nothing_of_it(self, make_optimizer, problem):
+        with self.assertRaisesRegex(_REFUSALS, f"`compensation` must not be 'paper' .* {problem}"):
+            _cluster(2, compensation="paper").run(lambda strategy: _fit(_compiled(strategy, make_optimizer)))
+
     @parameterized.parameters((4, 3), (0, 3))
     @pytest.mark.stress(after=1)
     def test_none(self, delay, interval):
@@ -755,6 +765,7 @@ class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
         ({"interval": 0}, "`interval` must be"),
         ({"compensation": "some"}, "`compensation` must be one of"),
         ({"algorithm": "star"}, "`algorithm` must be one of"),
+        ({"delay": 1000, "interval": 10}, "at most 100 windows .* which make 101"),
         ({"codec": "zip"}, "`codec` must be one of"),
     )
     def test_refused(self, settings, message):
