@@ -2,6 +2,8 @@
 
 import contextlib
 import functools
+import threading
+from unittest import mock
 
 import keras
 import numpy as np
@@ -12,6 +14,7 @@ from absl.testing import parameterized
 import hop_tf
 from hop_tf import codecs
 from hop_tf.errors import HopError, PeerLostError
+from hop_tf.strategies.dts import DTSExchange
 from hop_tf.testing import InProcessCluster
 
 _OPTIONS = hop_tf.CommunicationOptions(timeout_seconds=60)
@@ -270,18 +273,20 @@ class ExactTest(tf.test.TestCase, parameterized.TestCase):
         for last in _cluster(2, delay=3, interval=4).run(run):
             self.assertAllClose(last, w, rtol=1e-5, atol=1e-5)
 
-    def test_gradient_accumulation(self):
+    @parameterized.parameters(
+        {"delay": 3, "interval": 2, "momentum": 0.9, "nesterov": True}, {"delay": 0, "interval": 1}
+    )
+    def test_gradient_accumulation(self, delay, interval, **momentum):
         """A step of the scheme is an update."""
 
         def run(strategy):
-            return _train(strategy, lambda: keras.optimizers.SGD(_RATE, gradient_accumulation_steps=2))
+            optimizer = functools.partial(keras.optimizers.SGD, _RATE, gradient_accumulation_steps=2, **momentum)
+            return _train(strategy, optimizer, loss=_linear_loss)
 
-        w = _problem()[2].astype(np.float64)
-        for update in range(_NUM_STEPS // 2):
-            steps = (2 * update, 2 * update + 1)
-            w = w - _RATE * np.mean([_gradient(w, step, rank, 2) for step in steps for rank in range(2)], axis=0)
-        for _, last, _ in _cluster(2, delay=0, interval=1).run(run):
-            self.assertAllClose(last, w, rtol=1e-5, atol=1e-5)
+        gradients = np.reshape(_linear_gradients(), (_NUM_STEPS // 2, 2, 3, _NUM_OUTPUTS)).mean(1)
+        expected = _replayed(gradients, rate_of=lambda step: _RATE, **momentum)
+        for _, last, _ in _cluster(2, delay=delay, interval=interval).run(run):
+            self.assertAllClose(last, expected, rtol=1e-5, atol=1e-5)
 
 
 class CompensationTest(tf.test.TestCase, parameterized.TestCase):
@@ -419,6 +424,15 @@ class OptimizersTest(tf.test.TestCase, parameterized.TestCase):
         for (_, last, _), weights in zip(results, expected, strict=True):
             self.assertAllClose(last, weights, rtol=1e-4, atol=1e-4)
         self.assertAllClose(results[0][1], results[1][1], rtol=1e-5, atol=1e-5)
+
+    def test_adam_with_top_k(self):
+        """What is held back of the changes is not lost."""
+        expected = np.mean([_adam_alone(rank) for rank in range(2)], axis=0)
+        results = _cluster(2, delay=3, interval=2, codec=codecs.TopK(ratio=0.25)).run(
+            lambda s: _train(s, lambda: keras.optimizers.Adam(0.01), loss=_linear_loss)
+        )
+        for _, last, _ in results:
+            self.assertAllClose(last, expected, rtol=1e-5, atol=1e-5)
 
     @parameterized.parameters(
         lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
@@ -672,18 +686,42 @@ class FitTest(tf.test.TestCase, parameterized.TestCase):
 
         class Stop(keras.callbacks.Callback):
             def on_train_batch_end(self, batch, logs=None):
-                self.model.stop_training = True
+                self.model.stop_training = batch == 6
 
         def run(strategy):
-            return _train(strategy, callbacks=[Stop()] if strategy.rank == 1 else ())
+            return _train(strategy, callbacks=[Stop()] if strategy.rank == 1 else (), loss=_linear_loss)
 
-        (history, last, report), (_, early, _) = _cluster(2, delay=2, interval=3).run(run)
+        def total(steps, rank):
+            return np.sum([_linear_gradient(step, rank, 2) for step in steps], axis=0)
+
+        (_, last, report), (_, early, _) = _cluster(2, delay=2, interval=3).run(run)
         self.assertEqual(report["steps"], _NUM_STEPS)
-        self.assertTrue(np.isfinite(last).all() and np.isfinite(early).all())
-        w = history[-7].astype(np.float64)
-        for step in range(_NUM_STEPS - 6, _NUM_STEPS):
-            w = w - _RATE * _gradient(w, step, 0, 2)
-        self.assertAllClose(last, w, rtol=1e-5, atol=1e-5)
+        # Two windows of both; rank 1's step 6 meets rank 0's third window.
+        both = (total(range(9), 0) + total(range(7), 1)) / 2
+        expected = _problem()[2] - _RATE * both
+        self.assertAllClose(early, expected, rtol=1e-5, atol=1e-5)
+        self.assertAllClose(last, expected - _RATE * total(range(9, _NUM_STEPS), 0), rtol=1e-5, atol=1e-5)
+
+    def test_windows_that_overtake_each_other(self):
+        """On rank 1 every other window begins when the next one waits for nothing but this one."""
+        step, commit = DTSExchange.step, DTSExchange._commit
+        waits = [threading.Event() for _ in range(_NUM_STEPS)]
+
+        def step_late(exchange, outgoing):
+            if exchange._membership.rank == 1 and outgoing.step % 2 == 0:
+                self.assertTrue(waits[outgoing.step + 1].wait(_OPTIONS.timeout_seconds))
+            return step(exchange, outgoing)
+
+        def noted_commit(exchange, window):
+            if exchange._membership.rank == 1:
+                waits[window].set()
+            commit(exchange, window)
+
+        _, expected = _exact(2, 4, 1, momentum=0.9)
+        with mock.patch.object(DTSExchange, "step", step_late), mock.patch.object(DTSExchange, "_commit", noted_commit):
+            results = _cluster(2, delay=4, interval=1).run(lambda s: _train(s, _decaying(momentum=0.9)))
+        for _, last, _ in results:
+            self.assertAllClose(last, expected, rtol=1e-5, atol=1e-5)
 
     @parameterized.parameters(
         {"interval": 4, "gradient_accumulation_steps": 2, "num_batches": [_NUM_STEPS + 1]},
