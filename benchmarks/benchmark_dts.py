@@ -9,16 +9,18 @@ scaling    Scaling efficiency, which is the speed of n ranks over n times that o
 sites      The same between Tokyo, Oregon, London and Ohio (`network.site_delays`).
 accuracy   A small residual network, trained with the same global batches, on the test data. Ranks are simulated.
 
-The timed members: `synchronous` is `PipeSGDStrategy(pipeline_width=1)`, our fastest all-reduce; `delay`, `interval` and
-`both` are `DTSStrategy` with --delay and interval 1, with delay 0 and --interval, and with both. What follows is a
-codec; that of top_k sends the largest 1 %. Optimizers have momentum 0.9.
+The timed members: `synchronous` and `ring` are `PipeSGDStrategy(pipeline_width=1)` over a mesh and over a ring;
+others are compared with the faster one. `delay`, `interval` and `both` are `DTSStrategy` with --delay and interval 1,
+with delay 0 and --interval, and with both. What follows is a codec; that of top_k sends the largest 1 %. Optimizers
+have momentum 0.9.
 
-A schedule repeats itself after floor(D / p) + 1 windows of p steps. The first two of these cycles are left out, then
-the median of --num_cycles is taken, at the slowest rank. `flush` is what `fit` takes to apply what is under way after
-its last step. `predicted` is what `hop_tf.timing` says of the links that were asked for.
+A schedule repeats itself after floor(D / p) + 1 windows of p steps. The first two of these cycles are left out. Of
+the --num_cycles that follow the mean counts, at the slowest rank; their median is lower where some windows are late.
+`flush` is what `fit` takes to apply what is under way after its last step. `predicted` is what `hop_tf.timing` says
+of the links that were asked for.
 
-Members that would take longer than --max_seconds, by the model, are left out: `delay` at 10 Mbit/s, by default. The
-rest of `scaling` and `sites` takes an hour and a half.
+Members that would take longer than --max_seconds, by the model, are left out, but not synchronous ones: `delay` at 10
+Mbit/s, by default. The rest of `scaling` and `sites` takes two hours.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ _DELAY = flags.DEFINE_integer("delay", 20, "D of the timed members.", lower_boun
 _INTERVAL = flags.DEFINE_integer("interval", 12, "p of the timed members.", lower_bound=2)
 
 _MEMBERS = flags.DEFINE_list(
-    "members", ["synchronous", "synchronous int8", "delay", "interval", "both", "both top_k"], "What is timed."
+    "members", ["synchronous", "ring", "synchronous int8", "delay", "interval", "both", "both top_k"], "What is timed."
 )
 _LINKS = flags.DEFINE_list("links", ["100e6", "10e6"], "Rates of the links, in bits per second.")
 _ROUND_TRIPS = flags.DEFINE_list("round_trips", ["0", "0.277", "1"], "Round-trip times of `scaling`, in seconds.")
@@ -64,7 +66,7 @@ _MAX_SECONDS = flags.DEFINE_float("max_seconds", 900.0, "Longest time that the s
 _SMALL = {
     "experiments": ["scaling", "accuracy"],
     "world_size": 2,
-    "members": ["synchronous", "both", "both top_k"],
+    "members": ["synchronous", "ring", "both", "both top_k"],
     "delay": 3,
     "interval": 2,
     "links": ["100e6"],
@@ -74,7 +76,7 @@ _SMALL = {
     "num_cycles": 2,
     "num_rows": 512,
     "settings": ["3:2"],
-    "epochs": 1,
+    "epochs": 2,
     "seeds": ["0"],
 }
 _MOMENTUM = 0.9
@@ -83,7 +85,7 @@ _MIN_CYCLE_STEPS = 4
 _SKIPPED_CYCLES = 2
 _CYCLES_ALONE = 10
 _TIMEOUT_SECONDS = 4 * 3600.0
-_SYNCHRONOUS = "synchronous"
+_SYNCHRONOUS, _RING = "synchronous", "ring"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,12 +97,14 @@ class Member:
       delay: D; None for synchronous training.
       interval: p.
       codec: Name of the codec.
+      algorithm: That of the all-reduce.
     """
 
     label: str
     delay: int | None = None
     interval: int = 1
     codec: str = "identity"
+    algorithm: str = "mesh"
 
     @classmethod
     def named(cls, label: str) -> Member:
@@ -108,13 +112,14 @@ class Member:
         kind, _, codec = label.partition(" ")
         settings = {
             _SYNCHRONOUS: (None, 1),
+            _RING: (None, 1),
             "delay": (_DELAY.value, 1),
             "interval": (0, _INTERVAL.value),
             "both": (_DELAY.value, _INTERVAL.value),
         }
         if kind not in settings:
             raise app.UsageError(f"--members must be among {', '.join(settings)}, and a codec. Received: {label!r}.")
-        return cls(label, *settings[kind], codec or "identity")
+        return cls(label, *settings[kind], codec or "identity", "ring" if kind == _RING else "mesh")
 
     @property
     def num_cycle_steps(self) -> int:
@@ -123,13 +128,14 @@ class Member:
 
     def strategy(self, options: hop_tf.CommunicationOptions) -> tf.distribute.Strategy:
         """Its strategy, on the cluster of TF_CONFIG."""
-        common = {"codec": self.codec, "communication_options": options}
+        common = {"codec": self.codec, "algorithm": self.algorithm, "communication_options": options}
         if self.delay is None:
             return hop_tf.PipeSGDStrategy(pipeline_width=1, **common)
         return hop_tf.DTSStrategy(delay=self.delay, interval=self.interval, **common)
 
     def predict(self, links: timing.Network, step: timing.Step, **arguments) -> tuple[float, float]:
         """Scaling efficiency, and bytes that a rank sends per step, by the models."""
+        arguments["algorithm"] = self.algorithm
         if self.delay is None:
             plan = timing.predict(links, step, pipeline_width=1, codec=self.codec, **arguments)
             as_window = timing.predict_dts(
@@ -164,7 +170,8 @@ def _time(case: Mapping, rank: int, turn: int, member: Member) -> dict:
     strategy.shutdown()
     times, num_bytes = (np.array(values[_SKIPPED_CYCLES - 1 :]) for values in (recorder.times, recorder.num_bytes))
     return {
-        "step": statistics.median(np.diff(times) / cycle),
+        "step": statistics.mean(np.diff(times) / cycle),
+        "median": statistics.median(np.diff(times) / cycle),
         "bytes": statistics.mean(np.diff(num_bytes) / cycle),
         "flush": recorder.flushed - times[-1],
     }
@@ -207,9 +214,11 @@ class Timed:
     Attributes:
       link: Rate of the links, in bits per second.
       round_trip: Round-trip time, in seconds; the longest, between the sites.
+      alone: Duration of a step of one rank alone, in seconds.
       label: Name of the member.
-      step: Duration of a step, in seconds.
-      efficiency: Scaling efficiency.
+      step: Mean duration of a step, in seconds.
+      median: Median over the cycles, in seconds.
+      efficiency: Scaling efficiency, by the mean.
       predicted: What the model says of it.
       bytes: Bytes that a rank sends per step.
       predicted_bytes: What the model says of them.
@@ -218,8 +227,10 @@ class Timed:
 
     link: str
     round_trip: float
+    alone: float
     label: str
     step: float
+    median: float
     efficiency: float
     predicted: float
     bytes: float
@@ -260,7 +271,7 @@ def _time_members(alone: float, world_size: int, link: str, round_trip: float, *
             links, timing.Step(forward_seconds=alone), world_size=world_size, num_bytes=num_bytes
         )
         seconds = (_SKIPPED_CYCLES + _NUM_CYCLES.value) * member.num_cycle_steps * alone / efficiency
-        if seconds <= _MAX_SECONDS.value:
+        if seconds <= _MAX_SECONDS.value or member.delay is None:
             predicted[member] = efficiency, bytes_per_step
         else:
             print(f"\n{member.label} is left out: it would take {seconds:.0f} s.", flush=True)
@@ -269,8 +280,10 @@ def _time_members(alone: float, world_size: int, link: str, round_trip: float, *
         Timed(
             link=link,
             round_trip=round_trip,
+            alone=alone,
             label=member.label,
             step=found["step"],
+            median=found["median"],
             efficiency=alone / found["step"],
             predicted=efficiency,
             bytes=found["bytes"],
@@ -282,17 +295,18 @@ def _time_members(alone: float, world_size: int, link: str, round_trip: float, *
 
 
 def _print_timed(title: str, timed: Sequence[Timed]) -> None:
-    synchronous = next((each for each in timed if each.label == _SYNCHRONOUS), None)
-    print(f"\n{title}")
+    synchronous = min((each.step for each in timed if each.label in (_SYNCHRONOUS, _RING)), default=None)
+    print(f"\n{title}" + "".join(f"; a step alone takes {each.alone:.4f} s" for each in timed[:1]))
     print(
-        f"  {'':18} {'step ms':>9} {'efficiency':>11} {'predicted':>10} {'/ synchronous':>14} {'MB a step':>10} "
-        f"{'predicted':>10} {'flush s':>8}"
+        f"  {'':18} {'step ms':>9} {'median':>9} {'efficiency':>11} {'predicted':>10} {'/ synchronous':>14} "
+        f"{'MB a step':>10} {'predicted':>10} {'flush s':>8}"
     )
     for each in timed:
-        ratio = f"{synchronous.step / each.step:14.2f}" if synchronous else f"{'':14}"
+        ratio = f"{synchronous / each.step:14.2f}" if synchronous else f"{'':14}"
         print(
-            f"  {each.label:18} {each.step * 1e3:9.1f} {each.efficiency:11.3f} {each.predicted:10.3f} {ratio} "
-            f"{each.bytes / 1e6:10.3f} {each.predicted_bytes / 1e6:10.3f} {each.flush:8.2f}",
+            f"  {each.label:18} {each.step * 1e3:9.1f} {each.median * 1e3:9.1f} {each.efficiency:11.3f} "
+            f"{each.predicted:10.3f} {ratio} {each.bytes / 1e6:10.3f} {each.predicted_bytes / 1e6:10.3f} "
+            f"{each.flush:8.2f}",
             flush=True,
         )
 
