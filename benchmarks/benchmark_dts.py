@@ -20,7 +20,7 @@ the --num_cycles that follow the mean counts, at the slowest rank; their median 
 of the links that were asked for.
 
 Members that would take longer than --max_seconds, by the model, are left out, but not synchronous ones: `delay` at 10
-Mbit/s, by default. The rest of `scaling` and `sites` takes about two hours, by the model.
+Mbit/s, by default. The rest of `scaling` and `sites` takes an hour and a half, by the model.
 """
 
 from __future__ import annotations
