@@ -33,7 +33,7 @@ from hop_tf import codecs
 from hop_tf.arguments import check_choice, check_integer, identity_of
 from hop_tf.collectives import ALGORITHMS, AllReduce
 from hop_tf.exchange import Exchange, Incoming, Outgoing
-from hop_tf.keras_hook import loss_scale, unscaled
+from hop_tf.keras_hook import gradient_accumulation_steps, loss_scale, unscaled
 from hop_tf.options import CommunicationOptions
 from hop_tf.packing import Packing
 from hop_tf.strategy import ExchangeStrategy, training_cluster
@@ -72,7 +72,8 @@ class PipeSGDStrategy(ExchangeStrategy):
       warmup_steps: So many updates of a model's first `fit` are made with K = 1: early gradients change fast.
         Default 0.
       algorithm: "mesh" (few messages after each other) or "ring" (few connections). Default "mesh".
-      drain: What becomes of the K - 1 means that are not applied when `fit` ends: "drop", or "apply". Default "drop".
+      drain: What becomes of the K - 1 means that are not applied when `fit` ends: "drop", or "apply" (`fit` raises
+        ValueError where the optimizer has `gradient_accumulation_steps`). Default "drop".
       cluster_resolver: Where the cluster is described. Default: `TF_CONFIG`.
       communication_options: Deadlines, credentials, records. Default: `CommunicationOptions()`.
 
@@ -122,6 +123,13 @@ class PipeSGDStrategy(ExchangeStrategy):
         )
 
     def _make_exchange(self, context: ExchangeContext) -> PipeSGDExchange:
+        every = gradient_accumulation_steps(context.optimizer())
+        if self._settings.drain == "apply" and every > 1:
+            raise ValueError(
+                "`drain` must be 'drop' where the optimizer accumulates gradients: what is applied when `fit` ends "
+                "would count as a step of the next update. "
+                f"Received: drain='apply', and an optimizer with gradient_accumulation_steps={every}."
+            )
         return PipeSGDExchange(context, self._settings)
 
     def _before_update(self, group: Group, values: Sequence[tf.Tensor], gradients: list) -> tuple[list, None]:

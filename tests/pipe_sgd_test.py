@@ -375,6 +375,22 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
         for weights in _cluster(2, drain="apply").run(lambda s: _fit(_compiled(s, optimizer=name))):
             self.assertAllClose(weights, expected, rtol=1e-5, atol=1e-5)
 
+    @parameterized.parameters(True, False)
+    def test_drain_apply_refuses_to_accumulate(self, scales_loss):
+        """A mean that is applied at the end would be one more part of an update."""
+
+        def run(strategy):
+            with strategy.scope():
+                model = _small_model()
+                optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+                model.compile(keras.optimizers.LossScaleOptimizer(optimizer) if scales_loss else optimizer, "mse")
+            return _fit(model)
+
+        with self.assertRaisesRegex(
+            (ValueError, HopError), "`drain` must be 'drop' .* Received: drain='apply', .*gradient_accumulation_steps=2"
+        ):
+            _cluster(2, drain="apply").run(run)
+
     @parameterized.parameters(None, "rmsprop")
     @pytest.mark.stress(after=1)
     def test_drain_with_optimizers_of_the_models_own(self, unused_optimizer):
