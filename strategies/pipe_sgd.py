@@ -79,7 +79,7 @@ class PipeSGDStrategy(ExchangeStrategy):
 
     Raises:
       TypeError: If `codec` is something else.
-      ValueError: If an argument is out of range.
+      ValueError: If an argument is out of range, or `codec` is a `TopK` without error feedback.
       ClusterConfigError: If the cluster description is not valid.
       HopError: If this rank's address cannot be bound.
 
@@ -105,9 +105,15 @@ class PipeSGDStrategy(ExchangeStrategy):
         check_integer("warmup_steps", warmup_steps, at_least=0)
         check_choice("algorithm", algorithm, sorted(ALGORITHMS))
         check_choice("drain", drain, _DRAINS)
+        codec = codecs.get(codec)
+        if isinstance(codec, codecs.TopK) and not codec.error_feedback:
+            raise ValueError(
+                "`codec` must keep what it does not send: take hop_tf.codecs.TopK(error_feedback=True). Without it all "
+                f"but {codec.ratio:.3g} of each gradient's values are lost. Received: codec={codec!r}."
+            )
         self._settings = PipeSGDSettings(
             pipeline_width=int(pipeline_width),
-            codec=codecs.get(codec),
+            codec=codec,
             num_segments=int(num_segments),
             warmup_steps=int(warmup_steps),
             algorithm=algorithm,

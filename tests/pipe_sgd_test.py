@@ -698,6 +698,7 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
         ({"algorithm": "tree"}, ValueError, "`algorithm` must be one of mesh, ring. Received: algorithm='tree'"),
         ({"drain": "keep"}, ValueError, "`drain` must be one of drop, apply. Received: drain='keep'"),
         ({"codec": "int4"}, ValueError, "`codec` must be one of"),
+        ({"codec": "top_k"}, ValueError, r"take hop_tf.codecs.TopK\(error_feedback=True\).* all but 0.01 of"),
         ({"codec": 8}, TypeError, "`codec` must be a hop_tf.codecs.Codec"),
     )
     def test_refuses(self, arguments, error, message):
