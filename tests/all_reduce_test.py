@@ -13,7 +13,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 from hop_tf import codecs
-from hop_tf.collectives import ALGORITHMS, get_algorithm
+from hop_tf.collectives import ALGORITHMS, all_reduce, get_algorithm
 from hop_tf.collectives.vectors import goes_sparse
 from hop_tf.errors import PeerLostError, ProtocolError
 from hop_tf.membership import Interrupted
@@ -53,7 +53,17 @@ class Job:
       num_events_of_start: How many events there were until all ranks had begun.
     """
 
-    def __init__(self, world_size, *, algorithm="mesh", codec=None, size=5000, dtype=np.float32, link_seconds=None):
+    def __init__(
+        self,
+        world_size,
+        *,
+        algorithm="mesh",
+        codec=None,
+        size=5000,
+        size_of_ranks=3,
+        dtype=np.float32,
+        link_seconds=None,
+    ):
         self.cluster = VirtualCluster(world_size, link_seconds)
         self.means = {}
         self.sent_steps = dict.fromkeys(range(world_size), 0)
@@ -63,6 +73,7 @@ class Job:
         of_ranks = codecs.Identity(dtype=np.float64)
         self._codec_of_ranks = codecs.TopK(ratio=0.3, values=of_ranks) if isinstance(codec, codecs.Sparse) else of_ranks
         self._size = size
+        self._size_of_ranks = size_of_ranks
         self._dtype = dtype
 
     def values(self, rank, step):
@@ -77,7 +88,7 @@ class Job:
             reduction = get_algorithm(self._algorithm)(
                 membership,
                 "test",
-                sizes=[self._size, 3],
+                sizes=[self._size, self._size_of_ranks],
                 dtypes=[self._dtype, np.float64],
                 codecs=[self._codec, self._codec_of_ranks],
                 pool=self.cluster.pool,
@@ -88,7 +99,7 @@ class Job:
                 membership.begin_session()
                 self.num_events_of_start = self.cluster.scheduler.num_events
                 for step in range(num_steps(rank)):
-                    vectors = [self.values(rank, step), np.full(3, rank, np.float64)]
+                    vectors = [self.values(rank, step), np.full(self._size_of_ranks, rank, np.float64)]
                     for vector in vectors:
                         vector.flags.writeable = False
                     self.means[rank, step] = reduction.mean(
@@ -223,6 +234,34 @@ class AllReduceTest(tf.test.TestCase, parameterized.TestCase):
         for membership in job.cluster.memberships:
             sent = membership.transport.counters()["bytes_sent"]
             self.assertBetween(sent, 2 * 3 / 4 * 4 * (1 << 16), 1.06 * 2 * 3 / 4 * 4 * (1 << 16))
+
+    @parameterized.product(algorithm=(*ALGORITHMS, "tree"), codec=("int8 with feedback", "top_k with feedback"))
+    def test_empty_vectors_are_not_sent(self, algorithm, codec):
+        """Beside another one, and where there is nothing else: ranks that end or are interrupted end all the same."""
+        send, vectors = all_reduce.Operation.send, collections.Counter()
+
+        def count(operation, *arguments, **others):
+            vectors[operation.vector] += 1
+            send(operation, *arguments, **others)
+
+        with mock.patch.object(all_reduce.Operation, "send", count):
+            for size_of_ranks, expected in ((3, {1}), (0, set())):
+                job = Job(
+                    3,
+                    algorithm=algorithm,
+                    codec={**_CODECS, **_SPARSE}[codec],
+                    size=0,
+                    size_of_ranks=size_of_ranks,
+                    link_seconds=_random_links(0),
+                )
+                vectors.clear()
+                job.run(lambda rank: 2 + rank)
+                self.assertEqual(job.sent_steps, {0: 2, 1: 3, 2: 4})
+                self.assertEqual(set(vectors), expected)
+                for (_, step), (mean, of_ranks) in job.means.items():
+                    self.assertEqual((mean.size, mean.dtype), (0, np.float32))
+                    # The first of equal values is what a sparse codec sends.
+                    self.assertAllClose(of_ranks[:1], np.full(size_of_ranks, (1, 1, 1.5, 2)[step])[:1])
 
     @parameterized.parameters(*itertools.product(ALGORITHMS, ("truncate16", "int8", "sketch")))
     def test_error_feedback(self, algorithm, name):
@@ -459,6 +498,20 @@ class AllReduceTest(tf.test.TestCase, parameterized.TestCase):
             for rank in present:
                 self.assertAllClose(job.means[rank, step][0], expected, atol=1e-6)
         self.assertLen(job.means, sum(num_steps))
+
+    @parameterized.parameters(*ALGORITHMS)
+    def test_an_empty_vector_is_no_commitment(self, algorithm):
+        """A rank interrupted at any time leaves the others the same mean of the vectors behind an empty one."""
+        for event in itertools.count():
+            job = Job(3, algorithm=algorithm, size=0, link_seconds=_random_links(1))
+            job.cluster.scheduler.call_before_event(event, job.cluster.memberships[1].interrupt)
+            job.run(lambda rank: 2)
+            if event >= job.cluster.scheduler.num_events:
+                break
+            for (_, step), (_, of_ranks) in job.means.items():
+                present = [rank for rank in range(3) if step < job.sent_steps[rank]]
+                self.assertAllClose(of_ranks, np.full(3, np.mean(present)))
+        self.assertGreater(event, 20)
 
     @parameterized.parameters(*itertools.product(range(12), _KINDS))
     @pytest.mark.stress(after=3 * len(_KINDS))

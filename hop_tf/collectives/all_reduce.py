@@ -124,7 +124,7 @@ class AllReduce(abc.ABC):
         Returns:
           The means, in the order of `vectors`; equal to the bit on all ranks. Sums are kept in float32 at least.
 
-        Blocks: until all ranks that take part have sent their vectors.
+        Blocks: until all ranks that take part have sent their vectors; not where all of these are empty.
 
         Raises:
           HopError: As `Membership.wait` does.
@@ -146,6 +146,8 @@ class AllReduce(abc.ABC):
         vector = self._vectors[index]
         operation.vector = index
         result = self._pool.take(values.nbytes).view(values.dtype)
+        if not values.size:  # Nobody waits for anybody, nor has what others lack.
+            return result
         codec = vector.sparse_codec(operation.step, len(operation.ranks))
         if len(operation.ranks) == 1:
             np.copyto(result, vector.corrected(values))
