@@ -4,8 +4,8 @@
 
 Ranks are processes: on loopback, or on hosts of an emulated network (`network`, which needs root) with so many bits
 per second each way. In each of them all members exist side by side, and take turns within every round, so that what
-slows the machine slows all of them. A round's time is that of the slowest rank, from a common start. Medians are shown,
-and the time of gloo, in the same rounds, divided by that of the member: above 1 is faster than gloo.
+slows the machine slows all of them. A round's time is that of the slowest rank, from a common start. Shown are
+medians, of how many rounds, and gloo's time in the same rounds over that of the member: above 1 is faster than gloo.
 
     mesh, ring    hop_tf's, with the codec behind the slash
     gloo          torch.distributed.all_reduce (where PyTorch is installed: the package `torch`)
@@ -25,6 +25,7 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import psutil
@@ -40,10 +41,11 @@ _MEMBERS = flags.DEFINE_list(
     "What to measure.",
 )
 _ROUNDS = flags.DEFINE_integer("rounds", 7, "Rounds, after one to warm up.", lower_bound=1)
-_MAX_SECONDS = flags.DEFINE_float("max_seconds", 60.0, "Begin no further round of a case after so long.")
+_MAX_SECONDS = flags.DEFINE_float("max_seconds", 60.0, "Begin no further round of a case so long after the first.")
 
 _MIB = 1 << 20
 _TIMEOUT_SECONDS = 600
+_CHECKED_VALUES = 10000
 
 
 class Member(abc.ABC):
@@ -53,8 +55,8 @@ class Member(abc.ABC):
         """Takes the values in the form that a training step has them in. Not timed."""
 
     @abc.abstractmethod
-    def mean(self, values: np.ndarray) -> np.ndarray:
-        """The mean over ranks of `values`, those that were prepared last."""
+    def mean(self, values: np.ndarray) -> Any:
+        """The mean over ranks of `values`, those that were prepared last: what `np.asarray` makes an array of."""
 
     def close(self) -> None:
         """Releases what the member holds."""
@@ -117,10 +119,10 @@ class Gloo(Member):
             "gloo", init_method=f"tcp://{host}:{port}", rank=rank, world_size=len(addresses)
         )
 
-    def mean(self, values: np.ndarray) -> np.ndarray:
+    def mean(self, values: np.ndarray) -> Any:
         # In place, as its users have it: the copy is not counted (see `prepare`).
         self._torch.distributed.all_reduce(self._tensor)
-        return self._tensor.numpy() / self._torch.distributed.get_world_size()
+        return self._tensor.div_(self._torch.distributed.get_world_size())
 
     def prepare(self, values: np.ndarray) -> None:
         """Takes the values, which the sum will replace."""
@@ -164,8 +166,8 @@ class Ring(Member):
 
         self._tensor = tf.convert_to_tensor(values)
 
-    def mean(self, values: np.ndarray) -> np.ndarray:
-        return self._run(self._tensor).numpy()
+    def mean(self, values: np.ndarray) -> Any:
+        return self._run(self._tensor)
 
 
 def _make(name: str, *arguments) -> Member:
@@ -180,55 +182,65 @@ def _make(name: str, *arguments) -> Member:
 def _measure(case: Mapping, rank: int) -> dict[str, list[float]]:
     """Seconds of each round for each member, at this rank."""
     size = case["bytes"] // 4
-    values = np.random.default_rng(rank).normal(size=size).astype(np.float32)
+    values = _values(rank, size)
     addresses = case["addresses"]
     members, world_size = {}, len(addresses[0])
     # RING must be made before TensorFlow has done anything.
     for index, name in sorted(enumerate(case["members"]), key=lambda item: item[1] != "RING"):
         members[name] = _make(name, rank, addresses[index], size)
     barrier = Ours("mesh/identity", rank, addresses[-1], 1)
+    for name, member in members.items():  # To warm up. Nobody is fast and wrong.
+        _, mean = _timed_mean(member, barrier, values)
+        _check(name, np.asarray(mean), world_size, size)
+        del mean
     seconds: dict[str, list[float]] = {name: [] for name in members}
     start = time.monotonic()
-    for turn in range(case["rounds"] + 1):
+    for _ in range(case["rounds"]):
         for name, member in members.items():
-            member.prepare(values)
-            barrier.mean(np.float32([0.0]))
-            begin = time.monotonic()
-            mean = member.mean(values)
-            seconds[name].append(time.monotonic() - begin)
-            if turn == 0:
-                _check(name, mean, world_size, size)
-            del mean
+            seconds[name].append(_timed_mean(member, barrier, values)[0])
         elapsed = barrier.mean(np.float32([time.monotonic() - start]))
         if elapsed[0] > case["max_seconds"]:
             break
     for member in [*members.values(), barrier]:
         member.close()
-    return {name: each[1:] or each for name, each in seconds.items()}
+    return seconds
+
+
+def _timed_mean(member: Member, barrier: Member, values: np.ndarray) -> tuple[float, Any]:
+    """How long a member takes from a common start, and what it has computed."""
+    member.prepare(values)
+    barrier.mean(np.float32([0.0]))
+    begin = time.monotonic()
+    mean = member.mean(values)
+    return time.monotonic() - begin, mean
+
+
+def _values(rank: int, size: int) -> np.ndarray:
+    """The values of a rank: those of a shorter vector are the first of a longer one."""
+    return np.random.default_rng(rank).normal(size=size).astype(np.float32)
 
 
 def _check(name: str, mean: np.ndarray, world_size: int, size: int) -> None:
-    """Nobody is fast and wrong."""
-    part = slice(0, min(size, 10000))
-    expected = np.mean(
-        [_kept(name, np.random.default_rng(r).normal(size=size))[part] for r in range(world_size)], axis=0
-    )
+    """Raises RuntimeError if the first values are not the mean."""
+    part = slice(0, min(size, _CHECKED_VALUES))
+    expected = np.mean([_kept(name, rank, size, part) for rank in range(world_size)], axis=0)
     error = np.sqrt(np.mean((mean[part] - expected) ** 2) / np.mean(expected**2))
     if error > 0.1:
         raise RuntimeError(f"{name} is wrong: relative error {error:.3f}.")
 
 
-def _kept(name: str, values: np.ndarray) -> np.ndarray:
-    """The values that a member is to average: all, or those that its codec selects."""
+def _kept(name: str, rank: int, size: int, part: slice) -> np.ndarray:
+    """What a member is to average of the first values of a rank: all, or those that its codec selects."""
     from hop_tf import codecs
 
     codec = codecs.get(name.partition("/")[2] or None)
     if not isinstance(codec, codecs.Sparse):
-        return values
+        return _values(rank, part.stop)
+    values = _values(rank, size)
     kept = np.zeros_like(values)
     indices = codec.select(values)
     kept[indices] = values[indices]
-    return kept
+    return kept[part]
 
 
 # In the parent.
@@ -242,10 +254,24 @@ def _medians(results: Sequence[Mapping[str, list[float]]]) -> dict[str, float]:
     }
 
 
-def _print(link: str, world_size: int, num_bytes: int, medians: Mapping[str, float]) -> None:
-    traffic = 2 * (world_size - 1) / world_size * num_bytes
+def _traffic(world_size: int, num_bytes: int) -> float:
+    """Bytes that a rank sends of float32, and receives."""
+    return 2 * (world_size - 1) / world_size * num_bytes
+
+
+def _timeout_seconds(link: str, world_size: int, num_bytes: int, num_members: int) -> float:
+    """How long a case may take: the start, rounds until the time is up, the warm-up, and one round more.
+
+    Each member may take four times as long as float32 does at best; loopback, with busy cores, as long as 1 Gbit/s.
+    """
+    at_best = _traffic(world_size, num_bytes) * 8 / (1e9 if link == ranks.LOOPBACK else float(link))
+    return 300 + _MAX_SECONDS.value + 2 * num_members * 4 * at_best
+
+
+def _print(link: str, world_size: int, num_bytes: int, num_rounds: int, medians: Mapping[str, float]) -> None:
+    traffic = _traffic(world_size, num_bytes)
     limit = "" if link == ranks.LOOPBACK else f", limit of float32 {traffic * 8 / float(link):.3f} s"
-    print(f"\n{link}, {world_size} ranks, {num_bytes / _MIB:g} MiB{limit}")
+    print(f"\n{link}, {world_size} ranks, {num_bytes / _MIB:g} MiB, rounds: {num_rounds}{limit}")
     print(f"  {'':16s} {'seconds':>9s} {'GB/s':>7s} {'gloo / it':>10s}")
     for name, seconds in medians.items():
         ratio = f"{medians['gloo'] / seconds:10.2f}" if "gloo" in medians else ""
@@ -259,15 +285,19 @@ def main(argv) -> None:
     if "gloo" in members and importlib.util.find_spec("torch") is None:
         print("gloo is left out: PyTorch is not installed.")
         members.remove("gloo")
-    for link, world_size, megabytes in itertools.product(_LINKS.value, _WORLD_SIZES.value, _MEGABYTES.value):
+    sizes = map(int, _WORLD_SIZES.value)
+    for link, world_size, megabytes in itertools.product(_LINKS.value, sizes, _MEGABYTES.value):
+        num_bytes = int(float(megabytes) * _MIB)
         case = {
-            "bytes": int(float(megabytes) * _MIB),
+            "bytes": num_bytes,
             "members": members,
             "rounds": _ROUNDS.value,
             "max_seconds": _MAX_SECONDS.value,
         }
-        results = ranks.run(__file__, case, int(world_size), link, num_ports=len(members) + 1)
-        _print(link, int(world_size), case["bytes"], _medians(results))
+        timeout = _timeout_seconds(link, world_size, num_bytes, len(members))
+        results = ranks.run(__file__, case, world_size, link, num_ports=len(members) + 1, timeout_seconds=timeout)
+        num_rounds = len(results[0][members[0]])
+        _print(link, world_size, num_bytes, num_rounds, _medians(results))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -57,7 +58,7 @@ def run(
       link: "loopback", or the rate of each host's link in bits per second, such as "1e9".
       num_ports: How many ports each rank gets.
       environment: Variables for the ranks' environment.
-      timeout_seconds: How long it may take.
+      timeout_seconds: How long all of it may take.
       **emulation: Further arguments of `network.Network`, such as `round_trip_seconds`. One that is given here counts
         instead of `link`.
 
@@ -76,14 +77,23 @@ def run(
             for rank in range(world_size):
                 command = [sys.executable, script]
                 processes.append(start(rank, command, env={**environment, _RANK: str(rank)}))
+            deadline = time.monotonic() + timeout_seconds
             for rank, process in enumerate(processes):
-                if process.wait(timeout_seconds):
-                    raise RuntimeError(f"rank {rank} ended with exit code {process.returncode}.")
+                _await(rank, process, deadline)
         finally:
             for process in processes:
                 process.kill()
                 process.wait()
         return [pickle.loads(path.with_name(f"result.{rank}").read_bytes()) for rank in range(world_size)]
+
+
+def _await(rank: int, process: subprocess.Popen, deadline: float) -> None:
+    try:
+        exit_code = process.wait(max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"rank {rank} takes too long.") from None
+    if exit_code:
+        raise RuntimeError(f"rank {rank} ended with exit code {exit_code}.")
 
 
 @contextlib.contextmanager
