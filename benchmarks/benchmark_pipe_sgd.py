@@ -231,7 +231,7 @@ def _codecs() -> list[str | None]:
 
 
 def _time_case(link: str, num_values: int, step_seconds: float) -> list[Timed]:
-    server = [("PS-Sync", 1, "star", None)]
+    server = [("PS-Sync", 1, "star", codec) for codec in _codecs()]
     peers = [(label, width, _ALGORITHM.value, codec) for label, width in _WIDTHS.items() for codec in _codecs()]
     environment = ComputeEmulation(step_seconds=step_seconds).to_environment()
     results = []
