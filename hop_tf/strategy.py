@@ -286,6 +286,11 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
         """Bytes of the variables that are exchanged in a step: those of all optimizers that are still there."""
         return self._worker.num_bytes if self._worker else 0
 
+    @property
+    def num_exchanged_values(self) -> int:
+        """How many values these bytes are."""
+        return self._worker.num_values if self._worker else 0
+
     def _require_outside_fit(self, what: str) -> None:
         if self._in_fit:
             raise RuntimeError(

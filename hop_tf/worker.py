@@ -521,6 +521,11 @@ class Worker:
         """Bytes of the variables that are exchanged in a step."""
         return sum(group.packing.num_bytes for group in self._groups)
 
+    @property
+    def num_values(self) -> int:
+        """How many values these bytes are."""
+        return sum(sum(group.packing.sizes) for group in self._groups)
+
     def _next_in_session(self) -> str:
         self._joining.counts[_IN_SESSION] += 1
         return f"{self.membership.session}.{self._joining.counts[_IN_SESSION]}"

@@ -1,6 +1,7 @@
 """`hop_tf.timing.measure` over live links, and `hop_tf plan`."""
 
 import contextlib
+import dataclasses
 import io
 import os
 import subprocess
@@ -66,6 +67,29 @@ class MeasureTest(tf.test.TestCase):
         )
         self.assertIn("Call it after a `fit`", errors[0])
         self.assertIn("`measure` was called while a `fit`", errors[1])
+
+    def test_values_of_two_bytes(self):
+        """Without a codec they travel as they are; a codec makes as much of a value as it does of float32."""
+
+        def run(strategy):
+            with strategy.scope():
+                model = keras.Sequential([keras.Input((100,)), keras.layers.Dense(50, dtype="bfloat16")])
+                model.compile("sgd", "mse")
+            model.fit(np.zeros((80, 100)), np.zeros((80, 50)), batch_size=8, verbose=0)
+            return timing.measure(strategy)
+
+        measurement = InProcessCluster(2, _make_strategy).run(run)[0]
+        num_values = 5024 + 64
+        self.assertEqual((measurement.num_bytes, measurement.bytes_per_value), (2 * num_values, 2))
+        links = timing.Network(latency_seconds=0.0, seconds_per_byte=1.0)
+        measurement = dataclasses.replace(measurement, network=links, codec_seconds_per_byte={"identity": 0, "int8": 0})
+        for codec, bytes_per_value in ((None, 2), ("int8", 1 + 4 / 512)):
+            plan, dts_plan = measurement.predict(codec=codec), measurement.predict_dts(codec=codec, momentum=False)
+            self.assertAllClose(plan.communication_seconds, bytes_per_value * num_values)
+            self.assertAllClose(dts_plan.bytes_per_step, bytes_per_value * num_values / 4)
+        plan = measurement.recommend(codec_names=("identity",))
+        self.assertAllClose(plan.communication_seconds, 2 * num_values)
+        self.assertAllClose(measurement.recommend_dts(codec_names=("identity",)).bytes_per_step * 12, 4 * num_values)
 
     def test_world_of_one(self):
         with self.assertRaisesRegex(RuntimeError, "nothing to measure in a world of one"):

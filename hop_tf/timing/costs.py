@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from hop_tf.arguments import check_choice, check_integer
-from hop_tf.codecs import Codec, Sparse
+from hop_tf.codecs import Codec, Identity, Sparse
 from hop_tf.collectives.vectors import goes_sparse
 
 FLOAT32_BYTES = 4
@@ -119,17 +119,21 @@ def sent_bytes(num_bytes: float, *, world_size: int, algorithm: str = "ring", by
     return num_bytes * _way(algorithm, world_size, bytes_per_byte).sent
 
 
-def way_of(codec: Codec, algorithm: str, world_size: int) -> tuple[str, float]:
+def way_of(codec: Codec, algorithm: str, world_size: int, bytes_per_value: float) -> tuple[str, float]:
     """How vectors travel that all-reduce is to encode with `codec`.
 
     Args:
       codec: The codec.
       algorithm: "mesh" or "ring", which whole vectors take.
       world_size: Number of ranks.
+      bytes_per_value: Bytes of a value without a codec.
 
     Returns:
       The algorithm they take, and encoded bytes per byte of float32.
     """
+    check_not_negative("bytes_per_value", bytes_per_value)
+    if isinstance(codec, Identity):
+        return algorithm, bytes_per_value / FLOAT32_BYTES
     if isinstance(codec, Sparse):
         if goes_sparse(codec, world_size):
             return "all_gather", codec.bytes_per_value / FLOAT32_BYTES

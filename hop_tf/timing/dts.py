@@ -28,6 +28,7 @@ from collections.abc import Iterable, Mapping
 from hop_tf import codecs
 from hop_tf.arguments import check_integer
 from hop_tf.timing.costs import (
+    FLOAT32_BYTES,
     RESOLUTION,
     Network,
     Step,
@@ -171,6 +172,7 @@ def predict_dts(
     codec: str | codecs.Codec | None = None,
     algorithm: str = "mesh",
     codec_seconds_per_byte: float = 0.0,
+    bytes_per_value: float = FLOAT32_BYTES,
 ) -> DTSPlan:
     """What the model says of settings. A window leaves when its last step has ended: nothing overlaps.
 
@@ -185,6 +187,7 @@ def predict_dts(
       codec: As of `DTSStrategy`.
       algorithm: "mesh" or "ring".
       codec_seconds_per_byte: Time that a rank encodes and decodes for, per byte of the vectors.
+      bytes_per_value: Bytes of a value that does not pass through a codec; 2 for bfloat16. Default 4.
 
     Returns:
       The settings with their times.
@@ -193,7 +196,7 @@ def predict_dts(
       ValueError: If an argument is out of range.
     """
     codec = codecs.get(codec)
-    way, bytes_per_byte = way_of(codec, algorithm, world_size)
+    way, bytes_per_byte = way_of(codec, algorithm, world_size, bytes_per_value)
 
     def seconds(network: Network) -> float:
         return communication_seconds(
@@ -246,6 +249,7 @@ def recommend_dts(
     max_interval: int = _MAX_INTERVAL,
     codec_seconds_per_byte: Mapping[str, float] | None = None,
     codec_names: Iterable[str] = CODECS,
+    bytes_per_value: float = FLOAT32_BYTES,
 ) -> DTSPlan:
     """The settings that change training least of those that reach the target.
 
@@ -266,6 +270,7 @@ def recommend_dts(
       codec_seconds_per_byte: For codecs by name, the time that a rank encodes and decodes for, per byte of the
         vectors. Default: none.
       codec_names: Codecs to choose from, those that lose least first.
+      bytes_per_value: Bytes of a value that does not pass through a codec; 2 for bfloat16. Default 4.
 
     Returns:
       The settings, with the reason.
@@ -293,6 +298,7 @@ def recommend_dts(
             momentum=momentum and (delay, interval) != _SYNCHRONOUS,
             codec=codec,
             codec_seconds_per_byte=costs.get(codec, 0.0),
+            bytes_per_value=bytes_per_value,
         )
         for codec, (delay, interval) in itertools.product(codec_names, delays)
     ]

@@ -40,6 +40,7 @@ class Measurement:
       network: What communication costs.
       step: What a step computes. A step without its waiting counts as computation, one third of it as forward pass.
       codec_seconds_per_byte: For each codec, the time that a rank encodes, decodes and adds for, per byte of float32.
+      bytes_per_value: Bytes of a value of these variables: 2 for bfloat16. Where types are mixed, the mean.
     """
 
     world_size: int
@@ -47,6 +48,7 @@ class Measurement:
     network: Network
     step: Step
     codec_seconds_per_byte: Mapping[str, float]
+    bytes_per_value: float = FLOAT32_BYTES
 
     def predict(self, **settings) -> pipe_sgd.Plan:
         """What the model says of `settings` of Pipe-SGD; see `hop_tf.timing.predict`."""
@@ -72,7 +74,14 @@ class Measurement:
         return self._call(recommend, codec_seconds_per_byte=self.codec_seconds_per_byte, **arguments)
 
     def _call(self, function: Callable, **arguments):
-        return function(self.network, self.step, world_size=self.world_size, num_bytes=self.num_bytes, **arguments)
+        return function(
+            self.network,
+            self.step,
+            world_size=self.world_size,
+            num_bytes=FLOAT32_BYTES * self.num_bytes / self.bytes_per_value,
+            bytes_per_value=self.bytes_per_value,
+            **arguments,
+        )
 
 
 def measure(strategy: ExchangeStrategy) -> Measurement:
@@ -114,9 +123,11 @@ def measure(strategy: ExchangeStrategy) -> Measurement:
         max(0.0, long - short - share * num_bytes * gamma) for long, short in ((long_mesh, mesh), (long_ring, ring))
     )
     travel = min(in_mesh, in_ring)
+    num_exchanged = strategy.num_exchanged_bytes
     return Measurement(
         world_size=p,
-        num_bytes=strategy.num_exchanged_bytes,
+        num_bytes=num_exchanged,
+        bytes_per_value=num_exchanged / strategy.num_exchanged_values if num_exchanged else FLOAT32_BYTES,
         network=Network(
             latency_seconds=min(latency, mesh / 2),
             seconds_per_byte=travel / (2 * share * num_bytes),

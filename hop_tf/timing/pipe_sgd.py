@@ -13,7 +13,15 @@ from collections.abc import Iterable, Mapping
 
 from hop_tf import codecs
 from hop_tf.arguments import check_integer
-from hop_tf.timing.costs import RESOLUTION, Network, Step, communication_seconds, scaling_efficiency, way_of
+from hop_tf.timing.costs import (
+    FLOAT32_BYTES,
+    RESOLUTION,
+    Network,
+    Step,
+    communication_seconds,
+    scaling_efficiency,
+    way_of,
+)
 
 CODECS = ("identity", "truncate16", "int8")
 ALGORITHMS = ("mesh", "ring")  # Those that the model knows.
@@ -92,6 +100,7 @@ def predict(
     num_segments: int = 1,
     algorithm: str = "mesh",
     codec_seconds_per_byte: float = 0.0,
+    bytes_per_value: float = FLOAT32_BYTES,
 ) -> Plan:
     """What the model says of settings.
 
@@ -108,6 +117,7 @@ def predict(
       num_segments: L.
       algorithm: "mesh" or "ring".
       codec_seconds_per_byte: Time that a rank encodes and decodes for, per byte of the gradients.
+      bytes_per_value: Bytes of a value that does not pass through a codec; 2 for bfloat16. Default 4.
 
     Returns:
       The settings with their times.
@@ -117,7 +127,7 @@ def predict(
     """
     check_integer("pipeline_width", pipeline_width, at_least=1)
     codec = codecs.get(codec)
-    way, bytes_per_byte = way_of(codec, algorithm, world_size)
+    way, bytes_per_byte = way_of(codec, algorithm, world_size, bytes_per_value)
     communication = communication_seconds(
         network,
         world_size=world_size,
@@ -153,6 +163,7 @@ def recommend(
     num_bytes: float,
     codec_seconds_per_byte: Mapping[str, float] | None = None,
     codec_names: Iterable[str] = CODECS,
+    bytes_per_value: float = FLOAT32_BYTES,
 ) -> Plan:
     """The settings with the shortest step; of those within 2 %, the one that changes training least.
 
@@ -166,6 +177,7 @@ def recommend(
       codec_seconds_per_byte: For codecs by name, the time that a rank encodes and decodes for, per byte of the
         gradients. Default: none.
       codec_names: Codecs to choose from, those that lose least first.
+      bytes_per_value: Bytes of a value that does not pass through a codec; 2 for bfloat16. Default 4.
 
     Returns:
       The settings, with the reason.
@@ -185,6 +197,7 @@ def recommend(
             num_segments=num_segments,
             algorithm=algorithm,
             codec_seconds_per_byte=costs.get(codec, 0.0),
+            bytes_per_value=bytes_per_value,
         )
         for codec, width, num_segments, algorithm in itertools.product(codec_names, (1, 2), _SEGMENTS, ALGORITHMS)
     ]
