@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import io
+import itertools
 import os
 import subprocess
 import sys
@@ -11,10 +12,12 @@ from unittest import mock
 import keras
 import numpy as np
 import tensorflow as tf
+from absl.testing import parameterized
 
 import hop_tf
 from hop_tf import launch, plan, timing
 from hop_tf.testing import InProcessCluster
+from hop_tf.timing import measurement
 
 _MEASUREMENT = timing.Measurement(
     world_size=4,
@@ -36,6 +39,48 @@ def _train(strategy, callbacks=()):
     model.fit(np.zeros((80, 100)), np.zeros((80, 50)), batch_size=8, verbose=0, callbacks=list(callbacks))
 
 
+class FakeCluster:
+    """A strategy whose all-reduces take, on a clock of its own, what a model says.
+
+    Args:
+      world_size: p.
+      seconds: `seconds(algorithm, num_values, turn)`: how long an all-reduce takes; `turn` counts those of its kind.
+    """
+
+    num_exchanged_bytes = 4000
+    num_exchanged_values = 1000
+
+    def __init__(self, world_size, seconds):
+        self.world_size = world_size
+        self.num_values = []
+        self._seconds = seconds
+        self._now = 0.0
+
+    def report(self):
+        return {"compute_seconds": 0.25}
+
+    def perf_counter(self):
+        return self._now
+
+    def all_reduce_for_measurement(self, algorithm, num_values):
+        turns = itertools.count()
+        self.num_values.append(num_values)
+
+        def mean(step, vectors, delivers):
+            self._now += self._seconds(algorithm, num_values, next(turns))
+            return vectors
+
+        return mock.Mock(mean=mean)
+
+    def measure(self, reduce_seconds_per_byte=0.0):
+        with (
+            mock.patch.object(measurement, "time", self),
+            mock.patch.object(measurement, "_codec_seconds_per_byte", return_value=1e-9),
+            mock.patch.object(measurement, "_reduce_seconds_per_byte", return_value=reduce_seconds_per_byte),
+        ):
+            return timing.measure(self)
+
+
 def _error(call):
     try:
         call()
@@ -44,7 +89,7 @@ def _error(call):
     return "none"
 
 
-class MeasureTest(tf.test.TestCase):
+class MeasureTest(tf.test.TestCase, parameterized.TestCase):
     def test_measures(self):
         def run(strategy):
             errors = [_error(lambda: timing.measure(strategy))]
@@ -68,6 +113,48 @@ class MeasureTest(tf.test.TestCase):
         self.assertIn("Call it after a `fit`", errors[0])
         self.assertIn("`measure` was called while a `fit`", errors[1])
 
+    @parameterized.parameters(*itertools.product((2, 4), (1e-4, 0.035, 0.14, 0.5), (1e-9, 8e-8), (0.0, 1e-10)))
+    def test_finds_what_a_model_says(self, p, alpha, beta, gamma):
+        """Though connections send 1 MB slowly at first, and every other all-reduce is held up."""
+        share = (p - 1) / p
+
+        def seconds(algorithm, num_values, turn):
+            num_messages = 2 if algorithm == "mesh" else 2 * (p - 1)
+            latency = num_messages * alpha * (2.5 if turn % 5 == 3 else 1)
+            beta_ = beta * (3 if algorithm == "mesh" and num_values > 100 else 1)
+            slow_start = alpha if num_values > 10_000 else 0
+            return latency + slow_start + 4 * num_values * share * (2 * beta_ + gamma)
+
+        cluster = FakeCluster(p, seconds)
+        network = cluster.measure(gamma).network
+        self.assertAllClose(network.latency_seconds, alpha, rtol=1e-3)
+        self.assertAllClose(network.reduce_seconds_per_byte, gamma)
+        self.assertAllClose(network.synchronization_seconds, 0, atol=1e-6)
+        num_values = max(cluster.num_values)
+        sending = 4 * num_values * share * 2 * beta
+        if num_values < 1 << 24:
+            self.assertGreater(1.05 * sending + alpha, max(0.2, 2 * (p - 1) * alpha))
+        self.assertBetween(network.seconds_per_byte / beta, 0.999, 1.001 + alpha / sending)
+
+    @parameterized.parameters(2, 3)
+    def test_rates_are_finite_on_a_busy_machine(self, p):
+        """Long vectors seem to take no longer than short ones, or than to be added."""
+        network = FakeCluster(p, lambda algorithm, num_values, turn: 0.05).measure().network
+        self.assertGreater(network.seconds_per_byte, 0)
+        cluster = FakeCluster(p, lambda algorithm, num_values, turn: 1e-3 + 1e-9 * num_values)
+        self.assertGreater(cluster.measure(reduce_seconds_per_byte=1e-8).network.seconds_per_byte, 0)
+
+    def test_all_raise_where_one_has_no_steps(self):
+        def run(strategy):
+            _train(strategy)
+            report = strategy.report
+            if strategy.rank == 1:
+                strategy.report = lambda: {**report(), "compute_seconds": 0.0}
+            return _error(lambda: timing.measure(strategy))
+
+        for error in InProcessCluster(3, _make_strategy).run(run):
+            self.assertIn("needs the durations of some steps of every rank", error)
+
     def test_values_of_two_bytes(self):
         """Without a codec they travel as they are; a codec makes as much of a value as it does of float32."""
 
@@ -78,18 +165,18 @@ class MeasureTest(tf.test.TestCase):
             model.fit(np.zeros((80, 100)), np.zeros((80, 50)), batch_size=8, verbose=0)
             return timing.measure(strategy)
 
-        measurement = InProcessCluster(2, _make_strategy).run(run)[0]
+        found = InProcessCluster(2, _make_strategy).run(run)[0]
         num_values = 5024 + 64
-        self.assertEqual((measurement.num_bytes, measurement.bytes_per_value), (2 * num_values, 2))
+        self.assertEqual((found.num_bytes, found.bytes_per_value), (2 * num_values, 2))
         links = timing.Network(latency_seconds=0.0, seconds_per_byte=1.0)
-        measurement = dataclasses.replace(measurement, network=links, codec_seconds_per_byte={"identity": 0, "int8": 0})
+        found = dataclasses.replace(found, network=links, codec_seconds_per_byte={"identity": 0, "int8": 0})
         for codec, bytes_per_value in ((None, 2), ("int8", 1 + 4 / 512)):
-            plan, dts_plan = measurement.predict(codec=codec), measurement.predict_dts(codec=codec, momentum=False)
+            plan, dts_plan = found.predict(codec=codec), found.predict_dts(codec=codec, momentum=False)
             self.assertAllClose(plan.communication_seconds, bytes_per_value * num_values)
             self.assertAllClose(dts_plan.bytes_per_step, bytes_per_value * num_values / 4)
-        plan = measurement.recommend(codec_names=("identity",))
+        plan = found.recommend(codec_names=("identity",))
         self.assertAllClose(plan.communication_seconds, 2 * num_values)
-        self.assertAllClose(measurement.recommend_dts(codec_names=("identity",)).bytes_per_step * 12, 4 * num_values)
+        self.assertAllClose(found.recommend_dts(codec_names=("identity",)).bytes_per_step * 12, 4 * num_values)
 
     def test_world_of_one(self):
         with self.assertRaisesRegex(RuntimeError, "nothing to measure in a world of one"):

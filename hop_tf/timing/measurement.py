@@ -20,12 +20,16 @@ if TYPE_CHECKING:
 
 _CODECS = tuple(dict.fromkeys((*pipe_sgd.CODECS, *dts.CODECS, "sketch")))
 
-# A vector is long enough when its all-reduce takes so long, or has so many values.
+# A vector is long enough when its bytes take so long to send, and no less than what its messages wait for each other:
+# connections send slowly at first. Or when it has the most values.
 _LONG_SECONDS = 0.2
 _MIN_VALUES, _MAX_VALUES = 1 << 18, 1 << 24
 _NUM_SHORT, _NUM_LONG = 20, 3
 _CODEC_VALUES = 1 << 20  # More than fit into a cache.
 _SHARED_SECONDS = 0.05  # Many turns of ranks that share a processor.
+# The least part of a long all-reduce in which bytes are sent, whatever the noise on a busy machine says: no rate is
+# infinite.
+_MIN_SENDING_SHARE = 0.1
 # A backward pass takes about twice as long as a forward pass.
 _FORWARD_SHARE = 1 / 3
 
@@ -88,8 +92,8 @@ def measure(strategy: ExchangeStrategy) -> Measurement:
     """Measures the live links, this machine's codecs, and the steps of the last `fit`.
 
     A collective: every rank calls it, after a `fit`. It takes some seconds: all-reduces of two lengths, by ring and by
-    mesh, whose durations give alpha, beta and S; gamma and the codecs are timed on all ranks at once. Means over the
-    ranks are taken.
+    mesh, whose durations give alpha and S (medians of the short ones) and beta (the least of the long ones); gamma and
+    the codecs are timed on all ranks at once. Means over the ranks are taken.
 
     Args:
       strategy: The strategy, of any scheme.
@@ -100,27 +104,25 @@ def measure(strategy: ExchangeStrategy) -> Measurement:
     Blocks: until all ranks call it.
 
     Raises:
-      RuntimeError: If it is called within `fit`, before the first one, or in a world of one.
+      RuntimeError: If it is called within `fit`, or in a world of one; on all ranks, if one has not timed any steps.
       HopError: If a rank was lost or has ended.
     """
-    compute_seconds = strategy.report().get("compute_seconds", 0.0)
-    if strategy.world_size > 1 and not compute_seconds:
-        raise RuntimeError(
-            "`measure` needs the durations of some steps. Call it after a `fit` of several ones, without `run_eagerly`."
-        )
+    compute_seconds = _compute_seconds(strategy)
     costs = {name: _codec_seconds_per_byte(strategy, codecs.get(name)) for name in _CODECS}
-    mesh, ring = (_all_reduce_seconds(strategy, name, 1, _NUM_SHORT) for name in pipe_sgd.ALGORITHMS)
-    num_values, long_ring = _long_all_reduce(strategy)
-    long_mesh = _all_reduce_seconds(strategy, "mesh", num_values, _NUM_LONG)
-    numbers = [compute_seconds, _reduce_seconds_per_byte(strategy), mesh, ring, long_mesh, long_ring, *costs.values()]
-    compute_seconds, gamma, mesh, ring, long_mesh, long_ring, *costs_of_all = _mean(strategy, numbers)
+    short = (_all_reduce_seconds(strategy, name, 1, _NUM_SHORT) for name in pipe_sgd.ALGORITHMS)
+    mesh, ring = map(statistics.median, short)
+    num_values, long_ring = _long_all_reduce(strategy, ring)
+    long_mesh = min(_all_reduce_seconds(strategy, "mesh", num_values, _NUM_LONG))
+    numbers = [_reduce_seconds_per_byte(strategy), mesh, ring, long_mesh, long_ring, *costs.values()]
+    gamma, mesh, ring, long_mesh, long_ring, *costs_of_all = _mean(strategy, numbers)
     # Two messages follow each other in a mesh, 2 (p - 1) in a ring. With two ranks these are the same.
     p = strategy.world_size
     latency = max(0.0, (ring - mesh) / (2 * p - 4)) if p > 2 else mesh / 2
     share = (p - 1) / p
     num_bytes = FLOAT32_BYTES * num_values
     in_mesh, in_ring = (
-        max(0.0, long - short - share * num_bytes * gamma) for long, short in ((long_mesh, mesh), (long_ring, ring))
+        max(_MIN_SENDING_SHARE * long, long - short - share * num_bytes * gamma)
+        for long, short in ((long_mesh, mesh), (long_ring, ring))
     )
     travel = min(in_mesh, in_ring)
     num_exchanged = strategy.num_exchanged_bytes
@@ -133,7 +135,7 @@ def measure(strategy: ExchangeStrategy) -> Measurement:
             seconds_per_byte=travel / (2 * share * num_bytes),
             reduce_seconds_per_byte=gamma,
             synchronization_seconds=max(0.0, mesh - 2 * latency),
-            mesh_slowdown=in_mesh / travel if travel > 0 else 1.0,
+            mesh_slowdown=in_mesh / travel,
         ),
         step=Step(
             forward_seconds=_FORWARD_SHARE * compute_seconds, backward_seconds=(1 - _FORWARD_SHARE) * compute_seconds
@@ -142,23 +144,42 @@ def measure(strategy: ExchangeStrategy) -> Measurement:
     )
 
 
-def _long_all_reduce(strategy: ExchangeStrategy) -> tuple[int, float]:
-    """Number of values, and median duration, of an all-reduce that takes long enough to tell the rate."""
+def _compute_seconds(strategy: ExchangeStrategy) -> float:
+    """Duration of a step. All ranks raise where one does not know it: none waits for another one's all-reduce."""
+    seconds = strategy.report()["compute_seconds"]
+    seconds, share_without = _mean(strategy, [seconds, float(not seconds)])
+    if share_without:
+        raise RuntimeError(
+            "`measure` needs the durations of some steps of every rank. Call it after a `fit` of several ones, without "
+            "`run_eagerly`."
+        )
+    return seconds
+
+
+def _long_all_reduce(strategy: ExchangeStrategy, short: float) -> tuple[int, float]:
+    """Number of values, and least duration, of a ring that takes long enough to tell the rate.
+
+    Args:
+      strategy: The strategy.
+      short: How long a ring of next to no values takes.
+    """
     num_values = _MIN_VALUES
     while True:
-        seconds = _all_reduce_seconds(strategy, "ring", num_values, _NUM_LONG)
-        (of_all,) = _mean(strategy, [seconds])
-        if of_all >= _LONG_SECONDS or num_values >= _MAX_VALUES:
-            return num_values, seconds
+        long = min(_all_reduce_seconds(strategy, "ring", num_values, _NUM_LONG))
+        long_of_all, short_of_all = _mean(strategy, [long, short])
+        is_long = long_of_all - short_of_all >= max(_LONG_SECONDS, short_of_all)
+        if is_long or num_values >= _MAX_VALUES:
+            return num_values, long
         num_values *= 4
 
 
-def _all_reduce_seconds(strategy: ExchangeStrategy, algorithm: str, num_values: int, num_times: int) -> float:
+def _all_reduce_seconds(strategy: ExchangeStrategy, algorithm: str, num_values: int, num_times: int) -> list[float]:
+    """Duration of each time, after one to warm up."""
     reduction = strategy.all_reduce_for_measurement(algorithm, num_values)
     values = np.ones(num_values, np.float32)
     steps = iter(range(num_times + 1))
     try:
-        return _median_seconds(lambda: reduction.mean(next(steps), [values], _everybody), num_times)
+        return [_seconds(lambda: reduction.mean(next(steps), [values], _everybody)) for _ in range(num_times + 1)][1:]
     finally:
         reduction.close()
 
@@ -207,11 +228,7 @@ def _seconds_on_all_ranks(strategy: ExchangeStrategy, run: Callable[[], object])
     return seconds / num_times
 
 
-def _median_seconds(run: Callable[[], object], num_times: int) -> float:
-    """Median duration, after one time to warm up."""
-    durations = []
-    for _ in range(num_times + 1):
-        start = time.perf_counter()
-        run()
-        durations.append(time.perf_counter() - start)
-    return statistics.median(durations[1:])
+def _seconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
