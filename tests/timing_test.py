@@ -56,7 +56,12 @@ class TimingTest(tf.test.TestCase, parameterized.TestCase):
             timing.communication_seconds(network, algorithm=name, **arguments) for name in ("ring", "mesh")
         )
         self.assertAllClose([of_ring, of_mesh], [0.15, 0.45])
-        self.assertEqual(timing.recommend(network, _STEP, **arguments).algorithm, "ring")
+        plan = timing.recommend(network, _STEP, **arguments)
+        self.assertEqual((plan.algorithm, plan.codec, plan.pipeline_width), ("ring", "identity", 2))
+        self.assertIn("communication 0.45 s. That is in a mesh; in a ring it takes 0.15 s. Width 2 hides", plan.reason)
+        plan = timing.recommend(network, timing.Step(forward_seconds=0.01), **arguments)
+        self.assertEqual((plan.algorithm, plan.codec), ("ring", "int8"))
+        self.assertIn("communication 0.45 s. int8 in a ring shortens it to 0.03779 s.", plan.reason)
 
     @parameterized.parameters(*itertools.product((1, 2), (1, 2, 4), (0.01, 0.1, 0.4, 1.0)))
     def test_predicts_a_schedule(self, width, num_segments, communication):

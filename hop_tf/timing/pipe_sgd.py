@@ -213,8 +213,11 @@ def _reason(step: Step, plain: Plan, best: Plan) -> str:
     parts = [
         f"Computation takes {step.seconds:.4g} s and uncompressed communication {plain.communication_seconds:.4g} s."
     ]
+    way = " in a ring" if best.algorithm != plain.algorithm else ""
     if best.codec != plain.codec:
-        parts.append(f"{best.codec} shortens it to {best.communication_seconds:.4g} s.")
+        parts.append(f"{best.codec}{way} shortens it to {best.communication_seconds:.4g} s.")
+    elif way:
+        parts.append(f"That is in a mesh;{way} it takes {best.communication_seconds:.4g} s.")
     if best.pipeline_width > 1:
         longer = "computation" if step.seconds >= best.communication_seconds else "communication"
         parts.append(f"Width 2 hides one behind the other, so that a step takes as long as {longer}.")
