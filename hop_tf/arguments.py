@@ -16,6 +16,12 @@ def check_integer(name: str, value: object, *, at_least: int) -> None:
         raise ValueError(f"`{name}` must be an integer of at least {at_least}. Received: {name}={value!r}.")
 
 
+def check_boolean(name: str, value: object) -> None:
+    """Raises ValueError unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"`{name}` must be True or False. Received: {name}={value!r}.")
+
+
 def check_choice(name: str, value: object, choices: Sequence[str | None]) -> None:
     """Raises ValueError unless `value` is one of `choices`."""
     if value not in choices:

@@ -182,6 +182,14 @@ class MeasureTest(tf.test.TestCase, parameterized.TestCase):
         with self.assertRaisesRegex(RuntimeError, "nothing to measure in a world of one"):
             timing.measure(hop_tf.PipeSGDStrategy())
 
+    def test_refuses_codecs_that_were_not_measured(self):
+        for call in (_MEASUREMENT.predict, _MEASUREMENT.predict_dts):
+            with self.assertRaisesRegex(ValueError, "`codec` must be one of identity, .* Received: codec='sparse'"):
+                call(codec="sparse")
+        for call in (_MEASUREMENT.recommend, _MEASUREMENT.recommend_dts):
+            with self.assertRaisesRegex(ValueError, "`codec_names` must be one of identity, .* Received: .*'sketch'"):
+                call(codec_names=["int8", "sketch"])
+
     def test_plans_as_the_functions_say(self):
         self.assertEqual(
             _MEASUREMENT.predict(pipeline_width=2, codec="int8"),

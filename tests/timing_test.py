@@ -154,6 +154,35 @@ class TimingTest(tf.test.TestCase, parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, message):
             call()
 
+    @parameterized.parameters(
+        (lambda: timing.communication_seconds(_NETWORK, world_size=2, num_bytes=-1.0), "`num_bytes`"),
+        (lambda: timing.bytes_per_step(-1.0, world_size=2), "`num_bytes`"),
+        (
+            lambda: timing.communication_seconds(_NETWORK, world_size=2, num_bytes=1, bytes_per_byte=-1),
+            "`bytes_per_byte`",
+        ),
+        (
+            lambda: timing.communication_seconds(_NETWORK, world_size=2, num_bytes=1, codec_seconds_per_byte=-1),
+            "`codec_seconds_per_byte`",
+        ),
+        (lambda: timing.predict(_NETWORK, _STEP, world_size=2, num_bytes=1, bytes_per_value=-2), "`bytes_per_value`"),
+        (lambda: timing.predict(_NETWORK, _STEP, world_size=1, num_bytes=float("nan")), "`num_bytes`"),
+    )
+    def test_refuses_what_is_negative(self, call, name):
+        with self.assertRaisesRegex(ValueError, f"{name} must not be negative. Received: "):
+            call()
+
+    @parameterized.parameters("all_gather", "bus")
+    def test_refuses_what_is_no_all_reduce(self, algorithm):
+        for predict, codec in itertools.product((timing.predict, timing.predict_dts), (None, "int8", "top_k")):
+            with self.assertRaisesRegex(ValueError, f"`algorithm` must be one of mesh, ring. Received: .*{algorithm}"):
+                predict(_NETWORK, _STEP, world_size=4, num_bytes=1e8, codec=codec, algorithm=algorithm)
+
+    def test_refuses_to_recommend_none(self):
+        for recommend in (timing.recommend, timing.recommend_dts):
+            with self.assertRaisesRegex(ValueError, "`codec_names` must name at least one codec. Received: "):
+                recommend(_NETWORK, _STEP, world_size=4, num_bytes=1e8, codec_names=iter(()))
+
 
 def _dts_schedule(step, network, *, num_bytes, delay, interval, num_steps):
     """When each of the steps ends: links carry one window after the other; two ranks, one vector."""

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from hop_tf.arguments import check_boolean
 from hop_tf.buffers import BufferPool
 
 
@@ -23,11 +24,17 @@ class Codec(abc.ABC):
 
     Attributes:
       name: What `get` knows it by.
+
+    Raises:
+      ValueError: If an argument is out of range.
     """
 
     name: ClassVar[str]
 
     error_feedback: bool = False
+
+    def __post_init__(self):
+        check_boolean("error_feedback", self.error_feedback)
 
     @property
     @abc.abstractmethod

@@ -8,6 +8,7 @@ from typing import ClassVar
 import numpy as np
 import tensorflow as tf
 
+from hop_tf.arguments import check_boolean
 from hop_tf.buffers import BufferPool
 from hop_tf.codecs.base import Codec, checked, take_float32
 from hop_tf.ops import arrays
@@ -29,6 +30,7 @@ class Identity(Codec):
     dtype: np.dtype | type | str = "float32"
 
     def __post_init__(self):
+        super().__post_init__()
         if self.error_feedback:
             raise ValueError("`error_feedback` must be False where nothing is lost. Received: error_feedback=True.")
         dtype = np.dtype(self.dtype)
@@ -73,6 +75,10 @@ class Truncate16(Codec):
 
     round_to_nearest: bool = False
 
+    def __post_init__(self):
+        super().__post_init__()
+        check_boolean("round_to_nearest", self.round_to_nearest)
+
     @property
     def bytes_per_value(self) -> float:
         return 2.0
@@ -107,6 +113,7 @@ class Int8(Codec):
     block_size: int | None = DEFAULT_BLOCK_SIZE
 
     def __post_init__(self):
+        super().__post_init__()
         check_block_size(self.block_size)
 
     @property
@@ -164,6 +171,7 @@ class QuantileSketch(Codec):
     spacing: float = 0.5
 
     def __post_init__(self):
+        super().__post_init__()
         check_sketch(self.num_bits, self.spacing)
 
     @property

@@ -66,6 +66,7 @@ class Sparse(Codec):
     warmup_steps: int = 0
 
     def __post_init__(self):
+        super().__post_init__()
         values = get(self.values, "values")
         if isinstance(values, Sparse) or values.error_feedback:
             raise ValueError(

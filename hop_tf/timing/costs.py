@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 from hop_tf.arguments import check_choice, check_integer
 from hop_tf.codecs import Codec, Identity, Sparse
@@ -11,7 +12,8 @@ from hop_tf.collectives.vectors import goes_sparse
 FLOAT32_BYTES = 4
 # Predictions are not finer than this: of settings that differ by less, the one that changes training less is taken.
 RESOLUTION = 0.02
-_ALGORITHMS = ("mesh", "ring", "all_gather")
+ALGORITHMS = ("mesh", "ring")  # Those of `hop_tf.collectives` that the models know.
+_WAYS = (*ALGORITHMS, "all_gather")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,6 +105,8 @@ def communication_seconds(
       ValueError: If an argument is out of range.
     """
     check_integer("num_segments", num_segments, at_least=1)
+    check_not_negative("num_bytes", num_bytes)
+    check_not_negative("codec_seconds_per_byte", codec_seconds_per_byte)
     way = _way(algorithm, world_size, bytes_per_byte)
     if world_size == 1:
         return 0.0
@@ -116,6 +120,7 @@ def communication_seconds(
 
 def sent_bytes(num_bytes: float, *, world_size: int, algorithm: str = "ring", bytes_per_byte: float = 1.0) -> float:
     """Bytes that a rank sends in an all-reduce, and receives. Arguments and errors as of `communication_seconds`."""
+    check_not_negative("num_bytes", num_bytes)
     return num_bytes * _way(algorithm, world_size, bytes_per_byte).sent
 
 
@@ -130,7 +135,11 @@ def way_of(codec: Codec, algorithm: str, world_size: int, bytes_per_value: float
 
     Returns:
       The algorithm they take, and encoded bytes per byte of float32.
+
+    Raises:
+      ValueError: If an argument is out of range.
     """
+    check_choice("algorithm", algorithm, ALGORITHMS)
     check_not_negative("bytes_per_value", bytes_per_value)
     if isinstance(codec, Identity):
         return algorithm, bytes_per_value / FLOAT32_BYTES
@@ -152,7 +161,8 @@ class _Way:
 
 def _way(algorithm: str, world_size: int, bytes_per_byte: float) -> _Way:
     check_integer("world_size", world_size, at_least=1)
-    check_choice("algorithm", algorithm, _ALGORITHMS)
+    check_choice("algorithm", algorithm, _WAYS)
+    check_not_negative("bytes_per_byte", bytes_per_byte)
     others = world_size - 1
     if algorithm == "all_gather":
         return _Way(1, others * bytes_per_byte, others * bytes_per_byte)
@@ -166,6 +176,14 @@ def scaling_efficiency(step: Step, step_seconds: float) -> float:
     That is (l_up + l_comp) / duration of a step.
     """
     return step.seconds / step_seconds if step_seconds > 0 else 1.0
+
+
+def check_codec_names(names: Iterable[str]) -> list[str]:
+    """The names as a list; raises ValueError if there are none."""
+    names = list(names)
+    if not names:
+        raise ValueError(f"`codec_names` must name at least one codec. Received: codec_names={names!r}.")
+    return names
 
 
 def check_not_negative(name: str, value: float) -> None:

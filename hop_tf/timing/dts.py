@@ -32,6 +32,7 @@ from hop_tf.timing.costs import (
     RESOLUTION,
     Network,
     Step,
+    check_codec_names,
     check_not_negative,
     communication_seconds,
     scaling_efficiency,
@@ -284,6 +285,7 @@ def recommend_dts(
         )
     check_integer("max_delay", max_delay, at_least=0)
     check_integer("max_interval", max_interval, at_least=1)
+    codec_names = check_codec_names(codec_names)
     costs = codec_seconds_per_byte or {}
     delays = [*itertools.product(range(max_delay + 1), range(1, max_interval + 1))]
     delays.sort(key=lambda each: (sum(each), each))

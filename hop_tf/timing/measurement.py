@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hop_tf import codecs
+from hop_tf.arguments import check_choice
 from hop_tf.buffers import BufferPool
 from hop_tf.timing import dts, pipe_sgd
-from hop_tf.timing.costs import FLOAT32_BYTES, Network, Step
+from hop_tf.timing.costs import ALGORITHMS, FLOAT32_BYTES, Network, Step
 
 if TYPE_CHECKING:
     from hop_tf.strategy import ExchangeStrategy
@@ -55,7 +56,11 @@ class Measurement:
     bytes_per_value: float = FLOAT32_BYTES
 
     def predict(self, **settings) -> pipe_sgd.Plan:
-        """What the model says of `settings` of Pipe-SGD; see `hop_tf.timing.predict`."""
+        """What the model says of `settings` of Pipe-SGD; see `hop_tf.timing.predict`.
+
+        Raises:
+          ValueError: If an argument is out of range, or the codec was not measured.
+        """
         return self._predict(pipe_sgd.predict, settings)
 
     def recommend(self, **arguments) -> pipe_sgd.Plan:
@@ -71,11 +76,19 @@ class Measurement:
         return self._recommend(dts.recommend_dts, arguments)
 
     def _predict(self, predict: Callable, settings: Mapping):
-        codec = codecs.get(settings.get("codec")).name
-        return self._call(predict, codec_seconds_per_byte=self.codec_seconds_per_byte.get(codec, 0.0), **settings)
+        name = codecs.get(settings.get("codec")).name
+        self._check_measured("codec", name)
+        return self._call(predict, codec_seconds_per_byte=self.codec_seconds_per_byte[name], **settings)
 
     def _recommend(self, recommend: Callable, arguments: Mapping):
+        if "codec_names" in arguments:
+            arguments = {**arguments, "codec_names": list(arguments["codec_names"])}
+            for name in arguments["codec_names"]:
+                self._check_measured("codec_names", name)
         return self._call(recommend, codec_seconds_per_byte=self.codec_seconds_per_byte, **arguments)
+
+    def _check_measured(self, argument: str, name: str) -> None:
+        check_choice(argument, name, list(self.codec_seconds_per_byte))
 
     def _call(self, function: Callable, **arguments):
         return function(
@@ -109,7 +122,7 @@ def measure(strategy: ExchangeStrategy) -> Measurement:
     """
     compute_seconds = _compute_seconds(strategy)
     costs = {name: _codec_seconds_per_byte(strategy, codecs.get(name)) for name in _CODECS}
-    short = (_all_reduce_seconds(strategy, name, 1, _NUM_SHORT) for name in pipe_sgd.ALGORITHMS)
+    short = (_all_reduce_seconds(strategy, name, 1, _NUM_SHORT) for name in ALGORITHMS)
     mesh, ring = map(statistics.median, short)
     num_values, long_ring = _long_all_reduce(strategy, ring)
     long_mesh = min(_all_reduce_seconds(strategy, "mesh", num_values, _NUM_LONG))

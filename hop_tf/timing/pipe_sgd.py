@@ -14,17 +14,18 @@ from collections.abc import Iterable, Mapping
 from hop_tf import codecs
 from hop_tf.arguments import check_integer
 from hop_tf.timing.costs import (
+    ALGORITHMS,
     FLOAT32_BYTES,
     RESOLUTION,
     Network,
     Step,
+    check_codec_names,
     communication_seconds,
     scaling_efficiency,
     way_of,
 )
 
 CODECS = ("identity", "truncate16", "int8")
-ALGORITHMS = ("mesh", "ring")  # Those that the model knows.
 _SEGMENTS = (1, 2, 4)
 
 
@@ -185,6 +186,7 @@ def recommend(
     Raises:
       ValueError: If an argument is out of range.
     """
+    codec_names = check_codec_names(codec_names)
     costs = codec_seconds_per_byte or {}
     plans = [
         predict(
