@@ -456,7 +456,12 @@ class AllReduceTest(tf.test.TestCase, parameterized.TestCase):
         # A value is sent at the latest when it has grown to some times the largest one.
         self.assertLess(np.max(np.abs(mean - constant)), 8 * np.max(constant) / 100)
 
-    @parameterized.parameters(codecs.TopK(ratio=0.05, error_feedback=True), OftenDense(error_feedback=True))
+    @parameterized.parameters(
+        codecs.TopK(ratio=0.05, error_feedback=True),
+        OftenDense(error_feedback=True),
+        OftenDense(values="int8", error_feedback=True),
+        codecs.Int8(error_feedback=True),
+    )
     def test_error_feedback_forgets_nothing_over_a_bad_step(self, codec):
         """A step whose mean is not finite, which Keras leaves out, changes nothing on any rank, sparse or dense."""
         for bad_step in (1, 3):
@@ -536,6 +541,36 @@ class AllReduceTest(tf.test.TestCase, parameterized.TestCase):
                     self.assertAllClose(mean, expected, atol=1e-6)
                     self.assertAllEqual(mean, next(iter(means.values())))
         self.assertGreater(num_events, 6)
+
+    @parameterized.parameters(
+        *itertools.product(
+            ALGORITHMS, (codecs.Int8(error_feedback=True), OftenDense(values="int8", error_feedback=True))
+        )
+    )
+    def test_error_feedback_knows_nothing_of_attempts_given_up(self, algorithm, codec):
+        """Whenever a rank is interrupted, the others compute what they do where it leaves at the end of a step."""
+
+        def make_job():
+            return Job(3, algorithm=algorithm, codec=codec, size=1500, link_seconds=_random_links(0))
+
+        @functools.cache
+        def means_where_it_leaves(num_steps):
+            job = make_job()
+            job.run(lambda rank: num_steps if rank == 1 else 4)
+            return job.means
+
+        num_steps = set()
+        for event in itertools.count(0, 3):
+            job = make_job()
+            job.cluster.scheduler.call_before_event(event, job.cluster.memberships[1].interrupt)
+            job.run(lambda rank: 4)
+            if event >= job.cluster.scheduler.num_events:
+                break
+            num_steps.add(job.sent_steps[1])
+            expected = means_where_it_leaves(job.sent_steps[1])
+            for rank, step in itertools.product((0, 2), range(4)):
+                self.assertAllEqual(job.means[rank, step][0], expected[rank, step][0])
+        self.assertGreater(len(num_steps), 3)
 
     @parameterized.parameters(*itertools.product(range(8), (*_KINDS[:3], _KINDS[4])))
     @pytest.mark.stress(after=2 * 4)

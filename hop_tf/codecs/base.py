@@ -19,8 +19,8 @@ class Codec(abc.ABC):
     Members are frozen dataclasses without state: equal settings make equal codecs, and ranks compare their `repr`.
 
     Args:
-      error_feedback: Whether what is lost is kept, and added to the next vector before it is encoded. It costs another
-        vector of memory and two passes over it. Default False. See `ErrorFeedback`.
+      error_feedback: Whether what is lost is kept, and added to the next vector before it is encoded. It costs two more
+        vectors of memory and three passes over them. Default False. See `ErrorFeedback`.
 
     Attributes:
       name: What `get` knows it by.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hop_tf.buffers import BufferPool
-from hop_tf.codecs.base import Codec, float32_copy
+from hop_tf.codecs.base import Codec, take_float32
 
 
 class ErrorFeedback:
@@ -30,7 +30,13 @@ class ErrorFeedback:
         self._residual = np.zeros(num_values, np.float32)
 
     def encode(self, values: np.ndarray, where: slice, pool: BufferPool) -> np.ndarray:
-        """Encodes the piece `where` of a vector.
+        """As `try_encode`, for what is sent in any case: keeps what was lost, and returns the data alone."""
+        data, lost = self.try_encode(values, where, pool)
+        self.keep(lost, where)
+        return data
+
+    def try_encode(self, values: np.ndarray, where: slice, pool: BufferPool) -> tuple[np.ndarray, np.ndarray]:
+        """Encodes the piece `where` of a vector, which may turn out not to be sent: nothing is kept of it.
 
         Args:
           values: The piece.
@@ -38,15 +44,17 @@ class ErrorFeedback:
           pool: Where the result's memory comes from.
 
         Returns:
-          As `Codec.encode`.
+          As `Codec.encode`; and what was lost, which `keep` takes if it was sent.
         """
-        residual = self._residual[where]
-        corrected = float32_copy(values, pool)
-        corrected += residual
+        corrected = take_float32(values, pool)
+        np.add(values, self._residual[where], out=corrected, dtype=corrected.dtype)
         data = self._codec.encode(corrected, pool)
         decoded = pool.take(corrected.nbytes).view(np.float32)
         self._codec.decode(data, decoded)
         np.subtract(corrected, decoded, out=decoded)
-        if np.isfinite(decoded).all():
-            residual[:] = decoded
-        return data
+        return data, decoded
+
+    def keep(self, lost: np.ndarray, where: slice) -> None:
+        """Keeps what the piece `where` has lost for that of the next vector."""
+        if np.isfinite(lost).all():
+            self._residual[where] = lost

@@ -41,6 +41,7 @@ class Vector:
         self._granularity = codec.granularity
         self._chunk_values = -(-chunk_values // self._granularity) * self._granularity
         self._feedback = ErrorFeedback(codec, size) if codec.error_feedback else None
+        self._lost_pieces: list[tuple[np.ndarray, slice]] = []  # In this attempt at a step.
         self._pool = pool
         self.seconds = 0.0
         self._pieces: dict[int, list[list[slice]]] = {}
@@ -86,14 +87,24 @@ class Vector:
 
     def corrected(self, values: np.ndarray) -> np.ndarray:
         """What is to be averaged of this rank's values, in this attempt at a step."""
+        self._lost_pieces.clear()
         return values
 
     def sparse_codec(self, step: int, num_ranks: int) -> Sparse | None:
         """What encodes the whole vector in a step; None where it goes in pieces."""
         return None
 
+    @_timed
     def end_step(self, mean: np.ndarray) -> None:
         """The attempt has succeeded: all ranks have, or will have, this mean."""
+        self._keep_lost_pieces(mean)
+
+    def _keep_lost_pieces(self, mean: np.ndarray) -> None:
+        # What an attempt has lost that was given up, or whose mean is not finite, is none of the next step's.
+        if self._lost_pieces and np.isfinite(mean).all():
+            for lost, where in self._lost_pieces:
+                self._feedback.keep(lost, where)
+        self._lost_pieces.clear()
 
     def _sum(self, own: np.ndarray, parts: Sequence[np.ndarray]) -> np.ndarray:
         total = self._codec.add(parts[0], own, self._pool)
@@ -104,7 +115,9 @@ class Vector:
     def _encode(self, values: np.ndarray, where: slice) -> np.ndarray:
         if self._feedback is None:
             return self._codec.encode(values, self._pool)
-        return self._feedback.encode(values, where, self._pool)
+        data, lost = self._feedback.try_encode(values, where, self._pool)
+        self._lost_pieces.append((lost, where))
+        return data
 
 
 class SparseVector(Vector):
@@ -133,6 +146,7 @@ class SparseVector(Vector):
 
     @_timed
     def corrected(self, values: np.ndarray) -> np.ndarray:
+        self._lost_pieces.clear()
         self._lost_in_attempt = None
         if self._lost is None:
             return values
@@ -174,6 +188,7 @@ class SparseVector(Vector):
 
     @_timed
     def end_step(self, mean: np.ndarray) -> None:
+        self._keep_lost_pieces(mean)
         # What is sent of values that are not finite is not either: then neither is the mean.
         if self._sparse_codec.error_feedback and np.isfinite(mean).all():
             self._lost = self._lost_in_attempt
