@@ -517,6 +517,29 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
         for rank in (0, 2):
             self.assertAllClose(results[rank][0], model.get_weights(), rtol=1e-5, atol=1e-5)
 
+    @parameterized.parameters((3, "drop"), (2, "apply"))
+    def test_one_rank_ends_early_with_means_under_way(self, width, drain):
+        """Its last gradients count on all ranks; the others go on without it."""
+        num_steps = 3
+
+        def run(strategy):
+            with strategy.scope():
+                kernel = keras.layers.Dense(2, use_bias=False, kernel_initializer="zeros")
+                model = keras.Sequential([keras.Input((6,)), kernel])
+                model.compile(keras.optimizers.SGD(0.1), _linear_loss)
+            return _fit(model, callbacks=[_StopRank1(strategy.rank, batch=num_steps - 1)])[0]
+
+        x, y = _small_data()
+        means = []
+        for step in range(8):
+            ends = [step % 4 * 8 + 8 * rank // 3 for rank in range(4)]
+            parts = [slice(*ends[rank : rank + 2]) for rank in ((0, 1, 2) if step < num_steps else (0, 2))]
+            means.append(np.mean([x[part].T @ y[part] / len(x[part]) for part in parts], axis=0))
+        num_dropped = width - 1 if drain == "drop" else 0
+        for rank, kernel in enumerate(_cluster(3, pipeline_width=width, drain=drain).run(run)):
+            num_means = (num_steps if rank == 1 else 8) - num_dropped
+            self.assertAllClose(kernel, -0.1 * sum(means[:num_means]), rtol=1e-5, atol=1e-5)
+
     def test_moving_statistics(self):
         """They are averaged, exactly whatever the codec, and follow the data of all ranks."""
 
