@@ -14,7 +14,7 @@ from hop_tf.version import __version__
 _COMMANDS = {
     "launch": ("hop_tf.launch", "start a training script on several workers of this machine"),
     "supervise": ("hop_tf.supervisor", "show what the ranks of a running job do"),
-    "plan": ("hop_tf.plan", "start it, measure, and tell which settings of Pipe-SGD suit it"),
+    "plan": ("hop_tf.plan", "start it, measure, and tell which settings of Pipe-SGD and DTS suit it"),
     "serve": ("hop_tf.serve", "be a parameter server, until the workers are done"),
 }
 
