@@ -55,10 +55,13 @@ class SimulatedFifo:
     """The same without TensorFlow, which takes most of the time where hundreds of ranks are simulated."""
 
     def __init__(self, capacity: int, dtypes: Sequence[tf.DType]):
+        self._capacity = capacity
         self._entries = collections.deque()
 
     def put(self, entry: Sequence[np.ndarray]) -> None:
-        """See `Fifo`."""
+        """See `Fifo`, which would block for ever where there is no room."""
+        if len(self._entries) == self._capacity:
+            raise OverflowError(f"an entry was put into a queue that holds as many as it can: {self._capacity}.")
         self._entries.append(tuple(entry))
 
     def take(self) -> tuple[np.ndarray, ...]:
@@ -214,9 +217,16 @@ class TokenQueue:
         longer where ranks on it end.
       iteration: The iteration that j is in at the start.
       make_fifo: Makes the queue.
+
+    Raises:
+      ProtocolError: If more tokens are to be here at the start than can ever be.
     """
 
     def __init__(self, *, num_initial: int, capacity: int, iteration: int = -1, make_fifo: MakeFifo = Fifo):
+        if num_initial > capacity:
+            raise ProtocolError(
+                f"a token queue would begin with {num_initial} tokens in iteration {iteration}, and holds {capacity}."
+            )
         self._capacity = capacity
         self._queue = make_fifo(capacity, [tf.int64])
         self._iteration = iteration

@@ -192,6 +192,8 @@ class HopExchange(Exchange, Joiner):
             self._first[rank] = step + 1 if first == math.inf else max(first, step + 1)
 
     def admit(self, rank: int, step: int) -> int:
+        if self._membership.joining:
+            return self.iteration  # It counts from nowhere yet, and `begin_at` forgets what it would note here.
         if rank in self._out_neighbors:
             self._pacing.admit(rank, step)
         if rank in self._in_neighbors:

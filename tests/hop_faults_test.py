@@ -17,6 +17,7 @@ from absl import logging
 from absl.testing import parameterized
 
 import hop_tf
+from hop_tf import queues
 from hop_tf.errors import DeadlineExceededError, HopError, MismatchError, PeerLostError
 from hop_tf.simulate import Fault, Problem, hop_training
 from hop_tf.simulate.hop_training import Job
@@ -26,6 +27,8 @@ from hop_tf.topology import resolve
 _NUM_SCHEDULES = int(os.environ.get("HOP_TF_NUM_SCHEDULES", "200"))
 _NUM_RANDOM = max(50, _NUM_SCHEDULES // 10)
 _IS_FULL = _NUM_SCHEDULES >= 1000
+# Of more cases: in these, two neighbors join together when the others are far.
+_SEEDS_OF_PAIRS = (2033, 2041)
 _TARGET = np.arange(1, 4)
 _MODES = {
     "standard": {"on_peer_loss": "continue"},
@@ -146,7 +149,7 @@ class RandomFaultsTest(tf.test.TestCase):
     def test_all_who_are_left_train_to_the_end(self):
         self.enter_context(logging_disabled())
         num_finished = num_back = 0
-        for seed in range(_NUM_RANDOM):
+        for seed in (*range(_NUM_RANDOM), *_SEEDS_OF_PAIRS):
             case = _Case(seed)
             with self.subTest(seed=seed, mode=case.mode, faults=case.faults):
                 try:
@@ -269,6 +272,14 @@ class ScenarioTest(tf.test.TestCase, parameterized.TestCase):
         for world_size in (6, 12):
             job = self._job("ring", world_size, _MODES[mode], tracing_seconds=lambda rank: 20.0 * (rank == 3))
             self._check_all_finish(job, [Fault(2, 1.0, 0.3)])
+
+    @parameterized.named_parameters(("hears_of_it", 0.0), ("heard_of_it_before_its_first_step", 5.0))
+    def test_one_that_is_joining_hears_of_a_neighbor_that_joins(self, tracing_seconds):
+        """The session is further from its beginning than a queue holds tokens, in TensorFlow's queues of 12."""
+        self.enter_context(mock.patch.object(hop_training, "SimulatedFifo", queues.Fifo))
+        settings = {"on_peer_loss": "continue", "max_iteration_gap": 2}
+        job = self._job("ring", 6, settings, tracing_seconds=lambda rank: tracing_seconds * (rank == 2))
+        self._check_all_finish(job, [Fault(1, 40.0, 2.5), Fault(2, 40.0, 3.0)])
 
     def test_a_newcomer_that_numbers_its_groups_otherwise(self):
         """As where the others train with their second optimizer."""

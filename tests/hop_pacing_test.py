@@ -6,7 +6,7 @@ import tensorflow as tf
 from hop_tf.buffers import BufferPool
 from hop_tf.exchange import Outgoing
 from hop_tf.packing import Packing, TensorSpec
-from hop_tf.queues import SimulatedFifo
+from hop_tf.queues import Fifo, SimulatedFifo
 from hop_tf.simulate import Scheduler, VirtualMonitor
 from hop_tf.strategies.hop_exchange import HopExchange
 from hop_tf.strategies.hop_pacing import TokenPacing
@@ -24,6 +24,7 @@ class _Membership:
 
     rank = 0
     life = 0
+    joining = False
 
     def __init__(self):
         self.monitor = VirtualMonitor(Scheduler())
@@ -53,9 +54,9 @@ class _Membership:
         pass
 
 
-def _context(membership):
+def _context(membership, make_fifo=SimulatedFifo):
     packing = Packing([TensorSpec("x", (3,), tf.float32)])
-    return ExchangeContext("group", 1, packing, membership, BufferPool(), SimulatedFifo)
+    return ExchangeContext("group", 1, packing, membership, BufferPool(), make_fifo)
 
 
 class WindowTest(tf.test.TestCase):
@@ -109,6 +110,18 @@ class WindowTest(tf.test.TestCase):
         membership.on_look = lambda: [exchange.admit(rank, 1) for rank in (1, 2)]
         exchange._send(Outgoing(0, 0, (np.zeros(3, np.float32),)).buckets, 0)
         self.assertNotIn(2, membership.sent)
+
+    def test_neighbors_join_together_in_a_long_session(self):
+        """The one that is still joining makes no room for the other, of which it knows no distance."""
+        membership = _Membership()
+        membership.joining = True
+        exchange = HopExchange(_context(membership, Fifo), topology=_TOPOLOGY, settings=_SETTINGS)
+        self.assertEqual(exchange.admit(_NEWCOMER, 1000), -1)
+        exchange.begin_at(1002)
+        membership.joining = False
+        exchange.meet(_NEWCOMER, 1000)
+        exchange.meet(2, 1001)
+        self.assertEqual([exchange._pacing._tokens[j].size for j in (_NEWCOMER, 2)], [0, 1])
 
 
 if __name__ == "__main__":

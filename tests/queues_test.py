@@ -4,7 +4,7 @@ import numpy as np
 import tensorflow as tf
 
 from hop_tf.errors import ProtocolError
-from hop_tf.queues import NewestUpdates, TokenQueue, Update, UpdateQueue
+from hop_tf.queues import NewestUpdates, SimulatedFifo, TokenQueue, Update, UpdateQueue
 
 
 def _update(iteration, sender):
@@ -127,6 +127,18 @@ class TokenQueueTest(tf.test.TestCase):
         tokens.take(2)
         with self.assertRaisesRegex(ProtocolError, "1 tokens were to be taken where 0 are"):
             tokens.take()
+
+    def test_does_not_begin_with_more_tokens_than_it_holds(self):
+        with self.assertRaisesRegex(ProtocolError, "would begin with 7 tokens in iteration 5, and holds 6"):
+            TokenQueue(num_initial=7, capacity=6, iteration=5)
+
+
+class SimulatedFifoTest(tf.test.TestCase):
+    def test_is_as_large_as_tensorflow_s(self):
+        fifo = SimulatedFifo(1, [tf.int64])
+        fifo.put([np.int64(0)])
+        with self.assertRaisesRegex(OverflowError, "as many as it can: 1"):
+            fifo.put([np.int64(1)])
 
 
 if __name__ == "__main__":
