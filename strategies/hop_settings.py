@@ -29,7 +29,8 @@ class SkipIterations:
 
     Attributes:
       max_jump: Most iterations in one jump, at least 2. Default 10.
-      trigger: Iterations behind every out-neighbor at which a rank jumps, at least 2. Default 2.
+      trigger: Iterations behind every out-neighbor at which a rank jumps, at least 2. At most max_iteration_gap, and
+        without backup workers max_staleness + 1: no rank falls further behind. Default 2.
 
     Raises:
       ValueError: If a value is out of range.
@@ -99,6 +100,12 @@ class HopSettings:
             raise ValueError(
                 "`trigger` of `skip` must be at most max_iteration_gap: no rank falls further behind, so it would "
                 f"never jump. Received: skip={self.skip}, max_iteration_gap={self.max_iteration_gap}."
+            )
+        if not self.num_backup_workers and self.skip.trigger > self.max_staleness + 1:
+            raise ValueError(
+                "`trigger` of `skip` must be at most max_staleness + 1 without backup workers: a neighbor that is so "
+                "far ahead waits for the straggler's update, which then would never jump. "
+                f"Received: skip={self.skip}, max_staleness={self.max_staleness}, num_backup_workers=0."
             )
 
     @property

@@ -27,7 +27,8 @@ def _settings(rng):
     settings = {"max_iteration_gap": max_ig, "max_staleness": staleness, "num_backup_workers": backup}
     settings["update_order"] = str(rng.choice(["parallel", "parallel", "serial"]))
     if (staleness or backup) and max_ig >= 2 and rng.random() < 0.6:
-        trigger = int(rng.integers(2, max_ig + 1))
+        most_behind = max_ig if backup else min(max_ig, staleness + 1)
+        trigger = int(rng.integers(2, most_behind + 1))
         settings["skip"] = hop_tf.SkipIterations(max_jump=int(rng.integers(2, 12)), trigger=trigger)
     if not (staleness or backup) and rng.random() < 0.3:
         settings["synchronization"] = "notify_ack"

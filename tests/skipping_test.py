@@ -17,7 +17,7 @@ _STRAGGLER = 1
 
 def _make_strategy(cluster_resolver):
     return hop_tf.HopStrategy(
-        topology="complete", max_staleness=2, skip=hop_tf.SkipIterations(trigger=8), cluster_resolver=cluster_resolver
+        topology="complete", max_staleness=7, skip=hop_tf.SkipIterations(trigger=8), cluster_resolver=cluster_resolver
     )
 
 

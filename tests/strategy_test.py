@@ -8,6 +8,7 @@ import threading
 from unittest import mock
 
 import keras
+import networkx as nx
 import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
@@ -108,6 +109,17 @@ class RefusalsTest(tf.test.TestCase, parameterized.TestCase):
 
     def test_a_gap_may_come_from_numpy(self):
         hop_tf.HopStrategy(max_iteration_gap=np.int64(3)).shutdown()
+
+    @parameterized.parameters(
+        ({"topology": "ring", "num_backup_workers": 3}, "`num_backup_workers` must be less than every rank's number"),
+        ({"topology": nx.Graph([(0, 1), (2, 3)])}, "`graph` must be strongly connected"),
+        ({"synchronization": "notify_ack", "max_staleness": 1}, "`synchronization` must be 'queues' with backup"),
+    )
+    def test_what_hop_cannot_train_with(self, arguments, message):
+        """`hop_settings_test` and `topology_test` have the rest."""
+        addresses = [f"localhost:{port}" for port in range(1000, 1004)]
+        with _tf_config("worker", 0, worker=addresses), self.assertRaisesRegex(ValueError, message):
+            hop_tf.HopStrategy(**arguments)
 
     def test_a_model_without_weights_cannot_be_synchronized(self):
         strategy = hop_tf.HopStrategy()
