@@ -9,10 +9,14 @@ from typing import Any
 import numpy as np
 
 
+def is_integer(value: object) -> bool:
+    """Whether `value` is an integer of Python or NumPy."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
 def check_integer(name: str, value: object, *, at_least: int) -> None:
     """Raises ValueError unless `value` is an integer of at least that."""
-    is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    if not is_integer or value < at_least:
+    if not is_integer(value) or value < at_least:
         raise ValueError(f"`{name}` must be an integer of at least {at_least}. Received: {name}={value!r}.")
 
 

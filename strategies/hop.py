@@ -69,8 +69,8 @@ class HopStrategy(ExchangeStrategy):
       topology: The communication graph: a name ("ring", "ring_based", "double_ring", "complete", "hierarchical",
         "exponential"), a `hop_tf.Topology`, a mixing matrix (array) or a networkx graph. Default "ring_based". In a
         world of one it does not matter.
-      max_iteration_gap: Most steps a rank may be ahead of an out-neighbor (the paper's max_ig), at least 1. A rank
-        keeps up to (1 + max_iteration_gap) * |N_in| updates in memory. With NOTIFY-ACK without meaning. Default 8.
+      max_iteration_gap: Most steps a rank may be ahead of an out-neighbor (the paper's max_ig), from 1 to 1000. A
+        rank keeps up to (1 + max_iteration_gap) * |N_in| updates in memory. With NOTIFY-ACK without meaning. Default 8.
       num_backup_workers: A rank waits for the updates of all in-neighbors but so many, and averages what it has got
         with equal weights (Figure 8). Less than the smallest number of in-neighbors plus one. Default 0: it waits for
         all, and weights are those of the topology.

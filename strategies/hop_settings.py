@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 from absl import logging
 
-from hop_tf.arguments import check_choice, check_integer
+from hop_tf.arguments import check_choice, check_integer, is_integer
 from hop_tf.topology import Topology
 
 _UPDATE_ORDERS = ("parallel", "serial")
@@ -15,6 +15,8 @@ _SYNCHRONIZATIONS = ("queues", "notify_ack")
 _ON_PEER_LOSS = (None, "raise", "continue")
 # With NOTIFY-ACK a rank is at most so many iterations ahead of an out-neighbor (section 3.3).
 _NOTIFY_ACK_GAP = 2
+# For each iteration of the gap a queue is made, which takes half a millisecond.
+_LARGEST_GAP = 1000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,7 +67,7 @@ class HopSettings:
     on_peer_loss: str | None = None
 
     def __post_init__(self):
-        check_integer("max_iteration_gap", self.max_iteration_gap, at_least=1)
+        self._check_gap()
         check_integer("num_backup_workers", self.num_backup_workers, at_least=0)
         check_integer("max_staleness", self.max_staleness, at_least=0)
         check_choice("update_order", self.update_order, _UPDATE_ORDERS)
@@ -85,6 +87,14 @@ class HopSettings:
                 "max_iteration_gap=%d is not above max_staleness=%d: ranks wait for tokens before staleness matters.",
                 self.max_iteration_gap,
                 self.max_staleness,
+            )
+
+    def _check_gap(self) -> None:
+        if not is_integer(self.max_iteration_gap) or not 1 <= self.max_iteration_gap <= _LARGEST_GAP:
+            raise ValueError(
+                f"`max_iteration_gap` must be an integer from 1 to {_LARGEST_GAP}, also where nobody is meant to wait: "
+                "a rank has room for (1 + max_iteration_gap) updates of every in-neighbor. "
+                f"Received: max_iteration_gap={self.max_iteration_gap!r}."
             )
 
     def _check_skip(self) -> None:

@@ -29,6 +29,9 @@ class SkipIterationsTest(tf.test.TestCase, parameterized.TestCase):
 
 class HopSettingsTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
+        ({"max_iteration_gap": 0}, "`max_iteration_gap` must be an integer from 1 to 1000"),
+        ({"max_iteration_gap": 1001}, "`max_iteration_gap` must be an integer from 1 to 1000"),
+        ({"max_iteration_gap": None, "max_staleness": 2}, "also where nobody is meant to wait: a rank has room for"),
         ({"num_backup_workers": -1}, "`num_backup_workers` must be an integer of at least 0"),
         ({"num_backup_workers": 0.5}, "`num_backup_workers` must be an integer of at least 0"),
         ({"max_staleness": -2}, "`max_staleness` must be an integer of at least 0"),
