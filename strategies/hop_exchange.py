@@ -56,6 +56,7 @@ class HopExchange(Exchange, Joiner):
         self._queue_name = f"updates/{self._group}"
         self._pacing = make_pacing(context, topology, settings)
         self._num_late = self._num_withheld = self._num_jumps = self._num_skipped = 0
+        self._most_updates = 0
         self._begin(context.session)
         self._membership.transport.register(self._queue_name, self._on_update)
         self._pacing.start()
@@ -207,9 +208,9 @@ class HopExchange(Exchange, Joiner):
         return self._sent_steps
 
     @property
-    def num_updates_in_memory(self) -> int:
-        """Updates received and not yet used; at most (1 + max_ig) * |N_in|."""
-        return len(self._reception)
+    def most_updates_in_memory(self) -> int:
+        """The most updates ever that were received and not yet used; at most (1 + max_ig) * |N_in|."""
+        return self._most_updates
 
     def counters(self) -> Mapping[str, float]:
         """What became of updates and iterations; see `HopStrategy`."""
@@ -240,4 +241,5 @@ class HopExchange(Exchange, Joiner):
             if iteration > self.iteration + self._settings.gap:
                 raise ProtocolError(f"rank {message.sender} is at {iteration}, this rank at {self.iteration}.")
             self._reception.put(Update(iteration, message.sender, self._packing.view(message.payload)))
+            self._most_updates = max(self._most_updates, len(self._reception))
             self._monitor.notify_all()

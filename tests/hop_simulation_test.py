@@ -12,7 +12,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import hop_tf
-from hop_tf.simulate import Problem
+from hop_tf.simulate import Fault, Problem
 from hop_tf.topology import resolve
 
 _NUM_SCHEDULES = int(os.environ.get("HOP_TF_NUM_SCHEDULES", "200"))
@@ -331,6 +331,20 @@ class BoundsTest(tf.test.TestCase, parameterized.TestCase):
             **settings,
         )
         self.assertAllEqual(result.largest_gap[:, 0], expected)
+
+    def test_the_bound_of_memory_is_reached(self):
+        """The first rank is slow; its neighbors' updates of five iterations wait for it, and it does for none."""
+        for faults in ((), [Fault(0, 45.0, 100.0)]):  # Started again when the others have ended, it gets none.
+            result = hop_tf.simulate.hop(
+                topology="complete",
+                world_size=3,
+                num_steps=40,
+                compute=lambda rank: iter([50.0 if rank == 0 else 1.0] * 40),
+                num_backup_workers=1,
+                max_iteration_gap=4,
+                faults=faults,
+            )
+            self.assertEqual(result.most_updates[0], (1 + 4) * 2)
 
     def test_notify_ack_holds_the_sender_back(self):
         """On a directed ring 0 -> 1 -> 2 -> 0, rank 0 gets 2 ahead of a slow rank 1 (section 3.3)."""

@@ -179,6 +179,8 @@ class Job:
         """Trains."""
         self.cluster.run(lambda rank: self._ranks[rank].train())
         record = self._record
+        for rank, process in enumerate(self._ranks):
+            record.end(rank, process.exchange)
         return HopSimulation(
             num_steps=np.array(self._num_steps),
             entered_seconds=record.entered,
@@ -199,6 +201,7 @@ class Job:
 
     def _restart(self, rank: int) -> None:
         self.cluster.restart(rank)
+        self._record.end(rank, self._ranks[rank].exchange)
         self._ranks[rank] = self._make_rank(rank, was_restarted=True)
         self.cluster.start(rank, self._ranks[rank].train)
 
@@ -232,11 +235,15 @@ class _Record:
         self._iterations = np.zeros(world_size, int)
         self._trains = np.ones(world_size, bool)
 
-    def enter(self, rank: int, step: int, now: float, num_updates: int) -> None:
+    def end(self, rank: int, exchange: HopExchange | None) -> None:
+        """Nothing comes to this exchange any more; None: it was never made."""
+        if exchange is not None:
+            self.most_updates[rank] = max(self.most_updates[rank], exchange.most_updates_in_memory)
+
+    def enter(self, rank: int, step: int, now: float) -> None:
         self.entered[rank, step] = now
         self._iterations[rank] = step
         self._trains[rank] = True
-        self.most_updates[rank] = max(self.most_updates[rank], num_updates)
         gaps = np.where(self._trains, step - self._iterations, 0)
         np.maximum(self.largest_gap[rank], gaps, out=self.largest_gap[rank])
 
@@ -303,7 +310,7 @@ class _Rank(State):
             self._give_up(error)  # Nobody is there any more.
             return
         while step < self._num_steps:
-            self._record.enter(self._rank, step, self._clock.now, self.exchange.num_updates_in_memory)
+            self._record.enter(self._rank, step, self._clock.now)
             step += 1 + self._take_step(step)
         self._record.finish(self._rank, self._clock.now)
         self._membership.leave(sent_steps={_GROUP: self.exchange.sent_steps}, reason="done")
