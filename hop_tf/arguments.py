@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +25,12 @@ def check_boolean(name: str, value: object) -> None:
     """Raises ValueError unless `value` is True or False."""
     if not isinstance(value, bool):
         raise ValueError(f"`{name}` must be True or False. Received: {name}={value!r}.")
+
+
+def check_seconds(name: str, value: float, where: str = "") -> None:
+    """Raises ValueError, which says where, unless `value` is a finite number of at least 0."""
+    if not 0 <= value < math.inf:
+        raise ValueError(f"`{name}` must be a finite number of seconds, at least 0. Received: {name}={value!r}{where}.")
 
 
 def check_choice(name: str, value: object, choices: Sequence[str | None]) -> None:

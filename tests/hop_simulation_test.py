@@ -371,16 +371,44 @@ def _table_1(schedule):
     return np.minimum((settings["max_staleness"] + 1) * lengths.T, backward)
 
 
-class ArgumentsTest(tf.test.TestCase):
-    def test_refuses_what_the_strategy_refuses(self):
-        with self.assertRaisesRegex(ValueError, "`skip` must come with backup workers or staleness"):
-            hop_tf.simulate.hop(
-                topology="ring",
-                world_size=4,
-                num_steps=3,
-                compute=lambda rank: iter([1.0] * 3),
-                skip=hop_tf.SkipIterations(),
-            )
+def _simulate(**arguments):
+    defaults = {"topology": "ring", "world_size": 4, "num_steps": 3, "compute": lambda rank: iter([1.0] * 3)}
+    return hop_tf.simulate.hop(**{**defaults, **arguments})
+
+
+class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters(
+        ({"skip": hop_tf.SkipIterations()}, "`skip` must come with backup workers or staleness"),
+        ({"num_steps": [3, 3]}, r"one for each of 4 ranks\. Received: num_steps=\[3, 3\]"),
+        ({"num_steps": [3] * 6}, "one for each of 4 ranks"),
+        ({"num_steps": [3, 3, 3, -1]}, "`num_steps` must be an integer of at least 0. Received: num_steps=-1"),
+        ({"num_steps": 2.5}, "`num_steps` must be an integer of at least 0. Received: num_steps=2.5"),
+        ({"num_steps": 5}, "`compute` must last as long as a rank trains. Received: none for step 3 of rank "),
+        ({"num_steps": 5, "update_order": "serial"}, "Received: none for step 3 of rank "),
+        (
+            {"compute": lambda rank: iter([1.0, -1.0])},
+            "`compute` must be .* Received: compute=-1.0 for step 1 of rank 0",
+        ),
+        ({"compute": lambda rank: iter([np.nan])}, "`compute` must be a finite number of seconds"),
+        ({"link_seconds": lambda a, b, num_bytes: a - 2.0}, "`link_seconds` must be .*=-2.0 from rank 0 to rank 1"),
+        ({"faults": [Fault(9, 1.0)]}, r"`faults` must be of ranks in \[0, 4\). Received: faults with Fault\(rank=9"),
+        ({"faults": [Fault(-1, 1.0)]}, "`faults` must be of ranks in"),
+    )
+    def test_refuses(self, arguments, message):
+        with self.assertRaisesRegex(ValueError, message):
+            _simulate(**arguments)
+
+    @parameterized.parameters(
+        ({"seconds": -1.0}, "`seconds` must be a finite number of seconds, at least 0. Received: seconds=-1.0"),
+        ({"seconds": 1.0, "restart_seconds": np.inf}, "`restart_seconds` must be a finite number of seconds"),
+    )
+    def test_refuses_faults(self, arguments, message):
+        with self.assertRaisesRegex(ValueError, message):
+            Fault(rank=1, **arguments)
+
+    @parameterized.parameters(np.int64(3), [np.array([3, 3, 3, 3])])
+    def test_steps_may_come_from_numpy(self, num_steps):
+        self.assertAllEqual(_simulate(num_steps=num_steps).finished_seconds, [3.0] * 4)
 
     def test_a_run_depends_on_its_arguments_only(self):
         schedule = _Schedule.draw(5)

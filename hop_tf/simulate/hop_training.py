@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 import tensorflow as tf
 
+from hop_tf.arguments import check_integer, check_seconds
 from hop_tf.emulation import ComputeEmulation
 from hop_tf.errors import DeadlineExceededError, PeerLostError
 from hop_tf.exchange import Incoming, Outgoing
@@ -54,11 +55,19 @@ class Fault:
       rank: Which one.
       seconds: When its process is killed, in virtual time.
       restart_seconds: How much later it is started again; None: never.
+
+    Raises:
+      ValueError: If a time is negative or not finite.
     """
 
     rank: int
     seconds: float
     restart_seconds: float | None = None
+
+    def __post_init__(self):
+        check_seconds("seconds", self.seconds)
+        if self.restart_seconds is not None:
+            check_seconds("restart_seconds", self.restart_seconds)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +117,7 @@ def simulate_hop(
       world_size: Number of ranks.
       num_steps: Iterations of each rank; or a list with one number for each rank, as where ranks end early.
       compute: How long each training step takes: the launcher's emulation, or `compute(rank)`, which gives an iterator
-        of seconds. Iterations that are jumped over take none.
+        of seconds, one for each step that the rank makes. Iterations that are jumped over take none.
       link_seconds: `link_seconds(sender, receiver, num_bytes)` is how long a message takes. Default: no time.
       problem: What is trained. Default: nothing, as where only speed matters.
       hosts: The host of each rank, for a hierarchical topology.
@@ -127,14 +136,28 @@ def simulate_hop(
     job = Job(
         topology=resolve(topology, world_size, hosts),
         settings=HopSettings(**settings),
-        num_steps=[num_steps] * world_size if isinstance(num_steps, int) else list(num_steps),
+        num_steps=_steps_of_each(num_steps, world_size),
         compute=compute,
         link_seconds=link_seconds,
         problem=problem or _NOTHING_TO_LEARN,
     )
     for fault in faults:
+        if fault.rank not in range(world_size):
+            raise ValueError(f"`faults` must be of ranks in [0, {world_size}). Received: faults with {fault}.")
         job.cluster.scheduler.call_at(fault.seconds, lambda fault=fault: job.kill(fault.rank, fault.restart_seconds))
     return job.run()
+
+
+def _steps_of_each(num_steps: int | Sequence[int], world_size: int) -> list[int]:
+    each = [num_steps] * world_size if np.ndim(num_steps) == 0 else list(num_steps)
+    if len(each) != world_size:
+        raise ValueError(
+            f"`num_steps` must be one number, or a list with one for each of {world_size} ranks. "
+            f"Received: num_steps={num_steps!r}."
+        )
+    for number in each:
+        check_integer("num_steps", number, at_least=0)
+    return each
 
 
 class Job:
@@ -343,12 +366,12 @@ class _Rank(State):
         start = self._clock.now
         change = self._problem.change(self._rank, step, self.x)
         if self._serial:
-            self._compute_until(start + next(self._durations))
+            self._compute_until(start + self._next_duration(step))
             self._apply(change)
         self._joining.at_step(step)
         incoming = self._hand_out(step, STEP)
         if not self._serial:
-            self._compute_until(start + next(self._durations))
+            self._compute_until(start + self._next_duration(step))
         incoming = incoming or self.exchange.step(Outgoing(step, REDUCTION, ()))
         self._add(incoming)
         if not self._serial:
@@ -356,6 +379,15 @@ class _Rank(State):
         if incoming.num_skipped:
             self._add(self._hand_out(step, RENEWAL))
         return incoming.num_skipped
+
+    def _next_duration(self, step: int) -> float:
+        seconds = next(self._durations, None)
+        if seconds is None:
+            raise ValueError(
+                f"`compute` must last as long as a rank trains. Received: none for step {step} of rank {self._rank}."
+            )
+        check_seconds("compute", seconds, f" for step {step} of rank {self._rank}")
+        return seconds
 
     def _compute_until(self, time: float) -> None:
         if time > self._clock.now:

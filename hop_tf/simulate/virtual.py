@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
+from hop_tf.arguments import check_seconds
 from hop_tf.buffers import BufferPool
 from hop_tf.membership import Membership
 from hop_tf.monitor import Monitor
@@ -138,7 +139,9 @@ class VirtualTransport(Transport):
         data = self._joined(payload) if payload else _NOTHING
         num_bytes = len(header) + data.nbytes
         self._count("sent", num_bytes)
-        arrival = self._scheduler.now + self._link_seconds(self._rank, peer, num_bytes)
+        link_seconds = self._link_seconds(self._rank, peer, num_bytes)
+        check_seconds("link_seconds", link_seconds, f" from rank {self._rank} to rank {peer}")
+        arrival = self._scheduler.now + link_seconds
         if lane is not None:
             arrival = max(arrival, self._last_arrival.get((peer, lane), 0.0))
             self._last_arrival[peer, lane] = arrival
