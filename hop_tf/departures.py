@@ -24,8 +24,11 @@ class Departure:
 class Departures:
     """What a rank knows of the ends of others.
 
+    Ranks enter a session together. So where one is in a session, or about to enter it, all others are in the one before
+    at least: what happened in still earlier ones is of no matter to anyone.
+
     Attributes:
-      session: The running session.
+      session: The running session, or the one that the rank is about to enter.
       lives: How many times a rank has joined a session that was under way; ranks that never did are left out.
     """
 
@@ -34,6 +37,14 @@ class Departures:
         self.lives: dict[int, int] = {}
         self._left: dict[tuple[int, int], Departure] = {}  # By session and rank.
         self._gone: dict[int, Departure] = {}  # For good.
+
+    def enter(self, session: int) -> None:
+        """The rank is about to enter `session`."""
+        self.session = session
+        self._left = {key: departure for key, departure in self._left.items() if not self._is_past(key[0])}
+
+    def _is_past(self, session: int) -> bool:
+        return session < self.session - 1
 
     def of(self, rank: int) -> Departure | None:
         """How `rank` left the running session; None while it takes part."""
@@ -68,7 +79,7 @@ class Departures:
             self._gone.pop(rank, None)
 
     def note(self, leave: membership_pb2.Leave) -> bool:
-        """Remembers the departure of another rank; False if it was known, or of a former life."""
+        """Remembers the departure of another rank; False if it was known, of a former life or long ago."""
         self.begin_life(leave.rank, leave.life)  # It may be the first news of that one.
         if leave.life < self.life_of(leave.rank) or self._is_known(leave):
             return False
@@ -84,7 +95,9 @@ class Departures:
         gone = self._gone.get(leave.rank)
         if leave.lost:  # Also after it had left: what it has sent and nobody received will never come.
             return gone is not None and gone.lost
-        return gone is not None if leave.final else (leave.session, leave.rank) in self._left
+        if leave.final:
+            return gone is not None
+        return self._is_past(leave.session) or (leave.session, leave.rank) in self._left
 
     def leave_of(self, rank: int, departure: Departure, life: int | None = None) -> membership_pb2.Leave:
         """The message that tells of a departure from the running session; default: of the life that is known."""

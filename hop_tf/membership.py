@@ -112,7 +112,7 @@ class Membership:
 
     @session.setter
     def session(self, session: int) -> None:
-        self._departures.session = session
+        self._departures.enter(session)
 
     # Entering and leaving.
 

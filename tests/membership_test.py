@@ -76,6 +76,51 @@ class SessionTest(tf.test.TestCase):
         cluster.run(body)
         self.assertEqual([membership.departed() for membership in cluster.memberships[1:]], [{0}] * 3)
 
+    def test_news_pass_through_a_rank_that_is_about_to_enter_the_next_session(self):
+        cluster = VirtualCluster(4)
+        for rank, membership in enumerate(cluster.memberships):
+            membership.peers = tuple(peer for peer in (rank - 1, rank + 1) if 0 <= peer < 4)
+
+        def body(rank):
+            membership = cluster.memberships[rank]
+            membership.begin_session()
+            if rank == 0:
+                cluster.scheduler.sleep(1.0)
+            if rank > 1:
+                membership.wait(lambda: [] if 0 in membership.departed() else [rank - 1], operation="hear of it")
+            membership.leave(sent_steps={}, reason="done")
+            membership.begin_session()
+
+        cluster.run(body)
+        self.assertEqual([membership.session for membership in cluster.memberships], [2] * 4)
+
+    def test_departures_from_earlier_sessions_are_forgotten(self):
+        cluster = VirtualCluster(3)
+
+        def body(rank):
+            for _ in range(10):
+                cluster.memberships[rank].begin_session()
+                cluster.scheduler.sleep(0.1 * rank)
+                cluster.memberships[rank].leave(sent_steps={}, reason="")
+
+        cluster.run(body)
+        for membership in cluster.memberships:
+            self.assertLessEqual({session for session, _ in membership._departures._left}, {9, 10})
+
+    def test_news_of_sessions_long_ago_are_no_news(self):
+        """Unless a rank has ended for good."""
+        membership = VirtualCluster(4).memberships[0]
+        membership.session = 5
+        passed_on = []
+        for final in (False, True):
+            leave = membership_pb2.Leave(rank=2, session=3, final=final)
+            with mock.patch.object(membership.transport, "send") as send:
+                membership.transport._handlers["membership/leave"](
+                    Message(1, "membership/leave", leave.SerializeToString(), np.empty(0, np.uint8))
+                )
+            passed_on.append(send.called)
+        self.assertEqual(passed_on, [False, True])
+
     def test_an_abort_is_raised_by_all(self):
         cluster = VirtualCluster(3)
         raised = {}
