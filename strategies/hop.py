@@ -68,7 +68,9 @@ class HopStrategy(ExchangeStrategy):
     Args:
       topology: The communication graph: a name ("ring", "ring_based", "double_ring", "complete", "hierarchical",
         "exponential"), a `hop_tf.Topology`, a mixing matrix (array) or a networkx graph. Default "ring_based". In a
-        world of one it does not matter.
+        world of one it does not matter. Its weights count without backup workers and staleness only. With them the
+        updates of an iteration count alike, so that ranks with more neighbors contribute more to what all agree on: on
+        an undirected graph, in proportion to the number of neighbors plus one.
       max_iteration_gap: Most steps a rank may be ahead of an out-neighbor (the paper's max_ig), from 1 to 1000. A
         rank keeps up to (1 + max_iteration_gap) * |N_in| updates in memory. With NOTIFY-ACK without meaning. Default 8.
       num_backup_workers: A rank waits for the updates of all in-neighbors but so many, and averages what it has got

@@ -17,6 +17,8 @@ _ON_PEER_LOSS = (None, "raise", "continue")
 _NOTIFY_ACK_GAP = 2
 # For each iteration of the gap a queue is made, which takes half a millisecond.
 _LARGEST_GAP = 1000
+# Weights that differ no more are equal.
+_WEIGHT_TOLERANCE = 1e-6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,7 +141,7 @@ class HopSettings:
         return _NOTIFY_ACK_GAP if self.uses_notify_ack else self.max_iteration_gap
 
     def check_topology(self, topology: Topology) -> None:
-        """Raises ValueError where the mechanisms do not fit the graph."""
+        """Raises ValueError where the mechanisms do not fit the graph; warns where they do not use its weights."""
         if topology.world_size == 1:
             return
         num_in = [len(topology.in_neighbors(rank)) + 1 for rank in range(topology.world_size)]
@@ -150,3 +152,13 @@ class HopSettings:
                 f"Received: num_backup_workers={self.num_backup_workers}, where rank {int(np.argmin(num_in))} has "
                 f"{min(num_in)} in {topology!r}."
             )
+        if self.tolerates_stragglers and any(_has_weights_of_its_own(topology, rank) for rank in range(len(num_in))):
+            logging.warning(
+                "%r has unequal weights, which backup workers and staleness do not use: updates of an iteration count "
+                "alike. Ranks with more neighbors then contribute more to what all agree on.",
+                topology,
+            )
+
+
+def _has_weights_of_its_own(topology: Topology, rank: int) -> bool:
+    return np.ptp(list(topology.weights(rank).values())) > _WEIGHT_TOLERANCE

@@ -95,6 +95,21 @@ class TopologyTest(tf.test.TestCase, parameterized.TestCase):
             HopSettings(num_backup_workers=num_backup_workers).check_topology(topology)
         HopSettings(num_backup_workers=num_in - 1).check_topology(topology)
 
+    @parameterized.parameters(
+        ({"num_backup_workers": 1}, nx.star_graph(3), True),
+        ({"max_staleness": 2}, nx.star_graph(3), True),
+        ({"max_staleness": 2}, [[0.5, 0.25, 0.25], [0.25, 0.5, 0.25], [0.25, 0.25, 0.5]], True),
+        ({}, nx.star_graph(3), False),
+        ({"num_backup_workers": 1}, "exponential", False),
+        ({"max_staleness": 2}, "ring_based", False),
+    )
+    def test_warns_where_weights_are_not_used(self, settings, topology, warns):
+        topology = resolve(topology, 3 if isinstance(topology, list) else 4)
+        with self.assertLogs("absl", "WARNING") if warns else self.assertNoLogs("absl", "WARNING") as logs:
+            HopSettings(**settings).check_topology(topology)
+        if warns:
+            self.assertIn("has unequal weights, which backup workers and staleness do not use", logs.output[0])
+
     def test_alone_any_number_will_do(self):
         HopSettings(num_backup_workers=3).check_topology(resolve("complete", 1))
 
