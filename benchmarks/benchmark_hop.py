@@ -35,7 +35,7 @@ import itertools
 import os
 import pathlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import hop_accuracy
 import keras
@@ -62,6 +62,7 @@ _NUM_SEEDS = flags.DEFINE_integer("num_seeds", 3, "Trainings of each kind in `ac
 _FOLDER = flags.DEFINE_string("folder", None, "Where to write CSV and PNG files.")
 _A9A = flags.DEFINE_string("a9a", None, "The file a9a, for --task=svm.")
 
+_NAMES = ("random", "straggler", "machines", "death", "accuracy")
 _STEPS_PER_POINT = 5  # Curves have a point for so many steps.
 _TIMEOUT_SECONDS = 3600.0
 
@@ -106,20 +107,20 @@ class Run:
         return ComputeEmulation(step_seconds=_STEP_SECONDS.value, slowdowns=self.slowdowns, seed=_SEED.value)
 
 
-def _runs() -> Iterator[Run]:
+def _runs(experiments: Collection[str]) -> Iterator[Run]:
     num_workers = _NUM_WORKERS.value
-    if {"random", "accuracy"} & set(_EXPERIMENTS.value):
+    if "random" in experiments:
         for name in _TOPOLOGIES.value:
             topology = resolve(name, num_workers)
             yield Run(f"random {name}", "homogeneous", topology, (), {})
             for label, settings in _MECHANISMS.items():
                 yield Run(f"random {name}", label, topology, (Slowdown(None, 6.0),), settings)
-    if {"straggler", "accuracy"} & set(_EXPERIMENTS.value):
+    if "straggler" in experiments:
         topology = resolve("ring_based", num_workers)
         yield Run("straggler", "homogeneous", topology, (), {})
         for label, settings in _FOR_A_STRAGGLER.items():
             yield Run("straggler", label, topology, (Slowdown(num_workers // 3, 4.0),), settings)
-    if "machines" in _EXPERIMENTS.value:
+    if "machines" in experiments:
         graphs = {
             "machines in a ring": Topology.hierarchical(_MACHINES),
             "ring_based": resolve("ring_based", len(_MACHINES)),
@@ -128,6 +129,11 @@ def _runs() -> Iterator[Run]:
         for label, topology in graphs.items():
             print(f"{label}: {topology.describe()}, edges {_edges(topology)}")
             yield Run("machines", label, topology, (Slowdown(None, 6.0),), _MECHANISMS["backup 1"])
+
+
+def _grouped(experiments: Collection[str]) -> Iterator[list[Run]]:
+    for _, runs in itertools.groupby(_runs(experiments), key=lambda run: run.experiment):
+        yield list(runs)
 
 
 def _edges(topology: Topology) -> str:
@@ -387,16 +393,19 @@ def main(argv: Sequence[str]) -> None:
         raise app.UsageError(f"--num_steps must be a multiple of {_STEPS_PER_POINT}. Received: {_NUM_STEPS.value}.")
     if _TASK.value == "svm" and not (_A9A.value and os.path.exists(_A9A.value)):
         raise app.UsageError(f"--a9a must name the file for --task=svm. Received: --a9a={_A9A.value}.")
-    for _, runs in itertools.groupby(_runs(), key=lambda run: run.experiment):
-        if "accuracy" in _EXPERIMENTS.value:
-            _measure_accuracy(list(runs))
-            continue
+    for name in _EXPERIMENTS.value:
+        if name not in _NAMES:
+            raise app.UsageError(f"--experiments must be among {', '.join(_NAMES)}. Received: {name!r}.")
+    for runs in _grouped(_EXPERIMENTS.value):
         results = [_measure(run) for run in runs]
         _print(results)
         if _FOLDER.value:
             _write(results, pathlib.Path(_FOLDER.value))
     if "death" in _EXPERIMENTS.value:
         _measure_death()
+    if "accuracy" in _EXPERIMENTS.value:
+        for runs in _grouped(["random", "straggler"]):
+            _measure_accuracy(runs)
 
 
 if __name__ == "__main__":
