@@ -3,6 +3,7 @@
 import functools
 import pathlib
 import tempfile
+import threading
 
 import keras
 import numpy as np
@@ -262,15 +263,20 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
 
     def test_a_later_fit_begins_on_all_ranks_with_what_rank_0_has_changed(self):
         """Before its first step: no gradient is one at older weights, and none is lost when they are replaced."""
-        begun_with = {}
+        begun_with, barrier = {}, threading.Barrier(_NUM_WORKERS)
 
         def train(strategy):
             with strategy.scope():
                 model = _make_linear(keras.optimizers.SGD(_RATE))
             _fit(model)
+
+            def note_weights(epoch, logs):
+                begun_with[strategy.rank] = model.get_weights()[0]
+                barrier.wait(_OPTIONS.timeout_seconds)  # Nobody pushes before all have begun.
+
             restore = keras.callbacks.LambdaCallback(
                 on_train_begin=lambda logs: strategy.is_chief and model.set_weights([np.full((3, 4), 7.0)]),
-                on_epoch_begin=lambda epoch, logs: begun_with.setdefault(strategy.rank, model.get_weights()[0]),
+                on_epoch_begin=note_weights,
             )
             _fit(model, callbacks=[restore])
             strategy.synchronize(model)
