@@ -45,8 +45,11 @@ def _wait_for_a_line():
     sys.stdin.readline()
 
 
+_EVENTS = {"kill": _kill_this_process, "wait": _wait_for_a_line}
+
+
 def _run(rank_of_event, step_of_event, event):
-    """Trains, and calls `event` at one rank when a step has ended.
+    """Trains, with one of _EVENTS at one rank when a step has ended.
 
     Returns:
       The weights, what ended `fit`, and the seconds that steps have waited.
@@ -63,7 +66,7 @@ def _run(rank_of_event, step_of_event, event):
     try:
         has_event = rank == rank_of_event
         callback = keras.callbacks.LambdaCallback(
-            on_train_batch_end=lambda step, logs: event() if has_event and step == step_of_event else None
+            on_train_batch_end=lambda step, logs: has_event and step == step_of_event and _EVENTS[event]()
         )
         model.fit(*_data(), batch_size=_BATCH_SIZE, shuffle=False, verbose=0, callbacks=[callback])
     except hop_tf.errors.HopError as raised:
@@ -115,7 +118,7 @@ class DTSProcessesTest(tf.test.TestCase):
         return json.loads(output.splitlines()[-1])
 
     def test_a_killed_rank_is_an_error_on_all_others(self):
-        with MultiProcessRunner(_run, num_workers=3, args=(1, 11, _kill_this_process), timeout_seconds=120) as runner:
+        with MultiProcessRunner(_run, num_workers=3, args=(1, 11, "kill"), timeout_seconds=120) as runner:
             results = runner.join()
         results.raise_for_errors(except_ranks=[1])
         self.assertEqual(results[1].exit_code, -signal.SIGKILL)
@@ -125,6 +128,6 @@ class DTSProcessesTest(tf.test.TestCase):
 
 if __name__ == "__main__":
     if _ADDRESSES in os.environ:
-        print(json.dumps(_run(0, 15, _wait_for_a_line)))
+        print(json.dumps(_run(0, 15, "wait")))
     else:
         tf.test.main()
