@@ -2,7 +2,100 @@
 
 from __future__ import annotations
 
+import contextlib
+import enum
+import weakref
+from collections.abc import Iterator
+
 import tensorflow as tf
+
+from hop_tf.keras_hook import shard_by_policy
+
+
+class _Sharding(enum.Enum):
+    """How ranks share a dataset."""
+
+    NONE = enum.auto()
+    BY_SLICES = enum.auto()
+    BY_POLICY = enum.auto()
+
+
+class DataSharding:
+    """Which part a rank takes of the datasets that Keras, or the user, has distributed.
+
+    Of those of a `fit`, the first is the training data: ranks share it. What is for validation or prediction, every
+    rank takes whole.
+
+    Args:
+      rank: This rank.
+      world_size: Number of ranks.
+    """
+
+    def __init__(self, rank: int, world_size: int):
+        self._rank = rank
+        self._world_size = world_size
+        self._of_next = _Sharding.NONE
+        self._whole: weakref.WeakSet[tf.data.Dataset] = weakref.WeakSet()
+        self._inside_keras = 0
+
+    def begin_fit(self, x: object) -> None:
+        """A `fit` on `x` begins."""
+        if isinstance(x, tf.data.Dataset):
+            self._of_next = _Sharding.NONE if x in self._whole else _Sharding.BY_POLICY
+        else:  # Keras sets a policy for the datasets that it makes of arrays: that one is not the user's wish.
+            self._of_next = _Sharding.BY_SLICES
+
+    def end_fit(self) -> None:
+        """The `fit` has ended, with or without its data."""
+        self._of_next = _Sharding.NONE
+
+    @contextlib.contextmanager
+    def keras_call(self) -> Iterator[None]:
+        """Inside Keras's own calls data is shared out by `fit` alone."""
+        self._inside_keras += 1
+        try:
+            yield
+        finally:
+            self._inside_keras -= 1
+
+    def take_whole(self, dataset: tf.data.Dataset) -> None:
+        """`fit` is to use this dataset as it is: it is this rank's part already."""
+        self._whole.add(dataset)
+
+    def part_of(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        """This rank's part of a dataset that is distributed; all of it where no `fit` waits for its training data."""
+        sharding = self._of_next if self._inside_keras else _Sharding.BY_POLICY
+        self._of_next = _Sharding.NONE
+        if self._world_size == 1:
+            return dataset
+        part = without_autotuning(self._share(dataset, sharding))
+        if not self._inside_keras:  # The user's own call.
+            self.take_whole(part)
+        return part
+
+    def _share(self, dataset: tf.data.Dataset, sharding: _Sharding) -> tf.data.Dataset:
+        if sharding is _Sharding.NONE:
+            return dataset
+        policy = dataset.options().experimental_distribute.auto_shard_policy
+        # Under DATA every rank reads everything and keeps its share: that is what slices are. TensorFlow's own sharding
+        # would leave empty batches to some ranks.
+        by_slices = (tf.data.experimental.AutoShardPolicy.AUTO, tf.data.experimental.AutoShardPolicy.DATA)
+        if sharding is _Sharding.BY_POLICY and policy not in by_slices:
+            if self._inside_keras and policy is tf.data.experimental.AutoShardPolicy.OFF:
+                _check_endless(dataset)
+            return shard_by_policy(dataset, self._rank, self._world_size)
+        return slice_global_batches(dataset, self._rank, self._world_size)
+
+
+def _check_endless(dataset: tf.data.Dataset) -> None:
+    """Under OFF, batches are divided: there are more of them than Keras has counted, and it would leave some out."""
+    num_batches = int(dataset.cardinality())
+    if num_batches >= 0:
+        raise ValueError(
+            "under AutoShardPolicy.OFF every rank takes all of the data, in batches of its share's size, so that there "
+            "are more of them than Keras has counted. Repeat the dataset (`Dataset.repeat()`) and give "
+            f"`steps_per_epoch`. Received: a dataset of {num_batches} batches."
+        )
 
 
 def slice_global_batches(dataset: tf.data.Dataset, rank: int, world_size: int) -> tf.data.Dataset:

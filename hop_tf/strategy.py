@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 import atexit
 import contextlib
-import enum
 import json
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ import tensorflow as tf
 from hop_tf import plan
 from hop_tf.cluster import Cluster
 from hop_tf.collectives import AllReduce
-from hop_tf.data import slice_global_batches, without_autotuning
+from hop_tf.data import DataSharding
 from hop_tf.emulated_compute import EmulatedCompute
 from hop_tf.errors import ClusterConfigError, HopError
 from hop_tf.interrupts import on_keyboard_interrupt
@@ -28,7 +27,6 @@ from hop_tf.keras_hook import (
     forget_cluster,
     note_cluster,
     refuse_xla,
-    shard_by_policy,
     tf_variables,
     wrap_trainer,
 )
@@ -37,14 +35,6 @@ from hop_tf.packing import TensorSpec
 from hop_tf.report import ReportWriter, StepStatistics, static_identity
 from hop_tf.skipping import StepSkipping
 from hop_tf.worker import ExchangeContext, Group, Worker
-
-
-class _Sharding(enum.Enum):
-    """How ranks share a dataset."""
-
-    NONE = enum.auto()
-    BY_SLICES = enum.auto()
-    BY_POLICY = enum.auto()
 
 
 class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
@@ -100,10 +90,7 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
         self._emulated_compute = EmulatedCompute.from_environment(cluster.rank, cluster.world_size)
         # For each optimizer, by the identities of the variables that it updates together.
         self._groups: weakref.WeakKeyDictionary[object, dict[tuple[int, ...], Group]] = weakref.WeakKeyDictionary()
-        # How the next dataset that Keras distributes is shared: in `fit`, the first is the training data.
-        self._sharding = _Sharding.NONE
-        self._local_datasets: weakref.WeakSet[tf.data.Dataset] = weakref.WeakSet()
-        self._inside_keras = 0
+        self._data = DataSharding(cluster.rank, cluster.world_size)
         self._in_fit = False
         self._skipping = StepSkipping() if skips_steps and cluster.world_size > 1 else None
         self._is_catching_up = False
@@ -326,7 +313,7 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
 
     def _fit_session(self, x, callbacks) -> Iterator[None]:
         self._require_outside_fit("fit")
-        self._sharding = self._sharding_of(x)
+        self._data.begin_fit(x)
         self._in_fit = True
         try:
             with on_keyboard_interrupt(self._worker.membership.interrupt):
@@ -356,49 +343,18 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
             self._worker.end_session(None)
         finally:
             self._in_fit = False
-            self._sharding = _Sharding.NONE
+            self._data.end_fit()
             self._writer.write()
 
-    @contextlib.contextmanager
-    def keras_call(self) -> Iterator[None]:
-        """Inside Keras's own calls data is shared out by `fit` alone."""
-        self._inside_keras += 1
-        try:
-            yield
-        finally:
-            self._inside_keras -= 1
+    def keras_call(self) -> contextlib.AbstractContextManager:
+        """See `DataSharding`."""
+        return self._data.keras_call()
 
     # Hooks: data.
 
     def shard(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """This rank's part of the training data; everything, where the data is for validation or prediction."""
-        how = self._sharding if self._inside_keras else _Sharding.BY_POLICY
-        self._sharding = _Sharding.NONE
-        if self.world_size == 1:
-            return dataset
-        part = without_autotuning(self._part(dataset, how))
-        if not self._inside_keras:  # The user's own call: `fit` takes the result as it is.
-            self._local_datasets.add(part)
-        return part
-
-    def _part(self, dataset: tf.data.Dataset, how: _Sharding) -> tf.data.Dataset:
-        if how is _Sharding.NONE:
-            return dataset
-        policy = dataset.options().experimental_distribute.auto_shard_policy
-        # Under DATA every rank reads everything and keeps its share: that is what slices are. TensorFlow's own sharding
-        # would leave empty batches to some ranks.
-        by_slices = (tf.data.experimental.AutoShardPolicy.AUTO, tf.data.experimental.AutoShardPolicy.DATA)
-        if how is _Sharding.BY_POLICY and policy not in by_slices:
-            if self._inside_keras and policy is tf.data.experimental.AutoShardPolicy.OFF:
-                _check_endless(dataset)
-            return shard_by_policy(dataset, self.rank, self.world_size)
-        return slice_global_batches(dataset, self.rank, self.world_size)
-
-    def _sharding_of(self, x) -> _Sharding:
-        if isinstance(x, tf.data.Dataset):
-            return _Sharding.NONE if x in self._local_datasets else _Sharding.BY_POLICY
-        # Keras sets a policy for the datasets that it makes of arrays: that one is not the user's wish.
-        return _Sharding.BY_SLICES
+        return self._data.part_of(dataset)
 
     @property
     def input_context(self) -> tf.distribute.InputContext:
@@ -419,7 +375,7 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
           The dataset.
         """
         dataset = super().distribute_datasets_from_function(dataset_fn, options)
-        self._local_datasets.add(dataset)
+        self._data.take_whole(dataset)
         return dataset
 
     # Hooks: one training step.
@@ -599,17 +555,6 @@ def _check_json(name: str, value: object) -> None:
         raise TypeError(
             f"`{name}` must be something that JSON can hold, such as float(x). Received: {name}={value!r}."
         ) from error
-
-
-def _check_endless(dataset: tf.data.Dataset) -> None:
-    """Under OFF, batches are divided: there are more of them than Keras has counted, and it would leave some out."""
-    num_batches = int(dataset.cardinality())
-    if num_batches >= 0:
-        raise ValueError(
-            "under AutoShardPolicy.OFF every rank takes all of the data, in batches of its share's size, so that there "
-            "are more of them than Keras has counted. Repeat the dataset (`Dataset.repeat()`) and give "
-            f"`steps_per_epoch`. Received: a dataset of {num_batches} batches."
-        )
 
 
 def _call_weakly(method: weakref.WeakMethod) -> Any:
