@@ -19,6 +19,7 @@ from hop_tf.collectives import AllReduce
 from hop_tf.data import DataSharding
 from hop_tf.emulated_compute import EmulatedCompute
 from hop_tf.errors import ClusterConfigError, HopError
+from hop_tf.group import ExchangeContext, Group
 from hop_tf.interrupts import on_keyboard_interrupt
 from hop_tf.keras_hook import (
     Extended,
@@ -34,7 +35,7 @@ from hop_tf.options import CommunicationOptions
 from hop_tf.packing import TensorSpec
 from hop_tf.report import ReportWriter, StepStatistics, static_identity
 from hop_tf.skipping import StepSkipping
-from hop_tf.worker import ExchangeContext, Group, Worker
+from hop_tf.worker import Worker
 
 
 class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):

@@ -32,6 +32,7 @@ from hop_tf.arguments import check_choice, check_integer, identity_of
 from hop_tf.collectives import AllReduce, Network, get_network
 from hop_tf.exchange import Exchange
 from hop_tf.gei import Thresholds, check_min_colayers
+from hop_tf.group import ExchangeContext, Group
 from hop_tf.keras_hook import constrain, ema_overwrite_frequency, learning_rate, loss_scale, weight_decays
 from hop_tf.options import CommunicationOptions
 from hop_tf.packing import Packing
@@ -39,7 +40,6 @@ from hop_tf.strategies.canary_exchange import AsyncSettings, CanaryExchange
 from hop_tf.strategies.canary_low_rank import LowRankMean, is_factorized
 from hop_tf.strategies.pipe_sgd import PipeSGDExchange, PipeSGDSettings, submit_gradients, take_means
 from hop_tf.strategy import ExchangeStrategy, training_cluster
-from hop_tf.worker import ExchangeContext, Group
 
 _CONSISTENCIES = ("ssp", "async", "bsp")
 

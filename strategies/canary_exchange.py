@@ -13,6 +13,7 @@ from hop_tf.codecs import Codec, Identity
 from hop_tf.collectives import Network
 from hop_tf.exchange import Exchange, Incoming, Outgoing
 from hop_tf.gei import Thresholds
+from hop_tf.group import ExchangeContext
 from hop_tf.joining import Joiner
 from hop_tf.packing import Packing
 from hop_tf.strategies.canary_blend import Blending
@@ -25,7 +26,6 @@ from hop_tf.strategies.canary_pieces import PieceThread, checked_piece
 from hop_tf.strategies.canary_pull import Pulling
 from hop_tf.strategies.canary_replica import Replica
 from hop_tf.transport.base import Message
-from hop_tf.worker import ExchangeContext
 
 _JOIN_SECONDS = 5.0
 _MIN_INBOX_BYTES = 64 * 2**20

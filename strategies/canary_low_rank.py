@@ -25,8 +25,8 @@ import numpy as np
 import tensorflow as tf
 
 from hop_tf.codecs import Codec
+from hop_tf.group import ExchangeContext
 from hop_tf.packing import Packing, TensorSpec
-from hop_tf.worker import ExchangeContext
 
 # Smaller kernels, and those that factors do not make that much smaller, travel as they are.
 _MIN_VALUES = 1 << 14

@@ -29,6 +29,7 @@ from hop_tf import codecs
 from hop_tf.arguments import check_choice, check_integer, identity_of
 from hop_tf.collectives import ALGORITHMS
 from hop_tf.exchange import Exchange, Incoming, Outgoing
+from hop_tf.group import ExchangeContext, Group
 from hop_tf.keras_hook import (
     check_loss_scaling,
     descent_of,
@@ -42,7 +43,6 @@ from hop_tf.keras_hook import (
 from hop_tf.options import CommunicationOptions
 from hop_tf.strategies.dts_windows import Schedule, Windows
 from hop_tf.strategy import ExchangeStrategy, training_cluster
-from hop_tf.worker import ExchangeContext, Group
 
 _COMPENSATIONS = ("exact", "paper", "none")
 # Each window under way has a thread and an all-reduce, and holds what it hands out.

@@ -31,12 +31,12 @@ import numpy as np
 import tensorflow as tf
 
 from hop_tf.arguments import identity_of
+from hop_tf.group import ExchangeContext, Group
 from hop_tf.options import CommunicationOptions
 from hop_tf.strategies.hop_exchange import REDUCTION, RENEWAL, STEP, HopExchange
 from hop_tf.strategies.hop_settings import HopSettings, SkipIterations
 from hop_tf.strategy import ExchangeStrategy, training_cluster
 from hop_tf.topology import Topology, resolve
-from hop_tf.worker import ExchangeContext, Group
 
 
 class HopStrategy(ExchangeStrategy):

@@ -12,6 +12,7 @@ from hop_tf.arithmetic import weighted_differences
 from hop_tf.collectives import BULK_LANE
 from hop_tf.errors import HopError, ProtocolError
 from hop_tf.exchange import Exchange, Incoming, Outgoing
+from hop_tf.group import ExchangeContext
 from hop_tf.joining import Joiner
 from hop_tf.queues import Update
 from hop_tf.strategies.hop_pacing import make_pacing
@@ -19,7 +20,6 @@ from hop_tf.strategies.hop_reception import make_reception
 from hop_tf.strategies.hop_settings import HopSettings
 from hop_tf.topology import Topology
 from hop_tf.transport.base import Message
-from hop_tf.worker import ExchangeContext
 
 _HEADER = struct.Struct("<qqq")  # session, life of the receiver, iteration
 

@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 
 from hop_tf.collectives import BULK_LANE
 from hop_tf.errors import ProtocolError
+from hop_tf.group import ExchangeContext
 from hop_tf.queues import TokenQueue
 from hop_tf.strategies.hop_settings import HopSettings
 from hop_tf.topology import Topology
 from hop_tf.transport.base import Message
-from hop_tf.worker import ExchangeContext
 
 _HEADER = struct.Struct("<qqq")  # session, life of the receiver, iteration
 

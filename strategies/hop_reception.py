@@ -9,9 +9,9 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Mapping, Sequence
 
+from hop_tf.group import ExchangeContext
 from hop_tf.queues import NewestUpdates, Update, UpdateQueue
 from hop_tf.strategies.hop_settings import HopSettings
-from hop_tf.worker import ExchangeContext
 
 
 class Reception(abc.ABC):

@@ -33,11 +33,11 @@ from hop_tf import codecs
 from hop_tf.arguments import check_choice, check_integer, identity_of
 from hop_tf.collectives import ALGORITHMS, AllReduce
 from hop_tf.exchange import Exchange, Incoming, Outgoing
+from hop_tf.group import ExchangeContext, Group
 from hop_tf.keras_hook import gradient_accumulation_steps, loss_scale, unscaled
 from hop_tf.options import CommunicationOptions
 from hop_tf.packing import Packing
 from hop_tf.strategy import ExchangeStrategy, training_cluster
-from hop_tf.worker import ExchangeContext, Group
 
 _DRAINS = ("drop", "apply")
 

@@ -31,6 +31,7 @@ import tensorflow as tf
 from hop_tf import codecs
 from hop_tf.cluster import Cluster
 from hop_tf.errors import ClusterConfigError
+from hop_tf.group import ExchangeContext, Group
 from hop_tf.keras_hook import descent_of, learning_rate, loss_scale, unscaled
 from hop_tf.options import CommunicationOptions
 from hop_tf.packing import TensorSpec
@@ -40,7 +41,6 @@ from hop_tf.strategies.shat_exchange import NUM_BESIDE, ShatExchange
 from hop_tf.strategies.shat_settings import ShatSettings, mixing_weight
 from hop_tf.strategies.shat_state import tell_of_offers
 from hop_tf.strategy import ExchangeStrategy
-from hop_tf.worker import ExchangeContext, Group
 
 __all__ = ["SHATParameterServerStrategy", "ShatExchange", "mixing_weight"]
 

@@ -11,6 +11,7 @@ import tensorflow as tf
 from hop_tf import payloads
 from hop_tf.errors import PeerLostError, ProtocolError
 from hop_tf.exchange import Exchange, Incoming, Outgoing
+from hop_tf.group import ExchangeContext
 from hop_tf.joining import Joiner
 from hop_tf.keras_hook import check_loss_scaling
 from hop_tf.parameter_server import parameter_server_pb2 as pb
@@ -19,7 +20,6 @@ from hop_tf.strategies.shat_servers import Answers, Request, Servers
 from hop_tf.strategies.shat_settings import ShatSettings
 from hop_tf.strategies.shat_shards import ShardView, make_shards, new_buckets
 from hop_tf.strategies.shat_state import GroupState
-from hop_tf.worker import ExchangeContext
 
 # What travels beside the variables: to the servers, the learning rate and whether gradients are applied; from them, the
 # weight alpha of each.

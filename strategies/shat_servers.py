@@ -12,12 +12,12 @@ import numpy as np
 
 from hop_tf.collectives import BULK_LANE
 from hop_tf.errors import HopError, MismatchError, PeerLostError
+from hop_tf.group import ExchangeContext
 from hop_tf.membership import parse
 from hop_tf.parameter_server import parameter_server_pb2 as pb
 from hop_tf.parameter_server.server import CONFIGURE, CONFIGURED, PREFIX, PULL, PULLED, PUSH, REPLY
 from hop_tf.strategies.shat_shards import ShardView
 from hop_tf.transport.base import Message
-from hop_tf.worker import ExchangeContext
 
 # For each queue of requests, that of the answers, without the group, and their type.
 _ANSWERS = {CONFIGURE: (CONFIGURED, pb.Configured), PUSH: (REPLY, pb.Reply), PULL: (PULLED, pb.Pulled)}

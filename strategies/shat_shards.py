@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from hop_tf import payloads
+from hop_tf.group import ExchangeContext
 from hop_tf.keras_hook import optimizer_class, paths
 from hop_tf.packing import Packing
 from hop_tf.parameter_server import parameter_server_pb2 as pb
@@ -15,7 +16,6 @@ from hop_tf.parameter_server.shard import is_elementwise
 from hop_tf.parameter_server.sharding import Piece, ShardPacking, plan_shards
 from hop_tf.parameter_server.state import ShardState
 from hop_tf.strategies.shat_settings import ShatSettings
-from hop_tf.worker import ExchangeContext
 
 
 class ShardView:

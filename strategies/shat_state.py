@@ -8,6 +8,7 @@ from hop_tf import payloads
 from hop_tf.arguments import identity_of
 from hop_tf.collectives import BULK_LANE
 from hop_tf.errors import HopError
+from hop_tf.group import ExchangeContext
 from hop_tf.keras_hook import constrain, decays, finalize, num_updates, serialized_for_server, set_num_updates
 from hop_tf.membership import Membership
 from hop_tf.parameter_server import parameter_server_pb2 as pb
@@ -18,7 +19,6 @@ from hop_tf.strategies.shat_servers import Answers, Request, Servers
 from hop_tf.strategies.shat_settings import ShatSettings
 from hop_tf.strategies.shat_shards import ShardView
 from hop_tf.strategies.shat_variables import GroupVariables
-from hop_tf.worker import ExchangeContext
 
 
 class GroupState:

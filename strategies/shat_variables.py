@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
+from hop_tf.group import ExchangeContext
 from hop_tf.keras_hook import slots_of
 from hop_tf.parameter_server.state import ShardState
 from hop_tf.strategies.shat_shards import ShardView, new_buckets
-from hop_tf.worker import ExchangeContext
 
 
 class GroupVariables:

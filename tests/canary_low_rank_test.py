@@ -8,11 +8,11 @@ from absl.testing import parameterized
 import hop_tf
 from hop_tf import codecs
 from hop_tf.buffers import BufferPool
+from hop_tf.group import ExchangeContext
 from hop_tf.packing import Packing, TensorSpec
 from hop_tf.simulate.virtual import VirtualCluster
 from hop_tf.strategies.canary_low_rank import LowRankMean, is_factorized
 from hop_tf.testing import InProcessCluster
-from hop_tf.worker import ExchangeContext
 
 _M, _K = 128, 160
 _SPECS = [TensorSpec("bias", (_K,), tf.float32), TensorSpec("kernel", (_M, _K), tf.float32)]

@@ -18,12 +18,12 @@ from hop_tf.buffers import BufferPool
 from hop_tf.collectives import get_network
 from hop_tf.exchange import Outgoing
 from hop_tf.gei import Thresholds, bit_of
+from hop_tf.group import ExchangeContext
 from hop_tf.options import CommunicationOptions
 from hop_tf.packing import Packing, TensorSpec
 from hop_tf.simulate.virtual import VirtualCluster
 from hop_tf.strategies.canary_exchange import AsyncSettings, CanaryExchange
 from hop_tf.strategies.canary_layout import Layout
-from hop_tf.worker import ExchangeContext
 
 _NUM_SCHEDULES = int(os.environ.get("HOP_TF_NUM_SCHEDULES", "50"))
 _GROUP = "simulated"

@@ -5,6 +5,7 @@ import tensorflow as tf
 
 from hop_tf.buffers import BufferPool
 from hop_tf.exchange import Outgoing
+from hop_tf.group import ExchangeContext
 from hop_tf.packing import Packing, TensorSpec
 from hop_tf.queues import Fifo, SimulatedFifo
 from hop_tf.simulate import Scheduler, VirtualMonitor
@@ -12,7 +13,6 @@ from hop_tf.strategies.hop_exchange import HopExchange
 from hop_tf.strategies.hop_pacing import TokenPacing
 from hop_tf.strategies.hop_settings import HopSettings
 from hop_tf.topology import resolve
-from hop_tf.worker import ExchangeContext
 
 _SETTINGS = HopSettings(max_iteration_gap=2, num_backup_workers=1)
 _TOPOLOGY = resolve("complete", 3)

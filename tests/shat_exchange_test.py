@@ -21,6 +21,7 @@ from hop_tf.buffers import BufferPool
 from hop_tf.carried import CarriedChanges
 from hop_tf.errors import HopError, MismatchError, PeerLostError
 from hop_tf.exchange import Outgoing
+from hop_tf.group import ExchangeContext
 from hop_tf.membership import Membership
 from hop_tf.monitor import ThreadMonitor
 from hop_tf.options import CommunicationOptions
@@ -38,7 +39,6 @@ from hop_tf.strategies.shat_settings import ShatSettings
 from hop_tf.strategies.shat_state import tell_of_offers
 from hop_tf.transport import InProcessNetwork, InProcessTransport
 from hop_tf.transport.base import Message
-from hop_tf.worker import ExchangeContext
 
 _NUM_VALUES = 100
 _RATE = 0.5

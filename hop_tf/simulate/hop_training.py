@@ -12,6 +12,7 @@ from hop_tf.arguments import check_integer, check_seconds
 from hop_tf.emulation import ComputeEmulation
 from hop_tf.errors import DeadlineExceededError, PeerLostError
 from hop_tf.exchange import Incoming, Outgoing
+from hop_tf.group import ExchangeContext
 from hop_tf.joining import Joining, State
 from hop_tf.packing import Packing, TensorSpec
 from hop_tf.queues import SimulatedFifo
@@ -20,7 +21,6 @@ from hop_tf.simulate.virtual import VirtualCluster
 from hop_tf.strategies.hop_exchange import REDUCTION, RENEWAL, STEP, HopExchange
 from hop_tf.strategies.hop_settings import HopSettings
 from hop_tf.topology import Topology, resolve
-from hop_tf.worker import ExchangeContext
 
 _GROUP, _SESSION = "simulated", 1
 # A rank that cannot join, as all its neighbors are dead too, tries again, like one with deadlines.
