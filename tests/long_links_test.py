@@ -322,7 +322,8 @@ class FarAwayTest(parameterized.TestCase):
         self.assertEqual(in_order, [(index, True) for index in range(0, len(sizes), 2)])
         self.assertEqual(sorted(messages), [(index, True) for index in range(len(sizes))])
         self.assertEqual(taken["counters"]["bytes_received"], sent["counters"]["bytes_sent"])
-        self.assertEqual(sent["num_lanes"], 1 + 1 + num_lanes(0.277, 1e8, 1))  # Of heartbeats, lane 0, and the others.
+        # Of heartbeats, lane 0, and the others: the more the longer round trips take, as on a machine that is busy.
+        self.assertGreaterEqual(sent["num_lanes"], 1 + 1 + num_lanes(0.277, 1e8, 1))
 
     def start(self, net, case):
         root = str(pathlib.Path(hop_tf.__file__).parents[1])
