@@ -160,20 +160,23 @@ class AllReduce(abc.ABC):
     ) -> bool:
         """Sends all of an encoded vector to all others, and adds those of all ranks; False if one is too long."""
         ranks, mine = operation.ranks, operation.index
-        values, own = vector.corrected(values), _TOO_LONG
-        if vector.is_short(values, codec, len(ranks)):
-            own = vector.encode_whole(values, codec)
+        values = vector.corrected(values)
+        is_short = vector.is_short(values, codec, len(ranks))
+        own = vector.encode_whole(values, codec) if is_short else _TOO_LONG
+        if is_short:
             operation.commit()
         for offset in range(1, len(ranks)):  # Everybody begins with the next rank.
             operation.send(ranks[(mine + offset) % len(ranks)], _WHOLE, 0, own)
+        if not is_short:
+            return False
         total = vector.zeros(result)
-        for rank in ranks if own.size else ():
+        for rank in ranks:
             (data,) = [own] if rank == ranks[mine] else operation.receive([rank], _WHOLE, 0)
             if not data.size:
                 return False
             vector.accumulate(data, total, codec)
         vector.finish(total, result, len(ranks))
-        return own.size > 0
+        return True
 
     @abc.abstractmethod
     def _reduce(self, operation: Operation, vector: Vector, values: np.ndarray, result: np.ndarray) -> None:

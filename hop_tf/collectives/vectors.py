@@ -97,9 +97,6 @@ class Vector:
     @_timed
     def end_step(self, mean: np.ndarray) -> None:
         """The attempt has succeeded: all ranks have, or will have, this mean."""
-        self._keep_lost_pieces(mean)
-
-    def _keep_lost_pieces(self, mean: np.ndarray) -> None:
         # What an attempt has lost that was given up, or whose mean is not finite, is none of the next step's.
         if self._lost_pieces and np.isfinite(mean).all():
             for lost, where in self._lost_pieces:
@@ -146,8 +143,8 @@ class SparseVector(Vector):
 
     @_timed
     def corrected(self, values: np.ndarray) -> np.ndarray:
-        self._lost_pieces.clear()
         self._lost_in_attempt = None
+        values = super().corrected(values)
         if self._lost is None:
             return values
         total = take_float32(values, self._pool)
@@ -186,9 +183,8 @@ class SparseVector(Vector):
         if total is not result:
             np.copyto(result, total)
 
-    @_timed
     def end_step(self, mean: np.ndarray) -> None:
-        self._keep_lost_pieces(mean)
+        super().end_step(mean)
         # What is sent of values that are not finite is not either: then neither is the mean.
         if self._sparse_codec.error_feedback and np.isfinite(mean).all():
             self._lost = self._lost_in_attempt
