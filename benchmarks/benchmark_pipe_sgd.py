@@ -5,10 +5,12 @@
 
 timing     A vector of parameters as large as a model's, and a computation that is emulated, asleep, so that four ranks
            do not take the processor from each other: from settings in which computation takes longer to those in which
-           communication does. Milliseconds per step (medians), the communication thread's own time in all-reduce and
-           in codecs, and the step time that `hop_tf.timing` predicts from what it has measured on the same links.
-           Ratios to D-Sync and PS-Sync without a codec, as in the paper, and to D-Sync with the same codec.
-accuracy   Real training on loopback, with each codec: accuracy on the test data.
+           communication does. Milliseconds per step (medians), the part of it that is neither waiting nor the emulated
+           computation (update), the communication thread's own time in all-reduce and in codecs, and the step time
+           that `hop_tf.timing` predicts from what it has measured on the same links. Ratios to D-Sync and PS-Sync
+           without a codec, as in the paper, to D-Sync with the same codec, and of Pipe-SGD's step to the longer one of
+           computation with update, and communication: that of D-Sync with the same codec.
+accuracy   Real training on loopback, with each codec: accuracy on the test data, and seconds from begin to end.
 
 PS-Sync is a plain server loop on a host of its own, as in the paper: it receives all gradients, and sends their mean to
 all. (It is one more rank; that its own gradient is part of the mean changes no time.)
@@ -133,13 +135,15 @@ def _time(case: Mapping, make_strategy: Callable[..., hop_tf.PipeSGDStrategy]) -
     strategy.shutdown()
     return {
         "step": statistics.median(np.diff(times)[_WARMUP_STEPS:]),
+        "compute": report["compute_seconds"],
         "communicate": report["communicate_seconds"] / report["steps"],
         "codec": report["codec_seconds"] / report["steps"],
         "measurement": measurement,
     }
 
 
-def _train(case: Mapping, make_strategy: Callable[..., hop_tf.PipeSGDStrategy]) -> float:
+def _train(case: Mapping, make_strategy: Callable[..., hop_tf.PipeSGDStrategy]) -> tuple[float, float]:
+    """Accuracy, and the duration of the training."""
     keras.utils.set_random_seed(case["seed"])
     (x, y), test = _load(case["task"], case["cifar10"])
     steps = len(x) // _BATCH_SIZE
@@ -151,10 +155,12 @@ def _train(case: Mapping, make_strategy: Callable[..., hop_tf.PipeSGDStrategy]) 
         )
         optimizer = keras.optimizers.SGD(rate, momentum=case["momentum"])
         model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"])
+    start = time.monotonic()
     model.fit(x, y, batch_size=_BATCH_SIZE, epochs=case["epochs"], verbose=0)
+    seconds = time.monotonic() - start
     accuracy = model.evaluate(*test, batch_size=500, verbose=0)[1] if strategy.is_chief else 0.0
     strategy.shutdown()
-    return accuracy
+    return accuracy, seconds
 
 
 def _load(task: str, path: str | None) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
@@ -213,6 +219,7 @@ class Timed:
       label: Its name.
       codec: Name of its codec, or None.
       step: Median duration of a step, at the slowest rank.
+      compute: Median of it without waiting: computation and update.
       communicate: Mean time of the communication thread in all-reduce, per step.
       codec_seconds: The part of it in codecs.
       predicted: What the model says, or None.
@@ -221,6 +228,7 @@ class Timed:
     label: str
     codec: str | None
     step: float
+    compute: float
     communicate: float
     codec_seconds: float
     predicted: float | None
@@ -250,28 +258,29 @@ def _time_case(link: str, num_values: int, step_seconds: float) -> list[Timed]:
         if label != "PS-Sync":
             measurement = of_ranks[0]["measurement"]
             predicted = measurement.predict(pipeline_width=width, codec=codec, algorithm=algorithm).step_seconds
-        slowest = {name: max(each[name] for each in of_ranks) for name in ("step", "communicate", "codec")}
+        slowest = {name: max(each[name] for each in of_ranks) for name in ("step", "compute", "communicate", "codec")}
         timed.append(Timed(label, codec, *slowest.values(), predicted))
     return timed
 
 
 def _print_timed(link: str, num_values: int, step_seconds: float, timed: list[Timed]) -> None:
-    def step_of(label: str, codec: str | None) -> float:
-        return next(each.step for each in timed if (each.label, each.codec) == (label, codec))
-
+    of = {(each.label, each.codec): each for each in timed}
     print(f"\n{link}, {num_values / 1e6:.2f} million parameters, computation {step_seconds * 1e3:.0f} ms")
     print(
-        f"  {'':22s} {'step ms':>8s} {'predicted':>10s} {'communicate':>12s} {'codec':>7s} "
-        f"{'PS-Sync / it':>13s} {'D-Sync / it':>12s} {'same codec':>11s}"
+        f"  {'':22s} {'step ms':>8s} {'predicted':>10s} {'update':>7s} {'communicate':>12s} {'codec':>7s} "
+        f"{'PS-Sync / it':>13s} {'D-Sync / it':>12s} {'same codec':>11s} {'it / longest':>13s}"
     )
     for each in timed:
+        d_sync = of["D-Sync", each.codec]
         predicted = f"{each.predicted * 1e3:10.1f}" if each.predicted else f"{'':10s}"
-        ratios = [step_of("PS-Sync", None), step_of("D-Sync", None), step_of("D-Sync", each.codec)]
+        ratios = [of["PS-Sync", None].step, of["D-Sync", None].step, d_sync.step]
         columns = "".join(f"{r / each.step:{w}.2f}" for r, w in zip(ratios, (14, 13, 12), strict=True))
+        if each.label == "Pipe-SGD":
+            columns += f"{each.step / max(each.compute, d_sync.communicate):14.2f}"
         label = f"{each.label} {each.codec or ''}"
         print(
-            f"  {label:22s} {each.step * 1e3:8.1f} {predicted} {each.communicate * 1e3:12.1f} "
-            f"{each.codec_seconds * 1e3:7.1f}{columns}",
+            f"  {label:22s} {each.step * 1e3:8.1f} {predicted} {(each.compute - step_seconds) * 1e3:7.1f} "
+            f"{each.communicate * 1e3:12.1f} {each.codec_seconds * 1e3:7.1f}{columns}",
             flush=True,
         )
 
@@ -294,9 +303,13 @@ def _print_accuracies(task: str) -> None:
         }
         results = ranks.run(__file__, case, 2, ranks.LOOPBACK, num_ports=len(kinds), timeout_seconds=3600)
         of_seeds.append(results[0])
-    for (label, _, codec), accuracies in zip(kinds, zip(*of_seeds, strict=True), strict=True):
+    for (label, _, codec), of_kind in zip(kinds, zip(*of_seeds, strict=True), strict=True):
+        accuracies, seconds = zip(*of_kind, strict=True)
         shown = " ".join(f"{accuracy:.4f}" for accuracy in accuracies)
-        print(f"  {label:9s} {codec or '':11s} {np.mean(accuracies):.4f}  ({shown})", flush=True)
+        print(
+            f"  {label:9s} {codec or '':11s} {np.mean(accuracies):.4f}  ({shown})  {np.mean(seconds):6.0f} s",
+            flush=True,
+        )
 
 
 def main(argv) -> None:
