@@ -18,17 +18,13 @@ lines; `compensation="paper"` computes Equation 13 as it is printed.
 from __future__ import annotations
 
 import dataclasses
-import math
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
-import numpy as np
 import tensorflow as tf
 
 from hop_tf import codecs
 from hop_tf.arguments import check_choice, check_integer, identity_of
 from hop_tf.collectives import ALGORITHMS
-from hop_tf.exchange import Exchange, Incoming, Outgoing
 from hop_tf.group import ExchangeContext, Group
 from hop_tf.keras_hook import (
     check_loss_scaling,
@@ -41,7 +37,7 @@ from hop_tf.keras_hook import (
     weight_decays,
 )
 from hop_tf.options import CommunicationOptions
-from hop_tf.strategies.dts_windows import Schedule, Windows
+from hop_tf.strategies.dts_exchange import DTSExchange, DTSSettings
 from hop_tf.strategy import ExchangeStrategy, training_cluster
 
 _COMPENSATIONS = ("exact", "paper", "none")
@@ -122,7 +118,7 @@ class DTSStrategy(ExchangeStrategy):
         check_integer("interval", interval, at_least=1)
         check_choice("compensation", compensation, _COMPENSATIONS)
         check_choice("algorithm", algorithm, sorted(ALGORITHMS))
-        self._settings = _Settings(
+        self._settings = DTSSettings(
             delay=int(delay),
             interval=int(interval),
             codec=codecs.get(codec),
@@ -199,11 +195,9 @@ class DTSStrategy(ExchangeStrategy):
     def _finish_training(self, group: Group) -> None:
         num_steps = int(group.step)
         windows = self._settings.schedule.under_way(num_steps)
-        if (
-            num_steps % self._settings.interval
-            or (num_steps and self._settings.selection)
-            or self._has_changes_left(group)
-        ):
+        is_open = num_steps % self._settings.interval > 0
+        has_unsent = num_steps > 0 and self._settings.selection is not None
+        if is_open or has_unsent or self._has_changes_left(group):
             self._hand_out(group, tf.constant(windows.stop, tf.int64), everything=True)
             windows = range(windows.start, windows.stop + 1)
         for window in windows:
@@ -254,118 +248,3 @@ class _Step:
     before: Sequence[tf.Tensor]
     gradients: Sequence[tf.Tensor]
     rate: tf.Tensor
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Settings:
-    """What `DTSStrategy` was told."""
-
-    delay: int
-    interval: int
-    codec: codecs.Codec
-    compensation: str
-    algorithm: str
-
-    @property
-    def schedule(self) -> Schedule:
-        """When windows end, and when they are applied."""
-        return Schedule(self.delay, self.interval)
-
-    @property
-    def selection(self) -> codecs.TopK | None:
-        """Which part of a window is handed out."""
-        return self.codec if isinstance(self.codec, codecs.TopK) else None
-
-
-class DTSExchange(Exchange):
-    """Averages windows, several at a time.
-
-    Args:
-      context: Membership, packing and buffers of the group.
-      settings: Those of the strategy.
-
-    Attributes:
-      windows: The half in the graph.
-      carried: The changes of the variables that are carried along.
-      first_iteration: How many training steps the optimizer had seen when the running `fit` began.
-      parts: The packing of what a window hands out: A of each trained variable, S, and the variables carried along.
-    """
-
-    def __init__(self, context: ExchangeContext, settings: _Settings):
-        self._group = context.group
-        self._membership = context.membership
-        self.carried = context.carried
-        self.first_iteration = 0
-        num_slots = settings.schedule.num_slots
-        self.max_in_flight = self.num_threads = num_slots
-        self.windows = Windows(
-            context.optimizer(),
-            context.trained,
-            interval=settings.interval,
-            num_slots=num_slots,
-            compensation=settings.compensation,
-            selection=settings.selection,
-        )
-        trained, carried = np.split(np.arange(len(context.packing.specs)), [len(context.trained)])
-        part = context.packing.part([*np.tile(trained, self.windows.num_vectors), *carried])
-        self.parts = [part]
-        codec = settings.codec
-        if settings.selection is not None:  # It was made in the graph, where its warm-up is, too.
-            codec = dataclasses.replace(settings.selection.selected(), warmup_steps=0)
-        # What codecs keep for later windows belongs to a slot.
-        self._reductions = [
-            context.make_all_reduce(str(slot), part, codec, settings.algorithm) for slot in range(num_slots)
-        ]
-        self._communicate_seconds = [0.0] * num_slots
-        self._num_committed = 0
-
-    def reset(self, session: int) -> None:
-        self._num_committed = 0
-        self.windows.reset()
-        self.carried.reset()
-        for reduction in self._reductions:
-            reduction.reset(session)
-
-    def step(self, outgoing: Outgoing) -> Incoming:
-        turn, slot = divmod(outgoing.step, len(self._reductions))
-        start = time.perf_counter()
-        means = self._reductions[slot].mean(
-            turn,
-            outgoing.buckets,
-            lambda rank, _: self._membership.delivers(rank, self._group, outgoing.step),
-            before_commit=lambda: self._commit(outgoing.step),
-        )
-        for mean, own in zip(means, outgoing.buckets, strict=True):
-            mean -= own
-        self._communicate_seconds[slot] += time.perf_counter() - start
-        return Incoming(outgoing.step, 0, tuple(means))
-
-    def _commit(self, window: int) -> None:
-        """Windows are decided in order: if this rank leaves, it has taken part in all up to some window."""
-        self._membership.wait_until(lambda: self._num_committed >= window, timeout_seconds=math.inf)
-        with self._membership.monitor:
-            self._num_committed = max(self._num_committed, window + 1)
-            self._membership.monitor.notify_all()
-
-    def neutral(self, outgoing: Outgoing) -> Incoming:
-        return Incoming(outgoing.step, 0, tuple(np.zeros_like(values) for values in outgoing.buckets))
-
-    @property
-    def sent_steps(self) -> int:
-        return self._num_committed
-
-    def counters(self) -> Mapping[str, float]:
-        """Where the communication threads' time goes.
-
-        Returns:
-          `communicate_seconds`, the sum of the windows' times, and `codec_seconds`, the part of it spent on encoding,
-          decoding and adding.
-        """
-        return {
-            "communicate_seconds": sum(self._communicate_seconds),
-            "codec_seconds": sum(reduction.codec_seconds for reduction in self._reductions),
-        }
-
-    def close(self) -> None:
-        for reduction in self._reductions:
-            reduction.close()

@@ -14,7 +14,7 @@ from absl.testing import parameterized
 import hop_tf
 from hop_tf import codecs
 from hop_tf.errors import HopError, PeerLostError
-from hop_tf.strategies.dts import DTSExchange
+from hop_tf.strategies.dts_exchange import DTSExchange
 from hop_tf.testing import InProcessCluster
 
 _OPTIONS = hop_tf.CommunicationOptions(timeout_seconds=60)
