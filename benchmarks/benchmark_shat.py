@@ -12,12 +12,18 @@ sharding    Figure 6: the throughput of workers with --num_servers servers, with
             are those of the servers; workers' are --num_servers times as fast. The model has the proportions of VGG:
             one layer has nine tenths of its parameters. Required: at least 2.5 times the throughput of one server with
             four, at 1 Gbit/s.
+death       One of --num_workers workers, with emulated computation of --step_seconds, is killed (SIGKILL) after a third
+            of --num_steps steps: the others' speed from then on, over that before. Loopback. Required: at least 0.95.
+memory      How far the memory of one server grows while --num_workers train, in vectors of --num_values parameters:
+            what it keeps are 1 for SGD, and 3 for Adam. Loopback.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import resource
+import signal
 import statistics
 import time
 from collections.abc import Mapping
@@ -31,15 +37,19 @@ import shat_accuracy
 from absl import app, flags, logging
 
 import hop_tf
+from hop_tf.emulation import ComputeEmulation
 
-_EXPERIMENTS = flags.DEFINE_list("experiments", ["accuracy", "stragglers", "sharding"], "What to run.")
+_EXPERIMENTS = flags.DEFINE_list(
+    "experiments", ["accuracy", "stragglers", "sharding", "death", "memory"], "What to run."
+)
 _QUICK = flags.DEFINE_bool("quick", False, "Small sizes for all that is not given: whether it works, in a minute.")
 _FOLDER = flags.DEFINE_string("folder", None, "Where to write CSV and PNG files.")
-_NUM_WORKERS = flags.DEFINE_integer("num_workers", 4, "Workers of `sharding`.", lower_bound=1)
-_NUM_SERVERS = flags.DEFINE_integer("num_servers", 4, "Servers of `sharding`.", lower_bound=1)
+_NUM_WORKERS = flags.DEFINE_integer("num_workers", 4, "Workers of what runs in processes.", lower_bound=2)
+_NUM_SERVERS = flags.DEFINE_integer("num_servers", 4, "Servers of `sharding` and `death`.", lower_bound=1)
 _LINKS = flags.DEFINE_list("links", ["1e9"], "Rates of the servers' links, in bits per second.")
-_NUM_VALUES = flags.DEFINE_integer("num_values", 8_000_000, "Parameters of the model of `sharding`.", lower_bound=20000)
-_NUM_STEPS = flags.DEFINE_integer("num_steps", 8, "Timed steps.", lower_bound=1)
+_NUM_VALUES = flags.DEFINE_integer("num_values", 8_000_000, "Parameters of the models there.", lower_bound=20000)
+_NUM_STEPS = flags.DEFINE_integer("num_steps", 8, "Timed steps, of `death` at least 30.", lower_bound=1)
+_STEP_SECONDS = flags.DEFINE_float("step_seconds", 0.3, "Least duration of a step of `death`.", lower_bound=0.0)
 
 _SMALL = {
     "models": ["small"],
@@ -62,14 +72,17 @@ _WIDTH, _NUM_SMALL_LAYERS = 500, 7
 
 
 class _Clock(keras.callbacks.Callback):
-    """When each step has ended."""
+    """When each step has ended. After `dies_after` of them the process is killed."""
 
-    def __init__(self):
+    def __init__(self, dies_after: int | None):
         super().__init__()
         self.times: list[float] = []
+        self._dies_after = dies_after
 
     def on_train_batch_end(self, batch, logs=None):
         self.times.append(time.perf_counter())
+        if len(self.times) == self._dies_after:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _model(num_values: int) -> keras.Model:
@@ -79,25 +92,30 @@ def _model(num_values: int) -> keras.Model:
     return keras.Sequential([keras.Input((small,)), *layers, *large])
 
 
-def _serve_case(case: Mapping, rank: int) -> list[float] | None:
-    """A process of `sharding`; in those of workers returns when each step has ended."""
+def _peak_bytes() -> int:
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def _serve_case(case: Mapping, rank: int) -> list[float] | int:
+    """A process: returns when each of a worker's steps has ended, or by how many bytes a server has grown."""
     (addresses,) = case["addresses"]
     num_workers = case["num_workers"]
     cluster = {"worker": addresses[:num_workers], "ps": addresses[num_workers:]}
     is_worker = rank < num_workers
     task = {"type": "worker", "index": rank} if is_worker else {"type": "ps", "index": rank - num_workers}
     os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": task})
+    before = _peak_bytes()
     try:
         strategy = hop_tf.SHATParameterServerStrategy(sharding=case["sharding"])
     except SystemExit:
-        return None
+        return _peak_bytes() - before
     with strategy.scope():
         model = _model(case["num_values"])
-        model.compile("sgd", "mse")
+        model.compile(case["optimizer"], "mse")
     num_rows = num_workers * (_SKIPPED_STEPS + case["num_steps"])
     x = np.zeros((num_rows, model.input_shape[-1]), np.float32)
     y = np.zeros((num_rows, model.output_shape[-1]), np.float32)
-    clock = _Clock()
+    clock = _Clock(case["dies_after"] if rank == num_workers - 1 else None)
     model.fit(x, y, batch_size=num_workers, verbose=0, callbacks=[clock])
     strategy.shutdown()
     return clock.times
@@ -129,25 +147,63 @@ def _run_sharding(folder: str | None) -> None:
 
 def _throughput(sharding: str, link: str) -> float:
     """Pushes a second of all workers."""
-    case = {
-        "sharding": sharding,
-        "num_workers": _NUM_WORKERS.value,
-        "num_values": _NUM_VALUES.value,
-        "num_steps": _NUM_STEPS.value,
-    }
-    num_hosts = _NUM_WORKERS.value + _NUM_SERVERS.value
     rates = [float(link) * _NUM_SERVERS.value] * _NUM_WORKERS.value + [float(link)] * _NUM_SERVERS.value
-    found = ranks.run(
-        __file__,
-        case,
-        num_hosts,
-        link,
-        num_ports=1,
-        environment={"TF_NUM_INTRAOP_THREADS": "1"},
-        bandwidth_bits_per_second=rates,
-    )
+    found = _run(_NUM_SERVERS.value, link, sharding=sharding, bandwidth_bits_per_second=rates)
     durations = [np.diff(times)[_SKIPPED_STEPS - 1 :] for times in found[: _NUM_WORKERS.value]]
     return sum(1 / statistics.median(each) for each in durations)
+
+
+def _run_death(folder: str | None) -> None:
+    num_steps = max(30, _NUM_STEPS.value)
+    dies_after, victim = _SKIPPED_STEPS + num_steps // 3, _NUM_WORKERS.value - 1
+    emulation = ComputeEmulation(step_seconds=_STEP_SECONDS.value).to_environment()
+    found = _run(_NUM_SERVERS.value, num_steps=num_steps, dies_after=dies_after, killed=[victim], environment=emulation)
+    print(f"\ndeath: one of {_NUM_WORKERS.value} workers is killed after {dies_after} of its steps; steps a second")
+    print(f"  {'worker':>6} {'before':>8} {'after':>8} {'ratio':>6}")
+    rows = []
+    for rank, times in enumerate(found[:victim]):
+        parts = times[_SKIPPED_STEPS:dies_after], times[dies_after - 1 :]
+        before, after = (1 / np.diff(part).mean() for part in parts)
+        rows.append((rank, before, after, after / before))
+        print(f"  {rank:6} {before:8.3f} {after:8.3f} {after / before:6.3f}", flush=True)
+    if folder:
+        results.write_table(folder, "shat_death", ["worker", "before", "after", "ratio"], rows)
+
+
+def _run_memory(folder: str | None) -> None:
+    print(f"\nmemory: one server of {_NUM_WORKERS.value} workers, vectors of {_NUM_VALUES.value} float32")
+    rows = []
+    for optimizer in ("sgd", "adam"):
+        growth = _run(1, optimizer=optimizer)[-1] / (4 * _NUM_VALUES.value)
+        rows.append((optimizer, growth))
+        print(f"  {optimizer:5} {growth:6.2f}", flush=True)
+    if folder:
+        results.write_table(folder, "shat_memory", ["optimizer", "vectors"], rows)
+
+
+def _run(
+    num_servers: int,
+    link: str = ranks.LOOPBACK,
+    *,
+    num_steps: int | None = None,
+    optimizer: str = "sgd",
+    sharding: str = "memory",
+    dies_after: int | None = None,
+    environment: Mapping[str, str] | None = None,
+    **arguments,
+) -> list:
+    """What the processes return, those of workers first; `arguments` are those of `ranks.run`."""
+    case = {
+        "sharding": sharding,
+        "optimizer": optimizer,
+        "num_workers": _NUM_WORKERS.value,
+        "num_values": _NUM_VALUES.value,
+        "num_steps": num_steps or _NUM_STEPS.value,
+        "dies_after": dies_after,
+    }
+    environment = {"TF_NUM_INTRAOP_THREADS": "1", **(environment or {})}
+    num_hosts = _NUM_WORKERS.value + num_servers
+    return ranks.run(__file__, case, num_hosts, link, num_ports=1, environment=environment, **arguments)
 
 
 def main(argv: list[str]) -> None:
@@ -163,6 +219,8 @@ def main(argv: list[str]) -> None:
         "accuracy": shat_accuracy.run_accuracy,
         "stragglers": shat_accuracy.run_stragglers,
         "sharding": _run_sharding,
+        "death": _run_death,
+        "memory": _run_memory,
     }
     for name in _EXPERIMENTS.value:
         if name not in experiments:

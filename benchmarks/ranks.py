@@ -11,11 +11,12 @@ import json
 import os
 import pathlib
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import network
@@ -47,6 +48,7 @@ def run(
     num_ports: int,
     environment: Mapping[str, str] | None = None,
     timeout_seconds: float = 900.0,
+    killed: Collection[int] = (),
     **emulation,
 ) -> list:
     """Runs the ranks of a case.
@@ -59,14 +61,15 @@ def run(
       num_ports: How many ports each rank gets.
       environment: Variables for the ranks' environment.
       timeout_seconds: How long all of it may take.
+      killed: Ranks that kill themselves (SIGKILL).
       **emulation: Further arguments of `network.Network`, such as `round_trip_seconds`. One that is given here counts
         instead of `link`.
 
     Returns:
-      What each rank has returned.
+      What each rank has returned; None of those that were killed.
 
     Raises:
-      RuntimeError: If a rank fails, or takes too long. The others are ended.
+      RuntimeError: If a rank fails, takes too long, or lives where it should not. The others are ended.
     """
     with tempfile.TemporaryDirectory() as folder, _hosts(world_size, num_ports, link, emulation) as (addresses, start):
         path = pathlib.Path(folder) / "case.json"
@@ -79,20 +82,23 @@ def run(
                 processes.append(start(rank, command, env={**environment, _RANK: str(rank)}))
             deadline = time.monotonic() + timeout_seconds
             for rank, process in enumerate(processes):
-                _await(rank, process, deadline)
+                _await(rank, process, deadline, -signal.SIGKILL if rank in killed else 0)
         finally:
             for process in processes:
                 process.kill()
                 process.wait()
-        return [pickle.loads(path.with_name(f"result.{rank}").read_bytes()) for rank in range(world_size)]
+        return [
+            None if rank in killed else pickle.loads(path.with_name(f"result.{rank}").read_bytes())
+            for rank in range(world_size)
+        ]
 
 
-def _await(rank: int, process: subprocess.Popen, deadline: float) -> None:
+def _await(rank: int, process: subprocess.Popen, deadline: float, expected: int) -> None:
     try:
         exit_code = process.wait(max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"rank {rank} takes too long.") from None
-    if exit_code:
+    if exit_code != expected:
         raise RuntimeError(f"rank {rank} ended with exit code {exit_code}.")
 
 
