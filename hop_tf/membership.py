@@ -186,6 +186,11 @@ class Membership:
         if not self.joining:  # Else nobody counts on this rank.
             self._pass_on(message)
 
+    @property
+    def has_left(self) -> bool:
+        """Whether this rank takes part in the session no more."""
+        return self._left is not None
+
     def flush(self, deadline: float) -> None:
         """Gives what was sent time to arrive where somebody still listens; until `deadline`, on the monitor's clock."""
         for peer in (*self.peers, *self.servers):

@@ -193,8 +193,10 @@ class HopExchange(Exchange, Joiner):
             self._first[rank] = step + 1 if first == math.inf else max(first, step + 1)
 
     def admit(self, rank: int, step: int) -> int:
-        if self._membership.joining:
-            return self.iteration  # It counts from nowhere yet, and `begin_at` forgets what it would note here.
+        # A rank that is joining counts from nowhere yet, and `begin_at` forgets what it would note here. One that has
+        # ended may be further from the newcomer than ranks that train ever are.
+        if self._membership.joining or self._membership.has_left:
+            return self.iteration
         if rank in self._out_neighbors:
             self._pacing.admit(rank, step)
         if rank in self._in_neighbors:

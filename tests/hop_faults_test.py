@@ -27,8 +27,9 @@ from hop_tf.topology import resolve
 _NUM_SCHEDULES = int(os.environ.get("HOP_TF_NUM_SCHEDULES", "200"))
 _NUM_RANDOM = max(50, _NUM_SCHEDULES // 10)
 _IS_FULL = _NUM_SCHEDULES >= 1000
-# Of more cases: in these, two neighbors join together when the others are far.
-_SEEDS_OF_PAIRS = (2033, 2041)
+# Of more cases: in the first two, two neighbors join together when the others are far; in the last two, somebody joins
+# far from where a neighbor has ended.
+_FURTHER_SEEDS = (2033, 2041, 658, 800)
 _TARGET = np.arange(1, 4)
 _MODES = {
     "standard": {"on_peer_loss": "continue"},
@@ -149,7 +150,7 @@ class RandomFaultsTest(tf.test.TestCase):
     def test_all_who_are_left_train_to_the_end(self):
         self.enter_context(logging_disabled())
         num_finished = num_back = 0
-        for seed in (*range(_NUM_RANDOM), *_SEEDS_OF_PAIRS):
+        for seed in (*range(_NUM_RANDOM), *_FURTHER_SEEDS):
             case = _Case(seed)
             with self.subTest(seed=seed, mode=case.mode, faults=case.faults):
                 try:
@@ -240,11 +241,11 @@ class ScenarioTest(tf.test.TestCase, parameterized.TestCase):
         super().setUp()
         self.enter_context(logging_disabled())
 
-    def _job(self, topology, world_size, settings, compute=lambda rank: iter([1.0] * 200), **arguments):
+    def _job(self, topology, world_size, settings, compute=lambda rank: iter([1.0] * 200), num_steps=None, **arguments):
         return _ObservedJob(
             topology=resolve(topology, world_size),
             settings=HopSettings(**settings),
-            num_steps=[60] * world_size,
+            num_steps=num_steps or [60] * world_size,
             compute=compute,
             link_seconds=lambda sender, receiver, num_bytes: 0.01 + 0.001 * sender,
             **arguments,
@@ -280,6 +281,13 @@ class ScenarioTest(tf.test.TestCase, parameterized.TestCase):
         settings = {"on_peer_loss": "continue", "max_iteration_gap": 2}
         job = self._job("ring", 6, settings, tracing_seconds=lambda rank: tracing_seconds * (rank == 2))
         self._check_all_finish(job, [Fault(1, 40.0, 2.5), Fault(2, 40.0, 3.0)])
+
+    def test_one_that_has_ended_hears_of_a_neighbor_that_joins(self):
+        """The newcomer is further from it than a queue holds tokens."""
+        settings = {"on_peer_loss": "continue", "max_iteration_gap": 2}
+        job = self._job("ring", 4, settings, num_steps=[60, 60, 20, 60])
+        self._check_all_finish(job, [Fault(1, 40.0, 2.5)])
+        self.assertGreater(job.newcomers[0][1], 40)
 
     def test_a_newcomer_that_numbers_its_groups_otherwise(self):
         """As where the others train with their second optimizer."""
