@@ -7,8 +7,9 @@ Workers train under `model.fit` with emulated compute: every step takes `--step_
 slowed down, without using the processor. So 16 workers fit on few cores, as long as the cores are idle most of the
 time: the share that was busy is printed, and figures from a machine that was busy all the time mean little.
 
-random     Every rank is 6 times slower with probability 1/n in each step (Figures 12, 14 to 17): standard, one backup
-           worker, staleness 5, both, both with jumps; on ring_based, and with --topologies on other graphs.
+random     Every rank is 6 times slower with probability 1/n in each step (Figures 12 to 17): standard, one backup
+           worker, staleness 5, both, both with jumps; on ring_based, and with --topologies on other graphs. Beside them
+           a synchronous parameter server (`SHATParameterServerStrategy(consistency="bsp")`), where all wait for all.
 straggler  One rank is always 4 times slower (Figures 18 and 19): standard, one backup worker, jumps of up to 2 and 10.
 machines   8 workers on 3 machines (Figures 20 and 21): all-to-all inside a machine and a ring between machines,
            ring_based over all, and all-to-all over all; printed with their spectral gaps.
@@ -94,6 +95,7 @@ class Run:
       topology: The graph.
       slowdowns: Who is slow.
       settings: Arguments of `HopStrategy`.
+      has_server: Whether a parameter server takes the place of the graph.
     """
 
     experiment: str
@@ -101,6 +103,7 @@ class Run:
     topology: Topology
     slowdowns: tuple[Slowdown, ...]
     settings: Mapping
+    has_server: bool = False
 
     @property
     def compute(self) -> ComputeEmulation:
@@ -115,6 +118,8 @@ def _runs(experiments: Collection[str]) -> Iterator[Run]:
             yield Run(f"random {name}", "homogeneous", topology, (), {})
             for label, settings in _MECHANISMS.items():
                 yield Run(f"random {name}", label, topology, (Slowdown(None, 6.0),), settings)
+            everybody = resolve("complete", num_workers)
+            yield Run(f"random {name}", "parameter server", everybody, (Slowdown(None, 6.0),), {}, has_server=True)
     if "straggler" in experiments:
         topology = resolve("ring_based", num_workers)
         yield Run("straggler", "homogeneous", topology, (), {})
@@ -146,13 +151,13 @@ def _edges(topology: Topology) -> str:
 def _train(
     task: str,
     a9a: str | None,
-    matrix: np.ndarray,
+    matrix: np.ndarray | None,
     settings: Mapping,
     environment: Mapping,
     num_steps: int,
     batch_size: int,
 ) -> tuple[np.ndarray, float | None, float | None]:
-    """One rank's training.
+    """One rank's training, by a parameter server if there is no matrix.
 
     Returns:
       Its curve [points, (seconds since the epoch, steps, loss)]; the accuracy of its own model, if it is the chief or
@@ -161,7 +166,10 @@ def _train(
     os.environ.update(environment)
     tf.config.threading.set_intra_op_parallelism_threads(1)
     keras.utils.set_random_seed(0)
-    strategy = hop_tf.HopStrategy(topology=matrix, **settings)
+    if matrix is None:
+        strategy = hop_tf.SHATParameterServerStrategy(consistency="bsp")
+    else:
+        strategy = hop_tf.HopStrategy(topology=matrix, **settings)
     (x, y), test = _load(task, a9a)
     with strategy.scope():
         model = _MODELS[task]()
@@ -253,14 +261,18 @@ def _start(run: Run) -> MultiProcessRunner:
     arguments = (
         _TASK.value,
         _A9A.value,
-        run.topology.mixing_matrix,
+        None if run.has_server else run.topology.mixing_matrix,
         run.settings,
         run.compute.to_environment(),
         _NUM_STEPS.value,
         _BATCH_SIZE.value,
     )
     return MultiProcessRunner(
-        _train, num_workers=run.topology.world_size, args=arguments, timeout_seconds=_TIMEOUT_SECONDS
+        _train,
+        num_workers=run.topology.world_size,
+        num_ps=int(run.has_server),
+        args=arguments,
+        timeout_seconds=_TIMEOUT_SECONDS,
     )
 
 
@@ -405,7 +417,7 @@ def main(argv: Sequence[str]) -> None:
         _measure_death()
     if "accuracy" in _EXPERIMENTS.value:
         for runs in _grouped(["random", "straggler"]):
-            _measure_accuracy(runs)
+            _measure_accuracy([run for run in runs if not run.has_server])
 
 
 if __name__ == "__main__":
