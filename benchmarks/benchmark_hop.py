@@ -30,11 +30,9 @@ Task svm: a linear model with log loss on a9a, a LIBSVM file.
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import itertools
 import os
-import pathlib
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
@@ -43,6 +41,7 @@ import keras
 import networkx as nx
 import numpy as np
 import psutil
+import results
 import tensorflow as tf
 from absl import app, flags, logging
 
@@ -330,6 +329,10 @@ def _measure_death() -> None:
     print(f"  the new process, at step {steps[joined]:.0f} of {_NUM_STEPS.value}")
     print(f"accuracy of its own model: {values[_VICTIM][1]:.4f}, of rank 0's: {values[0][1]:.4f}, of the average:")
     print(f"  {values[0][2]:.4f}, of the average without a death: {undisturbed.accuracy:.4f}", flush=True)
+    if _FOLDER.value:
+        start = values[0][0][0] * [1, 0, 0]
+        curves = {f"rank {rank}": curve - start for rank, (curve, _, _) in enumerate(values)}
+        _write("death", {"without, mean": undisturbed.curve, **curves}, _FOLDER.value)
 
 
 def _measure_accuracy(runs: Sequence[Run]) -> None:
@@ -357,14 +360,14 @@ def _measure_accuracy(runs: Sequence[Run]) -> None:
         print(f"{run.label:20} {np.mean(accuracies):8.4f} {difference:+8.4f}   of seeds:", *np.round(accuracies, 4))
 
 
-def _print(results: Sequence[Result]) -> None:
-    standard = next((result for result in results if result.run.label == "standard"), results[0])
-    end = min(result.curve[-1, 0] for result in results)
-    print(f"\n{results[0].run.experiment}, {results[0].run.topology.describe()}")
+def _print(measured: Sequence[Result]) -> None:
+    standard = next((result for result in measured if result.run.label == "standard"), measured[0])
+    end = min(result.curve[-1, 0] for result in measured)
+    print(f"\n{measured[0].run.experiment}, {measured[0].run.topology.describe()}")
     print(
         f"{'':20} {'it/s':>8} {'simulated':>10} {'ratio':>7} {'simulated':>10} {'loss':>8} {'accuracy':>9} {'busy':>6}"
     )
-    for result in results:
+    for result in measured:
         loss = np.interp(end, result.curve[1:, 0], result.curve[1:, 2])
         print(
             f"{result.run.label:20} {result.speed:8.3f} {result.simulated:10.3f} {result.speed / standard.speed:7.2f} "
@@ -373,29 +376,17 @@ def _print(results: Sequence[Result]) -> None:
         )
 
 
-def _write(results: Sequence[Result], folder: pathlib.Path) -> None:
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    folder.mkdir(parents=True, exist_ok=True)
-    name = f"{_TASK.value}_{results[0].run.experiment.replace(' ', '_')}"
-    with open(folder / f"{name}.csv", "w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["run", "seconds", "step", "loss"])
-        for result in results:
-            writer.writerows([result.run.label, *point] for point in result.curve[1:].tolist())
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), sharey=True)
-    for axis, column, unit in zip(axes, (0, 1), ("seconds", "steps"), strict=True):
-        for result in results:
-            axis.plot(result.curve[1:, column], result.curve[1:, 2], label=result.run.label)
-        axis.set_xlabel(unit)
-    axes[0].set_ylabel("training loss, mean over ranks")
-    axes[1].legend()
-    figure.suptitle(results[0].run.experiment)
-    figure.savefig(folder / f"{name}.png", bbox_inches="tight")
-    pyplot.close(figure)
+def _write(experiment: str, curves: Mapping[str, np.ndarray], folder: str) -> None:
+    """Loss against time and steps; `curves` are as in `Result`, by their labels."""
+    name = f"{_TASK.value}_{experiment.replace(' ', '_')}"
+    points = [(label, *point) for label, curve in curves.items() for point in curve[1:].tolist()]
+    results.write_table(folder, name, ["run", "seconds", "step", "loss"], points)
+    with results.figure(folder, name, 2) as all_axes:
+        for axes, column, unit in zip(all_axes, (0, 1), ("seconds", "steps"), strict=True):
+            for label, curve in curves.items():
+                axes.plot(curve[1:, column], curve[1:, 2], label=label)
+            axes.set(xlabel=unit, ylabel="training loss", title=experiment)
+        all_axes[1].legend()
 
 
 def main(argv: Sequence[str]) -> None:
@@ -409,10 +400,10 @@ def main(argv: Sequence[str]) -> None:
         if name not in _NAMES:
             raise app.UsageError(f"--experiments must be among {', '.join(_NAMES)}. Received: {name!r}.")
     for runs in _grouped(_EXPERIMENTS.value):
-        results = [_measure(run) for run in runs]
-        _print(results)
+        measured = [_measure(run) for run in runs]
+        _print(measured)
         if _FOLDER.value:
-            _write(results, pathlib.Path(_FOLDER.value))
+            _write(runs[0].experiment, {each.run.label: each.curve for each in measured}, _FOLDER.value)
     if "death" in _EXPERIMENTS.value:
         _measure_death()
     if "accuracy" in _EXPERIMENTS.value:
