@@ -52,6 +52,7 @@ from hop_tf.topology import Topology, resolve
 
 _EXPERIMENTS = flags.DEFINE_list("experiments", ["random", "straggler", "machines", "death"], "What to run.")
 _TOPOLOGIES = flags.DEFINE_list("topologies", ["ring_based"], "Graphs of the experiment `random`.")
+_RUNS = flags.DEFINE_list("runs", None, "Only these of each experiment, by their labels: homogeneous,standard.")
 _TASK = flags.DEFINE_enum("task", "cnn", ["cnn", "svm"], "What is trained.")
 _NUM_WORKERS = flags.DEFINE_integer("num_workers", 16, "Ranks, except in `machines` and `death`.", lower_bound=4)
 _NUM_STEPS = flags.DEFINE_integer("num_steps", 120, "Iterations of each rank; a multiple of 5.", lower_bound=20)
@@ -136,7 +137,8 @@ def _runs(experiments: Collection[str]) -> Iterator[Run]:
 
 
 def _grouped(experiments: Collection[str]) -> Iterator[list[Run]]:
-    for _, runs in itertools.groupby(_runs(experiments), key=lambda run: run.experiment):
+    chosen = (run for run in _runs(experiments) if _RUNS.value is None or run.label in _RUNS.value)
+    for _, runs in itertools.groupby(chosen, key=lambda run: run.experiment):
         yield list(runs)
 
 
