@@ -15,6 +15,14 @@ from hop_tf.transport.in_process import InProcessNetwork, InProcessTransport
 from hop_tf.transport.outbox import Outbox
 
 
+def _line():
+    """Four ranks, each of which deals with the one before and the one after it only."""
+    cluster = VirtualCluster(4)
+    for rank, membership in enumerate(cluster.memberships):
+        membership.peers = tuple(peer for peer in (rank - 1, rank + 1) if 0 <= peer < 4)
+    return cluster
+
+
 class SessionTest(tf.test.TestCase):
     def test_ranks_enter_a_session_together(self):
         cluster = VirtualCluster(3)
@@ -61,9 +69,7 @@ class SessionTest(tf.test.TestCase):
         self.assertEqual(seen, [[True, False], "early stopping"])
 
     def test_news_of_a_departure_reach_ranks_that_are_no_peers(self):
-        cluster = VirtualCluster(4)
-        for rank, membership in enumerate(cluster.memberships):
-            membership.peers = tuple(peer for peer in (rank - 1, rank + 1) if 0 <= peer < 4)
+        cluster = _line()
 
         def body(rank):
             membership = cluster.memberships[rank]
@@ -77,9 +83,7 @@ class SessionTest(tf.test.TestCase):
         self.assertEqual([membership.departed() for membership in cluster.memberships[1:]], [{0}] * 3)
 
     def test_news_pass_through_a_rank_that_is_about_to_enter_the_next_session(self):
-        cluster = VirtualCluster(4)
-        for rank, membership in enumerate(cluster.memberships):
-            membership.peers = tuple(peer for peer in (rank - 1, rank + 1) if 0 <= peer < 4)
+        cluster = _line()
 
         def body(rank):
             membership = cluster.memberships[rank]
