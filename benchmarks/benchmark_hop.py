@@ -95,7 +95,7 @@ class Run:
       topology: The graph.
       slowdowns: Who is slow.
       settings: Arguments of `HopStrategy`.
-      has_server: Whether a parameter server takes the place of the graph.
+      has_server: Whether a parameter server takes the place of the graph, but for the simulation.
     """
 
     experiment: str
@@ -118,8 +118,14 @@ def _runs(experiments: Collection[str]) -> Iterator[Run]:
             yield Run(f"random {name}", "homogeneous", topology, (), {})
             for label, settings in _MECHANISMS.items():
                 yield Run(f"random {name}", label, topology, (Slowdown(None, 6.0),), settings)
-            everybody = resolve("complete", num_workers)
-            yield Run(f"random {name}", "parameter server", everybody, (Slowdown(None, 6.0),), {}, has_server=True)
+            yield Run(
+                f"random {name}",
+                "parameter server",
+                resolve("complete", num_workers),
+                (Slowdown(None, 6.0),),
+                {"update_order": "serial"},  # In simulation it is this: everybody waits for the steps of all.
+                has_server=True,
+            )
     if "straggler" in experiments:
         topology = resolve("ring_based", num_workers)
         yield Run("straggler", "homogeneous", topology, (), {})
