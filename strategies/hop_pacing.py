@@ -160,7 +160,10 @@ class TokenPacing(Pacing):
     def _jump(self, queues: Sequence[TokenQueue]) -> int:
         if self._skip is None or not queues:
             return 1
-        return self._skip.jump(min(tokens.size for tokens in queues) - self._max_ig)
+        # In-neighbors, which a jump needs the updates of, wait for this rank's tokens max_ig iterations ahead of it. In
+        # directed graphs out-neighbors may be further away than that.
+        num_behind = min(tokens.size for tokens in queues) - self._max_ig
+        return min(self._skip.jump(num_behind), self._max_ig + 1)
 
     def known_iteration(self, j: int) -> int:
         return self._tokens[j].iteration

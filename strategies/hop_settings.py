@@ -29,7 +29,7 @@ class SkipIterations:
     TokenQ(j -> i).size() - max_ig = Iter(j) - Iter(i). Where the smallest of these numbers is at least `trigger`, it
     jumps by that many iterations, at most `max_jump`, the ordinary advance by one included. Before that it averages its
     parameters with its in-neighbors' of the iteration before the one that it jumps to. It never gets ahead of an
-    out-neighbor.
+    out-neighbor; nor more than one iteration ahead of where in-neighbors wait for it, in directed graphs.
 
     Attributes:
       max_jump: Most iterations in one jump, at least 2. Default 10.

@@ -24,7 +24,7 @@ class _Membership:
 
     rank = 0
     life = 0
-    joining = False
+    joining = has_left = False
 
     def __init__(self):
         self.monitor = VirtualMonitor(Scheduler())
