@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -55,6 +55,7 @@ class Fault:
       rank: Which one.
       seconds: When its process is killed, in virtual time.
       restart_seconds: How much later it is started again; None: never.
+      reaches: Ranks that get what it has sent before, and is on its way then; None: all.
 
     Raises:
       ValueError: If a time is negative or not finite.
@@ -63,6 +64,7 @@ class Fault:
     rank: int
     seconds: float
     restart_seconds: float | None = None
+    reaches: Collection[int] | None = None
 
     def __post_init__(self):
         check_seconds("seconds", self.seconds)
@@ -144,7 +146,7 @@ def simulate_hop(
     for fault in faults:
         if fault.rank not in range(world_size):
             raise ValueError(f"`faults` must be of ranks in [0, {world_size}). Received: faults with {fault}.")
-        job.cluster.scheduler.call_at(fault.seconds, lambda fault=fault: job.kill(fault.rank, fault.restart_seconds))
+        job.schedule(fault)
     return job.run()
 
 
@@ -214,9 +216,15 @@ class Job:
             counters=[rank.exchange.counters() if rank.exchange else {} for rank in self._ranks],
         )
 
-    def kill(self, rank: int, restart_seconds: float | None = None) -> None:
-        """Ends the process of a rank that trains, and starts it again so much later. Called as an event."""
-        if self.cluster.kill(rank):
+    def schedule(self, fault: Fault) -> None:
+        """Lets a rank die."""
+        self.cluster.scheduler.call_at(
+            fault.seconds, lambda: self.kill(fault.rank, fault.restart_seconds, fault.reaches)
+        )
+
+    def kill(self, rank: int, restart_seconds: float | None = None, reaches: Collection[int] | None = None) -> None:
+        """Ends the process of a rank that trains, as a `Fault` does. Called as an event."""
+        if self.cluster.kill(rank, reaches):
             self._record.leave(rank)
             if restart_seconds is not None:
                 scheduler = self.cluster.scheduler

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -51,7 +51,8 @@ class VirtualTransport(Transport):
     """A transport whose messages take virtual time, and whose rank may die and be started again.
 
     What is on its way to or from a process arrives unless the receiver's process is another by then, or the receiver
-    has heard of another process of the sender: the first message of that one tells.
+    has heard of another process of the sender: the first message of that one tells. What a process that has died has
+    sent may reach some ranks only: see `die`.
 
     Args:
       rank: This rank.
@@ -82,6 +83,7 @@ class VirtualTransport(Transport):
         self._life = 1 + network[rank]._life if rank in network else 0
         self._born_at = scheduler.now
         self._died_at: float | None = None
+        self._reaches: Collection[int] | None = None
         self._peers: dict[int, VirtualTransport] = {}
         self._handlers: dict[str, Handler] = {}
         self._held: dict[str, list[Message]] = {}
@@ -109,9 +111,10 @@ class VirtualTransport(Transport):
     def connect(self, peer: int) -> None:
         """See `Transport`."""
 
-    def die(self) -> None:
-        """The process is dead from now on."""
+    def die(self, reaches: Collection[int] | None = None) -> None:
+        """The process is dead from now on. What it has sent, and is on its way, reaches these ranks; None: all."""
         self._died_at = self._scheduler.now
+        self._reaches = reaches
         self._kept.clear()
 
     def register(self, queue: str, handler: Handler) -> None:
@@ -150,6 +153,8 @@ class VirtualTransport(Transport):
         self._scheduler.call_at(arrival, lambda: self._bring(message, peer, receiver))
 
     def _bring(self, message: Message, peer: int, receiver: VirtualTransport | None) -> None:
+        if self._reaches is not None and peer not in self._reaches:
+            return
         receiver = receiver or self._network[peer]
         if receiver._died_at is None:
             receiver._receive(self, message)
@@ -270,17 +275,22 @@ class VirtualCluster:
         """Starts the process of a rank now."""
         self._processes[rank] = self.scheduler.spawn(f"rank {rank}", body)
 
-    def kill(self, rank: int) -> bool:
-        """Ends the process of a rank now, wherever it is; False if it has ended. Called as an event."""
+    def kill(self, rank: int, reaches: Collection[int] | None = None) -> bool:
+        """Ends the process of a rank now, wherever it is; False if it has ended. Called as an event.
+
+        Args:
+          rank: The rank.
+          reaches: Ranks that get what it has sent before, and is on its way. Default None: all.
+        """
         if self._processes[rank].ended:
             return False
         self._processes[rank].abandon()
-        self.close(rank)
+        self.close(rank, reaches)
         return True
 
-    def close(self, rank: int) -> None:
-        """The process of a rank takes no more messages from now on: it was killed, or has failed."""
-        self._network[rank].die()
+    def close(self, rank: int, reaches: Collection[int] | None = None) -> None:
+        """The process of a rank takes no more messages from now on: it was killed (see `kill`), or has failed."""
+        self._network[rank].die(reaches)
         self.scheduler.call_at(self.scheduler.now + self._detection_seconds, self._wake_all)
 
     def restart(self, rank: int) -> Membership:
