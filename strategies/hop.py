@@ -47,9 +47,9 @@ class HopStrategy(ExchangeStrategy):
 
         x_k+1,i = sum over j of W[j, i] x_k,j  +  the optimizer's step for the gradient at x_k,i
 
-    No rank waits for more than its neighbors. Token queues keep neighbors at most `max_iteration_gap` steps apart; of
-    any two ranks i is at most min(length(Path j->i), max_iteration_gap * length(Path i->j)) steps ahead of j
-    (Theorem 2). Replicas differ slightly during training; `synchronize(model)` averages them at the end.
+    No rank waits for more than its neighbors. Token queues keep a rank at most `max_iteration_gap` steps ahead of its
+    out-neighbors; of any two ranks i is at most min(length(Path j->i), max_iteration_gap * length(Path i->j)) steps
+    ahead of j (Theorem 2). Replicas differ slightly during training; `synchronize(model)` averages them at the end.
 
     What to do about slow ranks:
 
@@ -91,9 +91,11 @@ class HopStrategy(ExchangeStrategy):
         the first step on, the others train on without it, as without one that has ended, unless the graph falls apart;
         what it had learned and not sent is lost. A second `fit`, `synchronize` and `gather_reports` take all ranks, and
         raise; so does everything before the first step. If the same script is started again as that rank, its first
-        `fit` passes over the steps that it has missed, takes weights and optimizer slots from the neighbor that is
-        furthest, and goes on from there; that takes one optimizer, and no `run_eagerly`. Default None: "continue" with
-        backup workers or staleness, else "raise".
+        `fit` passes over the steps that it has missed, takes weights and optimizer slots from the rank that is furthest
+        of those it deals with, and goes on from there; that takes one optimizer, and no `run_eagerly`. A rank takes the
+        place of an in-neighbor that has gone in its own mean: in a directed graph the mean over all ranks then
+        changes by that. Backup workers are as many as before: where all others are, a rank waits for nobody's updates.
+        Default None: "continue" with backup workers or staleness, else "raise".
       cluster_resolver: Where the cluster is described. Default: `TF_CONFIG`.
       communication_options: Deadlines, credentials, records. Default: `CommunicationOptions()`.
 
