@@ -7,12 +7,14 @@ Workers train under `model.fit` with emulated compute: every step takes `--step_
 slowed down, without using the processor. So 16 workers fit on few cores, as long as the cores are idle most of the
 time: the share that was busy is printed, and figures from a machine that was busy all the time mean little.
 
-random     Every rank is 6 times slower with probability 1/n in each step (Figures 12 to 17): standard, one backup
-           worker, staleness 5, both, both with jumps; on ring_based, and with --topologies on other graphs. Beside them
-           a synchronous parameter server (`SHATParameterServerStrategy(consistency="bsp")`), where all wait for all.
+random     Every rank is 6 times slower with probability 1/n in each step (Figures 12 and 14 to 17): standard, one
+           backup worker, staleness 5, both, both with jumps; on ring_based, and with --topologies on other graphs.
+server     A synchronous parameter server, `SHATParameterServerStrategy(consistency="bsp")`, and the standard form on
+           ring_based, with and without these slowdowns (Figure 13).
 straggler  One rank is always 4 times slower (Figures 18 and 19): standard, one backup worker, jumps of up to 2 and 10.
-machines   8 workers on 3 machines (Figures 20 and 21): all-to-all inside a machine and a ring between machines,
-           ring_based over all, and all-to-all over all; printed with their spectral gaps.
+machines   8 workers on 3 machines (Figures 20 and 21), standard form, these slowdowns: all-to-all inside a machine, and
+           a ring between machines, of one rank each, or of all; and ring_based over all. Printed with their spectral
+           gaps. All processes are on this machine: links cost nothing.
 death      One of 8 workers is killed and started again, with one backup worker: the others' speed from its death on,
            relative to a run without; how long it takes to join; and how good its own model is in the end.
 accuracy   Only when asked for: `random` and `straggler` with real gradients in simulated ranks, so that there is time
@@ -20,9 +22,10 @@ accuracy   Only when asked for: `random` and `straggler` with real gradients in 
            from that of the homogeneous runs.
 
 Printed for each run of the others: iterations per second (mean over ranks, jumps included, the first 5 left out), the
-same by `hop_tf.simulate` from the same slowdowns, both relative to the standard form in that experiment; the loss when
-the fastest run had ended; and the accuracy of the averaged model at the end. Curves of loss against time and steps are
-written as CSV and PNG.
+same by `hop_tf.simulate` from the same slowdowns, and the ratio of both; both relative to the standard form in that
+experiment; the time that an iteration takes those that are not slow themselves; the loss when the fastest run had
+ended, mean and standard error over ranks; and the accuracy of the averaged model at the end. Times count from the first
+5 steps of the first rank: before, graphs are traced. Curves of loss against time and steps go to CSV and PNG files.
 
 Task cnn: a small convolutional network on Fashion-MNIST, from `keras.datasets` (which KERAS_HOME may hold already).
 Task svm: a linear model with log loss on a9a, a LIBSVM file.
@@ -50,7 +53,7 @@ from hop_tf.emulation import ComputeEmulation, Slowdown
 from hop_tf.testing import MultiProcessRunner
 from hop_tf.topology import Topology, resolve
 
-_EXPERIMENTS = flags.DEFINE_list("experiments", ["random", "straggler", "machines", "death"], "What to run.")
+_EXPERIMENTS = flags.DEFINE_list("experiments", ["random", "server", "straggler", "machines", "death"], "What to run.")
 _TOPOLOGIES = flags.DEFINE_list("topologies", ["ring_based"], "Graphs of the experiment `random`.")
 _RUNS = flags.DEFINE_list("runs", None, "Only these of each experiment, by their labels: homogeneous,standard.")
 _TASK = flags.DEFINE_enum("task", "cnn", ["cnn", "svm"], "What is trained.")
@@ -63,7 +66,7 @@ _NUM_SEEDS = flags.DEFINE_integer("num_seeds", 3, "Trainings of each kind in `ac
 _FOLDER = flags.DEFINE_string("folder", None, "Where to write CSV and PNG files.")
 _A9A = flags.DEFINE_string("a9a", None, "The file a9a, for --task=svm.")
 
-_NAMES = ("random", "straggler", "machines", "death", "accuracy")
+_NAMES = ("random", "server", "straggler", "machines", "death", "accuracy")
 _STEPS_PER_POINT = 5  # Curves have a point for so many steps.
 _TIMEOUT_SECONDS = 3600.0
 
@@ -83,6 +86,9 @@ _FOR_A_STRAGGLER = {
 }
 _VICTIM = 3
 _MACHINES = ("a", "a", "a", "b", "b", "b", "c", "c")  # Of Figure 21: 8 workers on 3 machines.
+# All-to-all inside a machine, and from each rank to one in each of the others.
+_INSIDE = [(0, 1), (0, 2), (1, 2), (3, 4), (3, 5), (4, 5), (6, 7)]
+_COUNTERPARTS = nx.Graph([*_INSIDE, (0, 3), (1, 4), (2, 5), (3, 6), (4, 7), (0, 6), (1, 7)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,14 +124,12 @@ def _runs(experiments: Collection[str]) -> Iterator[Run]:
             yield Run(f"random {name}", "homogeneous", topology, (), {})
             for label, settings in _MECHANISMS.items():
                 yield Run(f"random {name}", label, topology, (Slowdown(None, 6.0),), settings)
-            yield Run(
-                f"random {name}",
-                "parameter server",
-                resolve("complete", num_workers),
-                (Slowdown(None, 6.0),),
-                {"update_order": "serial"},  # In simulation it is this: everybody waits for the steps of all.
-                has_server=True,
-            )
+    if "server" in experiments:
+        ring_based, everybody = resolve("ring_based", num_workers), resolve("complete", num_workers)
+        for label, slowdowns in {"homogeneous": (), "standard": (Slowdown(None, 6.0),)}.items():
+            yield Run("server", label, ring_based, slowdowns, {})
+            # In simulation a server is this: everybody waits for the steps of all.
+            yield Run("server", f"server, {label}", everybody, slowdowns, {"update_order": "serial"}, has_server=True)
     if "straggler" in experiments:
         topology = resolve("ring_based", num_workers)
         yield Run("straggler", "homogeneous", topology, (), {})
@@ -133,13 +137,13 @@ def _runs(experiments: Collection[str]) -> Iterator[Run]:
             yield Run("straggler", label, topology, (Slowdown(num_workers // 3, 4.0),), settings)
     if "machines" in experiments:
         graphs = {
-            "machines in a ring": Topology.hierarchical(_MACHINES),
             "ring_based": resolve("ring_based", len(_MACHINES)),
-            "complete": resolve("complete", len(_MACHINES)),
+            "ring of machines": Topology.hierarchical(_MACHINES),
+            "counterparts": resolve(_COUNTERPARTS, len(_MACHINES)),
         }
         for label, topology in graphs.items():
             print(f"{label}: {topology.describe()}, edges {_edges(topology)}")
-            yield Run("machines", label, topology, (Slowdown(None, 6.0),), _MECHANISMS["backup 1"])
+            yield Run("machines", label, topology, (Slowdown(None, 6.0),), {})
 
 
 def _grouped(experiments: Collection[str]) -> Iterator[list[Run]]:
@@ -251,7 +255,8 @@ class Result:
       run: The run.
       speed: Iterations per second, mean over ranks.
       simulated: The same on a virtual clock.
-      curve: Array [points, 3]: seconds since all had begun, steps, loss; means over ranks.
+      healthy_seconds: Duration of an iteration, mean over the ranks that are not slow themselves, if one is.
+      curves: Array [ranks, points, 3]: seconds, steps, loss.
       accuracy: Of the averaged model.
       busy: Share of this machine's cores that was busy, from 0 to 1.
     """
@@ -259,9 +264,19 @@ class Result:
     run: Run
     speed: float
     simulated: float
-    curve: np.ndarray
+    healthy_seconds: float
+    curves: np.ndarray
     accuracy: float
     busy: float
+
+    @property
+    def curve(self) -> np.ndarray:
+        """Array [points, 3]: means over ranks."""
+        return self.curves.mean(0)
+
+    def losses(self, seconds: float) -> np.ndarray:
+        """What each rank has seen last then."""
+        return np.array([np.interp(seconds, curve[1:, 0], curve[1:, 2]) for curve in self.curves])
 
 
 def _start(run: Run) -> MultiProcessRunner:
@@ -292,7 +307,9 @@ def _measure(run: Run) -> Result:
     curves = np.stack([curve for curve, _, _ in values])
     # From the first point on: before, the graph was traced.
     seconds = curves[:, -1, 0] - curves[:, 1, 0]
-    curve = np.column_stack([(curves[..., 0] - curves[:, 0, 0].max()).mean(0), curves[0, :, 1], curves[..., 2].mean(0)])
+    curves[..., 0] -= curves[:, 1, 0].min()
+    slow = {slowdown.rank for slowdown in run.slowdowns}
+    is_healthy = [rank not in slow for rank in range(world_size)]
     simulated = hop_tf.simulate.hop(
         topology=run.topology, world_size=world_size, num_steps=_NUM_STEPS.value, compute=run.compute, **run.settings
     )
@@ -303,7 +320,8 @@ def _measure(run: Run) -> Result:
         run=run,
         speed=float(np.mean(num_steps / seconds)),
         simulated=float(np.mean(num_steps / simulated_seconds)),
-        curve=curve,
+        healthy_seconds=float(np.mean(seconds[is_healthy] / num_steps)),
+        curves=curves,
         accuracy=values[0][2],
         busy=busy,
     )
@@ -324,7 +342,8 @@ def _measure_death() -> None:
         values = runner.join().raise_for_errors().values
     speeds = []
     for rank, (curve, _, _) in enumerate(values):
-        seconds, steps, _ = curve[curve[:, 0] >= killed_at].T
+        first = np.searchsorted(curve[:, 0], killed_at) - 1  # The last point before.
+        seconds, steps, _ = curve[first:].T
         if rank != _VICTIM:
             speeds.append((steps[-1] - steps[0]) / (seconds[-1] - seconds[0]))
     seconds, steps, losses = values[_VICTIM][0].T
@@ -338,7 +357,7 @@ def _measure_death() -> None:
     print(f"accuracy of its own model: {values[_VICTIM][1]:.4f}, of rank 0's: {values[0][1]:.4f}, of the average:")
     print(f"  {values[0][2]:.4f}, of the average without a death: {undisturbed.accuracy:.4f}", flush=True)
     if _FOLDER.value:
-        start = values[0][0][0] * [1, 0, 0]
+        start = np.array([values[0][0][1, 0], 0.0, 0.0])
         curves = {f"rank {rank}": curve - start for rank, (curve, _, _) in enumerate(values)}
         _write("death", {"without, mean": undisturbed.curve, **curves}, _FOLDER.value)
 
@@ -346,7 +365,7 @@ def _measure_death() -> None:
 def _measure_accuracy(runs: Sequence[Run]) -> None:
     data, test = _load(_TASK.value, _A9A.value)
     print(f"\n{runs[0].experiment}, {runs[0].topology.describe()}, {_NUM_STEPS.value} iterations")
-    of_homogeneous = None
+    of_homogeneous = np.nan
     for run in runs:
         accuracies = []
         for seed in range(_NUM_SEEDS.value):
@@ -363,23 +382,28 @@ def _measure_accuracy(runs: Sequence[Run]) -> None:
                 seed=seed,
             )
             accuracies.append(model.evaluate(*test, batch_size=512, verbose=0)[1])
-        of_homogeneous = np.mean(accuracies) if of_homogeneous is None else of_homogeneous
+        if run.label == "homogeneous":
+            of_homogeneous = np.mean(accuracies)
         difference = np.mean(accuracies) - of_homogeneous
         print(f"{run.label:20} {np.mean(accuracies):8.4f} {difference:+8.4f}   of seeds:", *np.round(accuracies, 4))
 
 
 def _print(measured: Sequence[Result]) -> None:
-    standard = next((result for result in measured if result.run.label == "standard"), measured[0])
-    end = min(result.curve[-1, 0] for result in measured)
-    print(f"\n{measured[0].run.experiment}, {measured[0].run.topology.describe()}")
+    standard = next((each for each in measured if each.run.label == "standard"), None)
+    end = min(each.curve[-1, 0] for each in measured)
+    print(f"\n{measured[0].run.experiment}, {measured[0].run.topology.describe()}; loss after {end:.1f} s")
     print(
-        f"{'':20} {'it/s':>8} {'simulated':>10} {'ratio':>7} {'simulated':>10} {'loss':>8} {'accuracy':>9} {'busy':>6}"
+        f"{'':20} {'it/s':>8} {'simulated':>10} {'ratio':>6} {'/ standard':>11} {'simulated':>10} {'healthy ms':>11} "
+        f"{'loss':>16} {'accuracy':>9} {'busy':>6}"
     )
-    for result in measured:
-        loss = np.interp(end, result.curve[1:, 0], result.curve[1:, 2])
+    for each in measured:
+        losses = each.losses(end)
+        error = np.std(losses, ddof=1) / np.sqrt(len(losses))
+        over = (each.speed / standard.speed, each.simulated / standard.simulated) if standard else (np.nan, np.nan)
         print(
-            f"{result.run.label:20} {result.speed:8.3f} {result.simulated:10.3f} {result.speed / standard.speed:7.2f} "
-            f"{result.simulated / standard.simulated:10.2f} {loss:8.4f} {result.accuracy:9.4f} {result.busy:6.0%}",
+            f"{each.run.label:20} {each.speed:8.3f} {each.simulated:10.3f} {each.speed / each.simulated:6.2f} "
+            f"{over[0]:11.2f} {over[1]:10.2f} {each.healthy_seconds * 1e3:11.0f} {losses.mean():8.4f} ±{error:.4f} "
+            f"{each.accuracy:9.4f} {each.busy:6.0%}",
             flush=True,
         )
 
