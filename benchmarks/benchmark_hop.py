@@ -22,10 +22,11 @@ accuracy   Only when asked for: `random` and `straggler` with real gradients in 
            from that of the homogeneous runs.
 
 Printed for each run of the others: iterations per second (mean over ranks, jumps included, the first 5 left out), the
-same by `hop_tf.simulate` from the same slowdowns, and the ratio of both; both relative to the standard form in that
-experiment; the time that an iteration takes those that are not slow themselves; the loss when the fastest run had
-ended, mean and standard error over ranks; and the accuracy of the averaged model at the end. Times count from the first
-5 steps of the first rank: before, graphs are traced. Curves of loss against time and steps go to CSV and PNG files.
+same by `hop_tf.simulate` from the same slowdowns, and the ratio of both; both relative to the standard form, in
+`machines` to ring_based; the time that an iteration takes those that are not slow themselves; the loss when the fastest
+run had ended, mean and standard error over ranks; and the accuracy of the averaged model at the end. Times count from
+the first 5 steps of the first rank: before, graphs are traced. Curves of loss against time and steps go to CSV and PNG
+files.
 
 Task cnn: a small convolutional network on Fashion-MNIST, from `keras.datasets` (which KERAS_HOME may hold already).
 Task svm: a linear model with log loss on a9a, a LIBSVM file.
@@ -67,6 +68,7 @@ _FOLDER = flags.DEFINE_string("folder", None, "Where to write CSV and PNG files.
 _A9A = flags.DEFINE_string("a9a", None, "The file a9a, for --task=svm.")
 
 _NAMES = ("random", "server", "straggler", "machines", "death", "accuracy")
+_STANDARD = ("standard", "ring_based")  # What an experiment's other runs are compared with.
 _STEPS_PER_POINT = 5  # Curves have a point for so many steps.
 _TIMEOUT_SECONDS = 3600.0
 
@@ -389,7 +391,7 @@ def _measure_accuracy(runs: Sequence[Run]) -> None:
 
 
 def _print(measured: Sequence[Result]) -> None:
-    standard = next((each for each in measured if each.run.label == "standard"), None)
+    standard = next((each for each in measured if each.run.label in _STANDARD), None)
     end = min(each.curve[-1, 0] for each in measured)
     print(f"\n{measured[0].run.experiment}, {measured[0].run.topology.describe()}; loss after {end:.1f} s")
     print(
