@@ -6,6 +6,7 @@
     python benchmarks/benchmark_shat.py --quick
 
 accuracy    Table 2: ENSEMBLE, ASP, SHAT-Root and SHAT with 2 to 16 workers, on a virtual clock (`shat_accuracy.py`).
+            Each with that of --learning_rates which is best on data that is held out, and the largest stable one.
 stragglers  Figure 5: one worker is 2, 10 or 100 times slower than the others, on the same clock.
 sharding    Figure 6: the throughput of workers with --num_servers servers, without sharding, by layers and by values.
             Workers and servers are processes, hosts of an emulated network (`network.py`, which needs root). --links
