@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -15,13 +14,11 @@ from hop_tf.exchange import Exchange, Incoming, Outgoing
 from hop_tf.group import ExchangeContext
 from hop_tf.joining import Joiner
 from hop_tf.queues import Update
-from hop_tf.strategies.hop_pacing import make_pacing
+from hop_tf.strategies.hop_pacing import HEADER, make_pacing
 from hop_tf.strategies.hop_reception import make_reception
 from hop_tf.strategies.hop_settings import HopSettings
 from hop_tf.topology import Topology
 from hop_tf.transport.base import Message
-
-_HEADER = struct.Struct("<qqq")  # session, life of the receiver, iteration
 
 # Segments of a step: its begin; where stragglers are tolerated, the arrival of its gradient; and the renewal before a
 # jump.
@@ -135,7 +132,7 @@ class HopExchange(Exchange, Joiner):
             if self._pacing.known_iteration(j) > k + self._settings.max_staleness:
                 self._num_withheld += 1  # It would come too late (section 6.2).
                 continue
-            header = _HEADER.pack(self._session, life, k)
+            header = HEADER.pack(self._session, life, k)
             self._membership.send(j, self._queue_name, header, x, lane=BULK_LANE, step=k)
         self._sent_steps = k + 1
 
@@ -228,9 +225,9 @@ class HopExchange(Exchange, Joiner):
         self._pacing.close()
 
     def _on_update(self, message: Message) -> None:
-        if message.sender not in self._in_neighbors or len(message.header) != _HEADER.size:
+        if message.sender not in self._in_neighbors or len(message.header) != HEADER.size:
             raise ProtocolError(f"rank {message.sender} sent an unexpected message to {message.queue!r}.")
-        session, life, iteration = _HEADER.unpack(message.header)
+        session, life, iteration = HEADER.unpack(message.header)
         with self._monitor:
             departure = self._membership.departure(message.sender)
             is_former = (departure is not None and departure.lost) or life != self._membership.life

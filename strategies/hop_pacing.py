@@ -18,7 +18,7 @@ from hop_tf.strategies.hop_settings import HopSettings
 from hop_tf.topology import Topology
 from hop_tf.transport.base import Message
 
-_HEADER = struct.Struct("<qqq")  # session, life of the receiver, iteration
+HEADER = struct.Struct("<qqq")  # session, life of the receiver, iteration
 
 
 class Pacing(abc.ABC):
@@ -84,16 +84,16 @@ class Pacing(abc.ABC):
         for j in self._present(self._in_neighbors):
             life = lives.get(j)  # It is taken out when it joins, which may be now.
             if life is not None:
-                header = _HEADER.pack(self._session, life, k)
+                header = HEADER.pack(self._session, life, k)
                 self._membership.send(j, self._queue_name, header, lane=BULK_LANE, step=k)
 
     def _present(self, ranks: Sequence[int]) -> list[int]:
         return [j for j in ranks if self._membership.departure(j) is None]
 
     def _on_message(self, message: Message) -> None:
-        if message.sender not in self._out_neighbors or len(message.header) != _HEADER.size:
+        if message.sender not in self._out_neighbors or len(message.header) != HEADER.size:
             raise ProtocolError(f"rank {message.sender} sent an unexpected message to {message.queue!r}.")
-        session, life, iteration = _HEADER.unpack(message.header)
+        session, life, iteration = HEADER.unpack(message.header)
         with self._monitor:
             if session == self._session and life == self._membership.life:
                 self._note(message.sender, iteration)
