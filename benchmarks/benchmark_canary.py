@@ -8,6 +8,8 @@ traffic     Bytes that a rank sends in a step, headers and bucket values include
 straggler   One rank is ten times slower: steps per second of the others, over those without a slow rank. Required: 95%.
 networks    Steps per second with an emulated computation (asleep) on a mesh and on BCubes, synchronous and not, with
             the sketch and without, and the bytes on each lane. (Figures 23 and 24 in the small.)
+interfaces  Four ranks, synchronous, float32, the model of `traffic`: a BCube(2,2) over two interfaces, beside a mesh
+            over one, of --interface_link each (an emulated network: root). Required: 1.8 times the speed.
 accuracy    Real training on loopback: accuracy on the test data, and the seconds until `--target` was reached.
 
 BML, the baseline of the paper, is `consistency="bsp", codec=None` on a BCube.
@@ -33,6 +35,7 @@ from hop_tf.emulation import ComputeEmulation, Slowdown
 
 _EXPERIMENTS = flags.DEFINE_list("experiments", ["traffic", "straggler", "networks"], "What to run.")
 _LINK = flags.DEFINE_string("link", ranks.LOOPBACK, "Bits per second of a host's link; needs root. Or loopback.")
+_INTERFACE_LINK = flags.DEFINE_string("interface_link", "500e6", "Bits per second of an interface, in `interfaces`.")
 _WORLD_SIZE = flags.DEFINE_integer("world_size", 4, "Ranks, where the network does not say.", lower_bound=2)
 _NETWORKS = flags.DEFINE_list("networks", ["mesh", "bcube:2.2", "bcube:3.2"], "A dot stands for the comma.")
 _WIDTH = flags.DEFINE_integer("width", 2300, "Of two dense layers, for traffic.")
@@ -51,6 +54,8 @@ _KINDS = {
     "SSP float32": {"consistency": "ssp", **_FLOAT32},
     "SSP sketch": {"consistency": "ssp"},
 }
+# For each network, the numbers of the interfaces that it uses.
+_INTERFACES = {"mesh": [0], "bcube:2,2": [0, 1]}
 
 
 # In each rank.
@@ -65,6 +70,8 @@ def _run_rank(case: Mapping, rank: int) -> list:
 def _run(case: Mapping, rank: int, turn: int, settings: Mapping) -> dict:
     workers = case["addresses"][turn]  # None meets the strategy before it of another rank.
     os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": workers}, "task": {"type": "worker", "index": rank}})
+    if settings.get("interfaces"):
+        settings = {**settings, "interfaces": [case["interfaces"][rank][level] for level in settings["interfaces"]]}
     strategy = hop_tf.CanaryStrategy(**settings)
     try:
         return _train(case, strategy) if case["experiment"] == "accuracy" else _time(case, strategy)
@@ -142,15 +149,28 @@ def _train(case: Mapping, strategy: hop_tf.CanaryStrategy) -> list[tuple[float, 
 
 
 def _measure(
-    settings: Sequence[Mapping], world_size: int, slowdowns: tuple = (), step_seconds: float = 0.0, **case
+    settings: Sequence[Mapping],
+    world_size: int,
+    slowdowns: tuple = (),
+    step_seconds: float = 0.0,
+    link: str | None = None,
+    num_interfaces: int = 1,
+    **case,
 ) -> list:
-    """For each of the settings, what its ranks have found."""
+    """For each of the settings, what its ranks have found. On --link with one interface, unless told otherwise."""
     environment = (
         ComputeEmulation(step_seconds=step_seconds, slowdowns=slowdowns).to_environment() if step_seconds else {}
     )
     case = {"experiment": "timing", "width": 256, "num_steps": _NUM_STEPS.value, "settings": settings, **case}
     of_ranks = ranks.run(
-        __file__, case, world_size, _LINK.value, num_ports=len(settings), environment=environment, timeout_seconds=3600
+        __file__,
+        case,
+        world_size,
+        link or _LINK.value,
+        num_ports=len(settings),
+        environment=environment,
+        timeout_seconds=3600,
+        **({"num_interfaces": num_interfaces} if num_interfaces > 1 else {}),
     )
     return list(zip(*of_ranks, strict=True))
 
@@ -210,6 +230,17 @@ def _networks() -> None:
     _show("networks", ("network", "ranks", "", "MB by lane", "steps / s"), rows)
 
 
+def _interfaces() -> None:
+    kind, rows = _KINDS["BSP float32 (BML)"], []
+    settings = [{**kind, "network": name, "interfaces": used} for name, used in _INTERFACES.items()]
+    measured = _measure(settings, 4, width=_WIDTH.value, num_steps=16, link=_INTERFACE_LINK.value, num_interfaces=2)
+    rates = [statistics.mean(each["steps_per_second"] for each in of_ranks) for of_ranks in measured]
+    for (name, used), rate, of_ranks in zip(_INTERFACES.items(), rates, measured, strict=True):
+        sent = statistics.mean(each["bytes"] for each in of_ranks)
+        rows.append((name, len(used), sent * rate / 1e6, rate, rate / rates[0]))
+    _show("interfaces", ("network", "interfaces", "MB / s", "steps / s", "over one"), rows)
+
+
 def _accuracy() -> None:
     rows = []
     for label, settings in _KINDS.items():
@@ -223,7 +254,13 @@ def _accuracy() -> None:
     _show("accuracy", ("", f"s to {_TARGET.value}", "accuracy"), rows)
 
 
-_RUN = {"traffic": _traffic, "straggler": _straggler, "networks": _networks, "accuracy": _accuracy}
+_RUN = {
+    "traffic": _traffic,
+    "straggler": _straggler,
+    "networks": _networks,
+    "interfaces": _interfaces,
+    "accuracy": _accuracy,
+}
 
 
 def main(argv) -> None:

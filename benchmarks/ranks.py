@@ -55,7 +55,8 @@ def run(
 
     Args:
       script: The benchmark's file.
-      case: What JSON can hold. Each rank gets it with `addresses` added: `num_ports` lists of "host:port" of all ranks.
+      case: What JSON can hold. Each rank gets it with `addresses` added: `num_ports` lists of "host:port" of all ranks;
+        and `interfaces`, the addresses of each rank's interfaces, None on loopback.
       world_size: Number of ranks.
       link: "loopback", or the rate of each host's link in bits per second, such as "1e9".
       num_ports: How many ports each rank gets.
@@ -71,9 +72,9 @@ def run(
     Raises:
       RuntimeError: If a rank fails, takes too long, or lives where it should not. The others are ended.
     """
-    with tempfile.TemporaryDirectory() as folder, _hosts(world_size, num_ports, link, emulation) as (addresses, start):
+    with tempfile.TemporaryDirectory() as folder, _hosts(world_size, num_ports, link, emulation) as (hosts, start):
         path = pathlib.Path(folder) / "case.json"
-        path.write_text(json.dumps({**case, "addresses": addresses}))
+        path.write_text(json.dumps({**case, **hosts}))
         environment = {"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ, **(environment or {}), _CASE: str(path)}
         processes: list[subprocess.Popen] = []
         try:
@@ -103,18 +104,20 @@ def _await(rank: int, process: subprocess.Popen, deadline: float, expected: int)
 
 
 @contextlib.contextmanager
-def _hosts(world_size: int, num_ports: int, link: str, emulation: Mapping) -> Iterator[tuple[list, Callable]]:
-    """Addresses of the hosts' ports, and what starts a process on a host."""
+def _hosts(world_size: int, num_ports: int, link: str, emulation: Mapping) -> Iterator[tuple[Mapping, Callable]]:
+    """What ranks get to know of the hosts, and what starts a process on one."""
     if link != LOOPBACK:
         with network.Network(world_size, **{"bandwidth_bits_per_second": float(link), **emulation}) as net:
             ports = range(_FIRST_PORT, _FIRST_PORT + num_ports)
-            yield [[f"{host}:{port}" for host in net.addresses] for port in ports], net.popen
+            addresses = [[f"{host}:{port}" for host in net.addresses] for port in ports]
+            yield {"addresses": addresses, "interfaces": net.interfaces}, net.popen
         return
     reservation = PortReservation(world_size * num_ports)
     try:
         reservation.release()
         ports = iter(reservation.ports)
         addresses = [[f"127.0.0.1:{next(ports)}" for _ in range(world_size)] for _ in range(num_ports)]
-        yield addresses, lambda rank, command, env: subprocess.Popen(command, env=env)
+        hosts = {"addresses": addresses, "interfaces": None}
+        yield hosts, lambda rank, command, env: subprocess.Popen(command, env=env)
     finally:
         reservation.close()

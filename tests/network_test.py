@@ -128,6 +128,9 @@ class LinksTest(parameterized.TestCase):
     @parameterized.parameters(
         ({"max_socket_bytes": 1}, "max_socket_bytes=1"),
         ({"relay": False, "round_trip_seconds": 0.1}, "relay=False"),
+        ({"num_interfaces": 0}, "num_interfaces=0"),
+        ({"num_interfaces": 2, "relay": True}, "num_interfaces=2"),
+        ({"num_interfaces": 2, "round_trip_seconds": 0.1}, "num_interfaces=2"),
     )
     def test_network_refuses(self, arguments, received):
         with self.assertRaisesRegex(ValueError, rf"must .*Received: {received}\.$"):
@@ -243,6 +246,31 @@ class NetworkTest(parameterized.TestCase):
         self.assertEqual(hashlib.sha256(arrived).digest(), hashlib.sha256(payload).digest())
         self.assertGreater(seconds, 8 * len(payload) / rate)
         self.assertLess(seconds, 10.0)
+
+    def test_hosts_have_several_interfaces(self):
+        rate, payload = 50e6, _payload(1_000_000)
+        try:
+            net = self.enter(2, bandwidth_bits_per_second=rate, num_interfaces=2)
+        except RuntimeError as error:
+            self.skipTest(f"The kernel lacks something: {error}")
+        self.assertEqual(net.addresses, tuple(first for first, _ in net.interfaces))
+        _, second = net.interfaces[1]
+        with net.inside(1):
+            server = self.enter_context(socket.create_server((second, 0)))
+        with net.inside(0):
+            near = self.enter_context(socket.create_connection(server.getsockname(), _DEADLINE_SECONDS))
+        far = self.enter_context(server.accept()[0])
+        before = self.received_bytes(net, 1)
+        arrived, seconds = _transfer(near, far, payload)
+        self.assertEqual(arrived, payload)
+        self.assertGreater(seconds, 8 * len(payload) / rate)
+        after = self.received_bytes(net, 1)
+        self.assertGreater(after["eth1"] - before["eth1"], len(payload))
+        self.assertLess(after["eth0"] - before["eth0"], len(payload) / 10)
+
+    def received_bytes(self, net, host):
+        lines = subprocess.check_output(net.command(host, ["cat", "/proc/net/dev"]), text=True).splitlines()[2:]
+        return {name.strip(): int(numbers.split()[0]) for name, numbers in (line.split(":") for line in lines)}
 
     @parameterized.parameters(False, True)
     def test_hosts_have_rates_of_their_own(self, relay):

@@ -56,10 +56,11 @@ def _make_namespaces(plan: dict, links: Links) -> tuple[list[int], list[int]]:
     """Returns the hosts' namespaces, and their TUN devices if a relay has to carry the packets."""
     with open("/proc/self/ns/net") as home:
         try:
-            if plan["relay"] or not _kernel_can(links):
-                made = _make_relayed(plan["addresses"], links)
+            addresses = plan["addresses"]
+            if plan["relay"] or (len(addresses[0]) == 1 and not _kernel_can(links)):
+                made = _make_relayed([first for first, *_ in addresses], links)
             else:
-                made = _make_bridged(plan["addresses"], links), []
+                made = _make_bridged(addresses, links), []
             for namespace in made[0]:
                 enter(namespace)
                 _set_socket_bytes(plan["max_socket_bytes"])
@@ -79,23 +80,26 @@ def _kernel_can(links: Links) -> bool:
     return True
 
 
-def _make_bridged(addresses: Sequence[str], links: Links) -> list[int]:
-    """Makes a namespace for each host, and one for the bridge between them; returns the hosts'."""
-    switch = new_namespace()
-    ip("link add switch type bridge", "link set switch up")
+def _make_bridged(addresses: Sequence[Sequence[str]], links: Links) -> list[int]:
+    """Makes a namespace for each host, and one for the bridges between them, by interface; returns the hosts'."""
+    switches = new_namespace()
+    for level in range(len(addresses[0])):
+        ip(f"link add switch{level} type bridge", f"link set switch{level} up")
     namespaces = []
-    for host, address in enumerate(addresses):
+    for host, of_host in enumerate(addresses):
         namespaces.append(new_namespace())
         ip("link set lo up")
-        enter(switch)
         there = f"/proc/{os.getpid()}/fd/{namespaces[-1]}"
         bundle = f"gso_max_size {links.bundle_limit(host)}"
-        ip(f"link add port{host} type veth peer name eth0 netns {there}")
-        ip(f"link set port{host} {bundle} master switch up")
-        _limit(f"port{host}", links, host)
-        enter(namespaces[-1])
-        ip(f"address add {address}/24 dev eth0", f"link set eth0 {bundle} up")
-        _limit("eth0", links, host)
+        for level, address in enumerate(of_host):
+            port, device = f"port{host}.{level}", f"eth{level}"
+            enter(switches)
+            ip(f"link add {port} type veth peer name {device} netns {there}")
+            ip(f"link set {port} {bundle} master switch{level} up")
+            _limit(port, links, host)
+            enter(namespaces[-1])
+            ip(f"address add {address}/24 dev {device}", f"link set {device} {bundle} up")
+            _limit(device, links, host)
     return namespaces
 
 

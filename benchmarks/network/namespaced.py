@@ -31,18 +31,29 @@ class Network(Hosts):
       max_socket_bytes: How far the buffers of a TCP connection may grow; the machine's default by default, often 4 to 6
         MiB. One connection has at most that much on the way: it needs twice the rate times the round trip.
       relay: Whether a relay carries the packets; by default only where links have delays. Failures need it. Where the
-        kernel lacks what it takes without, there is a relay in any case.
+        kernel lacks what it takes without, there is a relay in any case, or none where hosts have several interfaces.
+      num_interfaces: How many links each host has, to as many switches; each has the host's rate. Only without a relay.
       **links: As `Links` takes them.
 
     Attributes:
-      addresses: IPv4 address of each host; there is no other protocol.
+      addresses: IPv4 address of each host, of its first interface; there is no other protocol.
+      interfaces: For each host, the addresses of its interfaces.
 
     Raises:
-      ValueError: If a value is out of range, or if the links have delays and `relay` is False.
+      ValueError: If a value is out of range, or if the links have delays and `relay` is False, or `num_interfaces` is
+        not 1.
       RuntimeError: On entering, if this machine cannot do it. Nothing is left behind.
     """
 
-    def __init__(self, num_hosts: int, *, max_socket_bytes: int | None = None, relay: bool | None = None, **links):
+    def __init__(
+        self,
+        num_hosts: int,
+        *,
+        max_socket_bytes: int | None = None,
+        relay: bool | None = None,
+        num_interfaces: int = 1,
+        **links,
+    ):
         super().__init__(Links(num_hosts, **links))
         if max_socket_bytes is not None and max_socket_bytes < 65536:
             raise ValueError(
@@ -50,9 +61,17 @@ class Network(Hosts):
             )
         if relay is False and self.links.delayed:
             raise ValueError(f"`relay` must not be False where links have delays. Received: relay={relay}.")
-        self.addresses = tuple(f"10.0.0.{host + 1}" for host in range(num_hosts))
         self._max_socket_bytes = max_socket_bytes
         self._wants_relay = self.links.delayed if relay is None else relay
+        if num_interfaces < 1 or (num_interfaces > 1 and self._wants_relay):
+            raise ValueError(
+                "`num_interfaces` must be at least 1, and 1 where a relay carries the packets. "
+                f"Received: num_interfaces={num_interfaces}."
+            )
+        self.interfaces = tuple(
+            tuple(f"10.{level}.0.{host + 1}" for level in range(num_interfaces)) for host in range(num_hosts)
+        )
+        self.addresses = tuple(first for first, *_ in self.interfaces)
         self._has_relay = False
         self._namespaces: list[str] = []
         self._keeper: subprocess.Popen | None = None
@@ -93,7 +112,7 @@ class Network(Hosts):
         self._keeper = subprocess.Popen(argv, stdin=pipe, stdout=pipe, bufsize=0, start_new_session=True)
         delays = {"round_trip_seconds": 0.0, "one_way_seconds": self.links.delays}
         links = dataclasses.replace(self.links, bandwidth_bits_per_second=self.links.rates, **delays)
-        plan = {"relay": self._wants_relay, "max_socket_bytes": self._max_socket_bytes, "addresses": self.addresses}
+        plan = {"relay": self._wants_relay, "max_socket_bytes": self._max_socket_bytes, "addresses": self.interfaces}
         made = self._ask({**plan, "links": dataclasses.asdict(links)})
         self._has_relay = made["relay"]
         self._namespaces = [f"/proc/{self._keeper.pid}/fd/{descriptor}" for descriptor in made["namespaces"]]

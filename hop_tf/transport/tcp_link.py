@@ -133,7 +133,8 @@ class TcpLink(GrpcLink):
     def __init__(self, *, interface: str | None = None, **arguments):
         super().__init__(**arguments)
         self._interface = interface
-        self._skip_socket = False
+        # What kept the last attempt from making a socket, until gRPC was tried.
+        self._problem: OSError | None = None
 
     def close(self) -> None:
         """See `Link`."""
@@ -144,25 +145,17 @@ class TcpLink(GrpcLink):
         port = self._peer.wait_socket_port(self._closed.is_set)
         if port is None:
             return "it has not answered"
-        if port == 0 or self._skip_socket:
-            self._skip_socket = False
-            return super()._try_stream()
+        if port == 0 or self._problem is not None:
+            try:
+                return super()._try_stream()
+            finally:
+                self._problem = None
         try:
             connection = self._connect(port)
         except OSError as error:
             if isinstance(error, ConnectionRefusedError):
                 self._peer.refused()
-            self._skip_socket = True
-            if self._interface is None:
-                logging.info("No socket to %s, port %d: %s. Trying gRPC.", self._peer, port, error)
-            else:  # All works on, though not as fast as it was meant to be.
-                logging.warning(
-                    "No socket from interface %s to %s: %s. Lane %d goes over gRPC, on the address of the cluster.",
-                    self._interface,
-                    self._peer,
-                    error,
-                    self._lane,
-                )
+            self._problem = error
             return str(error)
         try:
             self._use(connection)
@@ -171,6 +164,20 @@ class TcpLink(GrpcLink):
         finally:
             connection.close()
         return "it closed the connection"
+
+    def _accepted(self, reply: bytes) -> int:
+        # Now it is known that the peer is there, and only its sockets cannot be reached.
+        if self._problem is not None and self._interface is None:
+            logging.info("No socket to %s: %s. Lane %d goes over gRPC.", self._peer, self._problem, self._lane)
+        elif self._problem is not None:  # All works on, though not as fast as it was meant to be.
+            logging.warning(
+                "No socket from interface %s to %s: %s. Lane %d goes over gRPC, on the address of the cluster.",
+                self._interface,
+                self._peer,
+                self._problem,
+                self._lane,
+            )
+        return super()._accepted(reply)
 
     def _connect(self, port: int) -> Connection:
         host = self._peer.address.rpartition(":")[0]
