@@ -11,6 +11,8 @@ networks    Steps per second with an emulated computation (asleep) on a mesh and
 interfaces  Four ranks, synchronous, float32, the model of `traffic`: a BCube(2,2) over two interfaces, beside a mesh
             over one, of --interface_link each (an emulated network: root). Required: 1.8 times the speed.
 accuracy    Real training on loopback: accuracy on the test data, and the seconds until `--target` was reached.
+convergence Synchronous training in simulated ranks, with gradients sketched in none, half or all of the steps (Figure
+            22): accuracy on the test data. Required: within 0.3 points of none. (`canary_accuracy.py`)
 
 BML, the baseline of the paper, is `consistency="bsp", codec=None` on a BCube.
 """
@@ -23,6 +25,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 
+import canary_accuracy
 import keras
 import numpy as np
 import ranks
@@ -41,8 +44,8 @@ _NETWORKS = flags.DEFINE_list("networks", ["mesh", "bcube:2.2", "bcube:3.2"], "A
 _WIDTH = flags.DEFINE_integer("width", 2300, "Of two dense layers, for traffic.")
 _STEP_SECONDS = flags.DEFINE_float("step_seconds", 0.05, "Emulated computation of a step.")
 _NUM_STEPS = flags.DEFINE_integer("num_steps", 60, "Timed steps.", lower_bound=10)
-_EPOCHS = flags.DEFINE_integer("epochs", 5, "Epochs of the training for accuracy.")
-_LEARNING_RATE = flags.DEFINE_float("learning_rate", 0.02, "Of the training for accuracy, with a momentum of 0.9.")
+_EPOCHS = flags.DEFINE_integer("epochs", 5, "Epochs of `accuracy` and `convergence`.", lower_bound=1)
+_LEARNING_RATE = flags.DEFINE_float("learning_rate", 0.02, "In `accuracy` and `convergence`; momentum is 0.9.")
 _TARGET = flags.DEFINE_float("target", 0.85, "Accuracy whose time is taken.")
 _SEEDS = flags.DEFINE_integer("seeds", 1, "Trainings of each kind.")
 _OUTPUT = flags.DEFINE_string("output", None, "A folder for tables and figures.")
@@ -254,12 +257,17 @@ def _accuracy() -> None:
     _show("accuracy", ("", f"s to {_TARGET.value}", "accuracy"), rows)
 
 
+def _convergence() -> None:
+    canary_accuracy.run(_WORLD_SIZE.value, _EPOCHS.value, _LEARNING_RATE.value, _SEEDS.value, _OUTPUT.value)
+
+
 _RUN = {
     "traffic": _traffic,
     "straggler": _straggler,
     "networks": _networks,
     "interfaces": _interfaces,
     "accuracy": _accuracy,
+    "convergence": _convergence,
 }
 
 

@@ -29,6 +29,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 
+import images
 import keras
 import numpy as np
 import ranks
@@ -145,7 +146,7 @@ def _time(case: Mapping, make_strategy: Callable[..., hop_tf.PipeSGDStrategy]) -
 def _train(case: Mapping, make_strategy: Callable[..., hop_tf.PipeSGDStrategy]) -> tuple[float, float]:
     """Accuracy, and the duration of the training."""
     keras.utils.set_random_seed(case["seed"])
-    (x, y), test = _load(case["task"], case["cifar10"])
+    (x, y), test = images.load("mnist" if case["task"] == "mnist" else "cifar10", case["cifar10"])
     steps = len(x) // _BATCH_SIZE
     strategy = make_strategy(warmup_steps=case["warmup_epochs"] * steps)
     with strategy.scope():
@@ -163,25 +164,12 @@ def _train(case: Mapping, make_strategy: Callable[..., hop_tf.PipeSGDStrategy]) 
     return accuracy, seconds
 
 
-def _load(task: str, path: str | None) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
-    if task == "mnist":
-        (x, y), (x_test, y_test) = keras.datasets.mnist.load_data()
-        x, x_test = x.reshape(-1, 784), x_test.reshape(-1, 784)
-    elif path is not None:
-        with np.load(path) as arrays:
-            x, y, x_test, y_test = (arrays[name] for name in ("x_train", "y_train", "x_test", "y_test"))
-    else:
-        (x, y), (x_test, y_test) = keras.datasets.cifar10.load_data()
-    mean, deviation = x.mean(), x.std()
-    x, x_test = (((part - mean) / deviation).astype(np.float32) for part in (x, x_test))
-    return (x, y), (x_test, y_test)
-
-
 def _mnist() -> keras.Model:
     layers = keras.layers
     return keras.Sequential(
         [
-            keras.Input((784,)),
+            keras.Input((28, 28, 1)),
+            layers.Flatten(),
             layers.Dense(500, activation="relu"),
             layers.Dense(500, activation="relu"),
             layers.Dense(10, activation="softmax"),

@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 
+import images
 import keras
 import numpy as np
 import results
@@ -32,7 +33,6 @@ _LEARNING_RATE = flags.DEFINE_float("learning_rate", 0.05, "At its highest: a wa
 
 _SYNCHRONOUS = "synchronous"
 _EVALUATION_BATCH = 500
-_Part = tuple[np.ndarray, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,7 @@ def run(world_size: int, momentum: float, folder: str | None) -> None:
       momentum: Of the optimizers.
       folder: Where to write; None for nowhere.
     """
-    data = _load()
+    data = images.load(_DATASET.value, _CIFAR10.value, _NUM_ROWS.value)
     print(f"\naccuracy, {_DATASET.value}, {len(data[0][0])} rows, {_EPOCHS.value} epochs, {world_size} ranks")
     print(f"  {'':20} {'mean':>8} {'- synchronous':>14} {'std. error':>11}  of each seed")
     trained: list[Trained] = []
@@ -129,21 +129,6 @@ def _residual_network(shape: Sequence[int], seed: int) -> keras.Model:
     initializer = keras.initializers.GlorotUniform(seed=next(seeds))
     outputs = layers.Dense(10, activation="softmax", kernel_initializer=initializer)(layers.GlobalAveragePooling2D()(x))
     return keras.Model(inputs, outputs)
-
-
-def _load() -> tuple[_Part, _Part]:
-    if _DATASET.value == "fashion_mnist":
-        (x, y), (x_test, y_test) = keras.datasets.fashion_mnist.load_data()
-        x, x_test = x[..., None], x_test[..., None]
-    elif _CIFAR10.value is not None:
-        with np.load(_CIFAR10.value) as arrays:
-            x, y, x_test, y_test = (arrays[name] for name in ("x_train", "y_train", "x_test", "y_test"))
-    else:
-        (x, y), (x_test, y_test) = keras.datasets.cifar10.load_data()
-    x, y = (array[: _NUM_ROWS.value] for array in (x, y))
-    mean, deviation = x.mean(), x.std()
-    x, x_test = (((part - mean) / deviation).astype(np.float32) for part in (x, x_test))
-    return (x, y), (x_test, y_test)
 
 
 def _print(label: str, trained: Sequence[Trained]) -> None:

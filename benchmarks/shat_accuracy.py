@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import images
 import keras
 import numpy as np
 import results
@@ -56,13 +57,12 @@ _NUM_EVALUATIONS = 8
 _EVALUATION_BATCH = 500
 # A learning rate that reaches so much of what the best one does is stable.
 _STABLE_SHARE = 0.9
-_Part = tuple[np.ndarray, np.ndarray]
 
 
 class _Data(NamedTuple):
-    train: _Part
-    held_out: _Part
-    test: _Part
+    train: images.Part
+    held_out: images.Part
+    test: images.Part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,7 +244,7 @@ def _turns(case: Case) -> Iterator[tuple[float, int]]:
         heapq.heapreplace(queue, (now + speeds[rank] * (1 + _JITTER * generator.normal()), rank))
 
 
-def _batches(part: _Part, rank: int, case: Case) -> Iterator[_Part]:
+def _batches(part: images.Part, rank: int, case: Case) -> Iterator[images.Part]:
     """A worker's share of the data of each epoch."""
     x, y = part
     for epoch in itertools.count():
@@ -301,7 +301,7 @@ class _Problem:
         """Of the mean loss of a batch."""
         return self._gradient(tf.constant(weights), x, y).numpy()
 
-    def accuracy(self, weights: np.ndarray, test: _Part) -> float:
+    def accuracy(self, weights: np.ndarray, test: images.Part) -> float:
         """On the test data."""
         x, y = test
         parts = range(0, len(x), _EVALUATION_BATCH)
@@ -379,16 +379,7 @@ _MODELS: Mapping[str, Callable] = {"residual": _residual, "vgg": _vgg, "small": 
 
 
 def _load() -> _Data:
-    if _DATASET.value == "fashion_mnist":
-        (x, y), (x_test, y_test) = keras.datasets.fashion_mnist.load_data()
-        x, x_test = x[..., None], x_test[..., None]
-    elif _CIFAR10.value is not None:
-        with np.load(_CIFAR10.value) as arrays:
-            x, y, x_test, y_test = (arrays[name] for name in ("x_train", "y_train", "x_test", "y_test"))
-    else:
-        (x, y), (x_test, y_test) = keras.datasets.cifar10.load_data()
-    held_out = slice(len(x) - _NUM_HELD_OUT.value, None)
-    train = slice(min(_NUM_SAMPLES.value or len(x), held_out.start))
-    mean, deviation = x[train].mean(), x[train].std()
-    x, x_test = (((part - mean) / deviation).astype(np.float32) for part in (x, x_test))
-    return _Data((x[train], y[train]), (x[held_out], y[held_out]), (x_test, y_test))
+    (x, y), test = images.load(_DATASET.value, _CIFAR10.value)
+    end = len(x) - _NUM_HELD_OUT.value
+    train = slice(min(_NUM_SAMPLES.value or end, end))
+    return _Data((x[train], y[train]), (x[end:], y[end:]), test)

@@ -1,0 +1,152 @@
+"""The experiment `convergence` of `benchmark_canary.py`: what the sketch does to what is learned (Figure 22).
+
+Ranks are simulated: all train with the same weights, each on its part of a batch, and the mean of their gradients is
+what an all-reduce over a mesh makes of them. In a share of the steps its codec is the sketch, else none. Nothing is
+timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import images
+import keras
+import numpy as np
+import results
+import tensorflow as tf
+from absl import flags
+
+from hop_tf import codecs
+from hop_tf.buffers import BufferPool
+
+_DATASET = flags.DEFINE_enum("dataset", "fashion_mnist", ["fashion_mnist", "cifar10"], "Of `convergence`.")
+_CIFAR10 = flags.DEFINE_string(
+    "cifar10", None, "An .npz file with x_train, y_train, x_test, y_test; else Keras's data."
+)
+_SHARES = flags.DEFINE_list("shares", ["0", "0.5", "1"], "Shares of the steps in which gradients are sketched.")
+_NUM_ROWS = flags.DEFINE_integer("num_rows", 20_000, "Images to train with in `convergence`, at most.", lower_bound=1)
+_BATCH_SIZE = flags.DEFINE_integer("batch_size", 128, "Of all ranks together, in `convergence`.", lower_bound=1)
+
+_MOMENTUM = 0.9
+_EVALUATION_BATCH = 500
+
+
+def run(world_size: int, epochs: int, learning_rate: float, num_seeds: int, folder: str | None) -> None:
+    """Prints the accuracies, and writes them and the losses of all epochs.
+
+    Args:
+      world_size: Number of ranks.
+      epochs: Of each training.
+      learning_rate: At the begin; it falls to 0 along a cosine.
+      num_seeds: Trainings of each kind.
+      folder: Where to write; None for nowhere.
+    """
+    data = images.load(_DATASET.value, _CIFAR10.value, _NUM_ROWS.value)
+    print(
+        f"\nconvergence, {_DATASET.value}, {len(data[0][0])} rows, {epochs} epochs, {world_size} ranks; sketched steps"
+    )
+    curves, of_first = {}, None
+    with results.table(folder, "canary_convergence", ["share", "seed", "epoch", "loss", "accuracy"]) as add:
+        for share in map(float, _SHARES.value):
+            accuracies, losses = [], []
+            for seed in range(num_seeds):
+                losses.append([])
+                for epoch, loss, model in _train(data[0], world_size, epochs, learning_rate, share, seed):
+                    losses[-1].append(loss)
+                    accuracy = _accuracy(model, *data[1]) if epoch == epochs - 1 else None
+                    add((share, seed, epoch, loss, accuracy))
+                accuracies.append(accuracy)
+            of_first = np.array(accuracies) if of_first is None else of_first
+            curves[share] = np.mean(losses, axis=0)
+            _print(share, accuracies, np.subtract(accuracies, of_first))
+    if folder:
+        with results.figure(folder, "canary_convergence") as (axes,):
+            for share, curve in curves.items():
+                axes.plot(range(1, epochs + 1), curve, label=f"{share:.0%}")
+            axes.set(xlabel="epoch", ylabel="training loss", title="sketched steps")
+            axes.legend()
+
+
+def _print(share: float, accuracies: Sequence[float], differences: np.ndarray) -> None:
+    error = np.std(differences, ddof=1) / np.sqrt(len(differences)) if len(differences) > 1 else np.nan
+    of_seeds = " ".join(f"{each:.4f}" for each in accuracies)
+    print(f"  {share:4.0%} {np.mean(accuracies):8.4f} {differences.mean():+8.4f} ±{error:.4f}   {of_seeds}", flush=True)
+
+
+def _train(part: images.Part, world_size: int, epochs: int, learning_rate: float, share: float, seed: int):
+    """Yields each epoch's number, mean loss, and the model."""
+    keras.utils.set_random_seed(seed)
+    x, y = part
+    model = _model(x.shape[1:])
+    num_batches = len(x) // _BATCH_SIZE.value
+    rate = keras.optimizers.schedules.CosineDecay(learning_rate, epochs * num_batches)
+    optimizer = keras.optimizers.SGD(rate, momentum=_MOMENTUM)
+    weights = model.trainable_variables
+    optimizer.build(weights)
+    sizes = [int(np.prod(weight.shape)) for weight in weights]
+
+    @tf.function
+    def gradient_of(rows: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(keras.losses.sparse_categorical_crossentropy(labels, model(rows, training=True)))
+        gradients = tape.gradient(loss, [weight.value for weight in weights])
+        return loss, tf.concat([tf.reshape(gradient, [-1]) for gradient in gradients], 0)
+
+    @tf.function
+    def apply(mean: tf.Tensor) -> None:
+        parts = tf.split(mean, sizes)
+        optimizer.apply([tf.reshape(part, weight.shape) for part, weight in zip(parts, weights, strict=True)], weights)
+
+    generator = np.random.default_rng(seed)
+    all_reduce = _AllReduce(world_size)
+    for epoch in range(epochs):
+        losses = []
+        for rows in np.array_split(generator.permutation(len(x))[: num_batches * _BATCH_SIZE.value], num_batches):
+            found = [gradient_of(x[own], y[own]) for own in np.array_split(rows, world_size)]
+            losses.append(np.mean([loss for loss, _ in found]))
+            gradients = [gradient.numpy() for _, gradient in found]
+            apply(tf.constant(all_reduce.mean(gradients, is_sketched=generator.random() < share)))
+        yield epoch, float(np.mean(losses)), model
+
+
+class _AllReduce:
+    """The mean that a mesh of ranks finds, each of which sums up a piece: what it sends and takes is encoded."""
+
+    def __init__(self, world_size: int):
+        self._world_size = world_size
+        self._codec = codecs.get("sketch")
+        self._pool = BufferPool()
+
+    def mean(self, vectors: Sequence[np.ndarray], is_sketched: bool) -> np.ndarray:
+        if not is_sketched:
+            return np.mean(vectors, axis=0)
+        result = np.empty_like(vectors[0])
+        bounds = np.linspace(0, result.size, self._world_size + 1).astype(int)
+        for owner, piece in enumerate(map(slice, bounds[:-1], bounds[1:])):
+            total = vectors[owner][piece].copy()
+            for rank, vector in enumerate(vectors):
+                if rank != owner:
+                    self._codec.accumulate(self._codec.encode(vector[piece], self._pool), total)
+            self._codec.decode(self._codec.encode(total / np.float32(self._world_size), self._pool), result[piece])
+        return result
+
+
+def _accuracy(model: keras.Model, x: np.ndarray, y: np.ndarray) -> float:
+    predicted = model.predict(x, batch_size=_EVALUATION_BATCH, verbose=0)
+    return float(np.mean(np.argmax(predicted, axis=-1) == np.ravel(y)))
+
+
+def _model(shape: Sequence[int]) -> keras.Model:
+    layers = keras.layers
+    return keras.Sequential(
+        [
+            keras.Input(shape),
+            layers.Conv2D(16, 3, activation="relu"),
+            layers.MaxPooling2D(),
+            layers.Conv2D(32, 3, activation="relu"),
+            layers.MaxPooling2D(),
+            layers.Flatten(),
+            layers.Dense(64, activation="relu"),
+            layers.Dense(10, activation="softmax"),
+        ]
+    )

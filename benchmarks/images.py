@@ -1,0 +1,33 @@
+"""The images that benchmarks train with."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+
+Part = tuple[np.ndarray, np.ndarray]
+
+
+def load(name: str, cifar10: str | None = None, num_rows: int | None = None) -> tuple[Part, Part]:
+    """Images and labels to train with, and to test with.
+
+    Args:
+      name: "mnist", "fashion_mnist" or "cifar10", from `keras.datasets`.
+      cifar10: Instead of Keras's CIFAR-10, an .npz file with x_train, y_train, x_test and y_test.
+      num_rows: So many images to train with, at most. Default: all.
+
+    Returns:
+      (x, y), (x_test, y_test): float32 [rows, height, width, channels], where the values to train with have mean 0 and
+      standard deviation 1; and integer labels.
+    """
+    if name == "cifar10" and cifar10 is not None:
+        with np.load(cifar10) as arrays:
+            x, y, x_test, y_test = (arrays[part] for part in ("x_train", "y_train", "x_test", "y_test"))
+    else:
+        (x, y), (x_test, y_test) = getattr(keras.datasets, name).load_data()
+    x, y = x[:num_rows], y[:num_rows]
+    mean, deviation = x.mean(), x.std()
+    x, x_test = (((part - mean) / deviation).astype(np.float32) for part in (x, x_test))
+    if x.ndim == 3:
+        x, x_test = x[..., None], x_test[..., None]
+    return (x, y), (x_test, y_test)
