@@ -92,6 +92,9 @@ class Membership:
         self._gathered = dict.fromkeys(self.peers, 0)
         self._departures = Departures()
         self._failure: BaseException | None = None
+        # Peers whose restart this rank has noticed, and which have not joined since; and the other way round.
+        self._restarted: set[int] = set()
+        self._joined_unnoticed: set[int] = set()
         self._interrupted = False
         # Whether the others went on without this rank: what it does is of no matter to them any more.
         self.is_given_up = False
@@ -140,6 +143,8 @@ class Membership:
             self._await_gathered([self._parent])
         with self.monitor:
             self._begun_session = self.session
+            self._restarted.clear()
+            self._joined_unnoticed.clear()
             newcomers = [peer for peer in self.peers if self.joining and self._ready[peer]]
         for peer in newcomers:
             self._tell_of_session(peer)
@@ -326,8 +331,12 @@ class Membership:
         with self.monitor:
             self._ready[peer] = self._gathered[peer] = 0
             departure, leave = self.departure(peer), None
-            if self._begun_session and (departure is None or not departure.lost):
-                leave = self._depart(peer, PeerLostError(f"rank {peer} was restarted"))
+            if peer in self._joined_unnoticed:  # Others were faster to tell: this is the process that has joined.
+                self._joined_unnoticed.remove(peer)
+            else:
+                self._restarted.add(peer)
+                if self._begun_session and (departure is None or not departure.lost):
+                    leave = self._depart(peer, PeerLostError(f"rank {peer} was restarted"))
         if leave is not None:
             self._pass_on(leave, learned_from=peer)
         elif self.session and not self._begun_session:  # Nothing is lost yet: it can begin with the others.
@@ -374,6 +383,10 @@ class Membership:
         if session != self.session or rank == self.rank or life <= self.life_of(rank):
             return False
         self._departures.begin_life(rank, life)
+        if rank in self._restarted:
+            self._restarted.remove(rank)
+        else:
+            self._joined_unnoticed.add(rank)
         logging.info("rank %d: rank %d takes part again.", self.rank, rank)
         self.monitor.notify_all()
         return True

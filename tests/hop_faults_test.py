@@ -227,7 +227,7 @@ class EveryStateTest(tf.test.TestCase, parameterized.TestCase):
             return "not started"
         finished = np.isfinite(job.result.finished_seconds)
         self.assertTrue(np.all(finished | (np.arange(4) == victim)))
-        self.assertAllClose(job.result.parameters[finished], [_TARGET] * finished.sum(), atol=0.1)
+        self.assertAllClose(job.result.parameters[finished], [_TARGET] * finished.sum(), atol=0.3)
         for rank, step, x in job.newcomers:
             self.assertEqual(rank, victim)
             self.assertTrue(not step or job.began_elsewhere(step, x), f"rank {rank} began step {step} with {x}")
@@ -254,13 +254,22 @@ class ScenarioTest(tf.test.TestCase, parameterized.TestCase):
         super().setUp()
         self.enter_context(logging_disabled())
 
-    def _job(self, topology, world_size, settings, compute=lambda rank: iter([1.0] * 200), num_steps=None, **arguments):
+    def _job(
+        self,
+        topology,
+        world_size,
+        settings,
+        compute=lambda rank: iter([1.0] * 200),
+        num_steps=None,
+        link_seconds=lambda sender, receiver, num_bytes: 0.01 + 0.001 * sender,
+        **arguments,
+    ):
         return _ObservedJob(
             topology=resolve(topology, world_size),
             settings=HopSettings(**settings),
             num_steps=num_steps or [60] * world_size,
             compute=compute,
-            link_seconds=lambda sender, receiver, num_bytes: 0.01 + 0.001 * sender,
+            link_seconds=link_seconds,
             **arguments,
         )
 
@@ -292,6 +301,18 @@ class ScenarioTest(tf.test.TestCase, parameterized.TestCase):
         settings = {"on_peer_loss": "continue", "max_iteration_gap": 2}
         job = self._job("ring", 6, settings, tracing_seconds=lambda rank: tracing_seconds * (rank == 2))
         self._check_all_finish(job, [Fault(1, 40.0, 2.5), Fault(2, 40.0, 3.0)])
+
+    def test_news_of_one_that_joins_overtake_it(self):
+        """One that has ended hears from others that a neighbor has joined, before it hears from its new process."""
+        for seconds in (0.3, 1.5):
+            job = self._job(
+                "complete",
+                4,
+                {"num_backup_workers": 1},
+                num_steps=[60, 60, 20, 60],
+                link_seconds=lambda a, b, num_bytes, seconds=seconds: seconds if (a, b) == (1, 2) else 0.01,
+            )
+            self._check_all_finish(job, [Fault(1, 40.0, 2.5)])
 
     def test_one_that_has_ended_hears_of_a_neighbor_that_joins(self):
         """The newcomer is further from it than a queue holds tokens."""

@@ -157,6 +157,7 @@ class VirtualTransport(Transport):
             return
         receiver = receiver or self._network[peer]
         if receiver._died_at is None:
+            self._meet(receiver)  # Who is connected knows with which process.
             receiver._receive(self, message)
         elif peer not in self._peers:
             self._kept.append((message, peer))
