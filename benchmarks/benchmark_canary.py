@@ -173,7 +173,7 @@ def _measure(
         num_ports=len(settings),
         environment=environment,
         timeout_seconds=3600,
-        **({"num_interfaces": num_interfaces} if num_interfaces > 1 else {}),
+        num_interfaces=num_interfaces,
     )
     return list(zip(*of_ranks, strict=True))
 

@@ -400,7 +400,7 @@ def _print(measured: Sequence[Result]) -> None:
     )
     for each in measured:
         losses = each.losses(end)
-        error = np.std(losses, ddof=1) / np.sqrt(len(losses))
+        error = results.standard_error(losses)
         over = (each.speed / standard.speed, each.simulated / standard.simulated) if standard else (np.nan, np.nan)
         print(
             f"{each.run.label:20} {each.speed:8.3f} {each.simulated:10.3f} {each.speed / each.simulated:6.2f} "

@@ -28,7 +28,6 @@ _NUM_ROWS = flags.DEFINE_integer("num_rows", 20_000, "Images to train with in `c
 _BATCH_SIZE = flags.DEFINE_integer("batch_size", 128, "Of all ranks together, in `convergence`.", lower_bound=1)
 
 _MOMENTUM = 0.9
-_EVALUATION_BATCH = 500
 
 
 def run(world_size: int, epochs: int, learning_rate: float, num_seeds: int, folder: str | None) -> None:
@@ -53,7 +52,7 @@ def run(world_size: int, epochs: int, learning_rate: float, num_seeds: int, fold
                 losses.append([])
                 for epoch, loss, model in _train(data[0], world_size, epochs, learning_rate, share, seed):
                     losses[-1].append(loss)
-                    accuracy = _accuracy(model, *data[1]) if epoch == epochs - 1 else None
+                    accuracy = images.accuracy(model, data[1]) if epoch == epochs - 1 else None
                     add((share, seed, epoch, loss, accuracy))
                 accuracies.append(accuracy)
             of_first = np.array(accuracies) if of_first is None else of_first
@@ -68,7 +67,7 @@ def run(world_size: int, epochs: int, learning_rate: float, num_seeds: int, fold
 
 
 def _print(share: float, accuracies: Sequence[float], differences: np.ndarray) -> None:
-    error = np.std(differences, ddof=1) / np.sqrt(len(differences)) if len(differences) > 1 else np.nan
+    error = results.standard_error(differences)
     of_seeds = " ".join(f"{each:.4f}" for each in accuracies)
     print(f"  {share:4.0%} {np.mean(accuracies):8.4f} {differences.mean():+8.4f} ±{error:.4f}   {of_seeds}", flush=True)
 
@@ -129,11 +128,6 @@ class _AllReduce:
                     self._codec.accumulate(self._codec.encode(vector[piece], self._pool), total)
             self._codec.decode(self._codec.encode(total / np.float32(self._world_size), self._pool), result[piece])
         return result
-
-
-def _accuracy(model: keras.Model, x: np.ndarray, y: np.ndarray) -> float:
-    predicted = model.predict(x, batch_size=_EVALUATION_BATCH, verbose=0)
-    return float(np.mean(np.argmax(predicted, axis=-1) == np.ravel(y)))
 
 
 def _model(shape: Sequence[int]) -> keras.Model:

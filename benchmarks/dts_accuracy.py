@@ -32,7 +32,6 @@ _BATCH_SIZE = flags.DEFINE_integer("batch_size", 64, "Samples of a step, of all 
 _LEARNING_RATE = flags.DEFINE_float("learning_rate", 0.05, "At its highest: a warm-up comes first, then a cosine.")
 
 _SYNCHRONOUS = "synchronous"
-_EVALUATION_BATCH = 500
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,14 +100,9 @@ def _train(label: str, settings: Mapping, world_size: int, momentum: float, seed
         order = generator.permutation(len(x))[: num_batches * _BATCH_SIZE.value]
         losses.append(np.mean([job.step(x[rows], y[rows]) for rows in np.split(order, num_batches)]))
     job.finish()
-    trained = Trained(label, seed, losses, _accuracy(job.ranks[0].model, *test))
+    trained = Trained(label, seed, losses, images.accuracy(job.ranks[0].model, test))
     keras.backend.clear_session()
     return trained
-
-
-def _accuracy(model: keras.Model, x: np.ndarray, y: np.ndarray) -> float:
-    predicted = model.predict(x, batch_size=_EVALUATION_BATCH, verbose=0)
-    return float(np.mean(np.argmax(predicted, axis=-1) == np.ravel(y)))
 
 
 def _residual_network(shape: Sequence[int], seed: int) -> keras.Model:
@@ -134,7 +128,7 @@ def _residual_network(shape: Sequence[int], seed: int) -> keras.Model:
 def _print(label: str, trained: Sequence[Trained]) -> None:
     accuracies = _accuracies(label, trained)
     differences = np.subtract(accuracies, _accuracies(_SYNCHRONOUS, trained))
-    error = np.std(differences, ddof=1) / np.sqrt(len(differences)) if len(differences) > 1 else np.nan
+    error = results.standard_error(differences)
     shown = accuracies if label == _SYNCHRONOUS else differences
     of_seeds = " ".join(f"{each:.4f}" if label == _SYNCHRONOUS else f"{each:+.4f}" for each in shown)
     print(

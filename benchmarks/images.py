@@ -6,6 +6,7 @@ import keras
 import numpy as np
 
 Part = tuple[np.ndarray, np.ndarray]
+_EVALUATION_BATCH = 500
 
 
 def load(name: str, cifar10: str | None = None, num_rows: int | None = None) -> tuple[Part, Part]:
@@ -31,3 +32,10 @@ def load(name: str, cifar10: str | None = None, num_rows: int | None = None) -> 
     if x.ndim == 3:
         x, x_test = x[..., None], x_test[..., None]
     return (x, y), (x_test, y_test)
+
+
+def accuracy(model: keras.Model, part: Part) -> float:
+    """The share of images whose label a model finds."""
+    x, y = part
+    predicted = model.predict(x, batch_size=_EVALUATION_BATCH, verbose=0)
+    return float(np.mean(np.argmax(predicted, axis=-1) == np.ravel(y)))

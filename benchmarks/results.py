@@ -7,6 +7,13 @@ import csv
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+import numpy as np
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Of the mean of `values`; nan where there is only one."""
+    return float(np.std(values, ddof=1) / np.sqrt(len(values))) if len(values) > 1 else np.nan
+
 
 def write_table(folder: str, name: str, titles: Sequence[str], rows: Iterable[Sequence]) -> None:
     """Writes `<name>.csv`.

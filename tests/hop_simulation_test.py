@@ -19,6 +19,11 @@ from hop_tf.topology import resolve
 
 _NUM_SCHEDULES = int(os.environ.get("HOP_TF_NUM_SCHEDULES", "200"))
 _DIMENSION = 3
+# Large graphs take most of the time. Only ranks that make many steps can get far ahead of a slow one.
+_SMALL = {"max_world_size": 12, "max_steps": 11}
+_LARGE = {"max_world_size": 32, "max_steps": 11}
+_LONG = {"max_world_size": 8, "max_steps": 40, "has_straggler": True}
+_SIZES = (_LARGE, _LONG, _SMALL, _SMALL)
 
 
 def _settings(rng, topology):
@@ -58,6 +63,10 @@ def _circulant(world_size, rng):
     distances = {int(d) for d in rng.integers(1, world_size, size=int(rng.integers(1, 4)))}
     if math.gcd(world_size, *distances) > 1:
         distances.add(1)
+    return _directed(world_size, distances)
+
+
+def _directed(world_size, distances):
     edges = [(i, (i + distance) % world_size) for i in range(world_size) for distance in distances]
     return resolve(nx.DiGraph(edges), world_size)
 
@@ -321,10 +330,7 @@ class BoundsTest(tf.test.TestCase, parameterized.TestCase):
     def test_gaps_and_memory_stay_within_table_1(self):
         num_reached = 0
         for seed in range(_NUM_SCHEDULES):
-            # Large graphs take most of the time. Only ranks that make many steps can get far ahead of a slow one.
-            sizes = [{"max_world_size": 32, "max_steps": 11}, *3 * [{"max_world_size": 12, "max_steps": 11}]]
-            sizes[1] = {"max_world_size": 8, "max_steps": 40, "has_straggler": True}
-            schedule = _Schedule.draw(10**6 + seed, **sizes[seed % 4])
+            schedule = _Schedule.draw(10**6 + seed, **_SIZES[seed % len(_SIZES)])
             with self.subTest(seed=seed, settings=schedule.settings, topology=schedule.topology):
                 result = schedule.simulate()
                 excess = result.largest_gap - _table_1(schedule)
@@ -372,7 +378,7 @@ class BoundsTest(tf.test.TestCase, parameterized.TestCase):
     def test_who_jumps_in_a_directed_graph_stays_where_in_neighbors_are(self):
         """Its out-neighbors are further ahead of it than its in-neighbors, who wait for it, can get."""
         result = hop_tf.simulate.hop(
-            topology=nx.DiGraph([(i, (i + distance) % 8) for i in range(8) for distance in (1, 3)]),
+            topology=_directed(8, (1, 3)),
             world_size=8,
             num_steps=40,
             compute=lambda rank: iter([6.5 if rank == 0 else 1.0] * 40),

@@ -52,7 +52,7 @@ class TcpTransportTest(TransportTestMixin, absltest.TestCase):
         receiver._handshake.socket_port = split_address(addresses[2])[1]
         with self.assertLogs("absl", "INFO") as logs:
             self.check_works(self.start_at(0, addresses), receiver)
-        self.assertRegex("\n".join(logs.output), f"No socket to rank 1 at {addresses[1]}: .*refused.* goes over gRPC")
+        self.assertRegex("\n".join(logs.output), f"No socket to rank 1 at {addresses[1]}, port .*refused.* over gRPC")
 
     def test_talks_with_a_peer_without_sockets(self):
         addresses = self.addresses(2)

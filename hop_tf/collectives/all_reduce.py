@@ -161,9 +161,9 @@ class AllReduce(abc.ABC):
         """Sends all of an encoded vector to all others, and adds those of all ranks; False if one is too long."""
         ranks, mine = operation.ranks, operation.index
         values = vector.corrected(values)
-        is_short = vector.is_short(values, codec, len(ranks))
-        own = vector.encode_whole(values, codec) if is_short else _TOO_LONG
+        own, is_short = _TOO_LONG, vector.is_short(values, codec, len(ranks))
         if is_short:
+            own = vector.encode_whole(values, codec)
             operation.commit()
         for offset in range(1, len(ranks)):  # Everybody begins with the next rank.
             operation.send(ranks[(mine + offset) % len(ranks)], _WHOLE, 0, own)

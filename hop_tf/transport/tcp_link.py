@@ -134,7 +134,7 @@ class TcpLink(GrpcLink):
         super().__init__(**arguments)
         self._interface = interface
         # What kept the last attempt from making a socket, until gRPC was tried.
-        self._problem: OSError | None = None
+        self._problem: str | None = None
 
     def close(self) -> None:
         """See `Link`."""
@@ -150,12 +150,13 @@ class TcpLink(GrpcLink):
                 return super()._try_stream()
             finally:
                 self._problem = None
+        host, port = self._target(port)
         try:
-            connection = self._connect(port)
+            connection = self._connect(host, port)
         except OSError as error:
             if isinstance(error, ConnectionRefusedError):
                 self._peer.refused()
-            self._problem = error
+            self._problem = f"port {port}: {error}"
             return str(error)
         try:
             self._use(connection)
@@ -168,7 +169,7 @@ class TcpLink(GrpcLink):
     def _accepted(self, reply: bytes) -> int:
         # Now it is known that the peer is there, and only its sockets cannot be reached.
         if self._problem is not None and self._interface is None:
-            logging.info("No socket to %s: %s. Lane %d goes over gRPC.", self._peer, self._problem, self._lane)
+            logging.info("No socket to %s, %s. Lane %d goes over gRPC.", self._peer, self._problem, self._lane)
         elif self._problem is not None:  # All works on, though not as fast as it was meant to be.
             logging.warning(
                 "No socket from interface %s to %s: %s. Lane %d goes over gRPC, on the address of the cluster.",
@@ -179,15 +180,17 @@ class TcpLink(GrpcLink):
             )
         return super()._accepted(reply)
 
-    def _connect(self, port: int) -> Connection:
+    def _target(self, port: int) -> tuple[str, int]:
+        """Where the connection goes: to that port of the peer, or to its interface of this lane."""
         host = self._peer.address.rpartition(":")[0]
         number = self._lane - FIRST_INTERFACE_LANE
         if self._interface is not None and 0 <= number < len(self._peer.interface_addresses):
             host, _, port = self._peer.interface_addresses[number].rpartition(":")
+        return host.strip("[]"), int(port)
+
+    def _connect(self, host: str, port: int) -> Connection:
         source = None if self._interface is None else (self._interface, 0)
-        return Connection(
-            socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT_SECONDS, source_address=source)
-        )
+        return Connection(socket.create_connection((host, port), _CONNECT_TIMEOUT_SECONDS, source_address=source))
 
     def _use(self, connection: Connection) -> None:
         self._stream_begins(connection.end)
