@@ -1,9 +1,7 @@
 """DTS between processes: a link that stalls, and a rank that is killed."""
 
-import importlib
 import json
 import os
-import pathlib
 import signal
 import subprocess
 import sys
@@ -12,16 +10,12 @@ import time
 import unittest
 
 import keras
+import network
 import numpy as np
 import tensorflow as tf
 
 import hop_tf
 from hop_tf.testing import MultiProcessRunner
-
-_BENCHMARKS = str(pathlib.Path(__file__).resolve().parent.parent / "benchmarks")
-if _BENCHMARKS not in sys.path:
-    sys.path.append(_BENCHMARKS)
-network = importlib.import_module("network")
 
 _BATCH_SIZE = 4
 _NUM_STEPS = 50

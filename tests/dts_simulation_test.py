@@ -1,9 +1,6 @@
 """The simulation with which accuracies are compared ends with the weights that `fit` under `DTSStrategy` ends with."""
 
-import importlib
-import pathlib
-import sys
-
+import dts_simulation
 import keras
 import numpy as np
 import tensorflow as tf
@@ -12,11 +9,6 @@ from absl.testing import parameterized
 import hop_tf
 from hop_tf import codecs
 from hop_tf.testing import InProcessCluster
-
-_BENCHMARKS = str(pathlib.Path(__file__).resolve().parent.parent / "benchmarks")
-if _BENCHMARKS not in sys.path:
-    sys.path.append(_BENCHMARKS)
-dts_simulation = importlib.import_module("dts_simulation")
 
 _WORLD_SIZE = 2
 _BATCH_SIZE = 8

@@ -1,7 +1,6 @@
 """Peers that are far away, behind links that are slow and fail for a while: a slow link is not a dead one."""
 
 import contextlib
-import importlib
 import json
 import os
 import pathlib
@@ -11,6 +10,7 @@ import threading
 import unittest
 from unittest import mock
 
+import network
 import numpy as np
 from absl.testing import absltest, parameterized
 
@@ -22,11 +22,6 @@ from hop_tf.testing.transports import DEADLINE_SECONDS, TransportTestMixin, spli
 from hop_tf.transport import GrpcTransport, InProcessTransport, PeerStatus, TcpTransport
 from hop_tf.transport.peer import Peer
 from hop_tf.transport.queue_transport import num_lanes
-
-_BENCHMARKS = str(pathlib.Path(__file__).resolve().parent.parent / "benchmarks")
-if _BENCHMARKS not in sys.path:
-    sys.path.append(_BENCHMARKS)
-network = importlib.import_module("network")
 
 _REASON = network.available()
 _needs_network = unittest.skipIf(_REASON is not None, f"needs an emulated network ({_REASON})")
