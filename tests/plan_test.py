@@ -136,6 +136,17 @@ class MeasureTest(tf.test.TestCase, parameterized.TestCase):
             self.assertGreater(1.05 * sending + alpha, max(0.2, 2 * (p - 1) * alpha))
         self.assertBetween(network.seconds_per_byte / beta, 0.999, 1.001 + alpha / sending)
 
+    def test_a_slow_ring(self):
+        """One of its links is slower than the others, which a mesh notices less."""
+
+        def seconds(algorithm, num_values, turn):
+            return 1e-3 + 2 * (3 / 4) * 4 * num_values * (3e-8 if algorithm == "ring" else 1e-8)
+
+        network = FakeCluster(4, seconds).measure().network
+        for algorithm in ("ring", "mesh"):
+            found = timing.communication_seconds(network, algorithm=algorithm, world_size=4, num_bytes=4e8)
+            self.assertAllClose(found, seconds(algorithm, 1e8, 0), rtol=0.02)
+
     @parameterized.parameters(2, 3)
     def test_rates_are_finite_on_a_busy_machine(self, p):
         """Long vectors seem to take no longer than short ones, or than to be added."""

@@ -25,8 +25,9 @@ class Network:
       seconds_per_byte: Time that a rank takes to send a byte, while it receives one [beta].
       reduce_seconds_per_byte: Time to add a byte of float32 [gamma].
       synchronization_seconds: Time until all ranks have begun an all-reduce [S].
-      mesh_slowdown: How many times longer a byte takes in a mesh, where a rank is sent to by all others at once: more
-        than 1 where links drop packets then, as slow ones with short queues do.
+      mesh_slowdown: How many times as long a byte takes in a mesh, where a rank is sent to by all others at once, as in
+        a ring: more than 1 where links drop packets then, as slow ones with short queues do; less where one connection
+        does not fill a link, or one of the ring's links is slower than the others.
 
     Raises:
       ValueError: If one is negative.
@@ -142,7 +143,10 @@ def way_of(codec: Codec, algorithm: str, world_size: int, bytes_per_value: float
     check_choice("algorithm", algorithm, ALGORITHMS)
     check_not_negative("bytes_per_value", bytes_per_value)
     if isinstance(codec, Identity):
-        return algorithm, bytes_per_value / FLOAT32_BYTES
+        encoded = bytes_per_value if codec == Identity() else codec.bytes_per_value
+        if algorithm == "ring":  # On one half of their way they are float32 at least: see `Codec.for_sums`.
+            encoded = (encoded + max(encoded, FLOAT32_BYTES)) / 2
+        return algorithm, encoded / FLOAT32_BYTES
     if isinstance(codec, Sparse):
         if goes_sparse(codec, world_size):
             return "all_gather", codec.bytes_per_value / FLOAT32_BYTES
@@ -173,7 +177,12 @@ def _way(algorithm: str, world_size: int, bytes_per_byte: float) -> _Way:
 def scaling_efficiency(step: Step, step_seconds: float) -> float:
     """Pipe-SGD's Equation 7: the share of p times one rank's speed that p ranks have.
 
-    That is (l_up + l_comp) / duration of a step.
+    Args:
+      step: What a step computes: all there is to it in a world of one.
+      step_seconds: Duration of a step of p ranks.
+
+    Returns:
+      (l_up + l_comp) / step_seconds; 1 where a step takes no time.
     """
     return step.seconds / step_seconds if step_seconds > 0 else 1.0
 

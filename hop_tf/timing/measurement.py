@@ -41,10 +41,12 @@ class Measurement:
 
     Attributes:
       world_size: Number of ranks.
-      num_bytes: Bytes of the variables that are exchanged in a step.
+      num_bytes: Bytes of the variables that are exchanged in a step. Predictions take all of them for what a codec
+        encodes, though float64, and variables that are not trained, never pass through one.
       network: What communication costs.
       step: What a step computes. A step without its waiting counts as computation, one third of it as forward pass.
-      codec_seconds_per_byte: For each codec, the time that a rank encodes, decodes and adds for, per byte of float32.
+      codec_seconds_per_byte: For each codec, with its defaults, the time that a rank encodes and decodes for, per byte
+        of float32. Predictions for other settings of it take the same.
       bytes_per_value: Bytes of a value of these variables: 2 for bfloat16. Where types are mixed, the mean.
     """
 
@@ -105,7 +107,7 @@ def measure(strategy: ExchangeStrategy) -> Measurement:
     """Measures the live links, this machine's codecs, and the steps of the last `fit`.
 
     A collective: every rank calls it, after a `fit`. It takes some seconds: all-reduces of two lengths, by ring and by
-    mesh, whose durations give alpha and S (medians of the short ones) and beta (the least of the long ones); gamma and
+    mesh, whose durations give alpha and S (medians of the short ones) and beta (the least of the long rings); gamma and
     the codecs are timed on all ranks at once. Means over the ranks are taken.
 
     Args:
@@ -137,7 +139,6 @@ def measure(strategy: ExchangeStrategy) -> Measurement:
         max(_MIN_SENDING_SHARE * long, long - short - share * num_bytes * gamma)
         for long, short in ((long_mesh, mesh), (long_ring, ring))
     )
-    travel = min(in_mesh, in_ring)
     num_exchanged = strategy.num_exchanged_bytes
     return Measurement(
         world_size=p,
@@ -145,15 +146,16 @@ def measure(strategy: ExchangeStrategy) -> Measurement:
         bytes_per_value=num_exchanged / strategy.num_exchanged_values if num_exchanged else FLOAT32_BYTES,
         network=Network(
             latency_seconds=min(latency, mesh / 2),
-            seconds_per_byte=travel / (2 * share * num_bytes),
+            seconds_per_byte=in_ring / (2 * share * num_bytes),
             reduce_seconds_per_byte=gamma,
             synchronization_seconds=max(0.0, mesh - 2 * latency),
-            mesh_slowdown=in_mesh / travel,
+            mesh_slowdown=in_mesh / in_ring,
         ),
         step=Step(
             forward_seconds=_FORWARD_SHARE * compute_seconds, backward_seconds=(1 - _FORWARD_SHARE) * compute_seconds
         ),
-        codec_seconds_per_byte=dict(zip(costs, costs_of_all, strict=True)),
+        # What adding costs is in gamma.
+        codec_seconds_per_byte={name: max(0.0, cost - gamma) for name, cost in zip(costs, costs_of_all, strict=True)},
     )
 
 

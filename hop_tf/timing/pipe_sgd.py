@@ -29,40 +29,71 @@ CODECS = ("identity", "truncate16", "int8")
 _SEGMENTS = (1, 2, 4)
 
 
-def synchronous_step_seconds(step: Step, communication: float) -> float:
-    """Equation 2, for one step: update, computation and communication one after the other (D-Sync)."""
-    return step.seconds + communication
-
-
-def unlimited_step_seconds(step: Step, communication: float, pipeline_width: int) -> float:
-    """Equation 3, for one step: as if computers and links could do K steps at once."""
-    check_integer("pipeline_width", pipeline_width, at_least=1)
-    return (step.seconds + communication) / pipeline_width
-
-
-def pipelined_step_seconds(step: Step, communication: float) -> float:
-    """Equations 4 and 5, for one step: what takes longer hides the other, whatever the width K >= 2."""
-    return max(step.seconds, communication)
-
-
-def segmented_step_seconds(step: Step, communication: float, num_segments: int) -> float:
-    """Equation 6, for one step with K >= 2: computation up to the first segment's gradients, or communication.
-
-    The first of L equal segments is there after 1/L of the backward pass [l_b]. The rest of that pass and the
-    communication use different resources; but the step cannot be shorter than its own computation, which the paper's
-    equation leaves out: we take the largest of the three.
+def synchronous_step_seconds(step: Step, communication_seconds: float) -> float:
+    """Equation 2, for one step: update, computation and communication one after the other (D-Sync).
 
     Args:
       step: What a step computes.
-      communication: Duration of its all-reduce in so many segments.
-      num_segments: L.
+      communication_seconds: Duration of its all-reduce [l_comm].
 
     Returns:
       Seconds.
     """
+    return step.seconds + communication_seconds
+
+
+def unlimited_step_seconds(step: Step, communication_seconds: float, pipeline_width: int) -> float:
+    """Equation 3, for one step: as if computers and links could do K steps at once.
+
+    Args:
+      step: What a step computes.
+      communication_seconds: Duration of its all-reduce.
+      pipeline_width: K.
+
+    Returns:
+      Seconds.
+
+    Raises:
+      ValueError: If `pipeline_width` is less than 1.
+    """
+    check_integer("pipeline_width", pipeline_width, at_least=1)
+    return (step.seconds + communication_seconds) / pipeline_width
+
+
+def pipelined_step_seconds(step: Step, communication_seconds: float) -> float:
+    """Equations 4 and 5, for one step: what takes longer hides the other, whatever the width K >= 2.
+
+    Args:
+      step: What a step computes.
+      communication_seconds: Duration of its all-reduce.
+
+    Returns:
+      Seconds.
+    """
+    return max(step.seconds, communication_seconds)
+
+
+def segmented_step_seconds(step: Step, communication_seconds: float, num_segments: int) -> float:
+    """Equation 6, for one step with K >= 2: computation up to the first segment's gradients, or communication.
+
+    The first of L equal segments is there after 1/L of the backward pass [l_b]. The paper leaves out that a step cannot
+    be shorter than its own computation: `predict` takes the longer one of this and `pipelined_step_seconds`. So with
+    K >= 2 segments only cost; with K = 1 they hide communication, see there.
+
+    Args:
+      step: What a step computes.
+      communication_seconds: Duration of its all-reduce in so many segments.
+      num_segments: L.
+
+    Returns:
+      Seconds.
+
+    Raises:
+      ValueError: If `num_segments` is less than 1.
+    """
     check_integer("num_segments", num_segments, at_least=1)
     until_first = step.update_seconds + step.forward_seconds + step.backward_seconds / num_segments
-    return max(until_first, communication, step.seconds)
+    return max(until_first, communication_seconds)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,7 +175,9 @@ def predict(
             step.seconds + communication / num_segments, synchronous_step_seconds(step, communication) - hidden
         )
     else:
-        step_seconds = segmented_step_seconds(step, communication, num_segments)
+        step_seconds = max(
+            segmented_step_seconds(step, communication, num_segments), pipelined_step_seconds(step, communication)
+        )
     return Plan(
         pipeline_width=pipeline_width,
         codec=codec.name,
