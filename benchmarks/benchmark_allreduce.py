@@ -216,13 +216,13 @@ def _timed_mean(member: Member, barrier: Member, values: np.ndarray) -> tuple[fl
 
 
 def _values(rank: int, size: int) -> np.ndarray:
-    """The values of a rank: those of a shorter vector are the first of a longer one."""
+    """The values of a rank."""
     return np.random.default_rng(rank).normal(size=size).astype(np.float32)
 
 
 def _check(name: str, mean: np.ndarray, world_size: int, size: int) -> None:
-    """Raises RuntimeError if the first values are not the mean."""
-    part = slice(0, min(size, _CHECKED_VALUES))
+    """Raises RuntimeError if values, taken from all over the vector, are not the mean."""
+    part = slice(0, size, -(-size // _CHECKED_VALUES))
     expected = np.mean([_kept(name, rank, size, part) for rank in range(world_size)], axis=0)
     error = np.sqrt(np.mean((mean[part] - expected) ** 2) / np.mean(expected**2))
     if error > 0.1:
@@ -230,13 +230,13 @@ def _check(name: str, mean: np.ndarray, world_size: int, size: int) -> None:
 
 
 def _kept(name: str, rank: int, size: int, part: slice) -> np.ndarray:
-    """What a member is to average of the first values of a rank: all, or those that its codec selects."""
+    """What a member is to average of some values of a rank: all, or those that its codec selects."""
     from hop_tf import codecs
 
     codec = codecs.get(name.partition("/")[2] or None)
-    if not isinstance(codec, codecs.Sparse):
-        return _values(rank, part.stop)
     values = _values(rank, size)
+    if not isinstance(codec, codecs.Sparse):
+        return values[part]
     kept = np.zeros_like(values)
     indices = codec.select(values)
     kept[indices] = values[indices]

@@ -7,9 +7,10 @@ timing     A vector of parameters as large as a model's, and a computation that 
            do not take the processor from each other: from settings in which computation takes longer to those in which
            communication does. Milliseconds per step (medians), the part of it that is neither waiting nor the emulated
            computation (update), the communication thread's own time in all-reduce and in codecs, and the step time
-           that `hop_tf.timing` predicts from what it has measured on the same links. Ratios to D-Sync and PS-Sync
-           without a codec, as in the paper, to D-Sync with the same codec, and of Pipe-SGD's step to the longer one of
-           computation with update, and communication: that of D-Sync with the same codec.
+           that `hop_tf.timing` predicts from what it has measured once, after D-Sync without a codec. Ratios to D-Sync
+           and PS-Sync without a codec, as in the paper, to D-Sync with the same codec, and of Pipe-SGD's step to the
+           longer one of computation with update, and communication: both as they are in D-Sync with the same codec,
+           where neither disturbs the other.
 accuracy   Real training on loopback, with each codec: accuracy on the test data, and seconds from begin to end.
 
 PS-Sync is a plain server loop on a host of its own, as in the paper: it receives all gradients, and sends their mean to
@@ -61,6 +62,7 @@ _CIFAR10 = flags.DEFINE_string(
 
 _WIDTHS = {"D-Sync": 1, "Pipe-SGD": 2}
 _WARMUP_STEPS = 4
+_STEPS_OF_A_MEASUREMENT = 20
 _BATCH_SIZE = 100
 
 
@@ -126,19 +128,30 @@ def _time(case: Mapping, make_strategy: Callable[..., hop_tf.PipeSGDStrategy]) -
     with strategy.scope():
         model = keras.Sequential([keras.Input((1,)), _Vector(case["num_values"])])
         model.compile(keras.optimizers.SGD(0.0), "mse")
-    times = []
-    record = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: times.append(time.monotonic()))
+    times, reports = [], []
+
+    def note(batch, logs):
+        times.append(time.monotonic())
+        if batch == _WARMUP_STEPS:
+            reports.append(strategy.report())
+
+    record = keras.callbacks.LambdaCallback(on_train_batch_end=note)
     num_steps = _WARMUP_STEPS + case["num_steps"]
     x = np.zeros((num_steps * strategy.world_size, 1), np.float32)
     model.fit(x, x, batch_size=strategy.world_size, verbose=0, callbacks=[record])
-    report = strategy.report()
+    reports.append(strategy.report())
     measurement = timing.measure(strategy)
     strategy.shutdown()
+
+    def per_step(name: str) -> float:
+        before, after = reports
+        return (after[name] - before[name]) / (after["steps"] - before["steps"])
+
     return {
         "step": statistics.median(np.diff(times)[_WARMUP_STEPS:]),
-        "compute": report["compute_seconds"],
-        "communicate": report["communicate_seconds"] / report["steps"],
-        "codec": report["codec_seconds"] / report["steps"],
+        "compute": reports[-1]["compute_seconds"],
+        "communicate": per_step("communicate_seconds"),
+        "codec": per_step("codec_seconds"),
         "measurement": measurement,
     }
 
@@ -238,17 +251,28 @@ def _time_case(link: str, num_values: int, step_seconds: float) -> list[Timed]:
             "num_values": num_values,
             "num_steps": _NUM_STEPS.value,
         }
-        of_ranks = ranks.run(__file__, case, world_size, link, num_ports=len(kinds), environment=environment)
+        num_ports = len(kinds)
+        timeout = _timeout_seconds(link, num_values, step_seconds, num_ports)
+        of_ranks = ranks.run(
+            __file__, case, world_size, link, num_ports=num_ports, environment=environment, timeout_seconds=timeout
+        )
         results.extend(zip(kinds, zip(*of_ranks, strict=True), strict=True))
     timed = []
+    measurement = next(of_ranks[0]["measurement"] for (label, *_), of_ranks in results if label == "D-Sync")
     for (label, width, algorithm, codec), of_ranks in results:
         predicted = None
         if label != "PS-Sync":
-            measurement = of_ranks[0]["measurement"]
             predicted = measurement.predict(pipeline_width=width, codec=codec, algorithm=algorithm).step_seconds
         slowest = {name: max(each[name] for each in of_ranks) for name in ("step", "compute", "communicate", "codec")}
         timed.append(Timed(label, codec, *slowest.values(), predicted))
     return timed
+
+
+def _timeout_seconds(link: str, num_values: int, step_seconds: float, num_settings: int) -> float:
+    """How long they may take: to start, and four times as long as float32 needs to come and go at a server."""
+    at_best = 0.0 if link == ranks.LOOPBACK else 2 * _WORLD_SIZE.value * 4 * num_values * 8 / float(link)
+    num_steps = _WARMUP_STEPS + _NUM_STEPS.value + _STEPS_OF_A_MEASUREMENT
+    return 300 + 4 * num_settings * num_steps * (step_seconds + at_best)
 
 
 def _print_timed(link: str, num_values: int, step_seconds: float, timed: list[Timed]) -> None:
@@ -264,7 +288,7 @@ def _print_timed(link: str, num_values: int, step_seconds: float, timed: list[Ti
         ratios = [of["PS-Sync", None].step, of["D-Sync", None].step, d_sync.step]
         columns = "".join(f"{r / each.step:{w}.2f}" for r, w in zip(ratios, (14, 13, 12), strict=True))
         if each.label == "Pipe-SGD":
-            columns += f"{each.step / max(each.compute, d_sync.communicate):14.2f}"
+            columns += f"{each.step / max(d_sync.compute, d_sync.communicate):14.2f}"
         label = f"{each.label} {each.codec or ''}"
         print(
             f"  {label:22s} {each.step * 1e3:8.1f} {predicted} {(each.compute - step_seconds) * 1e3:7.1f} "

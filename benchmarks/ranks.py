@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import network
@@ -27,6 +27,7 @@ LOOPBACK = "loopback"
 
 _CASE, _RANK = "HOP_TF_BENCHMARK_CASE", "HOP_TF_BENCHMARK_RANK"
 _FIRST_PORT = 23000  # On hosts of their own.
+_POLL_SECONDS = 0.2
 
 
 def serve(function: Callable[[Mapping, int], Any]) -> None:
@@ -81,9 +82,7 @@ def run(
             for rank in range(world_size):
                 command = [sys.executable, script]
                 processes.append(start(rank, command, env={**environment, _RANK: str(rank)}))
-            deadline = time.monotonic() + timeout_seconds
-            for rank, process in enumerate(processes):
-                _await(rank, process, deadline, -signal.SIGKILL if rank in killed else 0)
+            _await(processes, timeout_seconds, killed)
         finally:
             for process in processes:
                 process.kill()
@@ -94,13 +93,18 @@ def run(
         ]
 
 
-def _await(rank: int, process: subprocess.Popen, deadline: float, expected: int) -> None:
-    try:
-        exit_code = process.wait(max(0.0, deadline - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        raise RuntimeError(f"rank {rank} takes too long.") from None
-    if exit_code != expected:
-        raise RuntimeError(f"rank {rank} ended with exit code {exit_code}.")
+def _await(processes: Sequence[subprocess.Popen], timeout_seconds: float, killed: Collection[int]) -> None:
+    """Waits until all have ended; raises as soon as one has failed, whichever that is."""
+    deadline = time.monotonic() + timeout_seconds
+    running = dict(enumerate(processes))
+    while running:
+        for rank in [rank for rank, process in running.items() if process.poll() is not None]:
+            exit_code = running.pop(rank).returncode
+            if exit_code != (-signal.SIGKILL if rank in killed else 0):
+                raise RuntimeError(f"rank {rank} ended with exit code {exit_code}.")
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"ranks {sorted(running)} take too long.")
+        time.sleep(_POLL_SECONDS)
 
 
 @contextlib.contextmanager
