@@ -66,7 +66,7 @@ class ExchangeContext:
         """
         dtypes = [dtype.as_numpy_dtype for dtype in packing.dtypes]
         takes_codec = [
-            dtype != np.float64 and not exact and not isinstance(codec, Identity)
+            dtype != np.float64 and not exact and codec != Identity()
             for dtype, exact in zip(dtypes, packing.exact, strict=True)
         ]
         return get_algorithm(algorithm)(

@@ -233,6 +233,7 @@ class Membership:
         lane: int | None = 0,
         *,
         step: int | None = None,
+        interruptible: bool = True,
     ) -> None:
         """Sends a message of a step, or drops it where the peer has left.
 
@@ -243,6 +244,7 @@ class Membership:
           payload: Of the message.
           lane: Of the message.
           step: The step. As in `wait`, where ranks go on without a lost one, they do so within a step.
+          interruptible: As in `wait`.
 
         Blocks: as `Transport.send`. That the peer leaves or is lost, that this rank leaves the session, and whatever
           ends the job end it too; the last one is raised by the next `wait`.
@@ -255,7 +257,8 @@ class Membership:
         start, life = self.monitor.now(), self.life_of(peer)
 
         def check() -> None:
-            self._check_interrupted()
+            if interruptible:
+                self._check_interrupted()
             if self._failure is not None or self.departure(peer) is not None:
                 raise _NoUse
             problem = self._problem(peer, self.monitor.now() - start, f"send to {queue!r}", step)

@@ -68,9 +68,10 @@ class PipeSGDStrategy(ExchangeStrategy):
         gradients of other types travel as they are. Default None.
       num_segments: L, the number of parts that gradients are handed out in, those of the last layers first, so that
         they travel while back-propagation goes on. It costs L times the latency of an all-reduce (Equation 6), and is
-        of use where the computation, not the communication, takes most of a step. Default 1.
-      warmup_steps: So many updates of a model's first `fit` are made with K = 1: early gradients change fast.
-        Default 0.
+        of use with K = 1, where computation takes most of a step: a wider pipe hides communication in any case.
+        Default 1.
+      warmup_steps: So many updates of the first `fit` after `compile` are made with K = 1: early gradients change
+        fast. Default 0.
       algorithm: "mesh" (few messages after each other) or "ring" (few connections). Default "mesh".
       drain: What becomes of the K - 1 means that are not applied when `fit` ends: "drop", or "apply" (`fit` raises
         ValueError where the optimizer has `gradient_accumulation_steps`). Default "drop".

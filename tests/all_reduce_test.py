@@ -217,6 +217,40 @@ class AllReduceTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(mean.astype(np.float64), job.expected(range(3), 0), rtol=resolution, atol=resolution)
             self.assertAllEqual(mean.astype(np.float64), job.means[0, 0][0].astype(np.float64))
 
+    @parameterized.parameters(*ALGORITHMS, "tree")
+    def test_sums_do_not_overflow(self, algorithm):
+        """The sum of three values does not fit into float16, their mean does."""
+        job = Job(3, algorithm=algorithm, dtype=np.float16)
+        job.values = lambda rank, step: np.full(5000, 40000, np.float16)
+        job.run(lambda rank: 1)
+        for rank in range(3):
+            self.assertAllEqual(job.means[rank, 0][0], np.full(5000, 40000, np.float16))
+
+    @parameterized.parameters(*ALGORITHMS, "tree")
+    def test_travels_as_another_type(self, algorithm):
+        job = Job(3, algorithm=algorithm, codec=codecs.Identity(dtype="bfloat16"))
+        job.run(lambda rank: 1)
+        mean, expected = job.means[0, 0][0], job.expected(range(3), 0)
+        self.assertAllEqual(mean, mean.astype(tf.bfloat16.as_numpy_dtype).astype(np.float32))
+        self.assertAllClose(mean, expected, rtol=0, atol=2.0**-8 * 2 * np.abs(expected).max())
+
+    @parameterized.parameters("mesh", "ring")
+    def test_what_cannot_be_decoded(self, algorithm):
+        """It is another rank's fault, and named so."""
+        send = all_reduce.Operation.send
+
+        def send_too_little(operation, rank, turn, chunk, data, lane=None):
+            is_bad = operation._membership.rank == 1 and operation.step == 1 and operation.vector == 0
+            send(operation, rank, turn, chunk, data[:-4] if is_bad else data, lane)
+
+        job = Job(3, algorithm=algorithm)
+        with mock.patch.object(all_reduce.Operation, "send", send_too_little):
+            job.run(lambda rank: 3, may_fail=True)
+        messages = [str(error) for error in job.errors.values()]
+        self.assertTrue(any("in step 1 a part of the mean 'test' could not be decoded" in each for each in messages))
+        self.assertCountEqual(job.errors, range(3))
+        self.assertEqual(max(step for _, step in job.means), 0)
+
     @parameterized.parameters(*itertools.product(ALGORITHMS, {**_CODECS, **_SPARSE}))
     def test_what_is_not_finite_is_seen_by_all(self, algorithm, name):
         for bad in (np.inf, np.nan):

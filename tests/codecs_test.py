@@ -381,6 +381,19 @@ class CodecsTest(tf.test.TestCase, parameterized.TestCase):
                 self.assertAllEqual(data, codec.encode(corrected, self.pool))
                 residual[where] = corrected - self.decode(codec, data, corrected.size)
 
+    def test_error_feedback_of_a_mean_fits_its_terms(self):
+        """What a mean over four has lost is four times as much of the sum, whoever adds it next."""
+        codec, where = codecs.Truncate16(), slice(0, 5000)
+        feedback, values = codecs.ErrorFeedback(codec, 5000), _gradients()
+        data, lost = feedback.try_encode(values, where, self.pool, scale=0.25)
+        mean = self.decode(codec, data, 5000)
+        self.assertAllEqual(mean, self.decode(codec, codec.encode(values / 4, self.pool), 5000))
+        self.assertAllEqual(lost, values - 4 * mean)
+        feedback.keep(lost, where)
+        self.assertAllEqual(
+            feedback.encode(values, where, self.pool), codec.encode(values + (values - 4 * mean), self.pool)
+        )
+
     def test_error_feedback_forgets_nothing_over_a_bad_step(self):
         codec = codecs.Int8()
         feedback, twin = (codecs.ErrorFeedback(codec, 5000) for _ in range(2))

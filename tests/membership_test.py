@@ -314,7 +314,15 @@ class _FullTransport(_FakeTransport):
 class SendTest(tf.test.TestCase):
     """What ends the blocking of a rank whose messages a peer does not take."""
 
-    def _send(self, continues=True, step=12, on_block=lambda membership, transport: None, newcomer=False, **status):
+    def _send(
+        self,
+        continues=True,
+        step=12,
+        on_block=lambda membership, transport: None,
+        newcomer=False,
+        interruptible=True,
+        **status,
+    ):
         monitor = _SteppingMonitor()
         default = {"connected": True, "silent_seconds": 0.0, "ever_connected": True}
         transport = _FullTransport(PeerStatus("host:123", **{**default, **status}), monitor)
@@ -332,7 +340,7 @@ class SendTest(tf.test.TestCase):
                 self._leave(rank=1, lost=True, final=True)(membership, transport)
                 membership.send_to_newcomer(1, "state", b"")
             else:
-                membership.send(1, "updates", b"", step=step)
+                membership.send(1, "updates", b"", step=step, interruptible=interruptible)
         finally:
             self.waited = monitor.time
             self.sent = transport.sent
@@ -382,6 +390,18 @@ class SendTest(tf.test.TestCase):
         for newcomer in (False, True):
             with self.assertRaises(Interrupted):
                 self._send(on_block=lambda membership, transport: membership.interrupt(), newcomer=newcomer)
+
+    def test_that_the_rank_itself_leaves_where_it_has_to_send(self):
+        """Others may have what goes with it: the receiver's departure ends the waiting, the own leaving does not."""
+
+        def both_leave(membership, transport):
+            membership.interrupt()
+            self._leave(rank=1, lost=True, final=True)(membership, transport)
+
+        self._send(on_block=both_leave, interruptible=False)
+        self.assertAlmostEqual(self.waited, 3, delta=0.5)
+        with self.assertRaises(Interrupted):
+            self._send(on_block=both_leave)
 
     def test_the_death_of_a_newcomer(self):
         def die(membership, transport):

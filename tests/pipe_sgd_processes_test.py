@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import threading
+import zlib
 from unittest import mock
 
 import keras
@@ -11,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 import hop_tf
+from hop_tf.collectives import all_reduce
 from hop_tf.strategies import pipe_sgd
 from hop_tf.testing import MultiProcessRunner
 
@@ -59,6 +61,37 @@ def _run(settings, kill_at=None, data_planes=("tcp",)):
         error = f"{type(raised).__name__}: {raised}"
     strategy.shutdown()
     return np.array(history), error
+
+
+def _average(size, kill_at):
+    """Checksums of the means that were returned, and what ended it. Rank 1 dies when it has sent a part of a step's."""
+    rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+    send = all_reduce.Operation.send
+
+    def send_or_die(operation, to, turn, chunk, data, lane=None):
+        if (rank, operation.step, chunk) == (1, *kill_at):
+            os.kill(os.getpid(), signal.SIGKILL)
+        send(operation, to, turn, chunk, data, lane)
+
+    options = hop_tf.CommunicationOptions(timeout_seconds=20)
+    strategy = hop_tf.PipeSGDStrategy(communication_options=options)
+    checksums, error = [], ""
+    reduction = strategy.all_reduce_for_measurement("mesh", size)
+    with mock.patch.object(all_reduce.Operation, "send", send_or_die):
+        try:
+            for step in range(6):
+                (mean,) = reduction.mean(step, [_values(rank, step, size)], lambda other, step: True)
+                checksums.append(zlib.crc32(mean.tobytes()))
+        except hop_tf.errors.HopError as raised:
+            error = f"{type(raised).__name__}: {raised}"
+    reduction.close()
+    strategy.shutdown()
+    return checksums, error
+
+
+def _values(rank, step, size):
+    """Whole numbers: sums, and means over four ranks, are exact in whatever order."""
+    return np.random.default_rng([rank, step]).integers(-1000, 1000, size).astype(np.float32)
 
 
 class _WaitsInBackward(keras.layers.Layer):
@@ -148,6 +181,22 @@ class PipeSGDProcessesTest(tf.test.TestCase):
             self.assertRegex(results[rank].value[1], "^PeerLostError: .*rank 1")
             self.assertAllEqual(history[:shortest], histories[0][:shortest])
             self.assertAllClose(history, _expected(2)[: len(history)], atol=0.02)
+
+    def test_a_rank_is_killed_in_the_middle_of_an_all_reduce(self):
+        """Sockets hold parts of messages then. Nobody gets a wrong mean, and all get an error."""
+        size, kill_at = 8 << 20, (3, 2)
+        with MultiProcessRunner(_average, num_workers=4, args=(size, kill_at), timeout_seconds=120) as runner:
+            results = runner.join()
+        results.raise_for_errors(except_ranks=[1])
+        self.assertEqual(results[1].exit_code, -signal.SIGKILL)
+        expected = [
+            zlib.crc32((sum(_values(rank, step, size) for rank in range(4)) / np.float32(4)).tobytes())
+            for step in range(kill_at[0])
+        ]
+        for rank in (0, 2, 3):
+            checksums, error = results[rank].value
+            self.assertEqual(checksums, expected)
+            self.assertRegex(error, "^PeerLostError: .*rank 1")
 
     def test_segments_leave_during_back_propagation(self):
         with MultiProcessRunner(_run_segments, num_workers=2, timeout_seconds=120) as runner:

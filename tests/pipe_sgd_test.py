@@ -317,7 +317,11 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllEqual(other, history)
 
     @parameterized.parameters(
-        codecs.QuantileSketch(), codecs.Int8(error_feedback=True), codecs.Int8(block_size=None), codecs.Truncate16()
+        codecs.QuantileSketch(),
+        codecs.TopK(ratio=0.5, error_feedback=True),
+        codecs.Int8(error_feedback=True),
+        codecs.Int8(block_size=None),
+        codecs.Truncate16(),
     )
     @pytest.mark.stress(after=2)
     def test_weights_are_the_same_everywhere(self, codec):
@@ -688,6 +692,18 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
         expected = [weight.astype(np.float64) for weight in _fit(plain)]
         for weights in _cluster(2, pipeline_width=1, codec="int8").run(run):
             self.assertAllClose(weights, expected, rtol=tolerance, atol=tolerance)
+
+    def test_travels_as_another_type(self):
+        def run(strategy):
+            weights = _fit(_compiled(strategy))
+            return weights, strategy.report()["bytes_sent"]
+
+        (weights, num_bytes), (others, _) = _cluster(2, codec=codecs.Identity(dtype="bfloat16")).run(run)
+        self.assertAllEqual(weights[0], others[0])
+        ((expected, most_bytes), _) = _cluster(2).run(run)
+        self.assertNotAllEqual(weights[0], expected[0])
+        self.assertAllClose(weights[0], expected[0], atol=0.02)
+        self.assertLess(num_bytes, most_bytes)
 
     def test_sparse_gradients(self):
         def build():

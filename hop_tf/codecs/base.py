@@ -46,6 +46,11 @@ class Codec(abc.ABC):
         """A vector should be cut at multiples of so many values only."""
         return 1
 
+    @property
+    def for_sums(self) -> Codec:
+        """What encodes sums of several ranks' values that are passed on."""
+        return self
+
     def at_step(self, step: int) -> Codec:
         """The codec of a step: itself, unless its settings change with time. Steps count from 0 in every `fit`."""
         del step

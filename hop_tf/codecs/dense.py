@@ -42,6 +42,11 @@ class Identity(Codec):
     def bytes_per_value(self) -> int:
         return np.dtype(self.dtype).itemsize
 
+    @property
+    def for_sums(self) -> Codec:
+        # The sum of what fits into 16 bits need not fit, and is not to be rounded at every rank on its way.
+        return self if self.bytes_per_value >= 4 else Identity()
+
     def encode(self, values: np.ndarray, pool: BufferPool) -> np.ndarray:
         return np.ascontiguousarray(values, self.dtype).view(np.uint8)
 

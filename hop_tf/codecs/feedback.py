@@ -35,23 +35,31 @@ class ErrorFeedback:
         self.keep(lost, where)
         return data
 
-    def try_encode(self, values: np.ndarray, where: slice, pool: BufferPool) -> tuple[np.ndarray, np.ndarray]:
+    def try_encode(
+        self, values: np.ndarray, where: slice, pool: BufferPool, scale: float = 1.0
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Encodes the piece `where` of a vector, which may turn out not to be sent: nothing is kept of it.
 
         Args:
           values: The piece.
           where: Where it lies in the vector.
           pool: Where the result's memory comes from.
+          scale: What is encoded is so many times the piece and its residual. Residuals are those of the piece, not of
+            what was encoded: so the same one fits a sum, its mean, and one of its terms. Default 1.
 
         Returns:
           As `Codec.encode`; and what was lost, which `keep` takes if it was sent.
         """
         corrected = take_float32(values, pool)
         np.add(values, self._residual[where], out=corrected, dtype=corrected.dtype)
+        if scale != 1:
+            corrected *= scale
         data = self._codec.encode(corrected, pool)
         decoded = pool.take(corrected.nbytes).view(np.float32)
         self._codec.decode(data, decoded)
         np.subtract(corrected, decoded, out=decoded)
+        if scale != 1:
+            decoded /= scale
         return data, decoded
 
     def keep(self, lost: np.ndarray, where: slice) -> None:

@@ -32,6 +32,7 @@ import abc
 import struct
 import zlib
 from collections.abc import Callable, Collection, Sequence
+from typing import ClassVar
 
 import numpy as np
 
@@ -62,6 +63,9 @@ class _RanksChanged(Exception):
 class AllReduce(abc.ABC):
     """Means of the same vectors, step by step.
 
+    Attributes:
+      passes_sums: Whether ranks pass on sums of several ranks' values, and not only their own values and means.
+
     Args:
       membership: Waiting and transport.
       name: Names these vectors; equal on all ranks.
@@ -71,6 +75,8 @@ class AllReduce(abc.ABC):
       pool: Where large arrays come from.
       chunk_values: Values of a chunk; equal on all ranks.
     """
+
+    passes_sums: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -89,7 +95,7 @@ class AllReduce(abc.ABC):
         self._session = membership.session
         self._mailbox = _Mailbox(membership, f"all_reduce/{name}")
         self._vectors = [
-            make_vector(size, np.dtype(dtype), codec, chunk_values, pool)
+            make_vector(size, np.dtype(dtype), codec, chunk_values, pool, self.passes_sums)
             for size, dtype, codec in zip(sizes, dtypes, codecs, strict=True)
         ]
 
@@ -129,6 +135,7 @@ class AllReduce(abc.ABC):
         Raises:
           HopError: As `Membership.wait` does.
           Interrupted: If this rank leaves the session before anybody can have a mean of this step.
+          ProtocolError: If another rank has sent what cannot be decoded.
         """
         while True:
             operation = Operation(self._membership, self._mailbox, self._session, step, delivers, before_commit)
@@ -136,6 +143,11 @@ class AllReduce(abc.ABC):
                 means = [self._mean(operation, index, values) for index, values in enumerate(vectors)]
             except _RanksChanged:
                 continue
+            except ValueError as error:
+                raise ProtocolError(
+                    f"rank {self._membership.rank}: in step {step} a part of the mean {self._name!r} could not be "
+                    f"decoded: {error}"
+                ) from error
             for vector, mean in zip(self._vectors, means, strict=True):
                 vector.end_step(mean)
             with self._membership.monitor:
@@ -190,6 +202,7 @@ class AllReduce(abc.ABC):
 class MeshAllReduce(AllReduce):
     """See above."""
 
+    passes_sums = False
     _SCATTER, _GATHER = 0, 1
 
     def _reduce(self, operation: Operation, vector: Vector, values: np.ndarray, result: np.ndarray) -> None:
@@ -296,8 +309,9 @@ class Operation:
 
     def send(self, rank: int, turn: int, chunk: int, data: np.ndarray, lane: int | None = None) -> None:
         header = _HEADER.pack(self._session, *self._attempt, self.vector, turn, chunk)
-        send = self._membership.transport.send if self._committed else self._membership.send
-        send(rank, self._mailbox.queue, header, [data], lane=lane)  # The header tells which one it is.
+        self._membership.send(
+            rank, self._mailbox.queue, header, [data], lane, step=self.step, interruptible=not self._committed
+        )
 
     def key(self, sender: int, turn: int, chunk: int) -> _Key:
         """Names a chunk that `receive_any` may take; `sender` is a place in `ranks`."""

@@ -34,10 +34,13 @@ class Vector:
       seconds: Time spent on encoding, decoding and adding.
     """
 
-    def __init__(self, size: int, dtype: np.dtype, codec: Codec, chunk_values: int, pool: BufferPool):
+    def __init__(
+        self, size: int, dtype: np.dtype, codec: Codec, chunk_values: int, pool: BufferPool, passes_sums: bool
+    ):
         self._size = size
         self._dtype = dtype
         self._codec = codec
+        self._codec_of_parts = codec.for_sums if passes_sums else codec
         self._granularity = codec.granularity
         self._chunk_values = -(-chunk_values // self._granularity) * self._granularity
         self._feedback = ErrorFeedback(codec, size) if codec.error_feedback else None
@@ -60,21 +63,20 @@ class Vector:
 
     @_timed
     def encode(self, values: np.ndarray, where: slice) -> np.ndarray:
-        return self._encode(values[where], where)
+        return self._encode(self._codec_of_parts, values[where], where)
 
     @_timed
     def encode_sum(self, values: np.ndarray, where: slice, parts: Sequence[np.ndarray]) -> np.ndarray:
         """Encodes the sum of this rank's values and decoded ones."""
         if self._feedback is None and len(parts) == 1:
-            return self._codec.reduce(parts[0], values[where], self._pool)
-        return self._encode(self._sum(values[where], parts), where)
+            return self._codec_of_parts.reduce(parts[0], values[where], self._pool)
+        return self._encode(self._codec_of_parts, self._sum(values[where], parts), where)
 
     @_timed
     def encode_mean(self, values: np.ndarray, where: slice, parts: Sequence[np.ndarray], num_ranks: int) -> np.ndarray:
         """Encodes the sum of this rank's values and decoded ones, divided by the number of ranks."""
         total = self._sum(values[where], parts)
-        total *= total.dtype.type(1 / num_ranks)
-        return self._encode(total, where)
+        return self._encode(self._codec, total, where, total.dtype.type(1 / num_ranks))
 
     @_timed
     def decode(self, data: np.ndarray, result: np.ndarray, where: slice) -> None:
@@ -104,15 +106,17 @@ class Vector:
         self._lost_pieces.clear()
 
     def _sum(self, own: np.ndarray, parts: Sequence[np.ndarray]) -> np.ndarray:
-        total = self._codec.add(parts[0], own, self._pool)
+        total = self._codec_of_parts.add(parts[0], own, self._pool)
         for data in parts[1:]:
-            self._codec.accumulate(data, total)
+            self._codec_of_parts.accumulate(data, total)
         return total
 
-    def _encode(self, values: np.ndarray, where: slice) -> np.ndarray:
+    def _encode(self, codec: Codec, values: np.ndarray, where: slice, scale: float = 1.0) -> np.ndarray:
         if self._feedback is None:
-            return self._codec.encode(values, self._pool)
-        data, lost = self._feedback.try_encode(values, where, self._pool)
+            if scale != 1:
+                values *= scale
+            return codec.encode(values, self._pool)
+        data, lost = self._feedback.try_encode(values, where, self._pool, scale)
         self._lost_pieces.append((lost, where))
         return data
 
@@ -125,8 +129,10 @@ class SparseVector(Vector):
     that are given up has no effect. In steps whose mean is not finite all ranks keep what they had lost before.
     """
 
-    def __init__(self, size: int, dtype: np.dtype, codec: Sparse, chunk_values: int, pool: BufferPool):
-        super().__init__(size, dtype, codec.dense, chunk_values, pool)
+    def __init__(
+        self, size: int, dtype: np.dtype, codec: Sparse, chunk_values: int, pool: BufferPool, passes_sums: bool
+    ):
+        super().__init__(size, dtype, codec.dense, chunk_values, pool, passes_sums)
         self._sparse_codec = codec
         self._lost: np.ndarray | None = None
         self._lost_in_attempt: np.ndarray | None = None
@@ -205,7 +211,9 @@ def goes_sparse(codec: Sparse, num_ranks: int) -> bool:
     return num_ranks * codec.bytes_per_value <= 2 * codec.dense.bytes_per_value
 
 
-def make_vector(size: int, dtype: np.dtype, codec: Codec, chunk_values: int, pool: BufferPool) -> Vector:
-    """The vector that goes as its codec wants it; arguments as of `AllReduce`."""
+def make_vector(
+    size: int, dtype: np.dtype, codec: Codec, chunk_values: int, pool: BufferPool, passes_sums: bool
+) -> Vector:
+    """The vector that goes as its codec wants it; arguments as of `AllReduce`, and whether ranks pass on sums."""
     member = SparseVector if isinstance(codec, Sparse) else Vector
-    return member(size, dtype, codec, chunk_values, pool)
+    return member(size, dtype, codec, chunk_values, pool, passes_sums)

@@ -26,7 +26,7 @@ class Encoding:
         self._packing = packing
         self._codec = codec
         self._pool = pool or BufferPool()
-        is_lossy = not isinstance(codec, Identity)
+        is_lossy = codec != Identity()
         self._is_encoded = [
             is_lossy and not exact and dtype.size <= 4
             for dtype, exact in zip(packing.dtypes, packing.exact, strict=True)

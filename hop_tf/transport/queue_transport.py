@@ -26,6 +26,9 @@ _LOG_PERIOD_SECONDS = 1.0
 # What one connection has under way at most, where its buffers may grow to 4 MiB, Linux's default.
 _BYTES_UNDER_WAY = 3 << 20
 _MAX_SPREAD_LANES = 8
+# A peer shares the link with others for so long after it was sent so much.
+_SHARING_SECONDS = 10.0
+_LARGE_BYTES = 1 << 16
 
 
 def num_lanes(round_trip_seconds: float, bits_per_second: float, num_peers: int) -> int:
@@ -79,7 +82,7 @@ class QueueTransport(Transport):
         self._lock = threading.Lock()
         self._outboxes: dict[tuple[int, int], Outbox] = {}
         self._watched: set[int] = set()
-        self._unordered: set[int] = set()  # Peers that were sent messages without a lane.
+        self._last_unordered: dict[int, float] = {}  # When peers were sent large messages without a lane.
         self._failure: HopError | None = None
         self._closed = False
         self._bytes_sent = 0
@@ -119,7 +122,7 @@ class QueueTransport(Transport):
         check: Callable[[], None] | None = None,
     ) -> None:
         arrays, name = flatten(payload), queue.encode()
-        lane = self._emptiest_lane(peer) if lane is None else lane
+        lane = self._emptiest_lane(peer, sum(array.nbytes for array in arrays)) if lane is None else lane
         check_message(name, header, arrays, lane)
         self.connect(peer)
         self._check_can_send(peer, 0.0)
@@ -228,12 +231,15 @@ class QueueTransport(Transport):
                 self._open_lane(self._peers[peer], lane, outbox)
             return self._outboxes[peer, lane]
 
-    def _emptiest_lane(self, peer: int) -> int:
+    def _emptiest_lane(self, peer: int, num_bytes: int) -> int:
         """Of the lanes that unordered messages are spread over the one with the least on its way."""
-        round_trip_seconds = self._peer(peer).least_round_trip_seconds
+        round_trip_seconds, now = self._peer(peer).least_round_trip_seconds, time.monotonic()
         with self._lock:
-            self._unordered.add(peer)
-            count = num_lanes(round_trip_seconds, self._options.bandwidth_bits_per_second, len(self._unordered))
+            if num_bytes >= _LARGE_BYTES:
+                self._last_unordered[peer] = now
+            times = {peer: now, **self._last_unordered}.values()
+            num_peers = sum(now - last <= _SHARING_SECONDS for last in times)
+            count = num_lanes(round_trip_seconds, self._options.bandwidth_bits_per_second, num_peers)
             outboxes = {lane: self._outboxes.get((peer, lane)) for lane in range(BULK_LANE, BULK_LANE + count)}
         return min(outboxes, key=lambda lane: (0, 0) if outboxes[lane] is None else outboxes[lane].load)
 
