@@ -25,6 +25,7 @@ import numpy as np
 import tensorflow as tf
 
 from hop_tf.codecs import Codec
+from hop_tf.collectives import AllReduce
 from hop_tf.group import ExchangeContext
 from hop_tf.packing import Packing, TensorSpec
 
@@ -85,11 +86,20 @@ class LowRankMean:
 
     def mean(self, step: int, buckets: Sequence[np.ndarray], delivers: Callable[[int, int], bool]) -> list[np.ndarray]:
         """Averages over all ranks; arguments and errors as of `AllReduce.mean`."""
+        is_committed = False
+
+        def commit() -> None:  # Who has a mean of one of the three needs the others, with the same ranks.
+            nonlocal is_committed
+            is_committed = True
+
+        def mean(reduction: AllReduce, vectors: Sequence[np.ndarray]) -> list[np.ndarray]:
+            return reduction.mean(step, vectors, delivers, commit, is_committed=is_committed)
+
         rest, p, q = self._reductions
         result = [self._pool.take(values.nbytes).view(values.dtype) for values in buckets]
         for values in result:
             values.fill(0)
-        means = rest.mean(step, self._gather(buckets), delivers)
+        means = mean(rest, self._gather(buckets))
         self._scatter(means, result)
         if not self._kernels:
             return result
@@ -97,11 +107,9 @@ class LowRankMean:
             self._matrix(buckets, kernel) + lost for kernel, lost in zip(self._kernels, self._lost, strict=True)
         ]
         products = [matrix @ basis for matrix, basis in zip(matrices, self._basis, strict=True)]
-        bases = [
-            _orthonormal(each) for each in self._factors(self._p, p.mean(step, _joined(self._p, products), delivers))
-        ]
+        bases = [_orthonormal(each) for each in self._factors(self._p, mean(p, _joined(self._p, products)))]
         own = [matrix.T @ basis for matrix, basis in zip(matrices, bases, strict=True)]
-        factors = self._factors(self._q, q.mean(step, _joined(self._q, own), delivers))
+        factors = self._factors(self._q, mean(q, _joined(self._q, own)))
         for number, kernel in enumerate(self._kernels):
             self._matrix(result, kernel)[:] = bases[number] @ factors[number].T
             if np.isfinite(factors[number]).all():  # Else all ranks keep what they had.

@@ -64,6 +64,7 @@ class Job:
         size_of_ranks=3,
         dtype=np.float32,
         link_seconds=None,
+        counts_commits=False,
     ):
         self.cluster = VirtualCluster(world_size, link_seconds)
         self.means = {}
@@ -77,6 +78,7 @@ class Job:
         self._size = size
         self._size_of_ranks = size_of_ranks
         self._dtype = dtype
+        self._counts_commits = counts_commits
 
     def values(self, rank, step):
         values = np.random.default_rng([rank, step]).normal(size=self._size).astype(self._dtype)
@@ -86,6 +88,10 @@ class Job:
 
     def run(self, num_steps, at_end=lambda rank: None, may_fail=False):
         def body(rank):
+            def note_commit(step):
+                if self._counts_commits:
+                    self.sent_steps[rank] = step + 1
+
             membership = self.cluster.memberships[rank]
             reduction = get_algorithm(self._algorithm)(
                 membership,
@@ -105,7 +111,10 @@ class Job:
                     for vector in vectors:
                         vector.flags.writeable = False
                     self.means[rank, step] = reduction.mean(
-                        step, vectors, lambda other, step: membership.delivers(other, _GROUP, step)
+                        step,
+                        vectors,
+                        lambda other, step: membership.delivers(other, _GROUP, step),
+                        functools.partial(note_commit, step),
                     )
                     self.sent_steps[rank] = step + 1
             except Interrupted:
@@ -583,6 +592,36 @@ class AllReduceTest(tf.test.TestCase, parameterized.TestCase):
                     self.assertAllClose(mean, expected, atol=1e-6)
                     self.assertAllEqual(mean, next(iter(means.values())))
         self.assertGreater(num_events, 6)
+
+    @parameterized.parameters(*itertools.product((True, False), _KINDS))
+    @pytest.mark.stress(after=2)
+    def test_goes_on_without_two_ranks_that_are_interrupted(self, counts_commits, kind):
+        """The second one while those that are left begin a step again in which others may have the first's mean."""
+        algorithm, codec = kind[0], {**_SPARSE, **_SELECTION}.get(kind[1])
+        nums_present = set()
+
+        def make_job():
+            arguments = {"codec": codec, "size": 300, "link_seconds": _random_links(0)}
+            return Job(3, algorithm=algorithm, counts_commits=counts_commits, **arguments)
+
+        undisturbed = make_job()
+        undisturbed.run(lambda rank: 2)
+        events_of_job = range(undisturbed.num_events_of_start, undisturbed.cluster.scheduler.num_events, 4)
+        for events in itertools.combinations_with_replacement(events_of_job, 2):
+            job = make_job()
+            for event, rank in zip(events, (1, 0), strict=True):
+                job.cluster.scheduler.call_before_event(event, job.cluster.memberships[rank].interrupt)
+            job.run(lambda rank: 2)
+            reference = SparseReference(job, codec)
+            for step in range(2):
+                present = [rank for rank in range(3) if step < job.sent_steps[rank]]
+                nums_present.add(len(present))
+                expected = reference.mean(present, step)
+                for rank in present:
+                    self.assertAllClose(job.means[rank, step][0], expected, atol=1e-6)
+        # A rank that sends all at once in the beginning of a step leaves before that, or has a part in it.
+        self.assertIn(3, nums_present)
+        self.assertTrue(len(nums_present) > 1 or codec is not None)
 
     @parameterized.parameters(
         *itertools.product(

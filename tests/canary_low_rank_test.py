@@ -9,6 +9,7 @@ import hop_tf
 from hop_tf import codecs
 from hop_tf.buffers import BufferPool
 from hop_tf.group import ExchangeContext
+from hop_tf.membership import Interrupted
 from hop_tf.packing import Packing, TensorSpec
 from hop_tf.simulate.virtual import VirtualCluster
 from hop_tf.strategies.canary_low_rank import LowRankMean, is_factorized
@@ -35,25 +36,43 @@ class FactorizedTest(tf.test.TestCase, parameterized.TestCase):
 class LowRankMeanTest(tf.test.TestCase, parameterized.TestCase):
     def _means(self, world_size, gradients, rank, codec=None):
         """For each rank and step, the mean of [bias, kernel]."""
+        return self._run(world_size, gradients, rank, codec)[0]
+
+    def _run(self, world_size, gradients, rank, codec=None, interrupted_at=None):
+        """The means, in how many steps each rank took part, and all events since they began.
+
+        Rank 1 may be interrupted before one of these.
+        """
         cluster, packing, means = VirtualCluster(world_size), Packing(_SPECS), {}
+        sent_steps, began_at = dict.fromkeys(range(world_size), 0), []
+        if interrupted_at is not None:
+            cluster.scheduler.call_before_event(interrupted_at, cluster.memberships[1].interrupt)
 
         def body(number):
             membership = cluster.memberships[number]
-            membership.begin_session()
             context = ExchangeContext("group", 1, packing, membership, BufferPool())
             reduction = LowRankMean(
                 context, "0", packing, rank=rank, codec=codec or codecs.Identity(), algorithm="mesh"
             )
-            for step, (bias, kernel) in enumerate(gradients[number]):
-                vector = np.zeros(packing.sizes[0], np.float32)
-                for index, values in enumerate((bias, kernel)):
-                    vector[packing.place(index)[1]] = values.ravel()
-                (mean,) = reduction.mean(step, [vector], lambda other, step: True)
-                means[number, step] = [mean[packing.place(index)[1]] for index in range(2)]
-            membership.leave(sent_steps={}, reason="done")
+            reduction.reset(membership.session + 1)
+            membership.begin_session()
+            began_at.append(cluster.scheduler.num_events)
+            try:
+                for step, (bias, kernel) in enumerate(gradients[number]):
+                    vector = np.zeros(packing.sizes[0], np.float32)
+                    for index, values in enumerate((bias, kernel)):
+                        vector[packing.place(index)[1]] = values.ravel()
+                    (mean,) = reduction.mean(
+                        step, [vector], lambda other, step: membership.delivers(other, "group", step)
+                    )
+                    means[number, step] = [mean[packing.place(index)[1]] for index in range(2)]
+                    sent_steps[number] = step + 1
+            except Interrupted:
+                pass
+            membership.leave(sent_steps={"group": sent_steps[number]}, reason="done")
 
         cluster.run(body)
-        return means
+        return means, sent_steps, range(max(began_at), cluster.scheduler.num_events)
 
     def _draw(self, world_size, num_steps, true_rank):
         rng = np.random.default_rng(0)
@@ -90,6 +109,21 @@ class LowRankMeanTest(tf.test.TestCase, parameterized.TestCase):
         self.assertLess(error, 0.1)
         first = np.linalg.norm(means[0, 0][1].reshape(_M, _K) - kernel) / np.linalg.norm(kernel)
         self.assertGreater(first, 0.3)
+
+    def test_goes_on_without_a_rank_that_is_interrupted(self):
+        """Whenever that happens: all three of a step's means are of the same ranks."""
+        gradients = self._draw(3, 2, true_rank=2)
+        num_taking_part = set()
+        for event in self._run(3, gradients, rank=2)[2]:
+            means, sent_steps, _ = self._run(3, gradients, rank=2, interrupted_at=event)
+            for step in range(2):
+                present = [number for number in range(3) if step < sent_steps[number]]
+                num_taking_part.add(len(present))
+                expected = [np.mean([gradients[number][step][index] for number in present], axis=0) for index in (0, 1)]
+                for number in present:
+                    self.assertAllClose(means[number, step][0], expected[0], atol=1e-6)
+                    self.assertAllClose(means[number, step][1].reshape(_M, _K), expected[1], atol=1e-4)
+        self.assertEqual(num_taking_part, {2, 3})
 
     def test_a_step_that_is_not_finite_changes_nothing(self):
         gradients = self._draw(2, 3, true_rank=2)

@@ -662,7 +662,7 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
         send, num_sent = all_reduce.Operation.send, []
 
         def fail_once(operation, rank, turn, chunk, data, lane=None):
-            if operation._membership.rank == 1 and operation.step == 2 and operation._committed:
+            if operation._membership.rank == 1 and operation.step == 2 and operation.is_committed:
                 num_sent.append(rank)
                 if len(num_sent) == 2:
                     raise OSError("no buffer space on purpose")

@@ -116,6 +116,9 @@ class AllReduce(abc.ABC):
         vectors: Sequence[np.ndarray],
         delivers: Callable[[int, int], bool],
         before_commit: Callable[[], None] = lambda: None,
+        *,
+        is_committed: bool = False,
+        training_step: int | None = None,
     ) -> list[np.ndarray]:
         """Averages vectors over all ranks that take part in `step`.
 
@@ -126,6 +129,9 @@ class AllReduce(abc.ABC):
           delivers: `delivers(rank, step)`: whether `rank` takes part, as `Membership.delivers` tells.
           before_commit: Called before anything is sent that lets others have a mean of this step. It may block, and
             raise `Interrupted`; then nobody has one with this rank.
+          is_committed: Whether others may have what belongs together with this step's mean: then `Interrupted` is not
+            raised, and `before_commit` not called. Default False.
+          training_step: What errors call the step. Default None: `step`.
 
         Returns:
           The means, in the order of `vectors`; equal to the bit on all ranks. Sums are kept in float32 at least.
@@ -137,16 +143,27 @@ class AllReduce(abc.ABC):
           Interrupted: If this rank leaves the session before anybody can have a mean of this step.
           ProtocolError: If another rank has sent what cannot be decoded.
         """
+        training_step = step if training_step is None else training_step
         while True:
-            operation = Operation(self._membership, self._mailbox, self._session, step, delivers, before_commit)
+            operation = Operation(
+                self._membership,
+                self._mailbox,
+                self._session,
+                step,
+                delivers,
+                before_commit,
+                is_committed=is_committed,
+                training_step=training_step,
+            )
             try:
                 means = [self._mean(operation, index, values) for index, values in enumerate(vectors)]
             except _RanksChanged:
+                is_committed = operation.is_committed  # For those that may have the mean of an earlier attempt.
                 continue
             except ValueError as error:
                 raise ProtocolError(
-                    f"rank {self._membership.rank}: in step {step} a part of the mean {self._name!r} could not be "
-                    f"decoded: {error}"
+                    f"rank {self._membership.rank}: in step {training_step} a part of the mean {self._name!r} could "
+                    f"not be decoded: {error}"
                 ) from error
             for vector, mean in zip(self._vectors, means, strict=True):
                 vector.end_step(mean)
@@ -272,6 +289,7 @@ class Operation:
       index: This rank's place in `ranks`.
       step: Number of the step.
       vector: Number of the vector that is at work.
+      is_committed: Whether others may have a mean of the step.
     """
 
     def __init__(
@@ -282,6 +300,9 @@ class Operation:
         step: int,
         delivers: Callable[[int, int], bool],
         before_commit: Callable[[], None],
+        *,
+        is_committed: bool,
+        training_step: int,
     ):
         self._membership = membership
         self._mailbox = mailbox
@@ -289,13 +310,14 @@ class Operation:
         self.step = step
         self._delivers = delivers
         self._before_commit = before_commit
+        self._training_step = training_step
         membership.check()  # Who is alone waits for nobody, and would not hear that the job has ended.
         with membership.monitor:
             self.ranks = self._present()
         self.index = self.ranks.index(membership.rank)
         self._attempt = (step, zlib.crc32(np.array(self.ranks, np.int32).tobytes()))
         self.vector = 0
-        self._committed = False
+        self.is_committed = is_committed
 
     def _present(self) -> list[int]:
         rank = self._membership.rank
@@ -303,14 +325,20 @@ class Operation:
 
     def commit(self) -> None:
         """From now on others may have a mean of this step: it is ended, even if this rank is about to leave."""
-        if not self._committed:
+        if not self.is_committed:
             self._before_commit()
-            self._committed = True
+            self.is_committed = True
 
     def send(self, rank: int, turn: int, chunk: int, data: np.ndarray, lane: int | None = None) -> None:
         header = _HEADER.pack(self._session, *self._attempt, self.vector, turn, chunk)
         self._membership.send(
-            rank, self._mailbox.queue, header, [data], lane, step=self.step, interruptible=not self._committed
+            rank,
+            self._mailbox.queue,
+            header,
+            [data],
+            lane,
+            step=self._training_step,
+            interruptible=not self.is_committed,
         )
 
     def key(self, sender: int, turn: int, chunk: int) -> _Key:
@@ -344,8 +372,8 @@ class Operation:
         self._membership.wait(
             lambda: missing() if self._present() == self.ranks else [],
             operation="receive a part of the mean",
-            step=self.step,
-            interruptible=not self._committed,
+            step=self._training_step,
+            interruptible=not self.is_committed,
         )
 
     def _still_there(self, keys: Collection[_Key]) -> Collection[_Key]:
