@@ -94,8 +94,8 @@ def _dts(measurement: Measurement) -> list[str]:
         for (delay, interval), codec in itertools.product(_DELAYS, dts.CODECS)
     ]
     return [
-        f"{'DTS':12s}{'delay':>6s}{'interval':>9s}{'codec':>12s}{'sent a step':>14s}{'window':>13s}{'step':>11s}"
-        f"{'efficiency':>12s}",
+        f"{'DTS':12s}{'delay':>6s}{'interval':>9s}{'codec':>12s}{'algorithm':>11s}{'sent a step':>14s}{'window':>13s}"
+        f"{'step':>11s}{'efficiency':>12s}",
         _dts_row("recommended", best),
         *(_dts_row("", plan) for plan in others),
         "",
@@ -105,6 +105,7 @@ def _dts(measurement: Measurement) -> list[str]:
 
 def _dts_row(label: str, plan: DTSPlan) -> str:
     return (
-        f"{label:12s}{plan.delay:6d}{plan.interval:9d}{plan.codec:>12s}{plan.bytes_per_step / 1e6:11.3f} MB"
-        f"{plan.window_seconds * 1e3:10.1f} ms{plan.step_seconds * 1e3:8.1f} ms{plan.scaling_efficiency:12.0%}"
+        f"{label:12s}{plan.delay:6d}{plan.interval:9d}{plan.codec:>12s}{plan.algorithm:>11s}"
+        f"{plan.bytes_per_step / 1e6:11.3f} MB{plan.window_seconds * 1e3:10.1f} ms{plan.step_seconds * 1e3:8.1f} ms"
+        f"{plan.scaling_efficiency:12.0%}"
     )

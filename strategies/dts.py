@@ -55,7 +55,8 @@ class DTSStrategy(ExchangeStrategy):
     weights, which differ by what is under way.) At the end of `fit` all windows, a last shorter one included, are
     applied: all ranks end with the same weights, up to rounding. They do not where a rank changes its weights in a way
     that is not linear, or not the others': by constraints, `use_ema`, callbacks that restore weights, or learning rates
-    that differ. `synchronize(model)` averages such weights.
+    that differ; nor where `compensation` is not "exact", with momentum and a delay. `synchronize(model)` averages
+    such weights.
 
     Traffic: one all-reduce of the model per window, two with momentum where windows have several steps.
 
@@ -69,11 +70,13 @@ class DTSStrategy(ExchangeStrategy):
 
     When a rank ends early, as by a callback of its own, its last window is averaged with the others' next one, and they
     go on without it. When one is lost, all raise. After a `fit` that was broken off, and after the last step of a
-    custom training loop, ranks differ by what was under way: `synchronize(model)` averages them.
+    custom training loop, ranks differ by what was under way: `synchronize(model)` averages them. (Not before the last
+    step: what is under way would then be applied to weights that are averaged already.)
 
     Refused are variables of less than 32 bits, and, within a `LossScaleOptimizer`, clipping, gradient accumulation, and
     weight decay of optimizers other than SGD. `compensation="paper"` is refused for what Equation 13 does not say
-    anything about: other optimizers than SGD, Nesterov's momentum, and weight decay.
+    anything about: other optimizers than SGD, Nesterov's momentum, weight decay, and `codecs.TopK`, which takes no
+    variables of float64 either.
 
     Args:
       delay: D, the number of steps that a window's messages may take without anybody waiting; at least 0. Up to
@@ -83,9 +86,11 @@ class DTSStrategy(ExchangeStrategy):
       codec: What windows are encoded with: a `hop_tf.codecs.Codec`, or a name ("truncate16", "int8", "sketch",
         "top_k"). With `codecs.TopK(ratio)` a window hands out the values of largest magnitude only; for the others the
         window goes on until they are among them (deep gradient compression: local accumulation, momentum correction
-        and factor masking), or `fit` ends, which sends as much as a window without a codec. `warmup_steps` of such
-        codecs are windows here. With `error_feedback` what a window's values lose is added to those of a later one as
-        if it had been done there: an approximation, where there is momentum or weight decay. Default None.
+        and factor masking), or `fit` ends, which sends as much as a window without a codec. All values as large as the
+        least of these go along: with optimizers whose steps have few magnitudes (Lion) that may be all. `warmup_steps`
+        of such codecs are windows here. With `error_feedback` what a window's values lose is added to those of a later
+        one as if it had been done there: an approximation, where there is momentum or weight decay; each of the windows
+        that may be under way keeps what it has lost, a vector as long as what it hands out. Default None.
       compensation: "exact", as above; "paper": Equation 13 as printed; "none": a window's differences are applied as if
         it had ended with the present step. Default "exact".
       algorithm: "mesh" (few messages after each other) or "ring" (few connections). Default "mesh".
@@ -125,6 +130,11 @@ class DTSStrategy(ExchangeStrategy):
             compensation=compensation,
             algorithm=algorithm,
         )
+        if compensation == "paper" and self._settings.selection is not None:
+            raise ValueError(
+                "`compensation` must not be 'paper' with a codec that selects values: Equation 13 says nothing about "
+                f"what a window keeps back. Take 'exact' or 'none'. Received: codec={codec!r}, compensation='paper'."
+            )
         num_windows = self._settings.schedule.num_slots
         if num_windows > _MAX_WINDOWS:
             raise ValueError(
@@ -148,6 +158,11 @@ class DTSStrategy(ExchangeStrategy):
                 raise ValueError(
                     "variables that are trained must be float32 or float64, as under the policy 'mixed_bfloat16': the "
                     f"rounding of smaller ones lets ranks drift apart. Received: {variable.name} of {variable.dtype}."
+                )
+            if variable.dtype == tf.float64 and self._settings.selection is not None:
+                raise ValueError(
+                    "variables that are trained must be float32 with a codec that selects values: float64 passes "
+                    f"through no codec. Received: {variable.name} of float64, codec={self._settings.codec!r}."
                 )
         if self._settings.compensation == "paper":
             _check_equation_13(context)

@@ -55,6 +55,7 @@ class DTSExchange(Exchange):
         self._membership = context.membership
         self.carried = context.carried
         self.first_iteration = 0
+        self._interval = settings.interval
         num_slots = settings.schedule.num_slots
         self.max_in_flight = self.num_threads = num_slots
         self.windows = Windows(
@@ -93,6 +94,7 @@ class DTSExchange(Exchange):
             outgoing.buckets,
             lambda rank, _: self._membership.delivers(rank, self._group, outgoing.step),
             before_commit=lambda: self._commit(outgoing.step),
+            training_step=(outgoing.step + 1) * self._interval - 1,
         )
         for mean, own in zip(means, outgoing.buckets, strict=True):
             mean -= own

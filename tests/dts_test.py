@@ -547,6 +547,10 @@ class OptimizersTest(tf.test.TestCase, parameterized.TestCase):
         with self.assertRaisesRegex(_REFUSALS, "must be float32 or float64"):
             _cluster(2).run(lambda strategy: _fit(_compiled(strategy, dtype=dtype)))
 
+    def test_refuses_a_selection_of_doubles(self):
+        with self.assertRaisesRegex(_REFUSALS, "must be float32 with a codec that selects"):
+            _cluster(2, codec="top_k").run(lambda strategy: _fit(_compiled(strategy, dtype="float64")))
+
     @parameterized.parameters({"momentum": 0.9, "nesterov": True}, {"weight_decay": 0.5}, {"momentum": 0.9}, {})
     @pytest.mark.stress(after=1)
     def test_a_step_left_out_is_one_without_gradient(self, momentum=0.0, nesterov=False, weight_decay=0.0):

@@ -314,6 +314,13 @@ class DTSTest(tf.test.TestCase, parameterized.TestCase):
         larger = timing.recommend_dts(network, step, max_delay=20, max_interval=20, **arguments)
         self.assertEqual((larger.delay, larger.interval, larger.codec), (18, 20, "int8"))
 
+    def test_recommends_a_ring_where_a_mesh_loses_packets(self):
+        """Before a codec, and before a longer delay."""
+        network = timing.Network(latency_seconds=0.0, seconds_per_byte=2.5 / 3e7, mesh_slowdown=4.0)
+        step = timing.Step(forward_seconds=0.3)
+        plan = timing.recommend_dts(network, step, world_size=4, num_bytes=1e7)
+        self.assertEqual((plan.delay, plan.interval, plan.codec, plan.algorithm), (8, 8, "identity", "ring"))
+
     def test_recommends_the_best_where_nothing_is_good(self):
         """The bytes take 2 s a step at p = 12. A delay of ten steps would leave 21 of 24 s a window to wait for."""
         network = timing.Network(latency_seconds=0.0, seconds_per_byte=8e-7)

@@ -28,6 +28,7 @@ from collections.abc import Iterable, Mapping
 from hop_tf import codecs
 from hop_tf.arguments import check_integer
 from hop_tf.timing.costs import (
+    ALGORITHMS,
     FLOAT32_BYTES,
     RESOLUTION,
     Network,
@@ -255,9 +256,9 @@ def recommend_dts(
     """The settings that change training least of those that reach the target.
 
     That is: the first codec with which delays and intervals within the limits reach it; with it the smallest D + p, by
-    which the other ranks' gradients are late at most; of these the smallest D. If nothing reaches the target, the most
-    efficient settings; of those within 2 % of these, the first in the same order. D = 0, p = 1 stands for synchronous
-    SGD by `PipeSGDStrategy(pipeline_width=1)`, which sends one vector.
+    which the other ranks' gradients are late at most; of these the smallest D; the mesh, if that will do. If nothing
+    reaches the target, the most efficient settings; of those within 2 % of these, the first in the same order. D = 0,
+    p = 1 stands for synchronous SGD by `PipeSGDStrategy(pipeline_width=1)`, which sends one vector.
 
     Args:
       network: What communication costs.
@@ -299,10 +300,11 @@ def recommend_dts(
             interval=interval,
             momentum=momentum and (delay, interval) != _SYNCHRONOUS,
             codec=codec,
+            algorithm=algorithm,
             codec_seconds_per_byte=costs.get(codec, 0.0),
             bytes_per_value=bytes_per_value,
         )
-        for codec, (delay, interval) in itertools.product(codec_names, delays)
+        for codec, (delay, interval), algorithm in itertools.product(codec_names, delays, ALGORITHMS)
     ]
     highest = max(plan.scaling_efficiency for plan in plans)
     enough = target_efficiency if highest >= target_efficiency else highest / (1 + RESOLUTION)

@@ -26,6 +26,7 @@ _CODECS = tuple(dict.fromkeys((*pipe_sgd.CODECS, *dts.CODECS, "sketch")))
 _LONG_SECONDS = 0.2
 _MIN_VALUES, _MAX_VALUES = 1 << 18, 1 << 24
 _NUM_SHORT, _NUM_LONG = 20, 3
+_MANY_SECONDS = 2.0  # Where many short ones would take longer than this, few must do.
 _CODEC_VALUES = 1 << 20  # More than fit into a cache.
 _SHARED_SECONDS = 0.05  # Many turns of ranks that share a processor.
 # The least part of a long all-reduce in which bytes are sent, whatever the noise on a busy machine says: no rate is
@@ -106,9 +107,10 @@ class Measurement:
 def measure(strategy: ExchangeStrategy) -> Measurement:
     """Measures the live links, this machine's codecs, and the steps of the last `fit`.
 
-    A collective: every rank calls it, after a `fit`. It takes some seconds: all-reduces of two lengths, by ring and by
-    mesh, whose durations give alpha and S (medians of the short ones) and beta (the least of the long rings); gamma and
-    the codecs are timed on all ranks at once. Means over the ranks are taken.
+    A collective: every rank calls it, after a `fit`. It takes some seconds, and more where round trips are long:
+    all-reduces of two lengths, by ring and by mesh, whose durations give alpha and S (medians of the short ones) and
+    beta (the least of the long rings); gamma and the codecs are timed on all ranks at once. Means over the ranks are
+    taken.
 
     Args:
       strategy: The strategy, of any scheme.
@@ -124,8 +126,7 @@ def measure(strategy: ExchangeStrategy) -> Measurement:
     """
     compute_seconds = _compute_seconds(strategy)
     costs = {name: _codec_seconds_per_byte(strategy, codecs.get(name)) for name in _CODECS}
-    short = (_all_reduce_seconds(strategy, name, 1, _NUM_SHORT) for name in ALGORITHMS)
-    mesh, ring = map(statistics.median, short)
+    mesh, ring = (_short_all_reduce(strategy, name) for name in ALGORITHMS)
     num_values, long_ring = _long_all_reduce(strategy, ring)
     long_mesh = min(_all_reduce_seconds(strategy, "mesh", num_values, _NUM_LONG))
     numbers = [_reduce_seconds_per_byte(strategy), mesh, ring, long_mesh, long_ring, *costs.values()]
@@ -169,6 +170,14 @@ def _compute_seconds(strategy: ExchangeStrategy) -> float:
             "`run_eagerly`."
         )
     return seconds
+
+
+def _short_all_reduce(strategy: ExchangeStrategy, algorithm: str) -> float:
+    """Median duration of an all-reduce of next to no values."""
+    seconds = statistics.median(_all_reduce_seconds(strategy, algorithm, 1, _NUM_LONG))
+    if _mean(strategy, [seconds])[0] * _NUM_SHORT > _MANY_SECONDS:
+        return seconds
+    return statistics.median(_all_reduce_seconds(strategy, algorithm, 1, _NUM_SHORT))
 
 
 def _long_all_reduce(strategy: ExchangeStrategy, short: float) -> tuple[int, float]:
