@@ -19,7 +19,7 @@ from hop_tf.deadlines import problem_of
 from hop_tf.errors import PeerLostError
 from hop_tf.options import CommunicationOptions
 from hop_tf.testing.transports import DEADLINE_SECONDS, TransportTestMixin, split_address, wait_until
-from hop_tf.transport import GrpcTransport, InProcessTransport, PeerStatus, TcpTransport
+from hop_tf.transport import GrpcTransport, InProcessTransport, PeerStatus, TcpTransport, queue_transport
 from hop_tf.transport.peer import Peer
 from hop_tf.transport.queue_transport import num_lanes
 
@@ -92,6 +92,22 @@ class LanesTest(TransportTestMixin, parameterized.TestCase):
     )
     def test_how_many_there_are(self, round_trip, bandwidth, num_peers, expected):
         self.assertEqual(num_lanes(round_trip, bandwidth, num_peers), expected)
+
+    def test_who_shares_the_link(self):
+        """Peers that were sent something large not long ago: in a ring that follows a mesh one of them."""
+        sender, *receivers = self.start(4)
+        for receiver in receivers:
+            self.register(receiver)
+
+        def num_sharing(peer, num_bytes):
+            with mock.patch.object(queue_transport, "num_lanes", side_effect=num_lanes) as count:
+                sender.send(peer, "queue", payload=[np.zeros(num_bytes, np.uint8)], lane=None)
+            return count.call_args.args[2]
+
+        self.assertEqual([num_sharing(peer, 100_000) for peer in (1, 2, 3)], [1, 2, 3])
+        self.assertEqual([num_sharing(peer, 100) for peer in (1, 2, 3)], [3, 3, 3])
+        with mock.patch.object(queue_transport, "_SHARING_SECONDS", 0.0):
+            self.assertEqual([num_sharing(peer, 100_000) for peer in (1, 1)], [1, 1])
 
     def test_far_messages_do_not_wait_for_each_other(self):
         self.enter_context(mock.patch.object(Peer, "least_round_trip_seconds", 0.5))  # Two lanes.
