@@ -23,6 +23,8 @@ from hop_tf.transport.framing import (
 )
 from hop_tf.transport.grpc_link import GrpcLink
 
+# Packets come in bundles of 64 KiB at most: the kernel gathers several, which costs less than to wake Python for each.
+_READ_BYTES = 1 << 18
 _CONNECT_TIMEOUT_SECONDS = 5.0
 # A peer that has accepted the connection answers at once, unless it is frozen.
 _GREETING_TIMEOUT_SECONDS = 10.0
@@ -92,7 +94,7 @@ class Connection:
         """
         view = memoryview(buffer)
         while view.nbytes:
-            count = self._socket.recv_into(view)
+            count = self._socket.recv_into(view[:_READ_BYTES], 0, socket.MSG_WAITALL)
             if not count:
                 raise ConnectionResetError("the connection was closed within a message")
             view = view[count:]
