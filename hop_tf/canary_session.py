@@ -8,6 +8,7 @@ References:
 from __future__ import annotations
 
 import struct
+import zlib
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -196,7 +197,7 @@ class CanarySession:
         codec = self._codec if dtype == np.float32 else codecs.Identity(dtype=dtype)
         return RoutedAllReduce(
             self._membership,
-            f"session/{network}/{'.'.join(map(str, ranks))}/{size}/{name}",
+            f"session/{network}/{zlib.crc32(np.array(ranks, np.int32).tobytes()):08x}/{size}/{name}",
             sizes=[size],
             dtypes=[dtype],
             codecs=[codec],

@@ -28,9 +28,13 @@ class CarriedChanges:
             self._known = [tf.Variable(value, trainable=False, name="hop_tf_known") for value in values]
 
     def reset(self) -> None:
-        """Forgets changes that were made so far."""
+        """Emits the ops that forget changes which were made so far."""
         for variable, known in zip(self.variables, self._known, strict=True):
             known.assign(variable)
+
+    def known(self) -> list[tf.Tensor]:
+        """Emits the ops that read what the variables were before the changes that `take` would give."""
+        return [known.read_value() for known in self._known]
 
     def take(self) -> list[tf.Tensor]:
         """Emits the ops that compute the changes since the last call."""

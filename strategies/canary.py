@@ -203,7 +203,8 @@ class CanaryStrategy(ExchangeStrategy):
             outgoing = submit_gradients(group, gradients)
             return take_means(group, lambda segment: group.collect(outgoing, segment)[0]), []
         _check_averages(group.optimizer())
-        return gradients, _before_decay(group, values)
+        # In the batches whose gradients were accumulated since the last update, moving statistics have changed as well.
+        return gradients, [*_before_decay(group, values[: group.num_trained]), *group.exchange.carried.known()]
 
     def _after_update(self, group: Group, state: list) -> tf.Tensor:
         if self._settings.is_synchronous:
@@ -221,15 +222,19 @@ class CanaryStrategy(ExchangeStrategy):
         group.signal(exchange.merge_segment)
         weights, num_skipped = group.collect(changes, exchange.merge_segment)
         _assign(group, weights)
+        exchange.carried.reset()
         return num_skipped
 
     def _finish_training(self, group: Group) -> None:
-        if self._settings.is_synchronous or not int(group.step):
+        exchange, step = group.exchange, int(group.step)
+        if self._settings.is_synchronous or not step:
             return
-        segment = group.exchange.finish_segment
+        if step == int(exchange.start_step):  # It was started again so late that it has made no step.
+            group.submit([group.variables[index] for index in exchange.order], exchange.start_segment)
+        segment = exchange.finish_segment
         group.signal(segment)
         buckets, _ = group.take(group.step.read_value(), segment)
-        _assign(group, group.exchange.parts[segment].unpack(buckets))
+        _assign(group, exchange.parts[segment].unpack(buckets))
         constrain(group.optimizer(), group.trained)
 
 
@@ -268,7 +273,7 @@ def _assign(group: Group, weights: Sequence[tf.Tensor]) -> None:
 
 
 def _before_decay(group: Group, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """What the variables were when the step began, before Keras has let them decay: w = w_0 (1 - rate decay)."""
+    """What trained variables were when the step began, before Keras has let them decay: w = w_0 (1 - rate decay)."""
     optimizer = group.optimizer()
     if loss_scale(optimizer) is not None:  # Then they decay with the update.
         return list(values)
@@ -276,11 +281,10 @@ def _before_decay(group: Group, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     if not any(decays):
         return list(values)
     rate = tf.cast(learning_rate(optimizer), tf.float64)
-    before = [
+    return [
         value / tf.cast(1.0 - rate * decay, value.dtype) if decay else value
-        for value, decay in zip(values[: group.num_trained], decays, strict=True)
+        for value, decay in zip(values, decays, strict=True)
     ]
-    return [*before, *values[group.num_trained :]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

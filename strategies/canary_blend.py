@@ -5,6 +5,9 @@ the weights of one. But at no moment have all merged the same. So the root marks
 what the piece is when just that message is merged, and adds the difference between the mean and that to what the piece
 has become since. Nobody waits. Who takes another rank's weights meanwhile also takes what these were with the message:
 the difference is to be that.
+
+When ranks have left or joined, messages among those before have no order with those among those after. So a rank that
+may merge both takes no part in a blend, and as a root begins none.
 """
 
 from __future__ import annotations
@@ -57,7 +60,7 @@ class Blending:
     def is_due(self, layout: Layout, piece: Piece, iteration: int) -> bool:
         """Whether the root is to mark the message that it is about to send, of that iteration."""
         key = layout.key, piece.index
-        if self._interval is None or key in self._received:
+        if self._interval is None or key in self._received or not self._is_alone(layout):
             return False
         number = (iteration + 1) // self._interval
         if number <= self._begun.get(key, 0):
@@ -75,14 +78,20 @@ class Blending:
           takes_part: Whether it is merged just now. Else it was part of a state that was pulled: the rank that gave it
             tells what the piece was, and the root is told not to wait for another one.
         """
-        values = np.empty(0, self._replica.dtype_of(piece))
-        if takes_part:
-            with self._replica.lock:
-                values = self._replica.snapshots.get((layout.key, piece.index), values)
+        values, where = np.empty(0, self._replica.dtype_of(piece)), (layout.key, piece.index)
+        with self._replica.lock:
+            if takes_part and self._is_alone(layout):
+                values = self._replica.snapshots.get(where, values)
+            elif takes_part:
+                self._replica.snapshots.pop(where, None)
         if piece.root == self._rank:
             self._collect(layout, piece, self._rank, values)
         else:
             self._send(piece.root, piece.thread, Kind.SNAPSHOT, layout, piece, 0, values)
+
+    def _is_alone(self, layout: Layout) -> bool:
+        """Whether messages of other layouts can neither have been merged among those of this one, nor come yet."""
+        return [each.key for each in self._replica.layouts()] == [layout.key]
 
     def receive(self, layout: Layout, piece: Piece, note: Note, sender: int, payload: np.ndarray) -> None:
         """Takes a message of a blend."""

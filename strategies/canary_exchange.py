@@ -66,6 +66,7 @@ class CanaryExchange(Exchange, Joiner):
 
     Attributes:
       members: For each colayer, the indices of its variables.
+      carried: The changes of the variables that are not trained.
       order: The variables of `merge_segment`, in order: colayer by colayer.
       start_step: int64 variable: the first step that this rank makes.
       replica: The weights and what was merged into them.
@@ -78,6 +79,7 @@ class CanaryExchange(Exchange, Joiner):
         self._settings = settings
         self._queue = f"canary/{self._group}"
         self.members = members
+        self.carried = context.carried
         self.order = [index for colayer in members for index in colayer]
         colayers, whole = [context.packing.part(each) for each in members], context.packing.part(self.order)
         self.merge_segment, self.start_segment, self.finish_segment = (len(members) + i for i in range(3))
@@ -127,6 +129,7 @@ class CanaryExchange(Exchange, Joiner):
                 thread.reset()
             self.replica.reset()
             self._final.reset(session)
+            self.carried.reset()
             self._begin(session)
             self.start_step.assign(start)
 

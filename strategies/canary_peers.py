@@ -50,7 +50,8 @@ class Peers:
 
     def present_key(self) -> bytes:
         """The key of the layout among those that take part. See `Layout`."""
-        return bytes(self.key_of(rank) for rank in range(self._membership.world_size))
+        with self._membership.monitor:
+            return bytes(self.key_of(rank) for rank in range(self._membership.world_size))
 
     def key_of(self, rank: int) -> int:
         """A rank's byte in that key: 1 in its first life, 2 when that has ended, 3 in the second one, and so on."""

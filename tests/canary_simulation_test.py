@@ -6,6 +6,7 @@ that sums are exact in any order.
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import types
 
@@ -275,10 +276,10 @@ def _check_invariants(job, rank, step, weights):
             assert bits == matrix.keys() & set(sent[:num_merged])
 
 
-class DepartureTest(tf.test.TestCase):
+class DepartureTest(tf.test.TestCase, parameterized.TestCase):
     """Of three ranks the last one leaves; changes tell how often each one's were merged: see `_counts`."""
 
-    def _run(self, num_steps, leaves_at, slow_link, last_seconds=1.0):
+    def _run(self, num_steps, leaves_at, slow_link, last_seconds=1.0, **settings):
         changes = np.broadcast_to(6.0 * 100.0 ** np.arange(3)[:, None, None], (3, num_steps, _NUM_VALUES))
         durations, seen = np.ones((3, num_steps)), {}
         durations[2, leaves_at - 1] = last_seconds
@@ -290,6 +291,7 @@ class DepartureTest(tf.test.TestCase):
             leaves_at={2: leaves_at},
             inspect=lambda job, rank, step, weights: seen.update({(rank, step): weights}),
             link_seconds=lambda a, b, num_bytes: 2.0 if (a, b) == slow_link else 0.1,
+            **settings,
         ).run()
         self.assertAllEqual(job.finals[0], job.finals[1])
         return job, seen
@@ -321,6 +323,12 @@ class DepartureTest(tf.test.TestCase):
                 counts = self._counts(job.finals[0][where], rank)
                 expected = counts[0] if is_lost else 2 * len(job.made[rank])
                 self.assertAllEqual(counts, np.full_like(counts, expected))
+
+    @parameterized.parameters(*itertools.product(range(4, 9), ((2, 1), (0, 1), (1, 0))))
+    def test_blends_wait_for_what_is_under_way_among_other_ranks(self, leaves_at, slow_link):
+        """A rank may have merged what another one has not: the mean of both would count it half, and once more."""
+        job, _ = self._run(leaves_at + 6, leaves_at, slow_link, sync_interval=4)
+        self.assertLess(job.max_distance(), 1e-4)
 
     def test_what_a_rank_that_has_left_was_to_sum_up_is_counted(self):
         job, _ = self._run(40, leaves_at=5, slow_link=(2, 1))
@@ -357,6 +365,29 @@ class DepartureTest(tf.test.TestCase):
         job.take_steps = lambda rank, exchange: (self._rejoin(job, 5.0) if rank else None, take_steps(rank, exchange))
         job.run()
         self.assertEqual(sorted(job.finals), [0, 1])
+
+    def test_a_newcomer_makes_no_step_of_its_own(self):
+        """Rank 0 is at its last step when rank 1 asks where it is."""
+        job = Job("mesh", 2, np.ones((2, 1)), 2 * np.ones((2, 1, _NUM_VALUES)))
+
+        take_steps = job.take_steps
+
+        def join_at_the_end(rank, exchange):
+            if rank == 0:
+                return take_steps(rank, exchange)
+            self._rejoin(job, 5.0)
+            exchange.begin_at(1)
+            exchange.meet(0, 0)
+            state = job.exchanges[0].replica.read()
+            exchange.step(Outgoing(1, exchange.start_segment, state))
+            empty = (np.empty(0, np.float32),)
+            job.finals[rank] = exchange.step(Outgoing(1, exchange.finish_segment, empty)).buckets[0]
+
+        job.take_steps = join_at_the_end
+        job.run()
+        self.assertAllEqual(job.finals[0], job.finals[1])
+        # What rank 1 was to sum up before it died is lost.
+        self.assertEqual(set(job.finals[0]), {0.0, 1.0})
 
     def _rejoin(self, job, seconds):
         """After so many seconds another process takes the place of rank 1, of two."""

@@ -285,6 +285,25 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
         self.assertBetween(mean, 0.4, 0.6)
 
 
+    def test_moving_statistics_of_accumulated_batches(self):
+        """They change with every batch, not with every update only."""
+
+        def run(strategy):
+            with strategy.scope():
+                normalization = keras.layers.BatchNormalization(momentum=0.9)
+                model = keras.Sequential([keras.Input((1,)), normalization, keras.layers.Dense(1)])
+                model.compile(keras.optimizers.SGD(0.01, gradient_accumulation_steps=4), "mse")
+            model.fit(np.ones((64, 1)), np.zeros(64), batch_size=4, verbose=0)
+            return float(normalization.moving_mean.numpy()[0]), strategy.report()["steps"]
+
+        results = _cluster(2, codec=None).run(run)
+        # A rank that is behind passes over some updates.
+        num_batches = 4 * np.mean([num_updates for _, num_updates in results])
+        for mean, _ in results:
+            self.assertEqual(mean, results[0][0])
+            self.assertGreater(mean, 1 - 0.9 ** (0.8 * num_batches))
+
+
 class RefusalTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
         ({"network": "ring"}, "`network` must be 'mesh'"),
