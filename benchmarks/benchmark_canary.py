@@ -8,13 +8,16 @@ traffic     Bytes that a rank sends in a step, headers and bucket values include
 straggler   One rank is ten times slower: steps per second of the others, over those without a slow rank. Required: 95%.
 networks    Steps per second with an emulated computation (asleep) on a mesh and on BCubes, synchronous and not, with
             the sketch and without, and the bytes on each lane. (Figures 23 and 24 in the small.)
-interfaces  Four ranks, synchronous, float32, the model of `traffic`: a BCube(2,2) over two interfaces, beside a mesh
-            over one, of --interface_link each (an emulated network: root). Required: 1.8 times the speed.
+interfaces  The all-reduce of synchronous training, four ranks, as many values of float32 as the model of `traffic` has:
+            on a BCube(2,2) over two interfaces, beside a mesh over one, of --interface_link each (an emulated network:
+            root). The bytes that a rank sends a second, and processor seconds a second of all ranks. Required: 1.8
+            times the rate.
 accuracy    Real training on loopback: accuracy on the test data, and the seconds until `--target` was reached.
 convergence Synchronous training in simulated ranks, with gradients sketched in none, half or all of the steps (Figure
             22): accuracy on the test data. Required: within 0.3 points of none. (`canary_accuracy.py`)
 
-BML, the baseline of the paper, is `consistency="bsp", codec=None` on a BCube.
+BML, the baseline of the paper, is `consistency="bsp", codec=None`: on a BCube in `networks`, elsewhere on a mesh. Steps
+are those that a rank has made, without the ones that it has passed over.
 """
 
 from __future__ import annotations
@@ -50,6 +53,7 @@ _TARGET = flags.DEFINE_float("target", 0.85, "Accuracy whose time is taken.")
 _SEEDS = flags.DEFINE_integer("seeds", 1, "Trainings of each kind.")
 _OUTPUT = flags.DEFINE_string("output", None, "A folder for tables and figures.")
 
+_NUM_REDUCTIONS = 7
 _FLOAT32 = {"codec": None}
 _KINDS = {
     "BSP float32 (BML)": {"consistency": "bsp", **_FLOAT32},
@@ -77,7 +81,7 @@ def _run(case: Mapping, rank: int, turn: int, settings: Mapping) -> dict:
         settings = {**settings, "interfaces": [case["interfaces"][rank][level] for level in settings["interfaces"]]}
     strategy = hop_tf.CanaryStrategy(**settings)
     try:
-        return _train(case, strategy) if case["experiment"] == "accuracy" else _time(case, strategy)
+        return _MEASURES[case["experiment"]]({**case, "network": settings.get("network", "mesh")}, strategy)
     finally:
         strategy.shutdown()
 
@@ -102,13 +106,26 @@ def _time(case: Mapping, strategy: hop_tf.CanaryStrategy) -> dict:
     first = len(times) // 4  # What comes before are tracing and the first messages.
     of_steps = np.diff(sent[first:])
     return {
-        "steps_per_second": (len(times) - 1 - first) / (times[-1] - times[first]),
-        "trained": steps[-1] - steps[first],
+        "steps_per_second": (steps[-1] - steps[first]) / (times[-1] - times[first]),
         "bytes": float(np.mean(of_steps)),
         "peak": float(np.max(of_steps)),
         "num_values": model.count_params(),
         "report": strategy.report(),
     }
+
+
+def _reduce(case: Mapping, strategy: hop_tf.CanaryStrategy) -> dict:
+    """Duration of an all-reduce, and processor time in it."""
+    values = np.ones(case["num_values"], np.float32)
+    reduction = strategy.all_reduce_for_measurement(case["network"], values.size)
+    seconds, processor_seconds = [], []
+    for step in range(1 + _NUM_REDUCTIONS):
+        start, processor_start = time.monotonic(), time.process_time()
+        reduction.mean(step, [values], lambda rank, step: True)
+        seconds.append(time.monotonic() - start)
+        processor_seconds.append(time.process_time() - processor_start)
+    reduction.close()
+    return {"seconds": statistics.median(seconds[1:]), "processor_seconds": statistics.median(processor_seconds[1:])}
 
 
 class _Weights(keras.callbacks.Callback):
@@ -146,6 +163,9 @@ def _train(case: Mapping, strategy: hop_tf.CanaryStrategy) -> list[tuple[float, 
         model.set_weights(values)
         accuracies.append((seconds, model.evaluate(x_test, y_test, batch_size=500, verbose=0)[1]))
     return accuracies
+
+
+_MEASURES = {"timing": _time, "reduction": _reduce, "accuracy": _train}
 
 
 # In the parent.
@@ -236,12 +256,21 @@ def _networks() -> None:
 def _interfaces() -> None:
     kind, rows = _KINDS["BSP float32 (BML)"], []
     settings = [{**kind, "network": name, "interfaces": used} for name, used in _INTERFACES.items()]
-    measured = _measure(settings, 4, width=_WIDTH.value, num_steps=16, link=_INTERFACE_LINK.value, num_interfaces=2)
-    rates = [statistics.mean(each["steps_per_second"] for each in of_ranks) for of_ranks in measured]
-    for (name, used), rate, of_ranks in zip(_INTERFACES.items(), rates, measured, strict=True):
-        sent = statistics.mean(each["bytes"] for each in of_ranks)
-        rows.append((name, len(used), sent * rate / 1e6, rate, rate / rates[0]))
-    _show("interfaces", ("network", "interfaces", "MB / s", "steps / s", "over one"), rows)
+    num_values, world_size = 2 * (_WIDTH.value + 1) * _WIDTH.value, 4
+    measured = _measure(
+        settings,
+        world_size,
+        experiment="reduction",
+        num_values=num_values,
+        link=_INTERFACE_LINK.value,
+        num_interfaces=2,
+    )
+    sent = 2 * (world_size - 1) / world_size * 4 * num_values
+    slowest = [max(each["seconds"] for each in of_ranks) for of_ranks in measured]
+    for (name, used), seconds, of_ranks in zip(_INTERFACES.items(), slowest, measured, strict=True):
+        processors = sum(each["processor_seconds"] for each in of_ranks) / seconds
+        rows.append((name, len(used), seconds, sent / seconds / 1e6, processors, slowest[0] / seconds))
+    _show("interfaces", ("network", "interfaces", "s", "MB / s", "processors", "over one"), rows)
 
 
 def _accuracy() -> None:

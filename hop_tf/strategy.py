@@ -254,7 +254,7 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
         """Makes an all-reduce of a float32 vector over the live links, for `hop_tf.timing.measure`. A collective.
 
         Args:
-          algorithm: "mesh" or "ring".
+          algorithm: As for `hop_tf.collectives.get_algorithm`.
           num_values: Length of the vector.
 
         Returns:

@@ -284,7 +284,6 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
         mean = weights[0][2][0]
         self.assertBetween(mean, 0.4, 0.6)
 
-
     def test_moving_statistics_of_accumulated_batches(self):
         """They change with every batch, not with every update only."""
 

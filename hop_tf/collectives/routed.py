@@ -47,7 +47,7 @@ class RoutedAllReduce(AllReduce):
                     waiting.update(dict.fromkeys(self._awaited(operation, flow), flow))
 
     def _flows(self, operation: Operation, vector: Vector) -> list[_Flow]:
-        """All chunks: the first chunk of each piece first, and of these, what others are waiting for."""
+        """All chunks: the first chunk of each piece first, and of these, what has the longest way."""
         num_ranks, mine = len(operation.ranks), operation.index
         routes = self._network.routes_among(num_ranks)
         pieces = vector.pieces(len(routes))
@@ -57,7 +57,7 @@ class RoutedAllReduce(AllReduce):
             for chunk, where in enumerate(pieces[number])
         ]
         # Everybody begins with the next root: nobody is sent to by all at once.
-        return sorted(flows, key=lambda flow: (flow.chunk, (flow.route.root - mine - 1) % num_ranks))
+        return sorted(flows, key=lambda flow: (flow.chunk, -flow.num_hops, (flow.route.root - mine - 1) % num_ranks))
 
     def _awaited(self, operation: Operation, flow: _Flow) -> list[tuple]:
         """What is received next."""
@@ -122,3 +122,11 @@ class _Flow:
     @property
     def num_children(self) -> int:
         return len(self.children)
+
+    @property
+    def num_hops(self) -> int:
+        """How far it is to the root."""
+        count, rank = 0, self.rank
+        while (rank := self.route.parents[rank]) is not None:
+            count += 1
+        return count
