@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import itertools
+import math
 import os
 import random
 import shutil
@@ -159,6 +160,14 @@ class LinksTest(parameterized.TestCase):
 
 
 class AvailableTest(absltest.TestCase):
+    def test_a_bundle_fits_into_the_bucket(self):
+        for rate in (1e6, 10e6, 100e6, 300e6, 500e6, 1e9, 10e9):
+            links = network.Links(2, bandwidth_bits_per_second=rate)
+            bundle = links.bundle_limit(0)
+            num_frames = math.ceil(bundle / 1448)
+            self.assertGreaterEqual(links.bucket_bytes(0), bundle + num_frames * (14 + 52))
+            self.assertLessEqual(links.bucket_bytes(0), max(rate / 8 / 1000, bundle) * 1.05 + 2 * 1514)
+
     def test_names_a_missing_program(self):
         with mock.patch.object(shutil, "which", return_value=None):
             self.assertEqual(network.available(), "the command ip is missing (package iproute2)")

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 from . import orders
-from .links import BURST_SECONDS, FRAME_BYTES, Links
+from .links import Links
 from .namespaces import enter, execute, ip, make_device, new_namespace
 from .relay import Relay
 
@@ -119,8 +119,7 @@ def _make_relayed(addresses: Sequence[str], links: Links) -> tuple[list[int], li
 def _limit(device: str, links: Links, host: int) -> None:
     rate = links.rates[host]
     if math.isfinite(rate):
-        burst = max(links.bundle_limit(host), int(rate / 8 * BURST_SECONDS)) + FRAME_BYTES
-        limit = f"rate {int(rate)}bit burst {burst} limit {links.queue_limit(host)}"
+        limit = f"rate {int(rate)}bit burst {links.bucket_bytes(host)} limit {links.queue_limit(host)}"
         execute(["tc", "qdisc", "add", "dev", device, "root", "tbf", *limit.split()])
 
 

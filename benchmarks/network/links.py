@@ -93,6 +93,15 @@ class Links:
         burst = self.rates[host] / 8 * BURST_SECONDS
         return int(min(max(burst, 2 * FRAME_BYTES), MAX_BUNDLE_BYTES))
 
+    def bucket_bytes(self, host: int) -> int:
+        """What a host's link may send at full speed after it was idle: a bundle at least, and one frame more.
+
+        A bundle counts with the headers that its frames would have. The kernel cuts one that is larger than this into
+        frames, each of which costs as much processor time as a bundle does.
+        """
+        bundle = math.ceil(self.bundle_limit(host) / TCP_SHARE)
+        return max(bundle, int(self.rates[host] / 8 * BURST_SECONDS)) + FRAME_BYTES
+
     def _check_matrix(self) -> None:
         if self.round_trip_seconds:
             self._refuse("round_trip_seconds", "must be left out where `one_way_seconds` is given")
