@@ -107,7 +107,7 @@ class LanesTest(TransportTestMixin, parameterized.TestCase):
         self.assertEqual([num_sharing(peer, 100_000) for peer in (1, 2, 3)], [1, 2, 3])
         self.assertEqual([num_sharing(peer, 100) for peer in (1, 2, 3)], [3, 3, 3])
         with mock.patch.object(queue_transport, "_SHARING_SECONDS", 0.0):
-            self.assertEqual([num_sharing(peer, 100_000) for peer in (1, 1)], [1, 1])
+            self.assertEqual([num_sharing(1, num_bytes) for num_bytes in (100_000, 100)], [1, 1])
 
     def test_far_messages_do_not_wait_for_each_other(self):
         self.enter_context(mock.patch.object(Peer, "least_round_trip_seconds", 0.5))  # Two lanes.

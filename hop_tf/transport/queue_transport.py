@@ -237,7 +237,7 @@ class QueueTransport(Transport):
         with self._lock:
             if num_bytes >= _LARGE_BYTES:
                 self._last_unordered[peer] = now
-            times = {peer: now, **self._last_unordered}.values()
+            times = {**self._last_unordered, peer: now}.values()
             num_peers = sum(now - last <= _SHARING_SECONDS for last in times)
             count = num_lanes(round_trip_seconds, self._options.bandwidth_bits_per_second, num_peers)
             outboxes = {lane: self._outboxes.get((peer, lane)) for lane in range(BULK_LANE, BULK_LANE + count)}
