@@ -57,7 +57,11 @@ class Route:
     @property
     def depth(self) -> int:
         """How many messages follow each other on the way up."""
-        return max(len(list(self.path(rank))) for rank in range(len(self.parents)))
+        return max(map(self.num_hops, range(len(self.parents))))
+
+    def num_hops(self, rank: int) -> int:
+        """How far it is from `rank` to the root."""
+        return len(list(self.path(rank)))
 
     def path(self, rank: int) -> Iterable[int]:
         """The ranks on the way from `rank` to the root, without `rank` itself."""

@@ -6,8 +6,9 @@ import dataclasses
 
 import numpy as np
 
-from hop_tf.collectives.all_reduce import AllReduce, Operation
+from hop_tf.collectives.all_reduce import AllReduce
 from hop_tf.collectives.networks import Network, Route
+from hop_tf.collectives.operation import Operation
 from hop_tf.collectives.tree import BULK_LANE
 from hop_tf.collectives.vectors import Vector
 
@@ -57,7 +58,9 @@ class RoutedAllReduce(AllReduce):
             for chunk, where in enumerate(pieces[number])
         ]
         # Everybody begins with the next root: nobody is sent to by all at once.
-        return sorted(flows, key=lambda flow: (flow.chunk, -flow.num_hops, (flow.route.root - mine - 1) % num_ranks))
+        return sorted(
+            flows, key=lambda flow: (flow.chunk, -flow.route.num_hops(mine), (flow.route.root - mine - 1) % num_ranks)
+        )
 
     def _awaited(self, operation: Operation, flow: _Flow) -> list[tuple]:
         """What is received next."""
@@ -122,11 +125,3 @@ class _Flow:
     @property
     def num_children(self) -> int:
         return len(self.children)
-
-    @property
-    def num_hops(self) -> int:
-        """How far it is to the root."""
-        count, rank = 0, self.rank
-        while (rank := self.route.parents[rank]) is not None:
-            count += 1
-        return count

@@ -1,0 +1,169 @@
+"""`Operation`: how one rank sends and receives the chunks of an all-reduce. See `hop_tf.collectives.all_reduce`."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Callable, Collection, Sequence
+
+import numpy as np
+
+from hop_tf.errors import ProtocolError
+from hop_tf.membership import Membership
+from hop_tf.transport.base import Message
+
+# Session, step, the ranks that take part, vector, turn, chunk.
+_HEADER = struct.Struct("<qqIIII")
+_Attempt = tuple[int, int]  # Step, the ranks that take part.
+_Key = tuple[int, int, int, int]  # Sender, vector, turn, chunk.
+
+
+class RanksChanged(Exception):
+    """A rank that was to take part has left."""
+
+
+class Operation:
+    """One attempt at one step, with the ranks that take part as far as this rank knows.
+
+    Attributes:
+      ranks: The ranks, in order.
+      index: This rank's place in `ranks`.
+      step: Number of the step.
+      vector: Number of the vector that is at work.
+      is_committed: Whether others may have a mean of the step.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        mailbox: Mailbox,
+        session: int,
+        step: int,
+        delivers: Callable[[int, int], bool],
+        before_commit: Callable[[], None],
+        *,
+        is_committed: bool,
+        training_step: int,
+    ):
+        self._membership = membership
+        self._mailbox = mailbox
+        self._session = session
+        self.step = step
+        self._delivers = delivers
+        self._before_commit = before_commit
+        self._training_step = training_step
+        membership.check()  # Who is alone waits for nobody, and would not hear that the job has ended.
+        with membership.monitor:
+            self.ranks = self._present()
+        self.index = self.ranks.index(membership.rank)
+        self._attempt = (step, zlib.crc32(np.array(self.ranks, np.int32).tobytes()))
+        self.vector = 0
+        self.is_committed = is_committed
+
+    def _present(self) -> list[int]:
+        rank = self._membership.rank
+        return [r for r in range(self._membership.world_size) if r == rank or self._delivers(r, self.step)]
+
+    def commit(self) -> None:
+        """From now on others may have a mean of this step: it is ended, even if this rank is about to leave."""
+        if not self.is_committed:
+            self._before_commit()
+            self.is_committed = True
+
+    def send(self, rank: int, turn: int, chunk: int, data: np.ndarray, lane: int | None = None) -> None:
+        header = _HEADER.pack(self._session, *self._attempt, self.vector, turn, chunk)
+        self._membership.send(
+            rank,
+            self._mailbox.queue,
+            header,
+            [data],
+            lane,
+            step=self._training_step,
+            interruptible=not self.is_committed,
+        )
+
+    def key(self, sender: int, turn: int, chunk: int) -> _Key:
+        """Names a chunk that `receive_any` may take; `sender` is a place in `ranks`."""
+        return self.ranks[sender], self.vector, turn, chunk
+
+    def receive(self, senders: Sequence[int], turn: int, chunk: int) -> list[np.ndarray]:
+        """Takes the same chunk of several ranks."""
+        keys = [(sender, self.vector, turn, chunk) for sender in senders]
+
+        def missing() -> list[int]:
+            return [key[0] for key in keys if not self._mailbox.has(self._attempt, key)]
+
+        self._wait(missing)
+        with self._membership.monitor:
+            return [self._mailbox.take(self._attempt, key) for key in self._still_there(keys)]
+
+    def receive_any(self, keys: Collection[_Key]) -> tuple[_Key, np.ndarray]:
+        """Takes that of several chunks which is there first, and says which one that is."""
+
+        def missing() -> list[int]:
+            is_there = any(self._mailbox.has(self._attempt, key) for key in keys)
+            return [] if is_there else sorted({key[0] for key in keys})
+
+        self._wait(missing)
+        with self._membership.monitor:
+            key = next(key for key in self._still_there(keys) if self._mailbox.has(self._attempt, key))
+            return key, self._mailbox.take(self._attempt, key)
+
+    def _wait(self, missing: Callable[[], list[int]]) -> None:
+        self._membership.wait(
+            lambda: missing() if self._present() == self.ranks else [],
+            operation="receive a part of the mean",
+            step=self._training_step,
+            interruptible=not self.is_committed,
+        )
+
+    def _still_there(self, keys: Collection[_Key]) -> Collection[_Key]:
+        """The same keys; raises if a rank that was to take part has left."""
+        if self._present() != self.ranks:
+            raise RanksChanged
+        return keys
+
+
+class Mailbox:
+    """Messages of the running session that came and were not taken yet. All but `close` with the monitor held."""
+
+    def __init__(self, membership: Membership, queue: str):
+        self.queue = queue
+        self._membership = membership
+        self._session = membership.session
+        self._first_step = 0
+        self._messages: dict[_Attempt, dict[_Key, np.ndarray]] = {}
+        membership.transport.register(queue, self._on_message)
+
+    def has(self, attempt: _Attempt, key: _Key) -> bool:
+        return key in self._messages.get(attempt, ())
+
+    def take(self, attempt: _Attempt, key: _Key) -> np.ndarray:
+        return self._messages[attempt].pop(key)
+
+    def forget(self, step: int) -> None:
+        """Drops what is left of `step` and those before: of attempts that were given up."""
+        self._first_step = step + 1
+        for attempt in [attempt for attempt in self._messages if attempt[0] <= step]:
+            del self._messages[attempt]
+
+    def clear(self, session: int) -> None:
+        self._session = session
+        self._first_step = 0
+        self._messages.clear()
+
+    def close(self) -> None:
+        self._membership.transport.unregister(self.queue)
+
+    def _on_message(self, message: Message) -> None:
+        if len(message.header) != _HEADER.size:
+            raise ProtocolError(f"rank {message.sender} sent an unexpected message to {message.queue!r}.")
+        session, step, ranks, vector, turn, chunk = _HEADER.unpack(message.header)
+        with self._membership.monitor:
+            if session != self._session or step < self._first_step:
+                return
+            # Nobody ends a step without this rank: others are in this step or the next one.
+            if step > self._first_step + 1:
+                raise ProtocolError(f"rank {message.sender} is at step {step}, this rank at {self._first_step}.")
+            self._messages.setdefault((step, ranks), {})[message.sender, vector, turn, chunk] = message.payload
+            self._membership.monitor.notify_all()
