@@ -63,7 +63,7 @@ def _time(case: Mapping, rank: int, turn: int, *, is_alone: bool, **settings) ->
     strategy.shutdown()
     return {
         "step": statistics.median(np.diff(times)[_WARMUP_STEPS:]),
-        "communicate": report["communicate_seconds"] / report["steps"],
+        "communicate": 0.0 if is_alone else report["communicate_seconds"] / report["steps"],
     }
 
 
