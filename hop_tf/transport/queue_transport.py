@@ -26,8 +26,6 @@ _LOG_PERIOD_SECONDS = 1.0
 # What one connection has under way at most, where its buffers may grow to 4 MiB, Linux's default.
 _BYTES_UNDER_WAY = 3 << 20
 _MAX_SPREAD_LANES = 8
-# A peer shares the link with others for so long after it was sent so much.
-_SHARING_SECONDS = 10.0
 _LARGE_BYTES = 1 << 16
 
 
@@ -82,7 +80,9 @@ class QueueTransport(Transport):
         self._lock = threading.Lock()
         self._outboxes: dict[tuple[int, int], Outbox] = {}
         self._watched: set[int] = set()
-        self._last_unordered: dict[int, float] = {}  # When peers were sent large messages without a lane.
+        # The numbers of the last two large messages without a lane, for each peer; -1 before the first one.
+        self._large_messages: dict[int, collections.deque[int]] = {}
+        self._num_large_messages = 0
         self._failure: HopError | None = None
         self._closed = False
         self._bytes_sent = 0
@@ -233,15 +233,25 @@ class QueueTransport(Transport):
 
     def _emptiest_lane(self, peer: int, num_bytes: int) -> int:
         """Of the lanes that unordered messages are spread over the one with the least on its way."""
-        round_trip_seconds, now = self._peer(peer).least_round_trip_seconds, time.monotonic()
+        round_trip_seconds = self._peer(peer).least_round_trip_seconds
         with self._lock:
+            count = num_lanes(round_trip_seconds, self._options.bandwidth_bits_per_second, self._num_sharing_with(peer))
             if num_bytes >= _LARGE_BYTES:
-                self._last_unordered[peer] = now
-            times = {**self._last_unordered, peer: now}.values()
-            num_peers = sum(now - last <= _SHARING_SECONDS for last in times)
-            count = num_lanes(round_trip_seconds, self._options.bandwidth_bits_per_second, num_peers)
+                self._large_messages.setdefault(peer, collections.deque([-1], maxlen=2)).append(
+                    self._num_large_messages
+                )
+                self._num_large_messages += 1
             outboxes = {lane: self._outboxes.get((peer, lane)) for lane in range(BULK_LANE, BULK_LANE + count)}
         return min(outboxes, key=lambda lane: (0, 0) if outboxes[lane] is None else outboxes[lane].load)
+
+    def _num_sharing_with(self, peer: int) -> int:
+        """How many peers share this rank's link, this one among them: those that took turns with it.
+
+        Times do not matter. After a pause the same peers share it, and another connection would begin slowly.
+        """
+        since = self._large_messages[peer][0] if peer in self._large_messages else -1
+        others = {other for other, numbers in self._large_messages.items() if numbers[-1] > since}
+        return len(others | {peer})
 
     def _check_open(self) -> None:
         if self._closed:
