@@ -38,7 +38,8 @@ then. Ctrl-C is passed on to all processes; a second one ends them. No process s
 """
 _EPILOG = """\
 Each worker is given its share of the cores (OMP_NUM_THREADS, TF_NUM_INTRAOP_THREADS, TF_NUM_INTEROP_THREADS) and,
-where there are several GPUs, one of them in turn (CUDA_VISIBLE_DEVICES). What is set already is respected.
+where there are several GPUs, one of them in turn (CUDA_VISIBLE_DEVICES). What is set already is respected. Parameter
+servers get no GPU.
 """
 
 

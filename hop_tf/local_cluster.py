@@ -173,15 +173,17 @@ def task_environments(
 
     Returns:
       `base` with `TF_CONFIG`, the limits of `thread_limits`, and a GPU per worker as `gpu_assignments` has it.
+      Parameter servers get none.
     """
     configs = make_tf_configs(tasks, ports)
     num_workers = sum(task.type == "worker" for task in tasks)
     gpus = gpu_assignments(num_workers, base)
+    no_gpu = {"CUDA_VISIBLE_DEVICES": "-1"} if _visible_gpus(base) else {}
     return {
         task: {
             **thread_limits(num_workers),
             **base,
-            **(gpus[task.index] if task.type == "worker" else {}),
+            **(gpus[task.index] if task.type == "worker" else no_gpu),
             "TF_CONFIG": configs[task],
         }
         for task in tasks

@@ -84,10 +84,11 @@ class ShatExchange(Exchange, Joiner):
         return incoming
 
     def _step(self, outgoing: Outgoing) -> Incoming:
-        push = self._make_push(outgoing)
+        rate, is_applied = self._beside(outgoing.buckets)[:NUM_BESIDE]
+        push = self._make_push(outgoing.step, rate, bool(is_applied))
         self._servers.reconfigure(push)
         for shard in self.shards:
-            shard.encode(outgoing.buckets)
+            shard.encode(outgoing.buckets, is_applied=bool(is_applied))
             self._servers.send(push, shard)  # Line 5.
         self._num_sent = outgoing.step + 1
         self.last_session = self._servers.session
@@ -96,14 +97,13 @@ class ShatExchange(Exchange, Joiner):
         self._servers.end_configuration()
         return self._merge(outgoing, answers)
 
-    def _make_push(self, outgoing: Outgoing) -> Request:
-        rate, is_applied = self._beside(outgoing.buckets)[:NUM_BESIDE]
+    def _make_push(self, step: int, rate: float, is_applied: bool) -> Request:
         push = pb.Push(
             group=self._context.group,
             session=self._servers.session,
-            sequence=outgoing.step + 1,
+            sequence=step + 1,
             rate=rate,
-            is_applied=bool(is_applied),
+            is_applied=is_applied,
         )
 
         def message(shard: ShardView, is_missing: bool) -> tuple[bytes, Sequence[np.ndarray]]:
@@ -119,7 +119,7 @@ class ShatExchange(Exchange, Joiner):
             message=message,
             is_answer=lambda reply: (reply.session, reply.sequence) == (push.session, push.sequence),
             shards=self.shards,
-            step=outgoing.step,
+            step=step,
             retries=True,
         )
 

@@ -74,9 +74,9 @@ class ShardView:
         for (bucket, where), values in zip(self.ranges, part, strict=True):
             buckets[bucket][where] = values
 
-    def encode(self, buckets: Sequence[np.ndarray]) -> None:
+    def encode(self, buckets: Sequence[np.ndarray], *, is_applied: bool) -> None:
         """Makes `encoded`, which is pushed."""
-        self.encoded = self._encoding.encode(self.cut(buckets))
+        self.encoded = self._encoding.encode(self.cut(buckets), is_applied=is_applied)
 
     def decode(self, payload: np.ndarray) -> list[np.ndarray]:
         """The shard's part of the model that answers a push."""

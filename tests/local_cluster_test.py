@@ -70,6 +70,13 @@ class EnvironmentTest(parameterized.TestCase):
             environments = local_cluster.gpu_assignments(2, {"TF_FORCE_GPU_ALLOW_GROWTH": "false"})
         self.assertEqual(environments, [{"TF_FORCE_GPU_ALLOW_GROWTH": "false"}] * 2)
 
+    @parameterized.parameters(("0,1", "-1"), ("", ""))
+    def test_parameter_servers_leave_gpus_to_workers(self, visible, of_server):
+        tasks = local_cluster.make_tasks(num_workers=2, num_ps=1)
+        found = local_cluster.task_environments(tasks, [11001, 11002, 11003], {"CUDA_VISIBLE_DEVICES": visible})
+        self.assertEqual(found[Task("ps", 0)]["CUDA_VISIBLE_DEVICES"], of_server)
+        self.assertEqual(found[Task("worker", 1)]["CUDA_VISIBLE_DEVICES"], "1" if visible else "")
+
     @parameterized.parameters("", "-1")
     def test_without_gpus_nothing_is_set(self, visible):
         self.assertEqual(local_cluster.gpu_assignments(2, {"CUDA_VISIBLE_DEVICES": visible}), [{}, {}])

@@ -3,6 +3,7 @@
 import json
 import os
 import tempfile
+from unittest import mock
 
 import keras
 import numpy as np
@@ -14,6 +15,7 @@ from hop_tf import codecs
 from hop_tf.errors import MismatchError, ProtocolError
 from hop_tf.keras_hook import serialized_for_server
 from hop_tf.packing import Packing, TensorSpec
+from hop_tf.parameter_server import snapshots as snapshots_module
 from hop_tf.parameter_server import wire
 from hop_tf.parameter_server.consistency import Consistency
 from hop_tf.parameter_server.encoding import Encoding
@@ -125,6 +127,22 @@ class ShardTest(tf.test.TestCase, parameterized.TestCase):
         shard.apply([np.ones(64, np.float32)], 1.0)
         self.assertAllEqual(before, np.zeros(64))
         self.assertAllEqual(shard.read()[0], -np.ones(64))
+
+    def test_leaves_gpus_to_workers(self):
+        """All operations are placed on the processor; but to read variables, which are there, and to return results."""
+        packing, elsewhere = _packing(), ("Placeholder", "NoOp", "ReadVariableOp", "Identity")
+        ((_, shard),) = _shards(packing, _OPTIMIZERS["average"](), 1)
+        buckets, devices = [tf.constant(bucket) for bucket in packing.zeros()], set()
+        for function, *arguments in (
+            (shard._apply, buckets, tf.constant(_RATE, tf.float64)),
+            (shard._read,),
+            (shard._assign, buckets),
+        ):
+            graph = function.get_concrete_function(*arguments).graph
+            computing = [op for op in graph.get_operations() if op.type not in elsewhere]
+            self.assertNotEmpty(computing)
+            devices |= {op.device for op in computing}
+        self.assertEqual({tf.DeviceSpec.from_string(each).device_type for each in devices}, {"CPU"})
 
     def test_other_optimizers_may_look_at_whole_tensors(self):
         for name in ("Lamb", "Muon", "Adafactor"):
@@ -290,6 +308,18 @@ class WireTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllEqual(decoded[1], buckets[1])
         self.assertAllEqual(decoded[2], buckets[2])
 
+    def test_what_was_lost_is_not_lost_for_good_with_a_gradient_that_is_left_out(self):
+        packing, generator = Packing([TensorSpec("w", (256,), tf.float32)]), np.random.default_rng(0)
+        encoding = Encoding(packing, codecs.Int8(error_feedback=True))
+        first, left_out, last = (_random_buckets(generator, packing) for _ in range(3))
+        total = np.zeros(256, np.float32)
+        for buckets, is_applied in ((first, True), (left_out, False), (last, True)):
+            (sent,) = encoding.encode(buckets, is_applied=is_applied)
+            (decoded,) = encoding.decode([np.asarray(sent).view(np.uint8)])
+            total += is_applied * decoded
+        lost = first[0] + last[0] - total
+        self.assertAllInRange(lost, *(np.array([-0.51, 0.51]) * np.abs(last[0] + lost).max() / 127))
+
 
 class SnapshotsTest(tf.test.TestCase):
     def setUp(self):
@@ -311,26 +341,51 @@ class SnapshotsTest(tf.test.TestCase):
         snapshots, group = self._snapshots(every_pushes=3, every_seconds=1e6), self._make_group()
         self.assertIsNone(snapshots.read("g", b"signature", self._packing))
         values = np.random.default_rng(0).normal(size=9)
-        for step in range(1, 8):  # Snapshots after 3 and after 6 pushes.
+        for step in range(1, 9):  # Snapshots after 1, 4 and 7 pushes.
             group.push(0, _push(step, values[step]))
             snapshots.write("g", group)
         self.assertEqual(os.listdir(self._directory), ["ps_2_g"])
         state = self._snapshots().read("g", b"signature", self._packing)
-        self.assertEqual((state.num_pushes, state.num_steps, state.iterations), (6, 6, 6))
+        self.assertEqual((state.num_pushes, state.num_steps, state.iterations), (7, 7, 7))
         second = self._make_group()
         second.assign(state)
         second.begin_session([0])
-        second.push(0, _push(1, values[7]))
+        second.push(0, _push(1, values[8]))
         self.assertAllEqual(second.state(with_slots=True).buckets[0], group.state(with_slots=True).buckets[0])
 
-    def test_final_snapshot_has_the_last_push(self):
+    def test_the_first_push_and_the_last_are_written_at_once(self):
+        snapshots, group = self._snapshots(), self._make_group()
+        snapshots.read("g", b"", self._packing)
+        snapshots.write("g", group, final=True)
+        self.assertEmpty(os.listdir(self._directory))  # Nothing was learned.
+        for step, is_final, num_written in ((1, False, 1), (2, False, 1), (3, True, 3)):
+            group.push(0, _push(step, 1.0))
+            snapshots.write("g", group, final=is_final)
+            self.assertEqual(self._snapshots().read("g", b"", self._packing).num_pushes, num_written)
+
+    def test_seconds_count_from_the_last_one(self):
+        snapshots, group = self._snapshots(every_seconds=10), self._make_group()
+        now = 1000
+        with mock.patch.object(snapshots_module, "time", mock.Mock(monotonic=lambda: now)):
+            snapshots.read("g", b"", self._packing)
+            for step, (now, num_written) in enumerate([(1000, 1), (1009, 1), (1010, 3), (1019, 3), (1020, 5)], 1):
+                group.push(0, _push(step, 1.0))
+                snapshots.write("g", group)
+                self.assertEqual(self._snapshots().read("g", b"", self._packing).num_pushes, num_written)
+
+    def test_a_server_that_dies_while_it_writes_leaves_the_snapshot_before(self):
         snapshots, group = self._snapshots(), self._make_group()
         snapshots.read("g", b"", self._packing)
         group.push(0, _push(1, 1.0))
         snapshots.write("g", group)
-        self.assertEmpty(os.listdir(self._directory))
+        for name in ("fsync", "replace"):  # Not all is in the file; all is, under its first name.
+            group.push(0, _push(group.num_pushes + 1, 1.0))
+            with mock.patch.object(snapshots_module.os, name, side_effect=KeyError), self.assertRaises(KeyError):
+                snapshots.write("g", group, final=True)
+            self.assertEqual(self._snapshots().read("g", b"", self._packing).num_pushes, 1)
         snapshots.write("g", group, final=True)
-        self.assertEqual(self._snapshots().read("g", b"", self._packing).num_pushes, 1)
+        self.assertEqual(os.listdir(self._directory), ["ps_2_g"])
+        self.assertEqual(self._snapshots().read("g", b"", self._packing).num_pushes, 3)
 
     def test_refuses_what_is_no_snapshot_of_the_model(self):
         snapshots, group = self._snapshots(), self._make_group()

@@ -41,15 +41,15 @@ class Encoding:
         """Buckets as they are."""
         return cls(packing, Identity())
 
-    def encode(self, buckets: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """What is sent for each bucket."""
-        return [self._encode(index, bucket) for index, bucket in enumerate(buckets)]
+    def encode(self, buckets: Sequence[np.ndarray], *, is_applied: bool = True) -> list[np.ndarray]:
+        """What is sent for each bucket; where it is not applied, what was lost before is kept for the next one."""
+        return [self._encode(index, bucket, is_applied) for index, bucket in enumerate(buckets)]
 
-    def _encode(self, index: int, bucket: np.ndarray) -> np.ndarray:
+    def _encode(self, index: int, bucket: np.ndarray, is_applied: bool) -> np.ndarray:
         if not self._is_encoded[index]:
             return bucket
         feedback = self._feedbacks[index]
-        if feedback is not None:
+        if feedback is not None and is_applied:
             return feedback.encode(bucket, slice(0, bucket.size), self._pool)
         return self._codec.encode(bucket, self._pool)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import keras
 import numpy as np
@@ -14,6 +15,19 @@ from hop_tf.packing import Packing
 
 # Optimizers that treat each value of a tensor alone, whose tensors may be divided.
 _ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lion", "Nadam", "RMSprop", "SGD")
+# GPUs are the workers': a server beside them would take a GPU's memory, and send all it gets there and back.
+_DEVICE = "/cpu:0"
+
+
+def _on_processor(method: Callable) -> Callable:
+    """Places the operations of `method`, run or traced, on the processor."""
+
+    @functools.wraps(method)
+    def call(*args, **kwargs):
+        with tf.device(_DEVICE):
+            return method(*args, **kwargs)
+
+    return call
 
 
 def is_elementwise(optimizer_class: type) -> bool:
@@ -22,7 +36,7 @@ def is_elementwise(optimizer_class: type) -> bool:
 
 
 class Shard:
-    """The buckets of a shard that are trained, with their optimizer. Used by one thread at a time.
+    """The buckets of a shard that are trained, with their optimizer, on the processor. Used by one thread at a time.
 
     Args:
       packing: The shard's buckets. Those that are exact are not trained.
@@ -34,15 +48,15 @@ class Shard:
       TypeError: If Keras cannot make it.
     """
 
+    @_on_processor
     def __init__(self, packing: Packing, optimizer: str, decays: Sequence[bool]):
         self._packing = packing
         self._trained = [index for index, spec in enumerate(packing.specs) if not spec.exact]
-        with tf.device("/cpu:0"):
-            self._optimizer = _deserialized(optimizer)
-            self._variables = [self._make_variable(index) for index in self._trained]
-            excluded = [v for v, index in zip(self._variables, self._trained, strict=True) if not decays[index]]
-            self._optimizer.exclude_from_weight_decay(var_list=excluded)
-            self._optimizer.build(self._variables)
+        self._optimizer = _deserialized(optimizer)
+        self._variables = [self._make_variable(index) for index in self._trained]
+        excluded = [v for v, index in zip(self._variables, self._trained, strict=True) if not decays[index]]
+        self._optimizer.exclude_from_weight_decay(var_list=excluded)
+        self._optimizer.build(self._variables)
         self._apply = tf.function(self._emit_apply, autograph=False)
         self._read = tf.function(self._emit_read, autograph=False)
         self._assign = tf.function(self._emit_assign, autograph=False)
@@ -53,6 +67,7 @@ class Shard:
         name = spec.name.replace("/", ".")
         return keras.Variable(np.zeros(spec.shape), dtype=spec.dtype.name, name=name)
 
+    @_on_processor
     def apply(self, gradients: Sequence[np.ndarray], rate: float) -> None:
         """Makes one update.
 
@@ -63,10 +78,12 @@ class Shard:
         if self._variables:
             self._apply(self._tensors(gradients), tf.constant(rate, tf.float64))
 
+    @_on_processor
     def read(self) -> list[np.ndarray]:
         """The buckets now, with zeros in those that are exact. Nobody writes to them afterwards."""
         return [np.asarray(bucket) for bucket in self._read()]
 
+    @_on_processor
     def assign(self, buckets: Sequence[np.ndarray]) -> None:
         """Replaces what is trained."""
         self._assign(self._tensors(buckets))
@@ -75,6 +92,7 @@ class Shard:
         """What the optimizer remembers, by pieces; copies."""
         return {key: slot.numpy() for key, slot in self._slots().items()}
 
+    @_on_processor
     def assign_slots(self, slots: Mapping[tuple[str, int | None], np.ndarray]) -> None:
         """Replaces what the optimizer remembers, as far as it has such slots."""
         own = self._slots()
@@ -88,6 +106,7 @@ class Shard:
         return int(self._optimizer.iterations)
 
     @iterations.setter
+    @_on_processor
     def iterations(self, iterations: int) -> None:
         self._optimizer.iterations.assign(iterations)
 
@@ -104,16 +123,19 @@ class Shard:
         pieces = self._packing.unpack(buckets)
         return [pieces[index] for index in self._trained]
 
+    @_on_processor
     def _emit_apply(self, buckets: Sequence[tf.Tensor], rate: tf.Tensor) -> None:
         self._optimizer.learning_rate.assign(rate)
         self._optimizer.apply(self._pieces(buckets))
 
+    @_on_processor
     def _emit_read(self) -> list[tf.Tensor]:
         pieces = [tf.zeros(spec.shape, spec.dtype) for spec in self._packing.specs]
         for index, variable in zip(self._trained, self._variables, strict=True):
             pieces[index] = variable.value.read_value()
         return self._packing.pack(pieces)
 
+    @_on_processor
     def _emit_assign(self, buckets: Sequence[tf.Tensor]) -> None:
         for variable, piece in zip(self._variables, self._pieces(buckets), strict=True):
             variable.assign(piece)

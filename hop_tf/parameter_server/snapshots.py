@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import numbers
 import os
 import pathlib
@@ -31,7 +32,7 @@ class SnapshotOptions:
     Attributes:
       directory: Where each server writes a file for each optimizer, `ps_<index>_<group>`. It must be there when a
         server is started again, on whatever machine. Default None: no snapshots.
-      every_seconds: Longest time between two, where there were pushes. Default 60.
+      every_seconds: Longest time between two, where there were pushes. The first one follows the first push. Default 60.
       every_pushes: Most pushes between two; None for no limit. Default None.
 
     Raises:
@@ -92,7 +93,8 @@ class Snapshots:
           OSError: If it cannot be read.
         """
         self._signatures[group] = signature
-        self._written[group] = (0, time.monotonic())
+        # Due with the first push: where one server dies before it has any, the others' are of no use.
+        self._written[group] = (0, -math.inf)
         path = self._path(group)
         if not path.exists():
             return None
