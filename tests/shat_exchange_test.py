@@ -530,19 +530,72 @@ class SessionsTest(tf.test.TestCase):
             self.assertFalse(server.is_done)
             self.assertEqual(server.present, [0])
 
+    def test_a_group_is_kept_for_who_was_started_again_after_it_had_retired_it(self):
+        with _Threads(2, 1) as threads:
+            (server,), (first, second) = threads.servers, threads.workers
+            threads.run(lambda rank, worker: worker.exchange.state.configure(joins=False))
+            (configured,) = server._groups.values()
+            second.exchange.state.retire()
+            self.assertTrue(_comes_true(lambda: configured.retired))
+            server.restarted(1)
+            second.exchange.state.configure(joins=True)
+            first.exchange.state.retire()
+            self.assertTrue(_comes_true(lambda: 0 in configured.retired))
+            model, _ = second.push(0, 1.0)
+            self.assertAllEqual(model, np.full(_NUM_VALUES, 1.0 - _RATE))
+
     def test_workers_that_were_all_started_again_begin_to_count_sessions_anew(self):
         with _Threads(2, 1) as threads:
             (server,), workers = threads.servers, threads.workers
-            for worker in workers:
-                worker.exchange.reset(3)
-            threads.run(lambda rank, worker: worker.exchange.state.configure(joins=False))
+            self._train_in_session_3(threads)
             workers[0].push(0, 1.0)
             for rank, worker in enumerate(workers):
                 server.restarted(rank)
                 worker.exchange.reset(1)
             threads.run(lambda rank, worker: worker.exchange.state.configure(joins=False))
+            self.assertEqual([int(worker.optimizer.iterations) for worker in workers], [1, 1])  # Of the servers' steps.
             model, _ = workers[1].push(0, 1.0)
             self.assertAllEqual(model, np.full(_NUM_VALUES, 1.0 - 2 * _RATE))
+
+    def test_who_is_started_again_when_the_others_have_left_trains_without_them(self):
+        settings = dataclasses.replace(_SETTINGS, consistency="bsp")
+        with _Threads(2, 1, settings=[settings] * 2) as threads:
+            threads.run(lambda rank, worker: worker.exchange.state.configure(joins=False))
+            self._leave(threads, 1, session=1)
+            threads.servers[0].restarted(0)
+            first = threads.workers[0]
+            first.exchange.state.configure(joins=True)
+            model, _ = first.push(0, 1.0)
+            self.assertAllEqual(model, np.full(_NUM_VALUES, 1.0 - _RATE))
+
+    def _train_in_session_3(self, threads):
+        for worker in threads.workers:
+            worker.exchange.reset(3)
+        threads.run(lambda rank, worker: worker.exchange.state.configure(joins=False))
+
+    def test_the_server_hears_of_one_of_the_new_processes_when_another_one_has_configured_it(self):
+        with _Threads(2, 1) as threads:
+            (server,), workers = threads.servers, threads.workers
+            self._train_in_session_3(threads)
+            workers[0].push(0, 1.0)
+            for rank, worker in enumerate(workers):
+                server.restarted(rank)
+                worker.exchange.reset(1)
+                worker.exchange.state.configure(joins=False)
+            for number, worker in enumerate(workers, 2):
+                model, _ = worker.push(0, 1.0)
+                self.assertAllEqual(model, np.full(_NUM_VALUES, 1.0 - number * _RATE))
+
+    def test_workers_that_were_all_started_again_before_the_first_push_begin_with_rank_0_s_new_model(self):
+        with _Threads(2, 1) as threads:
+            (server,), workers = threads.servers, threads.workers
+            self._train_in_session_3(threads)
+            for rank, worker in enumerate(workers):
+                server.restarted(rank)
+                worker.exchange.reset(1)
+            workers[0].variable.assign(np.full(_NUM_VALUES, 5.0, np.float32))
+            threads.run(lambda rank, worker: worker.exchange.state.configure(joins=False))
+            self.assertAllEqual(workers[1].variable, np.full(_NUM_VALUES, 5.0))
 
     def test_rank_0_has_gone_before_it_has_given_its_model(self):
         with _Threads(2, 1) as threads:
@@ -620,6 +673,28 @@ class RestartedServerTest(tf.test.TestCase):
             self.assertEqual(self._restart(threads, 0), [True])
             model, _ = worker.push(0, 1.0)
             self.assertAllEqual(model, np.full(_NUM_VALUES, 1.0 - _RATE, np.float32))
+
+    def test_does_not_wait_to_be_told_again_that_rank_0_has_begun(self):
+        """The process that it has told is gone; rank 1 has not begun yet, and asks the new one."""
+        options = CommunicationOptions(timeout_seconds=30, progress_timeout_seconds=10)
+        with mock.patch(f"{__name__}._OPTIONS", options), _Threads(2, 1) as threads:
+            threads.run(lambda rank, worker: worker.exchange.state.configure(joins=False))
+            for worker in threads.workers:
+                worker.exchange._membership.session = 2
+                worker.exchange.reset(2)
+            tell_of_offers(threads.workers[0].exchange._membership)
+            self.assertTrue(_comes_true(lambda: threads.servers[0]._has_begun))
+            self.assertEqual(self._restart(threads, 0), [True, True])
+
+            def body(rank, worker):
+                if rank:
+                    worker.variable.assign(np.zeros(_NUM_VALUES, np.float32))
+                    worker.exchange.state.pull(after_offers=True)
+                else:
+                    worker.push(0, 0.0)
+
+            threads.run(body)
+            self.assertAllEqual(threads.workers[1].variable, np.ones(_NUM_VALUES))
 
     def test_another_one_is_initialized_again_that_was_restarted_meanwhile(self):
         """While the first one is configured: the request that is under way is repeated to both."""

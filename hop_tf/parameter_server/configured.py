@@ -70,6 +70,10 @@ class ConfiguredGroup:
         self.group.assign(state)
         self.has_state = True
 
+    def go_on_with_new_workers(self) -> None:
+        """All workers are new processes: what the former ones have taught it is not theirs, and goes on."""
+        self.has_state = self.is_under_way = self.group.num_pushes > 0
+
     def take_waiting(self) -> list[int]:
         """Those to whom to tell the state. Whoever asks later finds it under way."""
         waiting, self.waiting = self.waiting, []

@@ -182,8 +182,10 @@ class ParameterServer:
         with self._lock:
             if self._has_gone(message.sender, configure.session):
                 return  # Its farewell has overtaken this.
-            if message.sender in self._restarted and self._left.issuperset(self.present):
-                self._begin_session(configure.session)  # All were started again, and count from 1.
+            if message.sender in self._restarted and self._have_all_restarted(configure.session):
+                self._begin_session(configure.session)
+                for configured in self._groups.values():
+                    configured.go_on_with_new_workers()
             self._enter(configure.session)
             making = self._making[configure.group]
         try:
@@ -196,6 +198,13 @@ class ParameterServer:
                 self._refuse(worker, configure, text, isinstance(error, MismatchError))
             return
         self._tell_state(configure, configured, ready)
+
+    def _have_all_restarted(self, session: int) -> bool:
+        """Whether all workers were started again, as one that enters `session` was. The lock must be held.
+
+        They count sessions from 1 then. Of others the server may hear later than that one, who has met them.
+        """
+        return session < self._session or self._restarted.issuperset(self.present)
 
     def _tell_state(self, configure: pb.Configure, configured: ConfiguredGroup, workers: Sequence[int]) -> None:
         # At first all have rank 0's slots.
@@ -254,6 +263,7 @@ class ParameterServer:
         if self._lost.pop(worker, None) is not None:
             logging.info("the server goes on with rank %d, which is there after all.", worker)
         configured.group.join(worker)
+        configured.retired.discard(worker)  # That was another process.
         configured.waiting.append(worker)
         has_state = configured.has_state or configure.has_state
         if not has_state and (_FIRST in self._left or _FIRST not in self.present):
@@ -299,8 +309,11 @@ class ParameterServer:
         with self._lock:
             self._enter(push.session)
             is_current = push.session == self._session and message.sender not in self._left
+            if is_current and message.sender == _FIRST:
+                self._has_begun = True  # This process may have been started after rank 0 has said so.
         if not is_current:
             return  # It has left meanwhile, and awaits no answer. Where it leaves only now, the group will see.
+        self._answer_due_pulls()
         try:
             configured = self._find(push.group)
             answers = configured.group.push(message.sender, configured.gradient_of(push, message.payload))
