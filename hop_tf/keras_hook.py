@@ -241,13 +241,14 @@ def decays(optimizer: Any, variables: Sequence[tf.Variable]) -> list[bool]:
     return [bool(optimizer._use_weight_decay(of_keras[id(variable)])) for variable in variables]
 
 
-def constrain(optimizer: Any, variables: Sequence[tf.Variable]) -> None:
-    """Assigns what the variables' constraints make of them, as the optimizer does after each update."""
+def constrain(optimizer: Any, variables: Sequence[tf.Variable]) -> bool:
+    """Assigns what the variables' constraints make of them, as the optimizer does after each update; False: none."""
     of_keras = _keras_variables(optimizer)
-    for variable in variables:
-        constraint = of_keras[id(variable)].constraint
-        if constraint is not None:
-            variable.assign(constraint(variable.read_value()))
+    constraints = [(variable, of_keras[id(variable)].constraint) for variable in variables]
+    constraints = [(variable, constraint) for variable, constraint in constraints if constraint is not None]
+    for variable, constraint in constraints:
+        variable.assign(constraint(variable.read_value()))
+    return bool(constraints)
 
 
 def finalize(optimizer: Any) -> None:

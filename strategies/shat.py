@@ -32,7 +32,7 @@ from hop_tf import codecs
 from hop_tf.cluster import Cluster
 from hop_tf.errors import ClusterConfigError
 from hop_tf.group import ExchangeContext, Group
-from hop_tf.keras_hook import descent_of, learning_rate, loss_scale, unscaled
+from hop_tf.keras_hook import descent_of, learning_rate, loss_scale, unscaled, weight_decays
 from hop_tf.options import CommunicationOptions
 from hop_tf.packing import TensorSpec
 from hop_tf.parameter_server.service import serve
@@ -238,14 +238,18 @@ class SHATParameterServerStrategy(ExchangeStrategy):
 
     def _local_model(self, group: Group, step: _Step) -> list[tf.Tensor]:
         """The worker's model after its own step (Equation 2)."""
-        descent = descent_of(group.optimizer(), group.trained)
+        optimizer = group.optimizer()
+        descent = descent_of(optimizer, group.trained)
         if descent is None or not descent.momentum:
             return [variable.read_value() for variable in group.trained]
         # In the long run, what a gradient does to the server's weights.
-        rate = tf.cast(step.rate, tf.float32) / (1.0 - descent.momentum)
+        rate = tf.cast(step.rate, tf.float32)
+        scales = [tf.cast(rate / (1.0 - descent.momentum), before.dtype) for before in step.before]
+        # Under loss scaling, weight decay comes after the exchange.
+        decays = weight_decays(optimizer, group.trained) if loss_scale(optimizer) is not None else [0.0] * len(scales)
         return [
-            tf.where(step.is_applied, before - tf.cast(rate, before.dtype) * tf.cast(gradient, before.dtype), before)
-            for before, gradient in zip(step.before, step.gradients, strict=True)
+            tf.where(step.is_applied, before * tf.cast(1 - rate * decay, before.dtype) - scale * gradient, before)
+            for before, decay, scale, gradient in zip(step.before, decays, scales, step.gradients, strict=True)
         ]
 
     @contextlib.contextmanager

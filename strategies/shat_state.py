@@ -108,10 +108,11 @@ class GroupState:
         for answer, _ in answers.values():
             if answer.error:
                 raise HopError(f"rank {self._membership.rank}: {answer.error}")
-        states = self._take_over(answers)
         if (optimizer := self._context.optimizer()) is None:
             return  # It was replaced, as by a new `compile`.
-        constrain(optimizer, self._context.trained)
+        states = self._take_over(answers)
+        if constrain(optimizer, self._context.trained):
+            self.keep_model()
         if finalizes and any(state.iterations for state in states):  # There are no averages before.
             finalize(optimizer)
 

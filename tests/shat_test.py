@@ -402,6 +402,47 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllEqual(after_fit, np.zeros((3, 4)))
             self.assertAllEqual(synchronized, np.zeros((3, 4)))
 
+    def test_constraints_of_a_worker_take_nothing_from_the_servers(self):
+        """Rank 1 makes its last steps when rank 0 has ended, and constrained the model: that one is not offered."""
+        ended = threading.Event()
+
+        class Wait(keras.callbacks.Callback):
+            def on_train_batch_begin(self, batch, logs=None):
+                if batch == 2:
+                    ended.wait(_OPTIONS.timeout_seconds)
+
+        def train(strategy):
+            with strategy.scope():
+                model = _make_linear(keras.optimizers.SGD(_RATE), kernel_constraint=keras.constraints.MaxNorm(0.5))
+            _fit(model, callbacks=() if strategy.is_chief else [Wait()])
+            ended.set()
+            _fit(model)
+            strategy.synchronize(model)
+            return model.get_weights()[0]
+
+        server = 1 - _RATE * 2 * _NUM_WORKERS * sum(_gradient(step) for step in range(_NUM_STEPS))
+        expected = keras.constraints.MaxNorm(0.5)(server)
+        for weights in _cluster(num_ps=1).run(train):
+            self.assertAllClose(weights, expected, rtol=1e-4, atol=1e-5)
+
+    @parameterized.parameters(0.5, 0.0)
+    @pytest.mark.stress(after=1)
+    def test_weight_decay_of_a_worker_s_own_step_under_loss_scaling(self, momentum):
+        """It comes when gradients have turned out to be finite: after they were pushed."""
+
+        def train(strategy):
+            def make_model():
+                inner = keras.optimizers.SGD(_RATE, momentum=momentum, weight_decay=0.5)
+                return _make_linear(keras.optimizers.LossScaleOptimizer(inner, initial_scale=2.0))
+
+            return _trained(strategy, make_model)[0]
+
+        for rank, weights in enumerate(_cluster(num_ps=1, mixing="ensemble").run(train)):
+            w = np.ones((3, 4))
+            for step, found in enumerate(weights):
+                w = (1 - _RATE * 0.5) * w - _RATE / (1 - momentum) * _gradient(step, rank, _NUM_WORKERS)
+                self.assertAllClose(found[0], w, rtol=1e-4, atol=1e-5)
+
     def test_loss_scaling(self):
         """Gradients of 64 overflow until the scale is low enough; these are left out."""
         data = np.full((_NUM_ROWS, 3), 64, np.float32), np.zeros((_NUM_ROWS, 4), np.float32)
