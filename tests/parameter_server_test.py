@@ -364,11 +364,11 @@ class SnapshotsTest(tf.test.TestCase):
             self.assertEqual(self._snapshots().read("g", b"", self._packing).num_pushes, num_written)
 
     def test_seconds_count_from_the_last_one(self):
-        snapshots, group = self._snapshots(every_seconds=10), self._make_group()
-        now = 1000
-        with mock.patch.object(snapshots_module, "time", mock.Mock(monotonic=lambda: now)):
+        snapshots, group, clock = self._snapshots(every_seconds=10), self._make_group(), mock.Mock()
+        with mock.patch.object(snapshots_module, "time", clock):
             snapshots.read("g", b"", self._packing)
             for step, (now, num_written) in enumerate([(1000, 1), (1009, 1), (1010, 3), (1019, 3), (1020, 5)], 1):
+                clock.monotonic.return_value = now
                 group.push(0, _push(step, 1.0))
                 snapshots.write("g", group)
                 self.assertEqual(self._snapshots().read("g", b"", self._packing).num_pushes, num_written)

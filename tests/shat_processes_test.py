@@ -23,6 +23,7 @@ _BATCH_SIZE = 6
 _NUM_STEPS = 40
 _NUM_EPOCHS = 3
 _RATE = 0.01
+_STEP_SECONDS = 0.02
 _TIMEOUT_SECONDS = 20
 # Where something is to be found missing; and until all have said so.
 _IMPATIENT_SECONDS = 4
@@ -43,11 +44,12 @@ def _model(strategy, loss=lambda y, y_pred: tf.reduce_sum(y_pred, -1)):
     return model
 
 
-def _run(snapshot_dir=None, num_epochs=_NUM_EPOCHS, step_seconds=0.02, synchronizes=True):
+def _run(snapshot_dir=None, num_epochs=_NUM_EPOCHS, every_pushes=10, consistency="async"):
     """Trains on ones, so that each push takes `_RATE` off each weight: the number of pushes is in the weights."""
-    os.environ["HOP_TF_STEP_SECONDS"] = str(step_seconds)
+    os.environ["HOP_TF_STEP_SECONDS"] = str(_STEP_SECONDS)
     strategy = hop_tf.SHATParameterServerStrategy(
-        snapshots=snapshot_dir and hop_tf.SnapshotOptions(directory=snapshot_dir, every_pushes=10),
+        consistency=consistency,
+        snapshots=snapshot_dir and hop_tf.SnapshotOptions(directory=snapshot_dir, every_pushes=every_pushes),
         communication_options=hop_tf.CommunicationOptions(timeout_seconds=_TIMEOUT_SECONDS),
     )
     model = _model(strategy)
@@ -55,8 +57,7 @@ def _run(snapshot_dir=None, num_epochs=_NUM_EPOCHS, step_seconds=0.02, synchroni
     error = ""
     try:
         model.fit(x, x, batch_size=_BATCH_SIZE, epochs=num_epochs, verbose=0, callbacks=[_Announce()])
-        if synchronizes:
-            strategy.synchronize(model)
+        strategy.synchronize(model)
     except hop_tf.errors.HopError as raised:
         error = f"{type(raised).__name__}: {raised}"
     report = strategy.report()
@@ -133,27 +134,35 @@ class ShatProcessesTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual([result.exit_code for result in results.ps], [0, 0])
         self.assertEqual([result.value for result in results.ps], [None, None])  # They do not return.
 
-    def test_a_killed_worker_is_not_waited_for_and_joins_again(self):
-        with MultiProcessRunner(_run, num_workers=3, num_ps=1, args=(None, _NUM_EPOCHS)) as runner:
+    @parameterized.parameters("async", "bsp")
+    @pytest.mark.stress(after=1)
+    def test_a_killed_worker_is_not_waited_for_and_joins_again(self, consistency):
+        args = (None, _NUM_EPOCHS, None, consistency)
+        with MultiProcessRunner(_run, num_workers=3, num_ps=1, args=args) as runner:
             runner.wait_for_output(2, "step 10")
             runner.kill(2)
             runner.restart(2)
             results = runner.join().raise_for_errors()
-        values = results.values
+        values, num_steps_each = results.values, _NUM_STEPS * _NUM_EPOCHS
         self.assertEqual([error for *_, error in values], [""] * 3)
-        self.assertEqual([num_steps for _, _, num_steps, _ in values], [_NUM_STEPS * _NUM_EPOCHS] * 3)
-        # Both of its lives: what the first one had pushed counts as well.
-        for num_pushes, spread, *_ in values:
-            self.assertBetween(num_pushes, 3 * _NUM_STEPS * _NUM_EPOCHS + 10, 3 * _NUM_STEPS * _NUM_EPOCHS + _NUM_STEPS)
+        self.assertEqual([num_steps for _, _, num_steps, _ in values], [num_steps_each] * 3)
+        # Updates: each push of both of its lives, or each step of all, in part with it alone at the end.
+        least, most = (3 * num_steps_each + 10, 3 * num_steps_each + _NUM_STEPS)
+        if consistency == "bsp":
+            least, most = num_steps_each + 10, 2 * num_steps_each
+        for num_updates, spread, *_ in values:
+            self.assertBetween(num_updates, least, most)
             self.assertAllClose(spread, 0.0, atol=1e-6)
         self.assertAllClose(values[0][0], round(values[0][0]), atol=0.05)
 
-    # One that is asked to end writes a last snapshot: nothing is lost but what is under way.
-    @parameterized.parameters((signal.SIGKILL, -signal.SIGKILL, 10), (signal.SIGTERM, 128 + signal.SIGTERM, 0))
+    # One that is asked to end writes a last snapshot: nothing is lost but what is under way. One that dies within the
+    # first interval has the snapshot of the first push.
+    @parameterized.parameters((signal.SIGKILL, 10, 10), (signal.SIGTERM, 10, 0), (signal.SIGKILL, _FOREVER, _FOREVER))
     @pytest.mark.stress(after=1)
-    def test_a_server_that_ends_is_an_error_and_its_next_life_goes_on(self, signum, exit_code, most_lost):
+    def test_a_server_that_ends_is_an_error_and_its_next_life_goes_on(self, signum, every_pushes, most_lost):
         directory = self.enterContext(tempfile.TemporaryDirectory())
-        with MultiProcessRunner(_run, num_workers=2, num_ps=2, args=(directory, 50)) as runner:
+        exit_code = -signum if signum == signal.SIGKILL else 128 + signum
+        with MultiProcessRunner(_run, num_workers=2, num_ps=2, args=(directory, 50, every_pushes)) as runner:
             runner.wait_for_output(0, "step 30")
             runner.send_signal(1, signum, task_type="ps")
             results = runner.join()

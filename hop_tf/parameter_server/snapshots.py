@@ -32,7 +32,7 @@ class SnapshotOptions:
     Attributes:
       directory: Where each server writes a file for each optimizer, `ps_<index>_<group>`. It must be there when a
         server is started again, on whatever machine. Default None: no snapshots.
-      every_seconds: Longest time between two, where there were pushes. The first one follows the first push. Default 60.
+      every_seconds: Longest time between two, where there were pushes. The first push is written at once. Default 60.
       every_pushes: Most pushes between two; None for no limit. Default None.
 
     Raises:
