@@ -1,8 +1,10 @@
 """What a parameter server makes of pushes, without anything in between: optimizers, Algorithm 1, consistency, files."""
 
+import gc
 import json
 import os
 import tempfile
+import weakref
 from unittest import mock
 
 import keras
@@ -11,7 +13,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import hop_tf
-from hop_tf import codecs
+from hop_tf import codecs, payloads
 from hop_tf.errors import MismatchError, ProtocolError
 from hop_tf.keras_hook import serialized_for_server
 from hop_tf.packing import Packing, TensorSpec
@@ -283,6 +285,51 @@ class ServedGroupTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(push(1, 3, 6.0), 6.0)
         group.remove(1, is_lost=True)  # Nobody is left: as for a snapshot, or for who is started again.
         self.assertAllEqual(group.state(with_slots=False).buckets[1][:2], [6.0, 6.0])
+
+
+class ToldStateTest(tf.test.TestCase):
+    """Workers that ask for the state at the same time share it; the model of Nadam has a slot that is a scalar."""
+
+    def setUp(self):
+        super().setUp()
+        packing = Packing([TensorSpec("w", (16,), tf.float32), TensorSpec("carried", (2,), tf.float32, exact=True)])
+        shard = Shard(packing, serialized_for_server(keras.optimizers.Nadam(_RATE)), [True, True])
+        self._group = ServedGroup(shard, packing, Consistency.parse("bsp"))
+        self._group.assign(ShardState(packing.zeros()))
+        self._group.begin_session([0, 1])
+
+    def _push(self, worker, sequence):
+        buckets = [np.ones(16, np.float32), np.full(16, sequence, np.float32)]
+        return self._group.push(worker, Gradient(sequence, buckets, 1.0))
+
+    def test_is_the_same_while_a_message_holds_it(self):
+        messages = [payloads.join(self._group.state(with_slots=True).to_parts()) for _ in range(3)]
+        places = [{part.ctypes.data for part in message if part.nbytes == 64} for message in messages]
+        self.assertLen(places[0], 4)  # The model, what is carried, and two slots.
+        self.assertLen(set.union(*places), 4)
+
+    def test_is_another_one_when_something_has_changed(self):
+        told = [self._group.state(with_slots=True)]
+        for change in (
+            lambda: self._push(0, 1),  # It waits for the other one: the mean of what is carried changes.
+            lambda: self._push(1, 1),
+            lambda: self._group.remove(1, is_lost=True),
+            lambda: self._group.begin_session([0, 1], 2),
+            lambda: self._group.assign_model([np.full(16, 5, np.float32)] * 2),
+        ):
+            change()
+            told.append(self._group.state(with_slots=True))
+            self.assertIsNot(told[-1].buckets[0], told[-2].buckets[0])
+        self.assertAllEqual([state.buckets[1][0] for state in told], [0, 1, 1, 1, 1, 5])
+        self.assertAllEqual(told[-1].buckets[0], np.full(16, 5))
+
+    def test_is_not_kept_for_who_asks_later(self):
+        state = self._group.state(with_slots=True)
+        kept = weakref.ref(state.buckets[0])
+        del state
+        gc.collect()
+        self.assertIsNone(kept())
+        self.assertAllEqual(self._group.state(with_slots=True).buckets[0], np.zeros(16))
 
 
 class WireTest(tf.test.TestCase, parameterized.TestCase):

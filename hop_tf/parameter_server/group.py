@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from hop_tf.errors import ProtocolError
 from hop_tf.packing import Packing
 from hop_tf.parameter_server.consistency import Consistency
 from hop_tf.parameter_server.shard import Shard
-from hop_tf.parameter_server.state import ShardState
+from hop_tf.parameter_server.state import ShardState, weakly
 
 
 class ForgottenError(ProtocolError):
@@ -107,6 +107,8 @@ class ServedGroup:
         self.num_pushes = 0
         self._num_steps = 0
         self._num_steps_before = 0
+        # The latest state that was told, until something changes.
+        self._told: Callable[[], ShardState | None] = _nothing
 
     # Who takes part.
 
@@ -118,6 +120,7 @@ class ServedGroup:
             self._workers = {worker: _Worker() for worker in workers}
             self._pushed.clear()
             self._statistics = {worker: v for worker, v in self._statistics.items() if worker in self._workers}
+            self._told = _nothing
 
     def join(self, worker: int) -> None:
         """A worker takes part from now on; nothing if it did."""
@@ -141,6 +144,7 @@ class ServedGroup:
             self._pushed.pop(worker, None)
             if is_lost:
                 self._forget_statistics(worker)
+                self._told = _nothing
             return self._advance()
 
     def _forget_statistics(self, worker: int) -> None:
@@ -174,6 +178,7 @@ class ServedGroup:
             if gradient.buckets is None:
                 return [Answer(worker, gradient.sequence, is_missing=True, session=self._session)]
             self._pushed[worker] = gradient
+            self._told = _nothing
             if self._carried:
                 self._statistics[worker] = [np.array(gradient.buckets[index]) for index in self._carried]
             return self._advance()
@@ -192,6 +197,7 @@ class ServedGroup:
         return [self._answer_now(worker, buckets) for worker in due]
 
     def _apply(self) -> None:
+        self._told = _nothing
         # In the order of the ranks: sums come out the same whoever was first.
         pushed = {worker: self._pushed.pop(worker) for worker in sorted(self._pushed)}
         applied = {worker: gradient for worker, gradient in pushed.items() if gradient.is_applied}
@@ -233,15 +239,25 @@ class ServedGroup:
     # The state.
 
     def state(self, *, with_slots: bool) -> ShardState:
-        """All that is kept. Nobody writes to its arrays afterwards."""
+        """All that is kept. Nobody writes to its arrays afterwards.
+
+        Who asks for it with slots while nothing changes, and it is still on its way to another one, gets the same
+        arrays: at the end of a `fit`, when all workers ask, a server does not hold one for each.
+        """
         with self._lock:
-            return ShardState(
+            known = self._told() if with_slots else None
+            if known is not None:
+                return known
+            state = ShardState(
                 buckets=self._read(),
                 slots=self._shard.slots() if with_slots else {},
                 num_pushes=self.num_pushes,
                 num_steps=self._num_steps,
                 iterations=self._shard.iterations,
             )
+            if with_slots:
+                self._told = weakly(state)
+            return state
 
     def assign(self, state: ShardState) -> None:
         """Begins with that state."""
@@ -258,9 +274,14 @@ class ServedGroup:
             self._assign(buckets)
 
     def _assign(self, buckets: Sequence[np.ndarray]) -> None:
+        self._told = _nothing
         self._shard.assign(buckets)
         self._statistics.clear()
         self._means = [np.array(buckets[index]) for index in self._carried]
+
+
+def _nothing() -> None:
+    """No state was told."""
 
 
 def _mean(vectors: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:

@@ -90,7 +90,7 @@ class Shard:
 
     def slots(self) -> dict[tuple[str, int | None], np.ndarray]:
         """What the optimizer remembers, by pieces; copies."""
-        return {key: slot.numpy() for key, slot in self._slots().items()}
+        return {key: np.asarray(slot.numpy()) for key, slot in self._slots().items()}
 
     @_on_processor
     def assign_slots(self, slots: Mapping[tuple[str, int | None], np.ndarray]) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -80,3 +81,19 @@ class ShardState:
             num_steps=state.num_steps,
             iterations=state.iterations,
         )
+
+
+def weakly(state: ShardState) -> Callable[[], ShardState | None]:
+    """What gives `state` back for as long as somebody, such as a message under way, holds its arrays; then None."""
+    arrays = [weakref.ref(array) for array in (*state.buckets, *state.slots.values())]
+    keys, num_buckets = list(state.slots), len(state.buckets)
+    counts = dataclasses.replace(state, buckets=(), slots={})
+
+    def get() -> ShardState | None:
+        held = [array() for array in arrays]
+        if any(array is None for array in held):
+            return None
+        slots = dict(zip(keys, held[num_buckets:], strict=True))
+        return dataclasses.replace(counts, buckets=held[:num_buckets], slots=slots)
+
+    return get
