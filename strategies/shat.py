@@ -56,8 +56,9 @@ class SHATParameterServerStrategy(ExchangeStrategy):
     learning rate that the worker has (n workers make n updates in the time of one step). Gradients are clipped and
     accumulated on the worker, and those that loss scaling leaves out are not applied. The local step is that of the
     worker's optimizer; where that is SGD with momentum m, it is lr / (1 - m) times the gradient. Constraints apply to
-    the worker's model, in each step and when `fit` ends, not to the servers'. `mixing=1/n`, a constant, is the robust
-    choice with momentum, and for 16 workers and more.
+    the worker's model, in each step and when `fit` ends, not to the servers'. Where gradients are accumulated,
+    `use_ema` averages over updates, not over steps. `mixing=1/n`, a constant, is the robust choice with momentum, and
+    for 16 workers and more.
 
     A script that is started on a task of type `ps` serves where it makes this strategy, and ends there, with exit code
     0, when the workers are done; so does `python -m hop_tf serve`. A worker that dies is forgotten, and the others do
