@@ -209,7 +209,8 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
             )
         if self._worker is not None:
             self._require_outside_fit("synchronize")
-            self._worker.average([weight.value for weight in model.weights])
+            with self._outside_loop():
+                self._worker.average([weight.value for weight in model.weights])
 
     def report(self) -> dict[str, float]:
         """Counters of this rank since the strategy was made.
@@ -317,9 +318,8 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
         self._data.begin_fit(x)
         self._in_fit = True
         try:
-            with on_keyboard_interrupt(self._worker.membership.interrupt):
-                if self._worker.in_session:  # Of a custom loop, which has no end of its own.
-                    self._worker.end_session(None)
+            with self._naming_causes(), on_keyboard_interrupt(self._worker.membership.interrupt):
+                self._end_loop()
                 self._worker.begin_session()
                 if self._skipping is not None:
                     self._skipping.begin_session()
@@ -334,11 +334,7 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
                         "are: it has not trained. Give all ranks the same number of epochs and steps."
                     )
         except BaseException as error:
-            failure = self._worker.membership.failure
-            cause = failure if failure is not None and isinstance(error, tf.errors.OpError) else error
-            self._worker.end_session(cause)
-            if cause is not error:
-                raise cause from error
+            self._worker.end_session(error)
             raise
         else:
             self._worker.end_session(None)
@@ -346,6 +342,26 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
             self._in_fit = False
             self._data.end_fit()
             self._writer.write()
+
+    @contextlib.contextmanager
+    def _naming_causes(self) -> Iterator[None]:
+        """Raises what really happened where an operation fails because the job is broken."""
+        try:
+            yield
+        except tf.errors.OpError as error:
+            failure = self._worker.membership.failure
+            if failure is None:
+                raise
+            raise failure from error
+
+    def _end_loop(self) -> None:
+        """Ends the session of a custom loop, if one is under way: it has no end of its own."""
+        if self._worker.in_session:
+            self._worker.end_session(None)
+
+    def _outside_loop(self) -> contextlib.AbstractContextManager:
+        """Surrounds what all ranks do together between two steps of a custom loop."""
+        return contextlib.nullcontext()
 
     def keras_call(self) -> contextlib.AbstractContextManager:
         """See `DataSharding`."""

@@ -17,8 +17,9 @@ lines; `compensation="paper"` computes Equation 13 as it is printed.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import tensorflow as tf
 
@@ -69,9 +70,10 @@ class DTSStrategy(ExchangeStrategy):
     gradient of zero.
 
     When a rank ends early, as by a callback of its own, its last window is averaged with the others' next one, and they
-    go on without it. When one is lost, all raise. After a `fit` that was broken off, and after the last step of a
-    custom training loop, ranks differ by what was under way: `synchronize(model)` averages them. (Not before the last
-    step: what is under way would then be applied to weights that are averaged already.)
+    go on without it. When one is lost, all raise. After a `fit` that was broken off, ranks differ by what was under
+    way: `synchronize(model)` averages them. In a custom training loop they differ by that after every step; there
+    `synchronize` first applies all windows, of all models, as the end of `fit` does. A step after it begins a window,
+    and `warmup_steps` anew.
 
     Refused are variables of less than 32 bits, and, within a `LossScaleOptimizer`, clipping, gradient accumulation, and
     weight decay of optimizers other than SGD. `compensation="paper"` is refused for what Equation 13 does not say
@@ -150,6 +152,22 @@ class DTSStrategy(ExchangeStrategy):
             identity=identity_of(self._settings),
             neighbors=range(cluster.world_size),
         )
+
+    @contextlib.contextmanager
+    def _outside_loop(self) -> Iterator[None]:
+        loops = self._worker.in_session
+        self._end_loop()
+        yield
+        if loops:
+            self._worker.begin_session()
+            self.begin_training()
+
+    def _end_loop(self) -> None:
+        if self._worker.in_session:
+            with self._naming_causes():
+                for group in self._all_groups():
+                    self._finish_training(group)
+        super()._end_loop()
 
     def _make_exchange(self, context: ExchangeContext) -> DTSExchange:
         check_loss_scaling(context.optimizer())

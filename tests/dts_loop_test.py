@@ -1,0 +1,156 @@
+"""DTS in a custom training loop: `synchronize` and `fit` apply what is under way, and what follows begins anew."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+import hop_tf
+from hop_tf import codecs
+from hop_tf.testing import InProcessCluster
+
+_NUM_STEPS = 13
+_SHAPE = (3, 4)
+_RATE, _MOMENTUM = 0.05, 0.9
+
+
+def _cluster(world_size, **settings):
+    def make_strategy(cluster_resolver):
+        options = hop_tf.CommunicationOptions(timeout_seconds=60)
+        return hop_tf.DTSStrategy(cluster_resolver=cluster_resolver, communication_options=options, **settings)
+
+    return InProcessCluster(world_size, make_strategy, timeout_seconds=120)
+
+
+def _gradients():
+    """Of each step and of up to three ranks. They do not depend on the weights."""
+    return np.random.default_rng(0).normal(size=(_NUM_STEPS, 3, *_SHAPE)).astype(np.float32)
+
+
+def _synchronous(gradients):
+    """Weights and velocity after one step for each gradient, from ones and zero on."""
+    w, v = np.ones(_SHAPE), np.zeros(_SHAPE)
+    for gradient in gradients.astype(np.float64):
+        v = _MOMENTUM * v - _RATE * gradient
+        w += v
+    return w, v
+
+
+class _Loop:
+    """A model, its optimizer, and the steps of a custom loop."""
+
+    def __init__(self, strategy, momentum=_MOMENTUM):
+        self._strategy = strategy
+        with strategy.scope():
+            kernel = keras.layers.Dense(_SHAPE[1], use_bias=False, kernel_initializer="ones")
+            self.model = keras.Sequential([keras.Input(_SHAPE[:1]), kernel])
+            self.optimizer = keras.optimizers.SGD(_RATE, momentum=momentum)
+            self.optimizer.build(self.model.trainable_variables)
+
+    @tf.function
+    def _step(self, gradient):
+        self._strategy.run(lambda: self.optimizer.apply([gradient], self.model.trainable_variables))
+
+    def train(self, steps):
+        for step in steps:
+            self._step(tf.constant(_gradients()[step, self._strategy.rank]))
+
+    def synchronize(self):
+        """Returns weights and velocity as they are then."""
+        self._strategy.synchronize(self.model)
+        return self.model.get_weights()[0], *(velocity.numpy() for velocity in self.optimizer.momentums)
+
+
+class LoopTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters(
+        {"delay": 3, "interval": 2},
+        {"delay": 4, "interval": 1},
+        {"delay": 2, "interval": 5, "codec": codecs.TopK(ratio=0.2, warmup_steps=1)},
+    )
+    def test_synchronize_before_the_last_step(self, **settings):
+        """A linear loss ends as with synchronous SGD, however often, and where in a window, it is called."""
+        ends = (5, 6, 10, _NUM_STEPS)
+
+        def run(strategy):
+            loop = _Loop(strategy)
+            seen = []
+            for start, end in zip((0, *ends), ends, strict=False):
+                loop.train(range(start, end))
+                seen.append(loop.synchronize())
+            return seen
+
+        results = _cluster(2, **settings).run(run)
+        means = _gradients()[:, :2].mean(1)
+        for seen in results:
+            for end, values in zip(ends, seen, strict=True):
+                self.assertAllClose(values, _synchronous(means[:end]), rtol=1e-5, atol=1e-5)
+        self.assertAllEqual([values[0] for values in results[0]], [values[0] for values in results[1]])
+
+    def test_ranks_that_have_made_fewer_steps(self):
+        """They wait for the others, and have no part in the windows that these make alone."""
+
+        def run(strategy):
+            loop = _Loop(strategy, momentum=0.0)
+            loop.train(range(9 if strategy.rank == 0 else 5))
+            loop.synchronize()
+            loop.train(range(9, _NUM_STEPS))
+            return loop.synchronize()
+
+        first, second, _ = np.moveaxis(_gradients().astype(np.float64), 1, 0)
+        alone = first[6:9].sum(0) / 2  # Then all weights are averaged.
+        both = (first[:6].sum(0) + second[:5].sum(0) + first[9:].sum(0) + second[9:].sum(0)) / 2
+        for (last,) in _cluster(2, delay=2, interval=3).run(run):
+            self.assertAllClose(last, 1 - _RATE * (both + alone), rtol=1e-5, atol=1e-5)
+
+    def test_fit_after_a_loop(self):
+        """It begins with what all have done in the loop, without a word from the user."""
+        rows = 2 * np.ones((4, *_SHAPE[:1]), np.float32)
+
+        def run(strategy):
+            loop = _Loop(strategy)
+            loop.train(range(_NUM_STEPS))
+            loop.model.compile(loop.optimizer, lambda y, y_pred: tf.reduce_sum(y_pred, axis=-1))
+            loop.model.fit(rows, rows, batch_size=2, verbose=0)
+            return loop.model.get_weights()[0]
+
+        expected, _ = _synchronous(np.concatenate([_gradients()[:, :2].mean(1), 2 * np.ones((2, *_SHAPE), "f")]))
+        for last in _cluster(2, delay=3, interval=2).run(run):
+            self.assertAllClose(last, expected, rtol=1e-5, atol=1e-5)
+
+    def test_moving_statistics_that_are_averaged_are_no_change(self):
+        """Steps of `train_on_batch` carry them along."""
+        random = np.random.default_rng(0)
+        x = random.normal(size=(6, 2, 8, 3)).astype(np.float32)
+
+        def run(strategy):
+            with strategy.scope():
+                model = keras.Sequential(
+                    [keras.Input((3,)), keras.layers.BatchNormalization(momentum=0.5), keras.layers.Dense(1)]
+                )
+                model.compile(keras.optimizers.SGD(_RATE), "mse")
+            for step, of_ranks in enumerate(x):
+                model.train_on_batch(of_ranks[strategy.rank], np.ones(8))
+                if step in (2, 5):
+                    strategy.synchronize(model)
+            return [weight.numpy() for weight in model.non_trainable_weights]
+
+        mean, variance = np.zeros(3), np.ones(3)
+        for of_ranks in x.astype(np.float64):
+            mean = 0.5 * (mean + of_ranks.mean(1).mean(0))
+            variance = 0.5 * (variance + of_ranks.var(1).mean(0))
+        for statistics in _cluster(2, delay=2, interval=2).run(run):
+            self.assertAllClose(statistics, [mean, variance], rtol=1e-5, atol=1e-5)
+
+    def test_not_within_fit(self):
+        def run(strategy):
+            loop = _Loop(strategy)
+            loop.model.compile(loop.optimizer, "mse")
+            callback = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: loop.synchronize())
+            with self.assertRaisesRegex(RuntimeError, "`synchronize` was called while a `fit`"):
+                loop.model.fit(np.ones((4, 3)), np.ones((4, 4)), batch_size=2, verbose=0, callbacks=[callback])
+
+        _cluster(2).run(run)
+
+
+if __name__ == "__main__":
+    tf.test.main()
