@@ -69,9 +69,8 @@ class DTSExchange(Exchange):
         trained, carried = np.split(np.arange(len(context.packing.specs)), [len(context.trained)])
         part = context.packing.part([*np.tile(trained, self.windows.num_vectors), *carried])
         self.parts = [part]
-        codec = settings.codec
-        if settings.selection is not None:  # It was made in the graph, where its warm-up is, too.
-            codec = dataclasses.replace(settings.selection.selected(), warmup_steps=0)
+        # What a selection leaves out was left out in the graph.
+        codec = settings.codec if settings.selection is None else settings.selection.selected()
         # What codecs keep for later windows belongs to a slot.
         self._reductions = [
             context.make_all_reduce(str(slot), part, codec, settings.algorithm) for slot in range(num_slots)
@@ -95,6 +94,7 @@ class DTSExchange(Exchange):
             lambda rank, _: self._membership.delivers(rank, self._group, outgoing.step),
             before_commit=lambda: self._commit(outgoing.step),
             training_step=(outgoing.step + 1) * self._interval - 1,
+            codec_step=outgoing.step,
         )
         for mean, own in zip(means, outgoing.buckets, strict=True):
             mean -= own

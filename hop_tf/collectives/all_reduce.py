@@ -108,6 +108,7 @@ class AllReduce(abc.ABC):
         *,
         is_committed: bool = False,
         training_step: int | None = None,
+        codec_step: int | None = None,
     ) -> list[np.ndarray]:
         """Averages vectors over all ranks that take part in `step`.
 
@@ -121,6 +122,7 @@ class AllReduce(abc.ABC):
           is_committed: Whether others may have what belongs together with this step's mean: then `Interrupted` is not
             raised, and `before_commit` not called. Default False.
           training_step: What errors call the step. Default None: `step`.
+          codec_step: What codecs take the step for, whose settings change with time. Default None: `step`.
 
         Returns:
           The means, in the order of `vectors`; equal to the bit on all ranks. Sums are kept in float32 at least.
@@ -133,6 +135,7 @@ class AllReduce(abc.ABC):
           ProtocolError: If another rank has sent what cannot be decoded.
         """
         training_step = step if training_step is None else training_step
+        codec_step = step if codec_step is None else codec_step
         while True:
             operation = Operation(
                 self._membership,
@@ -145,7 +148,7 @@ class AllReduce(abc.ABC):
                 training_step=training_step,
             )
             try:
-                means = [self._mean(operation, index, values) for index, values in enumerate(vectors)]
+                means = [self._mean(operation, index, values, codec_step) for index, values in enumerate(vectors)]
             except RanksChanged:
                 is_committed = operation.is_committed  # For those that may have the mean of an earlier attempt.
                 continue
@@ -160,13 +163,13 @@ class AllReduce(abc.ABC):
                 self._mailbox.forget(step)
             return means
 
-    def _mean(self, operation: Operation, index: int, values: np.ndarray) -> np.ndarray:
+    def _mean(self, operation: Operation, index: int, values: np.ndarray, codec_step: int) -> np.ndarray:
         vector = self._vectors[index]
         operation.vector = index
         result = self._pool.take(values.nbytes).view(values.dtype)
         if not values.size:  # Nobody waits for anybody, nor has what others lack.
             return result
-        codec = vector.sparse_codec(operation.step, len(operation.ranks))
+        codec = vector.sparse_codec(codec_step, len(operation.ranks))
         if len(operation.ranks) == 1:
             np.copyto(result, vector.corrected(values))
         elif codec is None or not self._gather(operation, vector, codec, values, result):

@@ -1,0 +1,147 @@
+"""DTS with codecs, on both algorithms: what ranks apply is what they have agreed on, whatever that has lost."""
+
+import functools
+import itertools
+from unittest import mock
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from absl.testing import parameterized
+
+import hop_tf
+from hop_tf import codecs
+from hop_tf.collectives import ALGORITHMS, AllReduce
+from hop_tf.collectives.operation import Operation
+from hop_tf.testing import InProcessCluster
+
+_SHAPE = (6, 16)
+_ROWS_OF_RANK = 2
+_RATE = 0.05
+
+
+def _cluster(world_size, **settings):
+    def make_strategy(cluster_resolver):
+        options = hop_tf.CommunicationOptions(timeout_seconds=60)
+        return hop_tf.DTSStrategy(cluster_resolver=cluster_resolver, communication_options=options, **settings)
+
+    return InProcessCluster(world_size, make_strategy, timeout_seconds=120)
+
+
+@functools.cache
+def _data(num_rows):
+    random = np.random.default_rng(0)
+    return tuple(random.normal(size=(num_rows, size)).astype(np.float32) for size in _SHAPE)
+
+
+def _fit(strategy, num_steps, momentum):
+    """The weights in the end. The gradient of a step is the mean of x y over its rows."""
+    with strategy.scope():
+        kernel = keras.layers.Dense(_SHAPE[1], use_bias=False, kernel_initializer="zeros")
+        model = keras.Sequential([keras.Input(_SHAPE[:1]), kernel])
+        model.compile(
+            keras.optimizers.SGD(_RATE, momentum=momentum), lambda y, y_pred: tf.reduce_sum(y * y_pred, axis=-1)
+        )
+    batch_size = _ROWS_OF_RANK * strategy.world_size
+    model.fit(*_data(num_steps * batch_size), batch_size=batch_size, shuffle=False, verbose=0)
+    return model.get_weights()[0]
+
+
+def _synchronous(world_size, num_steps, momentum):
+    x, y = (np.split(each.astype(np.float64), num_steps) for each in _data(num_steps * _ROWS_OF_RANK * world_size))
+    w, v = np.zeros(_SHAPE), np.zeros(_SHAPE)
+    for rows, labels in zip(x, y, strict=True):
+        v = momentum * v - _RATE * rows.T @ labels / len(rows)
+        w += v
+    return w
+
+
+def _applied(means, ends, momentum):
+    """The weights in the end, if A and S of a window are added when it ends, and momentum does the rest."""
+    w, v, now = np.zeros(_SHAPE), np.zeros(_SHAPE), 0
+    for (a, s), end in zip(means, ends, strict=True):
+        w += sum(momentum**i for i in range(1, end - now + 1)) * v + a
+        v = momentum ** (end - now) * v + s
+        now = end
+    return w
+
+
+_CODECS = {
+    "int8": codecs.Int8(),
+    "sketch with feedback": codecs.QuantileSketch(num_bits=2, error_feedback=True),
+    "top_k": codecs.TopK(ratio=0.1, warmup_steps=2),
+    "top_k of int8": codecs.TopK(ratio=0.1, values="int8"),
+    "top_k of int8 with feedback": codecs.TopK(ratio=0.1, values="int8", error_feedback=True),
+    "top_k of sketch": codecs.TopK(ratio=0.1, values=codecs.QuantileSketch(num_bits=2)),
+    "top_k of sketch with feedback": codecs.TopK(
+        ratio=0.1, values=codecs.QuantileSketch(num_bits=2), error_feedback=True
+    ),
+    # Whole vectors are less to send.
+    "half of sketch": codecs.TopK(ratio=0.5, values=codecs.QuantileSketch(num_bits=2)),
+}
+
+
+class CodecsTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters(*itertools.product(ALGORITHMS, _CODECS))
+    @pytest.mark.stress(after=99)
+    def test_all_apply_the_same_means(self, algorithm, name):
+        """They are equal to the bit, and in the end weights are made of nothing else."""
+        world_size, interval, num_steps, momentum, seen = 3, 2, 11, 0.9, {}
+        mean = AllReduce.mean
+
+        def recorded(reduction, *args, **kwargs):
+            means = mean(reduction, *args, **kwargs)
+            seen[reduction._membership.rank, kwargs["codec_step"]] = means[0].copy()
+            return means
+
+        with mock.patch.object(AllReduce, "mean", recorded):
+            results = _cluster(world_size, delay=3, interval=interval, codec=_CODECS[name], algorithm=algorithm).run(
+                lambda strategy: _fit(strategy, num_steps, momentum)
+            )
+        ends = [*range(interval, num_steps, interval), num_steps]
+        means = [seen[0, window] for window in range(len(ends))]
+        self.assertLen(seen, world_size * len(ends))
+        for (_, window), other in seen.items():
+            self.assertAllEqual(other, means[window])
+        expected = _applied([each.reshape(2, *_SHAPE) for each in means], ends, momentum)
+        for last in results:
+            self.assertAllClose(last, expected, rtol=1e-5, atol=1e-5)
+        if name == "top_k":
+            self.assertAllClose(expected, _synchronous(world_size, num_steps, momentum), rtol=1e-5, atol=1e-5)
+
+    @parameterized.parameters(
+        *itertools.product(ALGORITHMS, (0.1, 0.5), (codecs.Int8(), codecs.QuantileSketch(num_bits=3)))
+    )
+    def test_error_feedback_of_selected_values(self, algorithm, ratio, values):
+        """What is lost of the selected values is sent later, with indices or in whole vectors."""
+        num_steps, errors = 48, {}
+        for error_feedback in (False, True):
+            codec = codecs.TopK(ratio=ratio, values=values, error_feedback=error_feedback)
+            cluster = _cluster(2, delay=1, interval=1, codec=codec, algorithm=algorithm)
+            first, second = cluster.run(lambda strategy: _fit(strategy, num_steps, 0.0))
+            self.assertAllClose(first, second, rtol=1e-5, atol=1e-5)
+            errors[error_feedback] = np.sqrt(np.mean(np.square(first - _synchronous(2, num_steps, 0.0))))
+        self.assertLess(errors[True], 0.7 * errors[False])
+
+    @parameterized.parameters(*ALGORITHMS)
+    def test_warm_up_sends_no_message_in_vain(self, algorithm):
+        """Windows of which so much is handed out that they go whole go so at once."""
+        num_steps, sent_in_vain = 5, []
+        send = Operation.send
+
+        def recorded(operation, rank, turn, chunk, data, *args):
+            if not data.size:
+                sent_in_vain.append(operation.step)
+            send(operation, rank, turn, chunk, data, *args)
+
+        codec = codecs.TopK(ratio=0.01, warmup_steps=20)
+        with mock.patch.object(Operation, "send", recorded):
+            _cluster(4, delay=2, interval=2, codec=codec, algorithm=algorithm).run(
+                lambda strategy: _fit(strategy, num_steps, 0.9)
+            )
+        self.assertEmpty(sent_in_vain)
+
+
+if __name__ == "__main__":
+    tf.test.main()
