@@ -40,10 +40,9 @@ from hop_tf.keras_hook import (
 from hop_tf.options import CommunicationOptions
 from hop_tf.strategies.dts_exchange import DTSExchange, DTSSettings
 from hop_tf.strategy import ExchangeStrategy, training_cluster
+from hop_tf.timing.dts import MAX_WINDOWS
 
 _COMPENSATIONS = ("exact", "paper", "none")
-# Each window under way has a thread and an all-reduce, and holds what it hands out.
-_MAX_WINDOWS = 100
 
 
 class DTSStrategy(ExchangeStrategy):
@@ -138,9 +137,9 @@ class DTSStrategy(ExchangeStrategy):
                 f"what a window keeps back. Take 'exact' or 'none'. Received: codec={codec!r}, compensation='paper'."
             )
         num_windows = self._settings.schedule.num_slots
-        if num_windows > _MAX_WINDOWS:
+        if num_windows > MAX_WINDOWS:
             raise ValueError(
-                f"`delay` and `interval` must leave at most {_MAX_WINDOWS} windows under way, which are "
+                f"`delay` and `interval` must leave at most {MAX_WINDOWS} windows under way, which are "
                 "ceil(delay / interval) + 1: each has a thread, and memory for what it hands out. "
                 f"Received: delay={delay!r} and interval={interval!r}, which make {num_windows}."
             )

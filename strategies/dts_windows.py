@@ -32,6 +32,7 @@ import tensorflow as tf
 
 from hop_tf.codecs import TopK
 from hop_tf.keras_hook import Descent, descent_of, weight_decays
+from hop_tf.timing.dts import num_windows
 
 # A threshold is sought among about so many values; all of them in models that have fewer.
 _SAMPLE_SIZE = 1 << 17
@@ -55,8 +56,8 @@ class Schedule:
 
     @property
     def num_slots(self) -> int:
-        """Most windows that are under way at a time: those of `delay` steps, and the last one of a `fit`."""
-        return -(-self.delay // self.interval) + 1
+        """Most windows that are under way at a time."""
+        return num_windows(self.delay, self.interval)
 
     def ended(self, num_steps: int) -> tuple[bool, int]:
         """Whether a window ends when so many steps are complete, and which one that is."""

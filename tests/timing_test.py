@@ -6,6 +6,7 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
+import hop_tf
 from hop_tf import codecs, timing
 
 _NETWORK = timing.Network(
@@ -329,6 +330,15 @@ class DTSTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual((plan.delay, plan.interval), (11, 12))
         self.assertAllClose(plan.scaling_efficiency, 0.3 / (0.3 + 1.725))
         self.assertIn("No settings reach 90%", plan.reason)
+
+    @parameterized.parameters((300, 12, 180, 2), (150, 1, 98, 1))
+    def test_recommends_what_the_strategy_accepts(self, max_delay, max_interval, delay, interval):
+        """Against a latency of 200 steps: at p = 1, D = 180 would do, which is too many windows under way."""
+        network = timing.Network(latency_seconds=100 * 0.31, seconds_per_byte=0.0)
+        limits = {"max_delay": max_delay, "max_interval": max_interval, "codec_names": ("identity",)}
+        plan = timing.recommend_dts(network, _STEP, world_size=4, num_bytes=1e7, **limits)
+        self.assertEqual((plan.delay, plan.interval), (delay, interval))
+        hop_tf.DTSStrategy(delay=plan.delay, interval=plan.interval)
 
     def test_no_smaller_settings_reach_the_target(self):
         random = np.random.default_rng(0)

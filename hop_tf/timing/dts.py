@@ -45,6 +45,13 @@ CODECS = ("identity", "int8", "top_k")
 # The largest of the paper's Table 2 (a).
 _MAX_DELAY, _MAX_INTERVAL = 20, 12
 _SYNCHRONOUS = (0, 1)
+# Each window under way has a thread and an all-reduce, and holds what it hands out.
+MAX_WINDOWS = 100
+
+
+def num_windows(delay: int, interval: int) -> int:
+    """Most windows that are under way at a time: those of `delay` steps, and the last one of a `fit`."""
+    return -(-delay // interval) + 1
 
 
 def bytes_per_step(
@@ -253,7 +260,7 @@ def recommend_dts(
     codec_names: Iterable[str] = CODECS,
     bytes_per_value: float = FLOAT32_BYTES,
 ) -> DTSPlan:
-    """The settings that change training least of those that reach the target.
+    """The settings that change training least of those that reach the target, and that `DTSStrategy` accepts.
 
     That is: the first codec with which delays and intervals within the limits reach it; with it the smallest D + p, by
     which the other ranks' gradients are late at most; of these the smallest D; the mesh, if that will do. If nothing
@@ -288,8 +295,8 @@ def recommend_dts(
     check_integer("max_interval", max_interval, at_least=1)
     codec_names = check_codec_names(codec_names)
     costs = codec_seconds_per_byte or {}
-    delays = [*itertools.product(range(max_delay + 1), range(1, max_interval + 1))]
-    delays.sort(key=lambda each: (sum(each), each))
+    delays = itertools.product(range(max_delay + 1), range(1, max_interval + 1))
+    delays = sorted((each for each in delays if num_windows(*each) <= MAX_WINDOWS), key=lambda each: (sum(each), each))
     plans = [
         predict_dts(
             network,
