@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from hop_tf.departures import Departure
 from hop_tf.errors import DeadlineExceededError, PeerLostError, describe_failure
 from hop_tf.options import CommunicationOptions
-from hop_tf.transport.base import PeerStatus
+
+if TYPE_CHECKING:  # Transports ask here, too.
+    from hop_tf.transport.base import PeerStatus
 
 # How long nobody may listen where a process did until it counts as dead: longer than a heartbeat takes.
 REFUSED_SECONDS = 2.0

@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from absl import logging
 
-from hop_tf.errors import DeadlineExceededError, HopError, PeerLostError, describe_failure
+from hop_tf.deadlines import problem_of
+from hop_tf.errors import HopError
 from hop_tf.options import CommunicationOptions
 from hop_tf.transport.base import BULK_LANE, Handler, PeerStatus, Transport
 from hop_tf.transport.inbox import Dispatcher
@@ -260,33 +261,19 @@ class QueueTransport(Transport):
     def _check_can_send(self, peer: int, waited_seconds: float) -> None:
         """Raises when the peer has failed, or it is no use to wait longer for room."""
         failure = self._peers[peer].failure or self._failure
+        if failure is None and waited_seconds:
+            failure = problem_of(
+                self.status(peer),
+                None,
+                waited_seconds,
+                self._options,
+                rank=self._rank,
+                peer=f"rank {peer}",
+                operation="send",
+                step=None,
+            )
         if failure is not None:
             raise failure
-        if not waited_seconds:
-            return
-        status = self.status(peer)
-        problem = f": {status.last_problem}" if status.last_problem else ""
-        if status.was_silent_for(self._options.timeout_seconds):
-            error = PeerLostError if status.ever_connected else DeadlineExceededError
-            state = f"silent for {status.silent_seconds:.1f} s" if status.ever_connected else "it never appeared"
-            state += problem
-            advice = "Check whether that process runs and can be reached (see timeout_seconds)."
-        elif waited_seconds > self._options.progress_timeout_seconds:
-            error, state = DeadlineExceededError, "it is alive"
-            advice = "Check that rank's log: it takes no messages (see progress_timeout_seconds)."
-        else:
-            return
-        raise error(
-            describe_failure(
-                rank=self._rank,
-                step=None,
-                operation="send",
-                target=f"rank {peer} at {status.address}",
-                seconds=waited_seconds,
-                state=state,
-                advice=advice,
-            )
-        )
 
     def _thread_failed(self, error: BaseException) -> None:
         """A handler, or the transport itself, has raised on a thread of the transport."""
