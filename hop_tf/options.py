@@ -33,7 +33,7 @@ class CommunicationOptions:
     Attributes:
       timeout_seconds: Silence after which a peer counts as lost. Default 60.
       progress_timeout_seconds: Longest wait for a living peer's contribution. Default 3600.
-      data_plane: How arrays travel: "tcp", over plain sockets on a port that the system chooses (under TLS, or where
+      data_plane: How arrays travel: "tcp", over plain sockets on a port that the system chooses (under TLS, and while
         that port cannot be reached, as with "grpc"), or "grpc", over gRPC on the address of the cluster description,
         which costs about three times the processor time. Ranks may differ. Default "tcp".
       interfaces: Addresses of this machine, one for each network interface that arrays are to travel on: connections of

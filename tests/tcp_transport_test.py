@@ -2,6 +2,7 @@
 
 import contextlib
 import socket
+import threading
 import unittest.mock
 
 import numpy as np
@@ -10,9 +11,10 @@ from absl.testing import absltest
 from hop_tf.errors import HopError
 from hop_tf.options import CommunicationOptions
 from hop_tf.testing.transports import DEADLINE_SECONDS, Proxy, TransportTestMixin, split_address, wait_until
-from hop_tf.transport import GrpcTransport, TcpTransport, control_pb2, framing, tcp_server
+from hop_tf.transport import GrpcTransport, TcpTransport, control_pb2, framing, tcp_link, tcp_server
+from hop_tf.transport.connection import Connection
 from hop_tf.transport.framing import Kind
-from hop_tf.transport.tcp_link import Connection
+from hop_tf.transport.tcp_link import TcpLink
 
 
 class TcpTransportTest(TransportTestMixin, absltest.TestCase):
@@ -53,6 +55,41 @@ class TcpTransportTest(TransportTestMixin, absltest.TestCase):
         with self.assertLogs("absl", "INFO") as logs:
             self.check_works(self.start_at(0, addresses), receiver)
         self.assertRegex("\n".join(logs.output), f"No socket to rank 1 at {addresses[1]}, port .*refused.* over gRPC")
+
+    def test_comes_back_to_the_socket(self):
+        """A reset while the port cannot be reached: messages go over gRPC until it can; all arrive, once, in order."""
+        first, second = self.start()
+        collector = self.register(second)
+        connect, write, reachable, written = TcpLink._connect, Connection.write_message, threading.Event(), []
+
+        def connect_if_reachable(link, host, port):
+            if not reachable.is_set():
+                raise ConnectionResetError("unreachable")
+            return connect(link, host, port)
+
+        def write_message(connection, message):
+            written.append(message.header)
+            write(connection, message)
+
+        first.send(1, "queue", b"0", [np.zeros(1000, np.uint8)], lane=1)
+        collector.wait(1)
+        self.enter_context(unittest.mock.patch.object(tcp_link, "_RETRY_SECONDS", 0.01))
+        self.enter_context(unittest.mock.patch.object(TcpLink, "_connect", connect_if_reachable))
+        self.enter_context(unittest.mock.patch.object(Connection, "write_message", write_message))
+        (server,) = second._sockets
+        server._lanes[0, 1].end()
+        with self.assertLogs("absl", "INFO") as logs:
+            first.send(1, "queue", b"1", [np.zeros(1000, np.uint8)], lane=1)
+            collector.wait(2)
+        self.assertRegex("\n".join(logs.output), "No socket to rank 1 .*unreachable. Lane 1 goes over gRPC")
+        self.assertNotIn(b"1", written)
+        reset = server._lanes[0, 1]
+        reachable.set()
+        wait_until(lambda: server._lanes[0, 1] is not reset)
+        first.send(1, "queue", b"2", [np.zeros(1000, np.uint8)], lane=1)
+        self.assertEqual([message.header for message in collector.wait(3)], [b"0", b"1", b"2"])
+        self.assertIn(b"2", written)
+        self.assertTrue(first.flush(1, DEADLINE_SECONDS))
 
     def test_talks_with_a_peer_without_sockets(self):
         addresses = self.addresses(2)

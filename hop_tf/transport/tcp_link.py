@@ -2,129 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 
-import numpy as np
 from absl import logging
 
 from hop_tf.errors import HopError, ProtocolError
-from hop_tf.transport.framing import (
-    HEAD_BYTES,
-    MAX_HEADER_BYTES,
-    Frame,
-    Kind,
-    Outgoing,
-    decode_head,
-    encode,
-    encode_start,
-)
+from hop_tf.transport.connection import Connection
+from hop_tf.transport.framing import Kind, encode
 from hop_tf.transport.grpc_link import GrpcLink
 
-# Packets come in bundles of 64 KiB at most: the kernel gathers several, which costs less than to wake Python for each.
-_READ_BYTES = 1 << 18
 _CONNECT_TIMEOUT_SECONDS = 5.0
 # A peer that has accepted the connection answers at once, unless it is frozen.
 _GREETING_TIMEOUT_SECONDS = 10.0
+# How often a link that goes over gRPC tries to make a socket: a refused one costs next to nothing.
+_RETRY_SECONDS = 10.0
 # Lanes from this one on have interfaces of their own: see `CommunicationOptions.interfaces`.
 FIRST_INTERFACE_LANE = 1
-# Up to here one copy costs less than a second system call.
-_SMALL_MESSAGE_BYTES = 1 << 16
-
-
-class Connection:
-    """A socket that frames are read from and written to. One thread may read while another one writes.
-
-    Args:
-      connected: The socket; it is closed with this.
-    """
-
-    def __init__(self, connected: socket.socket):
-        self._socket = connected
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # An idle connection that a firewall has forgotten, or whose other end lost its power, is found within 25 s.
-        # While data is on its way TCP's own limit of retransmissions counts, some 15 minutes: TCP_USER_TIMEOUT would
-        # also end connections to peers that only take their time.
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-
-    def set_timeout(self, timeout_seconds: float | None) -> None:
-        """Limits how long reading and writing may block."""
-        self._socket.settimeout(timeout_seconds)
-
-    def write(self, frame: bytes) -> None:
-        """Writes a frame that carries no message."""
-        self._socket.sendall(frame)
-
-    def write_message(self, message: Outgoing) -> None:
-        """Writes a message, straight from its arrays where it is large."""
-        start = encode_start(message)
-        if message.num_bytes <= _SMALL_MESSAGE_BYTES:
-            self._socket.sendall(b"".join((start, *message.payload)))
-            return
-        self._socket.sendall(start, socket.MSG_MORE)
-        for array in message.payload:
-            self._socket.sendall(array)
-
-    def read_frame(self, max_text_bytes: int = 2 * MAX_HEADER_BYTES) -> Frame | None:
-        """Reads a frame up to its payload; None at the end of the stream.
-
-        Raises:
-          ProtocolError: If it is none.
-          OSError: If the connection is broken.
-        """
-        data = self._read(HEAD_BYTES)
-        if not data:
-            return None
-        head = decode_head(data)
-        num_bytes = head.queue_bytes + head.header_bytes
-        if num_bytes > max_text_bytes:
-            raise ProtocolError(f"a frame holds {num_bytes} bytes before its payload.")
-        return head.frame(self._read(num_bytes))
-
-    def read_payload(self, buffer: np.ndarray) -> Iterator[int]:
-        """Fills a buffer; yields the number of bytes each time that some have come.
-
-        Raises:
-          OSError: If the connection is broken.
-        """
-        view = memoryview(buffer)
-        while view.nbytes:
-            count = self._socket.recv_into(view[:_READ_BYTES], 0, socket.MSG_WAITALL)
-            if not count:
-                raise ConnectionResetError("the connection was closed within a message")
-            view = view[count:]
-            yield count
-
-    def end(self) -> None:
-        """Ends reading and writing, also where a thread is blocked in it."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        """Gives the socket back. No thread may use it any more."""
-        self._socket.close()
-
-    def _read(self, num_bytes: int) -> bytes:
-        data = bytearray()
-        while len(data) < num_bytes:
-            piece = self._socket.recv(num_bytes - len(data))
-            if not piece:
-                if data:
-                    raise ConnectionResetError("the connection was closed within a frame")
-                return b""
-            data += piece
-        return bytes(data)
 
 
 class TcpLink(GrpcLink):
     """A link for messages. It waits for the peer's heartbeat link, which tells the port of its sockets.
 
-    Where the port cannot be reached the link takes turns between gRPC and another attempt.
+    Where the port cannot be reached the link takes turns between gRPC and another attempt. While gRPC works, attempts
+    are made beside it: after an outage the link comes back to a socket.
 
     Args:
       interface: Address of this machine that connections come from; None: the system chooses one. Where the peer has
@@ -137,6 +39,8 @@ class TcpLink(GrpcLink):
         self._interface = interface
         # What kept the last attempt from making a socket, until gRPC was tried.
         self._problem: str | None = None
+        # A socket that was made while the link went over gRPC.
+        self._made: Connection | None = None
 
     def close(self) -> None:
         """See `Link`."""
@@ -147,14 +51,13 @@ class TcpLink(GrpcLink):
         port = self._peer.wait_socket_port(self._closed.is_set)
         if port is None:
             return "it has not answered"
-        if port == 0 or self._problem is not None:
-            try:
-                return super()._try_stream()
-            finally:
-                self._problem = None
+        if port == 0:
+            return super()._try_stream()
         host, port = self._target(port)
+        if self._problem is not None:
+            return self._try_grpc(host, port)
         try:
-            connection = self._connect(host, port)
+            connection = self._take_made() or self._connect(host, port)
         except OSError as error:
             if isinstance(error, ConnectionRefusedError):
                 self._peer.refused()
@@ -167,6 +70,47 @@ class TcpLink(GrpcLink):
         finally:
             connection.close()
         return "it closed the connection"
+
+    def _try_grpc(self, host: str, port: int) -> str:
+        """Goes over gRPC until that ends, or a socket can be made."""
+        ended = threading.Event()
+        threading.Thread(
+            target=self._make_socket, args=(host, port, ended), name=f"hop_tf socket to {self._peer}", daemon=True
+        ).start()
+        try:
+            return super()._try_stream()
+        finally:
+            with self._lock:
+                ended.set()
+            self._problem = None
+            if self._closed.is_set() and (made := self._take_made()) is not None:
+                made.close()
+
+    def _make_socket(self, host: str, port: int, ended: threading.Event) -> None:
+        while not ended.wait(_RETRY_SECONDS):
+            try:
+                connection = self._connect(host, port)
+            except OSError:
+                continue
+            with self._lock:
+                if ended.is_set():
+                    connection.close()
+                    return
+                self._made = connection
+                if self._end_stream is not None:
+                    self._end_stream()
+            return
+
+    def _stream_begins(self, end_stream: Callable[[], object]) -> None:
+        super()._stream_begins(end_stream)
+        with self._lock:
+            if self._made is not None:
+                end_stream()
+
+    def _take_made(self) -> Connection | None:
+        with self._lock:
+            made, self._made = self._made, None
+            return made
 
     def _accepted(self, reply: bytes) -> int:
         # Now it is known that the peer is there, and only its sockets cannot be reached.

@@ -12,12 +12,12 @@ from absl import logging
 
 from hop_tf.buffers import BufferPool
 from hop_tf.errors import HopError, ProtocolError
+from hop_tf.transport.connection import Connection
 from hop_tf.transport.framing import Kind, encode, take_buffer
 from hop_tf.transport.grpc_server import DaemonExecutor
 from hop_tf.transport.handshake import CONTROL_LANE, Greeting, Handshake, HelloRefusedError
 from hop_tf.transport.inbox import Dispatcher, Inbox, make_message
 from hop_tf.transport.peer import Peer
-from hop_tf.transport.tcp_link import Connection
 
 _HELLO_TIMEOUT_SECONDS = 10.0
 # Connections that have not said hello; each costs a thread.

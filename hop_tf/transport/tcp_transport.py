@@ -15,8 +15,8 @@ class TcpTransport(GrpcTransport):
     """A `GrpcTransport` that sends messages over plain sockets, at a third of gRPC's processor time.
 
     Greetings and heartbeats go over gRPC, on the address of the cluster. There every rank tells the port of its
-    sockets, which the operating system chooses. They demand the same greeting with the same token. Where that port
-    cannot be reached, or TLS is on, messages go over gRPC as well. With `CommunicationOptions.interfaces` there are
+    sockets, which the operating system chooses. They demand the same greeting with the same token. Where TLS is on, or
+    while that port cannot be reached, messages go over gRPC as well. With `CommunicationOptions.interfaces` there are
     such sockets on each interface, for a lane of its own.
 
     Args:
