@@ -15,7 +15,7 @@ import keras
 import numpy as np
 import results
 from absl import flags
-from dts_simulation import Job
+from dts_simulation import make_job
 
 from hop_tf import codecs
 
@@ -88,7 +88,7 @@ def _train(label: str, settings: Mapping, world_size: int, momentum: float, seed
     rate = keras.optimizers.schedules.CosineDecay(
         0.0, num_batches * (_EPOCHS.value - 1), warmup_target=_LEARNING_RATE.value, warmup_steps=num_batches
     )
-    job = Job(
+    job = make_job(
         world_size,
         lambda: _residual_network(x.shape[1:], seed),
         lambda: keras.optimizers.SGD(rate, momentum=momentum),

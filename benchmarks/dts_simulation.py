@@ -29,6 +29,8 @@ class Rank:
 
     Attributes:
       model: The model.
+      optimizer: Its optimizer.
+      windows: What it accumulates.
       step: Trains with this rank's rows, `step(x, y)`; returns the loss.
       hand_out: Ends a window, `hand_out(window, everything)`; returns what is to be averaged of it.
       correct: `correct(window, differences)`, replaces what this rank has done in a window by what all have done.
@@ -43,13 +45,13 @@ class Rank:
         selection: TopK | None,
     ):
         self.model = model
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._loss = loss
         optimizer.build(model.trainable_variables)
         self._trained = [variable.value for variable in model.trainable_variables]
         carried = [variable.value for variable in model.non_trainable_variables if variable.value.dtype.is_floating]
         self._carried = CarriedChanges(carried, [variable.read_value() for variable in carried])
-        self._windows = Windows(
+        self.windows = Windows(
             optimizer,
             self._trained,
             interval=schedule.interval,
@@ -60,20 +62,20 @@ class Rank:
         self.step, self.hand_out, self.correct = map(tf.function, (self._step, self._hand_out, self._correct))
 
     def _step(self, x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
-        before, rate = [variable.read_value() for variable in self._trained], self._optimizer.learning_rate
+        before, rate = [variable.read_value() for variable in self._trained], self.optimizer.learning_rate
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean(self._loss(y, self.model(x, training=True)))
         gradients = tape.gradient(loss, self._trained)
-        self._optimizer.apply(gradients, self.model.trainable_variables)
-        self._windows.accumulate(before, gradients, rate)
+        self.optimizer.apply(gradients, self.model.trainable_variables)
+        self.windows.accumulate(before, gradients, rate)
         return loss
 
     def _hand_out(self, window: tf.Tensor, everything: bool) -> list[tf.Tensor]:
-        return [*self._windows.hand_out(window, everything), *self._carried.take()]
+        return [*self.windows.hand_out(window, everything), *self._carried.take()]
 
     def _correct(self, window: tf.Tensor, differences: Sequence[tf.Tensor]) -> None:
-        num_windowed = self._windows.num_vectors * len(self._trained)
-        self._windows.correct(window, differences[:num_windowed])
+        num_windowed = self.windows.num_vectors * len(self._trained)
+        self.windows.correct(window, differences[:num_windowed])
         self._carried.add(differences[num_windowed:])
 
 
@@ -81,34 +83,18 @@ class Job:
     """Ranks in step.
 
     Args:
-      world_size: Number of ranks.
-      make_model: Makes a rank's model; equal on all ranks.
-      make_optimizer: Makes its optimizer.
-      loss: `loss(y, y_pred)` of each row.
-      delay: D.
-      interval: p.
-      selection: Which part of a window is handed out; None: all of it.
+      ranks: The ranks, with equal weights.
+      schedule: When windows end.
+      selects: Whether ranks hand out parts of their windows only.
 
     Attributes:
-      ranks: The ranks.
+      ranks: The same.
     """
 
-    def __init__(
-        self,
-        world_size: int,
-        make_model: Callable[[], keras.Model],
-        make_optimizer: Callable[[], keras.optimizers.Optimizer],
-        loss: Callable,
-        *,
-        delay: int,
-        interval: int,
-        selection: TopK | None = None,
-    ):
-        self._schedule = Schedule(delay, interval)
-        self._selects = selection is not None
-        self.ranks = [Rank(make_model(), make_optimizer(), loss, self._schedule, selection) for _ in range(world_size)]
-        for rank in self.ranks:
-            rank.model.set_weights(self.ranks[0].model.get_weights())
+    def __init__(self, ranks: Sequence[Rank], schedule: Schedule, selects: bool):
+        self.ranks = ranks
+        self._schedule = schedule
+        self._selects = selects
         self._num_steps = 0
         self._differences: dict[int, list] = {}
 
@@ -143,3 +129,34 @@ class Job:
     def _correct(self, window: int) -> None:
         for rank, differences in zip(self.ranks, self._differences.pop(window), strict=True):
             rank.correct(tf.constant(window, tf.int64), [tf.constant(difference) for difference in differences])
+
+
+def make_job(
+    world_size: int,
+    make_model: Callable[[], keras.Model],
+    make_optimizer: Callable[[], keras.optimizers.Optimizer],
+    loss: Callable,
+    *,
+    delay: int,
+    interval: int,
+    selection: TopK | None = None,
+) -> Job:
+    """Makes a job.
+
+    Args:
+      world_size: Number of ranks.
+      make_model: Makes a rank's model; equal on all ranks.
+      make_optimizer: Makes its optimizer.
+      loss: `loss(y, y_pred)` of each row.
+      delay: D.
+      interval: p.
+      selection: Which part of a window is handed out; None: all of it.
+
+    Returns:
+      The job. All ranks have the first one's weights.
+    """
+    schedule = Schedule(delay, interval)
+    ranks = [Rank(make_model(), make_optimizer(), loss, schedule, selection) for _ in range(world_size)]
+    for rank in ranks:
+        rank.model.set_weights(ranks[0].model.get_weights())
+    return Job(ranks, schedule, selects=selection is not None)

@@ -50,7 +50,7 @@ class SimulationTest(tf.test.TestCase, parameterized.TestCase):
         def make_strategy(resolver):
             return hop_tf.DTSStrategy(delay=delay, interval=interval, codec=codec, cluster_resolver=resolver)
 
-        job = dts_simulation.Job(
+        job = dts_simulation.make_job(
             _WORLD_SIZE,
             _model,
             _optimizer,

@@ -4,6 +4,7 @@ A linear loss has gradients that do not depend on the weights, so that synchrono
 ranks must end with its result. `make stress` tries all settings, `make test` every 41st.
 """
 
+import functools
 import itertools
 import os
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from absl.testing import parameterized
+from dts_simulation import Job, Rank
 
 from hop_tf import codecs
 from hop_tf.strategies.dts_windows import Schedule, Windows
@@ -49,88 +51,42 @@ def _synchronous(name, rate, decay=0.0, momentum=0.0, nesterov=False):
     return w, v
 
 
-class _Rank:
-    """A rank's variable, its optimizer and windows, and the step as one function, as `fit` would compile it."""
-
-    def __init__(self, momentum, rate, decay, selection, interval, num_slots=1):
-        self.variable = keras.Variable(np.ones(_NUM_VALUES, np.float32))
-        self.optimizer = keras.optimizers.SGD(_RATES[rate](), weight_decay=decay or None, **_MOMENTA[momentum])
-        self.optimizer.build([self.variable])
-        self.windows = Windows(
-            self.optimizer,
-            [self.variable.value],
-            interval=interval,
-            num_slots=num_slots,
-            compensation="exact",
-            selection=selection,
-        )
-
-    @tf.function
-    def step(self, gradient):
-        rate, before = self.optimizer.learning_rate, self.variable.value.read_value()
-        self.optimizer.apply([gradient], [self.variable])
-        self.windows.accumulate([before], [gradient], rate)
-
-    @tf.function
-    def hand_out(self, window):
-        return self.windows.hand_out(window, everything=False)
-
-    @tf.function
-    def hand_out_everything(self, window):
-        return self.windows.hand_out(window, everything=True)
-
-    @tf.function
-    def correct(self, window, differences):
-        self.windows.correct(window, differences)
-
-    def restart(self):
-        self.variable.assign(np.ones(_NUM_VALUES))
-        for variable in (self.optimizer.iterations, *self.optimizer.momentums):
-            variable.assign(tf.zeros_like(variable))
-        self.windows.reset()
+def _make_rank(momentum, rate, decay=0.0, selection=None, schedule=None):
+    """A rank whose gradients do not depend on its weights: they are the rows that it is given, and there is no y."""
+    kernel = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")
+    model = keras.Sequential([keras.Input((_NUM_VALUES,)), kernel])
+    optimizer = keras.optimizers.SGD(_RATES[rate](), weight_decay=decay or None, **_MOMENTA[momentum])
+    return Rank(model, optimizer, lambda y, y_pred: y_pred[:, 0], schedule or Schedule(0, 1), selection)
 
 
-class _Job:
-    """All ranks in step, and the mean between them."""
+class _Jobs:
+    """Trains with any delay and interval. Ranks are made, and their steps traced, once for all that need the same."""
 
     def __init__(self, momentum, rate, decay=0.0, selection=None):
-        self._make_rank = lambda *arguments: _Rank(momentum, rate, decay, selection, *arguments)
-        self._ranks_of = {}
+        self._make_rank = functools.partial(_make_rank, momentum, rate, decay, selection)
+        self._ranks = {}
         self._selects = selection is not None
 
     def train(self, delay, interval):
         """Weights and velocity of each rank in the end."""
         schedule = Schedule(delay, interval)
         key = min(2, interval), schedule.num_slots  # Steps make a difference where they are more than one.
-        if key not in self._ranks_of:
-            self._ranks_of[key] = [self._make_rank(*key) for _ in range(_WORLD_SIZE)]
-        self._ranks = self._ranks_of[key]
-        self._differences = {}
-        for rank in self._ranks:
-            rank.restart()
-        for step, gradients in enumerate(_gradients()):
-            for rank, gradient in zip(self._ranks, gradients, strict=True):
-                rank.step(gradient)
-            has_ended, window = schedule.ended(step + 1)
-            if has_ended:
-                self._average(window, [rank.hand_out for rank in self._ranks])
-            is_due, window = schedule.due(step + 1)
-            if is_due:
-                self._correct(window)
-        windows = schedule.under_way(_NUM_STEPS)
-        if _NUM_STEPS % interval or self._selects:
-            self._average(windows.stop, [rank.hand_out_everything for rank in self._ranks])
-        for window in sorted(self._differences):
-            self._correct(window)
-        return [[rank.variable.numpy(), *(v.numpy() for v in rank.optimizer.momentums)] for rank in self._ranks]
-
-    def _average(self, window, hand_outs):
-        given = np.array([hand_out(tf.constant(window, tf.int64)) for hand_out in hand_outs])
-        self._differences[window] = given.mean(0) - given
-
-    def _correct(self, window):
-        for rank, differences in zip(self._ranks, self._differences.pop(window), strict=True):
-            rank.correct(tf.constant(window, tf.int64), [tf.constant(difference) for difference in differences])
+        if key not in self._ranks:
+            self._ranks[key] = [self._make_rank(schedule) for _ in range(_WORLD_SIZE)]
+        ranks = self._ranks[key]
+        for rank in ranks:
+            rank.model.set_weights([np.ones((_NUM_VALUES, 1))])
+            for variable in (rank.optimizer.iterations, *rank.optimizer.momentums):
+                variable.assign(tf.zeros_like(variable))
+            rank.windows.reset()
+        job = Job(ranks, schedule, self._selects)
+        for gradients in _gradients():
+            job.step(gradients, np.zeros(_WORLD_SIZE))
+        job.finish()
+        velocities = [rank.optimizer.momentums for rank in ranks]
+        return [
+            [w.numpy()[:, 0] for w in (rank.model.weights[0], *v)] for rank, v in zip(ranks, velocities, strict=True)
+        ]
 
 
 class ScheduleTest(tf.test.TestCase):
@@ -157,43 +113,46 @@ class ScheduleTest(tf.test.TestCase):
 class WindowsTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.product(momentum=list(_MOMENTA), rate=list(_RATES))
     def test_equals_synchronous_sgd(self, momentum, rate):
-        job = _Job(momentum, rate)
+        jobs = _Jobs(momentum, rate)
         settings = list(itertools.product(range(_MAX_DELAY + 1), range(1, _MAX_INTERVAL + 1)))
         for delay, interval in settings[::_EVERY]:
             with self.subTest(delay=delay, interval=interval):
-                self._check(job.train(delay, interval), _synchronous(momentum, rate, **_MOMENTA[momentum]))
+                self._check(jobs.train(delay, interval), _synchronous(momentum, rate, **_MOMENTA[momentum]))
 
     @parameterized.parameters(*_MOMENTA)
     @pytest.mark.stress(after=1)
     def test_equals_synchronous_sgd_with_weight_decay(self, momentum):
-        job = _Job(momentum, "decaying", decay=0.3)
+        jobs = _Jobs(momentum, "decaying", decay=0.3)
         for delay, interval in ((0, 1), (0, 4), (5, 1), (3, 4), (4, 4), (20, 12)):
             with self.subTest(delay=delay, interval=interval):
-                self._check(job.train(delay, interval), _synchronous(momentum, "decaying", 0.3, **_MOMENTA[momentum]))
+                self._check(jobs.train(delay, interval), _synchronous(momentum, "decaying", 0.3, **_MOMENTA[momentum]))
 
     @parameterized.parameters(*_MOMENTA)
     @pytest.mark.stress(after=1)
     def test_what_is_not_among_the_largest_is_not_lost(self, momentum):
-        job = _Job(momentum, "decaying", decay=0.3, selection=codecs.TopK(ratio=0.2, warmup_steps=3))
+        jobs = _Jobs(momentum, "decaying", decay=0.3, selection=codecs.TopK(ratio=0.2, warmup_steps=3))
         for delay, interval in ((0, 1), (5, 1), (3, 4), (20, 12)):
             with self.subTest(delay=delay, interval=interval):
-                self._check(job.train(delay, interval), _synchronous(momentum, "decaying", 0.3, **_MOMENTA[momentum]))
+                self._check(jobs.train(delay, interval), _synchronous(momentum, "decaying", 0.3, **_MOMENTA[momentum]))
 
     def _check(self, of_ranks, expected):
         for values in of_ranks:
             self.assertAllClose(values, expected[: len(values)], rtol=1e-5, atol=1e-5)
 
 
+def _step_and_hand_out(rank, window, gradient):
+    rank.step(tf.constant([gradient]), tf.zeros(1))
+    return [values[:, 0] for values in rank.hand_out(tf.constant(window, tf.int64), False)]
+
+
 class SelectionTest(tf.test.TestCase):
     def test_the_largest_are_handed_out(self):
-        rank = _Rank("momentum", "constant", 0.0, codecs.TopK(ratio=0.4), 1)
-        rank.step(tf.constant([1.0, -5.0, 2.0, 0.5, -3.0]))
-        a, s = rank.hand_out(tf.constant(0, tf.int64))
+        rank = _make_rank("momentum", "constant", selection=codecs.TopK(ratio=0.4))
+        a, s = _step_and_hand_out(rank, 0, [1.0, -5.0, 2.0, 0.5, -3.0])
         self.assertAllClose(a, [0.0, 0.5, 0.0, 0.0, 0.3])
         self.assertAllClose(s, a)
-        rank.step(tf.constant([1.0, 0.0, 0.0, 0.0, 0.0]))
         # The window of the others has gone on: -S = 0.9 * 0.1 + 0.1, -A = 0.1 - S; and 0.2 + 0.18.
-        a, s = rank.hand_out(tf.constant(1, tf.int64))
+        a, s = _step_and_hand_out(rank, 1, [1.0, 0.0, 0.0, 0.0, 0.0])
         self.assertAllClose(a, [-0.29, 0.0, -0.38, 0.0, 0.0])
         self.assertAllClose(s, [-0.19, 0.0, -0.18, 0.0, 0.0])
 
@@ -215,9 +174,8 @@ class SelectionTest(tf.test.TestCase):
         self.assertAllClose(np.count_nonzero(a) / gradient.size, ratio, rtol=0.15)
 
     def test_a_value_that_is_no_number_is_handed_out(self):
-        rank = _Rank("plain", "constant", 0.0, codecs.TopK(ratio=0.2), 1)
-        rank.step(tf.constant([1.0, float("nan"), 2.0, 0.5, -3.0]))
-        (a,) = rank.hand_out(tf.constant(0, tf.int64))
+        rank = _make_rank("plain", "constant", selection=codecs.TopK(ratio=0.2))
+        (a,) = _step_and_hand_out(rank, 0, [1.0, float("nan"), 2.0, 0.5, -3.0])
         self.assertTrue(np.isnan(a[1]))
 
 
