@@ -246,8 +246,8 @@ class PlanTest(tf.test.TestCase):
         self.assertEqual(text.count("recommended "), 2)
         # Two vectors in four steps: 2 * 2 * 3/4 * 1e8 bytes, which take 2.4 s at 1 Gbit/s.
         self.assertRegex(text, r"  4 +4 +identity +mesh +75\.000 MB +2400\.2 ms +600\.0 ms +50%")
-        # The largest 1 %, each 6 bytes, to three ranks: 2 * 3 * 1.5e6 bytes.
-        self.assertRegex(text, r"  20 +12 +top_k +mesh +0\.750 MB +72\.1 ms +300\.0 ms +100%")
+        # The largest 1 %, each 6 bytes, to three ranks: 2 * 3 * 1.5e6 bytes. To select them takes 20 ms a window.
+        self.assertRegex(text, r"  20 +12 +top_k +mesh +0\.750 MB +72\.1 ms +301\.7 ms +99%")
         # Eight steps take 2.4 s: 0.2 ms are left, of which each of the 16 steps under way waits for a part.
         self.assertRegex(text, r"recommended +8 +8 +identity +mesh +37\.500 MB +2400\.2 ms +300\.0 ms +100%")
         self.assertIn("Synchronous SGD computes for 0.3 s a step, and waits for 1.2 s.", text)

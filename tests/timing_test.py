@@ -273,6 +273,15 @@ class DTSTest(tf.test.TestCase, parameterized.TestCase):
         )
         self.assertAllClose(slow.sending_seconds, 20.0)
 
+    def test_a_selection_is_made_within_the_step(self):
+        """Of two vectors once in four steps: 2e8 bytes take 0.2 s, which no delay hides."""
+        network = timing.Network(latency_seconds=0.0, seconds_per_byte=1e-9)
+        arguments = {"world_size": 4, "num_bytes": 1e8, "delay": 20, "interval": 4, "codec_seconds_per_byte": 1e-9}
+        plan = timing.predict_dts(network, _STEP, codec="top_k", **arguments)
+        self.assertAllClose(plan.step_seconds, _STEP.seconds + 0.2 / 4)
+        self.assertAllClose(plan.scaling_efficiency, 0.31 / 0.36)
+        self.assertAllClose(timing.predict_dts(network, _STEP, codec="int8", **arguments).step_seconds, _STEP.seconds)
+
     def test_recommends_no_delay_where_communication_is_fast(self):
         network = timing.Network(latency_seconds=1e-4, seconds_per_byte=1e-10)  # 0.0152 s.
         plan = timing.recommend_dts(network, _STEP, world_size=4, num_bytes=1e8)

@@ -1,15 +1,17 @@
 """How long a step takes, by the papers' models, and which settings they recommend.
 
-    costs         what a step computes, and what communication costs
-    pipe_sgd      Pipe-SGD: Equations 2 to 7
-    dts           DTS: Table 1
-    measurement   the same for a live cluster
+    costs                what a step computes, and what communication costs
+    pipe_sgd             Pipe-SGD: Equations 2 to 7
+    dts                  DTS: Table 1
+    dts_recommendation   which of its settings to take
+    measurement          the same for a live cluster
 
 All times are in seconds and all sizes in bytes. Symbols of the papers in brackets.
 """
 
 from hop_tf.timing.costs import Network, Step, communication_seconds, scaling_efficiency
-from hop_tf.timing.dts import DTSPlan, bytes_per_step, non_computing_seconds, predict_dts, recommend_dts
+from hop_tf.timing.dts import DTSPlan, bytes_per_step, non_computing_seconds, predict_dts
+from hop_tf.timing.dts_recommendation import recommend_dts
 from hop_tf.timing.measurement import Measurement, measure
 from hop_tf.timing.pipe_sgd import (
     Plan,

@@ -125,6 +125,11 @@ def sent_bytes(num_bytes: float, *, world_size: int, algorithm: str = "ring", by
     return num_bytes * _way(algorithm, world_size, bytes_per_byte).sent
 
 
+def num_messages(algorithm: str, world_size: int) -> int:
+    """Messages that follow each other in an all-reduce [R]; arguments and errors as of `communication_seconds`."""
+    return _way(algorithm, world_size, 1.0).num_messages
+
+
 def way_of(codec: Codec, algorithm: str, world_size: int, bytes_per_value: float) -> tuple[str, float]:
     """How vectors travel that all-reduce is to encode with `codec`.
 

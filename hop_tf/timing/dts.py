@@ -22,18 +22,13 @@ References:
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Iterable, Mapping
 
 from hop_tf import codecs
 from hop_tf.arguments import check_integer
 from hop_tf.timing.costs import (
-    ALGORITHMS,
     FLOAT32_BYTES,
-    RESOLUTION,
     Network,
     Step,
-    check_codec_names,
     check_not_negative,
     communication_seconds,
     scaling_efficiency,
@@ -42,9 +37,6 @@ from hop_tf.timing.costs import (
 )
 
 CODECS = ("identity", "int8", "top_k")
-# The largest of the paper's Table 2 (a).
-_MAX_DELAY, _MAX_INTERVAL = 20, 12
-_SYNCHRONOUS = (0, 1)
 # Each window under way has a thread and an all-reduce, and holds what it hands out.
 MAX_WINDOWS = 100
 
@@ -152,6 +144,7 @@ class DTSPlan:
       bytes_per_step: What a rank sends per step.
       window_seconds: Time from a window's end until its mean is there, with idle links.
       sending_seconds: The part of it in which the links, or the codec, are occupied.
+      compute_seconds: Duration of a step without any waiting.
       step_seconds: Duration of a step.
       scaling_efficiency: See `scaling_efficiency`.
       reason: Why, in some sentences. Empty but for the recommended one.
@@ -164,6 +157,7 @@ class DTSPlan:
     bytes_per_step: float
     window_seconds: float
     sending_seconds: float
+    compute_seconds: float
     step_seconds: float
     scaling_efficiency: float
     reason: str = ""
@@ -184,6 +178,9 @@ def predict_dts(
     bytes_per_value: float = FLOAT32_BYTES,
 ) -> DTSPlan:
     """What the model says of settings. A window leaves when its last step has ended: nothing overlaps.
+
+    With `codecs.TopK` a rank selects, before, in that step itself. The model takes this to last as long as encoding and
+    decoding do.
 
     Args:
       network: What communication costs.
@@ -217,10 +214,13 @@ def predict_dts(
             codec_seconds_per_byte=codec_seconds_per_byte,
         )
 
+    compute_seconds = step.seconds
+    if isinstance(codec, codecs.TopK):
+        compute_seconds += num_bytes * _num_vectors(momentum, interval, way) * codec_seconds_per_byte / interval
     window_seconds = seconds(network)
     sending_seconds = seconds(dataclasses.replace(network, latency_seconds=0.0, synchronization_seconds=0.0))
-    step_seconds = step.seconds + non_computing_seconds(
-        compute_seconds=step.seconds,
+    step_seconds = compute_seconds + non_computing_seconds(
+        compute_seconds=compute_seconds,
         window_seconds=window_seconds,
         sending_seconds=sending_seconds,
         delay=delay,
@@ -241,101 +241,7 @@ def predict_dts(
         ),
         window_seconds=window_seconds,
         sending_seconds=sending_seconds,
+        compute_seconds=compute_seconds,
         step_seconds=step_seconds,
         scaling_efficiency=scaling_efficiency(step, step_seconds),
     )
-
-
-def recommend_dts(
-    network: Network,
-    step: Step,
-    *,
-    world_size: int,
-    num_bytes: float,
-    momentum: bool = True,
-    target_efficiency: float = 0.9,
-    max_delay: int = _MAX_DELAY,
-    max_interval: int = _MAX_INTERVAL,
-    codec_seconds_per_byte: Mapping[str, float] | None = None,
-    codec_names: Iterable[str] = CODECS,
-    bytes_per_value: float = FLOAT32_BYTES,
-) -> DTSPlan:
-    """The settings that change training least of those that reach the target, and that `DTSStrategy` accepts.
-
-    That is: the first codec with which delays and intervals within the limits reach it; with it the smallest D + p, by
-    which the other ranks' gradients are late at most; of these the smallest D; the mesh, if that will do. If nothing
-    reaches the target, the most efficient settings; of those within 2 % of these, the first in the same order. D = 0,
-    p = 1 stands for synchronous SGD by `PipeSGDStrategy(pipeline_width=1)`, which sends one vector.
-
-    Args:
-      network: What communication costs.
-      step: What a step computes.
-      world_size: Number of ranks.
-      num_bytes: Size of the gradients as float32.
-      momentum: Whether the optimizer has momentum.
-      target_efficiency: The scaling efficiency to reach, above 0 and at most 1. Default 0.9.
-      max_delay: Largest D. Default 20, as in the paper's experiments.
-      max_interval: Largest p. Default 12, likewise.
-      codec_seconds_per_byte: For codecs by name, the time that a rank encodes and decodes for, per byte of the
-        vectors. Default: none.
-      codec_names: Codecs to choose from, those that lose least first.
-      bytes_per_value: Bytes of a value that does not pass through a codec; 2 for bfloat16. Default 4.
-
-    Returns:
-      The settings, with the reason.
-
-    Raises:
-      ValueError: If an argument is out of range.
-    """
-    if not 0 < target_efficiency <= 1:
-        raise ValueError(
-            f"`target_efficiency` must be above 0 and at most 1. Received: target_efficiency={target_efficiency!r}."
-        )
-    check_integer("max_delay", max_delay, at_least=0)
-    check_integer("max_interval", max_interval, at_least=1)
-    codec_names = check_codec_names(codec_names)
-    costs = codec_seconds_per_byte or {}
-    delays = itertools.product(range(max_delay + 1), range(1, max_interval + 1))
-    delays = sorted((each for each in delays if num_windows(*each) <= MAX_WINDOWS), key=lambda each: (sum(each), each))
-    plans = [
-        predict_dts(
-            network,
-            step,
-            world_size=world_size,
-            num_bytes=num_bytes,
-            delay=delay,
-            interval=interval,
-            momentum=momentum and (delay, interval) != _SYNCHRONOUS,
-            codec=codec,
-            algorithm=algorithm,
-            codec_seconds_per_byte=costs.get(codec, 0.0),
-            bytes_per_value=bytes_per_value,
-        )
-        for codec, (delay, interval), algorithm in itertools.product(codec_names, delays, ALGORITHMS)
-    ]
-    highest = max(plan.scaling_efficiency for plan in plans)
-    enough = target_efficiency if highest >= target_efficiency else highest / (1 + RESOLUTION)
-    best = next(plan for plan in plans if plan.scaling_efficiency >= enough)
-    return dataclasses.replace(best, reason=_reason(step, plans, best, target_efficiency))
-
-
-def _reason(step: Step, plans: list[DTSPlan], best: DTSPlan, target_efficiency: float) -> str:
-    """`plans` begins with synchronous SGD, and with all of its codec."""
-    synchronous = plans[0]
-    reached = best.scaling_efficiency >= target_efficiency
-    if best is synchronous and reached:
-        return f"Synchronous SGD reaches {best.scaling_efficiency:.0%}: it needs no delay."
-    waiting = synchronous.step_seconds - step.seconds
-    parts = [f"Synchronous SGD computes for {step.seconds:.4g} s a step, and waits for {waiting:.4g} s."]
-    if best.codec != synchronous.codec:
-        plain = next(plan for plan in plans if (plan.delay, plan.interval) == (best.delay, best.interval))
-        sizes = [f"{plan.bytes_per_step / 1e6:.3g} MB" for plan in (plain, best)]
-        parts.append(f"{best.codec} shortens what a rank sends a step from {sizes[0]} to {sizes[1]}.")
-    parts.append(
-        f"A window takes {best.interval * step.seconds:.4g} s, and its bytes occupy the links for "
-        f"{best.sending_seconds:.4g} s; its mean is there after {best.window_seconds:.4g} s, and due after "
-        f"{best.delay * step.seconds:.4g} s."
-    )
-    if not reached:
-        parts.append(f"No settings reach {target_efficiency:.0%}; these are the best.")
-    return " ".join(parts)

@@ -13,7 +13,7 @@ import numpy as np
 from hop_tf import codecs
 from hop_tf.arguments import check_choice
 from hop_tf.buffers import BufferPool
-from hop_tf.timing import dts, pipe_sgd
+from hop_tf.timing import dts, dts_recommendation, pipe_sgd
 from hop_tf.timing.costs import ALGORITHMS, FLOAT32_BYTES, Network, Step
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class Measurement:
 
     def recommend_dts(self, **arguments) -> dts.DTSPlan:
         """The settings of DTS to take; see `hop_tf.timing.recommend_dts`."""
-        return self._recommend(dts.recommend_dts, arguments)
+        return self._recommend(dts_recommendation.recommend_dts, arguments)
 
     def _predict(self, predict: Callable, settings: Mapping):
         name = codecs.get(settings.get("codec")).name
