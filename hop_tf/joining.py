@@ -19,7 +19,7 @@ from absl import logging
 
 from hop_tf import membership_pb2
 from hop_tf.collectives import BULK_LANE
-from hop_tf.errors import MismatchError, PeerLostError
+from hop_tf.errors import HopError, MismatchError, PeerLostError
 from hop_tf.membership import Membership, parse
 from hop_tf.replica_state import compare
 from hop_tf.transport.base import Message
@@ -254,7 +254,16 @@ class Joining:
     # The others.
 
     def at_step(self, step: int) -> None:
-        """This rank begins `step`: its state goes to those that have asked for it."""
+        """This rank begins `step`: its state goes to those that have asked for it.
+
+        Raises:
+          HopError: If it has left the session: the others would not hear of the step.
+        """
+        if self._membership.has_left:
+            raise HopError(
+                f"rank {self._membership.rank}: step {step} was made after the end of `fit`, in no session: the others "
+                "would not hear of it. Train on by `fit`, or, in a custom loop, with another optimizer."
+            )
         with self._monitor:
             self._step = step
             asking, self._asking_for_state = self._asking_for_state, []

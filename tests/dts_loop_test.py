@@ -141,6 +141,19 @@ class LoopTest(tf.test.TestCase, parameterized.TestCase):
         for statistics in _cluster(2, delay=2, interval=2).run(run):
             self.assertAllClose(statistics, [mean, variance], rtol=1e-5, atol=1e-5)
 
+    @parameterized.parameters({"delay": 0, "interval": 1}, {"delay": 3, "interval": 2})
+    def test_a_loop_after_fit_with_the_same_optimizer(self, **settings):
+        """It has no session: each rank would go on alone."""
+
+        def run(strategy):
+            loop = _Loop(strategy)
+            loop.model.compile(loop.optimizer, "mse")
+            loop.model.fit(np.ones((4, 3)), np.ones((4, 4)), batch_size=2, verbose=0)
+            with self.assertRaisesRegex(tf.errors.InvalidArgumentError, "was made after the end of `fit`"):
+                loop.train(range(_NUM_STEPS))
+
+        _cluster(2, **settings).run(run)
+
     def test_not_within_fit(self):
         def run(strategy):
             loop = _Loop(strategy)
