@@ -58,7 +58,8 @@ class DTSStrategy(ExchangeStrategy):
     that differ; nor where `compensation` is not "exact", with momentum and a delay. `synchronize(model)` averages
     such weights.
 
-    Traffic: one all-reduce of the model per window, two with momentum where windows have several steps.
+    Traffic: one all-reduce of the model per window, two with momentum where windows have several steps, or hand out
+    the largest values only.
 
     For other optimizers (Adam, ...) the same is done with the changes of the weights: they become the mean of what the
     ranks' optimizers have changed in the window. Optimizer slots stay the rank's own.
