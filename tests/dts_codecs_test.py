@@ -68,24 +68,24 @@ def _applied(means, ends, momentum):
 
 
 _CODECS = {
-    "int8": codecs.Int8(),
-    "sketch with feedback": codecs.QuantileSketch(num_bits=2, error_feedback=True),
-    "top_k": codecs.TopK(ratio=0.1, warmup_steps=2),
-    "top_k of int8": codecs.TopK(ratio=0.1, values="int8"),
-    "top_k of int8 with feedback": codecs.TopK(ratio=0.1, values="int8", error_feedback=True),
-    "top_k of sketch": codecs.TopK(ratio=0.1, values=codecs.QuantileSketch(num_bits=2)),
     "top_k of sketch with feedback": codecs.TopK(
         ratio=0.1, values=codecs.QuantileSketch(num_bits=2), error_feedback=True
     ),
+    "top_k": codecs.TopK(ratio=0.1, warmup_steps=2),
+    "top_k of sketch": codecs.TopK(ratio=0.1, values=codecs.QuantileSketch(num_bits=2)),
+    "top_k of int8": codecs.TopK(ratio=0.1, values="int8"),
+    "top_k of int8 with feedback": codecs.TopK(ratio=0.1, values="int8", error_feedback=True),
     # Whole vectors are less to send.
     "half of sketch": codecs.TopK(ratio=0.5, values=codecs.QuantileSketch(num_bits=2)),
+    "int8": codecs.Int8(),
+    "sketch with feedback": codecs.QuantileSketch(num_bits=2, error_feedback=True),
 }
 
 
 class CodecsTest(tf.test.TestCase, parameterized.TestCase):
-    @parameterized.parameters(*itertools.product(ALGORITHMS, _CODECS))
-    @pytest.mark.stress(after=99)
-    def test_all_apply_the_same_means(self, algorithm, name):
+    @parameterized.parameters(*itertools.product(_CODECS, ALGORITHMS))
+    @pytest.mark.stress(after=4)
+    def test_all_apply_the_same_means(self, name, algorithm):
         """They are equal to the bit, and in the end weights are made of nothing else."""
         world_size, interval, num_steps, momentum, seen = 3, 2, 11, 0.9, {}
         mean = AllReduce.mean
@@ -111,9 +111,10 @@ class CodecsTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(expected, _synchronous(world_size, num_steps, momentum), rtol=1e-5, atol=1e-5)
 
     @parameterized.parameters(
-        *itertools.product(ALGORITHMS, (0.1, 0.5), (codecs.Int8(), codecs.QuantileSketch(num_bits=3)))
+        *itertools.product((codecs.QuantileSketch(num_bits=3), codecs.Int8()), (0.1, 0.5), ALGORITHMS)
     )
-    def test_error_feedback_of_selected_values(self, algorithm, ratio, values):
+    @pytest.mark.stress(after=2)
+    def test_error_feedback_of_selected_values(self, values, ratio, algorithm):
         """What is lost of the selected values is sent later, with indices or in whole vectors."""
         num_steps, errors = 48, {}
         for error_feedback in (False, True):
