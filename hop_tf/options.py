@@ -41,9 +41,9 @@ class CommunicationOptions:
         `data_plane` "tcp" without TLS. Default None: those in the environment variable HOP_TF_INTERFACES, separated by
         commas, if there are any.
       bandwidth_bits_per_second: Rate of this rank's link, as far as it is known. Where round trips are long, the parts
-        of an all-reduce travel over as many connections as it takes to fill it: one has at most some 3 MiB under way.
-        Too high a rate makes congestion, and too low a one leaves a part of the link unused. Ranks may differ. Default
-        100e6.
+        of an all-reduce travel over as many connections as it takes to fill it (one has at most some 3 MiB under way),
+        which together send no faster than that. Too high a rate makes congestion, and too low a one leaves a part of
+        the link unused. Ranks may differ. Default 100e6.
       tls_certificate_chain: Path of the PEM file with this process's certificate, or None for plain text. It must
         name (as a subject alternative name) the host under which the cluster description lists this process.
       tls_private_key: Path of the PEM file with its private key, not encrypted.

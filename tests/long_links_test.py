@@ -2,8 +2,11 @@
 
 import contextlib
 import json
+import math
 import os
 import pathlib
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -19,9 +22,10 @@ from hop_tf.deadlines import problem_of
 from hop_tf.errors import PeerLostError
 from hop_tf.options import CommunicationOptions
 from hop_tf.testing.transports import DEADLINE_SECONDS, TransportTestMixin, split_address, wait_until
-from hop_tf.transport import GrpcTransport, InProcessTransport, PeerStatus, TcpTransport, queue_transport
+from hop_tf.transport import GrpcTransport, InProcessTransport, PeerStatus, TcpTransport, lanes
+from hop_tf.transport.connection import SO_MAX_PACING_RATE, Connection
+from hop_tf.transport.lanes import LinkShares, num_lanes
 from hop_tf.transport.peer import Peer
-from hop_tf.transport.queue_transport import num_lanes
 
 _REASON = network.available()
 _needs_network = unittest.skipIf(_REASON is not None, f"needs an emulated network ({_REASON})")
@@ -74,11 +78,7 @@ class DeadlineTest(parameterized.TestCase):
         self.assertEqual(peer.least_round_trip_seconds, 1.0)
 
 
-class LanesTest(TransportTestMixin, parameterized.TestCase):
-    """Messages without a lane."""
-
-    member = InProcessTransport
-
+class LinkSharesTest(parameterized.TestCase):
     @parameterized.parameters(
         # ceil(T * R / 8 / N / 3 MiB), at least 1 and at most 8.
         (0.0, 100e6, 3, 1),
@@ -95,19 +95,30 @@ class LanesTest(TransportTestMixin, parameterized.TestCase):
 
     def test_who_shares_the_link(self):
         """Peers that took turns with this one in what was large: in a ring that follows a mesh there are none."""
-        sender, *receivers = self.start(4)
-        for receiver in receivers:
-            self.register(receiver)
+        shares = LinkShares(8.0)
 
-        def num_sharing(peer, num_bytes):
-            with mock.patch.object(queue_transport, "num_lanes", side_effect=num_lanes) as count:
-                sender.send(peer, "queue", payload=[np.zeros(num_bytes, np.uint8)], lane=None)
-            return count.call_args.args[2]
+        def num_sharing(*peers, num_bytes=100_000):
+            found = []
+            for peer in peers:
+                with mock.patch.object(lanes, "num_lanes", return_value=2) as count:
+                    share = shares.of(peer, 0.1, num_bytes)
+                found.append(count.call_args.args[2])
+                self.assertEqual(share.bytes_per_second, 1.0 / found[-1] / 2)
+            return found
 
-        self.assertEqual([num_sharing(peer, 100_000) for peer in (1, 2, 3)], [1, 2, 3])
-        self.assertEqual([num_sharing(peer, 100) for peer in (1, 2, 3)], [3, 3, 3])
-        self.assertEqual([num_sharing(peer, 100_000) for peer in (1, 2, 3, 1)], [3, 3, 3, 3])
-        self.assertEqual([num_sharing(1, num_bytes) for num_bytes in (100_000, 100_000, 100)], [3, 1, 1])
+        self.assertEqual(num_sharing(1, 2, 3), [1, 2, 3])
+        self.assertEqual(num_sharing(1, 2, 3, num_bytes=100), [3, 3, 3])
+        self.assertEqual(num_sharing(1, 2, 3, 1), [3, 3, 3, 3])
+        self.assertEqual(num_sharing(1, 1, 1), [3, 1, 1])
+
+    def test_one_lane_is_not_limited(self):
+        self.assertEqual(LinkShares(8.0).of(1, 0.1, 100), lanes.Share(1, math.inf))
+
+
+class LanesTest(TransportTestMixin, parameterized.TestCase):
+    """Messages without a lane."""
+
+    member = InProcessTransport
 
     def test_far_messages_do_not_wait_for_each_other(self):
         self.enter_context(mock.patch.object(Peer, "least_round_trip_seconds", 0.5))  # Two lanes.
@@ -136,6 +147,26 @@ class LanesTest(TransportTestMixin, parameterized.TestCase):
 
 class TcpLanesTest(LanesTest):
     member = TcpTransport
+
+    def test_several_lanes_send_as_much_as_the_link_carries(self):
+        self.enter_context(mock.patch.object(Peer, "least_round_trip_seconds", 0.5))  # Two lanes.
+        limits = {}
+
+        def limit_rate(connection, bytes_per_second):
+            original(connection, bytes_per_second)
+            option = connection._socket.getsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, struct.calcsize("@L"))
+            limits.setdefault(connection, []).append(struct.unpack("@L", option)[0])
+
+        original = Connection.limit_rate
+        self.enter_context(mock.patch.object(Connection, "limit_rate", limit_rate))
+        sender, receiver = self.start()
+        collector = self.register(receiver)
+        for index in range(20):
+            sender.send(1, "queue", number(index), [np.zeros(100_000, np.uint8)], lane=None)
+        collector.wait(20)
+        self.assertLen(limits, 2)
+        for of_connection in limits.values():
+            self.assertEqual(of_connection[-1], 100e6 / 8 / 2)
 
 
 class GrpcLanesTest(LanesTest):

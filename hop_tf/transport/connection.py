@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
+import struct
 from collections.abc import Iterator
 
 import numpy as np
@@ -15,6 +17,9 @@ from hop_tf.transport.framing import HEAD_BYTES, MAX_HEADER_BYTES, Frame, Outgoi
 _READ_BYTES = 1 << 18
 # Up to here one copy costs less than a second system call.
 _SMALL_MESSAGE_BYTES = 1 << 16
+# Linux's number, which Python does not tell, and its word for no limit.
+SO_MAX_PACING_RATE = 47
+_NO_LIMIT = struct.pack("@L", 2 ** (8 * struct.calcsize("@L")) - 1)
 
 
 class Connection:
@@ -26,6 +31,7 @@ class Connection:
 
     def __init__(self, connected: socket.socket):
         self._socket = connected
+        self._bytes_per_second = math.inf
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # An idle connection that a firewall has forgotten, or whose other end lost its power, is found within 25 s.
         # While data is on its way TCP's own limit of retransmissions counts, some 15 minutes: TCP_USER_TIMEOUT would
@@ -38,6 +44,13 @@ class Connection:
     def set_timeout(self, timeout_seconds: float | None) -> None:
         """Limits how long reading and writing may block."""
         self._socket.settimeout(timeout_seconds)
+
+    def limit_rate(self, bytes_per_second: float) -> None:
+        """What is written leaves no faster than that from now on, headers of packets included; `math.inf`: no limit."""
+        if bytes_per_second != self._bytes_per_second:
+            limit = _NO_LIMIT if bytes_per_second == math.inf else struct.pack("@L", math.ceil(bytes_per_second))
+            self._socket.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, limit)
+            self._bytes_per_second = bytes_per_second
 
     def write(self, frame: bytes) -> None:
         """Writes a frame that carries no message."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -49,9 +50,13 @@ class Outbox:
     Args:
       max_messages: Most messages that are kept.
       max_bytes: Most bytes that are kept; one message of any size always is.
+
+    Attributes:
+      max_bytes_per_second: How fast messages should leave at most. Default infinite.
     """
 
     def __init__(self, *, max_messages: int = MAX_MESSAGES, max_bytes: int = MAX_BYTES):
+        self.max_bytes_per_second = math.inf
         self._max_messages = max_messages
         self._max_bytes = max_bytes
         self._condition = threading.Condition()

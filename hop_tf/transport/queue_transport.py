@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import collections
-import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,34 +16,13 @@ from hop_tf.errors import HopError
 from hop_tf.options import CommunicationOptions
 from hop_tf.transport.base import BULK_LANE, Handler, PeerStatus, Transport
 from hop_tf.transport.inbox import Dispatcher
+from hop_tf.transport.lanes import LinkShares
 from hop_tf.transport.outbox import Outbox, check_message, flatten
 from hop_tf.transport.peer import Peer
 
 # How long `close` waits for threads. They end at once, unless a handler does not return.
 CLOSE_TIMEOUT_SECONDS = 5.0
 _LOG_PERIOD_SECONDS = 1.0
-
-# What one connection has under way at most, where its buffers may grow to 4 MiB, Linux's default.
-_BYTES_UNDER_WAY = 3 << 20
-_MAX_SPREAD_LANES = 8
-_LARGE_BYTES = 1 << 16
-
-
-def num_lanes(round_trip_seconds: float, bits_per_second: float, num_peers: int) -> int:
-    """Over how many lanes the unordered messages to a peer are spread.
-
-    A connection has no more bytes under way than the system lets its buffers grow: where a round trip takes a second it
-    carries 25 Mbit/s, however fast the link is. Only an administrator can allow larger ones, and a size of our own
-    would end the system's tuning. So it takes n = ceil(T * R / N / 3 MiB) of them, at least 1 and at most 8. More than
-    that would have more under way than the link and the queues before it hold, and lose packets.
-
-    Args:
-      round_trip_seconds: T.
-      bits_per_second: R, the rate of this rank's link.
-      num_peers: N, how many peers share it.
-    """
-    bytes_under_way = round_trip_seconds * bits_per_second / 8 / num_peers
-    return min(max(1, math.ceil(bytes_under_way / _BYTES_UNDER_WAY)), _MAX_SPREAD_LANES)
 
 
 class QueueTransport(Transport):
@@ -81,9 +59,7 @@ class QueueTransport(Transport):
         self._lock = threading.Lock()
         self._outboxes: dict[tuple[int, int], Outbox] = {}
         self._watched: set[int] = set()
-        # The numbers of the last two large messages without a lane, for each peer; -1 before the first one.
-        self._large_messages: dict[int, collections.deque[int]] = {}
-        self._num_large_messages = 0
+        self._shares = LinkShares(options.bandwidth_bits_per_second)
         self._failure: HopError | None = None
         self._closed = False
         self._bytes_sent = 0
@@ -236,23 +212,14 @@ class QueueTransport(Transport):
         """Of the lanes that unordered messages are spread over the one with the least on its way."""
         round_trip_seconds = self._peer(peer).least_round_trip_seconds
         with self._lock:
-            count = num_lanes(round_trip_seconds, self._options.bandwidth_bits_per_second, self._num_sharing_with(peer))
-            if num_bytes >= _LARGE_BYTES:
-                self._large_messages.setdefault(peer, collections.deque([-1], maxlen=2)).append(
-                    self._num_large_messages
-                )
-                self._num_large_messages += 1
-            outboxes = {lane: self._outboxes.get((peer, lane)) for lane in range(BULK_LANE, BULK_LANE + count)}
+            share = self._shares.of(peer, round_trip_seconds, num_bytes)
+            outboxes = {
+                lane: self._outboxes.get((peer, lane)) for lane in range(BULK_LANE, BULK_LANE + share.num_lanes)
+            }
+        for outbox in outboxes.values():
+            if outbox is not None:
+                outbox.max_bytes_per_second = share.bytes_per_second
         return min(outboxes, key=lambda lane: (0, 0) if outboxes[lane] is None else outboxes[lane].load)
-
-    def _num_sharing_with(self, peer: int) -> int:
-        """How many peers share this rank's link, this one among them: those that took turns with it.
-
-        Times do not matter. After a pause the same peers share it, and another connection would begin slowly.
-        """
-        since = self._large_messages[peer][0] if peer in self._large_messages else -1
-        others = {other for other, numbers in self._large_messages.items() if numbers[-1] > since}
-        return len(others | {peer})
 
     def _check_open(self) -> None:
         if self._closed:

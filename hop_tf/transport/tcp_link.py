@@ -163,6 +163,7 @@ class TcpLink(GrpcLink):
         reader.start()
         try:
             while (message := self._outbox.take(epoch)) is not None:
+                connection.limit_rate(self._outbox.max_bytes_per_second)
                 connection.write_message(message)
                 del message  # Not kept alive while the next one is awaited.
         finally:
