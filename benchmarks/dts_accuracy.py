@@ -7,6 +7,7 @@ each with its own batch statistics, are simulated (`dts_simulation`): nothing is
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 
@@ -27,6 +28,7 @@ _NUM_ROWS = flags.DEFINE_integer("num_rows", 20_000, "Images to train with, at m
 _SETTINGS = flags.DEFINE_list("settings", ["4:4", "8:8", "12:8", "20:12"], "D:p of the trainings for accuracy.")
 _CODECS = flags.DEFINE_multi_enum("codecs", ["identity"], ["identity", "top_k"], "Codecs of these trainings.")
 _EPOCHS = flags.DEFINE_integer("epochs", 10, "Epochs of a training.", lower_bound=2)
+_AUGMENT = flags.DEFINE_bool("augment", True, "Whether images are mirrored and moved at random, as in the paper.")
 _SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Seeds; each is a training of each kind.")
 _BATCH_SIZE = flags.DEFINE_integer("batch_size", 64, "Samples of a step, of all ranks together.", lower_bound=1)
 _LEARNING_RATE = flags.DEFINE_float("learning_rate", 0.05, "At its highest: a warm-up comes first, then a cosine.")
@@ -96,9 +98,10 @@ def _train(label: str, settings: Mapping, world_size: int, momentum: float, seed
         **settings,
     )
     generator, losses = np.random.default_rng(seed), []
+    augment = functools.partial(images.augmented, generator=generator) if _AUGMENT.value else np.asarray
     for _ in range(_EPOCHS.value):
         order = generator.permutation(len(x))[: num_batches * _BATCH_SIZE.value]
-        losses.append(np.mean([job.step(x[rows], y[rows]) for rows in np.split(order, num_batches)]))
+        losses.append(np.mean([job.step(augment(x[rows]), y[rows]) for rows in np.split(order, num_batches)]))
     job.finish()
     trained = Trained(label, seed, losses, images.accuracy(job.ranks[0].model, test))
     keras.backend.clear_session()
