@@ -142,25 +142,25 @@ class Worker:
 
         It does not where `error` is a `HopError`, that is where the job itself is broken: then all ranks raise.
 
-        Blocks: until the groups' threads have come to rest, `timeout_seconds` at most.
+        Blocks: until the groups' threads have come to rest, `progress_timeout_seconds` at most: others may count on what
+          they are about to send, however long that takes.
 
         Raises:
           HopError: If a group's thread does not come to rest, and `error` is None.
+          KeyboardInterrupt: On Ctrl-C meanwhile. The job has ended then.
         """
-        self._end_session(error, self.membership.monitor.now() + self._options.timeout_seconds)
-
-    def _end_session(self, error: BaseException | None, deadline: float) -> None:
         if not self._in_session:
             return
         self._in_session = False
         self.membership.interrupt()
         self._joining.end_session()
+        deadline = self.membership.monitor.now() + self._options.progress_timeout_seconds
         stuck = None
         try:
             for group in self._groups:
                 group.runner.quiesce(max(0.0, deadline - self.membership.monitor.now()))
-        except HopError as failure:
-            logging.error("rank %d: %s", self.membership.rank, failure)
+        except (HopError, KeyboardInterrupt) as failure:
+            logging.error("rank %d: %s: %s", self.membership.rank, type(failure).__name__, failure)
             stuck = failure
         error = error or stuck
         # Whatever has failed on another thread: others may count on what it has not sent.
@@ -170,20 +170,21 @@ class Worker:
             reason="" if error is None else f"{type(error).__name__}: {error}",
             abort=broken and not self.membership.is_given_up,
         )
-        if stuck is not None and error is stuck:
+        if stuck is not None and (error is stuck or isinstance(stuck, KeyboardInterrupt)):
             raise stuck
 
     def close(self, reason: str) -> None:
         """Leaves for good and releases the port and all threads. Idempotent.
 
-        Blocks: until what was sent has arrived at the peers that still listen, at most `timeout_seconds`.
+        Blocks: as `end_session`, in a session; then until what was sent has arrived at the peers that still listen, at
+          most `timeout_seconds`.
         """
         if self._closed:
             return
         self._closed = True
-        deadline = self.membership.monitor.now() + self._options.timeout_seconds
         try:
-            self._end_session(self.membership.failure, deadline)
+            self.end_session(self.membership.failure)
+            deadline = self.membership.monitor.now() + self._options.timeout_seconds
             # Whoever hears the farewell has all that was sent before, on whatever lane.
             self.membership.flush(deadline)
             self.membership.leave(sent_steps={}, reason=reason, final=True)

@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import gc
 import threading
+from unittest import mock
 
 import keras
 import numpy as np
@@ -86,7 +87,7 @@ def _exchange_threads():
 class _TwoRanksTestCase(tf.test.TestCase, parameterized.TestCase):
     """Two workers, and a thread for each to call them on."""
 
-    timeout_seconds = _DEADLINE_SECONDS
+    options = CommunicationOptions(timeout_seconds=_DEADLINE_SECONDS)
     make_scheme = Echo
 
     def setUp(self):
@@ -108,7 +109,7 @@ class _TwoRanksTestCase(tf.test.TestCase, parameterized.TestCase):
 
         return Worker(
             cluster=cluster,
-            options=CommunicationOptions(timeout_seconds=self.timeout_seconds),
+            options=self.options,
             identity={},
             neighbors=[1 - cluster.rank],
             make_exchange=make_exchange,
@@ -140,22 +141,55 @@ class _TwoRanksTestCase(tf.test.TestCase, parameterized.TestCase):
 
 
 class StuckTest(_TwoRanksTestCase):
-    timeout_seconds = 1.0
+    options = CommunicationOptions(timeout_seconds=1.0, progress_timeout_seconds=3.0)
     make_scheme = Stuck
 
-    @parameterized.parameters((None, HopError), (KeyboardInterrupt("enough"), None))
-    def test_the_other_rank_hears_of_a_thread_that_does_not_come_to_rest(self, own_error, raised):
+    def setUp(self):
+        super().setUp()
         self.begin_session()
-        _, (group, _) = self.add_groups(lambda rank: [_variable([0.0])])
-        group.submit([tf.constant([0.0])])
-        stuck = self.exchanges[0][0]
-        self.addCleanup(stuck.go_on.set)
-        self.assertTrue(stuck.has_begun.wait(_DEADLINE_SECONDS))
+        _, (self.group, _) = self.add_groups(lambda rank: [_variable([0.0])])
+        self.group.submit([tf.constant([0.0])])
+        self.stuck = self.exchanges[0][0]
+        self.addCleanup(self.stuck.go_on.set)
+        self.assertTrue(self.stuck.has_begun.wait(_DEADLINE_SECONDS))
+
+    @parameterized.parameters((None, HopError), (ValueError("bad input"), None))
+    def test_the_other_rank_hears_of_a_thread_that_does_not_come_to_rest(self, own_error, raised):
         with self.assertRaises(raised) if raised else contextlib.nullcontext():
             self.workers[0].end_session(own_error)
+        self._check_that_the_other_rank_hears()
+
+    @parameterized.parameters(None, ValueError("bad input"))
+    def test_ctrl_c_ends_waiting_for_a_thread(self, own_error):
+        """The other rank counts on what the thread has not sent."""
+        with mock.patch.object(self.group.runner, "quiesce", side_effect=KeyboardInterrupt):
+            with self.assertRaises(KeyboardInterrupt):
+                self.workers[0].end_session(own_error)
+        self._check_that_the_other_rank_hears()
+
+    def _check_that_the_other_rank_hears(self):
         self.assertFalse(self.workers[0].in_session)
         with self.assertRaisesRegex(PeerLostError, "rank 0 gave up"):
             self.workers[1].membership.wait(lambda: [0], operation="hear of it")
+
+
+class SlowTest(_TwoRanksTestCase):
+    options = CommunicationOptions(timeout_seconds=1.0)
+    make_scheme = Stuck
+
+    def test_a_thread_may_take_longer_than_a_silent_peer(self):
+        """As an all-reduce of much over a slow link, whose mean others may have: it is ended, and the job goes on."""
+        self.begin_session()
+        _, (group, _) = self.add_groups(lambda rank: [_variable([0.0])])
+        group.submit([tf.constant([0.0])])
+        slow = self.exchanges[0][0]
+        self.addCleanup(slow.go_on.set)
+        self.assertTrue(slow.has_begun.wait(_DEADLINE_SECONDS))
+        threading.Timer(2.5, slow.go_on.set).start()
+        self.workers[0].end_session(ValueError("bad input"))
+        other = self.workers[1].membership
+        self.assertTrue(other.wait_until(lambda: other.departure(0) is not None, _DEADLINE_SECONDS))
+        self.assertEqual(other.departure(0).sent_steps, {group.name: 1})
 
 
 class SessionTest(_TwoRanksTestCase):
