@@ -442,7 +442,8 @@ class Membership:
         Blocks: until `missing()` is empty; messages from those ranks, or their departure, bring that about.
 
         Raises:
-          PeerLostError: If a missing rank was silent for `timeout_seconds`, or was restarted.
+          PeerLostError: If a missing rank was silent for `timeout_seconds`, or was restarted. Where ranks go on without
+            a lost one: if it is still missing then.
           DeadlineExceededError: If a missing rank never appeared within `timeout_seconds`, or is alive but did not
             deliver within `progress_timeout_seconds`.
           HopError: If the job was aborted meanwhile.
@@ -492,7 +493,9 @@ class Membership:
                     error = self._problem(peer, self.monitor.now() - start, operation, step)
                     if error is None:
                         continue
-                    if not self._can_go_on_without(peer, step) or not isinstance(error, PeerLostError):
+                    end = self._departures.end_of(peer)
+                    is_known = end is not None and end.lost  # And still it is waited for: there is no going on.
+                    if is_known or not self._can_go_on_without(peer, step) or not isinstance(error, PeerLostError):
                         raise error
                     return self._depart(peer, error)
                 self.monitor.wait(_LIVENESS_PERIOD_SECONDS)

@@ -249,14 +249,20 @@ class _FakeTransport(Transport):
 
 
 class DeadlineTest(tf.test.TestCase):
-    def _wait(self, status, step=12):
+    def _wait(self, status, step=12, continue_without_lost=False):
         monitor = _SteppingMonitor()
-        options = CommunicationOptions(timeout_seconds=30, progress_timeout_seconds=600)
         membership = Membership(
-            transport=_FakeTransport(status), monitor=monitor, options=options, world_size=2, peers=[1]
+            transport=_FakeTransport(status),
+            monitor=monitor,
+            options=CommunicationOptions(timeout_seconds=30, progress_timeout_seconds=600),
+            world_size=2,
+            peers=[1],
+            continue_without_lost=continue_without_lost,
         )
+        told = [None, AssertionError("others are told once")]
         try:
-            membership.wait(lambda: [1], operation="receive update", step=step)
+            with mock.patch.object(membership, "_pass_on", side_effect=told):
+                membership.wait(lambda: [1], operation="receive update", step=step)
         finally:
             self.waited = monitor.time
 
@@ -270,6 +276,11 @@ class DeadlineTest(tf.test.TestCase):
             r"rank 0, step 12: receive update on rank 1 at host:123 failed after 0.0 s \(silent for 31.0 s: refused\)",
         ):
             self._wait(self._status(connected=False, silent_seconds=31.0, last_problem="refused"))
+
+    def test_a_lost_peer_that_nobody_can_do_without(self):
+        """As in an all-reduce for measurements, where ranks otherwise go on without a lost one."""
+        with self.assertRaisesRegex(errors.PeerLostError, "rank 1 at host:123 .*it has ended: .*silent for 31.0 s"):
+            self._wait(self._status(connected=False, silent_seconds=31.0), continue_without_lost=True)
 
     def test_a_peer_that_never_came_is_named(self):
         absent = self._status(connected=False, ever_connected=False, silent_seconds=31.0)
