@@ -235,7 +235,7 @@ class Membership:
         step: int | None = None,
         interruptible: bool = True,
     ) -> None:
-        """Sends a message of a step, or drops it where the peer has left.
+        """Sends a message of a step, or drops it where the peer has left the session that this rank is in.
 
         Args:
           peer: The receiver.
@@ -259,7 +259,8 @@ class Membership:
         def check() -> None:
             if interruptible:
                 self._check_interrupted()
-            if self._failure is not None or self.departure(peer) is not None:
+            # Between two sessions all have left the last one.
+            if self._failure is not None or (self.departure(peer) is not None and not self.has_left):
                 raise _NoUse
             problem = self._problem(peer, self.monitor.now() - start, f"send to {queue!r}", step)
             if problem is not None:

@@ -332,6 +332,7 @@ class SendTest(tf.test.TestCase):
         on_block=lambda membership, transport: None,
         newcomer=False,
         interruptible=True,
+        all_have_left=False,
         **status,
     ):
         monitor = _SteppingMonitor()
@@ -346,6 +347,9 @@ class SendTest(tf.test.TestCase):
             continue_without_lost=continues,
         )
         transport.on_block = lambda: on_block(membership, transport)
+        if all_have_left:
+            self._leave(rank=1)(membership, transport)
+            membership.leave(sent_steps={}, reason="")
         try:
             if newcomer:  # Its former process is known to be lost: that must not keep the state from it.
                 self._leave(rank=1, lost=True, final=True)(membership, transport)
@@ -391,6 +395,14 @@ class SendTest(tf.test.TestCase):
         with self.assertRaisesRegex(errors.DeadlineExceededError, "it is alive"):
             self._send()
         self.assertAlmostEqual(self.waited, 600, delta=1)
+
+    def test_a_peer_is_waited_for_between_sessions(self):
+        """That it has left the last one, as all have, says nothing: it takes part in what comes after."""
+        with self.assertRaisesRegex(errors.DeadlineExceededError, "it is alive"):
+            self._send(all_have_left=True)
+        with self.assertRaisesRegex(errors.PeerLostError, "it has ended: the script is over"):
+            end = self._leave(rank=1, final=True, reason="the script is over")
+            self._send(all_have_left=True, continues=False, on_block=end)
 
     def test_the_end_of_the_job(self):
         membership = self._send(on_block=self._leave(rank=2, abort=True, reason="a mismatch"))
