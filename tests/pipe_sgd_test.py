@@ -557,10 +557,11 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
             _fit(model, epochs=4)
             return [w.numpy() for w in model.layers[0].non_trainable_weights]
 
-        for width in (1, 4):
+        for width, num_segments in ((1, 1), (4, 3)):
             with self.subTest(width=width):
                 expected = self._moving_means(width)
-                for statistics in _cluster(2, pipeline_width=width, codec="int8").run(run):
+                settings = {"pipeline_width": width, "num_segments": num_segments}
+                for statistics in _cluster(2, codec="int8", **settings).run(run):
                     self.assertAllClose(statistics[0], expected, rtol=1e-5, atol=1e-5)
 
     def _moving_means(self, width):
