@@ -63,21 +63,30 @@ def _run(settings, kill_at=None, data_planes=("tcp",)):
     return np.array(history), error
 
 
-def _average(size, kill_at):
-    """Checksums of the means that were returned, and what ended it. Rank 1 dies when it has sent a part of a step's."""
+def _average(size, fault_at, fault):
+    """Checksums of the means that were returned, what ended it, and how many connections were broken.
+
+    Args:
+      size: Length of the vectors.
+      fault_at: Step and chunk; in each step that is one of its multiples.
+      fault: What happens to rank 1, which has sent a part of the step's then: "dies", or "loses its connections".
+    """
     rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
     send = all_reduce.Operation.send
 
-    def send_or_die(operation, to, turn, chunk, data, lane=None):
-        if (rank, operation.step, chunk) == (1, *kill_at):
-            os.kill(os.getpid(), signal.SIGKILL)
+    def send_under_faults(operation, to, turn, chunk, data, lane=None):
+        step, of_step = fault_at
+        if (rank, operation.step % step, chunk) == (1, 0, of_step) and operation.step:
+            if fault == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            nums_broken.append(_break_connections(strategy))
         send(operation, to, turn, chunk, data, lane)
 
     options = hop_tf.CommunicationOptions(timeout_seconds=20)
     strategy = hop_tf.PipeSGDStrategy(communication_options=options)
-    checksums, error = [], ""
+    checksums, error, nums_broken = [], "", []
     reduction = strategy.all_reduce_for_measurement("mesh", size)
-    with mock.patch.object(all_reduce.Operation, "send", send_or_die):
+    with mock.patch.object(all_reduce.Operation, "send", send_under_faults):
         try:
             for step in range(6):
                 (mean,) = reduction.mean(step, [_values(rank, step, size)], lambda other, step: True)
@@ -86,7 +95,21 @@ def _average(size, kill_at):
             error = f"{type(raised).__name__}: {raised}"
     reduction.close()
     strategy.shutdown()
-    return checksums, error
+    return checksums, error, sum(nums_broken)
+
+
+def _break_connections(strategy):
+    """Those that bring messages; returns how many there were."""
+    connections = [each for server in strategy._worker._transport._sockets for each in tuple(server._connections)]
+    for connection in connections:
+        connection.end()
+    return len(connections)
+
+
+def _checksums(size, num_steps):
+    """Of the means of four ranks."""
+    sums = (sum(_values(rank, step, size) for rank in range(4)) for step in range(num_steps))
+    return [zlib.crc32((total / np.float32(4)).tobytes()) for total in sums]
 
 
 def _values(rank, step, size):
@@ -184,19 +207,25 @@ class PipeSGDProcessesTest(tf.test.TestCase):
 
     def test_a_rank_is_killed_in_the_middle_of_an_all_reduce(self):
         """Sockets hold parts of messages then. Nobody gets a wrong mean, and all get an error."""
-        size, kill_at = 8 << 20, (3, 2)
-        with MultiProcessRunner(_average, num_workers=4, args=(size, kill_at), timeout_seconds=120) as runner:
+        size, fault_at = 8 << 20, (3, 2)
+        with MultiProcessRunner(_average, num_workers=4, args=(size, fault_at, "dies"), timeout_seconds=120) as runner:
             results = runner.join()
         results.raise_for_errors(except_ranks=[1])
         self.assertEqual(results[1].exit_code, -signal.SIGKILL)
-        expected = [
-            zlib.crc32((sum(_values(rank, step, size) for rank in range(4)) / np.float32(4)).tobytes())
-            for step in range(kill_at[0])
-        ]
         for rank in (0, 2, 3):
-            checksums, error = results[rank].value
-            self.assertEqual(checksums, expected)
+            checksums, error, _ = results[rank].value
+            self.assertEqual(checksums, _checksums(size, 3))
             self.assertRegex(error, "^PeerLostError: .*rank 1")
+
+    def test_connections_break_in_the_middle_of_an_all_reduce(self):
+        """What was on its way is sent again, and counted once."""
+        arguments = (8 << 20, (1, 2), "loses its connections")
+        with MultiProcessRunner(_average, num_workers=4, args=arguments, timeout_seconds=120) as runner:
+            values = runner.join().raise_for_errors().values
+        for checksums, error, _ in values:
+            self.assertEqual(error, "")
+            self.assertEqual(checksums, _checksums(8 << 20, 6))
+        self.assertGreaterEqual(values[1][2], 5)
 
     def test_segments_leave_during_back_propagation(self):
         with MultiProcessRunner(_run_segments, num_workers=2, timeout_seconds=120) as runner:
