@@ -37,8 +37,11 @@ _MEGABYTES = flags.DEFINE_list("megabytes", ["1", "25", "100"], "Sizes of the ve
 _LINKS = flags.DEFINE_list("links", ["loopback", "10e9", "1e9", "100e6"], "loopback, or bits per second.")
 _MEMBERS = flags.DEFINE_list(
     "members",
-    [*(f"{way}/{name}" for way in ("mesh", "ring") for name in ("identity", "truncate16", "int8", "sketch"))]
-    + ["gloo", "RING"],
+    [
+        *(f"{way}/{codec}" for way in ("mesh", "ring") for codec in ("identity", "truncate16", "int8", "sketch")),
+        "gloo",
+        "RING",
+    ],
     "What to measure.",
 )
 _ROUNDS = flags.DEFINE_integer("rounds", 7, "Rounds, after one to warm up.", lower_bound=1)

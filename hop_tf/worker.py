@@ -142,8 +142,8 @@ class Worker:
 
         It does not where `error` is a `HopError`, that is where the job itself is broken: then all ranks raise.
 
-        Blocks: until the groups' threads have come to rest, `progress_timeout_seconds` at most: others may count on what
-          they are about to send, however long that takes.
+        Blocks: until the groups' threads have come to rest, `progress_timeout_seconds` at most: others may count on
+          what they are about to send, however long that takes.
 
         Raises:
           HopError: If a group's thread does not come to rest, and `error` is None.

@@ -162,9 +162,9 @@ class StuckTest(_TwoRanksTestCase):
     @parameterized.parameters(None, ValueError("bad input"))
     def test_ctrl_c_ends_waiting_for_a_thread(self, own_error):
         """The other rank counts on what the thread has not sent."""
-        with mock.patch.object(self.group.runner, "quiesce", side_effect=KeyboardInterrupt):
-            with self.assertRaises(KeyboardInterrupt):
-                self.workers[0].end_session(own_error)
+        ctrl_c = mock.patch.object(self.group.runner, "quiesce", side_effect=KeyboardInterrupt)
+        with ctrl_c, self.assertRaises(KeyboardInterrupt):
+            self.workers[0].end_session(own_error)
         self._check_that_the_other_rank_hears()
 
     def _check_that_the_other_rank_hears(self):
