@@ -59,10 +59,13 @@ class TimingTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllClose([of_ring, of_mesh], [0.15, 0.45])
         plan = timing.recommend(network, _STEP, **arguments)
         self.assertEqual((plan.algorithm, plan.codec, plan.pipeline_width), ("ring", "identity", 2))
-        self.assertIn("communication 0.45 s. That is in a mesh; in a ring it takes 0.15 s. Width 2 hides", plan.reason)
+        self.assertIn(
+            "communication without a codec 0.45 s. That is in a mesh; in a ring it takes 0.15 s. Width 2 hides",
+            plan.reason,
+        )
         plan = timing.recommend(network, timing.Step(forward_seconds=0.01), **arguments)
         self.assertEqual((plan.algorithm, plan.codec), ("ring", "int8"))
-        self.assertIn("communication 0.45 s. int8 in a ring shortens it to 0.03779 s.", plan.reason)
+        self.assertIn("communication without a codec 0.45 s. int8 in a ring shortens it to 0.03779 s.", plan.reason)
 
     @parameterized.parameters(*itertools.product((1, 2), (1, 2, 4), (0.01, 0.1, 0.4, 1.0)))
     def test_predicts_a_schedule(self, width, num_segments, communication):
@@ -89,7 +92,15 @@ class TimingTest(tf.test.TestCase, parameterized.TestCase):
         network = timing.Network(latency_seconds=1e-6, seconds_per_byte=1e-12)
         plan = timing.recommend(network, _STEP, world_size=4, num_bytes=1e8)
         self.assertEqual((plan.pipeline_width, plan.codec, plan.num_segments), (1, "identity", 1))
-        self.assertIn("next to no time", plan.reason)
+        self.assertIn("next to no time: synchronous training without a codec is as fast as any.", plan.reason)
+
+    def test_names_the_codec_that_there_is_no_choice_without(self):
+        network = timing.Network(latency_seconds=1e-6, seconds_per_byte=1e-12)
+        plan = timing.recommend(network, _STEP, world_size=4, num_bytes=1e8, codec_names=("int8",))
+        self.assertIn("synchronous training with int8 is as fast as any", plan.reason)
+        network = timing.Network(latency_seconds=0.0, seconds_per_byte=8e-9)
+        plan = timing.recommend(network, _STEP, world_size=4, num_bytes=1e8, codec_names=("truncate16", "int8"))
+        self.assertIn("and communication with truncate16 0.6 s. int8 shortens it to 0.3023 s.", plan.reason)
 
     def test_recommends_to_hide_what_can_be_hidden(self):
         network = timing.Network(latency_seconds=1e-4, seconds_per_byte=1.5e-9)  # 0.225 s.

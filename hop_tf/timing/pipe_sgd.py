@@ -243,10 +243,11 @@ def recommend(
 
 
 def _reason(step: Step, plain: Plan, best: Plan) -> str:
+    with_codec = "without a codec" if plain.codec == "identity" else f"with {plain.codec}"
     if plain.communication_seconds <= RESOLUTION * step.seconds:
-        return "Communication takes next to no time: synchronous training without a codec is as fast as any."
+        return f"Communication takes next to no time: synchronous training {with_codec} is as fast as any."
     parts = [
-        f"Computation takes {step.seconds:.4g} s and uncompressed communication {plain.communication_seconds:.4g} s."
+        f"Computation takes {step.seconds:.4g} s, and communication {with_codec} {plain.communication_seconds:.4g} s."
     ]
     way = " in a ring" if best.algorithm != plain.algorithm else ""
     if best.codec != plain.codec:
