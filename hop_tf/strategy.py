@@ -291,8 +291,8 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
     def shutdown(self) -> None:
         """Leaves the cluster for good and releases the port and all threads. Idempotent; also runs at exit.
 
-        Blocks: until what was sent has arrived at the ranks that still listen, at most `timeout_seconds`. Before that,
-          in a custom loop, until what others count on is sent, at most `progress_timeout_seconds`.
+        Blocks: until what was sent, and in a custom loop what others count on, has arrived at the ranks that still
+          listen. What takes longer than `progress_timeout_seconds` is given up.
         """
         self._writer.close()
         if self._emulated_compute is not None:

@@ -177,14 +177,14 @@ class Worker:
         """Leaves for good and releases the port and all threads. Idempotent.
 
         Blocks: as `end_session`, in a session; then until what was sent has arrived at the peers that still listen, at
-          most `timeout_seconds`.
+          most `progress_timeout_seconds`.
         """
         if self._closed:
             return
         self._closed = True
         try:
             self.end_session(self.membership.failure)
-            deadline = self.membership.monitor.now() + self._options.timeout_seconds
+            deadline = self.membership.monitor.now() + self._options.progress_timeout_seconds
             # Whoever hears the farewell has all that was sent before, on whatever lane.
             self.membership.flush(deadline)
             self.membership.leave(sent_steps={}, reason=reason, final=True)

@@ -191,6 +191,18 @@ class SlowTest(_TwoRanksTestCase):
         self.assertTrue(other.wait_until(lambda: other.departure(0) is not None, _DEADLINE_SECONDS))
         self.assertEqual(other.departure(0).sent_steps, {group.name: 1})
 
+    def test_what_was_sent_may_take_longer_than_a_silent_peer(self):
+        """As the last means over a slow link: who ends its process before they have arrived ends the job."""
+        self.begin_session()
+        taken = threading.Event()
+        self.addCleanup(taken.set)
+        first, second = (worker.membership for worker in self.workers)
+        second.transport.register("slow", lambda message: taken.wait(_DEADLINE_SECONDS))
+        first.send(1, "slow", b"", lane=1)
+        threading.Timer(2.5, taken.set).start()
+        self.workers[0].close("done")
+        self.assertTrue(taken.is_set())
+
 
 class SessionTest(_TwoRanksTestCase):
     def test_a_rank_that_ends_with_its_own_error_leaves_the_other_running(self):
