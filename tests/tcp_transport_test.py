@@ -1,6 +1,7 @@
 """What `TcpTransport` does with its sockets."""
 
 import contextlib
+import errno
 import socket
 import threading
 import unittest.mock
@@ -12,7 +13,7 @@ from hop_tf.errors import HopError
 from hop_tf.options import CommunicationOptions
 from hop_tf.testing.transports import DEADLINE_SECONDS, Proxy, TransportTestMixin, split_address, wait_until
 from hop_tf.transport import GrpcTransport, TcpTransport, control_pb2, framing, tcp_link, tcp_server
-from hop_tf.transport.connection import Connection
+from hop_tf.transport.connection import SO_MAX_PACING_RATE, Connection
 from hop_tf.transport.framing import Kind
 from hop_tf.transport.tcp_link import TcpLink
 
@@ -89,6 +90,15 @@ class TcpTransportTest(TransportTestMixin, absltest.TestCase):
         self.assertEqual([message.header for message in collector.wait(3)], [b"0", b"1", b"2"])
         self.assertIn(b"2", written)
         self.assertTrue(first.flush(1, DEADLINE_SECONDS))
+
+    def test_goes_on_where_the_system_does_not_pace(self):
+        def refuse(level, option, value):
+            if option == SO_MAX_PACING_RATE:
+                raise OSError(errno.ENOPROTOOPT, "Protocol not available")
+
+        end = unittest.mock.Mock(**{"setsockopt.side_effect": refuse})
+        Connection(end).limit_rate(1e6)
+        self.assertEqual(end.setsockopt.call_args.args[1], SO_MAX_PACING_RATE)
 
     def test_talks_with_a_peer_without_sockets(self):
         addresses = self.addresses(2)

@@ -9,6 +9,7 @@ import struct
 from collections.abc import Iterator
 
 import numpy as np
+from absl import logging
 
 from hop_tf.errors import ProtocolError
 from hop_tf.transport.framing import HEAD_BYTES, MAX_HEADER_BYTES, Frame, Outgoing, decode_head, encode_start
@@ -46,11 +47,18 @@ class Connection:
         self._socket.settimeout(timeout_seconds)
 
     def limit_rate(self, bytes_per_second: float) -> None:
-        """What is written leaves no faster than that from now on, headers of packets included; `math.inf`: no limit."""
-        if bytes_per_second != self._bytes_per_second:
-            limit = _NO_LIMIT if bytes_per_second == math.inf else struct.pack("@L", math.ceil(bytes_per_second))
+        """What is written leaves no faster than that from now on, headers of packets included; `math.inf`: no limit.
+
+        Nothing where the system cannot do it, as in some sandboxes.
+        """
+        if bytes_per_second == self._bytes_per_second:
+            return
+        self._bytes_per_second = bytes_per_second
+        limit = _NO_LIMIT if bytes_per_second == math.inf else struct.pack("@L", math.ceil(bytes_per_second))
+        try:
             self._socket.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, limit)
-            self._bytes_per_second = bytes_per_second
+        except OSError as error:
+            logging.log_first_n(logging.INFO, "Connections are not paced: %s.", 1, error)
 
     def write(self, frame: bytes) -> None:
         """Writes a frame that carries no message."""
