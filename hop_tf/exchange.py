@@ -102,7 +102,11 @@ class Exchange(abc.ABC):
         return False
 
     def counters(self) -> Mapping[str, float]:
-        """What `strategy.report()` shows beside the common counters."""
+        """What `strategy.report()` shows beside the common counters: the sums over all groups that were and are."""
+        return {}
+
+    def gauges(self) -> Mapping[str, float]:
+        """What it shows of this moment: the largest of the groups that are."""
         return {}
 
     def close(self) -> None:

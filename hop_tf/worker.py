@@ -376,11 +376,13 @@ class Worker:
         self._transport.serve_reports(report)
 
     def counters(self) -> dict[str, float]:
-        """Totals for `strategy.report()`."""
-        totals = collections.Counter(self._retired_counters)
+        """Totals and gauges for `strategy.report()`. See `Exchange.counters` and `Exchange.gauges`."""
+        totals, gauges = collections.Counter(self._retired_counters), {}
         for group in self._groups:
             totals.update(group.exchange.counters())
+            for name, value in group.exchange.gauges().items():
+                gauges[name] = max(value, gauges.get(name, value))
         iteration = max((int(group.step) for group in self._groups), default=0)
         lanes = self._transport.bytes_by_lane()
         by_lane = {f"bytes_sent_on_lane_{lane}": num_bytes for lane, num_bytes in sorted(lanes.items())}
-        return {"iteration": iteration, **self._transport.counters(), **by_lane, **totals}
+        return {"iteration": iteration, **self._transport.counters(), **by_lane, **totals, **gauges}

@@ -68,7 +68,10 @@ class CanaryExchange(Exchange, Joiner):
       members: For each colayer, the indices of its variables.
       carried: The changes of the variables that are not trained.
       order: The variables of `merge_segment`, in order: colayer by colayer.
+      colayers: The colayer of each variable.
       start_step: int64 variable: the first step that this rank makes.
+      num_left: int64 variable: how many colayers have left in the step that `merge_segment` has ended, the first ones;
+        the others were dropped.
       replica: The weights and what was merged into them.
     """
 
@@ -81,6 +84,7 @@ class CanaryExchange(Exchange, Joiner):
         self.members = members
         self.carried = context.carried
         self.order = [index for colayer in members for index in colayer]
+        self.colayers = {index: colayer for colayer, indices in enumerate(members) for index in indices}
         colayers, whole = [context.packing.part(each) for each in members], context.packing.part(self.order)
         self.merge_segment, self.start_segment, self.finish_segment = (len(members) + i for i in range(3))
         self.parts: list[Packing] = [*colayers, whole, whole, whole]
@@ -101,6 +105,7 @@ class CanaryExchange(Exchange, Joiner):
         self._num_dropped = self._num_late = 0
         with tf.init_scope(), tf.device("/cpu:0"):
             self.start_step = tf.Variable(0, dtype=tf.int64, trainable=False, name="hop_tf_start_step")
+            self.num_left = tf.Variable(len(members), dtype=tf.int64, trainable=False, name="hop_tf_num_left")
         self._begin(context.session)
         membership.transport.register(self._queue, self._on_message)
         self._running = [
@@ -138,7 +143,8 @@ class CanaryExchange(Exchange, Joiner):
         self._peers.reset()
         self._contributions.reset()
         self._iteration = -1
-        self._is_dropping = False
+        self._is_dropping = self._was_dropping = False
+        self.num_left.assign(len(self.members))
         self._has_joined = False
         self._num_left = 0
         self._sent_steps = 0
@@ -216,6 +222,9 @@ class CanaryExchange(Exchange, Joiner):
         """Steps 5 and 6: the weights as they are, and how far ahead others are."""
         if self._is_dropping:
             self._pulling.pull(k)
+        if self._is_dropping or self._was_dropping:
+            self.num_left.assign(self._num_left)
+        self._was_dropping = self._is_dropping
         with self.replica.lock:
             target = max(k + 1, self.replica.gei.newest)
             self.replica.gei.start(target)
@@ -302,36 +311,44 @@ class CanaryExchange(Exchange, Joiner):
         """What became of contributions.
 
         Returns:
-          `staleness`: how many iterations the present one of this rank is behind; `proportion`: how many of its
-          colayers have left; `overtime_drops`: colayers of this rank that were dropped; `contributions_lost`: pieces of
-          this rank's colayers that were sent on ways through ranks that have left, and have not come back, counted when
-          no more can come; `contributions_late`: pieces that ranks which have left had sent, and that came when nobody
-          waited for them any more; `pulls` of another rank's state, and `pulls_in_vain`; `messages_merged`, and
-          `duplicates`, which were not; `blends` of pieces; `gei_rows` and `layouts` that are kept; `inbox_bytes` that
-          are to be merged; `inbox_waits`: iterations that began late as such an inbox was full, here or elsewhere; and
-          `window_waits`: those that began late as too many of this rank's own had not come back merged: four, and one
-          for each message on the longest way to a root.
+          `overtime_drops`: colayers of this rank that were dropped; `contributions_lost`: pieces of this rank's
+          colayers that were sent on ways through ranks that have left, and have not come back, counted when no more can
+          come; `contributions_late`: pieces that ranks which have left had sent, and that came when nobody waited for
+          them any more; `pulls` of another rank's state, and `pulls_in_vain`; `messages_merged`, and `duplicates`,
+          which were not; `blends` of pieces; `inbox_waits`: iterations that began late as an inbox was full, here or
+          elsewhere; and `window_waits`: those that began late as too many of this rank's own had not come back merged:
+          four, and one for each message on the longest way to a root.
         """
-        with self.replica.lock:
-            gei, num_duplicates = self.replica.gei, self.replica.num_duplicates
-            staleness = max(0, gei.staleness(self._iteration)) if self._iteration >= 0 else 0
-            num_rows = len(gei)
         return {
-            "staleness": staleness,
-            "proportion": self._num_left,
             "overtime_drops": self._num_dropped,
             "contributions_lost": self._contributions.num_lost,
             "contributions_late": self._num_late + sum(thread.num_late for thread in self._threads),
             "pulls": self._pulling.num_pulls,
             "pulls_in_vain": self._pulling.num_in_vain,
             "messages_merged": sum(thread.num_messages for thread in self._threads),
-            "duplicates": num_duplicates,
+            "duplicates": self.replica.num_duplicates,
             "blends": sum(thread.num_blends for thread in self._threads),
+            "inbox_waits": self._pacing.num_waits,
+            "window_waits": self._pacing.num_window_waits,
+        }
+
+    def gauges(self) -> Mapping[str, float]:
+        """Where this rank is.
+
+        Returns:
+          `staleness`: how many iterations its present one is behind; `proportion`: how many colayers of that have left;
+          `gei_rows` and `layouts` that are kept; `inbox_bytes` that are to be merged.
+        """
+        with self.replica.lock:
+            gei = self.replica.gei
+            staleness = max(0, gei.staleness(self._iteration)) if self._iteration >= 0 else 0
+            num_rows = len(gei)
+        return {
+            "staleness": staleness,
+            "proportion": self._num_left,
             "gei_rows": num_rows,
             "layouts": len(self.replica.layouts()),
             "inbox_bytes": sum(thread.num_bytes for thread in self._threads),
-            "inbox_waits": self._pacing.num_waits,
-            "window_waits": self._pacing.num_window_waits,
         }
 
     def close(self) -> None:

@@ -80,6 +80,7 @@ class Replica:
         ends = [list(itertools.accumulate(of_bucket)) for of_bucket in zip(*self._sizes, strict=True)]
         self.starts = [[0 if z == 0 else end[z - 1] for end in ends] for z in range(len(parts))]
         self.lock = threading.RLock()
+        self.num_duplicates = 0
         self.reset()
 
     def reset(self) -> None:
@@ -90,7 +91,6 @@ class Replica:
             self.snapshots: dict[tuple[bytes, int], np.ndarray] = {}
             self._layouts: dict[bytes, Layout] = {}
             self._freed: dict[bytes, bool] = {}  # Whether anything was merged of it.
-            self.num_duplicates = 0
 
     def begin(self, weights: Sequence[np.ndarray]) -> None:
         """Takes the weights that the session begins with."""

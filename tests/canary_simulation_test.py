@@ -4,6 +4,7 @@
 that sums are exact in any order.
 """
 
+import collections
 import contextlib
 import dataclasses
 import itertools
@@ -43,6 +44,7 @@ class Job:
       durations: Array [n, num_steps]: how long the computation of each step takes.
       drops: For each rank the iterations and colayers that it has dropped.
       made: For each rank the iterations that it has made.
+      left: For each rank how many colayers have left in each of them.
       at_rest: For each rank its weights when all is merged, before they become the mean of all.
       finals: For each rank where it ended.
       seconds: For each rank when it had made its last step.
@@ -72,6 +74,7 @@ class Job:
         self.exchanges = {}
         self.drops = {rank: [] for rank in range(self.world_size)}
         self.made = {rank: [] for rank in range(self.world_size)}
+        self.left = {rank: [] for rank in range(self.world_size)}
         self.at_rest, self.finals, self.seconds, self.counters = {}, {}, {}, {}
 
     def run(self):
@@ -132,6 +135,7 @@ class Job:
                 if exchange.counters()["overtime_drops"] > before:
                     self.drops[rank].append((step, colayer))
             incoming = exchange.step(Outgoing(step, exchange.merge_segment, empty))
+            self.left[rank].append(int(exchange.num_left))
             if self.inspect is not None:
                 self.inspect(self, rank, step, incoming.buckets[0])
             step += 1 + incoming.num_skipped
@@ -139,7 +143,7 @@ class Job:
             return
         self.seconds[rank] = self.cluster.scheduler.now
         self.finals[rank] = exchange.step(Outgoing(step, exchange.finish_segment, empty)).buckets[0]
-        self.counters[rank] = exchange.counters()
+        self.counters[rank] = {**exchange.counters(), **exchange.gauges()}
 
     def expected(self, ranks=None):
         """What all end with: the sum of all contributions but those dropped."""
@@ -223,6 +227,8 @@ class ExactSumTest(tf.test.TestCase, parameterized.TestCase):
             for rank in range(world_size):
                 self.assertAllEqual(job.finals[rank], job.expected(), msg=f"seed {seed}")
                 self.assertEqual(job.counters[rank]["overtime_drops"], len(job.drops[rank]))
+                dropped = collections.Counter(step for step, _ in job.drops[rank])
+                self.assertEqual(job.left[rank], [len(_MEMBERS) - dropped[step] for step in job.made[rank]])
             self.assertLessEqual(job.max_distance(), 1e-4, msg=f"seed {seed}")
 
     @parameterized.product(network=(("mesh", 3), ("bcube:2,2", 4), ("tree", 5)), sync_interval=(None, 5))
@@ -454,7 +460,7 @@ class InboxTest(tf.test.TestCase, parameterized.TestCase):
             merge_seconds={0: 0.7},
             codec=codecs.get("int8"),  # Which cuts no pieces so small, and encodes none.
             inbox_bytes=inbox_bytes,
-            inspect=lambda job, rank, *_: sizes.append(job.exchanges[0].counters()["inbox_bytes"]),
+            inspect=lambda job, rank, *_: sizes.append(job.exchanges[0].gauges()["inbox_bytes"]),
         ).run()
         for rank in range(5):
             self.assertAllEqual(job.finals[rank], job.expected())

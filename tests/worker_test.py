@@ -53,6 +53,9 @@ class Echo(Exchange):
     def counters(self):
         return {"echoes": self._num_steps}
 
+    def gauges(self):
+        return {"latest": self._sent_steps}
+
 
 class Stuck(Echo):
     """Waits in its step until it is let go, whatever happens to the session."""
@@ -318,6 +321,19 @@ class GroupTest(_TwoRanksTestCase):
             self.begin_session()
             self.assertEmpty(_exchange_threads())
             self.assertEqual([worker.counters()["echoes"] for worker in self.workers], [number + 1] * 2)
+            self.assertNotIn("latest", self.workers[0].counters())
+
+    def test_counters_are_summed_over_groups_and_gauges_are_not(self):
+        _optimizers, groups = self.add_groups(lambda rank: [_variable([1.0])])
+        _others, _ = self.add_groups(lambda rank: [_variable([1.0])])
+        for group in groups:
+            for _ in range(2):
+                group.submit([tf.constant([3.0])])
+                group.collect([])
+                group.end_step()
+        for worker in self.workers:
+            counters = worker.counters()
+            self.assertEqual((counters["echoes"], counters["latest"]), (2, 2))
 
     def test_groups_in_use_stay(self):
         optimizers, _ = self.add_groups(lambda rank: [_variable([1.0])])
