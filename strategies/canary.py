@@ -7,6 +7,7 @@ Multi-Interface Networks. IEEE TPDS 2021. Worker i, in iteration k (sections 4 a
     2.  s = zeta - k, how far it is behind the fastest worker                              (Pseudocode 1, line 5)
     3.  if s is too large, and too few colayers have left: it is overtime                  (lines 19 and 22)
             what has not left is dropped, and the state of the fastest worker pulled       (section 5.3)
+            (its optimizer forgets the step: see `hop_tf.strategies.canary_slots`)
     4.  else, each colayer is cut into pieces, which are sketched and sent                 (Figures 12 to 14, Table 2)
     5.  what has come of others' pieces is merged, and noted in the gradient exchange index  (Figure 16)
     6.  the next iteration is k + 1, or zeta, if that is more
@@ -38,6 +39,7 @@ from hop_tf.options import CommunicationOptions
 from hop_tf.packing import Packing
 from hop_tf.strategies.canary_exchange import AsyncSettings, CanaryExchange
 from hop_tf.strategies.canary_low_rank import LowRankMean, is_factorized
+from hop_tf.strategies.canary_slots import SlotsBefore
 from hop_tf.strategies.pipe_sgd import PipeSGDExchange, PipeSGDSettings, submit_gradients, take_means
 from hop_tf.strategy import ExchangeStrategy, training_cluster
 
@@ -66,8 +68,9 @@ class CanaryStrategy(ExchangeStrategy):
     `strategy.synchronize(model)` averages them.
 
     Late steps make training less stable: with momentum 0.9 and nine ranks, use at most half of the learning rate that
-    synchronous training stands. Weights and optimizer slots: the slots stay the rank's own. For optimizers other than
-    SGD steps are averaged where synchronous training would average gradients.
+    synchronous training stands. Optimizer slots stay the rank's own, and know nothing of a step that was dropped: of
+    gradients that were dropped nothing is in a later step. For optimizers other than SGD steps are averaged where
+    synchronous training would average gradients.
 
     Floating-point variables that are not trained but assigned in the training step before its update (moving
     statistics) go with the last colayer, and never through a codec.
@@ -204,17 +207,18 @@ class CanaryStrategy(ExchangeStrategy):
             return take_means(group, lambda segment: group.collect(outgoing, segment)[0]), []
         _check_averages(group.optimizer())
         # In the batches whose gradients were accumulated since the last update, moving statistics have changed as well.
-        return gradients, [*_before_decay(group, values[: group.num_trained]), *group.exchange.carried.known()]
+        before = [*_before_decay(group, values[: group.num_trained]), *group.exchange.carried.known()]
+        return gradients, (before, SlotsBefore(group.optimizer(), group.trained) if self._settings.drops else None)
 
-    def _after_update(self, group: Group, state: list) -> tf.Tensor:
+    def _after_update(self, group: Group, state: tuple[list, SlotsBefore | None]) -> tf.Tensor:
         if self._settings.is_synchronous:
             return tf.constant(0, tf.int64)
-        exchange = group.exchange
+        exchange, (before, slots) = group.exchange, state
         now = [variable.read_value() for variable in group.variables]
-        changes = [after - before for after, before in zip(now, state, strict=True)]
+        changes = [after - earlier for after, earlier in zip(now, before, strict=True)]
 
         def start() -> None:
-            group.submit([state[index] for index in exchange.order], exchange.start_segment)
+            group.submit([before[index] for index in exchange.order], exchange.start_segment)
 
         tf.cond(tf.equal(group.step, exchange.start_step), start, lambda: None)
         for colayer, members in enumerate(exchange.members):
@@ -223,6 +227,9 @@ class CanaryStrategy(ExchangeStrategy):
         weights, num_skipped = group.collect(changes, exchange.merge_segment)
         _assign(group, weights)
         exchange.carried.reset()
+        if slots is not None:
+            with tf.control_dependencies([num_skipped]):
+                slots.restore(exchange.colayers, exchange.num_left.read_value())
         return num_skipped
 
     def _finish_training(self, group: Group) -> None:
@@ -305,6 +312,11 @@ class _Settings:
     def is_synchronous(self) -> bool:
         """Whether ranks wait for all bits of a row."""
         return self.consistency == "bsp"
+
+    @property
+    def drops(self) -> bool:
+        """Whether what a rank has not sent in time is dropped."""
+        return self.consistency == "ssp" and self.min_colayers != 0
 
     def asynchronous(self, num_colayers: int) -> AsyncSettings:
         """What the exchange is told, where there are so many colayers."""

@@ -1,6 +1,7 @@
 """Canary under `fit`, with ranks in one process, against synchronous training and closed forms."""
 
 import functools
+import threading
 import time
 
 import keras
@@ -135,7 +136,25 @@ class SlowRank(keras.callbacks.Callback):
         time.sleep(self._seconds)
 
 
-def _train_one_hot(strategy, num_steps=24, callbacks=(), num_fits=1, **compile_args):
+class Meeting:
+    """In the middle of every ten steps rank 1 waits until rank 0 is four ahead, which then waits for it."""
+
+    def __init__(self):
+        self._reached, self._changed = {0: 0, 1: 0}, threading.Condition()
+
+    def of(self, rank):
+        """The callback of a rank."""
+        return keras.callbacks.LambdaCallback(on_train_batch_begin=lambda batch, logs: self._begin(rank, batch))
+
+    def _begin(self, rank, step):
+        at_least = {(0, 0): step, (1, 5): step + 4}.get((rank, step % 10), 0)
+        with self._changed:
+            self._reached[rank] = step
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._reached[1 - rank] >= at_least, timeout=60)
+
+
+def _train_one_hot(strategy, num_steps=24, callbacks=(), num_fits=1, momentum=0.0, **compile_args):
     """The gradient of rank r in step k is 1 for weight (k, r) and 0 for the others: what is applied can be told.
 
     Returns the weights, [num_steps, n], in units of what one contribution adds, and the report.
@@ -144,7 +163,7 @@ def _train_one_hot(strategy, num_steps=24, callbacks=(), num_fits=1, **compile_a
     with strategy.scope():
         layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
         model = keras.Sequential([keras.Input((num_steps * n,)), layer])
-        model.compile(keras.optimizers.SGD(1.0), lambda y, y_pred: y_pred, **compile_args)
+        model.compile(keras.optimizers.SGD(1.0, momentum), lambda y, y_pred: y_pred, **compile_args)
     for _ in range(num_fits):
         x = np.eye(num_steps * n, dtype=np.float32)
         model.fit(x, np.zeros(len(x)), batch_size=n, shuffle=False, verbose=0, callbacks=list(callbacks))
@@ -199,6 +218,20 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual(np.count_nonzero(own[:, rank]), report["steps"] - report["overtime_drops"])
         self.assertGreater(results[1][1]["overtime_drops"], 0)
         self.assertGreater(results[1][1]["pulls"], 0)
+
+    def test_momentum_forgets_what_was_dropped(self):
+        """Of each gradient there is 1 + m + m^2 + ..., a term for each step of its rank from then on, or nothing."""
+        momentum, meeting = 0.5, Meeting()
+
+        def run(strategy):
+            return _train_one_hot(strategy, 60, callbacks=[meeting.of(strategy.rank)], momentum=momentum)
+
+        results = _cluster(2, codec=None, max_staleness=0).run(run)
+        for rank, (own, report) in enumerate(results):
+            num_sent = int(report["steps"] - report["overtime_drops"])
+            applied = own[:, rank][own[:, rank] != 0]
+            self.assertAllClose(applied[::-1], np.cumsum(momentum ** np.arange(num_sent)), rtol=1e-4)
+        self.assertGreater(results[1][1]["overtime_drops"], 0)
 
     def test_several_fits(self):
         results = _cluster(2, codec=None).run(lambda strategy: _train_one_hot(strategy, num_fits=3))
