@@ -103,8 +103,9 @@ class CanaryStrategy(ExchangeStrategy):
       on_peer_loss: "raise": when a rank dies or cannot be reached, all ranks raise `PeerLostError`. "continue": the
         others go on without it; what it has sent and nobody has summed up is lost, and so is what it was to sum up. If
         the same script is started again as that rank, its first `fit` passes over the steps that it has missed, takes
-        weights and optimizer slots from the rank that is furthest, and goes on from there. Default None: "raise" for
-        "bsp", else "continue".
+        weights and optimizer slots from the rank that is furthest, and goes on from there; it raises `PeerLostError` if
+        the others have ended without it. So does one that cannot end as a rank has died in the moment in which all end.
+        Default None: "raise" for "bsp", else "continue".
       cluster_resolver: Where the cluster is described. Default: `TF_CONFIG`.
       communication_options: Deadlines, credentials, records. Default: `CommunicationOptions()`.
 

@@ -18,6 +18,7 @@ from hop_tf.joining import Joiner
 from hop_tf.packing import Packing
 from hop_tf.strategies.canary_blend import Blending
 from hop_tf.strategies.canary_contributions import Contributions
+from hop_tf.strategies.canary_ending import Ending
 from hop_tf.strategies.canary_layout import Layout, Piece
 from hop_tf.strategies.canary_messages import COUNTING, Channel, Kind, Note
 from hop_tf.strategies.canary_pacing import Pacing
@@ -101,6 +102,7 @@ class CanaryExchange(Exchange, Joiner):
         )
         depth = max(route.depth for route in settings.network.routes(membership.world_size))
         self._pacing = Pacing(membership, self._peers, self._contributions, self._threads, depth)
+        self._ending = Ending(membership, self._peers, self._contributions, self._channel, self._pacing)
         self._final = context.make_all_reduce("final", whole, Identity(), "mesh")
         self._num_dropped = self._num_late = 0
         with tf.init_scope(), tf.device("/cpu:0"):
@@ -235,18 +237,23 @@ class CanaryExchange(Exchange, Joiner):
 
         Returns:
           The weights, equal on all ranks.
+
+        Raises:
+          PeerLostError: If others have ended without this rank: it has joined too late, or one has died just now.
+          HopError: As `Membership.wait` does.
         """
         self._contributions.look_at_departures()
         self._contributions.move(k)
         self._contributions.tell_end()
-        self._pacing.wait_for_others(k)
-        self._contributions.settle()
+        lives, peers, membership = self._ending.agree(k), self._peers, self._membership
         means = self._final.mean(
             0,
             self.replica.read(),
-            lambda rank, _: self._membership.delivers(rank, self._group, 0),
+            lambda rank, _: peers.is_in_life(rank, lives) and membership.delivers(rank, self._group, 0),
             before_commit=self._commit,
+            training_step=k,
         )
+        self._commit()  # Also where it was alone: who joins from now on comes too late.
         self.replica.begin(means)
         return tuple(means)
 
@@ -291,9 +298,12 @@ class CanaryExchange(Exchange, Joiner):
         elif note.kind is Kind.ROOM:
             self._peers.full.discard((message.sender, note.piece))
         elif note.kind is Kind.STATE:
-            self._pulling.receive(message.payload)
+            self._pulling.receive(message.sender, message.payload)
         elif note.kind is Kind.PULL:
-            self._threads[0].put(functools.partial(self._pulling.answer, message.sender, note.key))
+            sender, key = message.sender, note.key
+            self._threads[0].answer(lambda has_state: self._pulling.answer(sender, key, has_state=has_state))
+        elif note.kind is Kind.ENDING:
+            self._peers.ending[message.sender] = note.key
         elif self.replica.is_freed(note.key):
             self._num_late += len(note.contributions)
         else:

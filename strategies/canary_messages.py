@@ -38,6 +38,7 @@ class Kind(enum.IntEnum):
         piece is the number of its thread.
       ROOM: There is room again.
       END: Its root sends out nothing more of the piece.
+      ENDING: The sender is about to end; the key tells the lives of ranks that it knows of (see `canary_ending`).
     """
 
     UP = 0
@@ -52,6 +53,7 @@ class Kind(enum.IntEnum):
     END = 9
     FULL = 10
     ROOM = 11
+    ENDING = 12
 
 
 # Where contributions are counts and colayers.

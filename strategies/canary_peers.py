@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from hop_tf.membership import Membership
 from hop_tf.strategies.canary_layout import Layout, Piece
@@ -21,6 +21,7 @@ class Peers:
     Attributes:
       done: Those that have made their last step, this rank itself included.
       full: Ranks and their threads that have received more than they may keep.
+      ending: For each rank that is about to end, the lives of ranks that it has told of.
     """
 
     def __init__(self, membership: Membership):
@@ -31,6 +32,7 @@ class Peers:
         """Forgets the session that was."""
         self.done: set[int] = set()
         self.full: set[tuple[int, int]] = set()
+        self.ending: dict[int, bytes] = {}
         self._iterations: dict[int, int] = {}
         self._counts: dict[tuple[int, bytes], Sequence[int]] = {}
         self._present: dict[int, bytes] = {}
@@ -55,10 +57,24 @@ class Peers:
 
     def key_of(self, rank: int) -> int:
         """A rank's byte in that key: 1 in its first life, 2 when that has ended, 3 in the second one, and so on."""
+        return self._life_byte(rank) + (rank != self._membership.rank and not self.is_present(rank))
+
+    def _life_byte(self, rank: int) -> int:
         membership = self._membership
-        if rank == membership.rank:
-            return 1 + 2 * min(membership.life, _LARGEST_LIFE)
-        return 1 + 2 * min(membership.life_of(rank), _LARGEST_LIFE) + (not self.is_present(rank))
+        life = membership.life if rank == membership.rank else membership.life_of(rank)
+        return 1 + 2 * min(life, _LARGEST_LIFE)
+
+    def lives(self) -> bytes:
+        """The same bytes, as if nobody had left: which ranks have joined."""
+        return bytes(map(self._life_byte, range(self._membership.world_size)))
+
+    def is_in_life(self, rank: int, lives: bytes) -> bool:
+        """Whether a rank is, or was when it left, in the life that is meant."""
+        return lives[rank] == self._life_byte(rank)
+
+    def alive(self, lives: bytes) -> list[int]:
+        """The other ranks that take part in these lives."""
+        return [rank for rank in self.present() if self.is_in_life(rank, lives)]
 
     def are_all_in(self, layout: Layout) -> bool:
         """Whether the ranks of a layout are those that take part, in the same life."""
@@ -71,13 +87,13 @@ class Peers:
                 self.is_in(rank, iteration)
 
     def is_in(self, rank: int, iteration: int) -> None:
-        """A rank has started an iteration."""
+        """A rank has started an iteration; -1: none yet."""
         self._iterations[rank] = max(iteration, self._iterations.get(rank, iteration))
 
-    def fastest(self) -> int | None:
-        """The other rank that is furthest; None where none is known."""
-        others = {rank: self._iterations[rank] for rank in self.present() if rank in self._iterations}
-        return max(others, key=others.get, default=None)
+    def fastest(self, except_for: Collection[int] = ()) -> int | None:
+        """The other rank that is furthest, but for some; None where none is known."""
+        ranks = [rank for rank in self.present() if rank in self._iterations and rank not in except_for]
+        return max(ranks, key=self._iterations.get, default=None)
 
     def without_room(self) -> list[int]:
         """The other ranks that have received more than they may keep."""
@@ -87,6 +103,7 @@ class Peers:
     def begin_life(self, rank: int) -> None:
         """Another process has taken a rank's place: what is known of the one before does not count."""
         self.done.discard(rank)
+        self.ending.pop(rank, None)
         self._iterations.pop(rank, None)
         self._present.pop(rank, None)
         self.full = {where for where in self.full if where[0] != rank}

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -84,6 +85,7 @@ class PieceThread:
         self._peers = peers
         self._blending = blending
         self._inbox: collections.deque[tuple[Callable[[], None], int]] = collections.deque()
+        self._questions: collections.deque[Callable[[bool], None]] = collections.deque()
         self._max_bytes = max_bytes
         self._is_full = False
         self.num_bytes = 0
@@ -106,6 +108,7 @@ class PieceThread:
         """Forgets everything. It must be paused."""
         with self._monitor:
             self._inbox.clear()
+            self._questions.clear()
             self.num_bytes = 0
             self._is_full = False
             self._sums.clear()
@@ -122,6 +125,12 @@ class PieceThread:
         with self._monitor:
             self._inbox.append((work, num_bytes))
             self.num_bytes += num_bytes
+            self._monitor.notify_all()
+
+    def answer(self, work: Callable[[bool], None]) -> None:
+        """Has something done next, also before `open`; it is told whether the replica can be used. Never blocks."""
+        with self._monitor:
+            self._questions.append(work)
             self._monitor.notify_all()
 
     @property
@@ -176,13 +185,15 @@ class PieceThread:
     def _take(self) -> Callable[[], None] | None:
         with self._monitor:
             self._rest()
-            while not self._closed and not (self._is_open and self._inbox) and not self._is_to_tell():
+            while not (self._closed or (self._is_open and self._inbox) or self._questions or self._is_to_tell()):
                 self._monitor.wait(_PERIOD_SECONDS)
             if self._closed:
                 return None
             self._is_busy = True
             if self._is_to_tell():
                 return self._tell
+            if self._questions:
+                return functools.partial(self._questions.popleft(), self._is_open)
             work, num_bytes = self._inbox.popleft()
             self.num_bytes -= num_bytes
             return work

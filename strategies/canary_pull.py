@@ -3,6 +3,9 @@
 A state is the weights and the ledgers of the moment, so that it holds each contribution as a whole or not at all. It is
 taken only if all that was merged here was merged there, too: what is on its way then, and in the state, comes with a
 number that a ledger knows, and is not merged again.
+
+A rank that has just joined takes the state of another one before it merges anything. Who asks it meanwhile is told that
+it has none to give, at once: two such ranks would wait for each other.
 """
 
 from __future__ import annotations
@@ -36,7 +39,8 @@ class Pulling:
         self._replica = replica
         self._peers = peers
         self._channel = channel
-        self._state: np.ndarray | None = None
+        self._asked: int | None = None
+        self._state: np.ndarray | None = None  # Empty where the rank that was asked has none to give.
         self.num_pulls = self.num_in_vain = 0
 
     def pull(self, step: int) -> None:
@@ -48,10 +52,12 @@ class Pulling:
         Raises:
           HopError: As `Membership.wait` does.
         """
-        for _ in range(_MAX_ATTEMPTS):
+        num_attempts, without = 0, set()
+        while num_attempts < _MAX_ATTEMPTS:
             with self._membership.monitor:
                 # The ranks that take part may have changed since this one has last contributed.
-                self._state, fastest, key = None, self._peers.fastest(), self._peers.present_key()
+                fastest, key = self._peers.fastest(without), self._peers.present_key()
+                self._state, self._asked = None, fastest
             if fastest is None:
                 break
             self._channel.send(fastest, self._channel.note(Kind.PULL, key))
@@ -63,17 +69,22 @@ class Pulling:
                 step=step,
             )
             with self._membership.monitor:
-                state, self._state = self._state, None
+                state, self._state, self._asked = self._state, None, None
+            if state is not None and not state.size:
+                without.add(fastest)
+                continue
             if state is not None and self._replica.adopt(state):
                 self.num_pulls += 1
                 return
+            num_attempts += 1
         self.num_in_vain += 1
 
-    def receive(self, payload: np.ndarray) -> None:
-        """A state has come; the monitor is held."""
-        self._state = payload
+    def receive(self, sender: int, payload: np.ndarray) -> None:
+        """A state has come; the monitor is held. One that was asked for earlier is of no use any more."""
+        if sender == self._asked:
+            self._state = payload
 
-    def answer(self, rank: int, key: bytes) -> None:
-        """Sends this rank's state."""
-        state = self._replica.state(rank, key[rank])
+    def answer(self, rank: int, key: bytes, *, has_state: bool) -> None:
+        """Sends this rank's state, if it has one to give."""
+        state = self._replica.state(rank, key[rank]) if has_state else []
         self._channel.send(rank, self._channel.note(Kind.STATE, key), state)

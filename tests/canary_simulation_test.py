@@ -27,7 +27,7 @@ from hop_tf.simulate.virtual import VirtualCluster
 from hop_tf.strategies.canary_exchange import AsyncSettings, CanaryExchange
 from hop_tf.strategies.canary_layout import Layout
 
-_NUM_SCHEDULES = int(os.environ.get("HOP_TF_NUM_SCHEDULES", "50"))
+_NUM_SCHEDULES = int(os.environ.get("HOP_TF_NUM_SCHEDULES", "200"))
 _GROUP = "simulated"
 _NETWORKS = (("mesh", 2), ("mesh", 3), ("mesh", 5), ("bcube:2,2", 4), ("bcube:3,2", 9), ("bcube:2,3", 8), ("tree", 5))
 # Random schedules are mostly of few ranks: those of many take long.
@@ -425,6 +425,24 @@ class DepartureTest(tf.test.TestCase, parameterized.TestCase):
         job.take_steps = take_steps
         job.run()
         self.assertNotEmpty(states)
+
+    def test_newcomers_do_not_wait_for_each_others_state(self):
+        """Each believes the other one to be the furthest rank, as where a message of its former life was late."""
+        changes, links = 2 * np.ones((2, 3, _NUM_VALUES)), (lambda a, b, num_bytes: 0.1)
+        job = Job("mesh", 2, np.ones((2, 3)), changes, link_seconds=links)
+        first = job.take_steps
+
+        def take_steps(rank, exchange):
+            exchange.begin_at(0)
+            exchange.meet(1 - rank, 5)
+            job.cluster.scheduler.sleep(5.0 - job.cluster.scheduler.now)  # Both begin at the same moment.
+            first(rank, exchange)
+
+        job.take_steps = take_steps
+        job.run()
+        for rank in range(2):
+            self.assertAllEqual(job.finals[rank], job.expected())
+            self.assertEqual(job.counters[rank]["pulls_in_vain"], 1)
 
     def test_a_new_session_waits_for_what_is_being_worked_on(self):
         """It is of the old one, and changes nothing of the new one."""

@@ -136,6 +136,7 @@ class AllReduce(abc.ABC):
         """
         training_step = step if training_step is None else training_step
         codec_step = step if codec_step is None else codec_step
+        is_first = True
         while True:
             operation = Operation(
                 self._membership,
@@ -146,7 +147,9 @@ class AllReduce(abc.ABC):
                 before_commit,
                 is_committed=is_committed,
                 training_step=training_step,
+                is_first=is_first,
             )
+            is_first = False
             try:
                 means = [self._mean(operation, index, values, codec_step) for index, values in enumerate(vectors)]
             except RanksChanged:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
-from hop_tf.errors import ProtocolError
+from hop_tf.errors import PeerLostError, ProtocolError
 from hop_tf.membership import Membership
 from hop_tf.transport.base import Message
 
@@ -31,6 +31,9 @@ class Operation:
       step: Number of the step.
       vector: Number of the vector that is at work.
       is_committed: Whether others may have a mean of the step.
+
+    Raises:
+      PeerLostError: While receiving: if a rank that was to take part has ended the step in another attempt.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class Operation:
         *,
         is_committed: bool,
         training_step: int,
+        is_first: bool,
     ):
         self._membership = membership
         self._mailbox = mailbox
@@ -55,6 +59,7 @@ class Operation:
         membership.check()  # Who is alone waits for nobody, and would not hear that the job has ended.
         with membership.monitor:
             self.ranks = self._present()
+            self._ended = self.ranks if not is_first else [r for r in self.ranks if membership.departure(r) is not None]
         self.index = self.ranks.index(membership.rank)
         self._attempt = (step, zlib.crc32(np.array(self.ranks, np.int32).tobytes()))
         self.vector = 0
@@ -66,6 +71,7 @@ class Operation:
 
     def commit(self) -> None:
         """From now on others may have a mean of this step: it is ended, even if this rank is about to leave."""
+        self._ended = []
         if not self.is_committed:
             self._before_commit()
             self.is_committed = True
@@ -110,12 +116,28 @@ class Operation:
             return key, self._mailbox.take(self._attempt, key)
 
     def _wait(self, missing: Callable[[], list[int]]) -> None:
+        def awaited() -> list[int]:
+            if self._present() != self.ranks:
+                return []
+            ranks = missing()
+            self._check_ended(ranks)
+            return ranks
+
         self._membership.wait(
-            lambda: missing() if self._present() == self.ranks else [],
+            awaited,
             operation="receive a part of the mean",
             step=self._training_step,
             interruptible=not self.is_committed,
         )
+
+    def _check_ended(self, awaited: Collection[int]) -> None:
+        """Raises PeerLostError if somebody has left with the mean of another attempt, that this rank cannot have."""
+        for rank in awaited:
+            if rank in self._ended and self._membership.departure(rank) is not None:
+                raise PeerLostError(
+                    f"rank {self._membership.rank}: rank {rank} has ended step {self._training_step} without this one, "
+                    "which had not joined by then, or lacks what a rank that was lost has sent to others."
+                )
 
     def _still_there(self, keys: Collection[_Key]) -> Collection[_Key]:
         """The same keys; raises if a rank that was to take part has left."""
