@@ -189,7 +189,7 @@ class CanarySession:
         (mean,) = self._reductions[key].mean(step, [values.copy()], lambda rank, _: rank in ranks)
         if iteration is not None:
             for rank in ranks:
-                self._index.merge(rank, iteration, colayer, colayer, num_pieces=1)
+                self._index.merge(rank, iteration, colayer)
         return mean.reshape(np.shape(tensor))
 
     def _make_reduction(self, key: tuple, dtype: np.dtype) -> RoutedAllReduce:

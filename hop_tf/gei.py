@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -114,9 +114,8 @@ class Snapshot:
 class GEIMatrix:
     """Q: one row vector for each iteration that is of interest still.
 
-    A gradient is merged piece by piece. A bit is set when all pieces of the colayer are there. The pieces of one place
-    come in the order of iterations: of each rank and place the latest iteration is known (its *clock*), and what is not
-    newer was merged before. So each bit is set once, whatever rows were freed meanwhile.
+    A gradient is merged piece by piece. A bit is set when all pieces of the colayer are there. Whoever merges them sees
+    to it that each comes once. What comes for a row that was freed sets no bit any more.
 
     A row is freed when every rank that still counts has completed a later one. Where one does not, as one that is
     stuck, the oldest of more than `max_rows` rows is freed all the same.
@@ -138,7 +137,6 @@ class GEIMatrix:
         self._num_colayers = num_colayers
         self._max_rows = max_rows
         self._rows: collections.OrderedDict[int, _Row] = collections.OrderedDict()
-        self._clocks: dict[tuple[int, Hashable], int] = {}
         self._completed = dict.fromkeys(range(world_size), _NONE)
         self._first = 0
         self.newest = _NONE
@@ -150,37 +148,21 @@ class GEIMatrix:
         self.newest = max(self.newest, iteration)
         self._free()
 
-    def merge(self, rank: int, iteration: int, colayer: int, place: Hashable, num_pieces: int) -> bool:
-        """A piece of a rank's gradient is about to be merged.
+    def merge(self, rank: int, iteration: int, colayer: int, num_pieces: int = 1) -> None:
+        """A piece of a rank's gradient was merged.
 
         Args:
           rank: Whose.
           iteration: Of which iteration.
           colayer: Of which colayer.
-          place: Names the piece's place among all pieces; what comes for it comes in order.
           num_pieces: How many pieces the colayer has.
-
-        Returns:
-          Whether to merge it: False where it was merged before.
         """
-        if not self.is_news(rank, iteration, place):
-            return False
-        self._clocks[rank, place] = iteration
         self.start(iteration)
         row = self._rows.get(iteration)
         if row is not None and row.add(rank, colayer, num_pieces):
             if rank in self._completed:  # Else it is a late one of a rank that has ended.
                 self._completed[rank] = max(self._completed[rank], iteration)
             self._free()
-        return True
-
-    def is_news(self, rank: int, iteration: int, place: Hashable) -> bool:
-        """Whether a piece was not merged yet."""
-        return iteration > self._clocks.get((rank, place), _NONE)
-
-    def clock(self, rank: int, place: Hashable) -> int:
-        """The latest iteration of which a rank's piece was merged in this place; -1 if there is none."""
-        return self._clocks.get((rank, place), _NONE)
 
     def completed(self, rank: int) -> int:
         """The latest iteration of which all colayers of a rank were merged; -1 if there is none."""
@@ -231,11 +213,6 @@ class GEIMatrix:
         for rank in self._completed:
             self._completed[rank] = max(self._completed[rank], int(other.completed[rank]))
         self._free()
-
-    def forget(self, places: Iterable[Hashable]) -> None:
-        """Nothing comes for these places any more."""
-        gone = set(places)
-        self._clocks = {where: clock for where, clock in self._clocks.items() if where[1] not in gone}
 
     def row_vector(self, iteration: int) -> tuple[int, ...]:
         """The elements of an iteration, colayer 0 first; all zero where there is no row, be it not yet or no more."""

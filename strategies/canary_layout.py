@@ -117,25 +117,24 @@ class Layout:
 class Ledger:
     """What was merged of each piece of a layout.
 
-    Roots number what they send out: a replica that has merged the first s messages of a root has merged what any other
-    one has with the same s. So the ledger says what is in the weights, and which of two replicas knows more.
+    Roots number what they send out, and a message is merged if its number is new: so each contribution counts once. A
+    replica that has merged the first s messages of a root has merged what any other one has with the same s. So the
+    ledger says what is in the weights, and which of two replicas knows more.
 
     Attributes:
-      table: int64 array [pieces, 2 + 2 n]: of each piece the number of messages merged, the number of blends (see
-        `canary_blend`), and then, for each rank, the number of its contributions and the iteration of the latest one.
+      table: int64 array [pieces, 2 + n]: of each piece the number of messages merged, the number of blends (see
+        `canary_blend`), and then, for each rank, the number of its contributions.
     """
 
     _SEQUENCE, _BLENDS, _FIRST = 0, 1, 2
 
     def __init__(self, num_pieces: int, world_size: int):
-        self._world_size = world_size
         self.table = np.zeros((num_pieces, self.num_columns(world_size)), np.int64)
-        self.table[:, self._FIRST + world_size :] = -1
 
     @classmethod
     def num_columns(cls, world_size: int) -> int:
         """Columns of a table among so many ranks."""
-        return cls._FIRST + 2 * world_size
+        return cls._FIRST + world_size
 
     @property
     def sequences(self) -> np.ndarray:
@@ -150,19 +149,13 @@ class Ledger:
     @property
     def merged(self) -> np.ndarray:
         """Of each piece and rank the number of contributions merged."""
-        return self.table[:, self._FIRST : self._FIRST + self._world_size]
-
-    @property
-    def clocks(self) -> np.ndarray:
-        """Of each piece and rank the iteration of the latest contribution merged; -1 before the first."""
-        return self.table[:, self._FIRST + self._world_size :]
+        return self.table[:, self._FIRST :]
 
     def note(self, piece: int, sequence: int, contributions: Sequence[tuple[int, int]]) -> None:
         """A message is merged: its number, and the ranks and iterations of what it sums up."""
         self.sequences[piece] = sequence
-        for rank, iteration in contributions:
+        for rank, _ in contributions:
             self.merged[piece, rank] += 1
-            self.clocks[piece, rank] = iteration
 
     def check(self, other: np.ndarray) -> None:
         """Raises ProtocolError unless another table is of the same pieces."""

@@ -120,7 +120,6 @@ class Replica:
         with self.lock:
             del self._layouts[layout.key]
             self._freed[layout.key] = bool(layout.ledger.sequences.any())
-            self.gei.forget((layout.key, piece.index) for piece in layout.pieces)
             self.snapshots = {where: values for where, values in self.snapshots.items() if where[0] != layout.key}
 
     def is_freed(self, key: bytes) -> bool:
@@ -178,7 +177,7 @@ class Replica:
                 self.snapshots[layout.key, piece.index] = self.slice_of(piece).copy()
             num_pieces = len(layout.by_colayer[piece.colayer])
             for rank, iteration in note.contributions:
-                self.gei.merge(rank, iteration, piece.colayer, (layout.key, piece.index), num_pieces)
+                self.gei.merge(rank, iteration, piece.colayer, num_pieces)
             return True
 
     def slice_of(self, piece: Piece) -> np.ndarray:

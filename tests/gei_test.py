@@ -22,7 +22,7 @@ class RowVectorTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(sum(gei.bit_of(worker - 1) for worker in (1, 4, 6, 7, 8)), 0b11101001)
         matrix = gei.GEIMatrix(world_size=8, num_colayers=7)
         for worker in (7, 1, 8, 4, 6):
-            self.assertTrue(matrix.merge(worker - 1, iteration=0, colayer=6, place=0, num_pieces=1))
+            matrix.merge(worker - 1, iteration=0, colayer=6)
         self.assertEqual(matrix.row_vector(0), (0, 0, 0, 0, 0, 0, 233))
         self.assertEqual(matrix.proportion(0, rank=3), 1)
         self.assertEqual(matrix.proportion(0, rank=1), 0)
@@ -32,17 +32,17 @@ class RowVectorTest(tf.test.TestCase, parameterized.TestCase):
 
     def test_a_bit_takes_all_pieces(self):
         matrix = gei.GEIMatrix(world_size=2, num_colayers=1)
-        for place in range(3):
+        for _ in range(3):
             self.assertEqual(matrix.row_vector(0), (0,))
-            matrix.merge(1, 0, colayer=0, place=place, num_pieces=3)
+            matrix.merge(1, 0, colayer=0, num_pieces=3)
         self.assertEqual(matrix.row_vector(0), (0b10,))
 
     def test_rows_are_freed_when_all_have_completed_a_later_one(self):
         matrix = gei.GEIMatrix(world_size=2, num_colayers=1)
         for iteration in range(4):
-            matrix.merge(0, iteration, 0, place=0, num_pieces=1)
+            matrix.merge(0, iteration, 0)
         self.assertEqual(list(matrix.matrix()), [0, 1, 2, 3])
-        matrix.merge(1, 2, 0, place=0, num_pieces=1)  # It has passed over two.
+        matrix.merge(1, 2, 0)  # It has passed over two.
         self.assertEqual(matrix.matrix(), {2: (0b11,), 3: (0b01,)})
         self.assertEqual(matrix.row_vector(1), (0,))
         matrix.exclude(1)
@@ -54,8 +54,7 @@ class RowVectorTest(tf.test.TestCase, parameterized.TestCase):
             matrix.start(iteration)
             self.assertLessEqual(len(matrix), 5)
         self.assertEqual(matrix.newest, 99)
-        self.assertTrue(matrix.merge(1, 3, 0, place=0, num_pieces=1))  # Late, and yet for the first time.
-        self.assertFalse(matrix.merge(1, 3, 0, place=0, num_pieces=1))
+        matrix.merge(1, 3, 0)  # Its row was freed.
         self.assertEqual(matrix.row_vector(3), (0, 0))
         matrix.start(10**18)  # No row is made that is freed at once.
         self.assertLen(matrix, 5)
@@ -86,7 +85,7 @@ class ThresholdsTest(tf.test.TestCase, parameterized.TestCase):
 
 class InvariantsTest(tf.test.TestCase):
     def test_random_schedules(self):
-        """Pieces come in any order, but for those of one rank and place; some come twice; iterations are left out.
+        """Pieces come in any order, but for those of one rank and place; iterations are left out.
 
         Ranks end, of which some pieces come later, and join again.
         """
@@ -100,8 +99,7 @@ class InvariantsTest(tf.test.TestCase):
         for rank in range(n):
             made = np.flatnonzero(rng.random(8) < 0.8)
             for place in range(num_places):
-                repeated = np.repeat(made, rng.integers(1, 3, size=made.size))
-                lanes[rank, place] = [(int(i), z) for i in repeated for z in range(k)]
+                lanes[rank, place] = [(int(i), z) for i in made for z in range(k)]
         merged, counting = set(), set(range(n))
         while lanes:
             if rng.random() < 0.1:
@@ -114,10 +112,8 @@ class InvariantsTest(tf.test.TestCase):
                 del lanes[key]
                 continue
             iteration, colayer = lanes[key].pop(0)
-            piece = rank, iteration, colayer, place
-            is_new = matrix.merge(rank, iteration, colayer, (colayer, place), num_places)
-            assert is_new == (piece not in merged), seed
-            merged.add(piece)
+            matrix.merge(rank, iteration, colayer, num_places)
+            merged.add((rank, iteration, colayer, place))
             assert len(matrix) <= max_rows, seed
             slowest = min((matrix.completed(each) for each in counting), default=matrix.newest)
             assert all(row >= slowest for row in matrix.matrix()), seed
