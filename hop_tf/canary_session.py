@@ -16,7 +16,7 @@ import numpy as np
 from hop_tf import codecs, gei
 from hop_tf.arguments import check_integer
 from hop_tf.buffers import BufferPool
-from hop_tf.collectives import BULK_LANE, AllReduce, BCube, RoutedAllReduce, get_network
+from hop_tf.collectives import BULK_LANE, AllReduce, BCube, get_algorithm, get_network
 from hop_tf.errors import ProtocolError
 from hop_tf.membership import Membership
 from hop_tf.monitor import Monitor, ThreadMonitor
@@ -192,17 +192,16 @@ class CanarySession:
                 self._index.merge(rank, iteration, colayer)
         return mean.reshape(np.shape(tensor))
 
-    def _make_reduction(self, key: tuple, dtype: np.dtype) -> RoutedAllReduce:
+    def _make_reduction(self, key: tuple, dtype: np.dtype) -> AllReduce:
         network, ranks, size, name = key
         codec = self._codec if dtype == np.float32 else codecs.Identity(dtype=dtype)
-        return RoutedAllReduce(
+        return get_algorithm(network)(
             self._membership,
             f"session/{network}/{zlib.crc32(np.array(ranks, np.int32).tobytes()):08x}/{size}/{name}",
             sizes=[size],
             dtypes=[dtype],
             codecs=[codec],
             pool=self._pool,
-            network=get_network(network),
         )
 
     def _ranks_of(self, cube: tuple[int, int] | None) -> tuple[int, ...]:

@@ -15,13 +15,16 @@ from hop_tf.packing import TensorSpec
 # The kernels of dense layers have two dimensions, those of convolutions more; vectors go with the kernel before them.
 _DENSE_DIMENSIONS = 2
 
+_Layer = list[int]
+
 
 def bundle(specs: Sequence[TensorSpec], num_colayers: int) -> list[list[int]]:
     """Divides tensors into colayers, those of the last layers first: in the order of back-propagation.
 
-    Colayers are of consecutive tensors. Where a dense kernel follows a convolution's, or the other way round, a colayer
-    ends, as long as there are colayers left for that; and then those with the most bytes are divided in the middle.
-    What is carried along (`TensorSpec.exact`) goes with the last colayer, as it is known only at the end of a step.
+    Colayers are of consecutive layers: kernels, each with the vectors (biases, scales) that follow it. Where a dense
+    layer follows a convolution, or the other way round, a colayer ends, as long as there are colayers left for that;
+    and then those with the most bytes are divided in the middle. What is carried along (`TensorSpec.exact`) goes with
+    the last colayer, as it is known only at the end of a step.
 
     Args:
       specs: The tensors, in the order of the layers.
@@ -31,15 +34,14 @@ def bundle(specs: Sequence[TensorSpec], num_colayers: int) -> list[list[int]]:
       For each colayer the indices of its tensors, in descending order but for what is carried along; at least one,
       none empty.
     """
-    trained = [index for index in reversed(range(len(specs))) if not specs[index].exact]
-    runs = [list(run) for _, run in itertools.groupby(trained, key=_kinds(specs, trained).__getitem__)]
+    runs = [list(run) for _, run in itertools.groupby(_layers(specs), key=lambda layer: _convolves(specs, layer))]
     while len(runs) > num_colayers:
         runs = _join_smallest(specs, runs)
     while len(runs) < num_colayers and (parts := _split_largest(specs, runs)) is not None:
         runs = parts
-    runs = runs or [[]]
-    runs[-1].extend(index for index, spec in enumerate(specs) if spec.exact)
-    return runs
+    colayers = [[index for layer in run for index in layer] for run in runs] or [[]]
+    colayers[-1].extend(index for index, spec in enumerate(specs) if spec.exact)
+    return colayers
 
 
 def num_bytes(specs: Sequence[TensorSpec], indices: Sequence[int]) -> int:
@@ -47,31 +49,40 @@ def num_bytes(specs: Sequence[TensorSpec], indices: Sequence[int]) -> int:
     return sum(specs[index].num_elements * specs[index].dtype.size for index in indices)
 
 
-def _kinds(specs: Sequence[TensorSpec], trained: Sequence[int]) -> dict[int, bool]:
-    """Whether each tensor belongs to a convolution."""
-    kinds, kind = {}, False
-    for index in sorted(trained):
+def _layers(specs: Sequence[TensorSpec]) -> list[_Layer]:
+    """The trained tensors of each layer, the last layer first; vectors before the first kernel are one of their own."""
+    layers, vectors = [], []
+    for index in reversed(range(len(specs))):
+        if specs[index].exact:
+            continue
+        vectors.append(index)
         if len(specs[index].shape) >= _DENSE_DIMENSIONS:
-            kind = len(specs[index].shape) > _DENSE_DIMENSIONS
-        kinds[index] = kind
-    return kinds
+            layers.append(vectors)
+            vectors = []
+    return [*layers, vectors] if vectors else layers
 
 
-def _join_smallest(specs: Sequence[TensorSpec], runs: list[list[int]]) -> list[list[int]]:
+def _convolves(specs: Sequence[TensorSpec], layer: _Layer) -> bool:
+    return len(specs[layer[-1]].shape) > _DENSE_DIMENSIONS
+
+
+def _bytes_of(specs: Sequence[TensorSpec], run: Sequence[_Layer]) -> int:
+    return sum(num_bytes(specs, layer) for layer in run)
+
+
+def _join_smallest(specs: Sequence[TensorSpec], runs: list[list[_Layer]]) -> list[list[_Layer]]:
     """Joins those two neighbors that make the smallest colayer."""
-    pairs = itertools.pairwise(runs)
-    sizes = [num_bytes(specs, [*first, *second]) for first, second in pairs]
+    sizes = [_bytes_of(specs, [*first, *second]) for first, second in itertools.pairwise(runs)]
     at = sizes.index(min(sizes))
     return [*runs[:at], [*runs[at], *runs[at + 1]], *runs[at + 2 :]]
 
 
-def _split_largest(specs: Sequence[TensorSpec], runs: list[list[int]]) -> list[list[int]] | None:
-    """Divides that colayer which can be divided and has the most bytes; None where none can be."""
-    largest = max((run for run in runs if len(run) > 1), key=lambda run: num_bytes(specs, run), default=None)
+def _split_largest(specs: Sequence[TensorSpec], runs: list[list[_Layer]]) -> list[list[_Layer]] | None:
+    """Divides that colayer of several layers which has the most bytes; None where there is none."""
+    largest = max((run for run in runs if len(run) > 1), key=lambda run: _bytes_of(specs, run), default=None)
     if largest is None:
         return None
-    half = num_bytes(specs, largest) / 2
-    cuts = range(1, len(largest))
-    cut = min(cuts, key=lambda at: abs(num_bytes(specs, largest[:at]) - half))
+    half = _bytes_of(specs, largest) / 2
+    cut = min(range(1, len(largest)), key=lambda at: abs(_bytes_of(specs, largest[:at]) - half))
     at = runs.index(largest)
     return [*runs[:at], largest[:cut], largest[cut:], *runs[at + 1 :]]

@@ -188,10 +188,8 @@ class Contributions:
         layout = self.layout
         if layout is None or not self._peers.are_all_in(layout):
             return set()
-        with self._replica.lock:
-            merged = layout.ledger.merged[:, self._membership.rank]
-            sent = self._sent[layout.key]
-            return {piece.root for piece in layout.pieces if sent[piece.colayer] - merged[piece.index] >= most}
+        sent, merged = self._sent[layout.key], layout.ledger.merged[:, self._membership.rank].tolist()
+        return {piece.root for piece in layout.pieces if sent[piece.colayer] - merged[piece.index] >= most}
 
     def unsettled_roots(self) -> set[int]:
         """The roots of pieces of which more may come here; the monitor is held."""

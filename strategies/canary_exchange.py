@@ -284,8 +284,9 @@ class CanaryExchange(Exchange, Joiner):
             rank = self._membership.rank
             if note.session != self._channel.session or note.key[rank] != self._peers.key_of(rank):
                 return  # What was meant for an earlier life of this rank is in the state that it has taken.
-            with self.replica.lock:
-                self.replica.gei.start(note.newest)
+            if note.newest > self.replica.gei.newest:  # Else this would wait, with the monitor held, for a merge.
+                with self.replica.lock:
+                    self.replica.gei.start(note.newest)
             self._peers.learn(note)
             self._handle(note, message)
             self._monitor.notify_all()

@@ -127,7 +127,7 @@ class Replica:
         return key in self._freed
 
     def read(self) -> tuple[np.ndarray, ...]:
-        """A copy of the weights, for the graph."""
+        """A copy of the weights, for the graph, at a moment between two merges. Blocks: for one merge of a piece."""
         with self.lock:
             copies = []
             for values in self.weights:

@@ -27,6 +27,11 @@ class BundleTest(tf.test.TestCase, parameterized.TestCase):
         self.assertGreaterEqual(max(sizes), 4 * 4096 * 4096)
         self.assertLess(max(sizes), 1.01 * 4 * 4096 * 4096)
 
+    def test_vectors_stay_with_their_kernel(self):
+        """However many colayers there may be: a bias alone is a message for nothing."""
+        specs = _specs((4,), (9, 4), (4,), (4, 2), (2,), (2,))
+        self.assertEqual(bundle(specs, 10), [[5, 4, 3], [2, 1], [0]])
+
     def test_fewer_than_kinds(self):
         specs = _specs((3, 3, 1, 1), (4, 4), (3, 3, 1, 1), (4, 4), (100, 100))
         self.assertEqual(bundle(specs, 1), [[4, 3, 2, 1, 0]])
@@ -34,7 +39,7 @@ class BundleTest(tf.test.TestCase, parameterized.TestCase):
 
     def test_what_is_carried_comes_last(self):
         self.assertEqual(bundle(_specs((4, 4), (4,), (4,), exact=(1, 2)), 2), [[0, 1, 2]])
-        self.assertEqual(bundle(_specs((4,), (4, 4), (4,), exact=(0,)), 9), [[2], [1, 0]])
+        self.assertEqual(bundle(_specs((4,), (4, 4), (4,), exact=(0,)), 9), [[2, 1, 0]])
         self.assertEqual(bundle(_specs((4,), exact=(0,)), 9), [[0]])
 
     def test_invariants(self):
@@ -43,7 +48,8 @@ class BundleTest(tf.test.TestCase, parameterized.TestCase):
             shapes = [tuple(rng.integers(1, 9, size=rng.integers(1, 5))) for _ in range(rng.integers(1, 12))]
             specs, most = _specs(*shapes), int(rng.integers(1, 15))
             colayers = bundle(specs, most)
-            self.assertLen(colayers, min(most, len(specs)))
+            num_kernels = sum(len(shape) > 1 for shape in shapes)
+            self.assertLen(colayers, min(most, num_kernels + (len(shapes[0]) < 2)))
             self.assertEqual([index for colayer in colayers for index in colayer], list(range(len(specs)))[::-1])
             self.assertNotIn([], colayers)
 

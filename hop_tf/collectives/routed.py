@@ -20,6 +20,10 @@ class RoutedAllReduce(AllReduce):
 
     A value is encoded once on each edge of its way up, and once more for all of its way down.
 
+    A mesh has an algorithm of its own, `MeshAllReduce`: there each step waits for known messages of all others, while
+    here one looks at all that are awaited whenever one comes, and keeps a state of each chunk. Both send the same
+    messages on a mesh, which here is what remains of a network when ranks have left.
+
     Args:
       *args: See `AllReduce`.
       network: The network. Where ranks have left, what remains is a mesh.
