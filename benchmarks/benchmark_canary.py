@@ -4,7 +4,9 @@
     python benchmarks/benchmark_canary.py --experiments=accuracy --seeds=3
 
 traffic     Bytes that a rank sends in a step, headers and bucket values included, and their share of what float32
-            takes; the peak of a step over the mean. Required: 27% with the sketch, 10% with low rank.
+            takes; the peak of a step over the mean. Asynchronous training has a row without blends, too; a blend is in
+            the others if --traffic_steps are more than --sync_interval. The model has two dense layers of --width, by
+            default 10.6 million parameters. Required: 27% with the sketch, 10% with low rank.
 straggler   One rank is ten times slower: steps per second of the others, over those without a slow rank. Required: 95%.
 networks    Steps per second with an emulated computation (asleep) on a mesh and on BCubes, synchronous and not, with
             the sketch and without, and the bytes on each lane. (Figures 23 and 24 in the small.)
@@ -12,17 +14,21 @@ interfaces  The all-reduce of synchronous training, four ranks, as many values o
             on a BCube(2,2) over two interfaces, beside a mesh over one, of --interface_link each (an emulated network:
             root). The bytes that a rank sends a second, and processor seconds a second of all ranks. Required: 1.8
             times the rate.
-accuracy    Real training on loopback: accuracy on the test data, and the seconds until `--target` was reached.
+accuracy    Real training: accuracy on the test data, and the seconds until `--target` was reached, also over those of
+            asynchronous training with the sketch. Beside the kinds of the others there is a parameter server (PS), one
+            more process: each step waits for all workers' gradients. Required at a --link that is slow enough: 1.6
+            times for BML, 2.8 times for PS.
 convergence Synchronous training in simulated ranks, with gradients sketched in none, half or all of the steps (Figure
             22): accuracy on the test data. Required: within 0.3 points of none. (`canary_accuracy.py`)
 
-BML, the baseline of the paper, is `consistency="bsp", codec=None`: on a BCube in `networks`, elsewhere on a mesh. Steps
-are those that a rank has made, without the ones that it has passed over.
+BML, the baseline of the paper, is `consistency="bsp", codec=None` on a BCube: of two levels where the number of ranks
+is a square, else of one. Steps are those that a rank has made, without the ones that it has passed over.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import time
@@ -44,10 +50,15 @@ _LINK = flags.DEFINE_string("link", ranks.LOOPBACK, "Bits per second of a host's
 _INTERFACE_LINK = flags.DEFINE_string("interface_link", "500e6", "Bits per second of an interface, in `interfaces`.")
 _WORLD_SIZE = flags.DEFINE_integer("world_size", 4, "Ranks, where the network does not say.", lower_bound=2)
 _NETWORKS = flags.DEFINE_list("networks", ["mesh", "bcube:2.2", "bcube:3.2"], "A dot stands for the comma.")
+_TRAFFIC_STEPS = flags.DEFINE_integer("traffic_steps", 16, "Steps of `traffic`; a quarter is not timed.", lower_bound=8)
+_SYNC_INTERVAL = flags.DEFINE_integer(
+    "sync_interval", 50, "Iterations between two blends, in `traffic`.", lower_bound=1
+)
 _WIDTH = flags.DEFINE_integer("width", 2300, "Of two dense layers, for traffic.")
 _STEP_SECONDS = flags.DEFINE_float("step_seconds", 0.05, "Emulated computation of a step.")
 _NUM_STEPS = flags.DEFINE_integer("num_steps", 60, "Timed steps.", lower_bound=10)
 _EPOCHS = flags.DEFINE_integer("epochs", 5, "Epochs of `accuracy` and `convergence`.", lower_bound=1)
+_ACCURACY_ROWS = flags.DEFINE_integer("accuracy_rows", None, "Images to train with in `accuracy`. Default: all.", 1)
 _LEARNING_RATE = flags.DEFINE_float("learning_rate", 0.02, "In `accuracy` and `convergence`; momentum is 0.9.")
 _TARGET = flags.DEFINE_float("target", 0.85, "Accuracy whose time is taken.")
 _SEEDS = flags.DEFINE_integer("seeds", 1, "Trainings of each kind.")
@@ -55,8 +66,9 @@ _OUTPUT = flags.DEFINE_string("output", None, "A folder for tables and figures."
 
 _NUM_REDUCTIONS = 7
 _FLOAT32 = {"codec": None}
+_PS = {"strategy": "SHATParameterServerStrategy", "consistency": "bsp", "mixing": 1.0}
 _KINDS = {
-    "BSP float32 (BML)": {"consistency": "bsp", **_FLOAT32},
+    "BSP float32": {"consistency": "bsp", **_FLOAT32},
     "BSP sketch": {"consistency": "bsp"},
     "SSP float32": {"consistency": "ssp", **_FLOAT32},
     "SSP sketch": {"consistency": "ssp"},
@@ -75,18 +87,27 @@ def _run_rank(case: Mapping, rank: int) -> list:
 
 
 def _run(case: Mapping, rank: int, turn: int, settings: Mapping) -> dict:
-    workers = case["addresses"][turn]  # None meets the strategy before it of another rank.
-    os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": workers}, "task": {"type": "worker", "index": rank}})
+    addresses = case["addresses"][turn]  # None meets the strategy before it of another rank.
+    num_servers = int("strategy" in settings)
+    num_workers = len(addresses) - num_servers
+    task = {"type": "worker", "index": rank} if rank < num_workers else {"type": "ps", "index": rank - num_workers}
+    cluster = {"worker": addresses[:num_workers], **({"ps": addresses[num_workers:]} if num_servers else {})}
+    os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": task})
+    settings = dict(settings)
     if settings.get("interfaces"):
-        settings = {**settings, "interfaces": [case["interfaces"][rank][level] for level in settings["interfaces"]]}
-    strategy = hop_tf.CanaryStrategy(**settings)
+        settings["interfaces"] = [case["interfaces"][rank][level] for level in settings["interfaces"]]
+    make_strategy = getattr(hop_tf, settings.pop("strategy", "CanaryStrategy"))
+    try:
+        strategy = make_strategy(**settings)
+    except SystemExit:  # A server, when the workers are done.
+        return {}
     try:
         return _MEASURES[case["experiment"]]({**case, "network": settings.get("network", "mesh")}, strategy)
     finally:
         strategy.shutdown()
 
 
-def _time(case: Mapping, strategy: hop_tf.CanaryStrategy) -> dict:
+def _time(case: Mapping, strategy: tf.distribute.Strategy) -> dict:
     width = case["width"]
     with strategy.scope():
         layers = [keras.layers.Dense(width), keras.layers.Dense(width)]
@@ -145,10 +166,11 @@ class _Weights(keras.callbacks.Callback):
         self.reached.append((time.monotonic() - self._start, self.model.get_weights()))
 
 
-def _train(case: Mapping, strategy: hop_tf.CanaryStrategy) -> list[tuple[float, float]]:
+def _train(case: Mapping, strategy: tf.distribute.Strategy) -> list[tuple[float, float]]:
     """Seconds and accuracy on the test data, after each epoch."""
     keras.utils.set_random_seed(case["seed"])
     (x, y), (x_test, y_test) = keras.datasets.fashion_mnist.load_data()
+    x, y = x[: case["num_rows"]], y[: case["num_rows"]]
     x, x_test = (images.reshape(-1, 784).astype(np.float32) / 255 for images in (x, x_test))
     layers = keras.layers
     with strategy.scope():
@@ -198,6 +220,18 @@ def _measure(
     return list(zip(*of_ranks, strict=True))
 
 
+def _bml(world_size: int) -> dict[str, Mapping]:
+    """The paper's baseline among so many ranks, by its label."""
+    side = math.isqrt(world_size)
+    network = f"bcube:{side},2" if side * side == world_size else f"bcube:{world_size},1"
+    return {f"BML {network}": {**_KINDS["BSP float32"], "network": network}}
+
+
+def _beside_bml(world_size: int) -> dict[str, Mapping]:
+    """The kinds of training, that of BML in the place of its like on a mesh."""
+    return {**_bml(world_size), **{label: kind for label, kind in _KINDS.items() if label != "BSP float32"}}
+
+
 def _show(name: str, titles: Sequence[str], rows: Sequence[Sequence]) -> None:
     print(f"\n{name}\n  " + "".join(f"{title:>22s}" for title in titles))
     for row in rows:
@@ -210,9 +244,11 @@ def _show(name: str, titles: Sequence[str], rows: Sequence[Sequence]) -> None:
 
 
 def _traffic() -> None:
-    kinds = {**_KINDS, "BSP sketch, rank 4": {"consistency": "bsp", "low_rank": 4}}
     n, rows = _WORLD_SIZE.value, []
-    measured = _measure(list(kinds.values()), n, width=_WIDTH.value, num_steps=16)
+    kinds = {label: {**kind, "sync_interval": _SYNC_INTERVAL.value} for label, kind in _beside_bml(n).items()}
+    kinds["SSP sketch, no blends"] = {**_KINDS["SSP sketch"], "sync_interval": None}
+    kinds["BSP sketch, rank 4"] = {**_KINDS["BSP sketch"], "low_rank": 4}
+    measured = _measure(list(kinds.values()), n, width=_WIDTH.value, num_steps=_TRAFFIC_STEPS.value)
     for label, of_ranks in zip(kinds, measured, strict=True):
         sent, peak = (statistics.mean(each[what] for each in of_ranks) for what in ("bytes", "peak"))
         float32 = 2 * (n - 1) / n * 4 * of_ranks[0]["num_values"]
@@ -254,7 +290,7 @@ def _networks() -> None:
 
 
 def _interfaces() -> None:
-    kind, rows = _KINDS["BSP float32 (BML)"], []
+    kind, rows = _KINDS["BSP float32"], []
     settings = [{**kind, "network": name, "interfaces": used} for name, used in _INTERFACES.items()]
     num_values, world_size = 2 * (_WIDTH.value + 1) * _WIDTH.value, 4
     measured = _measure(
@@ -274,16 +310,20 @@ def _interfaces() -> None:
 
 
 def _accuracy() -> None:
-    rows = []
-    for label, settings in _KINDS.items():
+    n, reached = _WORLD_SIZE.value, {}
+    for label, settings in {"PS": _PS, **_beside_bml(n)}.items():
         last, seconds = [], []
         for seed in range(_SEEDS.value):
             case = {"epochs": _EPOCHS.value, "learning_rate": _LEARNING_RATE.value, "seed": seed}
-            (of_ranks,) = _measure([settings], _WORLD_SIZE.value, experiment="accuracy", **case)
+            case["num_rows"] = _ACCURACY_ROWS.value
+            num_processes = n + ("strategy" in settings)
+            (of_ranks,) = _measure([settings], num_processes, experiment="accuracy", **case)
             last.append(of_ranks[0][-1][1])
             seconds.append(next((s for s, accuracy in of_ranks[0] if accuracy >= _TARGET.value), float("nan")))
-        rows.append((label, statistics.mean(seconds), statistics.mean(last)))
-    _show("accuracy", ("", f"s to {_TARGET.value}", "accuracy"), rows)
+        reached[label] = statistics.mean(seconds), statistics.mean(last)
+    fastest, _ = reached["SSP sketch"]
+    rows = [(label, seconds, seconds / fastest, accuracy) for label, (seconds, accuracy) in reached.items()]
+    _show("accuracy", ("", f"s to {_TARGET.value}", "over SSP sketch", "accuracy"), rows)
 
 
 def _convergence() -> None:

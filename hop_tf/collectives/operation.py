@@ -59,7 +59,7 @@ class Operation:
         membership.check()  # Who is alone waits for nobody, and would not hear that the job has ended.
         with membership.monitor:
             self.ranks = self._present()
-            self._ended = self.ranks if not is_first else [r for r in self.ranks if membership.departure(r) is not None]
+            self._ended = self._may_end_without_this(is_first)
         self.index = self.ranks.index(membership.rank)
         self._attempt = (step, zlib.crc32(np.array(self.ranks, np.int32).tobytes()))
         self.vector = 0
@@ -68,6 +68,16 @@ class Operation:
     def _present(self) -> list[int]:
         rank = self._membership.rank
         return [r for r in range(self._membership.world_size) if r == rank or self._delivers(r, self.step)]
+
+    def _may_end_without_this(self, is_first: bool) -> list[int]:
+        """Those that have left before this attempt; and, before this rank has sent a mean, those that leave in it.
+
+        The latter where a rank was lost: others may have had from it what they needed for the attempt before.
+        """
+        departures = {rank: self._membership.departure(rank) for rank in range(self._membership.world_size)}
+        if not is_first and any(departure is not None and departure.lost for departure in departures.values()):
+            return self.ranks
+        return [rank for rank in self.ranks if departures[rank] is not None]
 
     def commit(self) -> None:
         """From now on others may have a mean of this step: it is ended, even if this rank is about to leave."""
