@@ -47,7 +47,7 @@ class CanarySession:
       ValueError: If an argument is out of range, or the network does not fit `world_size`.
 
     Blocks: `__enter__`, until all ranks enter; `__exit__`, until what was sent has arrived at those that still listen,
-      at most `timeout_seconds`: the transport may be closed then.
+      at most `progress_timeout_seconds`: the transport may be closed then.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class CanarySession:
         self._thresholds = gei.Thresholds(max_staleness, num_colayers if min_colayers is None else min_colayers)
         self._codec = codecs.get(codec)
         options = options or CommunicationOptions()
-        self._timeout_seconds = options.timeout_seconds
+        self._progress_timeout_seconds = options.progress_timeout_seconds
         self._pool = BufferPool()
         self._index = gei.GEIMatrix(world_size, num_colayers)
         self._membership = Membership(
@@ -98,7 +98,7 @@ class CanarySession:
 
     def __exit__(self, kind, error, traceback) -> None:
         reason = "" if error is None else f"{kind.__name__}: {error}"
-        deadline = self._membership.monitor.now() + self._timeout_seconds
+        deadline = self._membership.monitor.now() + self._progress_timeout_seconds
         self._membership.flush(deadline)  # Whoever hears the farewell has all that was sent before.
         self._membership.leave(sent_steps={}, reason=reason, abort=error is not None, final=True)
         self._membership.flush(deadline)
