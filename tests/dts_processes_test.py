@@ -118,8 +118,8 @@ class DTSProcessesTest(tf.test.TestCase):
         results.raise_for_errors(except_ranks=[1])
         self.assertEqual(results[1].exit_code, -signal.SIGKILL)
         for rank in (0, 2):
-            # The step that handed out the window.
-            self.assertRegex(results[rank].value[1], "^PeerLostError: .*step (11|15|19).*rank 1")
+            # The step that handed out the window: the first one of those under way that lacks a part.
+            self.assertRegex(results[rank].value[1], "^PeerLostError: .*step (7|11|15|19).*rank 1")
 
 
 if __name__ == "__main__":
