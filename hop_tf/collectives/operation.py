@@ -72,8 +72,11 @@ class Operation:
     def _may_end_without_this(self, is_first: bool) -> list[int]:
         """Those that have left before this attempt; and, before this rank has sent a mean, those that leave in it.
 
-        The latter where a rank was lost: others may have had from it what they needed for the attempt before.
+        The latter where a rank was lost: others may have had from it what they needed for the attempt before. Between
+        two sessions all have left the last one, and take part nevertheless.
         """
+        if self._membership.has_left:
+            return []
         departures = {rank: self._membership.departure(rank) for rank in range(self._membership.world_size)}
         if not is_first and any(departure is not None and departure.lost for departure in departures.values()):
             return self.ranks
