@@ -21,6 +21,7 @@ from hop_tf.joining import Joining, State
 from hop_tf.packing import Packing, TensorSpec
 from hop_tf.replica_state import sign
 from hop_tf.simulate import Fault
+from hop_tf.simulate.rejoining import catch_up
 from hop_tf.simulate.virtual import VirtualCluster
 from hop_tf.strategies.canary_exchange import AsyncSettings, CanaryExchange
 
@@ -132,7 +133,7 @@ class _Rank(State):
         )
         self.exchange = self._joining.attach(_GROUP, lambda: CanaryExchange(context, _MEMBERS, self._job.settings))
         self._observe(self.exchange.replica)
-        step = self._catch_up()
+        step = catch_up(self._membership, self._joining, _GROUP, self._clock, attempt_seconds=_ATTEMPT_SECONDS)
         while step < self._job.num_steps:
             step = self._take_step(step)
         if step == int(self.exchange.start_step):
@@ -172,18 +173,6 @@ class _Rank(State):
         for iteration, row in matrix.items():
             for colayer, element in enumerate(row):
                 assert all(self._job.made[rank, iteration, colayer] for rank in ranks_of(element))
-
-    def _catch_up(self):
-        num_passed = int(self._membership.joining)
-        for attempts_left in reversed(range(20)):
-            try:
-                while num_skipped := self._joining.catch_up(_GROUP, num_passed):
-                    num_passed += num_skipped
-                return num_passed
-            except PeerLostError:
-                if not self._membership.joining or not attempts_left:
-                    raise
-                self._clock.sleep(_ATTEMPT_SECONDS)
 
     def _take_step(self, step):
         exchange, before = self.exchange, self._weights

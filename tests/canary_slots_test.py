@@ -34,7 +34,9 @@ class SlotsTest(tf.test.TestCase, parameterized.TestCase):
 
     def test_an_optimizer_without_slots(self):
         optimizer, variables = self._after_a_step(keras.optimizers.SGD(0.1))
+        expected = self._values(optimizer, variables)
         SlotsBefore(optimizer, variables).restore(_COLAYERS, tf.constant(0, tf.int64))
+        self.assertEqual(self._values(optimizer, variables), expected)
 
     def _after_a_step(self, optimizer):
         variables = [keras.Variable(tf.ones([size])) for size in (3, 2, 1)]

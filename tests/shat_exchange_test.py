@@ -549,9 +549,7 @@ class SessionsTest(tf.test.TestCase):
             (server,), workers = threads.servers, threads.workers
             self._train_in_session_3(threads)
             workers[0].push(0, 1.0)
-            for rank, worker in enumerate(workers):
-                server.restarted(rank)
-                worker.exchange.reset(1)
+            self._start_again(server, workers)
             threads.run(lambda rank, worker: worker.exchange.state.configure(joins=False))
             self.assertEqual([int(worker.optimizer.iterations) for worker in workers], [1, 1])  # Of the servers' steps.
             model, _ = workers[1].push(0, 1.0)
@@ -567,6 +565,11 @@ class SessionsTest(tf.test.TestCase):
             first.exchange.state.configure(joins=True)
             model, _ = first.push(0, 1.0)
             self.assertAllEqual(model, np.full(_NUM_VALUES, 1.0 - _RATE))
+
+    def _start_again(self, server, workers):
+        for rank, worker in enumerate(workers):
+            server.restarted(rank)
+            worker.exchange.reset(1)
 
     def _train_in_session_3(self, threads):
         for worker in threads.workers:
@@ -590,9 +593,7 @@ class SessionsTest(tf.test.TestCase):
         with _Threads(2, 1) as threads:
             (server,), workers = threads.servers, threads.workers
             self._train_in_session_3(threads)
-            for rank, worker in enumerate(workers):
-                server.restarted(rank)
-                worker.exchange.reset(1)
+            self._start_again(server, workers)
             workers[0].variable.assign(np.full(_NUM_VALUES, 5.0, np.float32))
             threads.run(lambda rank, worker: worker.exchange.state.configure(joins=False))
             self.assertAllEqual(workers[1].variable, np.full(_NUM_VALUES, 5.0))

@@ -29,6 +29,7 @@ References:
 from __future__ import annotations
 
 import abc
+import itertools
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
@@ -136,8 +137,7 @@ class AllReduce(abc.ABC):
         """
         training_step = step if training_step is None else training_step
         codec_step = step if codec_step is None else codec_step
-        is_first = True
-        while True:
+        for attempt in itertools.count():
             operation = Operation(
                 self._membership,
                 self._mailbox,
@@ -147,9 +147,8 @@ class AllReduce(abc.ABC):
                 before_commit,
                 is_committed=is_committed,
                 training_step=training_step,
-                is_first=is_first,
+                is_first=attempt == 0,
             )
-            is_first = False
             try:
                 means = [self._mean(operation, index, values, codec_step) for index, values in enumerate(vectors)]
             except RanksChanged:

@@ -17,15 +17,13 @@ from hop_tf.joining import Joining, State
 from hop_tf.packing import Packing, TensorSpec
 from hop_tf.queues import SimulatedFifo
 from hop_tf.replica_state import sign
+from hop_tf.simulate.rejoining import catch_up
 from hop_tf.simulate.virtual import VirtualCluster
 from hop_tf.strategies.hop_exchange import REDUCTION, RENEWAL, STEP, HopExchange
 from hop_tf.strategies.hop_settings import HopSettings
 from hop_tf.topology import Topology, resolve
 
 _GROUP, _SESSION = "simulated", 1
-# A rank that cannot join, as all its neighbors are dead too, tries again, like one with deadlines.
-_NUM_ATTEMPTS = 20
-_ATTEMPT_SECONDS = 1.0
 # As fast as a process does that waits for nothing.
 _DETECTION_SECONDS = 2.0
 
@@ -334,7 +332,7 @@ class _Rank(State):
         try:
             self._membership.begin_session()
             self._trace()
-            step = self._catch_up()
+            step = catch_up(self._membership, self._joining, _GROUP, self._clock)
         except (PeerLostError, DeadlineExceededError) as error:
             if not self._was_restarted:
                 raise
@@ -355,19 +353,6 @@ class _Rank(State):
         if self._tracing_seconds:
             self._clock.sleep(self._tracing_seconds)
         self.exchange = self._joining.attach(_GROUP, self._make_exchange)
-
-    def _catch_up(self) -> int:
-        """The first step of this process; the number of those passed over, where it was started again."""
-        num_passed = int(self._membership.joining)
-        for attempts_left in reversed(range(_NUM_ATTEMPTS)):
-            try:
-                while num_skipped := self._joining.catch_up(_GROUP, num_passed):
-                    num_passed += num_skipped
-                return num_passed
-            except PeerLostError:
-                if not self._membership.joining or not attempts_left:
-                    raise
-                self._clock.sleep(_ATTEMPT_SECONDS)
 
     def _take_step(self, step: int) -> int:
         """One iteration; returns how many are jumped over."""
