@@ -18,6 +18,9 @@ accuracy    Real training: accuracy on the test data, and the seconds until `--t
             asynchronous training with the sketch. Beside the kinds of the others there is a parameter server (PS), one
             more process: each step waits for all workers' gradients. Required at a --link that is slow enough: 1.6
             times for BML, 2.8 times for PS.
+equal_time  Real training of --seconds with an emulated computation, where all ranks are as fast, and where one is ten
+            times slower: accuracy on the test data of asynchronous training, and how many points it is above that of
+            BML. Required: at least -0.5, and at least 5 with the slow one.
 convergence Synchronous training in simulated ranks, with gradients sketched in none, half or all of the steps (Figure
             22): accuracy on the test data. Required: within 0.3 points of none. (`canary_accuracy.py`)
 
@@ -27,12 +30,14 @@ is a square, else of one. Steps are those that a rank has made, without the ones
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import canary_accuracy
 import keras
@@ -58,13 +63,15 @@ _WIDTH = flags.DEFINE_integer("width", 2300, "Of two dense layers, for traffic."
 _STEP_SECONDS = flags.DEFINE_float("step_seconds", 0.05, "Emulated computation of a step.")
 _NUM_STEPS = flags.DEFINE_integer("num_steps", 60, "Timed steps.", lower_bound=10)
 _EPOCHS = flags.DEFINE_integer("epochs", 5, "Epochs of `accuracy` and `convergence`.", lower_bound=1)
-_ACCURACY_ROWS = flags.DEFINE_integer("accuracy_rows", None, "Images to train with in `accuracy`. Default: all.", 1)
-_LEARNING_RATE = flags.DEFINE_float("learning_rate", 0.02, "In `accuracy` and `convergence`; momentum is 0.9.")
+_ACCURACY_ROWS = flags.DEFINE_integer("accuracy_rows", None, "Images of `accuracy` and `equal_time`. Default: all.", 1)
+_LEARNING_RATE = flags.DEFINE_float("learning_rate", 0.02, "Where accuracy is measured; momentum is 0.9.")
+_SECONDS = flags.DEFINE_float("seconds", 120.0, "How long a training of `equal_time` takes, from its first step on.")
 _TARGET = flags.DEFINE_float("target", 0.85, "Accuracy whose time is taken.")
 _SEEDS = flags.DEFINE_integer("seeds", 1, "Trainings of each kind.")
 _OUTPUT = flags.DEFINE_string("output", None, "A folder for tables and figures.")
 
 _NUM_REDUCTIONS = 7
+_MANY_EPOCHS = 1_000_000  # Where time ends a training.
 _FLOAT32 = {"codec": None}
 _PS = {"strategy": "SHATParameterServerStrategy", "consistency": "bsp", "mixing": 1.0}
 _KINDS = {
@@ -150,20 +157,28 @@ def _reduce(case: Mapping, strategy: hop_tf.CanaryStrategy) -> dict:
 
 
 class _Weights(keras.callbacks.Callback):
-    """Seconds since the training began, and the weights, after each epoch.
+    """Seconds since the first step, which traces, and the weights, after each epoch; training ends after `seconds`.
 
     They are evaluated when it has ended: while one rank evaluated, others that do not wait for it would train.
     """
 
-    def __init__(self):
+    def __init__(self, seconds: float):
         super().__init__()
         self.reached: list[tuple[float, list[np.ndarray]]] = []
+        self._start: float | None = None
+        self._seconds = seconds
 
-    def on_train_begin(self, logs=None):
-        self._start = time.monotonic()
+    def on_train_batch_end(self, batch, logs=None):
+        self._start = self._start or time.monotonic()
+        if self._passed >= self._seconds:
+            self.model.stop_training = True
 
     def on_epoch_end(self, epoch, logs=None):
-        self.reached.append((time.monotonic() - self._start, self.model.get_weights()))
+        self.reached.append((self._passed, self.model.get_weights()))
+
+    @property
+    def _passed(self) -> float:
+        return time.monotonic() - self._start
 
 
 def _train(case: Mapping, strategy: tf.distribute.Strategy) -> list[tuple[float, float]]:
@@ -178,7 +193,7 @@ def _train(case: Mapping, strategy: tf.distribute.Strategy) -> list[tuple[float,
         model = keras.Sequential([keras.Input((784,)), *hidden, layers.Dense(10, activation="softmax")])
         optimizer = keras.optimizers.SGD(case["learning_rate"], momentum=0.9)
         model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"])
-    weights = _Weights()
+    weights = _Weights(case["seconds"])
     model.fit(x, y, batch_size=128, epochs=case["epochs"], verbose=0, callbacks=[weights])
     accuracies = []
     for seconds, values in weights.reached:
@@ -256,15 +271,20 @@ def _traffic() -> None:
     _show("traffic", ("", "MB a step", "peak / mean", "share of float32"), rows)
 
 
+def _without_and_with_a_slow_rank(kind: Mapping, **case) -> Iterator[list]:
+    """What the ranks have found where all are as fast, and where the last one is ten times slower."""
+    for slowdowns in ((), (Slowdown(rank=_WORLD_SIZE.value - 1, factor=10),)):
+        (of_ranks,) = _measure([kind], _WORLD_SIZE.value, slowdowns=slowdowns, step_seconds=_STEP_SECONDS.value, **case)
+        yield of_ranks
+
+
 def _straggler() -> None:
     rows = []
     for label in ("BSP sketch", "SSP sketch"):
-        rates = []
-        for slowdowns in ((), (Slowdown(rank=0, factor=10),)):
-            (of_ranks,) = _measure(
-                [_KINDS[label]], _WORLD_SIZE.value, slowdowns=slowdowns, step_seconds=_STEP_SECONDS.value
-            )
-            rates.append(statistics.mean(each["steps_per_second"] for each in of_ranks[1:]))
+        rates = [
+            statistics.mean(each["steps_per_second"] for each in of_ranks[:-1])
+            for of_ranks in _without_and_with_a_slow_rank(_KINDS[label])
+        ]
         rows.append((label, *rates, rates[1] / rates[0]))
     _show("straggler", ("", "steps / s, all equal", "steps / s, one slow", "ratio"), rows)
 
@@ -314,16 +334,38 @@ def _accuracy() -> None:
     for label, settings in {"PS": _PS, **_beside_bml(n)}.items():
         last, seconds = [], []
         for seed in range(_SEEDS.value):
-            case = {"epochs": _EPOCHS.value, "learning_rate": _LEARNING_RATE.value, "seed": seed}
-            case["num_rows"] = _ACCURACY_ROWS.value
             num_processes = n + ("strategy" in settings)
-            (of_ranks,) = _measure([settings], num_processes, experiment="accuracy", **case)
+            (of_ranks,) = _measure([settings], num_processes, **_training(seed, _EPOCHS.value, math.inf))
             last.append(of_ranks[0][-1][1])
             seconds.append(next((s for s, accuracy in of_ranks[0] if accuracy >= _TARGET.value), float("nan")))
         reached[label] = statistics.mean(seconds), statistics.mean(last)
     fastest, _ = reached["SSP sketch"]
     rows = [(label, seconds, seconds / fastest, accuracy) for label, (seconds, accuracy) in reached.items()]
     _show("accuracy", ("", f"s to {_TARGET.value}", "over SSP sketch", "accuracy"), rows)
+
+
+def _training(seed: int, epochs: int, seconds: float) -> dict[str, Any]:
+    """The case of a training."""
+    return {
+        "experiment": "accuracy",
+        "seed": seed,
+        "epochs": epochs,
+        "seconds": seconds,
+        "learning_rate": _LEARNING_RATE.value,
+        "num_rows": _ACCURACY_ROWS.value,
+    }
+
+
+def _equal_time() -> None:
+    kinds = {**_bml(_WORLD_SIZE.value), "SSP sketch": _KINDS["SSP sketch"]}
+    accuracies = {label: np.zeros((_SEEDS.value, 2)) for label in kinds}
+    for label, seed in itertools.product(kinds, range(_SEEDS.value)):
+        found = _without_and_with_a_slow_rank(kinds[label], **_training(seed, _MANY_EPOCHS, _SECONDS.value))
+        accuracies[label][seed] = [of_ranks[0][-1][1] for of_ranks in found]
+    means = {label: of_seeds.mean(axis=0) for label, of_seeds in accuracies.items()}
+    bml, ssp = means.values()
+    rows = [(label, *mean) for label, mean in means.items()]
+    _show("equal_time", ("", "all equal", "one slow"), [*rows, ("points above", *(100 * (ssp - bml)))])
 
 
 def _convergence() -> None:
@@ -336,6 +378,7 @@ _RUN = {
     "networks": _networks,
     "interfaces": _interfaces,
     "accuracy": _accuracy,
+    "equal_time": _equal_time,
     "convergence": _convergence,
 }
 
