@@ -14,7 +14,7 @@ accuracy   A small residual network, trained with the same global batches, on th
 The timed members: `synchronous` and `ring` are `PipeSGDStrategy(pipeline_width=1)` over a mesh and over a ring;
 others are compared with the fastest synchronous one, whatever its codec. `delay`, `interval` and `both` are
 `DTSStrategy` with --delay and interval 1, with delay 0 and --interval, and with both. What follows is a codec; that of
-top_k sends the largest 1 %. Optimizers have momentum 0.9.
+top_k sends the largest 1 %. Their optimizers have momentum 0.9.
 
 A schedule repeats itself after floor(D / p) + 1 windows of p steps. The first two of these cycles are left out. Of
 the --num_cycles that follow the mean counts, at the slowest rank; their median is lower where some windows are late.
@@ -370,7 +370,7 @@ def main(argv) -> None:
         if _FOLDER.value:
             _write(name, found)
     if "accuracy" in _EXPERIMENTS.value:
-        dts_accuracy.run(_WORLD_SIZE.value, _MOMENTUM, _FOLDER.value)
+        dts_accuracy.run(_WORLD_SIZE.value, _FOLDER.value)
 
 
 if __name__ == "__main__":
