@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from absl.testing import parameterized
-from dts_simulation import Job, Rank
+from dts_simulation import Job, Rank, make_job
 
 from hop_tf import codecs
 from hop_tf.strategies.dts_windows import Schedule, Windows
@@ -21,6 +21,7 @@ from hop_tf.strategies.dts_windows import Schedule, Windows
 _WORLD_SIZE = 2
 _NUM_STEPS = 41
 _NUM_VALUES = 5
+_NUM_DEVIATIONS = 300
 _MAX_DELAY, _MAX_INTERVAL = 20, 12
 _EVERY = 1 if "HOP_TF_SCHEDULE_SEED" in os.environ else 41
 
@@ -138,6 +139,49 @@ class WindowsTest(tf.test.TestCase, parameterized.TestCase):
     def _check(self, of_ranks, expected):
         for values in of_ranks:
             self.assertAllClose(values, expected[: len(values)], rtol=1e-5, atol=1e-5)
+
+
+class DeviationTest(tf.test.TestCase, parameterized.TestCase):
+    """A rank's deviation from the mean, d, feeds back through its own gradients until they are corrected.
+
+    Of a quadratic with curvature h, and windows of one step, d[n] = -lr h sum(c[j] d[n - j - 1] for j < D), where
+    c[j] = 1 + m + ... + m^j is how far a gradient moves the weights in j + 1 steps.
+    """
+
+    @parameterized.parameters((0.0, 20, 1.0), (0.9, 4, 0.2), (0.9, 8, 0.069), (0.9, 20, 0.019))
+    def test_how_large_learning_rates_can_be(self, momentum, delay, limit):
+        effects = np.cumsum(momentum ** np.arange(delay))
+        of_limit = np.array([0.9, 1.1])
+        for each in of_limit:
+            roots = np.roots([1.0, *(each * limit * effects)])
+            self.assertEqual(np.abs(roots).max() < 1, each < 1)
+        deviations = self._deviations(momentum, delay, limit * of_limit)
+        early, late = (np.abs(part).max(axis=0) for part in np.split(deviations, 2))
+        self.assertAllEqual(late < early, of_limit < 1)
+
+    def _deviations(self, momentum, delay, curvatures):
+        """Of half of two ranks' distance, for each curvature, after each step, with a learning rate of 1."""
+        inputs = np.diag(np.sqrt(curvatures)).astype(np.float32)
+
+        def make_model():
+            kernel = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+            return keras.Sequential([keras.Input((len(curvatures),)), kernel])
+
+        job = make_job(
+            2,
+            make_model,
+            lambda: keras.optimizers.SGD(1.0, momentum),
+            lambda y, y_pred: len(curvatures) / 2 * tf.square(y_pred[:, 0] - y),
+            delay=delay,
+            interval=1,
+        )
+        x, nothing = np.concatenate([inputs, inputs]), np.zeros(len(curvatures), np.float32)
+        deviations = []
+        for step in range(_NUM_DEVIATIONS):
+            job.step(x, np.concatenate([nothing + float(step == 0), nothing]))
+            first, second = (rank.model.get_weights()[0][:, 0] for rank in job.ranks)
+            deviations.append((first - second) / 2)
+        return np.array(deviations)
 
 
 def _step_and_hand_out(rank, window, gradient):
