@@ -110,6 +110,11 @@ class Packing:
         slot = self._slots[index]
         return slot.bucket, slice(slot.offset, slot.offset + self.specs[index].num_elements)
 
+    def end(self, index: int) -> int:
+        """Where in its bucket tensor number `index` ends together with its padding, in elements."""
+        spec = self.specs[index]
+        return self._slots[index].offset + _padded(spec.num_elements, spec.dtype)
+
     def view(self, payload: np.ndarray) -> tuple[np.ndarray, ...]:
         """Sees the bytes of all buckets, one behind the other as on the wire, as one typed array per bucket.
 

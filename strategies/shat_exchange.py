@@ -163,7 +163,7 @@ class ShatExchange(Exchange, Joiner):
           A scalar, or a tensor in the shape of the variable where several servers keep it.
         """
         spec = self._packing.specs[index]
-        owners = [(shard.index, size) for shard in self.shards for size in shard.sizes_of(index)]
+        owners = [(shard.index, size) for shard in self.shards if (size := shard.size_of(index))]
         if len(owners) <= 1:
             return weights[owners[0][0] if owners else 0]
         servers, sizes = zip(*owners, strict=True)

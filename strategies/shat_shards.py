@@ -13,7 +13,7 @@ from hop_tf.packing import Packing
 from hop_tf.parameter_server import parameter_server_pb2 as pb
 from hop_tf.parameter_server.encoding import Encoding
 from hop_tf.parameter_server.shard import is_elementwise
-from hop_tf.parameter_server.sharding import Piece, ShardPacking, plan_shards
+from hop_tf.parameter_server.sharding import Piece, ShardPacking, divide, plan_shards
 from hop_tf.parameter_server.state import ShardState
 from hop_tf.strategies.shat_settings import ShatSettings
 
@@ -91,9 +91,10 @@ class ShardView:
     ) -> ShardState:
         """The shard's part of a state whose slots are by variables."""
         own = {(name, None): value for (name, index), value in slots.items() if index is None}
+        names = dict.fromkeys(name for name, _ in slots)
         for number, piece in enumerate(self._pieces):
-            for (name, index), value in slots.items():
-                if index == piece.index:
+            for name in names:
+                if (value := slots.get((name, piece.index))) is not None:
                     own[name, number] = value.reshape(-1)[piece.start : piece.stop] if self._cuts(piece) else value
         return ShardState(buckets=self.cut(model), slots=own, num_steps=iterations, iterations=iterations)
 
@@ -111,9 +112,9 @@ class ShardView:
             else:
                 slots[name, piece.index] = value
 
-    def sizes_of(self, index: int) -> list[int]:
-        """The sizes of the shard's pieces of a variable."""
-        return [piece.stop - piece.start for piece in self._pieces if piece.index == index]
+    def size_of(self, index: int) -> int:
+        """How many values of a variable are in the shard; they follow each other."""
+        return sum(piece.stop - piece.start for piece in self._pieces if piece.index == index)
 
     def _cuts(self, piece: Piece) -> bool:
         return piece.stop - piece.start != self._num_elements[piece.index]
@@ -133,6 +134,8 @@ def make_shards(context: ExchangeContext, settings: ShatSettings) -> list[ShardV
     num_trained, specs = len(context.trained), context.packing.specs
     layers = [path.rpartition("/")[0] for path in paths(optimizer, context.trained)]
     plan = plan_shards(specs[:num_trained], layers, len(servers), settings.sharding)
+    if is_elementwise(optimizer_class(optimizer)):
+        plan = [divide(pieces) for pieces in plan]
     carried = range(num_trained, num_trained + len(context.carried.variables))
     plan[0].extend(Piece(index, 0, specs[index].num_elements) for index in carried)
     return [

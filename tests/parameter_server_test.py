@@ -130,20 +130,25 @@ class ShardTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllEqual(before, np.zeros(64))
         self.assertAllEqual(shard.read()[0], -np.ones(64))
 
+    @parameterized.parameters(sorted(_OPTIMIZERS))
+    def test_slots_that_were_read_stay(self, name):
+        packing, generator = _packing(), np.random.default_rng(0)
+        ((_, shard),) = _shards(packing, _OPTIMIZERS[name](), 1)
+        shard.apply(_random_buckets(generator, packing), _RATE)
+        slots = shard.slots()
+        values = {key: array.copy() for key, array in slots.items()}
+        for _ in range(3):
+            shard.apply(_random_buckets(generator, packing), _RATE)
+        for key, array in slots.items():
+            self.assertAllEqual(array, values[key])
+
     def test_leaves_gpus_to_workers(self):
         """All operations are placed on the processor; but to read variables, which are there, and to return results."""
         packing, elsewhere = _packing(), ("Placeholder", "NoOp", "ReadVariableOp", "Identity")
         ((_, shard),) = _shards(packing, _OPTIMIZERS["average"](), 1)
-        buckets, devices = [tf.constant(bucket) for bucket in packing.zeros()], set()
-        for function, *arguments in (
-            (shard._apply, buckets, tf.constant(_RATE, tf.float64)),
-            (shard._read,),
-            (shard._assign, buckets),
-        ):
-            graph = function.get_concrete_function(*arguments).graph
-            computing = [op for op in graph.get_operations() if op.type not in elsewhere]
-            self.assertNotEmpty(computing)
-            devices |= {op.device for op in computing}
+        buckets = [tf.constant(bucket) for bucket in packing.zeros()]
+        graph = shard._apply.get_concrete_function(buckets, tf.constant(_RATE, tf.float64)).graph
+        devices = {op.device for op in graph.get_operations() if op.type not in elsewhere}
         self.assertEqual({tf.DeviceSpec.from_string(each).device_type for each in devices}, {"CPU"})
 
     def test_other_optimizers_may_look_at_whole_tensors(self):

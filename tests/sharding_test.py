@@ -1,11 +1,15 @@
 """Which server keeps which part of a model."""
 
+import itertools
+from unittest import mock
+
 import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
 from hop_tf.packing import Packing, TensorSpec
-from hop_tf.parameter_server.sharding import SHARDINGS, ShardPacking, plan_shards
+from hop_tf.parameter_server import sharding as sharding_module
+from hop_tf.parameter_server.sharding import SHARDINGS, ShardPacking, divide, plan_shards
 
 _SHAPES = [(3, 7), (7,), (1000, 3), (3,), (0, 4), (5, 5, 2), (), (4096,)]
 _LAYERS = ["a", "a", "b", "b", "c", "d", "e", "e"]
@@ -45,6 +49,17 @@ class PlanShardsTest(tf.test.TestCase, parameterized.TestCase):
     def test_none_gives_all_to_the_first(self):
         shards = plan_shards(_specs(), _LAYERS, 3, "none")
         self.assertEqual([bool(shard) for shard in shards], [True, False, False])
+
+    @parameterized.product(num_servers=(1, 3), piece_values=(16, 32))
+    def test_divided_pieces_are_small_and_hold_the_same(self, num_servers, piece_values):
+        self.enterContext(mock.patch.object(sharding_module, "_MAX_PIECE_VALUES", piece_values))
+        for pieces in plan_shards(_specs(), _LAYERS, num_servers, "memory"):
+            divided = divide(pieces)
+            self.assertLessEqual(max(piece.stop - piece.start for piece in divided), piece_values)
+            for one, next_one in itertools.pairwise(divided):
+                self.assertEqual(next_one.start, one.stop if next_one.index == one.index else 0)
+            whole, place = Packing(_specs()), ShardPacking
+            self.assertEqual(place(whole, divided).ranges, place(whole, pieces).ranges)
 
 
 class ShardPackingTest(tf.test.TestCase, parameterized.TestCase):

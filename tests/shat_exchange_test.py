@@ -28,6 +28,7 @@ from hop_tf.options import CommunicationOptions
 from hop_tf.packing import Packing, TensorSpec
 from hop_tf.parameter_server import parameter_server_pb2 as pb
 from hop_tf.parameter_server import server as server_module
+from hop_tf.parameter_server import sharding
 from hop_tf.parameter_server.configured import ConfiguredGroup
 from hop_tf.parameter_server.group import ServedGroup
 from hop_tf.parameter_server.server import PUSH, REPLY, ParameterServer
@@ -299,10 +300,10 @@ class ConfigureTest(tf.test.TestCase, parameterized.TestCase):
         """Rank 1's second group is made until rank 0 has been answered in the first one."""
         answered = threading.Event()
 
-        def make(configure):
+        def make(configure, pool):
             if configure.group != _GROUP and not answered.wait(20):
                 raise HopError("a push to the other group has waited for this one to be made")
-            return ConfiguredGroup(configure)
+            return ConfiguredGroup(configure, pool)
 
         with _Threads(2, 1) as threads:
             threads.run(lambda rank, worker: worker.exchange.state.configure(joins=False))
@@ -335,8 +336,10 @@ class ConfigureTest(tf.test.TestCase, parameterized.TestCase):
             model, _ = second.push(0, 1.0)
             self.assertAllEqual(model, np.full(_NUM_VALUES, 1.0 - 11 * _RATE))
 
-    def test_who_joins_takes_the_server_s_slots(self):
+    @parameterized.parameters(16, 32, 1 << 20)
+    def test_who_joins_takes_the_server_s_slots(self, piece_values):
         """With those of its own first step, and the servers' count of steps, Adam's would be 3 times too long."""
+        self.enterContext(mock.patch.object(sharding, "_MAX_PIECE_VALUES", piece_values))
         settings = [_SETTINGS] * 2
         with _Threads(2, 2, settings=settings, make_optimizer=lambda: keras.optimizers.Adam(_RATE)) as threads:
             first, second = threads.workers

@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from hop_tf import payloads
+from hop_tf.buffers import BufferPool
 from hop_tf.errors import MismatchError
 from hop_tf.packing import Packing, TensorSpec
 from hop_tf.parameter_server import parameter_server_pb2 as pb
@@ -25,6 +26,7 @@ class ConfiguredGroup:
 
     Args:
       configure: From the first worker.
+      pool: Where the shard's buckets are put on their way.
 
     Attributes:
       group: The group.
@@ -36,14 +38,14 @@ class ConfiguredGroup:
       signature: What tells whether a snapshot is of the same model.
     """
 
-    def __init__(self, configure: pb.Configure):
+    def __init__(self, configure: pb.Configure, pool: BufferPool):
         self._first = configure
         self.packing = Packing(
             [TensorSpec(p.name, tuple(p.shape), tf.as_dtype(p.dtype), p.is_carried) for p in configure.pieces]
         )
-        self._shard = Shard(self.packing, configure.optimizer, [piece.decays for piece in configure.pieces])
-        self.group = ServedGroup(self._shard, self.packing, Consistency.parse(configure.settings["consistency"]))
-        self._encoding = Encoding(self.packing, wire.codec_from_json(configure.codec))
+        self._shard = Shard(self.packing, configure.optimizer, [piece.decays for piece in configure.pieces], pool)
+        self.group = ServedGroup(self._shard, self.packing, Consistency.parse(configure.settings["consistency"]), pool)
+        self._encoding = Encoding(self.packing, wire.codec_from_json(configure.codec), pool)
         self.waiting: list[int] = []
         self.retired: set[int] = set()
         self.has_state = self.is_under_way = False

@@ -19,7 +19,7 @@ class Encoding:
     Args:
       packing: The buckets.
       codec: The codec.
-      pool: Where encoded buckets are put. Default: a pool of its own.
+      pool: Where buckets are put that are encoded or decoded. Default: a pool of its own.
     """
 
     def __init__(self, packing: Packing, codec: Codec, pool: BufferPool | None = None):
@@ -71,6 +71,6 @@ class Encoding:
         dtype, size = self._packing.dtypes[index].as_numpy_dtype, self._packing.sizes[index]
         if not self._is_encoded[index]:
             return payloads.view(part, dtype, (size,))
-        values = np.empty(size, np.float32)
+        values = self._pool.take(4 * size).view(np.float32)
         self._codec.decode(part, values)
         return values.astype(dtype, copy=False)

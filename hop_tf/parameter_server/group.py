@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
+from hop_tf.buffers import BufferPool
 from hop_tf.errors import ProtocolError
 from hop_tf.packing import Packing
 from hop_tf.parameter_server.consistency import Consistency
@@ -92,10 +93,12 @@ class ServedGroup:
       shard: The shard.
       packing: Its buckets.
       consistency: When to apply, and when to answer.
+      pool: Where means are put. Default: a pool of its own.
     """
 
-    def __init__(self, shard: Shard, packing: Packing, consistency: Consistency):
+    def __init__(self, shard: Shard, packing: Packing, consistency: Consistency, pool: BufferPool | None = None):
         self._shard = shard
+        self._pool = pool or BufferPool()
         self._consistency = consistency
         self._carried = [index for index, exact in enumerate(packing.exact) if exact]
         self._lock = threading.Lock()
@@ -107,8 +110,8 @@ class ServedGroup:
         self.num_pushes = 0
         self._num_steps = 0
         self._num_steps_before = 0
-        # The latest state that was told, until something changes.
-        self._told: Callable[[], ShardState | None] = _nothing
+        # The buckets that were read last, until something changes.
+        self._latest: Callable[[], list[np.ndarray] | None] = _nothing
 
     # Who takes part.
 
@@ -120,7 +123,7 @@ class ServedGroup:
             self._workers = {worker: _Worker() for worker in workers}
             self._pushed.clear()
             self._statistics = {worker: v for worker, v in self._statistics.items() if worker in self._workers}
-            self._told = _nothing
+            self._latest = _nothing
 
     def join(self, worker: int) -> None:
         """A worker takes part from now on; nothing if it did."""
@@ -144,7 +147,7 @@ class ServedGroup:
             self._pushed.pop(worker, None)
             if is_lost:
                 self._forget_statistics(worker)
-                self._told = _nothing
+                self._latest = _nothing
             return self._advance()
 
     def _forget_statistics(self, worker: int) -> None:
@@ -178,7 +181,7 @@ class ServedGroup:
             if gradient.buckets is None:
                 return [Answer(worker, gradient.sequence, is_missing=True, session=self._session)]
             self._pushed[worker] = gradient
-            self._told = _nothing
+            self._latest = _nothing
             if self._carried:
                 self._statistics[worker] = [np.array(gradient.buckets[index]) for index in self._carried]
             return self._advance()
@@ -197,13 +200,13 @@ class ServedGroup:
         return [self._answer_now(worker, buckets) for worker in due]
 
     def _apply(self) -> None:
-        self._told = _nothing
+        self._latest = _nothing
         # In the order of the ranks: sums come out the same whoever was first.
         pushed = {worker: self._pushed.pop(worker) for worker in sorted(self._pushed)}
         applied = {worker: gradient for worker, gradient in pushed.items() if gradient.is_applied}
         if applied:
             rate = next(iter(applied.values())).rate  # Of several (bsp), the lowest rank's.
-            self._shard.apply(_mean([gradient.buckets for gradient in applied.values()]), rate)
+            self._shard.apply(self._mean([gradient.buckets for gradient in applied.values()]), rate)
         self.num_pushes += len(applied)
         for worker, known in self._workers.items():
             known.num_others += len(applied.keys() - {worker})
@@ -230,8 +233,16 @@ class ServedGroup:
         )
 
     def _read(self) -> list[np.ndarray]:
+        """The buckets; where nothing has changed since they were read last, and a message has them, the same ones."""
+        buckets = self._latest()
+        if buckets is None:
+            buckets = self._read_anew()
+            self._latest = weakly(buckets)
+        return buckets
+
+    def _read_anew(self) -> list[np.ndarray]:
         buckets = self._shard.read()
-        means = _mean(list(self._statistics.values())) if self._statistics else self._means
+        means = self._mean(list(self._statistics.values())) if self._statistics else self._means
         for index, mean in zip(self._carried, means, strict=True):
             buckets[index] = mean
         return buckets
@@ -241,23 +252,17 @@ class ServedGroup:
     def state(self, *, with_slots: bool) -> ShardState:
         """All that is kept. Nobody writes to its arrays afterwards.
 
-        Who asks for it with slots while nothing changes, and it is still on its way to another one, gets the same
-        arrays: at the end of a `fit`, when all workers ask, a server does not hold one for each.
+        At the end of a `fit`, when all workers ask for it, a server does not hold one for each: while nothing changes,
+        all get the same arrays.
         """
         with self._lock:
-            known = self._told() if with_slots else None
-            if known is not None:
-                return known
-            state = ShardState(
+            return ShardState(
                 buckets=self._read(),
                 slots=self._shard.slots() if with_slots else {},
                 num_pushes=self.num_pushes,
                 num_steps=self._num_steps,
                 iterations=self._shard.iterations,
             )
-            if with_slots:
-                self._told = weakly(state)
-            return state
 
     def assign(self, state: ShardState) -> None:
         """Begins with that state."""
@@ -274,25 +279,24 @@ class ServedGroup:
             self._assign(buckets)
 
     def _assign(self, buckets: Sequence[np.ndarray]) -> None:
-        self._told = _nothing
+        self._latest = _nothing
         self._shard.assign(buckets)
         self._statistics.clear()
         self._means = [np.array(buckets[index]) for index in self._carried]
 
+    def _mean(self, vectors: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
+        """The mean of each bucket, summed in float32 at least; the only vector itself where there is one."""
+        return list(vectors[0]) if len(vectors) == 1 else [self._mean_of(each) for each in zip(*vectors, strict=True)]
 
-def _nothing() -> None:
-    """No state was told."""
-
-
-def _mean(vectors: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
-    """The mean of each bucket, summed in float32 at least; the only vector itself where there is one."""
-    if len(vectors) == 1:
-        return list(vectors[0])
-    means = []
-    for arrays in zip(*vectors, strict=True):
-        total = arrays[0].astype(np.promote_types(arrays[0].dtype, np.float32))
-        for array in arrays[1:]:
+    def _mean_of(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        dtype = np.promote_types(arrays[0].dtype, np.float32)
+        total = self._pool.take(arrays[0].size * dtype.itemsize).view(dtype)
+        np.add(arrays[0], arrays[1], out=total, dtype=dtype)
+        for array in arrays[2:]:
             total += array
         total /= len(arrays)
-        means.append(total.astype(arrays[0].dtype, copy=False))
-    return means
+        return total.astype(arrays[0].dtype, copy=False)
+
+
+def _nothing() -> None:
+    """Nothing was read, or it has changed."""

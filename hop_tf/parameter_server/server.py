@@ -12,6 +12,7 @@ import numpy as np
 from absl import logging
 
 from hop_tf import membership_pb2, payloads
+from hop_tf.buffers import BufferPool
 from hop_tf.collectives import BULK_LANE
 from hop_tf.errors import HopError, MismatchError, ProtocolError
 from hop_tf.membership import LEAVE_QUEUE, parse
@@ -41,11 +42,20 @@ class ParameterServer:
     Args:
       transport: The transport, on which it takes messages from now on.
       num_workers: Ranks 0 to num_workers - 1 are workers.
+      pool: Memory of messages: the transport's. Default: a pool of its own.
       snapshots: Where states are kept, and what a group begins with if it is there. Default: nowhere.
     """
 
-    def __init__(self, *, transport: Transport, num_workers: int, snapshots: Snapshots | None = None):
+    def __init__(
+        self,
+        *,
+        transport: Transport,
+        num_workers: int,
+        pool: BufferPool | None = None,
+        snapshots: Snapshots | None = None,
+    ):
         self._transport = transport
+        self._pool = pool or BufferPool()
         self._snapshots = snapshots
         self._lock = threading.RLock()
         self._groups: dict[str, ConfiguredGroup] = {}
@@ -247,7 +257,7 @@ class ParameterServer:
             configured = self._groups.get(configure.group)
         if configured is not None:
             return configured
-        configured = ConfiguredGroup(configure)
+        configured = ConfiguredGroup(configure, self._pool)
         if self._snapshots is not None:
             configured.restore(self._snapshots.read(configure.group, configured.signature, configured.packing))
         with self._lock:

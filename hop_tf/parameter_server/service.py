@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from absl import logging
 
+from hop_tf.buffers import BufferPool
 from hop_tf.cluster import Cluster
 from hop_tf.deadlines import problem_of
 from hop_tf.errors import ClusterConfigError, PeerLostError
@@ -83,16 +84,19 @@ class _Service:
         self._options = options
         self._failures: list[BaseException] = []
         self._wake = threading.Event()
+        pool = BufferPool()
         self._transport: Transport = make_transport(
             cluster,
             options,
             identity=static_identity(STRATEGY, cluster, {}),
+            pool=pool,
             on_error=self._on_error,
             on_restart=self._on_restart,
         )
         self._server = ParameterServer(
             transport=self._transport,
             num_workers=cluster.world_size,
+            pool=pool,
             snapshots=Snapshots(snapshots, cluster.task_id) if snapshots.directory is not None else None,
         )
         self._transport.start()

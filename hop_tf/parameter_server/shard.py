@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hop_tf.buffers import BufferPool
 from hop_tf.keras_hook import slots_of
 from hop_tf.packing import Packing
 
@@ -38,10 +39,14 @@ def is_elementwise(optimizer_class: type) -> bool:
 class Shard:
     """The buckets of a shard that are trained, with their optimizer, on the processor. Used by one thread at a time.
 
+    TensorFlow holds what it has once allocated: it has the model and the slots here, and what an update needs for a
+    moment. All that comes and goes is elsewhere, in memory that is used again.
+
     Args:
       packing: The shard's buckets. Those that are exact are not trained.
       optimizer: The optimizer, in JSON, as `hop_tf.keras_hook.serialized_for_server` writes it.
       decays: For each piece, whether the optimizer's weight decay applies to it.
+      pool: Where buckets are put that are read. Default: a pool of its own.
 
     Raises:
       ValueError: If Keras knows no such optimizer here.
@@ -49,23 +54,25 @@ class Shard:
     """
 
     @_on_processor
-    def __init__(self, packing: Packing, optimizer: str, decays: Sequence[bool]):
+    def __init__(self, packing: Packing, optimizer: str, decays: Sequence[bool], pool: BufferPool | None = None):
         self._packing = packing
+        self._pool = pool or BufferPool()
         self._trained = [index for index, spec in enumerate(packing.specs) if not spec.exact]
         self._optimizer = _deserialized(optimizer)
         self._variables = [self._make_variable(index) for index in self._trained]
         excluded = [v for v, index in zip(self._variables, self._trained, strict=True) if not decays[index]]
         self._optimizer.exclude_from_weight_decay(var_list=excluded)
         self._optimizer.build(self._variables)
+        self._optimizer.update_step = functools.partial(self._update_in_order, self._optimizer.update_step)
+        self._updated: list[tf.Tensor] = []
         self._apply = tf.function(self._emit_apply, autograph=False)
-        self._read = tf.function(self._emit_read, autograph=False)
-        self._assign = tf.function(self._emit_assign, autograph=False)
+        self._values = tf.function(self._emit_values, autograph=False)
 
     def _make_variable(self, index: int) -> keras.Variable:
         spec = self._packing.specs[index]
         # The name may tell the optimizer how to treat it; slashes are not for names.
         name = spec.name.replace("/", ".")
-        return keras.Variable(np.zeros(spec.shape), dtype=spec.dtype.name, name=name)
+        return keras.Variable("zeros", shape=spec.shape, dtype=spec.dtype.name, name=name)
 
     @_on_processor
     def apply(self, gradients: Sequence[np.ndarray], rate: float) -> None:
@@ -76,21 +83,37 @@ class Shard:
           rate: The learning rate.
         """
         if self._variables:
-            self._apply(self._tensors(gradients), tf.constant(rate, tf.float64))
+            self._apply([_adopted(bucket) for bucket in gradients], tf.constant(rate, tf.float64))
 
     @_on_processor
     def read(self) -> list[np.ndarray]:
         """The buckets now, with zeros in those that are exact. Nobody writes to them afterwards."""
-        return [np.asarray(bucket) for bucket in self._read()]
+        buckets = [
+            np.zeros(size, dtype.as_numpy_dtype)
+            if exact
+            else self._pool.take(size * dtype.size).view(dtype.as_numpy_dtype)
+            for size, dtype, exact in zip(self._packing.sizes, self._packing.dtypes, self._packing.exact, strict=True)
+        ]
+        for index, values in zip(self._trained, self._values(), strict=True):
+            bucket, where = self._packing.place(index)
+            buckets[bucket][where] = np.asarray(values).reshape(-1)
+            buckets[bucket][where.stop : self._packing.end(index)] = 0
+        return buckets
 
     @_on_processor
     def assign(self, buckets: Sequence[np.ndarray]) -> None:
         """Replaces what is trained."""
-        self._assign(self._tensors(buckets))
+        for index, variable in zip(self._trained, self._variables, strict=True):
+            bucket, where = self._packing.place(index)
+            variable.assign(buckets[bucket][where].reshape(self._packing.specs[index].shape))
 
+    @_on_processor
     def slots(self) -> dict[tuple[str, int | None], np.ndarray]:
-        """What the optimizer remembers, by pieces; copies."""
-        return {key: np.asarray(slot.numpy()) for key, slot in self._slots().items()}
+        """What the optimizer remembers, by pieces.
+
+        It is not copied: only where an update comes while somebody has an array of it, TensorFlow copies that first.
+        """
+        return {key: np.asarray(slot.read_value()) for key, slot in self._slots().items()}
 
     @_on_processor
     def assign_slots(self, slots: Mapping[tuple[str, int | None], np.ndarray]) -> None:
@@ -114,31 +137,31 @@ class Shard:
         slots = slots_of(self._optimizer, [variable.value for variable in self._variables])
         return {(name, None if i is None else self._trained[i]): slot for (name, i), slot in slots.items()}
 
-    def _tensors(self, buckets: Sequence[np.ndarray]) -> list[tf.Tensor]:
-        return [tf.constant(bucket, dtype) for bucket, dtype in zip(buckets, self._packing.dtypes, strict=True)]
-
     # In graphs.
-
-    def _pieces(self, buckets: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        pieces = self._packing.unpack(buckets)
-        return [pieces[index] for index in self._trained]
 
     @_on_processor
     def _emit_apply(self, buckets: Sequence[tf.Tensor], rate: tf.Tensor) -> None:
         self._optimizer.learning_rate.assign(rate)
-        self._optimizer.apply(self._pieces(buckets))
+        pieces = self._packing.unpack(buckets)
+        self._updated = []
+        self._optimizer.apply([pieces[index] for index in self._trained])
+
+    def _update_in_order(
+        self, update: Callable[..., None], gradient: tf.Tensor, variable: tf.Variable, rate: tf.Tensor
+    ) -> None:
+        """`Optimizer.update_step` of one piece after the other: what it needs for a moment, it needs of one piece."""
+        with tf.control_dependencies(self._updated):
+            update(gradient, variable, rate)
+            self._updated = [variable.read_value()]
 
     @_on_processor
-    def _emit_read(self) -> list[tf.Tensor]:
-        pieces = [tf.zeros(spec.shape, spec.dtype) for spec in self._packing.specs]
-        for index, variable in zip(self._trained, self._variables, strict=True):
-            pieces[index] = variable.value.read_value()
-        return self._packing.pack(pieces)
+    def _emit_values(self) -> list[tf.Tensor]:
+        return [variable.value.read_value() for variable in self._variables]
 
-    @_on_processor
-    def _emit_assign(self, buckets: Sequence[tf.Tensor]) -> None:
-        for variable, piece in zip(self._variables, self._pieces(buckets), strict=True):
-            variable.assign(piece)
+
+def _adopted(array: np.ndarray) -> tf.Tensor:
+    """A tensor of an array, whose memory it shares where that is aligned; `tf.constant` would copy it."""
+    return tf.raw_ops.Identity(input=array)
 
 
 def _deserialized(text: str) -> keras.optimizers.Optimizer:

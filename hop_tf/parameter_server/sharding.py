@@ -16,6 +16,8 @@ from hop_tf.packing import Packing, TensorSpec
 SHARDINGS = ("memory", "layer", "none")
 # Where a tensor is divided, its parts begin at multiples of so many bytes, as tensors do in their buckets.
 _ALIGNMENT_BYTES = 64
+# An update takes memory of a few times the piece; one that fits into a processor's cache is updated faster, too.
+_MAX_PIECE_VALUES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +77,16 @@ def _by_values(specs: Sequence[TensorSpec], num_servers: int) -> list[list[Piece
                 server += 1
         before += spec.num_elements
     return shards
+
+
+def divide(pieces: Sequence[Piece]) -> list[Piece]:
+    """The same values in pieces of at most 2^20, for optimizers that do not look at whole tensors."""
+    size = _MAX_PIECE_VALUES
+    return [
+        Piece(piece.index, start, min(start + size, piece.stop))
+        for piece in pieces
+        for start in range(piece.start, piece.stop, size)
+    ]
 
 
 class ShardPacking:

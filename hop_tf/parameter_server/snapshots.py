@@ -99,13 +99,12 @@ class Snapshots:
         if not path.exists():
             return None
         # A file, unlike a message, may have been changed by anyone.
-        contents = path.read_bytes()
-        if not contents.startswith(_MAGIC) or len(contents) < len(_MAGIC) + 4:
+        magic, checksum, data = np.split(np.fromfile(path, np.uint8), [len(_MAGIC), len(_MAGIC) + 4])
+        if magic.tobytes() != _MAGIC or checksum.size < 4:
             raise ProtocolError(f"{path} is no snapshot of a parameter server.")
-        checksum, data = contents[len(_MAGIC) : len(_MAGIC) + 4], contents[len(_MAGIC) + 4 :]
-        if zlib.crc32(data).to_bytes(4, "little") != checksum:
+        if zlib.crc32(data).to_bytes(4, "little") != checksum.tobytes():
             raise ProtocolError(f"the snapshot {path} is damaged. Remove it to begin anew.")
-        found, *parts = payloads.split(_aligned(data))
+        found, *parts = payloads.split(data)
         if found.tobytes() != signature:
             raise MismatchError(
                 f"the snapshot {path} is of another model, or of other servers or sharding. Remove it, or choose "
@@ -162,7 +161,3 @@ class Snapshots:
             os.fsync(directory)
         finally:
             os.close(directory)
-
-
-def _aligned(data: bytes) -> np.ndarray:
-    return np.frombuffer(data, np.uint8).copy()

@@ -83,17 +83,20 @@ class ShardState:
         )
 
 
-def weakly(state: ShardState) -> Callable[[], ShardState | None]:
-    """What gives `state` back for as long as somebody, such as a message under way, holds its arrays; then None."""
-    arrays = [weakref.ref(array) for array in (*state.buckets, *state.slots.values())]
-    keys, num_buckets = list(state.slots), len(state.buckets)
-    counts = dataclasses.replace(state, buckets=(), slots={})
+def weakly(arrays: Sequence[np.ndarray]) -> Callable[[], list[np.ndarray] | None]:
+    """What gives `arrays` back for as long as somebody, such as a message under way, holds their memory; then None.
 
-    def get() -> ShardState | None:
-        held = [array() for array in arrays]
-        if any(array is None for array in held):
+    Args:
+      arrays: None of them is a part of another one.
+    """
+    # Views refer to the array that has the memory, and not to what they are views of.
+    owners = [array.base if isinstance(array.base, np.ndarray) else array for array in arrays]
+    references = [(weakref.ref(owner), array.dtype) for owner, array in zip(owners, arrays, strict=True)]
+
+    def get() -> list[np.ndarray] | None:
+        held = [reference() for reference, _ in references]
+        if any(owner is None for owner in held):
             return None
-        slots = dict(zip(keys, held[num_buckets:], strict=True))
-        return dataclasses.replace(counts, buckets=held[:num_buckets], slots=slots)
+        return [owner.view(dtype) for owner, (_, dtype) in zip(held, references, strict=True)]
 
     return get
