@@ -132,6 +132,7 @@ class ShatExchange(Exchange, Joiner):
     def _merge(self, outgoing: Outgoing, answers: Answers) -> Incoming:
         """The servers' model, the weight of each, and how far the carried variables are from their means."""
         buckets = new_buckets(self._context)
+        self._beside(buckets)[:] = 0
         for shard in self.shards:
             reply, payload = answers[shard.server]
             shard.encoded = []
@@ -146,7 +147,10 @@ class ShatExchange(Exchange, Joiner):
         return Incoming(outgoing.step, outgoing.segment, tuple(buckets))
 
     def neutral(self, outgoing: Outgoing) -> Incoming:
-        return Incoming(outgoing.step, outgoing.segment, tuple(new_buckets(self._context)))
+        buckets = new_buckets(self._context)
+        for bucket in buckets:
+            bucket.fill(0)
+        return Incoming(outgoing.step, outgoing.segment, tuple(buckets))
 
     def _beside(self, buckets: Sequence[np.ndarray]) -> np.ndarray:
         bucket, where = self._packing.place(len(self._packing.specs) - 1)

@@ -69,10 +69,13 @@ class ShardView:
         """The shard's part of buckets."""
         return self._place.cut(buckets)
 
-    def put(self, part: Sequence[np.ndarray], buckets: Sequence[np.ndarray]) -> None:
-        """Puts the shard's part where it belongs in buckets."""
+    def put(self, part: Sequence[np.ndarray], buckets: list[np.ndarray]) -> None:
+        """Puts the shard's part where it belongs in buckets; one that is all of a bucket takes its place."""
         for (bucket, where), values in zip(self.ranges, part, strict=True):
-            buckets[bucket][where] = values
+            if values.size == buckets[bucket].size:
+                buckets[bucket] = values
+            else:
+                buckets[bucket][where] = values
 
     def encode(self, buckets: Sequence[np.ndarray], *, is_applied: bool) -> None:
         """Makes `encoded`, which is pushed."""
@@ -154,10 +157,9 @@ def _check_sharding(optimizer: type, sharding: str, num_servers: int) -> None:
 
 
 def new_buckets(context: ExchangeContext) -> list[np.ndarray]:
-    """The group's buckets, filled with zeros."""
-    buckets = []
-    for size, dtype in zip(context.packing.sizes, context.packing.dtypes, strict=True):
-        bucket = context.pool.take(size * dtype.size).view(dtype.as_numpy_dtype)
-        bucket.fill(0)
-        buckets.append(bucket)
-    return buckets
+    """Memory for the group's buckets. What the servers keep fills them, but for what is beside the variables."""
+    packing = context.packing
+    return [
+        context.pool.take(size * dtype.size).view(dtype.as_numpy_dtype)
+        for size, dtype in zip(packing.sizes, packing.dtypes, strict=True)
+    ]

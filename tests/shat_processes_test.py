@@ -196,6 +196,19 @@ class ShatProcessesTest(tf.test.TestCase, parameterized.TestCase):
         for weights in results.values:
             self.assertAllClose(weights, np.full((4, 9), -2 * _NUM_STEPS * _RATE), rtol=1e-4)
 
+    @pytest.mark.stress(after=1)
+    def test_a_killed_server_is_an_error_within_the_deadline(self):
+        """Twice as long as it is configured where round trips are long; not `progress_timeout_seconds`, an hour."""
+        with MultiProcessRunner(_run, num_workers=2, num_ps=2, args=(None, 50)) as runner:
+            for rank in range(2):
+                runner.wait_for_output(rank, "step 10")
+            runner.kill(1, task_type="ps")
+            results = runner.join()
+        for rank, (*_, error) in enumerate(results.values):
+            pattern = rf"^PeerLostError: rank {rank}, step \d+: receive model of push \d+ on ps 1 at 127\S* failed after "
+            self.assertRegex(error, pattern)
+            self.assertLess(float(re.search(pattern + r"(\S+) s ", error)[1]), 2 * _TIMEOUT_SECONDS)
+
     def test_a_frozen_server_is_an_error(self):
         with MultiProcessRunner(_train_until_it_fails, 2, num_ps=1, args=("async", _FOREVER)) as runner:
             for rank in range(2):
