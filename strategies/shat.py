@@ -65,7 +65,8 @@ class SHATParameterServerStrategy(ExchangeStrategy):
     not wait. One that is started again takes the servers' model and trains with the others (with `fit` and one
     optimizer). A server that is lost is an error on all workers. Started again, together with the workers, it goes on
     from its last snapshot; started again before the first push, also without them, it is initialized again. Where only
-    some servers find a snapshot, that is an error.
+    some servers find a snapshot, that is an error. A server has in memory its part of the model, the optimizer's
+    slots for that, and for messages the same part once for each worker, and once more: `ParameterServer` has the rule.
 
     When `fit` ends on a rank, its model, its moving statistics and its optimizer's slots become those of the servers at
     that moment: so `model.save` on the chief stores these. `synchronize(model)`, which all ranks call, gives all of

@@ -205,7 +205,9 @@ class ShatProcessesTest(tf.test.TestCase, parameterized.TestCase):
             runner.kill(1, task_type="ps")
             results = runner.join()
         for rank, (*_, error) in enumerate(results.values):
-            pattern = rf"^PeerLostError: rank {rank}, step \d+: receive model of push \d+ on ps 1 at 127\S* failed after "
+            pattern = (
+                rf"^PeerLostError: rank {rank}, step \d+: receive model of push \d+ on ps 1 at 127\S* failed after "
+            )
             self.assertRegex(error, pattern)
             self.assertLess(float(re.search(pattern + r"(\S+) s ", error)[1]), 2 * _TIMEOUT_SECONDS)
 

@@ -39,6 +39,16 @@ class ParameterServer:
 
     What takes long (to make a group, to write it to a file) is done without the server's lock, for which all wait.
 
+    Memory, in vectors as long as what it keeps of the model, with W workers and an optimizer that has s slots (SGD 0,
+    Adam 2): (1 + s) + max(W + 1, s + 2). That is the state; then a push or an answer of each worker, and both of the
+    one whose push is applied; or, at first, rank 0's state in a message, and the answer to it, which all share. Beyond:
+
+    - what an update needs for a moment, a few times 4 MiB, or the largest variable where the optimizer looks at whole
+      tensors;
+    - s for a state on its way to a worker or a file, if an update comes before it is there: TensorFlow copies then;
+    - 1 with a lossy codec, for the decoded push;
+    - up to W - 1 where threads are held up between an answer and the release of its push.
+
     Args:
       transport: The transport, on which it takes messages from now on.
       num_workers: Ranks 0 to num_workers - 1 are workers.

@@ -152,7 +152,7 @@ class Shard:
         """`Optimizer.update_step` of one piece after the other: what it needs for a moment, it needs of one piece."""
         with tf.control_dependencies(self._updated):
             update(gradient, variable, rate)
-            self._updated = [variable.read_value()]
+            self._updated = [tf.convert_to_tensor(variable)]
 
     @_on_processor
     def _emit_values(self) -> list[tf.Tensor]:
