@@ -14,6 +14,7 @@ from absl.testing import parameterized
 
 import hop_tf
 from hop_tf import codecs, payloads
+from hop_tf.buffers import BufferPool
 from hop_tf.errors import MismatchError, ProtocolError
 from hop_tf.keras_hook import serialized_for_server
 from hop_tf.packing import Packing, TensorSpec
@@ -129,6 +130,17 @@ class ShardTest(tf.test.TestCase, parameterized.TestCase):
         shard.apply([np.ones(64, np.float32)], 1.0)
         self.assertAllEqual(before, np.zeros(64))
         self.assertAllEqual(shard.read()[0], -np.ones(64))
+
+    @parameterized.parameters(sorted(_OPTIMIZERS))
+    def test_gradients_are_not_written_to(self, name):
+        """Others may have them, too: what is aligned is not copied, and no part of the bucket is cut out of it."""
+        packing, pool = Packing([TensorSpec("w", (4096,), tf.float32)]), BufferPool()
+        shard = Shard(packing, serialized_for_server(_OPTIMIZERS[name]()), [True])
+        gradient = pool.take(4 * 4096).view(np.float32)
+        gradient[:] = values = np.random.default_rng(0).normal(size=4096).astype(np.float32)
+        for _ in range(3):
+            shard.apply([gradient], _RATE)
+        self.assertAllEqual(gradient, values)
 
     @parameterized.parameters(sorted(_OPTIMIZERS))
     def test_slots_that_were_read_stay(self, name):

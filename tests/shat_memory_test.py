@@ -1,7 +1,7 @@
 """The memory of a parameter server, in vectors of its model."""
 
 import gc
-import resource
+import re
 
 import keras
 import numpy as np
@@ -99,18 +99,19 @@ def _first_state(packing):
     return ShardState(packing.zeros(), slots).to_parts()
 
 
-def _resident_bytes():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()
+def _resident_bytes(field):
+    """Those of this process: now (VmRSS), or at most (VmHWM). `getrusage` may tell those of the parent."""
+    with open("/proc/self/status") as file:
+        return 1024 * int(re.search(rf"^{field}:\s+(\d+) kB$", file.read(), re.MULTILINE)[1])
 
 
 def _growth():
     """By how many vectors the process grows at most, and what workers are told at the end."""
     _push_and_pull(16 * _NUM_LAYERS, 3)  # Code and threads are there.
     gc.collect()
-    before = _resident_bytes()
+    before = _resident_bytes("VmRSS")
     told = _push_and_pull(_NUM_VALUES, 4)
-    return (1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / (4 * _NUM_VALUES), told
+    return (_resident_bytes("VmHWM") - before) / (4 * _NUM_VALUES), told
 
 
 class ShatMemoryTest(tf.test.TestCase, parameterized.TestCase):
