@@ -6,7 +6,6 @@ import re
 import keras
 import numpy as np
 import tensorflow as tf
-from absl.testing import parameterized
 
 from hop_tf import codecs, payloads
 from hop_tf.buffers import BufferPool
@@ -59,15 +58,14 @@ class _Wire:
 
 
 def _push_and_pull(num_values, num_rounds):
-    """All workers of a group push at the same time, then pull; returns the sum over the model in the last answers."""
+    """All workers of a group push at the same time, then pull; returns the first weight that each is told."""
     net = _Wire()
-    server = ParameterServer(transport=net, num_workers=_NUM_WORKERS, pool=net.pool)
+    ParameterServer(transport=net, num_workers=_NUM_WORKERS, pool=net.pool)
     packing = Packing([TensorSpec(str(i), (num_values // _NUM_LAYERS,), tf.float32) for i in range(_NUM_LAYERS)])
     for worker in range(_NUM_WORKERS):
         configure = _configure(packing, has_state=worker == 0)
         parts = [np.frombuffer(configure.SerializeToString(), np.uint8)]
         net.deliver(worker, CONFIGURE, b"", net.receive(parts + _first_state(packing) if worker == 0 else parts))
-    del parts
     for sequence in range(1, num_rounds + 1):
         net.under_way.clear()
         pushes = [net.receive_ones(packing) for _ in range(_NUM_WORKERS)]
@@ -77,7 +75,7 @@ def _push_and_pull(num_values, num_rounds):
     net.under_way.clear()
     for worker in range(_NUM_WORKERS):
         net.deliver(worker, PULL, pb.Pull(group="g", number=1).SerializeToString())
-    assert server.present == list(range(_NUM_WORKERS))
+    # The lengths, the manifest, the model, each with its padding.
     return [float(payload[4].view(np.float32)[0]) for _, payload in net.under_way]
 
 
@@ -114,7 +112,7 @@ def _growth():
     return (_resident_bytes("VmHWM") - before) / (4 * _NUM_VALUES), told
 
 
-class ShatMemoryTest(tf.test.TestCase, parameterized.TestCase):
+class ShatMemoryTest(tf.test.TestCase):
     def test_holds_its_state_and_a_message_of_each_worker(self):
         with MultiProcessRunner(_growth, num_workers=1) as runner:
             ((growth, told),) = runner.join().raise_for_errors().values
