@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
+from hop_tf.buffers import BufferPool
 from hop_tf.errors import ProtocolError
 
 _ALIGNMENT_BYTES = 64
@@ -104,6 +105,11 @@ class Packing:
     def zeros(self) -> list[np.ndarray]:
         """Buckets of zeros, as arrays."""
         return [np.zeros(size, dtype.as_numpy_dtype) for size, dtype in zip(self.sizes, self.dtypes, strict=True)]
+
+    def take(self, pool: BufferPool) -> list[np.ndarray]:
+        """Buckets of undefined contents, as arrays in the memory of `pool`."""
+        sizes = zip(self.sizes, self.dtypes, strict=True)
+        return [pool.take(size * dtype.size).view(dtype.as_numpy_dtype) for size, dtype in sizes]
 
     def place(self, index: int) -> tuple[int, slice]:
         """In which bucket tensor number `index` lies, and where there, in elements."""

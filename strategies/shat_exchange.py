@@ -18,7 +18,7 @@ from hop_tf.parameter_server import parameter_server_pb2 as pb
 from hop_tf.parameter_server.server import PUSH
 from hop_tf.strategies.shat_servers import Answers, Request, Servers
 from hop_tf.strategies.shat_settings import ShatSettings
-from hop_tf.strategies.shat_shards import ShardView, make_shards, new_buckets
+from hop_tf.strategies.shat_shards import ShardView, make_shards
 from hop_tf.strategies.shat_state import GroupState
 
 # What travels beside the variables: to the servers, the learning rate and whether gradients are applied; from them, the
@@ -131,7 +131,7 @@ class ShatExchange(Exchange, Joiner):
 
     def _merge(self, outgoing: Outgoing, answers: Answers) -> Incoming:
         """The servers' model, the weight of each, and how far the carried variables are from their means."""
-        buckets = new_buckets(self._context)
+        buckets = self._packing.take(self._context.pool)  # The servers have all of it but what is beside the variables.
         self._beside(buckets)[:] = 0
         for shard in self.shards:
             reply, payload = answers[shard.server]
@@ -147,7 +147,7 @@ class ShatExchange(Exchange, Joiner):
         return Incoming(outgoing.step, outgoing.segment, tuple(buckets))
 
     def neutral(self, outgoing: Outgoing) -> Incoming:
-        buckets = new_buckets(self._context)
+        buckets = self._packing.take(self._context.pool)
         for bucket in buckets:
             bucket.fill(0)
         return Incoming(outgoing.step, outgoing.segment, tuple(buckets))

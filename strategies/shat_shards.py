@@ -154,12 +154,3 @@ def _check_sharding(optimizer: type, sharding: str, num_servers: int) -> None:
             f"`sharding` must be 'layer' or 'none' with {optimizer.__name__}: an optimizer that may look at a whole "
             "tensor cannot update parts of it on several servers. Received: sharding='memory'."
         )
-
-
-def new_buckets(context: ExchangeContext) -> list[np.ndarray]:
-    """Memory for the group's buckets. What the servers keep fills them, but for what is beside the variables."""
-    packing = context.packing
-    return [
-        context.pool.take(size * dtype.size).view(dtype.as_numpy_dtype)
-        for size, dtype in zip(packing.sizes, packing.dtypes, strict=True)
-    ]

@@ -11,7 +11,7 @@ import tensorflow as tf
 from hop_tf.group import ExchangeContext
 from hop_tf.keras_hook import slots_of
 from hop_tf.parameter_server.state import ShardState
-from hop_tf.strategies.shat_shards import ShardView, new_buckets
+from hop_tf.strategies.shat_shards import ShardView
 
 
 class GroupVariables:
@@ -57,7 +57,7 @@ class GroupVariables:
         Returns:
           The buckets of the model.
         """
-        buckets = new_buckets(self._context)
+        buckets = self._packing.take(self._context.pool)
         for shard, state in zip(self._shards, states, strict=True):
             shard.put(state.buckets, buckets)
         tensors = self._packing.unpack([tf.constant(bucket) for bucket in buckets])

@@ -88,12 +88,10 @@ class Shard:
     @_on_processor
     def read(self) -> list[np.ndarray]:
         """The buckets now, with zeros in those that are exact. Nobody writes to them afterwards."""
-        buckets = [
-            np.zeros(size, dtype.as_numpy_dtype)
-            if exact
-            else self._pool.take(size * dtype.size).view(dtype.as_numpy_dtype)
-            for size, dtype, exact in zip(self._packing.sizes, self._packing.dtypes, self._packing.exact, strict=True)
-        ]
+        buckets = self._packing.take(self._pool)
+        for bucket, exact in zip(buckets, self._packing.exact, strict=True):
+            if exact:
+                bucket.fill(0)
         for index, values in zip(self._trained, self._values(), strict=True):
             bucket, where = self._packing.place(index)
             buckets[bucket][where] = np.asarray(values).reshape(-1)
