@@ -189,7 +189,8 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
     def synchronize(self, model: keras.Model) -> None:
         """Averages the floating-point weights of `model` over all ranks; equal to the bit afterwards.
 
-        A collective: every rank calls it, between calls of `fit`. Optimizer slots are not touched.
+        A collective: every rank calls it, between calls of `fit`. Optimizer slots are not touched, unless the strategy
+        says so.
 
         Args:
           model: The built model.
@@ -210,7 +211,11 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
         if self._worker is not None:
             self._require_outside_fit("synchronize")
             with self._outside_loop():
-                self._worker.average([weight.value for weight in model.weights])
+                self._worker.average(self._averaged(model))
+
+    def _averaged(self, model: keras.Model) -> list[tf.Variable]:
+        """What `synchronize` averages."""
+        return [weight.value for weight in model.weights]
 
     def report(self) -> dict[str, float]:
         """Counters of this rank since the strategy was made.

@@ -21,6 +21,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
+import keras
 import tensorflow as tf
 
 from hop_tf import codecs
@@ -56,7 +57,7 @@ class DTSStrategy(ExchangeStrategy):
     applied: all ranks end with the same weights, up to rounding. They do not where a rank changes its weights in a way
     that is not linear, or not the others': by constraints, `use_ema`, callbacks that restore weights, or learning rates
     that differ; nor where `compensation` is not "exact", with momentum and a delay. `synchronize(model)` averages
-    such weights.
+    such weights, and velocities.
 
     What ranks differ by feeds back through their own gradients until it is corrected. With windows of one step and a
     loss of curvature h it grows where the learning rate times h is more than 1 without momentum, whatever the delay,
@@ -77,9 +78,10 @@ class DTSStrategy(ExchangeStrategy):
 
     When a rank ends early, as by a callback of its own, its last window is averaged with the others' next one, and they
     go on without it. When one is lost, all raise. After a `fit` that was broken off, ranks differ by what was under
-    way: `synchronize(model)` averages them. In a custom training loop they differ by that after every step; there
-    `synchronize` first applies all windows, of all models, as the end of `fit` does. A step after it begins a window,
-    and `warmup_steps` anew.
+    way, and after one that has ended early on a rank, by what that has missed: `synchronize(model)` averages weights
+    and velocities. (Schedules of the learning rate go by a rank's own number of steps.) In a custom training loop ranks
+    differ by what is under way after every step; there `synchronize` first applies all windows, of all models, as the
+    end of `fit` does. A step after it begins a window, and `warmup_steps` anew.
 
     Refused are variables of less than 32 bits, and, within a `LossScaleOptimizer`, clipping, gradient accumulation, and
     weight decay of optimizers other than SGD. `compensation="paper"` is refused for what Equation 13 does not say
@@ -158,6 +160,11 @@ class DTSStrategy(ExchangeStrategy):
             identity=identity_of(self._settings),
             neighbors=range(cluster.world_size),
         )
+
+    def _averaged(self, model: keras.Model) -> list[tf.Variable]:
+        weights = super()._averaged(model)
+        # What velocities differ by spreads into the weights, and no window would correct it.
+        return weights + [v for group in self._all_groups() for v in group.exchange.windows.velocities_of(weights)]
 
     @contextlib.contextmanager
     def _outside_loop(self) -> Iterator[None]:

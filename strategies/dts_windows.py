@@ -120,6 +120,12 @@ class Windows:
         # A model can be compiled again with the same optimizer: what that is now counts.
         return descent_of(self._optimizer(), self._variables)
 
+    def velocities_of(self, variables: Sequence[tf.Variable]) -> list[tf.Variable]:
+        """The velocities of those of its own variables that are among `variables`."""
+        wanted = {variable.ref() for variable in variables}
+        own = zip(self._variables, self._velocities, strict=bool(self._velocities))
+        return [velocity for variable, velocity in own if variable.ref() in wanted]
+
     def reset(self) -> None:
         """Begins anew, as after a `fit` that was broken off."""
         for accumulator in (*self._a, *self._s):
