@@ -26,6 +26,7 @@ from hop_tf.keras_hook import (
     StepTrace,
     TrainingHooks,
     forget_cluster,
+    iterations_variable,
     note_cluster,
     refuse_xla,
     tf_variables,
@@ -155,6 +156,10 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
         """What travels beside a group's variables."""
         return ()
 
+    def _common_slots(self, group: Group) -> Sequence[tf.Variable] | None:
+        """What the group's optimizer remembers alike on all ranks; None where ranks make different updates."""
+        return None
+
     def _begin_group(self, group: Group) -> None:
         """Does, eagerly, what a new group needs before its first step."""
 
@@ -189,8 +194,10 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
     def synchronize(self, model: keras.Model) -> None:
         """Averages the floating-point weights of `model` over all ranks; equal to the bit afterwards.
 
-        A collective: every rank calls it, between calls of `fit`. Optimizer slots are not touched, unless the strategy
-        says so.
+        A collective: every rank calls it, between calls of `fit`. Under strategies whose ranks make the same updates
+        (Pipe-SGD, DTS) what the model's optimizers remember of these is averaged along, and their numbers of steps:
+        else the next `fit` would go on differently on a rank that has ended the last one early. Elsewhere optimizers
+        are not touched.
 
         Args:
           model: The built model.
@@ -211,11 +218,17 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
         if self._worker is not None:
             self._require_outside_fit("synchronize")
             with self._outside_loop():
-                self._worker.average(self._averaged(model))
+                self._average([weight.value for weight in model.weights])
 
-    def _averaged(self, model: keras.Model) -> list[tf.Variable]:
-        """What `synchronize` averages."""
-        return [weight.value for weight in model.weights]
+    def _average(self, weights: Sequence[tf.Variable]) -> None:
+        known = {weight.ref() for weight in weights}
+        groups = [group for group in self._all_groups() if any(v.ref() in known for v in group.trained)]
+        common = [(group, slots) for group in groups if (slots := self._common_slots(group)) is not None]
+        counts = [iterations_variable(group.optimizer()) for group, _ in common]
+        means = [tf.Variable(tf.cast(count, tf.float64)) for count in counts]
+        self._worker.average([*weights, *(slot for _, slots in common for slot in slots), *means])
+        for count, mean in zip(counts, means, strict=True):
+            count.assign(tf.cast(tf.round(mean), count.dtype))
 
     def report(self) -> dict[str, float]:
         """Counters of this rank since the strategy was made.

@@ -21,7 +21,6 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
-import keras
 import tensorflow as tf
 
 from hop_tf import codecs
@@ -78,10 +77,10 @@ class DTSStrategy(ExchangeStrategy):
 
     When a rank ends early, as by a callback of its own, its last window is averaged with the others' next one, and they
     go on without it. When one is lost, all raise. After a `fit` that was broken off, ranks differ by what was under
-    way, and after one that has ended early on a rank, by what that has missed: `synchronize(model)` averages weights
-    and velocities. (Schedules of the learning rate go by a rank's own number of steps.) In a custom training loop ranks
-    differ by what is under way after every step; there `synchronize` first applies all windows, of all models, as the
-    end of `fit` does. A step after it begins a window, and `warmup_steps` anew.
+    way, and after one that has ended early on a rank, by what that has missed: `synchronize(model)` averages weights,
+    velocities, and numbers of steps. In a custom training loop ranks differ by what is under way after every step;
+    there `synchronize` first applies all windows, of all models, as the end of `fit` does. A step after it begins a
+    window, and `warmup_steps` anew.
 
     Refused are variables of less than 32 bits, and, within a `LossScaleOptimizer`, clipping, gradient accumulation, and
     weight decay of optimizers other than SGD. `compensation="paper"` is refused for what Equation 13 does not say
@@ -161,11 +160,6 @@ class DTSStrategy(ExchangeStrategy):
             neighbors=range(cluster.world_size),
         )
 
-    def _averaged(self, model: keras.Model) -> list[tf.Variable]:
-        weights = super()._averaged(model)
-        # What velocities differ by spreads into the weights, and no window would correct it.
-        return weights + [v for group in self._all_groups() for v in group.exchange.windows.velocities_of(weights)]
-
     @contextlib.contextmanager
     def _outside_loop(self) -> Iterator[None]:
         loops = self._worker.in_session
@@ -198,6 +192,10 @@ class DTSStrategy(ExchangeStrategy):
         if self._settings.compensation == "paper":
             _check_equation_13(context)
         return DTSExchange(context, self._settings)
+
+    def _common_slots(self, group: Group) -> Sequence[tf.Variable]:
+        # What velocities differ by would spread into the weights, and no window corrects it.
+        return group.exchange.windows.velocities
 
     def _begin_group(self, group: Group) -> None:
         self._begin_training(group)

@@ -86,6 +86,7 @@ class Windows:
       selection: Which part of a window is handed out, and which one stays for later windows. None: all of it.
 
     Attributes:
+      velocities: Those of the optimizer; none where it has no momentum.
       num_vectors: How many tensors of each variable a window hands out: A, and S where that tells more.
     """
 
@@ -102,15 +103,15 @@ class Windows:
         self._variables = variables
         self._optimizer = weakref.ref(optimizer)
         descent = self._descent()
-        self._velocities = descent.velocities if descent else ()
+        self.velocities = descent.velocities if descent else ()
         self._compensation = compensation
         self._selection = selection
         self._num_slots = num_slots
         # What stays for later windows makes them longer.
-        self.num_vectors = 2 if self._velocities and (interval > 1 or selection is not None) else 1
+        self.num_vectors = 2 if self.velocities and (interval > 1 or selection is not None) else 1
         with tf.init_scope():
             self._a = [_zeros_like(variable) for variable in variables]
-            self._s = [_zeros_like(velocity) for velocity in self._velocities]
+            self._s = [_zeros_like(velocity) for velocity in self.velocities]
             with tf.device("/cpu:0"):
                 self._m = _factors([num_slots])
                 self._r = _factors([2, num_slots])
@@ -119,12 +120,6 @@ class Windows:
     def _descent(self) -> Descent | None:
         # A model can be compiled again with the same optimizer: what that is now counts.
         return descent_of(self._optimizer(), self._variables)
-
-    def velocities_of(self, variables: Sequence[tf.Variable]) -> list[tf.Variable]:
-        """The velocities of those of its own variables that are among `variables`."""
-        wanted = {variable.ref() for variable in variables}
-        own = zip(self._variables, self._velocities, strict=bool(self._velocities))
-        return [velocity for variable, velocity in own if variable.ref() in wanted]
 
     def reset(self) -> None:
         """Begins anew, as after a `fit` that was broken off."""
@@ -157,7 +152,7 @@ class Windows:
         """The optimizer's lines, without decay, in one pass over the values."""
         a = self._a[index]
         gradient, rate = tf.cast(gradient, a.dtype), tf.cast(rate, a.dtype)
-        if not self._velocities:
+        if not self.velocities:
             tf.raw_ops.ResourceApplyGradientDescent(var=a.handle, alpha=rate, delta=gradient)
             return
         tf.raw_ops.ResourceApplyKerasMomentum(
@@ -174,7 +169,7 @@ class Windows:
         descent, rho = self._descent(), self._rho(rate)
         for variable, kind in zip(self._variables, self._kinds(), strict=True):
             variable.assign(variable * tf.cast(rho[kind], variable.dtype))
-        for variable, velocity in zip(self._variables, self._velocities, strict=bool(self._velocities)):
+        for variable, velocity in zip(self._variables, self.velocities, strict=bool(self.velocities)):
             velocity.assign(descent.momentum * velocity)
             variable.assign_add(descent.momentum * velocity if descent.nesterov else velocity)
 
@@ -227,21 +222,21 @@ class Windows:
         m, r, c = self._factors_of(window % self._num_slots)
         kinds = self._kinds()
         changes, sums = differences[: len(self._variables)], differences[len(self._variables) :]
-        if self.num_vectors == 1 and self._velocities:
+        if self.num_vectors == 1 and self.velocities:
             descent = self._descent()
             sums = [change / (1.0 + descent.momentum * descent.nesterov) for change in changes]
         for index, (variable, change) in enumerate(zip(self._variables, changes, strict=True)):
             change = tf.cast(r[kinds[index]], change.dtype) * change
-            if self._velocities:
+            if self.velocities:
                 change += tf.cast(c[kinds[index]], change.dtype) * sums[index]
-                self._velocities[index].assign_add(tf.cast(m, change.dtype) * sums[index])
+                self.velocities[index].assign_add(tf.cast(m, change.dtype) * sums[index])
             variable.assign_add(change)
 
     def _factors_of(self, slot: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         m, r, c = self._m[slot], self._r[:, slot], self._c[:, slot]
         if self._compensation == "exact":
             return m, r, c
-        if self._compensation == "paper" and self._velocities:
+        if self._compensation == "paper" and self.velocities:
             return m, tf.fill([2], m), tf.zeros_like(c)
         return tf.ones_like(m), tf.ones_like(r), tf.zeros_like(c)
 

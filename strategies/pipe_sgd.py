@@ -34,7 +34,7 @@ from hop_tf.arguments import check_choice, check_integer, identity_of
 from hop_tf.collectives import ALGORITHMS, AllReduce
 from hop_tf.exchange import Exchange, Incoming, Outgoing
 from hop_tf.group import ExchangeContext, Group
-from hop_tf.keras_hook import gradient_accumulation_steps, loss_scale, unscaled
+from hop_tf.keras_hook import gradient_accumulation_steps, loss_scale, slots_of, unscaled
 from hop_tf.options import CommunicationOptions
 from hop_tf.packing import Packing
 from hop_tf.strategy import ExchangeStrategy, training_cluster
@@ -59,7 +59,8 @@ class PipeSGDStrategy(ExchangeStrategy):
     `fit`. Gradients are clipped, where the optimizer clips, before they are averaged (under a `LossScaleOptimizer`,
     after). Sparse gradients (`tf.IndexedSlices`) travel as dense ones.
 
-    When a rank ends early, as by a callback of its own, the others go on without it. When one is lost, all raise.
+    When a rank ends early, as by a callback of its own, the others go on without it; before another `fit`,
+    `synchronize(model)` makes weights, slots and numbers of steps the same. When one is lost, all raise.
 
     Args:
       pipeline_width: K, the number of steps that are under way at a time; at least 1. Default 2.
@@ -159,6 +160,9 @@ class PipeSGDStrategy(ExchangeStrategy):
         due = tf.where(t < start, t, t - delay)
         fills = tf.logical_and(t >= start, due < start)
         return tf.cond(fills, lambda: _zeros(group.exchange.parts[segment]), lambda: group.take(due, segment))
+
+    def _common_slots(self, group: Group) -> Sequence[tf.Variable]:
+        return list(slots_of(group.optimizer(), group.trained).values())
 
     def _finish_training(self, group: Group) -> None:
         for t in range(*group.exchange.in_flight(int(group.step))):

@@ -692,28 +692,32 @@ class FitTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllClose(last, expected - _RATE * total(range(9, _NUM_STEPS), 0), rtol=1e-5, atol=1e-5)
 
     def test_a_fit_after_one_that_ended_early_on_a_rank(self):
-        """Velocities are averaged, too: what they differ by would spread into the weights, and stay there."""
+        """Velocities are averaged, too: what they differ by would spread into the weights, and stay there.
+
+        And so are numbers of steps, by which learning rates go.
+        """
 
         class Stop(keras.callbacks.Callback):
             def on_train_batch_end(self, batch, logs=None):
                 self.model.stop_training = batch == 6
 
         def run(strategy):
-            optimizer = functools.partial(keras.optimizers.SGD, _RATE, momentum=0.9)
-            model = _compiled(strategy, optimizer, loss=_linear_loss)
-            _fit(model, callbacks=[Stop()] if strategy.rank == 1 else [])
+            model = _compiled(strategy, _decaying(momentum=0.9), loss=_linear_loss)
+            _fit(model, epochs=2, callbacks=[Stop()] if strategy.rank == 1 else [])
             strategy.synchronize(model)
             (velocity,) = model.optimizer.momentums
-            start = _weights(model), velocity.numpy()
+            start = _weights(model), velocity.numpy(), int(model.optimizer.iterations)
             _fit(model)
-            return *start, _weights(model)
+            return start, _weights(model)
 
-        (w, v, first), (w_there, v_there, second) = _cluster(2, delay=2, interval=3).run(run)
-        self.assertAllEqual(w, w_there)
-        self.assertAllEqual(v, v_there)
+        (start, first), (start_there, second) = _cluster(2, delay=2, interval=3).run(run)
+        for own, other in zip(start, start_there, strict=True):
+            self.assertAllEqual(own, other)
+        w, v, num_steps = start
         self.assertGreater(np.abs(v).max(), 0.01)
-        for gradient in _linear_gradients(_NUM_ROWS // _BATCH_SIZE):
-            v = 0.9 * v - _RATE * gradient
+        self.assertEqual(num_steps, (_NUM_STEPS + 7 + 1) // 2)  # 23 / 2, rounded.
+        for step, gradient in enumerate(_linear_gradients(_NUM_ROWS // _BATCH_SIZE)):
+            v = 0.9 * v - _rate_of(num_steps + step) * gradient
             w = w + v
         self.assertAllClose(first, w, rtol=1e-5, atol=1e-5)
         self.assertAllClose(second, w, rtol=1e-5, atol=1e-5)

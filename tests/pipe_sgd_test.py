@@ -521,6 +521,21 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
         for rank in (0, 2):
             self.assertAllClose(results[rank][0], model.get_weights(), rtol=1e-5, atol=1e-5)
 
+    @parameterized.parameters("nesterov", "adamw")
+    def test_a_fit_after_one_that_ended_early_on_a_rank(self, optimizer):
+        """Slots and numbers of steps are made alike: updates would differ by them for good."""
+
+        def run(strategy):
+            model = _compiled(strategy, optimizer=optimizer)
+            _fit(model, callbacks=[_StopRank1(strategy.rank, batch=0)])
+            strategy.synchronize(model)
+            slots = [np.array(variable) for variable in model.optimizer.variables]
+            return slots, _fit(model)
+
+        (slots, weights), (slots_there, weights_there) = _cluster(2).run(run)
+        for own, other in zip([*slots, *weights], [*slots_there, *weights_there], strict=True):
+            self.assertAllEqual(own, other)
+
     @parameterized.parameters((3, "drop"), (2, "apply"))
     def test_one_rank_ends_early_with_means_under_way(self, width, drain):
         """Its last gradients count on all ranks; the others go on without it."""
