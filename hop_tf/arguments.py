@@ -15,10 +15,11 @@ def is_integer(value: object) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def check_integer(name: str, value: object, *, at_least: int) -> None:
-    """Raises ValueError unless `value` is an integer of at least that."""
-    if not is_integer(value) or value < at_least:
-        raise ValueError(f"`{name}` must be an integer of at least {at_least}. Received: {name}={value!r}.")
+def check_integer(name: str, value: object, *, at_least: int, at_most: float = math.inf) -> None:
+    """Raises ValueError unless `value` is an integer within these bounds."""
+    if not is_integer(value) or not at_least <= value <= at_most:
+        bounds = f"at least {at_least}" + (f" and at most {at_most}" if at_most < math.inf else "")
+        raise ValueError(f"`{name}` must be an integer of {bounds}. Received: {name}={value!r}.")
 
 
 def check_boolean(name: str, value: object) -> None:

@@ -43,6 +43,7 @@ from hop_tf.strategy import ExchangeStrategy, training_cluster
 from hop_tf.timing.dts import MAX_WINDOWS
 
 _COMPENSATIONS = ("exact", "paper", "none")
+_MAX_STEPS = 2**31 - 1
 
 
 class DTSStrategy(ExchangeStrategy):
@@ -128,8 +129,8 @@ class DTSStrategy(ExchangeStrategy):
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
         communication_options: CommunicationOptions | None = None,
     ):
-        check_integer("delay", delay, at_least=0)
-        check_integer("interval", interval, at_least=1)
+        check_integer("delay", delay, at_least=0, at_most=_MAX_STEPS)
+        check_integer("interval", interval, at_least=1, at_most=_MAX_STEPS)
         check_choice("compensation", compensation, _COMPENSATIONS)
         check_choice("algorithm", algorithm, sorted(ALGORITHMS))
         self._settings = DTSSettings(

@@ -733,6 +733,7 @@ class FitTest(tf.test.TestCase, parameterized.TestCase):
             return step(exchange, outgoing)
 
         def noted_commit(exchange, window):
+            self.assertLessEqual(exchange.sent_steps, window)  # Nor does the next one count before this one.
             if exchange._membership.rank == 1:
                 waits[window].set()
             commit(exchange, window)
@@ -821,6 +822,7 @@ class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
         ({"delay": -1}, "`delay` must be"),
         ({"interval": 0}, "`interval` must be"),
+        ({"interval": 10**20}, "`interval` must be an integer of at least 1 and at most 2147483647. Received"),
         ({"compensation": "some"}, "`compensation` must be one of"),
         ({"algorithm": "star"}, "`algorithm` must be one of"),
         ({"delay": 1000, "interval": 10}, "at most 100 windows .* which make 101"),
