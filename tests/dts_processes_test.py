@@ -23,6 +23,7 @@ _RATE, _MOMENTUM = 0.01, 0.9
 _ADDRESSES = "HOP_TF_TEST_ADDRESSES"
 _PORT = 23000
 _STALL_SECONDS = 5.0
+_TRACED = 3  # So many steps may take long for another reason.
 _REASON = network.available()
 
 
@@ -47,7 +48,7 @@ def _run(rank_of_event, step_of_event, event):
     """Trains, with one of _EVENTS at one rank when a step has ended.
 
     Returns:
-      The weights, and what ended `fit`.
+      The weights, what ended `fit`, and the longest time between two steps, in seconds.
     """
     rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
     os.environ["HOP_TF_STEP_SECONDS"] = "0.03"
@@ -57,17 +58,18 @@ def _run(rank_of_event, step_of_event, event):
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
         # The gradient does not depend on the weights.
         model.compile(keras.optimizers.SGD(_RATE, momentum=_MOMENTUM), loss=lambda y, y_pred: y_pred)
-    error = ""
+    error, begins = "", []
     try:
         has_event = rank == rank_of_event
         callback = keras.callbacks.LambdaCallback(
             on_train_batch_end=lambda step, logs: has_event and step == step_of_event and _EVENTS[event]()
         )
-        model.fit(*_data(), batch_size=_BATCH_SIZE, shuffle=False, verbose=0, callbacks=[callback])
+        clock = keras.callbacks.LambdaCallback(on_train_batch_begin=lambda step, logs: begins.append(time.monotonic()))
+        model.fit(*_data(), batch_size=_BATCH_SIZE, shuffle=False, verbose=0, callbacks=[callback, clock])
     except hop_tf.errors.HopError as raised:
         error = f"{type(raised).__name__}: {raised}"
     strategy.shutdown()
-    return model.get_weights()[0].ravel().tolist(), error
+    return model.get_weights()[0].ravel().tolist(), error, max(np.diff(begins[_TRACED:]), default=0.0)
 
 
 def _expected():
@@ -85,12 +87,11 @@ class DTSProcessesTest(tf.test.TestCase):
             workers = [f"{host}:{_PORT}" for host in net.addresses]
             processes = [self._start(net, workers, rank) for rank in range(2)]
             self.assertIn("waiting\n", processes[0].stdout)  # Reads until this line.
-            stalled_at = time.monotonic()
             net.stall(1, _STALL_SECONDS)
             outputs = [self._read(process) for process in processes]
-        self.assertGreater(time.monotonic(), stalled_at + _STALL_SECONDS)  # Else the stall held nothing up.
-        for weights, error in outputs:
+        for weights, error, pause in outputs:
             self.assertEqual(error, "")
+            self.assertGreater(pause, _STALL_SECONDS / 2)  # Else the stall held nothing up.
             self.assertAllClose(weights, _expected(), rtol=1e-5, atol=1e-6)
 
     def _start(self, net, workers, rank):
