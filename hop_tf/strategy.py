@@ -218,9 +218,9 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
         if self._worker is not None:
             self._require_outside_fit("synchronize")
             with self._outside_loop():
-                self._average([weight.value for weight in model.weights])
+                self._average_over_ranks([weight.value for weight in model.weights])
 
-    def _average(self, weights: Sequence[tf.Variable]) -> None:
+    def _average_over_ranks(self, weights: Sequence[tf.Variable]) -> None:
         known = {weight.ref() for weight in weights}
         groups = [group for group in self._all_groups() if any(v.ref() in known for v in group.trained)]
         common = [(group, slots) for group in groups if (slots := self._common_slots(group)) is not None]
