@@ -85,21 +85,21 @@ class Contributions:
             with self._replica.lock:
                 for rank in departed:
                     self._replica.gei.exclude(rank)
-            self._look_again()
+            self.look_again()
 
     def admit(self, rank: int) -> None:
         """A rank joins: it counts again, and its next departure is news."""
         self._known_departed.discard(rank)
         with self._replica.lock:
             self._replica.gei.include(rank)
-        self._look_again()
+        self.look_again()
 
     def move(self, k: int) -> Layout:
         """From iteration k on, this rank contributes to the layout among those that take part."""
         before = self.layout
         if before is None or not self._peers.are_all_in(before):
             self.layout = self._replica.layout(self._peers.present_key())
-            self._look_again()
+            self.look_again()
             if max(self.layout.key) > 1:  # Else nobody can have been in an earlier one.
                 self._moves.append((k, None if before is None else before.key, self.layout.key))
         return self.layout
@@ -132,7 +132,7 @@ class Contributions:
             self._peers.done.add(rank)
             others = self._peers.present()
         self._tell(others, Kind.DONE, key, self._sent[key])
-        self._look_again()
+        self.look_again()
 
     def tell_newcomer_of_end(self, newcomer: int) -> None:
         """This rank has made its last step before another one has joined: it has not contributed to what they share."""
@@ -151,7 +151,7 @@ class Contributions:
             self._tell(others, Kind.MOVED, key, [])
         else:
             self._tell(others, Kind.MOVED, key, self._sent[before], [np.frombuffer(before, np.uint8)])
-        self._look_again()
+        self.look_again()
 
     def _tell(
         self, ranks: Sequence[int], kind: Kind, key: bytes, counts: Sequence[int], payload: Sequence[np.ndarray] = ()
@@ -175,9 +175,10 @@ class Contributions:
             self._peers.done.add(message.sender)
         else:
             self._peers.has_moved(message.sender, note.key)
-        self._look_again()
+        self.look_again()
 
-    def _look_again(self) -> None:
+    def look_again(self) -> None:
+        """Whether more can come of a piece depends on what ranks have told, be it before its layout was known here."""
         for thread in self._threads:
             thread.look_again()
 

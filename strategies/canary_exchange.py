@@ -179,7 +179,7 @@ class CanaryExchange(Exchange, Joiner):
         if self._has_joined:  # What the others have merged since they gave these weights is missing.
             k = int(self.start_step)
             self._contributions.move(k)
-            self._pulling.pull(k)
+            self._pull(k)
         for thread in self._threads:
             thread.open()
 
@@ -223,7 +223,7 @@ class CanaryExchange(Exchange, Joiner):
     def _end_iteration(self, k: int) -> Incoming:
         """Steps 5 and 6: the weights as they are, and how far ahead others are."""
         if self._is_dropping:
-            self._pulling.pull(k)
+            self._pull(k)
         if self._is_dropping or self._was_dropping:
             self.num_left.assign(self._num_left)
         self._was_dropping = self._is_dropping
@@ -231,6 +231,11 @@ class CanaryExchange(Exchange, Joiner):
             target = max(k + 1, self.replica.gei.newest)
             self.replica.gei.start(target)
         return Incoming(k, self.merge_segment, self.replica.read(), num_skipped=target - (k + 1))
+
+    def _pull(self, k: int) -> None:
+        """Takes the state of the fastest rank, and with it the layouts that it knows."""
+        self._pulling.pull(k)
+        self._contributions.look_again()
 
     def _finish(self, k: int) -> tuple[np.ndarray, ...]:
         """Waits until all have made their last step, and all that was sent is merged; then evens out what is left.
@@ -308,7 +313,10 @@ class CanaryExchange(Exchange, Joiner):
         elif self.replica.is_freed(note.key):
             self._num_late += len(note.contributions)
         else:
+            is_new = not self.replica.is_known(note.key)
             layout = self.replica.layout(note.key)
+            if is_new:
+                self._contributions.look_again()
             piece = checked_piece(layout, note, message.sender)
             self._threads[piece.thread].receive(layout, piece, note, message.sender, message.payload)
 

@@ -122,6 +122,10 @@ class Replica:
             self._freed[layout.key] = bool(layout.ledger.sequences.any())
             self.snapshots = {where: values for where, values in self.snapshots.items() if where[0] != layout.key}
 
+    def is_known(self, key: bytes) -> bool:
+        """Whether something of a layout has come, or was sent, and may come again."""
+        return key in self._layouts
+
     def is_freed(self, key: bytes) -> bool:
         """Whether nothing of a layout is taken any more."""
         return key in self._freed
