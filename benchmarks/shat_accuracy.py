@@ -47,6 +47,7 @@ _EPOCHS = flags.DEFINE_float("epochs", 5.0, "So many times as many samples as th
 _SEEDS = flags.DEFINE_integer("seeds", 3, "Trainings of each kind.", lower_bound=1)
 _BATCH_SIZE = flags.DEFINE_integer("batch_size", 32, "Samples of a push.", lower_bound=1)
 _LEARNING_RATES = flags.DEFINE_list("learning_rates", ["0.05"], "Each method has that which suits it best.")
+_DECAY = flags.DEFINE_enum("decay", "none", ["none", "cosine"], "How learning rates fall, to 0, over the training.")
 _NUM_HELD_OUT = flags.DEFINE_integer("num_held_out", 2000, "Of the data, to choose learning rates by.", lower_bound=1)
 _MOMENTUM = flags.DEFINE_float("momentum", 0.0, "Of the server's optimizer.")
 _MIN_MIXING = flags.DEFINE_float("min_mixing", None, "Least weight of shat and shat_root. Default: 1 / n.")
@@ -195,7 +196,8 @@ def _chosen(trained: Sequence[Trained], model: str, method: str, num_workers: in
 
 
 def _about(data: _Data) -> str:
-    return f"{_DATASET.value}, {len(data.train[0])} samples, {_EPOCHS.value:g} epochs, momentum {_MOMENTUM.value:g}"
+    what = f"{_DATASET.value}, {len(data.train[0])} samples, {_EPOCHS.value:g} epochs"
+    return f"{what}, momentum {_MOMENTUM.value:g}, decay {_DECAY.value}"
 
 
 # A training on a virtual clock.
@@ -217,9 +219,10 @@ def _train(case: Case, data: _Data, num_evaluations: int = 1) -> Trained:
     for number, (now, rank) in zip(range(1, num_pushes + 1), _turns(case), strict=False):
         gradient = problem.gradient(weights[rank], *next(batches[rank]))
         sequences[rank] += 1
-        (answer,) = group.push(rank, Gradient(sequences[rank], [gradient], case.rate))
+        rate = case.rate * _share_of_rate((number - 1) / num_pushes)
+        (answer,) = group.push(rank, Gradient(sequences[rank], [gradient], rate))
         alpha = settings.weight(answer.num_others, answer.num_workers)
-        local = weights[rank] - np.float32(case.rate / (1 - _MOMENTUM.value)) * gradient
+        local = weights[rank] - np.float32(rate / (1 - _MOMENTUM.value)) * gradient
         weights[rank] = np.float32(1 - alpha) * local + np.float32(alpha) * answer.buckets[0]
         if number in evaluations:
             times.append(now)
@@ -229,6 +232,11 @@ def _train(case: Case, data: _Data, num_evaluations: int = 1) -> Trained:
         workers, shown = float(np.mean([problem.accuracy(each, data.test) for each in weights])), weights
     held_out = float(np.mean([problem.accuracy(each, data.held_out) for each in shown]))
     return Trained(case, times, accuracies, workers, held_out)
+
+
+def _share_of_rate(progress: float) -> float:
+    """Of the learning rate, when such a share of all pushes is done."""
+    return 1.0 if _DECAY.value == "none" else (1 + math.cos(math.pi * progress)) / 2
 
 
 def _turns(case: Case) -> Iterator[tuple[float, int]]:
