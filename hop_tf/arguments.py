@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +27,13 @@ def check_boolean(name: str, value: object) -> None:
     """Raises ValueError unless `value` is True or False."""
     if not isinstance(value, bool):
         raise ValueError(f"`{name}` must be True or False. Received: {name}={value!r}.")
+
+
+def check_share(name: str, value: object) -> None:
+    """Raises ValueError unless `value` is a number from 0 to 1."""
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= 1:
+        raise ValueError(f"`{name}` must be a number from 0 to 1. Received: {name}={value!r}.")
 
 
 def check_seconds(name: str, value: float, where: str = "") -> None:

@@ -475,7 +475,7 @@ class Membership:
                 self._check_interrupted()
                 if self.monitor.now() >= deadline:
                     return False
-                self.monitor.wait(_LIVENESS_PERIOD_SECONDS)
+                self.monitor.wait(_LIVENESS_PERIOD_SECONDS, deadline)
             return True
 
     def _wait(

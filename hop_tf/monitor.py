@@ -8,6 +8,7 @@ production and on a deterministic scheduler with a virtual clock in tests and si
 from __future__ import annotations
 
 import abc
+import math
 import threading
 import time
 
@@ -30,8 +31,13 @@ class Monitor(abc.ABC):
         """Wakes every `wait`. The lock must be held."""
 
     @abc.abstractmethod
-    def wait(self, timeout_seconds: float) -> None:
-        """Releases the lock until notified or until the time is over, then takes it again. The lock must be held."""
+    def wait(self, timeout_seconds: float, deadline: float = math.inf) -> None:
+        """Releases the lock until notified, then takes it again. The lock must be held.
+
+        Args:
+          timeout_seconds: After so long the caller looks again at what nobody notifies it of.
+          deadline: On this clock. It waits no longer.
+        """
 
 
 class ThreadMonitor(Monitor):
@@ -53,5 +59,5 @@ class ThreadMonitor(Monitor):
     def notify_all(self) -> None:
         self._condition.notify_all()
 
-    def wait(self, timeout_seconds: float) -> None:
-        self._condition.wait(timeout_seconds)
+    def wait(self, timeout_seconds: float, deadline: float = math.inf) -> None:
+        self._condition.wait(max(0.0, min(timeout_seconds, deadline - self.now())))

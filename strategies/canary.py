@@ -12,6 +12,8 @@ Multi-Interface Networks. IEEE TPDS 2021. Worker i, in iteration k (sections 4 a
     5.  what has come of others' pieces is merged, and noted in the gradient exchange index  (Figure 16)
     6.  the next iteration is k + 1, or zeta, if that is more
 
+Between 5 and 6 there is a short wait that the paper does not have: see `patience`.
+
 The paper leaves open what a worker sends if the optimizer has a state. Here it is its optimizer's step, over n; and
 everybody, the sender included, adds what the last one on a piece's way has sent out, and nothing before. So replicas
 differ by what is under way only. With SGD, with or without momentum, that is the same as if gradients were averaged.
@@ -29,7 +31,7 @@ from typing import Any
 import tensorflow as tf
 
 from hop_tf import codecs, colayers
-from hop_tf.arguments import check_choice, check_integer, identity_of
+from hop_tf.arguments import check_choice, check_integer, check_share, identity_of
 from hop_tf.collectives import AllReduce, Network, get_network
 from hop_tf.exchange import Exchange
 from hop_tf.gei import Thresholds, check_min_colayers
@@ -51,7 +53,8 @@ class CanaryStrategy(ExchangeStrategy):
 
     Variables are bundled into colayers. In each step, a rank sends what its optimizer would add to a colayer's
     variables, over the number of ranks, in pieces on the routes of `network`; each piece is summed up on its way, and
-    the sum goes to all ranks, which add it to their weights. Nobody waits for another rank's computation:
+    the sum goes to all ranks, which add it to their weights. Nobody waits for another rank's computation, but for
+    `patience`, a part of an iteration:
 
     - `consistency` "ssp": a rank that is more than `max_staleness` iterations behind the fastest one, with fewer than
       `min_colayers` of the present iteration sent, drops the rest of it, and takes the weights of the fastest rank.
@@ -67,10 +70,11 @@ class CanaryStrategy(ExchangeStrategy):
     (`use_ema`) are the rank's own: where they replace the weights in the end, ranks end with different ones, until
     `strategy.synchronize(model)` averages them.
 
-    Late steps make training less stable: with momentum 0.9 and nine ranks, use at most half of the learning rate that
-    synchronous training stands. Optimizer slots stay the rank's own, and know nothing of a step that was dropped: of
-    gradients that were dropped nothing is in a later step. For optimizers other than SGD steps are averaged where
-    synchronous training would average gradients.
+    Steps that are merged an iteration late, or two, make training less stable, the more so with momentum: see
+    `patience`. Where ranks are not alike, or messages slow, use less momentum, at the same learning rate /
+    (1 - momentum), or a fraction of the learning rate that synchronous training stands. Optimizer slots stay the rank's
+    own, and know nothing of a step that was dropped: of gradients that were dropped nothing is in a later step. For
+    optimizers other than SGD steps are averaged where synchronous training would average gradients.
 
     Floating-point variables that are not trained but assigned in the training step before its update (moving
     statistics) go with the last colayer, and never through a codec.
@@ -89,6 +93,11 @@ class CanaryStrategy(ExchangeStrategy):
       num_colayers: k, the most colayers that variables are bundled into, at least 1. Default 10.
       codec: What is sent is encoded with this: a `hop_tf.codecs.Codec`, or a name; None: as it is. `codecs.TopK` takes
         consistency="bsp" and error feedback: else what it does not select would be lost. Default "sketch".
+      patience: How long a rank waits, at the end of an iteration, until what it has just sent is merged, as a share of
+        the iteration's duration, from 0 to 1. Where ranks are alike, and messages fast, each iteration then begins with
+        what all have computed in the one before, as in synchronous training, and no rank waits longer than there.
+        Where they are not, a rank spends at most 3% of its time waiting in vain. 0 is the paper's rule: no iteration
+        has what was computed in the one before. Of no matter to "bsp". Default 0.25.
       sync_interval: In so many iterations, every piece of the weights becomes the mean of that of all ranks once, which
         evens out what rounding, or a change on one rank only, has done; at least 1, or None: never. It takes half
         as many bytes as one exchange in float32, with the default 1% of what exchanging in float32 takes; and twice
@@ -129,6 +138,7 @@ class CanaryStrategy(ExchangeStrategy):
         min_colayers: int | None = None,
         num_colayers: int = 10,
         codec: codecs.Codec | str | None = "sketch",
+        patience: float = 0.25,
         sync_interval: int | None = 50,
         low_rank: int | None = None,
         interfaces: Sequence[str] | None = None,
@@ -146,6 +156,7 @@ class CanaryStrategy(ExchangeStrategy):
                 "`min_colayers` must be None or 0 with consistency='async', which drops nothing. "
                 f"Received: min_colayers={min_colayers}."
             )
+        check_share("patience", patience)
         if sync_interval is not None:
             check_integer("sync_interval", sync_interval, at_least=1)
         if low_rank is not None:
@@ -172,6 +183,7 @@ class CanaryStrategy(ExchangeStrategy):
             min_colayers=min_colayers,
             num_colayers=int(num_colayers),
             codec=codec,
+            patience=float(patience),
             sync_interval=sync_interval,
             low_rank=low_rank,
             on_peer_loss=on_peer_loss or ("raise" if consistency == "bsp" else "continue"),
@@ -305,6 +317,7 @@ class _Settings:
     min_colayers: int | None
     num_colayers: int
     codec: codecs.Codec
+    patience: float
     sync_interval: int | None
     low_rank: int | None
     on_peer_loss: str
@@ -327,6 +340,7 @@ class _Settings:
             thresholds=Thresholds(self.max_staleness, 0 if self.consistency == "async" else most),
             codec=self.codec,
             sync_interval=self.sync_interval,
+            patience=self.patience,
         )
 
 

@@ -184,6 +184,10 @@ class Contributions:
 
     # What is under way.
 
+    def are_merged(self) -> bool:
+        """Whether all that this rank has contributed to the present layout is merged here; the monitor is held."""
+        return not self.late_roots(1)
+
     def late_roots(self, most: int) -> set[int]:
         """The roots of pieces with so many own contributions under way; the monitor is held."""
         layout = self.layout

@@ -44,6 +44,7 @@ class AsyncSettings:
       sync_interval: Iterations between two blends; None: there are none.
       inbox_bytes: The most that is received and not merged on each of the network's threads before others wait.
         Default None: eight times the bytes of the weights, at least 64 MiB.
+      patience: See `hop_tf.CanaryStrategy`. Default 0.
     """
 
     network: Network
@@ -51,6 +52,7 @@ class AsyncSettings:
     codec: Codec
     sync_interval: int | None
     inbox_bytes: int | None = None
+    patience: float = 0.0
 
 
 class CanaryExchange(Exchange, Joiner):
@@ -101,7 +103,7 @@ class CanaryExchange(Exchange, Joiner):
             membership, self.replica, self._peers, self._channel, self._threads, len(members)
         )
         depth = max(route.depth for route in settings.network.routes(membership.world_size))
-        self._pacing = Pacing(membership, self._peers, self._contributions, self._threads, depth)
+        self._pacing = Pacing(membership, self._peers, self._contributions, self._threads, depth, settings.patience)
         self._ending = Ending(membership, self._peers, self._contributions, self._channel, self._pacing)
         self._final = context.make_all_reduce("final", whole, Identity(), "mesh")
         self._num_dropped = self._num_late = 0
@@ -144,6 +146,7 @@ class CanaryExchange(Exchange, Joiner):
         self._channel.session = session
         self._peers.reset()
         self._contributions.reset()
+        self._pacing.reset()
         self._iteration = -1
         self._is_dropping = self._was_dropping = False
         self.num_left.assign(len(self.members))
@@ -224,6 +227,8 @@ class CanaryExchange(Exchange, Joiner):
         """Steps 5 and 6: the weights as they are, and how far ahead others are."""
         if self._is_dropping:
             self._pull(k)
+        else:
+            self._pacing.wait_for_own()
         if self._is_dropping or self._was_dropping:
             self.num_left.assign(self._num_left)
         self._was_dropping = self._is_dropping
@@ -336,7 +341,8 @@ class CanaryExchange(Exchange, Joiner):
           them any more; `pulls` of another rank's state, and `pulls_in_vain`; `messages_merged`, and `duplicates`,
           which were not; `blends` of pieces; `inbox_waits`: iterations that began late as an inbox was full, here or
           elsewhere; and `window_waits`: those that began late as too many of this rank's own had not come back merged:
-          four, and one for each message on the longest way to a root.
+          four, and one for each message on the longest way to a root; `iterations_on_time`: those at whose end all that
+          this rank had sent was merged.
         """
         return {
             "overtime_drops": self._num_dropped,
@@ -349,6 +355,7 @@ class CanaryExchange(Exchange, Joiner):
             "blends": sum(thread.num_blends for thread in self._threads),
             "inbox_waits": self._pacing.num_waits,
             "window_waits": self._pacing.num_window_waits,
+            "iterations_on_time": self._pacing.num_on_time,
         }
 
     def gauges(self) -> Mapping[str, float]:

@@ -1,7 +1,8 @@
-"""What a rank under Canary waits for: communication only, and, when it has made its last step, for the others' last."""
+"""What a rank under Canary waits for: communication, a little for others, and for their last step after its own."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from hop_tf.membership import Membership
@@ -11,7 +12,8 @@ from hop_tf.strategies.canary_pieces import PieceThread
 
 # Own iterations that may be under way, beside one for each message that follows another.
 _WINDOW = 4
-_OWN_SECONDS = 1.0
+# Of its time a rank spends at most so much waiting in vain; in the beginning one iteration, so that ranks get in step.
+_IN_VAIN_SHARE = 0.03
 
 
 class Pacing:
@@ -23,10 +25,12 @@ class Pacing:
       contributions: What is under way.
       threads: Those that merge.
       depth: Of the longest route.
+      patience: See `CanaryStrategy`.
 
     Attributes:
       num_waits: Iterations that began late as an inbox was full.
       num_window_waits: Iterations that began late as too many own ones were under way.
+      num_on_time: Iterations at whose end all that this rank had sent was merged.
     """
 
     def __init__(
@@ -36,6 +40,7 @@ class Pacing:
         contributions: Contributions,
         threads: Sequence[PieceThread],
         depth: int,
+        patience: float,
     ):
         self._membership = membership
         self._monitor = membership.monitor
@@ -43,7 +48,14 @@ class Pacing:
         self._contributions = contributions
         self._threads = threads
         self._window = _WINDOW + depth
-        self.num_waits = self.num_window_waits = 0
+        self._patience = patience
+        self.num_waits = self.num_window_waits = self.num_on_time = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets the session that was."""
+        self._resumed_at: float | None = None
+        self._stock = 1.0
 
     def wait_for_window(self, k: int) -> None:
         """Bounds what is under way: waits for communication, though for nobody's computation."""
@@ -57,6 +69,22 @@ class Pacing:
             self.num_waits += bool(self._peers.without_room()) or not self._has_room()
         self._membership.wait(self._peers.without_room, operation="have merged what it has received", step=k)
         self._wait_for_own_threads(self._has_room)
+
+    def wait_for_own(self) -> None:
+        """Waits a while for what this rank has just sent: where ranks are alike, it comes with that of all the others.
+
+        Raises:
+          HopError: As `Membership.wait_until` does.
+        """
+        now = self._monitor.now()
+        if self._resumed_at is not None and 0 < self._patience <= self._stock:
+            seconds = self._patience * (now - self._resumed_at)
+            if self._membership.wait_until(self._contributions.are_merged, seconds):
+                self.num_on_time += 1
+            else:
+                self._stock -= self._patience
+        self._stock = min(1.0, self._stock + _IN_VAIN_SHARE)
+        self._resumed_at = self._monitor.now()
 
     def wait_for_others(self, k: int) -> None:
         """Waits until all have made their last step, and all that was sent is merged."""
@@ -86,8 +114,7 @@ class Pacing:
 
     def _wait_for_own_threads(self, condition: Callable[[], bool]) -> None:
         """Waits for what this rank's own threads bring about, however long that takes."""
-        while not self._membership.wait_until(condition, _OWN_SECONDS):
-            pass
+        self._membership.wait_until(condition, math.inf)
 
     def _has_room(self) -> bool:
         return all(thread.has_room for thread in self._threads)

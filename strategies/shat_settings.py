@@ -7,7 +7,7 @@ import math
 import numbers
 
 from hop_tf import codecs
-from hop_tf.arguments import check_choice, check_integer
+from hop_tf.arguments import check_choice, check_integer, check_share
 from hop_tf.parameter_server.consistency import Consistency
 from hop_tf.parameter_server.sharding import SHARDINGS
 
@@ -48,7 +48,7 @@ def mixing_weight(c: int, n: int, rule: str = "shat", log_base: float = math.e, 
     check_integer("n", n, at_least=1)
     check_choice("rule", rule, _RULES)
     _check_log_base(log_base)
-    _check_share("min_mixing", min_mixing)
+    check_share("min_mixing", min_mixing)
     if n == 1:
         return 1.0
     if c == 0:
@@ -77,12 +77,12 @@ class ShatSettings:
         if isinstance(self.mixing, str):
             check_choice("mixing", self.mixing, (*_RULES, *_CONSTANTS))
         else:
-            _check_share("mixing", self.mixing)
+            check_share("mixing", self.mixing)
             object.__setattr__(self, "mixing", float(self.mixing))
         check_choice("sharding", self.sharding, SHARDINGS)
         Consistency.parse(self.consistency)
         if self.min_mixing is not None:
-            _check_share("min_mixing", self.min_mixing)
+            check_share("min_mixing", self.min_mixing)
         _check_log_base(self.log_base)
         object.__setattr__(self, "codec", codecs.get(self.codec))
         if isinstance(self.codec, codecs.Sparse):
@@ -100,12 +100,6 @@ class ShatSettings:
             return _CONSTANTS[self.mixing]
         floor = 1 / n if self.min_mixing is None else self.min_mixing
         return mixing_weight(c, n, self.mixing, self.log_base, floor)
-
-
-def _check_share(name: str, value: object) -> None:
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not is_number or not 0 <= value <= 1:
-        raise ValueError(f"`{name}` must be a number from 0 to 1. Received: {name}={value!r}.")
 
 
 def _check_log_base(value: object) -> None:

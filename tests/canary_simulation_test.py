@@ -61,6 +61,7 @@ class Job:
     leaves_at: dict = dataclasses.field(default_factory=dict)  # By rank, the step before which it leaves.
     merge_seconds: dict = dataclasses.field(default_factory=dict)  # By rank, how long it takes to merge a message.
     inbox_bytes: int | None = None
+    patience: float = 0.0
     shapes: tuple = _SHAPES
     stops_at: dict = dataclasses.field(default_factory=dict)  # The same, but it waits for the others.
     inspect: object = None
@@ -95,6 +96,7 @@ class Job:
             codec=self.codec,
             sync_interval=self.sync_interval,
             inbox_bytes=self.inbox_bytes,
+            patience=self.patience,
         )
         exchange = self.exchanges[rank] = CanaryExchange(context, _MEMBERS, settings)
         self._record_rest(rank, exchange.replica)
@@ -222,6 +224,7 @@ class ExactSumTest(tf.test.TestCase, parameterized.TestCase):
                 rng,
                 thresholds=Thresholds(int(rng.choice([0, 1, 3, 16])), int(rng.integers(0, len(_MEMBERS) + 1))),
                 sync_interval=[None, 2, 5][rng.integers(3)],
+                patience=[0.0, 0.25, 1.0][rng.integers(3)],
                 inspect=_check_now_and_then,
             ).run()
             for rank in range(world_size):
@@ -506,6 +509,65 @@ class InboxTest(tf.test.TestCase, parameterized.TestCase):
             else:
                 self.assertLess(job.seconds[rank], 20.5)
             self.assertEqual(job.counters[rank]["window_waits"] > 0, waits)
+
+
+class PatienceTest(tf.test.TestCase, parameterized.TestCase):
+    """Durations of steps differ by some percent from step to step, messages take one."""
+
+    def _run(self, network, durations, patience=0.25, inspect=None):
+        rng = np.random.default_rng(0)
+        durations = np.multiply(durations, rng.uniform(0.97, 1.03, size=np.shape(durations)))
+        changes = len(durations) * rng.integers(-9, 10, size=(*durations.shape, _NUM_VALUES))
+        return Job(
+            network,
+            len(durations),
+            durations,
+            changes,
+            patience=patience,
+            inspect=inspect,
+            link_seconds=lambda a, b, num_bytes: 0.01,
+        ).run()
+
+    @parameterized.product(network=(("mesh", 5), ("bcube:2,2", 4), ("tree", 5)), offset=(0.0, 0.6))
+    def test_where_ranks_are_alike_iterations_begin_with_all_of_the_one_before(self, network, offset):
+        """As in synchronous training, and nobody waits longer than there. Also if one rank begins later."""
+        (name, n), num_steps, on_time = network, 60, np.zeros((network[1], 60), bool)
+        durations = np.ones((n, num_steps))
+        durations[0, 0] += offset
+
+        def compare(job, rank, step, weights):
+            on_time[rank, step] = np.array_equal(weights, job.changes[:, : step + 1].sum(axis=(0, 1)) / n)
+
+        job = self._run(name, durations, inspect=compare)
+        self.assertTrue(on_time[:, 4 if offset else 1 :].all())
+        synchronous = (job.durations.max(axis=0) + 2 * 2 * 0.01).sum()  # Up and down two edges at most.
+        for rank in range(n):
+            self.assertEqual(job.made[rank], list(range(num_steps)))
+            self.assertAllEqual(job.finals[rank], job.expected())
+            self.assertLess(job.seconds[rank], synchronous)
+
+    @parameterized.parameters((0.0, 0), (0.25, 20))
+    def test_iterations_on_time_are_counted(self, patience, num_on_time):
+        job = self._run("mesh", np.ones((5, 21)), patience)
+        for rank in range(5):
+            self.assertEqual(job.counters[rank]["iterations_on_time"], num_on_time)
+
+    def test_a_slow_rank_costs_little(self):
+        """The others keep 95 % of their speed, and four of five iterations begin with all that they have computed."""
+        alike, durations = np.ones((5, 60)), np.ones((5, 60))
+        durations[0] = 10
+        equal, job = self._run("mesh", alike), self._run("mesh", durations)
+        for rank in range(1, 5):
+            self.assertEqual(job.made[rank], list(range(60)))
+            self.assertLess(job.seconds[rank], equal.seconds[rank] / 0.95)
+            self.assertGreater(job.counters[rank]["iterations_on_time"], 48)
+
+    @parameterized.parameters((1.1, 1.2, 1.3), (1.3, 1.3, 1.3), (1.4, 1.9, 2.7))
+    def test_what_is_waited_in_vain_is_little(self, *slower):
+        """3 % of the time, and once, an iteration."""
+        durations = np.outer([1.0, *slower], np.ones(60))
+        without, job = self._run("mesh", durations, 0.0), self._run("mesh", durations)
+        self.assertLess(job.seconds[0], 1 + without.seconds[0] * 1.03 + 60 * 0.02)
 
 
 class BlendTest(tf.test.TestCase):

@@ -224,8 +224,8 @@ class _SteppingMonitor(Monitor):
     def notify_all(self):
         pass
 
-    def wait(self, timeout_seconds):
-        self.time += timeout_seconds
+    def wait(self, timeout_seconds, deadline=np.inf):
+        self.time = min(self.time + timeout_seconds, deadline)
 
 
 class _FakeTransport(Transport):

@@ -21,7 +21,7 @@ class VirtualMonitor(Monitor):
 
     def __init__(self, scheduler: Scheduler):
         self._scheduler = scheduler
-        self._waiting: list[Process] = []
+        self._waiting: dict[object, Process] = {}
 
     def now(self) -> float:
         """See `Monitor`."""
@@ -35,16 +35,22 @@ class VirtualMonitor(Monitor):
 
     def notify_all(self) -> None:
         """See `Monitor`."""
-        waiting, self._waiting = self._waiting, []
-        for process in waiting:
-            self._scheduler.resume_at(self._scheduler.now, process)
+        for wait in list(self._waiting):
+            self._end(wait)
 
-    def wait(self, timeout_seconds: float) -> None:
-        """Waits until notified. The time limit is ignored: without a notification nothing has changed."""
+    def wait(self, timeout_seconds: float, deadline: float = math.inf) -> None:
+        """See `Monitor`. `timeout_seconds` is ignored: without a notification nothing has changed."""
         del timeout_seconds
-        process = self._scheduler.current()
-        self._waiting.append(process)
+        wait, process = object(), self._scheduler.current()
+        self._waiting[wait] = process
+        if deadline < math.inf:
+            self._scheduler.call_at(deadline, lambda: self._end(wait))
         process.park()
+
+    def _end(self, wait: object) -> None:
+        process = self._waiting.pop(wait, None)
+        if process is not None:
+            self._scheduler.resume_at(self._scheduler.now, process)
 
 
 class VirtualTransport(Transport):
