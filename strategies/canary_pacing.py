@@ -98,13 +98,17 @@ class Pacing:
             self._membership.wait(late_without_progress, operation="receive the last contributions", step=k)
             with self._monitor:
                 is_waiting = bool(self._late())
-        self._wait_for_own_threads(lambda: not self._contributions.unsettled_roots())
+        self._wait_for_own_threads(lambda: not self._unsettled_roots())
 
     def _late(self) -> list[int]:
         """The ranks whose last step is to come, then those that have more to send of what they sum up."""
+        unsettled = self._others(self._unsettled_roots())
+        return [rank for rank in self._peers.present() if rank not in self._peers.done] or unsettled
+
+    def _unsettled_roots(self) -> set[int]:
+        """The roots of pieces of which more may come here, also now that ranks may have left."""
         self._contributions.look_at_departures()
-        late = [rank for rank in self._peers.present() if rank not in self._peers.done]
-        return late or self._others(self._contributions.unsettled_roots())
+        return self._contributions.unsettled_roots()
 
     def _late_roots(self) -> list[int]:
         return self._others(self._contributions.late_roots(self._window))

@@ -240,7 +240,8 @@ class FaultsTest(tf.test.TestCase, parameterized.TestCase):
             self.assertTrue(np.isfinite(job.finals[rank]).all(), msg=msg)
 
     def test_nothing_is_merged_twice(self):
-        for seed in range(_NUM_SCHEDULES // 2):
+        # 3878: a rank leaves while another one waits for nobody but its own threads.
+        for seed in [*range(_NUM_SCHEDULES // 2), 3878]:
             rng = np.random.default_rng([5, seed])
             job = _random_job(rng).run()
             self._assert_all_end_alike(job, f"seed {seed}")
