@@ -96,8 +96,9 @@ class CanaryStrategy(ExchangeStrategy):
       patience: How long a rank waits, at the end of an iteration, until what it has just sent is merged, as a share of
         the iteration's duration, from 0 to 1. Where ranks are alike, and messages fast, each iteration then begins with
         what all have computed in the one before, as in synchronous training, and no rank waits longer than there.
-        Where they are not, a rank spends at most 3% of its time waiting in vain. 0 is the paper's rule: no iteration
-        has what was computed in the one before. Of no matter to "bsp". Default 0.25.
+        After the first iteration it is twice that iteration's duration, so that ranks get in step. Where they are not
+        alike, a rank then spends at most 3% of its time waiting in vain. 0 is the paper's rule: no iteration has what
+        was computed in the one before. Of no matter to "bsp". Default 0.25.
       sync_interval: In so many iterations, every piece of the weights becomes the mean of that of all ranks once, which
         evens out what rounding, or a change on one rank only, has done; at least 1, or None: never. It takes half
         as many bytes as one exchange in float32, with the default 1% of what exchanging in float32 takes; and twice

@@ -12,8 +12,10 @@ from hop_tf.strategies.canary_pieces import PieceThread
 
 # Own iterations that may be under way, beside one for each message that follows another.
 _WINDOW = 4
-# Of its time a rank spends at most so much waiting in vain; in the beginning one iteration, so that ranks get in step.
+# Of its time a rank spends at most so much waiting in vain; and one iteration, if alike ranks have fallen out of step.
 _IN_VAIN_SHARE = 0.03
+# After its first iteration a rank waits so many times as long as that took, at most.
+_FIRST_SHARE = 2.0
 
 
 class Pacing:
@@ -54,7 +56,7 @@ class Pacing:
 
     def reset(self) -> None:
         """Forgets the session that was."""
-        self._resumed_at: float | None = None
+        self._resumed_at, self._is_first = self._monitor.now(), True
         self._stock = 1.0
 
     def wait_for_window(self, k: int) -> None:
@@ -76,15 +78,15 @@ class Pacing:
         Raises:
           HopError: As `Membership.wait_until` does.
         """
-        now = self._monitor.now()
-        if self._resumed_at is not None and 0 < self._patience <= self._stock:
-            seconds = self._patience * (now - self._resumed_at)
-            if self._membership.wait_until(self._contributions.are_merged, seconds):
-                self.num_on_time += 1
-            else:
-                self._stock -= self._patience
+        now, share = self._monitor.now(), min(self._patience, self._stock)
+        if self._is_first:  # Ranks compile, and some for longer. They get in step by this.
+            share = _FIRST_SHARE if self._patience else 0.0
+        if share and self._membership.wait_until(self._contributions.are_merged, share * (now - self._resumed_at)):
+            self.num_on_time += 1
+        elif not self._is_first:
+            self._stock -= share
         self._stock = min(1.0, self._stock + _IN_VAIN_SHARE)
-        self._resumed_at = self._monitor.now()
+        self._resumed_at, self._is_first = self._monitor.now(), False
 
     def wait_for_others(self, k: int) -> None:
         """Waits until all have made their last step, and all that was sent is merged."""
