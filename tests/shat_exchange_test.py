@@ -569,6 +569,18 @@ class SessionsTest(tf.test.TestCase):
             model, _ = first.push(0, 1.0)
             self.assertAllEqual(model, np.full(_NUM_VALUES, 1.0 - _RATE))
 
+    def test_who_is_started_again_with_another_model_is_told(self):
+        """Nobody would give the servers that one's values."""
+        with _Threads(2, 1) as threads:
+            threads.run(lambda rank, worker: worker.exchange.state.configure(joins=False))
+            threads.workers[0].push(0, 1.0)
+            threads.servers[0].restarted(1)
+            other = _Worker(threads.workers[1].exchange._membership, group="0-other")
+            with self.assertRaisesRegex(MismatchError, "rank 1: rank 1 was started again, and would train another"):
+                other.exchange.state.configure(joins=True)
+            model, _ = threads.workers[0].push(1, 1.0)
+            self.assertAllEqual(model, np.full(_NUM_VALUES, 1.0 - 2 * _RATE))
+
     def _start_again(self, server, workers):
         for rank, worker in enumerate(workers):
             server.restarted(rank)

@@ -32,6 +32,10 @@ CONFIGURED, REPLY, PULLED = "configured", "reply", "pulled"
 # Whose model the servers begin with.
 _FIRST = 0
 _NO_STATE = "rank 0 has gone before the servers had its model. Start the job again."
+_NOT_TRAINED = (
+    "rank {} was started again, and would train another model than the others do: its variables have other names, or "
+    "the others are in a later `fit`, with another optimizer. Start it again as it was, or the whole job."
+)
 
 
 class ParameterServer:
@@ -75,6 +79,7 @@ class ParameterServer:
         # Whether rank 0 has assigned what was changed before the session, and the pulls that wait for that.
         self._has_begun = False
         self._waiting_pulls: list[Message] = []
+        self._first_has_pushed = False  # In the session: by then it has told of its groups.
         # Workers that have ended for good, and those that were lost; the latter may come back.
         self._ended: set[int] = set()
         self._lost: dict[int, str] = {}
@@ -153,7 +158,7 @@ class ParameterServer:
 
     def _begin_session(self, session: int) -> None:
         self._session = session
-        self._has_begun = False
+        self._has_begun = self._first_has_pushed = False
         self._waiting_pulls.clear()  # Whoever has sent them has left the session.
         self._left.clear()
         self._restarted.clear()
@@ -265,6 +270,8 @@ class ParameterServer:
         """The group; its lock in `_making` must be held."""
         with self._lock:
             configured = self._groups.get(configure.group)
+            if configured is None and worker in self._restarted and self._first_has_pushed:
+                raise MismatchError(_NOT_TRAINED.format(worker))  # Nobody would give the model.
         if configured is not None:
             return configured
         configured = ConfiguredGroup(configure, self._pool)
@@ -330,6 +337,7 @@ class ParameterServer:
             self._enter(push.session)
             is_current = push.session == self._session and message.sender not in self._left
             if is_current and message.sender == _FIRST:
+                self._first_has_pushed = True
                 self._has_begun = True  # This process may have been started after rank 0 has said so.
         if not is_current:
             return  # It has left meanwhile, and awaits no answer. Where it leaves only now, the group will see.
