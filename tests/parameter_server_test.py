@@ -163,6 +163,14 @@ class ShardTest(tf.test.TestCase, parameterized.TestCase):
         devices = {op.device for op in graph.get_operations() if op.type not in elsewhere}
         self.assertEqual({tf.DeviceSpec.from_string(each).device_type for each in devices}, {"CPU"})
 
+    @parameterized.parameters("Adafactor", "Lamb", "Muon")
+    def test_knows_optimizers_of_whole_tensors(self, name):
+        packing = _packing()
+        text = serialized_for_server(getattr(keras.optimizers, name)())
+        shard = Shard(packing, text, [True] * len(packing.specs))
+        shard.apply(_random_buckets(np.random.default_rng(0), packing), _RATE)
+        self.assertEqual(shard.iterations, 1)
+
     def test_other_optimizers_may_look_at_whole_tensors(self):
         for name in ("Lamb", "Muon", "Adafactor"):
             self.assertFalse(is_elementwise(getattr(keras.optimizers, name)))

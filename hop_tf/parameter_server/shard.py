@@ -163,7 +163,7 @@ def _adopted(array: np.ndarray) -> tf.Tensor:
 
 
 def _deserialized(text: str) -> keras.optimizers.Optimizer:
-    optimizer = keras.optimizers.deserialize(json.loads(text))
+    optimizer = keras.saving.deserialize_keras_object(json.loads(text))  # `optimizers.deserialize` knows no Lamb.
     if not isinstance(optimizer, keras.optimizers.Optimizer):  # Some classes that it cannot find it gives back as text.
         raise ValueError(
             "the optimizer must be known to Keras on parameter servers: register its class with "
