@@ -222,6 +222,12 @@ def ema_overwrite_frequency(optimizer: Any) -> int | None:
     return inner.ema_overwrite_frequency if inner.use_ema else None
 
 
+def averages_of(optimizer: Any, variables: Sequence[tf.Variable]) -> list[tf.Variable]:
+    """The moving averages that a built optimizer keeps of some of its variables (`use_ema`)."""
+    slots = slots_of(optimizer, variables)
+    return [slots["_model_variables_moving_average", index] for index in range(len(variables))]
+
+
 def learning_rate(optimizer: Any) -> tf.Tensor:
     """The learning rate of the step that is to be made."""
     return tf.convert_to_tensor(_innermost(optimizer).learning_rate)

@@ -32,7 +32,15 @@ from hop_tf import codecs
 from hop_tf.cluster import Cluster
 from hop_tf.errors import ClusterConfigError
 from hop_tf.group import ExchangeContext, Group
-from hop_tf.keras_hook import descent_of, learning_rate, loss_scale, unscaled, weight_decays
+from hop_tf.keras_hook import (
+    averages_of,
+    descent_of,
+    ema_overwrite_frequency,
+    learning_rate,
+    loss_scale,
+    unscaled,
+    weight_decays,
+)
 from hop_tf.options import CommunicationOptions
 from hop_tf.packing import TensorSpec
 from hop_tf.parameter_server.service import serve
@@ -236,6 +244,10 @@ class SHATParameterServerStrategy(ExchangeStrategy):
             variable.assign(mixed)  # Line 8.
         for variable, change in zip(group.carried, received[group.num_trained : -1], strict=True):
             variable.assign_add(change)
+        if ema_overwrite_frequency(group.optimizer()):
+            # The servers put averages in the place of weights. The worker's optimizer does it next, to no effect.
+            for average, variable in zip(averages_of(group.optimizer(), group.trained), group.trained, strict=True):
+                average.assign(variable)
         return tf.constant(0, tf.int64)
 
     def _local_model(self, group: Group, step: _Step) -> list[tf.Tensor]:

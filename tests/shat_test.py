@@ -128,6 +128,7 @@ _OPTIMIZERS = {
         keras.optimizers.schedules.ExponentialDecay(_RATE, 4, 0.5), momentum=0.9, nesterov=True
     ),
     "AdamW": lambda: keras.optimizers.AdamW(_RATE, weight_decay=0.1),
+    "average": lambda: keras.optimizers.SGD(_RATE, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=3),
 }
 
 
@@ -135,6 +136,7 @@ class BulkSynchronousTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
         ("Nesterov", {"sharding": "layer"}),
         ("AdamW", {"sharding": "memory", "mixing": "ensemble"}),
+        ("average", {}),
     )
     def test_equals_synchronous_training_step_by_step(self, name, settings):
         def make_model():
@@ -158,7 +160,7 @@ class BulkSynchronousTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(slots, _slots(expected_model), rtol=2e-5, atol=2e-6)
             self.assertAllClose(loss, expected_model.evaluate(*_data(), verbose=0), rtol=1e-5)
             loaded = keras.saving.load_model(path)
-            self.assertAllClose(loaded.get_weights(), expected[-1], rtol=2e-5, atol=2e-6)
+            self.assertAllClose(loaded.get_weights(), expected_model.get_weights(), rtol=2e-5, atol=2e-6)
             self.assertAllClose(_slots(loaded), _slots(expected_model), rtol=2e-5, atol=2e-6)
         self.assertAllEqual(results[0][0][-1][0], results[1][0][-1][0])
 
