@@ -104,7 +104,7 @@ class SHATParameterServerStrategy(ExchangeStrategy):
 
     Raises:
       SystemExit: On a task of type `ps`, with code 0, when the workers are done.
-      TypeError: If `codec` is something else.
+      TypeError: If `codec` or `snapshots` is something else.
       ValueError: If an argument is out of range.
       ClusterConfigError: If the cluster description is not valid, or has several workers and no `ps` task.
       HopError: If this rank's address cannot be bound.
@@ -139,6 +139,11 @@ class SHATParameterServerStrategy(ExchangeStrategy):
             log_base=log_base,
             codec=codec,
         )
+        if not isinstance(snapshots, SnapshotOptions | None):
+            raise TypeError(
+                "`snapshots` must be a hop_tf.SnapshotOptions, as SnapshotOptions(directory=...), or None. "
+                f"Received: snapshots={snapshots!r}."
+            )
         cluster = Cluster.from_resolver(cluster_resolver)
         if cluster.task_type == "ps":
             serve(cluster, options=communication_options, snapshots=snapshots)

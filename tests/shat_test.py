@@ -505,6 +505,26 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(first, 1 - _NUM_WORKERS * _RATE * total, rtol=1e-4, atol=1e-5)
             self.assertAllClose(second, 1 - 2 * _NUM_WORKERS * _RATE * total, rtol=1e-4, atol=1e-5)
 
+    def test_who_joins_updates_by_one_optimizer(self):
+        """The others do not take part again in what makes the second one alike."""
+
+        def train(strategy):
+            begin_group = strategy._begin_group
+
+            def begin_group_and_join(group):  # As of a process that was started again.
+                begin_group(group)
+                strategy._joined_session = 1
+
+            strategy._begin_group = begin_group_and_join
+            with strategy.scope():
+                model = _TwoOptimizers()
+                model.build((None, 3))
+                model.compile()
+            _fit(model)
+
+        with self.assertRaisesRegex(ValueError, "to join a running job after a restart, a step must update by one"):
+            _cluster(num_workers=1, num_ps=1).run(train)
+
     def test_models_that_share_layers_are_trained_in_turn(self):
         """What one of them has learned, the other goes on from, and nothing brings older values back."""
 

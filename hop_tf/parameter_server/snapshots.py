@@ -23,6 +23,7 @@ from hop_tf.parameter_server.state import ShardState
 
 _MAGIC = b"hop_tf parameter server snapshot 1\n"
 _DEFAULT_SECONDS = 60.0
+_UNFINISHED = ".part"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,6 +98,7 @@ class Snapshots:
         self._written[group] = (0, -math.inf)
         path = self._path(group)
         if not path.exists():
+            self._check_others(group)
             return None
         # A file, unlike a message, may have been changed by anyone.
         magic, checksum, data = np.split(np.fromfile(path, np.uint8), [len(_MAGIC), len(_MAGIC) + 4])
@@ -114,6 +116,16 @@ class Snapshots:
         self._written[group] = (state.num_pushes, time.monotonic())
         logging.info("the server goes on from %s, after %d pushes.", path, state.num_pushes)
         return state
+
+    def _check_others(self, group: str) -> None:
+        """Else a script in which names have changed, as Keras numbers layers, would silently begin anew."""
+        number, _, _ = group.partition("-")
+        others = [p for p in self._directory.glob(f"ps_{self._index}_{number}-*") if p.suffix != _UNFINISHED]
+        if others:
+            raise MismatchError(
+                f"the snapshot {min(others)} is of another model: its variables have other names. Remove it, or choose "
+                "another directory."
+            )
 
     def write(self, name: str, group: ServedGroup, *, final: bool = False) -> None:
         """Writes a group's state if its time has come and nobody else writes, or, if `final`, if it has changed.
@@ -148,7 +160,7 @@ class Snapshots:
         checksum = 0
         for array in payload:
             checksum = zlib.crc32(array, checksum)
-        unfinished = path.with_name(f"{path.name}.part")
+        unfinished = path.with_name(f"{path.name}{_UNFINISHED}")
         with open(unfinished, "wb") as file:
             file.write(_MAGIC + checksum.to_bytes(4, "little"))
             for array in payload:
