@@ -160,6 +160,9 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
         """What the group's optimizer remembers alike on all ranks; None where ranks make different updates."""
         return None
 
+    def _check_new_group(self) -> None:
+        """Raises ValueError where a group cannot be made now: before others are asked for anything."""
+
     def _begin_group(self, group: Group) -> None:
         """Does, eagerly, what a new group needs before its first step."""
 
@@ -527,6 +530,7 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
         groups = self._groups.setdefault(optimizer, {})
         key = _key(variables)
         if key not in groups:
+            self._check_new_group()
             carried = trace.unclaimed_assigned()
             begun = tf.executing_eagerly()  # Else the step is only traced.
             with tf.init_scope():

@@ -154,6 +154,7 @@ class SHATParameterServerStrategy(ExchangeStrategy):
                 f"Received: {cluster.world_size} workers and no 'ps'."
             )
         self._num_servers = len(cluster.servers)
+        self._joined_session: int | None = None  # That which this process joined after it was started again.
         super().__init__(
             cluster=cluster,
             cluster_resolver=cluster_resolver,
@@ -221,6 +222,14 @@ class SHATParameterServerStrategy(ExchangeStrategy):
         group.exchange.state.configure(joins=joins)
         if joins:
             self._worker.join_at_once(group)
+            self._joined_session = self._worker.membership.session
+
+    def _check_new_group(self) -> None:
+        if self._worker.membership.session == self._joined_session:
+            raise ValueError(
+                "to join a running job after a restart, a step must update by one optimizer only: what makes a second "
+                "one alike on all ranks, the others have done already. Start the whole job again."
+            )
 
     def _before_update(self, group: Group, values: Sequence[tf.Tensor], gradients: list) -> tuple[list, _Step]:
         optimizer = group.optimizer()

@@ -576,7 +576,9 @@ class SessionsTest(tf.test.TestCase):
             threads.workers[0].push(0, 1.0)
             threads.servers[0].restarted(1)
             other = _Worker(threads.workers[1].exchange._membership, group="0-other")
-            with self.assertRaisesRegex(MismatchError, "rank 1: rank 1 was started again, and would train another"):
+            with self.assertRaisesRegex(
+                MismatchError, "rank 1: this process was started again, and would train another"
+            ):
                 other.exchange.state.configure(joins=True)
             model, _ = threads.workers[0].push(1, 1.0)
             self.assertAllEqual(model, np.full(_NUM_VALUES, 1.0 - 2 * _RATE))

@@ -105,6 +105,35 @@ def _make_linear(optimizer, **compile_arguments):
     return model
 
 
+class _TwoOptimizers(keras.Model):
+    def __init__(self):
+        super().__init__(name="two_optimizers")
+        self.first, self.second = (keras.layers.Dense(4, kernel_initializer="ones") for _ in range(2))
+
+    def build(self, shape):
+        for layer in (self.first, self.second):
+            layer.build(shape)
+
+    def call(self, x):
+        return self.first(x) + self.second(x)
+
+    def compile(self):
+        super().compile(keras.optimizers.SGD(_RATE))
+        self.other = keras.optimizers.SGD(2 * _RATE)
+
+    def train_step(self, data):
+        x, _ = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.reduce_sum(self(x), -1))
+        weights = [[w.value for w in layer.trainable_weights] for layer in (self.first, self.second)]
+        gradients = tape.gradient(loss, weights)
+        for optimizer, grads, layer in zip(
+            (self.optimizer, self.other), gradients, (self.first, self.second), strict=True
+        ):
+            optimizer.apply(grads, layer.trainable_weights)
+        return {"loss": loss}
+
+
 class _Bias(keras.layers.Layer):
     """Adds a weight: gradients pass through as they are."""
 
@@ -462,38 +491,32 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
         self.assertBetween(num_left_out, 1, _NUM_STEPS)
         self.assertAllClose(weights, np.full((3, 4), 1 - _RATE * 64 * (2 * _NUM_STEPS - num_left_out)), rtol=1e-5)
 
-    def test_two_optimizers(self):
-        class Model(keras.Model):
-            def __init__(self):
-                super().__init__()
-                self.first, self.second = (keras.layers.Dense(4, kernel_initializer="ones") for _ in range(2))
-
-            def build(self, shape):
-                for layer in (self.first, self.second):
-                    layer.build(shape)
-
-            def call(self, x):
-                return self.first(x) + self.second(x)
-
-            def compile(self):
-                super().compile(keras.optimizers.SGD(_RATE))
-                self.other = keras.optimizers.SGD(2 * _RATE)
-
-            def train_step(self, data):
-                x, _ = data
-                with tf.GradientTape() as tape:
-                    loss = tf.reduce_mean(tf.reduce_sum(self(x), -1))
-                weights = [[w.value for w in layer.trainable_weights] for layer in (self.first, self.second)]
-                gradients = tape.gradient(loss, weights)
-                for optimizer, grads, layer in zip(
-                    (self.optimizer, self.other), gradients, (self.first, self.second), strict=True
-                ):
-                    optimizer.apply(grads, layer.trainable_weights)
-                return {"loss": loss}
+    def test_a_custom_loop(self):
+        num_steps = 4
 
         def train(strategy):
             with strategy.scope():
-                model = Model()
+                model = _make_linear(keras.optimizers.SGD(_RATE))
+
+            def update():
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_sum(model(tf.ones([1, 3])))
+                weights = model.trainable_weights
+                model.optimizer.apply(tape.gradient(loss, [weight.value for weight in weights]), weights)
+
+            step = tf.function(lambda: strategy.run(update), autograph=False)
+            for _ in range(num_steps):
+                step()
+            strategy.synchronize(model)
+            return model.get_weights()[0]
+
+        for weights in _cluster().run(train):
+            self.assertAllClose(weights, np.full((3, 4), 1 - _NUM_WORKERS * num_steps * _RATE), rtol=1e-5)
+
+    def test_two_optimizers(self):
+        def train(strategy):
+            with strategy.scope():
+                model = _TwoOptimizers()
                 model.build((None, 3))
                 model.compile()
             _fit(model)
@@ -644,6 +667,23 @@ class SettingsTest(tf.test.TestCase):
         train(lambda: keras.optimizers.Lion(_RATE))
         with self.assertRaisesRegex(MismatchError, "snapshot is of another optimizer.*: '_momentums' .* '_velocities'"):
             train(lambda: keras.optimizers.Adam(_RATE))
+
+    def test_a_snapshot_of_a_model_whose_names_have_changed_is_refused(self):
+        directory = self.enterContext(tempfile.TemporaryDirectory())
+        snapshots = hop_tf.SnapshotOptions(directory=directory, every_seconds=1e6)
+
+        def train(name):
+            cluster = _cluster(num_workers=1, num_ps=1, snapshots=snapshots)
+            cluster.run(lambda strategy: _trained(strategy, lambda: _make_linear("sgd", name=name))[0])
+
+        train("first")
+        with self.assertRaisesRegex(MismatchError, f"snapshot {directory}/ps_0_0-.* of another model: .* other names"):
+            train("second")
+        self.assertLen(list(pathlib.Path(directory).iterdir()), 1)
+
+    def test_snapshots_are_options(self):
+        with self.assertRaisesRegex(TypeError, "`snapshots` must be a hop_tf.SnapshotOptions.*snapshots='/tmp'"):
+            hop_tf.SHATParameterServerStrategy(snapshots="/tmp")
 
     def test_public_names(self):
         self.assertEqual(shat.mixing_weight(7, 1), 1.0)

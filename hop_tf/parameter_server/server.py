@@ -33,8 +33,8 @@ CONFIGURED, REPLY, PULLED = "configured", "reply", "pulled"
 _FIRST = 0
 _NO_STATE = "rank 0 has gone before the servers had its model. Start the job again."
 _NOT_TRAINED = (
-    "rank {} was started again, and would train another model than the others do: its variables have other names, or "
-    "the others are in a later `fit`, with another optimizer. Start it again as it was, or the whole job."
+    "this process was started again, and would train another model than the others do: its variables have other names, "
+    "or the others are in a later `fit`, with another optimizer. Start it again as it was, or the whole job."
 )
 
 
@@ -271,7 +271,7 @@ class ParameterServer:
         with self._lock:
             configured = self._groups.get(configure.group)
             if configured is None and worker in self._restarted and self._first_has_pushed:
-                raise MismatchError(_NOT_TRAINED.format(worker))  # Nobody would give the model.
+                raise MismatchError(_NOT_TRAINED)  # Nobody would give the model.
         if configured is not None:
             return configured
         configured = ConfiguredGroup(configure, self._pool)
