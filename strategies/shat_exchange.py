@@ -113,9 +113,11 @@ class ShatExchange(Exchange, Joiner):
             shard.bytes_sent += sum(array.nbytes for array in payload)
             return push.SerializeToString(), payload
 
+        # Else who waits for long would look for the cause at the server.
+        waits = "" if self._settings.consistency == "async" else " (which comes when slower workers have pushed)"
         return Request(
             queue=PUSH,
-            operation=f"receive model of push {push.sequence}",
+            operation=f"receive model of push {push.sequence}{waits}",
             message=message,
             is_answer=lambda reply: (reply.session, reply.sequence) == (push.session, push.sequence),
             shards=self.shards,

@@ -19,7 +19,7 @@ from hop_tf import membership as membership_module
 from hop_tf import payloads
 from hop_tf.buffers import BufferPool
 from hop_tf.carried import CarriedChanges
-from hop_tf.errors import HopError, MismatchError, PeerLostError
+from hop_tf.errors import DeadlineExceededError, HopError, MismatchError, PeerLostError
 from hop_tf.exchange import Outgoing
 from hop_tf.group import ExchangeContext
 from hop_tf.membership import Membership
@@ -776,6 +776,16 @@ class LostTest(tf.test.TestCase):
             threads.network.kill(2)
             with self.assertRaisesRegex(PeerLostError, r"rank 0, step 1: receive model of push 2 on ps 1 at "):
                 worker.push(1, 1.0)
+
+    def test_who_waits_for_a_slow_worker_is_told_that_it_is_not_the_server(self):
+        options = CommunicationOptions(timeout_seconds=30, progress_timeout_seconds=1)
+        settings = dataclasses.replace(_SETTINGS, consistency="bsp")
+        with mock.patch(f"{__name__}._OPTIONS", options), _Threads(2, 1, settings=[settings] * 2) as threads:
+            threads.run(lambda rank, worker: worker.exchange.state.configure(joins=False))
+            with self.assertRaisesRegex(
+                DeadlineExceededError, r"push 1 \(which comes when slower workers have pushed\) on"
+            ):
+                threads.workers[0].push(0, 1.0)
 
     def test_without_rank_0_servers_have_no_state(self):
         options = CommunicationOptions(timeout_seconds=1)
