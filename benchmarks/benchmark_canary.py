@@ -55,6 +55,7 @@ _LINK = flags.DEFINE_string("link", ranks.LOOPBACK, "Bits per second of a host's
 _INTERFACE_LINK = flags.DEFINE_string("interface_link", "500e6", "Bits per second of an interface, in `interfaces`.")
 _WORLD_SIZE = flags.DEFINE_integer("world_size", 4, "Ranks, where the network does not say.", lower_bound=2)
 _NETWORKS = flags.DEFINE_list("networks", ["mesh", "bcube:2.2", "bcube:3.2"], "A dot stands for the comma.")
+_PATIENCE = flags.DEFINE_float("patience", 0.25, "Of asynchronous training in `equal_time`.", 0.0, 1.0)
 _TRAFFIC_STEPS = flags.DEFINE_integer("traffic_steps", 16, "Steps of `traffic`; a quarter is not timed.", lower_bound=8)
 _SYNC_INTERVAL = flags.DEFINE_integer(
     "sync_interval", 50, "Iterations between two blends, in `traffic`.", lower_bound=1
@@ -357,7 +358,7 @@ def _training(seed: int, epochs: int, seconds: float) -> dict[str, Any]:
 
 
 def _equal_time() -> None:
-    kinds = {**_bml(_WORLD_SIZE.value), "SSP sketch": _KINDS["SSP sketch"]}
+    kinds = {**_bml(_WORLD_SIZE.value), "SSP sketch": {**_KINDS["SSP sketch"], "patience": _PATIENCE.value}}
     accuracies = {label: np.zeros((_SEEDS.value, 2)) for label in kinds}
     for label, seed in itertools.product(kinds, range(_SEEDS.value)):
         found = _without_and_with_a_slow_rank(kinds[label], **_training(seed, _MANY_EPOCHS, _SECONDS.value))
