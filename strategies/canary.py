@@ -36,7 +36,7 @@ from hop_tf.collectives import AllReduce, Network, get_network
 from hop_tf.exchange import Exchange
 from hop_tf.gei import Thresholds, check_min_colayers
 from hop_tf.group import ExchangeContext, Group
-from hop_tf.keras_hook import constrain, ema_overwrite_frequency, learning_rate, loss_scale, weight_decays
+from hop_tf.keras_hook import constrain, ema_overwrite_frequency, learning_rate, loss_scale, slots_of, weight_decays
 from hop_tf.options import CommunicationOptions
 from hop_tf.packing import Packing
 from hop_tf.strategies.canary_exchange import AsyncSettings, CanaryExchange
@@ -60,11 +60,12 @@ class CanaryStrategy(ExchangeStrategy):
       `min_colayers` of the present iteration sent, drops the rest of it, and takes the weights of the fastest rank.
       In any case a rank goes on with the iteration that the fastest one is in; the batches in between are passed over.
     - "async": the same, and nothing is dropped.
-    - "bsp": synchronous training. Gradients are averaged, colayer by colayer, before the optimizer gets them. All ranks
-      have the same weights, to the bit. It takes no thresholds.
+    - "bsp": synchronous training. Gradients are averaged, colayer by colayer, before the optimizer gets them. What is
+      trained is equal to the bit on all ranks. It takes no thresholds. When a rank ends early, as by a callback of its
+      own, the others go on without it; before another `fit`, `synchronize(model)` makes weights and slots the same.
 
-    Between the last step and the end of `fit` ranks wait for each other; then they have the same weights, to the bit. A
-    rank whose `fit` ends early, as by a callback of its own, waits there for the others. During training replicas
+    If training is not synchronous, ranks wait for each other between the last step and the end of `fit`; then they have
+    the same weights, to the bit. A rank whose `fit` ends early waits there for the others. During training replicas
     differ by what is under way. What callbacks do to the weights of one rank in the course of a `fit` has no effect.
     Constraints apply to what a rank computes with, and in the end, and not to the sum of all steps. Averages of weights
     (`use_ema`) are the rank's own: where they replace the weights in the end, ranks end with different ones, until
@@ -245,6 +246,9 @@ class CanaryStrategy(ExchangeStrategy):
             with tf.control_dependencies([num_skipped]):
                 slots.restore(exchange.colayers, exchange.num_left.read_value())
         return num_skipped
+
+    def _common_slots(self, group: Group) -> Sequence[tf.Variable] | None:
+        return list(slots_of(group.optimizer(), group.trained).values()) if self._settings.is_synchronous else None
 
     def _finish_training(self, group: Group) -> None:
         exchange, step = group.exchange, int(group.step)

@@ -124,6 +124,25 @@ class SynchronousTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllEqual(results[0][0], results[1][0])
         self.assertAllClose(results[0][1], _expected(_momentum)[-1], atol=0.02)
 
+    def test_a_fit_after_one_that_ended_early_on_a_rank(self):
+        """`synchronize` makes velocities alike, too: updates would differ by them for good."""
+
+        def run(strategy):
+            with strategy.scope():
+                model = _model(_momentum())
+            for is_first in (True, False):
+                stop = keras.callbacks.LambdaCallback(
+                    on_train_batch_end=lambda batch, logs: setattr(model, "stop_training", True)
+                )
+                callbacks = [stop] if is_first and strategy.rank else []
+                model.fit(*_data(), batch_size=_BATCH_SIZE, shuffle=False, verbose=0, callbacks=callbacks)
+                if is_first:
+                    strategy.synchronize(model)
+            return _flat(model)
+
+        weights = _cluster(2, consistency="bsp").run(run)
+        self.assertAllEqual(weights[0], weights[1])
+
 
 class SlowRank(keras.callbacks.Callback):
     """Makes a rank's steps long."""
