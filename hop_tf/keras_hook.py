@@ -89,7 +89,7 @@ class TrainingHooks(abc.ABC):
         """Called right after `optimizer` has updated `variables`; follows every `exchange`."""
 
     @abc.abstractmethod
-    def around_step(self, step: Callable[[], Any], arguments: Any) -> Any:
+    def around_step(self, step: Callable[[], Any], arguments: Any, model: keras.Model) -> Any:
         """Called with the whole of a model's `train_step`, enter_step to leave_step; runs it or passes it over."""
 
     @abc.abstractmethod
@@ -454,7 +454,8 @@ class Extended(one_device_strategy.OneDeviceExtended):
             with tf.device(self._device), _ReplicaContext(strategy, self._trace):
                 return fn(*args, **kwargs)
         step = functools.partial(self._run_step, fn, args, kwargs)
-        return step() if trained_model(fn) is None else strategy.around_step(step, (args, kwargs))
+        model = trained_model(fn)
+        return step() if model is None else strategy.around_step(step, (args, kwargs), model)
 
     def _run_step(self, fn, args, kwargs):
         strategy = self._container_strategy()

@@ -7,6 +7,7 @@ so does a rank that was started again, and joins the others where they are by no
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,18 +21,19 @@ class StepSkipping:
     """Puts a condition around training steps.
 
     A step that is passed over advances the optimizer's iterations, which schedules go by, and returns what the last
-    one before returned: metrics stand still. In a rank that was started again they are nan for all of an epoch of which
-    it has missed a step.
+    one before returned: metrics stand still. They are nan as long as no step of an epoch was made; and in a rank that
+    was started again, for all of an epoch of which it has missed a step.
     """
 
     def __init__(self):
         with tf.init_scope(), tf.device("/cpu:0"):
             self._num_left = tf.Variable(0, dtype=tf.int64, trainable=False, name="hop_tf_steps_to_skip")
             self._is_behind = tf.Variable(False, trainable=False, name="hop_tf_is_behind")
+            self._has_no_metrics = tf.Variable(False, trainable=False, name="hop_tf_has_no_metrics")
         self._catch_up: Callable[[Any], tf.Tensor] | None = None
         self._passes_over_first = False
         self._optimizer: Any = None  # Of the step that was traced last.
-        self._metrics: list[tf.Variable] = []
+        self._metrics: list[tf.Variable] = []  # The floating-point ones.
         self._outputs: _Outputs | None = None
         self._variables: dict[tuple, tf.Variable] = {}
 
@@ -57,7 +59,6 @@ class StepSkipping:
                 f"Received: {type(self._optimizer).__name__} and {type(optimizer).__name__} in one step."
             )
         self._optimizer = optimizer
-        self._metrics = tf_variables(*(metric.variables for metric in model.metrics))
 
     def begin_by_skipping(self, catch_up: Callable[[Any], tf.Tensor]) -> None:
         """Passes over the steps of the first update, and then of as many as `catch_up` says, until that is none.
@@ -73,13 +74,16 @@ class StepSkipping:
         """Emits the op that passes over the steps of the next `num_updates` updates."""
         self._num_left.assign(num_updates * gradient_accumulation_steps(self._optimizer))
 
-    def run(self, step: Callable[[], Any], arguments: Any) -> Any:
+    def run(self, step: Callable[[], Any], arguments: Any, model: keras.Model) -> Any:
         """Emits `step`, or runs it eagerly, unless it is to be passed over; returns what it returns.
 
         Args:
           step: The step.
           arguments: What it works on: where no data is left, nothing is passed over.
+          model: What it trains.
         """
+        metrics = tf_variables(*(metric.variables for metric in model.metrics))
+        self._metrics = [variable for variable in metrics if variable.dtype.is_floating]
         if self._passes_over_first and tf.executing_eagerly():
             raise ValueError("`run_eagerly` must be False for a rank that joins a running job after a restart.")
         with when_here(arguments):
@@ -93,6 +97,7 @@ class StepSkipping:
 
     def _take(self, step: Callable[[], Any]) -> list[tf.Tensor]:
         self._optimizer = None
+        tf.cond(self._has_no_metrics, lambda: self._fill_metrics(0.0, has_none=False), lambda: None)
         structure = step()
         leaves = tf.nest.flatten(structure, expand_composites=True)
         tensors = [tf.convert_to_tensor(leaf) for leaf in leaves if leaf is not None]
@@ -119,8 +124,11 @@ class StepSkipping:
         iterations = iterations_variable(self._optimizer)
         iterations.assign_add(1)
         if self._catch_up is not None:
-            tf.cond(self._is_behind, self._spoil_metrics, lambda: None)
+            tf.cond(self._is_behind, lambda: self._fill_metrics(math.nan), lambda: None)
             tf.cond(self._num_left <= 0, lambda: self._skip_on(iterations), lambda: None)
+        if self._metrics:
+            are_reset = tf.reduce_all([tf.reduce_all(tf.equal(variable, 0)) for variable in self._metrics])
+            tf.cond(are_reset, lambda: self._fill_metrics(math.nan, has_none=True), lambda: None)
         return self._outputs.recall()
 
     def _skip_on(self, iterations: tf.Variable) -> None:
@@ -131,10 +139,11 @@ class StepSkipping:
         with tf.control_dependencies([num_updates]):
             iterations.assign(num_passed)  # Not another rank's.
 
-    def _spoil_metrics(self) -> None:
+    def _fill_metrics(self, value: float, *, has_none: bool = False) -> None:
+        """Gives all metrics a value; `has_none` says whether the next step begins them anew."""
+        self._has_no_metrics.assign(has_none)
         for variable in self._metrics:
-            if variable.dtype.is_floating:
-                variable.assign(tf.fill(variable.shape, tf.constant(float("nan"), variable.dtype)))
+            variable.assign(tf.fill(variable.shape, tf.constant(value, variable.dtype)))
 
 
 @dataclasses.dataclass(frozen=True)

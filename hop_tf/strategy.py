@@ -504,9 +504,9 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
         finally:
             self._is_finishing = False
 
-    def around_step(self, step: Callable[[], object], arguments: object) -> object:
+    def around_step(self, step: Callable[[], object], arguments: object, model: keras.Model) -> object:
         """Runs the step, unless it is to be passed over."""
-        return self._skipping.run(step, arguments) if self._passes_over_steps() else step()
+        return self._skipping.run(step, arguments, model) if self._passes_over_steps() else step()
 
     def _passes_over_steps(self) -> bool:
         """Whether steps can be passed over: the scheme may want that, or this process was started again."""

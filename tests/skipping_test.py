@@ -6,8 +6,10 @@ from unittest import mock
 import keras
 import numpy as np
 import tensorflow as tf
+from absl.testing import parameterized
 
 import hop_tf
+from hop_tf.skipping import StepSkipping
 from hop_tf.strategies.hop_exchange import REDUCTION, HopExchange
 from hop_tf.testing import InProcessCluster
 
@@ -46,6 +48,41 @@ class SessionTest(tf.test.TestCase):
         with mock.patch.object(HopExchange, "step", _step):
             steps = InProcessCluster(2, _make_strategy).run(_fit_twice)
         self.assertEqual(steps, [[_NUM_STEPS, 2 * _NUM_STEPS]] * 2)
+
+
+class MetricsTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters(True, False)
+    def test_those_of_an_epoch_that_is_passed_over_are_nan(self, in_graph):
+        """None is no loss of 0, which nothing improves on; the first step of an epoch begins anew, as ever."""
+        model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        model.optimizer.build(model.trainable_variables)
+        (loss,), skipping = model.metrics, StepSkipping()
+
+        def step(value):
+            skipping.note(model.optimizer, model)
+            loss.update_state(value)
+            return loss.result()
+
+        def run(value):
+            return skipping.run(lambda: step(value), value, model)
+
+        run = tf.function(run) if in_graph else run
+
+        def pass_over(num_steps):
+            skipping.skip(tf.constant(num_steps, tf.int64))
+            for _ in range(num_steps):
+                run(tf.constant(7.0))
+
+        run(tf.constant(2.0))
+        pass_over(2)
+        self.assertEqual(float(loss.result()), 2.0)
+        for values in ((), (3.0, 5.0), (), ()):
+            model.reset_metrics()
+            pass_over(2)
+            for value in values:
+                run(tf.constant(value))
+            self.assertAllEqual(loss.result(), np.mean(values) if values else np.nan)
 
 
 if __name__ == "__main__":
