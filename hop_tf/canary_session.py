@@ -17,13 +17,13 @@ from hop_tf import codecs, gei
 from hop_tf.arguments import check_integer
 from hop_tf.buffers import BufferPool
 from hop_tf.collectives import BULK_LANE, AllReduce, BCube, get_algorithm, get_network
-from hop_tf.errors import ProtocolError
+from hop_tf.errors import MismatchError, ProtocolError
 from hop_tf.membership import Membership
 from hop_tf.monitor import Monitor, ThreadMonitor
 from hop_tf.options import CommunicationOptions
 from hop_tf.transport.base import Message, Transport
 
-_GATHER = "canary_session/gather"
+_GATHER, _SETTINGS = "canary_session/gather", "canary_session/settings"
 _HEADER = struct.Struct("<q")
 
 
@@ -45,6 +45,7 @@ class CanarySession:
 
     Raises:
       ValueError: If an argument is out of range, or the network does not fit `world_size`.
+      MismatchError: By `__enter__`, if a rank has another network, codec or `num_colayers`.
 
     Blocks: `__enter__`, until all ranks enter; `__exit__`, until what was sent has arrived at those that still listen,
       at most `progress_timeout_seconds`: the transport may be closed then.
@@ -85,7 +86,11 @@ class CanarySession:
         self._num_steps: dict[tuple, int] = {}
         self._num_gathers = 0
         self._gathered: dict[tuple[int, int], np.ndarray] = {}
+        self._settings = f"network={self._network}, num_colayers={num_colayers}, codec={self._codec}"
+        self._settings_there: dict[int, str] = {}
+        self._num_colayers = num_colayers
         transport.register(_GATHER, self._on_gather)
+        transport.register(_SETTINGS, self._on_settings)
 
     @property
     def rank(self) -> int:
@@ -94,6 +99,11 @@ class CanarySession:
 
     def __enter__(self) -> CanarySession:
         self._membership.begin_session()
+        try:
+            self._compare_settings()
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
@@ -104,7 +114,28 @@ class CanarySession:
         self._membership.flush(deadline)
         for reduction in self._reductions.values():
             reduction.close()
-        self._membership.transport.unregister(_GATHER)
+        for queue in (_GATHER, _SETTINGS):
+            self._membership.transport.unregister(queue)
+
+    def _compare_settings(self) -> None:
+        others = [rank for rank in range(self._membership.world_size) if rank != self.rank]
+        for rank in others:
+            self._membership.send(rank, _SETTINGS, self._settings.encode())
+        there = self._settings_there
+        self._membership.wait(
+            lambda: [rank for rank in others if rank not in there], operation="hear of the session's settings"
+        )
+        for rank in others:
+            if there[rank] != self._settings:
+                raise MismatchError(
+                    f"rank {self.rank}: rank {rank} has other settings: '{there[rank]}' there, '{self._settings}' "
+                    "here. They must be the same on all ranks."
+                )
+
+    def _on_settings(self, message: Message) -> None:
+        with self._membership.monitor:
+            self._settings_there[message.sender] = message.header.decode(errors="replace")
+            self._membership.monitor.notify_all()
 
     # BCube driver.
 
@@ -175,9 +206,12 @@ class CanarySession:
         Blocks: until all of them have called it.
 
         Raises:
-          ValueError: If this rank is not in the cube, or there is no such level.
+          ValueError: If this rank is not in the cube, or there is no such level, iteration or colayer.
           HopError: If a rank is lost.
         """
+        if iteration is not None:
+            check_integer("iteration", iteration, at_least=0)
+            check_integer("colayer", colayer, at_least=0, at_most=self._num_colayers - 1)
         ranks, network = self._ranks_of(cube), "mesh" if cube is not None else str(self._network)
         if piece_level is not None and cube is None:
             ranks, network = self._lowest_levels(piece_level)
@@ -207,8 +241,8 @@ class CanarySession:
     def _ranks_of(self, cube: tuple[int, int] | None) -> tuple[int, ...]:
         if cube is None:
             return tuple(range(self._membership.world_size))
-        cubes = self._bcube().cubes(cube[0]) if 0 <= cube[0] < self._bcube().beta else ()
-        if not 0 <= cube[1] < len(cubes) or self.rank not in cubes[cube[1]]:
+        cubes = self._bcube().cubes(cube[0]) if len(cube) == 2 and 0 <= cube[0] < self._bcube().beta else ()
+        if not cubes or not 0 <= cube[1] < len(cubes) or self.rank not in cubes[cube[1]]:
             raise ValueError(f"`cube` must be one that rank {self.rank} is in. Received: cube={cube}.")
         return cubes[cube[1]]
 

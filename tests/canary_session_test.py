@@ -8,18 +8,20 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import hop_tf
+from hop_tf.errors import HopError
 from hop_tf.testing.transports import TransportTestMixin
 from hop_tf.transport import InProcessTransport
 
 
 class CanarySessionTest(TransportTestMixin, tf.test.TestCase, parameterized.TestCase):
-    def _run(self, world_size, body, **arguments):
-        """What `body(session)` returns on every rank."""
+    def _run(self, world_size, body, of_rank=lambda rank: {}, **arguments):
+        """What `body(session)` returns on every rank; `of_rank(rank)` are further arguments of a rank."""
         transports, results, errors = self.start(world_size), {}, []
 
         def run(transport):
             try:
-                with hop_tf.CanarySession(transport, world_size, **arguments) as session:
+                own = {**arguments, **of_rank(transport.rank)}
+                with hop_tf.CanarySession(transport, world_size, **own) as session:
                     results[transport.rank] = body(session)
             except BaseException as error:
                 errors.append(error)
@@ -111,12 +113,22 @@ class CanarySessionTest(TransportTestMixin, tf.test.TestCase, parameterized.Test
     @parameterized.parameters(
         ({"cube": (0, 1)}, "`cube` must be one that rank 0 is in. Received: cube=\\(0, 1\\)."),
         ({"cube": (2, 0)}, "`cube` must be one that rank 0 is in."),
+        ({"cube": (0,)}, "`cube` must be one that rank 0 is in. Received: cube=\\(0,\\)."),
         ({"piece_level": 3}, "`piece_level` must be at most 2. Received: piece_level=3."),
+        ({"iteration": 0, "colayer": 1}, "`colayer` must be an integer of at least 0 and at most 0. .* colayer=1."),
+        ({"iteration": 0, "colayer": -1}, "`colayer` must be an integer of at least 0"),
+        ({"iteration": -1}, "`iteration` must be an integer of at least 0. Received: iteration=-1."),
     )
     def test_refuses(self, arguments, message):
         session = hop_tf.CanarySession(self.start(4)[0], 4, network="bcube:2,2")
         with self.assertRaisesRegex(ValueError, message):
             session.all_reduce(np.zeros(1), **arguments)
+
+    @parameterized.parameters(("network", "mesh", "tree:2"), ("num_colayers", 1, 2), ("codec", "int8", "sketch"))
+    def test_refuses_other_settings_of_a_rank(self, name, *values):
+        """Ranks would wait for each other's messages, or read them wrongly."""
+        with self.assertRaisesRegex(HopError, f"rank [01]: rank [01] has other settings: .*{name}=.* there, "):
+            self._run(2, lambda session: None, lambda rank: {name: values[rank]})
 
     def test_refuses_a_threshold_out_of_reach(self):
         with self.assertRaisesRegex(ValueError, "`min_colayers` must be at most.* min_colayers=3, num_colayers=2."):
