@@ -1,5 +1,7 @@
 """The weights and ledgers of a rank under Canary, without ranks that run."""
 
+from concurrent import futures
+
 import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
@@ -91,6 +93,39 @@ class AdoptTest(tf.test.TestCase, parameterized.TestCase):
         own = _replica(0)
         with self.assertRaisesRegex(ProtocolError, message):
             own.adopt(change(_state(_replica(1), 0)))
+
+
+class LockTest(tf.test.TestCase):
+    def _is_held(self, lock):
+        """Whether another thread could not take it now."""
+        with futures.ThreadPoolExecutor(1) as executor:
+            is_free = executor.submit(lock.acquire, blocking=False).result()
+            if is_free:
+                executor.submit(lock.release).result()
+        return not is_free
+
+    def _note(self, replica, owner, name):
+        """Has it noted, whenever a method is called, whether the replica is locked then."""
+        method = getattr(owner, name)
+
+        def noted(*args):
+            self.held.append((name, self._is_held(replica.lock)))
+            return method(*args)
+
+        setattr(owner, name, noted)
+
+    def test_weights_and_ledgers_are_of_the_same_moment(self):
+        """No state is copied, or taken, while something is merged: what comes first and last is under the same lock."""
+        self.held = []
+        own, other = _replica(0), _replica(1)
+        for replica in (own, other):
+            for owner, name in ((replica, "accumulate"), (replica, "read"), (replica.gei, "snapshot")):
+                self._note(replica, owner, name)
+        self._note(own, own.gei, "absorb")
+        _merge(other, _WHOLE, 0, 1, ((0, 0),))
+        own.adopt(_state(other, 0))
+        self.assertEqual(self.held, [(name, True) for name in ("accumulate", "snapshot", "read", "absorb")])
+        self.assertFalse(self._is_held(own.lock) or self._is_held(other.lock))
 
 
 class BlendTest(tf.test.TestCase):

@@ -213,6 +213,25 @@ class ExactSumTest(tf.test.TestCase, parameterized.TestCase):
         for rank in range(world_size):
             self.assertAllEqual(job.finals[rank], job.expected())
 
+    @parameterized.parameters(("bcube:2,2", 4, 2), ("bcube:2,3", 8, 3), ("mesh", 3, 1))
+    def test_all_interfaces_carry_as_much(self, network, world_size, num_interfaces):
+        """Each has a lane of its own; on lane 0 there are no values."""
+        changes = np.zeros((world_size, 6, 960))
+        shapes = ((240,), (240, 1), (240,), (240,))
+        job = Job(network, world_size, np.ones((world_size, 6)), changes, shapes=shapes)
+        lanes = collections.Counter()
+        for membership in job.cluster.memberships:
+
+            def send(peer, queue, header=b"", payload=(), lane=0, send=membership.transport.send, **arguments):
+                if queue == f"canary/{_GROUP}":
+                    lanes[lane] += sum(array.nbytes for array in payload)
+                send(peer, queue, header, payload, lane, **arguments)
+
+            membership.transport.send = send
+        job.run()
+        self.assertEqual(sorted(lanes), list(range(1, 1 + num_interfaces)))
+        self.assertAllClose(list(lanes.values()), [lanes[1]] * num_interfaces, rtol=0.1)
+
     def test_random_schedules(self):
         for seed in range(_NUM_SCHEDULES):
             rng = np.random.default_rng([4, seed])

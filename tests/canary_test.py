@@ -3,6 +3,7 @@
 import functools
 import threading
 import time
+from concurrent import futures
 
 import keras
 import numpy as np
@@ -12,6 +13,11 @@ from absl.testing import parameterized
 
 import hop_tf
 from hop_tf import codecs
+from hop_tf.collectives import BCube
+from hop_tf.errors import MismatchError
+from hop_tf.gei import Thresholds
+from hop_tf.local_cluster import PortReservation
+from hop_tf.strategies.canary_exchange import AsyncSettings
 from hop_tf.testing import InProcessCluster
 
 _OPTIONS = hop_tf.CommunicationOptions(timeout_seconds=60)
@@ -116,6 +122,9 @@ class SynchronousTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(history, _expected(make_optimizer), rtol=1e-5, atol=1e-6)
             self.assertAllEqual(last, results[0][1])
             self.assertEqual(report["steps"], _NUM_STEPS)
+            num_interfaces = int(network[-1]) if network.startswith("bcube") else 1
+            lanes = {name for name in report if name.startswith("bytes_sent_on_lane_")}
+            self.assertEqual(lanes, {f"bytes_sent_on_lane_{lane}" for lane in range(1 + num_interfaces)})
 
     @parameterized.parameters("sketch", codecs.TopK(ratio=0.8, error_feedback=True))
     def test_lossy(self, codec):
@@ -355,6 +364,22 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
             self.assertGreater(mean, 1 - 0.9 ** (0.8 * num_batches))
 
 
+class SettingsTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters(
+        ({}, Thresholds(16, 4)),
+        ({"max_staleness": 3, "min_colayers": 2}, Thresholds(3, 2)),
+        ({"min_colayers": 9}, Thresholds(16, 4)),  # There are fewer.
+        ({"min_colayers": 0}, Thresholds(16, 0)),
+        ({"max_staleness": 3, "consistency": "async"}, Thresholds(3, 0)),
+    )
+    def test_what_the_exchange_is_told(self, settings, thresholds):
+        """In a model of four colayers."""
+        strategy = hop_tf.CanaryStrategy(network="bcube:2,2", codec="int8", sync_interval=7, **settings)
+        expected = AsyncSettings(network=BCube(2, 2), thresholds=thresholds, codec=codecs.get("int8"), sync_interval=7)
+        self.assertEqual(strategy._settings.asynchronous(4), expected)
+        self.assertEqual(strategy._settings.drops, thresholds.min_colayers > 0)
+
+
 class RefusalTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
         ({"network": "ring"}, "`network` must be 'mesh'"),
@@ -386,10 +411,36 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
         ({"on_peer_loss": "wait"}, "`on_peer_loss` must be one of None, raise, continue."),
         ({"consistency": "bsp", "on_peer_loss": "continue"}, "`on_peer_loss` must be 'raise' or None with"),
         ({"network": "bcube:3,2"}, "`network` must have as many ranks as the cluster"),
+        (
+            {"interfaces": ["127.0.0.1", "127.0.0.2"]},
+            "`interfaces` must be 1 addresses, one for each interface of mesh. Received: .*127.0.0.2",
+        ),
+        ({"consistency": "bsp", "network": "bcube:2,1", "interfaces": ["::1", "::2"]}, "`interfaces` must be 1 addr"),
     )
     def test_arguments(self, settings, message):
         with self.assertRaisesRegex(ValueError, message):
             _cluster(2, **settings).run(lambda strategy: None)
+
+    def test_interfaces_on_one_rank_only(self):
+        ports = self.enter_context(PortReservation(2))
+        ports.release()
+        cluster = tf.train.ClusterSpec({"worker": [f"127.0.0.1:{port}" for port in ports.ports]})
+
+        def run(rank, interfaces):
+            resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(cluster, "", "worker", rank)
+            strategy = hop_tf.CanaryStrategy(
+                interfaces=interfaces, cluster_resolver=resolver, communication_options=_OPTIONS
+            )
+            try:
+                _train(strategy, _sgd)
+            finally:
+                strategy.shutdown()
+
+        with futures.ThreadPoolExecutor() as executor:
+            ranks = [executor.submit(run, *each) for each in enumerate((["127.0.0.2"], None))]
+        for rank, theirs in zip(ranks, ("'0' there, '1' here", "'1' there, '0' here"), strict=True):
+            with self.assertRaisesRegex(MismatchError, f"disagrees on 'option interfaces': {theirs}"):
+                rank.result()
 
     def test_custom_loops(self):
         def run(strategy):
