@@ -193,8 +193,8 @@ class Contributions:
         layout = self.layout
         if layout is None or not self._peers.are_all_in(layout):
             return set()
-        sent, merged = self._sent[layout.key], layout.ledger.merged[:, self._membership.rank].tolist()
-        return {piece.root for piece in layout.pieces if sent[piece.colayer] - merged[piece.index] >= most}
+        sent, merged = np.array(self._sent[layout.key]), layout.ledger.merged[:, self._membership.rank]
+        return {layout.pieces[index].root for index in np.flatnonzero(sent[layout.colayers] - merged >= most)}
 
     def unsettled_roots(self) -> set[int]:
         """The roots of pieces of which more may come here; the monitor is held."""

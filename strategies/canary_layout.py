@@ -56,6 +56,7 @@ class Layout:
       key: The same.
       ranks: The ranks that take part, in order.
       pieces: All pieces, none empty.
+      colayers: int array: z of each piece.
       by_colayer: The same, for each colayer: those of the next roots first, so that nobody is sent to by all at once.
       ledger: What was merged of each piece on this rank. See `Ledger`.
       ended: Pieces of which no more comes from the root. Guarded by the rank's monitor.
@@ -75,6 +76,7 @@ class Layout:
             for bucket, size in enumerate(of_buckets):
                 self._cut(colayer, bucket, starts[bucket], size, routes)
                 starts[bucket] += size
+        self.colayers = np.array([piece.colayer for piece in self.pieces], int)
         place = self.ranks.index(rank) if rank in self.ranks else 0
         self.by_colayer = [
             sorted(

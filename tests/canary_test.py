@@ -402,6 +402,7 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
         ({"codec": "top_k", "consistency": "bsp"}, "`codec` must send something.*error_feedback=False.*'bsp'."),
         ({"num_colayers": 0}, "`num_colayers` must be an integer of at least 1. Received: num_colayers=0."),
         ({"sync_interval": 0}, "`sync_interval` must be an integer of at least 1. Received: sync_interval=0."),
+        ({"patience": 1.5}, "`patience` must be a number from 0 to 1. Received: patience=1.5."),
         ({"low_rank": 0, "consistency": "bsp"}, "`low_rank` must be an integer of at least 1. Received: low_rank=0."),
         (
             {"low_rank": 2},
