@@ -337,6 +337,9 @@ def _accuracy() -> None:
         for seed in range(_SEEDS.value):
             num_processes = n + ("strategy" in settings)
             (of_ranks,) = _measure([settings], num_processes, **_training(seed, _EPOCHS.value, math.inf))
+            print(
+                f"{label}, seed {seed}: " + ", ".join(f"{100 * a:.1f}% {s:.0f} s" for s, a in of_ranks[0]), flush=True
+            )
             last.append(of_ranks[0][-1][1])
             seconds.append(next((s for s, accuracy in of_ranks[0] if accuracy >= _TARGET.value), float("nan")))
         reached[label] = statistics.mean(seconds), statistics.mean(last)
