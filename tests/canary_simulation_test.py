@@ -343,6 +343,15 @@ class DepartureTest(tf.test.TestCase, parameterized.TestCase):
                 num_merged = self._counts(seen[rank, 19][where], 2)
                 self.assertAllEqual(num_merged, np.full_like(num_merged, num_merged[0] if is_lost else 2 * 5))
 
+    def test_contributions_are_means_of_those_that_are_there(self):
+        """From the iteration on in which a rank has heard that rank 2 has left, after 5 of them."""
+        job, _ = self._run(20, leaves_at=5, slow_link=(2, 1))
+        for where, is_lost in self._pieces(job):
+            for rank in () if is_lost else (0, 1):
+                among_two = self._counts(job.finals[0][where], rank) - 2 * len(job.made[rank])
+                self.assertAllEqual(among_two, np.full_like(among_two, among_two[0]))
+                self.assertBetween(among_two[0], 11, 15)
+
     def test_what_is_under_way_between_others_at_the_end_is_waited_for(self):
         """Rank 2 leaves when they have made their last step: of pieces that it is not the root of, nothing is lost."""
         job, _ = self._run(20, leaves_at=19, slow_link=(0, 1), last_seconds=3.2)
