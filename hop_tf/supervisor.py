@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import atexit
 import json
+import math
 import os
 import sys
 import time
@@ -39,7 +40,7 @@ _COLUMNS: tuple[tuple[str, Callable[[Mapping], str]], ...] = (
 def main(argv: Sequence[str]) -> int:
     """Runs `hop_tf supervise` with the arguments `argv`; returns the exit code."""
     arguments = _parse(argv)
-    readers = [ReportReader(address, arguments.token, _credentials(arguments)) for address in arguments.addresses]
+    readers = [ReportReader(address, arguments.token, arguments.credentials) for address in arguments.addresses]
     try:
         return _watch(readers, arguments)
     except KeyboardInterrupt:
@@ -54,7 +55,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         prog="hop_tf supervise",
         description="Show what the ranks of a running job do. Ends when no rank answers any more.",
     )
-    parser.add_argument("addresses", nargs="*", help="host:port of the ranks, in order; default: those of TF_CONFIG")
+    parser.add_argument(
+        "addresses", nargs="*", type=_address, help="host:port of the ranks, in order; default: those of TF_CONFIG"
+    )
     parser.add_argument("--interval", type=float, default=1.0, help="seconds between two looks (default 1)")
     parser.add_argument("--count", type=int, default=0, help="look so many times; default 0: until the job has ended")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for the first rank (default 60)")
@@ -64,17 +67,34 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.add_argument(f"--tls_{name}", help="see CommunicationOptions")
     arguments = parser.parse_args(argv)
     arguments.token = arguments.token or os.environ.get("HOP_TF_CLUSTER_TOKEN")
-    arguments.addresses = arguments.addresses or _addresses_of_cluster()
+    try:
+        arguments.addresses = arguments.addresses or _addresses_of_cluster()
+        arguments.credentials = _credentials(arguments)
+    except (argparse.ArgumentTypeError, TypeError, ValueError) as error:
+        parser.error(str(error))
     if not arguments.addresses:
         parser.error("name the ranks' addresses, or set TF_CONFIG.")
-    if arguments.interval <= 0 or arguments.count < 0 or arguments.timeout <= 0:
+    if not 0 < arguments.interval < math.inf or arguments.count < 0 or not arguments.timeout > 0:
         parser.error("--interval and --timeout must be positive, --count at least 0.")
     return arguments
 
 
+def _address(text: str) -> str:
+    """`text`; raises ArgumentTypeError if it is no address: gRPC would look for something else."""
+    host, _, port = text.rpartition(":")
+    if not (host and port.isdecimal() and 0 < int(port) < 65536):
+        raise argparse.ArgumentTypeError(f"Addresses must be 'host:port', ports from 1 to 65535. Received: {text!r}.")
+    return text
+
+
 def _addresses_of_cluster() -> list[str]:
-    cluster = json.loads(os.environ.get("TF_CONFIG", "{}")).get("cluster", {})
-    return [*cluster.get("chief", ()), *cluster.get("worker", ())]
+    text = os.environ.get("TF_CONFIG") or "{}"
+    try:
+        cluster = json.loads(text).get("cluster", {})
+        addresses = [*cluster.get("chief", ()), *cluster.get("worker", ())]
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"TF_CONFIG must be JSON with the lists of a cluster's tasks. Received: {text}") from error
+    return [_address(str(address)) for address in addresses]
 
 
 def _credentials(arguments: argparse.Namespace) -> grpc.ChannelCredentials | None:

@@ -113,6 +113,25 @@ class SupervisorTest(TransportTestMixin, tf.test.TestCase, parameterized.TestCas
         with self.assertRaises(SystemExit):
             _run("127.0.0.1:1", "--interval=0")
 
+    @parameterized.parameters(
+        (["127.0.0.1"], "", "'127.0.0.1'"),
+        (["127.0.0.1:99999"], "", "ports from 1 to 65535. Received: '127.0.0.1:99999'"),
+        (["127.0.0.1:1", "--interval=nan"], "", "--interval and --timeout must be positive"),
+        (["127.0.0.1:1", "--tls_private_key=key"], "", "must be given together"),
+        ([], "", "name the ranks' addresses"),
+        ([], "{nonsense", "TF_CONFIG must be JSON with the lists of a cluster's tasks. Received: {nonsense"),
+        ([], "[]", "TF_CONFIG must be JSON"),
+        ([], '{"cluster": {"worker": "a:1"}}', "Addresses must be 'host:port'"),
+    )
+    def test_says_what_is_wrong(self, argv, config, message):
+        """With argparse's exit code, and at once: nobody is asked."""
+        errors = io.StringIO()
+        self.enter_context(mock.patch.dict("os.environ", {"TF_CONFIG": config}))
+        with contextlib.redirect_stderr(errors), self.assertRaises(SystemExit) as exit_code:
+            supervisor.main(argv)
+        self.assertEqual(exit_code.exception.code, 2)
+        self.assertIn(message, errors.getvalue())
+
 
 if __name__ == "__main__":
     tf.test.main()
