@@ -374,8 +374,9 @@ class SettingsTest(tf.test.TestCase, parameterized.TestCase):
     )
     def test_what_the_exchange_is_told(self, settings, thresholds):
         """In a model of four colayers."""
-        strategy = hop_tf.CanaryStrategy(network="bcube:2,2", codec="int8", sync_interval=7, **settings)
-        expected = AsyncSettings(network=BCube(2, 2), thresholds=thresholds, codec=codecs.get("int8"), sync_interval=7)
+        same = {"sync_interval": 7, "patience": 0.5}
+        strategy = hop_tf.CanaryStrategy(network="bcube:2,2", codec="int8", **same, **settings)
+        expected = AsyncSettings(network=BCube(2, 2), thresholds=thresholds, codec=codecs.get("int8"), **same)
         self.assertEqual(strategy._settings.asynchronous(4), expected)
         self.assertEqual(strategy._settings.drops, thresholds.min_colayers > 0)
 
