@@ -23,7 +23,7 @@ from hop_tf.monitor import Monitor, ThreadMonitor
 from hop_tf.options import CommunicationOptions
 from hop_tf.transport.base import Message, Transport
 
-_GATHER, _SETTINGS = "canary_session/gather", "canary_session/settings"
+_GATHER = "canary_session/gather"
 _HEADER = struct.Struct("<q")
 
 
@@ -87,10 +87,8 @@ class CanarySession:
         self._num_gathers = 0
         self._gathered: dict[tuple[int, int], np.ndarray] = {}
         self._settings = f"network={self._network}, num_colayers={num_colayers}, codec={self._codec}"
-        self._settings_there: dict[int, str] = {}
         self._num_colayers = num_colayers
         transport.register(_GATHER, self._on_gather)
-        transport.register(_SETTINGS, self._on_settings)
 
     @property
     def rank(self) -> int:
@@ -114,28 +112,29 @@ class CanarySession:
         self._membership.flush(deadline)
         for reduction in self._reductions.values():
             reduction.close()
-        for queue in (_GATHER, _SETTINGS):
-            self._membership.transport.unregister(queue)
+        self._membership.transport.unregister(_GATHER)
 
     def _compare_settings(self) -> None:
+        mine = np.frombuffer(self._settings.encode(), np.uint8)
         others = [rank for rank in range(self._membership.world_size) if rank != self.rank]
-        for rank in others:
-            self._membership.send(rank, _SETTINGS, self._settings.encode())
-        there = self._settings_there
-        self._membership.wait(
-            lambda: [rank for rank in others if rank not in there], operation="hear of the session's settings"
-        )
-        for rank in others:
-            if there[rank] != self._settings:
+        received = self._exchange(dict.fromkeys(others, mine), "hear of the session's settings")
+        for rank, data in received.items():
+            if (theirs := data.tobytes().decode(errors="replace")) != self._settings:
                 raise MismatchError(
-                    f"rank {self.rank}: rank {rank} has other settings: '{there[rank]}' there, '{self._settings}' "
-                    "here. They must be the same on all ranks."
+                    f"rank {self.rank}: rank {rank} has other settings: '{theirs}' there, '{self._settings}' here. "
+                    "They must be the same on all ranks."
                 )
 
-    def _on_settings(self, message: Message) -> None:
+    def _exchange(self, values: Mapping[int, np.ndarray], operation: str) -> Mapping[int, np.ndarray]:
+        """Sends to each of these ranks its values. Returns the bytes that each has sent in the same call."""
+        number, self._num_gathers = self._num_gathers, self._num_gathers + 1
+        for rank, array in values.items():
+            self._membership.send(rank, _GATHER, _HEADER.pack(number), [array], lane=BULK_LANE)
+        self._membership.wait(
+            lambda: [rank for rank in values if (rank, number) not in self._gathered], operation=operation
+        )
         with self._membership.monitor:
-            self._settings_there[message.sender] = message.header.decode(errors="replace")
-            self._membership.monitor.notify_all()
+            return {rank: self._gathered.pop((rank, number)) for rank in values}
 
     # BCube driver.
 
@@ -164,19 +163,9 @@ class CanarySession:
         check_integer("pieces", pieces, at_least=1)
         parts = np.array_split(np.ascontiguousarray(tensor).reshape(-1), pieces)
         of_places = [np.concatenate([parts[0][:0], *parts[place :: len(ranks)]]) for place in range(len(ranks))]
-        number, self._num_gathers = self._num_gathers, self._num_gathers + 1
-        for rank, values in zip(ranks, of_places, strict=True):
-            if rank != self.rank:
-                self._membership.send(rank, _GATHER, _HEADER.pack(number), [values], lane=BULK_LANE)
-        return self._sum(number, ranks, of_places[ranks.index(self.rank)])
-
-    def _sum(self, number: int, ranks: Sequence[int], own: np.ndarray) -> np.ndarray:
-        others = [rank for rank in ranks if rank != self.rank]
-        self._membership.wait(
-            lambda: [rank for rank in others if (rank, number) not in self._gathered], operation="gather pieces"
-        )
-        with self._membership.monitor:
-            received = {rank: self._gathered.pop((rank, number)) for rank in others}
+        own = of_places[ranks.index(self.rank)]
+        to_others = {rank: values for rank, values in zip(ranks, of_places, strict=True) if rank != self.rank}
+        received = self._exchange(to_others, "gather pieces")
         if any(values.nbytes != own.nbytes for values in received.values()):
             raise ProtocolError(f"rank {self.rank}: pieces of another size came than those of this rank.")
         return np.sum([received[rank].view(own.dtype) if rank in received else own for rank in ranks], axis=0)

@@ -13,7 +13,7 @@ from absl.testing import parameterized
 
 import hop_tf
 from hop_tf import codecs
-from hop_tf.collectives import BCube
+from hop_tf.collectives import BCube, get_network
 from hop_tf.errors import MismatchError
 from hop_tf.gei import Thresholds
 from hop_tf.local_cluster import PortReservation
@@ -122,7 +122,7 @@ class SynchronousTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(history, _expected(make_optimizer), rtol=1e-5, atol=1e-6)
             self.assertAllEqual(last, results[0][1])
             self.assertEqual(report["steps"], _NUM_STEPS)
-            num_interfaces = int(network[-1]) if network.startswith("bcube") else 1
+            num_interfaces = get_network(network).num_levels
             lanes = {name for name in report if name.startswith("bytes_sent_on_lane_")}
             self.assertEqual(lanes, {f"bytes_sent_on_lane_{lane}" for lane in range(1 + num_interfaces)})
 
