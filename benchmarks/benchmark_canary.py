@@ -14,10 +14,10 @@ interfaces  The all-reduce of synchronous training, four ranks, as many values o
             on a BCube(2,2) over two interfaces, beside a mesh over one, of --interface_link each (an emulated network:
             root). The bytes that a rank sends a second, and processor seconds a second of all ranks. Required: 1.8
             times the rate.
-accuracy    Real training: accuracy on the test data, and the seconds until `--target` was reached, also over those of
-            asynchronous training with the sketch. Beside the kinds of the others there is a parameter server (PS), one
-            more process: each step waits for all workers' gradients. Required at a --link that is slow enough: 1.6
-            times for BML, 2.8 times for PS.
+accuracy    Real training with an emulated computation: accuracy on the test data, and the seconds until `--target` was
+            reached, also over those of asynchronous training with the sketch. Beside the kinds of the others there is a
+            parameter server (PS), one more process: each step waits for all workers' gradients. Required at a --link
+            that is slow enough: 1.6 times for BML, 2.8 times for PS.
 equal_time  Real training of --seconds with an emulated computation, where all ranks are as fast, and where one is ten
             times slower: accuracy on the test data of asynchronous training, and how many points it is above that of
             BML. Required: at least -0.5, and at least 5 with the slow one.
@@ -336,7 +336,8 @@ def _accuracy() -> None:
         last, seconds = [], []
         for seed in range(_SEEDS.value):
             num_processes = n + ("strategy" in settings)
-            (of_ranks,) = _measure([settings], num_processes, **_training(seed, _EPOCHS.value, math.inf))
+            training = _training(seed, _EPOCHS.value, math.inf)
+            (of_ranks,) = _measure([settings], num_processes, step_seconds=_STEP_SECONDS.value, **training)
             print(
                 f"{label}, seed {seed}: " + ", ".join(f"{100 * a:.1f}% {s:.0f} s" for s, a in of_ranks[0]), flush=True
             )

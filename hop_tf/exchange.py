@@ -73,6 +73,19 @@ class Exchange(abc.ABC):
     def reset(self, session: int) -> None:
         """Forgets everything and prepares for step 0 of `session`. Other ranks may send as soon as it has returned."""
 
+    def emit_encode(self, segment: int, buckets: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
+        """Emits the ops that shorten what the graph hands out, on the device that it is on. Default: none.
+
+        Args:
+          segment: The segment.
+          buckets: Its buckets.
+
+        Returns:
+          What `Outgoing` gets in their place: vectors of the same types, and of any length.
+        """
+        del segment
+        return buckets
+
     @abc.abstractmethod
     def step(self, outgoing: Outgoing) -> Incoming | None:
         """Runs the scheme for one step; called once for every `Outgoing`, and, on one thread, in order.

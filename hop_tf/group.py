@@ -114,7 +114,8 @@ class Group:
           step: Number of what is handed out, where that is not the step.
         """
         step = self.step.read_value() if step is None else step
-        self.runner.submit(step, segment, self._packing_of(segment).pack(values))
+        buckets = self._packing_of(segment).pack(values)
+        self.runner.submit(step, segment, self.exchange.emit_encode(segment, buckets))
 
     def signal(self, segment: int, computed: Sequence = ()) -> None:
         """Emits the op that hands a segment without values to the scheme, as soon as `computed` is there."""

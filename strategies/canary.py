@@ -8,7 +8,7 @@ Multi-Interface Networks. IEEE TPDS 2021. Worker i, in iteration k (sections 4 a
     3.  if s is too large, and too few colayers have left: it is overtime                  (lines 19 and 22)
             what has not left is dropped, and the state of the fastest worker pulled       (section 5.3)
             (its optimizer forgets the step: see `hop_tf.strategies.canary_slots`)
-    4.  else, each colayer is cut into pieces, which are sketched and sent                 (Figures 12 to 14, Table 2)
+    4.  else, each colayer is sketched, and cut into pieces, which are sent                (Figures 12 to 14, Table 2)
     5.  what has come of others' pieces is merged, and noted in the gradient exchange index  (Figure 16)
     6.  the next iteration is k + 1, or zeta, if that is more
 

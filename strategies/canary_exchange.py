@@ -156,6 +156,10 @@ class CanaryExchange(Exchange, Joiner):
 
     # Steps.
 
+    def emit_encode(self, segment: int, buckets: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
+        """Step 4: colayers are sketched where they are computed. What has no op for that is encoded piece by piece."""
+        return self.replica.emit_encode(segment, buckets) if segment < len(self.members) else buckets
+
     def step(self, outgoing: Outgoing) -> Incoming | None:
         k, segment = outgoing.step, outgoing.segment
         if segment == self.merge_segment:
@@ -207,21 +211,22 @@ class CanaryExchange(Exchange, Joiner):
             self._num_dropped += 1
             return
         layout = self._contributions.layout
-        share = 1 / len(layout.ranks)
         for piece in layout.by_colayer[colayer]:
-            start = self.replica.starts[colayer][piece.bucket]
-            values = buckets[piece.bucket][piece.where.start - start : piece.where.stop - start]
-            self._contribute(layout, piece, values * values.dtype.type(share), k)
+            self._contribute(layout, piece, buckets[piece.bucket], k)
         self._contributions.add(colayer)
         self._num_left += 1
 
-    def _contribute(self, layout: Layout, piece: Piece, values: np.ndarray, k: int) -> None:
+    def _contribute(self, layout: Layout, piece: Piece, bucket: np.ndarray, k: int) -> None:
+        """Sends a piece of a colayer on its way, or adds it to what others send here."""
+        values, data = self.replica.cut(piece, bucket, 1 / len(layout.ranks))
         if piece.parent is None or piece.children:
-            self._threads[piece.thread].contribute(layout, piece, values, k)
+            self._threads[piece.thread].contribute(layout, piece, k, values=values, data=data)
             return
+        if data is None:
+            data = self.replica.encode(piece, values)
         contributions = ((self._membership.rank, k),)
         note = self._channel.note(Kind.UP, layout.key, piece.index, contributions=contributions)
-        self._channel.send(piece.parent, note, [self.replica.encode(piece, values)], piece.parent_level)
+        self._channel.send(piece.parent, note, [data], piece.parent_level)
 
     def _end_iteration(self, k: int) -> Incoming:
         """Steps 5 and 6: the weights as they are, and how far ahead others are."""

@@ -138,10 +138,18 @@ class PieceThread:
         """Whether there is less to be worked off than there may be."""
         return self.num_bytes <= self._max_bytes
 
-    def contribute(self, layout: Layout, piece: Piece, values: np.ndarray, iteration: int) -> None:
-        """Adds this rank's own contribution to a piece that others send to it."""
-        rank = self._membership.rank
-        self.put(lambda: self._add(layout, piece, rank, ((rank, iteration),), values=values), values.nbytes)
+    def contribute(
+        self,
+        layout: Layout,
+        piece: Piece,
+        iteration: int,
+        *,
+        values: np.ndarray | None = None,
+        data: np.ndarray | None = None,
+    ) -> None:
+        """Adds this rank's own contribution, as values or encoded, to a piece that others send to it."""
+        rank, num_bytes = self._membership.rank, (data if values is None else values).nbytes
+        self.put(lambda: self._add(layout, piece, rank, ((rank, iteration),), values=values, data=data), num_bytes)
 
     def receive(self, layout: Layout, piece: Piece, note: Note, sender: int, payload: np.ndarray) -> None:
         """Takes a message about a piece."""

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+import tensorflow as tf
 
 from hop_tf.buffers import BufferPool
 from hop_tf.codecs import Codec, ErrorFeedback, Identity
@@ -49,6 +50,7 @@ class Replica:
       snapshots: By layout and piece, what it was with the message that has begun the blend which is under way.
       gei: Whose contributions were merged.
       starts: For each colayer and bucket, where the colayer begins in the vector.
+      is_encoded: For each colayer and bucket, whether the graph has encoded what it hands out.
       num_duplicates: Messages that were merged before.
     """
 
@@ -79,6 +81,15 @@ class Replica:
         self._pool = pool
         ends = [list(itertools.accumulate(of_bucket)) for of_bucket in zip(*self._sizes, strict=True)]
         self.starts = [[0 if z == 0 else end[z - 1] for end in ends] for z in range(len(parts))]
+        most_routes = max(len(network.routes_among(size)) for size in range(1, world_size + 1))
+        encodes = [
+            each.encodes_in_graph and not each.error_feedback and takes
+            for each, takes in zip(self._codecs, takes_codec, strict=True)
+        ]
+        self.is_encoded = [
+            [each and size >= most_routes * _MIN_ENCODED_VALUES for each, size in zip(encodes, of_colayer, strict=True)]
+            for of_colayer in self._sizes
+        ]
         self.lock = threading.RLock()
         self.num_duplicates = 0
         self.reset()
@@ -140,6 +151,26 @@ class Replica:
             return tuple(copies)
 
     # Encoding.
+
+    def emit_encode(self, colayer: int, buckets: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Emits the ops that encode those buckets of a colayer that `is_encoded` tells, each as a whole.
+
+        They keep their types, as which TensorFlow's queues take the bytes.
+        """
+        return [
+            tf.bitcast(tf.reshape(codec.emit_encode(values), [-1, values.dtype.size]), values.dtype)
+            if encodes
+            else values
+            for codec, values, encodes in zip(self._codecs, buckets, self.is_encoded[colayer], strict=True)
+        ]
+
+    def cut(self, piece: Piece, bucket: np.ndarray, share: float) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """The part of a colayer's bucket that is a piece, times a share: as values, or encoded where the bucket is."""
+        start = self.starts[piece.colayer][piece.bucket]
+        where = slice(piece.where.start - start, piece.where.stop - start)
+        if self.is_encoded[piece.colayer][piece.bucket]:
+            return None, self._codecs[piece.bucket].part(bucket.view(np.uint8), where, share, self._pool)
+        return bucket[where] * bucket.dtype.type(share), None
 
     def encode(self, piece: Piece, values: np.ndarray) -> np.ndarray:
         """Encodes values of a piece."""

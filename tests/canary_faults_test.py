@@ -188,8 +188,9 @@ class _Rank(State):
         for colayer, part in enumerate(exchange.parts[: len(_MEMBERS)]):
             num_drops = exchange.counters()["overtime_drops"]
             self._job.made[self._rank, step, colayer] += 1
-            change = np.full(part.sizes[0], float(_SHARES * _BASE**self._rank), before.dtype)
-            self._hand_out(step, colayer, change)
+            change = tf.fill([part.sizes[0]], tf.constant(_SHARES * _BASE**self._rank, before.dtype))
+            (bucket,) = exchange.emit_encode(colayer, [change])
+            self._hand_out(step, colayer, bucket.numpy())
             if exchange.counters()["overtime_drops"] == num_drops:
                 self._job.sent[self._rank, colayer] += _SHARES // len(exchange._contributions.layout.ranks)
         incoming = self._hand_out(step, exchange.merge_segment)

@@ -182,20 +182,22 @@ class Meeting:
             self._changed.wait_for(lambda: self._reached[1 - rank] >= at_least, timeout=60)
 
 
-def _train_one_hot(strategy, num_steps=24, callbacks=(), num_fits=1, momentum=0.0, **compile_args):
+def _train_one_hot(strategy, num_steps=24, callbacks=(), num_fits=1, momentum=0.0, num_unused=0, **compile_args):
     """The gradient of rank r in step k is 1 for weight (k, r) and 0 for the others: what is applied can be told.
+
+    There are `num_unused` more weights, whose gradients are 0.
 
     Returns the weights, [num_steps, n], in units of what one contribution adds, and the report.
     """
     n = strategy.world_size
     with strategy.scope():
         layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
-        model = keras.Sequential([keras.Input((num_steps * n,)), layer])
+        model = keras.Sequential([keras.Input((num_steps * n + num_unused,)), layer])
         model.compile(keras.optimizers.SGD(1.0, momentum), lambda y, y_pred: y_pred, **compile_args)
     for _ in range(num_fits):
-        x = np.eye(num_steps * n, dtype=np.float32)
+        x = np.eye(num_steps * n, num_steps * n + num_unused, dtype=np.float32)
         model.fit(x, np.zeros(len(x)), batch_size=n, shuffle=False, verbose=0, callbacks=list(callbacks))
-    return -n * model.get_weights()[0].reshape(num_steps, n), strategy.report()
+    return -n * model.get_weights()[0][: num_steps * n].reshape(num_steps, n), strategy.report()
 
 
 class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
@@ -213,17 +215,17 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
         {"consistency": "async", "codec": "int8", "steps_per_execution": 4},
         {"consistency": "ssp", "run_eagerly": True},
+        {"codec": "sketch", "num_unused": 2000},  # So many that the graph encodes them.
         {"network": "bcube:2,2", "sync_interval": 3},
     )
-    @pytest.mark.stress(after=2)
-    def test_every_contribution_counts_once(self, steps_per_execution=1, run_eagerly=False, **settings):
+    @pytest.mark.stress(after=3)
+    def test_every_contribution_counts_once(self, steps_per_execution=1, run_eagerly=False, num_unused=0, **settings):
         """What a rank has learned is in the weights of all, once; a slow one passes over what it has missed."""
 
         def run(strategy):
             slow = SlowRank(strategy, 0, 0.05)
-            return _train_one_hot(
-                strategy, callbacks=[slow], steps_per_execution=steps_per_execution, run_eagerly=run_eagerly
-            )
+            how = {"steps_per_execution": steps_per_execution, "run_eagerly": run_eagerly}
+            return _train_one_hot(strategy, callbacks=[slow], num_unused=num_unused, **how)
 
         world_size = 4 if "network" in settings else 3
         results = _cluster(world_size, **{"codec": None, **settings}).run(run)

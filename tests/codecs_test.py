@@ -227,6 +227,22 @@ class CodecsTest(tf.test.TestCase, parameterized.TestCase):
         error = self.round_trip(codecs.QuantileSketch(), values) - values
         self.assertLess(np.sqrt(np.mean(error**2)), 0.009)
 
+    @parameterized.parameters(codecs.QuantileSketch(), codecs.QuantileSketch(num_bits=3, spacing=1.0))
+    def test_encodes_in_the_graph(self, codec):
+        """To the same bytes; and what is cut out of them decodes to that part of the values, times the factor."""
+        values, where = _gradients(1600), slice(112, 999)
+        data = tf.function(codec.emit_encode)(tf.constant(values)).numpy()
+        self.assertAllEqual(data, codec.encode(values, self.pool))
+        part = self.received(codec.part(self.received(data), where, 1 / 3, self.pool))
+        expected = self.decode(codec, self.received(data), values.size)[where] / 3
+        self.assertAllClose(self.decode(codec, part, expected.size), expected, rtol=1e-6)
+
+    def test_others_do_not_encode_in_the_graph(self):
+        for codec in (codecs.Identity(), codecs.Int8(), codecs.Truncate16(), codecs.TopK(ratio=0.1)):
+            self.assertFalse(codec.encodes_in_graph)
+            with self.assertRaisesRegex(NotImplementedError, "does not encode in the graph"):
+                codec.emit_encode(tf.zeros([16]))
+
     @parameterized.product(codec=_SPARSE, share=(0.0, 0.001, 0.3, 1.0))
     def test_sparse_sends_what_is_not_zero(self, codec, share):
         """Several blocks, some without any value."""

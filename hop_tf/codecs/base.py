@@ -7,6 +7,7 @@ import dataclasses
 from typing import ClassVar
 
 import numpy as np
+import tensorflow as tf
 
 from hop_tf.arguments import check_boolean
 from hop_tf.buffers import BufferPool
@@ -51,6 +52,11 @@ class Codec(abc.ABC):
         """What encodes sums of several ranks' values that are passed on."""
         return self
 
+    @property
+    def encodes_in_graph(self) -> bool:
+        """Whether it has `emit_encode` and `part`."""
+        return False
+
     def at_step(self, step: int) -> Codec:
         """The codec of a step: itself, unless its settings change with time. Steps count from 0 in every `fit`."""
         del step
@@ -80,6 +86,31 @@ class Codec(abc.ABC):
         Raises:
           ValueError: If so many values cannot be encoded to `data`: it has another length, or is malformed.
         """
+
+    def emit_encode(self, values: tf.Tensor) -> tf.Tensor:
+        """Emits the ops that encode a vector on the device that it is computed on, be it a GPU.
+
+        Args:
+          values: 1-D tensor of float32, bfloat16 or float16.
+
+        Returns:
+          1-D uint8 tensor, as of `encode`.
+        """
+        raise NotImplementedError(f"{self} does not encode in the graph.")
+
+    def part(self, data: np.ndarray, where: slice, factor: float, pool: BufferPool) -> np.ndarray:
+        """Cuts out of what a vector is encoded to what some of its values, times a factor, are encoded to.
+
+        Args:
+          data: As of `decode`.
+          where: Which values.
+          factor: Multiplies them.
+          pool: As of `encode`.
+
+        Returns:
+          As of `encode`.
+        """
+        raise NotImplementedError(f"{self} does not encode in the graph.")
 
     def accumulate(self, data: np.ndarray, accumulator: np.ndarray) -> None:
         """Decodes a vector and adds it, in float32, to `accumulator`. Arguments and errors as of `decode`."""

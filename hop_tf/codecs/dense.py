@@ -11,7 +11,7 @@ import tensorflow as tf
 from hop_tf.arguments import check_boolean
 from hop_tf.buffers import BufferPool
 from hop_tf.codecs.base import Codec, checked, take_float32
-from hop_tf.ops import arrays
+from hop_tf.ops import arrays, encodings
 from hop_tf.ops.arguments import DEFAULT_BLOCK_SIZE, check_block_size, check_sketch, num_blocks
 
 _BFLOAT16 = tf.bfloat16.as_numpy_dtype
@@ -187,6 +187,22 @@ class QuantileSketch(Codec):
         data = pool.take(self._header_bytes + values.size)
         arrays.quantile_sketch_encode(values, self.num_bits, self.spacing, out=self._split(data, values.size))
         return data
+
+    @property
+    def encodes_in_graph(self) -> bool:
+        return True
+
+    def emit_encode(self, values: tf.Tensor) -> tf.Tensor:
+        codes, bucket_values = encodings.quantile_sketch_encode(values, self.num_bits, self.spacing)
+        return tf.concat([tf.reshape(tf.bitcast(bucket_values, tf.uint8), [-1]), codes], axis=0)
+
+    def part(self, data: np.ndarray, where: slice, factor: float, pool: BufferPool) -> np.ndarray:
+        codes, bucket_values = self._split(data, data.size - self._header_bytes)
+        part = pool.take(self._header_bytes + where.stop - where.start)
+        part_codes, part_values = self._split(part, where.stop - where.start)
+        np.multiply(bucket_values, np.float32(factor), out=part_values)
+        np.copyto(part_codes, codes[where])
+        return part
 
     def decode(self, data: np.ndarray, out: np.ndarray) -> None:
         arrays.quantile_sketch_decode(*self._split(data, out.size), out=out)
