@@ -459,6 +459,10 @@ class SnapshotsTest(tf.test.TestCase):
         self.assertEqual(os.listdir(self._directory), ["ps_2_g"])
         self.assertEqual(self._snapshots().read("g", b"", self._packing).num_pushes, 3)
 
+    def test_a_directory_that_cannot_be_written_to_is_an_error_at_once(self):
+        with self.assertRaises(OSError):  # Not even root can.
+            Snapshots(hop_tf.SnapshotOptions(directory="/proc"), 0)
+
     def test_refuses_what_is_no_snapshot_of_the_model(self):
         snapshots, group = self._snapshots(), self._make_group()
         snapshots.read("g", b"mine", self._packing)

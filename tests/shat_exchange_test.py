@@ -192,7 +192,7 @@ class _ConnectionResets:
             self.num_resets += 1
 
 
-def _train(threads, num_pushes, momentum=0.0):
+def _train(threads, num_pushes):
     """All workers push as many random integers; returns their sums, each weighted with its rate."""
     values = np.random.default_rng(0).integers(-8, 9, (len(threads.workers), num_pushes))
 

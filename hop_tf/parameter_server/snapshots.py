@@ -7,6 +7,7 @@ import math
 import numbers
 import os
 import pathlib
+import tempfile
 import threading
 import time
 import zlib
@@ -67,7 +68,7 @@ class Snapshots:
       index: The server's.
 
     Raises:
-      OSError: If the directory cannot be made.
+      OSError: If the directory cannot be made, or no file in it.
     """
 
     def __init__(self, options: SnapshotOptions, index: int):
@@ -75,6 +76,7 @@ class Snapshots:
         self._index = index
         self._directory = pathlib.Path(options.directory)
         self._directory.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=self._directory).close()  # Else training would end with the first snapshot.
         self._writing = threading.Lock()
         self._signatures: dict[str, bytes] = {}
         # By group: the number of pushes that the last one has seen, and when it was written.
