@@ -10,8 +10,9 @@ from hop_tf.strategies.canary_contributions import Contributions
 from hop_tf.strategies.canary_peers import Peers
 from hop_tf.strategies.canary_pieces import PieceThread
 
-# Own iterations that may be under way, beside one for each message that follows another.
-_WINDOW = 4
+# Own iterations that may be under way, beside one for each message that follows another: on each edge one may be held
+# up, for a rank that is slow, until the next one comes. More would keep a slow link no busier, and make steps later.
+_WINDOW = 1
 # Of its time a rank spends at most so much waiting in vain; and one iteration, if alike ranks have fallen out of step.
 _IN_VAIN_SHARE = 0.03
 # After its first iteration a rank waits so many times as long as that took, at most.
