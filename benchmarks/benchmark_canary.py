@@ -52,6 +52,7 @@ from hop_tf.emulation import ComputeEmulation, Slowdown
 
 _EXPERIMENTS = flags.DEFINE_list("experiments", ["traffic", "straggler", "networks"], "What to run.")
 _LINK = flags.DEFINE_string("link", ranks.LOOPBACK, "Bits per second of a host's link; needs root. Or loopback.")
+_QUEUE_BYTES = flags.DEFINE_integer("queue_bytes", None, "What waits in front of a link. Default: 10 ms of it.", 1)
 _INTERFACE_LINK = flags.DEFINE_string("interface_link", "500e6", "Bits per second of an interface, in `interfaces`.")
 _WORLD_SIZE = flags.DEFINE_integer("world_size", 4, "Ranks, where the network does not say.", lower_bound=2)
 _NETWORKS = flags.DEFINE_list("networks", ["mesh", "bcube:2.2", "bcube:3.2"], "A dot stands for the comma.")
@@ -65,8 +66,10 @@ _STEP_SECONDS = flags.DEFINE_float("step_seconds", 0.05, "Emulated computation o
 _NUM_STEPS = flags.DEFINE_integer("num_steps", 60, "Timed steps.", lower_bound=10)
 _EPOCHS = flags.DEFINE_integer("epochs", 5, "Epochs of `accuracy` and `convergence`.", lower_bound=1)
 _ACCURACY_ROWS = flags.DEFINE_integer("accuracy_rows", None, "Images of `accuracy` and `equal_time`. Default: all.", 1)
-_LEARNING_RATE = flags.DEFINE_float("learning_rate", 0.02, "Where accuracy is measured; momentum is 0.9.")
+_LEARNING_RATE = flags.DEFINE_float("learning_rate", 0.02, "Where accuracy is measured.")
+_MOMENTUM = flags.DEFINE_float("momentum", 0.9, "In `accuracy` and `equal_time`.", 0.0, 1.0)
 _SECONDS = flags.DEFINE_float("seconds", 120.0, "How long a training of `equal_time` takes, from its first step on.")
+_KINDS_USED = flags.DEFINE_list("kinds", None, "Of `accuracy`: BML, PS, BSP sketch, ... Default: all.")
 _TARGET = flags.DEFINE_float("target", 0.85, "Accuracy whose time is taken.")
 _SEEDS = flags.DEFINE_integer("seeds", 1, "Trainings of each kind.")
 _OUTPUT = flags.DEFINE_string("output", None, "A folder for tables and figures.")
@@ -192,7 +195,7 @@ def _train(case: Mapping, strategy: tf.distribute.Strategy) -> list[tuple[float,
     with strategy.scope():
         hidden = [layers.Dense(300, activation="relu"), layers.Dense(100, activation="relu")]
         model = keras.Sequential([keras.Input((784,)), *hidden, layers.Dense(10, activation="softmax")])
-        optimizer = keras.optimizers.SGD(case["learning_rate"], momentum=0.9)
+        optimizer = keras.optimizers.SGD(case["learning_rate"], momentum=case["momentum"])
         model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"])
     weights = _Weights(case["seconds"])
     model.fit(x, y, batch_size=128, epochs=case["epochs"], verbose=0, callbacks=[weights])
@@ -232,6 +235,7 @@ def _measure(
         environment=environment,
         timeout_seconds=3600,
         num_interfaces=num_interfaces,
+        **({} if _QUEUE_BYTES.value is None else {"queue_bytes": _QUEUE_BYTES.value}),
     )
     return list(zip(*of_ranks, strict=True))
 
@@ -333,6 +337,8 @@ def _interfaces() -> None:
 def _accuracy() -> None:
     n, reached = _WORLD_SIZE.value, {}
     for label, settings in {"PS": _PS, **_beside_bml(n)}.items():
+        if _KINDS_USED.value is not None and label.partition(" bcube")[0] not in _KINDS_USED.value:
+            continue
         last, seconds = [], []
         for seed in range(_SEEDS.value):
             num_processes = n + ("strategy" in settings)
@@ -344,7 +350,7 @@ def _accuracy() -> None:
             last.append(of_ranks[0][-1][1])
             seconds.append(next((s for s, accuracy in of_ranks[0] if accuracy >= _TARGET.value), float("nan")))
         reached[label] = statistics.mean(seconds), statistics.mean(last)
-    fastest, _ = reached["SSP sketch"]
+    fastest, _ = reached.get("SSP sketch", (float("nan"), None))
     rows = [(label, seconds, seconds / fastest, accuracy) for label, (seconds, accuracy) in reached.items()]
     _show("accuracy", ("", f"s to {_TARGET.value}", "over SSP sketch", "accuracy"), rows)
 
@@ -357,6 +363,7 @@ def _training(seed: int, epochs: int, seconds: float) -> dict[str, Any]:
         "epochs": epochs,
         "seconds": seconds,
         "learning_rate": _LEARNING_RATE.value,
+        "momentum": _MOMENTUM.value,
         "num_rows": _ACCURACY_ROWS.value,
     }
 

@@ -185,6 +185,14 @@ class BlendTest(tf.test.TestCase):
             self.assertEqual(self.blendings[rank].num_blends, 1)
             self.assertEmpty(replica.snapshots)
 
+    def test_what_was_merged_since_the_mark_stays(self):
+        for rank in (2, 0, 1):
+            self._mark(rank)
+        _merge(self.replicas[0], _WHOLE, self.piece, 2, ((2, 2),), 5.0)
+        self._bring(2)
+        self._bring(0, 1)
+        self.assertAllClose(self._values(), [53 / 3 + 5, 53 / 3, 53 / 3])
+
     def test_while_the_mean_is_on_its_way(self):
         for rank in (2, 0, 1):
             self._mark(rank)
