@@ -93,7 +93,9 @@ class CanaryStrategy(ExchangeStrategy):
         Default None: all colayers. At most `num_colayers`; fewer colayers, if a model has only these, suffice.
       num_colayers: k, the most colayers that variables are bundled into, at least 1. Default 10.
       codec: What is sent is encoded with this: a `hop_tf.codecs.Codec`, or a name; None: as it is. `codecs.TopK` takes
-        consistency="bsp" and error feedback: else what it does not select would be lost. Default "sketch".
+        consistency="bsp" and error feedback: else what it does not select would be lost. Colayers are sketched as a
+        whole, on the device that computes the step; all else, and with "bsp", is encoded in pieces on processors.
+        Default "sketch".
       patience: How long a rank waits, at the end of an iteration, until what it has just sent is merged, as a share of
         the iteration's duration, from 0 to 1. Where ranks are alike, and messages fast, each iteration then begins with
         what all have computed in the one before, as in synchronous training, and no rank waits longer than there.
