@@ -82,12 +82,11 @@ class Replica:
         ends = [list(itertools.accumulate(of_bucket)) for of_bucket in zip(*self._sizes, strict=True)]
         self.starts = [[0 if z == 0 else end[z - 1] for end in ends] for z in range(len(parts))]
         most_routes = max(len(network.routes_among(size)) for size in range(1, world_size + 1))
-        encodes = [
-            each.encodes_in_graph and not each.error_feedback and takes
-            for each, takes in zip(self._codecs, takes_codec, strict=True)
-        ]
         self.is_encoded = [
-            [each and size >= most_routes * _MIN_ENCODED_VALUES for each, size in zip(encodes, of_colayer, strict=True)]
+            [
+                each.encodes_in_graph and not each.error_feedback and size >= most_routes * _MIN_ENCODED_VALUES
+                for each, size in zip(self._codecs, of_colayer, strict=True)
+            ]
             for of_colayer in self._sizes
         ]
         self.lock = threading.RLock()
