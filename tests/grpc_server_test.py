@@ -1,5 +1,6 @@
 """What a server makes of garbage."""
 
+import concurrent.futures
 import contextlib
 import socket
 import threading
@@ -14,6 +15,34 @@ from hop_tf.testing.transports import DEADLINE_SECONDS, Collector, TransportTest
 from hop_tf.transport import GrpcTransport, control_pb2, framing, grpc_server
 from hop_tf.transport.framing import Kind
 from hop_tf.transport.grpc_link import METHOD
+
+
+class ExecutorTest(absltest.TestCase):
+    def test_what_is_about_to_run_can_be_waited_for(self):
+        """Else a transport could not be closed while a peer opens a stream."""
+        executor, joined, start = (
+            grpc_server.DaemonExecutor("test"),
+            concurrent.futures.Future(),
+            threading.Thread.start,
+        )
+
+        def join_all():
+            try:
+                for thread in executor.threads:
+                    thread.join(DEADLINE_SECONDS)
+                joined.set_result(None)
+            except RuntimeError as error:
+                joined.set_exception(error)
+
+        def start_late(thread):
+            start(threading.Thread(target=join_all))
+            concurrent.futures.wait([joined], timeout=0.2)
+            start(thread)
+
+        with unittest.mock.patch.object(threading.Thread, "start", start_late):
+            executor.submit(lambda: None)
+        joined.result(DEADLINE_SECONDS)
+        self.assertEmpty(executor.threads)
 
 
 class GarbageTest(TransportTestMixin, absltest.TestCase):

@@ -47,9 +47,9 @@ class DaemonExecutor(concurrent.futures.Executor):
     def submit(self, fn, /, *args, **kwargs):
         future = concurrent.futures.Future()
         thread = threading.Thread(target=self._run, args=(future, fn, args, kwargs), name=self._name, daemon=True)
-        with self._lock:
+        with self._lock:  # Whoever sees a thread may join it.
             self._threads.add(thread)
-        thread.start()
+            thread.start()
         return future
 
     def _run(self, future: concurrent.futures.Future, fn: Callable, args: tuple, kwargs: dict) -> None:
