@@ -1,9 +1,9 @@
 """`Exchange`: what a scheme is made of, and the bridge between it and the training graph.
 
-In the graph, once a step: pack -> `outbox` ... `results` -> use. Both are TensorFlow FIFO queues in this process. A
-communication thread takes from the outbox, runs the scheme's `Exchange.step`, and puts into the result queue. As the
-graph is dataflow, what was put into the outbox at the start of a step travels while the step computes, and the result
-is waited for only where it is used.
+In the graph, once a step: pack -> encode, if the scheme does -> `outbox` ... `results` -> use. Both are TensorFlow FIFO
+queues in this process. A communication thread takes from the outbox, runs the scheme's `Exchange.step`, and puts into
+the result queue. As the graph is dataflow, what was put into the outbox at the start of a step travels while the step
+computes, and the result is waited for only where it is used.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _POISON = -1
 class Outgoing:
     """What the graph hands out: step, segment of the step (0 where there is one), and one flat array per bucket.
 
-    The arrays share memory with tensors: they are read-only.
+    The arrays share memory with tensors: they are read-only. They are what `Exchange.emit_encode` makes of the buckets.
     """
 
     step: int
@@ -184,7 +184,7 @@ class ExchangeRunner:
         Args:
           step: int64 scalar.
           segment: Index of the segment.
-          buckets: One flat tensor per bucket of the packing.
+          buckets: One flat tensor per bucket of the packing, or what `Exchange.emit_encode` makes of it.
 
         Returns:
           The op. It blocks its step, not the process, while an earlier step is not taken yet.

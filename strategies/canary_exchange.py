@@ -346,7 +346,7 @@ class CanaryExchange(Exchange, Joiner):
           them any more; `pulls` of another rank's state, and `pulls_in_vain`; `messages_merged`, and `duplicates`,
           which were not; `blends` of pieces; `inbox_waits`: iterations that began late as an inbox was full, here or
           elsewhere; and `window_waits`: those that began late as too many of this rank's own had not come back merged:
-          one, and one for each message on the longest way to a root; `iterations_on_time`: those at whose end all that
+          two, and one for each message on the longest way to a root; `iterations_on_time`: those at whose end all that
           this rank had sent was merged.
         """
         return {

@@ -11,8 +11,9 @@ from hop_tf.strategies.canary_peers import Peers
 from hop_tf.strategies.canary_pieces import PieceThread
 
 # Own iterations that may be under way, beside one for each message that follows another: on each edge one may be held
-# up, for a rank that is slow, until the next one comes. More would keep a slow link no busier, and make steps later.
-_WINDOW = 1
+# up, for a rank that is slow, until the next one comes. With one a link that is slow for the model is nearly as busy as
+# with four, and steps come sooner; but where a message takes about as long as an iteration, it takes two to go on.
+_WINDOW = 2
 # Of its time a rank spends at most so much waiting in vain; and one iteration, if alike ranks have fallen out of step.
 _IN_VAIN_SHARE = 0.03
 # After its first iteration a rank waits so many times as long as that took, at most.

@@ -81,10 +81,10 @@ class Replica:
         self._pool = pool
         ends = [list(itertools.accumulate(of_bucket)) for of_bucket in zip(*self._sizes, strict=True)]
         self.starts = [[0 if z == 0 else end[z - 1] for end in ends] for z in range(len(parts))]
-        most_routes = max(len(network.routes_among(size)) for size in range(1, world_size + 1))
+        num_routes = len(network.routes(world_size))  # When ranks leave, there are fewer.
         self.is_encoded = [
             [
-                each.encodes_in_graph and not each.error_feedback and size >= most_routes * _MIN_ENCODED_VALUES
+                each.encodes_in_graph and not each.error_feedback and size >= num_routes * _MIN_ENCODED_VALUES
                 for each, size in zip(self._codecs, of_colayer, strict=True)
             ]
             for of_colayer in self._sizes

@@ -40,6 +40,41 @@ def _state(replica, rank):
     return np.concatenate([each.reshape(-1).view(np.uint8) for each in replica.state(rank, 1)])
 
 
+class CutTest(tf.test.TestCase):
+    def test_each_bucket_of_each_colayer(self):
+        """Those that must not be changed, and what is not float32, go as they are."""
+        rng, packing = (
+            np.random.default_rng(0),
+            Packing(
+                [
+                    TensorSpec("a", (3200,), tf.float32),
+                    TensorSpec("b", (3200,), tf.float32, exact=True),
+                    TensorSpec("c", (3200,), tf.float64),
+                    TensorSpec("d", (4800,), tf.float32),
+                    TensorSpec("e", (1600,), tf.float32, exact=True),
+                ]
+            ),
+        )
+        parts = [packing.part(members) for members in ([0, 1], [2, 3, 4])]
+        replica = Replica(0, _WORLD_SIZE, get_network("mesh"), parts, codecs.QuantileSketch(), BufferPool())
+        self.assertEqual(replica.is_encoded, [[True, False, False]] * 2)
+        for colayer, part in enumerate(parts):
+            values = [
+                rng.normal(size=size).astype(dtype.as_numpy_dtype) for size, dtype in zip(part.sizes, part.dtypes)
+            ]
+            buckets = [each.numpy() for each in replica.emit_encode(colayer, list(map(tf.constant, values)))]
+            for piece in replica.layout(_WHOLE).by_colayer[colayer]:
+                start = replica.starts[colayer][piece.bucket]
+                expected = values[piece.bucket][piece.where.start - start : piece.where.stop - start] / 3
+                found, data = replica.cut(piece, buckets[piece.bucket], 1 / 3)
+                if data is not None:
+                    found = replica.zeros(piece)
+                    replica.accumulate(piece, data, found)
+                self.assertEqual(found.dtype, replica.dtype_of(piece))
+                lost = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+                self.assertLess(lost, 1e-6 if data is None else 2e-2)
+
+
 class AdoptTest(tf.test.TestCase, parameterized.TestCase):
     def test_not_what_lacks_something_of_an_earlier_layout(self):
         """It would be lost here: nobody sends it again."""
