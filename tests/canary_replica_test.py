@@ -59,9 +59,8 @@ class CutTest(tf.test.TestCase):
         replica = Replica(0, _WORLD_SIZE, get_network("mesh"), parts, codecs.QuantileSketch(), BufferPool())
         self.assertEqual(replica.is_encoded, [[True, False, False]] * 2)
         for colayer, part in enumerate(parts):
-            values = [
-                rng.normal(size=size).astype(dtype.as_numpy_dtype) for size, dtype in zip(part.sizes, part.dtypes)
-            ]
+            dtypes = [dtype.as_numpy_dtype for dtype in part.dtypes]
+            values = [rng.normal(size=size).astype(dtype) for size, dtype in zip(part.sizes, dtypes, strict=True)]
             buckets = [each.numpy() for each in replica.emit_encode(colayer, list(map(tf.constant, values)))]
             for piece in replica.layout(_WHOLE).by_colayer[colayer]:
                 start = replica.starts[colayer][piece.bucket]
