@@ -102,6 +102,12 @@ class CanaryStrategy(ExchangeStrategy):
         After the first iteration it is twice that iteration's duration, so that ranks get in step. Where they are not
         alike, a rank then spends at most 3% of its time waiting in vain. 0 is the paper's rule: no iteration has what
         was computed in the one before. Of no matter to "bsp". Default 0.25.
+      max_in_flight: How many of a rank's own iterations may be under way, not merged, on a mesh; where the way to a root
+        is longer, one more for each further message. At least 2: one is sent while another is held up for a slow rank.
+        With 2 links are kept nearly as busy as with more, and steps come as soon as they can: they are the less stable,
+        the later they come. But where a message takes longer than half an iteration, ranks wait for it, and for those
+        that are slow with it, up to half of their time; 3 or 4 would spare them most of that. Of no matter to "bsp".
+        Default 2.
       sync_interval: In so many iterations, every piece of the weights becomes the mean of that of all ranks once, which
         evens out what rounding, or a change on one rank only, has done; at least 1, or None: never. It takes half
         as many bytes as one exchange in float32, with the default 1% of what exchanging in float32 takes; and twice
@@ -143,6 +149,7 @@ class CanaryStrategy(ExchangeStrategy):
         num_colayers: int = 10,
         codec: codecs.Codec | str | None = "sketch",
         patience: float = 0.25,
+        max_in_flight: int = 2,
         sync_interval: int | None = 50,
         low_rank: int | None = None,
         interfaces: Sequence[str] | None = None,
@@ -161,6 +168,7 @@ class CanaryStrategy(ExchangeStrategy):
                 f"Received: min_colayers={min_colayers}."
             )
         check_share("patience", patience)
+        check_integer("max_in_flight", max_in_flight, at_least=2)
         if sync_interval is not None:
             check_integer("sync_interval", sync_interval, at_least=1)
         if low_rank is not None:
@@ -188,6 +196,7 @@ class CanaryStrategy(ExchangeStrategy):
             num_colayers=int(num_colayers),
             codec=codec,
             patience=float(patience),
+            max_in_flight=int(max_in_flight),
             sync_interval=sync_interval,
             low_rank=low_rank,
             on_peer_loss=on_peer_loss or ("raise" if consistency == "bsp" else "continue"),
@@ -325,6 +334,7 @@ class _Settings:
     num_colayers: int
     codec: codecs.Codec
     patience: float
+    max_in_flight: int
     sync_interval: int | None
     low_rank: int | None
     on_peer_loss: str
@@ -348,6 +358,7 @@ class _Settings:
             codec=self.codec,
             sync_interval=self.sync_interval,
             patience=self.patience,
+            max_in_flight=self.max_in_flight,
         )
 
 

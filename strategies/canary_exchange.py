@@ -45,6 +45,7 @@ class AsyncSettings:
       inbox_bytes: The most that is received and not merged on each of the network's threads before others wait.
         Default None: eight times the bytes of the weights, at least 64 MiB.
       patience: See `hop_tf.CanaryStrategy`. Default 0.
+      max_in_flight: The same. Default 2.
     """
 
     network: Network
@@ -53,6 +54,7 @@ class AsyncSettings:
     sync_interval: int | None
     inbox_bytes: int | None = None
     patience: float = 0.0
+    max_in_flight: int = 2
 
 
 class CanaryExchange(Exchange, Joiner):
@@ -102,8 +104,10 @@ class CanaryExchange(Exchange, Joiner):
         self._contributions = Contributions(
             membership, self.replica, self._peers, self._channel, self._threads, len(members)
         )
+        # On each edge one may be held up, for a rank that is slow, until the next one comes.
         depth = max(route.depth for route in settings.network.routes(membership.world_size))
-        self._pacing = Pacing(membership, self._peers, self._contributions, self._threads, depth, settings.patience)
+        window = settings.max_in_flight + depth - 1
+        self._pacing = Pacing(membership, self._peers, self._contributions, self._threads, window, settings.patience)
         self._ending = Ending(membership, self._peers, self._contributions, self._channel, self._pacing)
         self._final = context.make_all_reduce("final", whole, Identity(), "mesh")
         self._num_dropped = self._num_late = 0
@@ -345,8 +349,8 @@ class CanaryExchange(Exchange, Joiner):
           come; `contributions_late`: pieces that ranks which have left had sent, and that came when nobody waited for
           them any more; `pulls` of another rank's state, and `pulls_in_vain`; `messages_merged`, and `duplicates`,
           which were not; `blends` of pieces; `inbox_waits`: iterations that began late as an inbox was full, here or
-          elsewhere; and `window_waits`: those that began late as too many of this rank's own had not come back merged:
-          two, and one for each message on the longest way to a root; `iterations_on_time`: those at whose end all that
+          elsewhere; and `window_waits`: those that began late as too many of this rank's own had not come back merged
+          (`max_in_flight`); `iterations_on_time`: those at whose end all that
           this rank had sent was merged.
         """
         return {

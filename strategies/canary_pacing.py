@@ -10,10 +10,6 @@ from hop_tf.strategies.canary_contributions import Contributions
 from hop_tf.strategies.canary_peers import Peers
 from hop_tf.strategies.canary_pieces import PieceThread
 
-# Own iterations that may be under way, beside one for each message that follows another: on each edge one may be held
-# up, for a rank that is slow, until the next one comes. With one a link that is slow for the model is nearly as busy as
-# with four, and steps come sooner; but where a message takes about as long as an iteration, it takes two to go on.
-_WINDOW = 2
 # Of its time a rank spends at most so much waiting in vain; and one iteration, if alike ranks have fallen out of step.
 _IN_VAIN_SHARE = 0.03
 # After its first iteration a rank waits so many times as long as that took, at most.
@@ -28,7 +24,7 @@ class Pacing:
       peers: What is known of the others.
       contributions: What is under way.
       threads: Those that merge.
-      depth: Of the longest route.
+      window: So many own iterations may be under way.
       patience: See `CanaryStrategy`.
 
     Attributes:
@@ -43,7 +39,7 @@ class Pacing:
         peers: Peers,
         contributions: Contributions,
         threads: Sequence[PieceThread],
-        depth: int,
+        window: int,
         patience: float,
     ):
         self._membership = membership
@@ -51,7 +47,7 @@ class Pacing:
         self._peers = peers
         self._contributions = contributions
         self._threads = threads
-        self._window = _WINDOW + depth
+        self._window = window
         self._patience = patience
         self.num_waits = self.num_window_waits = self.num_on_time = 0
         self.reset()

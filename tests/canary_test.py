@@ -376,7 +376,7 @@ class SettingsTest(tf.test.TestCase, parameterized.TestCase):
     )
     def test_what_the_exchange_is_told(self, settings, thresholds):
         """In a model of four colayers."""
-        same = {"sync_interval": 7, "patience": 0.5}
+        same = {"sync_interval": 7, "patience": 0.5, "max_in_flight": 3}
         strategy = hop_tf.CanaryStrategy(network="bcube:2,2", codec="int8", **same, **settings)
         expected = AsyncSettings(network=BCube(2, 2), thresholds=thresholds, codec=codecs.get("int8"), **same)
         self.assertEqual(strategy._settings.asynchronous(4), expected)
@@ -406,6 +406,7 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
         ({"num_colayers": 0}, "`num_colayers` must be an integer of at least 1. Received: num_colayers=0."),
         ({"sync_interval": 0}, "`sync_interval` must be an integer of at least 1. Received: sync_interval=0."),
         ({"patience": 1.5}, "`patience` must be a number from 0 to 1. Received: patience=1.5."),
+        ({"max_in_flight": 1}, "`max_in_flight` must be an integer of at least 2. Received: max_in_flight=1."),
         ({"low_rank": 0, "consistency": "bsp"}, "`low_rank` must be an integer of at least 1. Received: low_rank=0."),
         (
             {"low_rank": 2},
