@@ -102,8 +102,8 @@ class CanaryStrategy(ExchangeStrategy):
         After the first iteration it is twice that iteration's duration, so that ranks get in step. Where they are not
         alike, a rank then spends at most 3% of its time waiting in vain. 0 is the paper's rule: no iteration has what
         was computed in the one before. Of no matter to "bsp". Default 0.25.
-      max_in_flight: How many of a rank's own iterations may be under way, not merged, on a mesh; where the way to a root
-        is longer, one more for each further message. At least 2: one is sent while another is held up for a slow rank.
+      max_in_flight: How many own iterations a rank may have under way, not merged, on a mesh; where the way to a root
+        is longer, one more for each further message. At least 2: one is sent while one is held up for a slow rank.
         With 2 links are kept nearly as busy as with more, and steps come as soon as they can: they are the less stable,
         the later they come. But where a message takes longer than half an iteration, ranks wait for it, and for those
         that are slow with it, up to half of their time; 3 or 4 would spare them most of that. Of no matter to "bsp".
