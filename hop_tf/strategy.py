@@ -312,6 +312,8 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
     def shutdown(self) -> None:
         """Leaves the cluster for good and releases the port and all threads. Idempotent; also runs at exit.
 
+        Another strategy can then be made on the same addresses. It trains when all ranks have made theirs.
+
         Blocks: until what was sent, and in a custom loop what others count on, has arrived at the ranks that still
           listen. What takes longer than `progress_timeout_seconds` is given up.
         """

@@ -93,6 +93,31 @@ class GreetingTest(TransportTestMixin, absltest.TestCase):
         wait_until(lambda: first.status(1).connected)
         self.assertIsNone(first.status(1).failure)
 
+    def test_a_later_strategy_of_a_process_is_told_to_wait(self):
+        """It may be of another kind. The earlier one does without that process, and nobody takes it for restarted."""
+        addresses, restarts = self.addresses(2), []
+        first = self.start_at(0, addresses, incarnation="p.0")
+        second = self.start_at(1, addresses, incarnation="q.0", on_restart=restarts.append)
+        self.check_works(first, second)
+        self.check_works(second, first)
+        first.close()
+        other = {**self.identity, "strategy": "PipeSGDStrategy"}
+        options = CommunicationOptions(timeout_seconds=1)
+        later = self.start_at(0, addresses, incarnation="p.1", identity=other, options=options)
+        later.connect(1)
+        wait_until(lambda: "has not shut an earlier strategy down" in later.status(1).last_problem)
+        wait_until(lambda: second.status(0).last_problem)
+        refused = second.counters()["connections_refused"]
+        wait_until(lambda: second.counters()["connections_refused"] > refused + 3)
+        self.assertFalse(later.status(1).was_silent_for(options.timeout_seconds))
+        for transport in (second, later):
+            self.assertIsNone(transport.status(1 - transport.rank).failure)
+        self.assertEmpty(restarts)
+        second.close()
+        last = self.start_at(1, addresses, incarnation="q.1", identity=other)
+        self.check_works(later, last)
+        self.check_works(last, later)
+
 
 class TlsTest(TransportTestMixin, absltest.TestCase):
     member = GrpcTransport

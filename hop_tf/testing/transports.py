@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 import socket
 import struct
 import threading
@@ -209,8 +210,9 @@ class TransportTestMixin:
         return self.enterContext(reserved_addresses(count))
 
     def start_at(self, rank: int, addresses: tuple[str, ...], **arguments) -> Transport:
-        """A started transport between processes."""
-        transport = self.member(rank, addresses, **{"identity": self.identity, **arguments})
+        """A started transport between processes. It passes for a process of its own, unless told otherwise."""
+        arguments = {"identity": self.identity, "incarnation": secrets.token_hex(8), **arguments}
+        transport = self.member(rank, addresses, **arguments)
         self.addCleanup(transport.close)
         transport.start()
         return transport

@@ -65,7 +65,7 @@ class GrpcTransport(QueueTransport):
       rank: This rank.
       addresses: "host:port" of every rank; this one serves on `addresses[rank]`.
       identity: Fields that must be equal on all ranks. Where they are not, `status(peer).failure` says so on both.
-      incarnation: Name of this process; every process must have another. Default: a random one.
+      incarnation: Name of this transport, see `new_incarnation`. Default: a new one.
       options: Deadlines and credentials.
       pool: Where received payloads are put together. Default: a pool of its own.
       on_error: See `QueueTransport`.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import hmac
+import itertools
+import os
 import secrets
 import threading
 from collections.abc import Callable, Mapping
@@ -20,11 +22,19 @@ CONTROL_LANE = MAX_LANES
 _PROTOCOL_FIELD = "transport.protocol"
 _BAD_TOKEN = "it refused this rank's cluster token (see CommunicationOptions.cluster_token)"
 _BAD_RANK = "it has another rank, or knows this rank under another number; check TF_CONFIG on both"
+_TOO_EARLY = "its process has not shut an earlier strategy down, as this one has"
+_PROCESS = secrets.token_hex(8)
+_numbers = itertools.count()
 
 
 def new_incarnation() -> str:
-    """A name that no other process has."""
-    return secrets.token_hex(8)
+    """A name that no other transport has. Up to a dot, those of one process are alike."""
+    return f"{_PROCESS}-{os.getpid()}.{next(_numbers)}"
+
+
+def _of_one_process(incarnation: str, other: str) -> bool:
+    """Whether these are two transports that one process has made, one after the other."""
+    return incarnation != other and incarnation.partition(".")[0] == other.partition(".")[0]
 
 
 class RefusedError(HopError):
@@ -46,11 +56,12 @@ class Handshake:
     Args:
       rank: This rank.
       peers: All other ranks.
-      incarnation: Name of this process, see `new_incarnation`.
+      incarnation: Name of this transport, see `new_incarnation`.
       identity: Fields that must be equal on all ranks.
       token: The secret that all ranks share, or None.
       on_restart: Called, on any thread, with a peer in whose place another process has greeted. What was on its way
-        between this rank and the old process is to be forgotten before it returns. None: that fails the peer.
+        between this rank and the old process is to be forgotten before it returns. None: that fails the peer. (Where
+        the same process greets with a later transport, that one is to wait until this one, too, has been closed.)
 
     Attributes:
       socket_port: Port of this rank's plain sockets, which is told to all peers; 0 if it has none.
@@ -110,6 +121,9 @@ class Handshake:
             raise RefusedError(_BAD_TOKEN)
         if reply.refusal == control_pb2.BAD_RANK:
             raise RefusedError(_BAD_RANK)
+        if reply.refusal == control_pb2.TOO_EARLY:
+            peer.heard()  # Its earlier training may take a while.
+            raise RefusedError(_TOO_EARLY)
         if reply.refusal == control_pb2.MISMATCH:
             raise self._fail(peer, self._mismatch(peer, reply.field, reply.value))
         if reply.refusal == control_pb2.RESTARTED:
@@ -140,28 +154,38 @@ class Handshake:
         if peer is None or hello.lane > CONTROL_LANE:
             problem = f"impossible rank {hello.sender} or lane {hello.lane}"
             raise HelloRefusedError(problem, self._reply(control_pb2.BAD_RANK))
+        # What earlier strategies of the two processes disagree on is of no matter.
+        if hello.receiver_incarnation not in ("", self._incarnation):
+            problem = f"{peer} takes this strategy, or process, for an earlier one"
+            raise HelloRefusedError(problem, self._reply(control_pb2.OTHER_PROCESS))
+        self._check_is_not_later(peer, hello.incarnation)
         self._check_identity(peer, {**hello.identity, _PROTOCOL_FIELD: str(hello.protocol_version)})
         if hello.receiver != self._rank:
             problem = f"{peer} takes this rank for rank {hello.receiver}"
             raise HelloRefusedError(problem, self._reply(control_pb2.BAD_RANK))
-        if hello.receiver_incarnation not in ("", self._incarnation):
-            problem = f"{peer} takes this process for an earlier one"
-            raise HelloRefusedError(problem, self._reply(control_pb2.OTHER_PROCESS))
         try:
             self._meet(peer, hello.incarnation)
         except PeerLostError as error:
             raise HelloRefusedError(str(error), self._reply(control_pb2.RESTARTED)) from error
         return Greeting(peer, hello.lane, hello.first_sequence)
 
+    def _check_is_not_later(self, peer: Peer, incarnation: str) -> None:
+        """Raises HelloRefusedError if the process of `peer` has made this transport after the one that was met."""
+        if _of_one_process(incarnation, peer.incarnation or ""):
+            problem = f"{peer} has shut a strategy down that this rank has not, and made another one"
+            raise HelloRefusedError(problem, self._reply(control_pb2.TOO_EARLY))
+
     def _meet(self, peer: Peer, incarnation: str) -> None:
         """Makes sure that `peer` is that process; lets it take the place of an earlier one if that is allowed.
 
         Raises:
           PeerLostError: If it is not.
+          HelloRefusedError: If that process has made another transport.
         """
         with self._meeting:
             if peer.is_incarnation(incarnation):
                 return
+            self._check_is_not_later(peer, incarnation)
             if self._on_restart is None:
                 raise self._fail(peer, self._peer_was_restarted(peer))
             if not peer.replace(incarnation):

@@ -1,0 +1,63 @@
+"""Strategies that processes make one after the other on the same addresses, though ranks are not done at one time."""
+
+import json
+import os
+import time
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import hop_tf
+from hop_tf.testing import MultiProcessRunner
+
+_NUM_WORKERS = 3
+_TIMEOUT_SECONDS = 5
+# Seconds that a rank takes to shut a strategy down after its training, and to make the next one: by strategy and rank.
+_PAUSES = ({1: (2 + _TIMEOUT_SECONDS, 1)}, {0: (2, 1), 2: (1, 0)}, {})
+
+
+def _train(strategy):
+    """The weights after training."""
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.05), "mse")
+    x = np.random.default_rng(0).normal(size=(48, 4))
+    model.fit(x, x.sum(axis=1), batch_size=12, verbose=0)
+    return model.get_weights()[0]
+
+
+def _run():
+    """The final weights of each strategy."""
+    rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+    options = hop_tf.CommunicationOptions(timeout_seconds=_TIMEOUT_SECONDS)
+    weights = []
+    for make, pauses in zip(_STRATEGIES, _PAUSES, strict=True):
+        before, after = pauses.get(rank, (0, 0))
+        strategy = make(communication_options=options)
+        weights.append(_train(strategy))
+        time.sleep(before)
+        strategy.shutdown()
+        time.sleep(after)
+    return weights
+
+
+_STRATEGIES = (
+    hop_tf.HopStrategy,  # It lets a process that was started again take part: one that has gone on is none.
+    hop_tf.PipeSGDStrategy,
+    hop_tf.HopStrategy,
+)
+
+
+class SuccessionTest(tf.test.TestCase):
+    def test_each_meets_its_like(self):
+        with MultiProcessRunner(_run, num_workers=_NUM_WORKERS, timeout_seconds=120) as runner:
+            values = runner.join().raise_for_errors().values
+        for weights in values[1:]:
+            self.assertAllClose(weights[1], values[0][1], rtol=0, atol=0)  # Pipe-SGD keeps ranks alike.
+        for weights in values:
+            self.assertAllEqual(np.isfinite(weights), np.ones_like(weights, bool))
+
+
+if __name__ == "__main__":
+    tf.test.main()
