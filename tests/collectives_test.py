@@ -5,9 +5,13 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 from hop_tf.collectives import TreeCollectives
-from hop_tf.errors import PeerLostError, ProtocolError
-from hop_tf.membership import tree_neighbors
+from hop_tf.errors import DeadlineExceededError, PeerLostError, ProtocolError
+from hop_tf.membership import Membership, tree_neighbors
+from hop_tf.monitor import ThreadMonitor
+from hop_tf.options import CommunicationOptions
 from hop_tf.simulate import VirtualCluster
+from hop_tf.testing.transports import TransportTestMixin
+from hop_tf.transport import GrpcTransport
 
 
 def _run(world_size, operation):
@@ -77,6 +81,18 @@ class TreeCollectivesTest(tf.test.TestCase, parameterized.TestCase):
 
         with self.assertRaisesRegex(PeerLostError, "rank 0 left before 'broadcast/b': ValueError: bad data"):
             cluster.run(body)
+
+
+class AbsenceTest(TransportTestMixin, tf.test.TestCase):
+    member = GrpcTransport
+
+    def test_a_rank_that_never_appears_is_an_error(self):
+        """Also where nothing was sent to it, so that nothing has connected this rank with it."""
+        options = CommunicationOptions(timeout_seconds=1, progress_timeout_seconds=30)
+        transport = self.start_at(0, self.addresses(2), options=options)
+        membership = Membership(transport=transport, monitor=ThreadMonitor(), options=options, world_size=2, peers=[1])
+        with self.assertRaisesRegex(DeadlineExceededError, "receive 'gather/g' .*rank 1 .*it never appeared"):
+            TreeCollectives(membership).gather("g", None)
 
 
 if __name__ == "__main__":

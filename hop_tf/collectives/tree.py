@@ -126,6 +126,8 @@ class TreeCollectives:
                     )
             return awaited
 
+        for sender in senders:  # From now on its silence counts.
+            self._transport.connect(sender)
         self._transport.register(queue, on_message)
         try:
             self._membership.wait(missing, operation=f"receive {queue!r}")
