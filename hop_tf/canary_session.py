@@ -7,6 +7,7 @@ References:
 
 from __future__ import annotations
 
+import collections
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
@@ -23,14 +24,15 @@ from hop_tf.monitor import Monitor, ThreadMonitor
 from hop_tf.options import CommunicationOptions
 from hop_tf.transport.base import Message, Transport
 
-_GATHER = "canary_session/gather"
+_GATHER, _CALL = "canary_session/gather", "canary_session/call"
 _HEADER = struct.Struct("<q")
 
 
 class CanarySession:
     """Table 3's methods, over any transport. Use as a context manager.
 
-    All ranks call the same collectives in the same order. Ranks and iterations count from 0.
+    All ranks call the same collectives in the same order. They tell each other what they are about to do: if one does
+    something else, that is an error. Ranks and iterations count from 0.
 
     Args:
       transport: The started transport of this rank; the session does not close it.
@@ -86,9 +88,13 @@ class CanarySession:
         self._num_steps: dict[tuple, int] = {}
         self._num_gathers = 0
         self._gathered: dict[tuple[int, int], np.ndarray] = {}
+        # By rank: calls together with it, here and there, that were not compared yet.
+        self._own_calls: dict[int, collections.deque[str]] = collections.defaultdict(collections.deque)
+        self._calls_there: dict[int, collections.deque[str]] = collections.defaultdict(collections.deque)
         self._settings = f"network={self._network}, num_colayers={num_colayers}, codec={self._codec}"
         self._num_colayers = num_colayers
         transport.register(_GATHER, self._on_gather)
+        transport.register(_CALL, self._on_call)
 
     @property
     def rank(self) -> int:
@@ -112,7 +118,8 @@ class CanarySession:
         self._membership.flush(deadline)
         for reduction in self._reductions.values():
             reduction.close()
-        self._membership.transport.unregister(_GATHER)
+        for queue in (_GATHER, _CALL):
+            self._membership.transport.unregister(queue)
 
     def _compare_settings(self) -> None:
         mine = np.frombuffer(self._settings.encode(), np.uint8)
@@ -136,6 +143,30 @@ class CanarySession:
         with self._membership.monitor:
             return {rank: self._gathered.pop((rank, number)) for rank in values}
 
+    def _announce(self, ranks: Sequence[int], call: str) -> None:
+        """Tells the others what this rank is about to do."""
+        for rank in ranks:
+            if rank != self.rank:
+                self._own_calls[rank].append(call)
+                self._compare_calls(rank)
+                self._membership.send(rank, _CALL, call.encode())
+
+    def _on_call(self, message: Message) -> None:
+        self._calls_there[message.sender].append(message.header.decode(errors="replace"))
+        self._compare_calls(message.sender)
+
+    def _compare_calls(self, rank: int) -> None:
+        with self._membership.monitor:
+            here, there = self._own_calls[rank], self._calls_there[rank]
+            if not here or not there or (own := here.popleft()) == (other := there.popleft()):
+                return
+        self._membership.fail(
+            MismatchError(
+                f"rank {self.rank}: rank {rank} has called {other}, where this rank has called {own}. "
+                "All ranks must call the same collectives in the same order."
+            )
+        )
+
     # BCube driver.
 
     def all_gather(
@@ -156,14 +187,19 @@ class CanarySession:
 
         Raises:
           ValueError: If this rank is not in the cube.
+          MismatchError: If a rank of the cube calls something else.
           HopError: If a rank is lost.
         """
         ranks = self._ranks_of(cube)
         pieces = len(ranks) if pieces is None else pieces
         check_integer("pieces", pieces, at_least=1)
-        parts = np.array_split(np.ascontiguousarray(tensor).reshape(-1), pieces)
+        tensor = np.ascontiguousarray(tensor)
+        parts = np.array_split(tensor.reshape(-1), pieces)
         of_places = [np.concatenate([parts[0][:0], *parts[place :: len(ranks)]]) for place in range(len(ranks))]
         own = of_places[ranks.index(self.rank)]
+        self._announce(
+            ranks, f"all_gather({tensor.dtype.name}{list(np.shape(tensor))}, pieces={pieces}, ranks={ranks})"
+        )
         to_others = {rank: values for rank, values in zip(ranks, of_places, strict=True) if rank != self.rank}
         received = self._exchange(to_others, "gather pieces")
         if any(values.nbytes != own.nbytes for values in received.values()):
@@ -196,6 +232,7 @@ class CanarySession:
 
         Raises:
           ValueError: If this rank is not in the cube, or there is no such level, iteration or colayer.
+          MismatchError: If one of these ranks calls something else.
           HopError: If a rank is lost.
         """
         if iteration is not None:
@@ -204,16 +241,18 @@ class CanarySession:
         ranks, network = self._ranks_of(cube), "mesh" if cube is not None else str(self._network)
         if piece_level is not None and cube is None:
             ranks, network = self._lowest_levels(piece_level)
+        tensor = np.asarray(tensor)
         values = np.ascontiguousarray(tensor).reshape(-1)
         key = (network, ranks, values.size, values.dtype.name)
         if key not in self._reductions:
             self._reductions[key] = self._make_reduction(key, values.dtype)
+        self._announce(ranks, f"all_reduce({_signature(tensor)}, {network}, ranks={ranks})")
         step = self._num_steps[key] = self._num_steps.get(key, -1) + 1
         (mean,) = self._reductions[key].mean(step, [values.copy()], lambda rank, _: rank in ranks)
         if iteration is not None:
             for rank in ranks:
                 self._index.merge(rank, iteration, colayer)
-        return mean.reshape(np.shape(tensor))
+        return mean.reshape(tensor.shape)
 
     def _make_reduction(self, key: tuple, dtype: np.dtype) -> AllReduce:
         network, ranks, size, name = key
@@ -288,3 +327,7 @@ class CanarySession:
     def check_proportion(self, proportion: int, threshold: int | None = None) -> bool:
         """Whether so many colayers suffice. Default None: the session's threshold."""
         return gei.check_proportion(proportion, self._thresholds.min_colayers if threshold is None else threshold)
+
+
+def _signature(tensor: np.ndarray) -> str:
+    return f"{tensor.dtype.name}{list(tensor.shape)}"

@@ -130,6 +130,39 @@ class CanarySessionTest(TransportTestMixin, tf.test.TestCase, parameterized.Test
         with self.assertRaisesRegex(HopError, f"rank [01]: rank [01] has other settings: .*{name}=.* there, "):
             self._run(2, lambda session: None, lambda rank: {name: values[rank]})
 
+    @parameterized.named_parameters(
+        ("shape", lambda session: session.all_reduce(np.zeros(3 + session.rank)), r"all_reduce\(float64\[4\], mesh, "),
+        (
+            "dtype",
+            lambda session: session.all_reduce(np.zeros(3, (np.float64, np.float32)[session.rank])),
+            r"all_reduce\(float32\[3\], mesh, ranks=\(0, 1\)\)",
+        ),
+        (
+            "collective",
+            lambda session: (session.all_reduce, session.all_gather)[session.rank](np.zeros(3)),
+            r"all_gather\(float64\[3\], pieces=2, ranks=\(0, 1\)\)",
+        ),
+    )
+    def test_refuses_another_call_of_a_rank(self, call, of_rank_1):
+        """Also after calls that were alike."""
+        errors = []
+
+        def body(session):
+            for _ in range(2):
+                session.all_reduce(np.zeros(3))
+            try:
+                call(session)
+            except HopError as error:
+                errors.append(str(error))
+                raise
+
+        with self.assertRaises(HopError):
+            self._run(2, body)
+        self.assertLen(errors, 2)
+        expected = f"rank 0: rank 1 has called {of_rank_1}.*, where this rank has called all_reduce|rank 1: rank 0 has"
+        for error in errors:
+            self.assertRegex(error, expected)
+
     def test_refuses_a_threshold_out_of_reach(self):
         with self.assertRaisesRegex(ValueError, "`min_colayers` must be at most.* min_colayers=3, num_colayers=2."):
             hop_tf.CanarySession(self.start(1)[0], 1, num_colayers=2, min_colayers=3)
