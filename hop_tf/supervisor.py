@@ -21,6 +21,8 @@ from hop_tf.options import CommunicationOptions, read_tls_files
 from hop_tf.transport.reports import ReportReader
 
 _CALL_SECONDS = 2.0
+# The job has ended when no rank has answered for that long: all may be busy for a moment.
+_END_SECONDS = 5.0
 _WIDTH = 140  # Of a table that is not shown on a terminal.
 _LANE = "bytes_sent_on_lane_"
 # Columns: title, and how a rank's report fills it.
@@ -112,14 +114,16 @@ def _credentials(arguments: argparse.Namespace) -> grpc.ChannelCredentials | Non
 
 def _watch(readers: Sequence[ReportReader], arguments: argparse.Namespace) -> int:
     show = _show_json if arguments.json else _make_table_printer()
-    start, num_looks, seen = time.monotonic(), 0, False
+    num_looks, seen, silent_since = 0, False, time.monotonic()
     while True:
         reports = [_read(reader, rank) for rank, reader in enumerate(readers)]
         answered = any("problem" not in report for report in reports)
-        seen = seen or answered
-        if seen and not answered:
-            return 0  # The job has ended.
-        if not seen and time.monotonic() - start > arguments.timeout:
+        if answered:
+            seen, silent_since = True, time.monotonic()
+        silent_seconds = time.monotonic() - silent_since
+        if seen and silent_seconds > _END_SECONDS:
+            return 0
+        if not seen and silent_seconds > arguments.timeout:
             problems = "; ".join(f"{r.address}: {each['problem']}" for r, each in zip(readers, reports, strict=True))
             print(f"hop_tf supervise: no rank answers. {problems}", file=sys.stderr)
             return 1
