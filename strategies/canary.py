@@ -31,21 +31,19 @@ from typing import Any
 import tensorflow as tf
 
 from hop_tf import codecs, colayers
-from hop_tf.arguments import check_choice, check_integer, check_share, identity_of
-from hop_tf.collectives import AllReduce, Network, get_network
+from hop_tf.arguments import identity_of
+from hop_tf.collectives import AllReduce
 from hop_tf.exchange import Exchange
-from hop_tf.gei import Thresholds, check_min_colayers
 from hop_tf.group import ExchangeContext, Group
 from hop_tf.keras_hook import constrain, ema_overwrite_frequency, learning_rate, loss_scale, slots_of, weight_decays
 from hop_tf.options import CommunicationOptions
 from hop_tf.packing import Packing
-from hop_tf.strategies.canary_exchange import AsyncSettings, CanaryExchange
+from hop_tf.strategies.canary_exchange import CanaryExchange
 from hop_tf.strategies.canary_low_rank import LowRankMean, is_factorized
+from hop_tf.strategies.canary_settings import CanarySettings
 from hop_tf.strategies.canary_slots import SlotsBefore
 from hop_tf.strategies.pipe_sgd import PipeSGDExchange, PipeSGDSettings, submit_gradients, take_means
 from hop_tf.strategy import ExchangeStrategy, training_cluster
-
-_CONSISTENCIES = ("ssp", "async", "bsp")
 
 
 class CanaryStrategy(ExchangeStrategy):
@@ -157,53 +155,26 @@ class CanaryStrategy(ExchangeStrategy):
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
         communication_options: CommunicationOptions | None = None,
     ):
-        check_choice("consistency", consistency, _CONSISTENCIES)
-        check_choice("on_peer_loss", on_peer_loss, (None, "raise", "continue"))
-        check_integer("num_colayers", num_colayers, at_least=1)
-        check_integer("max_staleness", max_staleness, at_least=0)
-        check_min_colayers(min_colayers, num_colayers)
-        if min_colayers and consistency == "async":
-            raise ValueError(
-                "`min_colayers` must be None or 0 with consistency='async', which drops nothing. "
-                f"Received: min_colayers={min_colayers}."
-            )
-        check_share("patience", patience)
-        check_integer("max_in_flight", max_in_flight, at_least=2)
-        if sync_interval is not None:
-            check_integer("sync_interval", sync_interval, at_least=1)
-        if low_rank is not None:
-            check_integer("low_rank", low_rank, at_least=1)
-            if consistency != "bsp":
-                raise ValueError(
-                    "`low_rank` must be None unless consistency='bsp': ranks find the factors together. "
-                    f"Received: low_rank={low_rank}, consistency={consistency!r}."
-                )
-        if on_peer_loss == "continue" and consistency == "bsp":
-            raise ValueError(
-                "`on_peer_loss` must be 'raise' or None with consistency='bsp'. Received: on_peer_loss='continue'."
-            )
-        codec = codecs.get(codec)
-        _check_codec(codec, consistency)
+        self._settings = CanarySettings(
+            network=network,
+            consistency=consistency,
+            max_staleness=max_staleness,
+            min_colayers=min_colayers,
+            num_colayers=num_colayers,
+            codec=codec,
+            patience=patience,
+            max_in_flight=max_in_flight,
+            sync_interval=sync_interval,
+            low_rank=low_rank,
+            on_peer_loss=on_peer_loss,
+        )
         options = communication_options or CommunicationOptions()
         if interfaces is not None:
             options = dataclasses.replace(options, interfaces=interfaces)
         cluster = training_cluster(cluster_resolver, "CanaryStrategy")
-        self._settings = _Settings(
-            network=get_network(network),
-            consistency=consistency,
-            max_staleness=int(max_staleness),
-            min_colayers=min_colayers,
-            num_colayers=int(num_colayers),
-            codec=codec,
-            patience=float(patience),
-            max_in_flight=int(max_in_flight),
-            sync_interval=sync_interval,
-            low_rank=low_rank,
-            on_peer_loss=on_peer_loss or ("raise" if consistency == "bsp" else "continue"),
-        )
         if cluster.world_size > 1:
             self._settings.network.check_world_size(cluster.world_size)
-            _check_interfaces(options, self._settings.network)
+            self._settings.check_interfaces(options)
         super().__init__(
             cluster=cluster,
             cluster_resolver=cluster_resolver,
@@ -274,24 +245,6 @@ class CanaryStrategy(ExchangeStrategy):
         constrain(group.optimizer(), group.trained)
 
 
-def _check_codec(codec: codecs.Codec, consistency: str) -> None:
-    """Raises ValueError if gradients would be lost: without "bsp", who sums up a piece, and keeps the rest, changes."""
-    if isinstance(codec, codecs.TopK) and not (codec.error_feedback and consistency == "bsp"):
-        raise ValueError(
-            "`codec` must send something for every value, unless consistency='bsp' and error_feedback=True: what is "
-            f"not selected would be lost. Received: codec={codec!r}, consistency={consistency!r}."
-        )
-
-
-def _check_interfaces(options: CommunicationOptions, network: Network) -> None:
-    """Raises ValueError unless there is an address for each of the network's interfaces, or none at all."""
-    if options.interfaces is not None and len(options.interfaces) != network.num_levels:
-        raise ValueError(
-            f"`interfaces` must be {network.num_levels} addresses, one for each interface of {network}. "
-            f"Received: interfaces={options.interfaces}."
-        )
-
-
 def _check_averages(optimizer: Any) -> None:
     """Raises ValueError if weights are to become their averages during training: merging knows of steps only."""
     frequency = ema_overwrite_frequency(optimizer)
@@ -323,45 +276,6 @@ def _before_decay(group: Group, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     ]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Settings:
-    """What `CanaryStrategy` was told."""
-
-    network: Network
-    consistency: str
-    max_staleness: int
-    min_colayers: int | None
-    num_colayers: int
-    codec: codecs.Codec
-    patience: float
-    max_in_flight: int
-    sync_interval: int | None
-    low_rank: int | None
-    on_peer_loss: str
-
-    @property
-    def is_synchronous(self) -> bool:
-        """Whether ranks wait for all bits of a row."""
-        return self.consistency == "bsp"
-
-    @property
-    def drops(self) -> bool:
-        """Whether what a rank has not sent in time is dropped."""
-        return self.consistency == "ssp" and self.min_colayers != 0
-
-    def asynchronous(self, num_colayers: int) -> AsyncSettings:
-        """What the exchange is told, where there are so many colayers."""
-        most = num_colayers if self.min_colayers is None else min(self.min_colayers, num_colayers)
-        return AsyncSettings(
-            network=self.network,
-            thresholds=Thresholds(self.max_staleness, 0 if self.consistency == "async" else most),
-            codec=self.codec,
-            sync_interval=self.sync_interval,
-            patience=self.patience,
-            max_in_flight=self.max_in_flight,
-        )
-
-
 class SynchronousExchange(PipeSGDExchange):
     """BSP: gradients are averaged colayer by colayer, and a step waits for all of them.
 
@@ -371,7 +285,7 @@ class SynchronousExchange(PipeSGDExchange):
       settings: Those of the strategy.
     """
 
-    def __init__(self, context: ExchangeContext, members: Sequence[Sequence[int]], settings: _Settings):
+    def __init__(self, context: ExchangeContext, members: Sequence[Sequence[int]], settings: CanarySettings):
         self._low_rank = settings.low_rank
         own = PipeSGDSettings(pipeline_width=1, codec=settings.codec, algorithm=str(settings.network))
         super().__init__(context, own, members)

@@ -350,8 +350,7 @@ class CanaryExchange(Exchange, Joiner):
           them any more; `pulls` of another rank's state, and `pulls_in_vain`; `messages_merged`, and `duplicates`,
           which were not; `blends` of pieces; `inbox_waits`: iterations that began late as an inbox was full, here or
           elsewhere; and `window_waits`: those that began late as too many of this rank's own had not come back merged
-          (`max_in_flight`); `iterations_on_time`: those at whose end all that
-          this rank had sent was merged.
+          (`max_in_flight`); `iterations_on_time`: those at whose end all that this rank had sent was merged.
         """
         return {
             "overtime_drops": self._num_dropped,

@@ -154,7 +154,8 @@ class Replica:
     def emit_encode(self, colayer: int, buckets: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Emits the ops that encode those buckets of a colayer that `is_encoded` tells, each as a whole.
 
-        They keep their types, as which TensorFlow's queues take the bytes.
+        They keep their types, as which TensorFlow's queues take the bytes: buckets are padded, so that these are whole
+        values.
         """
         return [
             tf.bitcast(tf.reshape(codec.emit_encode(values), [-1, values.dtype.size]), values.dtype)
