@@ -56,7 +56,8 @@ _QUEUE_BYTES = flags.DEFINE_integer("queue_bytes", None, "What waits in front of
 _INTERFACE_LINK = flags.DEFINE_string("interface_link", "500e6", "Bits per second of an interface, in `interfaces`.")
 _WORLD_SIZE = flags.DEFINE_integer("world_size", 4, "Ranks, where the network does not say.", lower_bound=2)
 _NETWORKS = flags.DEFINE_list("networks", ["mesh", "bcube:2.2", "bcube:3.2"], "A dot stands for the comma.")
-_PATIENCE = flags.DEFINE_float("patience", 0.25, "Of asynchronous training in `equal_time`.", 0.0, 1.0)
+_PATIENCE = flags.DEFINE_float("patience", 0.25, "Of asynchronous training.", 0.0, 1.0)
+_MAX_IN_FLIGHT = flags.DEFINE_integer("max_in_flight", 2, "Of asynchronous training.", lower_bound=2)
 _TRAFFIC_STEPS = flags.DEFINE_integer("traffic_steps", 16, "Steps of `traffic`; a quarter is not timed.", lower_bound=8)
 _SYNC_INTERVAL = flags.DEFINE_integer(
     "sync_interval", 50, "Iterations between two blends, in `traffic`.", lower_bound=1
@@ -78,12 +79,6 @@ _NUM_REDUCTIONS = 7
 _MANY_EPOCHS = 1_000_000  # Where time ends a training.
 _FLOAT32 = {"codec": None}
 _PS = {"strategy": "SHATParameterServerStrategy", "consistency": "bsp", "mixing": 1.0}
-_KINDS = {
-    "BSP float32": {"consistency": "bsp", **_FLOAT32},
-    "BSP sketch": {"consistency": "bsp"},
-    "SSP float32": {"consistency": "ssp", **_FLOAT32},
-    "SSP sketch": {"consistency": "ssp"},
-}
 # For each network, the numbers of the interfaces that it uses.
 _INTERFACES = {"mesh": [0], "bcube:2,2": [0, 1]}
 
@@ -240,16 +235,28 @@ def _measure(
     return list(zip(*of_ranks, strict=True))
 
 
+def _kinds() -> dict[str, Mapping]:
+    """Settings of the kinds of training, by their labels."""
+    synchronous = {"consistency": "bsp"}
+    asynchronous = {"consistency": "ssp", "patience": _PATIENCE.value, "max_in_flight": _MAX_IN_FLIGHT.value}
+    return {
+        "BSP float32": {**synchronous, **_FLOAT32},
+        "BSP sketch": synchronous,
+        "SSP float32": {**asynchronous, **_FLOAT32},
+        "SSP sketch": asynchronous,
+    }
+
+
 def _bml(world_size: int) -> dict[str, Mapping]:
     """The paper's baseline among so many ranks, by its label."""
     side = math.isqrt(world_size)
     network = f"bcube:{side},2" if side * side == world_size else f"bcube:{world_size},1"
-    return {f"BML {network}": {**_KINDS["BSP float32"], "network": network}}
+    return {f"BML {network}": {**_kinds()["BSP float32"], "network": network}}
 
 
 def _beside_bml(world_size: int) -> dict[str, Mapping]:
     """The kinds of training, that of BML in the place of its like on a mesh."""
-    return {**_bml(world_size), **{label: kind for label, kind in _KINDS.items() if label != "BSP float32"}}
+    return {**_bml(world_size), **{label: kind for label, kind in _kinds().items() if label != "BSP float32"}}
 
 
 def _show(name: str, titles: Sequence[str], rows: Sequence[Sequence]) -> None:
@@ -266,8 +273,8 @@ def _show(name: str, titles: Sequence[str], rows: Sequence[Sequence]) -> None:
 def _traffic() -> None:
     n, rows = _WORLD_SIZE.value, []
     kinds = {label: {**kind, "sync_interval": _SYNC_INTERVAL.value} for label, kind in _beside_bml(n).items()}
-    kinds["SSP sketch, no blends"] = {**_KINDS["SSP sketch"], "sync_interval": None}
-    kinds["BSP sketch, rank 4"] = {**_KINDS["BSP sketch"], "low_rank": 4}
+    kinds["SSP sketch, no blends"] = {**kinds["SSP sketch"], "sync_interval": None}
+    kinds["BSP sketch, rank 4"] = {**kinds["BSP sketch"], "low_rank": 4}
     measured = _measure(list(kinds.values()), n, width=_WIDTH.value, num_steps=_TRAFFIC_STEPS.value)
     for label, of_ranks in zip(kinds, measured, strict=True):
         sent, peak = (statistics.mean(each[what] for each in of_ranks) for what in ("bytes", "peak"))
@@ -288,7 +295,7 @@ def _straggler() -> None:
     for label in ("BSP sketch", "SSP sketch"):
         rates = [
             statistics.mean(each["steps_per_second"] for each in of_ranks[:-1])
-            for of_ranks in _without_and_with_a_slow_rank(_KINDS[label])
+            for of_ranks in _without_and_with_a_slow_rank(_kinds()[label])
         ]
         rows.append((label, *rates, rates[1] / rates[0]))
     _show("straggler", ("", "steps / s, all equal", "steps / s, one slow", "ratio"), rows)
@@ -301,10 +308,9 @@ def _networks() -> None:
         if network.startswith("bcube"):
             alpha, beta = map(int, network.partition(":")[2].split(","))
             world_size = alpha**beta
-        settings = [{**kind, "network": network} for kind in _KINDS.values()]
-        for label, of_ranks in zip(
-            _KINDS, _measure(settings, world_size, step_seconds=_STEP_SECONDS.value), strict=True
-        ):
+        kinds = {label: {**kind, "network": network} for label, kind in _kinds().items()}
+        measured = _measure(list(kinds.values()), world_size, step_seconds=_STEP_SECONDS.value)
+        for label, of_ranks in zip(kinds, measured, strict=True):
             report = of_ranks[0]["report"]
             lanes = [f"{report[name] / 1e6:.1f}" for name in sorted(report) if name.startswith("bytes_sent_on_lane_")][
                 1:
@@ -315,7 +321,7 @@ def _networks() -> None:
 
 
 def _interfaces() -> None:
-    kind, rows = _KINDS["BSP float32"], []
+    kind, rows = _kinds()["BSP float32"], []
     settings = [{**kind, "network": name, "interfaces": used} for name, used in _INTERFACES.items()]
     num_values, world_size = 2 * (_WIDTH.value + 1) * _WIDTH.value, 4
     measured = _measure(
@@ -369,11 +375,12 @@ def _training(seed: int, epochs: int, seconds: float) -> dict[str, Any]:
 
 
 def _equal_time() -> None:
-    kinds = {**_bml(_WORLD_SIZE.value), "SSP sketch": {**_KINDS["SSP sketch"], "patience": _PATIENCE.value}}
+    kinds = {**_bml(_WORLD_SIZE.value), "SSP sketch": _kinds()["SSP sketch"]}
     accuracies = {label: np.zeros((_SEEDS.value, 2)) for label in kinds}
     for label, seed in itertools.product(kinds, range(_SEEDS.value)):
         found = _without_and_with_a_slow_rank(kinds[label], **_training(seed, _MANY_EPOCHS, _SECONDS.value))
         accuracies[label][seed] = [of_ranks[0][-1][1] for of_ranks in found]
+        print(f"{label}, seed {seed}: all equal, one slow: {accuracies[label][seed]}", flush=True)
     means = {label: of_seeds.mean(axis=0) for label, of_seeds in accuracies.items()}
     bml, ssp = means.values()
     rows = [(label, *mean) for label, mean in means.items()]
