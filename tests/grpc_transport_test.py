@@ -13,7 +13,7 @@ from unittest import mock
 
 import grpc
 import numpy as np
-from absl.testing import absltest
+from absl.testing import absltest, parameterized
 
 import hop_tf
 from hop_tf.errors import HopError, MismatchError, PeerLostError
@@ -27,6 +27,10 @@ from hop_tf.testing.transports import (
     wait_until,
 )
 from hop_tf.transport import GrpcTransport, TcpTransport
+from hop_tf.transport.grpc_link import GrpcLink, _Connection
+from hop_tf.transport.handshake import CONTROL_LANE
+from hop_tf.transport.outbox import Outbox
+from hop_tf.transport.peer import Peer
 
 
 def number(index):
@@ -358,6 +362,34 @@ def _python(program):
     finally:
         process.kill()
         process.communicate()
+
+
+class HeartbeatTest(parameterized.TestCase):
+    @parameterized.parameters((False, [1] * 13), (True, [1, 1, 1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1]))
+    def test_few_where_the_peer_is_heard_anyway(self, is_heard, expected):
+        """After the first three, which measure the way, four of five are spared."""
+        peer, outbox = Peer(1, "host:1"), Outbox()
+        link = GrpcLink(peer=peer, lane=CONTROL_LANE, outbox=outbox, handshake=None, on_error=None, open_channel=None)
+        connection, sent = _Connection(outbox), []
+
+        def wait_ended(timeout_seconds):
+            sent.append(0)
+            return len(sent) > len(expected)
+
+        with mock.patch.object(connection, "wait_ended", wait_ended):
+            if is_heard:
+                self.enterContext(mock.patch.object(Peer, "was_heard_within", return_value=True))
+            for _ in link._heartbeats(connection, 0.2):
+                sent[-1] = 1
+        self.assertEqual(sent[:-1], expected)
+        self.assertLen(connection.pinged_at, sum(expected))
+
+    def test_was_heard_within(self):
+        peer = Peer(1, "host:1")
+        self.assertFalse(peer.was_heard_within(100))
+        peer.heard()
+        self.assertTrue(peer.was_heard_within(100))
+        self.assertFalse(peer.was_heard_within(0))
 
 
 if __name__ == "__main__":

@@ -59,6 +59,10 @@ class Peer:
         self._heard_at = time.monotonic()
         self._refused_since = None
 
+    def was_heard_within(self, seconds: float) -> bool:
+        """Whether something has come in the last so many seconds."""
+        return self._heard_at is not None and time.monotonic() - self._heard_at < seconds
+
     def refused(self) -> None:
         """Nobody listens where this peer did."""
         with self._lock:
