@@ -180,8 +180,8 @@ class _Weights(keras.callbacks.Callback):
         return time.monotonic() - self._start
 
 
-def _train(case: Mapping, strategy: tf.distribute.Strategy) -> list[tuple[float, float]]:
-    """Seconds and accuracy on the test data, after each epoch."""
+def _train(case: Mapping, strategy: tf.distribute.Strategy) -> dict:
+    """Seconds and accuracy on the test data, after each epoch, and the share of iterations that ended on time."""
     keras.utils.set_random_seed(case["seed"])
     (x, y), (x_test, y_test) = keras.datasets.fashion_mnist.load_data()
     x, y = x[: case["num_rows"]], y[: case["num_rows"]]
@@ -194,11 +194,12 @@ def _train(case: Mapping, strategy: tf.distribute.Strategy) -> list[tuple[float,
         model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"])
     weights = _Weights(case["seconds"])
     model.fit(x, y, batch_size=128, epochs=case["epochs"], verbose=0, callbacks=[weights])
-    accuracies = []
+    report, reached = strategy.report(), []
     for seconds, values in weights.reached:
         model.set_weights(values)
-        accuracies.append((seconds, model.evaluate(x_test, y_test, batch_size=500, verbose=0)[1]))
-    return accuracies
+        reached.append((seconds, model.evaluate(x_test, y_test, batch_size=500, verbose=0)[1]))
+    # All of synchronous training's do, which does not count them.
+    return {"reached": reached, "on_time": report.get("iterations_on_time", report["steps"]) / report["steps"]}
 
 
 _MEASURES = {"timing": _time, "reduction": _reduce, "accuracy": _train}
@@ -341,7 +342,7 @@ def _interfaces() -> None:
 
 
 def _accuracy() -> None:
-    n, reached = _WORLD_SIZE.value, {}
+    n, of_kinds = _WORLD_SIZE.value, {}
     for label, settings in {"PS": _PS, **_beside_bml(n)}.items():
         if _KINDS_USED.value is not None and label.partition(" bcube")[0] not in _KINDS_USED.value:
             continue
@@ -350,15 +351,21 @@ def _accuracy() -> None:
             num_processes = n + ("strategy" in settings)
             training = _training(seed, _EPOCHS.value, math.inf)
             (of_ranks,) = _measure([settings], num_processes, step_seconds=_STEP_SECONDS.value, **training)
-            print(
-                f"{label}, seed {seed}: " + ", ".join(f"{100 * a:.1f}% {s:.0f} s" for s, a in of_ranks[0]), flush=True
-            )
-            last.append(of_ranks[0][-1][1])
-            seconds.append(next((s for s, accuracy in of_ranks[0] if accuracy >= _TARGET.value), float("nan")))
-        reached[label] = statistics.mean(seconds), statistics.mean(last)
-    fastest, _ = reached.get("SSP sketch", (float("nan"), None))
-    rows = [(label, seconds, seconds / fastest, accuracy) for label, (seconds, accuracy) in reached.items()]
+            reached = _print_training(f"{label}, seed {seed}", of_ranks)
+            last.append(reached[-1][1])
+            seconds.append(next((s for s, accuracy in reached if accuracy >= _TARGET.value), float("nan")))
+        of_kinds[label] = statistics.mean(seconds), statistics.mean(last)
+    fastest, _ = of_kinds.get("SSP sketch", (float("nan"), None))
+    rows = [(label, seconds, seconds / fastest, accuracy) for label, (seconds, accuracy) in of_kinds.items()]
     _show("accuracy", ("", f"s to {_TARGET.value}", "over SSP sketch", "accuracy"), rows)
+
+
+def _print_training(name: str, of_ranks: Sequence[Mapping]) -> list[tuple[float, float]]:
+    """What rank 0 has reached."""
+    reached, on_time = of_ranks[0]["reached"], of_ranks[0]["on_time"]
+    epochs = ", ".join(f"{100 * accuracy:.1f}% {seconds:.0f} s" for seconds, accuracy in reached)
+    print(f"{name}: {epochs}; {100 * on_time:.0f}% of iterations on time", flush=True)
+    return reached
 
 
 def _training(seed: int, epochs: int, seconds: float) -> dict[str, Any]:
@@ -379,8 +386,7 @@ def _equal_time() -> None:
     accuracies = {label: np.zeros((_SEEDS.value, 2)) for label in kinds}
     for label, seed in itertools.product(kinds, range(_SEEDS.value)):
         found = _without_and_with_a_slow_rank(kinds[label], **_training(seed, _MANY_EPOCHS, _SECONDS.value))
-        accuracies[label][seed] = [of_ranks[0][-1][1] for of_ranks in found]
-        print(f"{label}, seed {seed}: all equal, one slow: {accuracies[label][seed]}", flush=True)
+        accuracies[label][seed] = [_print_training(f"{label}, seed {seed}", of_ranks)[-1][1] for of_ranks in found]
     means = {label: of_seeds.mean(axis=0) for label, of_seeds in accuracies.items()}
     bml, ssp = means.values()
     rows = [(label, *mean) for label, mean in means.items()]
