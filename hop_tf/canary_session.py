@@ -147,16 +147,16 @@ class CanarySession:
         """Tells the others what this rank is about to do."""
         for rank in ranks:
             if rank != self.rank:
-                self._own_calls[rank].append(call)
-                self._compare_calls(rank)
+                self._note_call(self._own_calls, rank, call)
                 self._membership.send(rank, _CALL, call.encode())
 
     def _on_call(self, message: Message) -> None:
-        self._calls_there[message.sender].append(message.header.decode(errors="replace"))
-        self._compare_calls(message.sender)
+        self._note_call(self._calls_there, message.sender, message.header.decode(errors="replace"))
 
-    def _compare_calls(self, rank: int) -> None:
+    def _note_call(self, calls: Mapping[int, collections.deque[str]], rank: int, call: str) -> None:
+        """Compares the first calls that are known on both sides."""
         with self._membership.monitor:
+            calls[rank].append(call)
             here, there = self._own_calls[rank], self._calls_there[rank]
             if not here or not there or (own := here.popleft()) == (other := there.popleft()):
                 return
