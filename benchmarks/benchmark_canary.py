@@ -76,6 +76,7 @@ _SEEDS = flags.DEFINE_integer("seeds", 1, "Trainings of each kind.")
 _OUTPUT = flags.DEFINE_string("output", None, "A folder for tables and figures.")
 
 _NUM_REDUCTIONS = 7
+_CASES = ("all equal", "one slow")
 _MANY_EPOCHS = 1_000_000  # Where time ends a training.
 _FLOAT32 = {"codec": None}
 _PS = {"strategy": "SHATParameterServerStrategy", "consistency": "bsp", "mixing": 1.0}
@@ -131,11 +132,11 @@ def _time(case: Mapping, strategy: tf.distribute.Strategy) -> dict:
     record = keras.callbacks.LambdaCallback(on_train_batch_end=note)
     model.fit(x, x, batch_size=strategy.world_size, shuffle=False, verbose=0, callbacks=[record])
     first = len(times) // 4  # What comes before are tracing and the first messages.
-    of_steps = np.diff(sent[first:])
+    num_steps = steps[-1] - steps[first]
     return {
-        "steps_per_second": (steps[-1] - steps[first]) / (times[-1] - times[first]),
-        "bytes": float(np.mean(of_steps)),
-        "peak": float(np.max(of_steps)),
+        "steps_per_second": num_steps / (times[-1] - times[first]),
+        "bytes": (sent[-1] - sent[first]) / num_steps,
+        "peak": float(np.max(np.diff(sent[first:]))),
         "num_values": model.count_params(),
         "report": strategy.report(),
     }
@@ -193,7 +194,7 @@ def _train(case: Mapping, strategy: tf.distribute.Strategy) -> dict:
         optimizer = keras.optimizers.SGD(case["learning_rate"], momentum=case["momentum"])
         model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"])
     weights = _Weights(case["seconds"])
-    model.fit(x, y, batch_size=128, epochs=case["epochs"], verbose=0, callbacks=[weights])
+    model.fit(x, y, batch_size=case["batch_size"], epochs=case["epochs"], verbose=0, callbacks=[weights])
     report, reached = strategy.report(), []
     for seconds, values in weights.reached:
         model.set_weights(values)
@@ -378,6 +379,7 @@ def _training(seed: int, epochs: int, seconds: float) -> dict[str, Any]:
         "learning_rate": _LEARNING_RATE.value,
         "momentum": _MOMENTUM.value,
         "num_rows": _ACCURACY_ROWS.value,
+        "batch_size": canary_accuracy.BATCH_SIZE.value,
     }
 
 
@@ -386,11 +388,15 @@ def _equal_time() -> None:
     accuracies = {label: np.zeros((_SEEDS.value, 2)) for label in kinds}
     for label, seed in itertools.product(kinds, range(_SEEDS.value)):
         found = _without_and_with_a_slow_rank(kinds[label], **_training(seed, _MANY_EPOCHS, _SECONDS.value))
-        accuracies[label][seed] = [_print_training(f"{label}, seed {seed}", of_ranks)[-1][1] for of_ranks in found]
-    means = {label: of_seeds.mean(axis=0) for label, of_seeds in accuracies.items()}
-    bml, ssp = means.values()
-    rows = [(label, *mean) for label, mean in means.items()]
-    _show("equal_time", ("", "all equal", "one slow"), [*rows, ("points above", *(100 * (ssp - bml)))])
+        accuracies[label][seed] = [
+            _print_training(f"{label}, seed {seed}, {case}", of_ranks)[-1][1]
+            for case, of_ranks in zip(_CASES, found, strict=True)
+        ]
+    bml, ssp = accuracies.values()
+    points = 100 * (ssp - bml)
+    rows = [(label, *of_seeds.mean(axis=0)) for label, of_seeds in accuracies.items()]
+    rows += [("points above", *points.mean(axis=0)), ("standard error", *map(results.standard_error, points.T))]
+    _show("equal_time", ("", *_CASES), rows)
 
 
 def _convergence() -> None:

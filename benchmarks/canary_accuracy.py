@@ -25,7 +25,9 @@ _CIFAR10 = flags.DEFINE_string(
 )
 _SHARES = flags.DEFINE_list("shares", ["0", "0.5", "1"], "Shares of the steps in which gradients are sketched.")
 _NUM_ROWS = flags.DEFINE_integer("num_rows", 20_000, "Images to train with in `convergence`, at most.", lower_bound=1)
-_BATCH_SIZE = flags.DEFINE_integer("batch_size", 128, "Of all ranks together, in `convergence`.", lower_bound=1)
+BATCH_SIZE = flags.DEFINE_integer(
+    "batch_size", 128, "Of all ranks together, where accuracy is measured.", lower_bound=1
+)
 
 _MOMENTUM = 0.9
 
@@ -77,7 +79,7 @@ def _train(part: images.Part, world_size: int, epochs: int, learning_rate: float
     keras.utils.set_random_seed(seed)
     x, y = part
     model = _model(x.shape[1:])
-    num_batches = len(x) // _BATCH_SIZE.value
+    num_batches = len(x) // BATCH_SIZE.value
     rate = keras.optimizers.schedules.CosineDecay(learning_rate, epochs * num_batches)
     optimizer = keras.optimizers.SGD(rate, momentum=_MOMENTUM)
     weights = model.trainable_variables
@@ -100,7 +102,7 @@ def _train(part: images.Part, world_size: int, epochs: int, learning_rate: float
     all_reduce = _AllReduce(world_size)
     for epoch in range(epochs):
         losses = []
-        for rows in np.array_split(generator.permutation(len(x))[: num_batches * _BATCH_SIZE.value], num_batches):
+        for rows in np.array_split(generator.permutation(len(x))[: num_batches * BATCH_SIZE.value], num_batches):
             found = [gradient_of(x[own], y[own]) for own in np.array_split(rows, world_size)]
             losses.append(np.mean([loss for loss, _ in found]))
             gradients = [gradient.numpy() for _, gradient in found]

@@ -197,9 +197,7 @@ class CanarySession:
         parts = np.array_split(tensor.reshape(-1), pieces)
         of_places = [np.concatenate([parts[0][:0], *parts[place :: len(ranks)]]) for place in range(len(ranks))]
         own = of_places[ranks.index(self.rank)]
-        self._announce(
-            ranks, f"all_gather({tensor.dtype.name}{list(np.shape(tensor))}, pieces={pieces}, ranks={ranks})"
-        )
+        self._announce(ranks, f"all_gather({_signature(tensor)}, pieces={pieces}, ranks={ranks})")
         to_others = {rank: values for rank, values in zip(ranks, of_places, strict=True) if rank != self.rank}
         received = self._exchange(to_others, "gather pieces")
         if any(values.nbytes != own.nbytes for values in received.values()):

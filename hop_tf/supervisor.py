@@ -119,7 +119,9 @@ def _watch(readers: Sequence[ReportReader], arguments: argparse.Namespace) -> in
         reports = [_read(reader, rank) for rank, reader in enumerate(readers)]
         answered = any("problem" not in report for report in reports)
         if answered:
-            seen, silent_since = True, time.monotonic()
+            seen, silent_since = True, math.inf
+        else:  # A look can take long by itself, so the time begins after the first one that nobody answers.
+            silent_since = min(silent_since, time.monotonic())
         silent_seconds = time.monotonic() - silent_since
         if seen and silent_seconds > _END_SECONDS:
             return 0

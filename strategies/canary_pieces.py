@@ -2,12 +2,13 @@
 
 Nobody waits for a computation. A rank that others send to passes on what has come for a piece
 
-    as soon as all those have sent that were in what it passed on before, itself included;
+    as soon as all those have sent that were in each of the last sums that it passed on, itself included;
     or when one sends again, before what it has sent before was passed on;
     or at once, where the ranks that take part have changed: those that know send elsewhere;
 
 so that in a cluster of equal ranks each message holds the contributions of all, and one that falls behind holds up
-nobody: its contribution goes with the others' next one.
+nobody: its contribution goes with the others' next one. More than one sum is looked at because a slow rank is in one
+now and then: after each, all would wait for it in vain.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from hop_tf.strategies.canary_peers import Peers
 from hop_tf.strategies.canary_replica import Replica
 
 _PERIOD_SECONDS = 0.25
+# Who was in so many sums in a row is waited for.
+_NUM_IN_A_ROW = 2
 
 
 @dataclasses.dataclass
@@ -38,7 +41,7 @@ class _Sum:
     Attributes:
       layout: The layout.
       piece: The piece.
-      expected: Who was in what was passed on before.
+      in_a_row: For each that sends here, in how many of the sums that were passed on before it was, the last ones.
       total: The sum.
       senders: Whose messages are in it.
       contributions: Ranks and iterations of what is in it.
@@ -46,10 +49,19 @@ class _Sum:
 
     layout: Layout
     piece: Piece
-    expected: set[int]
+    in_a_row: dict[int, int]
     total: np.ndarray | None = None
     senders: set[int] = dataclasses.field(default_factory=set)
     contributions: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+
+    def regulars(self) -> list[int]:
+        """Who is waited for."""
+        return [rank for rank, number in self.in_a_row.items() if number >= _NUM_IN_A_ROW]
+
+    def begin_next(self) -> None:
+        """It was passed on."""
+        self.in_a_row = {rank: number + 1 if rank in self.senders else 0 for rank, number in self.in_a_row.items()}
+        self.senders, self.contributions, self.total = set(), [], None
 
 
 class PieceThread:
@@ -256,8 +268,8 @@ class PieceThread:
     def _sum_of(self, layout: Layout, piece: Piece) -> _Sum:
         key = layout.key, piece.index
         if key not in self._sums:
-            expected = {self._membership.rank, *(child for child, _ in piece.children)}
-            self._sums[key] = _Sum(layout, piece, expected)
+            senders = (self._membership.rank, *(child for child, _ in piece.children))
+            self._sums[key] = _Sum(layout, piece, dict.fromkeys(senders, _NUM_IN_A_ROW))
         return self._sums[key]
 
     @property
@@ -278,14 +290,13 @@ class PieceThread:
         if not pending.senders:
             return
         is_whole, is_expected = self._peers.are_all_in(layout), self._peers.is_expected
-        expected = {rank for rank in pending.expected if is_expected(layout, rank)} if is_whole else set()
-        if expected <= pending.senders:
+        expected = [rank for rank in pending.regulars() if is_expected(layout, rank)] if is_whole else []
+        if pending.senders.issuperset(expected):
             self._pass_on(layout, piece, pending)
 
     def _pass_on(self, layout: Layout, piece: Piece, pending: _Sum) -> None:
         contributions, total = tuple(pending.contributions), pending.total
-        pending.expected, pending.senders = pending.senders, set()
-        pending.contributions, pending.total = [], None
+        pending.begin_next()
         data = self._replica.encode(piece, total)
         if piece.parent is not None:
             note = self._channel.note(Kind.UP, layout.key, piece.index, contributions=contributions)
