@@ -76,7 +76,7 @@ _SEEDS = flags.DEFINE_integer("seeds", 1, "Trainings of each kind.")
 _OUTPUT = flags.DEFINE_string("output", None, "A folder for tables and figures.")
 
 _NUM_REDUCTIONS = 7
-_CASES = ("all equal", "one slow")
+_CASES = ("all equal", "one slow")  # Of `_without_and_with_a_slow_rank`.
 _MANY_EPOCHS = 1_000_000  # Where time ends a training.
 _FLOAT32 = {"codec": None}
 _PS = {"strategy": "SHATParameterServerStrategy", "consistency": "bsp", "mixing": 1.0}
@@ -300,7 +300,7 @@ def _straggler() -> None:
             for of_ranks in _without_and_with_a_slow_rank(_kinds()[label])
         ]
         rows.append((label, *rates, rates[1] / rates[0]))
-    _show("straggler", ("", "steps / s, all equal", "steps / s, one slow", "ratio"), rows)
+    _show("straggler", ("", *(f"steps / s, {case}" for case in _CASES), "ratio"), rows)
 
 
 def _networks() -> None:

@@ -11,7 +11,7 @@ from hop_tf.options import CommunicationOptions
 if TYPE_CHECKING:  # Transports ask here, too.
     from hop_tf.transport.base import PeerStatus
 
-# How long nobody may listen where a process did until it counts as dead: longer than heartbeats are apart.
+# How long nobody may listen where a process did until it counts as dead: longer than a living peer is not heard.
 REFUSED_SECONDS = 2.0
 # A peer ends only when all it has sent has arrived here; to reach its handler may take a moment more.
 _HANDOVER_SECONDS = 5.0
