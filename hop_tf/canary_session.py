@@ -158,13 +158,25 @@ class CanarySession:
         with self._membership.monitor:
             calls[rank].append(call)
             here, there = self._own_calls[rank], self._calls_there[rank]
-            if not here or not there or (own := here.popleft()) == (other := there.popleft()):
+            if not here or not there:
+                return
+            own, other = here[0], there[0]
+            if own == other:
+                here.popleft()
+                there.popleft()
+                self._membership.monitor.notify_all()
                 return
         self._membership.fail(
             MismatchError(
                 f"rank {self.rank}: rank {rank} has called {other}, where this rank has called {own}. "
                 "All ranks must call the same collectives in the same order."
             )
+        )
+
+    def _wait_compared(self, ranks: Sequence[int]) -> None:
+        """Values may come before the word of what they are for; to ranks that did something else they mean nothing."""
+        self._membership.wait(
+            lambda: [rank for rank in ranks if self._own_calls[rank]], operation="hear what the others call"
         )
 
     # BCube driver.
@@ -200,6 +212,7 @@ class CanarySession:
         self._announce(ranks, f"all_gather({_signature(tensor)}, pieces={pieces}, ranks={ranks})")
         to_others = {rank: values for rank, values in zip(ranks, of_places, strict=True) if rank != self.rank}
         received = self._exchange(to_others, "gather pieces")
+        self._wait_compared(ranks)
         if any(values.nbytes != own.nbytes for values in received.values()):
             raise ProtocolError(f"rank {self.rank}: pieces of another size came than those of this rank.")
         return np.sum([received[rank].view(own.dtype) if rank in received else own for rank in ranks], axis=0)
@@ -247,6 +260,7 @@ class CanarySession:
         self._announce(ranks, f"all_reduce({_signature(tensor)}, {network}, ranks={ranks})")
         step = self._num_steps[key] = self._num_steps.get(key, -1) + 1
         (mean,) = self._reductions[key].mean(step, [values.copy()], lambda rank, _: rank in ranks)
+        self._wait_compared(ranks)
         if iteration is not None:
             for rank in ranks:
                 self._index.merge(rank, iteration, colayer)

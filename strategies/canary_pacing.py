@@ -79,7 +79,7 @@ class Pacing:
         now, share = self._monitor.now(), min(self._patience, self._stock)
         if self._is_first:  # Ranks compile, and some for longer. They get in step by this.
             share = _FIRST_SHARE if self._patience else 0.0
-        if share and self._membership.wait_until(self._contributions.are_merged, share * (now - self._resumed_at)):
+        if self._membership.wait_until(self._contributions.are_merged, share * (now - self._resumed_at)):
             self.num_on_time += 1
         elif not self._is_first:
             self._stock -= share

@@ -1,6 +1,7 @@
 """Table 3's methods between ranks that are threads."""
 
 import threading
+import time
 from unittest import mock
 
 import numpy as np
@@ -162,6 +163,26 @@ class CanarySessionTest(TransportTestMixin, tf.test.TestCase, parameterized.Test
         expected = f"rank 0: rank 1 has called {of_rank_1}.*, where this rank has called all_reduce|rank 1: rank 0 has"
         for error in errors:
             self.assertRegex(error, expected)
+
+    @parameterized.named_parameters(
+        ("gather", lambda session: session.all_gather(np.ones(*((8, np.float32), (4, np.float64))[session.rank]))),
+        ("reduce", lambda session: session.all_reduce(np.ones(((4,), (2, 2))[session.rank]))),
+    )
+    def test_returns_no_values_of_another_call(self, call):
+        """Though as many bytes come as are awaited, and before the word of what they are for."""
+        on_call = hop_tf.CanarySession._on_call
+
+        def take_its_time(session, message):
+            time.sleep(0.3)
+            on_call(session, message)
+
+        results = []
+        with (
+            mock.patch.object(hop_tf.CanarySession, "_on_call", take_its_time),
+            self.assertRaisesRegex(HopError, r"rank \d: rank \d has called all_.*, where this rank has called all_"),
+        ):
+            self._run(2, lambda session: results.append(call(session)))
+        self.assertEmpty(results)
 
     def test_refuses_a_threshold_out_of_reach(self):
         with self.assertRaisesRegex(ValueError, "`min_colayers` must be at most.* min_colayers=3, num_colayers=2."):

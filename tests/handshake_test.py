@@ -95,28 +95,64 @@ class GreetingTest(TransportTestMixin, absltest.TestCase):
 
     def test_a_later_strategy_of_a_process_is_told_to_wait(self):
         """It may be of another kind. The earlier one does without that process, and nobody takes it for restarted."""
-        addresses, restarts = self.addresses(2), []
-        first = self.start_at(0, addresses, incarnation="p.0")
-        second = self.start_at(1, addresses, incarnation="q.0", on_restart=restarts.append)
-        self.check_works(first, second)
-        self.check_works(second, first)
-        first.close()
-        other = {**self.identity, "strategy": "PipeSGDStrategy"}
+        for have_met in (True, False):
+            with self.subTest(have_met=have_met):
+                addresses, restarts = self.addresses(2), []
+                first = self.start_at(0, addresses, incarnation="p.0")
+                second = self.start_at(1, addresses, incarnation="q.0", on_restart=restarts.append)
+                if have_met:
+                    self.check_works(first, second)
+                    self.check_works(second, first)
+                first.close()
+                other = {**self.identity, "strategy": "PipeSGDStrategy"}
+                options = CommunicationOptions(timeout_seconds=1)
+                later = self.start_at(0, addresses, incarnation="p.1", identity=other, options=options)
+                self._check_waits(later, second, options.timeout_seconds)
+                self.assertEmpty(restarts)
+                second.close()
+                last = self.start_at(1, addresses, incarnation="q.1", identity=other)
+                self.check_works(later, last)
+                self.check_works(last, later)
+
+    def test_strategies_that_are_alike_and_have_not_met_are_told_apart(self):
+        addresses = self.addresses(2)
+        self.start_at(0, addresses, incarnation="p.0").close()
+        second = self.start_at(1, addresses, incarnation="q.0")
         options = CommunicationOptions(timeout_seconds=1)
-        later = self.start_at(0, addresses, incarnation="p.1", identity=other, options=options)
-        later.connect(1)
-        wait_until(lambda: "has not shut an earlier strategy down" in later.status(1).last_problem)
-        wait_until(lambda: second.status(0).last_problem)
-        refused = second.counters()["connections_refused"]
-        wait_until(lambda: second.counters()["connections_refused"] > refused + 3)
-        self.assertFalse(later.status(1).was_silent_for(options.timeout_seconds))
-        for transport in (second, later):
-            self.assertIsNone(transport.status(1 - transport.rank).failure)
-        self.assertEmpty(restarts)
-        second.close()
-        last = self.start_at(1, addresses, incarnation="q.1", identity=other)
-        self.check_works(later, last)
-        self.check_works(last, later)
+        later = self.start_at(0, addresses, incarnation="p.1", options=options)
+        second.connect(0)
+        wait_until(lambda: "has shut the strategy down that this one is in" in second.status(0).last_problem)
+        self._check_waits(later, second, options.timeout_seconds)
+        self.assertFalse(second.status(0).ever_connected)
+        wait_until(lambda: second.status(0).was_silent_for(options.timeout_seconds))  # It does not wait for ever.
+
+    def test_a_restarted_process_joins_the_strategy_that_its_peers_are_in(self):
+        addresses = self.addresses(3)
+        for number in range(2):
+            ranks = [
+                self.start_at(rank, addresses, incarnation=f"{rank}.{number}", on_restart=lambda _: None)
+                for rank in range(3)
+            ]
+            self.check_works(ranks[0], ranks[1])
+            ranks[1].close()
+            if not number:
+                ranks[0].close()
+                ranks[2].close()
+        again = self.start_at(1, addresses, incarnation="again.0", on_restart=lambda _: None)
+        ranks[2].connect(1)  # It has never met a process of that rank.
+        self.check_works(again, ranks[0])
+        self.check_works(ranks[2], again)
+        self.check_works(again, ranks[2])
+
+    def _check_waits(self, later, earlier, timeout_seconds):
+        """The later strategy of a process tries again and again to join a rank that is in an earlier one."""
+        later.connect(earlier.rank)
+        wait_until(lambda: "has not shut an earlier strategy down" in later.status(earlier.rank).last_problem)
+        refused = earlier.counters()["connections_refused"]
+        wait_until(lambda: earlier.counters()["connections_refused"] > refused + 3)
+        self.assertFalse(later.status(earlier.rank).was_silent_for(timeout_seconds))
+        for transport, peer in ((earlier, later), (later, earlier)):
+            self.assertIsNone(transport.status(peer.rank).failure)
 
 
 class TlsTest(TransportTestMixin, absltest.TestCase):

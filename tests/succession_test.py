@@ -1,5 +1,6 @@
 """Strategies that processes make one after the other on the same addresses, though ranks are not done at one time."""
 
+import functools
 import json
 import os
 import time
@@ -11,10 +12,10 @@ import tensorflow as tf
 import hop_tf
 from hop_tf.testing import MultiProcessRunner
 
-_NUM_WORKERS = 3
+_NUM_WORKERS = 4
 _TIMEOUT_SECONDS = 5
 # Seconds that a rank takes to shut a strategy down after its training, and to make the next one: by strategy and rank.
-_PAUSES = ({1: (2 + _TIMEOUT_SECONDS, 1)}, {0: (2, 1), 2: (1, 0)}, {})
+_PAUSES = ({1: (2 + _TIMEOUT_SECONDS, 1)}, {0: (2, 1), 2: (1, 0)}, {3: (2, 0)}, {})
 
 
 def _train(strategy):
@@ -28,24 +29,28 @@ def _train(strategy):
 
 
 def _run():
-    """The final weights of each strategy."""
+    """The final weights of each strategy that trains."""
     rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
     options = hop_tf.CommunicationOptions(timeout_seconds=_TIMEOUT_SECONDS)
     weights = []
-    for make, pauses in zip(_STRATEGIES, _PAUSES, strict=True):
+    for (make, trains), pauses in zip(_STRATEGIES, _PAUSES, strict=True):
         before, after = pauses.get(rank, (0, 0))
         strategy = make(communication_options=options)
-        weights.append(_train(strategy))
+        if trains:
+            weights.append(_train(strategy))
         time.sleep(before)
         strategy.shutdown()
         time.sleep(after)
     return weights
 
 
+_hop = functools.partial(hop_tf.HopStrategy, topology="ring")  # Ranks 0 and 2 do not meet, nor do 1 and 3.
+# Each, and whether it trains.
 _STRATEGIES = (
-    hop_tf.HopStrategy,  # It lets a process that was started again take part: one that has gone on is none.
-    hop_tf.PipeSGDStrategy,
-    hop_tf.HopStrategy,
+    (_hop, True),  # It lets a process that was started again take part: one that has gone on is none.
+    (hop_tf.PipeSGDStrategy, True),
+    (_hop, False),
+    (_hop, True),
 )
 
 

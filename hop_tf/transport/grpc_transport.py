@@ -89,6 +89,7 @@ class GrpcTransport(QueueTransport):
         self._address = addresses[rank]
         self._handshake = Handshake(
             rank=rank,
+            addresses=addresses,
             peers=self._peers,
             incarnation=incarnation or new_incarnation(),
             identity=identity,
@@ -120,6 +121,7 @@ class GrpcTransport(QueueTransport):
         port = self._address.rpartition(":")[2]
         for host in self._hosts():
             self._bind(server, f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+        self._handshake.begin()
         server.start()
         self._server = server
         with _serving_lock:

@@ -8,7 +8,7 @@ import itertools
 import os
 import secrets
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from google.protobuf.message import DecodeError
 
@@ -23,8 +23,11 @@ _PROTOCOL_FIELD = "transport.protocol"
 _BAD_TOKEN = "it refused this rank's cluster token (see CommunicationOptions.cluster_token)"
 _BAD_RANK = "it has another rank, or knows this rank under another number; check TF_CONFIG on both"
 _TOO_EARLY = "its process has not shut an earlier strategy down, as this one has"
+_TOO_LATE = "its process has shut the strategy down that this one is in, and made another one"
 _PROCESS = secrets.token_hex(8)
 _numbers = itertools.count()
+# Of a process's last transport, for every rank and cluster.
+_generations: dict[tuple[str, int, tuple[str, ...]], int] = {}
 
 
 def new_incarnation() -> str:
@@ -32,9 +35,13 @@ def new_incarnation() -> str:
     return f"{_PROCESS}-{os.getpid()}.{next(_numbers)}"
 
 
+def _process(incarnation: str) -> str:
+    return incarnation.partition(".")[0]
+
+
 def _of_one_process(incarnation: str, other: str) -> bool:
     """Whether these are two transports that one process has made, one after the other."""
-    return incarnation != other and incarnation.partition(".")[0] == other.partition(".")[0]
+    return incarnation != other and _process(incarnation) == _process(other)
 
 
 class RefusedError(HopError):
@@ -55,6 +62,7 @@ class Handshake:
 
     Args:
       rank: This rank.
+      addresses: "host:port" of every rank.
       peers: All other ranks.
       incarnation: Name of this transport, see `new_incarnation`.
       identity: Fields that must be equal on all ranks.
@@ -72,6 +80,7 @@ class Handshake:
         self,
         *,
         rank: int,
+        addresses: Sequence[str],
         peers: Mapping[int, Peer],
         incarnation: str,
         identity: Mapping[str, str],
@@ -79,6 +88,8 @@ class Handshake:
         on_restart: Callable[[Peer], None] | None = None,
     ):
         self._rank = rank
+        self._place = (_process(incarnation), rank, tuple(addresses))
+        self._generation = 0
         self._peers = peers
         self._incarnation = incarnation
         self._identity = {_PROTOCOL_FIELD: str(PROTOCOL_VERSION), **identity}
@@ -87,6 +98,17 @@ class Handshake:
         self._meeting = threading.Lock()
         self.socket_port = 0
         self.interface_addresses: tuple[str, ...] = ()
+
+    def begin(self) -> None:
+        """This transport serves from now on, and those that the process has made before do not."""
+        with self._meeting:
+            self._generation = _generations[self._place] = _generations.get(self._place, -1) + 1
+
+    def _join_generation(self, generation: int) -> None:
+        """A peer is in this strategy: if it has made more before, this process has taken the place of another."""
+        with self._meeting:
+            if generation > self._generation:
+                self._generation = _generations[self._place] = generation
 
     # The side that opens a stream.
 
@@ -102,6 +124,7 @@ class Handshake:
             identity=self._identity,
             first_sequence=first_sequence,
             receiver_incarnation=peer.incarnation or "",
+            generation=self._generation,
         ).SerializeToString()
 
     def check_reply(self, peer: Peer, data: bytes) -> int:
@@ -124,6 +147,8 @@ class Handshake:
         if reply.refusal == control_pb2.TOO_EARLY:
             peer.heard()  # Its earlier training may take a while.
             raise RefusedError(_TOO_EARLY)
+        if reply.refusal == control_pb2.TOO_LATE:
+            raise RefusedError(_TOO_LATE)
         if reply.refusal == control_pb2.MISMATCH:
             raise self._fail(peer, self._mismatch(peer, reply.field, reply.value))
         if reply.refusal == control_pb2.RESTARTED:
@@ -134,6 +159,7 @@ class Handshake:
         if reply.refusal != control_pb2.ACCEPTED:
             raise ProtocolError(f"{peer} gave unknown refusal {reply.refusal}.")
         self._meet(peer, reply.incarnation)
+        self._join_generation(reply.generation)
         peer.interface_addresses = tuple(reply.interface_addresses)
         peer.note_socket_port(reply.socket_port)
         return reply.received_sequence
@@ -159,6 +185,8 @@ class Handshake:
             problem = f"{peer} takes this strategy, or process, for an earlier one"
             raise HelloRefusedError(problem, self._reply(control_pb2.OTHER_PROCESS))
         self._check_is_not_later(peer, hello.incarnation)
+        if peer.incarnation is None and not hello.receiver_incarnation:
+            self._check_generation(peer, hello.generation)
         self._check_identity(peer, {**hello.identity, _PROTOCOL_FIELD: str(hello.protocol_version)})
         if hello.receiver != self._rank:
             problem = f"{peer} takes this rank for rank {hello.receiver}"
@@ -167,13 +195,25 @@ class Handshake:
             self._meet(peer, hello.incarnation)
         except PeerLostError as error:
             raise HelloRefusedError(str(error), self._reply(control_pb2.RESTARTED)) from error
+        self._join_generation(hello.generation)
         return Greeting(peer, hello.lane, hello.first_sequence)
 
     def _check_is_not_later(self, peer: Peer, incarnation: str) -> None:
-        """Raises HelloRefusedError if the process of `peer` has made this transport after the one that was met."""
+        """Raises OtherStrategyError if the process of `peer` has made this transport after the one that was met."""
         if _of_one_process(incarnation, peer.incarnation or ""):
-            problem = f"{peer} has shut a strategy down that this rank has not, and made another one"
-            raise HelloRefusedError(problem, self._reply(control_pb2.TOO_EARLY))
+            raise self._too_early(peer)
+
+    def _check_generation(self, peer: Peer, generation: int) -> None:
+        """Raises OtherStrategyError if `peer`, where neither has met the other, is not in the same strategy."""
+        if generation > self._generation:
+            raise self._too_early(peer)
+        if generation < self._generation:
+            problem = f"{peer} has not shut a strategy down that this rank has"
+            raise OtherStrategyError(problem, self._reply(control_pb2.TOO_LATE))
+
+    def _too_early(self, peer: Peer) -> OtherStrategyError:
+        problem = f"{peer} has shut a strategy down that this rank has not, and made another one"
+        return OtherStrategyError(problem, self._reply(control_pb2.TOO_EARLY))
 
     def _meet(self, peer: Peer, incarnation: str) -> None:
         """Makes sure that `peer` is that process; lets it take the place of an earlier one if that is allowed.
@@ -209,7 +249,9 @@ class Handshake:
                 raise HelloRefusedError(str(error), reply)
 
     def _reply(self, refusal: int, **fields) -> bytes:
-        return control_pb2.HelloReply(refusal=refusal, incarnation=self._incarnation, **fields).SerializeToString()
+        return control_pb2.HelloReply(
+            refusal=refusal, incarnation=self._incarnation, generation=self._generation, **fields
+        ).SerializeToString()
 
     # Errors.
 
@@ -246,6 +288,10 @@ class HelloRefusedError(HopError):
     def __init__(self, message: str, reply: bytes):
         super().__init__(message)
         self.reply = reply
+
+
+class OtherStrategyError(HelloRefusedError):
+    """A hello was refused because one of the two ranks is not done with an earlier strategy, which is no mistake."""
 
 
 def _parse(message_type, data: bytes):

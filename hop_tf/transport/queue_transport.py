@@ -15,6 +15,7 @@ from hop_tf.deadlines import problem_of
 from hop_tf.errors import HopError
 from hop_tf.options import CommunicationOptions
 from hop_tf.transport.base import BULK_LANE, Handler, PeerStatus, Transport
+from hop_tf.transport.handshake import OtherStrategyError
 from hop_tf.transport.inbox import Dispatcher
 from hop_tf.transport.lanes import LinkShares
 from hop_tf.transport.outbox import Outbox, check_message, flatten
@@ -175,7 +176,8 @@ class QueueTransport(Transport):
             if logged:
                 self._quiet_until = now + _LOG_PERIOD_SECONDS
         if logged:
-            logging.warning("rank %d: a connection from %s was refused: %s", self._rank, address, reason)
+            level = logging.INFO if isinstance(reason, OtherStrategyError) else logging.WARNING
+            logging.log(level, "rank %d: a connection from %s was refused: %s", self._rank, address, reason)
         with self._lock:
             self._connections_refused += 1
 
