@@ -241,7 +241,11 @@ class Joining:
             self._exchanges[group].begin_at(step)
             membership.joined()
         join = membership_pb2.Join(
-            rank=membership.rank, session=membership.session, life=membership.life, first_steps={group: step}
+            rank=membership.rank,
+            session=membership.session,
+            life=membership.life,
+            first_steps={group: step},
+            incarnation=membership.transport.incarnation,
         )
         membership.tell_peers(_JOIN, join.SerializeToString())
         membership.wait(
@@ -304,7 +308,7 @@ class Joining:
         join = parse(membership_pb2.Join, message)
         membership = self._membership
         with self._monitor:
-            if not membership.readmit(join.rank, join.session, join.life):
+            if not membership.readmit(join):
                 return
             self._joins[join.rank] = join
             welcome = self._admit(join)

@@ -92,9 +92,6 @@ class Membership:
         self._gathered = dict.fromkeys(self.peers, 0)
         self._departures = Departures()
         self._failure: BaseException | None = None
-        # Peers whose restart this rank has noticed, and which have not joined since; and the other way round.
-        self._restarted: set[int] = set()
-        self._joined_unnoticed: set[int] = set()
         self._interrupted = False
         # Whether the others went on without this rank: what it does is of no matter to them any more.
         self.is_given_up = False
@@ -143,8 +140,6 @@ class Membership:
             self._await_gathered([self._parent])
         with self.monitor:
             self._begun_session = self.session
-            self._restarted.clear()
-            self._joined_unnoticed.clear()
             newcomers = [peer for peer in self.peers if self.joining and self._ready[peer]]
         for peer in newcomers:
             self._tell_of_session(peer)
@@ -335,12 +330,8 @@ class Membership:
         with self.monitor:
             self._ready[peer] = self._gathered[peer] = 0
             departure, leave = self.departure(peer), None
-            if peer in self._joined_unnoticed:  # Others were faster to tell: this is the process that has joined.
-                self._joined_unnoticed.remove(peer)
-            else:
-                self._restarted.add(peer)
-                if self._begun_session and (departure is None or not departure.lost):
-                    leave = self._depart(peer, PeerLostError(f"rank {peer} was restarted"))
+            if self._begun_session and (departure is None or not departure.lost):
+                leave = self._depart(peer, PeerLostError(f"rank {peer} was restarted"))
         if leave is not None:
             self._pass_on(leave, learned_from=peer)
         elif self.session and not self._begun_session:  # Nothing is lost yet: it can begin with the others.
@@ -382,15 +373,18 @@ class Membership:
         """This rank takes part from now on: it is joining no more."""
         self.joining = False
 
-    def readmit(self, rank: int, session: int, life: int) -> bool:
-        """A rank that was restarted takes part; False if that is no news. The monitor must be held."""
-        if session != self.session or rank == self.rank or life <= self.life_of(rank):
+    def readmit(self, join: membership_pb2.Join) -> bool:
+        """A rank that was restarted takes part; False if that is no news. The monitor must be held.
+
+        It is none either while the transport knows a peer's former process only: what is sent to the new one would be
+        dropped with what is on its way to that one. The new one tells this rank itself, and so it is met.
+        """
+        rank = join.rank
+        if join.session != self.session or rank == self.rank or join.life <= self.life_of(rank):
             return False
-        self._departures.begin_life(rank, life)
-        if rank in self._restarted:
-            self._restarted.remove(rank)
-        else:
-            self._joined_unnoticed.add(rank)
+        if rank in self.peers and self.transport.status(rank).incarnation not in (None, join.incarnation):
+            return False
+        self._departures.begin_life(rank, join.life)
         logging.info("rank %d: rank %d takes part again.", self.rank, rank)
         self.monitor.notify_all()
         return True

@@ -15,7 +15,7 @@ import numpy as np
 
 from hop_tf.errors import ProtocolError
 from hop_tf.membership import Membership
-from hop_tf.strategies.canary_layout import Layout
+from hop_tf.strategies.canary_layout import Layout, Piece
 from hop_tf.strategies.canary_messages import Channel, Kind, Note
 from hop_tf.strategies.canary_peers import Peers, is_past
 from hop_tf.strategies.canary_pieces import PieceThread
@@ -135,8 +135,11 @@ class Contributions:
         self.look_again()
 
     def tell_newcomer_of_end(self, newcomer: int) -> None:
-        """This rank has made its last step before another one has joined: it has not contributed to what they share."""
-        self._tell([newcomer], Kind.DONE, self._peers.present_key(), [0] * self._num_colayers)
+        """This rank has made its last step before another one has joined: it contributes to nothing that they share.
+
+        It counts in no layout: of one that others may not know, no root would say that no more comes.
+        """
+        self._tell([newcomer], Kind.DONE, self._peers.present_key(), [])
 
     def _tell_move(self) -> None:
         """Tells how often this rank has contributed to the layout before, and that it contributes to no other one."""
@@ -163,7 +166,9 @@ class Contributions:
 
     def receive(self, note: Note, message: Message) -> None:
         """Another rank has told how often it has contributed to a layout; the monitor is held."""
-        key = note.key if note.kind is Kind.DONE else message.payload.tobytes()
+        key = message.payload.tobytes()
+        if note.kind is Kind.DONE and note.contributions:
+            key = note.key
         if len(key) not in (0, len(note.key)) or len(note.contributions) != (self._num_colayers if key else 0):
             raise ProtocolError(f"rank {message.sender} tells of {len(note.contributions)} colayers.")
         rank = self._membership.rank
@@ -186,21 +191,32 @@ class Contributions:
 
     def are_merged(self) -> bool:
         """Whether all that this rank has contributed to the present layout is merged here; the monitor is held."""
-        return not self.late_roots(1)
+        return not self._late_pieces(1)
 
-    def late_roots(self, most: int) -> set[int]:
-        """The roots of pieces with so many own contributions under way; the monitor is held."""
+    def late_ranks(self, most: int) -> set[int]:
+        """On whose way pieces are with so many own contributions under way; the monitor is held."""
+        rank = self._membership.rank
+        return {each for piece in self._late_pieces(most) for each in self.layout.path(piece, rank)}
+
+    def _late_pieces(self, most: int) -> list[Piece]:
         layout = self.layout
         if layout is None or not self._peers.are_all_in(layout):
-            return set()
+            return []
         sent, merged = np.array(self._sent[layout.key]), layout.ledger.merged[:, self._membership.rank]
-        return {layout.pieces[index].root for index in np.flatnonzero(sent[layout.colayers] - merged >= most)}
+        return [layout.pieces[index] for index in np.flatnonzero(sent[layout.colayers] - merged >= most)]
 
-    def unsettled_roots(self) -> set[int]:
-        """The roots of pieces of which more may come here; the monitor is held."""
+    def unsettled_ranks(self) -> set[int]:
+        """On whose way pieces are of which more may come here, this rank included; the monitor is held."""
         is_settled = self._peers.is_settled
         pieces = ((layout, piece) for layout in self._replica.layouts() for piece in layout.pieces)
-        return {piece.root for layout, piece in pieces if not is_settled(layout, piece)}
+        unsettled = ((layout, piece) for layout, piece in pieces if not is_settled(layout, piece))
+        return {rank for layout, piece in unsettled for rank in self._sources(layout, piece)}
+
+    def _sources(self, layout: Layout, piece: Piece) -> Sequence[int]:
+        """On whose way it comes: at the root of a piece, on that of anyone."""
+        if piece.root == self._membership.rank:
+            return [rank for rank in layout.ranks if self._peers.takes_part(layout, rank)]
+        return layout.path(piece, self._membership.rank)
 
     def _is_settled(self, layout: Layout) -> bool:
         return all(self._peers.is_settled(layout, piece) for piece in layout.pieces)

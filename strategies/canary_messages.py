@@ -32,6 +32,7 @@ class Kind(enum.IntEnum):
       PULL: Asks for a replica's state.
       STATE: That state.
       DONE: The sender has made its last step; the contributions tell how often it has contributed to each colayer.
+        To a rank that has joined later: none.
       MOVED: The sender contributes to this layout from now on; the payload is the key of the one before, if there was
         one, and the contributions tell the same of that.
       FULL: The sender has received more than it may keep: nobody is to begin an iteration before there is room. The

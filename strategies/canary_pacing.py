@@ -60,8 +60,8 @@ class Pacing:
     def wait_for_window(self, k: int) -> None:
         """Bounds what is under way: waits for communication, though for nobody's computation."""
         with self._monitor:
-            self.num_window_waits += bool(self._late_roots())
-        self._membership.wait(self._late_roots, operation="receive what was merged", step=k)
+            self.num_window_waits += bool(self._late_ranks())
+        self._membership.wait(self._late_ranks, operation="receive what was merged", step=k)
 
     def wait_for_room(self, k: int) -> None:
         """Waits while a rank, or this one, has received more than it may keep: its threads wait for no computation."""
@@ -98,20 +98,20 @@ class Pacing:
             self._membership.wait(late_without_progress, operation="receive the last contributions", step=k)
             with self._monitor:
                 is_waiting = bool(self._late())
-        self._wait_for_own_threads(lambda: not self._unsettled_roots())
+        self._wait_for_own_threads(lambda: not self._unsettled_ranks())
 
     def _late(self) -> list[int]:
         """The ranks whose last step is to come, then those that have more to send of what they sum up."""
-        unsettled = self._others(self._unsettled_roots())
+        unsettled = self._others(self._unsettled_ranks())
         return [rank for rank in self._peers.present() if rank not in self._peers.done] or unsettled
 
-    def _unsettled_roots(self) -> set[int]:
-        """The roots of pieces of which more may come here, also now that ranks may have left."""
+    def _unsettled_ranks(self) -> set[int]:
+        """On whose way pieces are of which more may come here, also now that ranks may have left."""
         self._contributions.look_at_departures()
-        return self._contributions.unsettled_roots()
+        return self._contributions.unsettled_ranks()
 
-    def _late_roots(self) -> list[int]:
-        return self._others(self._contributions.late_roots(self._window))
+    def _late_ranks(self) -> list[int]:
+        return self._others(self._contributions.late_ranks(self._window))
 
     def _others(self, ranks: set[int]) -> list[int]:
         return sorted(ranks - {self._membership.rank})

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
-from hop_tf import codecs
+from hop_tf import codecs, membership_pb2
 from hop_tf.buffers import BufferPool
 from hop_tf.collectives import get_network
 from hop_tf.exchange import Outgoing
@@ -462,7 +462,9 @@ class DepartureTest(tf.test.TestCase, parameterized.TestCase):
         job.cluster.scheduler.sleep(seconds)
         job.cluster.memberships[1].life = 1
         job.exchanges[1].reset(1)
-        self.assertTrue(job.cluster.memberships[0].readmit(1, session=1, life=1))
+        incarnation = job.cluster.memberships[1].transport.incarnation
+        join = membership_pb2.Join(rank=1, session=1, life=1, incarnation=incarnation)
+        self.assertTrue(job.cluster.memberships[0].readmit(join))
         job.exchanges[0].admit(1, 0)
 
     def test_a_state_is_pulled_of_a_rank_that_has_joined_within_the_iteration(self):

@@ -51,13 +51,13 @@ class DeadlineTest(parameterized.TestCase):
             ("silent_seconds", PeerStatus.was_silent_for),
             ("refused_seconds", PeerStatus.was_refused_for),
         ):
-            fields = {"address": "host:123", "connected": True, "silent_seconds": 0.0, "ever_connected": True}
+            fields = {"address": "host:123", "connected": True, "silent_seconds": 0.0, "incarnation": "known"}
             fields["round_trip_seconds"] = round_trip
             self.assertFalse(was_beyond(PeerStatus(**{**fields, field: borne}), limit))
             self.assertTrue(was_beyond(PeerStatus(**{**fields, field: borne + 0.001}), limit))
 
     def problem(self, **fields):
-        status = PeerStatus(**{"address": "host:123", "connected": True, "ever_connected": True, **fields})
+        status = PeerStatus(**{"address": "host:123", "connected": True, "incarnation": "known", **fields})
         options = CommunicationOptions(timeout_seconds=10)
         return problem_of(status, None, 11.0, options, rank=0, peer=1, operation="wait", step=7)
 

@@ -161,7 +161,7 @@ class SessionTest(tf.test.TestCase):
             else:
                 membership.wait(lambda: [] if membership.departure(3) is not None else [3], operation="receive", step=5)
 
-        lost = PeerStatus("virtual:3", connected=False, silent_seconds=0.0, ever_connected=True, refused_seconds=9.0)
+        lost = PeerStatus("virtual:3", connected=False, silent_seconds=0.0, incarnation="known", refused_seconds=9.0)
         transport = cluster.memberships[2].transport
         status = transport.status
 
@@ -190,6 +190,24 @@ class SessionTest(tf.test.TestCase):
                 membership.transport._handlers[queue](Message(1, queue, data, np.empty(0, np.uint8)))
             self.assertEqual(membership.life_of(2), 1)
             self.assertEqual(membership.departure(2).reason, "done")
+
+    def test_a_newcomer_is_admitted_when_its_process_is_met(self):
+        """What is sent to it before would be dropped with what was for the process before it."""
+        cluster = VirtualCluster(3, continue_without_lost=True)
+        membership, news = cluster.memberships[0], []
+        membership.session = 1
+
+        def readmit(incarnation):
+            news.append(membership.readmit(membership_pb2.Join(rank=2, session=1, life=1, incarnation=incarnation)))
+
+        former, new = cluster.memberships[2].transport.incarnation, cluster.restart(2).transport.incarnation
+        for met in (former, new):
+            status = PeerStatus("virtual:2", connected=True, silent_seconds=0.0, incarnation=met)
+            with mock.patch.object(membership.transport, "status", return_value=status):
+                readmit(new)
+        readmit(new)
+        self.assertEqual(news, [False, True, False])
+        self.assertEqual(membership.life_of(2), 1)
 
     def test_interrupt_ends_waiting(self):
         cluster = VirtualCluster(2)
@@ -231,7 +249,7 @@ class _SteppingMonitor(Monitor):
 class _FakeTransport(Transport):
     """A peer in a given state."""
 
-    rank = 0
+    rank, incarnation = 0, "mine"
 
     def __init__(self, status):
         self._status = status
@@ -267,7 +285,7 @@ class DeadlineTest(tf.test.TestCase):
             self.waited = monitor.time
 
     def _status(self, **kwargs):
-        default = {"connected": True, "silent_seconds": 0.0, "ever_connected": True}
+        default = {"connected": True, "silent_seconds": 0.0, "incarnation": "known"}
         return PeerStatus("host:123", **{**default, **kwargs})
 
     def test_a_silent_peer_is_lost(self):
@@ -283,7 +301,7 @@ class DeadlineTest(tf.test.TestCase):
             self._wait(self._status(connected=False, silent_seconds=31.0), continue_without_lost=True)
 
     def test_a_peer_that_never_came_is_named(self):
-        absent = self._status(connected=False, ever_connected=False, silent_seconds=31.0)
+        absent = self._status(connected=False, incarnation=None, silent_seconds=31.0)
         with self.assertRaisesRegex(errors.DeadlineExceededError, r"rank 1 at host:123 .*\(it never appeared\)"):
             self._wait(absent, step=None)
         with self.assertRaisesRegex(errors.PeerLostError, r"rank 1 at host:123 .*\(it never appeared\)"):
@@ -336,7 +354,7 @@ class SendTest(tf.test.TestCase):
         **status,
     ):
         monitor = _SteppingMonitor()
-        default = {"connected": True, "silent_seconds": 0.0, "ever_connected": True}
+        default = {"connected": True, "silent_seconds": 0.0, "incarnation": "known"}
         transport = _FullTransport(PeerStatus("host:123", **{**default, **status}), monitor)
         membership = Membership(
             transport=transport,
@@ -381,8 +399,8 @@ class SendTest(tf.test.TestCase):
         self.assertLess(self.waited, 1)
 
     def test_its_silence(self):
-        for ever_connected in (True, False):
-            membership = self._send(connected=False, silent_seconds=31.0, ever_connected=ever_connected)
+        for incarnation in ("known", None):
+            membership = self._send(connected=False, silent_seconds=31.0, incarnation=incarnation)
             self.assertTrue(membership.departure(1).lost)
 
     def test_a_dead_peer_is_an_error_where_ranks_do_not_go_on(self):

@@ -111,6 +111,11 @@ class VirtualTransport(Transport):
         """See `Transport`."""
         return self._rank
 
+    @property
+    def incarnation(self) -> str:
+        """See `Transport`."""
+        return f"{self._rank}.{self._life}"
+
     def start(self) -> None:
         """See `Transport`."""
 
@@ -213,7 +218,7 @@ class VirtualTransport(Transport):
             f"virtual:{peer}",
             connected=not is_dead,
             silent_seconds=math.inf if is_dead and not met else 0.0,
-            ever_connected=met,
+            incarnation=self._peers[peer].incarnation if met else None,
             refused_seconds=math.inf if is_dead and met else 0.0,
         )
 

@@ -44,7 +44,7 @@ class PeerStatus:
       address: Where it is, "host:port".
       connected: Whether a link to or from it is up now.
       silent_seconds: Time since anything was heard of it; since `connect` was called, if nothing ever was.
-      ever_connected: Whether the handshake with it has ever succeeded.
+      incarnation: Name of the process that what is sent now is for: the one that was met last. None if none ever was.
       failure: An error that no waiting can mend (it disagrees with us, or it is a restarted process), else None.
       last_problem: The latest connection problem in words ("connection refused"), for error messages; else "".
       refused_seconds: For how long nobody has listened where the process did, without a sign of it meanwhile: it has
@@ -55,11 +55,16 @@ class PeerStatus:
     address: str
     connected: bool
     silent_seconds: float
-    ever_connected: bool
+    incarnation: str | None
     failure: Exception | None = None
     last_problem: str = ""
     refused_seconds: float = 0.0
     round_trip_seconds: float = 0.0
+
+    @property
+    def ever_connected(self) -> bool:
+        """Whether the handshake with it has ever succeeded."""
+        return self.incarnation is not None
 
     def was_silent_for(self, seconds: float) -> bool:
         """Whether nothing was heard of it for that long and 8 round trips, though at most twice as long."""
@@ -87,6 +92,11 @@ class Transport(abc.ABC):
     @abc.abstractmethod
     def rank(self) -> int:
         """The rank of this process."""
+
+    @property
+    @abc.abstractmethod
+    def incarnation(self) -> str:
+        """A name of this process that no other process of its rank has."""
 
     @abc.abstractmethod
     def start(self) -> None:

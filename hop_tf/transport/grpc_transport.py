@@ -87,11 +87,12 @@ class GrpcTransport(QueueTransport):
         options = options or CommunicationOptions()
         super().__init__(rank, addresses, options=options, on_error=on_error, on_restart=on_restart)
         self._address = addresses[rank]
+        self._incarnation = incarnation or new_incarnation()
         self._handshake = Handshake(
             rank=rank,
             addresses=addresses,
             peers=self._peers,
-            incarnation=incarnation or new_incarnation(),
+            incarnation=self._incarnation,
             identity=identity,
             token=options.cluster_token,
             on_restart=None if on_restart is None else self._restarted,
@@ -112,6 +113,10 @@ class GrpcTransport(QueueTransport):
         self._server: grpc.Server | None = None
         self._sockaddrs: frozenset[tuple] = frozenset()
         self._links: list[Link] = []
+
+    @property
+    def incarnation(self) -> str:
+        return self._incarnation
 
     def start(self) -> None:
         self._check_open()

@@ -231,6 +231,7 @@ class Handshake:
             if not peer.replace(incarnation):
                 raise PeerLostError(f"rank {self._rank}: a process of {peer} came back after another took its place.")
             self._on_restart(peer)
+            peer.introduce()
 
     def accept(self, received_sequence: int) -> bytes:
         """The answer that accepts a hello; see `control.proto`."""

@@ -134,6 +134,10 @@ class InProcessTransport(QueueTransport):
         self._pool = pool or BufferPool()
         self._links: list[_Link] = []
 
+    @property
+    def incarnation(self) -> str:
+        return _INCARNATION
+
     def start(self) -> None:
         self._check_open()
         self._network.join(self)

@@ -31,6 +31,7 @@ class Peer:
         self._heard_at: float | None = None
         self._refused_since: float | None = None
         self._incarnation: str | None = None
+        self._introduced: str | None = None
         self._former_incarnations: set[str] = set()
         self._failure: Exception | None = None
         self._last_problem = ""
@@ -95,11 +96,11 @@ class Peer:
         """Whether that is the process that was met; remembers it if it is the first."""
         with self._lock:
             if self._incarnation is None:
-                self._incarnation = incarnation
+                self._incarnation = self._introduced = incarnation
             return self._incarnation == incarnation
 
     def replace(self, incarnation: str) -> bool:
-        """Takes a new process for this peer; False if that one was itself replaced before."""
+        """Takes a new process for this peer; False if that one was itself replaced before. `introduce` follows."""
         with self._lock:
             if incarnation in self._former_incarnations:
                 return False
@@ -107,6 +108,10 @@ class Peer:
             self._incarnation = incarnation
             self._socket_port = None
             return True
+
+    def introduce(self) -> None:
+        """What was on its way to the former process is forgotten: what is sent from now on is for the new one."""
+        self._introduced = self._incarnation
 
     def link_up(self) -> None:
         """A handshake has succeeded, in either direction."""
@@ -161,7 +166,7 @@ class Peer:
                 address=self.address,
                 connected=self._num_links > 0,
                 silent_seconds=0.0 if since is None else now - since,
-                ever_connected=self._incarnation is not None,
+                incarnation=self._introduced,
                 failure=self._failure or own_failure,
                 last_problem=self._last_problem,
                 refused_seconds=0.0 if refused_since is None else now - refused_since,
