@@ -395,8 +395,9 @@ def _equal_time() -> None:
     bml, ssp = accuracies.values()
     points = 100 * (ssp - bml)
     rows = [(label, *of_seeds.mean(axis=0)) for label, of_seeds in accuracies.items()]
-    rows += [("points above", *points.mean(axis=0)), ("standard error", *map(results.standard_error, points.T))]
     _show("equal_time", ("", *_CASES), rows)
+    rows = [("mean", *points.mean(axis=0)), ("standard error", *map(results.standard_error, points.T))]
+    _show("equal_time_points", ("points above", *_CASES), rows)
 
 
 def _convergence() -> None:
