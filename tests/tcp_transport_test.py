@@ -185,7 +185,6 @@ class TcpTransportTest(TransportTestMixin, absltest.TestCase):
                 framing.encode(Kind.PING),
                 framing.encode(Kind.HELLO, body=b"\xff" * 20),
                 self.hello(lane=16),
-                b"",
             )
         ):
             with self.subTest(data=data[:20]):
@@ -224,6 +223,15 @@ class TcpTransportTest(TransportTestMixin, absltest.TestCase):
                 wait_until(lambda count=count: first.counters()["connections_refused"] == count + 1)
         self.assertEmpty(collector.messages)
         self.assertIsNone(first.status(1).failure)
+        self.check_works(second, first)
+
+    def test_a_connection_that_ends_without_a_word_is_no_matter(self):
+        """A rank that leaves while it connects does so."""
+        first, second = self.start()
+        end = self.connect(first)
+        end.shutdown(socket.SHUT_WR)
+        self.check_ends(end)
+        self.assertEqual(first.counters()["connections_refused"], 0)
         self.check_works(second, first)
 
     def test_connections_that_say_nothing_are_closed(self):

@@ -123,7 +123,9 @@ class TcpServer:
         try:
             connection.set_timeout(_HELLO_TIMEOUT_SECONDS)
             frame = connection.read_frame()
-            if frame is None or frame.kind != Kind.HELLO:
+            if frame is None:
+                raise ConnectionAbortedError("it was closed before a greeting")  # As by a rank that leaves just then.
+            if frame.kind != Kind.HELLO:
                 raise ProtocolError("a connection must begin with HELLO.")
             greeting = self._handshake.check_hello(frame.header)
         except TimeoutError as error:
