@@ -47,6 +47,20 @@ class DeadPeerTest(TransportTestMixin, absltest.TestCase):
         second.close()
         wait_until(lambda: first.status(1).refused_seconds > 0)
 
+    def test_one_that_has_gone_costs_next_to_nothing(self):
+        """Whoever is left trains on, and a channel of gRPC costs as much as a small step."""
+        num_opened, open_channel = [], GrpcTransport._open_channel
+        with mock.patch.object(
+            GrpcTransport, "_open_channel", lambda *args: (num_opened.append(1), open_channel(*args))[1]
+        ):
+            first, second = self.start()
+            self.check_works(first, second)
+            second.close()
+            wait_until(lambda: first.status(1).was_refused_for(0.5))
+            num_before = len(num_opened)
+            wait_until(lambda: first.status(1).was_refused_for(2.0))
+            self.assertLen(num_opened, num_before)
+
     def test_a_peer_that_was_never_there_may_come(self):
         first = self.start_at(0, self.addresses(2))
         first.connect(1)

@@ -42,8 +42,17 @@ class GrpcLink(Link):
         super().__init__(**arguments)
         self._open_channel = open_channel
         self._heartbeat_seconds = heartbeat_seconds
+        self._was_unavailable = False
+
+    def _wait_needed(self) -> bool:
+        return self._heartbeat_seconds is not None or super()._wait_needed()
 
     def _try_stream(self) -> str:
+        if self._was_unavailable and self._nobody_listens():  # Over gRPC that costs far more to find out.
+            if self._peer.incarnation is not None:
+                self._peer.refused()
+            return "connection refused"
+        self._was_unavailable = False
         connection = _Connection(self._outbox)
         try:
             with self._open_channel(self._peer) as channel:
@@ -54,26 +63,24 @@ class GrpcLink(Link):
             # It is the call itself, and its traceback has frames that refer to it. No call may be left to the garbage
             # collector: at the interpreter's end that one might wait for the lock of a thread that is no more.
             error.__traceback__ = None
-            if error.code() is grpc.StatusCode.UNAVAILABLE:
-                self._probe()
+            self._was_unavailable = error.code() is grpc.StatusCode.UNAVAILABLE
             return str(error.details())
         finally:
             call = None  # Tracebacks of other errors are kept.
             connection.end()
         return "it closed the connection"
 
-    def _probe(self) -> None:
-        """Finds out whether anybody still listens where the peer did, which gRPC does not tell from other troubles."""
-        if self._peer.incarnation is None:
-            return
+    def _nobody_listens(self) -> bool:
+        """Whether a connection is refused, which gRPC does not tell from other troubles."""
         host, _, port = self._peer.address.rpartition(":")
         timeout_seconds = _PROBE_SECONDS + _PROBE_ROUND_TRIPS * self._peer.round_trip_seconds
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout_seconds).close()
         except ConnectionRefusedError:
-            self._peer.refused()
+            return True
         except OSError:
             pass  # It cannot be reached, or takes its time: it may live.
+        return False
 
     # What is sent. gRPC calls the generator from a thread of its own.
 

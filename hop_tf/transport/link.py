@@ -20,8 +20,8 @@ _MAX_BACKOFF_SECONDS = 0.5
 class Link(abc.ABC):
     """Carries what is in an outbox to a peer, on one lane.
 
-    When the stream breaks it begins anew, after the last message that was received; so it goes on until `close`, or
-    until the peer fails for good.
+    When the stream breaks it begins anew, after the last message that was received, as soon as there is one to send; so
+    it goes on until `close`, or until the peer fails for good.
 
     Args:
       peer: The peer.
@@ -66,7 +66,7 @@ class Link(abc.ABC):
 
     def _run(self) -> None:
         try:
-            while not self._closed.is_set() and self._peer.failure is None:
+            while self._wait_needed() and not self._closed.is_set() and self._peer.failure is None:
                 try:
                     problem = self._try_stream()
                 except HopError as error:
@@ -77,6 +77,10 @@ class Link(abc.ABC):
                 self._pause(problem)
         except Exception as error:
             self._on_error(error)
+
+    def _wait_needed(self) -> bool:
+        """Waits until there is something to send; False if there never will be."""
+        return self._outbox.wait_message()
 
     def _pause(self, problem: str) -> None:
         if not self._closed.is_set():

@@ -145,6 +145,12 @@ class Outbox:
             )
             return message
 
+    def wait_message(self) -> bool:
+        """Waits until there is a message; False if the outbox was closed."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._closed or self._kept)
+            return not self._closed
+
     def interrupt(self) -> None:
         """Ends the running connection: its `take` returns None."""
         with self._condition:

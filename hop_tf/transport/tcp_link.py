@@ -47,6 +47,9 @@ class TcpLink(GrpcLink):
         super().close()
         self._peer.wake()
 
+    def _wait_needed(self) -> bool:
+        return self._made is not None or super()._wait_needed()  # A socket that says nothing is soon closed over there.
+
     def _try_stream(self) -> str:
         port = self._peer.wait_socket_port(self._closed.is_set)
         if port is None:
