@@ -246,6 +246,7 @@ class Joining:
             life=membership.life,
             first_steps={group: step},
             incarnation=membership.transport.incarnation,
+            lives=membership.lives,
         )
         membership.tell_peers(_JOIN, join.SerializeToString())
         membership.wait(
@@ -311,6 +312,8 @@ class Joining:
             if not membership.readmit(join):
                 return
             self._joins[join.rank] = join
+            if join.lives.get(membership.rank, 0) == membership.life:  # It knows of this newcomer, and owes no welcome.
+                self._welcomed.add(join.rank)
             welcome = self._admit(join)
         membership.tell_peers(_JOIN, message.header, except_for=(message.sender, join.rank))
         self._answer({join.rank: welcome})

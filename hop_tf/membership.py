@@ -327,6 +327,8 @@ class Membership:
 
     def on_restart(self, peer: int) -> None:
         """Another process has taken the place of `peer`: the one before is lost."""
+        if peer not in (*self.peers, *self.servers):
+            return  # Its peers tell of that, and may have told already that the new one takes part.
         with self.monitor:
             self._ready[peer] = self._gathered[peer] = 0
             departure, leave = self.departure(peer), None
@@ -343,8 +345,7 @@ class Membership:
         """Tells a rank that was restarted that the session is under way, and who takes part."""
         with self.monitor:
             leaves = [leave for leave in self._leaves() if leave.rank != newcomer]
-            lives = {**self._departures.lives, self.rank: self.present_life}
-            ready = membership_pb2.Ready(session=self.session, under_way=True, lives=lives)
+            ready = membership_pb2.Ready(session=self.session, under_way=True, lives=self.lives)
         for leave in leaves:
             self.tell(newcomer, LEAVE_QUEUE, leave.SerializeToString())
         self.tell(newcomer, _READY, ready.SerializeToString())
@@ -353,6 +354,11 @@ class Membership:
     def present_life(self) -> int:
         """This rank's life as others know it."""
         return self.life - self.joining
+
+    @property
+    def lives(self) -> dict[int, int]:
+        """`life_of` all ranks, this one included; ranks that never joined may be left out."""
+        return {**self._departures.lives, self.rank: self.present_life}
 
     def life_of(self, rank: int) -> int:
         """How many times `rank` has joined a session that was under way."""

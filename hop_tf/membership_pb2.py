@@ -14,7 +14,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17hop_tf/membership.proto\x12\x06hop_tf\"\x82\x01\n\x05Ready\x12\x0f\n\x07session\x18\x01 \x01(\x03\x12\x11\n\tunder_way\x18\x02 \x01(\x08\x12\'\n\x05lives\x18\x03 \x03(\x0b\x32\x18.hop_tf.Ready.LivesEntry\x1a,\n\nLivesEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"\x1b\n\x08Gathered\x12\x0f\n\x07session\x18\x01 \x01(\x03\"\xd4\x01\n\x05Leave\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x0f\n\x07session\x18\x02 \x01(\x03\x12\x30\n\nsent_steps\x18\x03 \x03(\x0b\x32\x1c.hop_tf.Leave.SentStepsEntry\x12\r\n\x05\x61\x62ort\x18\x04 \x01(\x08\x12\r\n\x05\x66inal\x18\x05 \x01(\x08\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x0c\n\x04lost\x18\x07 \x01(\x08\x12\x0c\n\x04life\x18\x08 \x01(\x03\x1a\x30\n\x0eSentStepsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"\xae\x01\n\x04Join\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x0f\n\x07session\x18\x02 \x01(\x03\x12\x0c\n\x04life\x18\x03 \x01(\x03\x12\x31\n\x0b\x66irst_steps\x18\x04 \x03(\x0b\x32\x1c.hop_tf.Join.FirstStepsEntry\x12\x13\n\x0bincarnation\x18\x05 \x01(\t\x1a\x31\n\x0f\x46irstStepsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"\x85\x01\n\x07Welcome\x12\x0c\n\x04life\x18\x01 \x01(\x03\x12)\n\x05steps\x18\x02 \x03(\x0b\x32\x1a.hop_tf.Welcome.StepsEntry\x12\x13\n\x0bsender_life\x18\x03 \x01(\x03\x1a,\n\nStepsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"#\n\x0cStateRequest\x12\x13\n\x0bwants_state\x18\x01 \x01(\x08\"\xa5\x01\n\nStateReply\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x11\n\thas_state\x18\x02 \x01(\x08\x12\x17\n\x0fsignature_bytes\x18\x03 \x01(\x03\x12.\n\x06\x63ounts\x18\x04 \x03(\x0b\x32\x1e.hop_tf.StateReply.CountsEntry\x1a-\n\x0b\x43ountsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"6\n\x08Variable\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\"W\n\x0eGroupSignature\x12\r\n\x05group\x18\x01 \x01(\t\x12\x11\n\toptimizer\x18\x02 \x01(\t\x12#\n\tvariables\x18\x03 \x03(\x0b\x32\x10.hop_tf.Variableb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17hop_tf/membership.proto\x12\x06hop_tf\"\x82\x01\n\x05Ready\x12\x0f\n\x07session\x18\x01 \x01(\x03\x12\x11\n\tunder_way\x18\x02 \x01(\x08\x12\'\n\x05lives\x18\x03 \x03(\x0b\x32\x18.hop_tf.Ready.LivesEntry\x1a,\n\nLivesEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"\x1b\n\x08Gathered\x12\x0f\n\x07session\x18\x01 \x01(\x03\"\xd4\x01\n\x05Leave\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x0f\n\x07session\x18\x02 \x01(\x03\x12\x30\n\nsent_steps\x18\x03 \x03(\x0b\x32\x1c.hop_tf.Leave.SentStepsEntry\x12\r\n\x05\x61\x62ort\x18\x04 \x01(\x08\x12\r\n\x05\x66inal\x18\x05 \x01(\x08\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x0c\n\x04lost\x18\x07 \x01(\x08\x12\x0c\n\x04life\x18\x08 \x01(\x03\x1a\x30\n\x0eSentStepsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"\x84\x02\n\x04Join\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x0f\n\x07session\x18\x02 \x01(\x03\x12\x0c\n\x04life\x18\x03 \x01(\x03\x12\x31\n\x0b\x66irst_steps\x18\x04 \x03(\x0b\x32\x1c.hop_tf.Join.FirstStepsEntry\x12\x13\n\x0bincarnation\x18\x05 \x01(\t\x12&\n\x05lives\x18\x06 \x03(\x0b\x32\x17.hop_tf.Join.LivesEntry\x1a\x31\n\x0f\x46irstStepsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x1a,\n\nLivesEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"\x85\x01\n\x07Welcome\x12\x0c\n\x04life\x18\x01 \x01(\x03\x12)\n\x05steps\x18\x02 \x03(\x0b\x32\x1a.hop_tf.Welcome.StepsEntry\x12\x13\n\x0bsender_life\x18\x03 \x01(\x03\x1a,\n\nStepsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"#\n\x0cStateRequest\x12\x13\n\x0bwants_state\x18\x01 \x01(\x08\"\xa5\x01\n\nStateReply\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x11\n\thas_state\x18\x02 \x01(\x08\x12\x17\n\x0fsignature_bytes\x18\x03 \x01(\x03\x12.\n\x06\x63ounts\x18\x04 \x03(\x0b\x32\x1e.hop_tf.StateReply.CountsEntry\x1a-\n\x0b\x43ountsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"6\n\x08Variable\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\"W\n\x0eGroupSignature\x12\r\n\x05group\x18\x01 \x01(\t\x12\x11\n\toptimizer\x18\x02 \x01(\t\x12#\n\tvariables\x18\x03 \x03(\x0b\x32\x10.hop_tf.Variableb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -27,6 +27,8 @@ if _descriptor._USE_C_DESCRIPTORS == False:
   _globals['_LEAVE_SENTSTEPSENTRY']._serialized_options = b'8\001'
   _globals['_JOIN_FIRSTSTEPSENTRY']._options = None
   _globals['_JOIN_FIRSTSTEPSENTRY']._serialized_options = b'8\001'
+  _globals['_JOIN_LIVESENTRY']._options = None
+  _globals['_JOIN_LIVESENTRY']._serialized_options = b'8\001'
   _globals['_WELCOME_STEPSENTRY']._options = None
   _globals['_WELCOME_STEPSENTRY']._serialized_options = b'8\001'
   _globals['_STATEREPLY_COUNTSENTRY']._options = None
@@ -42,21 +44,23 @@ if _descriptor._USE_C_DESCRIPTORS == False:
   _globals['_LEAVE_SENTSTEPSENTRY']._serialized_start=362
   _globals['_LEAVE_SENTSTEPSENTRY']._serialized_end=410
   _globals['_JOIN']._serialized_start=413
-  _globals['_JOIN']._serialized_end=587
-  _globals['_JOIN_FIRSTSTEPSENTRY']._serialized_start=538
-  _globals['_JOIN_FIRSTSTEPSENTRY']._serialized_end=587
-  _globals['_WELCOME']._serialized_start=590
-  _globals['_WELCOME']._serialized_end=723
-  _globals['_WELCOME_STEPSENTRY']._serialized_start=679
-  _globals['_WELCOME_STEPSENTRY']._serialized_end=723
-  _globals['_STATEREQUEST']._serialized_start=725
-  _globals['_STATEREQUEST']._serialized_end=760
-  _globals['_STATEREPLY']._serialized_start=763
-  _globals['_STATEREPLY']._serialized_end=928
-  _globals['_STATEREPLY_COUNTSENTRY']._serialized_start=883
-  _globals['_STATEREPLY_COUNTSENTRY']._serialized_end=928
-  _globals['_VARIABLE']._serialized_start=930
-  _globals['_VARIABLE']._serialized_end=984
-  _globals['_GROUPSIGNATURE']._serialized_start=986
-  _globals['_GROUPSIGNATURE']._serialized_end=1073
+  _globals['_JOIN']._serialized_end=673
+  _globals['_JOIN_FIRSTSTEPSENTRY']._serialized_start=578
+  _globals['_JOIN_FIRSTSTEPSENTRY']._serialized_end=627
+  _globals['_JOIN_LIVESENTRY']._serialized_start=122
+  _globals['_JOIN_LIVESENTRY']._serialized_end=166
+  _globals['_WELCOME']._serialized_start=676
+  _globals['_WELCOME']._serialized_end=809
+  _globals['_WELCOME_STEPSENTRY']._serialized_start=765
+  _globals['_WELCOME_STEPSENTRY']._serialized_end=809
+  _globals['_STATEREQUEST']._serialized_start=811
+  _globals['_STATEREQUEST']._serialized_end=846
+  _globals['_STATEREPLY']._serialized_start=849
+  _globals['_STATEREPLY']._serialized_end=1014
+  _globals['_STATEREPLY_COUNTSENTRY']._serialized_start=969
+  _globals['_STATEREPLY_COUNTSENTRY']._serialized_end=1014
+  _globals['_VARIABLE']._serialized_start=1016
+  _globals['_VARIABLE']._serialized_end=1070
+  _globals['_GROUPSIGNATURE']._serialized_start=1072
+  _globals['_GROUPSIGNATURE']._serialized_end=1159
 # @@protoc_insertion_point(module_scope)

@@ -194,7 +194,7 @@ class Contributions:
         return not self._late_pieces(1)
 
     def late_ranks(self, most: int) -> set[int]:
-        """On whose way pieces are with so many own contributions under way; the monitor is held."""
+        """Ranks by way of which pieces go that have so many own contributions under way; the monitor is held."""
         rank = self._membership.rank
         return {each for piece in self._late_pieces(most) for each in self.layout.path(piece, rank)}
 
@@ -206,14 +206,14 @@ class Contributions:
         return [layout.pieces[index] for index in np.flatnonzero(sent[layout.colayers] - merged >= most)]
 
     def unsettled_ranks(self) -> set[int]:
-        """On whose way pieces are of which more may come here, this rank included; the monitor is held."""
+        """Ranks by way of which more of a piece may come here, this one included; the monitor is held."""
         is_settled = self._peers.is_settled
         pieces = ((layout, piece) for layout in self._replica.layouts() for piece in layout.pieces)
         unsettled = ((layout, piece) for layout, piece in pieces if not is_settled(layout, piece))
         return {rank for layout, piece in unsettled for rank in self._sources(layout, piece)}
 
     def _sources(self, layout: Layout, piece: Piece) -> Sequence[int]:
-        """On whose way it comes: at the root of a piece, on that of anyone."""
+        """Those of one piece: where this rank is its root, all that take part."""
         if piece.root == self._membership.rank:
             return [rank for rank in layout.ranks if self._peers.takes_part(layout, rank)]
         return layout.path(piece, self._membership.rank)

@@ -96,17 +96,17 @@ class Pacing:
                 return self._late() if self._num_messages() == num_before else []
 
             self._membership.wait(late_without_progress, operation="receive the last contributions", step=k)
+            self._wait_for_own_threads(lambda: self._late() or not self._unsettled_ranks())
             with self._monitor:
                 is_waiting = bool(self._late())
-        self._wait_for_own_threads(lambda: not self._unsettled_ranks())
 
     def _late(self) -> list[int]:
-        """The ranks whose last step is to come, then those that have more to send of what they sum up."""
+        """The ranks whose last step is to come, then those by way of which more may come, be it to this rank's sums."""
         unsettled = self._others(self._unsettled_ranks())
         return [rank for rank in self._peers.present() if rank not in self._peers.done] or unsettled
 
     def _unsettled_ranks(self) -> set[int]:
-        """On whose way pieces are of which more may come here, also now that ranks may have left."""
+        """Ranks by way of which more of a piece may come here, also now that ranks may have left."""
         self._contributions.look_at_departures()
         return self._contributions.unsettled_ranks()
 

@@ -3,6 +3,7 @@
 import datetime
 import ipaddress
 import tempfile
+import time
 from pathlib import Path
 
 import numpy as np
@@ -105,9 +106,8 @@ class GreetingTest(TransportTestMixin, absltest.TestCase):
                     self.check_works(second, first)
                 first.close()
                 other = {**self.identity, "strategy": "PipeSGDStrategy"}
-                options = CommunicationOptions(timeout_seconds=1)
-                later = self.start_at(0, addresses, incarnation="p.1", identity=other, options=options)
-                self._check_waits(later, second, options.timeout_seconds)
+                later = self.start_at(0, addresses, incarnation="p.1", identity=other)
+                self._check_waits(later, second)
                 self.assertEmpty(restarts)
                 second.close()
                 last = self.start_at(1, addresses, incarnation="q.1", identity=other)
@@ -118,13 +118,12 @@ class GreetingTest(TransportTestMixin, absltest.TestCase):
         addresses = self.addresses(2)
         self.start_at(0, addresses, incarnation="p.0").close()
         second = self.start_at(1, addresses, incarnation="q.0")
-        options = CommunicationOptions(timeout_seconds=1)
-        later = self.start_at(0, addresses, incarnation="p.1", options=options)
+        later = self.start_at(0, addresses, incarnation="p.1")
         second.connect(0)
         wait_until(lambda: "has shut the strategy down that this one is in" in second.status(0).last_problem)
-        self._check_waits(later, second, options.timeout_seconds)
+        self._check_waits(later, second)
         self.assertFalse(second.status(0).ever_connected)
-        wait_until(lambda: second.status(0).was_silent_for(options.timeout_seconds))  # It does not wait for ever.
+        wait_until(lambda: second.status(0).was_silent_for(2.0))  # It does not wait for ever.
 
     def test_a_restarted_process_joins_the_strategy_that_its_peers_are_in(self):
         addresses = self.addresses(3)
@@ -144,13 +143,53 @@ class GreetingTest(TransportTestMixin, absltest.TestCase):
         self.check_works(ranks[2], again)
         self.check_works(again, ranks[2])
 
-    def _check_waits(self, later, earlier, timeout_seconds):
+    def test_a_restarted_process_joins_though_nobody_has_met_it_in_this_strategy(self):
+        """All have made another one after its former process had died; or it has died between two."""
+        addresses = self.addresses(2)
+        ranks = [self.start_at(rank, addresses, incarnation=f"{rank}.0") for rank in range(2)]
+        self.check_works(*ranks)
+        for transport in ranks:
+            transport.close()
+        survivor = self.start_at(0, addresses, incarnation="0.1")
+        again = self.start_at(1, addresses, incarnation="again.0")
+        survivor.connect(1)
+        self.check_works(again, survivor)
+        self.check_works(survivor, again)
+        for transport in (survivor, again):  # From now on both make theirs in turn.
+            transport.close()
+        survivor = self.start_at(0, addresses, incarnation="0.2")
+        again = self.start_at(1, addresses, incarnation="again.1")
+        self.check_works(survivor, again)
+        self.check_works(again, survivor)
+
+    def test_a_later_strategy_of_a_restarted_process_is_no_restart(self):
+        addresses, restarts = self.addresses(2), []
+        first = self.start_at(0, addresses, incarnation="p.0", on_restart=restarts.append)
+        second = self.start_at(1, addresses, incarnation="q.0")
+        self.check_works(first, second)
+        second.close()
+        self.start_at(1, addresses, incarnation="again.0").close()
+        later = self.start_at(1, addresses, incarnation="again.1")
+        self._check_waits(later, first)
+        self.assertEmpty(restarts)
+
+    def test_servers_are_in_no_turn(self):
+        addresses = self.addresses(2)
+        self.start_at(0, addresses, incarnation="p.0").close()
+        worker = self.start_at(0, addresses, incarnation="p.1")
+        server = self.start_at(1, addresses, incarnation="server.0", in_turn=False)
+        self.check_works(worker, server)
+        self.check_works(server, worker)
+
+    def _check_waits(self, later, earlier):
         """The later strategy of a process tries again and again to join a rank that is in an earlier one."""
+        start = time.monotonic()
         later.connect(earlier.rank)
         wait_until(lambda: "has not shut an earlier strategy down" in later.status(earlier.rank).last_problem)
         refused = earlier.counters()["connections_refused"]
         wait_until(lambda: earlier.counters()["connections_refused"] > refused + 3)
-        self.assertFalse(later.status(earlier.rank).was_silent_for(timeout_seconds))
+        # It counts as a sign of life.
+        self.assertLess(later.status(earlier.rank).silent_seconds, time.monotonic() - start)
         for transport, peer in ((earlier, later), (later, earlier)):
             self.assertIsNone(transport.status(peer.rank).failure)
 

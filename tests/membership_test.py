@@ -6,6 +6,7 @@ import numpy as np
 import tensorflow as tf
 
 from hop_tf import errors, membership_pb2
+from hop_tf.joining import Joining, State
 from hop_tf.membership import Interrupted, Membership
 from hop_tf.monitor import Monitor, ThreadMonitor
 from hop_tf.options import CommunicationOptions
@@ -208,6 +209,31 @@ class SessionTest(tf.test.TestCase):
         readmit(new)
         self.assertEqual(news, [False, True, False])
         self.assertEqual(membership.life_of(2), 1)
+
+    def test_a_restart_of_a_rank_that_is_no_peer_is_no_loss(self):
+        """It may be noticed long after peers have told that the new process takes part."""
+        cluster = VirtualCluster(8, peers=lambda rank: (), continue_without_lost=True)
+        membership = cluster.memberships[7]
+        membership.session = membership._begun_session = 1
+        other = next(rank for rank in range(7) if rank not in membership.peers)
+        self.assertTrue(membership.readmit(membership_pb2.Join(rank=other, session=1, life=1, incarnation="new")))
+        membership.on_restart(other)
+        self.assertIsNone(membership.departure(other))
+        peer = membership.peers[0]
+        membership.on_restart(peer)
+        self.assertTrue(membership.departure(peer).lost)
+
+    def test_two_newcomers(self):
+        """One that knows of the other one when it joins owes it no welcome; else it hears of it, and sends one."""
+        for lives, welcomed in (({1: 1}, {2}), ({}, set())):
+            membership = VirtualCluster(3, continue_without_lost=True).memberships[1]
+            membership.session = membership.life = 1
+            joining = Joining(membership, mock.create_autospec(State), timeout_seconds=0.0)
+            join = membership_pb2.Join(rank=2, session=1, life=1, incarnation="new", lives=lives)
+            message = Message(0, "joining/join", join.SerializeToString(), np.empty(0, np.uint8))
+            membership.transport._handlers["joining/join"](message)
+            self.assertEqual(joining._welcomed, welcomed)
+            self.assertEqual(membership.life_of(2), 1)
 
     def test_interrupt_ends_waiting(self):
         cluster = VirtualCluster(2)

@@ -92,6 +92,7 @@ class _Service:
             pool=pool,
             on_error=self._on_error,
             on_restart=self._on_restart,
+            in_turn=False,  # Workers may have trained without it before.
         )
         self._server = ParameterServer(
             transport=self._transport,

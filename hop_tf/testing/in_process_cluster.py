@@ -182,7 +182,7 @@ class _Resolver(tf.distribute.cluster_resolver.SimpleClusterResolver):
         super().__init__(tf.train.ClusterSpec(tasks), task_type=task_type, task_id=task_id)
         self._network = network
 
-    def make_transport(self, rank: int, addresses, *, identity, **arguments) -> InProcessTransport:
+    def make_transport(self, rank: int, addresses, *, identity, in_turn=True, **arguments) -> InProcessTransport:
         """See `Cluster.make_transport`."""
-        del addresses, identity  # One program has one version and one set of settings.
+        del addresses, identity, in_turn  # One program has one version, one set of settings, one cluster at a time.
         return InProcessTransport(rank, self._network, **arguments)

@@ -44,7 +44,7 @@ class PeerStatus:
       address: Where it is, "host:port".
       connected: Whether a link to or from it is up now.
       silent_seconds: Time since anything was heard of it; since `connect` was called, if nothing ever was.
-      incarnation: Name of the process that what is sent now is for: the one that was met last. None if none ever was.
+      incarnation: That of the transport that what is sent now is for. None if none was ever met.
       failure: An error that no waiting can mend (it disagrees with us, or it is a restarted process), else None.
       last_problem: The latest connection problem in words ("connection refused"), for error messages; else "".
       refused_seconds: For how long nobody has listened where the process did, without a sign of it meanwhile: it has
@@ -96,7 +96,7 @@ class Transport(abc.ABC):
     @property
     @abc.abstractmethod
     def incarnation(self) -> str:
-        """A name of this process that no other process of its rank has."""
+        """A name of this transport that no other one of its rank has, of this process or another."""
 
     @abc.abstractmethod
     def start(self) -> None:

@@ -70,6 +70,8 @@ class GrpcTransport(QueueTransport):
       pool: Where received payloads are put together. Default: a pool of its own.
       on_error: See `QueueTransport`.
       on_restart: See `QueueTransport`.
+      in_turn: Whether all ranks make transports in this cluster in the same order, so that they can tell by the number
+        of those before which one a peer is in. Default True.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class GrpcTransport(QueueTransport):
         pool: BufferPool | None = None,
         on_error: Callable[[BaseException], None] | None = None,
         on_restart: Callable[[int], None] | None = None,
+        in_turn: bool = True,
     ):
         options = options or CommunicationOptions()
         super().__init__(rank, addresses, options=options, on_error=on_error, on_restart=on_restart)
@@ -96,6 +99,7 @@ class GrpcTransport(QueueTransport):
             identity=identity,
             token=options.cluster_token,
             on_restart=None if on_restart is None else self._restarted,
+            in_turn=in_turn,
         )
         self._heartbeat_seconds = min(options.timeout_seconds / 5, 1.0)
         self._tls = read_tls_files(options)

@@ -26,8 +26,6 @@ _TOO_EARLY = "its process has not shut an earlier strategy down, as this one has
 _TOO_LATE = "its process has shut the strategy down that this one is in, and made another one"
 _PROCESS = secrets.token_hex(8)
 _numbers = itertools.count()
-# Of a process's last transport, for every rank and cluster.
-_generations: dict[tuple[str, int, tuple[str, ...]], int] = {}
 
 
 def new_incarnation() -> str:
@@ -39,9 +37,21 @@ def _process(incarnation: str) -> str:
     return incarnation.partition(".")[0]
 
 
-def _of_one_process(incarnation: str, other: str) -> bool:
-    """Whether these are two transports that one process has made, one after the other."""
-    return incarnation != other and _process(incarnation) == _process(other)
+@dataclasses.dataclass
+class _Past:
+    """What a process keeps of the transports that it has made at one place.
+
+    Attributes:
+      generation: That of the last one; see `Hello.generation`.
+      processes: By rank, the process that was met last.
+    """
+
+    generation: int = -1
+    processes: dict[int, str] = dataclasses.field(default_factory=dict)
+
+
+# By process (this one; in tests one passes for several), rank and cluster.
+_pasts: dict[tuple[str, int, tuple[str, ...]], _Past] = {}
 
 
 class RefusedError(HopError):
@@ -68,8 +78,9 @@ class Handshake:
       identity: Fields that must be equal on all ranks.
       token: The secret that all ranks share, or None.
       on_restart: Called, on any thread, with a peer in whose place another process has greeted. What was on its way
-        between this rank and the old process is to be forgotten before it returns. None: that fails the peer. (Where
-        the same process greets with a later transport, that one is to wait until this one, too, has been closed.)
+        between this rank and the old process is to be forgotten before it returns. None: that fails the peer. (A
+        process that greets with a later transport is to wait until this one, too, has been closed.)
+      in_turn: Whether all ranks make transports in the same order. Default True.
 
     Attributes:
       socket_port: Port of this rank's plain sockets, which is told to all peers; 0 if it has none.
@@ -86,10 +97,12 @@ class Handshake:
         identity: Mapping[str, str],
         token: str | None,
         on_restart: Callable[[Peer], None] | None = None,
+        in_turn: bool = True,
     ):
         self._rank = rank
-        self._place = (_process(incarnation), rank, tuple(addresses))
-        self._generation = 0
+        self._past = _pasts.setdefault((_process(incarnation), rank, tuple(addresses)), _Past())
+        self._in_turn = in_turn
+        self._generation: int | None = None
         self._peers = peers
         self._incarnation = incarnation
         self._identity = {_PROTOCOL_FIELD: str(PROTOCOL_VERSION), **identity}
@@ -101,14 +114,21 @@ class Handshake:
 
     def begin(self) -> None:
         """This transport serves from now on, and those that the process has made before do not."""
-        with self._meeting:
-            self._generation = _generations[self._place] = _generations.get(self._place, -1) + 1
+        if self._in_turn:
+            self._past.generation += 1
+            self._generation = self._past.generation
 
-    def _join_generation(self, generation: int) -> None:
+    def _join_generation(self, peers: control_pb2.Hello | control_pb2.HelloReply) -> None:
         """A peer is in this strategy: if it has made more before, this process has taken the place of another."""
         with self._meeting:
-            if generation > self._generation:
-                self._generation = _generations[self._place] = generation
+            if self._lead_of(peers) > 0:
+                self._generation = self._past.generation = peers.generation
+
+    def _lead_of(self, peers: control_pb2.Hello | control_pb2.HelloReply) -> int:
+        """How many strategies more than this rank a peer has made before; 0 where that cannot be known."""
+        if self._generation is None or not peers.HasField("generation"):
+            return 0
+        return peers.generation - self._generation
 
     # The side that opens a stream.
 
@@ -147,19 +167,20 @@ class Handshake:
         if reply.refusal == control_pb2.TOO_EARLY:
             peer.heard()  # Its earlier training may take a while.
             raise RefusedError(_TOO_EARLY)
-        if reply.refusal == control_pb2.TOO_LATE:
+        is_other = reply.refusal == control_pb2.OTHER_PROCESS
+        if reply.refusal == control_pb2.TOO_LATE or (is_other and self._lead_of(reply) > 0):
             raise RefusedError(_TOO_LATE)
         if reply.refusal == control_pb2.MISMATCH:
             raise self._fail(peer, self._mismatch(peer, reply.field, reply.value))
         if reply.refusal == control_pb2.RESTARTED:
             raise self._fail(peer, self._this_was_restarted(peer))
-        if reply.refusal == control_pb2.OTHER_PROCESS:
+        if is_other:
             self._meet(peer, reply.incarnation)
             raise RefusedError("it was restarted")
         if reply.refusal != control_pb2.ACCEPTED:
             raise ProtocolError(f"{peer} gave unknown refusal {reply.refusal}.")
         self._meet(peer, reply.incarnation)
-        self._join_generation(reply.generation)
+        self._join_generation(reply)
         peer.interface_addresses = tuple(reply.interface_addresses)
         peer.note_socket_port(reply.socket_port)
         return reply.received_sequence
@@ -184,9 +205,8 @@ class Handshake:
         if hello.receiver_incarnation not in ("", self._incarnation):
             problem = f"{peer} takes this strategy, or process, for an earlier one"
             raise HelloRefusedError(problem, self._reply(control_pb2.OTHER_PROCESS))
-        self._check_is_not_later(peer, hello.incarnation)
-        if peer.incarnation is None and not hello.receiver_incarnation:
-            self._check_generation(peer, hello.generation)
+        if not hello.receiver_incarnation and peer.incarnation != hello.incarnation:
+            self._check_generation(peer, hello)
         self._check_identity(peer, {**hello.identity, _PROTOCOL_FIELD: str(hello.protocol_version)})
         if hello.receiver != self._rank:
             problem = f"{peer} takes this rank for rank {hello.receiver}"
@@ -195,43 +215,38 @@ class Handshake:
             self._meet(peer, hello.incarnation)
         except PeerLostError as error:
             raise HelloRefusedError(str(error), self._reply(control_pb2.RESTARTED)) from error
-        self._join_generation(hello.generation)
+        self._join_generation(hello)
         return Greeting(peer, hello.lane, hello.first_sequence)
 
-    def _check_is_not_later(self, peer: Peer, incarnation: str) -> None:
-        """Raises OtherStrategyError if the process of `peer` has made this transport after the one that was met."""
-        if _of_one_process(incarnation, peer.incarnation or ""):
-            raise self._too_early(peer)
-
-    def _check_generation(self, peer: Peer, generation: int) -> None:
-        """Raises OtherStrategyError if `peer`, where neither has met the other, is not in the same strategy."""
-        if generation > self._generation:
-            raise self._too_early(peer)
-        if generation < self._generation:
+    def _check_generation(self, peer: Peer, hello: control_pb2.Hello) -> None:
+        """Raises OtherStrategyError if `peer` is in another strategy than this rank. They have not met in this one."""
+        lead = self._lead_of(hello)
+        if lead > 0:
+            problem = f"{peer} has shut a strategy down that this rank has not, and made another one"
+            raise OtherStrategyError(problem, self._reply(control_pb2.TOO_EARLY))
+        # A process that was started again has made fewer, and joins the others in theirs.
+        if lead < 0 and self._past.processes.get(peer.rank) in (None, _process(hello.incarnation)):
             problem = f"{peer} has not shut a strategy down that this rank has"
             raise OtherStrategyError(problem, self._reply(control_pb2.TOO_LATE))
-
-    def _too_early(self, peer: Peer) -> OtherStrategyError:
-        problem = f"{peer} has shut a strategy down that this rank has not, and made another one"
-        return OtherStrategyError(problem, self._reply(control_pb2.TOO_EARLY))
 
     def _meet(self, peer: Peer, incarnation: str) -> None:
         """Makes sure that `peer` is that process; lets it take the place of an earlier one if that is allowed.
 
         Raises:
           PeerLostError: If it is not.
-          HelloRefusedError: If that process has made another transport.
         """
         with self._meeting:
-            if peer.is_incarnation(incarnation):
-                return
-            self._check_is_not_later(peer, incarnation)
-            if self._on_restart is None:
-                raise self._fail(peer, self._peer_was_restarted(peer))
-            if not peer.replace(incarnation):
-                raise PeerLostError(f"rank {self._rank}: a process of {peer} came back after another took its place.")
-            self._on_restart(peer)
-            peer.introduce()
+            if not peer.is_incarnation(incarnation):
+                self._replace(peer, incarnation)
+            self._past.processes[peer.rank] = _process(incarnation)
+
+    def _replace(self, peer: Peer, incarnation: str) -> None:
+        if self._on_restart is None:
+            raise self._fail(peer, self._peer_was_restarted(peer))
+        if not peer.replace(incarnation):
+            raise PeerLostError(f"rank {self._rank}: a process of {peer} came back after another took its place.")
+        self._on_restart(peer)
+        peer.introduce()
 
     def accept(self, received_sequence: int) -> bytes:
         """The answer that accepts a hello; see `control.proto`."""
