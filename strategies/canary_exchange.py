@@ -187,7 +187,8 @@ class CanaryExchange(Exchange, Joiner):
 
     def _start(self, weights: Sequence[np.ndarray]) -> None:
         self.replica.begin(weights)
-        if self._has_joined:  # What the others have merged since they gave these weights is missing.
+        if self._has_joined:
+            self.replica.is_complete = False  # What the others have merged since they gave these weights is missing.
             k = int(self.start_step)
             self._contributions.move(k)
             self._pull(k)

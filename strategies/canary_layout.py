@@ -134,6 +134,13 @@ class Ledger:
         self.table = np.zeros((num_pieces, self.num_columns(world_size)), np.int64)
 
     @classmethod
+    def of(cls, table: np.ndarray) -> Ledger:
+        """The ledger with a copy of that table."""
+        ledger = cls(len(table), table.shape[1] - cls._FIRST)
+        np.copyto(ledger.table, table)
+        return ledger
+
+    @classmethod
     def num_columns(cls, world_size: int) -> int:
         """Columns of a table among so many ranks."""
         return cls._FIRST + world_size

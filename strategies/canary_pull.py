@@ -5,7 +5,8 @@ taken only if all that was merged here was merged there, too: what is on its way
 number that a ledger knows, and is not merged again.
 
 A rank that has just joined takes the state of another one before it merges anything. Who asks it meanwhile is told that
-it has none to give, at once: two such ranks would wait for each other.
+it has none to give, at once: two such ranks would wait for each other. The state tells of layouts, too, that it has no
+part in: whoever takes its state later may have.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class Pulling:
             if state is not None and not state.size:
                 without.add(fastest)
                 continue
-            if state is not None and self._replica.adopt(state):
+            if state is not None and self._replica.adopt(state, key[self._membership.rank]):
                 self.num_pulls += 1
                 return
             num_attempts += 1
@@ -86,5 +87,5 @@ class Pulling:
 
     def answer(self, rank: int, key: bytes, *, has_state: bool) -> None:
         """Sends this rank's state, if it has one to give."""
-        state = self._replica.state(rank, key[rank]) if has_state else []
+        state = self._replica.state(rank, key[rank]) if has_state and self._replica.is_complete else []
         self._channel.send(rank, self._channel.note(Kind.STATE, key), state)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -47,6 +47,7 @@ class Replica:
     Attributes:
       lock: Guards weights and ledgers.
       weights: One vector for each bucket: colayers lie one behind the other. None before `begin`.
+      is_complete: Whether the ledgers tell all that the weights hold: else no other replica can take their state.
       snapshots: By layout and piece, what it was with the message that has begun the blend which is under way.
       gei: Whose contributions were merged.
       starts: For each colayer and bucket, where the colayer begins in the vector.
@@ -97,15 +98,19 @@ class Replica:
         """Forgets the session that was."""
         with self.lock:
             self.weights: list[np.ndarray] | None = None
+            self.is_complete = False
             self.gei = GEIMatrix(self._world_size, len(self._sizes))
             self.snapshots: dict[tuple[bytes, int], np.ndarray] = {}
             self._layouts: dict[bytes, Layout] = {}
             self._freed: dict[bytes, bool] = {}  # Whether anything was merged of it.
+            # Of layouts that this rank has no part in: the weights hold something of them since it took a state.
+            self._foreign: dict[bytes, Ledger] = {}
 
     def begin(self, weights: Sequence[np.ndarray]) -> None:
         """Takes the weights that the session begins with."""
         with self.lock:
             self.weights = [np.array(values) for values in weights]
+            self.is_complete = True
 
     def layout(self, key: bytes) -> Layout:
         """The layout of that key.
@@ -226,27 +231,28 @@ class Replica:
 
         Args:
           rank: That rank.
-          life: Its byte in the keys of the layouts that it takes part in: of others it merges nothing.
+          life: Its byte in the keys of the layouts that it takes part in: of others it needs no snapshots.
         """
         with self.lock:
-            ledgers = {key: layout.ledger for key, layout in self._layouts.items() if key[rank] == life}
-            freed = [key for key, is_used in self._freed.items() if is_used and key[rank] == life]
-            nothing = np.empty(0, np.int64)
-            tables = {**dict.fromkeys(freed, nothing), **{key: ledger.table.copy() for key, ledger in ledgers.items()}}
-            tables = join_tables(tables)
+            freed = [key for key, is_used in self._freed.items() if is_used]
+            own = {key: layout.ledger.table.copy() for key, layout in self._layouts.items()}
+            foreign = {key: ledger.table for key, ledger in self._foreign.items()}
+            tables = join_tables({**dict.fromkeys(freed, np.empty(0, np.int64)), **foreign, **own})
             index = join_index(self.gei.snapshot())
             snapshots = join_snapshots(
-                {where: values for where, values in self.snapshots.items() if where[0] in ledgers}
+                {where: values for where, values in self.snapshots.items() if where[0][rank] == life}
             )
             return join([*map(np.concatenate, (tables, index, snapshots)), *self.read()])
 
-    def adopt(self, payload: np.ndarray) -> bool:
+    def adopt(self, payload: np.ndarray, life: int) -> bool:
         """Takes another replica's state, unless something that was merged here was not merged there.
 
-        Weights hold what was merged of all layouts, those of the past too: so all ledgers are compared, and taken.
+        Weights hold what was merged of all layouts, those of the past and of others too: so all ledgers are compared,
+        and taken. Of layouts that this rank has no part in they are kept for those that will take its state.
 
         Args:
           payload: What `state` has given there, joined as bytes.
+          life: This rank's byte in the keys of the layouts that it takes part in.
 
         Returns:
           Whether it was taken.
@@ -262,6 +268,9 @@ class Replica:
         with self.lock:
             if [values.nbytes for values in weights] != [values.nbytes for values in self.weights]:
                 raise ProtocolError(f"a state of {payload.nbytes} bytes came, of other weights than those here.")
+            foreign = {key: tables.pop(key) for key in list(tables) if key[self._rank] != life}
+            if not self._foreign_is_within(foreign, life):
+                return False
             # Of a layout that was freed, here or there, all is merged; but its ledger, which tells what, is no more.
             if any(self.is_freed(key) != (not table.size) for key, table in tables.items()):
                 return False
@@ -273,11 +282,29 @@ class Replica:
                 return False
             for key, table in tables.items():
                 np.copyto(self.layout(key).ledger.table, table)
+            self._foreign = {key: Ledger.of(table) for key, table in foreign.items() if table.size}
+            self._freed |= {key: True for key, table in foreign.items() if not table.size}
             self.gei.absorb(index)
             self.snapshots = snapshots
             for values, part in zip(self.weights, weights, strict=True):
                 np.copyto(values, part.view(values.dtype))
+            self.is_complete = True
             return True
+
+    def _foreign_is_within(self, tables: Mapping[bytes, np.ndarray], life: int) -> bool:
+        """Whether what the weights hold of layouts that this rank has no part in is in others' ledgers, too."""
+        freed = [key for key, is_used in self._freed.items() if is_used and key[self._rank] != life]
+        if any(key not in tables or tables[key].size for key in freed):
+            return False
+        for key, ledger in self._foreign.items():
+            table = tables.get(key)
+            if table is not None and not table.size:  # It was freed there: all of it is merged.
+                continue
+            if table is not None:
+                ledger.check(table)
+            if not ledger.is_within(table):
+                return False
+        return True
 
     def _checked(self, where: tuple[bytes, int], data: np.ndarray) -> np.ndarray:
         """A copy of the values of a piece that came as bytes."""

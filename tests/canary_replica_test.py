@@ -16,7 +16,7 @@ from hop_tf.strategies.canary_messages import Kind, Note
 from hop_tf.strategies.canary_replica import Replica
 
 _WORLD_SIZE = 3
-_WHOLE, _WITHOUT_2 = b"\x01\x01\x01", b"\x01\x01\x02"
+_WHOLE, _WITHOUT_2, _JOINED = b"\x01\x01\x01", b"\x01\x01\x02", b"\x01\x01\x03"
 
 
 def _replica(rank, shapes=((6,), (3,))):
@@ -80,27 +80,46 @@ class AdoptTest(tf.test.TestCase, parameterized.TestCase):
         own, other = _replica(0), _replica(1)
         _merge(own, _WHOLE, 0, 1, ((0, 0),))
         _merge(other, _WITHOUT_2, 0, 1, ((1, 1),))
-        self.assertFalse(own.adopt(_state(other, 0)))
+        self.assertFalse(own.adopt(_state(other, 0), 1))
         _merge(other, _WHOLE, 0, 1, ((0, 0),))
-        self.assertTrue(own.adopt(_state(other, 0)))
+        self.assertTrue(own.adopt(_state(other, 0), 1))
         self.assertAllEqual(own.read()[0], other.read()[0])
 
     def test_what_it_holds_of_an_earlier_layout_is_merged_once(self):
         own, other = _replica(0), _replica(1)
         _merge(other, _WHOLE, 0, 1, ((1, 0),))
         _merge(other, _WITHOUT_2, 0, 1, ((1, 1),))
-        self.assertTrue(own.adopt(_state(other, 0)))
+        self.assertTrue(own.adopt(_state(other, 0), 1))
         for key, iteration in ((_WHOLE, 0), (_WITHOUT_2, 1)):  # They are on their way still.
             self.assertFalse(_merge(own, key, 0, 1, ((1, iteration),)))
         self.assertAllEqual(own.read()[0], other.read()[0])
 
-    def test_layouts_of_others_are_left_out(self):
-        """What is among ranks that this one is not of does not come here."""
-        own, other = _replica(2), _replica(1)
+    @parameterized.parameters(False, True)
+    def test_what_it_holds_of_layouts_of_others_is_told_to_these(self, is_freed):
+        """Nothing of those comes to a newcomer, but to ranks that take its state."""
+        newcomer, other, third = _replica(2), _replica(1), _replica(0)
         _merge(other, _WITHOUT_2, 0, 1, ((1, 0),))
-        _merge(other, b"\x01\x01\x03", 0, 1, ((1, 1),))
-        self.assertTrue(own.adopt(_state(other, 2)))
-        self.assertAllEqual(own.read()[0], other.read()[0])
+        _merge(other, _JOINED, 0, 1, ((1, 1),))
+        if is_freed:
+            other.free(other.layout(_WITHOUT_2))
+        self.assertTrue(newcomer.adopt(_state(other, 2), 3))
+        self.assertAllEqual(newcomer.read()[0], other.read()[0])
+        _merge(third, _JOINED, 0, 1, ((1, 1),))
+        # Of a layout that was freed nobody could tell that this is in the state.
+        self.assertEqual(third.adopt(_state(newcomer, 0), 1), not is_freed)
+        self.assertEqual(_merge(third, _WITHOUT_2, 0, 1, ((1, 0),)), is_freed)
+        self.assertAllEqual(third.read()[0], other.read()[0])
+
+    def test_not_what_lacks_something_of_a_layout_of_others(self):
+        newcomer, other, third = _replica(2), _replica(1), _replica(0)
+        _merge(other, _WITHOUT_2, 0, 1, ((1, 0),))
+        self.assertTrue(newcomer.adopt(_state(other, 2), 3))
+        self.assertFalse(newcomer.adopt(_state(third, 2), 3))
+        _merge(third, _WITHOUT_2, 0, 1, ((1, 0),))
+        self.assertTrue(newcomer.adopt(_state(third, 2), 3))
+        third.free(third.layout(_WITHOUT_2))
+        self.assertTrue(newcomer.adopt(_state(third, 2), 3))
+        self.assertFalse(newcomer.adopt(_state(other, 2), 3))  # It may have more to come.
 
     def test_bits_are_set_of_what_it_holds(self):
         """Also of what is there in part: the rest sets the bit. Rows that were freed there are not kept here."""
@@ -112,7 +131,7 @@ class AdoptTest(tf.test.TestCase, parameterized.TestCase):
             for rank in range(_WORLD_SIZE):
                 for piece in range(1 if (iteration, rank) == (2, 2) else 0, sum(num_pieces)):
                     _merge(other, _WHOLE, piece, 3 * iteration + rank + 1, ((rank, iteration),))
-        self.assertTrue(own.adopt(_state(other, 0)))
+        self.assertTrue(own.adopt(_state(other, 0), 1))
         self.assertEqual(own.gei.matrix(), other.gei.matrix())
         self.assertEqual(own.gei.row_vector(2), (0b011, 0b111))
         _merge(own, _WHOLE, 0, 9, ((2, 2),))
@@ -126,7 +145,7 @@ class AdoptTest(tf.test.TestCase, parameterized.TestCase):
     def test_not_what_is_malformed(self, change, message):
         own = _replica(0)
         with self.assertRaisesRegex(ProtocolError, message):
-            own.adopt(change(_state(_replica(1), 0)))
+            own.adopt(change(_state(_replica(1), 0)), 1)
 
 
 class LockTest(tf.test.TestCase):
@@ -157,7 +176,7 @@ class LockTest(tf.test.TestCase):
                 self._note(replica, owner, name)
         self._note(own, own.gei, "absorb")
         _merge(other, _WHOLE, 0, 1, ((0, 0),))
-        own.adopt(_state(other, 0))
+        own.adopt(_state(other, 0), 1)
         self.assertEqual(self.held, [(name, True) for name in ("accumulate", "snapshot", "read", "absorb")])
         self.assertFalse(self._is_held(own.lock) or self._is_held(other.lock))
 
@@ -202,7 +221,7 @@ class BlendTest(tf.test.TestCase):
         return [self.replicas[rank].read()[0][self.where.start] for rank in range(_WORLD_SIZE)]
 
     def _pull(self):
-        return self.replicas[0].adopt(_state(self.replicas[1], 0))
+        return self.replicas[0].adopt(_state(self.replicas[1], 0), 1)
 
     def test_replicas_that_are_alike(self):
         """Nothing is to be added, and no values go down."""

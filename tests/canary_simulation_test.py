@@ -477,7 +477,7 @@ class DepartureTest(tf.test.TestCase, parameterized.TestCase):
                 self._rejoin(job, 0.5)
                 return first(rank, exchange)
             adopt = exchange.replica.adopt
-            exchange.replica.adopt = lambda state: (states.append(state), adopt(state))[1]
+            exchange.replica.adopt = lambda state, life: (states.append(state), adopt(state, life))[1]
             whole, empty = np.zeros(exchange.parts[-1].sizes[0], np.float32), np.empty(0, np.float32)
             exchange.step(Outgoing(0, exchange.start_segment, (whole,)))
             for colayer, part in enumerate(exchange.parts[: len(_MEMBERS)]):
