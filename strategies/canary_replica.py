@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -102,9 +102,8 @@ class Replica:
             self.gei = GEIMatrix(self._world_size, len(self._sizes))
             self.snapshots: dict[tuple[bytes, int], np.ndarray] = {}
             self._layouts: dict[bytes, Layout] = {}
-            self._freed: dict[bytes, bool] = {}  # Whether anything was merged of it.
-            # Of layouts that this rank has no part in: the weights hold something of them since it took a state.
-            self._foreign: dict[bytes, Ledger] = {}
+            # Of layouts that were freed, and of those that this rank has no part in: what the weights hold of them.
+            self._past: dict[bytes, Ledger] = {}
 
     def begin(self, weights: Sequence[np.ndarray]) -> None:
         """Takes the weights that the session begins with."""
@@ -131,10 +130,10 @@ class Replica:
             return list(self._layouts.values())
 
     def free(self, layout: Layout) -> None:
-        """Nothing comes of a layout any more. Its key is kept: what comes all the same must not be merged once more."""
+        """Nothing of a layout comes any more. Its ledger is kept: what comes all the same must not be merged again."""
         with self.lock:
             del self._layouts[layout.key]
-            self._freed[layout.key] = bool(layout.ledger.sequences.any())
+            self._past[layout.key] = layout.ledger
             self.snapshots = {where: values for where, values in self.snapshots.items() if where[0] != layout.key}
 
     def is_known(self, key: bytes) -> bool:
@@ -143,7 +142,7 @@ class Replica:
 
     def is_freed(self, key: bytes) -> bool:
         """Whether nothing of a layout is taken any more."""
-        return key in self._freed
+        return key in self._past
 
     def read(self) -> tuple[np.ndarray, ...]:
         """A copy of the weights, for the graph, at a moment between two merges. Blocks: for one merge of a piece."""
@@ -234,10 +233,7 @@ class Replica:
           life: Its byte in the keys of the layouts that it takes part in: of others it needs no snapshots.
         """
         with self.lock:
-            freed = [key for key, is_used in self._freed.items() if is_used]
-            own = {key: layout.ledger.table.copy() for key, layout in self._layouts.items()}
-            foreign = {key: ledger.table for key, ledger in self._foreign.items()}
-            tables = join_tables({**dict.fromkeys(freed, np.empty(0, np.int64)), **foreign, **own})
+            tables = join_tables({key: ledger.table.copy() for key, ledger in self._ledgers().items()})
             index = join_index(self.gei.snapshot())
             snapshots = join_snapshots(
                 {where: values for where, values in self.snapshots.items() if where[0][rank] == life}
@@ -268,22 +264,20 @@ class Replica:
         with self.lock:
             if [values.nbytes for values in weights] != [values.nbytes for values in self.weights]:
                 raise ProtocolError(f"a state of {payload.nbytes} bytes came, of other weights than those here.")
-            foreign = {key: tables.pop(key) for key in list(tables) if key[self._rank] != life}
-            if not self._foreign_is_within(foreign, life):
-                return False
-            # Of a layout that was freed, here or there, all is merged; but its ledger, which tells what, is no more.
-            if any(self.is_freed(key) != (not table.size) for key, table in tables.items()):
-                return False
-            tables = {key: table for key, table in tables.items() if table.size}
-            for key, table in tables.items():
-                self.layout(key).ledger.check(table)
+            for key in tables:
+                if key[self._rank] == life and not self.is_freed(key):
+                    self.layout(key)
+            ledgers = self._ledgers()
+            for key in tables.keys() & ledgers.keys():
+                ledgers[key].check(tables[key])
             snapshots = {where: self._checked(where, values) for where, values in snapshots.items()}
-            if not all(layout.ledger.is_within(tables.get(key)) for key, layout in self._layouts.items()):
+            if not all(ledger.is_within(tables.get(key)) for key, ledger in ledgers.items()):
                 return False
             for key, table in tables.items():
-                np.copyto(self.layout(key).ledger.table, table)
-            self._foreign = {key: Ledger.of(table) for key, table in foreign.items() if table.size}
-            self._freed |= {key: True for key, table in foreign.items() if not table.size}
+                if key in ledgers:
+                    np.copyto(ledgers[key].table, table)
+                else:
+                    self._past[key] = Ledger.of(table)
             self.gei.absorb(index)
             self.snapshots = snapshots
             for values, part in zip(self.weights, weights, strict=True):
@@ -291,20 +285,8 @@ class Replica:
             self.is_complete = True
             return True
 
-    def _foreign_is_within(self, tables: Mapping[bytes, np.ndarray], life: int) -> bool:
-        """Whether what the weights hold of layouts that this rank has no part in is in others' ledgers, too."""
-        freed = [key for key, is_used in self._freed.items() if is_used and key[self._rank] != life]
-        if any(key not in tables or tables[key].size for key in freed):
-            return False
-        for key, ledger in self._foreign.items():
-            table = tables.get(key)
-            if table is not None and not table.size:  # It was freed there: all of it is merged.
-                continue
-            if table is not None:
-                ledger.check(table)
-            if not ledger.is_within(table):
-                return False
-        return True
+    def _ledgers(self) -> dict[bytes, Ledger]:
+        return {**self._past, **{key: layout.ledger for key, layout in self._layouts.items()}}
 
     def _checked(self, where: tuple[bytes, int], data: np.ndarray) -> np.ndarray:
         """A copy of the values of a piece that came as bytes."""

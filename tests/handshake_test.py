@@ -174,12 +174,16 @@ class GreetingTest(TransportTestMixin, absltest.TestCase):
         self.assertEmpty(restarts)
 
     def test_servers_are_in_no_turn(self):
-        addresses = self.addresses(2)
+        """A later strategy of a worker that it has met is later all the same, and no restart."""
+        addresses, restarts = self.addresses(2), []
         self.start_at(0, addresses, incarnation="p.0").close()
         worker = self.start_at(0, addresses, incarnation="p.1")
-        server = self.start_at(1, addresses, incarnation="server.0", in_turn=False)
+        server = self.start_at(1, addresses, incarnation="server.0", in_turn=False, on_restart=restarts.append)
         self.check_works(worker, server)
         self.check_works(server, worker)
+        worker.close()
+        self._check_waits(self.start_at(0, addresses, incarnation="p.2"), server)
+        self.assertEmpty(restarts)
 
     def _check_waits(self, later, earlier):
         """The later strategy of a process tries again and again to join a rank that is in an earlier one."""

@@ -118,17 +118,17 @@ class Handshake:
             self._past.generation += 1
             self._generation = self._past.generation
 
-    def _join_generation(self, peers: control_pb2.Hello | control_pb2.HelloReply) -> None:
+    def _join_generation(self, theirs: control_pb2.Hello | control_pb2.HelloReply) -> None:
         """A peer is in this strategy: if it has made more before, this process has taken the place of another."""
         with self._meeting:
-            if self._lead_of(peers) > 0:
-                self._generation = self._past.generation = peers.generation
+            if self._lead_of(theirs) > 0:
+                self._generation = self._past.generation = theirs.generation
 
-    def _lead_of(self, peers: control_pb2.Hello | control_pb2.HelloReply) -> int:
+    def _lead_of(self, theirs: control_pb2.Hello | control_pb2.HelloReply) -> int:
         """How many strategies more than this rank a peer has made before; 0 where that cannot be known."""
-        if self._generation is None or not peers.HasField("generation"):
+        if self._generation is None or not theirs.HasField("generation"):
             return 0
-        return peers.generation - self._generation
+        return theirs.generation - self._generation
 
     # The side that opens a stream.
 
@@ -168,7 +168,7 @@ class Handshake:
             peer.heard()  # Its earlier training may take a while.
             raise RefusedError(_TOO_EARLY)
         is_other = reply.refusal == control_pb2.OTHER_PROCESS
-        if reply.refusal == control_pb2.TOO_LATE or (is_other and self._lead_of(reply) > 0):
+        if reply.refusal == control_pb2.TOO_LATE or (is_other and self._is_later(peer, reply)):
             raise RefusedError(_TOO_LATE)
         if reply.refusal == control_pb2.MISMATCH:
             raise self._fail(peer, self._mismatch(peer, reply.field, reply.value))
@@ -220,14 +220,18 @@ class Handshake:
 
     def _check_generation(self, peer: Peer, hello: control_pb2.Hello) -> None:
         """Raises OtherStrategyError if `peer` is in another strategy than this rank. They have not met in this one."""
-        lead = self._lead_of(hello)
-        if lead > 0:
+        if self._is_later(peer, hello):
             problem = f"{peer} has shut a strategy down that this rank has not, and made another one"
             raise OtherStrategyError(problem, self._reply(control_pb2.TOO_EARLY))
         # A process that was started again has made fewer, and joins the others in theirs.
-        if lead < 0 and self._past.processes.get(peer.rank) in (None, _process(hello.incarnation)):
+        if self._lead_of(hello) < 0 and self._past.processes.get(peer.rank) in (None, _process(hello.incarnation)):
             problem = f"{peer} has not shut a strategy down that this rank has"
             raise OtherStrategyError(problem, self._reply(control_pb2.TOO_LATE))
+
+    def _is_later(self, peer: Peer, theirs: control_pb2.Hello | control_pb2.HelloReply) -> bool:
+        """Whether the process of `peer` has made this transport after the one that belongs to this rank's."""
+        is_same_process = peer.incarnation is not None and _process(peer.incarnation) == _process(theirs.incarnation)
+        return (is_same_process and peer.incarnation != theirs.incarnation) or self._lead_of(theirs) > 0
 
     def _meet(self, peer: Peer, incarnation: str) -> None:
         """Makes sure that `peer` is that process; lets it take the place of an earlier one if that is allowed.
