@@ -115,12 +115,12 @@ class Replica:
         """The layout of that key.
 
         Raises:
-          ProtocolError: If this rank does not take part in it.
+          ProtocolError: If this rank does not take part in it, or it was freed.
         """
         with self.lock:
             if key not in self._layouts:
-                if not key[self._rank] % 2:
-                    raise ProtocolError(f"a message came to rank {self._rank}, which does not take part in it.")
+                if not key[self._rank] % 2 or self.is_freed(key):
+                    raise ProtocolError(f"rank {self._rank} takes no part, or no more, in the layout {key.hex()}.")
                 self._layouts[key] = Layout(key, self._network, self._rank, self._sizes, self._granularity)
             return self._layouts[key]
 
@@ -270,7 +270,11 @@ class Replica:
             ledgers = self._ledgers()
             for key in tables.keys() & ledgers.keys():
                 ledgers[key].check(tables[key])
-            snapshots = {where: self._checked(where, values) for where, values in snapshots.items()}
+            snapshots = {
+                where: self._checked(where, values)
+                for where, values in snapshots.items()
+                if not self.is_freed(where[0])  # Nothing more comes here of a blend of such a one.
+            }
             if not all(ledger.is_within(tables.get(key)) for key, ledger in ledgers.items()):
                 return False
             for key, table in tables.items():

@@ -272,6 +272,19 @@ class BlendTest(tf.test.TestCase):
         self._bring(0, 1)
         self.assertAllClose(self._values(), [21] * 3)
 
+    def test_of_a_layout_that_was_freed_here(self):
+        """It is kept no more: nobody would end it again."""
+        own, other = self.replicas[0], self.replicas[1]
+        self._mark(0)
+        own.free(own.layout(_WHOLE))
+        self._mark(1)
+        self.assertTrue(self._pull())
+        self.assertEmpty(own.snapshots)
+        self.assertEmpty(own.layouts())
+        self.assertAllEqual(own.read()[0], other.read()[0])
+        with self.assertRaisesRegex(ProtocolError, "rank 0 takes no part, or no more, in the layout 010101"):
+            own.layout(_WHOLE)
+
     def test_not_of_one_that_lacks_a_blend(self):
         """Its mean has come here, and does not come again."""
         for rank in (2, 0, 1):
