@@ -91,6 +91,15 @@ class TcpTransportTest(TransportTestMixin, absltest.TestCase):
         self.assertIn(b"2", written)
         self.assertTrue(first.flush(1, DEADLINE_SECONDS))
 
+    def test_a_socket_that_was_not_used_is_closed_with_the_link(self):
+        arguments = dict.fromkeys(("peer", "lane", "outbox", "handshake", "on_error", "open_channel"))
+        link = TcpLink(**{**arguments, "peer": unittest.mock.Mock(failure=None)})
+        link._made = made = unittest.mock.Mock()
+        link.close()
+        link.start()
+        link.thread.join(DEADLINE_SECONDS)
+        made.close.assert_called_once_with()
+
     def test_goes_on_where_the_system_does_not_pace(self):
         def refuse(level, option, value):
             if option == SO_MAX_PACING_RATE:

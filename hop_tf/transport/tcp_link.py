@@ -47,6 +47,11 @@ class TcpLink(GrpcLink):
         super().close()
         self._peer.wake()
 
+    def _run(self) -> None:
+        super()._run()
+        if (made := self._take_made()) is not None:
+            made.close()
+
     def _wait_needed(self) -> bool:
         return self._made is not None or super()._wait_needed()  # A socket that says nothing is soon closed over there.
 
@@ -86,8 +91,6 @@ class TcpLink(GrpcLink):
             with self._lock:
                 ended.set()
             self._problem = None
-            if self._closed.is_set() and (made := self._take_made()) is not None:
-                made.close()
 
     def _make_socket(self, host: str, port: int, ended: threading.Event) -> None:
         while not ended.wait(_RETRY_SECONDS):
