@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -24,12 +25,35 @@ def sign(what: str, optimizer: str, specs: Sequence[TensorSpec]) -> bytes:
 
     Args:
       what: For instance the name of an exchange group.
-      optimizer: Name of the optimizer, if one matters.
+      optimizer: `describe_optimizer` of the optimizer, if one matters.
       specs: Of the variables.
     """
     variables = [membership_pb2.Variable(name=s.name, dtype=s.dtype.name, shape=s.shape) for s in specs]
     signature = membership_pb2.GroupSignature(group=what, optimizer=optimizer, variables=variables)
     return signature.SerializeToString()
+
+
+def describe_optimizer(optimizer: Any) -> str:
+    """Class and settings of a Keras optimizer, as far as they can be compared between machines.
+
+    Names do not count, of which Keras numbers those that nobody has chosen; nor do settings that are None.
+    """
+    settings = _comparable(optimizer.get_config())
+    return f"{type(optimizer).__name__}({', '.join(f'{name}={value}' for name, value in settings.items())})"
+
+
+def _comparable(value: Any) -> Any:
+    """The numbers, strings and truth values in a configuration; None for what is none of them."""
+    if isinstance(value, Mapping):
+        if value.get("class_name") == "__lambda__":  # Its code tells where the file is.
+            return "lambda"
+        known = ((name, _comparable(each)) for name, each in sorted(value.items()) if name != "name")
+        return {name: each for name, each in known if each is not None}
+    if isinstance(value, (list, tuple)):
+        return [_comparable(each) for each in value]
+    if isinstance(value, float):
+        return float(f"{value:.7g}")  # Variables keep no more.
+    return value if isinstance(value, (bool, int, str)) else None
 
 
 def compare(membership: Membership, mine: bytes, other: int, theirs: bytes) -> None:
@@ -48,7 +72,7 @@ def compare(membership: Membership, mine: bytes, other: int, theirs: bytes) -> N
         rank, address = membership.rank, membership.transport.status(other).address
         raise MismatchError(
             f"rank {other} at {address} and rank {rank} disagree on {field}. Rank {other} has {first}, "
-            f"rank {rank} has {own}. All ranks must build the same model in the same order."
+            f"rank {rank} has {own}. All ranks must build the same model, and optimizer, in the same order."
         )
 
 

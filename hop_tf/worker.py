@@ -29,7 +29,7 @@ from hop_tf.membership import Membership
 from hop_tf.monitor import ThreadMonitor
 from hop_tf.options import CommunicationOptions
 from hop_tf.packing import Packing, TensorSpec
-from hop_tf.replica_state import ReplicaState, compare, read, sign, spec_of, write
+from hop_tf.replica_state import ReplicaState, compare, describe_optimizer, read, sign, spec_of, write
 from hop_tf.report import StepStatistics
 from hop_tf.transport import GrpcTransport, TcpTransport, Transport
 
@@ -238,7 +238,7 @@ class Worker:
           The group, ready for its first step in the running session.
 
         Raises:
-          MismatchError: If rank 0 has other variables, or another optimizer.
+          MismatchError: If rank 0 has other variables, or another optimizer, or one with other settings.
         """
         specs = [spec_of(variable) for variable in trained]
         specs += [dataclasses.replace(spec_of(variable), exact=True) for variable in carried]
@@ -247,7 +247,7 @@ class Worker:
         digest = zlib.crc32("\n".join(spec.name for spec in specs).encode())
         name = f"{self._num_groups}-{digest:08x}"
         self._num_groups += 1
-        self._compare(self._next_in_session(), name, type(optimizer).__name__, specs)
+        self._compare(self._next_in_session(), name, describe_optimizer(optimizer), specs)
         context = ExchangeContext(
             name,
             self.membership.session,
