@@ -12,6 +12,7 @@ may merge both takes no part in a blend, and as a root begins none.
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable
 
 import numpy as np
@@ -31,7 +32,7 @@ class Blending:
       replica: What is blended.
       rank: This rank.
       interval: Iterations between two blends of a piece; None: there are none.
-      is_present: Whether a rank takes part still.
+      takes_part: Whether a rank of a layout takes part still.
       send: `send(rank, level, kind, layout, piece, sequence, values)` sends values of a piece to a rank, on the lane of
         an interface.
     """
@@ -41,13 +42,13 @@ class Blending:
         replica: Replica,
         rank: int,
         interval: int | None,
-        is_present: Callable[[int], bool],
+        takes_part: Callable[[Layout, int], bool],
         send: Callable[[int, int, Kind, Layout, Piece, int, np.ndarray], None],
     ):
         self._replica = replica
         self._rank = rank
         self._interval = interval
-        self._is_present = is_present
+        self._takes_part = takes_part
         self._send = send
         self.num_blends = 0
         self.reset()
@@ -56,6 +57,7 @@ class Blending:
         """Forgets what is under way."""
         self._begun: dict[_Key, int] = {}  # At the root: in which interval the latest one has begun.
         self._received: dict[_Key, dict[int, np.ndarray]] = {}
+        self._numbers: collections.Counter[_Key] = collections.Counter()  # At the root: of the latest one that was had.
 
     def is_due(self, layout: Layout, piece: Piece, iteration: int) -> bool:
         """Whether the root is to mark the message that it is about to send, of that iteration."""
@@ -75,8 +77,8 @@ class Blending:
         Args:
           layout: The layout.
           piece: The piece.
-          takes_part: Whether it is merged just now. Else it was part of a state that was pulled: the rank that gave it
-            tells what the piece was, and the root is told not to wait for another one.
+          takes_part: Whether it is merged just now. Else it was part of a state that was pulled: what the piece was is
+            told by the rank that gave it, if that takes part, and the root is told not to wait for another one.
         """
         values, where = np.empty(0, self._replica.dtype_of(piece)), (layout.key, piece.index)
         with self._replica.lock:
@@ -108,12 +110,13 @@ class Blending:
         where = layout.key, piece.index
         self._received.pop(where, None)
         self._begun.pop(where, None)
+        self._numbers.pop(where, None)
         with self._replica.lock:
             self._replica.snapshots.pop(where, None)
 
     def forget(self, key: bytes) -> None:
         """A layout was freed."""
-        for of_pieces in (self._begun, self._received):
+        for of_pieces in (self._begun, self._received, self._numbers):
             for where in [where for where in of_pieces if where[0] == key]:
                 del of_pieces[where]
 
@@ -132,7 +135,7 @@ class Blending:
     def _finish_if_complete(self, layout: Layout, piece: Piece) -> None:
         key = layout.key, piece.index
         received = self._received[key]
-        if not received or any(rank not in received and self._is_present(rank) for rank in layout.ranks):
+        if not received or any(rank not in received and self._takes_part(layout, rank) for rank in layout.ranks):
             return
         del self._received[key]
         snapshots = [received[rank] for rank in sorted(received) if received[rank].size]
@@ -143,8 +146,8 @@ class Blending:
             mean = first[:0]
         else:
             mean = np.mean(snapshots, axis=0, dtype=np.float64).astype(first.dtype)
-        sequence = int(layout.ledger.blends[piece.index]) + 1
-        self._go_down(layout, piece, sequence, mean)
+        self._numbers[key] += 1  # The ledger does not count those that the root itself has no part in.
+        self._go_down(layout, piece, self._numbers[key], mean)
 
     def _go_down(self, layout: Layout, piece: Piece, sequence: int, mean: np.ndarray) -> None:
         """Spreads a mean on the way of the root's other messages: the next marked one comes behind it.
@@ -152,7 +155,7 @@ class Blending:
         It is empty where all replicas are alike, as they are unless something was lost: nothing is to be added then.
         """
         for child, level in piece.children:
-            if self._is_present(child):
+            if self._takes_part(layout, child):
                 self._send(child, level, Kind.MEAN, layout, piece, sequence, mean)
         self._apply(layout, piece, sequence, mean)
 

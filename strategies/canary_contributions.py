@@ -4,18 +4,22 @@ A rank contributes to one layout at a time, that of the ranks that take part. Wh
 next one, and tells the others how often it has contributed to the one before; at its last step it tells that of the
 present one. A layout of which all have told, and all has come, is settled. To ranks that join late what is under way
 then may be lost, until the next blend.
+
+Only the roots of a layout can say that no more comes of it, and they may not know it, where those that contribute to it
+have died. So whoever hears of a layout tells its ranks.
 """
 
 from __future__ import annotations
 
 import collections
+import functools
 from collections.abc import Sequence
 
 import numpy as np
 
 from hop_tf.errors import ProtocolError
 from hop_tf.membership import Membership
-from hop_tf.strategies.canary_layout import Layout, Piece
+from hop_tf.strategies.canary_layout import Layout, Ledger, Piece
 from hop_tf.strategies.canary_messages import Channel, Kind, Note
 from hop_tf.strategies.canary_peers import Peers, is_past
 from hop_tf.strategies.canary_pieces import PieceThread
@@ -39,7 +43,6 @@ class Contributions:
 
     Attributes:
       layout: The one that this rank contributes to; None before its first iteration.
-      num_lost: Own contributions that nobody has sent out, or not to here, and that cannot come any more.
     """
 
     def __init__(
@@ -58,11 +61,14 @@ class Contributions:
         self._channel = channel
         self._threads = threads
         self._num_colayers = num_colayers
-        self.num_lost = 0
+        self._num_lost_before = 0
+        self._settled: list[tuple[Ledger, np.ndarray]] = []
         self.reset()
 
     def reset(self) -> None:
         """Forgets the session that was."""
+        self._num_lost_before, self._settled = self.num_lost, []
+        self._told: set[tuple[bytes, int]] = set()  # Layouts, and the ranks that know from here that there are these.
         self.layout: Layout | None = None
         self._known_departed: set[int] = set()
         self._moves: collections.deque[tuple[int, bytes | None, bytes]] = collections.deque()  # Not told yet.
@@ -174,7 +180,7 @@ class Contributions:
         rank = self._membership.rank
         # Of others nothing comes here.
         if key and key[rank] == self._peers.key_of(rank) and not self._replica.is_freed(key):
-            self._replica.layout(key)
+            self.hear_of(key)
             self._peers.has_contributed(message.sender, key, [count for count, _ in note.contributions])
         if note.kind is Kind.DONE:
             self._peers.done.add(message.sender)
@@ -182,10 +188,33 @@ class Contributions:
             self._peers.has_moved(message.sender, note.key)
         self.look_again()
 
+    def hear_of(self, key: bytes) -> Layout:
+        """The layout of that key, which may be new here.
+
+        Raises:
+          ProtocolError: As `Replica.layout` does.
+        """
+        is_new = not self._replica.is_known(key)
+        layout = self._replica.layout(key)
+        if is_new:
+            self.look_again()
+        return layout
+
     def look_again(self) -> None:
         """Whether more can come of a piece depends on what ranks have told, be it before its layout was known here."""
+        with self._monitor:
+            for layout in self._replica.layouts():
+                self._tell_of(layout)
         for thread in self._threads:
             thread.look_again()
+
+    def _tell_of(self, layout: Layout) -> None:
+        """Tells the ranks of a layout that there is this one, if they were not told; the monitor is held."""
+        there = {rank for rank in layout.ranks if self._peers.takes_part(layout, rank)} - {self._membership.rank}
+        if new := sorted(rank for rank in there if (layout.key, rank) not in self._told):
+            self._told.update((layout.key, rank) for rank in new)
+            # Not here: what has received something must not wait until something is sent.
+            self._threads[0].put(functools.partial(self._tell, new, Kind.HEARD, layout.key, []))
 
     # What is under way.
 
@@ -227,7 +256,14 @@ class Contributions:
             self._settle(layout)
 
     def _settle(self, layout: Layout) -> None:
-        """Counts what this rank has contributed to a layout, and nobody has sent out, or not to here."""
-        sent, merged = self._sent.pop(layout.key, None), layout.ledger.merged[:, self._membership.rank]
-        if sent is not None:
-            self.num_lost += sum(sent[piece.colayer] - int(merged[piece.index]) for piece in layout.pieces)
+        if (sent := self._sent.pop(layout.key, None)) is not None:
+            self._settled.append((layout.ledger, np.array(sent)[layout.colayers]))
+
+    @property
+    def num_lost(self) -> int:
+        """Pieces of own contributions that nobody has sent out, or not to here, and that cannot come any more.
+
+        What waited to be merged when its layout was settled is none, and what a state holds that was taken since.
+        """
+        rank = self._membership.rank
+        return self._num_lost_before + sum(int(np.sum(sent - ledger.merged[:, rank])) for ledger, sent in self._settled)

@@ -129,7 +129,7 @@ class CanaryExchange(Exchange, Joiner):
         ) -> None:
             self._channel.send(rank, self._channel.note(kind, layout.key, piece.index, sequence), [values], level)
 
-        blending = Blending(self.replica, membership.rank, settings.sync_interval, self._peers.is_present, send_values)
+        blending = Blending(self.replica, membership.rank, settings.sync_interval, self._peers.takes_part, send_values)
         max_bytes = settings.inbox_bytes or max(_MIN_INBOX_BYTES, _INBOX_REPLICAS * self.parts[-1].num_bytes)
         return PieceThread(index, membership, self.replica, self._channel, self._peers, blending, max_bytes)
 
@@ -327,11 +327,10 @@ class CanaryExchange(Exchange, Joiner):
             self._peers.ending[message.sender] = note.key
         elif self.replica.is_freed(note.key):
             self._num_late += len(note.contributions)
+        elif note.kind is Kind.HEARD:
+            self._contributions.hear_of(note.key)
         else:
-            is_new = not self.replica.is_known(note.key)
-            layout = self.replica.layout(note.key)
-            if is_new:
-                self._contributions.look_again()
+            layout = self._contributions.hear_of(note.key)
             piece = checked_piece(layout, note, message.sender)
             self._threads[piece.thread].receive(layout, piece, note, message.sender, message.payload)
 
@@ -346,12 +345,13 @@ class CanaryExchange(Exchange, Joiner):
 
         Returns:
           `overtime_drops`: colayers of this rank that were dropped; `contributions_lost`: pieces of this rank's
-          colayers that were sent on ways through ranks that have left, and have not come back, counted when no more can
-          come; `contributions_late`: pieces that ranks which have left had sent, and that came when nobody waited for
-          them any more; `pulls` of another rank's state, and `pulls_in_vain`; `messages_merged`, and `duplicates`,
-          which were not; `blends` of pieces; `inbox_waits`: iterations that began late as an inbox was full, here or
-          elsewhere; and `window_waits`: those that began late as too many of this rank's own had not come back merged
-          (`max_in_flight`); `iterations_on_time`: those at whose end all that this rank had sent was merged.
+          colayers that were sent on ways through ranks that have left, and have not come back, or are not in a state
+          that was taken since, counted when no more can come; `contributions_late`: pieces that ranks which have left
+          had sent, and that came when nobody waited for them any more, be it that a state held them; `pulls` of another
+          rank's state, and `pulls_in_vain`; `messages_merged`, and `duplicates`, which were not; `blends` of pieces;
+          `inbox_waits`: iterations that began late as an inbox was full, here or elsewhere; and `window_waits`: those
+          that began late as too many of this rank's own had not come back merged (`max_in_flight`);
+          `iterations_on_time`: those at whose end all that this rank had sent was merged.
         """
         return {
             "overtime_drops": self._num_dropped,

@@ -39,6 +39,7 @@ class Kind(enum.IntEnum):
         piece is the number of its thread.
       ROOM: There is room again.
       END: Its root sends out nothing more of the piece.
+      HEARD: The sender has heard of this layout: its roots are to say when no more comes of it.
       ENDING: The sender is about to end; the key tells the lives of ranks that it knows of (see `canary_ending`).
     """
 
@@ -55,6 +56,7 @@ class Kind(enum.IntEnum):
     FULL = 10
     ROOM = 11
     ENDING = 12
+    HEARD = 13
 
 
 # Where contributions are counts and colayers.

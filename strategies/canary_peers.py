@@ -119,7 +119,10 @@ class Peers:
         return all(self.takes_part(layout, each) for each in layout.path(piece, rank))
 
     def is_settled(self, layout: Layout, piece: Piece) -> bool:
-        """Whether no more of a piece comes here: its root has said so, or a rank on the way from there has left."""
+        """Whether no more of a piece comes here: its root has said so, or a rank on the way from there has left.
+
+        Also while one on the way is not known to have joined. Such a layout is none of the past: it is not freed.
+        """
         return piece.index in layout.ended or not self.is_connected(layout, piece, self._membership.rank)
 
     def has_moved(self, rank: int, key: bytes) -> None:

@@ -1,8 +1,8 @@
 """How a rank under Canary takes the state of the fastest one.
 
 A state is the weights and the ledgers of the moment, so that it holds each contribution as a whole or not at all. It is
-taken only if all that was merged here was merged there, too: what is on its way then, and in the state, comes with a
-number that a ledger knows, and is not merged again.
+taken only if all that was merged here was merged there, too, or never will be: what is on its way then, and in the
+state, comes with a number that a ledger knows, and is not merged again. Else the next one is asked.
 
 A rank that has just joined takes the state of another one before it merges anything. Who asks it meanwhile is told that
 it has none to give, at once: two such ranks would wait for each other. The state tells of layouts, too, that it has no
@@ -53,11 +53,13 @@ class Pulling:
         Raises:
           HopError: As `Membership.wait` does.
         """
-        num_attempts, without = 0, set()
+        num_attempts, without, refused = 0, set(), set()
         while num_attempts < _MAX_ATTEMPTS:
             with self._membership.monitor:
                 # The ranks that take part may have changed since this one has last contributed.
-                fastest, key = self._peers.fastest(without), self._peers.present_key()
+                fastest, key = self._peers.fastest(without | refused), self._peers.present_key()
+                if fastest is None:
+                    fastest = self._peers.fastest(without)  # What has stood against it may have come there since.
                 self._state, self._asked = None, fastest
             if fastest is None:
                 break
@@ -74,9 +76,10 @@ class Pulling:
             if state is not None and not state.size:
                 without.add(fastest)
                 continue
-            if state is not None and self._replica.adopt(state, key[self._membership.rank]):
+            if state is not None and self._replica.adopt(state, fastest, key):
                 self.num_pulls += 1
                 return
+            refused.add(fastest)
             num_attempts += 1
         self.num_in_vain += 1
 

@@ -45,6 +45,7 @@ class Replica:
       pool: Where large arrays come from.
 
     Attributes:
+      rank: The same.
       lock: Guards weights and ledgers.
       weights: One vector for each bucket: colayers lie one behind the other. None before `begin`.
       is_complete: Whether the ledgers tell all that the weights hold: else no other replica can take their state.
@@ -64,7 +65,7 @@ class Replica:
         codec: Codec,
         pool: BufferPool,
     ):
-        self._rank = rank
+        self.rank = rank
         self._world_size = world_size
         self._network = network
         self._sizes = [part.sizes for part in parts]
@@ -117,11 +118,13 @@ class Replica:
         Raises:
           ProtocolError: If this rank does not take part in it, or it was freed.
         """
+        if (known := self._layouts.get(key)) is not None:  # Without the lock: so it is for each message.
+            return known
         with self.lock:
             if key not in self._layouts:
-                if not key[self._rank] % 2 or self.is_freed(key):
-                    raise ProtocolError(f"rank {self._rank} takes no part, or no more, in the layout {key.hex()}.")
-                self._layouts[key] = Layout(key, self._network, self._rank, self._sizes, self._granularity)
+                if not key[self.rank] % 2 or self.is_freed(key):
+                    raise ProtocolError(f"rank {self.rank} takes no part, or no more, in the layout {key.hex()}.")
+                self._layouts[key] = Layout(key, self._network, self.rank, self._sizes, self._granularity)
             return self._layouts[key]
 
     def layouts(self) -> list[Layout]:
@@ -130,7 +133,7 @@ class Replica:
             return list(self._layouts.values())
 
     def free(self, layout: Layout) -> None:
-        """Nothing of a layout comes any more. Its ledger is kept: what comes all the same must not be merged again."""
+        """Nothing of a layout is taken any more, but for what waits to be merged. Its ledger is kept: see `adopt`."""
         with self.lock:
             del self._layouts[layout.key]
             self._past[layout.key] = layout.ledger
@@ -141,11 +144,14 @@ class Replica:
         return key in self._layouts
 
     def is_freed(self, key: bytes) -> bool:
-        """Whether nothing of a layout is taken any more."""
+        """Whether nothing of a layout is taken any more; also of one that this rank has had no part in."""
         return key in self._past
 
     def read(self) -> tuple[np.ndarray, ...]:
-        """A copy of the weights, for the graph, at a moment between two merges. Blocks: for one merge of a piece."""
+        """A copy of the weights, for the graph, at a moment between two merges.
+
+        Blocks: for one merge of a piece, or while a state is copied or taken.
+        """
         with self.lock:
             copies = []
             for values in self.weights:
@@ -233,22 +239,25 @@ class Replica:
           life: Its byte in the keys of the layouts that it takes part in: of others it needs no snapshots.
         """
         with self.lock:
-            tables = join_tables({key: ledger.table.copy() for key, ledger in self._ledgers().items()})
+            tables = join_tables({key: ledger.table.copy() for key, ledger in self._ledgers().items()}, self._past)
             index = join_index(self.gei.snapshot())
             snapshots = join_snapshots(
                 {where: values for where, values in self.snapshots.items() if where[0][rank] == life}
             )
             return join([*map(np.concatenate, (tables, index, snapshots)), *self.read()])
 
-    def adopt(self, payload: np.ndarray, life: int) -> bool:
-        """Takes another replica's state, unless something that was merged here was not merged there.
+    def adopt(self, payload: np.ndarray, giver: int, lives: bytes) -> bool:
+        """Takes another replica's state, unless something that was merged here is on its way there still.
 
         Weights hold what was merged of all layouts, those of the past and of others too: so all ledgers are compared,
-        and taken. Of layouts that this rank has no part in they are kept for those that will take its state.
+        and taken. Of layouts that this rank has no part in they are kept for those that will take its state. Of a
+        layout of which nothing is taken any more, here and there, what is here only came from ranks that have died
+        before they had sent it to all. Then it is lost: the two would differ in it for ever, and no state be taken.
 
         Args:
           payload: What `state` has given there, joined as bytes.
-          life: This rank's byte in the keys of the layouts that it takes part in.
+          giver: The rank that has given it.
+          lives: For each rank its byte in the keys of the layouts that it takes part in.
 
         Returns:
           Whether it was taken.
@@ -258,14 +267,14 @@ class Replica:
         """
         if len(parts := split(payload)) < 3:
             raise ProtocolError(f"a state of {len(parts)} parts came.")
-        tables = split_tables(parts[0], self._world_size, Ledger.num_columns(self._world_size))
+        tables, freed = split_tables(parts[0], self._world_size, Ledger.num_columns(self._world_size))
         index, weights = split_index(parts[1], self._world_size, len(self._sizes)), parts[3:]
         snapshots = split_snapshots(parts[2], self._world_size)
         with self.lock:
             if [values.nbytes for values in weights] != [values.nbytes for values in self.weights]:
                 raise ProtocolError(f"a state of {payload.nbytes} bytes came, of other weights than those here.")
             for key in tables:
-                if key[self._rank] == life and not self.is_freed(key):
+                if key[self.rank] == lives[self.rank] and not self.is_freed(key):
                     self.layout(key)
             ledgers = self._ledgers()
             for key in tables.keys() & ledgers.keys():
@@ -275,13 +284,14 @@ class Replica:
                 for where, values in snapshots.items()
                 if not self.is_freed(where[0])  # Nothing more comes here of a blend of such a one.
             }
-            if not all(ledger.is_within(tables.get(key)) for key, ledger in ledgers.items()):
-                return False
-            for key, table in tables.items():
-                if key in ledgers:
-                    np.copyto(ledgers[key].table, table)
-                else:
-                    self._past[key] = Ledger.of(table)
+            for key, ledger in ledgers.items():
+                is_past = self.is_freed(key) and (key in freed or key[giver] != lives[giver])
+                if not is_past and not ledger.is_within(tables.get(key)):
+                    return False
+            for key in tables.keys() - ledgers.keys():
+                self._past[key] = Ledger.of(tables[key])
+            for key, ledger in ledgers.items():
+                np.copyto(ledger.table, tables.get(key, 0))
             self.gei.absorb(index)
             self.snapshots = snapshots
             for values, part in zip(self.weights, weights, strict=True):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Container, Mapping
 
 import numpy as np
 
@@ -11,25 +12,29 @@ from hop_tf.gei import Snapshot
 from hop_tf.payloads import join, split
 
 
-def join_tables(tables: Mapping[bytes, np.ndarray]) -> list[np.ndarray]:
-    """Ledgers' tables and the keys of their layouts."""
+def join_tables(tables: Mapping[bytes, np.ndarray], freed: Container[bytes]) -> list[np.ndarray]:
+    """Ledgers' tables, the keys of their layouts, and whether these were freed."""
     keys = np.frombuffer(b"".join(tables), np.uint8)
-    return join([keys, *(table.ravel() for table in tables.values())])
+    are_freed = np.array([key in freed for key in tables], np.uint8)
+    return join([keys, are_freed, *(table.ravel() for table in tables.values())])
 
 
-def split_tables(payload: np.ndarray, world_size: int, num_columns: int) -> dict[bytes, np.ndarray]:
-    """The tables that `join_tables` was given, of so many columns.
+def split_tables(payload: np.ndarray, world_size: int, num_columns: int) -> tuple[dict[bytes, np.ndarray], set[bytes]]:
+    """The tables that `join_tables` was given, of so many columns, and the keys of those that were freed.
 
     Raises:
       ProtocolError: If there are others.
     """
-    if not (parts := split(payload)):
-        raise ProtocolError("ledgers came in no parts.")
-    keys, *tables = parts
-    if keys.nbytes != world_size * len(tables) or any(table.nbytes % (8 * num_columns) for table in tables):
+    if len(parts := split(payload)) < 2:
+        raise ProtocolError(f"ledgers came in {len(parts)} parts.")
+    keys, are_freed, *tables = parts
+    if keys.nbytes != world_size * len(tables) or are_freed.nbytes != len(tables):
         raise ProtocolError(f"a state came with {keys.nbytes} bytes of keys for {len(tables)} ledgers.")
+    if any(table.nbytes % (8 * num_columns) for table in tables):
+        raise ProtocolError(f"a state came with ledgers of other than {num_columns} columns.")
     reshaped = [table.view(np.int64).reshape(-1, num_columns) for table in tables]
-    return dict(zip(_divide(keys, world_size), reshaped, strict=True))
+    keys = _divide(keys, world_size)
+    return dict(zip(keys, reshaped, strict=True)), set(itertools.compress(keys, are_freed))
 
 
 def join_index(index: Snapshot) -> list[np.ndarray]:

@@ -274,6 +274,37 @@ class FaultsTest(tf.test.TestCase, parameterized.TestCase):
         self.assertGreater(num_late, 0)
         self.assertGreater(num_joined, 0)
 
+    @parameterized.product(seconds=(6.29, 6.3, 6.31), sync_interval=(None, 3))
+    def test_states_are_taken_though_a_rank_has_died_before_it_had_sent_to_all(self, seconds, sync_interval):
+        """What it has sent last has come to one of two ranks only, and is in no state of the other one."""
+        durations = np.full((3, 60), 0.5)
+        durations[0] = 1.7
+        job = _Job("mesh", 3, durations, lambda a, b, n: 0.02, max_staleness=0, sync_interval=sync_interval)
+        job.schedule(Fault(rank=2, seconds=seconds, restart_seconds=None, reaches=[0]))
+        job.run()
+        counters = job.ranks[0].exchange.counters()
+        self.assertGreater(counters["pulls"], counters["pulls_in_vain"])
+        self._assert_all_end_alike(job, f"{seconds} s")
+
+    @parameterized.parameters(4.83, 4.95)
+    def test_a_layout_that_only_ranks_which_have_died_had_told_of(self, seconds):
+        """Ranks 0 and 1, the latter in its second life, contribute to a layout, and die when rank 3 has heard of it.
+
+        Rank 2, a root, has not: it hears of it from rank 3, which waits until no more comes.
+        """
+        durations = np.full((4, 16), 6.0)
+        durations[0] = 0.5
+        job = _Job(
+            "tree",
+            4,
+            durations,
+            lambda a, b, n: 2.0 if (a, b) == (0, 2) and job.cluster.scheduler.now > 4.2 else 0.01,
+        )
+        job.schedule(Fault(rank=1, seconds=3.0, restart_seconds=0.3, reaches=None))
+        job.schedule(Fault(rank=0, seconds=seconds, restart_seconds=0.1, reaches=[3]))
+        job.schedule(Fault(rank=1, seconds=seconds, restart_seconds=0.1, reaches=[]))
+        self._assert_all_end_alike(job.run(), f"{seconds} s")
+
     def test_with_a_lossy_codec_and_blends(self):
         # 594: nobody waits for those that have died, though for what was to come by way of them.
         # 866: a root hears of a layout last that all others have told of before.

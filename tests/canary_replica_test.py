@@ -36,8 +36,13 @@ def _merge(replica, key, piece, sequence, contributions, value=1.0, kind=Kind.DO
     return replica.merge(layout, piece, note, replica.encode(piece, np.full(size, value, np.float32)))
 
 
-def _state(replica, rank):
-    return np.concatenate([each.reshape(-1).view(np.uint8) for each in replica.state(rank, 1)])
+def _state(replica, rank, life):
+    return np.concatenate([each.reshape(-1).view(np.uint8) for each in replica.state(rank, life)])
+
+
+def _adopt(replica, giver, lives=_WHOLE):
+    """Has a replica take another one's state, among ranks of those lives."""
+    return replica.adopt(_state(giver, replica.rank, lives[replica.rank]), giver.rank, lives)
 
 
 class CutTest(tf.test.TestCase):
@@ -80,16 +85,16 @@ class AdoptTest(tf.test.TestCase, parameterized.TestCase):
         own, other = _replica(0), _replica(1)
         _merge(own, _WHOLE, 0, 1, ((0, 0),))
         _merge(other, _WITHOUT_2, 0, 1, ((1, 1),))
-        self.assertFalse(own.adopt(_state(other, 0), 1))
+        self.assertFalse(_adopt(own, other))
         _merge(other, _WHOLE, 0, 1, ((0, 0),))
-        self.assertTrue(own.adopt(_state(other, 0), 1))
+        self.assertTrue(_adopt(own, other))
         self.assertAllEqual(own.read()[0], other.read()[0])
 
     def test_what_it_holds_of_an_earlier_layout_is_merged_once(self):
         own, other = _replica(0), _replica(1)
         _merge(other, _WHOLE, 0, 1, ((1, 0),))
         _merge(other, _WITHOUT_2, 0, 1, ((1, 1),))
-        self.assertTrue(own.adopt(_state(other, 0), 1))
+        self.assertTrue(_adopt(own, other))
         for key, iteration in ((_WHOLE, 0), (_WITHOUT_2, 1)):  # They are on their way still.
             self.assertFalse(_merge(own, key, 0, 1, ((1, iteration),)))
         self.assertAllEqual(own.read()[0], other.read()[0])
@@ -102,12 +107,12 @@ class AdoptTest(tf.test.TestCase, parameterized.TestCase):
         _merge(other, _JOINED, 0, 1, ((1, 1),))
         if freed_by_other:
             other.free(other.layout(_WITHOUT_2))
-        self.assertTrue(newcomer.adopt(_state(other, 2), 3))
+        self.assertTrue(_adopt(newcomer, other, _JOINED))
         self.assertAllEqual(newcomer.read()[0], other.read()[0])
         _merge(third, _JOINED, 0, 1, ((1, 1),))
         if freed_by_third:
             third.free(third.layout(_WITHOUT_2))
-        self.assertTrue(third.adopt(_state(newcomer, 0), 1))
+        self.assertTrue(_adopt(third, newcomer, _JOINED))
         if not freed_by_third:
             self.assertFalse(_merge(third, _WITHOUT_2, 0, 1, ((1, 0),)))
         self.assertAllEqual(third.read()[0], other.read()[0])
@@ -115,18 +120,30 @@ class AdoptTest(tf.test.TestCase, parameterized.TestCase):
     def test_not_what_lacks_something_of_a_layout_of_others(self):
         newcomer, other, third = _replica(2), _replica(1), _replica(0)
         _merge(other, _WITHOUT_2, 0, 1, ((1, 0),))
-        self.assertTrue(newcomer.adopt(_state(other, 2), 3))
-        self.assertFalse(newcomer.adopt(_state(third, 2), 3))
+        self.assertTrue(_adopt(newcomer, other, _JOINED))
+        self.assertFalse(_adopt(newcomer, third, _JOINED))
         _merge(third, _WITHOUT_2, 0, 1, ((1, 0),))
-        self.assertTrue(newcomer.adopt(_state(third, 2), 3))
+        self.assertTrue(_adopt(newcomer, third, _JOINED))
+
+    def test_what_lacks_something_that_does_not_come_there(self):
+        """A newcomer has no part in what others have merged since they gave it their state."""
+        newcomer, other = _replica(2), _replica(1)
+        self.assertTrue(_adopt(newcomer, other, _JOINED))
+        _merge(other, _WITHOUT_2, 0, 1, ((1, 0),))
+        self.assertFalse(_adopt(other, newcomer, _JOINED))  # Here more may come, which has that before it.
+        other.free(other.layout(_WITHOUT_2))
+        self.assertTrue(_adopt(other, newcomer, _JOINED))
+        self.assertAllEqual(other.read()[0], newcomer.read()[0])
+        self.assertTrue(_adopt(newcomer, other, _JOINED))
 
     def test_not_what_lacks_something_of_a_layout_that_was_freed_here(self):
+        """Unless it was freed there, too: its root has died before it had sent that to both."""
         own, other = _replica(0), _replica(1)
         _merge(own, _WHOLE, 0, 1, ((0, 0),))
         own.free(own.layout(_WHOLE))
-        self.assertFalse(own.adopt(_state(other, 0), 1))
+        self.assertFalse(_adopt(own, other))
         other.free(other.layout(_WHOLE))
-        self.assertFalse(own.adopt(_state(other, 0), 1))
+        self.assertTrue(_adopt(own, other))
 
     def test_bits_are_set_of_what_it_holds(self):
         """Also of what is there in part: the rest sets the bit. Rows that were freed there are not kept here."""
@@ -138,7 +155,7 @@ class AdoptTest(tf.test.TestCase, parameterized.TestCase):
             for rank in range(_WORLD_SIZE):
                 for piece in range(1 if (iteration, rank) == (2, 2) else 0, sum(num_pieces)):
                     _merge(other, _WHOLE, piece, 3 * iteration + rank + 1, ((rank, iteration),))
-        self.assertTrue(own.adopt(_state(other, 0), 1))
+        self.assertTrue(_adopt(own, other))
         self.assertEqual(own.gei.matrix(), other.gei.matrix())
         self.assertEqual(own.gei.row_vector(2), (0b011, 0b111))
         _merge(own, _WHOLE, 0, 9, ((2, 2),))
@@ -147,12 +164,12 @@ class AdoptTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
         (lambda state: state[:-4], "has no part of"),
         (lambda state: state[:0], "no valid list of parts"),
-        (lambda state: _state(_replica(1, ((6,), (400,))), 0), "of other weights"),
+        (lambda state: _state(_replica(1, ((6,), (400,))), 0, 1), "of other weights"),
     )
     def test_not_what_is_malformed(self, change, message):
         own = _replica(0)
         with self.assertRaisesRegex(ProtocolError, message):
-            own.adopt(change(_state(_replica(1), 0)), 1)
+            own.adopt(change(_state(_replica(1), 0, 1)), 1, _WHOLE)
 
 
 class LockTest(tf.test.TestCase):
@@ -183,7 +200,7 @@ class LockTest(tf.test.TestCase):
                 self._note(replica, owner, name)
         self._note(own, own.gei, "absorb")
         _merge(other, _WHOLE, 0, 1, ((0, 0),))
-        own.adopt(_state(other, 0), 1)
+        _adopt(own, other)
         self.assertEqual(self.held, [(name, True) for name in ("accumulate", "snapshot", "read", "absorb")])
         self.assertFalse(self._is_held(own.lock) or self._is_held(other.lock))
 
@@ -205,7 +222,7 @@ class BlendTest(tf.test.TestCase):
         def send(receiver, level, kind, layout, piece, sequence, values):
             self.messages.append((rank, receiver, kind, sequence, values.copy()))
 
-        return Blending(self.replicas[rank], rank, 1, lambda rank: True, send)
+        return Blending(self.replicas[rank], rank, 1, lambda layout, rank: True, send)
 
     def _mark(self, rank, sequence=1):
         is_merged = _merge(self.replicas[rank], _WHOLE, self.piece, sequence, ((2, sequence),), 1.0, Kind.MARKED_DOWN)
@@ -228,7 +245,7 @@ class BlendTest(tf.test.TestCase):
         return [self.replicas[rank].read()[0][self.where.start] for rank in range(_WORLD_SIZE)]
 
     def _pull(self):
-        return self.replicas[0].adopt(_state(self.replicas[1], 0), 1)
+        return _adopt(self.replicas[0], self.replicas[1])
 
     def test_replicas_that_are_alike(self):
         """Nothing is to be added, and no values go down."""
@@ -284,6 +301,22 @@ class BlendTest(tf.test.TestCase):
         self.assertAllEqual(own.read()[0], other.read()[0])
         with self.assertRaisesRegex(ProtocolError, "rank 0 takes no part, or no more, in the layout 010101"):
             own.layout(_WHOLE)
+
+    def test_a_root_that_has_no_part_in_a_blend(self):
+        """It has taken the state of a rank that had none. The next blend has another number all the same."""
+        other = self.replicas[1].layout(_WITHOUT_2)  # May be merged in any order with the one that is blended.
+        for rank in (2, 0, 1):
+            self._mark(rank)
+        self.replicas[1].free(other)
+        self.assertTrue(_adopt(self.replicas[2], self.replicas[1]))
+        self._bring(2)
+        self._bring(0, 1)
+        self.assertAllClose(self._values(), [6, 41, 41])
+        for rank in (2, 0, 1):
+            self._mark(rank, 2)
+        self._bring(2)
+        self._bring(0, 1)
+        self.assertAllClose(self._values(), [91 / 3] * 3)
 
     def test_not_of_one_that_lacks_a_blend(self):
         """Its mean has come here, and does not come again."""

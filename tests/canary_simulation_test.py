@@ -477,7 +477,7 @@ class DepartureTest(tf.test.TestCase, parameterized.TestCase):
                 self._rejoin(job, 0.5)
                 return first(rank, exchange)
             adopt = exchange.replica.adopt
-            exchange.replica.adopt = lambda state, life: (states.append(state), adopt(state, life))[1]
+            exchange.replica.adopt = lambda state, *others: (states.append(state), adopt(state, *others))[1]
             whole, empty = np.zeros(exchange.parts[-1].sizes[0], np.float32), np.empty(0, np.float32)
             exchange.step(Outgoing(0, exchange.start_segment, (whole,)))
             for colayer, part in enumerate(exchange.parts[: len(_MEMBERS)]):
@@ -507,6 +507,19 @@ class DepartureTest(tf.test.TestCase, parameterized.TestCase):
         for rank in range(2):
             self.assertAllEqual(job.finals[rank], job.expected())
             self.assertEqual(job.counters[rank]["pulls_in_vain"], 1)
+
+    def test_the_next_rank_is_asked_where_the_fastest_one_lacks_something(self):
+        """What rank 3 sends comes to rank 1 late: rank 0 has merged what that one has not."""
+        durations = np.array([[4.0], [0.5], [0.6], [0.6]]) * np.ones(40)
+        changes = 4 * np.ones((4, 40, _NUM_VALUES))
+        links = np.full((4, 4), 0.01)
+        links[3, 1] = 1.0
+        job = Job("mesh", 4, durations, changes, Thresholds(0, 2), link_seconds=lambda a, b, num_bytes: links[a, b])
+        job.run()
+        self.assertGreater(job.counters[0]["pulls"], 3)
+        self.assertEqual(job.counters[0]["pulls_in_vain"], 0)
+        for rank in range(4):
+            self.assertAllEqual(job.finals[rank], job.expected())
 
     def test_a_new_session_waits_for_what_is_being_worked_on(self):
         """It is of the old one, and changes nothing of the new one."""
