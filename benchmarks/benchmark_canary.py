@@ -76,6 +76,7 @@ _SEEDS = flags.DEFINE_integer("seeds", 1, "Trainings of each kind.")
 _OUTPUT = flags.DEFINE_string("output", None, "A folder for tables and figures.")
 
 _NUM_REDUCTIONS = 7
+_TIMEOUT_SECONDS = 900.0  # Many ranks on few processors take minutes to start.
 _CASES = ("all equal", "one slow")  # Of `_without_and_with_a_slow_rank`.
 _MANY_EPOCHS = 1_000_000  # Where time ends a training.
 _FLOAT32 = {"codec": None}
@@ -105,7 +106,8 @@ def _run(case: Mapping, rank: int, turn: int, settings: Mapping) -> dict:
         settings["interfaces"] = [case["interfaces"][rank][level] for level in settings["interfaces"]]
     make_strategy = getattr(hop_tf, settings.pop("strategy", "CanaryStrategy"))
     try:
-        strategy = make_strategy(**settings)
+        options = hop_tf.CommunicationOptions(timeout_seconds=_TIMEOUT_SECONDS)
+        strategy = make_strategy(communication_options=options, **settings)
     except SystemExit:  # A server, when the workers are done.
         return {}
     try:
