@@ -198,7 +198,8 @@ class GEIMatrix:
     def absorb(self, other: Snapshot) -> None:
         """All that was merged where another matrix is has been merged here: it takes its bits, and its incomplete ones.
 
-        What was merged here must have been merged there, too. Rows that were freed there are freed here.
+        What was merged here should have been merged there, too: of what was not, bits of newer iterations than there
+        are known stay. Rows that were freed there are freed here.
         """
         if other.iterations.size:
             self._first = max(self._first, int(other.iterations[0]))

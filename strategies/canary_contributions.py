@@ -6,7 +6,7 @@ present one. A layout of which all have told, and all has come, is settled. To r
 then may be lost, until the next blend.
 
 Only the roots of a layout can say that no more comes of it, and they may not know it, where those that contribute to it
-have died. So whoever hears of a layout tells its ranks.
+have died. So whoever hears of a layout tells its ranks, be it by a state, and though it has no part in it.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Contributions:
     def free_layouts(self) -> None:
         """Frees those that this rank has left, and of which no more comes here."""
         with self._monitor:
-            for layout in self._replica.layouts():
+            for layout in self._replica.layouts() if self.layout is not None else []:
                 if is_past(layout.key, self.layout.key) and self._is_settled(layout):
                     self._settle(layout)
                     self._replica.free(layout)
@@ -143,7 +143,7 @@ class Contributions:
     def tell_newcomer_of_end(self, newcomer: int) -> None:
         """This rank has made its last step before another one has joined: it contributes to nothing that they share.
 
-        It counts in no layout: of one that others may not know, no root would say that no more comes.
+        It counts in no layout, and makes none known.
         """
         self._tell([newcomer], Kind.DONE, self._peers.present_key(), [])
 
@@ -203,18 +203,17 @@ class Contributions:
     def look_again(self) -> None:
         """Whether more can come of a piece depends on what ranks have told, be it before its layout was known here."""
         with self._monitor:
-            for layout in self._replica.layouts():
-                self._tell_of(layout)
+            for key in self._replica.known_keys():
+                self._tell_of(key)
         for thread in self._threads:
             thread.look_again()
 
-    def _tell_of(self, layout: Layout) -> None:
+    def _tell_of(self, key: bytes) -> None:
         """Tells the ranks of a layout that there is this one, if they were not told; the monitor is held."""
-        there = {rank for rank in layout.ranks if self._peers.takes_part(layout, rank)} - {self._membership.rank}
-        if new := sorted(rank for rank in there if (layout.key, rank) not in self._told):
-            self._told.update((layout.key, rank) for rank in new)
+        if new := [rank for rank in self._peers.alive(key) if (key, rank) not in self._told]:
+            self._told.update((key, rank) for rank in new)
             # Not here: what has received something must not wait until something is sent.
-            self._threads[0].put(functools.partial(self._tell, new, Kind.HEARD, layout.key, []))
+            self._threads[0].put(functools.partial(self._tell, new, Kind.HEARD, key, []))
 
     # What is under way.
 

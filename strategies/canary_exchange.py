@@ -248,7 +248,8 @@ class CanaryExchange(Exchange, Joiner):
         return Incoming(k, self.merge_segment, self.replica.read(), num_skipped=target - (k + 1))
 
     def _pull(self, k: int) -> None:
-        """Takes the state of the fastest rank, and with it the layouts that it knows."""
+        """Takes the state of a faster rank, and with it the layouts that it knows."""
+        self._contributions.free_layouts()
         self._pulling.pull(k)
         self._contributions.look_again()
 
@@ -321,6 +322,7 @@ class CanaryExchange(Exchange, Joiner):
         elif note.kind is Kind.STATE:
             self._pulling.receive(message.sender, message.payload)
         elif note.kind is Kind.PULL:
+            self._contributions.free_layouts()  # A state tells which ones were.
             sender, key = message.sender, note.key
             self._threads[0].answer(lambda has_state: self._pulling.answer(sender, key, has_state=has_state))
         elif note.kind is Kind.ENDING:
@@ -356,7 +358,9 @@ class CanaryExchange(Exchange, Joiner):
         return {
             "overtime_drops": self._num_dropped,
             "contributions_lost": self._contributions.num_lost,
-            "contributions_late": self._num_late + sum(thread.num_late for thread in self._threads),
+            "contributions_late": self._num_late
+            + self.replica.num_late
+            + sum(thread.num_late for thread in self._threads),
             "pulls": self._pulling.num_pulls,
             "pulls_in_vain": self._pulling.num_in_vain,
             "messages_merged": sum(thread.num_messages for thread in self._threads),

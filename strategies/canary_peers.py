@@ -121,7 +121,7 @@ class Peers:
     def is_settled(self, layout: Layout, piece: Piece) -> bool:
         """Whether no more of a piece comes here: its root has said so, or a rank on the way from there has left.
 
-        Also while one on the way is not known to have joined. Such a layout is none of the past: it is not freed.
+        Also as long as one on the way is not known to have joined.
         """
         return piece.index in layout.ended or not self.is_connected(layout, piece, self._membership.rank)
 

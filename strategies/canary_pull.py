@@ -1,8 +1,9 @@
 """How a rank under Canary takes the state of the fastest one.
 
 A state is the weights and the ledgers of the moment, so that it holds each contribution as a whole or not at all. It is
-taken only if all that was merged here was merged there, too, or never will be: what is on its way then, and in the
-state, comes with a number that a ledger knows, and is not merged again. Else the next one is asked.
+taken only if all that was merged here was merged there, too: what is on its way then, and in the state, comes with a
+number that a ledger knows, and is not merged again. Else the next one is asked; and if all lack something, it is taken
+from the fastest one, provided that what that lacks never comes there.
 
 A rank that has just joined takes the state of another one before it merges anything. Who asks it meanwhile is told that
 it has none to give, at once: two such ranks would wait for each other. The state tells of layouts, too, that it has no
@@ -45,9 +46,9 @@ class Pulling:
         self.num_pulls = self.num_in_vain = 0
 
     def pull(self, step: int) -> None:
-        """Takes the state of the fastest rank, if it may be taken.
+        """Takes the state of the fastest rank whose state may be taken; it asks three at most that have one.
 
-        Blocks: until that rank has answered, which takes no computation of it; or it has left, and be it that another
+        Blocks: until each has answered, which takes no computation of it; or it has left, and be it that another
           process has taken its place since.
 
         Raises:
@@ -57,9 +58,9 @@ class Pulling:
         while num_attempts < _MAX_ATTEMPTS:
             with self._membership.monitor:
                 # The ranks that take part may have changed since this one has last contributed.
-                fastest, key = self._peers.fastest(without | refused), self._peers.present_key()
-                if fastest is None:
-                    fastest = self._peers.fastest(without)  # What has stood against it may have come there since.
+                key, fastest = self._peers.present_key(), self._peers.fastest(without | refused)
+                if may_drop := fastest is None or num_attempts == _MAX_ATTEMPTS - 1:
+                    fastest = self._peers.fastest(without)
                 self._state, self._asked = None, fastest
             if fastest is None:
                 break
@@ -76,7 +77,7 @@ class Pulling:
             if state is not None and not state.size:
                 without.add(fastest)
                 continue
-            if state is not None and self._replica.adopt(state, fastest, key):
+            if state is not None and self._replica.adopt(state, fastest, key, may_drop=may_drop):
                 self.num_pulls += 1
                 return
             refused.add(fastest)

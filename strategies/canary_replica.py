@@ -54,6 +54,7 @@ class Replica:
       starts: For each colayer and bucket, where the colayer begins in the vector.
       is_encoded: For each colayer and bucket, whether the graph has encoded what it hands out.
       num_duplicates: Messages that were merged before.
+      num_late: Contributions that came behind some of the same root which a state had not held that was taken.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class Replica:
             for of_colayer in self._sizes
         ]
         self.lock = threading.RLock()
-        self.num_duplicates = 0
+        self.num_duplicates = self.num_late = 0
         self.reset()
 
     def reset(self) -> None:
@@ -102,6 +103,7 @@ class Replica:
             self.is_complete = False
             self.gei = GEIMatrix(self._world_size, len(self._sizes))
             self.snapshots: dict[tuple[bytes, int], np.ndarray] = {}
+            # Both are replaced, and not changed: they are looked at without the lock, for each message.
             self._layouts: dict[bytes, Layout] = {}
             # Of layouts that were freed, and of those that this rank has no part in: what the weights hold of them.
             self._past: dict[bytes, Ledger] = {}
@@ -118,25 +120,29 @@ class Replica:
         Raises:
           ProtocolError: If this rank does not take part in it, or it was freed.
         """
-        if (known := self._layouts.get(key)) is not None:  # Without the lock: so it is for each message.
+        if (known := self._layouts.get(key)) is not None:
             return known
         with self.lock:
             if key not in self._layouts:
                 if not key[self.rank] % 2 or self.is_freed(key):
                     raise ProtocolError(f"rank {self.rank} takes no part, or no more, in the layout {key.hex()}.")
-                self._layouts[key] = Layout(key, self._network, self.rank, self._sizes, self._granularity)
+                layout = Layout(key, self._network, self.rank, self._sizes, self._granularity)
+                self._layouts = {**self._layouts, key: layout}
             return self._layouts[key]
 
     def layouts(self) -> list[Layout]:
-        """Those that are known."""
-        with self.lock:
-            return list(self._layouts.values())
+        """Those that are known, and were not freed."""
+        return list(self._layouts.values())
+
+    def known_keys(self) -> list[bytes]:
+        """Of all layouts that the ledgers tell of."""
+        return [*self._layouts, *self._past]
 
     def free(self, layout: Layout) -> None:
         """Nothing of a layout is taken any more, but for what waits to be merged. Its ledger is kept: see `adopt`."""
         with self.lock:
-            del self._layouts[layout.key]
-            self._past[layout.key] = layout.ledger
+            self._past = {**self._past, layout.key: layout.ledger}  # First: it is known, or freed, at any moment.
+            self._layouts = {key: each for key, each in self._layouts.items() if key != layout.key}
             self.snapshots = {where: values for where, values in self.snapshots.items() if where[0] != layout.key}
 
     def is_known(self, key: bytes) -> bool:
@@ -211,10 +217,14 @@ class Replica:
     # Merging.
 
     def merge(self, layout: Layout, piece: Piece, note: Note, data: np.ndarray) -> bool:
-        """Adds what a root has sent out; False if that was merged before."""
+        """Adds what a root has sent out; False if that was merged before, or it cannot be any more."""
         with self.lock:
-            if note.sequence <= layout.ledger.sequences[piece.index]:
+            next_one = layout.ledger.sequences[piece.index] + 1
+            if note.sequence < next_one:
                 self.num_duplicates += 1
+                return False
+            if note.sequence > next_one:  # The layout was freed, and a state has come without the one before.
+                self.num_late += len(note.contributions)
                 return False
             self.accumulate(piece, data, self.slice_of(piece))
             layout.ledger.note(piece.index, note.sequence, note.contributions)
@@ -246,18 +256,22 @@ class Replica:
             )
             return join([*map(np.concatenate, (tables, index, snapshots)), *self.read()])
 
-    def adopt(self, payload: np.ndarray, giver: int, lives: bytes) -> bool:
-        """Takes another replica's state, unless something that was merged here is on its way there still.
+    def adopt(self, payload: np.ndarray, giver: int, lives: bytes, *, may_drop: bool = False) -> bool:
+        """Takes another replica's state, unless something that was merged here was not merged there.
 
         Weights hold what was merged of all layouts, those of the past and of others too: so all ledgers are compared,
-        and taken. Of layouts that this rank has no part in they are kept for those that will take its state. Of a
-        layout of which nothing is taken any more, here and there, what is here only came from ranks that have died
-        before they had sent it to all. Then it is lost: the two would differ in it for ever, and no state be taken.
+        and taken. Of layouts that this rank has no part in they are kept for those that will take its state.
+
+        Of a layout of which nothing is taken any more, the two may differ for ever: a root has died between one rank
+        and the next, or has sent something when the other one had not joined. Not to take its state ever again would be
+        worse than to drop that.
 
         Args:
           payload: What `state` has given there, joined as bytes.
           giver: The rank that has given it.
           lives: For each rank its byte in the keys of the layouts that it takes part in.
+          may_drop: Whether to take it too if what was not merged there never will be, and nothing that builds on it
+            comes here. It is in this replica no more then.
 
         Returns:
           Whether it was taken.
@@ -286,10 +300,9 @@ class Replica:
             }
             for key, ledger in ledgers.items():
                 is_past = self.is_freed(key) and (key in freed or key[giver] != lives[giver])
-                if not is_past and not ledger.is_within(tables.get(key)):
+                if not (may_drop and is_past) and not ledger.is_within(tables.get(key)):
                     return False
-            for key in tables.keys() - ledgers.keys():
-                self._past[key] = Ledger.of(tables[key])
+            self._past = {**self._past, **{key: Ledger.of(tables[key]) for key in tables.keys() - ledgers.keys()}}
             for key, ledger in ledgers.items():
                 np.copyto(ledger.table, tables.get(key, 0))
             self.gei.absorb(index)

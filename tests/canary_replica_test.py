@@ -40,9 +40,9 @@ def _state(replica, rank, life):
     return np.concatenate([each.reshape(-1).view(np.uint8) for each in replica.state(rank, life)])
 
 
-def _adopt(replica, giver, lives=_WHOLE):
+def _adopt(replica, giver, lives=_WHOLE, **kwargs):
     """Has a replica take another one's state, among ranks of those lives."""
-    return replica.adopt(_state(giver, replica.rank, lives[replica.rank]), giver.rank, lives)
+    return replica.adopt(_state(giver, replica.rank, lives[replica.rank]), giver.rank, lives, **kwargs)
 
 
 class CutTest(tf.test.TestCase):
@@ -127,23 +127,44 @@ class AdoptTest(tf.test.TestCase, parameterized.TestCase):
 
     def test_what_lacks_something_that_does_not_come_there(self):
         """A newcomer has no part in what others have merged since they gave it their state."""
-        newcomer, other = _replica(2), _replica(1)
+        newcomer, other, third = _replica(2), _replica(1), _replica(0)
         self.assertTrue(_adopt(newcomer, other, _JOINED))
-        _merge(other, _WITHOUT_2, 0, 1, ((1, 0),))
-        self.assertFalse(_adopt(other, newcomer, _JOINED))  # Here more may come, which has that before it.
+        for replica in (other, third):
+            _merge(replica, _WITHOUT_2, 0, 1, ((1, 0),))
+        # Here more may come, which has that before it.
+        self.assertFalse(_adopt(other, newcomer, _JOINED, may_drop=True))
         other.free(other.layout(_WITHOUT_2))
-        self.assertTrue(_adopt(other, newcomer, _JOINED))
+        self.assertFalse(_adopt(other, newcomer, _JOINED))
+        self.assertTrue(_adopt(other, newcomer, _JOINED, may_drop=True))
         self.assertAllEqual(other.read()[0], newcomer.read()[0])
         self.assertTrue(_adopt(newcomer, other, _JOINED))
+        self.assertFalse(_adopt(third, other, _JOINED, may_drop=True))  # It does not tell of what it has dropped.
 
     def test_not_what_lacks_something_of_a_layout_that_was_freed_here(self):
         """Unless it was freed there, too: its root has died before it had sent that to both."""
         own, other = _replica(0), _replica(1)
         _merge(own, _WHOLE, 0, 1, ((0, 0),))
         own.free(own.layout(_WHOLE))
-        self.assertFalse(_adopt(own, other))
+        self.assertFalse(_adopt(own, other, may_drop=True))
         other.free(other.layout(_WHOLE))
-        self.assertTrue(_adopt(own, other))
+        self.assertFalse(_adopt(own, other))
+        self.assertTrue(_adopt(own, other, may_drop=True))
+
+    def test_nothing_is_merged_behind_what_was_dropped(self):
+        """The ledger would tell of both. It has waited to be merged as the layout was freed."""
+        own, other = _replica(0), _replica(1)
+        _merge(own, _WHOLE, 0, 1, ((0, 0),))
+        layout = own.layout(_WHOLE)
+        for replica in (own, other):
+            replica.free(replica.layout(_WHOLE))
+        self.assertTrue(_adopt(own, other, may_drop=True))
+        note = Note(1, Kind.DOWN, _WHOLE, 0, 0, 2, ((1, 1), (2, 1)))
+        where = layout.pieces[0].where
+        values = own.encode(layout.pieces[0], np.ones(where.stop - where.start, np.float32))
+        self.assertFalse(own.merge(layout, layout.pieces[0], note, values))
+        self.assertEqual(layout.ledger.sequences[0], 0)
+        self.assertEqual((own.num_late, own.num_duplicates), (2, 0))
+        self.assertAllEqual(own.read()[0], other.read()[0])
 
     def test_bits_are_set_of_what_it_holds(self):
         """Also of what is there in part: the rest sets the bit. Rows that were freed there are not kept here."""

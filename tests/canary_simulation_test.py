@@ -477,7 +477,10 @@ class DepartureTest(tf.test.TestCase, parameterized.TestCase):
                 self._rejoin(job, 0.5)
                 return first(rank, exchange)
             adopt = exchange.replica.adopt
-            exchange.replica.adopt = lambda state, *others: (states.append(state), adopt(state, *others))[1]
+            exchange.replica.adopt = lambda state, *args, **kwargs: (
+                states.append(state),
+                adopt(state, *args, **kwargs),
+            )[1]
             whole, empty = np.zeros(exchange.parts[-1].sizes[0], np.float32), np.empty(0, np.float32)
             exchange.step(Outgoing(0, exchange.start_segment, (whole,)))
             for colayer, part in enumerate(exchange.parts[: len(_MEMBERS)]):
