@@ -176,13 +176,14 @@ class OutputReader:
 
     Args:
       outputs: What to read.
-      show: Called with (output, line) for every line, and every two seconds for one that is being rewritten. It must
-        not block.
+      show: Called with (output, line) for every line, and every two seconds for one that is being printed or rewritten
+        for so long. It must not block.
     """
 
     def __init__(self, outputs: Sequence[TaskOutput], show: Callable[[TaskOutput, str], None] | None = None):
         self._outputs = outputs
         self._show = show or (lambda *_: None)
+        # Of an unfinished line, when it was begun or last shown, and what was shown of it.
         self._shown = {output: (time.monotonic(), "") for output in outputs}
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="hop_tf_output", daemon=True)
@@ -218,11 +219,12 @@ class OutputReader:
             self._shown[output] = (time.monotonic(), "")
 
     def _show_progress(self, output: TaskOutput) -> None:
-        shown_at, shown = self._shown[output]
-        unfinished = output.unfinished
-        if unfinished and unfinished != shown and time.monotonic() - shown_at > _PROGRESS_SECONDS:
+        (since, shown), unfinished, now = self._shown[output], output.unfinished, time.monotonic()
+        if not unfinished:
+            self._shown[output] = (now, "")
+        elif unfinished != shown and now - since > _PROGRESS_SECONDS:
             self._show(output, unfinished)
-            self._shown[output] = (time.monotonic(), unfinished)
+            self._shown[output] = (now, unfinished)
 
 
 class Console:

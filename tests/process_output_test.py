@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import queue
 import re
 import tempfile
 import threading
@@ -120,6 +121,32 @@ class OutputReaderTest(absltest.TestCase):
         self.assertIn(shown, (["2/3", "3/3"], ["1/3", "2/3", "3/3"]))
         with open(output.log_path) as file:
             self.assertEqual(file.read(), "3/3\n")
+
+    def test_a_line_that_is_printed_in_parts_is_shown_once(self):
+        """As of a `print` of several values, after a while without any."""
+        output = TaskOutput(
+            name="worker 0", log_path=os.path.join(self.enter_context(tempfile.TemporaryDirectory()), "log")
+        )
+        shown, now, looks = [], [0.0], queue.SimpleQueue()
+
+        def monotonic():
+            looks.put(now[0])
+            return now[0]
+
+        with (
+            mock.patch.object(process_output, "_POLL_SECONDS", 0.01),
+            mock.patch.object(process_output.time, "monotonic", monotonic),
+        ):
+            reader = OutputReader([output], show=lambda _, line: shown.append(line))
+            now[0] = 100.0
+            for text, looked_at in (b"accuracy ", 100.0), (b"0.9\n", 101.0):
+                while looks.get(timeout=30) < looked_at:
+                    pass
+                os.write(output.write_end, text)
+                now[0] = 101.0
+            output.close_write_end()
+            reader.close()
+        self.assertEqual(shown, ["accuracy 0.9"])
 
 
 class ConsoleTest(absltest.TestCase):
