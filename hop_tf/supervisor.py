@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     readers = [ReportReader(address, arguments.token, arguments.credentials) for address in arguments.addresses]
     try:
         return _watch(readers, arguments)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, BrokenPipeError):  # The latter: who has read this has seen enough.
         return 0
     finally:
         for reader in readers:

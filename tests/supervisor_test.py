@@ -3,6 +3,8 @@
 import contextlib
 import io
 import json
+import subprocess
+import sys
 import time
 from unittest import mock
 
@@ -100,6 +102,14 @@ class SupervisorTest(TransportTestMixin, tf.test.TestCase, parameterized.TestCas
         code, out, _ = _run(*addresses, "--json", "--interval=0.01")
         self.assertEqual(code, 0)
         self.assertEqual([json.loads(line)["ranks"][0]["steps"] for line in out.splitlines()], [1, 2])
+
+    def test_ends_with_who_reads_it(self):
+        command = [sys.executable, "-m", "hop_tf", "supervise", *self._serve(), "--json", "--interval=0.01"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            self.assertLen(json.loads(process.stdout.readline())["ranks"], 2)
+            process.stdout.close()
+            self.assertNotIn(b"Traceback", process.stderr.read())
+        self.assertEqual(process.returncode, 0)
 
     def test_token(self):
         addresses = self._serve(1, CommunicationOptions(cluster_token="secret"))
