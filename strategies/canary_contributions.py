@@ -69,6 +69,7 @@ class Contributions:
         """Forgets the session that was."""
         self._num_lost_before, self._settled = self.num_lost, []
         self._told: set[tuple[bytes, int]] = set()  # Layouts, and the ranks that know from here that there are these.
+        self._looked_at: tuple[dict[bytes, None], bytes] | None = None  # All layouts, and the ranks, as all were told.
         self.layout: Layout | None = None
         self._known_departed: set[int] = set()
         self._moves: collections.deque[tuple[int, bytes | None, bytes]] = collections.deque()  # Not told yet.
@@ -203,17 +204,21 @@ class Contributions:
     def look_again(self) -> None:
         """Whether more can come of a piece depends on what ranks have told, be it before its layout was known here."""
         with self._monitor:
-            for key in self._replica.known_keys():
-                self._tell_of(key)
+            self._tell_of_layouts()
         for thread in self._threads:
             thread.look_again()
 
-    def _tell_of(self, key: bytes) -> None:
-        """Tells the ranks of a layout that there is this one, if they were not told; the monitor is held."""
-        if new := [rank for rank in self._peers.alive(key) if (key, rank) not in self._told]:
-            self._told.update((key, rank) for rank in new)
-            # Not here: what has received something must not wait until something is sent.
-            self._threads[0].put(functools.partial(self._tell, new, Kind.HEARD, key, []))
+    def _tell_of_layouts(self) -> None:
+        """Tells the ranks of each layout that there is this one, if they were not told; the monitor is held."""
+        keys, present = dict.fromkeys(self._replica.known_keys()), self._peers.present_key()
+        if (keys, present) == self._looked_at:
+            return
+        self._looked_at = keys, present
+        for key in keys:
+            if new := [rank for rank in self._peers.alive(key) if (key, rank) not in self._told]:
+                self._told.update((key, rank) for rank in new)
+                # Not here: what has received something must not wait until something is sent.
+                self._threads[0].put(functools.partial(self._tell, new, Kind.HEARD, key, []))
 
     # What is under way.
 

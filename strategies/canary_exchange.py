@@ -349,11 +349,12 @@ class CanaryExchange(Exchange, Joiner):
           `overtime_drops`: colayers of this rank that were dropped; `contributions_lost`: pieces of this rank's
           colayers that were sent on ways through ranks that have left, and have not come back, or are not in a state
           that was taken since, counted when no more can come; `contributions_late`: pieces that ranks which have left
-          had sent, and that came when nobody waited for them any more, be it that a state held them; `pulls` of another
-          rank's state, and `pulls_in_vain`; `messages_merged`, and `duplicates`, which were not; `blends` of pieces;
-          `inbox_waits`: iterations that began late as an inbox was full, here or elsewhere; and `window_waits`: those
-          that began late as too many of this rank's own had not come back merged (`max_in_flight`);
-          `iterations_on_time`: those at whose end all that this rank had sent was merged.
+          had sent, and that came when nobody waited for them any more, be it that a state held them, or that it lacked
+          what was before them; `pulls` of another rank's state, and `pulls_in_vain`; `messages_merged`, and
+          `duplicates`, which were not; `blends` of pieces; `inbox_waits`: iterations that began late as an inbox was
+          full, here or elsewhere; and `window_waits`: those that began late as too many of this rank's own had not come
+          back merged (`max_in_flight`); `iterations_on_time`: those at whose end all that this rank had sent was
+          merged.
         """
         return {
             "overtime_drops": self._num_dropped,

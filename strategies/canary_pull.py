@@ -74,10 +74,10 @@ class Pulling:
             )
             with self._membership.monitor:
                 state, self._state, self._asked = self._state, None, None
-            if state is not None and not state.size:
+            if state is None or not state.size:
                 without.add(fastest)
                 continue
-            if state is not None and self._replica.adopt(state, fastest, key, may_drop=may_drop):
+            if self._replica.adopt(state, fastest, key, may_drop=may_drop):
                 self.num_pulls += 1
                 return
             refused.add(fastest)

@@ -223,7 +223,7 @@ class Replica:
             if note.sequence < next_one:
                 self.num_duplicates += 1
                 return False
-            if note.sequence > next_one:  # The layout was freed, and a state has come without the one before.
+            if note.sequence > next_one and self.is_freed(layout.key):  # A state has come without the one before.
                 self.num_late += len(note.contributions)
                 return False
             self.accumulate(piece, data, self.slice_of(piece))

@@ -320,6 +320,28 @@ class FaultsTest(tf.test.TestCase, parameterized.TestCase):
         self.assertGreater(counters["pulls"], counters["pulls_in_vain"])
         self._assert_all_end_alike(job, "")
 
+    @parameterized.parameters(None, 5)
+    def test_newcomers_that_have_not_met(self, sync_interval):
+        """What rank 3 sends in a layout with rank 2, before it knows that this one was restarted, does not arrive.
+
+        What follows is merged, though that is missing.
+        """
+
+        def link_seconds(sender, receiver, num_bytes):
+            now = job.cluster.scheduler.now
+            if (sender, receiver) == (2, 3) and 5.25 < now < 9.25:
+                return 9.26 - now
+            return 0.4 if (sender, receiver) == (0, 3) and num_bytes > 300 and 5.45 < now < 6.5 else 0.01
+
+        durations = np.full((4, 40), 2.0)
+        durations[:, :2] = 1.9
+        job = _Job("mesh", 4, durations, link_seconds, max_staleness=16, sync_interval=sync_interval)
+        job.schedule(Fault(rank=3, seconds=4.5, restart_seconds=0.1, reaches=None))
+        job.schedule(Fault(rank=2, seconds=5.2, restart_seconds=0.1, reaches=None))
+        job.run()
+        self.assertLen(job.finals, 4)
+        self._assert_all_end_alike(job, "")
+
     @parameterized.parameters(4.83, 4.95)
     def test_a_layout_that_only_ranks_which_have_died_had_told_of(self, seconds):
         """Ranks 0 and 1, the latter in its second life, contribute to a layout, and die when rank 3 has heard of it.

@@ -87,7 +87,9 @@ class PullTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(self._pull([1, 2, 3, 4], answers, {(4, False)}), ([1, 2, 3, 4], [(4, False)], (1, 0)))
 
     def test_passes_over_who_leaves(self):
-        self.assertEqual(self._pull([1, 2], {2: _STATE}, {(2, False)}), ([1, 2], [(2, False)], (1, 0)))
+        """That is none either."""
+        answers = {4: _STATE}
+        self.assertEqual(self._pull([1, 2, 3, 4], answers, {(4, False)}), ([1, 2, 3, 4], [(4, False)], (1, 0)))
 
     def test_a_state_that_was_asked_for_earlier_is_not_taken(self):
         pulling = Pulling(
