@@ -71,7 +71,7 @@ class Contributions:
         self._told: set[tuple[bytes, int]] = set()  # Layouts, and the ranks that know from here that there are these.
         self._looked_at: tuple[dict[bytes, None], bytes] | None = None  # All layouts, and the ranks, as all were told.
         self.layout: Layout | None = None
-        self._known_departed: set[int] = set()
+        self._known_present: bytes | None = None
         self._moves: collections.deque[tuple[int, bytes | None, bytes]] = collections.deque()  # Not told yet.
         # By layout and colayer, until the layout is settled.
         self._sent: collections.defaultdict[bytes, list[int]] = collections.defaultdict(
@@ -85,18 +85,16 @@ class Contributions:
     # Ranks that leave, or join late.
 
     def look_at_departures(self) -> None:
-        """Ranks that have left are waited for no more."""
-        departed = self._membership.departed()
-        if departed != self._known_departed:
-            self._known_departed = set(departed)
+        """Ranks that have left are waited for no more, be it that another process had taken their place unheard."""
+        if (present := self._peers.present_key()) != self._known_present:
+            self._known_present = present
             with self._replica.lock:
-                for rank in departed:
+                for rank in self._membership.departed():
                     self._replica.gei.exclude(rank)
             self.look_again()
 
     def admit(self, rank: int) -> None:
-        """A rank joins: it counts again, and its next departure is news."""
-        self._known_departed.discard(rank)
+        """A rank joins: it counts again."""
         with self._replica.lock:
             self._replica.gei.include(rank)
         self.look_again()

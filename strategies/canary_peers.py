@@ -72,6 +72,10 @@ class Peers:
         """Whether a rank is, or was when it left, in the life that is meant."""
         return lives[rank] == self._life_byte(rank)
 
+    def is_ahead(self, lives: bytes) -> bool:
+        """Whether a rank is in a later life there than this one knows of: it has joined, and that is to come here."""
+        return any(there > 1 + here for there, here in zip(lives, self.lives(), strict=True))
+
     def alive(self, lives: bytes) -> list[int]:
         """The other ranks that take part in these lives."""
         return [rank for rank in self.present() if self.is_in_life(rank, lives)]
@@ -142,6 +146,8 @@ class Peers:
 
     def has_all_come(self, layout: Layout, piece: Piece) -> bool:
         """Whether the root of a piece, which is this rank, has merged all contributions that can still arrive."""
+        if self.is_ahead(layout.key):
+            return False
         for rank in layout.ranks:
             counts = self.contributed(rank, layout) if self.takes_part(layout, rank) else [0] * len(layout.by_colayer)
             if counts is None:

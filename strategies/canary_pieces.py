@@ -102,6 +102,7 @@ class PieceThread:
         self._is_full = False
         self.num_bytes = 0
         self._sums: dict[tuple[bytes, int], _Sum] = {}
+        self._early: list[tuple[Layout, Piece, Note, int, np.ndarray]] = []
         self._is_open = False
         self._is_busy = False
         self._closed = False
@@ -124,6 +125,7 @@ class PieceThread:
             self.num_bytes = 0
             self._is_full = False
             self._sums.clear()
+            self._early.clear()
             self._blending.reset()
 
     def open(self) -> None:
@@ -165,14 +167,7 @@ class PieceThread:
 
     def receive(self, layout: Layout, piece: Piece, note: Note, sender: int, payload: np.ndarray) -> None:
         """Takes a message about a piece."""
-        if note.kind is Kind.UP:
-            self.put(lambda: self._add(layout, piece, sender, note.contributions, data=payload), payload.nbytes)
-        elif note.kind in (Kind.DOWN, Kind.MARKED_DOWN):
-            self.put(lambda: self._go_down(layout, piece, note, payload), payload.nbytes)
-        elif note.kind is Kind.END:
-            self.put(lambda: self._end(layout, piece, note))
-        else:
-            self.put(lambda: self._blending.receive(layout, piece, note, sender, payload), payload.nbytes)
+        self.put(lambda: self._receive(layout, piece, note, sender, payload), payload.nbytes)
 
     def look_again(self) -> None:
         """A rank has left, or contributes to another layout, or no more: it is waited for no more."""
@@ -238,6 +233,29 @@ class PieceThread:
                 self._is_busy = False
                 self._monitor.notify_all()
 
+    def _receive(self, layout: Layout, piece: Piece, note: Note, sender: int, payload: np.ndarray) -> None:
+        self._take_early()
+        self._handle(layout, piece, note, sender, payload)
+
+    def _take_early(self) -> None:
+        """Takes what was kept, in the order in which it has come."""
+        early, self._early = self._early, []
+        for each in early:
+            self._handle(*each)
+
+    def _handle(self, layout: Layout, piece: Piece, note: Note, sender: int, payload: np.ndarray) -> None:
+        """Takes a message, or keeps it while a rank has yet to be met: what is passed on to that one would be lost."""
+        if self._peers.is_ahead(layout.key):
+            self._early.append((layout, piece, note, sender, payload))
+        elif note.kind is Kind.UP:
+            self._add(layout, piece, sender, note.contributions, data=payload)
+        elif note.kind in (Kind.DOWN, Kind.MARKED_DOWN):
+            self._go_down(layout, piece, note, payload)
+        elif note.kind is Kind.END:
+            self._end(layout, piece, note)
+        else:
+            self._blending.receive(layout, piece, note, sender, payload)
+
     def _add(
         self,
         layout: Layout,
@@ -278,6 +296,7 @@ class PieceThread:
         return self._blending.num_blends
 
     def _pass_on_what_is_due(self) -> None:
+        self._take_early()
         self._blending.look_again()
         for pending in list(self._sums.values()):
             self._pass_on_if_due(pending.layout, pending.piece, pending)

@@ -157,6 +157,8 @@ class _Rank(State):
         merge, begin = replica.merge, replica.begin
 
         def merge_once(layout, piece, note, data):
+            next_one = layout.ledger.sequences[piece.index] + 1
+            assert note.sequence <= next_one or replica.is_freed(layout.key), "something before it was lost"
             is_merged = merge(layout, piece, note, data)
             if is_merged:
                 new = {(layout.key, piece.index, *each) for each in note.contributions}
@@ -322,10 +324,7 @@ class FaultsTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(None, 5)
     def test_newcomers_that_have_not_met(self, sync_interval):
-        """What rank 3 sends in a layout with rank 2, before it knows that this one was restarted, does not arrive.
-
-        What follows is merged, though that is missing.
-        """
+        """Rank 3 hears of a layout with rank 2 before it knows that this one was restarted: it has to wait for that."""
 
         def link_seconds(sender, receiver, num_bytes):
             now = job.cluster.scheduler.now
