@@ -63,7 +63,10 @@ class Packing:
 
     def __init__(self, specs: Sequence[TensorSpec], whole: Packing | None = None):
         self.specs = tuple(specs)
-        kinds = list(dict.fromkeys(_kind(spec) for spec in (self.specs if whole is None else whole.specs)))
+        if whole is None:
+            kinds = list(dict.fromkeys(map(_kind, self.specs)))
+        else:  # Not those of its tensors: it may be a part itself.
+            kinds = list(zip(whole.dtypes, whole.exact, strict=True))
         self.dtypes = tuple(dtype for dtype, _ in kinds)
         self.exact = tuple(exact for _, exact in kinds)
         sizes = [0] * len(kinds)

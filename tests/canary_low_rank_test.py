@@ -134,6 +134,37 @@ class LowRankMeanTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllClose(means[0, 2][1].reshape(_M, _K), expected, atol=1e-4)
 
 
+class FitTest(tf.test.TestCase):
+    def test_beside_moving_statistics(self):
+        """They are in a bucket of which colayers of large kernels have nothing. Of few examples factors are exact."""
+        num_steps, width = 3, 256
+        weights = {}
+        for low_rank in (None, 4):
+
+            def make_strategy(cluster_resolver, low_rank=low_rank):
+                return hop_tf.CanaryStrategy(
+                    cluster_resolver=cluster_resolver, consistency="bsp", codec=None, low_rank=low_rank
+                )
+
+            def train(strategy):
+                with strategy.scope():
+                    first, last = (
+                        keras.layers.Dense(width, kernel_initializer=keras.initializers.GlorotUniform(seed))
+                        for seed in (1, 2)
+                    )
+                    layers = [keras.Input((width,)), first, keras.layers.BatchNormalization(), last]
+                    model = keras.Sequential(layers)
+                    model.compile(keras.optimizers.SGD(0.1), "mse")
+                x = np.random.default_rng(0).normal(size=(4 * num_steps, width)).astype(np.float32)
+                model.fit(x, x, batch_size=4, shuffle=False, verbose=0)
+                return [variable.numpy() for variable in model.trainable_variables]
+
+            weights[low_rank] = InProcessCluster(2, make_strategy).run(train)
+        for rank in range(2):
+            for values, expected in zip(weights[4][rank], weights[None][rank], strict=True):
+                self.assertAllClose(values, expected, atol=1e-5)
+
+
 class TrafficTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(({}, 0.27), ({"low_rank": 4}, 0.10))
     def test_against_float32(self, settings, share):

@@ -47,6 +47,14 @@ class PackingTest(tf.test.TestCase):
         self.assertAllEqual(matrix, np.ones((2, 2)))
         self.assertEqual(buckets[0].sum(), 4)
 
+    def test_a_part_of_a_part_has_all_buckets(self):
+        """Those too of which the part has no tensor."""
+        packing = _packing_of([([3], tf.float32), ([5], tf.float64), ([2], tf.float32)])
+        part = packing.part([1, 2]).part([0])
+        self.assertEqual((part.dtypes, part.exact, part.sizes), (packing.dtypes, packing.exact, (0, 8)))
+        self.assertEqual(part.place(0), (1, slice(0, 5)))
+        self.assertEqual(packing.part([0, 2]).part([1]).sizes, (16, 0))
+
     def test_unpacking_shares_memory(self):
         packing = _packing_of([([96], tf.float32), ([7, 3], tf.float32), ([8, 2], tf.float32)])
         (bucket,) = packing.pack([tf.ones([96]), tf.ones([7, 3]), tf.ones([8, 2])])
