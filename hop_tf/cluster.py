@@ -83,9 +83,15 @@ class Cluster:
 
         Raises:
           ClusterConfigError: If tasks are missing, of an unknown type, listed twice, or `TF_CONFIG` is not valid.
+          TypeError: If it is no resolver.
         """
         if resolver is None:
             resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+        if not isinstance(resolver, tf.distribute.cluster_resolver.ClusterResolver):
+            raise TypeError(
+                "`cluster_resolver` must be a tf.distribute.cluster_resolver.ClusterResolver or None. "
+                f"Received: cluster_resolver={resolver!r}."
+            )
         if isinstance(resolver, tf.distribute.cluster_resolver.TFConfigClusterResolver):
             _check_tf_config(os.environ.get("TF_CONFIG", "{}"))
         # Resolvers that ask a scheduler (Slurm) know their task only after the cluster was resolved.

@@ -165,14 +165,31 @@ def _checked_number(options: CommunicationOptions, name: str, unit: str, most: f
     return float(value)
 
 
+def checked_options(options: CommunicationOptions | None) -> CommunicationOptions:
+    """A strategy's argument `communication_options`, or the defaults; raises TypeError if it is anything else."""
+    if options is None:
+        return CommunicationOptions()
+    if not isinstance(options, CommunicationOptions):
+        raise TypeError(
+            "`communication_options` must be a hop_tf.CommunicationOptions or None. "
+            f"Received: communication_options={options!r}."
+        )
+    return options
+
+
 def _checked_interfaces(interfaces: Sequence[str] | None) -> tuple[str, ...] | None:
     if interfaces is None:
         text = os.environ.get(_INTERFACES, "")
         interfaces = [part.strip() for part in text.split(",")] if text.strip() else None
     if interfaces is None:
         return None
-    rule = f"`interfaces` must be addresses of this machine, at least one. Received: interfaces={interfaces!r}."
+    rule = (
+        "`interfaces` must be IP addresses of this machine without a port, at least one, such as ['10.0.0.7']. "
+        f"Received: interfaces={interfaces!r}."
+    )
     if isinstance(interfaces, str) or not isinstance(interfaces, Sequence):
+        raise TypeError(rule)
+    if not all(isinstance(address, str) for address in interfaces):
         raise TypeError(rule)
     try:
         addresses = tuple(str(ipaddress.ip_address(address)) for address in interfaces)

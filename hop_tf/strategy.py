@@ -32,7 +32,7 @@ from hop_tf.keras_hook import (
     tf_variables,
     wrap_trainer,
 )
-from hop_tf.options import CommunicationOptions
+from hop_tf.options import CommunicationOptions, checked_options
 from hop_tf.packing import TensorSpec
 from hop_tf.report import ReportWriter, StepStatistics, static_identity
 from hop_tf.skipping import StepSkipping
@@ -87,7 +87,7 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
         super().__init__(Extended(self, device))
         self._cluster = cluster
         self._resolver = cluster_resolver or tf.distribute.cluster_resolver.TFConfigClusterResolver()
-        self._options = communication_options or CommunicationOptions()
+        self._options = checked_options(communication_options)
         self._statistics = StepStatistics()
         self._emulated_compute = EmulatedCompute.from_environment(cluster.rank, cluster.world_size)
         # For each optimizer, by the identities of the variables that it updates together.

@@ -36,7 +36,7 @@ from hop_tf.collectives import AllReduce
 from hop_tf.exchange import Exchange
 from hop_tf.group import ExchangeContext, Group
 from hop_tf.keras_hook import constrain, ema_overwrite_frequency, learning_rate, loss_scale, slots_of, weight_decays
-from hop_tf.options import CommunicationOptions
+from hop_tf.options import CommunicationOptions, checked_options
 from hop_tf.packing import Packing
 from hop_tf.strategies.canary_exchange import CanaryExchange
 from hop_tf.strategies.canary_low_rank import LowRankMean, is_factorized
@@ -168,7 +168,7 @@ class CanaryStrategy(ExchangeStrategy):
             low_rank=low_rank,
             on_peer_loss=on_peer_loss,
         )
-        options = communication_options or CommunicationOptions()
+        options = checked_options(communication_options)
         if interfaces is not None:
             options = dataclasses.replace(options, interfaces=interfaces)
         cluster = training_cluster(cluster_resolver, "CanaryStrategy")
@@ -179,7 +179,7 @@ class CanaryStrategy(ExchangeStrategy):
             cluster=cluster,
             cluster_resolver=cluster_resolver,
             communication_options=options,
-            identity={**identity_of(self._settings), "interfaces": str(len(options.interfaces or ()))},
+            identity={**identity_of(self._settings), "number of interfaces": str(len(options.interfaces or ()))},
             neighbors=range(cluster.world_size),
             skips_steps=not self._settings.is_synchronous,
             continue_without_lost=self._settings.on_peer_loss == "continue",

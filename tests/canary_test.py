@@ -444,7 +444,7 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
         with futures.ThreadPoolExecutor() as executor:
             ranks = [executor.submit(run, *each) for each in enumerate((["127.0.0.2"], None))]
         for rank, theirs in zip(ranks, ("'0' there, '1' here", "'1' there, '0' here"), strict=True):
-            with self.assertRaisesRegex(MismatchError, f"disagrees on 'option interfaces': {theirs}"):
+            with self.assertRaisesRegex(MismatchError, f"disagrees on 'option number of interfaces': {theirs}"):
                 rank.result()
 
     def test_custom_loops(self):

@@ -56,6 +56,10 @@ class ClusterTest(tf.test.TestCase, parameterized.TestCase):
         resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(spec, task_type="worker", task_id=1)
         self.assertEqual(Cluster.from_resolver(resolver).rank, 1)
 
+    def test_refuses_what_is_no_resolver(self):
+        with self.assertRaisesRegex(TypeError, "`cluster_resolver` must be .*Received: cluster_resolver='worker:1'"):
+            Cluster.from_resolver("worker:1")
+
     def test_slurm_without_gpus(self):
         variables = {
             "SLURM_STEP_NODELIST": "node[1-2]",
@@ -73,14 +77,14 @@ class ClusterTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(None, 1.7, True, -1, 2, "x")
     def test_the_index_of_any_resolver_is_checked(self, index):
-        resolver = mock.Mock(task_type="worker", task_id=index)
+        resolver = mock.Mock(tf.distribute.cluster_resolver.ClusterResolver, task_type="worker", task_id=index)
         resolver.cluster_spec.return_value = tf.train.ClusterSpec({"worker": ["a:1", "b:2"]})
         with self.assertRaisesRegex(ClusterConfigError, f"must be one of the cluster's.*index={index!r}"):
             Cluster.from_resolver(resolver)
 
     def test_one_string_twice(self):
         address = "a:1"
-        resolver = mock.Mock(task_type="worker", task_id=0)
+        resolver = mock.Mock(tf.distribute.cluster_resolver.ClusterResolver, task_type="worker", task_id=0)
         resolver.cluster_spec.return_value.as_dict.return_value = {"worker": [address, address]}
         with self.assertRaisesRegex(ClusterConfigError, "'a:1' and 'a:1', which are the same"):
             Cluster.from_resolver(resolver)

@@ -71,9 +71,17 @@ class InterfacesTest(parameterized.TestCase):
             self.assertEqual(CommunicationOptions(interfaces=["10.0.0.2"]).interfaces, ("10.0.0.2",))
         self.assertIsNone(CommunicationOptions().interfaces)
 
-    @parameterized.parameters((["eth0"], ValueError), ([], ValueError), ("10.0.0.1", TypeError), (3, TypeError))
+    @parameterized.parameters(
+        (["eth0"], ValueError),
+        (["127.0.0.1:5"], ValueError),
+        ([], ValueError),
+        ("10.0.0.1", TypeError),
+        ([3], TypeError),
+    )
     def test_refuses(self, interfaces, error):
-        with self.assertRaisesRegex(error, "`interfaces` must be addresses of this machine, at least one. Received: "):
+        with self.assertRaisesRegex(
+            error, r"`interfaces` must be IP addresses .* at least one, .*\. Received: interfaces="
+        ):
             CommunicationOptions(interfaces=interfaces)
 
     @parameterized.parameters((["127.0.0.1", "127.0.0.1"],), (["fe80::1", "10.0.0.1", "FE80:0::1"],))

@@ -93,6 +93,22 @@ class TwoRanksTest(tf.test.TestCase):
 
 
 class RefusalsTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters(
+        hop_tf.HopStrategy,
+        hop_tf.PipeSGDStrategy,
+        hop_tf.DTSStrategy,
+        hop_tf.CanaryStrategy,
+        hop_tf.SHATParameterServerStrategy,
+    )
+    def test_options_of_another_type(self, make_strategy):
+        message = (
+            "`communication_options` must be a hop_tf.CommunicationOptions or None. Received: .*'timeout_seconds': 3"
+        )
+        with self.assertRaisesRegex(TypeError, message):
+            make_strategy(communication_options={"timeout_seconds": 3})
+        with self.assertRaisesRegex(TypeError, "`cluster_resolver` must be .* Received: cluster_resolver='x'"):
+            make_strategy(cluster_resolver="x")
+
     @parameterized.parameters(1, 2)
     def test_a_parameter_server_is_no_rank(self, num_workers):
         workers = [f"localhost:{port}" for port in range(1000, 1000 + num_workers)]
