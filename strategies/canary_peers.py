@@ -74,6 +74,8 @@ class Peers:
 
     def is_ahead(self, lives: bytes) -> bool:
         """Whether a rank is in a later life there than this one knows of: it has joined, and that is to come here."""
+        if max(lives) <= 2:  # None has, anywhere: so it is for each message of most jobs.
+            return False
         return any(there > 1 + here for there, here in zip(lives, self.lives(), strict=True))
 
     def alive(self, lives: bytes) -> list[int]:
