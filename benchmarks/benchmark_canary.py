@@ -4,7 +4,7 @@
     python benchmarks/benchmark_canary.py --experiments=accuracy --seeds=3
 
 traffic     Bytes that a rank sends in a step, headers and bucket values included, and their share of what float32
-            takes; the peak of a step over the mean. Asynchronous training has a row without blends, too; a blend is in
+            takes; the peak of a step over the mean. Asynchronous training has rows without blends, too; a blend is in
             the others if --traffic_steps are more than --sync_interval. The model has two dense layers of --width, by
             default 10.6 million parameters. Required: 27% with the sketch, 10% with low rank.
 straggler   One rank is ten times slower: steps per second of the others, over those without a slow rank. Required: 95%.
@@ -80,6 +80,7 @@ _TIMEOUT_SECONDS = 900.0  # Many ranks on few processors take minutes to start.
 _CASES = ("all equal", "one slow")  # Of `_without_and_with_a_slow_rank`.
 _MANY_EPOCHS = 1_000_000  # Where time ends a training.
 _FLOAT32 = {"codec": None}
+_RANK = 4  # Of the factors of dense layers, where these go as such.
 _PS = {"strategy": "SHATParameterServerStrategy", "consistency": "bsp", "mixing": 1.0}
 # For each network, the numbers of the interfaces that it uses.
 _INTERFACES = {"mesh": [0], "bcube:2,2": [0, 1]}
@@ -263,6 +264,11 @@ def _beside_bml(world_size: int) -> dict[str, Mapping]:
     return {**_bml(world_size), **{label: kind for label, kind in _kinds().items() if label != "BSP float32"}}
 
 
+def _low_rank() -> dict[str, Mapping]:
+    """The kinds whose dense layers go as factors, by their labels."""
+    return {f"{label} rank {_RANK}": {**_kinds()[label], "low_rank": _RANK} for label in ("BSP sketch", "SSP sketch")}
+
+
 def _show(name: str, titles: Sequence[str], rows: Sequence[Sequence]) -> None:
     print(f"\n{name}\n  " + "".join(f"{title:>22s}" for title in titles))
     for row in rows:
@@ -276,9 +282,10 @@ def _show(name: str, titles: Sequence[str], rows: Sequence[Sequence]) -> None:
 
 def _traffic() -> None:
     n, rows = _WORLD_SIZE.value, []
-    kinds = {label: {**kind, "sync_interval": _SYNC_INTERVAL.value} for label, kind in _beside_bml(n).items()}
-    kinds["SSP sketch, no blends"] = {**kinds["SSP sketch"], "sync_interval": None}
-    kinds["BSP sketch, rank 4"] = {**kinds["BSP sketch"], "low_rank": 4}
+    kinds = {**_beside_bml(n), **_low_rank()}
+    kinds = {label: {**kind, "sync_interval": _SYNC_INTERVAL.value} for label, kind in kinds.items()}
+    for label in [label for label in kinds if label.startswith("SSP sketch")]:
+        kinds[f"{label}, no blends"] = {**kinds[label], "sync_interval": None}
     measured = _measure(list(kinds.values()), n, width=_WIDTH.value, num_steps=_TRAFFIC_STEPS.value)
     for label, of_ranks in zip(kinds, measured, strict=True):
         sent, peak = (statistics.mean(each[what] for each in of_ranks) for what in ("bytes", "peak"))
@@ -346,7 +353,7 @@ def _interfaces() -> None:
 
 def _accuracy() -> None:
     n, of_kinds = _WORLD_SIZE.value, {}
-    for label, settings in {"PS": _PS, **_beside_bml(n)}.items():
+    for label, settings in {"PS": _PS, **_beside_bml(n), **_low_rank()}.items():
         if _KINDS_USED.value is not None and label.partition(" bcube")[0] not in _KINDS_USED.value:
             continue
         last, seconds = [], []

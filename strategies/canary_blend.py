@@ -80,7 +80,7 @@ class Blending:
           takes_part: Whether it is merged just now. Else it was part of a state that was pulled: what the piece was is
             told by the rank that gave it, if that takes part, and the root is told not to wait for another one.
         """
-        values, where = np.empty(0, self._replica.dtype_of(piece)), (layout.key, piece.index)
+        values, where = np.empty(0, self._replica.encoding.dtype_of(piece)), (layout.key, piece.index)
         with self._replica.lock:
             if takes_part and self._is_alone(layout):
                 values = self._replica.snapshots.get(where, values)
@@ -97,7 +97,7 @@ class Blending:
 
     def receive(self, layout: Layout, piece: Piece, note: Note, sender: int, payload: np.ndarray) -> None:
         """Takes a message of a blend."""
-        values = payload.view(self._replica.dtype_of(piece))
+        values = payload.view(self._replica.encoding.dtype_of(piece))
         if values.size and values.size != piece.where.stop - piece.where.start:
             raise ProtocolError(f"rank {sender} sent {values.size} values of a piece that has others.")
         if note.kind is Kind.SNAPSHOT:

@@ -18,7 +18,9 @@ from hop_tf.joining import Joiner
 from hop_tf.packing import Packing
 from hop_tf.strategies.canary_blend import Blending
 from hop_tf.strategies.canary_contributions import Contributions
+from hop_tf.strategies.canary_encoding import PieceEncoding
 from hop_tf.strategies.canary_ending import Ending
+from hop_tf.strategies.canary_factors import kernels_last
 from hop_tf.strategies.canary_layout import Layout, Piece
 from hop_tf.strategies.canary_messages import COUNTING, Channel, Kind, Note
 from hop_tf.strategies.canary_pacing import Pacing
@@ -46,6 +48,7 @@ class AsyncSettings:
         Default None: eight times the bytes of the weights, at least 64 MiB.
       patience: See `hop_tf.CanaryStrategy`. Default 0.
       max_in_flight: The same. Default 2.
+      low_rank: r, of contributions to large dense kernels. Default None: these go as all others do.
     """
 
     network: Network
@@ -55,6 +58,7 @@ class AsyncSettings:
     inbox_bytes: int | None = None
     patience: float = 0.0
     max_in_flight: int = 2
+    low_rank: int | None = None
 
 
 class CanaryExchange(Exchange, Joiner):
@@ -86,6 +90,8 @@ class CanaryExchange(Exchange, Joiner):
         self._monitor = membership.monitor
         self._settings = settings
         self._queue = f"canary/{self._group}"
+        world_size, specs = membership.world_size, context.packing.specs
+        members = [kernels_last(specs, colayer, settings.low_rank, world_size) for colayer in members]
         self.members = members
         self.carried = context.carried
         self.order = [index for colayer in members for index in colayer]
@@ -94,9 +100,9 @@ class CanaryExchange(Exchange, Joiner):
         self.merge_segment, self.start_segment, self.finish_segment = (len(members) + i for i in range(3))
         self.parts: list[Packing] = [*colayers, whole, whole, whole]
         self.max_in_flight = len(self.parts)
-        self.replica = Replica(
-            membership.rank, membership.world_size, settings.network, colayers, settings.codec, context.pool
-        )
+        network, pool = settings.network, context.pool
+        encoding = PieceEncoding(network, world_size, colayers, settings.codec, pool, settings.low_rank)
+        self.replica = Replica(membership.rank, world_size, network, encoding, pool)
         self._peers = Peers(membership)
         self._channel = Channel(membership, self._queue, lambda: self.replica.gei.newest)
         self._pulling = Pulling(membership, self.replica, self._peers, self._channel)
@@ -162,7 +168,7 @@ class CanaryExchange(Exchange, Joiner):
 
     def emit_encode(self, segment: int, buckets: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
         """Step 4: colayers are sketched where they are computed. What has no op for that is encoded piece by piece."""
-        return self.replica.emit_encode(segment, buckets) if segment < len(self.members) else buckets
+        return self.replica.encoding.emit_encode(segment, buckets) if segment < len(self.members) else buckets
 
     def step(self, outgoing: Outgoing) -> Incoming | None:
         k, segment = outgoing.step, outgoing.segment
@@ -223,12 +229,12 @@ class CanaryExchange(Exchange, Joiner):
 
     def _contribute(self, layout: Layout, piece: Piece, bucket: np.ndarray, k: int) -> None:
         """Sends a piece of a colayer on its way, or adds it to what others send here."""
-        values, data = self.replica.cut(piece, bucket, 1 / len(layout.ranks))
+        values, data = self.replica.encoding.cut(piece, bucket, 1 / len(layout.ranks))
         if piece.parent is None or piece.children:
             self._threads[piece.thread].contribute(layout, piece, k, values=values, data=data)
             return
         if data is None:
-            data = self.replica.encode(piece, values)
+            data = self.replica.encoding.encode(piece, values)
         contributions = ((self._membership.rank, k),)
         note = self._channel.note(Kind.UP, layout.key, piece.index, contributions=contributions)
         self._channel.send(piece.parent, note, [data], piece.parent_level)

@@ -24,6 +24,7 @@ from absl import logging
 from hop_tf.errors import ProtocolError
 from hop_tf.membership import Membership
 from hop_tf.strategies.canary_blend import Blending
+from hop_tf.strategies.canary_encoding import Total
 from hop_tf.strategies.canary_layout import Layout, Piece
 from hop_tf.strategies.canary_messages import Channel, Kind, Note
 from hop_tf.strategies.canary_peers import Peers
@@ -50,7 +51,7 @@ class _Sum:
     layout: Layout
     piece: Piece
     in_a_row: dict[int, int]
-    total: np.ndarray | None = None
+    total: Total | None = None
     senders: set[int] = dataclasses.field(default_factory=set)
     contributions: list[tuple[int, int]] = dataclasses.field(default_factory=list)
 
@@ -272,12 +273,7 @@ class PieceThread:
         pending = self._sum_of(layout, piece)
         if sender in pending.senders:
             self._pass_on(layout, piece, pending)
-        if pending.total is None:
-            pending.total = values if values is not None else self._replica.zeros(piece)
-        elif values is not None:
-            pending.total += values
-        if data is not None:
-            self._replica.accumulate(piece, data, pending.total)
+        pending.total = self._replica.encoding.add(piece, pending.total, values=values, data=data)
         pending.senders.add(sender)
         pending.contributions.extend(contributions)
         self._pass_on_if_due(layout, piece, pending)
@@ -316,7 +312,7 @@ class PieceThread:
     def _pass_on(self, layout: Layout, piece: Piece, pending: _Sum) -> None:
         contributions, total = tuple(pending.contributions), pending.total
         pending.begin_next()
-        data = self._replica.encode(piece, total)
+        data = self._replica.encoding.encode_total(piece, total)
         if piece.parent is not None:
             note = self._channel.note(Kind.UP, layout.key, piece.index, contributions=contributions)
             self._channel.send(piece.parent, note, [data], piece.parent_level)

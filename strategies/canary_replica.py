@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
-import tensorflow as tf
 
 from hop_tf.buffers import BufferPool
-from hop_tf.codecs import Codec, ErrorFeedback, Identity
 from hop_tf.collectives import Network
 from hop_tf.errors import ProtocolError
 from hop_tf.gei import GEIMatrix
-from hop_tf.packing import Packing
 from hop_tf.payloads import join, split
+from hop_tf.strategies.canary_encoding import PieceEncoding
 from hop_tf.strategies.canary_layout import Layout, Ledger, Piece
 from hop_tf.strategies.canary_messages import Kind, Note
 from hop_tf.strategies.canary_state import (
@@ -27,9 +24,6 @@ from hop_tf.strategies.canary_state import (
     split_tables,
 )
 
-# What a codec sends beside the values, such as bucket values, is more than it saves where there are fewer.
-_MIN_ENCODED_VALUES = 512
-
 
 class Replica:
     """The weights as the communication threads know them: what the graph computes with, and merges nothing into.
@@ -40,19 +34,17 @@ class Replica:
       rank: This rank.
       world_size: n.
       network: Whose routes pieces take.
-      parts: The packing of each colayer.
-      codec: What float32 values are encoded with, but for those that must not be changed.
+      encoding: How pieces travel, and where they lie.
       pool: Where large arrays come from.
 
     Attributes:
       rank: The same.
+      encoding: The same.
       lock: Guards weights and ledgers.
       weights: One vector for each bucket: colayers lie one behind the other. None before `begin`.
       is_complete: Whether the ledgers tell all that the weights hold: else no other replica can take their state.
       snapshots: By layout and piece, what it was with the message that has begun the blend which is under way.
       gei: Whose contributions were merged.
-      starts: For each colayer and bucket, where the colayer begins in the vector.
-      is_encoded: For each colayer and bucket, whether the graph has encoded what it hands out.
       num_duplicates: Messages that were merged before.
       num_late: Contributions that came behind some of the same root which a state had not held that was taken.
     """
@@ -62,36 +54,14 @@ class Replica:
         rank: int,
         world_size: int,
         network: Network,
-        parts: Sequence[Packing],
-        codec: Codec,
+        encoding: PieceEncoding,
         pool: BufferPool,
     ):
         self.rank = rank
         self._world_size = world_size
         self._network = network
-        self._sizes = [part.sizes for part in parts]
-        whole = parts[0]
-        takes_codec = [dtype.as_numpy_dtype == np.float32 and not exact for dtype, exact in _kinds(whole)]
-        self._identities = [Identity(dtype=dtype.as_numpy_dtype) for dtype in whole.dtypes]
-        self._codecs = [codec if takes else same for takes, same in zip(takes_codec, self._identities, strict=True)]
-        self._dtypes = [dtype.as_numpy_dtype for dtype in whole.dtypes]
-        self._totals = [sum(of_bucket) for of_bucket in zip(*self._sizes, strict=True)]
-        self._feedback = [
-            ErrorFeedback(each, total) if each.error_feedback else None
-            for each, total in zip(self._codecs, self._totals, strict=True)
-        ]
-        self._granularity = max(each.granularity for each in self._codecs)
+        self.encoding = encoding
         self._pool = pool
-        ends = [list(itertools.accumulate(of_bucket)) for of_bucket in zip(*self._sizes, strict=True)]
-        self.starts = [[0 if z == 0 else end[z - 1] for end in ends] for z in range(len(parts))]
-        num_routes = len(network.routes(world_size))  # When ranks leave, there are fewer.
-        self.is_encoded = [
-            [
-                each.encodes_in_graph and not each.error_feedback and size >= num_routes * _MIN_ENCODED_VALUES
-                for each, size in zip(self._codecs, of_colayer, strict=True)
-            ]
-            for of_colayer in self._sizes
-        ]
         self.lock = threading.RLock()
         self.num_duplicates = self.num_late = 0
         self.reset()
@@ -101,7 +71,7 @@ class Replica:
         with self.lock:
             self.weights: list[np.ndarray] | None = None
             self.is_complete = False
-            self.gei = GEIMatrix(self._world_size, len(self._sizes))
+            self.gei = GEIMatrix(self._world_size, len(self.encoding.sizes))
             self.snapshots: dict[tuple[bytes, int], np.ndarray] = {}
             # Both are replaced, and not changed: they are looked at without the lock, for each message.
             self._layouts: dict[bytes, Layout] = {}
@@ -126,7 +96,8 @@ class Replica:
             if key not in self._layouts:
                 if not key[self.rank] % 2 or self.is_freed(key):
                     raise ProtocolError(f"rank {self.rank} takes no part, or no more, in the layout {key.hex()}.")
-                layout = Layout(key, self._network, self.rank, self._sizes, self._granularity)
+                sizes, granularity, uncut = self.encoding.sizes, self.encoding.granularity, self.encoding.uncut
+                layout = Layout(key, self._network, self.rank, sizes, granularity, uncut)
                 self._layouts = {**self._layouts, key: layout}
             return self._layouts[key]
 
@@ -165,55 +136,6 @@ class Replica:
                 np.copyto(copies[-1], values)
             return tuple(copies)
 
-    # Encoding.
-
-    def emit_encode(self, colayer: int, buckets: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Emits the ops that encode those buckets of a colayer that `is_encoded` tells, each as a whole.
-
-        They keep their types, as which TensorFlow's queues take the bytes: buckets are padded, so that these are whole
-        values.
-        """
-        return [
-            tf.bitcast(tf.reshape(codec.emit_encode(values), [-1, values.dtype.size]), values.dtype)
-            if encodes
-            else values
-            for codec, values, encodes in zip(self._codecs, buckets, self.is_encoded[colayer], strict=True)
-        ]
-
-    def cut(self, piece: Piece, bucket: np.ndarray, share: float) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """The part of a colayer's bucket that is a piece, times a share: as values, or encoded where the bucket is."""
-        start = self.starts[piece.colayer][piece.bucket]
-        where = slice(piece.where.start - start, piece.where.stop - start)
-        if self.is_encoded[piece.colayer][piece.bucket]:
-            return None, self._codecs[piece.bucket].part(bucket.view(np.uint8), where, share, self._pool)
-        return bucket[where] * bucket.dtype.type(share), None
-
-    def encode(self, piece: Piece, values: np.ndarray) -> np.ndarray:
-        """Encodes values of a piece."""
-        codec, feedback = self._codec_of(piece), self._feedback[piece.bucket]
-        if feedback is None or codec is self._identities[piece.bucket]:
-            return codec.encode(values, self._pool)
-        return feedback.encode(values, piece.where, self._pool)
-
-    def accumulate(self, piece: Piece, data: np.ndarray, total: np.ndarray) -> None:
-        """Decodes values of a piece and adds them to `total`."""
-        self._codec_of(piece).accumulate(data, total)
-
-    def zeros(self, piece: Piece) -> np.ndarray:
-        """A sum of nothing."""
-        size, dtype = piece.where.stop - piece.where.start, self.dtype_of(piece)
-        total = self._pool.take(size * dtype.itemsize).view(dtype)
-        total.fill(0)
-        return total
-
-    def dtype_of(self, piece: Piece) -> np.dtype:
-        """The type of a piece's values."""
-        return np.dtype(self._dtypes[piece.bucket])
-
-    def _codec_of(self, piece: Piece) -> Codec:
-        is_small = piece.where.stop - piece.where.start < _MIN_ENCODED_VALUES
-        return (self._identities if is_small else self._codecs)[piece.bucket]
-
     # Merging.
 
     def merge(self, layout: Layout, piece: Piece, note: Note, data: np.ndarray) -> bool:
@@ -226,7 +148,7 @@ class Replica:
             if note.sequence > next_one and self.is_freed(layout.key):  # A state has come without the one before.
                 self.num_late += len(note.contributions)
                 return False
-            self.accumulate(piece, data, self.slice_of(piece))
+            self.encoding.accumulate(piece, data, self.slice_of(piece))
             layout.ledger.note(piece.index, note.sequence, note.contributions)
             if note.kind is Kind.MARKED_DOWN:
                 self.snapshots[layout.key, piece.index] = self.slice_of(piece).copy()
@@ -282,7 +204,7 @@ class Replica:
         if len(parts := split(payload)) < 3:
             raise ProtocolError(f"a state of {len(parts)} parts came.")
         tables, freed = split_tables(parts[0], self._world_size, Ledger.num_columns(self._world_size))
-        index, weights = split_index(parts[1], self._world_size, len(self._sizes)), parts[3:]
+        index, weights = split_index(parts[1], self._world_size, len(self.encoding.sizes)), parts[3:]
         snapshots = split_snapshots(parts[2], self._world_size)
         with self.lock:
             if [values.nbytes for values in weights] != [values.nbytes for values in self.weights]:
@@ -321,8 +243,4 @@ class Replica:
         piece = pieces[where[1]] if 0 <= where[1] < len(pieces) else None
         if piece is None or data.nbytes != self.slice_of(piece).nbytes:
             raise ProtocolError(f"a state came with {data.nbytes} bytes of piece {where[1]} of {len(pieces)}.")
-        return data.view(self.dtype_of(piece)).copy()
-
-
-def _kinds(packing: Packing) -> Iterable:
-    return zip(packing.dtypes, packing.exact, strict=True)
+        return data.view(self.encoding.dtype_of(piece)).copy()

@@ -63,11 +63,6 @@ class CanarySettings:
                 "`min_colayers` must be None or 0 with consistency='async', which drops nothing. "
                 f"Received: min_colayers={self.min_colayers}."
             )
-        if self.low_rank is not None and not self.is_synchronous:
-            raise ValueError(
-                "`low_rank` must be None unless consistency='bsp': ranks find the factors together. "
-                f"Received: low_rank={self.low_rank}, consistency={self.consistency!r}."
-            )
         if self.on_peer_loss == "continue" and self.is_synchronous:
             raise ValueError(
                 "`on_peer_loss` must be 'raise' or None with consistency='bsp'. Received: on_peer_loss='continue'."
@@ -108,4 +103,5 @@ class CanarySettings:
             sync_interval=self.sync_interval,
             patience=self.patience,
             max_in_flight=self.max_in_flight,
+            low_rank=self.low_rank,
         )

@@ -12,6 +12,7 @@ from hop_tf.collectives import get_network
 from hop_tf.errors import ProtocolError
 from hop_tf.packing import Packing, TensorSpec
 from hop_tf.strategies.canary_blend import Blending
+from hop_tf.strategies.canary_encoding import PieceEncoding
 from hop_tf.strategies.canary_messages import Kind, Note
 from hop_tf.strategies.canary_replica import Replica
 
@@ -23,7 +24,9 @@ def _replica(rank, shapes=((6,), (3,))):
     specs = [TensorSpec(str(i), shape, tf.float32) for i, shape in enumerate(shapes)]
     packing = Packing(specs)
     parts = [packing.part([i]) for i in range(len(specs))]
-    replica = Replica(rank, _WORLD_SIZE, get_network("mesh"), parts, codecs.Identity(), BufferPool())
+    network, pool = get_network("mesh"), BufferPool()
+    encoding = PieceEncoding(network, _WORLD_SIZE, parts, codecs.Identity(), pool)
+    replica = Replica(rank, _WORLD_SIZE, network, encoding, pool)
     replica.begin([np.zeros(sum(part.sizes[0] for part in parts), np.float32)])
     return replica
 
@@ -33,7 +36,7 @@ def _merge(replica, key, piece, sequence, contributions, value=1.0, kind=Kind.DO
     piece = layout.pieces[piece]
     note = Note(1, kind, key, 0, piece.index, sequence, contributions)
     size = piece.where.stop - piece.where.start
-    return replica.merge(layout, piece, note, replica.encode(piece, np.full(size, value, np.float32)))
+    return replica.merge(layout, piece, note, replica.encoding.encode(piece, np.full(size, value, np.float32)))
 
 
 def _state(replica, rank, life):
@@ -43,40 +46,6 @@ def _state(replica, rank, life):
 def _adopt(replica, giver, lives=_WHOLE, **kwargs):
     """Has a replica take another one's state, among ranks of those lives."""
     return replica.adopt(_state(giver, replica.rank, lives[replica.rank]), giver.rank, lives, **kwargs)
-
-
-class CutTest(tf.test.TestCase):
-    def test_each_bucket_of_each_colayer(self):
-        """Those that must not be changed, and what is not float32, go as they are."""
-        rng, packing = (
-            np.random.default_rng(0),
-            Packing(
-                [
-                    TensorSpec("a", (3200,), tf.float32),
-                    TensorSpec("b", (3200,), tf.float32, exact=True),
-                    TensorSpec("c", (3200,), tf.float64),
-                    TensorSpec("d", (4800,), tf.float32),
-                    TensorSpec("e", (1600,), tf.float32, exact=True),
-                ]
-            ),
-        )
-        parts = [packing.part(members) for members in ([0, 1], [2, 3, 4])]
-        replica = Replica(0, _WORLD_SIZE, get_network("mesh"), parts, codecs.QuantileSketch(), BufferPool())
-        self.assertEqual(replica.is_encoded, [[True, False, False]] * 2)
-        for colayer, part in enumerate(parts):
-            dtypes = [dtype.as_numpy_dtype for dtype in part.dtypes]
-            values = [rng.normal(size=size).astype(dtype) for size, dtype in zip(part.sizes, dtypes, strict=True)]
-            buckets = [each.numpy() for each in replica.emit_encode(colayer, list(map(tf.constant, values)))]
-            for piece in replica.layout(_WHOLE).by_colayer[colayer]:
-                start = replica.starts[colayer][piece.bucket]
-                expected = values[piece.bucket][piece.where.start - start : piece.where.stop - start] / 3
-                found, data = replica.cut(piece, buckets[piece.bucket], 1 / 3)
-                if data is not None:
-                    found = replica.zeros(piece)
-                    replica.accumulate(piece, data, found)
-                self.assertEqual(found.dtype, replica.dtype_of(piece))
-                lost = np.linalg.norm(found - expected) / np.linalg.norm(expected)
-                self.assertLess(lost, 1e-6 if data is None else 2e-2)
 
 
 class AdoptTest(tf.test.TestCase, parameterized.TestCase):
@@ -160,7 +129,7 @@ class AdoptTest(tf.test.TestCase, parameterized.TestCase):
         self.assertTrue(_adopt(own, other, may_drop=True))
         note = Note(1, Kind.DOWN, _WHOLE, 0, 0, 2, ((1, 1), (2, 1)))
         where = layout.pieces[0].where
-        values = own.encode(layout.pieces[0], np.ones(where.stop - where.start, np.float32))
+        values = own.encoding.encode(layout.pieces[0], np.ones(where.stop - where.start, np.float32))
         self.assertFalse(own.merge(layout, layout.pieces[0], note, values))
         self.assertEqual(layout.ledger.sequences[0], 0)
         self.assertEqual((own.num_late, own.num_duplicates), (2, 0))
@@ -217,7 +186,7 @@ class LockTest(tf.test.TestCase):
         self.held = []
         own, other = _replica(0), _replica(1)
         for replica in (own, other):
-            for owner, name in ((replica, "accumulate"), (replica, "read"), (replica.gei, "snapshot")):
+            for owner, name in ((replica.encoding, "accumulate"), (replica, "read"), (replica.gei, "snapshot")):
                 self._note(replica, owner, name)
         self._note(own, own.gei, "absorb")
         _merge(other, _WHOLE, 0, 1, ((0, 0),))

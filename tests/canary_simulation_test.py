@@ -64,6 +64,7 @@ class Job:
     inbox_bytes: int | None = None
     patience: float = 0.0
     max_in_flight: int = 2
+    low_rank: int | None = None
     shapes: tuple = _SHAPES
     stops_at: dict = dataclasses.field(default_factory=dict)  # The same, but it waits for the others.
     inspect: object = None
@@ -101,6 +102,7 @@ class Job:
             inbox_bytes=self.inbox_bytes,
             patience=self.patience,
             max_in_flight=self.max_in_flight,
+            low_rank=self.low_rank,
         )
         exchange = self.exchanges[rank] = CanaryExchange(context, _MEMBERS, settings)
         self._record_rest(rank, exchange.replica)
@@ -295,13 +297,48 @@ class ExactSumTest(tf.test.TestCase, parameterized.TestCase):
         self.assertGreater(job.counters[0]["pulls"], 0)
         self.assertLessEqual(job.max_distance(), 1e-4)
 
+    @parameterized.product(network=(("mesh", 3), ("bcube:2,2", 4), ("tree", 5)), codec=(None, "sketch"))
+    def test_what_low_rank_factors_lose_is_kept_for_later(self, network, codec):
+        """Be it that iterations are dropped, and states pulled."""
+        rng, num_steps = np.random.default_rng(6), 12
+        name, world_size = network
+        shapes = ((700,), (128, 130), (131, 150), (5,))  # Rows of neither are whole multiples of 64 bytes.
+        changes = rng.normal(size=(world_size, num_steps, _packing(shapes).sizes[0]))
+        durations = 0.5 + rng.random((world_size, num_steps))
+        durations[0] *= 5
+        job = Job(
+            name,
+            world_size,
+            durations,
+            changes,
+            shapes=shapes,
+            low_rank=4,
+            codec=codecs.get(codec),
+            thresholds=Thresholds(1, 2),
+            sync_interval=4,
+            link_seconds=lambda a, b, num_bytes: 0.1,
+        ).run()
+        self.assertGreater(job.counters[0]["pulls"], 0)
+        self.assertLessEqual(job.max_distance(), 1e-4)
+        found = job.finals[0].astype(np.float64)
+        replicas = [exchange.replica for exchange in job.exchanges.values()]
+        self.assertEqual(list(replicas[0].encoding.kernels), [(0, 16), (0, 16 + 19664 + 704)])
+        for replica in replicas:
+            for (_, start), kernel in replica.encoding.kernels.items():
+                found[start : start + kernel.lost.size] += kernel.lost.ravel()
+        for (_, start), kernel in replicas[0].encoding.kernels.items():
+            where = slice(start, start + kernel.lost.size)
+            expected = job.expected()[where]
+            self.assertAllClose(found[where], expected, atol=1e-3)
+            self.assertGreater(np.linalg.norm(job.finals[0][where] - expected), 0.1 * np.linalg.norm(expected))
+
     def test_small_colayers_are_encoded_in_pieces_or_not_at_all(self):
         """A mesh of two cuts 600 values in pieces that go as they are: sketches of so few would be longer."""
         shapes, changes = ((600,), (16,), (1200,), (1,)), np.random.default_rng(0).normal(size=(2, 4, 1840))
         for codec in (codecs.get("sketch"), codecs.QuantileSketch(error_feedback=True)):
             job = Job("mesh", 2, np.ones((2, 4)), changes, shapes=shapes, codec=codec).run()
             is_encoded = not codec.error_feedback
-            self.assertEqual(job.exchanges[0].replica.is_encoded, [[is_encoded], [False]])
+            self.assertEqual(job.exchanges[0].replica.encoding.is_encoded, [[is_encoded], [False]])
             self.assertEqual(job.handed_out[0], {0: 256 + 1216 // 4 if is_encoded else 1216, 1: 624})
             expected = job.expected()
             start = 1216  # Of the colayer that nobody has changed.

@@ -408,10 +408,6 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
         ({"patience": 1.5}, "`patience` must be a number from 0 to 1. Received: patience=1.5."),
         ({"max_in_flight": 1}, "`max_in_flight` must be an integer of at least 2. Received: max_in_flight=1."),
         ({"low_rank": 0, "consistency": "bsp"}, "`low_rank` must be an integer of at least 1. Received: low_rank=0."),
-        (
-            {"low_rank": 2},
-            "`low_rank` must be None unless consistency='bsp'.* Received: low_rank=2, consistency='ssp'.",
-        ),
         ({"codec": "zip"}, "`codec` must be one of .* Received: codec='zip'."),
         ({"on_peer_loss": "wait"}, "`on_peer_loss` must be one of None, raise, continue."),
         ({"consistency": "bsp", "on_peer_loss": "continue"}, "`on_peer_loss` must be 'raise' or None with"),
