@@ -41,16 +41,17 @@ class StepSkipping:
         """Forgets what was left to be passed over when the last session ended."""
         self._num_left.assign(0)
 
-    def note(self, optimizer: Any, model: keras.Model | None) -> None:
-        """The step that is being traced updates by `optimizer`.
+    def note(self, optimizer: Any, *, in_fit: bool) -> None:
+        """The step that is being traced updates by `optimizer`, and is one of `fit`, or not.
 
         Raises:
-          ValueError: If it cannot be passed over: it is a custom loop's, or it updates by several optimizers.
+          ValueError: If it cannot be passed over: it is not one of `fit`, or it updates by several optimizers.
         """
-        if model is None:
+        if not in_fit:
             raise ValueError(
-                "to skip iterations, or to join a running job after a restart, takes `fit`: the steps of a custom loop "
-                "cannot be passed over. Train with `fit`, with a train_step of your own if need be."
+                "to skip iterations, or to join a running job after a restart, takes `fit`: the steps of a custom "
+                "loop, or of `train_on_batch`, cannot be passed over. Train with `fit`, with a train_step of your own "
+                "if need be."
             )
         if self._optimizer not in (None, optimizer):
             raise ValueError(

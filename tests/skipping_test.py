@@ -50,6 +50,24 @@ class SessionTest(tf.test.TestCase):
         self.assertEqual(steps, [[_NUM_STEPS, 2 * _NUM_STEPS]] * 2)
 
 
+class RefusedTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.product(make_strategy=(_make_strategy, hop_tf.CanaryStrategy), fits_before=(False, True))
+    def test_steps_of_train_on_batch(self, make_strategy, fits_before):
+        """They would be passed over in silence."""
+
+        def train(strategy):
+            with strategy.scope():
+                model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1)])
+                model.compile(keras.optimizers.SGD(0.1), "mse")
+            x = np.ones((4, 1), "float32")
+            if fits_before:
+                model.fit(x, x, batch_size=4, verbose=0)
+            with self.assertRaisesRegex(ValueError, "or of `train_on_batch`, cannot be passed over|in no session"):
+                model.train_on_batch(x[:2], x[:2])
+
+        InProcessCluster(2, lambda cluster_resolver: make_strategy(cluster_resolver=cluster_resolver)).run(train)
+
+
 class MetricsTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(True, False)
     def test_those_of_an_epoch_that_is_passed_over_are_nan(self, in_graph):
@@ -60,7 +78,7 @@ class MetricsTest(tf.test.TestCase, parameterized.TestCase):
         (loss,), skipping = model.metrics, StepSkipping()
 
         def step(value):
-            skipping.note(model.optimizer, model)
+            skipping.note(model.optimizer, in_fit=True)
             loss.update_state(value)
             return loss.result()
 
