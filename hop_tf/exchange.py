@@ -156,6 +156,7 @@ class ExchangeRunner:
         self._on_error = on_error
         self._quiet = threading.Event()
         self._interrupted = False
+        self._failure: BaseException | None = None
         self._begun_step: int | None = None
         self._begun_segments: set[int] = set()
         self._taking = threading.Lock()
@@ -286,14 +287,16 @@ class ExchangeRunner:
         except (tf.errors.OutOfRangeError, tf.errors.CancelledError):
             pass  # `close` closed the queues.
         except BaseException as failure:
-            self._on_error(failure)
+            if failure is not self._failure:
+                self._failure = failure
+                self._on_error(failure)
             incoming = Incoming(_POISON, outgoing.segment, self._nothing)
             error = tf.constant(f"{type(failure).__name__}: {failure}")
         with self._in_turn(number):
             if incoming is not None:
                 self._put(incoming, error)
             elif outgoing.step == _END_OF_SESSION:
-                self._interrupted = False
+                self._interrupted, self._failure = False, None
                 self._quiet.set()
 
     @contextlib.contextmanager
@@ -313,6 +316,8 @@ class ExchangeRunner:
         enqueue_arrays(self._results, [*tags, error, *incoming.buckets])
 
     def _step(self, outgoing: Outgoing) -> Incoming | None:
+        if self._failure is not None:  # The scheme has not finished what this builds on.
+            raise self._failure
         # Once interrupted it sends nothing more: what bounds the distance between ranks is the waiting.
         if not self._interrupted:
             try:

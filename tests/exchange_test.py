@@ -142,7 +142,19 @@ class ExchangeRunnerTest(tf.test.TestCase, parameterized.TestCase):
         self.exchange.behaviors[0] = _raise(ValueError("broken"))
         with self.assertRaises(tf.errors.InvalidArgumentError):
             self.run_step(0)
+        self.runner.quiesce(_DEADLINE_SECONDS)
         self.assertAllEqual(self.run_step(1)[0], 2 * _VALUES[0])
+
+    def test_after_a_failure_the_scheme_is_asked_for_nothing_more(self):
+        """What it has begun is not finished: it would fail in other ways, and these be told, too."""
+        error = ValueError("broken")
+        self.exchange.behaviors[1] = _raise(error)
+        self.run_step(0)
+        for step in (1, 2, 3):
+            with self.assertRaisesRegex(tf.errors.InvalidArgumentError, "ValueError: broken"):
+                self.run_step(step)
+        self.assertEqual(self.exchange.steps, [0, 1])
+        self.assertEqual(self.errors, [error])
 
     def test_any_exception_is_a_failure(self):
         self.exchange.behaviors[0] = _raise(SystemExit(3))
