@@ -243,6 +243,7 @@ class CanaryExchange(Exchange, Joiner):
         """Steps 5 and 6: the weights as they are, and how far ahead others are."""
         if self._is_dropping:
             self._pull(k)
+            self._pacing.resume()
         else:
             self._pacing.wait_for_own()
         if self._is_dropping or self._was_dropping:

@@ -54,8 +54,9 @@ class Pacing:
 
     def reset(self) -> None:
         """Forgets the session that was."""
-        self._resumed_at, self._is_first = self._monitor.now(), True
+        self._is_first = True
         self._stock = 1.0
+        self.resume()
 
     def wait_for_window(self, k: int) -> None:
         """Bounds what is under way: waits for communication, though for nobody's computation."""
@@ -84,7 +85,12 @@ class Pacing:
         elif not self._is_first:
             self._stock -= share
         self._stock = min(1.0, self._stock + _IN_VAIN_SHARE)
-        self._resumed_at, self._is_first = self._monitor.now(), False
+        self._is_first = False
+        self.resume()
+
+    def resume(self) -> None:
+        """An iteration begins: its duration counts from here on."""
+        self._resumed_at = self._monitor.now()
 
     def wait_for_others(self, k: int) -> None:
         """Waits until all have made their last step, and all that was sent is merged."""
