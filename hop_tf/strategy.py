@@ -198,9 +198,9 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
         """Averages the floating-point weights of `model` over all ranks; equal to the bit afterwards.
 
         A collective: every rank calls it, between calls of `fit`. Under strategies whose ranks make the same updates
-        (Pipe-SGD, DTS) what the model's optimizers remember of these is averaged along, and their numbers of steps:
-        else the next `fit` would go on differently on a rank that has ended the last one early. Elsewhere optimizers
-        are not touched.
+        (Pipe-SGD, DTS, synchronous Canary) what the model's optimizers remember of these is averaged along, and their
+        numbers of steps: else the next `fit` would go on differently on a rank that has ended the last one early.
+        Elsewhere optimizers are not touched.
 
         Args:
           model: The built model.
@@ -464,7 +464,7 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
         if self._worker is None:
             return gradients
         if self._passes_over_steps():
-            self._skipping.note(optimizer, trace.model)
+            self._skipping.note(optimizer, in_fit=self._in_fit and trace.model is not None)
         group = self._group_of(optimizer, trace, variables)
         trace.claim(group.variables)
         values = [trace.value_at_start(variable) for variable in group.variables]

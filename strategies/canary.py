@@ -55,7 +55,8 @@ class CanaryStrategy(ExchangeStrategy):
     `patience`, a part of an iteration:
 
     - `consistency` "ssp": a rank that is more than `max_staleness` iterations behind the fastest one, with fewer than
-      `min_colayers` of the present iteration sent, drops the rest of it, and takes the weights of the fastest rank.
+      `min_colayers` of the present iteration sent, drops the rest of it, and takes the weights of the fastest rank that
+      lacks nothing of what was merged here; if all do, it goes on with its own.
       In any case a rank goes on with the iteration that the fastest one is in; the batches in between are passed over.
     - "async": the same, and nothing is dropped.
     - "bsp": synchronous training. Gradients are averaged, colayer by colayer, before the optimizer gets them. What is
@@ -107,9 +108,9 @@ class CanaryStrategy(ExchangeStrategy):
         that are slow with it, up to half of their time; 3 or 4 would spare them most of that. Of no matter to "bsp".
         Default 2.
       sync_interval: In so many iterations, every piece of the weights becomes the mean of that of all ranks once, which
-        evens out what rounding, or a change on one rank only, has done; at least 1, or None: never. It takes half
-        as many bytes as one exchange in float32, with the default 1% of what exchanging in float32 takes; and twice
-        that where replicas differ, as after losses. Default 50. Without meaning for "bsp".
+        evens out what losses, or a change on one rank only, have done; at least 1, or None: never. Where replicas
+        differ it takes as many bytes as one exchange in float32, and next to none where they do not: digests tell.
+        Default 50. Without meaning for "bsp".
       low_rank: r: large dense kernels (16,384 values and more, where factors make four times fewer of them) go as
         factors of r columns, which the codec then shortens, and what is lost is added to what is sent next. With "bsp"
         ranks find those of the mean gradient together (PowerSGD). Else each finds those of its own step, and gets those

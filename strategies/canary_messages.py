@@ -27,7 +27,9 @@ class Kind(enum.IntEnum):
       UP: Contributions to a piece, summed up, on the way to its root.
       DOWN: The sum that its root sends out.
       MARKED_DOWN: The same; with it, everybody begins a blend of the piece.
-      SNAPSHOT: A replica's values for a blend.
+      DIGEST: Tells by few bytes whether a replica's values for a blend are those of others; empty where it has none.
+      VALUES: Its root asks for the values.
+      SNAPSHOT: A replica's values for a blend; empty where it has none.
       MEAN: The mean of the replicas' values; empty where these are alike.
       PULL: Asks for a replica's state.
       STATE: That state.
@@ -57,6 +59,8 @@ class Kind(enum.IntEnum):
     ROOM = 11
     ENDING = 12
     HEARD = 13
+    DIGEST = 14
+    VALUES = 15
 
 
 # Where contributions are counts and colayers.

@@ -366,6 +366,7 @@ def checked_piece(layout: Layout, note: Note, sender: int) -> Piece:
         Kind.UP: [child for child, _ in piece.children],
         Kind.DOWN: [piece.parent],
         Kind.MARKED_DOWN: [piece.parent],
+        Kind.VALUES: [piece.root],
         Kind.MEAN: [piece.parent],
         Kind.END: [piece.parent],
     }.get(note.kind, layout.ranks)

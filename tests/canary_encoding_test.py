@@ -55,6 +55,21 @@ class PieceEncodingTest(tf.test.TestCase, parameterized.TestCase):
                 self.assertBetween(lost, 0 if is_exact else 1e-4, 1e-6 if is_exact else 3e-2)
         self.assertEqual(num_kernels, 0 if low_rank is None else 1)
 
+    def test_error_feedback(self):
+        """What one message has lost goes with the next one."""
+        parts, network = [Packing([TensorSpec("a", (3000,), tf.float32)])], get_network("mesh")
+        values, found = np.random.default_rng(0).normal(size=1008).astype(np.float32), {}
+        for feedback in (False, True):
+            codec = codecs.QuantileSketch(num_bits=2, error_feedback=feedback)
+            encoding = PieceEncoding(network, _WORLD_SIZE, parts, codec, BufferPool())
+            layout = Layout(b"\x01" * _WORLD_SIZE, network, 0, encoding.sizes, encoding.granularity)
+            piece = layout.pieces[0]
+            values, found[feedback] = values[: piece.where.stop], np.zeros(piece.where.stop, np.float32)
+            for _ in range(50):
+                encoding.accumulate(piece, encoding.encode(piece, values.copy()), found[feedback])
+        lost = {feedback: np.linalg.norm(each / 50 - values) for feedback, each in found.items()}
+        self.assertLess(lost[True], lost[False] / 3)
+
 
 if __name__ == "__main__":
     tf.test.main()

@@ -201,7 +201,7 @@ class BlendTest(tf.test.TestCase):
     def setUp(self):
         super().setUp()
         self.replicas = {rank: _replica(rank) for rank in range(_WORLD_SIZE)}
-        self.messages = []
+        self.messages, self.has_left = [], False
         self.blendings = {rank: self._blending(rank) for rank in self.replicas}
         for rank, value in ((0, 10.0), (1, 40.0)):
             self.replicas[rank].begin([np.full_like(self.replicas[rank].read()[0], value)])
@@ -212,7 +212,7 @@ class BlendTest(tf.test.TestCase):
         def send(receiver, level, kind, layout, piece, sequence, values):
             self.messages.append((rank, receiver, kind, sequence, values.copy()))
 
-        return Blending(self.replicas[rank], rank, 1, lambda layout, rank: True, send)
+        return Blending(self.replicas[rank], rank, 1, lambda layout, rank: not (rank == 0 and self.has_left), send)
 
     def _mark(self, rank, sequence=1):
         is_merged = _merge(self.replicas[rank], _WHOLE, self.piece, sequence, ((2, sequence),), 1.0, Kind.MARKED_DOWN)
@@ -231,6 +231,11 @@ class BlendTest(tf.test.TestCase):
             piece = layout.pieces[self.piece]
             self.blendings[receiver].receive(layout, piece, note, sender, values.view(np.uint8))
 
+    def _gather(self):
+        """Digests go to the root, which asks those whose replicas differ for their values."""
+        for ranks in ([2], [0, 1], [2]):
+            self._bring(*ranks)
+
     def _values(self):
         return [self.replicas[rank].read()[0][self.where.start] for rank in range(_WORLD_SIZE)]
 
@@ -243,6 +248,7 @@ class BlendTest(tf.test.TestCase):
             replica.begin([np.full_like(replica.read()[0], 10.0)])
         for rank in (2, 0, 1):
             self._mark(rank)
+        self.assertEqual([(kind, values.nbytes) for _, _, kind, _, values in self.messages], [(Kind.DIGEST, 16)] * 2)
         self._bring(2)
         self.assertEqual([(kind, values.size) for _, _, kind, _, values in self.messages], [(Kind.MEAN, 0)] * 2)
         self._bring(0, 1)
@@ -256,14 +262,36 @@ class BlendTest(tf.test.TestCase):
         for rank in (2, 0, 1):
             self._mark(rank)
         _merge(self.replicas[0], _WHOLE, self.piece, 2, ((2, 2),), 5.0)
-        self._bring(2)
+        self._gather()
         self._bring(0, 1)
         self.assertAllClose(self._values(), [53 / 3 + 5, 53 / 3, 53 / 3])
+
+    def test_a_state_that_is_taken_before_the_root_asks(self):
+        """What the piece was is then what it was there."""
+        for rank in (2, 0, 1):
+            self._mark(rank)
+        self._bring(2)
+        self.assertTrue(self._pull())
+        self._bring(0, 1)
+        self._bring(2)
+        self._bring(0, 1)
+        self.assertAllClose(self._values(), [(41 + 41 + 1) / 3] * 3)
+
+    def test_a_rank_that_has_left_before_the_root_asks(self):
+        for rank in (2, 0, 1):
+            self._mark(rank)
+        self._bring(2)
+        self.has_left = True
+        self._bring(1)
+        self._bring(2)
+        self.blendings[2].look_again()
+        self._bring(1)
+        self.assertAllClose(self._values(), [11, 42 / 2, 42 / 2])
 
     def test_while_the_mean_is_on_its_way(self):
         for rank in (2, 0, 1):
             self._mark(rank)
-        self._bring(2)
+        self._gather()
         self.assertTrue(self._pull())
         self.assertAllClose(self._values(), [41, 41, 53 / 3])
         self._bring(0, 1)
@@ -275,7 +303,7 @@ class BlendTest(tf.test.TestCase):
         self._mark(1)
         self.assertTrue(self._pull())
         self._mark(0)
-        self._bring(2)
+        self._gather()
         self._bring(0, 1)
         self.assertAllClose(self._values(), [21] * 3)
 
@@ -293,26 +321,29 @@ class BlendTest(tf.test.TestCase):
             own.layout(_WHOLE)
 
     def test_a_root_that_has_no_part_in_a_blend(self):
-        """It has taken the state of a rank that had none. The next blend has another number all the same."""
+        """It has taken the state of a rank that had none; the only one that has differs from no other.
+
+        The next blend has another number all the same.
+        """
         other = self.replicas[1].layout(_WITHOUT_2)  # May be merged in any order with the one that is blended.
         for rank in (2, 0, 1):
             self._mark(rank)
         self.replicas[1].free(other)
         self.assertTrue(_adopt(self.replicas[2], self.replicas[1]))
-        self._bring(2)
+        self._gather()
         self._bring(0, 1)
-        self.assertAllClose(self._values(), [6, 41, 41])
+        self.assertAllClose(self._values(), [11, 41, 41])
         for rank in (2, 0, 1):
             self._mark(rank, 2)
-        self._bring(2)
+        self._gather()
         self._bring(0, 1)
-        self.assertAllClose(self._values(), [91 / 3] * 3)
+        self.assertAllClose(self._values(), [32] * 3)
 
     def test_not_of_one_that_lacks_a_blend(self):
         """Its mean has come here, and does not come again."""
         for rank in (2, 0, 1):
             self._mark(rank)
-        self._bring(2)
+        self._gather()
         self._bring(0)
         self.assertFalse(self._pull())
         self._bring(1)
@@ -323,7 +354,7 @@ class BlendTest(tf.test.TestCase):
         """It is in the state already, with what the piece was when the next one began."""
         for rank in (2, 0, 1):
             self._mark(rank)
-        self._bring(2)
+        self._gather()
         self._bring(1)
         late, self.messages = self.messages, []
         self._mark(2, 2)
@@ -332,7 +363,7 @@ class BlendTest(tf.test.TestCase):
         self.messages += late
         self._bring(0)
         self._mark(0, 2)
-        self._bring(2)
+        self._gather()
         self._bring(0, 1)
         self.assertAllClose(self._values(), [56 / 3] * 3)
         self.assertAllEqual(self.replicas[0].layout(_WHOLE).ledger.blends[self.piece], 2)

@@ -60,6 +60,22 @@ class RowVectorTest(tf.test.TestCase, parameterized.TestCase):
         self.assertLen(matrix, 5)
 
 
+class AbsorbTest(tf.test.TestCase):
+    def test_who_has_completed_what(self):
+        """Rows are freed by it, here as there, and go on to be."""
+        own, other = (gei.GEIMatrix(2, 1) for _ in range(2))
+        for iteration in range(6):
+            for rank in range(2):
+                other.merge(rank, iteration, 0)
+        own.merge(0, 0, 0)
+        own.absorb(other.snapshot())
+        self.assertEqual([own.completed(rank) for rank in range(2)], [5, 5])
+        self.assertEqual(own.matrix(), other.matrix())
+        own.merge(0, 7, 0)
+        other.merge(0, 7, 0)
+        self.assertEqual(own.matrix(), other.matrix())
+
+
 class ThresholdsTest(tf.test.TestCase, parameterized.TestCase):
     def test_pseudocode_1(self):
         self.assertEqual(gei.calc_staleness(newest=20, iteration=3), 17)
