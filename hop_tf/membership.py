@@ -209,8 +209,13 @@ class Membership:
             self.monitor.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Ends every `wait` of this rank, now and later, with `error` (the first one is kept)."""
+        """Ends every `wait` of this rank, now and later, with `error` (the first one is kept).
+
+        It is logged, once, though several threads fail by it.
+        """
         with self.monitor:
+            if str(error) != str(self._failure):
+                logging.error("rank %d: %s: %s", self.rank, type(error).__name__, error)
             self._failure = self._failure or error
             self.monitor.notify_all()
 

@@ -196,7 +196,6 @@ class Worker:
 
     def _on_error(self, error: BaseException) -> None:
         """Takes failures of the transport's and the exchange's threads; the next wait of this rank raises them."""
-        logging.error("rank %d: %s: %s", self.membership.rank, type(error).__name__, error)
         self.membership.fail(error)
 
     def _on_restart(self, peer: int) -> None:

@@ -19,7 +19,6 @@ import functools
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from absl import logging
 
 from hop_tf.errors import ProtocolError
 from hop_tf.membership import Membership
@@ -193,7 +192,6 @@ class PieceThread:
                 work()
                 del work  # Not kept alive while the next one is awaited: it can be large.
         except BaseException as error:
-            logging.error("rank %d: %s: %s", self._membership.rank, type(error).__name__, error)
             self._membership.fail(error)
         finally:
             self._rest()

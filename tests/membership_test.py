@@ -292,17 +292,39 @@ class _FakeTransport(Transport):
     connect = register = unregister = send = flush = counters = close = _ignore
 
 
+def _membership(status, monitor, continue_without_lost=False):
+    """Rank 0 of two."""
+    return Membership(
+        transport=_FakeTransport(status),
+        monitor=monitor,
+        options=CommunicationOptions(timeout_seconds=30, progress_timeout_seconds=600),
+        world_size=2,
+        peers=[1],
+        continue_without_lost=continue_without_lost,
+    )
+
+
+class FailureTest(tf.test.TestCase):
+    def test_the_first_one_is_raised_and_each_is_logged_once(self):
+        """Several threads may fail by the same one."""
+        membership = _membership(
+            PeerStatus("host:123", connected=True, silent_seconds=0.0, incarnation="known"), _SteppingMonitor()
+        )
+        with self.assertLogs("absl", "ERROR") as logs:
+            for message in ("rank 1 is lost", "rank 1 is lost", "out of memory"):
+                membership.fail(errors.PeerLostError(message))
+        self.assertEqual(
+            [record.getMessage() for record in logs.records],
+            ["rank 0: PeerLostError: rank 1 is lost", "rank 0: PeerLostError: out of memory"],
+        )
+        with self.assertRaisesRegex(errors.PeerLostError, "rank 1 is lost"):
+            membership.wait(lambda: [1], operation="receive update", step=12)
+
+
 class DeadlineTest(tf.test.TestCase):
     def _wait(self, status, step=12, continue_without_lost=False):
         monitor = _SteppingMonitor()
-        membership = Membership(
-            transport=_FakeTransport(status),
-            monitor=monitor,
-            options=CommunicationOptions(timeout_seconds=30, progress_timeout_seconds=600),
-            world_size=2,
-            peers=[1],
-            continue_without_lost=continue_without_lost,
-        )
+        membership = _membership(status, monitor, continue_without_lost)
         told = [None, AssertionError("others are told once")]
         try:
             with mock.patch.object(membership, "_pass_on", side_effect=told):
