@@ -95,9 +95,12 @@ class GreetingTest(TransportTestMixin, absltest.TestCase):
         self.assertIsNone(first.status(1).failure)
 
     def test_a_later_strategy_of_a_process_is_told_to_wait(self):
-        """It may be of another kind. The earlier one does without that process, and nobody takes it for restarted."""
+        """It may be of another kind. The earlier one does without that process, and nobody takes it for restarted.
+
+        That is nothing to be warned of.
+        """
         for have_met in (True, False):
-            with self.subTest(have_met=have_met):
+            with self.subTest(have_met=have_met), self.assertNoLogs("absl", "WARNING"):
                 addresses, restarts = self.addresses(2), []
                 first = self.start_at(0, addresses, incarnation="p.0")
                 second = self.start_at(1, addresses, incarnation="q.0", on_restart=restarts.append)

@@ -203,8 +203,11 @@ class Handshake:
             raise HelloRefusedError(problem, self._reply(control_pb2.BAD_RANK))
         # What earlier strategies of the two processes disagree on is of no matter.
         if hello.receiver_incarnation not in ("", self._incarnation):
-            problem = f"{peer} takes this strategy, or process, for an earlier one"
-            raise HelloRefusedError(problem, self._reply(control_pb2.OTHER_PROCESS))
+            is_same = _process(hello.receiver_incarnation) == _process(self._incarnation)
+            problem = f"{peer} takes this {'strategy' if is_same else 'process'} for an earlier one"
+            raise (OtherStrategyError if is_same else HelloRefusedError)(
+                problem, self._reply(control_pb2.OTHER_PROCESS)
+            )
         if not hello.receiver_incarnation and peer.incarnation != hello.incarnation:
             self._check_generation(peer, hello)
         self._check_identity(peer, {**hello.identity, _PROTOCOL_FIELD: str(hello.protocol_version)})
