@@ -117,6 +117,11 @@ class RoutesTest(tf.test.TestCase, parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, "`network` must be 'mesh', .* Received: network="):
             get_network(name)
 
+    @parameterized.parameters("bcube:3,99999999", "bcube:1,17", "bcube:65537,1", "bcube:99999999,16")
+    def test_too_large(self, name):
+        with self.assertRaisesRegex(ValueError, f"at most 16 levels and 65536 ranks. Received: network='{name}'"):
+            get_network(name)
+
     def test_invalid_world_size(self):
         with self.assertRaisesRegex(ValueError, "`network` must have as many ranks as the cluster.* cluster of 8"):
             BCube(3, 2).check_world_size(8)

@@ -26,6 +26,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 _PATTERN = re.compile(r"(?P<kind>[a-z]+)(?::(?P<numbers>\d+(,\d+)*))?")
+_MAX_LEVELS, _MAX_RANKS = 16, 2**16
 _RULE = "`network` must be 'mesh', 'bcube:<alpha>,<beta>', 'tree' or 'tree:<children>'"
 
 
@@ -117,6 +118,9 @@ class BCube(Network):
     Attributes:
       alpha: Ports of a switch: ranks of a cube; at least 1.
       beta: Levels; at least 1.
+
+    Raises:
+      ValueError: If a number is less, or there are more than 16 levels or 65,536 ranks.
     """
 
     alpha: int
@@ -125,6 +129,11 @@ class BCube(Network):
     def __post_init__(self):
         if self.alpha < 1 or self.beta < 1:
             raise ValueError(f"{_RULE}, with numbers of at least 1. Received: network='{self}'.")
+        # First the exponent: the power of a large one takes hours.
+        if self.beta > _MAX_LEVELS or self.alpha**self.beta > _MAX_RANKS:
+            raise ValueError(
+                f"`network` must have at most {_MAX_LEVELS} levels and {_MAX_RANKS} ranks. Received: network='{self}'."
+            )
 
     @property
     def num_levels(self) -> int:
