@@ -98,6 +98,11 @@ class Cluster:
         spec = resolver.cluster_spec().as_dict()
         task_type, task_id = resolver.task_type, resolver.task_id
         if not spec:
+            if _index(task_id):
+                raise ClusterConfigError(
+                    f"A task with an index must be in a cluster. Received: task type={task_type!r}, index={task_id!r}, "
+                    "and no cluster. Check the `cluster` entry of TF_CONFIG."
+                )
             return cls(addresses=("localhost:0",), rank=0)
         cluster = cls._from_tasks(spec, task_type, task_id)
         return dataclasses.replace(cluster, make_transport=getattr(resolver, "make_transport", None))
@@ -106,7 +111,10 @@ class Cluster:
     def _from_tasks(cls, spec: dict, task_type: str | None, task_id: int | None) -> Cluster:
         unknown = sorted(set(spec) - set(_TASK_TYPES))
         if unknown:
-            raise ClusterConfigError(f"Task types must be among {_TASK_TYPES}. Received: {unknown}.")
+            raise ClusterConfigError(
+                f"Task types must be among {_TASK_TYPES}: instead of an evaluator, evaluate on a rank. "
+                f"Received: {unknown}."
+            )
         tasks = {name: _addresses(spec.get(name, ()), name) for name in _TASK_TYPES}
         if len(tasks["chief"]) > 1:
             raise ClusterConfigError(f"There must be at most one `chief`. Received: chief={tasks['chief']}.")
@@ -120,7 +128,7 @@ class Cluster:
         if task_type not in _TASK_TYPES or index is None or index >= len(tasks[task_type]):
             raise ClusterConfigError(
                 f"The task must be one of the cluster's. Received: task type={task_type!r}, index={task_id!r}, "
-                f"cluster={spec}. Check the `task` entry of TF_CONFIG."
+                f"cluster={spec}. Check the `task` entry of TF_CONFIG; instead of an evaluator, evaluate on a rank."
             )
         rank = {"chief": 0, "worker": len(tasks["chief"]) + index, "ps": None}[task_type]
         return cls(addresses=addresses, rank=rank, ps_addresses=tasks["ps"], task_type=task_type, task_id=index)

@@ -178,14 +178,16 @@ def checked_options(options: CommunicationOptions | None) -> CommunicationOption
 
 
 def _checked_interfaces(interfaces: Sequence[str] | None) -> tuple[str, ...] | None:
+    source = "interfaces"
     if interfaces is None:
-        text = os.environ.get(_INTERFACES, "")
+        source, text = f"{_INTERFACES}, interfaces", os.environ.get(_INTERFACES, "")
         interfaces = [part.strip() for part in text.split(",")] if text.strip() else None
     if interfaces is None:
         return None
+    received = f"Received: {source}={interfaces!r}."
     rule = (
         "`interfaces` must be IP addresses of this machine without a port, at least one, such as ['10.0.0.7']. "
-        f"Received: interfaces={interfaces!r}."
+        f"{received}"
     )
     if isinstance(interfaces, str) or not isinstance(interfaces, Sequence):
         raise TypeError(rule)
@@ -199,8 +201,7 @@ def _checked_interfaces(interfaces: Sequence[str] | None) -> tuple[str, ...] | N
         raise ValueError(rule)
     if len(set(addresses)) < len(addresses):
         raise ValueError(
-            "`interfaces` must be different addresses: lanes that share an interface share its rate. "
-            f"Received: interfaces={interfaces!r}."
+            f"`interfaces` must be different addresses: lanes that share an interface share its rate. {received}"
         )
     return addresses
 

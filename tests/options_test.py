@@ -71,6 +71,14 @@ class InterfacesTest(parameterized.TestCase):
             self.assertEqual(CommunicationOptions(interfaces=["10.0.0.2"]).interfaces, ("10.0.0.2",))
         self.assertIsNone(CommunicationOptions().interfaces)
 
+    @parameterized.parameters("eth0", "127.0.0.1,", "10.0.0.1,10.0.0.1")
+    def test_an_error_tells_that_they_come_from_the_environment(self, text):
+        with (
+            mock.patch.dict("os.environ", {"HOP_TF_INTERFACES": text}),
+            self.assertRaisesRegex(ValueError, r"`interfaces` must be .* Received: HOP_TF_INTERFACES, interfaces=\["),
+        ):
+            CommunicationOptions()
+
     @parameterized.parameters(
         (["eth0"], ValueError),
         (["127.0.0.1:5"], ValueError),
