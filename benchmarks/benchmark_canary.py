@@ -4,9 +4,9 @@
     python benchmarks/benchmark_canary.py --experiments=accuracy --seeds=3
 
 traffic     Bytes that a rank sends in a step, headers and bucket values included, and their share of what float32
-            takes; the peak of a step over the mean. Asynchronous training has rows without blends, too; a blend is in
-            the others if --traffic_steps are more than --sync_interval. The model has two dense layers of --width, by
-            default 10.6 million parameters. Required: 27% with the sketch, 10% with low rank.
+            takes; the peak of a step over the mean. With more than 50 --traffic_steps a blend is in them.
+            The model has two dense layers of --width, by default 10.6 million parameters. Required: 27% with the
+            sketch, 10% with low rank.
 straggler   One rank is ten times slower: steps per second of the others, over those without a slow rank. Required: 95%.
 networks    Steps per second with an emulated computation (asleep) on a mesh and on BCubes, synchronous and not, with
             the sketch and without, and the bytes on each lane. (Figures 23 and 24 in the small.)
@@ -59,9 +59,6 @@ _NETWORKS = flags.DEFINE_list("networks", ["mesh", "bcube:2.2", "bcube:3.2"], "A
 _PATIENCE = flags.DEFINE_float("patience", 0.25, "Of asynchronous training.", 0.0, 1.0)
 _MAX_IN_FLIGHT = flags.DEFINE_integer("max_in_flight", 2, "Of asynchronous training.", lower_bound=2)
 _TRAFFIC_STEPS = flags.DEFINE_integer("traffic_steps", 16, "Steps of `traffic`; a quarter is not timed.", lower_bound=8)
-_SYNC_INTERVAL = flags.DEFINE_integer(
-    "sync_interval", 50, "Iterations between two blends, in `traffic`.", lower_bound=1
-)
 _WIDTH = flags.DEFINE_integer("width", 2300, "Of two dense layers, for traffic.")
 _STEP_SECONDS = flags.DEFINE_float("step_seconds", 0.05, "Emulated computation of a step.")
 _NUM_STEPS = flags.DEFINE_integer("num_steps", 60, "Timed steps.", lower_bound=10)
@@ -283,9 +280,6 @@ def _show(name: str, titles: Sequence[str], rows: Sequence[Sequence]) -> None:
 def _traffic() -> None:
     n, rows = _WORLD_SIZE.value, []
     kinds = {**_beside_bml(n), **_low_rank()}
-    kinds = {label: {**kind, "sync_interval": _SYNC_INTERVAL.value} for label, kind in kinds.items()}
-    for label in [label for label in kinds if label.startswith("SSP sketch")]:
-        kinds[f"{label}, no blends"] = {**kinds[label], "sync_interval": None}
     measured = _measure(list(kinds.values()), n, width=_WIDTH.value, num_steps=_TRAFFIC_STEPS.value)
     for label, of_ranks in zip(kinds, measured, strict=True):
         sent, peak = (statistics.mean(each[what] for each in of_ranks) for what in ("bytes", "peak"))
