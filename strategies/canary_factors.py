@@ -61,13 +61,14 @@ class KernelFactors:
 
     def encode(self, contribution: np.ndarray) -> np.ndarray:
         """The factors of a contribution and of what was lost before. See `gather`."""
-        matrix = self._matrix(contribution) + self.lost
+        is_finite = bool(np.isfinite(contribution).all())  # Else it is as if there had been no such step.
+        matrix = np.add(self.lost, self._matrix(contribution), out=self.lost if is_finite else None)
         basis = orthonormal(matrix @ self._basis)
         factors = [np.ascontiguousarray(each, np.float32) for each in (basis, matrix.T @ basis)]
         encoded = [codec.encode(each.ravel(), self._pool) for codec, each in zip(self._codecs, factors, strict=True)]
-        if all(np.isfinite(each).all() for each in factors):  # Else it is as if there had been no such step.
+        if is_finite:
             matrix -= self._product(encoded)
-            self.lost, self._basis = matrix, factors[1]
+            self._basis = factors[1]
         return gather(encoded, self._pool)
 
     def accumulate(self, data: np.ndarray, total: np.ndarray) -> None:
