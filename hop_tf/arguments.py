@@ -16,11 +16,14 @@ def is_integer(value: object) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def check_integer(name: str, value: object, *, at_least: int, at_most: float = math.inf) -> None:
+def check_integer(name: str, value: object, *, at_least: float = -math.inf, at_most: float = math.inf) -> None:
     """Raises ValueError unless `value` is an integer within these bounds."""
     if not is_integer(value) or not at_least <= value <= at_most:
-        bounds = f"at least {at_least}" + (f" and at most {at_most}" if at_most < math.inf else "")
-        raise ValueError(f"`{name}` must be an integer of {bounds}. Received: {name}={value!r}.")
+        bounds = [f"at least {at_least}"] if at_least > -math.inf else []
+        if at_most < math.inf:
+            bounds.append(f"at most {at_most}")
+        rule = f" of {' and '.join(bounds)}" if bounds else ""
+        raise ValueError(f"`{name}` must be an integer{rule}. Received: {name}={value!r}.")
 
 
 def check_boolean(name: str, value: object) -> None:

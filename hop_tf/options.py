@@ -165,14 +165,15 @@ def _checked_number(options: CommunicationOptions, name: str, unit: str, most: f
     return float(value)
 
 
-def checked_options(options: CommunicationOptions | None) -> CommunicationOptions:
-    """A strategy's argument `communication_options`, or the defaults; raises TypeError if it is anything else."""
+def checked_options(
+    options: CommunicationOptions | None, argument: str = "communication_options"
+) -> CommunicationOptions:
+    """An argument of that name, or the defaults; raises TypeError if it is anything else."""
     if options is None:
         return CommunicationOptions()
     if not isinstance(options, CommunicationOptions):
         raise TypeError(
-            "`communication_options` must be a hop_tf.CommunicationOptions or None. "
-            f"Received: communication_options={options!r}."
+            f"`{argument}` must be a hop_tf.CommunicationOptions or None. Received: {argument}={options!r}."
         )
     return options
 

@@ -2,6 +2,9 @@
 
 Every rank tells its counters (`strategy.report()`) to whoever asks at its address with the cluster's token. Nothing is
 changed, and no message of the training passes through here.
+
+How far a rank is behind is its `staleness`, where its strategy tells one: that of asynchronous Canary does. Elsewhere
+it is the largest iteration among the ranks that have answered, less the rank's own.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ _COLUMNS: tuple[tuple[str, Callable[[Mapping], str]], ...] = (
     ("rank", lambda report: str(report["rank"])),
     ("steps", lambda report: _count(report, "steps")),
     ("iteration", lambda report: _count(report, "iteration")),
-    ("behind", lambda report: _count(report, "staleness")),
+    ("behind", lambda report: _count(report, "behind")),
     ("colayers sent", lambda report: _count(report, "proportion")),
     ("overtime drops", lambda report: _count(report, "overtime_drops")),
     ("waited", lambda report: f"{report.get('wait_seconds', 0.0):.1f} s"),
@@ -116,7 +119,7 @@ def _watch(readers: Sequence[ReportReader], arguments: argparse.Namespace) -> in
     show = _show_json if arguments.json else _make_table_printer()
     num_looks, seen, silent_since = 0, False, time.monotonic()
     while True:
-        reports = [_read(reader, rank) for rank, reader in enumerate(readers)]
+        reports = _with_distances([_read(reader, rank) for rank, reader in enumerate(readers)])
         answered = any("problem" not in report for report in reports)
         if answered:
             seen, silent_since = True, math.inf
@@ -144,6 +147,15 @@ def _read(reader: ReportReader, rank: int) -> dict[str, object]:
         return {"rank": rank, "problem": f"{error.code().name.lower()}: {error.details()}"}
     except ValueError as error:
         return {"rank": rank, "problem": str(error)}
+
+
+def _with_distances(reports: Sequence[Mapping]) -> list[dict[str, object]]:
+    """Adds how far each rank is `behind`; not to reports that tell of no iteration."""
+    newest = max((report["iteration"] for report in reports if "iteration" in report), default=0)
+    return [
+        {**report, "behind": report.get("staleness", newest - report["iteration"])} if "iteration" in report else report
+        for report in reports
+    ]
 
 
 def _show_json(reports: Sequence[Mapping]) -> None:

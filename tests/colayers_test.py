@@ -41,6 +41,7 @@ class BundleTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(bundle(_specs((4, 4), (4,), (4,), exact=(1, 2)), 2), [[0, 1, 2]])
         self.assertEqual(bundle(_specs((4,), (4, 4), (4,), exact=(0,)), 9), [[2, 1, 0]])
         self.assertEqual(bundle(_specs((4,), exact=(0,)), 9), [[0]])
+        self.assertEqual(bundle(_specs((4, 4), (4,), (4, 4), (4,), exact=(1, 3)), 2), [[2], [0, 1, 3]])
 
     def test_invariants(self):
         rng = np.random.default_rng(0)

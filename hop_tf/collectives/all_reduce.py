@@ -64,6 +64,7 @@ class AllReduce(abc.ABC):
       codecs: What each vector is encoded with. Lossy ones take float32, bfloat16 and float16.
       pool: Where large arrays come from.
       chunk_values: Values of a chunk; equal on all ranks.
+      lane: What messages travel on whose way no network tells. Default None: as for `Transport.send`.
     """
 
     passes_sums: ClassVar[bool] = True
@@ -78,10 +79,12 @@ class AllReduce(abc.ABC):
         codecs: Sequence[Codec],
         pool: BufferPool,
         chunk_values: int = CHUNK_VALUES,
+        lane: int | None = None,
     ):
         self._membership = membership
         self._name = name
         self._pool = pool
+        self._lane = lane
         self._session = membership.session
         self._mailbox = Mailbox(membership, f"all_reduce/{name}")
         self._vectors = [
@@ -148,6 +151,7 @@ class AllReduce(abc.ABC):
                 is_committed=is_committed,
                 training_step=training_step,
                 is_first=attempt == 0,
+                lane=self._lane,
             )
             try:
                 means = [self._mean(operation, index, values, codec_step) for index, values in enumerate(vectors)]

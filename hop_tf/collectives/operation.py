@@ -48,6 +48,7 @@ class Operation:
         is_committed: bool,
         training_step: int,
         is_first: bool,
+        lane: int | None = None,
     ):
         self._membership = membership
         self._mailbox = mailbox
@@ -56,6 +57,7 @@ class Operation:
         self._delivers = delivers
         self._before_commit = before_commit
         self._training_step = training_step
+        self._lane = lane
         membership.check()  # Who is alone waits for nobody, and would not hear that the job has ended.
         with membership.monitor:
             self.ranks = self._present()
@@ -90,13 +92,14 @@ class Operation:
             self.is_committed = True
 
     def send(self, rank: int, turn: int, chunk: int, data: np.ndarray, lane: int | None = None) -> None:
+        """Sends a chunk. Default lane: that of the operation."""
         header = _HEADER.pack(self._session, *self._attempt, self.vector, turn, chunk)
         self._membership.send(
             rank,
             self._mailbox.queue,
             header,
             [data],
-            lane,
+            self._lane if lane is None else lane,
             step=self._training_step,
             interruptible=not self.is_committed,
         )

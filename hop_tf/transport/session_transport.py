@@ -1,0 +1,68 @@
+"""Several sessions, one after the other or at the same time, on one transport."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+
+from hop_tf.transport.base import Handler, PeerStatus, Transport
+
+_num_sessions: weakref.WeakKeyDictionary[Transport, int] = weakref.WeakKeyDictionary()
+
+
+class SessionTransport(Transport):
+    """The queues of one session on a transport, apart from those of the sessions before and behind it.
+
+    What comes for the next one is held until that is made, and what comes for one that has ended is dropped.
+
+    Args:
+      transport: What carries the messages.
+    """
+
+    def __init__(self, transport: Transport):
+        number = _num_sessions[transport] = _num_sessions.get(transport, 0) + 1
+        self._transport = transport
+        self._prefix = f"canary {number}/"
+        self._queues: set[str] = set()
+
+    @property
+    def rank(self) -> int:
+        return self._transport.rank
+
+    @property
+    def incarnation(self) -> str:
+        return self._transport.incarnation
+
+    def start(self) -> None:
+        self._transport.start()
+
+    def connect(self, peer: int) -> None:
+        self._transport.connect(peer)
+
+    def register(self, queue: str, handler: Handler) -> None:
+        self._queues.add(queue)
+        self._transport.register(self._prefix + queue, handler)
+
+    def unregister(self, queue: str) -> None:
+        self._queues.discard(queue)
+        self._transport.unregister(self._prefix + queue)
+
+    def end_session(self) -> None:
+        """Takes no more messages of the session."""
+        for queue in tuple(self._queues):
+            self.unregister(queue)
+
+    def send(self, peer: int, queue: str, *args, **kwargs) -> None:
+        self._transport.send(peer, self._prefix + queue, *args, **kwargs)
+
+    def flush(self, peer: int, timeout_seconds: float) -> bool:
+        return self._transport.flush(peer, timeout_seconds)
+
+    def status(self, peer: int) -> PeerStatus:
+        return self._transport.status(peer)
+
+    def counters(self) -> Mapping[str, int]:
+        return self._transport.counters()
+
+    def close(self) -> None:
+        self._transport.close()
