@@ -29,7 +29,6 @@ from hop_tf.transport.session_transport import SessionTransport
 _GATHER, _CALL = "canary_session/gather", "canary_session/call"
 # Of a gathered message: which ranks it is between, and how many were before it there.
 _HEADER = struct.Struct("<Iq")
-# By transport: how many sessions were made on it.
 
 
 class CanarySession:
@@ -117,8 +116,8 @@ class CanarySession:
         return self._membership.rank
 
     def __enter__(self) -> CanarySession:
-        if self._membership.has_left:
-            raise HopError(f"rank {self.rank}: a session that has ended is not entered again. Make another one.")
+        if self._is_running or self._membership.has_left:
+            raise HopError(f"rank {self.rank}: a session that was entered is not entered again. Make another one.")
         try:
             self._membership.begin_session()
             self._compare_settings()

@@ -281,15 +281,16 @@ class ExchangeRunner:
 
     def _answer(self, number: int, outgoing: Outgoing, is_step: bool) -> None:
         incoming, error = None, self._no_error
+        failure = self._failure if is_step else None  # Then the scheme has not finished what this step builds on.
         try:
-            if is_step:
+            if is_step and failure is None:
                 incoming = self._step(outgoing)
         except (tf.errors.OutOfRangeError, tf.errors.CancelledError):
             pass  # `close` closed the queues.
-        except BaseException as failure:
-            if failure is not self._failure:
-                self._failure = failure
-                self._on_error(failure)
+        except BaseException as raised:
+            failure = self._failure = raised
+            self._on_error(raised)
+        if failure is not None:
             incoming = Incoming(_POISON, outgoing.segment, self._nothing)
             error = tf.constant(f"{type(failure).__name__}: {failure}")
         with self._in_turn(number):
@@ -316,8 +317,6 @@ class ExchangeRunner:
         enqueue_arrays(self._results, [*tags, error, *incoming.buckets])
 
     def _step(self, outgoing: Outgoing) -> Incoming | None:
-        if self._failure is not None:  # The scheme has not finished what this builds on.
-            raise self._failure
         # Once interrupted it sends nothing more: what bounds the distance between ranks is the waiting.
         if not self._interrupted:
             try:

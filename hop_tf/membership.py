@@ -582,9 +582,8 @@ class Membership:
         if leave.rank == self.rank or not self._departures.note(leave):
             return False
         if leave.abort and self._failure is None:
-            self._failure = PeerLostError(
-                f"rank {self.rank}: training ended because rank {leave.rank} gave up: {leave.reason}"
-            )
+            reason = f"training ended because rank {leave.rank} gave up: {leave.reason}"
+            self.fail(PeerLostError(f"rank {self.rank}: {reason}"))
         elif leave.reason:
             logging.info("rank %d: rank %d left session %d: %s", self.rank, leave.rank, leave.session, leave.reason)
         self.monitor.notify_all()

@@ -55,8 +55,9 @@ class CanaryStrategy(ExchangeStrategy):
     `patience`, a part of an iteration:
 
     - `consistency` "ssp": a rank that is more than `max_staleness` iterations behind the fastest one, with fewer than
-      `min_colayers` of the present iteration sent, drops the rest of it, and takes the weights of the fastest rank that
-      lacks nothing of what was merged here; if all do, it goes on with its own.
+      `min_colayers` of the present iteration sent, drops the rest of it, and takes the weights of the fastest rank, or
+      of one of the next two, if these hold all that was merged here and can still come there; else it goes on with its
+      own.
       In any case a rank goes on with the iteration that the fastest one is in; the batches in between are passed over.
     - "async": the same, and nothing is dropped.
     - "bsp": synchronous training. Gradients are averaged, colayer by colayer, before the optimizer gets them. What is
@@ -115,8 +116,9 @@ class CanaryStrategy(ExchangeStrategy):
         them), go as factors of r columns, which the codec then shortens, and what is lost is added to what is sent
         next. With "bsp" ranks find those of the mean gradient together (PowerSGD). Else each finds those of its own
         step, and gets those of all ranks, in place of a sum: so kernels go as they are where that were longer, and one
-        rank averages all of a kernel in a blend. What was lost last stays behind when `fit` ends. For weights that are
-        equal to the bit, processors must compute alike. Default None: they go as they are.
+        rank averages all of a kernel in a blend. What is left over when `fit` ends goes with the first steps of the
+        next one. For weights that are equal to the bit, processors must compute alike. Default None: they go as they
+        are.
       interfaces: This machine's address on each of the network's interfaces: `beta` of a BCube, else one. Ranks that
         an address cannot reach are reached over that of the cluster, and a warning says so. See
         `CommunicationOptions.interfaces`, which this one takes the place of. Default None: as it says.

@@ -48,7 +48,8 @@ class KernelFactors:
       pool: Where large arrays come from.
 
     Attributes:
-      lost: What is still to be sent, m x k: the sum of all contributions is that of what was encoded, and this.
+      lost: What is still to be sent, m x k: the sum of all contributions is that of what was encoded, and this; 0 after
+        what is not finite.
     """
 
     def __init__(self, spec: TensorSpec, rank: int, codec: Codec, min_encoded_values: int, pool: BufferPool):
@@ -61,14 +62,17 @@ class KernelFactors:
 
     def encode(self, contribution: np.ndarray) -> np.ndarray:
         """The factors of a contribution and of what was lost before. See `gather`."""
-        is_finite = bool(np.isfinite(contribution).all())  # Else it is as if there had been no such step.
-        matrix = np.add(self.lost, self._matrix(contribution), out=self.lost if is_finite else None)
-        basis = orthonormal(matrix @ self._basis)
-        factors = [np.ascontiguousarray(each, np.float32) for each in (basis, matrix.T @ basis)]
+        self.lost += self._matrix(contribution)
+        basis = orthonormal(self.lost @ self._basis)
+        factors = [np.ascontiguousarray(each, np.float32) for each in (basis, self.lost.T @ basis)]
         encoded = [codec.encode(each.ravel(), self._pool) for codec, each in zip(self._codecs, factors, strict=True)]
-        if is_finite:
-            matrix -= self._product(encoded)
-            self._basis = factors[1]
+        product = self._product(encoded)
+        if np.isfinite(product).all():
+            self.lost -= product
+            if factors[1].any():
+                self._basis = factors[1]
+        else:  # Training has diverged: another one with these variables may not.
+            self.lost.fill(0)
         return gather(encoded, self._pool)
 
     def accumulate(self, data: np.ndarray, total: np.ndarray) -> None:
@@ -84,7 +88,7 @@ class KernelFactors:
         self._matrix(total)[:] += self._product(split(data))
 
     def _product(self, encoded: Sequence[np.ndarray]) -> np.ndarray:
-        if len(encoded) % 2:
+        if not encoded or len(encoded) % 2:
             raise ProtocolError(f"{len(encoded)} factors came, which are no pairs.")
         p, q = (self._decoded(axis, encoded[axis::2]) for axis in (0, 1))
         return p @ q.T

@@ -74,21 +74,32 @@ class KernelFactorsTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllClose(total, sum(_decoded(several[0], each) for each in encoded), atol=1e-4)
         self.assertLess(gather(parts, BufferPool()).nbytes, 3 * 4 * (_M + _K) * (4 if codec is None else 4.7) + 128)
 
-    def test_what_is_not_finite_is_not_kept(self):
-        factors, values = _factors(rank=2), np.ones(_M * _K, np.float32)
-        factors.encode(values)
-        lost = factors.lost.copy()
-        values[5] = np.nan
-        self.assertFalse(np.isfinite(_decoded(factors, factors.encode(values))).all())
-        self.assertAllEqual(factors.lost, lost)
-        values[5] = 1.0
-        self.assertAllClose(_decoded(factors, factors.encode(values)), np.ones((_M, _K)), atol=1e-4)
+    @parameterized.product(codec=(None, "sketch", "int8"), value=(np.nan, 1e20, 1e38))
+    def test_what_is_not_finite_is_not_kept(self, codec, value):
+        """Training may go on with other weights: nothing of what was too large is left of it."""
+        factors, rng = _factors(rank=2, codec=codecs.get(codec)), np.random.default_rng(0)
+        for _ in range(2):
+            factors.encode((value * rng.normal(size=_M * _K)).astype(np.float32))
+        if not np.isfinite(value):
+            self.assertAllEqual(factors.lost, np.zeros((_M, _K)))
+        self.assertTrue(np.isfinite(factors.lost).all())
+        for _ in range(60):
+            found = _decoded(factors, factors.encode(np.ones(_M * _K, np.float32)))
+        self.assertTrue(np.isfinite(found).all())
+
+    def test_after_a_contribution_of_nothing(self):
+        """As where the learning rate is 0: what comes then is found as well as before."""
+        factors, values = _factors(rank=2), np.outer(np.linspace(1, 2, _M), np.linspace(-1, 1, _K)).astype(np.float32)
+        for contribution in (values, np.zeros_like(values), values):
+            self.assertAllClose(_decoded(factors, factors.encode(contribution.ravel())), contribution, atol=1e-4)
 
     def test_what_is_malformed(self):
         factors = _factors(rank=2)
         p, q = split(factors.encode(np.ones(_M * _K, np.float32)))
         with self.assertRaisesRegex(ProtocolError, "3 factors came, which are no pairs"):
             _decoded(factors, gather([p, q, p], BufferPool()))
+        with self.assertRaisesRegex(ProtocolError, "0 factors came, which are no pairs"):
+            _decoded(factors, gather([], BufferPool()))
         with self.assertRaisesRegex(ProtocolError, r"factors of a kernel of \(128, 160\) came that are none"):
             _decoded(factors, gather([q, p], BufferPool()))
 

@@ -257,10 +257,10 @@ class CanarySessionTest(TransportTestMixin, tf.test.TestCase, parameterized.Test
 
     def test_is_not_entered_twice(self):
         session = hop_tf.CanarySession(self.start(1)[0], 1)
-        with session:
+        with session, self.assertRaisesRegex(HopError, "is not entered again. Make another one."), session:
             pass
         with (
-            self.assertRaisesRegex(HopError, "a session that has ended is not entered again. Make another one."),
+            self.assertRaisesRegex(HopError, "a session that was entered is not entered again. Make another one."),
             session,
         ):
             pass

@@ -471,7 +471,9 @@ class SendTest(tf.test.TestCase):
             self._send(all_have_left=True, continues=False, on_block=end)
 
     def test_the_end_of_the_job(self):
-        membership = self._send(on_block=self._leave(rank=2, abort=True, reason="a mismatch"))
+        with self.assertLogs("absl", "ERROR") as logs:  # Nobody may be waiting who raises it.
+            membership = self._send(on_block=self._leave(rank=2, abort=True, reason="a mismatch"))
+        self.assertIn("PeerLostError: rank 0: training ended because rank 2 gave up: a mismatch", logs.output[0])
         with self.assertRaisesRegex(errors.PeerLostError, "rank 2 gave up: a mismatch"):
             membership.check()
 

@@ -61,6 +61,9 @@ class SessionTransport(Transport):
     def status(self, peer: int) -> PeerStatus:
         return self._transport.status(peer)
 
+    def bytes_by_lane(self) -> Mapping[int, int]:
+        return self._transport.bytes_by_lane()
+
     def counters(self) -> Mapping[str, int]:
         return self._transport.counters()
 
