@@ -19,7 +19,7 @@ from hop_tf import codecs, gei
 from hop_tf.arguments import check_integer
 from hop_tf.buffers import BufferPool
 from hop_tf.collectives import BULK_LANE, AllReduce, BCube, get_algorithm, get_network
-from hop_tf.errors import HopError, MismatchError, ProtocolError
+from hop_tf.errors import HopError, MismatchError, PeerLostError, ProtocolError
 from hop_tf.membership import Membership
 from hop_tf.monitor import Monitor, ThreadMonitor
 from hop_tf.options import CommunicationOptions, checked_options
@@ -162,12 +162,17 @@ class CanarySession:
         with self._membership.monitor:
             return {rank: self._gathered.pop((rank, group, number)) for rank in values}
 
-    def _check_is_running(self) -> None:
-        """Raises HopError unless the session was entered, and has not ended."""
+    def _check_is_running(self, ranks: Sequence[int]) -> None:
+        """Raises HopError unless the session was entered, and has not ended, here and on these ranks."""
         if not self._is_running:
             raise HopError(
                 f"rank {self.rank}: collectives of a session are called between its begin and end, in `with`."
             )
+        self._membership.check()  # Who has given up has told why.
+        with self._membership.monitor:
+            ended = sorted(self._membership.departed() & set(ranks))
+        if ended:
+            raise PeerLostError(f"rank {self.rank}: ranks {ended} have ended the session, and call nothing more.")
 
     def _announce(self, ranks: Sequence[int], call: str) -> None:
         """Tells the others what this rank is about to do."""
@@ -235,7 +240,7 @@ class CanarySession:
         ranks, lane = self._ranks_of(cube), BULK_LANE if cube is None else _lane_of(cube)
         pieces = len(ranks) if pieces is None else pieces
         check_integer("pieces", pieces, at_least=1)
-        self._check_is_running()
+        self._check_is_running(ranks)
         tensor = np.ascontiguousarray(tensor)
         parts = np.array_split(tensor.reshape(-1), pieces)
         of_places = [np.concatenate([parts[0][:0], *parts[place :: len(ranks)]]) for place in range(len(ranks))]
@@ -291,7 +296,7 @@ class CanarySession:
             ranks, network = self._lowest_levels(piece_level)
         tensor = np.asarray(tensor)
         _check_floating(tensor)
-        self._check_is_running()
+        self._check_is_running(ranks)
         values = np.ascontiguousarray(tensor).reshape(-1)
         key = (network, ranks, values.size, values.dtype.name)
         if key not in self._reductions:

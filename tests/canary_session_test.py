@@ -284,12 +284,23 @@ class CanarySessionTest(TransportTestMixin, tf.test.TestCase, parameterized.Test
                 collective(np.zeros(3))
 
     def test_who_ends_early_is_said_to_have(self):
-        def body(session):
-            if session.rank == 1:
-                session.all_reduce(np.zeros(3))
+        """Whether others wait for it already, or not yet."""
+        for begins_first, message in (
+            (True, "rank 0 .*it has ended: it has ended the session"),
+            (False, r"rank 1: ranks \[0\] have ended the session, and call nothing more"),
+        ):
 
-        with self.assertRaisesRegex(PeerLostError, "rank 0 .*it has ended: it has ended the session"):
-            self._run(2, body)
+            def body(session, begins_first=begins_first):
+                membership = session._membership
+                if session.rank == 1:
+                    if not begins_first:
+                        wait_until(lambda: membership.departure(0))
+                    session.all_gather(np.zeros(3))
+                elif begins_first:
+                    wait_until(lambda: session._calls_there[1])
+
+            with self.assertRaisesRegex(PeerLostError, message):
+                self._run(2, body)
 
     @parameterized.parameters(
         ({"options": 3}, "`options` must be a hop_tf.CommunicationOptions or None. Received: options=3."),
