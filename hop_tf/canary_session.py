@@ -13,7 +13,6 @@ import zlib
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-import tensorflow as tf
 
 from hop_tf import codecs, gei
 from hop_tf.arguments import check_integer
@@ -56,7 +55,8 @@ class CanarySession:
       ValueError: If an argument is out of range, or the network does not fit `world_size`.
       MismatchError: By `__enter__`, if a rank has another network, codec or `num_colayers`. A rank may hear of that
         from another one that has given up: then it is a PeerLostError.
-      HopError: By `__enter__`, if the session has ended, or a rank is lost; by collectives, if it was not entered.
+      HopError: By `__enter__`, if the session was entered before, or a rank is lost; by collectives, unless it was
+        entered and has not ended, here and on the ranks that take part.
 
     Blocks: `__enter__`, until all ranks enter; `__exit__`, until what was sent has arrived at those that still listen,
       at most `progress_timeout_seconds`: the transport may be closed then.
@@ -419,11 +419,9 @@ def _lane_of(cube: tuple[int, int]) -> int:
 def _check_floating(tensor: np.ndarray) -> None:
     """Raises ValueError where there is no mean of the same type."""
     try:
-        is_floating = tf.as_dtype(tensor.dtype).is_floating
-    except TypeError:  # There is no such type in TensorFlow.
-        is_floating = False
-    if not is_floating:
+        codecs.Identity(dtype=tensor.dtype)
+    except (TypeError, ValueError) as error:  # TypeError: there is no such type in TensorFlow.
         raise ValueError(
             "`tensor` must have floating-point values, for a mean of others has another type: convert them, as by "
             f"`tensor.astype(np.float32)`. Received: values of type {tensor.dtype.name}."
-        )
+        ) from error

@@ -56,8 +56,8 @@ class CanaryStrategy(ExchangeStrategy):
 
     - `consistency` "ssp": a rank that is more than `max_staleness` iterations behind the fastest one, with fewer than
       `min_colayers` of the present iteration sent, drops the rest of it, and takes the weights of the fastest rank, or
-      of one of the next two, if these hold all that was merged here and can still come there; else it goes on with its
-      own.
+      of one of the next two, if these lack nothing that was merged here, but for what can never come there; else it
+      goes on with its own.
       In any case a rank goes on with the iteration that the fastest one is in; the batches in between are passed over.
     - "async": the same, and nothing is dropped.
     - "bsp": synchronous training. Gradients are averaged, colayer by colayer, before the optimizer gets them. What is

@@ -187,6 +187,16 @@ def _job(network, world_size, num_steps, rng, **settings):
     return Job(network, world_size, durations, changes, **settings)
 
 
+def _job_with_a_slow_rank(network, num_steps, shapes, **settings):
+    """Rank 0 is so slow that it drops iterations. Changes are any numbers, so that sums are not exact."""
+    rng, (name, world_size) = np.random.default_rng(5), network
+    changes = rng.normal(size=(world_size, num_steps, _packing(shapes).sizes[0]))
+    durations = 0.5 + rng.random((world_size, num_steps))
+    durations[0] *= 5
+    settings = {"thresholds": Thresholds(1, 2), "link_seconds": lambda a, b, num_bytes: 0.1, **settings}
+    return Job(name, world_size, durations, changes, shapes=shapes, **settings)
+
+
 class ExactSumTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(*_NETWORKS)
     def test_equal_ranks(self, network, world_size):
@@ -275,23 +285,8 @@ class ExactSumTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.product(network=(("mesh", 3), ("bcube:2,2", 4), ("tree", 5)), sync_interval=(None, 5))
     def test_replicas_are_alike_when_all_is_merged(self, network, sync_interval):
         """Also where the sketch has changed what was sent: all add the same."""
-        rng, num_steps = np.random.default_rng(5), 20
-        name, world_size = network
         shapes = ((4000,), (40, 100), (5000,), (1,))
-        changes = rng.normal(size=(world_size, num_steps, _packing(shapes).sizes[0]))
-        durations = 0.5 + rng.random((world_size, num_steps))
-        durations[0] *= 5
-        job = Job(
-            name,
-            world_size,
-            durations,
-            changes,
-            shapes=shapes,
-            codec=codecs.get("sketch"),
-            thresholds=Thresholds(1, 2),
-            sync_interval=sync_interval,
-            link_seconds=lambda a, b, num_bytes: 0.1,
-        ).run()
+        job = _job_with_a_slow_rank(network, 20, shapes, codec=codecs.get("sketch"), sync_interval=sync_interval).run()
         expected = job.expected()
         lost = np.linalg.norm(job.finals[0] - expected) / np.linalg.norm(expected)
         self.assertBetween(lost, 1e-4, 2e-2)  # It is not exact.
@@ -301,24 +296,9 @@ class ExactSumTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.product(network=(("mesh", 3), ("bcube:2,2", 4), ("tree", 5)), codec=(None, "sketch"))
     def test_what_low_rank_factors_lose_is_kept_for_later(self, network, codec):
         """Be it that iterations are dropped, and states pulled."""
-        rng, num_steps = np.random.default_rng(6), 12
-        name, world_size = network
         shapes = ((700,), (128, 130), (131, 150), (5,))  # Rows of neither are whole multiples of 64 bytes.
-        changes = rng.normal(size=(world_size, num_steps, _packing(shapes).sizes[0]))
-        durations = 0.5 + rng.random((world_size, num_steps))
-        durations[0] *= 5
-        job = Job(
-            name,
-            world_size,
-            durations,
-            changes,
-            shapes=shapes,
-            low_rank=4,
-            codec=codecs.get(codec),
-            thresholds=Thresholds(1, 2),
-            sync_interval=4,
-            link_seconds=lambda a, b, num_bytes: 0.1,
-        ).run()
+        settings = {"low_rank": 4, "codec": codecs.get(codec), "sync_interval": 4}
+        job = _job_with_a_slow_rank(network, 12, shapes, **settings).run()
         self.assertGreater(job.counters[0]["pulls"], 0)
         self.assertLessEqual(job.max_distance(), 1e-4)
         found = job.finals[0].astype(np.float64)
