@@ -156,7 +156,8 @@ class ExchangeRunner:
         self._on_error = on_error
         self._quiet = threading.Event()
         self._interrupted = False
-        self._failure: BaseException | None = None
+        # The number of what has failed, and why; the earliest, where several have.
+        self._failure: tuple[int, BaseException] | None = None
         self._begun_step: int | None = None
         self._begun_segments: set[int] = set()
         self._taking = threading.Lock()
@@ -281,24 +282,34 @@ class ExchangeRunner:
 
     def _answer(self, number: int, outgoing: Outgoing, is_step: bool) -> None:
         incoming, error = None, self._no_error
-        failure = self._failure if is_step else None  # Then the scheme has not finished what this step builds on.
         try:
-            if is_step and failure is None:
+            if is_step and self._failure_until(number) is None:
                 incoming = self._step(outgoing)
         except (tf.errors.OutOfRangeError, tf.errors.CancelledError):
             pass  # `close` closed the queues.
         except BaseException as raised:
-            failure = self._failure = raised
-            self._on_error(raised)
-        if failure is not None:
-            incoming = Incoming(_POISON, outgoing.segment, self._nothing)
-            error = tf.constant(f"{type(failure).__name__}: {failure}")
+            self._fail(number, raised)
         with self._in_turn(number):
+            # All that was taken before is answered, so that this is the same whichever thread was faster.
+            if is_step and (failure := self._failure_until(number)) is not None:
+                incoming = Incoming(_POISON, outgoing.segment, self._nothing)
+                error = tf.constant(f"{type(failure).__name__}: {failure}")
             if incoming is not None:
                 self._put(incoming, error)
             elif outgoing.step == _END_OF_SESSION:
                 self._interrupted, self._failure = False, None
                 self._quiet.set()
+
+    def _fail(self, number: int, failure: BaseException) -> None:
+        with self._putting:
+            if self._failure is None or number < self._failure[0]:
+                self._failure = number, failure
+        self._on_error(failure)
+
+    def _failure_until(self, number: int) -> BaseException | None:
+        """Why this step, or one that was taken before it, has failed: then the scheme lacks what this one builds on."""
+        failure = self._failure
+        return failure[1] if failure is not None and failure[0] <= number else None
 
     @contextlib.contextmanager
     def _in_turn(self, number: int) -> Iterator[None]:

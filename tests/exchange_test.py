@@ -254,14 +254,18 @@ class ThreadsTest(tf.test.TestCase):
         self.errors = []
         self.exchange = FakeExchange()
         self.exchange.num_threads = self.exchange.max_in_flight = 3
-        self.runner = ExchangeRunner(
+        self.runner = self.make_runner(on_error=self.errors.append)
+
+    def make_runner(self, on_error, kind=ExchangeRunner):
+        runner = kind(
             name="test",
             packing=Packing([TensorSpec("a", (16,), tf.float32)]),
             exchange=self.exchange,
-            on_error=self.errors.append,
+            on_error=on_error,
             joining=mock.create_autospec(Joining, instance=True),
         )
-        self.addCleanup(self.runner.close)
+        self.addCleanup(runner.close)
+        return runner
 
     def submit(self, step):
         self.runner.submit(tf.constant(step, tf.int64), 0, [tf.fill([16], float(step))])
@@ -292,6 +296,46 @@ class ThreadsTest(tf.test.TestCase):
         self.assertAllEqual(self.collect(0), np.zeros(16))
         with self.assertRaisesRegex(tf.errors.InvalidArgumentError, "rank 2 was lost"):
             self.collect(1)
+        self.assertLen(self.errors, 1)
+
+    def test_a_failure_spares_what_was_taken_before_and_is_begun_later(self):
+        failed = threading.Event()
+
+        class Late(ExchangeRunner):
+            def _answer(self, number, outgoing, is_step):
+                if outgoing.step == 0:
+                    failed.wait(_DEADLINE_SECONDS)
+                super()._answer(number, outgoing, is_step)
+
+        def on_error(error):
+            self.errors.append(error)
+            failed.set()
+
+        def fail():
+            raise PeerLostError("rank 2 was lost")
+
+        self.exchange.behaviors = {1: fail}
+        self.runner = self.make_runner(on_error, Late)
+        self.submit(0)
+        self.submit(1)
+        self.assertAllEqual(self.collect(0), np.zeros(16))
+        with self.assertRaisesRegex(tf.errors.InvalidArgumentError, "rank 2 was lost"):
+            self.collect(1)
+        self.assertLen(self.errors, 1)
+
+    def test_what_is_taken_after_a_failure_fails_though_it_was_done(self):
+        done = threading.Event()
+
+        def fail():
+            done.wait(_DEADLINE_SECONDS)
+            raise PeerLostError("rank 2 was lost")
+
+        self.exchange.behaviors = {0: fail, 1: done.set}
+        self.submit(0)
+        self.submit(1)
+        for step in range(2):
+            with self.assertRaisesRegex(tf.errors.InvalidArgumentError, "rank 2 was lost"):
+                self.collect(step)
         self.assertLen(self.errors, 1)
 
     def test_quiesce_waits_for_all(self):
