@@ -1,6 +1,6 @@
 """DTS with all ranks in one process and one thread, where time does not matter.
 
-What a rank does is the product's own: Keras's optimizer, `Windows`, `CarriedChanges`. What all do together is a mean in
+What a rank does is the product's own: Keras's optimizer, `Windows`, `LateChanges`. What all do together is a mean in
 NumPy. D = 0, p = 1 is synchronous training.
 """
 
@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hop_tf.carried import CarriedChanges
+from hop_tf.averaging import LateChanges
 from hop_tf.codecs import TopK
 from hop_tf.strategies.dts_windows import Schedule, Windows
 
@@ -50,7 +50,7 @@ class Rank:
         optimizer.build(model.trainable_variables)
         self._trained = [variable.value for variable in model.trainable_variables]
         carried = [variable.value for variable in model.non_trainable_variables if variable.value.dtype.is_floating]
-        self._carried = CarriedChanges(carried, [variable.read_value() for variable in carried])
+        self._carried = LateChanges(carried, [variable.read_value() for variable in carried])
         self.windows = Windows(
             optimizer,
             self._trained,

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import tensorflow as tf
 
+from hop_tf.averaging import LateChanges
 from hop_tf.buffers import BufferPool
-from hop_tf.carried import CarriedChanges
 from hop_tf.codecs import Codec, Identity
 from hop_tf.collectives import AllReduce, get_algorithm
 from hop_tf.exchange import CATCH_UP, Exchange, ExchangeRunner
@@ -53,7 +53,7 @@ class ExchangeContext:
     start_thread: Callable[[str, Callable[[], None]], threading.Thread] = _start_thread
     optimizer: weakref.ref = lambda: None
     trained: Sequence[tf.Variable] = ()
-    carried: CarriedChanges = dataclasses.field(default_factory=lambda: CarriedChanges((), ()))
+    carried: LateChanges = dataclasses.field(default_factory=lambda: LateChanges((), ()))
 
     def make_all_reduce(self, name: str, packing: Packing, codec: Codec, algorithm: str) -> AllReduce:
         """Makes an all-reduce of buckets. Those that are exact, and those of float64, do not pass through `codec`.

@@ -372,6 +372,70 @@ def unscaled(optimizer: Any, gradients: Sequence) -> list[tf.Tensor]:
     return gradients if scale is None else [gradient / tf.cast(scale, gradient.dtype) for gradient in gradients]
 
 
+class _OwnUpdates(threading.local):
+    """Whether `update` or `prepare_update` calls an optimizer in this thread: hooks have nothing to do with that.
+
+    Attributes:
+      runs: Whether the optimizer's update is ours.
+      is_left_out: Whether the update itself is left out, but for what comes before it.
+    """
+
+    runs = False
+    is_left_out = False
+
+
+_own_updates = _OwnUpdates()
+
+
+def update(optimizer: Any, gradients: Sequence[tf.Tensor], variables: Sequence[tf.Variable]) -> None:
+    """Emits one update of some variables, with all that belongs to it: what `optimizer.apply` does of itself.
+
+    Decay, step, moving averages, constraints, and the count of steps; gradients are used as they are: not clipped,
+    scaled or accumulated. No strategy's hooks see it.
+
+    Args:
+      optimizer: The optimizer, built.
+      gradients: One dense gradient a variable.
+      variables: Some of those that it updates.
+    """
+    inner = _innermost(optimizer)
+    _begin_update(inner, gradients, variables)
+    if inner.use_ema:
+        inner._update_model_variables_moving_average(inner._trainable_variables)
+        if inner.ema_overwrite_frequency:
+            is_due = tf.equal((inner.iterations + 1) % inner.ema_overwrite_frequency, 0)
+            tf.cond(is_due, lambda: _overwrite_with_averages(inner), lambda: None)
+    constrain(inner, variables)
+    inner._iterations.assign_add(gradient_accumulation_steps(inner))
+
+
+def prepare_update(optimizer: Any, gradients: Sequence[tf.Tensor], variables: Sequence[tf.Variable]) -> None:
+    """Emits what `optimizer.apply` has done when it comes to the hooks: decay, and what Nadam does before its steps."""
+    _own_updates.is_left_out = True
+    try:
+        _begin_update(_innermost(optimizer), gradients, variables)
+    finally:
+        _own_updates.is_left_out = False
+
+
+def _begin_update(optimizer: Any, gradients: Sequence[tf.Tensor], variables: Sequence[tf.Variable]) -> None:
+    of_keras = _keras_variables(optimizer)
+    of_keras = [of_keras[id(variable)] for variable in variables]
+    optimizer._apply_weight_decay(of_keras)
+    _own_updates.runs = True
+    try:
+        optimizer._backend_update_step(list(gradients), of_keras, optimizer.learning_rate)
+    finally:
+        _own_updates.runs = False
+
+
+def _overwrite_with_averages(optimizer: Any) -> None:
+    for variable, average in zip(
+        optimizer._trainable_variables, optimizer._model_variables_moving_average, strict=True
+    ):
+        variable.assign(average)
+
+
 def _innermost(optimizer: Any) -> Any:
     return getattr(optimizer, "inner_optimizer", optimizer)
 
@@ -405,7 +469,9 @@ class _ReplicaContext(one_device_strategy._OneDeviceReplicaContext):
         name = getattr(merge_fn, "__qualname__", "")
         if name.endswith(_LOSS_SCALED_UPDATE):
             return self._loss_scaled_update(merge_fn, args, kwargs)
-        if name.endswith(_UPDATE) and not self._trace.inside_loss_scaling:
+        if name.endswith(_UPDATE) and _own_updates.is_left_out:
+            return None
+        if name.endswith(_UPDATE) and not (self._trace.inside_loss_scaling or _own_updates.runs):
             (grads_and_vars, *rest) = args
             grads_and_vars = list(grads_and_vars)
             variables = [variable for _, variable in grads_and_vars]

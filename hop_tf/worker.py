@@ -16,8 +16,8 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from hop_tf.averaging import LateChanges
 from hop_tf.buffers import BufferPool
-from hop_tf.carried import CarriedChanges
 from hop_tf.cluster import Cluster
 from hop_tf.codecs import Identity
 from hop_tf.collectives import AllReduce, TreeCollectives, get_algorithm
@@ -255,7 +255,7 @@ class Worker:
             self._pool,
             optimizer=weakref.ref(optimizer),
             trained=trained,
-            carried=CarriedChanges(carried, carried_values),
+            carried=LateChanges(carried, carried_values),
         )
         exchange = self._joining.attach(name, lambda: self._make_exchange(context))
         runner = ExchangeRunner(

@@ -192,6 +192,25 @@ class OptimizerTest(tf.test.TestCase, parameterized.TestCase):
         others = {id(getattr(variable, "value", None)) for variable in (optimizer._iterations, *others)}
         self.assertLessEqual({id(variable.value) for variable in optimizer.variables} - others, found)
 
+    @parameterized.product(name=sorted(_OPTIMIZERS), in_graph=(False, True))
+    def test_update_is_what_apply_does(self, name, in_graph):
+        results = []
+        for update in (keras_hook.update, lambda optimizer, gradients, values: optimizer.apply(gradients)):
+            keras.utils.set_random_seed(1)
+            optimizer = _OPTIMIZERS[name]()
+            optimizer.weight_decay, optimizer.gradient_accumulation_steps = 0.1, None
+            optimizer.use_ema, optimizer.ema_momentum, optimizer.ema_overwrite_frequency = True, 0.5, 2
+            variables = [keras.Variable(tf.random.normal(shape), name=f"v{len(shape)}") for shape in ((3, 2), (4,))]
+            variables[1].constraint = keras.constraints.NonNeg()
+            optimizer.build(variables)
+            values = [variable.value for variable in variables]
+            run = (tf.function if in_graph else lambda f: f)(update)
+            for _ in range(3):
+                run(optimizer, [tf.random.normal(value.shape) for value in values], values)
+            results.append([*values, *(variable.value for variable in optimizer.variables)])
+        for mine, of_keras in zip(*results, strict=True):
+            self.assertAllClose(mine, of_keras, rtol=1e-6, atol=1e-6)
+
     def test_what_workers_do_is_left_out(self):
         optimizer = keras.optimizers.AdamW(
             keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5),

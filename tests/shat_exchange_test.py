@@ -17,8 +17,8 @@ from absl.testing import parameterized
 
 from hop_tf import membership as membership_module
 from hop_tf import payloads
+from hop_tf.averaging import LateChanges
 from hop_tf.buffers import BufferPool
-from hop_tf.carried import CarriedChanges
 from hop_tf.errors import DeadlineExceededError, HopError, MismatchError, PeerLostError
 from hop_tf.exchange import Outgoing
 from hop_tf.group import ExchangeContext
@@ -80,7 +80,7 @@ class _Worker:
             BufferPool(),
             optimizer=weakref.ref(self.optimizer),
             trained=trained,
-            carried=CarriedChanges(carried, [variable.read_value() for variable in carried]),
+            carried=LateChanges(carried, [variable.read_value() for variable in carried]),
         )
         self.exchange = ShatExchange(context, settings)
 

@@ -1,0 +1,70 @@
+"""`LateChanges`: averaging changes that arrive late, with a rank's own in their place until they do.
+
+    what a rank computes with  =  what is merged, alike on all ranks  +  its own changes that are not merged yet
+
+A rank changes its variables as it likes: by the steps of any optimizer, by moving statistics. Once in a while it takes
+what it has changed since the last time, and hands that out. When the mean over all ranks arrives, be it many steps
+later, the rank takes its own part out and puts the mean in:
+
+    w += mean(changes) - own changes
+
+Meanwhile it computes at weights that hold its own changes at full size: the best guess of a mean that is not there yet.
+Nothing else is corrected: no optimizer slot takes notice. For outer steps of DiLoCo these are the "eager updates" of
+Kale, Douillard and Donchev, arXiv 2502.12996.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+
+class LateChanges:
+    """What this rank has changed of some variables since it was asked last.
+
+    Ranks exchange changes, not values: a difference between values would be there still when the next ones are sent,
+    and be corrected once more for everything that is under way.
+
+    Args:
+      variables: The variables.
+      values: What they are when the first change is about to be made.
+
+    Attributes:
+      variables: The variables.
+    """
+
+    def __init__(self, variables: Sequence[tf.Variable], values: Sequence[tf.Tensor]):
+        self.variables = variables
+        with tf.init_scope():
+            self._known = [tf.Variable(value, trainable=False, name="hop_tf_known") for value in values]
+
+    def reset(self) -> None:
+        """Emits the ops that forget changes which were made so far."""
+        for variable, known in zip(self.variables, self._known, strict=True):
+            known.assign(variable)
+
+    def known(self) -> list[tf.Tensor]:
+        """Emits the ops that read what the variables were before the changes that `take` would give."""
+        return [known.read_value() for known in self._known]
+
+    def take(self) -> list[tf.Tensor]:
+        """Emits the ops that compute the changes since the last call."""
+        changes = []
+        for variable, known in zip(self.variables, self._known, strict=True):
+            value = variable.read_value()
+            changes.append(value - known)
+            known.assign(value)
+        return changes
+
+    def add(self, changes: Sequence[tf.Tensor]) -> None:
+        """Emits the ops that add changes which are not this rank's own, such as a mean less the own part of it."""
+        for variable, known, change in zip(self.variables, self._known, changes, strict=True):
+            variable.assign_add(change)
+            known.assign_add(change)
+
+    def replace(self, values: Sequence[tf.Tensor]) -> None:
+        """Emits the ops that give the variables values which hold all own changes that were taken."""
+        for variable, known, value in zip(self.variables, self._known, values, strict=True):
+            variable.assign(value)
+            known.assign(value)
