@@ -161,7 +161,7 @@ def _train(case: Mapping, make_strategy: Callable[..., hop_tf.PipeSGDStrategy]) 
     keras.utils.set_random_seed(case["seed"])
     (x, y), test = images.load("mnist" if case["task"] == "mnist" else "cifar10", case["cifar10"])
     steps = len(x) // _BATCH_SIZE
-    strategy = make_strategy(warmup_steps=case["warmup_epochs"] * steps)
+    strategy = make_strategy(compensation="none", warmup_steps=case["warmup_epochs"] * steps)  # As in the paper.
     with strategy.scope():
         model = _MODELS[case["task"]]()
         rate = keras.optimizers.schedules.CosineDecay(

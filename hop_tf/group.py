@@ -152,6 +152,11 @@ class Group:
         return self.exchange.parts[segment] if self.exchange.parts else self.packing
 
     @property
+    def packing_of_variables(self) -> Packing:
+        """The buckets without what travels beside."""
+        return self.packing.part(range(len(self.variables)))
+
+    @property
     def trained(self) -> Sequence[tf.Variable]:
         """The variables that the optimizer updates."""
         return self.variables[: self.num_trained]

@@ -101,6 +101,14 @@ class TrainingHooks(abc.ABC):
         """Called when `fit` is about to make its first step, after the callbacks' `on_train_begin`."""
 
     @abc.abstractmethod
+    def begin_epoch(self) -> None:
+        """Called when an epoch of `fit` is about to begin, after the callbacks' `on_epoch_begin`."""
+
+    @abc.abstractmethod
+    def end_epoch(self) -> None:
+        """Called when `fit` has made the last step of an epoch, before it validates and asks callbacks; also twice."""
+
+    @abc.abstractmethod
     def finish_training(self) -> None:
         """Called when `fit` has made its last step, before the variables get their final values."""
 
@@ -231,6 +239,13 @@ def averages_of(optimizer: Any, variables: Sequence[tf.Variable]) -> list[tf.Var
 def learning_rate(optimizer: Any) -> tf.Tensor:
     """The learning rate of the step that is to be made."""
     return tf.convert_to_tensor(_innermost(optimizer).learning_rate)
+
+
+def assign_learning_rate(optimizer: Any, rate: tf.Tensor) -> None:
+    """Gives the optimizer another learning rate, unless a schedule knows it: that goes by the count of steps."""
+    variable = _innermost(optimizer)._learning_rate
+    if isinstance(variable, keras.Variable):
+        variable.assign(rate)
 
 
 def weight_decays(optimizer: Any, variables: Sequence[tf.Variable]) -> list[float]:
@@ -365,6 +380,12 @@ def check_loss_scaling(optimizer: Any) -> None:
         )
 
 
+def scaled(optimizer: Any, gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Gradients with the loss scale of `optimizer`, as it expects them."""
+    scale = loss_scale(optimizer)
+    return list(gradients) if scale is None else [each * tf.cast(scale, each.dtype) for each in gradients]
+
+
 def unscaled(optimizer: Any, gradients: Sequence) -> list[tf.Tensor]:
     """Dense gradients without the loss scale of `optimizer`."""
     gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
@@ -387,18 +408,38 @@ class _OwnUpdates(threading.local):
 _own_updates = _OwnUpdates()
 
 
-def update(optimizer: Any, gradients: Sequence[tf.Tensor], variables: Sequence[tf.Variable]) -> None:
+def update(
+    optimizer: Any,
+    gradients: Sequence[tf.Tensor],
+    variables: Sequence[tf.Variable],
+    rate: tf.Tensor | None = None,
+) -> None:
     """Emits one update of some variables, with all that belongs to it: what `optimizer.apply` does of itself.
 
-    Decay, step, moving averages, constraints, and the count of steps; gradients are used as they are: not clipped,
-    scaled or accumulated. No strategy's hooks see it.
+    Decay, step, moving averages, constraints, and the count of steps. Gradients are used as they are, not scaled or
+    accumulated; within a `LossScaleOptimizer`, where they come here before they are clipped, they are clipped, and an
+    update with gradients that are not finite is left out. No strategy's hooks see it.
 
     Args:
       optimizer: The optimizer, built.
       gradients: One dense gradient a variable.
       variables: Some of those that it updates.
+      rate: The learning rate, in the place of a constant one. Default: the optimizer's.
     """
     inner = _innermost(optimizer)
+    if inner is optimizer:
+        _update(inner, gradients, variables, rate)
+        return
+    are_finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(gradient)) for gradient in gradients])
+    tf.cond(are_finite, lambda: _update(inner, inner._clip_gradients(list(gradients)), variables, rate), lambda: None)
+
+
+def _update(
+    inner: Any, gradients: Sequence[tf.Tensor], variables: Sequence[tf.Variable], rate: tf.Tensor | None
+) -> None:
+    own_rate = learning_rate(inner)
+    if rate is not None:
+        assign_learning_rate(inner, rate)
     _begin_update(inner, gradients, variables)
     if inner.use_ema:
         inner._update_model_variables_moving_average(inner._trainable_variables)
@@ -407,10 +448,17 @@ def update(optimizer: Any, gradients: Sequence[tf.Tensor], variables: Sequence[t
             tf.cond(is_due, lambda: _overwrite_with_averages(inner), lambda: None)
     constrain(inner, variables)
     inner._iterations.assign_add(gradient_accumulation_steps(inner))
+    if rate is not None:
+        assign_learning_rate(inner, own_rate)
 
 
 def prepare_update(optimizer: Any, gradients: Sequence[tf.Tensor], variables: Sequence[tf.Variable]) -> None:
-    """Emits what `optimizer.apply` has done when it comes to the hooks: decay, and what Nadam does before its steps."""
+    """Emits what `optimizer.apply` has done when it comes to the hooks: decay, and what Nadam does before its steps.
+
+    Nothing within a `LossScaleOptimizer`, where all of that comes behind the hooks.
+    """
+    if _innermost(optimizer) is not optimizer:
+        return
     _own_updates.is_left_out = True
     try:
         _begin_update(_innermost(optimizer), gradients, variables)
@@ -421,12 +469,20 @@ def prepare_update(optimizer: Any, gradients: Sequence[tf.Tensor], variables: Se
 def _begin_update(optimizer: Any, gradients: Sequence[tf.Tensor], variables: Sequence[tf.Variable]) -> None:
     of_keras = _keras_variables(optimizer)
     of_keras = [of_keras[id(variable)] for variable in variables]
-    optimizer._apply_weight_decay(of_keras)
     _own_updates.runs = True
     try:
-        optimizer._backend_update_step(list(gradients), of_keras, optimizer.learning_rate)
+        with _in_replica():
+            optimizer._apply_weight_decay(of_keras)
+            optimizer._backend_update_step(list(gradients), of_keras, optimizer.learning_rate)
     finally:
         _own_updates.runs = False
+
+
+def _in_replica() -> contextlib.AbstractContextManager:
+    """A replica context, which optimizers ask for, also between two steps."""
+    if tf.distribute.get_replica_context() is not None:
+        return contextlib.nullcontext()
+    return one_device_strategy._OneDeviceReplicaContext(tf.distribute.get_strategy())
 
 
 def _overwrite_with_averages(optimizer: Any) -> None:
@@ -478,6 +534,8 @@ class _ReplicaContext(one_device_strategy._OneDeviceReplicaContext):
             gradients = self._hooks.exchange(
                 merge_fn.__self__, self._trace, [gradient for gradient, _ in grads_and_vars], variables
             )
+            if rest:  # The exchange may have changed the learning rate.
+                rest = [learning_rate(merge_fn.__self__)]
             args = (list(zip(gradients, variables, strict=True)), *rest)
             result = super().merge_call(merge_fn, args, kwargs)
             self._hooks.after_update(merge_fn.__self__, self._trace, variables)
@@ -615,17 +673,34 @@ def _wrapped(method: Callable, is_fit: bool) -> Callable:
         bound = signature.bind(self, *args, **kwargs)
         given = bound.arguments
         if not is_fit:
+            if strategy in _fits.strategies:  # Validation.
+                strategy.end_epoch()
             with strategy.keras_call():
                 return method(self, *args, **kwargs)
         callbacks = given.get("callbacks")
-        with strategy.keras_call(), _fit(strategy, given.get("x"), callbacks), _last(callbacks, strategy) as extended:
+        with (
+            strategy.keras_call(),
+            _fit(strategy, given.get("x"), callbacks),
+            _between(callbacks, strategy) as extended,
+        ):
             given["callbacks"] = extended
             return method(*bound.args, **bound.kwargs)
 
     return call
 
 
-class _Begin(keras.callbacks.Callback):
+class _First(keras.callbacks.Callback):
+    """Tells a strategy that an epoch's steps are made, before the callbacks behind this one see the model."""
+
+    def __init__(self, strategy: tf.distribute.Strategy):
+        super().__init__()
+        self._strategy = strategy
+
+    def on_epoch_end(self, epoch, logs=None):
+        self._strategy.end_epoch()
+
+
+class _Last(keras.callbacks.Callback):
     """Tells a strategy that the callbacks before this one have begun."""
 
     def __init__(self, strategy: tf.distribute.Strategy):
@@ -635,19 +710,22 @@ class _Begin(keras.callbacks.Callback):
     def on_train_begin(self, logs=None):
         self._strategy.begin_training()
 
+    def on_epoch_begin(self, epoch, logs=None):
+        self._strategy.begin_epoch()
+
 
 @contextlib.contextmanager
-def _last(callbacks: Any, strategy: tf.distribute.Strategy) -> Iterator[Any]:
-    """The user's callbacks with `_Begin` behind them."""
-    begin = _Begin(strategy)
+def _between(callbacks: Any, strategy: tf.distribute.Strategy) -> Iterator[Any]:
+    """The user's callbacks between `_First` and `_Last`."""
+    first, last = _First(strategy), _Last(strategy)
     if not isinstance(callbacks, keras.callbacks.CallbackList):
-        yield [*(tf.nest.flatten(callbacks) if callbacks is not None else ()), begin]
+        yield [first, *(tf.nest.flatten(callbacks) if callbacks is not None else ()), last]
         return
-    callbacks.callbacks.append(begin)
+    callbacks.callbacks[:] = [first, *callbacks.callbacks, last]
     try:
         yield callbacks
     finally:
-        callbacks.callbacks.remove(begin)
+        callbacks.callbacks[:] = [each for each in callbacks.callbacks if each not in (first, last)]
 
 
 @contextlib.contextmanager

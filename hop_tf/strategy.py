@@ -65,6 +65,9 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
       RuntimeError: If Keras does not run on TensorFlow.
     """
 
+    # Whether `synchronize` ends a custom loop as the end of `fit` does: by what is under way.
+    _settles_loops = False
+
     def __init__(
         self,
         *,
@@ -96,7 +99,6 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
         self._in_fit = False
         self._skipping = StepSkipping() if skips_steps and cluster.world_size > 1 else None
         self._is_catching_up = False
-        self._is_finishing = False
         self._has_finished = False
         self._shows_plan = plan.is_asked_for()
         self._joins_at_once = joins_at_once
@@ -166,11 +168,23 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
     def _begin_group(self, group: Group) -> None:
         """Does, eagerly, what a new group needs before its first step."""
 
+    def _check_further_group(self, group: Group) -> None:
+        """Raises ValueError where a group cannot be one of several that an optimizer updates in the same step."""
+
     def _begin_training(self, group: Group) -> None:
         """Does, eagerly, what a group that is there needs before the first step of a `fit`."""
 
+    def _begin_epoch(self, group: Group) -> None:
+        """Does, eagerly, what a group that is there needs before the first step of an epoch of `fit`."""
+
+    def _end_epoch(self, group: Group) -> None:
+        """Does, eagerly, what validation and callbacks at the end of an epoch of `fit` count on."""
+
     def _finish_training(self, group: Group) -> None:
-        """Does, eagerly, what is left when `fit` has made its last step; `_apply` updates variables."""
+        """Does, eagerly, what is left when `fit` has made its last step."""
+
+    def _break_off(self, group: Group) -> None:
+        """Does, eagerly, what is left when `fit` has failed; nothing of other ranks may be waited for."""
 
     # What users call.
 
@@ -358,6 +372,8 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
                         "are: it has not trained. Give all ranks the same number of epochs and steps."
                     )
         except BaseException as error:
+            for group in self._all_groups():
+                self._break_off(group)
             self._worker.end_session(error)
             raise
         else:
@@ -381,11 +397,22 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
     def _end_loop(self) -> None:
         """Ends the session of a custom loop, if one is under way: it has no end of its own."""
         if self._worker.in_session:
+            if self._settles_loops:
+                with self._naming_causes():
+                    for group in self._all_groups():
+                        self._finish_training(group)
             self._worker.end_session(None)
 
-    def _outside_loop(self) -> contextlib.AbstractContextManager:
+    @contextlib.contextmanager
+    def _outside_loop(self) -> Iterator[None]:
         """Surrounds what all ranks do together between two steps of a custom loop."""
-        return contextlib.nullcontext()
+        loops = self._worker.in_session and self._settles_loops
+        if loops:
+            self._end_loop()
+        yield
+        if loops:
+            self._worker.begin_session()
+            self.begin_training()
 
     def keras_call(self) -> contextlib.AbstractContextManager:
         """See `DataSharding`."""
@@ -448,8 +475,6 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
 
     def exchange(self, optimizer, trace: StepTrace, gradients: list, variables: list[tf.Variable]) -> list:
         """Runs the scheme's half of the graph; returns the gradients to apply."""
-        if self._is_finishing:
-            return gradients
         if self._worker is not None or self._emulated_compute is not None:
             refuse_xla()
         trace.refuse_nested_function()
@@ -466,6 +491,8 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
         if self._passes_over_steps():
             self._skipping.note(optimizer, in_fit=self._in_fit and trace.model is not None)
         group = self._group_of(optimizer, trace, variables)
+        if any(other.name in trace.states for other in self._groups[optimizer].values()):
+            self._check_further_group(group)
         trace.claim(group.variables)
         values = [trace.value_at_start(variable) for variable in group.variables]
         gradients, trace.states[group.name] = self._before_update(group, values, gradients)
@@ -473,7 +500,7 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
 
     def after_update(self, optimizer, trace: StepTrace, variables: list[tf.Variable]) -> None:
         """Runs what the scheme does after the update, and ends the group's step."""
-        if self._worker is None or self._is_finishing:
+        if self._worker is None:
             return
         group = self._groups[optimizer][_key(variables)]
         with trace.when_data_is_here():
@@ -487,6 +514,16 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
         for group in self._all_groups():
             self._begin_training(group)
 
+    def begin_epoch(self) -> None:
+        """Lets the scheme look at what callbacks have changed since the last epoch."""
+        for group in self._all_groups():
+            self._begin_epoch(group)
+
+    def end_epoch(self) -> None:
+        """Lets the scheme do what validation and callbacks count on."""
+        for group in self._all_groups():
+            self._end_epoch(group)
+
     def finish_training(self) -> None:
         """Lets the scheme do, once in a `fit`, what is left when the last step has been made."""
         if self._has_finished:
@@ -497,14 +534,6 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
 
     def _all_groups(self) -> list[Group]:
         return [group for groups in self._groups.values() for group in groups.values()]
-
-    def _apply(self, group: Group, gradients: Sequence[tf.Tensor]) -> None:
-        """Applies gradients of all ranks as they are: an update that is no step of the scheme."""
-        self._is_finishing = True
-        try:
-            self.run(lambda: group.optimizer().apply(gradients, group.trained))
-        finally:
-            self._is_finishing = False
 
     def around_step(self, step: Callable[[], object], arguments: object, model: keras.Model) -> object:
         """Runs the step, unless it is to be passed over."""

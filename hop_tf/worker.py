@@ -344,12 +344,12 @@ class Worker:
     @property
     def num_bytes(self) -> int:
         """Bytes of the variables that are exchanged in a step."""
-        return sum(group.packing.num_bytes for group in self._groups)
+        return sum(group.packing_of_variables.num_bytes for group in self._groups)
 
     @property
     def num_values(self) -> int:
         """How many values these bytes are."""
-        return sum(sum(group.packing.sizes) for group in self._groups)
+        return sum(sum(group.packing_of_variables.sizes) for group in self._groups)
 
     def _next_in_session(self) -> str:
         self._joining.counts[_IN_SESSION] += 1

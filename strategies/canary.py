@@ -35,14 +35,24 @@ from hop_tf.arguments import identity_of
 from hop_tf.collectives import AllReduce
 from hop_tf.exchange import Exchange
 from hop_tf.group import ExchangeContext, Group
-from hop_tf.keras_hook import constrain, ema_overwrite_frequency, learning_rate, loss_scale, slots_of, weight_decays
+from hop_tf.keras_hook import (
+    constrain,
+    ema_overwrite_frequency,
+    learning_rate,
+    loss_scale,
+    scaled,
+    slots_of,
+    weight_decays,
+)
 from hop_tf.options import CommunicationOptions, checked_options
-from hop_tf.packing import Packing
+from hop_tf.packing import Packing, TensorSpec
+from hop_tf.rates import CommonRate
 from hop_tf.strategies.canary_exchange import CanaryExchange
 from hop_tf.strategies.canary_low_rank import LowRankMean, is_factorized
 from hop_tf.strategies.canary_settings import CanarySettings
 from hop_tf.strategies.canary_slots import SlotsBefore
-from hop_tf.strategies.pipe_sgd import PipeSGDExchange, PipeSGDSettings, submit_gradients, take_means
+from hop_tf.strategies.pipe_sgd import submit_gradients, take_means
+from hop_tf.strategies.pipe_sgd_exchange import PipeSGDExchange, PipeSGDSettings
 from hop_tf.strategy import ExchangeStrategy, training_cluster
 
 
@@ -190,10 +200,16 @@ class CanaryStrategy(ExchangeStrategy):
             continue_without_lost=self._settings.on_peer_loss == "continue",
         )
 
+    def _specs_beside(self) -> Sequence[TensorSpec]:
+        return [CommonRate.spec(self.world_size)] if self._settings.is_synchronous else []
+
     def _make_exchange(self, context: ExchangeContext) -> Exchange:
         settings = self._settings
-        members = colayers.bundle(context.packing.specs, settings.num_colayers)
+        num_beside = len(self._specs_beside())
+        specs = context.packing.specs[: len(context.packing.specs) - num_beside]
+        members = colayers.bundle(specs, settings.num_colayers)
         if settings.is_synchronous:
+            members[-1].append(len(specs))
             return SynchronousExchange(context, members, settings)
         for variable in context.trained:
             if variable.dtype not in (tf.float32, tf.float64):
@@ -206,7 +222,8 @@ class CanaryStrategy(ExchangeStrategy):
     def _before_update(self, group: Group, values: Sequence[tf.Tensor], gradients: list) -> tuple[list, list]:
         if self._settings.is_synchronous:
             outgoing = submit_gradients(group, gradients)
-            return take_means(group, lambda segment: group.collect(outgoing, segment)[0]), []
+            means, _ = take_means(group, lambda segment: group.collect(outgoing, segment)[0])
+            return scaled(group.optimizer(), means), []
         _check_averages(group.optimizer())
         # In the batches whose gradients were accumulated since the last update, moving statistics have changed as well.
         before = [*_before_decay(group, values[: group.num_trained]), *group.exchange.carried.known()]

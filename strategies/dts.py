@@ -17,9 +17,8 @@ lines; `compensation="paper"` computes Equation 13 as it is printed.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
@@ -118,6 +117,8 @@ class DTSStrategy(ExchangeStrategy):
       Compression: Reducing the Communication Bandwidth for Distributed Training. ICLR 2018.
     """
 
+    _settles_loops = True
+
     def __init__(
         self,
         *,
@@ -160,22 +161,6 @@ class DTSStrategy(ExchangeStrategy):
             identity=identity_of(self._settings),
             neighbors=range(cluster.world_size),
         )
-
-    @contextlib.contextmanager
-    def _outside_loop(self) -> Iterator[None]:
-        loops = self._worker.in_session
-        self._end_loop()
-        yield
-        if loops:
-            self._worker.begin_session()
-            self.begin_training()
-
-    def _end_loop(self) -> None:
-        if self._worker.in_session:
-            with self._naming_causes():
-                for group in self._all_groups():
-                    self._finish_training(group)
-        super()._end_loop()
 
     def _make_exchange(self, context: ExchangeContext) -> DTSExchange:
         check_loss_scaling(context.optimizer())

@@ -16,51 +16,74 @@ of step t - (K - 1), after its own has been handed out: K = 1 is synchronous tra
 mean over the ranks for the sum. Lines 4 and 9 of the computation thread (the codec) run on the communication thread,
 where they are hidden, too.
 
+The paper computes at w[t - 1], which lacks what is under way. Momentum and a rate that synchronous training stands then
+cost accuracy, or all of it. So we compute where this rank's own gradients would have led from there (`compensation` is
+"replay", see `hop_tf.replay`): w[t] is what is merged, and moved by mean gradients only, alike on all ranks.
+
 With L segments (pipelined gradient communication, Figure 2 (b)) the gradients of the last layers are handed out while
 back-propagation goes on.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
-import numpy as np
 import tensorflow as tf
 
 from hop_tf import codecs
 from hop_tf.arguments import check_choice, check_integer, identity_of
-from hop_tf.collectives import ALGORITHMS, AllReduce
-from hop_tf.exchange import Exchange, Incoming, Outgoing
+from hop_tf.collectives import ALGORITHMS
 from hop_tf.group import ExchangeContext, Group
-from hop_tf.keras_hook import gradient_accumulation_steps, loss_scale, slots_of, unscaled
+from hop_tf.keras_hook import (
+    StepTrace,
+    gradient_accumulation_steps,
+    iterations_variable,
+    loss_scale,
+    scaled,
+    slots_of,
+    unscaled,
+)
 from hop_tf.options import CommunicationOptions
-from hop_tf.packing import Packing
+from hop_tf.packing import Packing, TensorSpec
+from hop_tf.rates import CommonRate
+from hop_tf.strategies.pipe_sgd_exchange import PipeSGDExchange, PipeSGDSettings
 from hop_tf.strategy import ExchangeStrategy, training_cluster
 
-_DRAINS = ("drop", "apply")
+_COMPENSATIONS = ("replay", "none")
 
 
 class PipeSGDStrategy(ExchangeStrategy):
     """Synchronous training with pipelined all-reduce.
 
-    In step t each rank computes its gradient g_i[t], hands it to the communication thread, and applies the mean of an
+    In step t each rank computes its gradient g_i[t], hands it to the communication thread, and merges the mean of an
     earlier step, which was reduced while it computed:
 
-        w[t + 1] = w[t]  +  the optimizer's step for  (1 / n) sum over i of g_i[t - (K - 1)]
+        merged w, slots  <-  the optimizer's update with  (1 / n) sum over i of g_i[t - (K - 1)]
 
     With `pipeline_width` K = 2 a step takes max(update + compute, communicate) instead of their sum (Equations 2 and
-    4); larger widths only make gradients older. K = 1 is synchronous training without a delay. The first K - 1 updates
-    use gradients of zero. What is trained is equal to the bit on all ranks at every step.
+    4). K = 1 is synchronous training without a delay. What is merged is equal to the bit on all ranks at every step.
+
+    Until a mean arrives, a rank's own gradient stands in for it: the rank computes at what the optimizer makes of the
+    merged weights and slots and the K - 1 own gradients that are under way. So a delay costs next to no accuracy, at
+    the learning rate and momentum that synchronous training stands. It costs K - 1 further optimizer updates a step. It
+    costs accuracy where a rank's own gradients tell little of the mean: where each rank has data of other classes.
+
+    At the end of every epoch, and of `fit`, all means are merged, before validation and callbacks: these see the merged
+    weights. Callbacks within an epoch see the weights that a rank computes with; what they do to weights then has no
+    effect on training.
+
+    All ranks use the learning rate of rank 0. Where a callback has changed another rank's, as by that rank's own loss,
+    it is set back, with a warning. (With `weight_decay` and K = 1, and with `compensation="none"`, different rates are
+    an error.)
 
     Of floating-point variables that are not trained but assigned in the training step before its update (moving
-    statistics) the changes are averaged along with the same delay, never through a codec, and not dropped at the end of
-    `fit`. Gradients are clipped, where the optimizer clips, before they are averaged (under a `LossScaleOptimizer`,
-    after). Sparse gradients (`tf.IndexedSlices`) travel as dense ones.
+    statistics) the changes are averaged along with the same delay, never through a codec. Gradients are clipped, where
+    the optimizer clips, before they are averaged (under a `LossScaleOptimizer`, after). Sparse gradients
+    (`tf.IndexedSlices`) travel as dense ones.
 
     When a rank ends early, as by a callback of its own, the others go on without it; before another `fit`,
-    `synchronize(model)` makes weights, slots and numbers of steps the same. When one is lost, all raise.
+    `synchronize(model)` makes weights, slots and numbers of steps the same. When one is lost, all raise. In a custom
+    training loop, `synchronize` first merges all means that are under way.
 
     Args:
       pipeline_width: K, the number of steps that are under way at a time; at least 1. Default 2.
@@ -71,11 +94,13 @@ class PipeSGDStrategy(ExchangeStrategy):
         they travel while back-propagation goes on. It costs L times the latency of an all-reduce (Equation 6), and is
         of use with K = 1, where computation takes most of a step: a wider pipe hides communication in any case.
         Default 1.
-      warmup_steps: So many updates of the first `fit` after `compile` are made with K = 1: early gradients change
-        fast. Default 0.
+      compensation: What a rank computes with while means are under way, of no matter with K = 1. "replay": as above.
+        "none": Algorithm 1 as printed: merged weights only; the first K - 1 updates use gradients of zero, and the last
+        K - 1 means are dropped. With it and a momentum of 0.9, accuracy is lost at rates that synchronous training
+        stands. Default "replay".
+      warmup_steps: So many updates of the first `fit` after `compile` are made with K = 1. It takes
+        `compensation="none"`: with a replay early gradients are not late. Default 0.
       algorithm: "mesh" (few messages after each other) or "ring" (few connections). Default "mesh".
-      drain: What becomes of the K - 1 means that are not applied when `fit` ends: "drop", or "apply" (`fit` raises
-        ValueError where the optimizer has `gradient_accumulation_steps`). Default "drop".
       cluster_resolver: Where the cluster is described. Default: `TF_CONFIG`.
       communication_options: Deadlines, credentials, records. Default: `CommunicationOptions()`.
 
@@ -90,15 +115,17 @@ class PipeSGDStrategy(ExchangeStrategy):
       Training. NeurIPS 2018. Algorithm 1, Equations 2 to 7.
     """
 
+    _settles_loops = True
+
     def __init__(
         self,
         *,
         pipeline_width: int = 2,
         codec: codecs.Codec | str | None = None,
         num_segments: int = 1,
+        compensation: str = "replay",
         warmup_steps: int = 0,
         algorithm: str = "mesh",
-        drain: str = "drop",
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
         communication_options: CommunicationOptions | None = None,
     ):
@@ -106,7 +133,12 @@ class PipeSGDStrategy(ExchangeStrategy):
         check_integer("num_segments", num_segments, at_least=1)
         check_integer("warmup_steps", warmup_steps, at_least=0)
         check_choice("algorithm", algorithm, sorted(ALGORITHMS))
-        check_choice("drain", drain, _DRAINS)
+        check_choice("compensation", compensation, _COMPENSATIONS)
+        if warmup_steps and compensation != "none":
+            raise ValueError(
+                "`warmup_steps` must be 0 unless compensation='none': a replay makes no gradient late. "
+                f"Received: warmup_steps={warmup_steps}, compensation={compensation!r}."
+            )
         codec = codecs.get(codec)
         if isinstance(codec, codecs.TopK) and not codec.error_feedback:
             raise ValueError(
@@ -119,7 +151,7 @@ class PipeSGDStrategy(ExchangeStrategy):
             num_segments=int(num_segments),
             warmup_steps=int(warmup_steps),
             algorithm=algorithm,
-            drain=drain,
+            compensation=compensation,
         )
         cluster = training_cluster(cluster_resolver, "PipeSGDStrategy")
         super().__init__(
@@ -131,29 +163,72 @@ class PipeSGDStrategy(ExchangeStrategy):
         )
 
     def _make_exchange(self, context: ExchangeContext) -> PipeSGDExchange:
-        every = gradient_accumulation_steps(context.optimizer())
-        if self._settings.drain == "apply" and every > 1:
+        optimizer = context.optimizer()
+        is_replayed = self._settings.replays and loss_scale(optimizer) is not None
+        if is_replayed and (every := gradient_accumulation_steps(optimizer)) > 1:
             raise ValueError(
-                "`drain` must be 'drop' where the optimizer accumulates gradients: what is applied when `fit` ends "
-                "would count as a step of the next update. "
-                f"Received: drain='apply', and an optimizer with gradient_accumulation_steps={every}."
+                "`compensation` must be 'none' where an optimizer within a LossScaleOptimizer (which Keras adds under "
+                "the policy 'mixed_float16') accumulates gradients: it does so with means only. Or train with "
+                f"'mixed_bfloat16'. Received: compensation='replay', gradient_accumulation_steps={every}."
             )
         return PipeSGDExchange(context, self._settings)
 
+    def _specs_beside(self) -> Sequence[TensorSpec]:
+        return [CommonRate.spec(self.world_size)]
+
+    def _check_further_group(self, group: Group) -> None:
+        if group.exchange.replay is not None:
+            raise ValueError(
+                "`compensation` must be 'none' where an optimizer is applied several times in a step, to parts of the "
+                "variables: its count of steps belongs to none of them. Apply it once, or take an optimizer for each "
+                f"part. Received: compensation='replay', and {type(group.optimizer()).__name__}, applied again."
+            )
+
+    def enter_step(self, trace: StepTrace) -> None:
+        super().enter_step(trace)
+        if tf.executing_eagerly():  # What a step has done before its update is known in graphs only.
+            for group in self._all_groups():
+                if int(group.step) == int(group.exchange.pipelined_from):
+                    self._begin_training(group)
+
+    def _begin_training(self, group: Group) -> None:
+        group.exchange.begin_pipe(int(group.step))
+
+    def _begin_epoch(self, group: Group) -> None:
+        self._begin_training(group)
+
     def _before_update(self, group: Group, values: Sequence[tf.Tensor], gradients: list) -> tuple[list, None]:
+        exchange = group.exchange
         outgoing = submit_gradients(group, gradients)  # Line 10.
 
         def take_due(segment: int) -> list[tf.Tensor]:  # Line 3.
             return group.collect(outgoing, segment, lambda t, segment: self._take_due(group, t, segment))[0]
 
-        return take_means(group, take_due), None
+        is_synchronous = exchange.replay is None
+        if not is_synchronous and tf.executing_eagerly() and not int(group.step):
+            # It is too late to keep what was there before the group's first update: see `enter_step`.
+            exchange.pipelined_from.assign(1)
+            is_synchronous = True
+        means, rate = take_means(group, take_due)
+        if is_synchronous:
+            return scaled(group.optimizer(), means), None
+        exchange.replay.begin_once()
+        own = outgoing[: group.num_trained]
+
+        def merge() -> None:
+            exchange.replay.merge(means, rate)
+            exchange.replay.stand_in(own)
+
+        tf.cond(group.step >= exchange.pipelined_from + exchange.delay, merge, lambda: None)
+        exchange.replay.keep(own)
+        return gradients, None
 
     def _after_update(self, group: Group, state: None) -> tf.Tensor:
         return tf.constant(0, tf.int64)
 
     def _take_due(self, group: Group, t: tf.Tensor, segment: int) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Takes the mean of step t - (K - 1); of t during warm-up; zeros while the pipe fills."""
-        delay = self._settings.pipeline_width - 1
+        delay = group.exchange.delay
         if delay == 0:
             return group.take(t, segment)
         start = group.exchange.pipelined_from
@@ -164,154 +239,56 @@ class PipeSGDStrategy(ExchangeStrategy):
     def _common_slots(self, group: Group) -> Sequence[tf.Variable]:
         return list(slots_of(group.optimizer(), group.trained).values())
 
+    def _end_epoch(self, group: Group) -> None:
+        if group.exchange.replay is not None:
+            self._finish_training(group)
+            self._begin_training(group)  # For a second call of this.
+
     def _finish_training(self, group: Group) -> None:
-        for t in range(*group.exchange.in_flight(int(group.step))):
+        exchange, count = group.exchange, iterations_variable(group.optimizer())
+        num_batches = int(count)
+        for t in exchange.in_flight(int(group.step)):
 
             def take(segment: int, t: int = t) -> list[tf.Tensor]:
                 buckets, _ = group.take(tf.constant(t, tf.int64), segment)
-                return group.exchange.parts[segment].unpack(buckets)
+                return exchange.parts[segment].unpack(buckets)
 
-            means = take_means(group, take)
-            if self._settings.drain == "apply":
-                self._apply(group, means)
+            means, rate = take_means(group, take)
+            if exchange.replay is not None:
+                exchange.replay.merge(means, rate)
+        if exchange.replay is not None and gradient_accumulation_steps(group.optimizer()) > 1:
+            count.assign(num_batches)  # Some may wait for the next update.
+
+    def _break_off(self, group: Group) -> None:
+        if group.exchange.replay is not None and group.exchange.in_flight(int(group.step)):
+            group.exchange.replay.restore()
 
 
 def submit_gradients(group: Group, gradients: Sequence) -> list[tf.Tensor]:
-    """Hands out gradients, without the loss scale, and the changes of the carried variables; returns all of them."""
-    outgoing = [*unscaled(group.optimizer(), gradients), *group.exchange.carried.take()]
-    for segment, members in enumerate(group.exchange.members):
+    """Hands out gradients, without the loss scale, changes of the carried variables, and the rate; returns all."""
+    optimizer, exchange = group.optimizer(), group.exchange
+    outgoing = [*unscaled(optimizer, gradients), *exchange.carried.take(), exchange.rate.own(optimizer)]
+    for segment, members in enumerate(exchange.members):
         group.submit([outgoing[index] for index in members], segment)
     return outgoing
 
 
-def take_means(group: Group, take: Callable[[int], Sequence[tf.Tensor]]) -> list[tf.Tensor]:
-    """Takes all segments, adds their changes to the carried variables, and returns gradients with the loss scale."""
-    means: list = [None] * len(group.variables)
-    for segment, members in enumerate(group.exchange.members):
+def take_means(group: Group, take: Callable[[int], Sequence[tf.Tensor]]) -> tuple[list[tf.Tensor], tf.Tensor]:
+    """Takes all segments, and adds their changes to the carried variables.
+
+    Returns:
+      The mean gradients, not scaled, and the learning rate that they are to be applied with.
+    """
+    exchange = group.exchange
+    means: list = [None] * sum(map(len, exchange.members))
+    for segment, members in enumerate(exchange.members):
         for index, mean in zip(members, take(segment), strict=True):
             means[index] = mean
-    group.exchange.carried.add(means[group.num_trained :])
-    means, scale = means[: group.num_trained], loss_scale(group.optimizer())
-    return means if scale is None else [mean * tf.cast(scale, mean.dtype) for mean in means]
+    *means, rates = means
+    exchange.carried.add(means[group.num_trained :])
+    return means[: group.num_trained], exchange.rate.adopt(group.optimizer(), rates)
 
 
 def _zeros(packing: Packing) -> tuple[list[tf.Tensor], tf.Tensor]:
     buckets = [tf.zeros([size], dtype) for size, dtype in zip(packing.sizes, packing.dtypes, strict=True)]
     return buckets, tf.constant(0, tf.int64)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PipeSGDSettings:
-    """What `PipeSGDStrategy` was told."""
-
-    pipeline_width: int
-    codec: codecs.Codec
-    num_segments: int = 1
-    warmup_steps: int = 0
-    algorithm: str = "mesh"
-    drain: str = "drop"
-
-
-class PipeSGDExchange(Exchange):
-    """The communication thread of Algorithm 1, at one rank.
-
-    Args:
-      context: Membership, packing and buffers of the group.
-      settings: Those of the strategy.
-      members: For each segment, the indices of its variables. Default: `num_segments` of about equal size.
-
-    Attributes:
-      carried: The changes of the variables that are carried along.
-      members: For each segment, the indices of its variables.
-      parts: For each segment, the packing of its variables.
-      pipelined_from: int64 variable: the first step of the running session that is no warm-up.
-    """
-
-    def __init__(
-        self, context: ExchangeContext, settings: PipeSGDSettings, members: Sequence[Sequence[int]] | None = None
-    ):
-        self._group = context.group
-        self._membership = context.membership
-        self._settings = settings
-        self._exact = context.packing.exact
-        self.members = members or _segments(context.packing, settings.num_segments)
-        self.parts = [context.packing.part(indices) for indices in self.members]
-        self.max_in_flight = settings.pipeline_width * len(self.parts)
-        self._reductions = [self._make_mean(context, str(segment), part) for segment, part in enumerate(self.parts)]
-        self.carried = context.carried
-        self._sent_segments = 0
-        self._communicate_seconds = 0.0
-        with tf.init_scope(), tf.device("/cpu:0"):
-            self.pipelined_from = tf.Variable(
-                settings.warmup_steps, dtype=tf.int64, trainable=False, name="hop_tf_pipelined_from"
-            )
-
-    def _make_mean(self, context: ExchangeContext, name: str, part: Packing) -> AllReduce:
-        """Makes what averages a segment."""
-        return context.make_all_reduce(name, part, self._settings.codec, self._settings.algorithm)
-
-    def reset(self, session: int) -> None:
-        # How many steps each rank has made of a `fit` may differ. That there was one does not.
-        self.pipelined_from.assign(0)
-        self._sent_segments = 0
-        self.carried.reset()
-        for reduction in self._reductions:
-            reduction.reset(session)
-
-    def step(self, outgoing: Outgoing) -> Incoming:
-        t, segment = outgoing.step, outgoing.segment
-        number = t * len(self.parts) + segment
-        start = time.perf_counter()
-        means = self._reductions[segment].mean(  # Line 4.
-            t, outgoing.buckets, lambda rank, _: self._membership.delivers(rank, self._group, number)
-        )
-        for mean, own, exact in zip(means, outgoing.buckets, self._exact, strict=True):
-            if exact:  # What the variable has become since then stays.
-                mean -= own
-        self._sent_segments = number + 1
-        self._communicate_seconds += time.perf_counter() - start
-        return Incoming(t, segment, tuple(means))
-
-    def neutral(self, outgoing: Outgoing) -> Incoming:
-        return Incoming(outgoing.step, outgoing.segment, tuple(np.zeros_like(values) for values in outgoing.buckets))
-
-    def in_flight(self, num_steps: int) -> tuple[int, int]:
-        """The steps, from the first to before the last, whose means were not taken when so many steps were made."""
-        delay = self._settings.pipeline_width - 1
-        return max(num_steps - delay, min(int(self.pipelined_from), num_steps)), num_steps
-
-    @property
-    def sent_steps(self) -> int:
-        return self._sent_segments
-
-    def counters(self) -> Mapping[str, float]:
-        """Where the communication thread's time goes.
-
-        Returns:
-          `communicate_seconds`, spent in all-reduce, and `codec_seconds`, the part of it spent on encoding, decoding
-          and adding.
-        """
-        return {
-            "communicate_seconds": self._communicate_seconds,
-            "codec_seconds": sum(reduction.codec_seconds for reduction in self._reductions),
-        }
-
-    def close(self) -> None:
-        for reduction in self._reductions:
-            reduction.close()
-
-
-def _segments(packing: Packing, num_segments: int) -> list[list[int]]:
-    """Divides the tensors, the last ones first, into so many parts of about equal size; fewer if there are fewer."""
-    num_bytes = [spec.num_elements * spec.dtype.size for spec in packing.specs]
-    total, before = sum(num_bytes), 0
-    segments: dict[int, list[int]] = {}
-    # Untrained variables come last in a step.
-    trained = [index for index, spec in enumerate(packing.specs) if not spec.exact]
-    for index in reversed(trained):
-        middle = before + num_bytes[index] / 2
-        segments.setdefault(min(num_segments - 1, int(num_segments * middle / max(1, total))), []).append(index)
-        before += num_bytes[index]
-    parts = list(segments.values())
-    parts[-1].extend(index for index, spec in enumerate(packing.specs) if spec.exact)
-    return parts

@@ -42,11 +42,12 @@ class _KillRank1(keras.callbacks.Callback):
 
 
 def _run(settings, kill_at=None, data_planes=("tcp",)):
-    """Weights after each step that was made, and what ended `fit`."""
+    """Weights after each step that was made, what ended `fit`, and weights then."""
     rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
     data_plane = data_planes[rank % len(data_planes)]
     options = hop_tf.CommunicationOptions(timeout_seconds=60 if kill_at is None else 20, data_plane=data_plane)
-    strategy = hop_tf.PipeSGDStrategy(communication_options=options, **settings[rank % len(settings)])
+    own = {"compensation": "none", **settings[rank % len(settings)]}
+    strategy = hop_tf.PipeSGDStrategy(communication_options=options, **own)
     with strategy.scope():
         model = _model()
     history = []
@@ -60,7 +61,7 @@ def _run(settings, kill_at=None, data_planes=("tcp",)):
     except hop_tf.errors.HopError as raised:
         error = f"{type(raised).__name__}: {raised}"
     strategy.shutdown()
-    return np.array(history), error
+    return np.array(history), error, model.get_weights()[0]
 
 
 def _average(size, fault_at, fault):
@@ -185,10 +186,21 @@ class PipeSGDProcessesTest(tf.test.TestCase):
         arguments = ([{}], None, ("tcp", "grpc"))
         with MultiProcessRunner(_run, num_workers=3, args=arguments, timeout_seconds=120) as runner:
             values = runner.join().raise_for_errors().values
-        for history, error in values:
+        for history, error, _ in values:
             self.assertEqual(error, "")
             self.assertAllClose(history, _expected(2), rtol=1e-5, atol=1e-5)
             self.assertAllEqual(history, values[0][0])
+
+    def test_replays(self):
+        """Ranks compute at different weights, and end with the same ones."""
+        with MultiProcessRunner(
+            _run, num_workers=3, args=([{"compensation": "replay"}],), timeout_seconds=120
+        ) as runner:
+            values = runner.join().raise_for_errors().values
+        for _, error, weights in values:
+            self.assertEqual(error, "")
+            self.assertAllEqual(weights, values[0][2])
+        self.assertNotAllEqual(values[0][0][5], values[1][0][5])
 
     def test_a_killed_rank_is_an_error_on_all_others(self):
         """All that they had made of weights until then is right."""
@@ -237,7 +249,7 @@ class PipeSGDProcessesTest(tf.test.TestCase):
         arguments = ([{"codec": "int8"}, {"codec": "truncate16"}],)
         with MultiProcessRunner(_run, num_workers=2, args=arguments, timeout_seconds=120) as runner:
             values = runner.join().raise_for_errors().values
-        for history, error in values:
+        for history, error, _ in values:
             self.assertEmpty(history)
             self.assertRegex(error, "^MismatchError: .*codec.*Int8.*Truncate16|^MismatchError: .*Truncate16.*Int8")
 

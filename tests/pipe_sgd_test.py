@@ -1,4 +1,7 @@
-"""Pipe-SGD under `fit` against NumPy and Keras references of Algorithm 1, with ranks in one process."""
+"""Pipe-SGD under `fit` against NumPy and Keras references of Algorithm 1, with ranks in one process.
+
+See `pipe_sgd_replay_test.py` for what ranks compute with by default.
+"""
 
 import contextlib
 import functools
@@ -15,11 +18,14 @@ from hop_tf import codecs
 from hop_tf.collectives import all_reduce
 from hop_tf.errors import HopError
 from hop_tf.testing import InProcessCluster
+from hop_tf.testing.references import int8, mesh_mean, plain_mean, truncate16
 
 _OPTIONS = hop_tf.CommunicationOptions(timeout_seconds=60)
 
 
 def _cluster(world_size, **settings):
+    settings = {"compensation": "none", **settings}
+
     def make_strategy(cluster_resolver):
         return hop_tf.PipeSGDStrategy(cluster_resolver=cluster_resolver, communication_options=_OPTIONS, **settings)
 
@@ -46,39 +52,7 @@ def _gradient(x, y, w):
     return 2 / y.size * x.T @ (x @ w - y) * 900
 
 
-def _plain_mean(gradients):
-    return np.mean(gradients, axis=0)
-
-
-def _mean_by(codec):
-    """The mean of a mesh: each value is encoded where it is computed, and the sum where it is owned."""
-
-    def mean(gradients):
-        size = gradients[0].size
-        total = np.empty(size)
-        num_blocks, world_size = -(-size // 512), len(gradients)
-        ends = [min(size, num_blocks * i // world_size * 512) for i in range(world_size + 1)]
-        for owner in range(world_size):
-            where = slice(ends[owner], ends[owner + 1])
-            parts = [g.ravel()[where] for g in gradients]
-            parts = [part if rank == owner else codec(part) for rank, part in enumerate(parts)]
-            total[where] = codec(np.mean(parts, axis=0))
-        return total.reshape(gradients[0].shape)
-
-    return mean
-
-
-def _truncate16(values):
-    return (values.astype(np.float32).view(np.uint32) & 0xFFFF0000).view(np.float32).astype(np.float64)
-
-
-def _int8(values):
-    blocks = np.pad(values, (0, -values.size % 512)).reshape(-1, 512)
-    scales = np.maximum(np.abs(blocks).max(1, keepdims=True), 1e-30) / 127
-    return (np.rint(blocks / scales) * scales).ravel()[: values.size]
-
-
-def _algorithm_1(world_size, width, warmup_steps, num_epochs, mean=_plain_mean):
+def _algorithm_1(world_size, width, warmup_steps, num_epochs, mean=plain_mean):
     """Weights after each step."""
     x, y, w = _problem()
     w = w.astype(np.float64)
@@ -150,7 +124,7 @@ def _loss_gradient(model, x, y):
     return tape.gradient(loss, model.trainable_variables)
 
 
-def _delayed_keras(name, num_epochs=2, drain="drop"):
+def _delayed_keras(name, num_epochs=2):
     """Two ranks with K = 2 written out for Keras's own optimizers, each of which sees the mean of the step before."""
     x, y = _small_data()
     model = _small_model()
@@ -173,8 +147,6 @@ def _delayed_keras(name, num_epochs=2, drain="drop"):
             due, sums = sums, zeros
         else:
             inner.iterations.assign_add(1)
-    if drain == "apply":
-        inner.apply(due, model.trainable_variables)
     inner.finalize_variable_values(model.trainable_variables)
     return model.get_weights()
 
@@ -196,48 +168,6 @@ def _fit(model, epochs=2, **arguments):
 
 def _linear_loss(y, y_pred):
     return tf.reduce_sum(y * y_pred, axis=-1)
-
-
-def _linear_gradients(num_steps):
-    """Each step's mean over all ranks, of a kernel whose product with the inputs is added to the predictions."""
-    x, y = _small_data()
-    steps = [slice(step % 4 * 8, step % 4 * 8 + 8) for step in range(num_steps)]
-    return [x[rows].T @ y[rows] / 8 for rows in steps]
-
-
-def _applied(optimizer, gradients):
-    """What Keras's own optimizer makes of zeros."""
-    variable = keras.Variable(np.zeros((6, 2), np.float32))
-    for gradient in gradients:
-        optimizer.apply([tf.constant(gradient)], [variable])
-    return variable.numpy()
-
-
-def _two_kernels(names=("first", "second")):
-    inputs = keras.Input((6,))
-    layers = [keras.layers.Dense(2, use_bias=False, kernel_initializer="zeros", name=name) for name in names]
-    return keras.Model(inputs, keras.layers.add([layer(inputs) for layer in layers]))
-
-
-class OwnOptimizers(keras.Model):
-    """Has an optimizer for each kernel. They get their variables in the first step."""
-
-    def __init__(self, network, optimizers):
-        super().__init__()
-        self.network = network
-        self.optimizers = optimizers
-
-    def call(self, inputs):
-        return self.network(inputs)
-
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(_linear_loss(y, self.network(x)))
-        kernels = self.network.trainable_variables
-        for optimizer, gradient, kernel in zip(self.optimizers, tape.gradient(loss, kernels), kernels, strict=True):
-            optimizer.apply([gradient], [kernel])
-        return {"loss": loss}
 
 
 class Unused(keras.layers.Layer):
@@ -303,12 +233,12 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllEqual(history, results[0][0])
             self.assertEqual(report["steps"], 16)
 
-    @parameterized.parameters(("int8", _int8), ("truncate16", _truncate16))
+    @parameterized.parameters(("int8", int8), ("truncate16", truncate16))
     @pytest.mark.stress(after=1)
     def test_equals_algorithm_1_with_codec(self, codec, reference):
         """The mean passes through a NumPy codec, too. A value at the border of two codes may fall to either side."""
         results = _cluster(3, codec=codec).run(_train_least_squares)
-        expected = _algorithm_1(3, 2, 0, 2, _mean_by(reference))
+        expected = _algorithm_1(3, 2, 0, 2, mesh_mean(reference))
         without = _algorithm_1(3, 2, 0, 2)
         history = results[0][0]
         self.assertLess(np.mean(np.abs(history[-1] - expected[-1])), 0.1 * np.mean(np.abs(without[-1] - expected[-1])))
@@ -370,69 +300,6 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
                 self.assertAllClose(weights, references[name], rtol=1e-5, atol=1e-5)
                 for array, other in zip(weights, of_ranks[1][name], strict=True):
                     self.assertAllEqual(array, other)
-
-    @parameterized.parameters("use_ema", "nesterov")
-    @pytest.mark.stress(after=1)
-    def test_drain_apply(self, name):
-        """What is under way when `fit` ends is applied, before the moving average takes the weights' place."""
-        expected = _delayed_keras(name, drain="apply")
-        for weights in _cluster(2, drain="apply").run(lambda s: _fit(_compiled(s, optimizer=name))):
-            self.assertAllClose(weights, expected, rtol=1e-5, atol=1e-5)
-
-    @parameterized.parameters(True, False)
-    def test_drain_apply_refuses_to_accumulate(self, scales_loss):
-        """A mean that is applied at the end would be one more part of an update."""
-
-        def run(strategy):
-            with strategy.scope():
-                model = _small_model()
-                optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
-                model.compile(keras.optimizers.LossScaleOptimizer(optimizer) if scales_loss else optimizer, "mse")
-            return _fit(model)
-
-        with self.assertRaisesRegex(
-            (ValueError, HopError), "`drain` must be 'drop' .* Received: drain='apply', .*gradient_accumulation_steps=2"
-        ):
-            _cluster(2, drain="apply").run(run)
-
-    @parameterized.parameters(None, "rmsprop")
-    @pytest.mark.stress(after=1)
-    def test_drain_with_optimizers_of_the_models_own(self, unused_optimizer):
-        """They are SGD and Adam, and built by their first update."""
-
-        def make_optimizers():
-            return [keras.optimizers.SGD(0.1, momentum=0.9), keras.optimizers.Adam(0.01)]
-
-        def run(strategy):
-            with strategy.scope():
-                model = OwnOptimizers(_two_kernels(), make_optimizers())
-                model.compile(unused_optimizer)
-            return _fit(model), [int(optimizer.iterations) for optimizer in model.optimizers]
-
-        applied = [np.zeros((6, 2), np.float32)] * 2 + _linear_gradients(8)
-        expected = [_applied(optimizer, applied) for optimizer in make_optimizers()]
-        for weights, iterations in _cluster(2, pipeline_width=3, drain="apply").run(run):
-            self.assertAllClose(weights, expected, rtol=1e-5, atol=1e-5)
-            self.assertEqual(iterations, [10, 10])
-
-    def test_drain_with_several_optimizers_in_one(self):
-        """Once, though each of them says that training has ended."""
-
-        def run(strategy):
-            with strategy.scope():
-                model = _two_kernels()
-                optimizers = keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.1))
-                optimizers[".*second.*"] = keras.optimizers.SGD(0.05, momentum=0.9)
-                model.compile(keras.optimizers.MultiOptimizer(optimizers), _linear_loss)
-            return _fit(model)
-
-        gradients = _linear_gradients(8)
-        expected = [
-            _applied(keras.optimizers.SGD(0.1), gradients),
-            _applied(keras.optimizers.SGD(0.05, momentum=0.9), gradients),
-        ]
-        for weights in _cluster(2, pipeline_width=3, drain="apply").run(run):
-            self.assertAllClose(weights, expected, rtol=1e-5, atol=1e-5)
 
     def test_a_second_fit_begins_with_an_empty_pipe(self):
         def run(strategy):
@@ -536,8 +403,8 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
         for own, other in zip([*slots, *weights], [*slots_there, *weights_there], strict=True):
             self.assertAllEqual(own, other)
 
-    @parameterized.parameters((3, "drop"), (2, "apply"))
-    def test_one_rank_ends_early_with_means_under_way(self, width, drain):
+    @parameterized.parameters((3, "none"), (2, "replay"))
+    def test_one_rank_ends_early_with_means_under_way(self, width, compensation):
         """Its last gradients count on all ranks; the others go on without it."""
         num_steps = 3
 
@@ -554,8 +421,8 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
             ends = [step % 4 * 8 + 8 * rank // 3 for rank in range(4)]
             parts = [slice(*ends[rank : rank + 2]) for rank in ((0, 1, 2) if step < num_steps else (0, 2))]
             means.append(np.mean([x[part].T @ y[part] / len(x[part]) for part in parts], axis=0))
-        num_dropped = width - 1 if drain == "drop" else 0
-        for rank, kernel in enumerate(_cluster(3, pipeline_width=width, drain=drain).run(run)):
+        num_dropped = width - 1 if compensation == "none" else 0
+        for rank, kernel in enumerate(_cluster(3, pipeline_width=width, compensation=compensation).run(run)):
             num_means = (num_steps if rank == 1 else 8) - num_dropped
             self.assertAllClose(kernel, -0.1 * sum(means[:num_means]), rtol=1e-5, atol=1e-5)
 
@@ -751,7 +618,8 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
         ({"num_segments": 0}, ValueError, "`num_segments` must be an integer of at least 1"),
         ({"warmup_steps": -1}, ValueError, "`warmup_steps` must be an integer of at least 0"),
         ({"algorithm": "tree"}, ValueError, "`algorithm` must be one of mesh, ring. Received: algorithm='tree'"),
-        ({"drain": "keep"}, ValueError, "`drain` must be one of drop, apply. Received: drain='keep'"),
+        ({"compensation": "keep"}, ValueError, "`compensation` must be one of replay, none. Received: .*='keep'"),
+        ({"warmup_steps": 5}, ValueError, "`warmup_steps` must be 0 unless compensation='none'.* Received: .*=5"),
         ({"codec": "int4"}, ValueError, "`codec` must be one of"),
         ({"codec": "top_k"}, ValueError, r"take hop_tf.codecs.TopK\(error_feedback=True\).* all but 0.01 of"),
         ({"codec": 8}, TypeError, "`codec` must be a hop_tf.codecs.Codec"),
