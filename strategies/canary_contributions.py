@@ -220,21 +220,14 @@ class Contributions:
 
     # What is under way.
 
-    def are_merged(self) -> bool:
-        """Whether all that this rank has contributed to the present layout is merged here; the monitor is held."""
-        return not self._late_pieces(1)
-
     def late_ranks(self, most: int) -> set[int]:
         """Ranks by way of which pieces go that have so many own contributions under way; the monitor is held."""
-        rank = self._membership.rank
-        return {each for piece in self._late_pieces(most) for each in self.layout.path(piece, rank)}
-
-    def _late_pieces(self, most: int) -> list[Piece]:
-        layout = self.layout
+        layout, rank = self.layout, self._membership.rank
         if layout is None or not self._peers.are_all_in(layout):
-            return []
-        sent, merged = np.array(self._sent[layout.key]), layout.ledger.merged[:, self._membership.rank]
-        return [layout.pieces[index] for index in np.flatnonzero(sent[layout.colayers] - merged >= most)]
+            return set()
+        num_under_way = np.array(self._sent[layout.key])[layout.colayers] - layout.ledger.merged[:, rank]
+        late = [layout.pieces[index] for index in np.flatnonzero(num_under_way >= most)]
+        return {each for piece in late for each in layout.path(piece, rank)}
 
     def unsettled_ranks(self) -> set[int]:
         """Ranks by way of which more of a piece may come here, this one included; the monitor is held."""

@@ -104,13 +104,29 @@ class PieceEncoding:
 
     def cut(self, piece: Piece, bucket: np.ndarray, share: float) -> tuple[np.ndarray | None, np.ndarray | None]:
         """The part of a colayer's bucket that is a piece, times a share: as values, or encoded where the bucket is."""
-        start = self.starts[piece.colayer][piece.bucket]
-        where = slice(piece.where.start - start, piece.where.stop - start)
+        where = self._within(piece)
         if self.is_encoded[piece.colayer][piece.bucket]:
             return None, self._codecs[piece.bucket].part(bucket.view(np.uint8), where, share, self._pool)
         values = bucket[where] * bucket.dtype.type(share)
         kernel = self._kernel(piece)
         return (values, None) if kernel is None else (None, kernel.encode(values))
+
+    def own(self, piece: Piece, bucket: np.ndarray) -> np.ndarray:
+        """The same part at its full size, as the others would get it: what stands in for the mean until that is there.
+
+        It may share the memory of the bucket.
+        """
+        if not self.is_encoded[piece.colayer][piece.bucket]:
+            return bucket[self._within(piece)]
+        data = self._codecs[piece.bucket].part(bucket.view(np.uint8), self._within(piece), 1.0, self._pool)
+        values = self._zeros(piece)
+        self.accumulate(piece, data, values)
+        return values
+
+    def _within(self, piece: Piece) -> slice:
+        """Where a piece is in its colayer's bucket."""
+        start = self.starts[piece.colayer][piece.bucket]
+        return slice(piece.where.start - start, piece.where.stop - start)
 
     def add(
         self, piece: Piece, total: Total | None, *, values: np.ndarray | None = None, data: np.ndarray | None = None

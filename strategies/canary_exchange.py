@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import tensorflow as tf
 
+from hop_tf.averaging import LateChanges
 from hop_tf.codecs import Codec, Identity
 from hop_tf.collectives import Network
 from hop_tf.exchange import Exchange, Incoming, Outgoing
@@ -46,8 +47,7 @@ class AsyncSettings:
       sync_interval: Iterations between two blends; None: there are none.
       inbox_bytes: The most that is received and not merged on each of the network's threads before others wait.
         Default None: eight times the bytes of the weights, at least 64 MiB.
-      patience: See `hop_tf.CanaryStrategy`. Default 0.
-      max_in_flight: The same. Default 2.
+      max_in_flight: See `hop_tf.CanaryStrategy`. Default 2.
       low_rank: r, of contributions to large dense kernels. Default None: these go as all others do.
     """
 
@@ -56,7 +56,6 @@ class AsyncSettings:
     codec: Codec
     sync_interval: int | None
     inbox_bytes: int | None = None
-    patience: float = 0.0
     max_in_flight: int = 2
     low_rank: int | None = None
 
@@ -75,8 +74,8 @@ class CanaryExchange(Exchange, Joiner):
 
     Attributes:
       members: For each colayer, the indices of its variables.
-      carried: The changes of the variables that are not trained.
       order: The variables of `merge_segment`, in order: colayer by colayer.
+      changes: What this rank changes of them.
       colayers: The colayer of each variable.
       start_step: int64 variable: the first step that this rank makes.
       num_left: int64 variable: how many colayers have left in the step that `merge_segment` has ended, the first ones;
@@ -93,8 +92,11 @@ class CanaryExchange(Exchange, Joiner):
         world_size, specs = membership.world_size, context.packing.specs
         members = [kernels_last(specs, colayer, settings.low_rank, world_size) for colayer in members]
         self.members = members
-        self.carried = context.carried
         self.order = [index for colayer in members for index in colayer]
+        variables = [*context.trained, *context.carried.variables]
+        with tf.init_scope():
+            values = [*(variable.read_value() for variable in context.trained), *context.carried.known()]
+        self.changes = LateChanges([variables[index] for index in self.order], [values[index] for index in self.order])
         self.colayers = {index: colayer for colayer, indices in enumerate(members) for index in indices}
         colayers, whole = [context.packing.part(each) for each in members], context.packing.part(self.order)
         self.merge_segment, self.start_segment, self.finish_segment = (len(members) + i for i in range(3))
@@ -113,7 +115,7 @@ class CanaryExchange(Exchange, Joiner):
         # On each edge one may be held up, for a rank that is slow, until the next one comes.
         depth = max(route.depth for route in settings.network.routes(membership.world_size))
         window = settings.max_in_flight + depth - 1
-        self._pacing = Pacing(membership, self._peers, self._contributions, self._threads, window, settings.patience)
+        self._pacing = Pacing(membership, self._peers, self._contributions, self._threads, window)
         self._ending = Ending(membership, self._peers, self._contributions, self._channel, self._pacing)
         self._final = context.make_all_reduce("final", whole, Identity(), "mesh")
         self._num_dropped = self._num_late = 0
@@ -148,7 +150,7 @@ class CanaryExchange(Exchange, Joiner):
                 thread.reset()
             self.replica.reset()
             self._final.reset(session)
-            self.carried.reset()
+            self.changes.reset()
             self._begin(session)
             self.start_step.assign(start)
 
@@ -156,7 +158,6 @@ class CanaryExchange(Exchange, Joiner):
         self._channel.session = session
         self._peers.reset()
         self._contributions.reset()
-        self._pacing.reset()
         self._iteration = -1
         self._is_dropping = self._was_dropping = False
         self.num_left.assign(len(self.members))
@@ -228,7 +229,8 @@ class CanaryExchange(Exchange, Joiner):
         self._num_left += 1
 
     def _contribute(self, layout: Layout, piece: Piece, bucket: np.ndarray, k: int) -> None:
-        """Sends a piece of a colayer on its way, or adds it to what others send here."""
+        """Sends a piece of a colayer on its way, or adds it to what others send here; until then it stands in."""
+        self.replica.stand_in(layout, piece, self.replica.encoding.own(piece, bucket))
         values, data = self.replica.encoding.cut(piece, bucket, 1 / len(layout.ranks))
         if piece.parent is None or piece.children:
             self._threads[piece.thread].contribute(layout, piece, k, values=values, data=data)
@@ -243,9 +245,6 @@ class CanaryExchange(Exchange, Joiner):
         """Steps 5 and 6: the weights as they are, and how far ahead others are."""
         if self._is_dropping:
             self._pull(k)
-            self._pacing.resume()
-        else:
-            self._pacing.wait_for_own()
         if self._is_dropping or self._was_dropping:
             self.num_left.assign(self._num_left)
         self._was_dropping = self._is_dropping
@@ -276,7 +275,7 @@ class CanaryExchange(Exchange, Joiner):
         lives, peers, membership = self._ending.agree(k), self._peers, self._membership
         means = self._final.mean(
             0,
-            self.replica.read(),
+            self.replica.merged(),
             lambda rank, _: peers.is_in_life(rank, lives) and membership.delivers(rank, self._group, 0),
             before_commit=self._commit,
             training_step=k,
@@ -360,8 +359,7 @@ class CanaryExchange(Exchange, Joiner):
           what was before them; `pulls` of another rank's state, and `pulls_in_vain`; `messages_merged`, and
           `duplicates`, which were not; `blends` of pieces; `inbox_waits`: iterations that began late as an inbox was
           full, here or elsewhere; and `window_waits`: those that began late as too many of this rank's own had not come
-          back merged (`max_in_flight`); `iterations_on_time`: those at whose end all that this rank had sent was
-          merged.
+          back merged (`max_in_flight`).
         """
         return {
             "overtime_drops": self._num_dropped,
@@ -376,7 +374,6 @@ class CanaryExchange(Exchange, Joiner):
             "blends": sum(thread.num_blends for thread in self._threads),
             "inbox_waits": self._pacing.num_waits,
             "window_waits": self._pacing.num_window_waits,
-            "iterations_on_time": self._pacing.num_on_time,
         }
 
     def gauges(self) -> Mapping[str, float]:

@@ -1,4 +1,4 @@
-"""What a rank under Canary waits for: communication, a little for others, and for their last step after its own."""
+"""What a rank under Canary waits for: communication, and the others' last step after its own."""
 
 from __future__ import annotations
 
@@ -10,11 +10,6 @@ from hop_tf.strategies.canary_contributions import Contributions
 from hop_tf.strategies.canary_peers import Peers
 from hop_tf.strategies.canary_pieces import PieceThread
 
-# Of its time a rank spends at most so much waiting in vain; and one iteration, if alike ranks have fallen out of step.
-_IN_VAIN_SHARE = 0.03
-# After its first iteration a rank waits so many times as long as that took, at most.
-_FIRST_SHARE = 2.0
-
 
 class Pacing:
     """The waiting of one rank. Each method blocks until that has come, and raises what `Membership.wait` does.
@@ -25,12 +20,10 @@ class Pacing:
       contributions: What is under way.
       threads: Those that merge.
       window: So many own iterations may be under way.
-      patience: See `CanaryStrategy`.
 
     Attributes:
       num_waits: Iterations that began late as an inbox was full.
       num_window_waits: Iterations that began late as too many own ones were under way.
-      num_on_time: Iterations at whose end all that this rank had sent was merged.
     """
 
     def __init__(
@@ -40,7 +33,6 @@ class Pacing:
         contributions: Contributions,
         threads: Sequence[PieceThread],
         window: int,
-        patience: float,
     ):
         self._membership = membership
         self._monitor = membership.monitor
@@ -48,15 +40,7 @@ class Pacing:
         self._contributions = contributions
         self._threads = threads
         self._window = window
-        self._patience = patience
-        self.num_waits = self.num_window_waits = self.num_on_time = 0
-        self.reset()
-
-    def reset(self) -> None:
-        """Forgets the session that was."""
-        self._is_first = True
-        self._stock = 1.0
-        self.resume()
+        self.num_waits = self.num_window_waits = 0
 
     def wait_for_window(self, k: int) -> None:
         """Bounds what is under way: waits for communication, though for nobody's computation."""
@@ -70,27 +54,6 @@ class Pacing:
             self.num_waits += bool(self._peers.without_room()) or not self._has_room()
         self._membership.wait(self._peers.without_room, operation="have merged what it has received", step=k)
         self._wait_for_own_threads(self._has_room)
-
-    def wait_for_own(self) -> None:
-        """Waits a while for what this rank has just sent: where ranks are alike, it comes with that of all the others.
-
-        Raises:
-          HopError: As `Membership.wait_until` does.
-        """
-        now, share = self._monitor.now(), min(self._patience, self._stock)
-        if self._is_first:  # Ranks compile, and some for longer. They get in step by this.
-            share = _FIRST_SHARE if self._patience else 0.0
-        if self._membership.wait_until(self._contributions.are_merged, share * (now - self._resumed_at)):
-            self.num_on_time += 1
-        elif not self._is_first:
-            self._stock -= share
-        self._stock = min(1.0, self._stock + _IN_VAIN_SHARE)
-        self._is_first = False
-        self.resume()
-
-    def resume(self) -> None:
-        """An iteration begins: its duration counts from here on."""
-        self._resumed_at = self._monitor.now()
 
     def wait_for_others(self, k: int) -> None:
         """Waits until all have made their last step, and all that was sent is merged."""

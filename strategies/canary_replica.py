@@ -1,9 +1,16 @@
-"""The weights of one rank under Canary, and the book of what was merged into them."""
+"""The weights of one rank under Canary, and the book of what was merged into them.
+
+    what a rank computes with  =  what is merged  +  its own contributions under way, at their full size
+
+See `hop_tf.averaging`. The book tells which those are: contributions of a rank to a piece are merged in their order.
+"""
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -25,8 +32,21 @@ from hop_tf.strategies.canary_state import (
 )
 
 
+@dataclasses.dataclass
+class _Own:
+    """What this rank has contributed to a piece.
+
+    Attributes:
+      num_sent: So many contributions.
+      values: The latest ones at their full size; those that are merged are dropped when somebody looks.
+    """
+
+    num_sent: int = 0
+    values: collections.deque[np.ndarray] = dataclasses.field(default_factory=collections.deque)
+
+
 class Replica:
-    """The weights as the communication threads know them: what the graph computes with, and merges nothing into.
+    """The weights as the communication threads know them, and what the graph computes with: it merges nothing itself.
 
     A message is merged as a whole, or not at all: whoever holds the lock sees weights and ledgers that agree.
 
@@ -41,7 +61,7 @@ class Replica:
       rank: The same.
       encoding: The same.
       lock: Guards weights and ledgers.
-      weights: One vector for each bucket: colayers lie one behind the other. None before `begin`.
+      weights: What is merged: one vector for each bucket, where colayers lie one behind the other. None before `begin`.
       is_complete: Whether the ledgers tell all that the weights hold: else no other replica can take their state.
       snapshots: By layout and piece, what it was with the message that has begun the blend which is under way.
       gei: Whose contributions were merged.
@@ -75,6 +95,7 @@ class Replica:
             self.snapshots: dict[tuple[bytes, int], np.ndarray] = {}
             # Both are replaced, and not changed: they are looked at without the lock, for each message.
             self._layouts: dict[bytes, Layout] = {}
+            self._own: dict[tuple[bytes, int], _Own] = {}  # By layout and piece.
             # Of layouts that were freed, and of those that this rank has no part in: what the weights hold of them.
             self._past: dict[bytes, Ledger] = {}
 
@@ -83,6 +104,7 @@ class Replica:
         with self.lock:
             self.weights = [np.array(values) for values in weights]
             self.is_complete = True
+            self._own = {}
 
     def layout(self, key: bytes) -> Layout:
         """The layout of that key.
@@ -115,6 +137,7 @@ class Replica:
             self._past = {**self._past, layout.key: layout.ledger}  # First: it is known, or freed, at any moment.
             self._layouts = {key: each for key, each in self._layouts.items() if key != layout.key}
             self.snapshots = {where: values for where, values in self.snapshots.items() if where[0] != layout.key}
+            self._own = {where: own for where, own in self._own.items() if where[0] != layout.key}
 
     def is_known(self, key: bytes) -> bool:
         """Whether something of a layout has come, or was sent, and may come again."""
@@ -125,16 +148,44 @@ class Replica:
         return key in self._past
 
     def read(self) -> tuple[np.ndarray, ...]:
-        """A copy of the weights, for the graph, at a moment between two merges.
+        """What the graph is to compute with, at a moment between two merges: what is merged, and own contributions.
 
         Blocks: for one merge of a piece, or while a state is copied or taken.
         """
+        with self.lock:
+            copies = self.merged()
+            for layout in self.layouts():
+                for piece in layout.pieces:
+                    for values in self._under_way(layout, piece):
+                        part = copies[piece.bucket][piece.where]
+                        part += values
+            return copies
+
+    def merged(self) -> tuple[np.ndarray, ...]:
+        """A copy of what is merged. Blocks: as `read` does."""
         with self.lock:
             copies = []
             for values in self.weights:
                 copies.append(self._pool.take(values.nbytes).view(values.dtype))
                 np.copyto(copies[-1], values)
             return tuple(copies)
+
+    # Own contributions.
+
+    def stand_in(self, layout: Layout, piece: Piece, values: np.ndarray) -> None:
+        """A contribution of this rank is about to be sent. Nobody writes to its values any more."""
+        with self.lock:
+            own = self._own.setdefault((layout.key, piece.index), _Own())
+            own.num_sent += 1
+            own.values.append(values)
+
+    def _under_way(self, layout: Layout, piece: Piece) -> Iterable[np.ndarray]:
+        if (own := self._own.get((layout.key, piece.index))) is None:
+            return ()
+        num_under_way = own.num_sent - layout.ledger.merged[piece.index, self.rank]
+        while len(own.values) > num_under_way:
+            own.values.popleft()
+        return own.values
 
     # Merging.
 
@@ -176,7 +227,7 @@ class Replica:
             snapshots = join_snapshots(
                 {where: values for where, values in self.snapshots.items() if where[0][rank] == life}
             )
-            return join([*map(np.concatenate, (tables, index, snapshots)), *self.read()])
+            return join([*map(np.concatenate, (tables, index, snapshots)), *self.merged()])
 
     def adopt(self, payload: np.ndarray, giver: int, lives: bytes, *, may_drop: bool = False) -> bool:
         """Takes another replica's state, unless something that was merged here was not merged there.

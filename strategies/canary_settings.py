@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from hop_tf import codecs
-from hop_tf.arguments import check_choice, check_integer, check_share
+from hop_tf.arguments import check_choice, check_integer
 from hop_tf.collectives import Network, get_network
 from hop_tf.gei import Thresholds, check_min_colayers
 from hop_tf.options import CommunicationOptions
@@ -32,7 +32,6 @@ class CanarySettings:
     min_colayers: int | None
     num_colayers: int
     codec: codecs.Codec | str | None
-    patience: float
     max_in_flight: int
     sync_interval: int | None
     low_rank: int | None
@@ -48,8 +47,6 @@ class CanarySettings:
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), at_least=1)
         check_min_colayers(self.min_colayers, self.num_colayers)
-        check_share("patience", self.patience)
-        object.__setattr__(self, "patience", float(self.patience))
         object.__setattr__(self, "network", get_network(self.network))
         object.__setattr__(self, "codec", codecs.get(self.codec))
         self._check_consistency()
@@ -101,7 +98,6 @@ class CanarySettings:
             thresholds=Thresholds(self.max_staleness, 0 if self.consistency == "async" else most),
             codec=self.codec,
             sync_interval=self.sync_interval,
-            patience=self.patience,
             max_in_flight=self.max_in_flight,
             low_rank=self.low_rank,
         )

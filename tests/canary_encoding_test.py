@@ -53,6 +53,9 @@ class PieceEncodingTest(tf.test.TestCase, parameterized.TestCase):
                 lost = np.linalg.norm(decoded - 2 * expected) / np.linalg.norm(2 * expected)
                 is_exact = expected.dtype != np.float32 or part.exact[piece.bucket]
                 self.assertBetween(lost, 0 if is_exact else 1e-4, 1e-6 if is_exact else 3e-2)
+                own = encoding.own(piece, buckets[piece.bucket])
+                lost = np.linalg.norm(own - 3 * expected) / np.linalg.norm(3 * expected)
+                self.assertLess(lost, 1e-6 if is_exact or is_kernel else 3e-2)
         self.assertEqual(num_kernels, 0 if low_rank is None else 1)
 
     def test_error_feedback(self):

@@ -134,7 +134,13 @@ class _Rank(State):
     def _train(self):
         self._membership.begin_session()
         context = ExchangeContext(
-            _GROUP, _SESSION, self._job.packing, self._membership, self._job.cluster.pool, start_thread=self._start
+            _GROUP,
+            _SESSION,
+            self._job.packing,
+            self._membership,
+            self._job.cluster.pool,
+            start_thread=self._start,
+            trained=[tf.Variable(tf.zeros(spec.shape)) for spec in self._job.packing.specs],
         )
         self.exchange = self._joining.attach(_GROUP, lambda: CanaryExchange(context, _MEMBERS, self._job.settings))
         self._job.begun.add(self._rank)

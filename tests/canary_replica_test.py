@@ -48,6 +48,73 @@ def _adopt(replica, giver, lives=_WHOLE, **kwargs):
     return replica.adopt(_state(giver, replica.rank, lives[replica.rank]), giver.rank, lives, **kwargs)
 
 
+def _stand_in(replica, key, piece, value):
+    layout = replica.layout(key)
+    where = layout.pieces[piece].where
+    replica.stand_in(layout, layout.pieces[piece], np.full(where.stop - where.start, value, np.float32))
+
+
+class StandInTest(tf.test.TestCase):
+    """A rank computes with what is merged and its own contributions under way; others see what is merged only."""
+
+    def setUp(self):
+        super().setUp()
+        self.replica = _replica(0)
+        self.where = self.replica.layout(_WHOLE).pieces[0].where
+
+    def _assert_value(self, expected):
+        (values,) = self.replica.read()
+        self.assertAllEqual(values[self.where], np.full(self.where.stop - self.where.start, expected))
+        self.assertAllEqual(np.delete(values, self.where), np.zeros(values.size - (self.where.stop - self.where.start)))
+
+    def test_until_it_is_merged(self):
+        """What it has sent first is merged first; that of others changes nothing of its own."""
+        _stand_in(self.replica, _WHOLE, 0, 30.0)
+        self._assert_value(30.0)
+        _stand_in(self.replica, _WHOLE, 0, 60.0)
+        _merge(self.replica, _WHOLE, 0, 1, ((1, 0),), 1.0)
+        self._assert_value(91.0)
+        _merge(self.replica, _WHOLE, 0, 2, ((0, 0), (2, 0)), 10.0)
+        self._assert_value(71.0)
+        _merge(self.replica, _WHOLE, 0, 3, ((0, 1),), 20.0)
+        self._assert_value(31.0)
+
+    def test_one_message_merges_several(self):
+        for _ in range(3):
+            _stand_in(self.replica, _WHOLE, 0, 30.0)
+        _merge(self.replica, _WHOLE, 0, 1, ((0, 0), (0, 1)), 20.0)
+        self._assert_value(50.0)
+
+    def test_others_get_what_is_merged(self):
+        other = _replica(1)
+        _stand_in(self.replica, _WHOLE, 0, 30.0)
+        _merge(self.replica, _WHOLE, 0, 1, ((1, 0),))
+        self.assertTrue(_adopt(other, self.replica))
+        self.assertAllEqual(other.read()[0], self.replica.merged()[0])
+        self._assert_value(31.0)
+
+    def test_what_a_state_holds_stands_in_no_more(self):
+        other = _replica(1)
+        for _ in range(2):
+            _stand_in(self.replica, _WHOLE, 0, 30.0)
+        _merge(other, _WHOLE, 0, 1, ((0, 0),), 10.0)
+        self.assertTrue(_adopt(self.replica, other))
+        self._assert_value(40.0)
+
+    def test_what_is_lost_stands_in_until_its_layout_is_freed(self):
+        _stand_in(self.replica, _WHOLE, 0, 30.0)
+        _stand_in(self.replica, _WITHOUT_2, 0, 60.0)
+        size = self.replica.layout(_WHOLE).pieces[0].where.stop
+        self.assertAllEqual(self.replica.read()[0][:size], np.full(size, 90.0))
+        self.replica.free(self.replica.layout(_WHOLE))
+        self.assertAllEqual(self.replica.read()[0][:size], np.full(size, 60.0))
+
+    def test_nothing_is_under_way_where_it_begins(self):
+        _stand_in(self.replica, _WHOLE, 0, 30.0)
+        self.replica.begin(self.replica.merged())
+        self._assert_value(0.0)
+
+
 class AdoptTest(tf.test.TestCase, parameterized.TestCase):
     def test_not_what_lacks_something_of_an_earlier_layout(self):
         """It would be lost here: nobody sends it again."""
@@ -186,12 +253,12 @@ class LockTest(tf.test.TestCase):
         self.held = []
         own, other = _replica(0), _replica(1)
         for replica in (own, other):
-            for owner, name in ((replica.encoding, "accumulate"), (replica, "read"), (replica.gei, "snapshot")):
+            for owner, name in ((replica.encoding, "accumulate"), (replica, "merged"), (replica.gei, "snapshot")):
                 self._note(replica, owner, name)
         self._note(own, own.gei, "absorb")
         _merge(other, _WHOLE, 0, 1, ((0, 0),))
         _adopt(own, other)
-        self.assertEqual(self.held, [(name, True) for name in ("accumulate", "snapshot", "read", "absorb")])
+        self.assertEqual(self.held, [(name, True) for name in ("accumulate", "snapshot", "merged", "absorb")])
         self.assertFalse(self._is_held(own.lock) or self._is_held(other.lock))
 
 

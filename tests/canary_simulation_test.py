@@ -63,7 +63,6 @@ class Job:
     leaves_at: dict = dataclasses.field(default_factory=dict)  # By rank, the step before which it leaves.
     merge_seconds: dict = dataclasses.field(default_factory=dict)  # By rank, how long it takes to merge a message.
     inbox_bytes: int | None = None
-    patience: float = 0.0
     max_in_flight: int = 2
     low_rank: int | None = None
     shapes: tuple = _SHAPES
@@ -94,14 +93,21 @@ class Job:
     def _train(self, rank):
         membership = self.cluster.memberships[rank]
         membership.begin_session()
-        context = ExchangeContext(_GROUP, 1, self.packing, membership, BufferPool(), start_thread=self._start_thread)
+        context = ExchangeContext(
+            _GROUP,
+            1,
+            self.packing,
+            membership,
+            BufferPool(),
+            start_thread=self._start_thread,
+            trained=[tf.Variable(tf.zeros(spec.shape)) for spec in self.packing.specs],
+        )
         settings = AsyncSettings(
             network=get_network(self.network),
             thresholds=self.thresholds,
             codec=self.codec,
             sync_interval=self.sync_interval,
             inbox_bytes=self.inbox_bytes,
-            patience=self.patience,
             max_in_flight=self.max_in_flight,
             low_rank=self.low_rank,
         )
@@ -272,7 +278,6 @@ class ExactSumTest(tf.test.TestCase, parameterized.TestCase):
                 rng,
                 thresholds=Thresholds(int(rng.choice([0, 1, 3, 16])), int(rng.integers(0, len(_MEMBERS) + 1))),
                 sync_interval=[None, 2, 5][rng.integers(3)],
-                patience=[0.0, 0.25, 1.0][rng.integers(3)],
                 inspect=_check_now_and_then,
             ).run()
             for rank in range(world_size):
@@ -366,7 +371,10 @@ def _check_now_and_then(job, rank, step, weights):
 
 
 def _check_invariants(job, rank, step, weights):
-    """At any time a replica is what its ledger says; bits are those of what was merged as a whole."""
+    """At any time a replica is what its ledger says; bits are those of what was merged as a whole.
+
+    And the graph computes with that, and all of this rank's own changes that are not merged, at their full size.
+    """
     replica = job.exchanges[rank].replica
     layout = replica.layout(b"\x01" * job.world_size)
     merged = layout.ledger.merged
@@ -377,6 +385,10 @@ def _check_invariants(job, rank, step, weights):
             for iteration in sent[: merged[piece.index, other]]:
                 total += job.changes[other, iteration, piece.where] / job.world_size
         np.testing.assert_array_equal(replica.weights[0][piece.where], total)
+        sent = [i for i in job.made[rank] if (i, piece.colayer) not in job.drops[rank]]
+        for iteration in sent[merged[piece.index, rank] :]:
+            total += job.changes[rank, iteration, piece.where]
+        np.testing.assert_array_equal(weights[piece.where], total)
     matrix = replica.gei.matrix()
     for other in range(job.world_size):
         for colayer, pieces in enumerate(layout.by_colayer):
@@ -675,92 +687,6 @@ class InboxTest(tf.test.TestCase, parameterized.TestCase):
             # Until all have begun, a message goes from rank to rank.
             self.assertBetween(job.seconds[rank], duration, duration + (world_size + 1.01) * seconds)
             self.assertEqual(job.counters[rank]["window_waits"] > 0, duration > 20)
-
-
-class PatienceTest(tf.test.TestCase, parameterized.TestCase):
-    """Durations of steps differ by some percent from step to step, messages take one."""
-
-    def _run(self, network, durations, patience=0.25, inspect=None):
-        rng = np.random.default_rng(0)
-        durations = np.multiply(durations, rng.uniform(0.97, 1.03, size=np.shape(durations)))
-        changes = len(durations) * rng.integers(-9, 10, size=(*durations.shape, _NUM_VALUES))
-        return Job(
-            network,
-            len(durations),
-            durations,
-            changes,
-            patience=patience,
-            inspect=inspect,
-            link_seconds=lambda a, b, num_bytes: 0.01,
-        ).run()
-
-    @parameterized.product(network=(("mesh", 5), ("bcube:2,2", 4), ("tree", 5)), starts=("equal", "first", "later"))
-    def test_where_ranks_are_alike_iterations_begin_with_all_of_the_one_before(self, network, starts):
-        """As in synchronous training, and nobody waits longer than there.
-
-        Also if ranks compile for longer than others, or one falls behind the others later.
-        """
-        (name, n), num_steps, on_time = network, 60, np.zeros((network[1], 60), bool)
-        durations = np.ones((n, num_steps))
-        if starts == "first":
-            durations[:, 0] = np.linspace(1, 2.5, n)
-        elif starts == "later":
-            durations[0, 10] += 0.6
-
-        def compare(job, rank, step, weights):
-            on_time[rank, step] = np.array_equal(weights, job.changes[:, : step + 1].sum(axis=(0, 1)) / n)
-
-        job = self._run(name, durations, inspect=compare)
-        self.assertTrue(on_time[:, :10].all())
-        self.assertTrue(on_time[:, 15:].all())
-        synchronous = (job.durations.max(axis=0) + 2 * 2 * 0.01).sum()  # Up and down two edges at most.
-        for rank in range(n):
-            self.assertEqual(job.made[rank], list(range(num_steps)))
-            self.assertAllEqual(job.finals[rank], job.expected())
-            self.assertLess(job.seconds[rank], synchronous)
-
-    @parameterized.parameters((0.0, 0), (0.25, 20))
-    def test_iterations_on_time_are_counted(self, patience, num_on_time):
-        job = self._run("mesh", np.ones((5, 20)), patience)
-        for rank in range(5):
-            self.assertEqual(job.counters[rank]["iterations_on_time"], num_on_time)
-
-    @parameterized.parameters(2.0, 10.0)
-    def test_a_slow_rank_costs_little(self, slower):
-        """The others keep 95 % of their speed, and nine of ten iterations begin with all that they have computed."""
-        alike, durations = np.ones((5, 60)), np.ones((5, 60))
-        durations[0, 1:] = slower
-        equal, job = self._run("mesh", alike), self._run("mesh", durations)
-        for rank in range(1, 5):
-            self.assertEqual(job.made[rank], list(range(60)))
-            self.assertLess(job.seconds[rank], equal.seconds[rank] / 0.95)
-            self.assertGreater(job.counters[rank]["iterations_on_time"], 54)
-
-    @parameterized.parameters((1.1, 1.2, 1.3), (1.3, 1.3, 1.3), (1.4, 1.9, 2.7))
-    def test_what_is_waited_in_vain_is_little(self, *slower):
-        """3 % of the time, once an iteration, and after the first one two."""
-        durations = np.outer([1.0, *slower], np.ones(60))
-        without, job = self._run("mesh", durations, 0.0), self._run("mesh", durations)
-        self.assertLess(job.seconds[0], 3 + without.seconds[0] * 1.03 + 60 * 0.02)
-
-    def test_after_iterations_that_were_dropped(self):
-        """What is waited for is a share of the iteration, and not of all the time since the last one that was not."""
-        ends, durations = {}, np.ones((2, 80))
-        durations[0, 5:30] = 10.0
-        job = Job(
-            "mesh",
-            2,
-            durations,
-            np.zeros((2, 80, _NUM_VALUES)),
-            thresholds=Thresholds(2, len(_MEMBERS)),
-            patience=0.25,
-            link_seconds=lambda a, b, num_bytes: 0.6,
-            inspect=lambda job, rank, step, weights: ends.setdefault((rank, step), job.cluster.scheduler.now),
-        ).run()
-        self.assertNotEmpty(job.drops[0])
-        waits = [ends[0, k] - ends[0, before] - durations[0, k] for before, k in itertools.pairwise(job.made[0])]
-        short = [wait for wait, k in zip(waits, job.made[0][1:], strict=True) if durations[0, k] == 1]
-        self.assertAllLess(short, 0.26)
 
 
 class BlendTest(tf.test.TestCase, parameterized.TestCase):

@@ -235,6 +235,30 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllInSet(np.round(weights), (0, 1))
             self.assertEqual(np.sum(np.round(weights[:, rank])), report["steps"] - report["overtime_drops"])
 
+    def test_own_steps_stand_in_until_they_are_merged(self):
+        """A rank computes with all of its own steps: over n where they are merged, else as they are."""
+
+        def run(strategy):
+            seen, n = [], strategy.world_size
+
+            def record(batch, logs):
+                (kernel,) = record.model.get_weights()
+                seen.append((-n * kernel.reshape(-1, n), strategy.report()["steps"]))
+
+            callback = keras.callbacks.LambdaCallback(on_train_batch_end=record)
+            callback.set_model = lambda model: setattr(record, "model", model)
+            _train_one_hot(strategy, callbacks=[callback, SlowRank(strategy, 0, 0.05)])
+            return seen
+
+        results = _cluster(3, consistency="async", codec=None).run(run)
+        for rank, seen in enumerate(results):
+            for weights, num_steps in seen:
+                made = np.flatnonzero(weights[:, rank])
+                self.assertAllInSet(np.round(weights[made, rank], 3), (1.0, 3.0))
+                self.assertAllInSet(np.round(np.delete(weights, rank, axis=1), 3), (0.0, 1.0))
+                self.assertLen(made, num_steps)
+        self.assertTrue(any(np.any(np.round(weights, 3) == 3.0) for seen in results for weights, _ in seen))
+
     def test_overtime(self):
         """A rank that is behind drops what it has, takes the weights of the fastest, and counts it."""
 
@@ -375,7 +399,7 @@ class SettingsTest(tf.test.TestCase, parameterized.TestCase):
     )
     def test_what_the_exchange_is_told(self, settings, thresholds):
         """In a model of four colayers."""
-        same = {"sync_interval": 7, "patience": 0.5, "max_in_flight": 3}
+        same = {"sync_interval": 7, "max_in_flight": 3}
         strategy = hop_tf.CanaryStrategy(network="bcube:2,2", codec="int8", **same, **settings)
         expected = AsyncSettings(network=BCube(2, 2), thresholds=thresholds, codec=codecs.get("int8"), **same)
         self.assertEqual(strategy._settings.asynchronous(4), expected)
@@ -404,7 +428,6 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
         ({"codec": "top_k", "consistency": "bsp"}, "`codec` must send something.*error_feedback=False.*'bsp'."),
         ({"num_colayers": 0}, "`num_colayers` must be an integer of at least 1. Received: num_colayers=0."),
         ({"sync_interval": 0}, "`sync_interval` must be an integer of at least 1. Received: sync_interval=0."),
-        ({"patience": 1.5}, "`patience` must be a number from 0 to 1. Received: patience=1.5."),
         ({"max_in_flight": 1}, "`max_in_flight` must be an integer of at least 2. Received: max_in_flight=1."),
         ({"low_rank": 0, "consistency": "bsp"}, "`low_rank` must be an integer of at least 1. Received: low_rank=0."),
         ({"codec": "zip"}, "`codec` must be one of .* Received: codec='zip'."),
