@@ -17,10 +17,7 @@ medians, of how many rounds, and gloo's time in the same rounds over that of the
 from __future__ import annotations
 
 import abc
-import importlib.util
 import itertools
-import json
-import os
 import statistics
 import sys
 import time
@@ -28,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import psutil
+import peers
 import ranks
 from absl import app, flags
 
@@ -112,16 +109,7 @@ class Gloo(Member):
     """torch.distributed."""
 
     def __init__(self, name: str, rank: int, addresses: list[str], size: int):
-        import torch
-        import torch.distributed
-
-        self._torch = torch
-        torch.set_num_threads(1)
-        host, _, port = addresses[0].rpartition(":")
-        os.environ["GLOO_SOCKET_IFNAME"] = _interface(addresses[rank].rpartition(":")[0])
-        torch.distributed.init_process_group(
-            "gloo", init_method=f"tcp://{host}:{port}", rank=rank, world_size=len(addresses)
-        )
+        self._torch = peers.join_gloo(rank, addresses)
 
     def mean(self, values: np.ndarray) -> Any:
         # In place, as its users have it: the copy is not counted (see `prepare`).
@@ -136,24 +124,13 @@ class Gloo(Member):
         self._torch.distributed.destroy_process_group()
 
 
-def _interface(address: str) -> str:
-    """Name of the network interface with an address. Gloo takes that of the host's name otherwise."""
-    return next(name for name, parts in psutil.net_if_addrs().items() if any(part.address == address for part in parts))
-
-
 class Ring(Member):
     """tf.distribute's collective all-reduce between workers."""
 
     def __init__(self, name: str, rank: int, addresses: list[str], size: int):
         import tensorflow as tf
 
-        os.environ["TF_CONFIG"] = json.dumps(
-            {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": rank}}
-        )
-        options = tf.distribute.experimental.CommunicationOptions(
-            implementation=tf.distribute.experimental.CommunicationImplementation.RING
-        )
-        self._strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
+        self._strategy = peers.mirrored_strategy(rank, addresses)
         mean = tf.distribute.ReduceOp.MEAN
 
         @tf.function(input_signature=[tf.TensorSpec([size], tf.float32)])
@@ -286,7 +263,7 @@ def _print(link: str, world_size: int, num_bytes: int, num_rounds: int, medians:
 def main(argv) -> None:
     del argv
     members = list(_MEMBERS.value)
-    if "gloo" in members and importlib.util.find_spec("torch") is None:
+    if "gloo" in members and not peers.is_installed("torch"):
         print("gloo is left out: PyTorch is not installed.")
         members.remove("gloo")
     sizes = map(int, _WORLD_SIZES.value)

@@ -10,15 +10,13 @@ steps, at the slowest rank. Ranks are processes, on loopback or on hosts of an e
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
-import json
-import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
 
 import numpy as np
+import peers
 import ranks
 import tensorflow as tf
 from absl import app, flags
@@ -59,11 +57,7 @@ def _measure(case: Mapping, rank: int) -> dict[str, list[float]]:
 def _mirrored(case: Mapping, rank: int, workers: list[str]) -> Callable[[], float]:
     import tf_keras
 
-    _set_cluster(rank, workers)
-    options = tf.distribute.experimental.CommunicationOptions(
-        implementation=tf.distribute.experimental.CommunicationImplementation.RING
-    )
-    strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
+    strategy = peers.mirrored_strategy(rank, workers)
     with strategy.scope():
         model = _perceptron(tf_keras, case["width"])
     return lambda: _step_seconds(tf_keras, model, case)
@@ -75,17 +69,13 @@ def _train_ours(case: Mapping, rank: int, workers: list[str], settings: Mapping)
 
     import hop_tf
 
-    _set_cluster(rank, workers)
+    peers.set_cluster(rank, workers)
     strategy = hop_tf.PipeSGDStrategy(**settings)
     with strategy.scope():
         model = _perceptron(keras, case["width"])
     seconds = _step_seconds(keras, model, case)
     strategy.shutdown()
     return seconds
-
-
-def _set_cluster(rank: int, workers: list[str]) -> None:
-    os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": workers}, "task": {"type": "worker", "index": rank}})
 
 
 def _perceptron(keras, width: int):
@@ -121,7 +111,7 @@ def _step_seconds(keras, model, case: Mapping) -> float:
 
 def main(argv) -> None:
     del argv
-    has_mirrored = importlib.util.find_spec("tf_keras") is not None
+    has_mirrored = peers.is_installed("tf_keras")
     if not has_mirrored:
         print(f"{_MIRRORED} is left out: tf_keras is not installed.")
     for link, world_size in itertools.product(_LINKS.value, map(int, _WORLD_SIZES.value)):

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import images
 import keras
+import models
 import numpy as np
 import results
 from absl import flags
@@ -93,7 +94,7 @@ def _train(label: str, settings: Mapping, world_size: int, seed: int, data) -> T
     )
     job = make_job(
         world_size,
-        lambda: _residual_network(x.shape[1:], seed),
+        lambda: models.residual_network(x.shape[1:], seed),
         lambda: keras.optimizers.SGD(rate, _MOMENTUM.value, weight_decay=_WEIGHT_DECAY.value),
         keras.losses.sparse_categorical_crossentropy,
         **settings,
@@ -107,26 +108,6 @@ def _train(label: str, settings: Mapping, world_size: int, seed: int, data) -> T
     trained = Trained(label, seed, losses, images.accuracy(job.ranks[0].model, test))
     keras.backend.clear_session()
     return trained
-
-
-def _residual_network(shape: Sequence[int], seed: int) -> keras.Model:
-    """A convolution and three residual blocks."""
-    layers, seeds = keras.layers, itertools.count(1000 * seed)
-
-    def convolution(x, filters: int, size: int, strides: int = 1):
-        initializer = keras.initializers.HeNormal(seed=next(seeds))
-        layer = layers.Conv2D(filters, size, strides, "same", use_bias=False, kernel_initializer=initializer)
-        return layers.BatchNormalization(momentum=0.9)(layer(x))
-
-    inputs = keras.Input(shape)
-    x = layers.MaxPooling2D()(layers.ReLU()(convolution(inputs, 16, 3)))
-    for filters, strides in ((16, 1), (32, 2), (64, 2)):
-        inner = layers.ReLU()(convolution(x, filters, 3, strides))
-        inner = convolution(inner, filters, 3)
-        x = layers.ReLU()(inner + (x if strides == 1 else convolution(x, filters, 1, strides)))
-    initializer = keras.initializers.GlorotUniform(seed=next(seeds))
-    outputs = layers.Dense(10, activation="softmax", kernel_initializer=initializer)(layers.GlobalAveragePooling2D()(x))
-    return keras.Model(inputs, outputs)
 
 
 def _print(label: str, trained: Sequence[Trained]) -> None:

@@ -48,7 +48,7 @@ def augmented(x: np.ndarray, generator: np.random.Generator) -> np.ndarray:
 
 
 def accuracy(model: keras.Model, part: Part) -> float:
-    """The share of images whose label a model finds."""
+    """The share of labels that a model finds."""
     x, y = part
-    predicted = model.predict(x, batch_size=_EVALUATION_BATCH, verbose=0)
-    return float(np.mean(np.argmax(predicted, axis=-1) == np.ravel(y)))
+    found = np.argmax(model.predict(x, batch_size=_EVALUATION_BATCH, verbose=0), axis=-1)
+    return float(np.mean(found == np.reshape(y, found.shape)))

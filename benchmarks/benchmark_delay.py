@@ -1,0 +1,374 @@
+"""What hiding communication costs in accuracy at equal numbers of steps, and what it wins in time.
+
+    python benchmarks/benchmark_delay.py --tasks=perceptron --output=results
+    python benchmarks/benchmark_delay.py --tasks=resnet,transformer --cifar10=cifar10.npz --optimizers=sgd,adamw
+    python benchmarks/benchmark_delay.py --tasks=perceptron --ranks=alike,slow --shards=identical,skewed
+    python benchmarks/benchmark_delay.py --experiments=time --tasks=perceptron,cnn --seeds=0 --output=results
+
+accuracy    Accuracy on what is held out, for every strategy with its default settings and some others, after as many
+            steps as synchronous training makes, with the same, untuned learning rate and momentum: means over seeds,
+            and the difference to synchronous training of the same seed in points, with its standard error.
+time        Seconds to --target times the final accuracy of synchronous training (of the same seed), on an emulated
+            network with --link bits per second (which needs root), beside PyTorch's DistributedDataParallel over gloo
+            and tf_keras's MultiWorkerMirroredStrategy, where these are installed. The first step, which traces, does
+            not count, nor does evaluation: weights are noted every --evaluate_every steps, and evaluated afterwards.
+            They are those that rank 0 computes with.
+
+Ranks are real processes that call `fit`; nothing is simulated. In accuracy they are on loopback. All kinds of training
+begin with the same weights and see the same global batches, of which each rank takes its contiguous part. When `fit`
+has ended, `strategy.synchronize(model)` gives all ranks the model that rank 0 evaluates.
+
+Tasks
+  perceptron   784-512-256-10 on Fashion-MNIST
+  cnn          two convolutions and two dense layers on it
+  resnet       a small residual network with batch normalization on CIFAR-10, images mirrored and moved at random
+  transformer  two causal blocks on the bytes of Python's standard library's sources; accuracy is that of the next byte
+Kinds, --kinds: labels of a strategy with, behind colons, arguments of its constructor, that is `pipe:3` or
+  `pipe:pipeline_width=3`, `dts:20:12`, `canary:bsp`, `hop:ring`, `shat:mixing=0.33`, `pipe:2:compensation=none`.
+  synchronous  PipeSGDStrategy(pipeline_width=1), with which all are compared
+  hop, pipe, dts, canary, shat   the strategies (shat with one server more, on a host of its own)
+  ddp, mirrored                  PyTorch and tf_keras, in time only
+Ranks, --ranks: with "slow" the last rank is ten times slower than the others, whose computation is emulated: asleep.
+Shards, --shards: with "skewed" each rank has its own classes (files, in transformer), and draws from them only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+
+import delay_peers
+import delay_ranks
+import delay_tasks
+import network
+import numpy as np
+import peers
+import ranks
+import results
+from absl import app, flags
+from delay_ranks import SYNCHRONOUS, Trained
+
+from hop_tf.emulation import ComputeEmulation, Slowdown
+
+_KINDS = [
+    SYNCHRONOUS,
+    "hop",
+    "pipe",
+    "pipe:3",
+    "pipe:4",
+    "dts",
+    "dts:1:1",
+    "dts:2:1",
+    "dts:8:8",
+    "dts:20:12",
+    "canary",
+    "canary:bsp",
+    "shat",
+]
+_ALIKE, _SLOW = "alike", "slow"
+
+_EXPERIMENTS = flags.DEFINE_list("experiments", ["accuracy"], "What to run: accuracy, time.")
+_TASKS = flags.DEFINE_list("tasks", list(delay_tasks.TASKS), "What is trained.")
+_KINDS_USED = flags.DEFINE_list("kinds", None, f"How. Default: {','.join(_KINDS)}; in time ddp and mirrored, too.")
+_OPTIMIZERS = flags.DEFINE_list("optimizers", ["sgd"], "sgd (momentum 0.9), adamw.")
+_RANKS = flags.DEFINE_list("ranks", [_ALIKE], "alike, slow.")
+_SHARDS = flags.DEFINE_list("shards", [delay_tasks.IDENTICAL], "identical, skewed.")
+_SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Seeds; each is a training of each kind.")
+_WORLD_SIZE = flags.DEFINE_integer("world_size", 3, "Ranks.", lower_bound=2)
+_BATCH_SIZE = flags.DEFINE_integer("batch_size", 96, "Rows of a step, of all ranks together.", lower_bound=2)
+_EPOCHS = flags.DEFINE_integer("epochs", None, "Epochs of a training. Default: the task's.", lower_bound=1)
+_NUM_ROWS = flags.DEFINE_integer("num_rows", None, "Rows to train with, at most. Default: the task's.", lower_bound=2)
+_TEST_ROWS = flags.DEFINE_integer("test_rows", None, "Rows to test with, at most. Default: the task's.", lower_bound=1)
+_LEARNING_RATE = flags.DEFINE_float("learning_rate", None, "Default: the task's for sgd, 0.001 for adamw.")
+_STEP_SECONDS = flags.DEFINE_float(
+    "step_seconds", None, "Emulated computation of a step. Default: 0.05 where a rank is slow, else none."
+)
+_CIFAR10 = flags.DEFINE_string(
+    "cifar10", None, "An .npz file with x_train, y_train, x_test, y_test; else Keras's data."
+)
+_LINK = flags.DEFINE_string("link", "1e8", "Of time: bits per second of each host's link.")
+_TARGET = flags.DEFINE_float("target", 0.98, "Of time: the share of synchronous training's accuracy.", 0.0, 1.0)
+_EVALUATE_EVERY = flags.DEFINE_integer("evaluate_every", 5, "Of time: steps between evaluations.", lower_bound=1)
+_TIMEOUT_SECONDS = flags.DEFINE_float("timeout_seconds", 3600.0, "How long a training may take.")
+_OUTPUT = flags.DEFINE_string("output", None, "A folder for tables and figures.")
+
+_SLOWDOWN = 10
+_SLOW_STEP_SECONDS = 0.05
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """Under what kinds are compared.
+
+    Attributes:
+      task: Name of the task.
+      optimizer: "sgd" or "adamw".
+      ranks: "alike" or "slow".
+      shards: "identical" or "skewed".
+    """
+
+    task: str
+    optimizer: str
+    ranks: str
+    shards: str
+
+    def __str__(self) -> str:
+        return f"{self.task}, {self.optimizer}, ranks {self.ranks}, shards {self.shards}"
+
+
+_Key = tuple[Setting, str, int]  # The kind and the seed of a training, beside the setting.
+_Found = dict[_Key, list[Trained | None]]
+
+
+def _serve(case: dict, rank: int) -> Trained | None:
+    return (delay_peers if case["kind"] in delay_peers.PACKAGES else delay_ranks).train(case, rank)
+
+
+# In the parent.
+
+
+def _train(setting: Setting, kind: str, seed: int, link: str, evaluate_every: int | None) -> list[Trained | None]:
+    """What the ranks of a training have found; nothing, which is printed, where one of them has failed."""
+    world_size, task = _WORLD_SIZE.value, delay_tasks.TASKS[setting.task]
+    step_seconds = _step_seconds(setting)
+    case = {
+        "task": setting.task,
+        "cifar10": _CIFAR10.value,
+        "num_rows": _NUM_ROWS.value or task.num_rows,
+        "test_rows": _TEST_ROWS.value or task.test_rows,
+        "epochs": _EPOCHS.value or task.epochs,
+        "batch_size": _BATCH_SIZE.value,
+        "shards": setting.shards,
+        "optimizer": setting.optimizer,
+        "learning_rate": _learning_rate(setting),
+        "kind": kind,
+        "seed": seed,
+        "world_size": world_size,
+        "evaluate_every": evaluate_every,
+        "step_seconds": step_seconds,
+    }
+    environment = {}
+    if step_seconds:
+        slowdowns = (Slowdown(rank=world_size - 1, factor=_SLOWDOWN),) if setting.ranks == _SLOW else ()
+        environment = ComputeEmulation(step_seconds=step_seconds, slowdowns=slowdowns).to_environment()
+    num_servers = 0 if kind in delay_peers.PACKAGES else delay_ranks.parse_kind(kind).num_servers
+    try:
+        return ranks.run(
+            __file__,
+            case,
+            world_size + num_servers,
+            link,
+            num_ports=1,
+            environment=environment,
+            timeout_seconds=_TIMEOUT_SECONDS.value,
+        )[:world_size]
+    except RuntimeError as error:  # The hours before are not to be lost.
+        print(f"  {kind}, seed {seed}, has failed: {error}", flush=True)
+        return []
+
+
+def _learning_rate(setting: Setting) -> float:
+    if _LEARNING_RATE.value is not None:
+        return _LEARNING_RATE.value
+    return delay_tasks.TASKS[setting.task].learning_rate if setting.optimizer == "sgd" else delay_ranks.ADAMW_RATE
+
+
+def _step_seconds(setting: Setting) -> float:
+    if _STEP_SECONDS.value is not None:
+        return _STEP_SECONDS.value
+    return _SLOW_STEP_SECONDS if setting.ranks == _SLOW else 0.0
+
+
+def _settings(tasks: Sequence[str], all_ranks: Sequence[str]) -> list[Setting]:
+    return [Setting(*each) for each in itertools.product(tasks, _OPTIMIZERS.value, all_ranks, _SHARDS.value)]
+
+
+def _title(setting: Setting) -> str:
+    task = delay_tasks.TASKS[setting.task]
+    num_rows, epochs = _NUM_ROWS.value or task.num_rows, _EPOCHS.value or task.epochs
+    rate = _learning_rate(setting)
+    return f"{setting}; {_WORLD_SIZE.value} ranks, rate {rate:g}, {num_rows} rows at most, {epochs} epochs"
+
+
+def _accuracy(found: _Found, key: _Key) -> float:
+    """Nan where the training has failed or is missing."""
+    of_ranks = found.get(key)
+    return of_ranks[0].accuracy if of_ranks else np.nan
+
+
+def _accuracies(found: _Found, setting: Setting, kind: str) -> np.ndarray:
+    return np.array([_accuracy(found, (setting, kind, seed)) for seed in _seeds()])
+
+
+def _points(found: _Found, setting: Setting, kind: str) -> np.ndarray:
+    """Above synchronous training of the same seeds."""
+    return 100 * (_accuracies(found, setting, kind) - _accuracies(found, setting, SYNCHRONOUS))
+
+
+def _seeds() -> list[int]:
+    return list(map(int, _SEEDS.value))
+
+
+def _run_accuracy() -> None:
+    found: _Found = {}
+    settings, kinds = _settings(_TASKS.value, _RANKS.value), _KINDS_USED.value or _KINDS
+    titles = ["task", "optimizer", "ranks", "shards", "kind", "seed", "accuracy", "loss of rank 0", "seconds", "steps"]
+    with results.table(_OUTPUT.value, "delay_accuracy", titles) as add:
+        for setting in settings:
+            print(f"\naccuracy: {_title(setting)}")
+            print(f"  {'':24} {'mean':>8} {'points':>8} {'std. error':>11} {'seconds':>8}  of each seed", flush=True)
+            for kind in kinds:
+                for seed in _seeds():
+                    of_ranks = _train(setting, kind, seed, ranks.LOOPBACK, None)
+                    found[setting, kind, seed] = of_ranks
+                    add((*dataclasses.astuple(setting), kind, seed, *_columns(of_ranks)))
+                _print_accuracy(found, setting, kind)
+    if _OUTPUT.value:
+        _draw_accuracy(found, settings, kinds)
+
+
+def _columns(of_ranks: Sequence[Trained]) -> Sequence:
+    """Rank 0's accuracy, loss and seconds, and the steps of each rank."""
+    if not of_ranks:
+        return (np.nan, np.nan, np.nan, "")
+    first = of_ranks[0]
+    return (first.accuracy, first.loss, first.seconds, " ".join(str(each.steps) for each in of_ranks))
+
+
+def _print_accuracy(found: _Found, setting: Setting, kind: str) -> None:
+    accuracies, points = _accuracies(found, setting, kind), _points(found, setting, kind)
+    all_seconds = [_columns(found[setting, kind, seed])[2] for seed in _seeds()]
+    of_seeds = " ".join(f"{each:.4f}" for each in accuracies)
+    print(
+        f"  {kind:24} {np.mean(accuracies):8.4f} {np.mean(points):+8.2f} {results.standard_error(points):11.2f} "
+        f"{np.mean(all_seconds):8.1f}  {of_seeds}",
+        flush=True,
+    )
+
+
+def _draw_accuracy(found: _Found, settings: Sequence[Setting], kinds: Sequence[str]) -> None:
+    with results.figure(_OUTPUT.value, "delay_accuracy", len(settings)) as all_axes:
+        for axes, setting in zip(all_axes, settings, strict=True):
+            of_kinds = [_points(found, setting, kind) for kind in kinds]
+            errors = np.nan_to_num([results.standard_error(points) for points in of_kinds])
+            axes.errorbar([np.mean(points) for points in of_kinds], kinds, xerr=errors, fmt="o")
+            axes.axvline(0.0, linewidth=0.5)
+            axes.invert_yaxis()
+            axes.set(xlabel="points above synchronous training", title=str(setting))
+
+
+def _run_time() -> None:
+    reason = network.available()
+    if _LINK.value != ranks.LOOPBACK and reason is not None:
+        print(f"\ntime: left out, as it needs an emulated network ({reason})")
+        return
+    found: _Found = {}
+    tasks = [name for name in _TASKS.value if delay_tasks.TASKS[name].has_peers]
+    settings, kinds = _settings(tasks, [_ALIKE]), _kinds_of_time()
+    titles = ["task", "optimizer", "ranks", "shards", "kind", "seed", "seconds", "accuracy"]
+    with results.table(_OUTPUT.value, "delay_time", titles) as add:
+        for setting in settings:
+            print(f"\ntime: {_title(setting)}, {_LINK.value} bit/s")
+            titles = f"{'step ms':>8} {'s in all':>9} {'accuracy':>9} {'s to it':>8} {'std. error':>11} {'times':>6}"
+            print(f"  {'':24} {titles}  of each seed", flush=True)
+            for kind in kinds:
+                for seed in _seeds():
+                    of_ranks = _train(setting, kind, seed, _LINK.value, _EVALUATE_EVERY.value)
+                    found[setting, kind, seed] = of_ranks
+                    for seconds, accuracy in of_ranks[0].reached if of_ranks else ():
+                        add((*dataclasses.astuple(setting), kind, seed, seconds, accuracy))
+                _print_time(found, setting, kind)
+    if _OUTPUT.value and settings:
+        _draw_time(found, settings, kinds)
+
+
+def _kinds_of_time() -> list[str]:
+    """Synchronous training, which sets the target, is the first; other libraries only if they are installed."""
+    kinds = _KINDS_USED.value or [*_KINDS, *delay_peers.PACKAGES]
+    for name, package in delay_peers.PACKAGES.items():
+        if name in kinds and not peers.is_installed(package):
+            print(f"{name} is left out: {package} is not installed.")
+            kinds = [kind for kind in kinds if kind != name]
+    return [SYNCHRONOUS, *(kind for kind in kinds if kind != SYNCHRONOUS)]
+
+
+def _seconds_to_target(found: _Found, setting: Setting, kind: str) -> list[float]:
+    """For each seed; nan where it was not reached."""
+    all_seconds = []
+    for seed in _seeds():
+        target = _TARGET.value * _accuracy(found, (setting, SYNCHRONOUS, seed))
+        of_ranks = found[setting, kind, seed]
+        reached = of_ranks[0].reached if of_ranks else ()
+        all_seconds.append(next((seconds for seconds, accuracy in reached if accuracy >= target), np.nan))
+    return all_seconds
+
+
+def _print_time(found: _Found, setting: Setting, kind: str) -> None:
+    """`times`: synchronous training's time to the target over that of this kind."""
+    to_target = _seconds_to_target(found, setting, kind)
+    of_synchronous = _seconds_to_target(found, setting, SYNCHRONOUS)
+    firsts = [of_ranks[0] if (of_ranks := found[setting, kind, seed]) else Trained(np.nan) for seed in _seeds()]
+    in_all = np.mean([first.seconds for first in firsts])
+    step = np.mean([first.seconds / max(first.steps - 1, 1) for first in firsts])
+    accuracy = np.mean([first.accuracy for first in firsts])
+    print(
+        f"  {kind:24} {1e3 * step:8.1f} {in_all:9.1f} {accuracy:9.4f} {np.mean(to_target):8.1f} "
+        f"{results.standard_error(to_target):11.2f} {np.mean(of_synchronous) / np.mean(to_target):6.2f}  "
+        + " ".join(f"{seconds:.1f}" for seconds in to_target),
+        flush=True,
+    )
+
+
+def _draw_time(found: _Found, settings: Sequence[Setting], kinds: Sequence[str]) -> None:
+    with results.figure(_OUTPUT.value, "delay_time", len(settings)) as all_axes:
+        for axes, setting in zip(all_axes, settings, strict=True):
+            for kind in kinds:
+                of_ranks = found[setting, kind, _seeds()[0]]
+                if of_ranks and of_ranks[0].reached:
+                    axes.plot(*zip(*of_ranks[0].reached, strict=True), label=kind)
+            axes.set(xlabel="seconds", ylabel="accuracy", title=f"{setting}; seed {_seeds()[0]}")
+            axes.legend(fontsize="small")
+
+
+_RUN: dict[str, Callable[[], None]] = {"accuracy": _run_accuracy, "time": _run_time}
+
+
+def _check_flags() -> None:
+    """Before hours are spent."""
+    allowed = {
+        "experiments": _RUN,
+        "tasks": delay_tasks.TASKS,
+        "optimizers": delay_ranks.OPTIMIZERS,
+        "ranks": (_ALIKE, _SLOW),
+        "shards": (delay_tasks.IDENTICAL, delay_tasks.SKEWED),
+    }
+    for name, values in allowed.items():
+        unknown = set(flags.FLAGS[name].value) - set(values)
+        if unknown:
+            raise app.UsageError(f"--{name} must be among {', '.join(values)}. Received: {sorted(unknown)}.")
+    if _BATCH_SIZE.value % _WORLD_SIZE.value:
+        raise app.UsageError(
+            f"--batch_size must be a multiple of --world_size={_WORLD_SIZE.value}. Received: {_BATCH_SIZE.value}."
+        )
+    for kind in _KINDS_USED.value or ():
+        if kind in delay_peers.PACKAGES and "accuracy" not in _EXPERIMENTS.value:
+            continue
+        try:
+            delay_ranks.parse_kind(kind)
+        except ValueError as error:
+            raise app.UsageError(str(error)) from error
+
+
+def main(argv: list[str]) -> None:
+    """Runs what was asked for."""
+    if len(argv) > 1:
+        raise app.UsageError(f"Unknown arguments: {argv[1:]}.")
+    _check_flags()
+    for name in _EXPERIMENTS.value:
+        _RUN[name]()
+
+
+if __name__ == "__main__":
+    ranks.serve(_serve)
+    app.run(main)

@@ -1,0 +1,148 @@
+"""Other libraries that train the tasks of `benchmark_delay.py` synchronously: the same weights, the same batches.
+
+Where computation is emulated, they sleep for as long before each step; their own comes on top of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import delay_ranks
+import delay_tasks
+import images
+import keras
+import numpy as np
+import peers
+
+DDP, MIRRORED = "ddp", "mirrored"
+PACKAGES = {DDP: "torch", MIRRORED: "tf_keras"}
+
+
+def train(case: Mapping, rank: int) -> delay_ranks.Trained:
+    """Trains by "ddp" (DistributedDataParallel over gloo) or "mirrored" (MultiWorkerMirroredStrategy)."""
+    return {DDP: _train_ddp, MIRRORED: _train_mirrored}[case["kind"]](case, rank)
+
+
+def _own(rows: np.ndarray, rank: int, world_size: int) -> np.ndarray:
+    """The part of a rank of global batches."""
+    return np.split(rows, world_size, axis=1)[rank]
+
+
+def _evaluated(
+    model: keras.Model, weights: Sequence[np.ndarray], clock: delay_ranks.Clock, test: images.Part, rank: int
+) -> delay_ranks.Trained:
+    """What is found with `weights`, and with those that were noted; `model` is Keras's."""
+    trained = delay_ranks.Trained(seconds=clock.seconds, steps=clock.steps)
+    if rank == 0:
+        model.set_weights(weights)
+        trained.accuracy = images.accuracy(model, test)
+        trained.reached = list(clock.evaluate(model, test))
+    return trained
+
+
+# tf_keras.
+
+
+def _train_mirrored(case: Mapping, rank: int) -> delay_ranks.Trained:
+    import tensorflow as tf
+    import tf_keras
+
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    (workers,) = case["addresses"]
+    strategy = peers.mirrored_strategy(rank, workers)  # Must be made before TensorFlow has done anything.
+    task, data, rows = delay_ranks.load(case)
+    template = task.make_model(keras, case["seed"])
+    with strategy.scope():
+        model = task.make_model(tf_keras, case["seed"])
+        model.set_weights(template.get_weights())
+        model.compile(delay_ranks.make_optimizer(tf_keras, case), "sparse_categorical_crossentropy")
+    clock = delay_ranks.Clock(case["evaluate_every"] if rank == 0 else None)
+    note = tf_keras.callbacks.LambdaCallback(
+        on_train_batch_begin=lambda batch, logs: time.sleep(case["step_seconds"]),
+        on_train_batch_end=lambda batch, logs: clock.step(model.get_weights),
+    )
+    own = delay_tasks.batches(data, _own(rows, rank, len(workers)), False, case["seed"])
+    model.fit(
+        strategy.distribute_datasets_from_function(lambda context: own),
+        epochs=case["epochs"],
+        steps_per_epoch=len(rows) // case["epochs"],
+        verbose=0,
+        callbacks=[note],
+    )
+    return _evaluated(template, model.get_weights(), clock, data.test, rank)
+
+
+# PyTorch. Parameters have the shapes that Keras gives them, so that weights go from one to the other as they are.
+
+
+def _train_ddp(case: Mapping, rank: int) -> delay_ranks.Trained:
+    (addresses,) = case["addresses"]
+    torch = peers.join_gloo(rank, addresses)
+    task, data, rows = delay_ranks.load(case)
+    template = task.make_model(keras, case["seed"])
+    network = _make_network(torch, _FORWARD[case["task"]], template.get_weights())
+    model = torch.nn.parallel.DistributedDataParallel(network)
+    optimizer = _make_optimizer(torch, network.parameters(), case)
+    loss_of = torch.nn.CrossEntropyLoss()
+    x, y = (torch.from_numpy(part) for part in data.train)
+
+    def get_weights() -> list[np.ndarray]:
+        return [parameter.detach().numpy().copy() for parameter in network.parameters()]
+
+    clock = delay_ranks.Clock(case["evaluate_every"] if rank == 0 else None)
+    for chosen in torch.from_numpy(_own(rows, rank, len(addresses))):
+        time.sleep(case["step_seconds"])
+        optimizer.zero_grad()
+        loss_of(model(x[chosen]), y[chosen].long()).backward()
+        optimizer.step()
+        clock.step(get_weights)
+    trained = _evaluated(template, get_weights(), clock, data.test, rank)
+    torch.distributed.destroy_process_group()
+    return trained
+
+
+def _make_network(torch: Any, forward: Callable, weights: Sequence[np.ndarray]) -> Any:
+    """A module with these parameters, in this order."""
+
+    class Network(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.values = torch.nn.ParameterList(torch.nn.Parameter(torch.from_numpy(each)) for each in weights)
+
+        def forward(self, x):
+            return forward(torch.nn.functional, x, list(self.values))
+
+    return Network()
+
+
+def _make_optimizer(torch: Any, parameters: Any, case: Mapping) -> Any:
+    """With what Keras's have as their defaults."""
+    if case["optimizer"] == "sgd":
+        return torch.optim.SGD(parameters, case["learning_rate"], momentum=delay_ranks.MOMENTUM)
+    return torch.optim.AdamW(parameters, case["learning_rate"], eps=1e-7, weight_decay=0.004)
+
+
+def _dense(functional: Any, x: Any, values: Sequence) -> Any:
+    """Dense layers, the last of them without an activation."""
+    pairs = list(zip(values[::2], values[1::2], strict=True))
+    for kernel, bias in pairs[:-1]:
+        x = functional.relu(x @ kernel + bias)
+    kernel, bias = pairs[-1]
+    return x @ kernel + bias
+
+
+def _perceptron(functional: Any, x: Any, values: Sequence) -> Any:
+    return _dense(functional, x.flatten(1), values)
+
+
+def _cnn(functional: Any, x: Any, values: Sequence) -> Any:
+    x = x.permute(0, 3, 1, 2)
+    for kernel, bias in (values[:2], values[2:4]):
+        x = functional.relu(functional.conv2d(x, kernel.permute(3, 2, 0, 1), bias))
+        x = functional.max_pool2d(x, 2)
+    return _dense(functional, x.permute(0, 2, 3, 1).flatten(1), values[4:])
+
+
+_FORWARD: Mapping[str, Callable] = {"perceptron": _perceptron, "cnn": _cnn}

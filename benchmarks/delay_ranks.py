@@ -1,0 +1,188 @@
+"""What `benchmark_delay.py` runs in each rank: kinds of training by their labels, and a training under hop_tf.
+
+A case has the arguments of a training, all of which JSON can hold: `task`, `cifar10`, `num_rows`, `test_rows`,
+`epochs`, `batch_size`, `shards`, `optimizer`, `learning_rate`, `kind`, `seed`, `world_size` (without servers),
+`evaluate_every` (steps between two evaluations, or None), `step_seconds` (emulated computation, for other libraries)
+and what `ranks.run` adds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import delay_tasks
+import images
+import keras
+import numpy as np
+import peers
+import tensorflow as tf
+
+import hop_tf
+
+SYNCHRONOUS = "synchronous"
+OPTIMIZERS = ("sgd", "adamw")
+ADAMW_RATE, MOMENTUM = 0.001, 0.9
+TIMEOUT_SECONDS = 900.0  # Many ranks on few processors take minutes to start.
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A strategy and its settings.
+
+    Attributes:
+      make_strategy: Its class.
+      settings: Arguments of its constructor.
+      num_servers: Parameter servers, each a process of its own.
+    """
+
+    make_strategy: Callable[..., tf.distribute.Strategy]
+    settings: Mapping[str, Any]
+    num_servers: int = 0
+
+
+# For each name that a label begins with: the strategy, what is set, and the arguments that need not be named.
+_STRATEGIES: Mapping[str, tuple[Callable, Mapping[str, Any], Sequence[str]]] = {
+    SYNCHRONOUS: (hop_tf.PipeSGDStrategy, {"pipeline_width": 1}, ()),
+    "hop": (hop_tf.HopStrategy, {}, ("topology",)),
+    "pipe": (hop_tf.PipeSGDStrategy, {}, ("pipeline_width",)),
+    "dts": (hop_tf.DTSStrategy, {}, ("delay", "interval")),
+    "canary": (hop_tf.CanaryStrategy, {}, ("consistency",)),
+    "shat": (hop_tf.SHATParameterServerStrategy, {}, ("mixing",)),
+}
+
+
+def parse_kind(label: str) -> Kind:
+    """The strategy that a label such as "hop", "pipe:3", "dts:20:12" or "canary:patience=0" stands for.
+
+    Args:
+      label: A name, and arguments of the strategy's constructor, as JSON or plain text; what is left out has its
+        default.
+
+    Raises:
+      ValueError: If there is no such name or argument.
+    """
+    name, *texts = label.split(":")
+    if name not in _STRATEGIES:
+        raise ValueError(f"a kind must begin with one of {', '.join(_STRATEGIES)}. Received: {label!r}.")
+    make_strategy, settings, unnamed = _STRATEGIES[name]
+    settings, unnamed = dict(settings), iter(unnamed)
+    for text in texts:
+        argument, _, value = text.rpartition("=")
+        argument = argument or next(unnamed, "")
+        if argument not in inspect.signature(make_strategy).parameters:
+            raise ValueError(f"{make_strategy.__name__} has no such argument: {text!r}. Received: {label!r}.")
+        settings[argument] = _value(value)
+    return Kind(make_strategy, settings, num_servers=int(name == "shat"))
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+@dataclasses.dataclass
+class Trained:
+    """What a rank has found.
+
+    Attributes:
+      accuracy: On what is held out, at the end; None where it was not evaluated.
+      loss: Mean training loss of this rank in the last epoch; None where it was not noted.
+      seconds: From the end of the first step, which traces, to that of the last.
+      steps: Steps that the rank has made, without those that it has passed over.
+      reached: Seconds since the end of the first step, without those that were spent here, and the accuracy then.
+    """
+
+    accuracy: float | None = None
+    loss: float | None = None
+    seconds: float = 0.0
+    steps: int = 0
+    reached: Sequence[tuple[float, float]] = ()
+
+
+class Clock:
+    """Notes the weights of every so many steps, to be evaluated after the training, when nobody waits for it.
+
+    Args:
+      evaluate_every: Steps between two notes; None for no notes.
+    """
+
+    def __init__(self, evaluate_every: int | None):
+        self.steps = 0
+        self.seconds = 0.0
+        self._evaluate_every = evaluate_every
+        self._start: float | None = None
+        self._spent = 0.0
+        self._noted: list[tuple[float, Sequence[np.ndarray]]] = []
+
+    def step(self, get_weights: Callable[[], Sequence[np.ndarray]]) -> None:
+        """A step has ended."""
+        now = time.monotonic()
+        self._start = now if self._start is None else self._start
+        self.steps += 1
+        self.seconds = now - self._start - self._spent
+        if self._evaluate_every and self.steps % self._evaluate_every == 0:
+            self._noted.append((self.seconds, get_weights()))
+            self._spent += time.monotonic() - now
+
+    def evaluate(self, model: keras.Model, part: images.Part) -> Iterator[tuple[float, float]]:
+        """Yields the seconds of each note and the accuracy with its weights, which replace those of `model`."""
+        for seconds, weights in self._noted:
+            model.set_weights(weights)
+            yield seconds, images.accuracy(model, part)
+
+
+def load(case: Mapping) -> tuple[delay_tasks.Task, delay_tasks.Data, np.ndarray]:
+    """The task of a case, its data, and the rows of all global batches."""
+    task = delay_tasks.TASKS[case["task"]]
+    data = task.load(case["num_rows"], case["test_rows"], case["cifar10"])
+    sizes = {name: case[name] for name in ("epochs", "batch_size", "world_size", "shards", "seed")}
+    return task, data, delay_tasks.order(data, **sizes)
+
+
+def make_optimizer(library: Any, case: Mapping) -> Any:
+    """Of Keras, or of tf_keras."""
+    if case["optimizer"] == "sgd":
+        return library.optimizers.SGD(case["learning_rate"], momentum=MOMENTUM)
+    return library.optimizers.AdamW(case["learning_rate"])
+
+
+def train(case: Mapping, rank: int) -> Trained | None:
+    """Trains with `fit` under a strategy of hop_tf; None for a server."""
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    (addresses,) = case["addresses"]
+    kind, num_workers = parse_kind(case["kind"]), case["world_size"]
+    peers.set_cluster(rank, addresses[:num_workers], addresses[num_workers:])
+    options = hop_tf.CommunicationOptions(timeout_seconds=TIMEOUT_SECONDS)
+    try:
+        strategy = kind.make_strategy(**kind.settings, communication_options=options)
+    except SystemExit:  # A server, when the workers are done.
+        return None
+    task, data, rows = load(case)
+    with strategy.scope():
+        model = task.make_model(keras, case["seed"])
+        model.compile(make_optimizer(keras, case), "sparse_categorical_crossentropy")
+    clock = Clock(case["evaluate_every"] if strategy.is_chief else None)
+    note = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: clock.step(model.get_weights))
+    history = model.fit(
+        delay_tasks.batches(data, rows, task.augments, case["seed"]),
+        epochs=case["epochs"],
+        steps_per_epoch=len(rows) // case["epochs"],
+        shuffle=False,  # `order` has.
+        verbose=0,
+        callbacks=[note],
+    )
+    steps = int(strategy.report()["steps"])
+    strategy.synchronize(model)
+    trained = Trained(loss=history.history["loss"][-1], seconds=clock.seconds, steps=steps)
+    if strategy.is_chief:
+        trained.accuracy = images.accuracy(model, data.test)
+        trained.reached = list(clock.evaluate(model, data.test))
+    strategy.shutdown()
+    return trained

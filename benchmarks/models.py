@@ -1,0 +1,33 @@
+"""Models that several benchmarks train."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import keras
+
+
+def residual_network(shape: Sequence[int], seed: int) -> keras.Model:
+    """A convolution and three residual blocks, with batch normalization; probabilities of ten classes.
+
+    Args:
+      shape: Of an image: height, width, channels.
+      seed: Of the initial weights.
+    """
+    layers, seeds = keras.layers, itertools.count(1000 * seed)
+
+    def convolution(x, filters: int, size: int, strides: int = 1):
+        initializer = keras.initializers.HeNormal(seed=next(seeds))
+        layer = layers.Conv2D(filters, size, strides, "same", use_bias=False, kernel_initializer=initializer)
+        return layers.BatchNormalization(momentum=0.9)(layer(x))
+
+    inputs = keras.Input(shape)
+    x = layers.MaxPooling2D()(layers.ReLU()(convolution(inputs, 16, 3)))
+    for filters, strides in ((16, 1), (32, 2), (64, 2)):
+        inner = layers.ReLU()(convolution(x, filters, 3, strides))
+        inner = convolution(inner, filters, 3)
+        x = layers.ReLU()(inner + (x if strides == 1 else convolution(x, filters, 1, strides)))
+    initializer = keras.initializers.GlorotUniform(seed=next(seeds))
+    outputs = layers.Dense(10, activation="softmax", kernel_initializer=initializer)(layers.GlobalAveragePooling2D()(x))
+    return keras.Model(inputs, outputs)
