@@ -212,7 +212,7 @@ def _seeds() -> list[int]:
 
 def _run_accuracy() -> None:
     found: _Found = {}
-    settings, kinds = _settings(_TASKS.value, _RANKS.value), _KINDS_USED.value or _KINDS
+    settings, kinds = _settings(_TASKS.value, _RANKS.value), _kinds(_KINDS_USED.value or _KINDS)
     titles = ["task", "optimizer", "ranks", "shards", "kind", "seed", "accuracy", "loss of rank 0", "seconds", "steps"]
     with results.table(_OUTPUT.value, "delay_accuracy", titles) as add:
         for setting in settings:
@@ -226,6 +226,11 @@ def _run_accuracy() -> None:
                 _print_accuracy(found, setting, kind)
     if _OUTPUT.value:
         _draw_accuracy(found, settings, kinds)
+
+
+def _kinds(labels: Sequence[str]) -> list[str]:
+    """Each once; the one that others are compared with is the first."""
+    return sorted(dict.fromkeys(labels), key=lambda label: label != SYNCHRONOUS)
 
 
 def _columns(of_ranks: Sequence[Trained]) -> Sequence:
@@ -284,13 +289,13 @@ def _run_time() -> None:
 
 
 def _kinds_of_time() -> list[str]:
-    """Synchronous training, which sets the target, is the first; other libraries only if they are installed."""
+    """Synchronous training, which sets the target, is among them; other libraries only if they are installed."""
     kinds = _KINDS_USED.value or [*_KINDS, *delay_peers.PACKAGES]
     for name, package in delay_peers.PACKAGES.items():
         if name in kinds and not peers.is_installed(package):
             print(f"{name} is left out: {package} is not installed.")
             kinds = [kind for kind in kinds if kind != name]
-    return [SYNCHRONOUS, *(kind for kind in kinds if kind != SYNCHRONOUS)]
+    return _kinds([SYNCHRONOUS, *kinds])
 
 
 def _seconds_to_target(found: _Found, setting: Setting, kind: str) -> list[float]:
