@@ -221,5 +221,5 @@ TASKS = {
     "perceptron": Task(_load_fashion, _perceptron, 0.05, 6000, None, 4, has_peers=True),
     "cnn": Task(_load_fashion, _cnn, 0.05, 6000, None, 4, has_peers=True),
     "resnet": Task(functools.partial(_load_images, "cifar10"), _resnet, 0.05, 8000, None, 8, augments=True),
-    "transformer": Task(_load_text, _transformer, 0.1, 6000, 1000, 4),
+    "transformer": Task(_load_text, _transformer, 0.05, 6000, 1000, 6),
 }

@@ -1,6 +1,7 @@
 """`benchmarks/benchmark_delay.py`: its tasks, its kinds of training, and whole runs in the small."""
 
 import csv
+import importlib.util
 import os
 import pathlib
 import subprocess
@@ -16,6 +17,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import hop_tf
+from hop_tf import launch  # noqa: F401  (marks this module as one that starts processes)
 
 _SCRIPT = pathlib.Path(__file__).parents[1] / "benchmarks" / "benchmark_delay.py"
 _HAS_SOURCES = len(list(pathlib.Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))) > 100
@@ -40,7 +42,13 @@ def _order(num_rows=100, **changes):
 def _run(folder, *arguments):
     """The rows of the tables that a run of the benchmark writes, by the tables' names."""
     command = [sys.executable, str(_SCRIPT), "--world_size=2", "--seeds=3", f"--output={folder}", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS)
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        text=True,
+        timeout=_TIMEOUT_SECONDS,
+    )
     if done.returncode:
         raise AssertionError(done.stdout + done.stderr)
     tables = {}
@@ -126,6 +134,7 @@ class KindTest(parameterized.TestCase):
             delay_ranks.parse_kind(label)
 
 
+@unittest.skipIf(importlib.util.find_spec("matplotlib") is None, "needs the extra `examples`: matplotlib")
 class RunTest(parameterized.TestCase):
     @_needs_sources
     def test_accuracy(self):
