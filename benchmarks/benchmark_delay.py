@@ -79,7 +79,9 @@ _WORLD_SIZE = flags.DEFINE_integer("world_size", 3, "Ranks.", lower_bound=2)
 _BATCH_SIZE = flags.DEFINE_integer("batch_size", 96, "Rows of a step, of all ranks together.", lower_bound=2)
 _EPOCHS = flags.DEFINE_integer("epochs", None, "Epochs of a training. Default: the task's.", lower_bound=1)
 _NUM_ROWS = flags.DEFINE_integer("num_rows", None, "Rows to train with, at most. Default: the task's.", lower_bound=2)
-_TEST_ROWS = flags.DEFINE_integer("test_rows", None, "Rows to test with, at most. Default: the task's.", lower_bound=1)
+_TEST_ROWS = flags.DEFINE_integer(
+    "test_rows", None, "Rows to test with, at most. Default: the task's, 2000 in time.", lower_bound=1
+)
 _LEARNING_RATE = flags.DEFINE_float("learning_rate", None, "Default: the task's for sgd, 0.001 for adamw.")
 _STEP_SECONDS = flags.DEFINE_float(
     "step_seconds", None, "Emulated computation of a step. Default: 0.05 where a rank is slow, else none."
@@ -95,6 +97,8 @@ _OUTPUT = flags.DEFINE_string("output", None, "A folder for tables and figures."
 
 _SLOWDOWN = 10
 _SLOW_STEP_SECONDS = 0.05
+_TIME_TEST_ROWS = 2000  # Each training is evaluated dozens of times there.
+_FAILED = Trained(accuracy=np.nan, loss=np.nan, seconds=np.nan)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +140,7 @@ def _train(setting: Setting, kind: str, seed: int, link: str, evaluate_every: in
         "task": setting.task,
         "cifar10": _CIFAR10.value,
         "num_rows": _NUM_ROWS.value or task.num_rows,
-        "test_rows": _TEST_ROWS.value or task.test_rows,
+        "test_rows": _TEST_ROWS.value or (_TIME_TEST_ROWS if evaluate_every else task.test_rows),
         "epochs": _EPOCHS.value or task.epochs,
         "batch_size": _BATCH_SIZE.value,
         "shards": setting.shards,
@@ -235,9 +239,7 @@ def _kinds(labels: Sequence[str]) -> list[str]:
 
 def _columns(of_ranks: Sequence[Trained]) -> Sequence:
     """Rank 0's accuracy, loss and seconds, and the steps of each rank."""
-    if not of_ranks:
-        return (np.nan, np.nan, np.nan, "")
-    first = of_ranks[0]
+    first = of_ranks[0] if of_ranks else _FAILED
     return (first.accuracy, first.loss, first.seconds, " ".join(str(each.steps) for each in of_ranks))
 
 
@@ -313,7 +315,7 @@ def _print_time(found: _Found, setting: Setting, kind: str) -> None:
     """`times`: synchronous training's time to the target over that of this kind."""
     to_target = _seconds_to_target(found, setting, kind)
     of_synchronous = _seconds_to_target(found, setting, SYNCHRONOUS)
-    firsts = [of_ranks[0] if (of_ranks := found[setting, kind, seed]) else Trained(np.nan) for seed in _seeds()]
+    firsts = [of_ranks[0] if (of_ranks := found[setting, kind, seed]) else _FAILED for seed in _seeds()]
     in_all = np.mean([first.seconds for first in firsts])
     step = np.mean([first.seconds / max(first.steps - 1, 1) for first in firsts])
     accuracy = np.mean([first.accuracy for first in firsts])
