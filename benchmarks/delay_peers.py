@@ -5,6 +5,8 @@ Where computation is emulated, they sleep for as long before each step; their ow
 
 from __future__ import annotations
 
+import functools
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -57,7 +59,7 @@ def _train_mirrored(case: Mapping, rank: int) -> delay_ranks.Trained:
     with strategy.scope():
         model = task.make_model(tf_keras, case["seed"])
         model.set_weights(template.get_weights())
-        model.compile(delay_ranks.make_optimizer(tf_keras, case), "sparse_categorical_crossentropy")
+        model.compile(delay_ranks.make_optimizer(tf_keras, case, len(rows)), "sparse_categorical_crossentropy")
     clock = delay_ranks.Clock(case["evaluate_every"] if rank == 0 else None)
     note = tf_keras.callbacks.LambdaCallback(
         on_train_batch_begin=lambda batch, logs: time.sleep(case["step_seconds"]),
@@ -85,6 +87,8 @@ def _train_ddp(case: Mapping, rank: int) -> delay_ranks.Trained:
     network = _make_network(torch, _FORWARD[case["task"]], template.get_weights())
     model = torch.nn.parallel.DistributedDataParallel(network)
     optimizer = _make_optimizer(torch, network.parameters(), case)
+    share_of_rate = functools.partial(_share_of_rate, case["schedule"], len(rows))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share_of_rate)
     loss_of = torch.nn.CrossEntropyLoss()
     x, y = (torch.from_numpy(part) for part in data.train)
 
@@ -97,6 +101,7 @@ def _train_ddp(case: Mapping, rank: int) -> delay_ranks.Trained:
         optimizer.zero_grad()
         loss_of(model(x[chosen]), y[chosen].long()).backward()
         optimizer.step()
+        schedule.step()
         clock.step(get_weights)
     trained = _evaluated(template, get_weights(), clock, data.test, rank)
     torch.distributed.destroy_process_group()
@@ -122,6 +127,11 @@ def _make_optimizer(torch: Any, parameters: Any, case: Mapping) -> Any:
     if case["optimizer"] == "sgd":
         return torch.optim.SGD(parameters, case["learning_rate"], momentum=delay_ranks.MOMENTUM)
     return torch.optim.AdamW(parameters, case["learning_rate"], eps=1e-7, weight_decay=0.004)
+
+
+def _share_of_rate(schedule: str, num_steps: int, step: int) -> float:
+    """Of the learning rate, as Keras's schedule has it."""
+    return (1 + math.cos(math.pi * step / num_steps)) / 2 if schedule == delay_ranks.COSINE else 1.0
 
 
 def _dense(functional: Any, x: Any, values: Sequence) -> Any:

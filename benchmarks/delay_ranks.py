@@ -1,9 +1,9 @@
 """What `benchmark_delay.py` runs in each rank: kinds of training by their labels, and a training under hop_tf.
 
 A case has the arguments of a training, all of which JSON can hold: `task`, `cifar10`, `num_rows`, `test_rows`,
-`epochs`, `batch_size`, `shards`, `optimizer`, `learning_rate`, `kind`, `seed`, `world_size` (without servers),
-`evaluate_every` (steps between two evaluations, or None), `step_seconds` (emulated computation, for other libraries)
-and what `ranks.run` adds.
+`epochs`, `batch_size`, `shards`, `optimizer`, `learning_rate`, `schedule`, `kind`, `seed`, `world_size` (without
+servers), `evaluate_every` (steps between two evaluations, or None), `step_seconds` (emulated computation, for other
+libraries) and what `ranks.run` adds.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import hop_tf
 
 SYNCHRONOUS = "synchronous"
 OPTIMIZERS = ("sgd", "adamw")
+SCHEDULES = CONSTANT, COSINE = "constant", "cosine"
 ADAMW_RATE, MOMENTUM = 0.001, 0.9
 TIMEOUT_SECONDS = 900.0  # Many ranks on few processors take minutes to start.
 
@@ -146,11 +147,14 @@ def load(case: Mapping) -> tuple[delay_tasks.Task, delay_tasks.Data, np.ndarray]
     return task, data, delay_tasks.order(data, **sizes)
 
 
-def make_optimizer(library: Any, case: Mapping) -> Any:
+def make_optimizer(library: Any, case: Mapping, num_steps: int) -> Any:
     """Of Keras, or of tf_keras."""
+    rate = case["learning_rate"]
+    if case["schedule"] == COSINE:
+        rate = library.optimizers.schedules.CosineDecay(rate, num_steps)
     if case["optimizer"] == "sgd":
-        return library.optimizers.SGD(case["learning_rate"], momentum=MOMENTUM)
-    return library.optimizers.AdamW(case["learning_rate"])
+        return library.optimizers.SGD(rate, momentum=MOMENTUM)
+    return library.optimizers.AdamW(rate)
 
 
 def train(case: Mapping, rank: int) -> Trained | None:
@@ -167,7 +171,7 @@ def train(case: Mapping, rank: int) -> Trained | None:
     task, data, rows = load(case)
     with strategy.scope():
         model = task.make_model(keras, case["seed"])
-        model.compile(make_optimizer(keras, case), "sparse_categorical_crossentropy")
+        model.compile(make_optimizer(keras, case, len(rows)), "sparse_categorical_crossentropy")
     clock = Clock(case["evaluate_every"] if strategy.is_chief else None)
     note = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: clock.step(model.get_weights))
     history = model.fit(
