@@ -25,7 +25,7 @@ _needs_sources = unittest.skipIf(not _HAS_SOURCES, "needs the sources of Python'
 _KERAS_HOME = pathlib.Path(os.environ.get("KERAS_HOME") or "~/.keras").expanduser()
 _HAS_FASHION = (_KERAS_HOME / "datasets" / "fashion-mnist").is_dir()
 _needs_fashion = unittest.skipIf(not _HAS_FASHION, "needs Keras's copy of Fashion-MNIST")
-_TIMEOUT_SECONDS = 240
+_TIMEOUT_SECONDS = 480
 
 
 def _data(num_rows, x=None):
@@ -160,10 +160,6 @@ class RunTest(parameterized.TestCase):
         self.assertEqual([row["kind"] for row in rows], ["synchronous"] * 4)
         self.assertEqual(rows, sorted(rows, key=lambda row: float(row["seconds"])))
         self.assertNotIn("failed", output)
-
-    def test_refuses_unknown_kinds(self):
-        with self.assertRaisesRegex(AssertionError, "must begin with one of"):
-            _run(self.enterContext(tempfile.TemporaryDirectory()), "--kinds=ring")
 
 
 if __name__ == "__main__":
