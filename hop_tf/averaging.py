@@ -15,7 +15,7 @@ Kale, Douillard and Donchev, arXiv 2502.12996.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
@@ -48,13 +48,24 @@ class LateChanges:
         """Emits the ops that read what the variables were before the changes that `take` would give."""
         return [known.read_value() for known in self._known]
 
-    def take(self) -> list[tf.Tensor]:
-        """Emits the ops that compute the changes since the last call."""
-        changes = []
-        for variable, known in zip(self.variables, self._known, strict=True):
-            value = variable.read_value()
-            changes.append(value - known)
-            known.assign(value)
+    def take(self, choose: Callable[[list[tf.Tensor]], list] | None = None) -> list[tf.Tensor]:
+        """Emits the ops that compute the changes since the last call.
+
+        Args:
+          choose: Takes all changes; returns, for each variable, where they are taken, or None for everywhere. Elsewhere
+            they are zero, and left for the next call. Default: all are taken.
+
+        Returns:
+          The changes.
+        """
+        values = [variable.read_value() for variable in self.variables]
+        changes = [value - known for value, known in zip(values, self._known, strict=True)]
+        chosen = [None] * len(changes) if choose is None else choose(changes)
+        for index, where in enumerate(chosen):
+            if where is not None:
+                values[index] = tf.where(where, values[index], self._known[index])
+                changes[index] = tf.where(where, changes[index], tf.zeros_like(changes[index]))
+            self._known[index].assign(values[index])
         return changes
 
     def add(self, changes: Sequence[tf.Tensor]) -> None:
@@ -67,4 +78,10 @@ class LateChanges:
         """Emits the ops that give the variables values which hold all own changes that were taken."""
         for variable, known, value in zip(self.variables, self._known, values, strict=True):
             variable.assign(value)
+            known.assign(value)
+
+    def rebase(self, values: Sequence[tf.Tensor]) -> None:
+        """Emits the ops that give the variables these values, and on top what was changed since the last `take`."""
+        for variable, known, value in zip(self.variables, self._known, values, strict=True):
+            variable.assign(value + (variable - known))
             known.assign(value)

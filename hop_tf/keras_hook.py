@@ -393,6 +393,11 @@ def unscaled(optimizer: Any, gradients: Sequence) -> list[tf.Tensor]:
     return gradients if scale is None else [gradient / tf.cast(scale, gradient.dtype) for gradient in gradients]
 
 
+def clipped(optimizer: Any, gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Gradients as the optimizer clips them."""
+    return list(_innermost(optimizer)._clip_gradients(list(gradients)))
+
+
 class _OwnUpdates(threading.local):
     """Whether `update` or `prepare_update` calls an optimizer in this thread: hooks have nothing to do with that.
 

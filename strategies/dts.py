@@ -17,31 +17,23 @@ lines; `compensation="paper"` computes Equation 13 as it is printed.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 
+import keras
 import tensorflow as tf
 
 from hop_tf import codecs
 from hop_tf.arguments import check_choice, check_integer, identity_of
 from hop_tf.collectives import ALGORITHMS
 from hop_tf.group import ExchangeContext, Group
-from hop_tf.keras_hook import (
-    check_loss_scaling,
-    descent_of,
-    gradient_accumulation_steps,
-    iterations_variable,
-    learning_rate,
-    loss_scale,
-    unscaled,
-    weight_decays,
-)
+from hop_tf.keras_hook import StepTrace, gradient_accumulation_steps, iterations_variable, loss_scale, tf_variables
 from hop_tf.options import CommunicationOptions
+from hop_tf.replica_state import describe_optimizer
 from hop_tf.strategies.dts_exchange import DTSExchange, DTSSettings
+from hop_tf.strategies.dts_windows import largest
 from hop_tf.strategy import ExchangeStrategy, training_cluster
 from hop_tf.timing.dts import MAX_WINDOWS
 
-_COMPENSATIONS = ("exact", "paper", "none")
 _MAX_STEPS = 2**31 - 1
 
 
@@ -125,27 +117,21 @@ class DTSStrategy(ExchangeStrategy):
         delay: int = 4,
         interval: int = 4,
         codec: codecs.Codec | str | None = None,
-        compensation: str = "exact",
+        outer_optimizer: keras.optimizers.Optimizer | None = None,
         algorithm: str = "mesh",
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
         communication_options: CommunicationOptions | None = None,
     ):
         check_integer("delay", delay, at_least=0, at_most=_MAX_STEPS)
         check_integer("interval", interval, at_least=1, at_most=_MAX_STEPS)
-        check_choice("compensation", compensation, _COMPENSATIONS)
         check_choice("algorithm", algorithm, sorted(ALGORITHMS))
         self._settings = DTSSettings(
             delay=int(delay),
             interval=int(interval),
             codec=codecs.get(codec),
-            compensation=compensation,
             algorithm=algorithm,
+            outer_optimizer=_checked_outer_optimizer(outer_optimizer),
         )
-        if compensation == "paper" and self._settings.selection is not None:
-            raise ValueError(
-                "`compensation` must not be 'paper' with a codec that selects values: Equation 13 says nothing about "
-                f"what a window keeps back. Take 'exact' or 'none'. Received: codec={codec!r}, compensation='paper'."
-            )
         num_windows = self._settings.schedule.num_slots
         if num_windows > MAX_WINDOWS:
             raise ValueError(
@@ -161,66 +147,72 @@ class DTSStrategy(ExchangeStrategy):
             identity=identity_of(self._settings),
             neighbors=range(cluster.world_size),
         )
+        self._outer_optimizer = None if outer_optimizer is None else self._copy(outer_optimizer)
+
+    @property
+    def outer_optimizer(self) -> keras.optimizers.Optimizer | None:
+        """The outer optimizer of the model that is trained; None without one. It has slots after the first step.
+
+        It is a copy of what the strategy was given. `tf.train.Checkpoint(model=model, outer=strategy.outer_optimizer)`
+        stores it, and restores it before the first step, too.
+        """
+        return self._outer_optimizer
 
     def _make_exchange(self, context: ExchangeContext) -> DTSExchange:
-        check_loss_scaling(context.optimizer())
         for variable in context.trained:
-            if variable.dtype not in (tf.float32, tf.float64):
-                raise ValueError(
-                    "variables that are trained must be float32 or float64, as under the policy 'mixed_bfloat16': the "
-                    f"rounding of smaller ones lets ranks drift apart. Received: {variable.name} of {variable.dtype}."
-                )
             if variable.dtype == tf.float64 and self._settings.selection is not None:
                 raise ValueError(
-                    "variables that are trained must be float32 with a codec that selects values: float64 passes "
+                    "variables that are trained must not be float64 with a codec that selects values: float64 passes "
                     f"through no codec. Received: {variable.name} of float64, codec={self._settings.codec!r}."
                 )
-        if self._settings.compensation == "paper":
-            _check_equation_13(context)
-        return DTSExchange(context, self._settings)
+        if self._outer_optimizer is not None and self._outer_optimizer.built:
+            self._outer_optimizer = self._copy(self._outer_optimizer)
+        return DTSExchange(context, self._settings, self._outer_optimizer)
 
-    def _common_slots(self, group: Group) -> Sequence[tf.Variable]:
-        # What velocities differ by would spread into the weights, and no window corrects it.
-        return group.exchange.windows.velocities
+    def _copy(self, optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+        with self.scope():
+            return type(optimizer).from_config(optimizer.get_config())
+
+    def leave_step(self, trace: StepTrace) -> None:
+        super().leave_step(trace)
+        if self._outer_optimizer is not None and len(trace.states) > 1:
+            raise ValueError(
+                "`outer_optimizer` must be None where a step trains with several optimizers. "
+                f"Received: {len(trace.states)} of them, and an outer {type(self._outer_optimizer).__name__}."
+            )
 
     def _begin_group(self, group: Group) -> None:
-        self._begin_training(group)
+        if self._outer_optimizer is not None:
+            self._worker.broadcast_initial_values(tf_variables(self._outer_optimizer.variables))
+        group.exchange.first_iteration = int(iterations_variable(group.optimizer()))
 
     def _begin_training(self, group: Group) -> None:
         group.exchange.first_iteration = int(iterations_variable(group.optimizer()))
+        group.exchange.outer.begin()  # Callbacks may have changed weights.
 
-    def _before_update(self, group: Group, values: Sequence[tf.Tensor], gradients: list) -> tuple[list, _Step]:
-        optimizer = group.optimizer()
-        return gradients, _Step(values, unscaled(optimizer, gradients), learning_rate(optimizer))
+    def _before_update(self, group: Group, values: Sequence[tf.Tensor], gradients: list) -> tuple[list, None]:
+        return gradients, None
 
-    def _after_update(self, group: Group, state: _Step) -> tf.Tensor:
-        self._accumulate(group, state)
+    def _after_update(self, group: Group, state: None) -> tf.Tensor:
         num_steps, schedule = group.step.read_value() + 1, self._settings.schedule
         has_ended, ended = schedule.ended(num_steps)
         _when(has_ended, lambda: self._hand_out(group, ended))
         is_due, due = schedule.due(num_steps)
-        _when(is_due, lambda: self._correct(group, due))
+        _when(is_due, lambda: self._merge(group, due, schedule.num_newer))
         return tf.constant(0, tf.int64)
 
-    def _accumulate(self, group: Group, step: _Step) -> None:
-        windows = group.exchange.windows
-        if loss_scale(group.optimizer()) is None:
-            windows.accumulate(step.before, step.gradients, step.rate)
-            return
-        is_applied = tf.reduce_all([tf.reduce_all(tf.math.is_finite(gradient)) for gradient in step.gradients])
-        gradients = [tf.where(is_applied, gradient, tf.zeros_like(gradient)) for gradient in step.gradients]
-        windows.accumulate(step.before, gradients, step.rate)
-        _when(~is_applied, lambda: windows.coast(step.rate))
-
     def _hand_out(self, group: Group, window: tf.Tensor, everything: bool = False) -> None:
-        exchange = group.exchange
-        group.submit([*exchange.windows.hand_out(window, everything), *exchange.carried.take()], step=window)
+        selection = None if everything else self._settings.selection
 
-    def _correct(self, group: Group, window: tf.Tensor) -> None:
-        differences, _ = group.collect([], take=lambda _, segment: group.take(window, segment))
-        num_windowed = group.exchange.windows.num_vectors * group.num_trained
-        group.exchange.windows.correct(window, differences[:num_windowed])
-        group.exchange.carried.add(differences[num_windowed:])
+        def choose(changes: list[tf.Tensor]) -> list:
+            trained, carried = changes[: group.num_trained], changes[group.num_trained :]
+            return [*largest(selection, window, trained), *(None for _ in carried)]
+
+        group.submit(group.exchange.outer.take(choose if selection else None), step=window)
+
+    def _merge(self, group: Group, window: tf.Tensor, num_newer: int) -> None:
+        means, _ = group.collect([], take=lambda _, segment: group.take(window, segment))
+        group.exchange.outer.merge(means, num_newer)
 
     def _finish_training(self, group: Group) -> None:
         num_steps = int(group.step)
@@ -231,28 +223,36 @@ class DTSStrategy(ExchangeStrategy):
             self._hand_out(group, tf.constant(windows.stop, tf.int64), everything=True)
             windows = range(windows.start, windows.stop + 1)
         for window in windows:
-            self._correct(group, tf.constant(window, tf.int64))
+            self._merge(group, tf.constant(window, tf.int64), windows.stop - window - 1)
 
     def _has_changes_left(self, group: Group) -> bool:
         """Whether batches after the last update, whose gradients wait for more, have changed moving statistics."""
         optimizer = group.optimizer()
+        if not group.carried or loss_scale(optimizer) is not None:  # There each batch is a step.
+            return False
         num_iterations = int(iterations_variable(optimizer))
         is_trained = num_iterations > group.exchange.first_iteration  # Others may have dropped one that is not.
-        return bool(group.carried) and is_trained and num_iterations % gradient_accumulation_steps(optimizer) > 0
+        return is_trained and num_iterations % gradient_accumulation_steps(optimizer) > 0
 
 
-def _check_equation_13(context: ExchangeContext) -> None:
-    """Raises ValueError where it says nothing of the optimizer."""
-    optimizer = context.optimizer()
-    descent = descent_of(optimizer, context.trained)
-    problem = type(optimizer).__name__ if descent is None else "nesterov=True" if descent.nesterov else None
-    if problem is None and any(weight_decays(optimizer, context.trained)):
-        problem = "a weight decay"
-    if problem is not None:
+def _checked_outer_optimizer(optimizer: object) -> str:
+    """What ranks compare of an outer optimizer. Raises ValueError unless it can be one."""
+    if optimizer is None:
+        return "None"
+    is_optimizer = isinstance(optimizer, keras.optimizers.Optimizer)
+    if not is_optimizer or isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise ValueError(
-            "`compensation` must not be 'paper' but with SGD without Nesterov's momentum and weight decay: of others "
-            f"Equation 13 says nothing. Take 'exact' or 'none'. Received: {problem}."
+            "`outer_optimizer` must be a keras.optimizers.Optimizer that scales no loss, such as "
+            "SGD(0.7, momentum=0.9, nesterov=True), or None. "
+            f"Received: outer_optimizer={optimizer!r}."
         )
+    for name in ("use_ema", "gradient_accumulation_steps"):
+        if value := getattr(optimizer, name):
+            raise ValueError(
+                f"`{name}` must not be set in `outer_optimizer`: what it makes is what ranks compute with, at once. "
+                f"Received: {name}={value!r} in {type(optimizer).__name__}."
+            )
+    return describe_optimizer(optimizer)
 
 
 def _when(condition: tf.Tensor, emit: Callable[[], None]) -> None:
@@ -263,18 +263,3 @@ def _when(condition: tf.Tensor, emit: Callable[[], None]) -> None:
         return condition
 
     tf.cond(condition, run, lambda: condition)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Step:
-    """What is known of a step before its update.
-
-    Attributes:
-      before: The group's variables.
-      gradients: Those of the variables that are trained.
-      rate: The learning rate.
-    """
-
-    before: Sequence[tf.Tensor]
-    gradients: Sequence[tf.Tensor]
-    rate: tf.Tensor

@@ -7,12 +7,14 @@ import math
 import time
 from collections.abc import Mapping
 
+import keras
 import numpy as np
 
 from hop_tf import codecs
 from hop_tf.exchange import Exchange, Incoming, Outgoing
 from hop_tf.group import ExchangeContext
-from hop_tf.strategies.dts_windows import Schedule, Windows
+from hop_tf.outer import OuterSteps
+from hop_tf.strategies.dts_windows import Schedule
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,8 +24,8 @@ class DTSSettings:
     delay: int
     interval: int
     codec: codecs.Codec
-    compensation: str
     algorithm: str
+    outer_optimizer: str = "None"
 
     @property
     def schedule(self) -> Schedule:
@@ -42,46 +44,45 @@ class DTSExchange(Exchange):
     Args:
       context: Membership, packing and buffers of the group.
       settings: Those of the strategy.
+      outer_optimizer: As of `OuterSteps`.
 
     Attributes:
-      windows: The half in the graph.
-      carried: The changes of the variables that are carried along.
+      outer: The half in the graph.
       first_iteration: How many training steps the optimizer had seen when the running `fit` began.
-      parts: The packing of what a window hands out: A of each trained variable, S, and the variables carried along.
     """
 
-    def __init__(self, context: ExchangeContext, settings: DTSSettings):
+    def __init__(
+        self,
+        context: ExchangeContext,
+        settings: DTSSettings,
+        outer_optimizer: keras.optimizers.Optimizer | None = None,
+    ):
         self._group = context.group
         self._membership = context.membership
-        self.carried = context.carried
         self.first_iteration = 0
         self._interval = settings.interval
         num_slots = settings.schedule.num_slots
         self.max_in_flight = self.num_threads = num_slots
-        self.windows = Windows(
-            context.optimizer(),
-            context.trained,
-            interval=settings.interval,
-            num_slots=num_slots,
-            compensation=settings.compensation,
-            selection=settings.selection,
+        trained, carried = context.trained, context.carried
+        self.outer = OuterSteps(
+            [*trained, *carried.variables],
+            [*(variable.read_value() for variable in trained), *carried.known()],
+            num_trained=len(trained),
+            max_newer=num_slots - 1,
+            optimizer=outer_optimizer,
         )
-        trained, carried = np.split(np.arange(len(context.packing.specs)), [len(context.trained)])
-        part = context.packing.part([*np.tile(trained, self.windows.num_vectors), *carried])
-        self.parts = [part]
         # What a selection leaves out was left out in the graph.
         codec = settings.codec if settings.selection is None else settings.selection.selected()
         # What codecs keep for later windows belongs to a slot.
         self._reductions = [
-            context.make_all_reduce(str(slot), part, codec, settings.algorithm) for slot in range(num_slots)
+            context.make_all_reduce(str(slot), context.packing, codec, settings.algorithm) for slot in range(num_slots)
         ]
         self._communicate_seconds = [0.0] * num_slots
         self._num_committed = 0
 
     def reset(self, session: int) -> None:
         self._num_committed = 0
-        self.windows.reset()
-        self.carried.reset()
+        self.outer.begin()
         for reduction in self._reductions:
             reduction.reset(session)
 
@@ -96,8 +97,6 @@ class DTSExchange(Exchange):
             training_step=(outgoing.step + 1) * self._interval - 1,
             codec_step=outgoing.step,
         )
-        for mean, own in zip(means, outgoing.buckets, strict=True):
-            mean -= own
         self._communicate_seconds[slot] += time.perf_counter() - start
         return Incoming(outgoing.step, 0, tuple(means))
 
@@ -109,7 +108,7 @@ class DTSExchange(Exchange):
             self._membership.monitor.notify_all()
 
     def neutral(self, outgoing: Outgoing) -> Incoming:
-        return Incoming(outgoing.step, 0, tuple(np.zeros_like(values) for values in outgoing.buckets))
+        return Incoming(outgoing.step, 0, tuple(map(np.array, outgoing.buckets)))
 
     @property
     def sent_steps(self) -> int:
