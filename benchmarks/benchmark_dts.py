@@ -141,7 +141,7 @@ class Member:
         if self.delay is None:
             plan = timing.predict(links, step, pipeline_width=1, codec=self.codec, **arguments)
             as_window = timing.predict_dts(
-                links, step, delay=0, interval=1, momentum=False, codec=self.codec, **arguments
+                links, step, delay=0, interval=1, codec=self.codec, **arguments
             )
             return plan.scaling_efficiency, as_window.bytes_per_step
         plan = timing.predict_dts(links, step, delay=self.delay, interval=self.interval, codec=self.codec, **arguments)

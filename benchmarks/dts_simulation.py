@@ -1,7 +1,7 @@
 """DTS with all ranks in one process and one thread, where time does not matter.
 
-What a rank does is the product's own: Keras's optimizer, `Windows`, `LateChanges`. What all do together is a mean in
-NumPy. D = 0, p = 1 is synchronous training.
+What a rank does is the product's own: Keras's optimizer, `OuterSteps`. What all do together is a mean in NumPy. D = 0,
+p = 1 is synchronous training with SGD without momentum, but for rounding; with momentum, that with local momentum.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hop_tf.averaging import LateChanges
 from hop_tf.codecs import TopK
-from hop_tf.strategies.dts_windows import Schedule, Windows
+from hop_tf.outer import OuterSteps
+from hop_tf.strategies.dts_windows import Schedule, largest
 
 
 class Rank:
@@ -26,14 +26,15 @@ class Rank:
       loss: `loss(y, y_pred)` of each row.
       schedule: When windows end.
       selection: Which part of a window is handed out; None: all of it.
+      outer_optimizer: The outer optimizer, not built, if any.
 
     Attributes:
       model: The model.
       optimizer: Its optimizer.
-      windows: What it accumulates.
+      outer: What is merged.
       step: Trains with this rank's rows, `step(x, y)`; returns the loss.
       hand_out: Ends a window, `hand_out(window, everything)`; returns what is to be averaged of it.
-      correct: `correct(window, differences)`, replaces what this rank has done in a window by what all have done.
+      merge: `merge(means, num_newer)`: as of `OuterSteps`.
     """
 
     def __init__(
@@ -43,40 +44,37 @@ class Rank:
         loss: Callable,
         schedule: Schedule,
         selection: TopK | None,
+        outer_optimizer: keras.optimizers.Optimizer | None = None,
     ):
         self.model = model
         self.optimizer = optimizer
         self._loss = loss
+        self._selection = selection
         optimizer.build(model.trainable_variables)
         self._trained = [variable.value for variable in model.trainable_variables]
         carried = [variable.value for variable in model.non_trainable_variables if variable.value.dtype.is_floating]
-        self._carried = LateChanges(carried, [variable.read_value() for variable in carried])
-        self.windows = Windows(
-            optimizer,
-            self._trained,
-            interval=schedule.interval,
-            num_slots=schedule.num_slots,
-            compensation="exact",
-            selection=selection,
+        variables = [*self._trained, *carried]
+        self.outer = OuterSteps(
+            variables,
+            [variable.read_value() for variable in variables],
+            num_trained=len(self._trained),
+            max_newer=schedule.num_slots - 1,
+            optimizer=outer_optimizer,
         )
-        self.step, self.hand_out, self.correct = map(tf.function, (self._step, self._hand_out, self._correct))
+        self.step, self.hand_out, self.merge = map(tf.function, (self._step, self._hand_out, self.outer.merge))
 
     def _step(self, x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
-        before, rate = [variable.read_value() for variable in self._trained], self.optimizer.learning_rate
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean(self._loss(y, self.model(x, training=True)))
-        gradients = tape.gradient(loss, self._trained)
-        self.optimizer.apply(gradients, self.model.trainable_variables)
-        self.windows.accumulate(before, gradients, rate)
+        self.optimizer.apply(tape.gradient(loss, self._trained), self.model.trainable_variables)
         return loss
 
     def _hand_out(self, window: tf.Tensor, everything: bool) -> list[tf.Tensor]:
-        return [*self.windows.hand_out(window, everything), *self._carried.take()]
+        def choose(changes: list[tf.Tensor]) -> list:
+            num_trained = len(self._trained)
+            return [*largest(self._selection, window, changes[:num_trained]), *(None for _ in changes[num_trained:])]
 
-    def _correct(self, window: tf.Tensor, differences: Sequence[tf.Tensor]) -> None:
-        num_windowed = self.windows.num_vectors * len(self._trained)
-        self.windows.correct(window, differences[:num_windowed])
-        self._carried.add(differences[num_windowed:])
+        return self.outer.take(choose if self._selection and not everything else None)
 
 
 class Job:
@@ -96,7 +94,7 @@ class Job:
         self._schedule = schedule
         self._selects = selects
         self._num_steps = 0
-        self._differences: dict[int, list] = {}
+        self._means: dict[int, list] = {}
 
     def step(self, x: np.ndarray, y: np.ndarray) -> float:
         """Trains with a global batch, of which ranks take equal parts after each other; returns the mean loss."""
@@ -108,27 +106,26 @@ class Job:
             self._average(ended)
         is_due, due = self._schedule.due(self._num_steps)
         if is_due:
-            self._correct(due)
+            self._merge(due)
         return float(np.mean(losses))
 
     def finish(self) -> None:
-        """Applies what is under way, as the end of `fit` does. Nothing comes after it."""
+        """Merges what is under way, as the end of `fit` does."""
         if self._num_steps % self._schedule.interval or self._selects:
             self._average(self._schedule.under_way(self._num_steps).stop, everything=True)
-        for window in sorted(self._differences):
-            self._correct(window)
+        for window in sorted(self._means):
+            self._merge(window)
+        self._num_steps = 0
 
     def _average(self, window: int, everything: bool = False) -> None:
         number = tf.constant(window, tf.int64)
         given = [[each.numpy() for each in rank.hand_out(number, everything)] for rank in self.ranks]
-        means = [np.mean(parts, axis=0) for parts in zip(*given, strict=True)]
-        self._differences[window] = [
-            [mean - own for mean, own in zip(means, of_rank, strict=True)] for of_rank in given
-        ]
+        self._means[window] = [np.mean(parts, axis=0) for parts in zip(*given, strict=True)]
 
-    def _correct(self, window: int) -> None:
-        for rank, differences in zip(self.ranks, self._differences.pop(window), strict=True):
-            rank.correct(tf.constant(window, tf.int64), [tf.constant(difference) for difference in differences])
+    def _merge(self, window: int) -> None:
+        means = [tf.constant(mean) for mean in self._means.pop(window)]
+        for rank in self.ranks:
+            rank.merge(means, len(self._means))
 
 
 def make_job(
@@ -140,6 +137,7 @@ def make_job(
     delay: int,
     interval: int,
     selection: TopK | None = None,
+    make_outer_optimizer: Callable[[], keras.optimizers.Optimizer | None] = lambda: None,
 ) -> Job:
     """Makes a job.
 
@@ -151,12 +149,17 @@ def make_job(
       delay: D.
       interval: p.
       selection: Which part of a window is handed out; None: all of it.
+      make_outer_optimizer: Makes a rank's outer optimizer. Default: none.
 
     Returns:
       The job. All ranks have the first one's weights.
     """
     schedule = Schedule(delay, interval)
-    ranks = [Rank(make_model(), make_optimizer(), loss, schedule, selection) for _ in range(world_size)]
+    ranks = [
+        Rank(make_model(), make_optimizer(), loss, schedule, selection, make_outer_optimizer())
+        for _ in range(world_size)
+    ]
     for rank in ranks:
         rank.model.set_weights(ranks[0].model.get_weights())
+        rank.outer.begin()
     return Job(ranks, schedule, selects=selection is not None)

@@ -99,7 +99,7 @@ def _dts(measurement: Measurement) -> list[str]:
         _dts_row("recommended", best),
         *(_dts_row("", plan) for plan in others),
         "",
-        f"{best.reason} (With momentum.)",
+        best.reason,
     ]
 
 

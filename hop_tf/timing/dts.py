@@ -5,12 +5,12 @@ The mean of a window of p steps is due D steps (the paper's t) after its last on
                             bytes per step    non-computing time per step
     Synchronous SGD         2 |w|             T_communicate
     Delayed (D)             2 |w|             max(0, T_communicate - D T_compute)
-    Temporally sparse (p)   4 |w| / p         T_communicate / p
-    Both (D, p)             4 |w| / p         max(0, T_communicate - D T_compute) / p
+    Temporally sparse (p)   2 |w| / p         T_communicate / p
+    Both (D, p)             2 |w| / p         max(0, T_communicate - D T_compute) / p
 
 The bytes are those that a rank of a large ring sends: 2 (n - 1) / n for each byte of a vector among n ranks. (The paper
-prints them per second, divided by the duration of a step.) A window of several steps is two vectors where there is
-momentum, else one: then the paper's 4 is a 2.
+prints them per second, divided by the duration of a step; and 4 in the place of a 2 where p > 1, as its windows are two
+vectors: ours are one, with momentum, too.)
 
 The table's times hold for D < p. Otherwise several windows are under way at a time: they share the wait for the first
 one; and they share the links, which must be through with a window's bytes by the time the next one comes.
@@ -51,20 +51,17 @@ def bytes_per_step(
     *,
     world_size: int,
     interval: int = 1,
-    momentum: bool = True,
     algorithm: str = "mesh",
     bytes_per_byte: float = 1.0,
 ) -> float:
     """Bytes that a rank sends, and receives, per step [Table 1, first column, times T_training].
 
-    With v = 2 vectors per window where there is momentum and p > 1 or a selection, and v = 1 elsewhere, that is
-    2 (n - 1) / n v |w| r / p, or (n - 1) v |w| r / p by an all-gather. The delay does not matter.
+    That is 2 (n - 1) / n |w| r / p, or (n - 1) |w| r / p by an all-gather. The delay does not matter.
 
     Args:
       num_bytes: Size of the gradients as float32 [|w|].
       world_size: Number of ranks [n].
       interval: Steps of a window [p]; 1 for synchronous SGD.
-      momentum: Whether the optimizer has momentum.
       algorithm: "mesh", "ring" or "all_gather".
       bytes_per_byte: Encoded bytes per byte of float32 [r].
 
@@ -75,16 +72,7 @@ def bytes_per_step(
       ValueError: If an argument is out of range.
     """
     check_integer("interval", interval, at_least=1)
-    window = num_bytes * _num_vectors(momentum, interval, algorithm)
-    return sent_bytes(window, world_size=world_size, algorithm=algorithm, bytes_per_byte=bytes_per_byte) / interval
-
-
-def _num_vectors(momentum: bool, interval: int, algorithm: str) -> int:
-    """Vectors as long as the weights in a window: what corrects the weights, and what corrects the velocity.
-
-    In a window of one step the second follows from the first, unless some of it was held back before.
-    """
-    return 2 if momentum and (interval > 1 or algorithm == "all_gather") else 1
+    return sent_bytes(num_bytes, world_size=world_size, algorithm=algorithm, bytes_per_byte=bytes_per_byte) / interval
 
 
 def non_computing_seconds(
@@ -171,7 +159,6 @@ def predict_dts(
     num_bytes: float,
     delay: int = 4,
     interval: int = 4,
-    momentum: bool = True,
     codec: str | codecs.Codec | None = None,
     algorithm: str = "mesh",
     codec_seconds_per_byte: float = 0.0,
@@ -189,7 +176,6 @@ def predict_dts(
       num_bytes: Size of the gradients as float32.
       delay: D.
       interval: p.
-      momentum: Whether the optimizer has momentum.
       codec: As of `DTSStrategy`.
       algorithm: "mesh" or "ring".
       codec_seconds_per_byte: Time that a rank encodes and decodes for, per byte of the vectors.
@@ -208,7 +194,7 @@ def predict_dts(
         return communication_seconds(
             network,
             world_size=world_size,
-            num_bytes=num_bytes * _num_vectors(momentum, interval, way),
+            num_bytes=num_bytes,
             algorithm=way,
             bytes_per_byte=bytes_per_byte,
             codec_seconds_per_byte=codec_seconds_per_byte,
@@ -216,7 +202,7 @@ def predict_dts(
 
     compute_seconds = step.seconds
     if isinstance(codec, codecs.TopK):
-        compute_seconds += num_bytes * _num_vectors(momentum, interval, way) * codec_seconds_per_byte / interval
+        compute_seconds += num_bytes * codec_seconds_per_byte / interval
     window_seconds = seconds(network)
     sending_seconds = seconds(dataclasses.replace(network, latency_seconds=0.0, synchronization_seconds=0.0))
     step_seconds = compute_seconds + non_computing_seconds(
@@ -235,7 +221,6 @@ def predict_dts(
             num_bytes,
             world_size=world_size,
             interval=interval,
-            momentum=momentum,
             algorithm=way,
             bytes_per_byte=bytes_per_byte,
         ),

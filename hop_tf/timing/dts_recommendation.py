@@ -35,7 +35,6 @@ def recommend_dts(
     *,
     world_size: int,
     num_bytes: float,
-    momentum: bool = True,
     target_efficiency: float = 0.9,
     max_delay: int = _MAX_DELAY,
     max_interval: int = _MAX_INTERVAL,
@@ -48,7 +47,7 @@ def recommend_dts(
     That is: the first codec with which delays and intervals within the limits reach it; with it the smallest D + p, by
     which the other ranks' gradients are late at most; of these the smallest D; the mesh, if that will do. If nothing
     reaches the target, the most efficient settings; of those within 2 % of these, the first in the same order. D = 0,
-    p = 1 stands for synchronous SGD by `PipeSGDStrategy(pipeline_width=1)`, which sends one vector.
+    p = 1 stands for synchronous SGD by `PipeSGDStrategy(pipeline_width=1)`.
 
     Where several windows are under way, the model leaves out that each waits for the others' bytes more than once, a
     message after the other, while links are idle in between. So what it finds must reach the target by a schedule of
@@ -59,7 +58,6 @@ def recommend_dts(
       step: What a step computes.
       world_size: Number of ranks.
       num_bytes: Size of the gradients as float32.
-      momentum: Whether the optimizer has momentum.
       target_efficiency: The scaling efficiency to reach, above 0 and at most 1. Default 0.9.
       max_delay: Largest D. Default 20, as in the paper's experiments.
       max_interval: Largest p. Default 12, likewise.
@@ -91,7 +89,6 @@ def recommend_dts(
             step,
             delay=delay,
             interval=interval,
-            momentum=momentum and (delay, interval) != _SYNCHRONOUS,
             codec=codec,
             algorithm=algorithm,
             codec_seconds_per_byte=costs.get(codec, 0.0),
