@@ -43,11 +43,9 @@ class _Rank:
         self._scheduler = cluster.scheduler
         self._membership = cluster.memberships[rank]
         codec = codecs.get(plan.codec)
-        settings = DTSSettings(
-            delay=plan.delay, interval=plan.interval, codec=codec, compensation="exact", algorithm=plan.algorithm
-        )
+        settings = DTSSettings(delay=plan.delay, interval=plan.interval, codec=codec, algorithm=plan.algorithm)
         self._schedule = settings.schedule
-        self._optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+        self._optimizer = keras.optimizers.SGD(0.1)
         variable = keras.Variable(np.zeros(_NUM_VALUES, np.float32))
         self._optimizer.build([variable])
         context = ExchangeContext(
@@ -61,7 +59,7 @@ class _Rank:
         )
         self._exchange = DTSExchange(context, settings)
         # One of a hundred is no zero, as with `codecs.TopK`.
-        (size,) = self._exchange.parts[0].sizes
+        (size,) = context.packing.sizes
         self._values = np.where(np.arange(size) % 100, 0.0, 1.0 + rank).astype(np.float32)
         self._values.flags.writeable = False
         self._means = {}
@@ -86,9 +84,9 @@ class _Rank:
         return ends
 
     def _average(self, window):
-        (difference,) = self._exchange.step(Outgoing(window, 0, (self._values,))).buckets
+        (mean,) = self._exchange.step(Outgoing(window, 0, (self._values,))).buckets
         with self._membership.monitor:
-            self._means[window] = difference + self._values
+            self._means[window] = mean
             self._membership.monitor.notify_all()
 
     def check_means(self, test):
@@ -108,9 +106,9 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
         {"latency_seconds": 0.5, "window_seconds": 30.0, "codec_names": ["identity"]},
     )
     def test_keeps_what_it_promises(self, latency_seconds, window_seconds, codec_names=timing.dts.CODECS):
-        """`window_seconds` is what the bytes of a window with momentum take in float32."""
+        """`window_seconds` is what the bytes of a window take in float32."""
         num_bytes = 4 * _NUM_VALUES
-        beta = window_seconds / (2 * 2 * (_WORLD_SIZE - 1) / _WORLD_SIZE * num_bytes)
+        beta = window_seconds / (2 * (_WORLD_SIZE - 1) / _WORLD_SIZE * num_bytes)
         network = timing.Network(latency_seconds=latency_seconds, seconds_per_byte=beta)
         plan = timing.recommend_dts(
             network, _STEP, world_size=_WORLD_SIZE, num_bytes=num_bytes, codec_names=codec_names

@@ -12,7 +12,7 @@ from absl.testing import parameterized
 import hop_tf
 from hop_tf.errors import HopError
 from hop_tf.testing import InProcessCluster
-from hop_tf.testing.references import int8, mesh_mean, plain_mean, truncate16
+from hop_tf.testing.references import State, adam, int8, mesh_mean, plain_mean, sgd, truncate16
 
 _OPTIONS = hop_tf.CommunicationOptions(timeout_seconds=60)
 _BATCH_SIZE = 30
@@ -44,42 +44,13 @@ def _gradient(x, y, w):
     return 2 / len(x) * x.T.astype(np.float64) @ (x @ w - y)
 
 
-@dataclasses.dataclass(frozen=True)
-class _State:
-    w: np.ndarray
-    m: np.ndarray
-    v: np.ndarray
-    count: int = 0
-
-
-def _sgd(momentum=0.0, nesterov=False, decay=0.0):
-    def update(state, g):
-        w = state.w * (1 - _RATE * decay)
-        m = momentum * state.m - _RATE * g
-        return _State(w + (momentum * m - _RATE * g if nesterov else m), m, state.v)
-
-    return update
-
-
-def _adam(decay=0.0, beta_1=0.9, beta_2=0.999, epsilon=_EPSILON):
-    def update(state, g):
-        count = state.count + 1
-        m = state.m + (g - state.m) * (1 - beta_1)
-        v = state.v + (g * g - state.v) * (1 - beta_2)
-        rate = _RATE * np.sqrt(1 - beta_2**count) / (1 - beta_1**count)
-        w = state.w * (1 - _RATE * decay) - rate * m / (np.sqrt(v) + epsilon)
-        return _State(w, m, v, count)
-
-    return update
-
-
 _OPTIMIZERS = {
-    "sgd": (lambda: keras.optimizers.SGD(_RATE), _sgd()),
-    "momentum": (lambda: keras.optimizers.SGD(_RATE, momentum=0.9), _sgd(0.9)),
-    "nesterov": (lambda: keras.optimizers.SGD(_RATE, momentum=0.9, nesterov=True), _sgd(0.9, nesterov=True)),
-    "decay": (lambda: keras.optimizers.SGD(_RATE, momentum=0.9, weight_decay=0.2), _sgd(0.9, decay=0.2)),
-    "adam": (lambda: keras.optimizers.Adam(_RATE, epsilon=_EPSILON), _adam()),
-    "adamw": (lambda: keras.optimizers.AdamW(_RATE, weight_decay=0.2, epsilon=_EPSILON), _adam(0.2)),
+    "sgd": (lambda: keras.optimizers.SGD(_RATE), sgd(_RATE)),
+    "momentum": (lambda: keras.optimizers.SGD(_RATE, momentum=0.9), sgd(_RATE, 0.9)),
+    "nesterov": (lambda: keras.optimizers.SGD(_RATE, momentum=0.9, nesterov=True), sgd(_RATE, 0.9, nesterov=True)),
+    "decay": (lambda: keras.optimizers.SGD(_RATE, momentum=0.9, weight_decay=0.2), sgd(_RATE, 0.9, decay=0.2)),
+    "adam": (lambda: keras.optimizers.Adam(_RATE, epsilon=_EPSILON), adam(_RATE, _EPSILON)),
+    "adamw": (lambda: keras.optimizers.AdamW(_RATE, weight_decay=0.2, epsilon=_EPSILON), adam(_RATE, _EPSILON, 0.2)),
 }
 
 
@@ -93,15 +64,10 @@ def _oldest_eagerly(first, step, width):
     return max(first, min(step, 1), step - (width - 1))
 
 
-def _initial_state():
-    w = _problem()[2].astype(np.float64)
-    return _State(w, np.zeros_like(w), np.zeros_like(w))
-
-
 def _replay(world_size, width, update, num_epochs, mean=plain_mean, state=None):
     """For each rank, what it computes with after each step; and what is merged after each epoch."""
     x, y, _ = _problem()
-    merged = [state or _initial_state()]  # After so many means.
+    merged = [state or State.of(_problem()[2])]  # After so many means.
     own = [[] for _ in range(world_size)]
     computed, ends = [[] for _ in range(world_size)], []
 
@@ -459,9 +425,9 @@ class ReplayTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllEqual(weights, other)
             self.assertEqual(loss, other_loss)
         x, y, _ = _problem()
-        state = _initial_state()
+        state = State.of(_problem()[2])
         for epoch in range(3):
-            (state,) = _replay(2, 2, _sgd(0.9), 1, state=state)[1]
+            (state,) = _replay(2, 2, sgd(_RATE, 0.9), 1, state=state)[1]
             self.assertAllClose(first[epoch][1], state.w, rtol=1e-5, atol=1e-5)
             self.assertAllClose(first[epoch][0], 900 * np.mean((x @ state.w - y) ** 2), rtol=1e-4)
             state = dataclasses.replace(state, w=0.5 * state.w, m=0.5 * state.m)

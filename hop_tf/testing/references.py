@@ -1,7 +1,8 @@
-"""What all-reduces and codecs make of gradients, in NumPy: references for tests, written from their definitions."""
+"""References for tests, in NumPy, written from definitions: all-reduces, codecs, optimizers, and windows of changes."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -49,3 +50,103 @@ def int8(values: np.ndarray) -> np.ndarray:
     blocks = np.pad(values, (0, -values.size % _INT8_BLOCK)).reshape(-1, _INT8_BLOCK)
     scales = np.maximum(np.abs(blocks).max(1, keepdims=True), 1e-30) / 127
     return (np.rint(blocks / scales) * scales).ravel()[: values.size]
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """Weights, and what an optimizer remembers of them."""
+
+    w: np.ndarray
+    m: np.ndarray
+    v: np.ndarray
+    count: int = 0
+
+    @classmethod
+    def of(cls, w: np.ndarray) -> State:
+        """That of weights before the first update."""
+        w = w.astype(np.float64)
+        return cls(w, np.zeros_like(w), np.zeros_like(w))
+
+
+Update = Callable[[State, np.ndarray], State]
+
+
+def sgd(rate: float, momentum: float = 0.0, nesterov: bool = False, decay: float = 0.0) -> Update:
+    """The update of Keras's SGD."""
+
+    def update(state: State, g: np.ndarray) -> State:
+        w = state.w * (1 - rate * decay)
+        m = momentum * state.m - rate * g
+        return State(w + (momentum * m - rate * g if nesterov else m), m, state.v)
+
+    return update
+
+
+def adam(rate: float, epsilon: float, decay: float = 0.0, beta_1: float = 0.9, beta_2: float = 0.999) -> Update:
+    """The update of Keras's Adam and AdamW."""
+
+    def update(state: State, g: np.ndarray) -> State:
+        count = state.count + 1
+        m = state.m + (g - state.m) * (1 - beta_1)
+        v = state.v + (g * g - state.v) * (1 - beta_2)
+        corrected = rate * np.sqrt(1 - beta_2**count) / (1 - beta_1**count)
+        w = state.w * (1 - rate * decay) - corrected * m / (np.sqrt(v) + epsilon)
+        return State(w, m, v, count)
+
+    return update
+
+
+def late_windows(
+    w: np.ndarray,
+    update: Update,
+    gradient: Callable[[int, int, np.ndarray], np.ndarray],
+    *,
+    world_size: int,
+    delay: int,
+    interval: int,
+    num_steps: int,
+    mean: Callable[[Sequence[np.ndarray]], np.ndarray] = plain_mean,
+    outer: Update | None = None,
+) -> tuple[list[list[np.ndarray]], np.ndarray]:
+    """Ranks whose weights are what is merged, and their own steps that are not merged yet, at their full size.
+
+    A step is what the rank's own optimizer adds to the weights. So many steps of all ranks are merged at a time, by
+    their mean, and so many steps late; what is left in the end is merged then.
+
+    Args:
+      w: The initial weights.
+      update: The ranks' optimizers.
+      gradient: `gradient(rank, step, w)`.
+      world_size: Number of ranks.
+      delay: D.
+      interval: p.
+      num_steps: Steps of each rank.
+      mean: What becomes of all ranks' changes.
+      outer: The outer optimizer; None: the mean is added.
+
+    Returns:
+      Each rank's weights after each step; and what all end with.
+    """
+    merged, num_merged = State.of(w), 0
+    states, steps, history = [merged] * world_size, [[] for _ in range(world_size)], []
+
+    def merge(stop: int) -> None:
+        nonlocal merged, num_merged
+        change = mean([np.sum(own[num_merged:stop], axis=0) for own in steps])
+        merged = outer(merged, -change) if outer else dataclasses.replace(merged, w=merged.w + change)
+        num_merged = stop
+
+    for step in range(num_steps):
+        for rank, state in enumerate(states):
+            states[rank] = update(state, gradient(rank, step, state.w))
+            steps[rank].append(states[rank].w - state.w)
+        due = step + 1 - delay
+        if due > 0 and due % interval == 0:
+            merge(due)
+        for rank, own in enumerate(steps):
+            w = merged.w + np.sum(own[num_merged:], axis=0)
+            states[rank] = dataclasses.replace(states[rank], w=w)
+        history.append([state.w for state in states])
+    while num_merged < num_steps:
+        merge(min(num_merged + interval, num_steps))
+    return history, merged.w
