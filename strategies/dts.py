@@ -17,6 +17,7 @@ lines; `compensation="paper"` computes Equation 13 as it is printed.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 
 import keras
@@ -170,8 +171,21 @@ class DTSStrategy(ExchangeStrategy):
         return DTSExchange(context, self._settings, self._outer_optimizer)
 
     def _copy(self, optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-        with self.scope():
-            return type(optimizer).from_config(optimizer.get_config())
+        """A new one with the same settings, and a name that is the same on all ranks."""
+        is_within = tf.distribute.get_strategy() is self  # A step is being traced.
+        with contextlib.nullcontext() if is_within else self.scope():
+            return type(optimizer).from_config({**optimizer.get_config(), "name": "outer_optimizer"})
+
+    def _average_over_ranks(self, weights: Sequence[tf.Variable]) -> None:
+        outer = self._outer_optimizer
+        if outer is None or not outer.built:
+            super()._average_over_ranks(weights)
+            return
+        # A rank that has ended early has missed some of its updates.
+        count = iterations_variable(outer)
+        mean = tf.Variable(tf.cast(count, tf.float64))
+        super()._average_over_ranks([*weights, *tf_variables(outer.variables), mean])
+        count.assign(tf.cast(tf.round(mean), count.dtype))
 
     def leave_step(self, trace: StepTrace) -> None:
         super().leave_step(trace)

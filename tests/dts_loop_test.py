@@ -1,4 +1,4 @@
-"""DTS in a custom training loop: `synchronize` and `fit` apply what is under way, and what follows begins anew."""
+"""DTS in a custom training loop: `synchronize` and `fit` merge what is under way, and what follows begins anew."""
 
 import keras
 import numpy as np
@@ -82,9 +82,12 @@ class LoopTest(tf.test.TestCase, parameterized.TestCase):
         results = _cluster(2, **settings).run(run)
         means = _gradients()[:, :2].mean(1)
         for seen in results:
-            for end, values in zip(ends, seen, strict=True):
-                self.assertAllClose(values, _synchronous(means[:end]), rtol=1e-5, atol=1e-5)
+            for end, (weights, _) in zip(ends, seen, strict=True):
+                self.assertAllClose(weights, _synchronous(means[:end])[0], rtol=1e-5, atol=1e-5)
         self.assertAllEqual([values[0] for values in results[0]], [values[0] for values in results[1]])
+        velocities = [values[1] for of_rank in results for values in of_rank[-1:]]  # Each rank's own.
+        self.assertAllClose(np.mean(velocities, axis=0), _synchronous(means)[1], rtol=1e-5, atol=1e-5)
+        self.assertGreater(np.abs(np.subtract(*velocities)).max(), 0.01)
 
     def test_ranks_that_have_made_fewer_steps(self):
         """They wait for the others, and have no part in the windows that these make alone."""

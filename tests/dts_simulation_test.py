@@ -36,7 +36,7 @@ def _optimizer():
 
 
 class SimulationTest(tf.test.TestCase, parameterized.TestCase):
-    @parameterized.parameters((5, 3, None), (4, 1, None), (2, 1, codecs.TopK(ratio=0.2)))
+    @parameterized.parameters((5, 3, None), (1, 1, None), (2, 1, codecs.TopK(ratio=0.2)))
     def test_equals_fit(self, delay, interval, codec):
         x, y = _data()
 
