@@ -140,9 +140,7 @@ class Member:
         arguments["algorithm"] = self.algorithm
         if self.delay is None:
             plan = timing.predict(links, step, pipeline_width=1, codec=self.codec, **arguments)
-            as_window = timing.predict_dts(
-                links, step, delay=0, interval=1, codec=self.codec, **arguments
-            )
+            as_window = timing.predict_dts(links, step, delay=0, interval=1, codec=self.codec, **arguments)
             return plan.scaling_efficiency, as_window.bytes_per_step
         plan = timing.predict_dts(links, step, delay=self.delay, interval=self.interval, codec=self.codec, **arguments)
         return plan.scaling_efficiency, plan.bytes_per_step

@@ -1,7 +1,7 @@
 """DTS with all ranks in one process and one thread, where time does not matter.
 
-What a rank does is the product's own: Keras's optimizer, `OuterSteps`. What all do together is a mean in NumPy. D = 0,
-p = 1 is synchronous training with SGD without momentum, but for rounding; with momentum, that with local momentum.
+What a rank does is the product's own: Keras's optimizer, `OuterSteps`. What all do together is a mean in NumPy.
+D = 0, p = 1 is synchronous training, with SGD of any kind.
 """
 
 from __future__ import annotations

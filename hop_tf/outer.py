@@ -91,9 +91,10 @@ class OuterSteps:
         """
         self._move(means)
         newer = self._own[len(self._own) - num_newer :]
-        sums = [tf.add_n([total, *(tf.cast(own, total.dtype) for own in each)]) for total, *each in zip(
-            [merged.read_value() for merged in self._merged], *newer, strict=True
-        )]
+        sums = [
+            tf.add_n([total, *(tf.cast(own, total.dtype) for own in each)])
+            for total, *each in zip([merged.read_value() for merged in self._merged], *newer, strict=True)
+        ]
         self._changes.rebase([tf.cast(total, v.dtype) for total, v in zip(sums, self._variables, strict=True)])
 
     def _move(self, means: Sequence[tf.Tensor]) -> None:

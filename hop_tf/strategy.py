@@ -212,7 +212,7 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
         """Averages the floating-point weights of `model` over all ranks; equal to the bit afterwards.
 
         A collective: every rank calls it, between calls of `fit`. Under strategies whose ranks make the same updates
-        (Pipe-SGD, DTS, synchronous Canary) what the model's optimizers remember of these is averaged along, and their
+        (Pipe-SGD, synchronous Canary) what the model's optimizers remember of these is averaged along, and their
         numbers of steps: else the next `fit` would go on differently on a rank that has ended the last one early.
         Elsewhere optimizers are not touched.
 

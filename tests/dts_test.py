@@ -68,8 +68,10 @@ def _summed_square(y_true, y_pred):
 
 
 def _linear_loss(y, y_pred):
-    """Gradients do not depend on the weights, and merging does not change the ranks' mean: so training with linear
-    updates ends as synchronous training does."""
+    """Its gradients do not depend on the weights: with linear updates all ranks end as in synchronous training.
+
+    For merging does not change the mean of their weights.
+    """
     return tf.reduce_sum(y * y_pred, axis=-1)
 
 
@@ -196,9 +198,7 @@ class WindowsTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters({"steps_per_execution": 5}, {"run_eagerly": True})
     def test_however_keras_runs_steps(self, **compile_args):
         _, expected = _reference(2, 3, 2, sgd(_RATE, 0.9))
-        for _, last, _ in _cluster(2, delay=3, interval=2).run(
-            lambda s: _train(s, _sgd(momentum=0.9), **compile_args)
-        ):
+        for _, last, _ in _cluster(2, delay=3, interval=2).run(lambda s: _train(s, _sgd(momentum=0.9), **compile_args)):
             self.assertAllClose(last, expected, rtol=1e-5, atol=1e-5)
 
     @parameterized.parameters("filtered", "generated")

@@ -261,9 +261,7 @@ class DTSTest(tf.test.TestCase, parameterized.TestCase):
     def test_predicts_a_schedule(self, delay, interval):
         for latency, sending in itertools.product((0.0, 0.25, 2.0), (0.0, 0.2, 1.0, 2.5, 6.0)):
             network = timing.Network(latency_seconds=latency, seconds_per_byte=sending / 1e8)
-            plan = timing.predict_dts(
-                network, _STEP, world_size=2, num_bytes=1e8, delay=delay, interval=interval
-            )
+            plan = timing.predict_dts(network, _STEP, world_size=2, num_bytes=1e8, delay=delay, interval=interval)
             ends = _dts_schedule(_STEP, network, num_bytes=1e8, delay=delay, interval=interval, num_steps=1681)
             # Once it has settled, the schedule repeats itself after 840 steps, whatever the settings.
             self.assertAllClose(plan.step_seconds, (ends[1680] - ends[840]) / 840, rtol=1e-6)
