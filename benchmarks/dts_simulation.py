@@ -83,16 +83,14 @@ class Job:
     Args:
       ranks: The ranks, with equal weights.
       schedule: When windows end.
-      selects: Whether ranks hand out parts of their windows only.
 
     Attributes:
       ranks: The same.
     """
 
-    def __init__(self, ranks: Sequence[Rank], schedule: Schedule, selects: bool):
+    def __init__(self, ranks: Sequence[Rank], schedule: Schedule):
         self.ranks = ranks
         self._schedule = schedule
-        self._selects = selects
         self._num_steps = 0
         self._means: dict[int, list] = {}
 
@@ -111,8 +109,7 @@ class Job:
 
     def finish(self) -> None:
         """Merges what is under way, as the end of `fit` does."""
-        if self._num_steps % self._schedule.interval or self._selects:
-            self._average(self._schedule.under_way(self._num_steps).stop, everything=True)
+        self._average(self._schedule.under_way(self._num_steps).stop, everything=True)
         for window in sorted(self._means):
             self._merge(window)
         self._num_steps = 0
@@ -162,4 +159,4 @@ def make_job(
     for rank in ranks:
         rank.model.set_weights(ranks[0].model.get_weights())
         rank.outer.begin()
-    return Job(ranks, schedule, selects=selection is not None)
+    return Job(ranks, schedule)

@@ -25,7 +25,7 @@ from hop_tf import codecs
 from hop_tf.arguments import check_choice, check_integer, identity_of
 from hop_tf.collectives import ALGORITHMS
 from hop_tf.group import ExchangeContext, Group
-from hop_tf.keras_hook import StepTrace, gradient_accumulation_steps, iterations_variable, loss_scale, tf_variables
+from hop_tf.keras_hook import StepTrace, iterations_variable, tf_variables
 from hop_tf.options import CommunicationOptions
 from hop_tf.replica_state import describe_optimizer
 from hop_tf.strategies.dts_exchange import DTSExchange, DTSSettings
@@ -49,11 +49,12 @@ class DTSStrategy(ExchangeStrategy):
     synchronous training stands. At D = 20, p = 12 it is up to about 3 points after 300 steps, less later. It is more
     where each rank has data of other classes: a rank's own steps then tell little of the others'.
 
-    At the end of `fit` all windows, a last shorter one included, are merged: weights, and moving statistics, are then
-    equal to the bit on all ranks. (Not those that `use_ema` puts in their place then: `synchronize(model)` averages
-    them.) Optimizer slots stay each rank's own, and so may learning rates, by callbacks for instance: each rank's
-    changes count as they are. Callbacks and validation within `fit` see the weights that a rank computes with; what
-    callbacks do to them in a step is this rank's own change. A constraint holds for a rank's own steps, not for means.
+    At the end of `fit` all windows, and in a last one whatever was changed besides, are merged: weights, and moving
+    statistics, are then equal to the bit on all ranks. (Not those that `use_ema` puts in their place then:
+    `synchronize(model)` averages them.) Optimizer slots stay each rank's own, and so may learning rates, by callbacks
+    for instance: each rank's changes count as they are. Callbacks and validation within `fit` see the weights that a
+    rank computes with; what callbacks do to them in a step is this rank's own change. A constraint holds for a rank's
+    own steps, not for means.
 
     `delay=0` is local SGD, or, with an `outer_optimizer`, DiLoCo, which a delay makes its eager form. `delay=0,
     interval=1` with SGD (momentum, Nesterov's, weight decay) is synchronous training.
@@ -226,24 +227,14 @@ class DTSStrategy(ExchangeStrategy):
         group.exchange.outer.merge(means, num_newer)
 
     def _finish_training(self, group: Group) -> None:
-        num_steps = int(group.step)
-        windows = self._settings.schedule.under_way(num_steps)
-        is_open = num_steps % self._settings.interval > 0
-        has_unsent = num_steps > 0 and self._settings.selection is not None
-        if is_open or has_unsent or self._has_changes_left(group):
-            self._hand_out(group, tf.constant(windows.stop, tf.int64), everything=True)
-            windows = range(windows.start, windows.stop + 1)
-        for window in windows:
-            self._merge(group, tf.constant(window, tf.int64), windows.stop - window - 1)
-
-    def _has_changes_left(self, group: Group) -> bool:
-        """Whether batches after the last update, whose gradients wait for more, have changed moving statistics."""
-        optimizer = group.optimizer()
-        if not group.carried or loss_scale(optimizer) is not None:  # There each batch is a step.
-            return False
-        num_iterations = int(iterations_variable(optimizer))
-        is_trained = num_iterations > group.exchange.first_iteration  # Others may have dropped one that is not.
-        return is_trained and num_iterations % gradient_accumulation_steps(optimizer) > 0
+        num_steps, num_batches = int(group.step), int(iterations_variable(group.optimizer()))
+        if not num_steps and num_batches == group.exchange.first_iteration:
+            return  # It has not trained; others may have dropped it.
+        under_way = self._settings.schedule.under_way(num_steps)
+        # A last window even where no step is left: batches without an update, and callbacks, change variables.
+        self._hand_out(group, tf.constant(under_way.stop, tf.int64), everything=True)
+        for window in range(under_way.start, under_way.stop + 1):
+            self._merge(group, tf.constant(window, tf.int64), under_way.stop - window)
 
 
 def _checked_outer_optimizer(optimizer: object) -> str:
