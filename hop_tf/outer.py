@@ -82,14 +82,16 @@ class OuterSteps:
             _assign(older, newer)
         return own
 
-    def merge(self, means: Sequence[tf.Tensor], num_newer: int) -> None:
+    def merge(self, means: Sequence[tf.Tensor], num_newer: int, *, adds: bool = False) -> None:
         """Emits the ops that merge a window.
 
         Args:
           means: The mean of what all ranks have changed of each variable.
           num_newer: How many windows have ended after it.
+          adds: Whether the mean is added in any case, as that of a window without a step, in which an outer optimizer
+            should make none.
         """
-        self._move(means)
+        self._move(means, None if adds else self._optimizer)
         newer = self._own[len(self._own) - num_newer :]
         sums = [
             tf.add_n([total, *(tf.cast(own, total.dtype) for own in each)])
@@ -97,13 +99,13 @@ class OuterSteps:
         ]
         self._changes.rebase([tf.cast(total, v.dtype) for total, v in zip(sums, self._variables, strict=True)])
 
-    def _move(self, means: Sequence[tf.Tensor]) -> None:
+    def _move(self, means: Sequence[tf.Tensor], optimizer: keras.optimizers.Optimizer | None) -> None:
         means = [tf.cast(mean, merged.dtype) for mean, merged in zip(means, self._merged, strict=True)]
         num_added = 0
-        if self._optimizer is not None:
+        if optimizer is not None:
             num_added = self._num_trained
-            gradients = clipped(self._optimizer, [-mean for mean in means[:num_added]])
-            update(self._optimizer, gradients, self._merged[:num_added])
+            gradients = clipped(optimizer, [-mean for mean in means[:num_added]])
+            update(optimizer, gradients, self._merged[:num_added])
         for merged, mean in zip(self._merged[num_added:], means[num_added:], strict=True):
             merged.assign_add(mean)
 

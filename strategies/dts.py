@@ -222,9 +222,9 @@ class DTSStrategy(ExchangeStrategy):
 
         group.submit(group.exchange.outer.take(choose if selection else None), step=window)
 
-    def _merge(self, group: Group, window: tf.Tensor, num_newer: int) -> None:
+    def _merge(self, group: Group, window: tf.Tensor, num_newer: int, *, adds: bool = False) -> None:
         means, _ = group.collect([], take=lambda _, segment: group.take(window, segment))
-        group.exchange.outer.merge(means, num_newer)
+        group.exchange.outer.merge(means, num_newer, adds=adds)
 
     def _finish_training(self, group: Group) -> None:
         num_steps, num_batches = int(group.step), int(iterations_variable(group.optimizer()))
@@ -233,8 +233,10 @@ class DTSStrategy(ExchangeStrategy):
         under_way = self._settings.schedule.under_way(num_steps)
         # A last window even where no step is left: batches without an update, and callbacks, change variables.
         self._hand_out(group, tf.constant(under_way.stop, tf.int64), everything=True)
-        for window in range(under_way.start, under_way.stop + 1):
+        for window in under_way:
             self._merge(group, tf.constant(window, tf.int64), under_way.stop - window)
+        has_steps = num_steps % self._settings.interval > 0
+        self._merge(group, tf.constant(under_way.stop, tf.int64), 0, adds=not has_steps)
 
 
 def _checked_outer_optimizer(optimizer: object) -> str:

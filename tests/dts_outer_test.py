@@ -96,7 +96,7 @@ class OuterTest(tf.test.TestCase, parameterized.TestCase):
             for mine, first in zip(of_rank, results[0], strict=True):
                 self.assertAllEqual(mine, first)
 
-    @parameterized.parameters((2, 4, "nesterov"), (3, 3, "adam"), (2, 1, "nesterov"))
+    @parameterized.parameters((2, 5, "nesterov"), (3, 3, "adam"), (2, 1, "nesterov"))
     @pytest.mark.stress(after=2)
     def test_without_delay_it_is_diloco(self, world_size, interval, name):
         make_outer, outer = {
