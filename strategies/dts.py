@@ -46,9 +46,9 @@ class DTSStrategy(ExchangeStrategy):
         weights  =  what is merged, alike on all ranks  +  its own changes that are not merged yet, at their full size
 
     What it costs in accuracy, at the learning rate and momentum that synchronous training stands, is next to nothing at
-    D = 4, p = 4: less than half a point. At D = 20, p = 12 it is 2 to 3 points after some hundred steps, also after more
-    of them where the learning rate does not fall, and below 1 after some thousand where it falls to zero. It is more
-    where each rank has data of other classes: a rank's own steps then tell little of the others'.
+    D = 4, p = 4: less than half a point. At D = 20, p = 12 it is 2 to 3 points after some hundred steps, and below 1
+    after some thousand with a learning rate that falls to zero. It is more where each rank has data of other classes: a
+    rank's own steps then tell little of the others'.
 
     At the end of `fit` all windows, and in a last one whatever was changed besides, are merged: weights, and moving
     statistics, are then equal to the bit on all ranks. (Not those that `use_ema` puts in their place then:
