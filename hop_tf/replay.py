@@ -20,7 +20,13 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from hop_tf.keras_hook import iterations_variable, prepare_update, slots_of, update
+from hop_tf.keras_hook import (
+    gradient_accumulation_steps,
+    iterations_variable,
+    prepare_update,
+    slots_of,
+    update,
+)
 
 
 class Replay:
@@ -33,6 +39,9 @@ class Replay:
       optimizer: The optimizer, built.
       variables: What it updates.
       delay: D, at least 1.
+
+    Attributes:
+      has_begun: Whether there is a merged state.
     """
 
     def __init__(self, optimizer: object, variables: Sequence[tf.Variable], delay: int):
@@ -40,7 +49,7 @@ class Replay:
         self._variables = variables
         slots = slots_of(optimizer, variables).values()
         self._state = [*variables, *slots, iterations_variable(optimizer)]
-        self._has_begun = False
+        self.has_begun = False
         with tf.init_scope():
             self._merged = [_zeros_like(variable) for variable in self._state]
             self._own = [[_zeros_like(variable) for variable in variables] for _ in range(delay - 1)]
@@ -51,12 +60,15 @@ class Replay:
         A tf.function that makes an optimizer's slots is traced again when they have values.
         """
         with tf.init_scope():
-            if not self._has_begun and all(map(tf.compat.v1.is_variable_initialized, self._state)):
+            if not self.has_begun and all(map(tf.compat.v1.is_variable_initialized, self._state)):
                 self.begin()
 
     def begin(self) -> None:
-        """Emits the ops that take the present state for the merged one: nothing is under way."""
-        self._has_begun = True
+        """Takes the present state for the merged one: nothing is under way. Outside of graphs."""
+        self.has_begun = True
+        self._keep_state()
+
+    def _keep_state(self) -> None:
         _assign(self._merged, self._state)
 
     def restore(self) -> None:
@@ -72,7 +84,7 @@ class Replay:
         """
         self.restore()
         update(self._optimizer(), mean, self._variables, rate)
-        self.begin()
+        self._keep_state()
 
     def stand_in(self, own: Sequence[tf.Tensor]) -> None:
         """Emits line 3, up to where the optimizer itself makes the last of these updates.
@@ -80,9 +92,13 @@ class Replay:
         Args:
           own: g[t], not scaled.
         """
+        optimizer = self._optimizer()
         for gradients in self._own:
-            update(self._optimizer(), gradients, self._variables)
-        prepare_update(self._optimizer(), own, self._variables)
+            update(optimizer, gradients, self._variables)
+        # Of the batches whose gradients it accumulates, the optimizer is in the last one. Merged counts are of updates.
+        count, every = iterations_variable(optimizer), gradient_accumulation_steps(optimizer)
+        count.assign(count - count % every + every - 1)
+        prepare_update(optimizer, own, self._variables)
 
     def keep(self, own: Sequence[tf.Tensor]) -> None:
         """Emits the ops that note g[t] for the next steps."""

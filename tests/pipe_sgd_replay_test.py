@@ -144,8 +144,8 @@ def _linear_gradients(num_steps):
 
 
 def _applied(optimizer, gradients):
-    """What Keras's own optimizer makes of zeros."""
-    variable = keras.Variable(np.zeros((6, 2), np.float32))
+    """What Keras's own optimizer makes of ones."""
+    variable = keras.Variable(np.ones((6, 2), np.float32))
     for gradient in gradients:
         optimizer.apply([tf.constant(gradient)], [variable])
     return variable.numpy()
@@ -153,7 +153,7 @@ def _applied(optimizer, gradients):
 
 def _two_kernels(names=("first", "second")):
     inputs = keras.Input((6,))
-    layers = [keras.layers.Dense(2, use_bias=False, kernel_initializer="zeros", name=name) for name in names]
+    layers = [keras.layers.Dense(2, use_bias=False, kernel_initializer="ones", name=name) for name in names]
     return keras.Model(inputs, keras.layers.add([layer(inputs) for layer in layers]))
 
 
@@ -179,14 +179,15 @@ class OwnOptimizers(keras.Model):
 
 
 def _one_kernel():
-    return keras.Sequential([keras.Input((6,)), keras.layers.Dense(2, use_bias=False, kernel_initializer="zeros")])
+    return keras.Sequential([keras.Input((6,)), keras.layers.Dense(2, use_bias=False, kernel_initializer="ones")])
 
 
-def _linear_fit(strategy, make_optimizer, build=_one_kernel, epochs=2, callbacks=(), **compile_args):
+def _linear_fit(strategy, make_optimizer, build=_one_kernel, epochs=2, callbacks=(), repeats=1, **compile_args):
     with strategy.scope():
         model = build()
         model.compile(make_optimizer(), _linear_loss, **compile_args)
-    model.fit(*_small_data(), batch_size=8, epochs=epochs, shuffle=False, verbose=0, callbacks=list(callbacks))
+    data = [np.concatenate([part] * repeats) for part in _small_data()]
+    model.fit(*data, batch_size=8, epochs=epochs, shuffle=False, verbose=0, callbacks=list(callbacks))
     return model
 
 
@@ -301,11 +302,12 @@ class ReplayTest(tf.test.TestCase, parameterized.TestCase):
             for mine, first in zip(of_rank, results[0], strict=True):
                 self.assertAllEqual(mine, first)
 
-    def test_gradient_accumulation(self):
+    @parameterized.parameters((1, 3), (5, 2))
+    def test_gradient_accumulation(self, repeats, epochs):
         """Epochs end between two updates: what is merged there is not complete, and no batch counts twice."""
 
         def run(strategy):
-            model = _linear_fit(strategy, _LINEAR["accumulation"], epochs=3)
+            model = _linear_fit(strategy, _LINEAR["accumulation"], epochs=epochs, repeats=repeats)
             return model.get_weights()[0], int(model.optimizer._iterations.value)
 
         expected, num_batches = run(tf.distribute.OneDeviceStrategy("/cpu:0"))
