@@ -58,7 +58,7 @@ _STRATEGIES: Mapping[str, tuple[Callable, Mapping[str, Any], Sequence[str]]] = {
 
 
 def parse_kind(label: str) -> Kind:
-    """The strategy that a label such as "hop", "pipe:3", "dts:20:12" or "canary:patience=0" stands for.
+    """The strategy that a label such as "hop", "pipe:3", "dts:20:12" or "canary:max_in_flight=2" stands for.
 
     Args:
       label: A name, and arguments of the strategy's constructor, as JSON or plain text; what is left out has its

@@ -212,6 +212,10 @@ class CanaryStrategy(ExchangeStrategy):
                 )
         return CanaryExchange(context, members, settings.asynchronous(len(members)))
 
+    def _begin_training(self, group: Group) -> None:
+        if not self._settings.is_synchronous:
+            group.exchange.changes.reset()  # What callbacks have loaded is what training begins with, and no change.
+
     def _before_update(self, group: Group, values: Sequence[tf.Tensor], gradients: list) -> tuple[list, Any]:
         if self._settings.is_synchronous:
             outgoing = submit_gradients(group, gradients)

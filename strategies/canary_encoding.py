@@ -112,9 +112,9 @@ class PieceEncoding:
         return (values, None) if kernel is None else (None, kernel.encode(values))
 
     def own(self, piece: Piece, bucket: np.ndarray) -> np.ndarray:
-        """The same part at its full size, as the others would get it: what stands in for the mean until that is there.
+        """The same part at its full size: what stands in for the mean until that is there.
 
-        It may share the memory of the bucket.
+        Where the graph has encoded the bucket it is what that decodes to, else it shares the memory of the bucket.
         """
         if not self.is_encoded[piece.colayer][piece.bucket]:
             return bucket[self._within(piece)]

@@ -259,6 +259,23 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
                 self.assertLen(made, num_steps)
         self.assertTrue(any(np.any(np.round(weights, 3) == 3.0) for seen in results for weights, _ in seen))
 
+    def test_weights_that_a_callback_loads_are_no_change(self):
+        """Training begins with them, to the bit: they do not pass through the codec."""
+        loaded = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
+
+        def run(strategy):
+            with strategy.scope():
+                layer = keras.layers.Dense(64, use_bias=False, kernel_initializer="ones")
+                model = keras.Sequential([keras.Input((64,)), layer])
+                model.compile(keras.optimizers.SGD(0.0), "mse")
+            load = keras.callbacks.LambdaCallback(on_train_begin=lambda logs: model.set_weights([loaded]))
+            for callbacks in ([], [load]):
+                model.fit(loaded, loaded, batch_size=16, verbose=0, callbacks=callbacks)
+            return model.get_weights()[0]
+
+        for weights in _cluster(2).run(run):
+            self.assertAllEqual(weights, loaded)
+
     def test_overtime(self):
         """A rank that is behind drops what it has, takes the weights of the fastest, and counts it."""
 
