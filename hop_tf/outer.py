@@ -82,16 +82,22 @@ class OuterSteps:
             _assign(older, newer)
         return own
 
-    def merge(self, means: Sequence[tf.Tensor], num_newer: int, *, adds: bool = False) -> None:
+    def merge(self, means: Sequence[tf.Tensor], num_newer: int, share: tf.Tensor | float = 1.0) -> None:
         """Emits the ops that merge a window.
 
         Args:
           means: The mean of what all ranks have changed of each variable.
           num_newer: How many windows have ended after it.
-          adds: Whether the mean is added in any case, as that of a window without a step, in which an outer optimizer
-            should make none.
+          share: Of the ranks whose window counts, as it has steps: these share the mean. Where there are none, the mean
+            is added as it is, also where there is an outer optimizer.
         """
-        self._move(means, None if adds else self._optimizer)
+        has_steps = share > 0
+        factor = tf.where(has_steps, 1 / share, 1.0)
+        means = [
+            tf.cast(mean, merged.dtype) * tf.cast(factor, merged.dtype)
+            for mean, merged in zip(means, self._merged, strict=True)
+        ]
+        self._move(means, has_steps)
         newer = self._own[len(self._own) - num_newer :]
         sums = [
             tf.add_n([total, *(tf.cast(own, total.dtype) for own in each)])
@@ -99,15 +105,23 @@ class OuterSteps:
         ]
         self._changes.rebase([tf.cast(total, v.dtype) for total, v in zip(sums, self._variables, strict=True)])
 
-    def _move(self, means: Sequence[tf.Tensor], optimizer: keras.optimizers.Optimizer | None) -> None:
-        means = [tf.cast(mean, merged.dtype) for mean, merged in zip(means, self._merged, strict=True)]
-        num_added = 0
-        if optimizer is not None:
-            num_added = self._num_trained
-            gradients = clipped(optimizer, [-mean for mean in means[:num_added]])
-            update(optimizer, gradients, self._merged[:num_added])
-        for merged, mean in zip(self._merged[num_added:], means[num_added:], strict=True):
-            merged.assign_add(mean)
+    def _move(self, means: Sequence[tf.Tensor], has_steps: tf.Tensor) -> None:
+        if self._optimizer is None:
+            _add(self._merged, means)
+            return
+        trained, means_of_trained = self._merged[: self._num_trained], means[: self._num_trained]
+
+        def make_step() -> None:
+            gradients = clipped(self._optimizer, [-mean for mean in means_of_trained])
+            update(self._optimizer, gradients, trained)
+
+        tf.cond(has_steps, make_step, lambda: _add(trained, means_of_trained))
+        _add(self._merged[self._num_trained :], means[self._num_trained :])
+
+
+def _add(variables: Sequence[tf.Variable], values: Sequence[tf.Tensor]) -> None:
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign_add(value)
 
 
 def _assign(variables: Sequence[tf.Variable], values: Sequence) -> None:

@@ -27,6 +27,7 @@ from hop_tf.collectives import ALGORITHMS
 from hop_tf.group import ExchangeContext, Group
 from hop_tf.keras_hook import StepTrace, iterations_variable, tf_variables
 from hop_tf.options import CommunicationOptions
+from hop_tf.packing import TensorSpec
 from hop_tf.replica_state import describe_optimizer
 from hop_tf.strategies.dts_exchange import DTSExchange, DTSSettings
 from hop_tf.strategies.dts_windows import largest
@@ -40,15 +41,13 @@ class DTSStrategy(ExchangeStrategy):
     """Training with delayed and temporally sparse averaging of changes.
 
     Each rank makes steps of its own optimizer at once. What it has changed in a window of `interval` steps is averaged
-    over all ranks, and `delay` steps after the window's end the mean takes the place of its own change. So a rank
-    computes with
+    over all ranks, and `delay` steps after the window's end the mean takes the place of its own change. In short
+    trainings that costs accuracy, at the learning rate and momentum that synchronous training stands: after some
+    hundred steps 1 to 2 points with the default, D = 4 and p = 4, and 2 to 9 with D = 20, p = 12; most with deep
+    networks. After some thousand steps it is next to nothing, and below 1 point. It is more where each rank has data of
+    other classes: a rank's own steps then tell little of the others'. A rank computes with
 
         weights  =  what is merged, alike on all ranks  +  its own changes that are not merged yet, at their full size
-
-    What it costs in accuracy, at the learning rate and momentum that synchronous training stands, is next to nothing at
-    D = 4, p = 4: less than half a point. At D = 20, p = 12 it is 2 to 3 points after some hundred steps, and below 1
-    after some thousand with a learning rate that falls to zero. It is more where each rank has data of other classes: a
-    rank's own steps then tell little of the others'.
 
     At the end of `fit` all windows, and in a last one whatever was changed besides, are merged: weights, and moving
     statistics, are then equal to the bit on all ranks. (Not those that `use_ema` puts in their place then:
@@ -158,6 +157,9 @@ class DTSStrategy(ExchangeStrategy):
         """
         return self._outer_optimizer
 
+    def _specs_beside(self) -> Sequence[TensorSpec]:
+        return [TensorSpec("hop_tf_counts", (1,), tf.float32, exact=True)]
+
     def _make_exchange(self, context: ExchangeContext) -> DTSExchange:
         for variable in context.trained:
             if variable.dtype == tf.float64 and self._settings.selection is not None:
@@ -214,30 +216,31 @@ class DTSStrategy(ExchangeStrategy):
         _when(is_due, lambda: self._merge(group, due, schedule.num_newer))
         return tf.constant(0, tf.int64)
 
-    def _hand_out(self, group: Group, window: tf.Tensor, everything: bool = False) -> None:
+    def _hand_out(self, group: Group, window: tf.Tensor, *, counts: bool = True, everything: bool = False) -> None:
         selection = None if everything else self._settings.selection
 
         def choose(changes: list[tf.Tensor]) -> list:
             trained, carried = changes[: group.num_trained], changes[group.num_trained :]
             return [*largest(selection, window, trained), *(None for _ in carried)]
 
-        group.submit(group.exchange.outer.take(choose if selection else None), step=window)
+        changes = group.exchange.outer.take(choose if selection else None)
+        group.submit([*changes, tf.constant([float(counts)])], step=window)
 
-    def _merge(self, group: Group, window: tf.Tensor, num_newer: int, *, adds: bool = False) -> None:
-        means, _ = group.collect([], take=lambda _, segment: group.take(window, segment))
-        group.exchange.outer.merge(means, num_newer, adds=adds)
+    def _merge(self, group: Group, window: tf.Tensor, num_newer: int) -> None:
+        (*means, share), _ = group.collect([], take=lambda _, segment: group.take(window, segment))
+        group.exchange.outer.merge(means, num_newer, share[0])
 
     def _finish_training(self, group: Group) -> None:
         num_steps, num_batches = int(group.step), int(iterations_variable(group.optimizer()))
         if not num_steps and num_batches == group.exchange.first_iteration:
             return  # It has not trained; others may have dropped it.
         under_way = self._settings.schedule.under_way(num_steps)
-        # A last window even where no step is left: batches without an update, and callbacks, change variables.
-        self._hand_out(group, tf.constant(under_way.stop, tf.int64), everything=True)
-        for window in under_way:
+        # A last window even where no step is left: batches without an update, and callbacks, change variables. Others
+        # that go on may have a whole window: then this one does not count.
+        counts = num_steps % self._settings.interval > 0 or self._settings.selection is not None
+        self._hand_out(group, tf.constant(under_way.stop, tf.int64), counts=counts, everything=True)
+        for window in [*under_way, under_way.stop]:
             self._merge(group, tf.constant(window, tf.int64), under_way.stop - window)
-        has_steps = num_steps % self._settings.interval > 0
-        self._merge(group, tf.constant(under_way.stop, tf.int64), 0, adds=not has_steps)
 
 
 def _checked_outer_optimizer(optimizer: object) -> str:

@@ -575,12 +575,13 @@ class FitTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllClose(history, [weights[0] for weights in expected], rtol=1e-5, atol=1e-5)
         self.assertAllEqual(history[-1], last)
 
-    def test_a_rank_that_ends_early(self):
-        """Rank 1 leaves in the middle of a window; rank 0 goes on, and alone in the end."""
+    @parameterized.parameters((6, 7), (5, 6))
+    def test_a_rank_that_ends_early(self, last_batch, num_early):
+        """Rank 1 leaves in the middle of a window, or at the end of one; rank 0 goes on, and alone in the end."""
 
         def run(strategy):
             model = _compiled(strategy, _sgd(), _linear_loss)
-            stop = _on_batch(6, lambda: setattr(model, "stop_training", True))
+            stop = _on_batch(last_batch, lambda: setattr(model, "stop_training", True))
             _fit(model, epochs=2, callbacks=[stop] if strategy.rank == 1 else [])
             return _weights(model), strategy.report()["steps"]
 
@@ -589,9 +590,10 @@ class FitTest(tf.test.TestCase, parameterized.TestCase):
 
         (last, num_steps), (early, _) = _cluster(2, delay=2, interval=3).run(run)
         self.assertEqual(num_steps, _NUM_STEPS)
-        # Two windows of both; rank 1's step 6 meets rank 0's third window.
-        both = (total(range(9), 0) + total(range(7), 1)) / 2
-        expected = _problem(4)[2] - _RATE * both
+        # Two windows of both; rank 1's step 6, if there is one, meets rank 0's third window, which else is its own.
+        both = (total(range(6), 0) + total(range(6), 1)) / 2
+        third = total(range(6, 9), 0) if num_early == 6 else (total(range(6, 9), 0) + total([6], 1)) / 2
+        expected = _problem(4)[2] - _RATE * (both + third)
         self.assertAllClose(early, expected, rtol=1e-5, atol=1e-5)
         self.assertAllClose(last, expected - _RATE * total(range(9, _NUM_STEPS), 0), rtol=1e-5, atol=1e-5)
 
