@@ -213,6 +213,11 @@ def iterations_variable(optimizer: Any) -> tf.Variable:
     return _innermost(optimizer)._iterations.value
 
 
+def use_ema(optimizer: Any) -> bool:
+    """Whether the optimizer keeps averages of the weights."""
+    return bool(_innermost(optimizer).use_ema)
+
+
 def gradient_accumulation_steps(optimizer: Any) -> int:
     """How many training steps make one update."""
     return _innermost(optimizer).gradient_accumulation_steps or 1
@@ -242,10 +247,14 @@ def learning_rate(optimizer: Any) -> tf.Tensor:
 
 
 def assign_learning_rate(optimizer: Any, rate: tf.Tensor) -> None:
-    """Gives the optimizer another learning rate, unless a schedule knows it: that goes by the count of steps."""
-    variable = _innermost(optimizer)._learning_rate
-    if isinstance(variable, keras.Variable):
-        variable.assign(rate)
+    """Gives the optimizer another learning rate, unless it has a schedule: that goes by the count of steps."""
+    if not has_schedule(optimizer):
+        _innermost(optimizer)._learning_rate.assign(rate)
+
+
+def has_schedule(optimizer: Any) -> bool:
+    """Whether the learning rate is a schedule's, and cannot be assigned."""
+    return not isinstance(_innermost(optimizer)._learning_rate, keras.Variable)
 
 
 def weight_decays(optimizer: Any, variables: Sequence[tf.Variable]) -> list[float]:

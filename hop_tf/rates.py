@@ -2,7 +2,8 @@
 
 Callbacks may change a rank's learning rate by what they see there, as `ReduceLROnPlateau` does with a rank's own loss.
 Where ranks apply the same gradients, different rates would drive their weights apart, in silence. So every rank's rate
-travels beside its gradients, as a float64, which no codec changes, and each update is made with the first rank's.
+travels beside its gradients, as a float64, which no codec changes, and each update is made with the first rank's. A
+rate that cannot be replaced, such as that of a schedule, must be the first rank's: else it is an error.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ import tensorflow as tf
 from hop_tf.errors import HopError
 from hop_tf.keras_hook import assign_learning_rate, learning_rate
 from hop_tf.packing import TensorSpec
+
+# Processors may compute a schedule a little differently.
+_TOLERANCE = 1e-5
 
 
 class CommonRate:
@@ -77,16 +81,20 @@ class CommonRate:
             return
         first = ranks[0]
         own, theirs = (rates[rank] / present[rank] for rank in (self._rank, first))
-        if own == theirs:
-            return
         difference = (
-            f"the learning rate of rank {self._rank} in step {step} is {own:g}, that of rank {first} is {theirs:g}: a "
-            "callback has changed it by what it sees on one rank."
+            f"the learning rate of rank {self._rank} in step {step} is {own:g}, that of rank {first} is {theirs:g}"
         )
-        if not self._adopts:
+        if not self._adopts and abs(own - theirs) > _TOLERANCE * abs(theirs):
             raise HopError(
-                f"{difference} All ranks must train with the same one here: let callbacks look at what is equal on all "
-                "ranks, as `val_loss` is."
+                f"{difference}: all ranks must train with the same one here. Let callbacks look at what is equal on "
+                "all ranks, as `val_loss` is; and after a `fit` that has ended earlier on some ranks, which have "
+                "counted fewer steps, call `strategy.synchronize(model)` on all."
             )
-        self._has_warned = True
-        logging.warning("%s From now on rank %d takes that of rank %d.", difference, self._rank, first)
+        if self._adopts and own != theirs:
+            self._has_warned = True
+            logging.warning(
+                "%s: a callback has changed it by what it sees on one rank. From now on rank %d takes that of rank %d.",
+                difference,
+                self._rank,
+                first,
+            )

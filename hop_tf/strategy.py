@@ -26,6 +26,7 @@ from hop_tf.keras_hook import (
     StepTrace,
     TrainingHooks,
     forget_cluster,
+    gradient_accumulation_steps,
     iterations_variable,
     note_cluster,
     refuse_xla,
@@ -65,7 +66,7 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
       RuntimeError: If Keras does not run on TensorFlow.
     """
 
-    # Whether `synchronize` ends a custom loop as the end of `fit` does: by what is under way.
+    # Whether `synchronize` merges what is under way in a custom loop, as the end of `fit` does.
     _settles_loops = False
 
     def __init__(
@@ -467,6 +468,9 @@ class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):
     def leave_step(self, trace: StepTrace) -> None:
         """Raises if a step trained a model and no update was seen: nothing would be exchanged, silently."""
         trains = self._worker is not None and trace.model is not None and trace.model.trainable_weights
+        optimizer = getattr(trace.model, "optimizer", None)
+        if tf.executing_eagerly() and optimizer is not None and gradient_accumulation_steps(optimizer) > 1:
+            return  # Its batch may be one of those that make no update; in a graph there is one for the others.
         if trains and not trace.num_updates:
             raise HopError(
                 "a training step was run, but hop_tf saw no optimizer update in it, so nothing would be exchanged. "

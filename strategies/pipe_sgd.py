@@ -42,6 +42,7 @@ from hop_tf.keras_hook import (
     scaled,
     slots_of,
     unscaled,
+    use_ema,
 )
 from hop_tf.options import CommunicationOptions
 from hop_tf.packing import Packing, TensorSpec
@@ -171,6 +172,12 @@ class PipeSGDStrategy(ExchangeStrategy):
                 "the policy 'mixed_float16') accumulates gradients: it does so with means only. Or train with "
                 f"'mixed_bfloat16'. Received: compensation='replay', gradient_accumulation_steps={every}."
             )
+        if self._settings.replays and use_ema(optimizer) and gradient_accumulation_steps(optimizer) > 1:
+            raise ValueError(
+                "`compensation` must be 'none' where an optimizer accumulates gradients and averages weights: it does "
+                "this in every batch, and a replay knows of updates only. Received: use_ema=True, "
+                f"gradient_accumulation_steps={gradient_accumulation_steps(optimizer)}."
+            )
         return PipeSGDExchange(context, self._settings)
 
     def _specs_beside(self) -> Sequence[TensorSpec]:
@@ -205,8 +212,9 @@ class PipeSGDStrategy(ExchangeStrategy):
             return group.collect(outgoing, segment, lambda t, segment: self._take_due(group, t, segment))[0]
 
         is_synchronous = exchange.replay is None
-        if not is_synchronous and tf.executing_eagerly() and not int(group.step):
-            # It is too late to keep what was there before the group's first update: see `enter_step`.
+        if not is_synchronous and tf.executing_eagerly() and not exchange.replay.has_begun:
+            # It is too late to keep what was there before the group's first update: see `enter_step`. Ranks begin with
+            # rank 0's learning rate, so that weights have decayed alike.
             exchange.pipelined_from.assign(1)
             is_synchronous = True
         means, rate = take_means(group, take_due)

@@ -13,7 +13,7 @@ from hop_tf import codecs
 from hop_tf.collectives import AllReduce
 from hop_tf.exchange import Exchange, Incoming, Outgoing
 from hop_tf.group import ExchangeContext
-from hop_tf.keras_hook import weight_decays
+from hop_tf.keras_hook import has_schedule, weight_decays
 from hop_tf.packing import Packing
 from hop_tf.rates import CommonRate
 from hop_tf.replay import Replay
@@ -75,7 +75,8 @@ class PipeSGDExchange(Exchange):
         optimizer, trained = context.optimizer(), context.trained
         self.replay = Replay(optimizer, trained, settings.delay) if settings.replays else None
         # Else weights have decayed by the own rate, or were computed with it.
-        adopts = settings.replays or (settings.delay == 0 and not any(weight_decays(optimizer, trained)))
+        is_late = settings.replays or (settings.delay == 0 and not any(weight_decays(optimizer, trained)))
+        adopts = is_late and not has_schedule(optimizer)
         self.rate = CommonRate(self._membership.rank, self._membership.world_size, adopts=adopts)
         self._rate_segment, self._rate_place = self._place_of(len(context.packing.specs) - 1)
         self._sent_segments = 0

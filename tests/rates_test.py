@@ -1,5 +1,7 @@
 """Learning rates that callbacks change on one rank: those of rank 0 are used, or the difference is an error."""
 
+import logging
+
 import keras
 import numpy as np
 import pytest
@@ -79,10 +81,12 @@ class RatesTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters("replay", "synchronous", "bsp", "none")
     def test_the_same_callback_on_all_ranks(self, strategy):
-        with self.assertNoLogs(level="WARNING"):
+        with self.assertLogs(level="WARNING") as logs:
+            logging.warning("There is one at least.")
             (weights, rate), (others, _) = _cluster(strategy).run(
                 lambda strategy: _train(strategy, [_CALLBACKS["scheduler"]()], weight_decay=0.1)
             )
+        self.assertEmpty([line for line in logs.output if "learning rate" in line])
         for mine, other in zip(weights, others, strict=True):
             self.assertAllEqual(mine, other)
         self.assertAllClose(rate, 0.1 / 3)
@@ -101,6 +105,52 @@ class RatesTest(tf.test.TestCase, parameterized.TestCase):
             self.assertRegex(
                 message, "the learning rate of rank 1 in step 2 is 0.02, that of rank 0 is 0.1: .*val_loss"
             )
+
+    @parameterized.parameters("replay", "synchronous")
+    def test_a_schedule_where_ranks_have_counted_different_steps(self, strategy):
+        """It cannot be replaced: after a `fit` that has ended early on a rank, `synchronize` makes counts the same."""
+        schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)
+
+        def run(strategy, synchronizes):
+            def stop(batch, logs):
+                model.stop_training = strategy.rank == 1
+
+            with strategy.scope():
+                model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, kernel_initializer="ones")])
+                model.compile(keras.optimizers.SGD(schedule), "mse")
+            x = np.ones((32, 4), np.float32)
+            callbacks = [keras.callbacks.LambdaCallback(on_train_batch_end=stop)]
+            model.fit(x, x[:, :3], batch_size=8, verbose=0, callbacks=callbacks)
+            if synchronizes:
+                strategy.synchronize(model)
+            try:
+                model.fit(x, x[:, :3], batch_size=8, verbose=0)
+            except HopError as error:
+                return str(error)
+            return model.get_weights()[0]
+
+        self.assertAllEqual(*_cluster(strategy).run(lambda strategy: run(strategy, True)))
+        for message in _cluster(strategy).run(lambda strategy: run(strategy, False)):
+            self.assertRegex(message, "rate of rank 1 in step 0 is 0.05, that of rank 0 is 0.00625: .*synchronize")
+
+    @parameterized.parameters(1, 2)
+    def test_eagerly_with_weight_decay(self, num_fits):
+        """Weights decay before ranks know of each other's rate: what is merged has decayed by rank 0's."""
+
+        def run(strategy):
+            def assign(logs):
+                model.optimizer.learning_rate = 0.05 if strategy.rank == 1 else 0.1
+
+            with strategy.scope():
+                model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, kernel_initializer="ones")])
+                model.compile(keras.optimizers.SGD(weight_decay=0.1), "mse", run_eagerly=True)
+            x = np.ones((32, 4), np.float32)
+            for _ in range(num_fits):
+                callbacks = [keras.callbacks.LambdaCallback(on_train_begin=assign)]
+                model.fit(x, x[:, :3], batch_size=8, verbose=0, callbacks=callbacks)
+            return model.get_weights()[0]
+
+        self.assertAllEqual(*_cluster("replay").run(run))
 
     def test_a_rank_that_has_ended_is_not_asked(self):
         """The first of those that are there counts."""
