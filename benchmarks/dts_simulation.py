@@ -34,7 +34,7 @@ class Rank:
       outer: What is merged.
       step: Trains with this rank's rows, `step(x, y)`; returns the loss.
       hand_out: Ends a window, `hand_out(window, everything)`; returns what is to be averaged of it.
-      merge: `merge(means, num_newer, adds=...)`: as of `OuterSteps`.
+      merge: `merge(means, num_newer, share)`: as of `OuterSteps`.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Job:
         self._average(under_way.stop, everything=True)
         for window in under_way:
             self._merge(window)
-        self._merge(under_way.stop, adds=self._num_steps % self._schedule.interval == 0)
+        self._merge(under_way.stop, has_steps=self._num_steps % self._schedule.interval > 0)
         self._num_steps = 0
 
     def _average(self, window: int, everything: bool = False) -> None:
@@ -121,10 +121,10 @@ class Job:
         given = [[each.numpy() for each in rank.hand_out(number, everything)] for rank in self.ranks]
         self._means[window] = [np.mean(parts, axis=0) for parts in zip(*given, strict=True)]
 
-    def _merge(self, window: int, *, adds: bool = False) -> None:
+    def _merge(self, window: int, *, has_steps: bool = True) -> None:
         means = [tf.constant(mean) for mean in self._means.pop(window)]
         for rank in self.ranks:
-            rank.merge(means, len(self._means), adds=adds)
+            rank.merge(means, len(self._means), tf.constant(float(has_steps)))
 
 
 def make_job(
