@@ -12,8 +12,6 @@ memory   Each setting in processes of its own: the highest resident memory of a 
 
 from __future__ import annotations
 
-import json
-import os
 import resource
 import statistics
 import time
@@ -21,6 +19,7 @@ from collections.abc import Mapping
 
 import keras
 import numpy as np
+import peers
 import ranks
 import tensorflow as tf
 from absl import app, flags
@@ -51,8 +50,7 @@ class _Training:
     """A model under one setting."""
 
     def __init__(self, case: Mapping, rank: int, turn: int):
-        task = {"cluster": {"worker": case["addresses"][turn]}, "task": {"type": "worker", "index": rank}}
-        os.environ["TF_CONFIG"] = json.dumps(task)
+        peers.set_cluster(rank, case["addresses"][turn])
         self._batch_size, self._num_steps = case["batch_size"], case["num_steps"]
         with hop_tf.PipeSGDStrategy(**case["settings"][turn]).scope():
             hidden = [keras.layers.Dense(case["units"], activation="relu") for _ in range(2)]

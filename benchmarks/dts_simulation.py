@@ -6,6 +6,7 @@ D = 0, p = 1 is synchronous training, with SGD of any kind.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import keras
@@ -70,11 +71,8 @@ class Rank:
         return loss
 
     def _hand_out(self, window: tf.Tensor, everything: bool) -> list[tf.Tensor]:
-        def choose(changes: list[tf.Tensor]) -> list:
-            num_trained = len(self._trained)
-            return [*largest(self._selection, window, changes[:num_trained]), *(None for _ in changes[num_trained:])]
-
-        return self.outer.take(choose if self._selection and not everything else None)
+        choose = functools.partial(largest, self._selection, window) if self._selection and not everything else None
+        return self.outer.take(choose)
 
 
 class Job:

@@ -20,6 +20,39 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 
 
+def assign_all(variables: Sequence[tf.Variable], values: Sequence) -> None:
+    """Emits the ops that assign one value to each variable."""
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)
+
+
+class Latest:
+    """The latest few values of some variables, kept as long as others wait for them: all zeros at first.
+
+    Args:
+      variables: The variables.
+      number: How many values of each; 0 keeps none.
+    """
+
+    def __init__(self, variables: Sequence[tf.Variable], number: int):
+        self._kept = [[zeros_like(variable) for variable in variables] for _ in range(number)]
+
+    def newest(self, number: int | None = None) -> list[list[tf.Variable]]:
+        """The values that were pushed last, so many of them, the oldest first. Default: all."""
+        return self._kept if number is None else self._kept[len(self._kept) - number :]
+
+    def push(self, values: Sequence[tf.Tensor]) -> None:
+        """Emits the ops that drop the oldest values, for these."""
+        for older, newer in zip(self._kept, [*self._kept[1:], values], strict=False):
+            assign_all(older, newer)
+
+
+def zeros_like(variable: tf.Variable) -> tf.Variable:
+    """A variable of zeros on the same device, outside of graphs."""
+    with tf.init_scope(), tf.device(variable.device):
+        return tf.Variable(tf.zeros(variable.shape, variable.dtype), trainable=False, name="hop_tf_kept")
+
+
 class LateChanges:
     """What this rank has changed of some variables since it was asked last.
 

@@ -55,6 +55,15 @@ class ExchangeContext:
     trained: Sequence[tf.Variable] = ()
     carried: LateChanges = dataclasses.field(default_factory=lambda: LateChanges((), ()))
 
+    @property
+    def variables(self) -> Sequence[tf.Variable]:
+        """All that are exchanged: what is trained comes first."""
+        return [*self.trained, *self.carried.variables]
+
+    def values(self) -> list[tf.Tensor]:
+        """What these are when the group's first step is about to change them."""
+        return [*(variable.read_value() for variable in self.trained), *self.carried.known()]
+
     def make_all_reduce(self, name: str, packing: Packing, codec: Codec, algorithm: str) -> AllReduce:
         """Makes an all-reduce of buckets. Those that are exact, and those of float64, do not pass through `codec`.
 

@@ -445,7 +445,7 @@ def update(
         _update(inner, gradients, variables, rate)
         return
     are_finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(gradient)) for gradient in gradients])
-    tf.cond(are_finite, lambda: _update(inner, inner._clip_gradients(list(gradients)), variables, rate), lambda: None)
+    tf.cond(are_finite, lambda: _update(inner, clipped(inner, gradients), variables, rate), lambda: None)
 
 
 def _update(

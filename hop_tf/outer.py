@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 import keras
 import tensorflow as tf
 
-from hop_tf.averaging import LateChanges
+from hop_tf.averaging import LateChanges, Latest
 from hop_tf.keras_hook import clipped, update
 
 
@@ -55,9 +55,9 @@ class OuterSteps:
         self._num_trained = num_trained
         self._optimizer = optimizer
         self._changes = LateChanges(variables, values)
+        self._own = Latest(variables, max_newer)
         with tf.init_scope():
             merged = [_merged(variable, value) for variable, value in zip(variables, values, strict=True)]
-            self._own = [[_zeros_like(variable) for variable in variables] for _ in range(max_newer)]
             if optimizer is not None:
                 optimizer.build(merged[:num_trained])
         self._merged = [variable.value for variable in merged]
@@ -72,14 +72,18 @@ class OuterSteps:
         """Emits the ops that end a window.
 
         Args:
-          choose: As of `LateChanges.take`: what stays is changed in a later window.
+          choose: As of `LateChanges.take`, of the variables that are trained: what stays is changed in a later window.
 
         Returns:
           What this rank has changed of each variable.
         """
-        own = self._changes.take(choose)
-        for older, newer in zip(self._own, [*self._own[1:], own], strict=False):
-            _assign(older, newer)
+
+        def choose_all(changes: list[tf.Tensor]) -> list:
+            others = changes[self._num_trained :]
+            return [*choose(changes[: self._num_trained]), *(None for _ in others)]
+
+        own = self._changes.take(choose and choose_all)
+        self._own.push(own)
         return own
 
     def merge(self, means: Sequence[tf.Tensor], num_newer: int, share: tf.Tensor | float = 1.0) -> None:
@@ -98,10 +102,10 @@ class OuterSteps:
             for mean, merged in zip(means, self._merged, strict=True)
         ]
         self._move(means, has_steps)
-        newer = self._own[len(self._own) - num_newer :]
+        merged = [each.read_value() for each in self._merged]
         sums = [
             tf.add_n([total, *(tf.cast(own, total.dtype) for own in each)])
-            for total, *each in zip([merged.read_value() for merged in self._merged], *newer, strict=True)
+            for total, *each in zip(merged, *self._own.newest(num_newer), strict=True)
         ]
         self._changes.rebase([tf.cast(total, v.dtype) for total, v in zip(sums, self._variables, strict=True)])
 
@@ -124,18 +128,8 @@ def _add(variables: Sequence[tf.Variable], values: Sequence[tf.Tensor]) -> None:
         variable.assign_add(value)
 
 
-def _assign(variables: Sequence[tf.Variable], values: Sequence) -> None:
-    for variable, value in zip(variables, values, strict=True):
-        variable.assign(value)
-
-
 def _merged(variable: tf.Variable, value: tf.Tensor) -> keras.Variable:
     """In float32 at least: a mean can be less than a small type tells from nothing."""
     dtype = variable.dtype if variable.dtype.size >= 4 else tf.float32
     with tf.device(variable.device):
         return keras.Variable(tf.cast(value, dtype), dtype=dtype.name, trainable=False, name="hop_tf_merged")
-
-
-def _zeros_like(variable: tf.Variable) -> tf.Variable:
-    with tf.device(variable.device):
-        return tf.Variable(tf.zeros(variable.shape, variable.dtype), trainable=False, name="hop_tf_own")

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from hop_tf.averaging import Latest, assign_all, zeros_like
 from hop_tf.keras_hook import (
     gradient_accumulation_steps,
     iterations_variable,
@@ -50,9 +51,8 @@ class Replay:
         slots = slots_of(optimizer, variables).values()
         self._state = [*variables, *slots, iterations_variable(optimizer)]
         self.has_begun = False
-        with tf.init_scope():
-            self._merged = [_zeros_like(variable) for variable in self._state]
-            self._own = [[_zeros_like(variable) for variable in variables] for _ in range(delay - 1)]
+        self._merged = [zeros_like(variable) for variable in self._state]
+        self._own = Latest(variables, delay - 1)
 
     def begin_once(self) -> None:
         """Begins with what the state is outside of the graph that is traced, unless it has begun.
@@ -69,11 +69,11 @@ class Replay:
         self._keep_state()
 
     def _keep_state(self) -> None:
-        _assign(self._merged, self._state)
+        assign_all(self._merged, self._state)
 
     def restore(self) -> None:
         """Emits the ops that forget own gradients: the state is the merged one."""
-        _assign(self._state, self._merged)
+        assign_all(self._state, self._merged)
 
     def merge(self, mean: Sequence[tf.Tensor], rate: tf.Tensor) -> None:
         """Emits lines 1 and 2.
@@ -93,7 +93,7 @@ class Replay:
           own: g[t], not scaled.
         """
         optimizer = self._optimizer()
-        for gradients in self._own:
+        for gradients in self._own.newest():
             update(optimizer, gradients, self._variables)
         # Of the batches whose gradients it accumulates, the optimizer is in the last one. Merged counts are of updates.
         count, every = iterations_variable(optimizer), gradient_accumulation_steps(optimizer)
@@ -102,15 +102,4 @@ class Replay:
 
     def keep(self, own: Sequence[tf.Tensor]) -> None:
         """Emits the ops that note g[t] for the next steps."""
-        for older, newer in zip(self._own, [*self._own[1:], own], strict=False):
-            _assign(older, newer)
-
-
-def _assign(variables: Sequence[tf.Variable], values: Sequence) -> None:
-    for variable, value in zip(variables, values, strict=True):
-        variable.assign(value)
-
-
-def _zeros_like(variable: tf.Variable) -> tf.Variable:
-    with tf.device(variable.device):
-        return tf.Variable(tf.zeros(variable.shape, variable.dtype), trainable=False, name="hop_tf_replay")
+        self._own.push(own)

@@ -93,9 +93,7 @@ class CanaryExchange(Exchange, Joiner):
         members = [kernels_last(specs, colayer, settings.low_rank, world_size) for colayer in members]
         self.members = members
         self.order = [index for colayer in members for index in colayer]
-        variables = [*context.trained, *context.carried.variables]
-        with tf.init_scope():
-            values = [*(variable.read_value() for variable in context.trained), *context.carried.known()]
+        variables, values = context.variables, context.values()
         self.changes = LateChanges([variables[index] for index in self.order], [values[index] for index in self.order])
         self.colayers = {index: colayer for colayer, indices in enumerate(members) for index in indices}
         colayers, whole = [context.packing.part(each) for each in members], context.packing.part(self.order)

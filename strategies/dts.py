@@ -16,6 +16,7 @@ nothing of other optimizers than SGD. We average changes of weights; `hop_tf.out
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 
 import keras
@@ -218,12 +219,8 @@ class DTSStrategy(ExchangeStrategy):
 
     def _hand_out(self, group: Group, window: tf.Tensor, *, counts: bool = True, everything: bool = False) -> None:
         selection = None if everything else self._settings.selection
-
-        def choose(changes: list[tf.Tensor]) -> list:
-            trained, carried = changes[: group.num_trained], changes[group.num_trained :]
-            return [*largest(selection, window, trained), *(None for _ in carried)]
-
-        changes = group.exchange.outer.take(choose if selection else None)
+        choose = functools.partial(largest, selection, window) if selection else None
+        changes = group.exchange.outer.take(choose)
         group.submit([*changes, tf.constant([float(counts)])], step=window)
 
     def _merge(self, group: Group, window: tf.Tensor, num_newer: int) -> None:

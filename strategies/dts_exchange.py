@@ -63,11 +63,10 @@ class DTSExchange(Exchange):
         self._interval = settings.interval
         num_slots = settings.schedule.num_slots
         self.max_in_flight = self.num_threads = num_slots
-        trained, carried = context.trained, context.carried
         self.outer = OuterSteps(
-            [*trained, *carried.variables],
-            [*(variable.read_value() for variable in trained), *carried.known()],
-            num_trained=len(trained),
+            context.variables,
+            context.values(),
+            num_trained=len(context.trained),
             max_newer=num_slots - 1,
             optimizer=outer_optimizer,
         )

@@ -25,7 +25,7 @@ class GroupVariables:
     def __init__(self, context: ExchangeContext, shards: Sequence[ShardView]):
         self._context = context
         self._packing = context.packing
-        self._variables = (*context.trained, *context.carried.variables)
+        self._variables = context.variables
         self._shards = shards
 
     def model(self) -> list[np.ndarray]:
