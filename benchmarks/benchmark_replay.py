@@ -3,9 +3,8 @@
     python benchmarks/benchmark_replay.py
 
 time     Two ranks train a perceptron, really computed; all settings in turn, round after round, in the same processes.
-         Milliseconds per step (medians over the rounds), and of an update of the optimizer by itself, in a tf.function
-         of its own, in the same rounds. A replay makes K - 1 updates more than the pipeline without it: the ratio is
-         that of its step to the other one's with so many updates added.
+         Milliseconds per step (medians over the rounds). A replay makes K - 1 updates more than the pipeline without
+         it. So its step is compared with a step without it whose optimizer makes each update K times.
 memory   Each setting in processes of its own: the highest resident memory of a rank, above that of K = 1, in copies of
          the weights. A replay should take K - 1 gradients, and one copy of the weights and of the optimizer's slots.
 """
@@ -25,6 +24,7 @@ import tensorflow as tf
 from absl import app, flags
 
 import hop_tf
+from hop_tf import keras_hook
 
 _EXPERIMENTS = flags.DEFINE_list("experiments", ["time", "memory"], "What to run.")
 _WIDTHS = flags.DEFINE_list("pipeline_widths", ["2", "3", "4"], "K.")
@@ -37,13 +37,35 @@ _NUM_ROUNDS = flags.DEFINE_integer("num_rounds", 7, "Rounds.", lower_bound=1)
 _WORLD_SIZE = 2
 _NUM_FEATURES = 784
 _SKIPPED_STEPS = 4  # At the begin of each round: the pipe fills.
-_MAKE_OPTIMIZER = {
-    "momentum": lambda: keras.optimizers.SGD(0.01, momentum=0.9),
-    "adam": lambda: keras.optimizers.Adam(1e-3),
+# What is freed is given back to the system at once: the peak is that of what is used.
+_EXACT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+_OPTIMIZER_CLASSES = {
+    "momentum": (keras.optimizers.SGD, {"learning_rate": 0.01, "momentum": 0.9}),
+    "adam": (keras.optimizers.Adam, {"learning_rate": 1e-3}),
 }
 
 
 # In each rank.
+
+
+def _make_optimizer(name: str, num_updates: int) -> keras.optimizers.Optimizer:
+    """An optimizer that makes so many updates, one after the other, with different gradients."""
+    base, arguments = _OPTIMIZER_CLASSES[name]
+
+    class Repeated(base):
+        def build(self, variables):
+            super().build(variables)
+            self.further = [
+                [tf.random.normal(each.shape, 0, 1e-4) for each in variables] for _ in range(1, num_updates)
+            ]
+
+        def apply(self, grads, trainable_variables=None):
+            super().apply(grads, trainable_variables)
+            variables = [each.value for each in self._trainable_variables]
+            for gradients in self.further:
+                keras_hook.update(self, gradients, variables)
+
+    return Repeated(**arguments)
 
 
 class _Training:
@@ -52,11 +74,12 @@ class _Training:
     def __init__(self, case: Mapping, rank: int, turn: int):
         peers.set_cluster(rank, case["addresses"][turn])
         self._batch_size, self._num_steps = case["batch_size"], case["num_steps"]
-        with hop_tf.PipeSGDStrategy(**case["settings"][turn]).scope():
+        settings, num_updates = case["settings"][turn]
+        with hop_tf.PipeSGDStrategy(**settings).scope():
             hidden = [keras.layers.Dense(case["units"], activation="relu") for _ in range(2)]
             self.model = keras.Sequential([keras.Input((_NUM_FEATURES,)), *hidden, keras.layers.Dense(10)])
             loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-            self.model.compile(_MAKE_OPTIMIZER[case["optimizer"]](), loss)
+            self.model.compile(_make_optimizer(case["optimizer"], num_updates), loss)
         num_rows = self._num_steps * self._batch_size * _WORLD_SIZE
         self._x = np.random.default_rng(rank).normal(size=(num_rows, _NUM_FEATURES)).astype(np.float32)
         self._y = np.arange(num_rows) % 10
@@ -70,41 +93,17 @@ class _Training:
         return list(np.diff(ends)[_SKIPPED_STEPS:])
 
 
-class _Update:
-    """The optimizer's update of such a model, by itself."""
-
-    def __init__(self, optimizer: str, model: keras.Model):
-        self._variables = [tf.Variable(weight.value) for weight in model.trainable_weights]
-        self._gradients = [tf.ones_like(variable) for variable in self._variables]
-        optimizer = _MAKE_OPTIMIZER[optimizer]()
-        optimizer.build(self._variables)
-        self._apply = tf.function(lambda gradients: optimizer.apply(gradients, self._variables))
-        self._apply(self._gradients)
-
-    def seconds(self) -> float:
-        """Of one update, in the mean of ten."""
-        start = time.perf_counter()
-        for _ in range(10):
-            self._apply(self._gradients)
-        return (time.perf_counter() - start) / 10
-
-
 def _run_rank(case: Mapping, rank: int) -> Mapping:
     tf.config.threading.set_intra_op_parallelism_threads(1)
     trainings = [_Training(case, rank, turn) for turn in range(len(case["settings"]))]
     for training in trainings:
         training.seconds_of_steps()  # Compiles.
-    update = _Update(case["optimizer"], trainings[0].model) if case["experiment"] == "time" else None
     steps: list[list[float]] = [[] for _ in trainings]
-    updates: list[float] = []
     for _ in range(case["num_rounds"]):
         for times, training in zip(steps, trainings, strict=True):
             times.extend(training.seconds_of_steps())
-        if update is not None:
-            updates.append(update.seconds())
     return {
         "steps": [statistics.median(times) for times in steps],
-        "update": statistics.median(updates) if updates else None,
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "num_bytes": sum(weight.numpy().nbytes for weight in trainings[0].model.trainable_weights),
     }
@@ -113,9 +112,10 @@ def _run_rank(case: Mapping, rank: int) -> Mapping:
 # In the parent.
 
 
-def _run(experiment: str, optimizer: str, settings: list[Mapping], num_rounds: int) -> list[Mapping]:
+def _run(
+    optimizer: str, settings: list[tuple[Mapping, int]], num_rounds: int, environment: Mapping[str, str] | None = None
+) -> list[Mapping]:
     case = {
-        "experiment": experiment,
         "optimizer": optimizer,
         "settings": settings,
         "units": _UNITS.value,
@@ -123,34 +123,43 @@ def _run(experiment: str, optimizer: str, settings: list[Mapping], num_rounds: i
         "num_steps": _NUM_STEPS.value,
         "num_rounds": num_rounds,
     }
-    return ranks.run(__file__, case, _WORLD_SIZE, ranks.LOOPBACK, num_ports=len(settings), timeout_seconds=3600)
+    return ranks.run(
+        __file__,
+        case,
+        _WORLD_SIZE,
+        ranks.LOOPBACK,
+        num_ports=len(settings),
+        timeout_seconds=3600,
+        environment=environment,
+    )
 
 
-def _settings(width: int, compensation: str) -> Mapping:
-    return {"pipeline_width": width, "compensation": compensation}
+def _setting(width: int, compensation: str, num_updates: int = 1) -> tuple[Mapping, int]:
+    return {"pipeline_width": width, "compensation": compensation}, num_updates
 
 
 def _print_times(optimizer: str) -> None:
     widths = [int(width) for width in _WIDTHS.value]
-    settings = [_settings(width, each) for width in widths for each in ("none", "replay")]
-    of_ranks = _run("time", optimizer, settings, _NUM_ROUNDS.value)
-    steps = np.max([each["steps"] for each in of_ranks], axis=0).reshape(-1, 2)
-    update = max(each["update"] for each in of_ranks)
-    print(f"\ntime, {optimizer}: ms per step; an update by itself takes {update * 1e3:.2f} ms")
-    print(f"  {'':6} {'none':>8} {'replay':>8} {'replay / (none + (K - 1) updates)':>34}")
-    for width, (none, replay) in zip(widths, steps, strict=True):
-        ratio = replay / (none + (width - 1) * update)
-        print(f"  K = {width:<2} {none * 1e3:8.2f} {replay * 1e3:8.2f} {ratio:34.3f}", flush=True)
+    settings = [
+        setting
+        for width in widths
+        for setting in (_setting(width, "none"), _setting(width, "none", width), _setting(width, "replay"))
+    ]
+    steps = np.max([each["steps"] for each in _run(optimizer, settings, _NUM_ROUNDS.value)], axis=0).reshape(-1, 3)
+    print(f"\ntime, {optimizer}: ms per step")
+    print(f"  {'':6} {'none':>8} {'none, K updates':>16} {'replay':>8} {'ratio of these two':>20}")
+    for width, (none, repeated, replay) in zip(widths, steps * 1e3, strict=True):
+        print(f"  K = {width:<2} {none:8.2f} {repeated:16.2f} {replay:8.2f} {replay / repeated:20.3f}", flush=True)
 
 
 def _print_memory(optimizer: str) -> None:
-    def peak(settings: Mapping) -> float:
-        return max(each["peak_bytes"] / each["num_bytes"] for each in _run("memory", optimizer, [settings], 1))
+    def peak(setting: tuple[Mapping, int]) -> float:
+        return max(each["peak_bytes"] / each["num_bytes"] for each in _run(optimizer, [setting], 1, _EXACT_MEMORY))
 
     num_slots = {"momentum": 1, "adam": 2}[optimizer]
     print(f"\nmemory, {optimizer}: copies of the weights above those of the same pipeline without compensation")
     for width in map(int, _WIDTHS.value):
-        more = peak(_settings(width, "replay")) - peak(_settings(width, "none"))
+        more = peak(_setting(width, "replay")) - peak(_setting(width, "none"))
         print(f"  K = {width:<2} {more:6.2f}, expected {width - 1 + 1 + num_slots}", flush=True)
 
 

@@ -492,6 +492,31 @@ def _begin_update(optimizer: Any, gradients: Sequence[tf.Tensor], variables: Seq
         _own_updates.runs = False
 
 
+@contextlib.contextmanager
+def _out_of_place(optimizer: Any) -> Iterator[None]:
+    """Makes the optimizer's `assign_add` and `assign_sub` write to new memory.
+
+    Strategies keep what variables were before an update. A variable shares its memory with what is kept of it, so that
+    an update in place would first copy that.
+    """
+
+    def assign_add(variable, value):
+        if isinstance(value, tf.IndexedSlices):
+            return type(optimizer).assign_add(optimizer, variable, value)
+        return optimizer.assign(variable, variable + tf.cast(value, variable.dtype))
+
+    def assign_sub(variable, value):
+        if isinstance(value, tf.IndexedSlices):
+            return type(optimizer).assign_sub(optimizer, variable, value)
+        return optimizer.assign(variable, variable - tf.cast(value, variable.dtype))
+
+    optimizer.assign_add, optimizer.assign_sub = assign_add, assign_sub
+    try:
+        yield
+    finally:
+        del optimizer.assign_add, optimizer.assign_sub
+
+
 def _in_replica() -> contextlib.AbstractContextManager:
     """A replica context, which optimizers ask for, also between two steps."""
     if tf.distribute.get_replica_context() is not None:
@@ -539,22 +564,27 @@ class _ReplicaContext(one_device_strategy._OneDeviceReplicaContext):
         name = getattr(merge_fn, "__qualname__", "")
         if name.endswith(_LOSS_SCALED_UPDATE):
             return self._loss_scaled_update(merge_fn, args, kwargs)
-        if name.endswith(_UPDATE) and _own_updates.is_left_out:
+        if not name.endswith(_UPDATE):
+            return super().merge_call(merge_fn, args, kwargs)
+        if _own_updates.is_left_out:
             return None
-        if name.endswith(_UPDATE) and not (self._trace.inside_loss_scaling or _own_updates.runs):
-            (grads_and_vars, *rest) = args
-            grads_and_vars = list(grads_and_vars)
-            variables = [variable for _, variable in grads_and_vars]
-            gradients = self._hooks.exchange(
-                merge_fn.__self__, self._trace, [gradient for gradient, _ in grads_and_vars], variables
-            )
-            if rest:  # The exchange may have changed the learning rate.
-                rest = [learning_rate(merge_fn.__self__)]
-            args = (list(zip(gradients, variables, strict=True)), *rest)
-            result = super().merge_call(merge_fn, args, kwargs)
-            self._hooks.after_update(merge_fn.__self__, self._trace, variables)
-            return result
-        return super().merge_call(merge_fn, args, kwargs)
+        if self._trace.inside_loss_scaling or _own_updates.runs:
+            return self._update(merge_fn, args, kwargs)
+        (grads_and_vars, *rest) = args
+        grads_and_vars = list(grads_and_vars)
+        variables = [variable for _, variable in grads_and_vars]
+        gradients = self._hooks.exchange(
+            merge_fn.__self__, self._trace, [gradient for gradient, _ in grads_and_vars], variables
+        )
+        if rest:  # The exchange may have changed the learning rate.
+            rest = [learning_rate(merge_fn.__self__)]
+        result = self._update(merge_fn, (list(zip(gradients, variables, strict=True)), *rest), kwargs)
+        self._hooks.after_update(merge_fn.__self__, self._trace, variables)
+        return result
+
+    def _update(self, merge_fn, args, kwargs):
+        with _out_of_place(merge_fn.__self__):
+            return super().merge_call(merge_fn, args, kwargs)
 
     def _loss_scaled_update(self, merge_fn, args, kwargs):
         """Exchanges before the optimizer asks whether all gradients are finite.

@@ -11,6 +11,7 @@ from absl.testing import parameterized
 
 import hop_tf
 from hop_tf.errors import HopError
+from hop_tf.replay import Replay
 from hop_tf.testing import InProcessCluster
 from hop_tf.testing.references import State, adam, int8, mesh_mean, plain_mean, sgd, truncate16
 
@@ -251,6 +252,22 @@ class ReplayTest(tf.test.TestCase, parameterized.TestCase):
         world_size = {2: 2, 3: 3, 4: 2}[width]
         results = _cluster(world_size, pipeline_width=width).run(lambda strategy: _train(strategy, name))
         self.check(results, _replay(world_size, width, _OPTIMIZERS[name][1], 2))
+
+    @parameterized.product(optimizer=("momentum", "adam"), width=(2, 3, 4))
+    def test_what_is_kept(self, optimizer, width):
+        """A copy of weights and slots, and with the one that is on its way K - 1 gradients."""
+        created = []
+
+        def record(next_creator, **kwargs):
+            created.append(next_creator(**kwargs))
+            return created[-1]
+
+        variable, optimizer = keras.Variable(np.ones([50, 20], "float32")), _OPTIMIZERS[optimizer][0]()
+        optimizer.build([variable])
+        num_slots = sum(each.shape == variable.shape for each in optimizer.variables)
+        with tf.variable_creator_scope(record):
+            Replay(optimizer, [variable.value], delay=width - 1)
+        self.assertEqual(sum(each.shape == variable.shape for each in created), 1 + num_slots + width - 2)
 
     @parameterized.parameters({"world_size": 5, "algorithm": "ring"}, {"world_size": 4, "num_segments": 3})
     def test_equals_the_reference_however_gradients_travel(self, world_size, **settings):

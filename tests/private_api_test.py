@@ -4,6 +4,7 @@ Where one of these tests fails, a new version of Keras or TensorFlow has changed
 hook first, then at the test.
 """
 
+import contextlib
 import inspect
 import json
 from unittest import mock
@@ -82,6 +83,35 @@ class PrivateApiTest(tf.test.TestCase):
         self.assertIs(inspect.getclosurevars(merge_fn).nonlocals["self"], optimizer)
         self.assertLen(grads, 1)
         self.assertLen(trainable_variables, 1)
+
+    def test_updates_go_through_the_optimizers_own_assignments(self):
+        """What an update in place would have to copy first is written to new memory instead, with the same result."""
+        for make_optimizer in (
+            lambda: keras.optimizers.SGD(0.5),
+            lambda: keras.optimizers.SGD(0.5, momentum=0.9, nesterov=True),
+            lambda: keras.optimizers.Adam(0.5),
+            lambda: keras.optimizers.RMSprop(0.5, momentum=0.9),
+        ):
+            results = []
+            for update in (contextlib.nullcontext, keras_hook._out_of_place):
+                optimizer, variable = make_optimizer(), keras.Variable(np.ones(3, "float32"))
+                optimizer.build([variable])
+                raw, known = type(variable.value), set(vars(optimizer))
+                with mock.patch.object(raw, "assign_add", autospec=True, side_effect=raw.assign_add) as in_place:
+                    for _ in range(3):
+                        with update(optimizer):
+                            optimizer.update_step(tf.constant([1.0, -2.0, 0.1]), variable, optimizer.learning_rate)
+                results.append(variable.numpy())
+            self.assertFalse(in_place.called)
+            self.assertEqual(set(vars(optimizer)), known)
+            self.assertAllEqual(*results)
+
+    def test_sparse_updates_stay_in_place(self):
+        optimizer, variable = keras.optimizers.SGD(0.5), keras.Variable(np.ones(3, "float32"))
+        optimizer.build([variable])
+        with keras_hook._out_of_place(optimizer):
+            optimizer.update_step(tf.IndexedSlices(tf.constant([2.0]), [1], [3]), variable, optimizer.learning_rate)
+        self.assertAllEqual(variable, [1.0, 0.0, 1.0])
 
     def test_gradients_are_reduced_through_the_replica_context(self):
         source = inspect.getsource(keras_tf_optimizer.TFOptimizer._all_reduce_sum_gradients)
