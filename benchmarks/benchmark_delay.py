@@ -42,7 +42,6 @@ from collections.abc import Callable, Sequence
 import delay_peers
 import delay_ranks
 import delay_tasks
-import network
 import numpy as np
 import peers
 import ranks
@@ -51,6 +50,7 @@ from absl import app, flags
 from delay_ranks import SYNCHRONOUS, Trained
 
 from hop_tf.emulation import ComputeEmulation, Slowdown
+from hop_tf.testing import network
 
 _KINDS = [
     SYNCHRONOUS,

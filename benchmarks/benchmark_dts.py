@@ -37,7 +37,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import dts_accuracy
 import keras
-import network
 import numpy as np
 import ranks
 import results
@@ -47,6 +46,7 @@ from absl import app, flags, logging
 import hop_tf
 from hop_tf import timing
 from hop_tf.emulation import ComputeEmulation
+from hop_tf.testing import network
 
 _EXPERIMENTS = flags.DEFINE_list("experiments", ["scaling", "sites", "accuracy"], "What to run.")
 _QUICK = flags.DEFINE_bool("quick", False, "Small sizes for all that is not given: whether it works, in a minute.")

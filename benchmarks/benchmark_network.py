@@ -12,9 +12,10 @@ import statistics
 import sys
 import time
 
-import network
 from absl import app, flags
-from network.links import TCP_SHARE
+
+from hop_tf.testing import network
+from hop_tf.testing.network.links import TCP_SHARE
 
 _SECONDS = flags.DEFINE_float("seconds", 1.0, "Seconds for each rate, besides 8 round trips.")
 

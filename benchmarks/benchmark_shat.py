@@ -30,7 +30,6 @@ import time
 from collections.abc import Mapping
 
 import keras
-import network
 import numpy as np
 import ranks
 import results
@@ -39,6 +38,7 @@ from absl import app, flags, logging
 
 import hop_tf
 from hop_tf.emulation import ComputeEmulation
+from hop_tf.testing import network
 
 _EXPERIMENTS = flags.DEFINE_list(
     "experiments", ["accuracy", "stragglers", "sharding", "death", "memory"], "What to run."

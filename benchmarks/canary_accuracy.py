@@ -17,7 +17,7 @@ import tensorflow as tf
 from absl import flags
 
 from hop_tf import codecs
-from hop_tf.buffers import BufferPool
+from hop_tf.tensors.buffers import BufferPool
 
 _DATASET = flags.DEFINE_enum("dataset", "fashion_mnist", ["fashion_mnist", "cifar10"], "Of `convergence`.")
 _CIFAR10 = flags.DEFINE_string(

@@ -19,9 +19,8 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-import network
-
-from hop_tf.local_cluster import PortReservation
+from hop_tf.processes.local_cluster import PortReservation
+from hop_tf.testing import network
 
 LOOPBACK = "loopback"
 

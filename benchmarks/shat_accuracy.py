@@ -23,13 +23,13 @@ import tensorflow as tf
 from absl import flags
 
 from hop_tf.keras_hook import serialized_for_server
-from hop_tf.packing import Packing
-from hop_tf.parameter_server.consistency import Asynchronous
-from hop_tf.parameter_server.group import Gradient, ServedGroup
-from hop_tf.parameter_server.shard import Shard
-from hop_tf.parameter_server.state import ShardState
-from hop_tf.replica_state import spec_of
-from hop_tf.strategies.shat_settings import ShatSettings
+from hop_tf.runtime.replica_state import spec_of
+from hop_tf.strategies.shat.server.consistency import Asynchronous
+from hop_tf.strategies.shat.server.group import Gradient, ServedGroup
+from hop_tf.strategies.shat.server.shard import Shard
+from hop_tf.strategies.shat.server.state import ShardState
+from hop_tf.strategies.shat.settings import ShatSettings
+from hop_tf.tensors.packing import Packing
 
 _DATASET = flags.DEFINE_enum("dataset", "fashion_mnist", ["fashion_mnist", "cifar10"], "What is trained.")
 _CIFAR10 = flags.DEFINE_string(

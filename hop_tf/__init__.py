@@ -15,15 +15,15 @@ if not _os.path.exists(_os.path.join(__path__[0], "strategies", "__init__.py")):
 # Public names, each with the module that defines it. They are imported at first use: the launcher, which needs neither
 # TensorFlow nor Keras, starts at once.
 _PUBLIC = {
-    "CanarySession": "hop_tf.canary_session",
+    "CanarySession": "hop_tf.strategies.canary.session",
     "CanaryStrategy": "hop_tf.strategies.canary",
     "CommunicationOptions": "hop_tf.options",
     "DTSStrategy": "hop_tf.strategies.dts",
     "HopStrategy": "hop_tf.strategies.hop",
     "PipeSGDStrategy": "hop_tf.strategies.pipe_sgd",
     "SHATParameterServerStrategy": "hop_tf.strategies.shat",
-    "SkipIterations": "hop_tf.strategies.hop_settings",
-    "SnapshotOptions": "hop_tf.parameter_server.snapshots",
+    "SkipIterations": "hop_tf.strategies.hop.settings",
+    "SnapshotOptions": "hop_tf.strategies.shat.server.snapshots",
     "Topology": "hop_tf.topology",
     "codecs": "hop_tf.codecs",
     "emulation": "hop_tf.emulation",

@@ -13,14 +13,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hop_tf import plan
 from hop_tf.cluster import Cluster
 from hop_tf.collectives import AllReduce
-from hop_tf.data import DataSharding
-from hop_tf.emulated_compute import EmulatedCompute
+from hop_tf.commands import plan
 from hop_tf.errors import ClusterConfigError, HopError
-from hop_tf.group import ExchangeContext, Group
-from hop_tf.interrupts import on_keyboard_interrupt
 from hop_tf.keras_hook import (
     Extended,
     StepTrace,
@@ -33,11 +29,15 @@ from hop_tf.keras_hook import (
     tf_variables,
     wrap_trainer,
 )
+from hop_tf.keras_hook.data import DataSharding
+from hop_tf.keras_hook.emulated_compute import EmulatedCompute
+from hop_tf.keras_hook.interrupts import on_keyboard_interrupt
+from hop_tf.keras_hook.skipping import StepSkipping
 from hop_tf.options import CommunicationOptions, checked_options
-from hop_tf.packing import TensorSpec
-from hop_tf.report import ReportWriter, StepStatistics, static_identity
-from hop_tf.skipping import StepSkipping
-from hop_tf.worker import Worker
+from hop_tf.runtime.group import ExchangeContext, Group
+from hop_tf.runtime.report import ReportWriter, StepStatistics, static_identity
+from hop_tf.runtime.worker import Worker
+from hop_tf.tensors.packing import TensorSpec
 
 
 class ExchangeStrategy(tf.distribute.Strategy, TrainingHooks):

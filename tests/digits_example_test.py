@@ -11,7 +11,7 @@ import unittest
 
 from absl.testing import absltest
 
-from hop_tf import launch  # noqa: F401  (marks this module as one that starts processes)
+from hop_tf.commands import launch  # noqa: F401  (marks this module as one that starts processes)
 
 _EXAMPLE = pathlib.Path(__file__).parents[1] / "examples" / "digits.py"
 _MISSING = [name for name in ("sklearn", "rich") if importlib.util.find_spec(name) is None]

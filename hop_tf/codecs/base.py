@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from hop_tf.arguments import check_boolean
-from hop_tf.buffers import BufferPool
+from hop_tf.tensors.buffers import BufferPool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

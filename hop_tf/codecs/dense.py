@@ -9,10 +9,10 @@ import numpy as np
 import tensorflow as tf
 
 from hop_tf.arguments import check_boolean
-from hop_tf.buffers import BufferPool
 from hop_tf.codecs.base import Codec, checked, take_float32
 from hop_tf.ops import arrays, encodings
 from hop_tf.ops.arguments import DEFAULT_BLOCK_SIZE, check_block_size, check_sketch, num_blocks
+from hop_tf.tensors.buffers import BufferPool
 
 _BFLOAT16 = tf.bfloat16.as_numpy_dtype
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from hop_tf.buffers import BufferPool
 from hop_tf.codecs.base import Codec, take_float32
+from hop_tf.tensors.buffers import BufferPool
 
 
 class ErrorFeedback:

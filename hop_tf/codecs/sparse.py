@@ -15,9 +15,9 @@ from typing import ClassVar
 import numpy as np
 
 from hop_tf.arguments import check_integer
-from hop_tf.buffers import BufferPool
 from hop_tf.codecs.base import Codec, get
 from hop_tf.codecs.dense import Identity
+from hop_tf.tensors.buffers import BufferPool
 
 # An index is sent as its place in a block, which 16 bits tell.
 _BLOCK_VALUES = 1 << 16

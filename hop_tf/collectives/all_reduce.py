@@ -35,12 +35,12 @@ from typing import ClassVar
 
 import numpy as np
 
-from hop_tf.buffers import BufferPool
 from hop_tf.codecs import Codec, Sparse
 from hop_tf.collectives.operation import Mailbox, Operation, RanksChanged
 from hop_tf.collectives.vectors import SparseVector, Vector, make_vector
 from hop_tf.errors import ProtocolError
 from hop_tf.membership import Membership
+from hop_tf.tensors.buffers import BufferPool
 
 # Values of a chunk. Large enough that Python costs little, and small enough that a piece has several.
 CHUNK_VALUES = 1 << 19

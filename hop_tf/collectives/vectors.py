@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from hop_tf.buffers import BufferPool
 from hop_tf.codecs import Codec, ErrorFeedback, Sparse
 from hop_tf.codecs.base import float32_copy, take_float32
+from hop_tf.tensors.buffers import BufferPool
 
 
 def _timed(method: Callable) -> Callable:

@@ -11,16 +11,16 @@ import tensorflow as tf
 from hop_tf.arguments import check_integer, check_seconds
 from hop_tf.emulation import ComputeEmulation
 from hop_tf.errors import DeadlineExceededError, PeerLostError
-from hop_tf.exchange import Incoming, Outgoing
-from hop_tf.group import ExchangeContext
-from hop_tf.joining import Joining, State
-from hop_tf.packing import Packing, TensorSpec
-from hop_tf.queues import SimulatedFifo
-from hop_tf.replica_state import sign
+from hop_tf.runtime.exchange import Incoming, Outgoing
+from hop_tf.runtime.group import ExchangeContext
+from hop_tf.runtime.joining import Joining, State
+from hop_tf.runtime.replica_state import sign
 from hop_tf.simulate.rejoining import catch_up
 from hop_tf.simulate.virtual import VirtualCluster
-from hop_tf.strategies.hop_exchange import REDUCTION, RENEWAL, STEP, HopExchange
-from hop_tf.strategies.hop_settings import HopSettings
+from hop_tf.strategies.hop.exchange import REDUCTION, RENEWAL, STEP, HopExchange
+from hop_tf.strategies.hop.settings import HopSettings
+from hop_tf.tensors.fifo import SimulatedFifo
+from hop_tf.tensors.packing import Packing, TensorSpec
 from hop_tf.topology import Topology, resolve
 
 _GROUP, _SESSION = "simulated", 1

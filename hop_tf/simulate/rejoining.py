@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from hop_tf.errors import PeerLostError
-from hop_tf.joining import Joining
 from hop_tf.membership import Membership
+from hop_tf.runtime.joining import Joining
 from hop_tf.simulate.scheduler import Scheduler
 
 _NUM_ATTEMPTS = 20

@@ -8,11 +8,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import numpy as np
 
 from hop_tf.arguments import check_seconds
-from hop_tf.buffers import BufferPool
 from hop_tf.membership import Membership
-from hop_tf.monitor import Monitor
+from hop_tf.membership.monitor import Monitor
 from hop_tf.options import CommunicationOptions
 from hop_tf.simulate.scheduler import Process, Scheduler
+from hop_tf.tensors.buffers import BufferPool
 from hop_tf.transport.base import Handler, Message, PeerStatus, Transport
 
 

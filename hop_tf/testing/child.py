@@ -16,7 +16,7 @@ import signal
 import sys
 from types import ModuleType
 
-# As in hop_tf.process_server, which this program must not import before `sys.path` is set.
+# As in hop_tf.processes.server, which this program must not import before `sys.path` is set.
 _STACKS_SIGNAL = signal.SIGUSR1
 
 # Where the main module of the test's process is loaded under its own name, its tests would run here.

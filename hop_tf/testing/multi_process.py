@@ -20,10 +20,10 @@ from typing import Any
 from absl import logging
 
 from hop_tf.errors import HopError
-from hop_tf.local_cluster import PortReservation, Task, make_tasks, task_environments
-from hop_tf.process_output import OutputReader, TaskOutput
-from hop_tf.process_server import STACKS_SIGNAL
-from hop_tf.processes import Process, ProcessServer
+from hop_tf.processes.group import Process, ProcessServer
+from hop_tf.processes.local_cluster import PortReservation, Task, make_tasks, task_environments
+from hop_tf.processes.output import OutputReader, TaskOutput
+from hop_tf.processes.server import STACKS_SIGNAL
 from hop_tf.testing import child
 
 DEFAULT_PRELOAD = (

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from hop_tf.local_cluster import PortReservation
+from hop_tf.processes.local_cluster import PortReservation
 from hop_tf.transport import InProcessNetwork, InProcessTransport, Message, Transport
 
 # Only what is broken takes that long.

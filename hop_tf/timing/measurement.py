@@ -12,7 +12,7 @@ import numpy as np
 
 from hop_tf import codecs
 from hop_tf.arguments import check_choice
-from hop_tf.buffers import BufferPool
+from hop_tf.tensors.buffers import BufferPool
 from hop_tf.timing import dts, dts_recommendation, pipe_sgd
 from hop_tf.timing.costs import ALGORITHMS, FLOAT32_BYTES, Network, Step
 

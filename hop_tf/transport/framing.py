@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from hop_tf.buffers import BufferPool
 from hop_tf.errors import ProtocolError
+from hop_tf.tensors.buffers import BufferPool
 
 PROTOCOL_VERSION = 1
 CHUNK_BYTES = 1 << 20

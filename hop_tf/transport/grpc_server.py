@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 
 import grpc
 
-from hop_tf.buffers import BufferPool
 from hop_tf.errors import HopError, ProtocolError
+from hop_tf.tensors.buffers import BufferPool
 from hop_tf.transport.framing import Assembler, Frame, Kind, decode, encode
 from hop_tf.transport.grpc_link import METHOD
 from hop_tf.transport.handshake import CONTROL_LANE, Greeting, Handshake, HelloRefusedError

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import grpc
 
-from hop_tf.buffers import BufferPool
 from hop_tf.errors import HopError
 from hop_tf.options import CommunicationOptions, read_tls_files
+from hop_tf.tensors.buffers import BufferPool
 from hop_tf.transport.framing import CHUNK_BYTES
 from hop_tf.transport.grpc_link import GrpcLink
 from hop_tf.transport.grpc_server import DaemonExecutor, StreamHandler

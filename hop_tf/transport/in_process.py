@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from hop_tf.buffers import BufferPool
 from hop_tf.errors import HopError
 from hop_tf.options import CommunicationOptions
+from hop_tf.tensors.buffers import BufferPool
 from hop_tf.transport.base import Message, PeerStatus
 from hop_tf.transport.framing import Outgoing
 from hop_tf.transport.inbox import Inbox

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from absl import logging
 
-from hop_tf.deadlines import problem_of
 from hop_tf.errors import HopError
 from hop_tf.options import CommunicationOptions
 from hop_tf.transport.base import BULK_LANE, Handler, PeerStatus, Transport
+from hop_tf.transport.deadlines import problem_of
 from hop_tf.transport.handshake import OtherStrategyError
 from hop_tf.transport.inbox import Dispatcher
 from hop_tf.transport.lanes import LinkShares

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import numpy as np
 from absl import logging
 
-from hop_tf.buffers import BufferPool
 from hop_tf.errors import HopError, ProtocolError
+from hop_tf.tensors.buffers import BufferPool
 from hop_tf.transport.connection import Connection
 from hop_tf.transport.framing import Kind, encode, take_buffer
 from hop_tf.transport.grpc_server import DaemonExecutor

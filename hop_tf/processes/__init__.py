@@ -1,0 +1,1 @@
+"""Processes of this machine: starting, watching, and ending them."""

@@ -1,0 +1,344 @@
+"""`Exchange`: what a scheme is made of, and the bridge between it and the training graph.
+
+In the graph, once a step: pack -> encode, if the scheme does -> `outbox` ... `results` -> use. Both are TensorFlow FIFO
+queues in this process. A communication thread takes from the outbox, runs the scheme's `Exchange.step`, and puts into
+the result queue. As the graph is dataflow, what was put into the outbox at the start of a step travels while the step
+computes, and the result is waited for only where it is used.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from hop_tf.errors import HopError
+from hop_tf.membership import Interrupted
+from hop_tf.runtime.joining import Joining
+from hop_tf.tensors.fifo import enqueue_arrays
+from hop_tf.tensors.packing import Packing
+
+# Segment of what is no step: a rank that was started again asks where the others are.
+CATCH_UP = -1
+
+_END_OF_SESSION = -1
+_POISON = -1
+
+
+@dataclasses.dataclass(frozen=True)
+class Outgoing:
+    """What the graph hands out: step, segment of the step (0 where there is one), and one flat array per bucket.
+
+    The arrays share memory with tensors: they are read-only. They are what `Exchange.emit_encode` makes of the buckets.
+    """
+
+    step: int
+    segment: int
+    buckets: tuple[np.ndarray, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Incoming:
+    """What the graph gets back for the `Outgoing` of the same step and segment. Delivered in order.
+
+    The arrays are handed over to TensorFlow: nobody writes to them afterwards. The training steps that follow may be
+    passed over: the next `Outgoing` then has the number `step + 1 + num_skipped`.
+    """
+
+    step: int
+    segment: int
+    buckets: tuple[np.ndarray, ...]
+    num_skipped: int = 0
+
+
+class Exchange(abc.ABC):
+    """A scheme's communication for one group of variables: plain Python over arrays, queues and `Membership.wait`.
+
+    Attributes:
+      max_in_flight: How many elements the graph may hand out before it takes the first one's result.
+      num_threads: How many calls of `step` may be under way at the same time. Their results are delivered in order.
+      parts: Where each segment of a step holds some of the variables only: their packings. Otherwise empty.
+    """
+
+    max_in_flight: int = 1
+    num_threads: int = 1
+    parts: Sequence[Packing] = ()
+
+    @abc.abstractmethod
+    def reset(self, session: int) -> None:
+        """Forgets everything and prepares for step 0 of `session`. Other ranks may send as soon as it has returned."""
+
+    def emit_encode(self, segment: int, buckets: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
+        """Emits the ops that shorten what the graph hands out, on the device that it is on. Default: none.
+
+        Args:
+          segment: The segment.
+          buckets: Its buckets.
+
+        Returns:
+          What `Outgoing` gets in their place: vectors of the same types, and of any length.
+        """
+        del segment
+        return buckets
+
+    @abc.abstractmethod
+    def step(self, outgoing: Outgoing) -> Incoming | None:
+        """Runs the scheme for one step; called once for every `Outgoing`, and, on one thread, in order.
+
+        Blocks: on peers, by `Membership.wait`.
+
+        Returns:
+          What the graph gets back; None where that comes with a later segment.
+
+        Raises:
+          HopError: What a peer did or failed to do.
+          Interrupted: If this rank leaves the session.
+        """
+
+    @abc.abstractmethod
+    def neutral(self, outgoing: Outgoing) -> Incoming | None:
+        """The result that changes nothing, for a step whose waiting was interrupted; None where `step` gives that."""
+
+    @property
+    @abc.abstractmethod
+    def sent_steps(self) -> int:
+        """Steps of the running session whose messages have been sent."""
+
+    def goes_on_with(self, server: int) -> bool:
+        """Whether it can do without what a parameter server knew of it that was started again."""
+        del server
+        return False
+
+    def counters(self) -> Mapping[str, float]:
+        """What `strategy.report()` shows beside the common counters: the sums over all groups that were and are."""
+        return {}
+
+    def gauges(self) -> Mapping[str, float]:
+        """What it shows of this moment: the largest of the groups that are."""
+        return {}
+
+    def close(self) -> None:
+        """Stops taking messages."""
+
+
+class ExchangeRunner:
+    """Runs an `Exchange` on communication threads, behind two TensorFlow queues.
+
+    Failures never close a queue, which Keras would take for the end of the data: they travel through the result queue
+    as a poison element and are raised by an assertion in the graph.
+
+    Args:
+      name: Names the threads.
+      packing: The buckets that go out, and come back.
+      exchange: The scheme.
+      on_error: Called on a communication thread with whatever `Exchange.step` raised.
+      joining: Hears of every step; answers to segment `CATCH_UP`, where the step is the number of those passed over.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        packing: Packing,
+        exchange: Exchange,
+        on_error: Callable[[BaseException], None],
+        joining: Joining,
+    ):
+        self._name = name
+        self._joining = joining
+        self._packing = packing
+        self._exchange = exchange
+        self._on_error = on_error
+        self._quiet = threading.Event()
+        self._interrupted = False
+        # The number of what has failed, and why; the earliest, where several have.
+        self._failure: tuple[int, BaseException] | None = None
+        self._begun_step: int | None = None
+        self._begun_segments: set[int] = set()
+        self._taking = threading.Lock()
+        self._num_taken = 0
+        self._putting = threading.Condition()
+        self._num_put = 0
+        with tf.init_scope(), tf.device("/cpu:0"):
+            # There is room for the marker that ends a session.
+            capacity = exchange.max_in_flight + 1
+            self._outbox = tf.queue.FIFOQueue(capacity, [tf.int64, tf.int32, *packing.dtypes])
+            self._results = tf.queue.FIFOQueue(capacity, [tf.int64, tf.int32, tf.int64, tf.string, *packing.dtypes])
+        self._no_error = tf.constant("")
+        self._nothing = tuple(np.empty(0, dtype.as_numpy_dtype) for dtype in packing.dtypes)
+        self._threads = [
+            threading.Thread(target=self._run, name=f"hop_tf exchange {name}/{index}", daemon=True)
+            for index in range(exchange.num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # In the graph.
+
+    def submit(self, step: tf.Tensor, segment: int, buckets: Sequence[tf.Tensor]) -> tf.Operation:
+        """Emits the op that hands a step's buckets to the scheme.
+
+        Args:
+          step: int64 scalar.
+          segment: Index of the segment.
+          buckets: One flat tensor per bucket of the packing, or what `Exchange.emit_encode` makes of it.
+
+        Returns:
+          The op. It blocks its step, not the process, while an earlier step is not taken yet.
+        """
+        with tf.device("/cpu:0"):
+            return self._outbox.enqueue([step, tf.constant(segment, tf.int32), *buckets])
+
+    def collect(self, step: tf.Tensor, segment: int, sizes: Sequence[int]) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """Emits the ops that take the scheme's result for `step` and `segment`.
+
+        Args:
+          step: int64 scalar.
+          segment: Index of the segment.
+          sizes: Elements of each bucket.
+
+        Returns:
+          One flat tensor per bucket, and int64 scalar `Incoming.num_skipped`. Their consumers wait, for as long as the
+          scheme does.
+
+        Raises:
+          tf.errors.InvalidArgumentError: When executed, if the scheme failed; the text is the failure's.
+        """
+        with tf.device("/cpu:0"):
+            got_step, got_segment, num_skipped, error, *buckets = self._results.dequeue()
+            in_order = tf.logical_and(tf.equal(got_step, step), tf.equal(got_segment, segment))
+            # Not `tf.debugging.Assert`: the branches that it makes to spare a GPU the texts take long to trace.
+            check = tf.raw_ops.Assert(condition=in_order, data=[error, got_step, step], summarize=1)
+            with tf.control_dependencies([check]):
+                buckets = [tf.identity(bucket) for bucket in buckets]
+                num_skipped = tf.identity(num_skipped)
+        for bucket, size in zip(buckets, sizes, strict=True):
+            bucket.set_shape([size])
+        return buckets, tf.reshape(num_skipped, [])
+
+    # Around it.
+
+    def quiesce(self, timeout_seconds: float) -> None:
+        """Waits until all that was submitted is answered, and drops results that nobody has taken.
+
+        Raises:
+          HopError: If the scheme does not come to rest in time.
+        """
+        if not any(thread.is_alive() for thread in self._threads):
+            return
+        self._quiet.clear()
+        self._outbox.enqueue([tf.constant(_END_OF_SESSION, tf.int64), 0, *self._nothing])
+        while not self._quiet.wait(0.05):
+            self._drop_results()  # A full result queue would keep a thread from reaching the marker.
+            timeout_seconds -= 0.05
+            if timeout_seconds < 0:
+                raise HopError(f"exchange {self._name} did not come to rest.")
+        self._drop_results()
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._outbox.close(cancel_pending_enqueues=True)
+        self._drop_results()
+        self._results.close(cancel_pending_enqueues=True)
+        for thread in self._threads:
+            thread.join(timeout=5)
+
+    def _drop_results(self) -> None:
+        for _ in range(int(self._results.size())):
+            self._results.dequeue()
+
+    def _run(self) -> None:
+        # No name here may keep a step's arrays alive while the next one is awaited: they can be large.
+        try:
+            while True:
+                self._answer(*self._take())
+        except (tf.errors.OutOfRangeError, tf.errors.CancelledError):
+            pass  # `close` closed the queues.
+
+    def _take(self) -> tuple[int, Outgoing, bool]:
+        """What was handed out, its number, and whether it is a step to be made."""
+        with self._taking:
+            step, segment, *buckets = self._outbox.dequeue()
+            outgoing = Outgoing(int(step), int(segment), tuple(np.asarray(bucket) for bucket in buckets))
+            self._num_taken += 1
+            return self._num_taken, outgoing, self._begin(outgoing)
+
+    def _begin(self, outgoing: Outgoing) -> bool:
+        if outgoing.step == _END_OF_SESSION:
+            self._begun_step = None
+            return False
+        if self._begun_step != outgoing.step:
+            self._begun_step = outgoing.step
+            self._begun_segments.clear()
+        if outgoing.segment in self._begun_segments:
+            return False  # Begun once more: the first time the data had ended, and nobody took the result.
+        self._begun_segments.add(outgoing.segment)
+        return True
+
+    def _answer(self, number: int, outgoing: Outgoing, is_step: bool) -> None:
+        incoming, error = None, self._no_error
+        try:
+            if is_step and self._failure_until(number) is None:
+                incoming = self._step(outgoing)
+        except (tf.errors.OutOfRangeError, tf.errors.CancelledError):
+            pass  # `close` closed the queues.
+        except BaseException as raised:
+            self._fail(number, raised)
+        with self._in_turn(number):
+            # All that was taken before is answered, so that this is the same whichever thread was faster.
+            if is_step and (failure := self._failure_until(number)) is not None:
+                incoming = Incoming(_POISON, outgoing.segment, self._nothing)
+                error = tf.constant(f"{type(failure).__name__}: {failure}")
+            if incoming is not None:
+                self._put(incoming, error)
+            elif outgoing.step == _END_OF_SESSION:
+                self._interrupted, self._failure = False, None
+                self._quiet.set()
+
+    def _fail(self, number: int, failure: BaseException) -> None:
+        with self._putting:
+            if self._failure is None or number < self._failure[0]:
+                self._failure = number, failure
+        self._on_error(failure)
+
+    def _failure_until(self, number: int) -> BaseException | None:
+        """Why this step, or one that was taken before it, has failed: then the scheme lacks what this one builds on."""
+        failure = self._failure
+        return failure[1] if failure is not None and failure[0] <= number else None
+
+    @contextlib.contextmanager
+    def _in_turn(self, number: int) -> Iterator[None]:
+        """Waits until what was taken before is answered."""
+        with self._putting:
+            self._putting.wait_for(lambda: self._num_put == number - 1)
+            try:
+                yield
+            finally:
+                self._num_put = number
+                self._putting.notify_all()
+
+    def _put(self, incoming: Incoming, error: tf.Tensor) -> None:
+        tags = (incoming.step, incoming.segment, incoming.num_skipped)
+        tags = [tf.constant(tag, dtype) for tag, dtype in zip(tags, self._results.dtypes, strict=False)]
+        enqueue_arrays(self._results, [*tags, error, *incoming.buckets])
+
+    def _step(self, outgoing: Outgoing) -> Incoming | None:
+        # Once interrupted it sends nothing more: what bounds the distance between ranks is the waiting.
+        if not self._interrupted:
+            try:
+                if outgoing.segment == CATCH_UP:
+                    return self._caught_up(outgoing, self._joining.catch_up(self._name, outgoing.step))
+                if outgoing.segment == 0:
+                    self._joining.at_step(outgoing.step)
+                return self._exchange.step(outgoing)
+            except Interrupted:
+                self._interrupted = True
+        return self._caught_up(outgoing, 0) if outgoing.segment == CATCH_UP else self._exchange.neutral(outgoing)
+
+    def _caught_up(self, outgoing: Outgoing, num_skipped: int) -> Incoming:
+        return Incoming(outgoing.step, CATCH_UP, self._nothing, num_skipped)

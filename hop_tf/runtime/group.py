@@ -1,0 +1,205 @@
+"""`Group`: the variables that one optimizer's steps exchange, and what a scheme gets to work with for them."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from hop_tf.codecs import Codec, Identity
+from hop_tf.collectives import AllReduce, get_algorithm
+from hop_tf.membership import Membership
+from hop_tf.runtime.averaging import LateChanges
+from hop_tf.runtime.exchange import CATCH_UP, Exchange, ExchangeRunner
+from hop_tf.runtime.report import StepStatistics
+from hop_tf.tensors.buffers import BufferPool
+from hop_tf.tensors.fifo import Fifo, MakeFifo
+from hop_tf.tensors.packing import Packing
+
+
+def _start_thread(name: str, body: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=body, name=f"hop_tf {name}", daemon=True)
+    thread.start()
+    return thread
+
+
+@dataclasses.dataclass(frozen=True)
+class ExchangeContext:
+    """What a scheme gets to work with.
+
+    Attributes:
+      group: Name of the exchange group, equal on all ranks; part of its queues' names.
+      session: The running session, in which the group's step 0 is.
+      packing: The buckets.
+      membership: Waiting, departures, and the transport.
+      pool: Where large arrays come from.
+      make_fifo: Makes a scheme's queues.
+      start_thread: Runs a scheme's further threads: `start_thread(name, body)` returns what can be joined.
+      optimizer: Weak reference to the group's optimizer.
+      trained: What it updates.
+      carried: What this rank changes of the variables that are exchanged beside.
+    """
+
+    group: str
+    session: int
+    packing: Packing
+    membership: Membership
+    pool: BufferPool
+    make_fifo: MakeFifo = Fifo
+    start_thread: Callable[[str, Callable[[], None]], threading.Thread] = _start_thread
+    optimizer: weakref.ref = lambda: None
+    trained: Sequence[tf.Variable] = ()
+    carried: LateChanges = dataclasses.field(default_factory=lambda: LateChanges((), ()))
+
+    @property
+    def variables(self) -> Sequence[tf.Variable]:
+        """All that are exchanged: what is trained comes first."""
+        return [*self.trained, *self.carried.variables]
+
+    def values(self) -> list[tf.Tensor]:
+        """What these are when the group's first step is about to change them."""
+        return [*(variable.read_value() for variable in self.trained), *self.carried.known()]
+
+    def make_all_reduce(self, name: str, packing: Packing, codec: Codec, algorithm: str) -> AllReduce:
+        """Makes an all-reduce of buckets. Those that are exact, and those of float64, do not pass through `codec`.
+
+        Args:
+          name: Tells it from the group's others; equal on all ranks.
+          packing: The buckets.
+          codec: What float32, bfloat16 and float16 are encoded with.
+          algorithm: As for `hop_tf.collectives.get_algorithm`.
+        """
+        dtypes = [dtype.as_numpy_dtype for dtype in packing.dtypes]
+        takes_codec = [
+            dtype != np.float64 and not exact and codec != Identity()
+            for dtype, exact in zip(dtypes, packing.exact, strict=True)
+        ]
+        return get_algorithm(algorithm)(
+            self.membership,
+            f"{self.group}/{name}",
+            sizes=packing.sizes,
+            dtypes=dtypes,
+            codecs=[codec if takes else Identity(dtype=d) for takes, d in zip(takes_codec, dtypes, strict=True)],
+            pool=self.pool,
+        )
+
+
+@dataclasses.dataclass
+class Group:
+    """The variables that one optimizer's steps exchange, and the runner that does it.
+
+    Attributes:
+      name: See `ExchangeContext.group`.
+      optimizer: Weak reference to the optimizer.
+      variables: The variables, in the order of the packing: those that are trained come first.
+      num_trained: How many are trained.
+      packing: Their buckets.
+      exchange: The scheme.
+      runner: Its thread and queues.
+      step: int64 variable: the running session's steps.
+      statistics: Counts the time that steps wait.
+    """
+
+    name: str
+    optimizer: weakref.ref
+    variables: Sequence[tf.Variable]
+    num_trained: int
+    packing: Packing
+    exchange: Exchange
+    runner: ExchangeRunner
+    step: tf.Variable
+    statistics: StepStatistics
+
+    def submit(self, values: Sequence[tf.Tensor], segment: int = 0, step: tf.Tensor | None = None) -> None:
+        """Emits the op that hands `values`, one tensor per variable (of the segment), to the scheme.
+
+        Args:
+          values: The tensors.
+          segment: The segment.
+          step: Number of what is handed out, where that is not the step.
+        """
+        step = self.step.read_value() if step is None else step
+        buckets = self._packing_of(segment).pack(values)
+        self.runner.submit(step, segment, self.exchange.emit_encode(segment, buckets))
+
+    def signal(self, segment: int, computed: Sequence = ()) -> None:
+        """Emits the op that hands a segment without values to the scheme, as soon as `computed` is there."""
+        with tf.control_dependencies(_tensors(computed)):
+            nothing = [tf.zeros([0], dtype) for dtype in self.packing.dtypes]
+            self.runner.submit(self.step.read_value(), segment, nothing)
+
+    def collect(
+        self, computed: Sequence, segment: int = 0, take: Callable[[tf.Tensor, int], tuple] | None = None
+    ) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """Emits the ops that take the scheme's result for this step.
+
+        Args:
+          computed: What the step computes meanwhile: to wait longer than for this counts as waiting. The result is
+            taken when this is there, so that a step whose batch never comes takes none.
+          segment: The segment that was submitted.
+          take: `take(step, segment)` emits what takes the result for a step. Default: `self.take`.
+
+        Returns:
+          One tensor per variable (of the segment), and int64 scalar: how many training steps are to be passed over
+          after this one.
+        """
+        computed = _tensors(computed)
+        with tf.control_dependencies(computed):
+            buckets, num_skipped = (take or self.take)(self.step.read_value(), segment)
+        self.statistics.count_wait(computed, buckets)
+        return self._packing_of(segment).unpack(buckets), num_skipped
+
+    def take(self, step: tf.Tensor, segment: int) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """Emits the ops that take the scheme's result for a step: see `ExchangeRunner.collect`."""
+        return self.runner.collect(step, segment, self._packing_of(segment).sizes)
+
+    def _packing_of(self, segment: int) -> Packing:
+        return self.exchange.parts[segment] if self.exchange.parts else self.packing
+
+    @property
+    def packing_of_variables(self) -> Packing:
+        """The buckets without what travels beside."""
+        return self.packing.part(range(len(self.variables)))
+
+    @property
+    def trained(self) -> Sequence[tf.Variable]:
+        """The variables that the optimizer updates."""
+        return self.variables[: self.num_trained]
+
+    @property
+    def carried(self) -> Sequence[tf.Variable]:
+        """The others."""
+        return self.variables[self.num_trained :]
+
+    def add(self, changes: Sequence[tf.Tensor]) -> None:
+        """Emits the ops that add a change to each variable."""
+        for variable, change in zip(self.variables, changes, strict=True):
+            variable.assign_add(change)
+
+    def catch_up(self) -> tf.Tensor:
+        """Emits the ops with which a rank that was started again finds out where the others are, and joins them.
+
+        Returns:
+          int64 scalar: how many further steps are to be passed over; see `Joining.catch_up`.
+        """
+        self.signal(CATCH_UP)
+        _, num_skipped = self.runner.collect(self.step.read_value(), CATCH_UP, [0] * len(self.packing.sizes))
+        self.step.assign_add(num_skipped)
+        return num_skipped
+
+    def end_step(self, num_skipped: tf.Tensor | int = 0) -> None:
+        """Emits the op that ends this step, and passes over the next `num_skipped` of the scheme's steps."""
+        self.step.assign_add(1 + num_skipped)
+
+    def close(self) -> None:
+        """Ends the thread and takes no more messages."""
+        self.exchange.close()
+        self.runner.close()
+
+
+def _tensors(computed: Sequence) -> list[tf.Tensor]:
+    return [each for each in tf.nest.flatten(computed, expand_composites=True) if each is not None]

@@ -1,0 +1,342 @@
+"""`Joining`: how a rank that was started again takes part in a session that is under way.
+
+Its new process passes over the steps that the others have made, without them (`Membership.joining`), and now and then
+asks how far they are. When it is near, it takes the state of the peer that is furthest, as it was at the start of that
+one's next step k, and announces to everyone that it enters step k + 1. Each of its peers makes room for it and answers
+with the step that it is in itself: what that peer sends in later steps, it sends to the newcomer too. When all present
+peers have answered, the newcomer is one of them. Nobody waits for it before, and nobody stops.
+"""
+
+from __future__ import annotations
+
+import abc
+import collections
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+import numpy as np
+from absl import logging
+
+from hop_tf.collectives import BULK_LANE
+from hop_tf.errors import HopError, MismatchError, PeerLostError
+from hop_tf.membership import Membership, membership_pb2, parse
+from hop_tf.runtime.replica_state import compare
+from hop_tf.transport.base import Message
+
+_JOIN = "joining/join"
+_WELCOME = "joining/welcome"
+_REQUEST = "joining/request"
+_REPLY = "joining/reply"
+# Passing over so many steps takes a moment, for which the others may have to wait.
+_NEAR_STEPS = 16
+# Ranks whose steps take no longer than to pass over one cannot be caught up with.
+_MAX_APPROACHES = 8
+_RETRY_SECONDS = 0.1
+_NOT_THERE = -1
+
+_Exchange = TypeVar("_Exchange")
+
+
+class State(abc.ABC):
+    """What a newcomer takes from another rank."""
+
+    @abc.abstractmethod
+    def signature(self, groups: str) -> bytes:
+        """What it consists of, beside these exchange groups; see `hop_tf.runtime.replica_state.sign`."""
+
+    @abc.abstractmethod
+    def read(self) -> list[np.ndarray]:
+        """Its arrays. Nobody writes to them afterwards."""
+
+    @abc.abstractmethod
+    def write(self, payload: np.ndarray) -> None:
+        """Takes over the arrays that another rank has read, joined as bytes."""
+
+
+class Joiner(abc.ABC):
+    """What an exchange does about newcomers. All are called with the rank's monitor held."""
+
+    @abc.abstractmethod
+    def begin_at(self, step: int) -> None:
+        """This rank is to enter `step` of the running session, without having made the steps before."""
+
+    @abc.abstractmethod
+    def meet(self, rank: int, step: int) -> None:
+        """Rank `rank` is in `step`, and sends to this rank what belongs to later ones. Follows `begin_at`."""
+
+    @abc.abstractmethod
+    def admit(self, rank: int, step: int) -> int:
+        """Rank `rank` is to enter `step`, as another process than before.
+
+        Returns:
+          The step that this rank is in; what belongs to later ones it sends to the newcomer.
+        """
+
+
+class Joining:
+    """Both sides of it at one rank.
+
+    Args:
+      membership: Of the rank.
+      state: What newcomers take.
+      timeout_seconds: How long a newcomer waits until one of its peers is there.
+
+    Attributes:
+      counts: What all ranks count alike, for instance collectives; newcomers take it over.
+    """
+
+    def __init__(self, membership: Membership, state: State, timeout_seconds: float):
+        self._membership = membership
+        self._monitor = membership.monitor
+        self._transport = membership.transport
+        self._state = state
+        self._timeout_seconds = timeout_seconds
+        self._exchanges: dict[str, Joiner] = {}
+        self._step = _NOT_THERE
+        self._asking_for_state: list[int] = []
+        self._replies: dict[int, tuple[membership_pb2.StateReply, np.ndarray]] = {}
+        self._welcomed: set[int] = set()
+        self._joins: dict[int, membership_pb2.Join] = {}  # The latest one of every rank that has joined.
+        self._num_approaches = 0
+        self.counts: collections.Counter[str] = collections.Counter()
+        for queue, handler in {
+            _JOIN: self._on_join,
+            _WELCOME: self._on_welcome,
+            _REQUEST: self._on_request,
+            _REPLY: self._on_reply,
+        }.items():
+            self._transport.register(queue, handler)
+
+    def attach(self, group: str, make_exchange: Callable[[], _Exchange]) -> _Exchange:
+        """Makes a group's exchange. It hears of newcomers, if it is a `Joiner`: first, of those that came before it.
+
+        Args:
+          group: Name of the group.
+          make_exchange: Makes the exchange, which may take messages from then on.
+
+        Returns:
+          The exchange.
+        """
+        with self._monitor:  # Of newcomers it must hear before it takes a message of theirs.
+            exchange = make_exchange()
+            if not isinstance(exchange, Joiner):
+                return exchange
+            self._exchanges[group] = exchange
+            joins = [join for join in self._joins.values() if group in join.first_steps and self._is_present(join)]
+            welcomes = {join.rank: self._admit(join) for join in joins}
+        self._answer(welcomes)
+        return exchange
+
+    def _is_present(self, join: membership_pb2.Join) -> bool:
+        membership = self._membership
+        is_latest = join.session == membership.session and join.life == membership.life_of(join.rank)
+        return is_latest and membership.departure(join.rank) is None
+
+    def detach(self, group: str) -> None:
+        """The group is no more."""
+        with self._monitor:
+            self._exchanges.pop(group, None)
+
+    # The newcomer.
+
+    def catch_up(self, group: str, position: int) -> int:
+        """Called when the first `position` steps have been passed over.
+
+        Returns:
+          How many further ones to pass over before this is called again, or, once the rank has joined, before its
+          first training step. 0 if there is nothing to do.
+
+        Blocks: until the others have answered.
+
+        Raises:
+          PeerLostError: If nobody is left.
+          MismatchError: If the others train something else.
+        """
+        if not self._membership.joining:
+            return 0
+        while True:
+            steps = self._ask(position)
+            leader = max(steps, key=steps.get)
+            num_behind = steps[leader] + 1 - position
+            if num_behind > _NEAR_STEPS and self._num_approaches < _MAX_APPROACHES:
+                self._num_approaches += 1
+                return num_behind
+            if (step := self._take_state(leader, position)) is not None:
+                start = max(position, step + 1)
+                self._enter(group, start)
+                logging.info("rank %d: joins at step %d.", self._membership.rank, start)
+                return start - position
+
+    def join_at_once(self, group: str) -> None:
+        """Joins at step 0, where a scheme's state is not that of a rank, and steps of ranks need not be the same.
+
+        Blocks: until the others have answered.
+        """
+        replies = self._request(self._present(), membership_pb2.StateRequest(), 0)
+        for reply, _ in replies.values():
+            self.counts |= collections.Counter(dict(reply.counts))
+        self._enter(group, 0)
+        logging.info("rank %d: joins.", self._membership.rank)
+
+    def _ask(self, position: int) -> dict[int, int]:
+        """How far the present peers are; at least one is."""
+        deadline = self._monitor.now() + self._timeout_seconds
+        while True:
+            # Those that were lost may be joining as well.
+            self._membership.wait_until(self._present, deadline - self._monitor.now())
+            replies = self._request(self._present(), membership_pb2.StateRequest(), position)
+            steps = {rank: reply.step for rank, (reply, _) in replies.items() if reply.step != _NOT_THERE}
+            if steps:
+                return steps
+            if self._monitor.now() >= deadline:
+                raise PeerLostError(
+                    f"rank {self._membership.rank} was started again and cannot join: none of its peers "
+                    f"{list(self._membership.peers)} trains any more."
+                )
+            with self._monitor:
+                self._monitor.wait(_RETRY_SECONDS)
+
+    def _take_state(self, peer: int, position: int) -> int | None:
+        """Takes over `peer`'s state; returns the step at whose start it was. None if the peer has gone."""
+        replies = self._request([peer], membership_pb2.StateRequest(wants_state=True), position)
+        if peer not in replies or not replies[peer][0].has_state:
+            return None
+        reply, payload = replies[peer]
+        signature, arrays = payload[: reply.signature_bytes], payload[reply.signature_bytes :]
+        try:
+            compare(self._membership, self._signature(), peer, signature.tobytes())
+        except MismatchError as error:
+            raise MismatchError(f"{error} A rank that was started again joins in its first `fit`.") from None
+        self._state.write(arrays)
+        self.counts = collections.Counter(dict(reply.counts))
+        return reply.step
+
+    def _signature(self) -> bytes:
+        with self._monitor:
+            return self._state.signature(" ".join(sorted(self._exchanges)))
+
+    def _request(
+        self, peers: Sequence[int], request: membership_pb2.StateRequest, position: int
+    ) -> Mapping[int, tuple[membership_pb2.StateReply, np.ndarray]]:
+        """Asks; returns the answers of those that have not gone meanwhile."""
+        with self._monitor:
+            self._replies = {}
+        for peer in peers:
+            self._membership.send(peer, _REQUEST, request.SerializeToString(), step=position)
+
+        def missing() -> list[int]:
+            return [peer for peer in self._present() if peer in peers and peer not in self._replies]
+
+        self._membership.wait(missing, operation="receive state", step=position)
+        with self._monitor:
+            replies, self._replies = self._replies, {}
+        return replies
+
+    def _enter(self, group: str, step: int) -> None:
+        membership = self._membership
+        with self._monitor:
+            self._welcomed = set()
+            self._step = step - 1
+            self._exchanges[group].begin_at(step)
+            membership.joined()
+        join = membership_pb2.Join(
+            rank=membership.rank,
+            session=membership.session,
+            life=membership.life,
+            first_steps={group: step},
+            incarnation=membership.transport.incarnation,
+            lives=membership.lives,
+        )
+        membership.tell_peers(_JOIN, join.SerializeToString())
+        membership.wait(
+            lambda: [peer for peer in self._present() if peer not in self._welcomed], operation="join", step=step
+        )
+
+    def _present(self) -> list[int]:
+        return [peer for peer in self._membership.peers if self._membership.departure(peer) is None]
+
+    # The others.
+
+    def at_step(self, step: int) -> None:
+        """This rank begins `step`: its state goes to those that have asked for it.
+
+        Raises:
+          HopError: If it has left the session: the others would not hear of the step.
+        """
+        if self._membership.has_left:
+            raise HopError(
+                f"rank {self._membership.rank}: step {step} was made after the end of `fit`, in no session: the others "
+                "would not hear of it. Train on by `fit`, or, in a custom loop, with another optimizer."
+            )
+        with self._monitor:
+            self._step = step
+            asking, self._asking_for_state = self._asking_for_state, []
+        if not asking:
+            return
+        signature = np.frombuffer(self._signature(), np.uint8)
+        reply = membership_pb2.StateReply(step=step, has_state=True, signature_bytes=signature.size, counts=self.counts)
+        arrays = [signature, *self._state.read()]
+        for rank in asking:
+            self._membership.send_to_newcomer(rank, _REPLY, reply.SerializeToString(), arrays, lane=BULK_LANE)
+
+    def end_session(self) -> None:
+        """This rank trains no more; who asks for its state hears of that by its departure."""
+        with self._monitor:
+            self._step = _NOT_THERE
+            self._asking_for_state = []
+            self._num_approaches = 0
+
+    # Messages.
+
+    def _on_request(self, message: Message) -> None:
+        request = parse(membership_pb2.StateRequest, message)
+        with self._monitor:
+            step = _NOT_THERE if self._membership.joining else self._step
+            if request.wants_state and step != _NOT_THERE:
+                self._asking_for_state.append(message.sender)
+                return
+        reply = membership_pb2.StateReply(step=step, counts=self.counts)
+        self._membership.tell(message.sender, _REPLY, reply.SerializeToString())
+
+    def _on_reply(self, message: Message) -> None:
+        reply = parse(membership_pb2.StateReply, message)
+        with self._monitor:
+            self._replies[message.sender] = reply, message.payload
+            self._monitor.notify_all()
+
+    def _on_join(self, message: Message) -> None:
+        join = parse(membership_pb2.Join, message)
+        membership = self._membership
+        with self._monitor:
+            if not membership.readmit(join):
+                return
+            self._joins[join.rank] = join
+            if join.lives.get(membership.rank, 0) == membership.life:  # It knows of this newcomer, and owes no welcome.
+                self._welcomed.add(join.rank)
+            welcome = self._admit(join)
+        membership.tell_peers(_JOIN, message.header, except_for=(message.sender, join.rank))
+        self._answer({join.rank: welcome})
+
+    def _admit(self, join: membership_pb2.Join) -> membership_pb2.Welcome | None:
+        """Makes room for a newcomer. None where this rank has not made its groups yet: the answer follows then."""
+        if not join.first_steps.keys() <= self._exchanges.keys():
+            return None
+        steps = {group: self._exchanges[group].admit(join.rank, step) for group, step in join.first_steps.items()}
+        return membership_pb2.Welcome(life=join.life, steps=steps, sender_life=self._membership.present_life)
+
+    def _answer(self, welcomes: Mapping[int, membership_pb2.Welcome | None]) -> None:
+        for rank, welcome in welcomes.items():
+            if welcome is not None and rank in self._membership.peers:
+                self._membership.tell(rank, _WELCOME, welcome.SerializeToString())
+
+    def _on_welcome(self, message: Message) -> None:
+        welcome = parse(membership_pb2.Welcome, message)
+        with self._monitor:
+            if welcome.life != self._membership.life:
+                return
+            is_present = welcome.sender_life == self._membership.life_of(message.sender)
+            for group, step in welcome.steps.items():
+                if group in self._exchanges and is_present:  # Else it has joined itself meanwhile.
+                    self._exchanges[group].meet(message.sender, step)
+            self._welcomed.add(message.sender)
+            self._monitor.notify_all()

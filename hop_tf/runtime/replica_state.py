@@ -1,0 +1,151 @@
+"""`ReplicaState`: a rank's variables as others see them: what they are, and their values."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hop_tf.errors import MismatchError, ProtocolError
+from hop_tf.membership import Membership, membership_pb2
+from hop_tf.tensors.packing import TensorSpec
+
+
+def spec_of(variable: tf.Variable) -> TensorSpec:
+    """Name, shape and dtype of a variable."""
+    return TensorSpec(getattr(variable, "path", variable.name), tuple(variable.shape.as_list()), variable.dtype)
+
+
+def sign(what: str, optimizer: str, specs: Sequence[TensorSpec]) -> bytes:
+    """Describes variables and what is to be done with them, so that ranks can compare.
+
+    Args:
+      what: For instance the name of an exchange group.
+      optimizer: `describe_optimizer` of the optimizer, if one matters.
+      specs: Of the variables.
+    """
+    variables = [membership_pb2.Variable(name=s.name, dtype=s.dtype.name, shape=s.shape) for s in specs]
+    signature = membership_pb2.GroupSignature(group=what, optimizer=optimizer, variables=variables)
+    return signature.SerializeToString()
+
+
+def describe_optimizer(optimizer: Any) -> str:
+    """Class and settings of a Keras optimizer, as far as they can be compared between machines.
+
+    Names do not count, of which Keras numbers those that nobody has chosen; nor do settings that are None.
+    """
+    settings = _comparable(optimizer.get_config())
+    return f"{type(optimizer).__name__}({', '.join(f'{name}={value}' for name, value in settings.items())})"
+
+
+def _comparable(value: Any) -> Any:
+    """The numbers, strings and truth values in a configuration; None for what is none of them."""
+    if isinstance(value, Mapping):
+        if value.get("class_name") == "__lambda__":  # Its code tells where the file is.
+            return "lambda"
+        known = ((name, _comparable(each)) for name, each in sorted(value.items()) if name != "name")
+        return {name: each for name, each in known if each is not None}
+    if isinstance(value, (list, tuple)):
+        return [_comparable(each) for each in value]
+    if isinstance(value, float):
+        return float(f"{value:.7g}")  # Variables keep no more.
+    return value if isinstance(value, (bool, int, str)) else None
+
+
+def compare(membership: Membership, mine: bytes, other: int, theirs: bytes) -> None:
+    """Raises MismatchError where the signature of rank `other` differs from that of this rank.
+
+    Raises:
+      ProtocolError: If theirs is none.
+    """
+    try:
+        theirs = membership_pb2.GroupSignature.FromString(theirs)
+    except Exception as error:
+        raise ProtocolError(f"rank {other} sent a malformed signature: {error}.") from error
+    difference = _first_difference(theirs, membership_pb2.GroupSignature.FromString(mine))
+    if difference:
+        field, first, own = difference
+        rank, address = membership.rank, membership.transport.status(other).address
+        raise MismatchError(
+            f"rank {other} at {address} and rank {rank} disagree on {field}. Rank {other} has {first}, "
+            f"rank {rank} has {own}. All ranks must build the same model, and optimizer, in the same order."
+        )
+
+
+def _first_difference(theirs, mine) -> tuple[str, str, str] | None:
+    """The first field in which two signatures differ: (field, their value, my value)."""
+    if theirs.group.split("-")[0] != mine.group.split("-")[0]:
+        return "the order of operations", repr(theirs.group), repr(mine.group)
+    if theirs.optimizer != mine.optimizer:
+        return "the optimizer", theirs.optimizer, mine.optimizer
+    if len(theirs.variables) != len(mine.variables):
+        return "the number of variables", str(len(theirs.variables)), str(len(mine.variables))
+    for index, (first, own) in enumerate(zip(theirs.variables, mine.variables, strict=True)):
+        if first != own:
+            return f"variable {index}", _in_words(first), _in_words(own)
+    if theirs.group != mine.group:
+        return "the groups of variables", repr(theirs.group), repr(mine.group)
+    return None
+
+
+def _in_words(variable) -> str:
+    return f"{variable.name!r} {variable.dtype}{list(variable.shape)}"
+
+
+class ReplicaState:
+    """All variables that ranks begin with alike: weights, optimizer slots and counters.
+
+    Variables are not kept alive. They are listed in the order in which they were added, the same on all ranks.
+    """
+
+    def __init__(self):
+        # Variables cannot be hashed: by identity.
+        self._known: dict[int, weakref.ref] = {}
+
+    def add(self, variables: Iterable[tf.Variable]) -> list[tf.Variable]:
+        """Notes those variables that were not there yet, and returns them."""
+        new = []
+        for variable in variables:
+            known = self._known.get(id(variable))
+            if known is None or known() is not variable:
+                self._known.pop(id(variable), None)
+                self._known[id(variable)] = weakref.ref(variable)
+                new.append(variable)
+        return new
+
+    def variables(self) -> list[tf.Variable]:
+        """Those that still exist."""
+        variables = [known() for known in self._known.values()]
+        return [variable for variable in variables if variable is not None]
+
+    def signature(self, groups: str) -> bytes:
+        """What the state consists of, beside these exchange groups."""
+        return sign(groups, "", [spec_of(variable) for variable in self.variables()])
+
+    def read(self) -> list[np.ndarray]:
+        """The values, flat. They may share memory with the variables: read-only."""
+        return read(self.variables())
+
+    def write(self, payload: np.ndarray) -> None:
+        """Assigns the values that another rank has read, joined as bytes."""
+        write(self.variables(), payload)
+
+
+def read(variables: Sequence[tf.Variable]) -> list[np.ndarray]:
+    """The variables' values, flat."""
+    return [np.asarray(variable.read_value()).reshape(-1) for variable in variables]
+
+
+def write(variables: Sequence[tf.Variable], payload: np.ndarray) -> None:
+    """Assigns values that were read from such variables elsewhere, joined as bytes."""
+    start = 0
+    for variable in variables:
+        spec = spec_of(variable)
+        end = start + spec.num_elements * spec.dtype.size
+        # A copy: the variable may live longer than it is good to keep the whole message's memory.
+        value = payload[start:end].copy().view(spec.dtype.as_numpy_dtype)
+        variable.assign(value.reshape(spec.shape))
+        start = end

@@ -1,0 +1,387 @@
+"""`Worker`: one rank at run time. It owns the transport, the membership and the exchange groups.
+
+A strategy creates one; the Keras hook calls it; a scheme is plugged in through `make_exchange`. Nothing here depends
+on Keras.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import weakref
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from hop_tf.cluster import Cluster
+from hop_tf.codecs import Identity
+from hop_tf.collectives import AllReduce, TreeCollectives, get_algorithm
+from hop_tf.errors import HopError, MismatchError, PeerLostError
+from hop_tf.membership import Membership
+from hop_tf.membership.monitor import ThreadMonitor
+from hop_tf.options import CommunicationOptions
+from hop_tf.runtime.averaging import LateChanges
+from hop_tf.runtime.exchange import Exchange, ExchangeRunner
+from hop_tf.runtime.group import ExchangeContext, Group
+from hop_tf.runtime.joining import Joining
+from hop_tf.runtime.replica_state import ReplicaState, compare, describe_optimizer, read, sign, spec_of, write
+from hop_tf.runtime.report import StepStatistics
+from hop_tf.tensors.buffers import BufferPool
+from hop_tf.tensors.packing import Packing, TensorSpec
+from hop_tf.transport import GrpcTransport, TcpTransport, Transport
+
+_TRANSPORTS = {"tcp": TcpTransport, "grpc": GrpcTransport}
+# Collectives are numbered within their session, as a rank may miss the rest of one; those of users apart.
+_IN_SESSION, _CALLED = "collectives in the session", "collectives called by users"
+
+
+def make_transport(cluster: Cluster, options: CommunicationOptions, **arguments) -> Transport:
+    """Makes the transport of this process, not started; for the other arguments see `TcpTransport`."""
+    make = cluster.make_transport or _TRANSPORTS[options.data_plane]
+    return make(cluster.number, cluster.all_addresses, options=options, **arguments)
+
+
+class Worker:
+    """Joins a cluster and runs exchange groups session by session.
+
+    Args:
+      cluster: The cluster; more than one rank.
+      options: Deadlines and credentials.
+      identity: Fields that must be equal on all ranks.
+      neighbors: Ranks that the scheme exchanges messages with.
+      make_exchange: Makes a scheme's exchange for a new group.
+      continue_without_lost: See `Membership`.
+      servers: See `Membership`.
+
+    Raises:
+      HopError: If this rank's address cannot be bound.
+    """
+
+    def __init__(
+        self,
+        *,
+        cluster: Cluster,
+        options: CommunicationOptions,
+        identity: Mapping[str, str],
+        neighbors: Iterable[int],
+        make_exchange: Callable[[ExchangeContext], Exchange],
+        continue_without_lost: bool = False,
+        servers: Sequence[int] = (),
+    ):
+        self._options = options
+        self._make_exchange = make_exchange
+        self._pool = BufferPool()
+        self._transport = make_transport(
+            cluster,
+            options,
+            identity=identity,
+            pool=self._pool,
+            on_error=self._on_error,
+            on_restart=self._on_restart if continue_without_lost else None,
+        )
+        self.membership = Membership(
+            transport=self._transport,
+            monitor=ThreadMonitor(),
+            options=options,
+            world_size=cluster.world_size,
+            peers=neighbors,
+            continue_without_lost=continue_without_lost,
+            servers=servers,
+        )
+        self._collectives = TreeCollectives(self.membership)
+        self._groups: list[Group] = []
+        self._num_groups = 0
+        self._retired_counters = collections.Counter()
+        self._state = ReplicaState()
+        self._joining = Joining(self.membership, self._state, options.timeout_seconds)
+        self._in_session = False
+        self._closed = False
+        self._transport.start()
+        for server in servers:
+            self._transport.connect(server)
+
+    # Sessions.
+
+    @property
+    def in_session(self) -> bool:
+        """Whether this rank takes part in a session."""
+        return self._in_session
+
+    @property
+    def joining(self) -> bool:
+        """Whether this process was started again, and is not yet part of the session that is under way."""
+        return self.membership.joining
+
+    def begin_session(self) -> None:
+        """Enters the next session. See `Membership.begin_session`."""
+        self.membership.check()
+        self.membership.require_all("to begin")
+        if self._closed:
+            raise HopError("the strategy was shut down. Create a new one to train again.")
+        self._retire_groups()
+        for group in self._groups:
+            group.exchange.reset(self.membership.session + 1)
+            group.step.assign(0)
+        self._joining.counts[_IN_SESSION] = 0
+        self._in_session = True  # Others count on this rank from now on, also where it fails to enter.
+        self.membership.begin_session()
+
+    def _retire_groups(self) -> None:
+        """Ends the groups of optimizers that are gone, as after a new `compile`."""
+        for group in [group for group in self._groups if group.optimizer() is None]:
+            self._groups.remove(group)
+            self._joining.detach(group.name)
+            self._retired_counters.update(group.exchange.counters())
+            group.close()
+
+    def end_session(self, error: BaseException | None) -> None:
+        """Leaves the session: normally (`error` None), or because of `error`. The job goes on without this rank.
+
+        It does not where `error` is a `HopError`, that is where the job itself is broken: then all ranks raise.
+
+        Blocks: until the groups' threads have come to rest, `progress_timeout_seconds` at most: others may count on
+          what they are about to send, however long that takes.
+
+        Raises:
+          HopError: If a group's thread does not come to rest, and `error` is None.
+          KeyboardInterrupt: On Ctrl-C meanwhile. The job has ended then.
+        """
+        if not self._in_session:
+            return
+        self._in_session = False
+        self.membership.interrupt()
+        self._joining.end_session()
+        deadline = self.membership.monitor.now() + self._options.progress_timeout_seconds
+        stuck = None
+        try:
+            for group in self._groups:
+                group.runner.quiesce(max(0.0, deadline - self.membership.monitor.now()))
+        except (HopError, KeyboardInterrupt) as failure:
+            logging.error("rank %d: %s: %s", self.membership.rank, type(failure).__name__, failure)
+            stuck = failure
+        error = error or stuck
+        # Whatever has failed on another thread: others may count on what it has not sent.
+        broken = stuck is not None or isinstance(error, HopError) or self.membership.failure is not None
+        self.membership.leave(
+            sent_steps={group.name: group.exchange.sent_steps for group in self._groups},
+            reason="" if error is None else f"{type(error).__name__}: {error}",
+            abort=broken and not self.membership.is_given_up,
+        )
+        if stuck is not None and (error is stuck or isinstance(stuck, KeyboardInterrupt)):
+            raise stuck
+
+    def close(self, reason: str) -> None:
+        """Leaves for good and releases the port and all threads. Idempotent.
+
+        Blocks: as `end_session`, in a session; then until what was sent has arrived at the peers that still listen, at
+          most `progress_timeout_seconds`.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self.end_session(self.membership.failure)
+            deadline = self.membership.monitor.now() + self._options.progress_timeout_seconds
+            # Whoever hears the farewell has all that was sent before, on whatever lane.
+            self.membership.flush(deadline)
+            self.membership.leave(sent_steps={}, reason=reason, final=True)
+            self.membership.flush(deadline)
+        finally:
+            for group in self._groups:
+                group.close()
+            self._transport.close()
+
+    def _on_error(self, error: BaseException) -> None:
+        """Takes failures of the transport's and the exchange's threads; the next wait of this rank raises them."""
+        self.membership.fail(error)
+
+    def _on_restart(self, peer: int) -> None:
+        if peer in self.membership.servers:
+            if not all(group.exchange.goes_on_with(peer) for group in self._groups):
+                address = self._transport.status(peer).address
+                self.membership.fail(
+                    PeerLostError(
+                        f"the parameter server at {address} was restarted, and has lost what it had learned. "
+                        "Start the job again: with snapshots, servers go on from the last ones."
+                    )
+                )
+        else:
+            self.membership.on_restart(peer)
+
+    # Groups.
+
+    def add_group(
+        self,
+        *,
+        optimizer: object,
+        trained: Sequence[tf.Variable],
+        carried: Sequence[tf.Variable],
+        carried_values: Sequence[tf.Tensor],
+        statistics: StepStatistics,
+        beside: Sequence[TensorSpec] = (),
+    ) -> Group:
+        """Makes the exchange group of an optimizer at its first step. A collective: every rank makes the same groups.
+
+        Args:
+          optimizer: The optimizer. The group ends with the session in which nobody refers to it any more.
+          trained: What the optimizer updates.
+          carried: What is exchanged beside, and never passes through a lossy codec.
+          carried_values: What these were before the session's first step changed them.
+          statistics: Counts the time that steps wait.
+          beside: Further tensors, which are no variables, in each step's buckets.
+
+        Returns:
+          The group, ready for its first step in the running session.
+
+        Raises:
+          MismatchError: If rank 0 has other variables, or another optimizer, or one with other settings.
+        """
+        specs = [spec_of(variable) for variable in trained]
+        specs += [dataclasses.replace(spec_of(variable), exact=True) for variable in carried]
+        specs += beside
+        packing = Packing(specs)
+        digest = zlib.crc32("\n".join(spec.name for spec in specs).encode())
+        name = f"{self._num_groups}-{digest:08x}"
+        self._num_groups += 1
+        self._compare(self._next_in_session(), name, describe_optimizer(optimizer), specs)
+        context = ExchangeContext(
+            name,
+            self.membership.session,
+            packing,
+            self.membership,
+            self._pool,
+            optimizer=weakref.ref(optimizer),
+            trained=trained,
+            carried=LateChanges(carried, carried_values),
+        )
+        exchange = self._joining.attach(name, lambda: self._make_exchange(context))
+        runner = ExchangeRunner(
+            name=name, packing=packing, exchange=exchange, on_error=self._on_error, joining=self._joining
+        )
+        with tf.init_scope(), tf.device("/cpu:0"):
+            # A rank that is joining passes over one step before it asks where the others are.
+            step = tf.Variable(int(self.joining), dtype=tf.int64, trainable=False, name="hop_tf_step")
+        group = Group(
+            name=name,
+            optimizer=weakref.ref(optimizer),
+            variables=[*trained, *carried],
+            num_trained=len(trained),
+            packing=packing,
+            exchange=exchange,
+            runner=runner,
+            step=step,
+            statistics=statistics,
+        )
+        self._groups.append(group)
+        return group
+
+    def join_at_once(self, group: Group) -> None:
+        """Takes part, as a process that was started again, from the group's step 0 of the running session on.
+
+        Blocks: until the others have noticed.
+        """
+        self._joining.join_at_once(group.name)
+        group.step.assign(0)
+
+    def broadcast_initial_values(self, variables: Iterable[tf.Variable]) -> None:
+        """Gives those variables that were not given before rank 0's values. A collective.
+
+        Args:
+          variables: The variables, in the same order on all ranks. Called outside of graphs, or in `tf.init_scope`.
+
+        Raises:
+          MismatchError: If rank 0 has other variables.
+        """
+        # Slots that an optimizer makes in the step that is being traced have no values yet. They begin alike anyhow.
+        new = [variable for variable in self._state.add(variables) if tf.compat.v1.is_variable_initialized(variable)]
+        if not new or self.joining:  # Who joins takes the values of now.
+            return
+        self._compare(self._next_in_session(), "initial values", "", [spec_of(v) for v in new])
+        received = self._collectives.broadcast(self._next_in_session(), read(new))
+        if received is not None:
+            write(new, received)
+
+    def average(self, variables: Sequence[tf.Variable]) -> None:
+        """Assigns to each float variable its mean over all ranks. A collective.
+
+        Blocks: until all ranks take part.
+
+        Raises:
+          MismatchError: If rank 0 has other variables.
+          PeerLostError: If a rank was lost.
+        """
+        self.membership.require_all("to average")
+        floats = [v for v in variables if v.dtype.is_floating]
+        try:
+            self._compare(self._next_called(), "average", "", [spec_of(v) for v in floats], in_session=False)
+        except MismatchError as error:  # Others agree with rank 0, and would wait for this rank.
+            self.membership.leave(sent_steps={}, reason=f"MismatchError: {error}", abort=True)
+            raise
+        arrays = [np.asarray(v.read_value()) for v in floats]
+        for variable, mean in zip(floats, self._collectives.mean(self._next_called(), arrays), strict=True):
+            variable.assign(mean)
+
+    def gather(self, value: object) -> list | None:
+        """Brings every rank's value to rank 0. A collective; see `TreeCollectives.gather`."""
+        self.membership.require_all("to gather")
+        return self._collectives.gather(self._next_called(), value)
+
+    def make_all_reduce(self, algorithm: str, num_values: int) -> AllReduce:
+        """Makes an all-reduce of a float32 vector, for measurements. A collective; the caller closes it."""
+        self.membership.require_all("to measure")
+        return get_algorithm(algorithm)(
+            self.membership,
+            self._next_called(),
+            sizes=[num_values],
+            dtypes=[np.float32],
+            codecs=[Identity()],
+            pool=self._pool,
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the variables that are exchanged in a step."""
+        return sum(group.packing_of_variables.num_bytes for group in self._groups)
+
+    @property
+    def num_values(self) -> int:
+        """How many values these bytes are."""
+        return sum(sum(group.packing_of_variables.sizes) for group in self._groups)
+
+    def _next_in_session(self) -> str:
+        self._joining.counts[_IN_SESSION] += 1
+        return f"{self.membership.session}.{self._joining.counts[_IN_SESSION]}"
+
+    def _next_called(self) -> str:
+        self._joining.counts[_CALLED] += 1
+        return f"called {self._joining.counts[_CALLED]}"
+
+    def _compare(self, name: str, what: str, optimizer: str, specs: Sequence, in_session: bool = True) -> None:
+        """Raises `MismatchError` unless rank 0 has the same. `name` is that of the collective."""
+        if self.joining:
+            return
+        mine = sign(what, optimizer, specs)
+        received = self._collectives.broadcast(name, [np.frombuffer(mine, np.uint8)], in_session=in_session)
+        if received is not None:
+            compare(self.membership, mine, 0, received.tobytes())
+
+    # Records.
+
+    def serve_reports(self, report: Callable[[], Mapping[str, object]]) -> None:
+        """See `Transport.serve_reports`."""
+        self._transport.serve_reports(report)
+
+    def counters(self) -> dict[str, float]:
+        """Totals and gauges for `strategy.report()`. See `Exchange.counters` and `Exchange.gauges`."""
+        totals, gauges = collections.Counter(self._retired_counters), {}
+        for group in self._groups:
+            totals.update(group.exchange.counters())
+            for name, value in group.exchange.gauges().items():
+                gauges[name] = max(value, gauges.get(name, value))
+        iteration = max((int(group.step) for group in self._groups), default=0)
+        lanes = self._transport.bytes_by_lane()
+        by_lane = {f"bytes_sent_on_lane_{lane}": num_bytes for lane, num_bytes in sorted(lanes.items())}
+        return {"iteration": iteration, **self._transport.counters(), **by_lane, **totals, **gauges}

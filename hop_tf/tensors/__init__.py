@@ -1,0 +1,1 @@
+"""Values on their way: buckets, buffers, payloads and queues."""

@@ -1,0 +1,162 @@
+"""DTS with all ranks in one process and one thread, where time does not matter.
+
+What a rank does is the product's own: Keras's optimizer, `OuterSteps`. What all do together is a mean in NumPy.
+D = 0, p = 1 is synchronous training, with SGD of any kind.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hop_tf.codecs import TopK
+from hop_tf.runtime.outer import OuterSteps
+from hop_tf.strategies.dts.windows import Schedule, largest
+
+
+class Rank:
+    """A rank's model, and what `DTSStrategy` adds to its step.
+
+    Args:
+      model: The model. It is built.
+      optimizer: Its optimizer.
+      loss: `loss(y, y_pred)` of each row.
+      schedule: When windows end.
+      selection: Which part of a window is handed out; None: all of it.
+      outer_optimizer: The outer optimizer, not built, if any.
+
+    Attributes:
+      model: The model.
+      optimizer: Its optimizer.
+      outer: What is merged.
+      step: Trains with this rank's rows, `step(x, y)`; returns the loss.
+      hand_out: Ends a window, `hand_out(window, everything)`; returns what is to be averaged of it.
+      merge: `merge(means, num_newer, share)`: as of `OuterSteps`.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        optimizer: keras.optimizers.Optimizer,
+        loss: Callable,
+        schedule: Schedule,
+        selection: TopK | None,
+        outer_optimizer: keras.optimizers.Optimizer | None = None,
+    ):
+        self.model = model
+        self.optimizer = optimizer
+        self._loss = loss
+        self._selection = selection
+        optimizer.build(model.trainable_variables)
+        self._trained = [variable.value for variable in model.trainable_variables]
+        carried = [variable.value for variable in model.non_trainable_variables if variable.value.dtype.is_floating]
+        variables = [*self._trained, *carried]
+        self.outer = OuterSteps(
+            variables,
+            [variable.read_value() for variable in variables],
+            num_trained=len(self._trained),
+            max_newer=schedule.num_slots - 1,
+            optimizer=outer_optimizer,
+        )
+        self.step, self.hand_out, self.merge = map(tf.function, (self._step, self._hand_out, self.outer.merge))
+
+    def _step(self, x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(self._loss(y, self.model(x, training=True)))
+        self.optimizer.apply(tape.gradient(loss, self._trained), self.model.trainable_variables)
+        return loss
+
+    def _hand_out(self, window: tf.Tensor, everything: bool) -> list[tf.Tensor]:
+        choose = functools.partial(largest, self._selection, window) if self._selection and not everything else None
+        return self.outer.take(choose)
+
+
+class Job:
+    """Ranks in step.
+
+    Args:
+      ranks: The ranks, with equal weights.
+      schedule: When windows end.
+
+    Attributes:
+      ranks: The same.
+    """
+
+    def __init__(self, ranks: Sequence[Rank], schedule: Schedule):
+        self.ranks = ranks
+        self._schedule = schedule
+        self._num_steps = 0
+        self._means: dict[int, list] = {}
+
+    def step(self, x: np.ndarray, y: np.ndarray) -> float:
+        """Trains with a global batch, of which ranks take equal parts after each other; returns the mean loss."""
+        shares = zip(self.ranks, np.split(x, len(self.ranks)), np.split(y, len(self.ranks)), strict=True)
+        losses = [rank.step(tf.constant(x), tf.constant(y)) for rank, x, y in shares]
+        self._num_steps += 1
+        has_ended, ended = self._schedule.ended(self._num_steps)
+        if has_ended:
+            self._average(ended)
+        is_due, due = self._schedule.due(self._num_steps)
+        if is_due:
+            self._merge(due)
+        return float(np.mean(losses))
+
+    def finish(self) -> None:
+        """Merges what is under way, as the end of `fit` does."""
+        under_way = self._schedule.under_way(self._num_steps)
+        self._average(under_way.stop, everything=True)
+        for window in under_way:
+            self._merge(window)
+        self._merge(under_way.stop, has_steps=self._num_steps % self._schedule.interval > 0)
+        self._num_steps = 0
+
+    def _average(self, window: int, everything: bool = False) -> None:
+        number = tf.constant(window, tf.int64)
+        given = [[each.numpy() for each in rank.hand_out(number, everything)] for rank in self.ranks]
+        self._means[window] = [np.mean(parts, axis=0) for parts in zip(*given, strict=True)]
+
+    def _merge(self, window: int, *, has_steps: bool = True) -> None:
+        means = [tf.constant(mean) for mean in self._means.pop(window)]
+        for rank in self.ranks:
+            rank.merge(means, len(self._means), tf.constant(float(has_steps)))
+
+
+def make_job(
+    world_size: int,
+    make_model: Callable[[], keras.Model],
+    make_optimizer: Callable[[], keras.optimizers.Optimizer],
+    loss: Callable,
+    *,
+    delay: int,
+    interval: int,
+    selection: TopK | None = None,
+    make_outer_optimizer: Callable[[], keras.optimizers.Optimizer | None] = lambda: None,
+) -> Job:
+    """Makes a job.
+
+    Args:
+      world_size: Number of ranks.
+      make_model: Makes a rank's model; equal on all ranks.
+      make_optimizer: Makes its optimizer.
+      loss: `loss(y, y_pred)` of each row.
+      delay: D.
+      interval: p.
+      selection: Which part of a window is handed out; None: all of it.
+      make_outer_optimizer: Makes a rank's outer optimizer. Default: none.
+
+    Returns:
+      The job. All ranks have the first one's weights.
+    """
+    schedule = Schedule(delay, interval)
+    ranks = [
+        Rank(make_model(), make_optimizer(), loss, schedule, selection, make_outer_optimizer())
+        for _ in range(world_size)
+    ]
+    for rank in ranks:
+        rank.model.set_weights(ranks[0].model.get_weights())
+        rank.outer.begin()
+    return Job(ranks, schedule)

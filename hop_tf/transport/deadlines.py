@@ -1,0 +1,83 @@
+"""When it is no use to wait for a peer any longer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hop_tf.errors import DeadlineExceededError, PeerLostError, describe_failure
+from hop_tf.membership.departures import Departure
+from hop_tf.options import CommunicationOptions
+
+if TYPE_CHECKING:  # Transports ask here, too.
+    from hop_tf.transport.base import PeerStatus
+
+# How long nobody may listen where a process did until it counts as dead: longer than a living peer is not heard.
+REFUSED_SECONDS = 2.0
+# A peer ends only when all it has sent has arrived here; to reach its handler may take a moment more.
+_HANDOVER_SECONDS = 5.0
+_PROGRESS_ADVICE = "Check that rank's log: it is alive but does not deliver (see progress_timeout_seconds)."
+_LOST_ADVICE = "Check whether that process runs and can be reached (see timeout_seconds)."
+
+
+def problem_of(
+    status: PeerStatus,
+    end: Departure | None,
+    waited: float,
+    options: CommunicationOptions,
+    *,
+    rank: int,
+    peer: str,
+    operation: str,
+    step: int | None,
+) -> Exception | None:
+    """Why to wait for a peer no longer; None if there is hope.
+
+    Args:
+      status: Of the peer.
+      end: How it has ended for good, if it has.
+      waited: Seconds.
+      options: Deadlines.
+      rank: Who waits.
+      peer: For whom, in words.
+      operation: For what.
+      step: In which training step; None outside of one.
+    """
+    if status.failure is not None:
+        return status.failure
+    found = _find(status, end, waited, options, step)
+    if found is None:
+        return None
+    error, state, advice = found
+    return error(
+        describe_failure(
+            rank=rank,
+            step=step,
+            operation=operation,
+            target=f"{peer} at {status.address}",
+            seconds=waited,
+            state=state,
+            advice=advice,
+        )
+    )
+
+
+def _find(
+    status: PeerStatus, end: Departure | None, waited: float, options: CommunicationOptions, step: int | None
+) -> tuple[type[Exception], str, str] | None:
+    """The error, what is known of the peer, and advice."""
+    problem = f": {status.last_problem}" if status.last_problem else ""
+    if end is not None:
+        if waited <= _HANDOVER_SECONDS:
+            return None
+        return PeerLostError, f"it has ended: {end.reason}", "Start the job again."
+    if status.was_refused_for(REFUSED_SECONDS):
+        return PeerLostError, "nobody listens there any more", _LOST_ADVICE
+    if status.was_silent_for(options.timeout_seconds):
+        if status.ever_connected:
+            return PeerLostError, f"silent for {status.silent_seconds:.1f} s{problem}", _LOST_ADVICE
+        # Within a step, only a rank that has just joined has never met a peer.
+        error = DeadlineExceededError if step is None else PeerLostError
+        return error, f"it never appeared{problem}", _LOST_ADVICE
+    if waited > options.progress_timeout_seconds:
+        return DeadlineExceededError, "it is alive", _PROGRESS_ADVICE
+    return None

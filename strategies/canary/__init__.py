@@ -1,0 +1,5 @@
+"""Canary: sketched gradients in pieces, and nobody waits for a straggler (Zhou et al., TPDS 2021)."""
+
+from hop_tf.strategies.canary.strategy import CanaryStrategy
+
+__all__ = ["CanaryStrategy"]

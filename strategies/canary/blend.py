@@ -1,0 +1,212 @@
+"""Keeps the replicas of Canary together: now and then each piece becomes the mean of what it is on all ranks.
+
+Replicas that have merged the same messages differ by rounding only, unless messages were lost, or something has changed
+the weights of one. But at no moment have all merged the same. So the root marks one of its messages: everybody tells it
+what the piece is when just that message is merged, and adds the difference between the mean and that to what the piece
+has become since. Digests tell first whether there is a difference: mostly there is none, to the bit. Nobody waits. Who
+takes another rank's weights meanwhile also takes what these were with the message: the difference is to be that.
+
+When ranks have left or joined, messages among those before have no order with those among those after. So a rank that
+may merge both takes no part in a blend, and as a root begins none.
+"""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+from collections.abc import Callable, Collection
+
+import numpy as np
+
+from hop_tf.errors import ProtocolError
+from hop_tf.strategies.canary.layout import Layout, Piece
+from hop_tf.strategies.canary.messages import Kind, Note
+from hop_tf.strategies.canary.replica import Replica
+
+_Key = tuple[bytes, int]
+_DIGEST_BYTES = 16
+_NOTHING = np.empty(0, np.uint8)
+
+
+class Blending:
+    """The blends of the pieces of one of the network's threads.
+
+    Args:
+      replica: What is blended.
+      rank: This rank.
+      interval: Iterations between two blends of a piece; None: there are none.
+      takes_part: Whether a rank of a layout takes part still.
+      send: `send(rank, level, kind, layout, piece, sequence, values)` sends values of a piece to a rank, on the lane of
+        an interface.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        rank: int,
+        interval: int | None,
+        takes_part: Callable[[Layout, int], bool],
+        send: Callable[[int, int, Kind, Layout, Piece, int, np.ndarray], None],
+    ):
+        self._replica = replica
+        self._rank = rank
+        self._interval = interval
+        self._takes_part = takes_part
+        self._send = send
+        self.num_blends = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets what is under way."""
+        self._begun: dict[_Key, int] = {}  # At the root: in which interval the latest one has begun.
+        # At the root, of each rank: its digest, and its values where these were asked for.
+        self._received: dict[_Key, dict[int, np.ndarray]] = {}
+        self._asked: set[_Key] = set()
+        self._numbers: collections.Counter[_Key] = collections.Counter()  # At the root: of the latest one that was had.
+
+    def is_due(self, layout: Layout, piece: Piece, iteration: int) -> bool:
+        """Whether the root is to mark the message that it is about to send, of that iteration."""
+        key = layout.key, piece.index
+        if self._interval is None or key in self._received or not self._is_alone(layout):
+            return False
+        number = (iteration + 1) // self._interval
+        if number <= self._begun.get(key, 0):
+            return False
+        self._begun[key] = number
+        self._received[key] = {}
+        return True
+
+    def begin(self, layout: Layout, piece: Piece, *, takes_part: bool = True) -> None:
+        """The marked message has come.
+
+        Args:
+          layout: The layout.
+          piece: The piece.
+          takes_part: Whether it is merged just now. Else it was part of a state that was pulled: what the piece was is
+            told by the rank that gave it, if that takes part, and the root is told not to wait for another one.
+        """
+        with self._replica.lock:
+            if takes_part and not self._is_alone(layout):
+                self._replica.snapshots.pop((layout.key, piece.index), None)
+        self._tell(layout, piece, Kind.DIGEST, _digest(self._snapshot(layout, piece) if takes_part else _NOTHING))
+
+    def _snapshot(self, layout: Layout, piece: Piece) -> np.ndarray:
+        """What the piece was with the marked message; empty where that is not known, or of no use."""
+        with self._replica.lock:
+            return self._replica.snapshots.get((layout.key, piece.index), _NOTHING)
+
+    def _tell(self, layout: Layout, piece: Piece, kind: Kind, values: np.ndarray) -> None:
+        """Sends something to the piece's root."""
+        if piece.root == self._rank:
+            self._collect(layout, piece, self._rank, kind, values)
+        else:
+            self._send(piece.root, piece.thread, kind, layout, piece, 0, values)
+
+    def _is_alone(self, layout: Layout) -> bool:
+        """Whether messages of other layouts can neither have been merged among those of this one, nor come yet."""
+        return [each.key for each in self._replica.layouts()] == [layout.key]
+
+    def receive(self, layout: Layout, piece: Piece, note: Note, sender: int, payload: np.ndarray) -> None:
+        """Takes a message of a blend."""
+        if note.kind is Kind.VALUES:
+            self._tell(layout, piece, Kind.SNAPSHOT, self._snapshot(layout, piece))
+        elif note.kind is Kind.DIGEST:
+            self._collect(layout, piece, sender, note.kind, payload)
+        else:
+            values = payload.view(self._replica.encoding.dtype_of(piece))
+            if values.size and values.size != piece.where.stop - piece.where.start:
+                raise ProtocolError(f"rank {sender} sent {values.size} values of a piece that has others.")
+            if note.kind is Kind.SNAPSHOT:
+                self._collect(layout, piece, sender, note.kind, values)
+            else:
+                self._go_down(layout, piece, note.sequence, values)
+
+    def end(self, layout: Layout, piece: Piece) -> None:
+        """No more comes of a piece: its blend, if one is under way, is given up, and that on all ranks."""
+        where = layout.key, piece.index
+        self._received.pop(where, None)
+        self._asked.discard(where)
+        self._begun.pop(where, None)
+        self._numbers.pop(where, None)
+        with self._replica.lock:
+            self._replica.snapshots.pop(where, None)
+
+    def forget(self, key: bytes) -> None:
+        """A layout was freed."""
+        for of_pieces in (self._begun, self._received, self._numbers):
+            for where in [where for where in of_pieces if where[0] == key]:
+                del of_pieces[where]
+        self._asked = {where for where in self._asked if where[0] != key}
+
+    def look_again(self) -> None:
+        """Ranks have left: they are waited for no more."""
+        for key, index in list(self._received):
+            layout = self._replica.layout(key)
+            self._finish_if_complete(layout, layout.pieces[index])
+
+    def _collect(self, layout: Layout, piece: Piece, sender: int, kind: Kind, values: np.ndarray) -> None:
+        key = layout.key, piece.index
+        received = self._received.get(key)
+        if received is not None and (kind is Kind.SNAPSHOT) == (key in self._asked):
+            received[sender] = values
+            self._finish_if_complete(layout, piece)
+
+    def _finish_if_complete(self, layout: Layout, piece: Piece) -> None:
+        key = layout.key, piece.index
+        received = self._received[key]
+        if not received or any(rank not in received and self._takes_part(layout, rank) for rank in layout.ranks):
+            return
+        known = [rank for rank in sorted(received) if received[rank].size]
+        snapshots = [received[rank] for rank in known]
+        are_alike = all(np.array_equal(snapshots[0], other) for other in snapshots[1:])
+        if key not in self._asked and not are_alike:
+            self._ask(layout, piece, known)
+            return
+        del self._received[key]
+        self._asked.discard(key)
+        if not snapshots:
+            return
+        mean = np.empty(0, self._replica.encoding.dtype_of(piece))
+        if not are_alike:
+            mean = np.mean(snapshots, axis=0, dtype=np.float64).astype(mean.dtype)
+        self._numbers[key] += 1  # The ledger does not count those that the root itself has no part in.
+        self._go_down(layout, piece, self._numbers[key], mean)
+
+    def _ask(self, layout: Layout, piece: Piece, ranks: Collection[int]) -> None:
+        """Digests differ: asks those that have sent one for their values; the others have none."""
+        key = layout.key, piece.index
+        self._asked.add(key)
+        self._received[key] = {rank: _NOTHING for rank in self._received[key] if rank not in ranks}
+        for rank in ranks:
+            if rank != self._rank:
+                self._send(rank, piece.thread, Kind.VALUES, layout, piece, 0, _NOTHING)
+        own = self._snapshot(layout, piece) if self._rank in ranks else _NOTHING
+        self._collect(layout, piece, self._rank, Kind.SNAPSHOT, own)
+
+    def _go_down(self, layout: Layout, piece: Piece, sequence: int, mean: np.ndarray) -> None:
+        """Spreads a mean on the way of the root's other messages: the next marked one comes behind it.
+
+        It is empty where all replicas are alike, as they are unless something was lost: nothing is to be added then.
+        """
+        for child, level in piece.children:
+            if self._takes_part(layout, child):
+                self._send(child, level, Kind.MEAN, layout, piece, sequence, mean)
+        self._apply(layout, piece, sequence, mean)
+
+    def _apply(self, layout: Layout, piece: Piece, sequence: int, mean: np.ndarray) -> None:
+        with self._replica.lock:
+            if sequence <= layout.ledger.blends[piece.index]:
+                return  # A state was pulled meanwhile, of a replica that had added it.
+            own = self._replica.snapshots.pop((layout.key, piece.index), None)
+            if own is not None:
+                layout.ledger.blends[piece.index] = sequence
+                if mean.size:
+                    values = self._replica.slice_of(piece)
+                    values += mean - own
+                self.num_blends += 1
+
+
+def _digest(values: np.ndarray) -> np.ndarray:
+    """Few bytes that are others where the values are; none of none."""
+    digest = hashlib.blake2b(values.view(np.uint8), digest_size=_DIGEST_BYTES).digest() if values.size else b""
+    return np.frombuffer(digest, np.uint8)

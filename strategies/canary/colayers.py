@@ -1,0 +1,88 @@
+"""Colayers: variables that Canary exchanges together.
+
+References:
+  Zhou et al. Canary: Decentralized Distributed Deep Learning Via Gradient Sketch and Partition in Multi-Interface
+  Networks. IEEE TPDS 2021. Section 4.3.2.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from hop_tf.tensors.packing import TensorSpec
+
+# The kernels of dense layers have two dimensions, those of convolutions more; vectors go with the kernel before them.
+_DENSE_DIMENSIONS = 2
+
+_Layer = list[int]
+
+
+def bundle(specs: Sequence[TensorSpec], num_colayers: int) -> list[list[int]]:
+    """Divides tensors into colayers, those of the last layers first: in the order of back-propagation.
+
+    Colayers are of consecutive layers: kernels, each with the vectors (biases, scales) that follow it. Where a dense
+    layer follows a convolution, or the other way round, a colayer ends, as long as there are colayers left for that;
+    and then those with the most bytes are divided in the middle. What is carried along (`TensorSpec.exact`) goes with
+    the last colayer, as it is known only at the end of a step.
+
+    Args:
+      specs: The tensors, in the order of the layers.
+      num_colayers: Most colayers; at least 1.
+
+    Returns:
+      For each colayer the indices of its tensors, in descending order but for what is carried along; at least one,
+      none empty.
+    """
+    runs = [list(run) for _, run in itertools.groupby(_layers(specs), key=lambda layer: _convolves(specs, layer))]
+    while len(runs) > num_colayers:
+        runs = _join_smallest(specs, runs)
+    while len(runs) < num_colayers and (parts := _split_largest(specs, runs)) is not None:
+        runs = parts
+    colayers = [[index for layer in run for index in layer] for run in runs] or [[]]
+    colayers[-1].extend(index for index, spec in enumerate(specs) if spec.exact)
+    return colayers
+
+
+def num_bytes(specs: Sequence[TensorSpec], indices: Sequence[int]) -> int:
+    """Bytes of these tensors."""
+    return sum(specs[index].num_elements * specs[index].dtype.size for index in indices)
+
+
+def _layers(specs: Sequence[TensorSpec]) -> list[_Layer]:
+    """The trained tensors of each layer, the last layer first; vectors before the first kernel are one of their own."""
+    layers, vectors = [], []
+    for index in reversed(range(len(specs))):
+        if specs[index].exact:
+            continue
+        vectors.append(index)
+        if len(specs[index].shape) >= _DENSE_DIMENSIONS:
+            layers.append(vectors)
+            vectors = []
+    return [*layers, vectors] if vectors else layers
+
+
+def _convolves(specs: Sequence[TensorSpec], layer: _Layer) -> bool:
+    return len(specs[layer[-1]].shape) > _DENSE_DIMENSIONS
+
+
+def _bytes_of(specs: Sequence[TensorSpec], run: Sequence[_Layer]) -> int:
+    return sum(num_bytes(specs, layer) for layer in run)
+
+
+def _join_smallest(specs: Sequence[TensorSpec], runs: list[list[_Layer]]) -> list[list[_Layer]]:
+    """Joins those two neighbors that make the smallest colayer."""
+    sizes = [_bytes_of(specs, [*first, *second]) for first, second in itertools.pairwise(runs)]
+    at = sizes.index(min(sizes))
+    return [*runs[:at], [*runs[at], *runs[at + 1]], *runs[at + 2 :]]
+
+
+def _split_largest(specs: Sequence[TensorSpec], runs: list[list[_Layer]]) -> list[list[_Layer]] | None:
+    """Divides that colayer of several layers which has the most bytes; None where there is none."""
+    largest = max((run for run in runs if len(run) > 1), key=lambda run: _bytes_of(specs, run), default=None)
+    if largest is None:
+        return None
+    half = _bytes_of(specs, largest) / 2
+    cut = min(range(1, len(largest)), key=lambda at: abs(_bytes_of(specs, largest[:at]) - half))
+    at = runs.index(largest)
+    return [*runs[:at], largest[:cut], largest[cut:], *runs[at + 1 :]]

@@ -1,0 +1,264 @@
+"""Which layouts a rank under Canary contributes to, and how the ranks know when no more comes of one.
+
+A rank contributes to one layout at a time, that of the ranks that take part. When these have changed, it goes on to the
+next one, and tells the others how often it has contributed to the one before; at its last step it tells that of the
+present one. A layout of which all have told, and all has come, is settled. To ranks that join late what is under way
+then may be lost, until the next blend.
+
+Only the roots of a layout can say that no more comes of it, and they may not know it, where those that contribute to it
+have died. So whoever hears of a layout tells its ranks, be it by a state, and though it has no part in it.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+
+from hop_tf.errors import ProtocolError
+from hop_tf.membership import Membership
+from hop_tf.strategies.canary.layout import Layout, Ledger, Piece
+from hop_tf.strategies.canary.messages import Channel, Kind, Note
+from hop_tf.strategies.canary.peers import Peers, is_past
+from hop_tf.strategies.canary.pieces import PieceThread
+from hop_tf.strategies.canary.replica import Replica
+from hop_tf.transport.base import Message
+
+# So many iterations after a rank has left, what it has sent before, and is under way, can be summed up.
+_LINGER = 8
+
+
+class Contributions:
+    """The contributions of one rank, and what the others have told of theirs.
+
+    Args:
+      membership: Who takes part.
+      replica: Layouts, and what was merged of them.
+      peers: What is known of the others.
+      channel: Sends messages.
+      threads: Those that wait for contributions.
+      num_colayers: k.
+
+    Attributes:
+      layout: The one that this rank contributes to; None before its first iteration.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        replica: Replica,
+        peers: Peers,
+        channel: Channel,
+        threads: Sequence[PieceThread],
+        num_colayers: int,
+    ):
+        self._membership = membership
+        self._monitor = membership.monitor
+        self._replica = replica
+        self._peers = peers
+        self._channel = channel
+        self._threads = threads
+        self._num_colayers = num_colayers
+        self._num_lost_before = 0
+        self._settled: list[tuple[Ledger, np.ndarray]] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets the session that was."""
+        self._num_lost_before, self._settled = self.num_lost, []
+        self._told: set[tuple[bytes, int]] = set()  # Layouts, and the ranks that know from here that there are these.
+        self._looked_at: tuple[dict[bytes, None], bytes] | None = None  # All layouts, and the ranks, as all were told.
+        self.layout: Layout | None = None
+        self._known_present: bytes | None = None
+        self._moves: collections.deque[tuple[int, bytes | None, bytes]] = collections.deque()  # Not told yet.
+        # By layout and colayer, until the layout is settled.
+        self._sent: collections.defaultdict[bytes, list[int]] = collections.defaultdict(
+            lambda: [0] * self._num_colayers
+        )
+
+    def add(self, colayer: int) -> None:
+        """This rank has contributed to a colayer of the present layout."""
+        self._sent[self.layout.key][colayer] += 1
+
+    # Ranks that leave, or join late.
+
+    def look_at_departures(self) -> None:
+        """Ranks that have left are waited for no more, be it that another process had taken their place unheard."""
+        if (present := self._peers.present_key()) != self._known_present:
+            self._known_present = present
+            with self._replica.lock:
+                for rank in self._membership.departed():
+                    self._replica.gei.exclude(rank)
+            self.look_again()
+
+    def admit(self, rank: int) -> None:
+        """A rank joins: it counts again."""
+        with self._replica.lock:
+            self._replica.gei.include(rank)
+        self.look_again()
+
+    def move(self, k: int) -> Layout:
+        """From iteration k on, this rank contributes to the layout among those that take part."""
+        before = self.layout
+        if before is None or not self._peers.are_all_in(before):
+            self.layout = self._replica.layout(self._peers.present_key())
+            self.look_again()
+            if max(self.layout.key) > 1:  # Else nobody can have been in an earlier one.
+                self._moves.append((k, None if before is None else before.key, self.layout.key))
+        return self.layout
+
+    def free_layouts(self) -> None:
+        """Frees those that this rank has left, and of which no more comes here."""
+        with self._monitor:
+            for layout in self._replica.layouts() if self.layout is not None else []:
+                if is_past(layout.key, self.layout.key) and self._is_settled(layout):
+                    self._settle(layout)
+                    self._replica.free(layout)
+                    self._peers.forget(layout.key)
+                    for thread in self._threads:
+                        thread.forget(layout.key)
+
+    # What ranks tell each other.
+
+    def tell_old_moves(self, k: int) -> None:
+        """In iteration k, tells the others of layouts that this rank has left some iterations ago."""
+        while self._moves and self._moves[0][0] < k - _LINGER:
+            self._tell_move()
+
+    def tell_end(self) -> None:
+        """Tells the others that this rank has made its last step, and does not contribute again."""
+        while self._moves:
+            self._tell_move()
+        key, rank = self.layout.key, self._membership.rank
+        with self._monitor:
+            self._peers.has_contributed(rank, key, tuple(self._sent[key]))
+            self._peers.done.add(rank)
+            others = self._peers.present()
+        self._tell(others, Kind.DONE, key, self._sent[key])
+        self.look_again()
+
+    def tell_newcomer_of_end(self, newcomer: int) -> None:
+        """This rank has made its last step before another one has joined: it contributes to nothing that they share.
+
+        It counts in no layout, and makes none known.
+        """
+        self._tell([newcomer], Kind.DONE, self._peers.present_key(), [])
+
+    def _tell_move(self) -> None:
+        """Tells how often this rank has contributed to the layout before, and that it contributes to no other one."""
+        _, before, key = self._moves.popleft()
+        rank = self._membership.rank
+        with self._monitor:
+            if before is not None:
+                self._peers.has_contributed(rank, before, tuple(self._sent[before]))
+            self._peers.has_moved(rank, key)
+            others = self._peers.present()
+        if before is None:
+            self._tell(others, Kind.MOVED, key, [])
+        else:
+            self._tell(others, Kind.MOVED, key, self._sent[before], [np.frombuffer(before, np.uint8)])
+        self.look_again()
+
+    def _tell(
+        self, ranks: Sequence[int], kind: Kind, key: bytes, counts: Sequence[int], payload: Sequence[np.ndarray] = ()
+    ) -> None:
+        contributions = tuple((count, colayer) for colayer, count in enumerate(counts))
+        note = self._channel.note(kind, key, contributions=contributions)
+        for rank in ranks:
+            self._channel.send(rank, note, payload)
+
+    def receive(self, note: Note, message: Message) -> None:
+        """Another rank has told how often it has contributed to a layout; the monitor is held."""
+        key = message.payload.tobytes()
+        if note.kind is Kind.DONE and note.contributions:
+            key = note.key
+        if len(key) not in (0, len(note.key)) or len(note.contributions) != (self._num_colayers if key else 0):
+            raise ProtocolError(f"rank {message.sender} tells of {len(note.contributions)} colayers.")
+        rank = self._membership.rank
+        # Of others nothing comes here.
+        if key and key[rank] == self._peers.key_of(rank) and not self._replica.is_freed(key):
+            self.hear_of(key)
+            self._peers.has_contributed(message.sender, key, [count for count, _ in note.contributions])
+        if note.kind is Kind.DONE:
+            self._peers.done.add(message.sender)
+        else:
+            self._peers.has_moved(message.sender, note.key)
+        self.look_again()
+
+    def hear_of(self, key: bytes) -> Layout:
+        """The layout of that key, which may be new here.
+
+        Raises:
+          ProtocolError: As `Replica.layout` does.
+        """
+        is_new = not self._replica.is_known(key)
+        layout = self._replica.layout(key)
+        if is_new:
+            self.look_again()
+        return layout
+
+    def look_again(self) -> None:
+        """Whether more can come of a piece depends on what ranks have told, be it before its layout was known here."""
+        with self._monitor:
+            self._tell_of_layouts()
+        for thread in self._threads:
+            thread.look_again()
+
+    def _tell_of_layouts(self) -> None:
+        """Tells the ranks of each layout that there is this one, if they were not told; the monitor is held."""
+        keys, present = dict.fromkeys(self._replica.known_keys()), self._peers.present_key()
+        if (keys, present) == self._looked_at:
+            return
+        self._looked_at = keys, present
+        for key in keys:
+            if new := [rank for rank in self._peers.alive(key) if (key, rank) not in self._told]:
+                self._told.update((key, rank) for rank in new)
+                # Not here: what has received something must not wait until something is sent.
+                self._threads[0].put(functools.partial(self._tell, new, Kind.HEARD, key, []))
+
+    # What is under way.
+
+    def late_ranks(self, most: int) -> set[int]:
+        """Ranks by way of which pieces go that have so many own contributions under way; the monitor is held."""
+        layout, rank = self.layout, self._membership.rank
+        if layout is None or not self._peers.are_all_in(layout):
+            return set()
+        num_under_way = np.array(self._sent[layout.key])[layout.colayers] - layout.ledger.merged[:, rank]
+        late = [layout.pieces[index] for index in np.flatnonzero(num_under_way >= most)]
+        return {each for piece in late for each in layout.path(piece, rank)}
+
+    def unsettled_ranks(self) -> set[int]:
+        """Ranks by way of which more of a piece may come here, this one included; the monitor is held."""
+        is_settled = self._peers.is_settled
+        pieces = ((layout, piece) for layout in self._replica.layouts() for piece in layout.pieces)
+        unsettled = ((layout, piece) for layout, piece in pieces if not is_settled(layout, piece))
+        return {rank for layout, piece in unsettled for rank in self._sources(layout, piece)}
+
+    def _sources(self, layout: Layout, piece: Piece) -> Sequence[int]:
+        """Those of one piece: where this rank is its root, all that take part."""
+        if piece.root == self._membership.rank:
+            return [rank for rank in layout.ranks if self._peers.takes_part(layout, rank)]
+        return layout.path(piece, self._membership.rank)
+
+    def _is_settled(self, layout: Layout) -> bool:
+        return all(self._peers.is_settled(layout, piece) for piece in layout.pieces)
+
+    def settle(self) -> None:
+        """No more comes of any layout."""
+        for layout in self._replica.layouts():
+            self._settle(layout)
+
+    def _settle(self, layout: Layout) -> None:
+        if (sent := self._sent.pop(layout.key, None)) is not None:
+            self._settled.append((layout.ledger, np.array(sent)[layout.colayers]))
+
+    @property
+    def num_lost(self) -> int:
+        """Pieces of own contributions that nobody has sent out, or not to here, and that cannot come any more.
+
+        What waited to be merged when its layout was settled is none, and what a state holds that was taken since.
+        """
+        rank = self._membership.rank
+        return self._num_lost_before + sum(int(np.sum(sent - ledger.merged[:, rank])) for ledger, sent in self._settled)

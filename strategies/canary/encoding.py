@@ -1,0 +1,189 @@
+"""How the pieces of Canary travel: encoded by the graph, by a codec, or as factors."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from hop_tf.codecs import Codec, ErrorFeedback, Identity
+from hop_tf.collectives import Network
+from hop_tf.strategies.canary.factors import KernelFactors, gather, goes_as_factors
+from hop_tf.strategies.canary.layout import Piece
+from hop_tf.tensors.buffers import BufferPool
+from hop_tf.tensors.packing import Packing
+from hop_tf.tensors.payloads import split
+
+# What a codec sends beside the values, such as bucket values, is more than it saves where there are fewer.
+_MIN_ENCODED_VALUES = 512
+
+# What has come for a piece: the sum of all values, or the encoded factors of each contribution.
+Total = np.ndarray | list[np.ndarray]
+
+
+class PieceEncoding:
+    """Encodes what ranks contribute to pieces, adds it up, and decodes it.
+
+    Args:
+      network: Whose routes pieces take.
+      world_size: n.
+      parts: The packing of each colayer.
+      codec: What float32 values are encoded with, but for those that must not be changed.
+      pool: Where large arrays come from.
+      low_rank: r: contributions to large dense kernels, which lie behind all else of their colayers, go as factors of
+        so many columns. Default None: as all others do.
+
+    Attributes:
+      sizes: For each colayer and bucket, the number of values.
+      starts: For each colayer and bucket, where the colayer begins in the vector of all.
+      granularity: Vectors should be cut at multiples of so many values.
+      kernels: Those whose contributions go as factors, by their buckets and where they begin there.
+      uncut: By colayer and bucket, the numbers of values of its kernels.
+      is_encoded: For each colayer and bucket, whether the graph has encoded what it hands out.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        world_size: int,
+        parts: Sequence[Packing],
+        codec: Codec,
+        pool: BufferPool,
+        low_rank: int | None = None,
+    ):
+        self._pool = pool
+        whole = parts[0]
+        takes_codec = [dtype.as_numpy_dtype == np.float32 and not exact for dtype, exact in _kinds(whole)]
+        self._dtypes = [dtype.as_numpy_dtype for dtype in whole.dtypes]
+        self._identities = [Identity(dtype=dtype) for dtype in self._dtypes]
+        self._codecs = [codec if takes else same for takes, same in zip(takes_codec, self._identities, strict=True)]
+        self.granularity = max(each.granularity for each in self._codecs)
+        self.sizes = [part.sizes for part in parts]
+        ends = [list(itertools.accumulate(of_bucket, initial=0)) for of_bucket in zip(*self.sizes, strict=True)]
+        *self.starts, totals = zip(*ends, strict=True)
+        self._feedback = [
+            ErrorFeedback(each, total) if each.error_feedback else None
+            for each, total in zip(self._codecs, totals, strict=True)
+        ]
+        self.kernels: dict[tuple[int, int], KernelFactors] = {}
+        self.uncut: collections.defaultdict[tuple[int, int], list[int]] = collections.defaultdict(list)
+        for colayer, part in enumerate(parts if low_rank else ()):
+            for index, spec in enumerate(part.specs):
+                if goes_as_factors(spec, low_rank, world_size):
+                    bucket, where = part.place(index)
+                    kernel = KernelFactors(spec, low_rank, codec, _MIN_ENCODED_VALUES, pool)
+                    self.kernels[bucket, self.starts[colayer][bucket] + where.start] = kernel
+                    self.uncut[colayer, bucket].append(part.end(index) - where.start)
+        num_routes = len(network.routes(world_size))  # When ranks leave, there are fewer.
+        self.is_encoded = [
+            [
+                each.encodes_in_graph
+                and not each.error_feedback
+                and size >= num_routes * _MIN_ENCODED_VALUES
+                and (colayer, bucket) not in self.uncut
+                for bucket, (each, size) in enumerate(zip(self._codecs, of_colayer, strict=True))
+            ]
+            for colayer, of_colayer in enumerate(self.sizes)
+        ]
+
+    def emit_encode(self, colayer: int, buckets: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Emits the ops that encode those buckets of a colayer that `is_encoded` tells, each as a whole.
+
+        They keep their types, as which TensorFlow's queues take the bytes: buckets are padded, so that these are whole
+        values.
+        """
+        return [
+            tf.bitcast(tf.reshape(codec.emit_encode(values), [-1, values.dtype.size]), values.dtype)
+            if encodes
+            else values
+            for codec, values, encodes in zip(self._codecs, buckets, self.is_encoded[colayer], strict=True)
+        ]
+
+    def cut(self, piece: Piece, bucket: np.ndarray, share: float) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """The part of a colayer's bucket that is a piece, times a share: as values, or encoded where the bucket is."""
+        where = self._within(piece)
+        if self.is_encoded[piece.colayer][piece.bucket]:
+            return None, self._codecs[piece.bucket].part(bucket.view(np.uint8), where, share, self._pool)
+        values = bucket[where] * bucket.dtype.type(share)
+        kernel = self._kernel(piece)
+        return (values, None) if kernel is None else (None, kernel.encode(values))
+
+    def own(self, piece: Piece, bucket: np.ndarray) -> np.ndarray:
+        """The same part at its full size: what stands in for the mean until that is there.
+
+        Where the graph has encoded the bucket it is what that decodes to, else it shares the memory of the bucket.
+        """
+        if not self.is_encoded[piece.colayer][piece.bucket]:
+            return bucket[self._within(piece)]
+        data = self._codecs[piece.bucket].part(bucket.view(np.uint8), self._within(piece), 1.0, self._pool)
+        values = self._zeros(piece)
+        self.accumulate(piece, data, values)
+        return values
+
+    def _within(self, piece: Piece) -> slice:
+        """Where a piece is in its colayer's bucket."""
+        start = self.starts[piece.colayer][piece.bucket]
+        return slice(piece.where.start - start, piece.where.stop - start)
+
+    def add(
+        self, piece: Piece, total: Total | None, *, values: np.ndarray | None = None, data: np.ndarray | None = None
+    ) -> Total:
+        """Adds a contribution, as values or encoded, to what has come for a piece.
+
+        Args:
+          piece: The piece.
+          total: What has come: values, or encoded factors. It may be changed. None: nothing.
+          values: The contribution, to which nobody writes any more but this.
+          data: The same, encoded.
+
+        Returns:
+          The sum; or the factors of all.
+        """
+        if self._kernel(piece) is not None:
+            return [*(total or ()), *split(data)]
+        if values is None:
+            total = self._zeros(piece) if total is None else total
+            self._codec_of(piece).accumulate(data, total)
+            return total
+        return values if total is None else np.add(total, values, out=total)
+
+    def encode_total(self, piece: Piece, total: Total) -> np.ndarray:
+        """Encodes what `add` has given."""
+        return self.encode(piece, total) if self._kernel(piece) is None else gather(total, self._pool)
+
+    def encode(self, piece: Piece, values: np.ndarray) -> np.ndarray:
+        """Encodes values of a piece."""
+        codec, feedback = self._codec_of(piece), self._feedback[piece.bucket]
+        if feedback is None or codec is self._identities[piece.bucket]:
+            return codec.encode(values, self._pool)
+        return feedback.encode(values, piece.where, self._pool)
+
+    def accumulate(self, piece: Piece, data: np.ndarray, total: np.ndarray) -> None:
+        """Decodes values of a piece and adds them to `total`."""
+        (self._kernel(piece) or self._codec_of(piece)).accumulate(data, total)
+
+    def _zeros(self, piece: Piece) -> np.ndarray:
+        """A sum of nothing."""
+        size, dtype = piece.where.stop - piece.where.start, self.dtype_of(piece)
+        total = self._pool.take(size * dtype.itemsize).view(dtype)
+        total.fill(0)
+        return total
+
+    def dtype_of(self, piece: Piece) -> np.dtype:
+        """The type of a piece's values."""
+        return np.dtype(self._dtypes[piece.bucket])
+
+    def _kernel(self, piece: Piece) -> KernelFactors | None:
+        """What its contributions are factorized by; None where they are not."""
+        return self.kernels.get((piece.bucket, piece.where.start))
+
+    def _codec_of(self, piece: Piece) -> Codec:
+        is_small = piece.where.stop - piece.where.start < _MIN_ENCODED_VALUES
+        return (self._identities if is_small else self._codecs)[piece.bucket]
+
+
+def _kinds(packing: Packing) -> Iterable:
+    return zip(packing.dtypes, packing.exact, strict=True)

@@ -1,0 +1,74 @@
+"""How ranks under Canary agree on who ends a `fit` together.
+
+In the end weights become the mean of all replicas, and whoever has that leaves. A rank that joins meanwhile cannot be
+in it: some may have ended already. So everybody tells which ranks it knows to have joined, when all of those have made
+their last step, and takes part in no other mean than that of these, unless one of them tells of more. If none does, all
+have told the same, and know so. Who joins later comes too late, and hears that in the end.
+"""
+
+from __future__ import annotations
+
+from hop_tf.membership import Membership
+from hop_tf.strategies.canary.contributions import Contributions
+from hop_tf.strategies.canary.messages import Channel, Kind
+from hop_tf.strategies.canary.pacing import Pacing
+from hop_tf.strategies.canary.peers import Peers, is_past
+
+
+class Ending:
+    """The end of one rank's `fit`.
+
+    Args:
+      membership: Waiting.
+      peers: What is known of the others.
+      contributions: What is under way.
+      channel: Sends messages.
+      pacing: Waits for the others' last steps.
+    """
+
+    def __init__(
+        self, membership: Membership, peers: Peers, contributions: Contributions, channel: Channel, pacing: Pacing
+    ):
+        self._membership = membership
+        self._peers = peers
+        self._contributions = contributions
+        self._channel = channel
+        self._pacing = pacing
+
+    def agree(self, k: int) -> bytes:
+        """Waits until all that end together know each other, have made their last step, and have merged all.
+
+        Returns:
+          The lives in which ranks end together; see `Peers.lives`. Those that have left do not count.
+
+        Raises:
+          HopError: As `Membership.wait` does.
+        """
+        while True:
+            self._pacing.wait_for_others(k)
+            self._contributions.settle()
+            lives = self._tell()
+            self._wait(lambda lives=lives: [] if self._telling_of_more(lives) else self._silent(lives), k)
+            with self._membership.monitor:
+                if not self._telling_of_more(lives):
+                    return lives
+            self._wait(lambda: self._telling_of_more(self._peers.lives()), k)  # Then this rank has heard of them, too.
+
+    def _tell(self) -> bytes:
+        with self._membership.monitor:
+            lives, others = self._peers.lives(), self._peers.present()
+        note = self._channel.note(Kind.ENDING, lives)
+        for rank in others:
+            self._channel.send(rank, note)
+        return lives
+
+    def _silent(self, lives: bytes) -> list[int]:
+        """Those that have not told of the same ranks yet."""
+        return [rank for rank in self._peers.alive(lives) if self._peers.ending.get(rank) != lives]
+
+    def _telling_of_more(self, lives: bytes) -> list[int]:
+        """Those that know of ranks which have joined later."""
+        return [rank for rank in self._peers.alive(lives) if is_past(lives, self._peers.ending.get(rank, b""))]
+
+    def _wait(self, missing, k: int) -> None:
+        self._membership.wait(missing, operation="agree on the end", step=k)

@@ -1,0 +1,402 @@
+"""The asynchronous communication of Canary at one rank. See `hop_tf.strategies.canary`, whose steps are cited here."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from hop_tf.codecs import Codec, Identity
+from hop_tf.collectives import Network
+from hop_tf.runtime.averaging import LateChanges
+from hop_tf.runtime.exchange import Exchange, Incoming, Outgoing
+from hop_tf.runtime.group import ExchangeContext
+from hop_tf.runtime.joining import Joiner
+from hop_tf.strategies.canary.blend import Blending
+from hop_tf.strategies.canary.contributions import Contributions
+from hop_tf.strategies.canary.encoding import PieceEncoding
+from hop_tf.strategies.canary.ending import Ending
+from hop_tf.strategies.canary.factors import kernels_last
+from hop_tf.strategies.canary.gei import Thresholds
+from hop_tf.strategies.canary.layout import Layout, Piece
+from hop_tf.strategies.canary.messages import COUNTING, Channel, Kind, Note
+from hop_tf.strategies.canary.pacing import Pacing
+from hop_tf.strategies.canary.peers import Peers
+from hop_tf.strategies.canary.pieces import PieceThread, checked_piece
+from hop_tf.strategies.canary.pull import Pulling
+from hop_tf.strategies.canary.replica import Replica
+from hop_tf.tensors.packing import Packing
+from hop_tf.transport.base import Message
+
+_JOIN_SECONDS = 5.0
+_MIN_INBOX_BYTES = 64 * 2**20
+_INBOX_REPLICAS = 8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AsyncSettings:
+    """What an asynchronous exchange is told.
+
+    Attributes:
+      network: Whose routes pieces take.
+      thresholds: s and p.
+      codec: What contributions are encoded with.
+      sync_interval: Iterations between two blends; None: there are none.
+      inbox_bytes: The most that is received and not merged on each of the network's threads before others wait.
+        Default None: eight times the bytes of the weights, at least 64 MiB.
+      max_in_flight: See `hop_tf.CanaryStrategy`. Default 2.
+      low_rank: r, of contributions to large dense kernels. Default None: these go as all others do.
+    """
+
+    network: Network
+    thresholds: Thresholds
+    codec: Codec
+    sync_interval: int | None
+    inbox_bytes: int | None = None
+    max_in_flight: int = 2
+    low_rank: int | None = None
+
+
+class CanaryExchange(Exchange, Joiner):
+    """Sends out contributions, and merges those of all ranks, without waiting for anybody's computation.
+
+    The segments of a step are its colayers, and then `merge_segment`: what that gives back are the weights. Step
+    `start_step` begins with `start_segment`, which hands out the weights as they are; and after the last one comes
+    `finish_segment`.
+
+    Args:
+      context: Membership, packing and buffers of the group.
+      members: For each colayer, the indices of its variables.
+      settings: The rest.
+
+    Attributes:
+      members: For each colayer, the indices of its variables.
+      order: The variables of `merge_segment`, in order: colayer by colayer.
+      changes: What this rank changes of them.
+      colayers: The colayer of each variable.
+      start_step: int64 variable: the first step that this rank makes.
+      num_left: int64 variable: how many colayers have left in the step that `merge_segment` has ended, the first ones;
+        the others were dropped.
+      replica: The weights and what was merged into them.
+    """
+
+    def __init__(self, context: ExchangeContext, members: Sequence[Sequence[int]], settings: AsyncSettings):
+        self._group = context.group
+        self._membership = membership = context.membership
+        self._monitor = membership.monitor
+        self._settings = settings
+        self._queue = f"canary/{self._group}"
+        world_size, specs = membership.world_size, context.packing.specs
+        members = [kernels_last(specs, colayer, settings.low_rank, world_size) for colayer in members]
+        self.members = members
+        self.order = [index for colayer in members for index in colayer]
+        variables, values = context.variables, context.values()
+        self.changes = LateChanges([variables[index] for index in self.order], [values[index] for index in self.order])
+        self.colayers = {index: colayer for colayer, indices in enumerate(members) for index in indices}
+        colayers, whole = [context.packing.part(each) for each in members], context.packing.part(self.order)
+        self.merge_segment, self.start_segment, self.finish_segment = (len(members) + i for i in range(3))
+        self.parts: list[Packing] = [*colayers, whole, whole, whole]
+        self.max_in_flight = len(self.parts)
+        network, pool = settings.network, context.pool
+        encoding = PieceEncoding(network, world_size, colayers, settings.codec, pool, settings.low_rank)
+        self.replica = Replica(membership.rank, world_size, network, encoding, pool)
+        self._peers = Peers(membership)
+        self._channel = Channel(membership, self._queue, lambda: self.replica.gei.newest)
+        self._pulling = Pulling(membership, self.replica, self._peers, self._channel)
+        self._threads = [self._make_thread(index) for index in range(settings.network.num_levels)]
+        self._contributions = Contributions(
+            membership, self.replica, self._peers, self._channel, self._threads, len(members)
+        )
+        # On each edge one may be held up, for a rank that is slow, until the next one comes.
+        depth = max(route.depth for route in settings.network.routes(membership.world_size))
+        window = settings.max_in_flight + depth - 1
+        self._pacing = Pacing(membership, self._peers, self._contributions, self._threads, window)
+        self._ending = Ending(membership, self._peers, self._contributions, self._channel, self._pacing)
+        self._final = context.make_all_reduce("final", whole, Identity(), "mesh")
+        self._num_dropped = self._num_late = 0
+        with tf.init_scope(), tf.device("/cpu:0"):
+            self.start_step = tf.Variable(0, dtype=tf.int64, trainable=False, name="hop_tf_start_step")
+            self.num_left = tf.Variable(len(members), dtype=tf.int64, trainable=False, name="hop_tf_num_left")
+        self._begin(context.session)
+        membership.transport.register(self._queue, self._on_message)
+        self._running = [
+            context.start_thread(f"pieces {self._group}/{index}", thread.run)
+            for index, thread in enumerate(self._threads)
+        ]
+
+    def _make_thread(self, index: int) -> PieceThread:
+        membership, settings = self._membership, self._settings
+
+        def send_values(
+            rank: int, level: int, kind: Kind, layout: Layout, piece: Piece, sequence: int, values: np.ndarray
+        ) -> None:
+            self._channel.send(rank, self._channel.note(kind, layout.key, piece.index, sequence), [values], level)
+
+        blending = Blending(self.replica, membership.rank, settings.sync_interval, self._peers.takes_part, send_values)
+        max_bytes = settings.inbox_bytes or max(_MIN_INBOX_BYTES, _INBOX_REPLICAS * self.parts[-1].num_bytes)
+        return PieceThread(index, membership, self.replica, self._channel, self._peers, blending, max_bytes)
+
+    def reset(self, session: int, start: int = 0) -> None:
+        with self._monitor:
+            for thread in self._threads:
+                thread.pause()
+            # From here on nothing of the session before is sent, and nothing comes in between.
+            for thread in self._threads:
+                thread.reset()
+            self.replica.reset()
+            self._final.reset(session)
+            self.changes.reset()
+            self._begin(session)
+            self.start_step.assign(start)
+
+    def _begin(self, session: int) -> None:
+        self._channel.session = session
+        self._peers.reset()
+        self._contributions.reset()
+        self._iteration = -1
+        self._is_dropping = self._was_dropping = False
+        self.num_left.assign(len(self.members))
+        self._has_joined = False
+        self._num_left = 0
+        self._sent_steps = 0
+
+    # Steps.
+
+    def emit_encode(self, segment: int, buckets: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
+        """Step 4: colayers are sketched where they are computed. What has no op for that is encoded piece by piece."""
+        return self.replica.encoding.emit_encode(segment, buckets) if segment < len(self.members) else buckets
+
+    def step(self, outgoing: Outgoing) -> Incoming | None:
+        k, segment = outgoing.step, outgoing.segment
+        if segment == self.merge_segment:
+            return self._end_iteration(k)
+        if segment == self.finish_segment:
+            return Incoming(k, segment, self._finish(k))
+        if segment == self.start_segment:
+            self._start(outgoing.buckets)
+            return None
+        if segment == 0:
+            self._enter(k)
+        self._send_colayer(k, segment, outgoing.buckets)
+        return None
+
+    def neutral(self, outgoing: Outgoing) -> Incoming | None:
+        if outgoing.segment == self.start_segment:
+            self.replica.begin(outgoing.buckets)
+        if outgoing.segment in (self.merge_segment, self.finish_segment):
+            return Incoming(outgoing.step, outgoing.segment, self.replica.read())
+        return None
+
+    def _start(self, weights: Sequence[np.ndarray]) -> None:
+        self.replica.begin(weights)
+        if self._has_joined:
+            self.replica.is_complete = False  # What the others have merged since they gave these weights is missing.
+            k = int(self.start_step)
+            self._contributions.move(k)
+            self._pull(k)
+        for thread in self._threads:
+            thread.open()
+
+    def _enter(self, k: int) -> None:
+        """Begins to send what iteration k has computed."""
+        self._contributions.look_at_departures()
+        self._pacing.wait_for_window(k)
+        self._pacing.wait_for_room(k)
+        with self.replica.lock:
+            self.replica.gei.start(k)
+        self._contributions.move(k)
+        self._contributions.tell_old_moves(k)
+        self._contributions.free_layouts()
+        self._iteration, self._is_dropping, self._num_left = k, False, 0
+
+    def _send_colayer(self, k: int, colayer: int, buckets: Sequence[np.ndarray]) -> None:
+        """Steps 2 to 4: a colayer leaves, unless this rank is overtime."""
+        with self.replica.lock:
+            staleness = self.replica.gei.staleness(k)
+        if self._is_dropping or self._settings.thresholds.is_overtime(staleness, self._num_left):
+            self._is_dropping = True
+            self._num_dropped += 1
+            return
+        layout = self._contributions.layout
+        for piece in layout.by_colayer[colayer]:
+            self._contribute(layout, piece, buckets[piece.bucket], k)
+        self._contributions.add(colayer)
+        self._num_left += 1
+
+    def _contribute(self, layout: Layout, piece: Piece, bucket: np.ndarray, k: int) -> None:
+        """Sends a piece of a colayer on its way, or adds it to what others send here; until then it stands in."""
+        self.replica.stand_in(layout, piece, self.replica.encoding.own(piece, bucket))
+        values, data = self.replica.encoding.cut(piece, bucket, 1 / len(layout.ranks))
+        if piece.parent is None or piece.children:
+            self._threads[piece.thread].contribute(layout, piece, k, values=values, data=data)
+            return
+        if data is None:
+            data = self.replica.encoding.encode(piece, values)
+        contributions = ((self._membership.rank, k),)
+        note = self._channel.note(Kind.UP, layout.key, piece.index, contributions=contributions)
+        self._channel.send(piece.parent, note, [data], piece.parent_level)
+
+    def _end_iteration(self, k: int) -> Incoming:
+        """Steps 5 and 6: the weights as they are, and how far ahead others are."""
+        if self._is_dropping:
+            self._pull(k)
+        if self._is_dropping or self._was_dropping:
+            self.num_left.assign(self._num_left)
+        self._was_dropping = self._is_dropping
+        with self.replica.lock:
+            target = max(k + 1, self.replica.gei.newest)
+            self.replica.gei.start(target)
+        return Incoming(k, self.merge_segment, self.replica.read(), num_skipped=target - (k + 1))
+
+    def _pull(self, k: int) -> None:
+        """Takes the state of a faster rank, and with it the layouts that it knows."""
+        self._contributions.free_layouts()
+        self._pulling.pull(k)
+        self._contributions.look_again()
+
+    def _finish(self, k: int) -> tuple[np.ndarray, ...]:
+        """Waits until all have made their last step, and all that was sent is merged; then evens out what is left.
+
+        Returns:
+          The weights, equal on all ranks.
+
+        Raises:
+          PeerLostError: If others have ended without this rank: it has joined too late, or one has died just now.
+          HopError: As `Membership.wait` does.
+        """
+        self._contributions.look_at_departures()
+        self._contributions.move(k)
+        self._contributions.tell_end()
+        lives, peers, membership = self._ending.agree(k), self._peers, self._membership
+        means = self._final.mean(
+            0,
+            self.replica.merged(),
+            lambda rank, _: peers.is_in_life(rank, lives) and membership.delivers(rank, self._group, 0),
+            before_commit=self._commit,
+            training_step=k,
+        )
+        self._commit()  # Also where it was alone: who joins from now on comes too late.
+        self.replica.begin(means)
+        return tuple(means)
+
+    def _commit(self) -> None:
+        self._sent_steps = 1
+
+    # Ranks that join late.
+
+    def begin_at(self, step: int) -> None:
+        self.reset(self._channel.session, step)
+        self._has_joined = True
+
+    def meet(self, rank: int, step: int) -> None:
+        self._peers.is_in(rank, step)
+
+    def admit(self, rank: int, step: int) -> int:
+        self._peers.begin_life(rank)
+        self._contributions.admit(rank)
+        if self._membership.rank in self._peers.done:  # Those that were told were others.
+            self._threads[0].put(functools.partial(self._contributions.tell_newcomer_of_end, rank))
+        return self._iteration
+
+    # Messages.
+
+    def _on_message(self, message: Message) -> None:
+        note = Note.unpack(message, self._membership.world_size)
+        with self._monitor:
+            rank = self._membership.rank
+            if note.session != self._channel.session or note.key[rank] != self._peers.key_of(rank):
+                return  # What was meant for an earlier life of this rank is in the state that it has taken.
+            if note.newest > self.replica.gei.newest:  # Else this would wait, with the monitor held, for a merge.
+                with self.replica.lock:
+                    self.replica.gei.start(note.newest)
+            self._peers.learn(note)
+            self._handle(note, message)
+            self._monitor.notify_all()
+
+    def _handle(self, note: Note, message: Message) -> None:
+        if note.kind in COUNTING:
+            self._contributions.receive(note, message)
+        elif note.kind is Kind.FULL:
+            self._peers.full.add((message.sender, note.piece))
+        elif note.kind is Kind.ROOM:
+            self._peers.full.discard((message.sender, note.piece))
+        elif note.kind is Kind.STATE:
+            self._pulling.receive(message.sender, message.payload)
+        elif note.kind is Kind.PULL:
+            self._contributions.free_layouts()  # A state tells which ones were.
+            sender, key = message.sender, note.key
+            self._threads[0].answer(lambda has_state: self._pulling.answer(sender, key, has_state=has_state))
+        elif note.kind is Kind.ENDING:
+            self._peers.ending[message.sender] = note.key
+        elif self.replica.is_freed(note.key):
+            self._num_late += len(note.contributions)
+        elif note.kind is Kind.HEARD:
+            self._contributions.hear_of(note.key)
+        else:
+            layout = self._contributions.hear_of(note.key)
+            piece = checked_piece(layout, note, message.sender)
+            self._threads[piece.thread].receive(layout, piece, note, message.sender, message.payload)
+
+    # Records.
+
+    @property
+    def sent_steps(self) -> int:
+        return self._sent_steps
+
+    def counters(self) -> Mapping[str, float]:
+        """What became of contributions.
+
+        Returns:
+          `overtime_drops`: colayers of this rank that were dropped; `contributions_lost`: pieces of this rank's
+          colayers that were sent on ways through ranks that have left, and have not come back, or are not in a state
+          that was taken since, counted when no more can come; `contributions_late`: pieces that ranks which have left
+          had sent, and that came when nobody waited for them any more, be it that a state held them, or that it lacked
+          what was before them; `pulls` of another rank's state, and `pulls_in_vain`; `messages_merged`, and
+          `duplicates`, which were not; `blends` of pieces; `inbox_waits`: iterations that began late as an inbox was
+          full, here or elsewhere; and `window_waits`: those that began late as too many of this rank's own had not come
+          back merged (`max_in_flight`).
+        """
+        return {
+            "overtime_drops": self._num_dropped,
+            "contributions_lost": self._contributions.num_lost,
+            "contributions_late": self._num_late
+            + self.replica.num_late
+            + sum(thread.num_late for thread in self._threads),
+            "pulls": self._pulling.num_pulls,
+            "pulls_in_vain": self._pulling.num_in_vain,
+            "messages_merged": sum(thread.num_messages for thread in self._threads),
+            "duplicates": self.replica.num_duplicates,
+            "blends": sum(thread.num_blends for thread in self._threads),
+            "inbox_waits": self._pacing.num_waits,
+            "window_waits": self._pacing.num_window_waits,
+        }
+
+    def gauges(self) -> Mapping[str, float]:
+        """Where this rank is.
+
+        Returns:
+          `staleness`: how many iterations its present one is behind; `proportion`: how many colayers of that have left;
+          `gei_rows` and `layouts` that are kept; `inbox_bytes` that are to be merged.
+        """
+        with self.replica.lock:
+            gei = self.replica.gei
+            staleness = max(0, gei.staleness(self._iteration)) if self._iteration >= 0 else 0
+            num_rows = len(gei)
+        return {
+            "staleness": staleness,
+            "proportion": self._num_left,
+            "gei_rows": num_rows,
+            "layouts": len(self.replica.layouts()),
+            "inbox_bytes": sum(thread.num_bytes for thread in self._threads),
+        }
+
+    def close(self) -> None:
+        self._membership.transport.unregister(self._queue)
+        for thread in self._threads:
+            thread.close()
+        for running in self._running:
+            running.join(_JOIN_SECONDS)
+        self._final.close()

@@ -1,0 +1,96 @@
+"""What a rank under Canary waits for: communication, and the others' last step after its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from hop_tf.membership import Membership
+from hop_tf.strategies.canary.contributions import Contributions
+from hop_tf.strategies.canary.peers import Peers
+from hop_tf.strategies.canary.pieces import PieceThread
+
+
+class Pacing:
+    """The waiting of one rank. Each method blocks until that has come, and raises what `Membership.wait` does.
+
+    Args:
+      membership: Waiting.
+      peers: What is known of the others.
+      contributions: What is under way.
+      threads: Those that merge.
+      window: So many own iterations may be under way.
+
+    Attributes:
+      num_waits: Iterations that began late as an inbox was full.
+      num_window_waits: Iterations that began late as too many own ones were under way.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        peers: Peers,
+        contributions: Contributions,
+        threads: Sequence[PieceThread],
+        window: int,
+    ):
+        self._membership = membership
+        self._monitor = membership.monitor
+        self._peers = peers
+        self._contributions = contributions
+        self._threads = threads
+        self._window = window
+        self.num_waits = self.num_window_waits = 0
+
+    def wait_for_window(self, k: int) -> None:
+        """Bounds what is under way: waits for communication, though for nobody's computation."""
+        with self._monitor:
+            self.num_window_waits += bool(self._late_ranks())
+        self._membership.wait(self._late_ranks, operation="receive what was merged", step=k)
+
+    def wait_for_room(self, k: int) -> None:
+        """Waits while a rank, or this one, has received more than it may keep: its threads wait for no computation."""
+        with self._monitor:
+            self.num_waits += bool(self._peers.without_room()) or not self._has_room()
+        self._membership.wait(self._peers.without_room, operation="have merged what it has received", step=k)
+        self._wait_for_own_threads(self._has_room)
+
+    def wait_for_others(self, k: int) -> None:
+        """Waits until all have made their last step, and all that was sent is merged."""
+        is_waiting = True
+        while is_waiting:  # For as long as others get on: they may have many steps before them.
+            num_before = self._num_messages()
+
+            def late_without_progress(num_before: int = num_before) -> list[int]:
+                return self._late() if self._num_messages() == num_before else []
+
+            self._membership.wait(late_without_progress, operation="receive the last contributions", step=k)
+            self._wait_for_own_threads(lambda: self._late() or not self._unsettled_ranks())
+            with self._monitor:
+                is_waiting = bool(self._late())
+
+    def _late(self) -> list[int]:
+        """The ranks whose last step is to come, then those by way of which more may come, be it to this rank's sums."""
+        unsettled = self._others(self._unsettled_ranks())
+        return [rank for rank in self._peers.present() if rank not in self._peers.done] or unsettled
+
+    def _unsettled_ranks(self) -> set[int]:
+        """Ranks by way of which more of a piece may come here, also now that ranks may have left."""
+        self._contributions.look_at_departures()
+        return self._contributions.unsettled_ranks()
+
+    def _late_ranks(self) -> list[int]:
+        return self._others(self._contributions.late_ranks(self._window))
+
+    def _others(self, ranks: set[int]) -> list[int]:
+        return sorted(ranks - {self._membership.rank})
+
+    def _wait_for_own_threads(self, condition: Callable[[], bool]) -> None:
+        """Waits for what this rank's own threads bring about, however long that takes."""
+        self._membership.wait_until(condition, math.inf)
+
+    def _has_room(self) -> bool:
+        return all(thread.has_room for thread in self._threads)
+
+    def _num_messages(self) -> int:
+        return sum(thread.num_messages for thread in self._threads)

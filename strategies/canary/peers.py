@@ -1,0 +1,169 @@
+"""Which ranks take part under Canary, and how far they are known to be."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from hop_tf.membership import Membership
+from hop_tf.strategies.canary.layout import Layout, Piece
+from hop_tf.strategies.canary.messages import Kind, Note
+
+_LARGEST_LIFE = 126
+_MERGED = (Kind.UP, Kind.DOWN, Kind.MARKED_DOWN)
+
+
+class Peers:
+    """What a rank knows of the others. Guarded by the rank's monitor.
+
+    Args:
+      membership: Who takes part.
+
+    Attributes:
+      done: Those that have made their last step, this rank itself included.
+      full: Ranks and their threads that have received more than they may keep.
+      ending: For each rank that is about to end, the lives of ranks that it has told of.
+    """
+
+    def __init__(self, membership: Membership):
+        self._membership = membership
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets the session that was."""
+        self.done: set[int] = set()
+        self.full: set[tuple[int, int]] = set()
+        self.ending: dict[int, bytes] = {}
+        self._iterations: dict[int, int] = {}
+        self._counts: dict[tuple[int, bytes], Sequence[int]] = {}
+        self._present: dict[int, bytes] = {}
+
+    def is_present(self, rank: int) -> bool:
+        """Whether a rank takes part still."""
+        return self._membership.departure(rank) is None
+
+    def is_expected(self, layout: Layout, rank: int) -> bool:
+        """Whether a rank may contribute to a layout again."""
+        return self.takes_part(layout, rank) and self.contributed(rank, layout) is None
+
+    def present(self) -> list[int]:
+        """The other ranks that take part, in order."""
+        ranks = range(self._membership.world_size)
+        return [rank for rank in ranks if rank != self._membership.rank and self.is_present(rank)]
+
+    def present_key(self) -> bytes:
+        """The key of the layout among those that take part. See `Layout`."""
+        with self._membership.monitor:
+            return bytes(self.key_of(rank) for rank in range(self._membership.world_size))
+
+    def key_of(self, rank: int) -> int:
+        """A rank's byte in that key: 1 in its first life, 2 when that has ended, 3 in the second one, and so on."""
+        return self._life_byte(rank) + (rank != self._membership.rank and not self.is_present(rank))
+
+    def _life_byte(self, rank: int) -> int:
+        membership = self._membership
+        life = membership.life if rank == membership.rank else membership.life_of(rank)
+        return 1 + 2 * min(life, _LARGEST_LIFE)
+
+    def lives(self) -> bytes:
+        """The same bytes, as if nobody had left: which ranks have joined."""
+        return bytes(map(self._life_byte, range(self._membership.world_size)))
+
+    def is_in_life(self, rank: int, lives: bytes) -> bool:
+        """Whether a rank is, or was when it left, in the life that is meant."""
+        return lives[rank] == self._life_byte(rank)
+
+    def is_ahead(self, lives: bytes) -> bool:
+        """Whether a rank is in a later life there than this one knows of: it has joined, and that is to come here."""
+        if max(lives) <= 2:  # None has, anywhere: so it is for each message of most jobs.
+            return False
+        return any(there > 1 + here for there, here in zip(lives, self.lives(), strict=True))
+
+    def alive(self, lives: bytes) -> list[int]:
+        """The other ranks that take part in these lives."""
+        return [rank for rank in self.present() if self.is_in_life(rank, lives)]
+
+    def are_all_in(self, layout: Layout) -> bool:
+        """Whether the ranks of a layout are those that take part, in the same life."""
+        return layout.key == self.present_key()
+
+    def learn(self, note: Note) -> None:
+        """A message tells of iterations that ranks have made."""
+        if note.kind in _MERGED:
+            for rank, iteration in note.contributions:
+                self.is_in(rank, iteration)
+
+    def is_in(self, rank: int, iteration: int) -> None:
+        """A rank has started an iteration; -1: none yet."""
+        self._iterations[rank] = max(iteration, self._iterations.get(rank, iteration))
+
+    def fastest(self, except_for: Collection[int] = ()) -> int | None:
+        """The other rank that is furthest, but for some; None where none is known."""
+        ranks = [rank for rank in self.present() if rank in self._iterations and rank not in except_for]
+        return max(ranks, key=self._iterations.get, default=None)
+
+    def without_room(self) -> list[int]:
+        """The other ranks that have received more than they may keep."""
+        ranks = {rank for rank, _ in self.full}
+        return [rank for rank in self.present() if rank in ranks]
+
+    def begin_life(self, rank: int) -> None:
+        """Another process has taken a rank's place: what is known of the one before does not count."""
+        self.done.discard(rank)
+        self.ending.pop(rank, None)
+        self._iterations.pop(rank, None)
+        self._present.pop(rank, None)
+        self.full = {where for where in self.full if where[0] != rank}
+
+    # What may still come of a layout.
+
+    def takes_part(self, layout: Layout, rank: int) -> bool:
+        """Whether a rank takes part still, in the life in which it is in a layout."""
+        return layout.key[rank] == self.key_of(rank) and self.is_present(rank)
+
+    def is_connected(self, layout: Layout, piece: Piece, rank: int) -> bool:
+        """Whether what a rank and the root of a piece send to each other arrives: nobody between them has left."""
+        return all(self.takes_part(layout, each) for each in layout.path(piece, rank))
+
+    def is_settled(self, layout: Layout, piece: Piece) -> bool:
+        """Whether no more of a piece comes here: its root has said so, or a rank on the way from there has left.
+
+        Also as long as one on the way is not known to have joined.
+        """
+        return piece.index in layout.ended or not self.is_connected(layout, piece, self._membership.rank)
+
+    def has_moved(self, rank: int, key: bytes) -> None:
+        """A rank contributes to this layout from now on, and to no earlier one."""
+        self._present[rank] = key
+
+    def has_contributed(self, rank: int, key: bytes, counts: Sequence[int]) -> None:
+        """A rank has contributed so often to each colayer of a layout, and does not again."""
+        self._counts[rank, key] = counts
+
+    def contributed(self, rank: int, layout: Layout) -> Sequence[int] | None:
+        """How often a rank has contributed to each colayer of a layout; None while it may do so again."""
+        counts = self._counts.get((rank, layout.key))
+        if counts is None and (rank in self.done or is_past(layout.key, self._present.get(rank, b""))):
+            return [0] * len(layout.by_colayer)
+        return counts
+
+    def has_all_come(self, layout: Layout, piece: Piece) -> bool:
+        """Whether the root of a piece, which is this rank, has merged all contributions that can still arrive."""
+        if self.is_ahead(layout.key):
+            return False
+        for rank in layout.ranks:
+            counts = self.contributed(rank, layout) if self.takes_part(layout, rank) else [0] * len(layout.by_colayer)
+            if counts is None:
+                return False
+            num_merged = layout.ledger.merged[piece.index, rank]
+            if num_merged < counts[piece.colayer] and self.is_connected(layout, piece, rank):
+                return False
+        return True
+
+    def forget(self, key: bytes) -> None:
+        """A layout was freed."""
+        self._counts = {where: counts for where, counts in self._counts.items() if where[1] != key}
+
+
+def is_past(key: bytes, present: bytes) -> bool:
+    """Whether a layout is one that a rank whose present one this is does not come to any more."""
+    return any(then < now for then, now in zip(key, present, strict=False))

@@ -1,0 +1,375 @@
+"""How contributions are summed up on their way to the roots, and the sums spread: one thread for each of the network's.
+
+Nobody waits for a computation. A rank that others send to passes on what has come for a piece
+
+    as soon as all those have sent that were in each of the last sums that it passed on, itself included;
+    or when one sends again, before what it has sent before was passed on;
+    or at once, where the ranks that take part have changed: those that know send elsewhere;
+
+so that in a cluster of equal ranks each message holds the contributions of all, and one that falls behind holds up
+nobody: its contribution goes with the others' next one. More than one sum is looked at because a slow rank is in one
+now and then: after each, all would wait for it in vain.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from hop_tf.errors import ProtocolError
+from hop_tf.membership import Membership
+from hop_tf.strategies.canary.blend import Blending
+from hop_tf.strategies.canary.encoding import Total
+from hop_tf.strategies.canary.layout import Layout, Piece
+from hop_tf.strategies.canary.messages import Channel, Kind, Note
+from hop_tf.strategies.canary.peers import Peers
+from hop_tf.strategies.canary.replica import Replica
+
+_PERIOD_SECONDS = 0.25
+# Who was in so many sums in a row is waited for.
+_NUM_IN_A_ROW = 2
+
+
+@dataclasses.dataclass
+class _Sum:
+    """What has come for a piece and was not passed on yet.
+
+    Attributes:
+      layout: The layout.
+      piece: The piece.
+      in_a_row: For each that sends here, in how many of the sums that were passed on before it was, the last ones.
+      total: The sum.
+      senders: Whose messages are in it.
+      contributions: Ranks and iterations of what is in it.
+    """
+
+    layout: Layout
+    piece: Piece
+    in_a_row: dict[int, int]
+    total: Total | None = None
+    senders: set[int] = dataclasses.field(default_factory=set)
+    contributions: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+
+    def regulars(self) -> list[int]:
+        """Who is waited for."""
+        return [rank for rank, number in self.in_a_row.items() if number >= _NUM_IN_A_ROW]
+
+    def begin_next(self) -> None:
+        """It was passed on."""
+        self.in_a_row = {rank: number + 1 if rank in self.senders else 0 for rank, number in self.in_a_row.items()}
+        self.senders, self.contributions, self.total = set(), [], None
+
+
+class PieceThread:
+    """Sums, sends and merges the pieces of one of the network's threads.
+
+    What comes is put into a list, by the transport's threads and the one that makes steps, and worked off by `run`.
+
+    Args:
+      index: Which thread it is.
+      membership: Waiting.
+      replica: What is merged into.
+      channel: Sends messages.
+      peers: Who is there.
+      blending: What keeps replicas together.
+      max_bytes: With more than so many bytes to be worked off, others are told to wait; with half of them, to go on.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        membership: Membership,
+        replica: Replica,
+        channel: Channel,
+        peers: Peers,
+        blending: Blending,
+        max_bytes: int,
+    ):
+        self._index = index
+        self._membership = membership
+        self._monitor = membership.monitor
+        self._replica = replica
+        self._channel = channel
+        self._peers = peers
+        self._blending = blending
+        self._inbox: collections.deque[tuple[Callable[[], None], int]] = collections.deque()
+        self._questions: collections.deque[Callable[[bool], None]] = collections.deque()
+        self._max_bytes = max_bytes
+        self._is_full = False
+        self.num_bytes = 0
+        self._sums: dict[tuple[bytes, int], _Sum] = {}
+        self._early: list[tuple[Layout, Piece, Note, int, np.ndarray]] = []
+        self._is_open = False
+        self._is_busy = False
+        self._closed = False
+        self.num_messages = self.num_late = 0
+
+    # From other threads.
+
+    def pause(self) -> None:
+        """Takes nothing up before `open`. Blocks: until what it is at is done."""
+        with self._monitor:
+            self._is_open = False
+            while self._is_busy:
+                self._monitor.wait(_PERIOD_SECONDS)
+
+    def reset(self) -> None:
+        """Forgets everything. It must be paused."""
+        with self._monitor:
+            self._inbox.clear()
+            self._questions.clear()
+            self.num_bytes = 0
+            self._is_full = False
+            self._sums.clear()
+            self._early.clear()
+            self._blending.reset()
+
+    def open(self) -> None:
+        """The replica has its first weights: what has come meanwhile can be merged."""
+        with self._monitor:
+            self._is_open = True
+            self._monitor.notify_all()
+
+    def put(self, work: Callable[[], None], num_bytes: int = 0) -> None:
+        """Has something done, which keeps so many bytes until then. Never blocks: who receives must go on receiving."""
+        with self._monitor:
+            self._inbox.append((work, num_bytes))
+            self.num_bytes += num_bytes
+            self._monitor.notify_all()
+
+    def answer(self, work: Callable[[bool], None]) -> None:
+        """Has something done next, also before `open`; it is told whether the replica can be used. Never blocks."""
+        with self._monitor:
+            self._questions.append(work)
+            self._monitor.notify_all()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether there is less to be worked off than there may be."""
+        return self.num_bytes <= self._max_bytes
+
+    def contribute(
+        self,
+        layout: Layout,
+        piece: Piece,
+        iteration: int,
+        *,
+        values: np.ndarray | None = None,
+        data: np.ndarray | None = None,
+    ) -> None:
+        """Adds this rank's own contribution, as values or encoded, to a piece that others send to it."""
+        rank, num_bytes = self._membership.rank, (data if values is None else values).nbytes
+        self.put(lambda: self._add(layout, piece, rank, ((rank, iteration),), values=values, data=data), num_bytes)
+
+    def receive(self, layout: Layout, piece: Piece, note: Note, sender: int, payload: np.ndarray) -> None:
+        """Takes a message about a piece."""
+        self.put(lambda: self._receive(layout, piece, note, sender, payload), payload.nbytes)
+
+    def look_again(self) -> None:
+        """A rank has left, or contributes to another layout, or no more: it is waited for no more."""
+        self.put(self._pass_on_what_is_due)
+
+    def forget(self, key: bytes) -> None:
+        """A layout was freed."""
+        self.put(lambda: self._forget(key))
+
+    def close(self) -> None:
+        """Ends `run`."""
+        with self._monitor:
+            self._closed = True
+            self._monitor.notify_all()
+
+    # On the thread.
+
+    def run(self) -> None:
+        """Works until `close`. What goes wrong ends the job."""
+        try:
+            while (work := self._take()) is not None:
+                work()
+                del work  # Not kept alive while the next one is awaited: it can be large.
+        except BaseException as error:
+            self._membership.fail(error)
+        finally:
+            self._rest()
+
+    def _take(self) -> Callable[[], None] | None:
+        with self._monitor:
+            self._rest()
+            while not (self._closed or (self._is_open and self._inbox) or self._questions or self._is_to_tell()):
+                self._monitor.wait(_PERIOD_SECONDS)
+            if self._closed:
+                return None
+            self._is_busy = True
+            if self._is_to_tell():
+                return self._tell
+            if self._questions:
+                return functools.partial(self._questions.popleft(), self._is_open)
+            work, num_bytes = self._inbox.popleft()
+            self.num_bytes -= num_bytes
+            return work
+
+    def _is_to_tell(self) -> bool:
+        """Whether others are to wait, and do not know it, or the other way round."""
+        most = self._max_bytes // 2 if self._is_full else self._max_bytes
+        return (self.num_bytes > most) != self._is_full
+
+    def _tell(self) -> None:
+        """On this thread, so that others hear it in order; they hear it though their own inboxes be full."""
+        with self._monitor:
+            self._is_full = not self._is_full
+            kind, others = Kind.FULL if self._is_full else Kind.ROOM, self._peers.present()
+            note = self._channel.note(kind, self._peers.present_key(), self._index)
+        for rank in others:
+            self._channel.send(rank, note)
+
+    def _rest(self) -> None:
+        with self._monitor:
+            if self._is_busy:
+                self._is_busy = False
+                self._monitor.notify_all()
+
+    def _receive(self, layout: Layout, piece: Piece, note: Note, sender: int, payload: np.ndarray) -> None:
+        self._take_early()
+        self._handle(layout, piece, note, sender, payload)
+
+    def _take_early(self) -> None:
+        """Takes what was kept, in the order in which it has come."""
+        early, self._early = self._early, []
+        for each in early:
+            self._handle(*each)
+
+    def _handle(self, layout: Layout, piece: Piece, note: Note, sender: int, payload: np.ndarray) -> None:
+        """Takes a message, or keeps it while a rank has yet to be met: what is passed on to that one would be lost."""
+        if self._peers.is_ahead(layout.key):
+            self._early.append((layout, piece, note, sender, payload))
+        elif note.kind is Kind.UP:
+            self._add(layout, piece, sender, note.contributions, data=payload)
+        elif note.kind in (Kind.DOWN, Kind.MARKED_DOWN):
+            self._go_down(layout, piece, note, payload)
+        elif note.kind is Kind.END:
+            self._end(layout, piece, note)
+        else:
+            self._blending.receive(layout, piece, note, sender, payload)
+
+    def _add(
+        self,
+        layout: Layout,
+        piece: Piece,
+        sender: int,
+        contributions: Sequence[tuple[int, int]],
+        *,
+        values: np.ndarray | None = None,
+        data: np.ndarray | None = None,
+    ) -> None:
+        if piece.index in layout.ended:
+            self.num_late += len(contributions)  # Of a rank that has left: nobody else is left behind.
+            return
+        pending = self._sum_of(layout, piece)
+        if sender in pending.senders:
+            self._pass_on(layout, piece, pending)
+        pending.total = self._replica.encoding.add(piece, pending.total, values=values, data=data)
+        pending.senders.add(sender)
+        pending.contributions.extend(contributions)
+        self._pass_on_if_due(layout, piece, pending)
+        self._end_if_due(layout, piece)
+
+    def _sum_of(self, layout: Layout, piece: Piece) -> _Sum:
+        key = layout.key, piece.index
+        if key not in self._sums:
+            senders = (self._membership.rank, *(child for child, _ in piece.children))
+            self._sums[key] = _Sum(layout, piece, dict.fromkeys(senders, _NUM_IN_A_ROW))
+        return self._sums[key]
+
+    @property
+    def num_blends(self) -> int:
+        """Pieces that were blended."""
+        return self._blending.num_blends
+
+    def _pass_on_what_is_due(self) -> None:
+        self._take_early()
+        self._blending.look_again()
+        for pending in list(self._sums.values()):
+            self._pass_on_if_due(pending.layout, pending.piece, pending)
+        for layout in self._replica.layouts():
+            for piece in layout.pieces:
+                if piece.thread == self._index:
+                    self._end_if_due(layout, piece)
+
+    def _pass_on_if_due(self, layout: Layout, piece: Piece, pending: _Sum) -> None:
+        if not pending.senders:
+            return
+        is_whole, is_expected = self._peers.are_all_in(layout), self._peers.is_expected
+        expected = [rank for rank in pending.regulars() if is_expected(layout, rank)] if is_whole else []
+        if pending.senders.issuperset(expected):
+            self._pass_on(layout, piece, pending)
+
+    def _pass_on(self, layout: Layout, piece: Piece, pending: _Sum) -> None:
+        contributions, total = tuple(pending.contributions), pending.total
+        pending.begin_next()
+        data = self._replica.encoding.encode_total(piece, total)
+        if piece.parent is not None:
+            note = self._channel.note(Kind.UP, layout.key, piece.index, contributions=contributions)
+            self._channel.send(piece.parent, note, [data], piece.parent_level)
+            return
+        sequence = int(layout.ledger.sequences[piece.index]) + 1
+        newest = max(iteration for _, iteration in contributions)
+        kind = Kind.MARKED_DOWN if self._blending.is_due(layout, piece, newest) else Kind.DOWN
+        self._go_down(layout, piece, self._channel.note(kind, layout.key, piece.index, sequence, contributions), data)
+
+    def _go_down(self, layout: Layout, piece: Piece, note: Note, data: np.ndarray) -> None:
+        for child, level in piece.children:
+            self._channel.send(child, note, [data], level)
+        is_merged = self._replica.merge(layout, piece, note, data)
+        if note.kind is Kind.MARKED_DOWN:
+            self._blending.begin(layout, piece, takes_part=is_merged)
+        if is_merged:
+            self.num_messages += 1
+            with self._monitor:
+                self._monitor.notify_all()
+
+    def _end_if_due(self, layout: Layout, piece: Piece) -> None:
+        """At the root: tells all that no more comes of a piece, and takes nothing more for it."""
+        if piece.root != self._membership.rank or piece.index in layout.ended:
+            return
+        pending = self._sums.get((layout.key, piece.index))
+        with self._monitor:
+            is_due = not (pending and pending.senders) and self._peers.has_all_come(layout, piece)
+        if is_due:
+            self._end(layout, piece, self._channel.note(Kind.END, layout.key, piece.index))
+
+    def _end(self, layout: Layout, piece: Piece, note: Note) -> None:
+        for child, level in piece.children:
+            self._channel.send(child, note, level=level)
+        self._blending.end(layout, piece)
+        self._sums.pop((layout.key, piece.index), None)
+        with self._monitor:
+            layout.ended.add(piece.index)
+            self._monitor.notify_all()
+
+    def _forget(self, key: bytes) -> None:
+        self._sums = {where: pending for where, pending in self._sums.items() if where[0] != key}
+        self._blending.forget(key)
+
+
+def checked_piece(layout: Layout, note: Note, sender: int) -> Piece:
+    """The piece that a message is about; raises ProtocolError if there is none, or the sender has no say in it."""
+    if note.piece >= len(layout.pieces):
+        raise ProtocolError(f"rank {sender} sent a message about piece {note.piece} of {len(layout.pieces)}.")
+    piece = layout.pieces[note.piece]
+    expected = {
+        Kind.UP: [child for child, _ in piece.children],
+        Kind.DOWN: [piece.parent],
+        Kind.MARKED_DOWN: [piece.parent],
+        Kind.VALUES: [piece.root],
+        Kind.MEAN: [piece.parent],
+        Kind.END: [piece.parent],
+    }.get(note.kind, layout.ranks)
+    if sender not in expected:
+        raise ProtocolError(f"rank {sender} sent {note.kind.name} of a piece that it has no part in.")
+    if any(rank not in layout.ranks or iteration < 0 for rank, iteration in note.contributions):
+        raise ProtocolError(f"rank {sender} sent contributions of no such ranks: {note.contributions}.")
+    return piece

@@ -1,0 +1,298 @@
+"""The weights of one rank under Canary, and the book of what was merged into them.
+
+    what a rank computes with  =  what is merged  +  its own contributions under way, at their full size
+
+See `hop_tf.runtime.averaging`. The book tells which those are: contributions of a rank to a piece are merged in their
+order.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import threading
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from hop_tf.collectives import Network
+from hop_tf.errors import ProtocolError
+from hop_tf.strategies.canary.encoding import PieceEncoding
+from hop_tf.strategies.canary.gei import GEIMatrix
+from hop_tf.strategies.canary.layout import Layout, Ledger, Piece
+from hop_tf.strategies.canary.messages import Kind, Note
+from hop_tf.strategies.canary.state import (
+    join_index,
+    join_snapshots,
+    join_tables,
+    split_index,
+    split_snapshots,
+    split_tables,
+)
+from hop_tf.tensors.buffers import BufferPool
+from hop_tf.tensors.payloads import join, split
+
+
+@dataclasses.dataclass
+class _Own:
+    """What this rank has contributed to a piece.
+
+    Attributes:
+      num_sent: So many contributions.
+      values: The latest ones at their full size; those that are merged are dropped when somebody looks.
+    """
+
+    num_sent: int = 0
+    values: collections.deque[np.ndarray] = dataclasses.field(default_factory=collections.deque)
+
+
+class Replica:
+    """The weights as the communication threads know them, and what the graph computes with: it merges nothing itself.
+
+    A message is merged as a whole, or not at all: whoever holds the lock sees weights and ledgers that agree.
+
+    Args:
+      rank: This rank.
+      world_size: n.
+      network: Whose routes pieces take.
+      encoding: How pieces travel, and where they lie.
+      pool: Where large arrays come from.
+
+    Attributes:
+      rank: The same.
+      encoding: The same.
+      lock: Guards weights and ledgers.
+      weights: What is merged: one vector for each bucket, where colayers lie one behind the other. None before `begin`.
+      is_complete: Whether the ledgers tell all that the weights hold: else no other replica can take their state.
+      snapshots: By layout and piece, what it was with the message that has begun the blend which is under way.
+      gei: Whose contributions were merged.
+      num_duplicates: Messages that were merged before.
+      num_late: Contributions that came behind some of the same root which a state had not held that was taken.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        network: Network,
+        encoding: PieceEncoding,
+        pool: BufferPool,
+    ):
+        self.rank = rank
+        self._world_size = world_size
+        self._network = network
+        self.encoding = encoding
+        self._pool = pool
+        self.lock = threading.RLock()
+        self.num_duplicates = self.num_late = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets the session that was."""
+        with self.lock:
+            self.weights: list[np.ndarray] | None = None
+            self.is_complete = False
+            self.gei = GEIMatrix(self._world_size, len(self.encoding.sizes))
+            self.snapshots: dict[tuple[bytes, int], np.ndarray] = {}
+            # Both are replaced, and not changed: they are looked at without the lock, for each message.
+            self._layouts: dict[bytes, Layout] = {}
+            self._own: dict[tuple[bytes, int], _Own] = {}  # By layout and piece.
+            # Of layouts that were freed, and of those that this rank has no part in: what the weights hold of them.
+            self._past: dict[bytes, Ledger] = {}
+
+    def begin(self, weights: Sequence[np.ndarray]) -> None:
+        """Takes the weights that the session begins with."""
+        with self.lock:
+            self.weights = [np.array(values) for values in weights]
+            self.is_complete = True
+            self._own = {}
+
+    def layout(self, key: bytes) -> Layout:
+        """The layout of that key.
+
+        Raises:
+          ProtocolError: If this rank does not take part in it, or it was freed.
+        """
+        if (known := self._layouts.get(key)) is not None:
+            return known
+        with self.lock:
+            if key not in self._layouts:
+                if not key[self.rank] % 2 or self.is_freed(key):
+                    raise ProtocolError(f"rank {self.rank} takes no part, or no more, in the layout {key.hex()}.")
+                sizes, granularity, uncut = self.encoding.sizes, self.encoding.granularity, self.encoding.uncut
+                layout = Layout(key, self._network, self.rank, sizes, granularity, uncut)
+                self._layouts = {**self._layouts, key: layout}
+            return self._layouts[key]
+
+    def layouts(self) -> list[Layout]:
+        """Those that are known, and were not freed."""
+        return list(self._layouts.values())
+
+    def known_keys(self) -> list[bytes]:
+        """Of all layouts that the ledgers tell of."""
+        return [*self._layouts, *self._past]
+
+    def free(self, layout: Layout) -> None:
+        """Nothing of a layout is taken any more, but for what waits to be merged. Its ledger is kept: see `adopt`."""
+        with self.lock:
+            self._past = {**self._past, layout.key: layout.ledger}  # First: it is known, or freed, at any moment.
+            self._layouts = {key: each for key, each in self._layouts.items() if key != layout.key}
+            self.snapshots = {where: values for where, values in self.snapshots.items() if where[0] != layout.key}
+            self._own = {where: own for where, own in self._own.items() if where[0] != layout.key}
+
+    def is_known(self, key: bytes) -> bool:
+        """Whether something of a layout has come, or was sent, and may come again."""
+        return key in self._layouts
+
+    def is_freed(self, key: bytes) -> bool:
+        """Whether nothing of a layout is taken any more; also of one that this rank has had no part in."""
+        return key in self._past
+
+    def read(self) -> tuple[np.ndarray, ...]:
+        """What the graph is to compute with, at a moment between two merges: what is merged, and own contributions.
+
+        Blocks: for one merge of a piece, or while a state is copied or taken.
+        """
+        with self.lock:
+            copies = self.merged()
+            for layout in self.layouts():
+                for piece in layout.pieces:
+                    for values in self._under_way(layout, piece):
+                        part = copies[piece.bucket][piece.where]
+                        part += values
+            return copies
+
+    def merged(self) -> tuple[np.ndarray, ...]:
+        """A copy of what is merged. Blocks: as `read` does."""
+        with self.lock:
+            copies = []
+            for values in self.weights:
+                copies.append(self._pool.take(values.nbytes).view(values.dtype))
+                np.copyto(copies[-1], values)
+            return tuple(copies)
+
+    # Own contributions.
+
+    def stand_in(self, layout: Layout, piece: Piece, values: np.ndarray) -> None:
+        """A contribution of this rank is about to be sent. Nobody writes to its values any more."""
+        with self.lock:
+            own = self._own.setdefault((layout.key, piece.index), _Own())
+            own.num_sent += 1
+            own.values.append(values)
+
+    def _under_way(self, layout: Layout, piece: Piece) -> Iterable[np.ndarray]:
+        if (own := self._own.get((layout.key, piece.index))) is None:
+            return ()
+        num_under_way = own.num_sent - layout.ledger.merged[piece.index, self.rank]
+        while len(own.values) > num_under_way:
+            own.values.popleft()
+        return own.values
+
+    # Merging.
+
+    def merge(self, layout: Layout, piece: Piece, note: Note, data: np.ndarray) -> bool:
+        """Adds what a root has sent out; False if that was merged before, or it cannot be any more."""
+        with self.lock:
+            next_one = layout.ledger.sequences[piece.index] + 1
+            if note.sequence < next_one:
+                self.num_duplicates += 1
+                return False
+            if note.sequence > next_one and self.is_freed(layout.key):  # A state has come without the one before.
+                self.num_late += len(note.contributions)
+                return False
+            self.encoding.accumulate(piece, data, self.slice_of(piece))
+            layout.ledger.note(piece.index, note.sequence, note.contributions)
+            if note.kind is Kind.MARKED_DOWN:
+                self.snapshots[layout.key, piece.index] = self.slice_of(piece).copy()
+            num_pieces = len(layout.by_colayer[piece.colayer])
+            for rank, iteration in note.contributions:
+                self.gei.merge(rank, iteration, piece.colayer, num_pieces)
+            return True
+
+    def slice_of(self, piece: Piece) -> np.ndarray:
+        """The piece of the weights; the lock is held."""
+        return self.weights[piece.bucket][piece.where]
+
+    # The state of another replica.
+
+    def state(self, rank: int, life: int) -> list[np.ndarray]:
+        """The ledgers, the index, snapshots and weights, copied at the same moment, for another rank.
+
+        Args:
+          rank: That rank.
+          life: Its byte in the keys of the layouts that it takes part in: of others it needs no snapshots.
+        """
+        with self.lock:
+            tables = join_tables({key: ledger.table.copy() for key, ledger in self._ledgers().items()}, self._past)
+            index = join_index(self.gei.snapshot())
+            snapshots = join_snapshots(
+                {where: values for where, values in self.snapshots.items() if where[0][rank] == life}
+            )
+            return join([*map(np.concatenate, (tables, index, snapshots)), *self.merged()])
+
+    def adopt(self, payload: np.ndarray, giver: int, lives: bytes, *, may_drop: bool = False) -> bool:
+        """Takes another replica's state, unless something that was merged here was not merged there.
+
+        Weights hold what was merged of all layouts, those of the past and of others too: so all ledgers are compared,
+        and taken. Of layouts that this rank has no part in they are kept for those that will take its state.
+
+        Of a layout of which nothing is taken any more, the two may differ for ever: a root has died between one rank
+        and the next, or has sent something when the other one had not joined. Not to take its state ever again would be
+        worse than to drop that.
+
+        Args:
+          payload: What `state` has given there, joined as bytes.
+          giver: The rank that has given it.
+          lives: For each rank its byte in the keys of the layouts that it takes part in.
+          may_drop: Whether to take it too if what was not merged there never will be, and nothing that builds on it
+            comes here. It is in this replica no more then.
+
+        Returns:
+          Whether it was taken.
+
+        Raises:
+          ProtocolError: If it is of other weights, or pieces.
+        """
+        if len(parts := split(payload)) < 3:
+            raise ProtocolError(f"a state of {len(parts)} parts came.")
+        tables, freed = split_tables(parts[0], self._world_size, Ledger.num_columns(self._world_size))
+        index, weights = split_index(parts[1], self._world_size, len(self.encoding.sizes)), parts[3:]
+        snapshots = split_snapshots(parts[2], self._world_size)
+        with self.lock:
+            if [values.nbytes for values in weights] != [values.nbytes for values in self.weights]:
+                raise ProtocolError(f"a state of {payload.nbytes} bytes came, of other weights than those here.")
+            for key in tables:
+                if key[self.rank] == lives[self.rank] and not self.is_freed(key):
+                    self.layout(key)
+            ledgers = self._ledgers()
+            for key in tables.keys() & ledgers.keys():
+                ledgers[key].check(tables[key])
+            snapshots = {
+                where: self._checked(where, values)
+                for where, values in snapshots.items()
+                if not self.is_freed(where[0])  # Nothing more comes here of a blend of such a one.
+            }
+            for key, ledger in ledgers.items():
+                is_past = self.is_freed(key) and (key in freed or key[giver] != lives[giver])
+                if not (may_drop and is_past) and not ledger.is_within(tables.get(key)):
+                    return False
+            self._past = {**self._past, **{key: Ledger.of(tables[key]) for key in tables.keys() - ledgers.keys()}}
+            for key, ledger in ledgers.items():
+                np.copyto(ledger.table, tables.get(key, 0))
+            self.gei.absorb(index)
+            self.snapshots = snapshots
+            for values, part in zip(self.weights, weights, strict=True):
+                np.copyto(values, part.view(values.dtype))
+            self.is_complete = True
+            return True
+
+    def _ledgers(self) -> dict[bytes, Ledger]:
+        return {**self._past, **{key: layout.ledger for key, layout in self._layouts.items()}}
+
+    def _checked(self, where: tuple[bytes, int], data: np.ndarray) -> np.ndarray:
+        """A copy of the values of a piece that came as bytes."""
+        pieces = self.layout(where[0]).pieces
+        piece = pieces[where[1]] if 0 <= where[1] < len(pieces) else None
+        if piece is None or data.nbytes != self.slice_of(piece).nbytes:
+            raise ProtocolError(f"a state came with {data.nbytes} bytes of piece {where[1]} of {len(pieces)}.")
+        return data.view(self.encoding.dtype_of(piece)).copy()

@@ -1,0 +1,91 @@
+"""What a rank under Canary sends to one that takes its state, as one run of bytes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Container, Mapping
+
+import numpy as np
+
+from hop_tf.errors import ProtocolError
+from hop_tf.strategies.canary.gei import Snapshot
+from hop_tf.tensors.payloads import join, split
+
+
+def join_tables(tables: Mapping[bytes, np.ndarray], freed: Container[bytes]) -> list[np.ndarray]:
+    """Ledgers' tables, the keys of their layouts, and whether these were freed."""
+    keys = np.frombuffer(b"".join(tables), np.uint8)
+    are_freed = np.array([key in freed for key in tables], np.uint8)
+    return join([keys, are_freed, *(table.ravel() for table in tables.values())])
+
+
+def split_tables(payload: np.ndarray, world_size: int, num_columns: int) -> tuple[dict[bytes, np.ndarray], set[bytes]]:
+    """The tables that `join_tables` was given, of so many columns, and the keys of those that were freed.
+
+    Raises:
+      ProtocolError: If there are others.
+    """
+    if len(parts := split(payload)) < 2:
+        raise ProtocolError(f"ledgers came in {len(parts)} parts.")
+    keys, are_freed, *tables = parts
+    if keys.nbytes != world_size * len(tables) or are_freed.nbytes != len(tables):
+        raise ProtocolError(f"a state came with {keys.nbytes} bytes of keys for {len(tables)} ledgers.")
+    if any(table.nbytes % (8 * num_columns) for table in tables):
+        raise ProtocolError(f"a state came with ledgers of other than {num_columns} columns.")
+    reshaped = [table.view(np.int64).reshape(-1, num_columns) for table in tables]
+    keys = _divide(keys, world_size)
+    return dict(zip(keys, reshaped, strict=True)), set(itertools.compress(keys, are_freed))
+
+
+def join_index(index: Snapshot) -> list[np.ndarray]:
+    """The gradient exchange index."""
+    return join([each.ravel() for each in (index.iterations, index.bits, index.parts, index.completed)])
+
+
+def split_index(payload: np.ndarray, world_size: int, num_colayers: int) -> Snapshot:
+    """The index that `join_index` was given.
+
+    Raises:
+      ProtocolError: If it is of other ranks or colayers.
+    """
+    try:
+        iterations, bits, parts, completed = split(payload)
+        index = Snapshot(
+            iterations.view(np.int64),
+            bits.reshape(-1, num_colayers, -(-world_size // 8)),
+            parts.view(np.int64).reshape(-1, 4),
+            completed.view(np.int64),
+        )
+    except ValueError as error:
+        raise ProtocolError(f"a gradient exchange index came that is none: {error}") from error
+    _, ranks, colayers, _ = index.parts.T
+    if len(index.iterations) != len(index.bits) or index.completed.size != world_size:
+        raise ProtocolError(f"a gradient exchange index of {index.completed.size} ranks came, not {world_size}.")
+    if np.any((ranks < 0) | (ranks >= world_size) | (colayers < 0) | (colayers >= num_colayers)):
+        raise ProtocolError("a gradient exchange index came with pieces of no such ranks or colayers.")
+    return index
+
+
+def join_snapshots(snapshots: Mapping[tuple[bytes, int], np.ndarray]) -> list[np.ndarray]:
+    """Values of pieces, and the keys of layouts and the numbers that name them."""
+    keys = np.frombuffer(b"".join(key for key, _ in snapshots), np.uint8)
+    return join([keys, np.array([piece for _, piece in snapshots], np.int64), *snapshots.values()])
+
+
+def split_snapshots(payload: np.ndarray, world_size: int) -> dict[tuple[bytes, int], np.ndarray]:
+    """The values, as bytes, that `join_snapshots` was given.
+
+    Raises:
+      ProtocolError: If their names are not as many.
+    """
+    if len(parts := split(payload)) < 2:
+        raise ProtocolError(f"snapshots came in {len(parts)} parts.")
+    keys, numbers, *values = parts
+    if keys.nbytes != world_size * len(values) or numbers.nbytes != 8 * len(values):
+        raise ProtocolError(f"{len(values)} snapshots came with {keys.nbytes} bytes of keys.")
+    return dict(zip(zip(_divide(keys, world_size), numbers.view(np.int64).tolist(), strict=True), values, strict=True))
+
+
+def _divide(keys: np.ndarray, world_size: int) -> list[bytes]:
+    """The keys of layouts that stand one behind the other."""
+    return [keys[start : start + world_size].tobytes() for start in range(0, keys.size, world_size)]

@@ -1,0 +1,292 @@
+"""Canary: decentralized training by sketched pieces of gradients, over several interfaces, without waiting.
+
+Zhou, Wang, Lu, Xu, Sun, Guo. Canary: Decentralized Distributed Deep Learning Via Gradient Sketch and Partition in
+Multi-Interface Networks. IEEE TPDS 2021. Worker i, in iteration k (sections 4 and 5):
+
+    1.  gradients of a batch; colayers are ready from the last layer to the first          (section 4.3.2)
+    2.  s = zeta - k, how far it is behind the fastest worker                              (Pseudocode 1, line 5)
+    3.  if s is too large, and too few colayers have left: it is overtime                  (lines 19 and 22)
+            what has not left is dropped, and the state of the fastest worker pulled       (section 5.3)
+            (its optimizer forgets the step: see `hop_tf.strategies.canary.slots`)
+    4.  else, each colayer is sketched, and cut into pieces, which are sent                (Figures 12 to 14, Table 2)
+    5.  what has come of others' pieces is merged, and noted in the gradient exchange index  (Figure 16)
+    6.  the next iteration is k + 1, or zeta, if that is more
+
+The paper leaves open what a worker sends if the optimizer has a state. Here it is its optimizer's step, over n; and
+everybody, the sender included, adds what the last one on a piece's way has sent out, and nothing before. So replicas
+differ by what is under way only. With SGD, with or without momentum, that is the same as if gradients were averaged.
+
+And it leaves open what a worker computes with while its own step is on its way. Here that stands in for the mean: a
+worker computes with what is merged, and its own steps that are not merged yet, at their full size, over 1 and not n
+(`hop_tf.runtime.averaging`). By what is merged alone every step would come an iteration or two late, which costs 10 to
+20 points of accuracy with a momentum of 0.9.
+
+Merging goes on all the time, on threads of its own: see `hop_tf.strategies.canary.exchange`. Synchronous training (BSP)
+averages the gradients of each colayer by all-reduce on the same routes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hop_tf import codecs
+from hop_tf.arguments import identity_of
+from hop_tf.collectives import AllReduce
+from hop_tf.keras_hook import (
+    constrain,
+    ema_overwrite_frequency,
+    scaled,
+    slots_of,
+)
+from hop_tf.options import CommunicationOptions, checked_options
+from hop_tf.runtime.exchange import Exchange
+from hop_tf.runtime.group import ExchangeContext, Group
+from hop_tf.runtime.rates import CommonRate
+from hop_tf.strategies.canary import colayers
+from hop_tf.strategies.canary.exchange import CanaryExchange
+from hop_tf.strategies.canary.low_rank import LowRankMean, is_factorized
+from hop_tf.strategies.canary.settings import CanarySettings
+from hop_tf.strategies.canary.slots import SlotsBefore
+from hop_tf.strategies.pipe_sgd.exchange import PipeSGDExchange, PipeSGDSettings
+from hop_tf.strategies.pipe_sgd.strategy import submit_gradients, take_means
+from hop_tf.strategy import ExchangeStrategy, training_cluster
+from hop_tf.tensors.packing import Packing, TensorSpec
+
+
+class CanaryStrategy(ExchangeStrategy):
+    """Training with sketched pieces of gradients, over several interfaces.
+
+    Variables are bundled into colayers. In each step, a rank sends what its optimizer would add to a colayer's
+    variables, over the number of ranks, in pieces on the routes of `network`; each piece is summed up on its way, and
+    the sum goes to all ranks, which merge it into their weights. Until then the rank's own step stands in for it, so
+    that steps which are merged late cost next to no accuracy, with any optimizer. It costs more where each rank has
+    its own classes of data: there a rank's own step says little of the others'. Nobody waits for another rank's
+    computation:
+
+    - `consistency` "ssp": a rank that is more than `max_staleness` iterations behind the fastest one, with fewer than
+      `min_colayers` of the present iteration sent, drops the rest of it, and takes the weights of the fastest rank, or
+      of one of the next two, if these lack nothing that was merged here, but for what can never come there; else it
+      goes on with its own.
+      In any case a rank goes on with the iteration that the fastest one is in; the batches in between are passed over.
+    - "async": the same, and nothing is dropped.
+    - "bsp": synchronous training. Gradients are averaged, colayer by colayer, before the optimizer gets them. What is
+      trained is equal to the bit on all ranks. It takes no thresholds. When a rank ends early, as by a callback of its
+      own, the others go on without it; before another `fit`, `synchronize(model)` makes weights and slots the same.
+
+    If training is not synchronous, ranks wait for each other between the last step and the end of `fit`; then they have
+    the same weights, to the bit. A rank whose `fit` ends early waits there for the others. During training replicas
+    differ by what is under way. What callbacks do to the weights of one rank in the course of a `fit` is part of its
+    next step. Constraints apply to what a rank computes with, and in the end, and not to the sum of all steps. Averages
+    of weights (`use_ema`) are the rank's own: where they replace the weights in the end, ranks end with different ones,
+    until `strategy.synchronize(model)` averages them.
+
+    Optimizer slots stay the rank's own, and know nothing of a step that was dropped: of gradients that were dropped
+    nothing is in a later step. For optimizers other than SGD steps are averaged where synchronous training would
+    average gradients.
+
+    Memory: three copies of the weights (merged, as the graph has them, and as they were before the step), and one for
+    each step under way.
+
+    Floating-point variables that are not trained but assigned in the training step before its update (moving
+    statistics) go with the last colayer, and never through a codec.
+
+    Not synchronous training takes `fit` and one optimizer, and refuses trained variables of less than 32 bits, and
+    optimizers with an `ema_overwrite_frequency`.
+
+    Args:
+      network: "mesh" (everybody sends to everybody), "bcube:<alpha>,<beta>" (alpha^beta ranks with `beta` interfaces,
+        each rank sends to beta (alpha - 1) others) or "tree:<children>" (few connections, one interface). Default
+        "mesh".
+      consistency: As above. Default "ssp".
+      max_staleness: s, in iterations; at least 0. Of no matter to "bsp", nor is `min_colayers`. Default 16.
+      min_colayers: p: from so many colayers on that have left, the others may follow, however late; 0 is "async".
+        Default None: all colayers. At most `num_colayers`; fewer colayers, if a model has only these, suffice.
+      num_colayers: k, the most colayers that variables are bundled into, at least 1. Default 10.
+      codec: What is sent is encoded with this: a `hop_tf.codecs.Codec`, or a name; None: as it is. `codecs.TopK` takes
+        consistency="bsp" and error feedback: else what it does not select would be lost. Colayers are sketched as a
+        whole, on the device that computes the step; all else, and with "bsp", is encoded in pieces on processors.
+        Default "sketch".
+      max_in_flight: How many own iterations a rank may have under way, not merged, on a mesh; where the way to a root
+        is longer, one more for each further message. At least 2: one is sent while one is held up for a slow rank.
+        Where a message takes longer than so many iterations, ranks wait for it. Each takes memory. Of no matter to
+        "bsp". Default 4.
+      sync_interval: In so many iterations, every piece of the weights becomes the mean of that of all ranks once, which
+        evens out what losses, or a change on one rank only, have done; at least 1, or None: never. Where replicas
+        differ it takes as many bytes as one exchange in float32, and next to none where they do not: digests tell.
+        Default 50. Without meaning for "bsp".
+      low_rank: r: large dense kernels, and embeddings (16,384 values and more, where factors make four times fewer of
+        them), go as factors of r columns, which the codec then shortens, and what is lost is added to what is sent
+        next. With "bsp" ranks find those of the mean gradient together (PowerSGD). Else each finds those of its own
+        step, and gets those of all ranks, in place of a sum: so kernels go as they are where that were longer, and one
+        rank averages all of a kernel in a blend. What is left over when `fit` ends goes with the first steps of the
+        next one. For weights that are equal to the bit, processors must compute alike. Default None: they go as they
+        are.
+      interfaces: This machine's address on each of the network's interfaces: `beta` of a BCube, else one. Ranks that
+        an address cannot reach are reached over that of the cluster, and a warning says so. See
+        `CommunicationOptions.interfaces`, which this one takes the place of. Default None: as it says.
+      on_peer_loss: "raise": when a rank dies or cannot be reached, all ranks raise `PeerLostError`. "continue": the
+        others go on without it; what it has sent and nobody has summed up is lost, and so is what it was to sum up. If
+        the same script is started again as that rank, its first `fit` passes over the steps that it has missed, takes
+        weights and optimizer slots from the rank that is furthest, and goes on from there; it raises `PeerLostError` if
+        the others have ended without it. So does one that cannot end as a rank has died in the moment in which all end.
+        Default None: "raise" for "bsp", else "continue".
+      cluster_resolver: Where the cluster is described. Default: `TF_CONFIG`.
+      communication_options: Deadlines, credentials, records. Default: `CommunicationOptions()`.
+
+    Raises:
+      TypeError: If `codec` is something else.
+      ValueError: If an argument is out of range, or the network does not fit the cluster.
+      ClusterConfigError: If the cluster description is not valid.
+      HopError: If this rank's address cannot be bound.
+
+    References:
+      Zhou et al. Canary: Decentralized Distributed Deep Learning Via Gradient Sketch and Partition in Multi-Interface
+      Networks. IEEE TPDS 2021.
+    """
+
+    def __init__(
+        self,
+        *,
+        network: str = "mesh",
+        consistency: str = "ssp",
+        max_staleness: int = 16,
+        min_colayers: int | None = None,
+        num_colayers: int = 10,
+        codec: codecs.Codec | str | None = "sketch",
+        max_in_flight: int = 4,
+        sync_interval: int | None = 50,
+        low_rank: int | None = None,
+        interfaces: Sequence[str] | None = None,
+        on_peer_loss: str | None = None,
+        cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
+        communication_options: CommunicationOptions | None = None,
+    ):
+        self._settings = CanarySettings(
+            network=network,
+            consistency=consistency,
+            max_staleness=max_staleness,
+            min_colayers=min_colayers,
+            num_colayers=num_colayers,
+            codec=codec,
+            max_in_flight=max_in_flight,
+            sync_interval=sync_interval,
+            low_rank=low_rank,
+            on_peer_loss=on_peer_loss,
+        )
+        options = checked_options(communication_options)
+        if interfaces is not None:
+            options = dataclasses.replace(options, interfaces=interfaces)
+        cluster = training_cluster(cluster_resolver, "CanaryStrategy")
+        if cluster.world_size > 1:
+            self._settings.network.check_world_size(cluster.world_size)
+            self._settings.check_interfaces(options)
+        super().__init__(
+            cluster=cluster,
+            cluster_resolver=cluster_resolver,
+            communication_options=options,
+            identity={**identity_of(self._settings), "number of interfaces": str(len(options.interfaces or ()))},
+            neighbors=range(cluster.world_size),
+            skips_steps=not self._settings.is_synchronous,
+            continue_without_lost=self._settings.on_peer_loss == "continue",
+        )
+
+    def _specs_beside(self) -> Sequence[TensorSpec]:
+        return [CommonRate.spec(self.world_size)] if self._settings.is_synchronous else []
+
+    def _make_exchange(self, context: ExchangeContext) -> Exchange:
+        settings = self._settings
+        num_beside = len(self._specs_beside())
+        specs = context.packing.specs[: len(context.packing.specs) - num_beside]
+        members = colayers.bundle(specs, settings.num_colayers)
+        if settings.is_synchronous:
+            members[-1].append(len(specs))
+            return SynchronousExchange(context, members, settings)
+        for variable in context.trained:
+            if variable.dtype not in (tf.float32, tf.float64):
+                raise ValueError(
+                    "variables that are trained must be float32 or float64 unless consistency='bsp': the rounding of "
+                    f"smaller ones lets ranks drift apart. Received: {variable.name} of {variable.dtype}."
+                )
+        return CanaryExchange(context, members, settings.asynchronous(len(members)))
+
+    def _begin_training(self, group: Group) -> None:
+        if not self._settings.is_synchronous:
+            group.exchange.changes.reset()  # What callbacks have loaded is what training begins with, and no change.
+
+    def _before_update(self, group: Group, values: Sequence[tf.Tensor], gradients: list) -> tuple[list, Any]:
+        if self._settings.is_synchronous:
+            outgoing = submit_gradients(group, gradients)
+            means, _ = take_means(group, lambda segment: group.collect(outgoing, segment)[0])
+            return scaled(group.optimizer(), means), None
+        _check_averages(group.optimizer())
+        return gradients, SlotsBefore(group.optimizer(), group.trained) if self._settings.drops else None
+
+    def _after_update(self, group: Group, slots: SlotsBefore | None) -> tf.Tensor:
+        if self._settings.is_synchronous:
+            return tf.constant(0, tf.int64)
+        exchange = group.exchange
+
+        def start() -> None:
+            group.submit(exchange.changes.known(), exchange.start_segment)
+
+        tf.cond(tf.equal(group.step, exchange.start_step), start, lambda: None)
+        changes = dict(zip(exchange.order, exchange.changes.take(), strict=True))
+        for colayer, members in enumerate(exchange.members):
+            group.submit([changes[index] for index in members], colayer)
+        group.signal(exchange.merge_segment)
+        weights, num_skipped = group.collect(list(changes.values()), exchange.merge_segment)
+        exchange.changes.replace(weights)
+        if slots is not None:
+            with tf.control_dependencies([num_skipped]):
+                slots.restore(exchange.colayers, exchange.num_left.read_value())
+        return num_skipped
+
+    def _common_slots(self, group: Group) -> Sequence[tf.Variable] | None:
+        return list(slots_of(group.optimizer(), group.trained).values()) if self._settings.is_synchronous else None
+
+    def _finish_training(self, group: Group) -> None:
+        exchange, step = group.exchange, int(group.step)
+        if self._settings.is_synchronous or not step:
+            return
+        if step == int(exchange.start_step):  # It was started again so late that it has made no step.
+            group.submit(exchange.changes.known(), exchange.start_segment)
+        segment = exchange.finish_segment
+        group.signal(segment)
+        buckets, _ = group.take(group.step.read_value(), segment)
+        exchange.changes.replace(exchange.parts[segment].unpack(buckets))
+        constrain(group.optimizer(), group.trained)
+
+
+def _check_averages(optimizer: Any) -> None:
+    """Raises ValueError if weights are to become their averages during training: merging knows of steps only."""
+    frequency = ema_overwrite_frequency(optimizer)
+    if frequency is not None:
+        raise ValueError(
+            "the optimizer's `ema_overwrite_frequency` must be None unless consistency='bsp': weights are the sum of "
+            f"all ranks' steps, and no rank can replace them by its own average. Received: {frequency}."
+        )
+
+
+class SynchronousExchange(PipeSGDExchange):
+    """BSP: gradients are averaged colayer by colayer, and a step waits for all of them.
+
+    Args:
+      context: Membership, packing and buffers of the group.
+      members: For each colayer, the indices of its variables.
+      settings: Those of the strategy.
+    """
+
+    def __init__(self, context: ExchangeContext, members: Sequence[Sequence[int]], settings: CanarySettings):
+        self._low_rank = settings.low_rank
+        own = PipeSGDSettings(pipeline_width=1, codec=settings.codec, algorithm=str(settings.network))
+        super().__init__(context, own, members)
+
+    def _make_mean(self, context: ExchangeContext, name: str, part: Packing) -> AllReduce | LowRankMean:
+        rank, settings = self._low_rank, self._settings
+        if rank is None or not any(is_factorized(spec, rank) for spec in part.specs):
+            return super()._make_mean(context, name, part)
+        return LowRankMean(context, name, part, rank=rank, codec=settings.codec, algorithm=settings.algorithm)

@@ -1,0 +1,270 @@
+"""DTS: training over links of hundreds of milliseconds, by delayed and temporally sparse averaging.
+
+Distributed Training across the World. 2019. With D for the delay (the paper's t) and p for the interval, in step n each
+worker
+
+    computes its gradient, and updates weights and velocity with it at once               (Equation 2)
+    if p steps are complete (a window): sends what it has changed in them
+    if the window that ended with step n - D is there: puts the mean change in the place of its own
+
+so that a window's messages have D steps' time, and one synchronization serves p steps. The paper sends sums of
+gradients, and corrects the velocity, too (Equations 11 and 13). With momentum such a correction feeds back through the
+gradients that it changes, and costs accuracy at delays that training stands without it; it is twice the bytes, and says
+nothing of other optimizers than SGD. We average changes of weights; `hop_tf.runtime.outer` has the rule.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+
+import keras
+import tensorflow as tf
+
+from hop_tf import codecs
+from hop_tf.arguments import check_choice, check_integer, identity_of
+from hop_tf.collectives import ALGORITHMS
+from hop_tf.keras_hook import StepTrace, iterations_variable, tf_variables
+from hop_tf.options import CommunicationOptions
+from hop_tf.runtime.group import ExchangeContext, Group
+from hop_tf.runtime.replica_state import describe_optimizer
+from hop_tf.strategies.dts.exchange import DTSExchange, DTSSettings
+from hop_tf.strategies.dts.windows import largest
+from hop_tf.strategy import ExchangeStrategy, training_cluster
+from hop_tf.tensors.packing import TensorSpec
+from hop_tf.timing.dts import MAX_WINDOWS
+
+_MAX_STEPS = 2**31 - 1
+
+
+class DTSStrategy(ExchangeStrategy):
+    """Training with delayed and temporally sparse averaging of changes.
+
+    Each rank makes steps of its own optimizer at once. What it has changed in a window of `interval` steps is averaged
+    over all ranks, and `delay` steps after the window's end the mean takes the place of its own change. In short
+    trainings that costs accuracy, at the learning rate and momentum that synchronous training stands: after some
+    hundred steps 1 to 3 points with the default, D = 4 and p = 4, and 2 to 9 with D = 20, p = 12; most with deep
+    networks. After some thousand steps it is next to nothing, and below 1 point. It is more where each rank has data of
+    other classes: a rank's own steps then tell little of the others'. A rank computes with
+
+        weights  =  what is merged, alike on all ranks  +  its own changes that are not merged yet, at their full size
+
+    At the end of `fit` all windows, and in a last one whatever was changed besides, are merged: weights, and moving
+    statistics, are then equal to the bit on all ranks. (Not those that `use_ema` puts in their place then:
+    `synchronize(model)` averages them.) Optimizer slots stay each rank's own, and so may learning rates, by callbacks
+    for instance: each rank's changes count as they are. Callbacks and validation within `fit` see the weights that a
+    rank computes with; what callbacks do to them in a step is this rank's own change. A constraint holds for a rank's
+    own steps, not for means.
+
+    `delay=0` is local SGD, or, with an `outer_optimizer`, DiLoCo, which a delay makes its eager form. `delay=0,
+    interval=1` with SGD (momentum, Nesterov's, weight decay) is synchronous training.
+
+    Traffic: one all-reduce of the model per window, whatever the optimizer. Memory, in models: what is merged, what
+    weights were when the last window ended, and up to ceil(D / p) for windows under way, beside what these send.
+
+    Of floating-point variables that are not trained but assigned in the training step before its update (moving
+    statistics) the changes are averaged along, and never pass through a codec. Steps that gradients are accumulated in
+    are no steps of a window. One that loss scaling leaves out is a change of zero.
+
+    When a rank ends early, as by a callback of its own, its last window is averaged with the others' next one, and they
+    go on without it. When one is lost, all raise. After a `fit` that was broken off, ranks differ by what was under
+    way, and after one that has ended early on a rank, by what that has missed: `synchronize(model)` averages weights.
+    In a custom training loop ranks differ by what is under way after every step; there `synchronize` first merges all
+    windows, of all models, as the end of `fit` does. A step after it begins a window, and `warmup_steps` anew.
+
+    Args:
+      delay: D, the number of steps that a window's messages may take without anybody waiting; at least 0. Up to
+        ceil(D / p) + 1 windows are under way, each with a thread and memory for what it hands out; at most 100.
+        Default 4.
+      interval: p, the number of steps of a window; at least 1. Default 4.
+      codec: What windows are encoded with: a `hop_tf.codecs.Codec`, or a name ("truncate16", "int8", "sketch",
+        "top_k"). With `codecs.TopK(ratio)` a window hands out the changes of largest magnitude only; the others stay
+        this rank's own until they are among the largest (deep gradient compression: local accumulation), or `fit` ends,
+        which sends as much as a window without a codec. All changes as large as the least of these go along: with
+        optimizers whose steps have few magnitudes (Lion) that may be all. `warmup_steps` of such codecs are windows
+        here. It takes no variables of float64. What other codecs lose of a change is lost, on all ranks alike; with
+        `error_feedback` it is added to that of a later window, and each of the windows that may be under way keeps a
+        vector for it. Default None.
+      outer_optimizer: A Keras optimizer that moves what is merged, with minus the mean change as its gradient, instead
+        of adding the mean; moving statistics take the mean in any case. DiLoCo's is
+        `keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)`. It is copied, once for each optimizer that trains:
+        see `outer_optimizer` below. It is none of Keras's loss scaling, `use_ema` or gradient accumulation, and does
+        nothing in a world of one. Default None.
+      algorithm: "mesh" (few messages after each other) or "ring" (few connections). Default "mesh".
+      cluster_resolver: Where the cluster is described. Default: `TF_CONFIG`.
+      communication_options: Deadlines, credentials, records. Default: `CommunicationOptions()`.
+
+    Raises:
+      TypeError: If `codec` is something else.
+      ValueError: If an argument is out of range, too many windows would be under way, or `outer_optimizer` cannot be
+        one.
+      ClusterConfigError: If the cluster description is not valid.
+      HopError: If this rank's address cannot be bound.
+
+    References:
+      Distributed Training across the World. 2019. Equations 1 to 13, Table 1. Lin, Han, Mao, Wang, Dally. Deep Gradient
+      Compression: Reducing the Communication Bandwidth for Distributed Training. ICLR 2018. See
+      `hop_tf.runtime.outer` for local SGD and DiLoCo.
+    """
+
+    _settles_loops = True
+
+    def __init__(
+        self,
+        *,
+        delay: int = 4,
+        interval: int = 4,
+        codec: codecs.Codec | str | None = None,
+        outer_optimizer: keras.optimizers.Optimizer | None = None,
+        algorithm: str = "mesh",
+        cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
+        communication_options: CommunicationOptions | None = None,
+    ):
+        check_integer("delay", delay, at_least=0, at_most=_MAX_STEPS)
+        check_integer("interval", interval, at_least=1, at_most=_MAX_STEPS)
+        check_choice("algorithm", algorithm, sorted(ALGORITHMS))
+        self._settings = DTSSettings(
+            delay=int(delay),
+            interval=int(interval),
+            codec=codecs.get(codec),
+            algorithm=algorithm,
+            outer_optimizer=_checked_outer_optimizer(outer_optimizer),
+        )
+        num_windows = self._settings.schedule.num_slots
+        if num_windows > MAX_WINDOWS:
+            raise ValueError(
+                f"`delay` and `interval` must leave at most {MAX_WINDOWS} windows under way, which are "
+                "ceil(delay / interval) + 1: each has a thread, and memory for what it hands out. "
+                f"Received: delay={delay!r} and interval={interval!r}, which make {num_windows}."
+            )
+        cluster = training_cluster(cluster_resolver, "DTSStrategy")
+        super().__init__(
+            cluster=cluster,
+            cluster_resolver=cluster_resolver,
+            communication_options=communication_options,
+            identity=identity_of(self._settings),
+            neighbors=range(cluster.world_size),
+        )
+        self._outer_optimizer = None if outer_optimizer is None else self._copy(outer_optimizer)
+
+    @property
+    def outer_optimizer(self) -> keras.optimizers.Optimizer | None:
+        """The outer optimizer, a copy of what the strategy was given; None without one. The first step gives it slots.
+
+        `tf.train.Checkpoint(model=model, outer=strategy.outer_optimizer)` stores it, and restores it before the first
+        step, too. A model, or an optimizer, that is trained later under this strategy gets a new one, which is this one
+        from then on.
+        """
+        return self._outer_optimizer
+
+    def _specs_beside(self) -> Sequence[TensorSpec]:
+        return [TensorSpec("hop_tf_counts", (1,), tf.float32, exact=True)]
+
+    def _make_exchange(self, context: ExchangeContext) -> DTSExchange:
+        for variable in context.trained:
+            if variable.dtype == tf.float64 and self._settings.selection is not None:
+                raise ValueError(
+                    "variables that are trained must not be float64 with a codec that selects values: float64 passes "
+                    f"through no codec. Received: {variable.name} of float64, codec={self._settings.codec!r}."
+                )
+        if self._outer_optimizer is not None and self._outer_optimizer.built:
+            self._outer_optimizer = self._copy(self._outer_optimizer)
+        return DTSExchange(context, self._settings, self._outer_optimizer)
+
+    def _copy(self, optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+        """A new one with the same settings, and a name that is the same on all ranks."""
+        is_within = tf.distribute.get_strategy() is self  # A step is being traced.
+        with contextlib.nullcontext() if is_within else self.scope():
+            return type(optimizer).from_config({**optimizer.get_config(), "name": "outer_optimizer"})
+
+    def _average_over_ranks(self, weights: Sequence[tf.Variable]) -> None:
+        outer = self._outer_optimizer
+        if outer is None or not outer.built:
+            super()._average_over_ranks(weights)
+            return
+        # A rank that has ended early has missed some of its updates.
+        count = iterations_variable(outer)
+        mean = tf.Variable(tf.cast(count, tf.float64))
+        super()._average_over_ranks([*weights, *tf_variables(outer.variables), mean])
+        count.assign(tf.cast(tf.round(mean), count.dtype))
+
+    def leave_step(self, trace: StepTrace) -> None:
+        super().leave_step(trace)
+        if self._outer_optimizer is not None and len(trace.states) > 1:
+            raise ValueError(
+                "`outer_optimizer` must be None where a step trains with several optimizers. "
+                f"Received: {len(trace.states)} of them, and an outer {type(self._outer_optimizer).__name__}."
+            )
+
+    def _begin_group(self, group: Group) -> None:
+        if self._outer_optimizer is not None:
+            self._worker.broadcast_initial_values(tf_variables(self._outer_optimizer.variables))
+        group.exchange.first_iteration = int(iterations_variable(group.optimizer()))
+
+    def _begin_training(self, group: Group) -> None:
+        group.exchange.first_iteration = int(iterations_variable(group.optimizer()))
+        group.exchange.outer.begin()  # Callbacks may have changed weights.
+
+    def _before_update(self, group: Group, values: Sequence[tf.Tensor], gradients: list) -> tuple[list, None]:
+        return gradients, None
+
+    def _after_update(self, group: Group, state: None) -> tf.Tensor:
+        num_steps, schedule = group.step.read_value() + 1, self._settings.schedule
+        has_ended, ended = schedule.ended(num_steps)
+        _when(has_ended, lambda: self._hand_out(group, ended))
+        is_due, due = schedule.due(num_steps)
+        _when(is_due, lambda: self._merge(group, due, schedule.num_newer))
+        return tf.constant(0, tf.int64)
+
+    def _hand_out(self, group: Group, window: tf.Tensor, *, counts: bool = True, everything: bool = False) -> None:
+        selection = None if everything else self._settings.selection
+        choose = functools.partial(largest, selection, window) if selection else None
+        changes = group.exchange.outer.take(choose)
+        group.submit([*changes, tf.constant([float(counts)])], step=window)
+
+    def _merge(self, group: Group, window: tf.Tensor, num_newer: int) -> None:
+        (*means, share), _ = group.collect([], take=lambda _, segment: group.take(window, segment))
+        group.exchange.outer.merge(means, num_newer, share[0])
+
+    def _finish_training(self, group: Group) -> None:
+        num_steps, num_batches = int(group.step), int(iterations_variable(group.optimizer()))
+        if not num_steps and num_batches == group.exchange.first_iteration:
+            return  # It has not trained; others may have dropped it.
+        under_way = self._settings.schedule.under_way(num_steps)
+        # A last window even where no step is left: batches without an update, and callbacks, change variables. Others
+        # that go on may have a whole window: then this one does not count.
+        counts = num_steps % self._settings.interval > 0 or self._settings.selection is not None
+        self._hand_out(group, tf.constant(under_way.stop, tf.int64), counts=counts, everything=True)
+        for window in [*under_way, under_way.stop]:
+            self._merge(group, tf.constant(window, tf.int64), under_way.stop - window)
+
+
+def _checked_outer_optimizer(optimizer: object) -> str:
+    """What ranks compare of an outer optimizer. Raises ValueError unless it can be one."""
+    if optimizer is None:
+        return "None"
+    is_optimizer = isinstance(optimizer, keras.optimizers.Optimizer)
+    if not is_optimizer or isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise ValueError(
+            "`outer_optimizer` must be a keras.optimizers.Optimizer that scales no loss, such as "
+            "SGD(0.7, momentum=0.9, nesterov=True), or None. "
+            f"Received: outer_optimizer={optimizer!r}."
+        )
+    for name in ("use_ema", "gradient_accumulation_steps"):
+        if value := getattr(optimizer, name):
+            raise ValueError(
+                f"`{name}` must not be set in `outer_optimizer`: what it makes is what ranks compute with, at once. "
+                f"Received: {name}={value!r} in {type(optimizer).__name__}."
+            )
+    return describe_optimizer(optimizer)
+
+
+def _when(condition: tf.Tensor, emit: Callable[[], None]) -> None:
+    """Emits ops that run where `condition` holds."""
+
+    def run() -> tf.Tensor:
+        emit()
+        return condition
+
+    tf.cond(condition, run, lambda: condition)

@@ -1,0 +1,244 @@
+"""The communication of Hop at one rank. See `hop_tf.strategies.hop`, whose line numbers are cited here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from hop_tf.collectives import BULK_LANE
+from hop_tf.errors import HopError, ProtocolError
+from hop_tf.runtime.exchange import Exchange, Incoming, Outgoing
+from hop_tf.runtime.group import ExchangeContext
+from hop_tf.runtime.joining import Joiner
+from hop_tf.strategies.hop.arithmetic import weighted_differences
+from hop_tf.strategies.hop.pacing import HEADER, make_pacing
+from hop_tf.strategies.hop.reception import make_reception
+from hop_tf.strategies.hop.settings import HopSettings
+from hop_tf.tensors.fifo import Update
+from hop_tf.topology import Topology
+from hop_tf.transport.base import Message
+
+# Segments of a step: its begin; where stragglers are tolerated, the arrival of its gradient; and the renewal before a
+# jump.
+STEP, REDUCTION, RENEWAL = 0, 1, 2
+
+
+class HopExchange(Exchange, Joiner):
+    """Figure 7's communication at one rank, with Recv and Reduce of Figure 8 or 9 and the jumps of section 5.
+
+    Where all updates are waited for, it does not matter when: Recv and Reduce then hide behind the computation, and
+    `STEP` gives their result. Where stragglers are tolerated, they come when the gradient is there, as in the figures
+    (`REDUCTION`): by then more updates have come, and a rank knows how far it has fallen behind.
+
+    Args:
+      context: Membership, packing and buffers of the group.
+      topology: The communication graph.
+      settings: The mechanisms.
+    """
+
+    def __init__(self, context: ExchangeContext, *, topology: Topology, settings: HopSettings):
+        self._context = context
+        self._group = context.group
+        self._packing = context.packing
+        self._membership = context.membership
+        self._pool = context.pool
+        self._monitor = context.membership.monitor
+        self._rank = self._membership.rank
+        self._topology = topology
+        self._settings = settings
+        self._in_neighbors = topology.in_neighbors(self._rank)
+        self._out_neighbors = topology.out_neighbors(self._rank)
+        self._queue_name = f"updates/{self._group}"
+        self._pacing = make_pacing(context, topology, settings)
+        self._num_late = self._num_withheld = self._num_jumps = self._num_skipped = 0
+        self._most_updates = 0
+        self._begin(context.session)
+        self._membership.transport.register(self._queue_name, self._on_update)
+        self._pacing.start()
+
+    def reset(self, session: int, start: int = 0) -> None:
+        with self._monitor:
+            self._num_late += self._reception.num_late
+            self._pacing.reset(session, start)
+            self._begin(session, start)
+
+    def _begin(self, session: int, start: int = 0) -> None:
+        self._session = session
+        self.iteration = start - 1
+        self._target = start  # The iteration that follows.
+        self._sent_steps = start
+        self._sent: Sequence[np.ndarray] = ()  # What was sent in the iteration that is not reduced yet.
+        self._known_departed: set[int] = set()
+        # Neighbors that have entered this iteration together with the rank, and their lives.
+        self._lives: dict[int, int] = {}
+        # The first iteration whose update an in-neighbor sends; for a rank that joins, none until it has met that one.
+        self._first = dict.fromkeys(self._in_neighbors, math.inf if start else 0)
+        weights = self._topology.weights(self._rank)
+        del weights[self._rank]
+        self._reception = make_reception(self._settings, weights, self._context)
+        self._reception.skip_to(start)
+
+    def step(self, outgoing: Outgoing) -> Incoming | None:
+        k, x, segment = outgoing.step, outgoing.buckets, outgoing.segment
+        if segment == RENEWAL:
+            return Incoming(k, RENEWAL, self._renew(x))
+        if segment == STEP:
+            self._enter(k)  # Line 10.
+            self._pacing.wait_to_send(k)
+            self._send(x, k)  # Line 11.
+            if self._settings.tolerates_stragglers:
+                self._sent = x
+                return None
+        else:
+            x, self._sent = self._sent, ()
+        change = self._recv_and_reduce(x, k)  # Lines 13 and 14.
+        self._pacing.reduced(k, self._lives)
+        self._target = k + self._pacing.advance(k)  # Line 17.
+        num_skipped = self._target - k - 1
+        self._num_jumps += num_skipped > 0
+        self._num_skipped += num_skipped
+        return Incoming(k, segment, change, num_skipped)
+
+    def neutral(self, outgoing: Outgoing) -> Incoming | None:
+        self._sent = ()
+        if outgoing.segment == STEP and self._settings.tolerates_stragglers:
+            return None
+        return Incoming(outgoing.step, outgoing.segment, tuple(self._packing.zeros()))
+
+    def _enter(self, k: int) -> None:
+        while not self._try_to_enter(k):
+            self._membership.wait(self._pacing.behind, operation="acquire token", step=k)
+        self._pacing.enter(k, self._lives)
+
+    def _try_to_enter(self, k: int) -> bool:
+        neighbors = {*self._in_neighbors, *self._out_neighbors}
+        with self._monitor:
+            if self._pacing.behind():
+                return False
+            self.iteration = k
+            self._lives = {j: self._membership.life_of(j) for j in neighbors if self._is_present(j)}
+            return True
+
+    def _is_present(self, j: int) -> bool:
+        return self._membership.departure(j) is None
+
+    def _send(self, x: Sequence[np.ndarray], k: int) -> None:
+        for j in self._out_neighbors:
+            life = self._lives.get(j)  # It is taken out when it joins, which may be now.
+            if life is None or not self._is_present(j):
+                continue
+            if self._pacing.known_iteration(j) > k + self._settings.max_staleness:
+                self._num_withheld += 1  # It would come too late (section 6.2).
+                continue
+            header = HEADER.pack(self._session, life, k)
+            self._membership.send(j, self._queue_name, header, x, lane=BULK_LANE, step=k)
+        self._sent_steps = k + 1
+
+    def _recv_and_reduce(self, x: Sequence[np.ndarray], k: int) -> tuple[np.ndarray, ...]:
+        def missing() -> list[int]:
+            return self._reception.missing(k, self._delivers)
+
+        self._membership.wait(missing, operation="receive update", step=k)
+        with self._monitor:
+            self._check_connected(k)
+            updates, weights = self._reception.take(k)
+        return self._reduce(x, updates, weights)
+
+    def _reduce(
+        self, x: Sequence[np.ndarray], updates: Sequence[Update], weights: Sequence[float]
+    ) -> tuple[np.ndarray, ...]:
+        """The weighted mean, less x itself. What is left of the weights to 1 is that of x."""
+        changes = []
+        for bucket, own in enumerate(x):
+            change = self._pool.take(own.nbytes).view(own.dtype)
+            weighted_differences(own, [update.buckets[bucket] for update in updates], weights, out=change)
+            changes.append(change)
+        return tuple(changes)
+
+    def _renew(self, x: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
+        """Before a jump: Recv and Reduce of the iteration before its target."""
+        with self._monitor:
+            self._reception.skip_to(self._target - 1)
+        return self._recv_and_reduce(x, self._target - 1)
+
+    def _delivers(self, j: int, k: int) -> bool:
+        return k >= self._first[j] and self._membership.delivers(j, self._group, k)
+
+    def _check_connected(self, k: int) -> None:
+        """Raises if ranks that ended before step k split the others into parts that would train apart."""
+        departed = {j for j in self._membership.departed() if not self._membership.delivers(j, self._group, k)}
+        if departed != self._known_departed:
+            self._known_departed = departed
+            if not self._topology.is_connected_without(departed):
+                raise HopError(
+                    f"rank {self._rank}, step {k}: ranks {sorted(departed)} have left, and the communication graph of "
+                    "the others is not connected any more. Use a topology with more edges, or stop all ranks together."
+                )
+
+    # Ranks that join late: what the others need not know of an iteration, they are not told.
+
+    def begin_at(self, step: int) -> None:
+        self.reset(self._session, step)
+
+    def meet(self, rank: int, step: int) -> None:
+        if rank in self._out_neighbors:
+            self._pacing.meet(rank, step)
+        if rank in self._in_neighbors:
+            first = self._first[rank]
+            self._first[rank] = step + 1 if first == math.inf else max(first, step + 1)
+
+    def admit(self, rank: int, step: int) -> int:
+        # A rank that is joining counts from nowhere yet, and `begin_at` forgets what it would note here. One that has
+        # ended may be further from the newcomer than ranks that train ever are.
+        if self._membership.joining or self._membership.has_left:
+            return self.iteration
+        if rank in self._out_neighbors:
+            self._pacing.admit(rank, step)
+        if rank in self._in_neighbors:
+            self._first[rank] = max(step, self.iteration + 1)
+            self._reception.forget(rank, self._first[rank] - 1)
+        self._lives.pop(rank, None)
+        return self.iteration
+
+    @property
+    def sent_steps(self) -> int:
+        return self._sent_steps
+
+    @property
+    def most_updates_in_memory(self) -> int:
+        """The most updates ever that were received and not yet used; at most (1 + max_ig) * |N_in|."""
+        return self._most_updates
+
+    def counters(self) -> Mapping[str, float]:
+        """What became of updates and iterations; see `HopStrategy`."""
+        return {
+            "late_updates": self._num_late + self._reception.num_late,
+            "withheld_updates": self._num_withheld,
+            "jumps": self._num_jumps,
+            "skipped_iterations": self._num_skipped,
+        }
+
+    def close(self) -> None:
+        self._membership.transport.unregister(self._queue_name)
+        self._pacing.close()
+
+    def _on_update(self, message: Message) -> None:
+        if message.sender not in self._in_neighbors or len(message.header) != HEADER.size:
+            raise ProtocolError(f"rank {message.sender} sent an unexpected message to {message.queue!r}.")
+        session, life, iteration = HEADER.unpack(message.header)
+        with self._monitor:
+            departure = self._membership.departure(message.sender)
+            is_former = (departure is not None and departure.lost) or life != self._membership.life
+            if session != self._session or is_former:
+                self._num_late += 1
+                return
+            if math.inf > self._first[message.sender] > iteration:
+                self._num_late += 1  # Of a newcomer, for an iteration that did not wait for it.
+                return
+            if iteration > self.iteration + self._settings.gap:
+                raise ProtocolError(f"rank {message.sender} is at {iteration}, this rank at {self.iteration}.")
+            self._reception.put(Update(iteration, message.sender, self._packing.view(message.payload)))
+            self._most_updates = max(self._most_updates, len(self._reception))
+            self._monitor.notify_all()

@@ -1,0 +1,224 @@
+"""What keeps neighbors of Hop from running away from each other: token queues, or NOTIFY-ACK.
+
+Both tell a neighbor something small at one point of an iteration, and wait for that at another. A rank that has ended
+is neither told nor waited for. One that joins late counts from the iteration in which it enters.
+"""
+
+from __future__ import annotations
+
+import abc
+import struct
+from collections.abc import Mapping, Sequence
+
+from hop_tf.collectives import BULK_LANE
+from hop_tf.errors import ProtocolError
+from hop_tf.runtime.group import ExchangeContext
+from hop_tf.strategies.hop.settings import HopSettings
+from hop_tf.tensors.fifo import TokenQueue
+from hop_tf.topology import Topology
+from hop_tf.transport.base import Message
+
+HEADER = struct.Struct("<qqq")  # session, life of the receiver, iteration
+
+
+class Pacing(abc.ABC):
+    """Bounds on the distance between neighbors.
+
+    Args:
+      context: Membership of the group.
+      topology: The communication graph.
+    """
+
+    def __init__(self, context: ExchangeContext, topology: Topology):
+        self._membership = context.membership
+        self._monitor = context.membership.monitor
+        rank = context.membership.rank
+        self._in_neighbors = topology.in_neighbors(rank)
+        self._out_neighbors = topology.out_neighbors(rank)
+        self._queue_name = f"pace/{context.group}"
+        self._make_fifo = context.make_fifo
+        self._session = context.session
+
+    def start(self) -> None:
+        """Begins to take messages."""
+        self._membership.transport.register(self._queue_name, self._on_message)
+
+    def close(self) -> None:
+        """Stops taking messages."""
+        self._membership.transport.unregister(self._queue_name)
+
+    @abc.abstractmethod
+    def reset(self, session: int, start: int = 0) -> None:
+        """Forgets everything; the rank is to enter iteration `start` of `session`."""
+
+    def behind(self) -> list[int]:
+        """Out-neighbors that joined so far behind that the rank may not enter its next iteration yet."""
+        return []
+
+    def enter(self, k: int, lives: Mapping[int, int]) -> None:
+        """The rank enters iteration k, together with neighbors of these lives."""
+
+    def wait_to_send(self, k: int) -> None:
+        """Called before the Send of iteration k."""
+
+    def reduced(self, k: int, lives: Mapping[int, int]) -> None:
+        """The updates of iteration k have been used; `lives` as in `enter`."""
+
+    def advance(self, k: int) -> int:
+        """Waits until the rank may leave iteration k; returns by how many iterations it then is to advance."""
+        return 1
+
+    def known_iteration(self, j: int) -> int:
+        """An iteration that out-neighbor j has reached, maybe passed."""
+        return 0
+
+    @abc.abstractmethod
+    def admit(self, j: int, start: int) -> None:
+        """Out-neighbor j joins and is to enter iteration `start`."""
+
+    @abc.abstractmethod
+    def meet(self, j: int, k: int) -> None:
+        """The rank has joined; out-neighbor j is in iteration k."""
+
+    def _tell_in_neighbors(self, k: int, lives: Mapping[int, int]) -> None:
+        for j in self._present(self._in_neighbors):
+            life = lives.get(j)  # It is taken out when it joins, which may be now.
+            if life is not None:
+                header = HEADER.pack(self._session, life, k)
+                self._membership.send(j, self._queue_name, header, lane=BULK_LANE, step=k)
+
+    def _present(self, ranks: Sequence[int]) -> list[int]:
+        return [j for j in ranks if self._membership.departure(j) is None]
+
+    def _on_message(self, message: Message) -> None:
+        if message.sender not in self._out_neighbors or len(message.header) != HEADER.size:
+            raise ProtocolError(f"rank {message.sender} sent an unexpected message to {message.queue!r}.")
+        session, life, iteration = HEADER.unpack(message.header)
+        with self._monitor:
+            if session == self._session and life == self._membership.life:
+                self._note(message.sender, iteration)
+                self._monitor.notify_all()
+
+    @abc.abstractmethod
+    def _note(self, j: int, iteration: int) -> None:
+        """Out-neighbor j has told of `iteration`."""
+
+
+class TokenPacing(Pacing):
+    """Token queues (section 4.2), and with them the jumps of stragglers (section 5)."""
+
+    def __init__(self, context: ExchangeContext, topology: Topology, settings: HopSettings):
+        super().__init__(context, topology)
+        self._max_ig = settings.max_iteration_gap
+        self._skip = settings.skip
+        # Theorem 2, for the longest path there is: where others have ended, none may be shorter.
+        self._capacity = self._max_ig * topology.world_size
+        self.reset(context.session)
+
+    def reset(self, session: int, start: int = 0) -> None:
+        with self._monitor:
+            self._session = session
+            self._permitted = start  # The iteration up to which tokens were taken.
+            self._tokens = {j: self._make_queue(-1) for j in self._out_neighbors}  # Line 5.
+
+    def _make_queue(self, iteration: int) -> TokenQueue:
+        """TokenQ(j -> i) where j is in `iteration`."""
+        return TokenQueue(
+            num_initial=iteration - self._permitted + self._max_ig,
+            capacity=self._capacity,
+            iteration=iteration,
+            make_fifo=self._make_fifo,
+        )
+
+    def behind(self) -> list[int]:
+        return [j for j in self._present(self._out_neighbors) if self._tokens[j].size < 0]
+
+    def enter(self, k: int, lives: Mapping[int, int]) -> None:
+        """Line 10: one token for every iteration that was entered, jumped over or not."""
+        self._tell_in_neighbors(k, lives)
+
+    def advance(self, k: int) -> int:
+        """Line 17: takes a token from every out-neighbor; if all are far ahead, as many as are jumped over."""
+
+        def missing() -> list[int]:
+            return [j for j in self._present(self._out_neighbors) if self._tokens[j].size <= 0]
+
+        while True:
+            self._membership.wait(missing, operation="acquire token", step=k)
+            with self._monitor:
+                if not missing():  # A rank may have joined since.
+                    return self._take(k)
+
+    def _take(self, k: int) -> int:
+        queues = [self._tokens[j] for j in self._present(self._out_neighbors)]
+        num_iterations = self._jump(queues)
+        for tokens in queues:
+            tokens.take(num_iterations)
+        self._permitted = k + num_iterations
+        return num_iterations
+
+    def _jump(self, queues: Sequence[TokenQueue]) -> int:
+        if self._skip is None or not queues:
+            return 1
+        # In-neighbors, which a jump needs the updates of, wait for this rank's tokens max_ig iterations ahead of it. In
+        # directed graphs out-neighbors may be further away than that.
+        num_behind = min(tokens.size for tokens in queues) - self._max_ig
+        return min(self._skip.jump(num_behind), self._max_ig + 1)
+
+    def known_iteration(self, j: int) -> int:
+        return self._tokens[j].iteration
+
+    def admit(self, j: int, start: int) -> None:
+        """As though j was in the iteration before."""
+        self._tokens[j] = self._make_queue(start - 1)
+
+    def meet(self, j: int, k: int) -> None:
+        """The tokens that j has inserted up to iteration k; those of a later one may have come first."""
+        if k > self._tokens[j].iteration:
+            self._tokens[j].put(k)
+
+    def _note(self, j: int, iteration: int) -> None:
+        self._tokens[j].put(iteration)
+
+
+class NotifyAckPacing(Pacing):
+    """NOTIFY-ACK (section 3.3): an update is sent when the receiver has used the one before."""
+
+    def __init__(self, context: ExchangeContext, topology: Topology):
+        super().__init__(context, topology)
+        self.reset(context.session)
+
+    def reset(self, session: int, start: int = 0) -> None:
+        with self._monitor:
+            self._session = session
+            self._acknowledged = dict.fromkeys(self._out_neighbors, -1)
+
+    def wait_to_send(self, k: int) -> None:
+        """Waits until every out-neighbor has used the update of iteration k - 1."""
+
+        def missing() -> list[int]:
+            return [j for j in self._present(self._out_neighbors) if self._acknowledged[j] < k - 1]
+
+        self._membership.wait(missing, operation="receive acknowledgement", step=k)
+
+    def reduced(self, k: int, lives: Mapping[int, int]) -> None:
+        """Tells every in-neighbor that its update of iteration k was used."""
+        self._tell_in_neighbors(k, lives)
+
+    def admit(self, j: int, start: int) -> None:
+        """It will use no update before iteration `start`."""
+        self._acknowledged[j] = start - 1
+
+    def meet(self, j: int, k: int) -> None:
+        """It uses updates of this rank after iteration k only."""
+        self._acknowledged[j] = max(k, self._acknowledged[j])
+
+    def _note(self, j: int, iteration: int) -> None:
+        self._acknowledged[j] = max(iteration, self._acknowledged[j])
+
+
+def make_pacing(context: ExchangeContext, topology: Topology, settings: HopSettings) -> Pacing:
+    """The one that the settings ask for."""
+    if settings.uses_notify_ack:
+        return NotifyAckPacing(context, topology)
+    return TokenPacing(context, topology, settings)

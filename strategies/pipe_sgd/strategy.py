@@ -1,0 +1,304 @@
+"""Pipe-SGD: synchronous training whose communication is hidden behind the computation of the next steps.
+
+Li, Yu, Li, Avestimehr, Kim, Schwing. Pipe-SGD: A Decentralized Pipelined SGD Framework for Distributed Deep Net
+Training. NeurIPS 2018. Algorithm 1, with pipeline width K, at each worker:
+
+    computation thread                                      communication thread
+     2  for t = 1 ... T:                                     1  g_sum[1 - K ... 0] = 0, ready
+     3      wait until g_sum[t - K] is ready                 2  for t = 1 ... T:
+     5      w[t] = w[t - 1] - lr g_sum[t - K]                3      wait until g_local[t] is ready
+     7      forward pass of a batch                          4      g_sum[t] = AllReduce(g_local[t])
+     8      g_local[t] = backward pass at w[t]               5      g_sum[t] is ready
+    10      g_local[t] is ready
+
+Keras updates at the end of a step. So the update of line 5 is that of the step before, and step t applies the gradient
+of step t - (K - 1), after its own has been handed out: K = 1 is synchronous training (the paper's D-Sync). We take the
+mean over the ranks for the sum. Lines 4 and 9 of the computation thread (the codec) run on the communication thread,
+where they are hidden, too.
+
+The paper computes at w[t - 1], which lacks what is under way. Momentum and a rate that synchronous training stands then
+cost accuracy, or all of it. So we compute where this rank's own gradients would have led from there (`compensation` is
+"replay", see `hop_tf.runtime.replay`): w[t] is what is merged, and moved by mean gradients only, alike on all ranks.
+
+With L segments (pipelined gradient communication, Figure 2 (b)) the gradients of the last layers are handed out while
+back-propagation goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import tensorflow as tf
+
+from hop_tf import codecs
+from hop_tf.arguments import check_choice, check_integer, identity_of
+from hop_tf.collectives import ALGORITHMS
+from hop_tf.keras_hook import (
+    StepTrace,
+    gradient_accumulation_steps,
+    iterations_variable,
+    loss_scale,
+    scaled,
+    slots_of,
+    unscaled,
+    use_ema,
+)
+from hop_tf.options import CommunicationOptions
+from hop_tf.runtime.group import ExchangeContext, Group
+from hop_tf.runtime.rates import CommonRate
+from hop_tf.strategies.pipe_sgd.exchange import PipeSGDExchange, PipeSGDSettings
+from hop_tf.strategy import ExchangeStrategy, training_cluster
+from hop_tf.tensors.packing import Packing, TensorSpec
+
+_COMPENSATIONS = ("replay", "none")
+
+
+class PipeSGDStrategy(ExchangeStrategy):
+    """Synchronous training with pipelined all-reduce.
+
+    In step t each rank computes its gradient g_i[t], hands it to the communication thread, and merges the mean of an
+    earlier step, which was reduced while it computed:
+
+        merged w, slots  <-  the optimizer's update with  (1 / n) sum over i of g_i[t - (K - 1)]
+
+    With `pipeline_width` K = 2 a step takes max(update + compute, communicate) instead of their sum (Equations 2 and
+    4). K = 1 is synchronous training without a delay. What is merged is equal to the bit on all ranks at every step.
+
+    Until a mean arrives, a rank's own gradient stands in for it: the rank computes at what the optimizer makes of the
+    merged weights and slots and the K - 1 own gradients that are under way. So at the learning rate and momentum that
+    synchronous training stands, K = 2 costs less than a point of accuracy. K = 3 and 4 cost about as little with
+    perceptrons and convolutional networks, but 2 to 4 points in a short training of a transformer. It is more where a
+    rank's own gradients tell little of the mean: where each rank has data of other classes. A replay costs K - 1
+    further optimizer updates a step.
+
+    At the end of every epoch, and of `fit`, all means are merged, before validation and callbacks: these see the merged
+    weights. Callbacks within an epoch see the weights that a rank computes with; what they do to weights then has no
+    effect on training.
+
+    All ranks use the learning rate of rank 0. Where a callback has changed another rank's, as by that rank's own loss,
+    it is set back, with a warning. (With `weight_decay` and K = 1, and with `compensation="none"`, different rates are
+    an error.)
+
+    Of floating-point variables that are not trained but assigned in the training step before its update (moving
+    statistics) the changes are averaged along with the same delay, never through a codec. Gradients are clipped, where
+    the optimizer clips, before they are averaged (under a `LossScaleOptimizer`, after). Sparse gradients
+    (`tf.IndexedSlices`) travel as dense ones.
+
+    When a rank ends early, as by a callback of its own, the others go on without it; before another `fit`,
+    `synchronize(model)` makes weights, slots and numbers of steps the same. When one is lost, all raise. In a custom
+    training loop, `synchronize` first merges all means that are under way.
+
+    Args:
+      pipeline_width: K, the number of steps that are under way at a time; at least 1. Default 2.
+      codec: What gradients are encoded with on their way: a `hop_tf.codecs.Codec`, or a name ("truncate16", "int8",
+        "sketch"; `codecs.TopK(error_feedback=True)` for the largest only). It takes float32, bfloat16 and float16;
+        gradients of other types travel as they are. Default None.
+      num_segments: L, the number of parts that gradients are handed out in, those of the last layers first, so that
+        they travel while back-propagation goes on. It costs L times the latency of an all-reduce (Equation 6), and is
+        of use with K = 1, where computation takes most of a step: a wider pipe hides communication in any case.
+        Default 1.
+      compensation: What a rank computes with while means are under way, of no matter with K = 1. "replay": as above.
+        "none": Algorithm 1 as printed: merged weights only; the first K - 1 updates use gradients of zero, and the last
+        K - 1 means are dropped. With it and a momentum of 0.9, accuracy is lost at rates that synchronous training
+        stands. Default "replay".
+      warmup_steps: So many updates of the first `fit` after `compile` are made with K = 1. It takes
+        `compensation="none"`: with a replay early gradients are not late. Default 0.
+      algorithm: "mesh" (few messages after each other) or "ring" (few connections). Default "mesh".
+      cluster_resolver: Where the cluster is described. Default: `TF_CONFIG`.
+      communication_options: Deadlines, credentials, records. Default: `CommunicationOptions()`.
+
+    Raises:
+      TypeError: If `codec` is something else.
+      ValueError: If an argument is out of range, or `codec` is a `TopK` without error feedback.
+      ClusterConfigError: If the cluster description is not valid.
+      HopError: If this rank's address cannot be bound.
+
+    References:
+      Li, Yu, Li, Avestimehr, Kim, Schwing. Pipe-SGD: A Decentralized Pipelined SGD Framework for Distributed Deep Net
+      Training. NeurIPS 2018. Algorithm 1, Equations 2 to 7.
+    """
+
+    _settles_loops = True
+
+    def __init__(
+        self,
+        *,
+        pipeline_width: int = 2,
+        codec: codecs.Codec | str | None = None,
+        num_segments: int = 1,
+        compensation: str = "replay",
+        warmup_steps: int = 0,
+        algorithm: str = "mesh",
+        cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
+        communication_options: CommunicationOptions | None = None,
+    ):
+        check_integer("pipeline_width", pipeline_width, at_least=1)
+        check_integer("num_segments", num_segments, at_least=1)
+        check_integer("warmup_steps", warmup_steps, at_least=0)
+        check_choice("algorithm", algorithm, sorted(ALGORITHMS))
+        check_choice("compensation", compensation, _COMPENSATIONS)
+        if warmup_steps and compensation != "none":
+            raise ValueError(
+                "`warmup_steps` must be 0 unless compensation='none': a replay makes no gradient late. "
+                f"Received: warmup_steps={warmup_steps}, compensation={compensation!r}."
+            )
+        codec = codecs.get(codec)
+        if isinstance(codec, codecs.TopK) and not codec.error_feedback:
+            raise ValueError(
+                "`codec` must keep what it does not send: take hop_tf.codecs.TopK(error_feedback=True). Without it all "
+                f"but {codec.ratio:.3g} of each gradient's values are lost. Received: codec={codec!r}."
+            )
+        self._settings = PipeSGDSettings(
+            pipeline_width=int(pipeline_width),
+            codec=codec,
+            num_segments=int(num_segments),
+            warmup_steps=int(warmup_steps),
+            algorithm=algorithm,
+            compensation=compensation,
+        )
+        cluster = training_cluster(cluster_resolver, "PipeSGDStrategy")
+        super().__init__(
+            cluster=cluster,
+            cluster_resolver=cluster_resolver,
+            communication_options=communication_options,
+            identity=identity_of(self._settings),
+            neighbors=range(cluster.world_size),
+        )
+
+    def _make_exchange(self, context: ExchangeContext) -> PipeSGDExchange:
+        optimizer = context.optimizer()
+        is_replayed = self._settings.replays and loss_scale(optimizer) is not None
+        if is_replayed and (every := gradient_accumulation_steps(optimizer)) > 1:
+            raise ValueError(
+                "`compensation` must be 'none' where an optimizer within a LossScaleOptimizer (which Keras adds under "
+                "the policy 'mixed_float16') accumulates gradients: it does so with means only. Or train with "
+                f"'mixed_bfloat16'. Received: compensation='replay', gradient_accumulation_steps={every}."
+            )
+        if self._settings.replays and use_ema(optimizer) and gradient_accumulation_steps(optimizer) > 1:
+            raise ValueError(
+                "`compensation` must be 'none' where an optimizer accumulates gradients and averages weights: it does "
+                "this in every batch, and a replay knows of updates only. Received: use_ema=True, "
+                f"gradient_accumulation_steps={gradient_accumulation_steps(optimizer)}."
+            )
+        return PipeSGDExchange(context, self._settings)
+
+    def _specs_beside(self) -> Sequence[TensorSpec]:
+        return [CommonRate.spec(self.world_size)]
+
+    def _check_further_group(self, group: Group) -> None:
+        if group.exchange.replay is not None:
+            raise ValueError(
+                "`compensation` must be 'none' where an optimizer is applied several times in a step, to parts of the "
+                "variables: its count of steps belongs to none of them. Apply it once, or take an optimizer for each "
+                f"part. Received: compensation='replay', and {type(group.optimizer()).__name__}, applied again."
+            )
+
+    def enter_step(self, trace: StepTrace) -> None:
+        super().enter_step(trace)
+        if tf.executing_eagerly():  # What a step has done before its update is known in graphs only.
+            for group in self._all_groups():
+                if int(group.step) == int(group.exchange.pipelined_from):
+                    self._begin_training(group)
+
+    def _begin_training(self, group: Group) -> None:
+        group.exchange.begin_pipe(int(group.step))
+
+    def _begin_epoch(self, group: Group) -> None:
+        self._begin_training(group)
+
+    def _before_update(self, group: Group, values: Sequence[tf.Tensor], gradients: list) -> tuple[list, None]:
+        exchange = group.exchange
+        outgoing = submit_gradients(group, gradients)  # Line 10.
+
+        def take_due(segment: int) -> list[tf.Tensor]:  # Line 3.
+            return group.collect(outgoing, segment, lambda t, segment: self._take_due(group, t, segment))[0]
+
+        is_synchronous = exchange.replay is None
+        if not is_synchronous and tf.executing_eagerly() and not exchange.replay.has_begun:
+            # It is too late to keep what was there before the group's first update: see `enter_step`. Ranks begin with
+            # rank 0's learning rate, so that weights have decayed alike.
+            exchange.pipelined_from.assign(1)
+            is_synchronous = True
+        means, rate = take_means(group, take_due)
+        if is_synchronous:
+            return scaled(group.optimizer(), means), None
+        exchange.replay.begin_once()
+        own = outgoing[: group.num_trained]
+
+        def merge() -> None:
+            exchange.replay.merge(means, rate)
+            exchange.replay.stand_in(own)
+
+        tf.cond(group.step >= exchange.pipelined_from + exchange.delay, merge, lambda: None)
+        exchange.replay.keep(own)
+        return gradients, None
+
+    def _after_update(self, group: Group, state: None) -> tf.Tensor:
+        return tf.constant(0, tf.int64)
+
+    def _take_due(self, group: Group, t: tf.Tensor, segment: int) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """Takes the mean of step t - (K - 1); of t during warm-up; zeros while the pipe fills."""
+        delay = group.exchange.delay
+        if delay == 0:
+            return group.take(t, segment)
+        start = group.exchange.pipelined_from
+        due = tf.where(t < start, t, t - delay)
+        fills = tf.logical_and(t >= start, due < start)
+        return tf.cond(fills, lambda: _zeros(group.exchange.parts[segment]), lambda: group.take(due, segment))
+
+    def _common_slots(self, group: Group) -> Sequence[tf.Variable]:
+        return list(slots_of(group.optimizer(), group.trained).values())
+
+    def _end_epoch(self, group: Group) -> None:
+        if group.exchange.replay is not None:
+            self._finish_training(group)
+            self._begin_training(group)  # For a second call of this.
+
+    def _finish_training(self, group: Group) -> None:
+        exchange, count = group.exchange, iterations_variable(group.optimizer())
+        num_batches = int(count)
+        for t in exchange.in_flight(int(group.step)):
+
+            def take(segment: int, t: int = t) -> list[tf.Tensor]:
+                buckets, _ = group.take(tf.constant(t, tf.int64), segment)
+                return exchange.parts[segment].unpack(buckets)
+
+            means, rate = take_means(group, take)
+            if exchange.replay is not None:
+                exchange.replay.merge(means, rate)
+        if exchange.replay is not None and gradient_accumulation_steps(group.optimizer()) > 1:
+            count.assign(num_batches)  # Some may wait for the next update.
+
+    def _break_off(self, group: Group) -> None:
+        if group.exchange.replay is not None and group.exchange.in_flight(int(group.step)):
+            group.exchange.replay.restore()
+
+
+def submit_gradients(group: Group, gradients: Sequence) -> list[tf.Tensor]:
+    """Hands out gradients, without the loss scale, changes of the carried variables, and the rate; returns all."""
+    optimizer, exchange = group.optimizer(), group.exchange
+    outgoing = [*unscaled(optimizer, gradients), *exchange.carried.take(), exchange.rate.own(optimizer)]
+    for segment, members in enumerate(exchange.members):
+        group.submit([outgoing[index] for index in members], segment)
+    return outgoing
+
+
+def take_means(group: Group, take: Callable[[int], Sequence[tf.Tensor]]) -> tuple[list[tf.Tensor], tf.Tensor]:
+    """Takes all segments, and adds their changes to the carried variables.
+
+    Returns:
+      The mean gradients, not scaled, and the learning rate that they are to be applied with.
+    """
+    exchange = group.exchange
+    means: list = [None] * sum(map(len, exchange.members))
+    for segment, members in enumerate(exchange.members):
+        for index, mean in zip(members, take(segment), strict=True):
+            means[index] = mean
+    *means, rates = means
+    exchange.carried.add(means[group.num_trained :])
+    return means[: group.num_trained], exchange.rate.adopt(group.optimizer(), rates)
+
+
+def _zeros(packing: Packing) -> tuple[list[tf.Tensor], tf.Tensor]:
+    buckets = [tf.zeros([size], dtype) for size, dtype in zip(packing.sizes, packing.dtypes, strict=True)]
+    return buckets, tf.constant(0, tf.int64)

@@ -1,0 +1,212 @@
+"""The worker's side of SHAT outside of the training graph: Algorithm 1, lines 5 to 7. See `hop_tf.strategies.shat`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from hop_tf.errors import PeerLostError, ProtocolError
+from hop_tf.keras_hook import check_loss_scaling
+from hop_tf.runtime.exchange import Exchange, Incoming, Outgoing
+from hop_tf.runtime.group import ExchangeContext
+from hop_tf.runtime.joining import Joiner
+from hop_tf.strategies.shat.server import parameter_server_pb2 as pb
+from hop_tf.strategies.shat.server.server import PUSH
+from hop_tf.strategies.shat.servers import Answers, Request, Servers
+from hop_tf.strategies.shat.settings import ShatSettings
+from hop_tf.strategies.shat.shards import ShardView, make_shards
+from hop_tf.strategies.shat.state import GroupState
+from hop_tf.tensors import payloads
+
+# What travels beside the variables: to the servers, the learning rate and whether gradients are applied; from them, the
+# weight alpha of each.
+NUM_BESIDE = 2
+
+
+class ShatExchange(Exchange, Joiner):
+    """Pushes gradients to the servers, and brings their model and its weight back.
+
+    Args:
+      context: Membership, packing and buffers of the group.
+      settings: Those of the strategy.
+
+    Attributes:
+      shards: What each server that has something to keep does keep.
+      state: What the servers and this rank give each other between steps.
+      last_session: The session of the latest push; 0 before the first one.
+
+    Raises:
+      ValueError: If the optimizer does not go with the settings.
+    """
+
+    def __init__(self, context: ExchangeContext, settings: ShatSettings):
+        check_loss_scaling(context.optimizer())
+        self._context = context
+        self._membership = context.membership
+        self._packing = context.packing
+        self._settings = settings
+        self.shards = make_shards(context, settings)
+        self._servers = Servers(context, self.shards)
+        self.state = GroupState(context, settings, self._servers)
+        self.last_session = 0
+        self._num_sent = 0
+        self._communicate_seconds = 0.0
+        self._latest: dict[int, tuple[int, float]] = {}
+
+    def reset(self, session: int) -> None:
+        self._servers.session = session
+        self._num_sent = 0
+
+    def close(self) -> None:
+        self._servers.close()
+        # Else not the group ends, but this rank: the others may go on, and the servers' last snapshots are due.
+        if self._context.optimizer() is None:
+            self.state.retire()
+
+    @property
+    def is_configured(self) -> bool:
+        """Whether the servers keep the group."""
+        return self._servers.is_configured
+
+    def goes_on_with(self, server: int) -> bool:
+        return self._servers.goes_on_with(server)
+
+    # Steps.
+
+    def step(self, outgoing: Outgoing) -> Incoming:
+        start = time.perf_counter()
+        with self._servers.giving_up_alone():
+            incoming = self._step(outgoing)
+        self._communicate_seconds += time.perf_counter() - start
+        return incoming
+
+    def _step(self, outgoing: Outgoing) -> Incoming:
+        rate, is_applied = self._beside(outgoing.buckets)[:NUM_BESIDE]
+        push = self._make_push(outgoing.step, rate, bool(is_applied))
+        self._servers.reconfigure(push)
+        for shard in self.shards:
+            shard.encode(outgoing.buckets, is_applied=bool(is_applied))
+            self._servers.send(push, shard)  # Line 5.
+        self._num_sent = outgoing.step + 1
+        self.last_session = self._servers.session
+        answers = self._servers.receive(push)  # Line 6.
+        self._check_accepted(answers)
+        self._servers.end_configuration()
+        return self._merge(outgoing, answers)
+
+    def _make_push(self, step: int, rate: float, is_applied: bool) -> Request:
+        push = pb.Push(
+            group=self._context.group,
+            session=self._servers.session,
+            sequence=step + 1,
+            rate=rate,
+            is_applied=is_applied,
+        )
+
+        def message(shard: ShardView, is_missing: bool) -> tuple[bytes, Sequence[np.ndarray]]:
+            # What was sent is still there: it is sent again only where it has not arrived.
+            push.asks_again = not is_missing
+            payload = payloads.join(shard.encoded) if is_missing else ()
+            shard.bytes_sent += sum(array.nbytes for array in payload)
+            return push.SerializeToString(), payload
+
+        # Else who waits for long would look for the cause at the server.
+        waits = "" if self._settings.consistency == "async" else " (which comes when slower workers have pushed)"
+        return Request(
+            queue=PUSH,
+            operation=f"receive model of push {push.sequence}{waits}",
+            message=message,
+            is_answer=lambda reply: (reply.session, reply.sequence) == (push.session, push.sequence),
+            shards=self.shards,
+            step=step,
+            retries=True,
+        )
+
+    def _check_accepted(self, answers: Answers) -> None:
+        for answer, _ in answers.values():
+            if answer.error:
+                error = PeerLostError if answer.is_forgotten else ProtocolError
+                raise error(f"rank {self._membership.rank}: a parameter server has refused a push: {answer.error}")
+
+    def _merge(self, outgoing: Outgoing, answers: Answers) -> Incoming:
+        """The servers' model, the weight of each, and how far the carried variables are from their means."""
+        buckets = self._packing.take(self._context.pool)  # The servers have all of it but what is beside the variables.
+        self._beside(buckets)[:] = 0
+        for shard in self.shards:
+            reply, payload = answers[shard.server]
+            shard.encoded = []
+            shard.bytes_received += payload.nbytes
+            shard.put(shard.decode(payload), buckets)
+            for bucket, where in shard.ranges:
+                if self._packing.exact[bucket]:
+                    buckets[bucket][where] -= outgoing.buckets[bucket][where]
+            weight = self._settings.weight(reply.num_others, reply.num_workers)  # Line 7.
+            self._beside(buckets)[shard.index] = weight
+            self._latest[shard.index] = (reply.num_others, weight)
+        return Incoming(outgoing.step, outgoing.segment, tuple(buckets))
+
+    def neutral(self, outgoing: Outgoing) -> Incoming:
+        buckets = self._packing.take(self._context.pool)
+        for bucket in buckets:
+            bucket.fill(0)
+        return Incoming(outgoing.step, outgoing.segment, tuple(buckets))
+
+    def _beside(self, buckets: Sequence[np.ndarray]) -> np.ndarray:
+        bucket, where = self._packing.place(len(self._packing.specs) - 1)
+        return buckets[bucket][where]
+
+    def spread(self, weights: tf.Tensor, index: int) -> tf.Tensor:
+        """Emits the ops that give each value of a trained variable the weight of its server.
+
+        Args:
+          weights: One for each server.
+          index: The variable's.
+
+        Returns:
+          A scalar, or a tensor in the shape of the variable where several servers keep it.
+        """
+        spec = self._packing.specs[index]
+        owners = [(shard.index, size) for shard in self.shards if (size := shard.size_of(index))]
+        if len(owners) <= 1:
+            return weights[owners[0][0] if owners else 0]
+        servers, sizes = zip(*owners, strict=True)
+        return tf.reshape(tf.repeat(tf.gather(weights, servers), sizes), spec.shape)
+
+    # Newcomers. A rank's step is of no matter to others.
+
+    def begin_at(self, step: int) -> None:
+        del step
+
+    def meet(self, rank: int, step: int) -> None:
+        del rank, step
+
+    def admit(self, rank: int, step: int) -> int:
+        del rank
+        return step
+
+    # Records.
+
+    @property
+    def sent_steps(self) -> int:
+        return self._num_sent
+
+    def counters(self) -> Mapping[str, float]:
+        """What went to and came from each server, and where the communication thread's time goes.
+
+        Returns:
+          `communicate_seconds`, from a push to its answer, and for each server with a shard `shard_<s>_bytes_sent` and
+          `shard_<s>_bytes_received`, without headers.
+        """
+        totals: dict[str, float] = {"communicate_seconds": self._communicate_seconds}
+        for shard in self.shards:
+            totals[f"shard_{shard.index}_bytes_sent"] = shard.bytes_sent
+            totals[f"shard_{shard.index}_bytes_received"] = shard.bytes_received
+        return totals
+
+    @property
+    def latest(self) -> Iterable[tuple[int, float]]:
+        """For each shard c and alpha of the latest answer."""
+        return list(self._latest.values())

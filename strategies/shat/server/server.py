@@ -1,0 +1,430 @@
+"""`ParameterServer`: takes what workers send, and answers."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import threading
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from absl import logging
+
+from hop_tf.collectives import BULK_LANE
+from hop_tf.errors import HopError, MismatchError, ProtocolError
+from hop_tf.membership import LEAVE_QUEUE, membership_pb2, parse
+from hop_tf.strategies.shat.server import parameter_server_pb2 as pb
+from hop_tf.strategies.shat.server.configured import ConfiguredGroup
+from hop_tf.strategies.shat.server.group import Answer, ForgottenError
+from hop_tf.strategies.shat.server.snapshots import Snapshots
+from hop_tf.strategies.shat.server.state import ShardState
+from hop_tf.tensors import payloads
+from hop_tf.tensors.buffers import BufferPool
+from hop_tf.transport.base import Handler, Message, Transport
+
+# Queues at a server, and, with the group's name in between, at a worker.
+PREFIX = "parameter_server"
+CONFIGURE, PUSH, PULL, ASSIGN, BEGIN, RETIRE = (
+    f"{PREFIX}/{name}" for name in ("configure", "push", "pull", "assign", "begin", "retire")
+)
+CONFIGURED, REPLY, PULLED = "configured", "reply", "pulled"
+# Whose model the servers begin with.
+_FIRST = 0
+_NO_STATE = "rank 0 has gone before the servers had its model. Start the job again."
+_NOT_TRAINED = (
+    "this process was started again, and would train another model than the others do: its variables have other names, "
+    "or the others are in a later `fit`, with another optimizer. Start it again as it was, or the whole job."
+)
+
+
+class ParameterServer:
+    """Serves shards to workers. Nothing here blocks, but for a moment on other pushes to the same shard.
+
+    What takes long (to make a group, to write it to a file) is done without the server's lock, for which all wait.
+
+    Memory, in vectors as long as what it keeps of the model, with W workers and an optimizer that has s slots (SGD 0,
+    Adam 2): (1 + s) + max(W + 1, s + 2). That is the state; then a push or an answer of each worker, and both of the
+    one whose push is applied; or, at first, rank 0's state in a message, and the answer to it, which all share. Beyond:
+
+    - what an update needs for a moment, a few times 4 MiB, or the largest variable where the optimizer looks at whole
+      tensors;
+    - s for a state on its way to a worker or a file, if an update comes before it is there: TensorFlow copies then;
+    - 1 with a lossy codec, for the decoded push;
+    - up to W - 1 where threads are held up between an answer and the release of its push.
+
+    Args:
+      transport: The transport, on which it takes messages from now on.
+      num_workers: Ranks 0 to num_workers - 1 are workers.
+      pool: Memory of messages: the transport's. Default: a pool of its own.
+      snapshots: Where states are kept, and what a group begins with if it is there. Default: nowhere.
+    """
+
+    def __init__(
+        self,
+        *,
+        transport: Transport,
+        num_workers: int,
+        pool: BufferPool | None = None,
+        snapshots: Snapshots | None = None,
+    ):
+        self._transport = transport
+        self._pool = pool or BufferPool()
+        self._snapshots = snapshots
+        self._lock = threading.RLock()
+        self._groups: dict[str, ConfiguredGroup] = {}
+        # Held while a group is made and gets its first state; before the server's lock, where both are held.
+        self._making: collections.defaultdict[str, threading.Lock] = collections.defaultdict(threading.Lock)
+        self._session = 0
+        # Whether rank 0 has assigned what was changed before the session, and the pulls that wait for that.
+        self._has_begun = False
+        self._waiting_pulls: list[Message] = []
+        self._first_has_pushed = False  # In the session: by then it has told of its groups.
+        # Workers that have ended for good, and those that were lost; the latter may come back.
+        self._ended: set[int] = set()
+        self._lost: dict[int, str] = {}
+        # Who left the running session, and whose processes were started again since, and take no part yet.
+        self._left: set[int] = set()
+        self._restarted: set[int] = set()
+        self._workers = range(num_workers)
+        for queue, handler in {
+            CONFIGURE: self._on_configure,
+            PUSH: self._on_push,
+            PULL: self._on_pull,
+            ASSIGN: self._on_assign,
+            BEGIN: self._on_begin,
+            RETIRE: self._on_retire,
+            LEAVE_QUEUE: self._on_leave,
+        }.items():
+            transport.register(queue, functools.partial(_guarded, handler))
+
+    @property
+    def is_done(self) -> bool:
+        """Whether no worker is left."""
+        with self._lock:
+            return len(self._ended | self._lost.keys()) == len(self._workers)
+
+    @property
+    def has_served(self) -> bool:
+        """Whether a worker has ended by itself."""
+        with self._lock:
+            return bool(self._ended)
+
+    @property
+    def lost(self) -> Mapping[int, str]:
+        """Workers that were lost, and how."""
+        with self._lock:
+            return dict(self._lost)
+
+    @property
+    def present(self) -> list[int]:
+        """Workers that have neither ended nor were lost."""
+        with self._lock:
+            return [worker for worker in self._workers if worker not in self._ended and worker not in self._lost]
+
+    def forget(self, worker: int, reason: str) -> None:
+        """A worker was lost: the others go on without it."""
+        with self._lock:
+            if worker in self._lost:
+                return
+            logging.error("the server goes on without rank %d: %s", worker, reason)
+            self._lost[worker] = reason
+        self._remove(worker, is_lost=True)
+
+    def restarted(self, worker: int) -> None:
+        """Another process has taken the place of a worker: that one was lost, and takes part when it asks to."""
+        self._remove(worker, is_lost=True)
+        with self._lock:
+            self._lost.pop(worker, None)
+            self._ended.discard(worker)
+            self._left.add(worker)
+            self._restarted.add(worker)
+        self._answer_due_pulls()
+
+    def take_snapshots(self, *, final: bool = False) -> None:
+        """Writes the states whose time has come; all that have changed, if `final`."""
+        if self._snapshots is not None:
+            with self._lock:
+                groups = {name: configured.group for name, configured in self._groups.items() if configured.has_state}
+            for name, group in groups.items():
+                self._snapshots.write(name, group, final=final)
+
+    # Workers that come and go.
+
+    def _enter(self, session: int) -> None:
+        """Workers enter a session together; the first message of it tells. The lock must be held."""
+        if session > self._session:
+            self._begin_session(session)
+
+    def _begin_session(self, session: int) -> None:
+        self._session = session
+        self._has_begun = self._first_has_pushed = False
+        self._waiting_pulls.clear()  # Whoever has sent them has left the session.
+        self._left.clear()
+        self._restarted.clear()
+        for configured in self._groups.values():
+            configured.group.begin_session(self.present, session)
+
+    def _on_leave(self, message: Message) -> None:
+        leave = parse(membership_pb2.Leave, message)
+        if leave.lost:
+            return  # Whether that one is lost to the server, too, it sees for itself.
+        if leave.rank != message.sender:
+            return
+        with self._lock:
+            self._enter(leave.session)  # It may have left before anybody has pushed.
+            if leave.final:
+                self._ended.add(leave.rank)
+            if leave.session >= self._session:
+                self._left.add(leave.rank)
+            elif not leave.final:
+                return
+        self._remove(leave.rank, is_lost=False)
+
+    def _remove(self, worker: int, *, is_lost: bool) -> None:
+        with self._lock:
+            retired = self._take_retired_groups()
+            groups = dict(self._groups)
+            if worker == _FIRST:
+                self._give_up_waiting()
+        self._end_groups(retired)
+        self._answer_due_pulls()
+        for name, configured in groups.items():
+            self._send_answers(name, configured, configured.group.remove(worker, is_lost=is_lost))
+
+    def _give_up_waiting(self) -> None:
+        """Nobody will give the model that some wait for. The lock must be held."""
+        for name, configured in self._groups.items():
+            if not configured.has_state:
+                for worker in configured.take_waiting():
+                    self._refuse(worker, pb.Configure(group=name, session=self._session), _NO_STATE, False)
+
+    # Groups.
+
+    def _on_configure(self, message: Message) -> None:
+        parts = payloads.split(message.payload)
+        configure = parse(pb.Configure, dataclasses.replace(message, header=parts[0].tobytes()))
+        with self._lock:
+            if self._has_gone(message.sender, configure.session):
+                return  # Its farewell has overtaken this.
+            if message.sender in self._restarted and self._have_all_restarted(configure.session):
+                self._begin_session(configure.session)
+                for configured in self._groups.values():
+                    configured.go_on_with_new_workers()
+            self._enter(configure.session)
+            making = self._making[configure.group]
+        try:
+            with making:
+                configured, ready = self._configure(message.sender, configure, parts[1:])
+        except Exception as error:  # Whatever keeps the group from being made here is the worker's to raise.
+            logging.exception("the server cannot configure group %s for rank %d.", configure.group, message.sender)
+            text = str(error) if isinstance(error, HopError) else f"{type(error).__name__}: {error}"
+            for worker in (message.sender, *self._take_waiting(configure.group)):
+                self._refuse(worker, configure, text, isinstance(error, MismatchError))
+            return
+        self._tell_state(configure, configured, ready)
+
+    def _have_all_restarted(self, session: int) -> bool:
+        """Whether all workers were started again, as one that enters `session` was. The lock must be held.
+
+        They count sessions from 1 then. Of others the server may hear later than that one, who has met them.
+        """
+        return session < self._session or self._restarted.issuperset(self.present)
+
+    def _tell_state(self, configure: pb.Configure, configured: ConfiguredGroup, workers: Sequence[int]) -> None:
+        # At first all have rank 0's slots.
+        with_slots = configured.is_under_way or configured.group.num_pushes > 0
+        state = configured.group.state(with_slots=with_slots) if workers else None
+        for worker in workers:
+            self._send(
+                worker,
+                f"{PREFIX}/{configure.group}/{CONFIGURED}",
+                pb.Configured(session=configure.session, is_under_way=configured.is_under_way),
+                state.to_parts(),
+            )
+
+    def _has_gone(self, worker: int, session: int) -> bool:
+        """Whether a worker has ended, or left that session. The lock must be held."""
+        has_left = worker in self._left and worker not in self._restarted and session <= self._session
+        return worker in self._ended or has_left
+
+    def _configure(
+        self, worker: int, configure: pb.Configure, parts: Sequence[np.ndarray]
+    ) -> tuple[ConfiguredGroup, list[int]]:
+        """Makes the group, unless it is there, and begins with rank 0's state or the snapshot's.
+
+        Returns:
+          The group, and whom to tell its state.
+        """
+        configured = self._find_or_make(worker, configure)
+        configured.compare(worker, configure)
+        with self._lock:
+            if not self._has_gone(worker, configure.session):  # It may have left meanwhile.
+                self._take_in(worker, configure, configured)
+        if configure.has_state and not configured.has_state:
+            configured.begin(ShardState.from_parts(parts, configured.packing))
+        with self._lock:
+            return configured, configured.take_waiting() if configured.has_state else []
+
+    def _find_or_make(self, worker: int, configure: pb.Configure) -> ConfiguredGroup:
+        """The group; its lock in `_making` must be held."""
+        with self._lock:
+            configured = self._groups.get(configure.group)
+            if configured is None and worker in self._restarted and self._first_has_pushed:
+                raise MismatchError(_NOT_TRAINED)  # Nobody would give the model.
+        if configured is not None:
+            return configured
+        configured = ConfiguredGroup(configure, self._pool)
+        if self._snapshots is not None:
+            configured.restore(self._snapshots.read(configure.group, configured.signature, configured.packing))
+        with self._lock:
+            workers = [w for w in self.present if w not in self._left or w == worker]
+            configured.group.begin_session(workers, self._session)
+            self._groups[configure.group] = configured
+        return configured
+
+    def _take_in(self, worker: int, configure: pb.Configure, configured: ConfiguredGroup) -> None:
+        """A worker takes part in the group, and waits for its state. The lock must be held."""
+        self._left.discard(worker)
+        self._restarted.discard(worker)
+        if self._lost.pop(worker, None) is not None:
+            logging.info("the server goes on with rank %d, which is there after all.", worker)
+        configured.group.join(worker)
+        configured.retired.discard(worker)  # That was another process.
+        configured.waiting.append(worker)
+        has_state = configured.has_state or configure.has_state
+        if not has_state and (_FIRST in self._left or _FIRST not in self.present):
+            raise HopError(_NO_STATE)
+
+    def _take_waiting(self, group: str) -> list[int]:
+        with self._lock:
+            return self._groups[group].take_waiting() if group in self._groups else []
+
+    def _refuse(self, worker: int, configure: pb.Configure, error: str, is_mismatch: bool) -> None:
+        answer = pb.Configured(session=configure.session, error=error, is_mismatch=is_mismatch)
+        self._send(worker, f"{PREFIX}/{configure.group}/{CONFIGURED}", answer)
+
+    def _on_retire(self, message: Message) -> None:
+        retire = parse(pb.Retire, message)
+        with self._lock:
+            if retire.group in self._groups:
+                self._groups[retire.group].retired.add(message.sender)
+            retired = self._take_retired_groups()
+        self._end_groups(retired)
+
+    def _take_retired_groups(self) -> dict[str, ConfiguredGroup]:
+        """The groups that no worker wants any more, which are no longer the server's. The lock must be held."""
+        present = set(self.present)
+        names = [name for name, each in self._groups.items() if each.retired and each.retired >= present]
+        return {name: self._groups.pop(name) for name in names}
+
+    def _end_groups(self, groups: Mapping[str, ConfiguredGroup]) -> None:
+        if self._snapshots is not None:
+            for name, configured in groups.items():
+                self._snapshots.write(name, configured.group, final=True)
+
+    def _find(self, group: str) -> ConfiguredGroup:
+        with self._lock:
+            if group not in self._groups:
+                raise ProtocolError(f"the server has no group {group!r}.")
+            return self._groups[group]
+
+    # Pushes and pulls.
+
+    def _on_push(self, message: Message) -> None:
+        push = parse(pb.Push, message)
+        with self._lock:
+            self._enter(push.session)
+            is_current = push.session == self._session and message.sender not in self._left
+            if is_current and message.sender == _FIRST:
+                self._first_has_pushed = True
+                self._has_begun = True  # This process may have been started after rank 0 has said so.
+        if not is_current:
+            return  # It has left meanwhile, and awaits no answer. Where it leaves only now, the group will see.
+        self._answer_due_pulls()
+        try:
+            configured = self._find(push.group)
+            answers = configured.group.push(message.sender, configured.gradient_of(push, message.payload))
+        except (ProtocolError, ValueError) as error:
+            logging.error("the server takes no push of rank %d: %s", message.sender, error)
+            is_forgotten = isinstance(error, ForgottenError)
+            refusal = pb.Reply(
+                session=push.session, sequence=push.sequence, error=str(error), is_forgotten=is_forgotten
+            )
+            self._send(message.sender, f"{PREFIX}/{push.group}/{REPLY}", refusal)
+            return
+        self._send_answers(push.group, configured, answers)
+        if self._snapshots is not None:
+            self._snapshots.write(push.group, configured.group)
+
+    def _send_answers(self, name: str, configured: ConfiguredGroup, answers: Sequence[Answer]) -> None:
+        for answer in answers:
+            reply = pb.Reply(
+                session=answer.session,
+                sequence=answer.sequence,
+                num_others=answer.num_others,
+                num_workers=answer.num_workers,
+                is_missing=answer.is_missing,
+            )
+            self._send(answer.worker, f"{PREFIX}/{name}/{REPLY}", reply, answer.buckets)
+
+    def _on_pull(self, message: Message) -> None:
+        pull = parse(pb.Pull, message)
+        with self._lock:
+            self._enter(pull.session)
+            if pull.session:
+                self._waiting_pulls.append(message)
+        if pull.session:
+            self._answer_due_pulls()
+        else:
+            self._answer_pull(message)
+
+    def _answer_due_pulls(self) -> None:
+        """Answers those that have waited for what rank 0 assigns, if that is there or will not come."""
+        with self._lock:
+            if not self._has_begun and _FIRST in self.present and _FIRST not in self._left:
+                return
+            pulls, self._waiting_pulls = self._waiting_pulls, []
+        for pull in pulls:
+            self._answer_pull(pull)
+
+    def _answer_pull(self, message: Message) -> None:
+        pull = parse(pb.Pull, message)
+        queue = f"{PREFIX}/{pull.group}/{PULLED}"
+        try:
+            state = self._find(pull.group).group.state(with_slots=True)
+        except ProtocolError as error:
+            self._send(message.sender, queue, pb.Pulled(number=pull.number, error=str(error)))
+            return
+        self._send(message.sender, queue, pb.Pulled(number=pull.number), state.to_parts())
+
+    def _on_assign(self, message: Message) -> None:
+        assign = parse(pb.Assign, message)
+        with self._lock:
+            self._enter(assign.session)  # Before: no push of the last session may follow.
+        configured = self._find(assign.group)
+        configured.group.assign_model(configured.view(payloads.split(message.payload)))
+
+    def _on_begin(self, message: Message) -> None:
+        begin = parse(pb.Begin, message)
+        with self._lock:
+            self._enter(begin.session)
+            if message.sender != _FIRST or begin.session != self._session:
+                return
+            self._has_begun = True
+        self._answer_due_pulls()
+
+    def _send(self, worker: int, queue: str, answer: object, parts: Sequence[np.ndarray] = ()) -> None:
+        payload = payloads.join(parts) if parts else ()
+        try:
+            self._transport.send(worker, queue, answer.SerializeToString(), payload, lane=BULK_LANE)
+        except HopError as error:  # It is gone; `forget` hears of that.
+            logging.info("the server could not send to %s of rank %d: %s", queue, worker, error)
+
+
+def _guarded(handler: Handler, message: Message) -> None:
+    """Drops what is no message of this protocol."""
+    try:
+        handler(message)
+    except ProtocolError as error:
+        logging.error("the server drops a message to %r of rank %d: %s", message.queue, message.sender, error)

@@ -1,0 +1,130 @@
+"""Which server keeps which part of a model: a shard for each server.
+
+A part of a tensor is a range of its values in row-major order. Together, in the order of the servers, the shards are
+the tensors, in their order: so a shard is a range of each bucket (`hop_tf.tensors.packing`) that these are packed into.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from hop_tf.tensors.packing import Packing, TensorSpec
+
+SHARDINGS = ("memory", "layer", "none")
+# Where a tensor is divided, its parts begin at multiples of so many bytes, as tensors do in their buckets.
+_ALIGNMENT_BYTES = 64
+# An update takes memory of a few times the piece; one that fits into a processor's cache is updated faster, too.
+_MAX_PIECE_VALUES = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """The values [start, stop) of tensor number `index`."""
+
+    index: int
+    start: int
+    stop: int
+
+
+def plan_shards(
+    specs: Sequence[TensorSpec], layers: Sequence[str], num_servers: int, sharding: str
+) -> list[list[Piece]]:
+    """Divides tensors among servers.
+
+    Args:
+      specs: The tensors.
+      layers: For each tensor, the layer that it belongs to; those of a layer follow each other.
+      num_servers: Number of servers, at least 1.
+      sharding: "memory": equal numbers of values, up to 64 bytes; tensors are divided where that falls so. "layer":
+        equal numbers of layers, up to one. "none": the first server has everything.
+
+    Returns:
+      For each server its pieces, none of them empty. Small models leave servers without any.
+
+    References:
+      Ko and Kim. SHAT: A Novel Asynchronous Training Algorithm That Provides Fast Model Convergence in Distributed Deep
+      Learning. Applied Sciences 12(1), 2022. Section 3.3, Figure 3.
+    """
+    if sharding == "memory":
+        return _by_values(specs, num_servers)
+    firsts = [index for index, layer in enumerate(layers) if index == 0 or layer != layers[index - 1]]
+    owners = [0] * len(firsts) if sharding == "none" else [i * num_servers // len(firsts) for i in range(len(firsts))]
+    shards: list[list[Piece]] = [[] for _ in range(num_servers)]
+    for first, last, owner in zip(firsts, [*firsts[1:], len(specs)], owners, strict=True):
+        shards[owner].extend(
+            Piece(index, 0, specs[index].num_elements) for index in range(first, last) if specs[index].num_elements
+        )
+    return shards
+
+
+def _by_values(specs: Sequence[TensorSpec], num_servers: int) -> list[list[Piece]]:
+    total = sum(spec.num_elements for spec in specs)
+    ends = [total * (server + 1) // num_servers for server in range(num_servers)]
+    shards: list[list[Piece]] = [[] for _ in range(num_servers)]
+    before = server = 0
+    for index, spec in enumerate(specs):
+        step = max(1, _ALIGNMENT_BYTES // spec.dtype.size)
+        start = 0
+        while start < spec.num_elements:
+            stop = min(spec.num_elements, -(-(ends[server] - before) // step) * step)
+            if stop > start:
+                shards[server].append(Piece(index, start, stop))
+                start = stop
+            if start < spec.num_elements:
+                server += 1
+        before += spec.num_elements
+    return shards
+
+
+def divide(pieces: Sequence[Piece]) -> list[Piece]:
+    """The same values in pieces of at most 2^20, for optimizers that do not look at whole tensors."""
+    size = _MAX_PIECE_VALUES
+    return [
+        Piece(piece.index, start, min(start + size, piece.stop))
+        for piece in pieces
+        for start in range(piece.start, piece.stop, size)
+    ]
+
+
+class ShardPacking:
+    """Where a shard's pieces lie: in the buckets of the whole model, and in buckets of their own.
+
+    Args:
+      whole: The packing of the model, whose first tensors are those that were divided.
+      pieces: The shard, not empty.
+
+    Attributes:
+      pieces: The same.
+      packing: The shard's own buckets, which are the ranges one behind the other.
+      ranges: For each bucket of the shard: the number of the model's bucket, and the range of it.
+    """
+
+    def __init__(self, whole: Packing, pieces: Sequence[Piece]):
+        self.pieces = tuple(pieces)
+        specs = [whole.specs[piece.index] for piece in pieces]
+        self.packing = Packing(
+            [
+                TensorSpec(spec.name, _shape_of(spec, piece), spec.dtype, spec.exact)
+                for spec, piece in zip(specs, pieces, strict=True)
+            ]
+        )
+        starts: dict[int, int] = {}
+        for piece in pieces:
+            bucket, where = whole.place(piece.index)
+            starts.setdefault(bucket, where.start + piece.start)
+        sizes = self.packing.sizes
+        self.ranges = tuple(
+            (bucket, slice(start, start + size)) for (bucket, start), size in zip(starts.items(), sizes, strict=True)
+        )
+
+    def cut(self, buckets: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """The shard's buckets, which share memory with those of the model."""
+        return [buckets[bucket][where] for bucket, where in self.ranges]
+
+
+def _shape_of(spec: TensorSpec, piece: Piece) -> tuple[int, ...]:
+    is_whole = piece.stop - piece.start == spec.num_elements
+    return spec.shape if is_whole else (piece.stop - piece.start,)

@@ -1,0 +1,177 @@
+"""`Snapshots`: the states of a server in files, from which it goes on after it was lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+import os
+import pathlib
+import tempfile
+import threading
+import time
+import zlib
+
+import numpy as np
+from absl import logging
+
+from hop_tf.arguments import check_integer
+from hop_tf.errors import MismatchError, ProtocolError
+from hop_tf.strategies.shat.server.group import ServedGroup
+from hop_tf.strategies.shat.server.state import ShardState
+from hop_tf.tensors import payloads
+from hop_tf.tensors.packing import Packing
+
+_MAGIC = b"hop_tf parameter server snapshot 1\n"
+_DEFAULT_SECONDS = 60.0
+_UNFINISHED = ".part"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SnapshotOptions:
+    """When and where servers write snapshots.
+
+    Attributes:
+      directory: Where each server writes a file for each optimizer, `ps_<index>_<group>`. It must be there when a
+        server is started again, on whatever machine. Default None: no snapshots.
+      every_seconds: Longest time between two, where there were pushes. The first push is written at once. Default 60.
+      every_pushes: Most pushes between two; None for no limit. Default None.
+
+    Raises:
+      ValueError: If a value is out of range, or one is given without a directory, where it would write nothing.
+    """
+
+    directory: str | os.PathLike | None = None
+    every_seconds: float = _DEFAULT_SECONDS
+    every_pushes: int | None = None
+
+    def __post_init__(self):
+        seconds = self.every_seconds
+        if isinstance(seconds, bool) or not isinstance(seconds, numbers.Real) or not seconds > 0:
+            raise ValueError(f"`every_seconds` must be a positive number. Received: every_seconds={seconds!r}.")
+        if self.every_pushes is not None:
+            check_integer("every_pushes", self.every_pushes, at_least=1)
+        if self.directory is None and (seconds, self.every_pushes) != (_DEFAULT_SECONDS, None):
+            raise ValueError(
+                "`directory` must be given with `every_seconds` and `every_pushes`: without it, no snapshots are "
+                f"written. Received: every_seconds={seconds!r}, every_pushes={self.every_pushes!r}."
+            )
+
+
+class Snapshots:
+    """The snapshots of one server.
+
+    A file is replaced when the next one is complete: whenever the server dies, there is a whole one.
+
+    Args:
+      options: With a directory, which is made.
+      index: The server's.
+
+    Raises:
+      OSError: If the directory cannot be made, or no file in it.
+    """
+
+    def __init__(self, options: SnapshotOptions, index: int):
+        self._options = options
+        self._index = index
+        self._directory = pathlib.Path(options.directory)
+        self._directory.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=self._directory).close()  # Else training would end with the first snapshot.
+        self._writing = threading.Lock()
+        self._signatures: dict[str, bytes] = {}
+        # By group: the number of pushes that the last one has seen, and when it was written.
+        self._written: dict[str, tuple[int, float]] = {}
+
+    def read(self, group: str, signature: bytes, packing: Packing) -> ShardState | None:
+        """The state of a group that was written before; None if none was.
+
+        Args:
+          group: Its name.
+          signature: What must be equal, then and now.
+          packing: The shard's buckets.
+
+        Raises:
+          MismatchError: If it is of another model.
+          ProtocolError: If the file is damaged.
+          OSError: If it cannot be read.
+        """
+        self._signatures[group] = signature
+        # Due with the first push: where one server dies before it has any, the others' are of no use.
+        self._written[group] = (0, -math.inf)
+        path = self._path(group)
+        if not path.exists():
+            self._check_others(group)
+            return None
+        # A file, unlike a message, may have been changed by anyone.
+        magic, checksum, data = np.split(np.fromfile(path, np.uint8), [len(_MAGIC), len(_MAGIC) + 4])
+        if magic.tobytes() != _MAGIC or checksum.size < 4:
+            raise ProtocolError(f"{path} is no snapshot of a parameter server.")
+        if zlib.crc32(data).to_bytes(4, "little") != checksum.tobytes():
+            raise ProtocolError(f"the snapshot {path} is damaged. Remove it to begin anew.")
+        found, *parts = payloads.split(data)
+        if found.tobytes() != signature:
+            raise MismatchError(
+                f"the snapshot {path} is of another model, or of other servers or sharding. Remove it, or choose "
+                "another directory."
+            )
+        state = ShardState.from_parts(parts, packing)
+        self._written[group] = (state.num_pushes, time.monotonic())
+        logging.info("the server goes on from %s, after %d pushes.", path, state.num_pushes)
+        return state
+
+    def _check_others(self, group: str) -> None:
+        """Else a script in which names have changed, as Keras numbers layers, would silently begin anew."""
+        number, _, _ = group.partition("-")
+        others = [p for p in self._directory.glob(f"ps_{self._index}_{number}-*") if p.suffix != _UNFINISHED]
+        if others:
+            raise MismatchError(
+                f"the snapshot {min(others)} is of another model: its variables have other names. Remove it, or choose "
+                "another directory."
+            )
+
+    def write(self, name: str, group: ServedGroup, *, final: bool = False) -> None:
+        """Writes a group's state if its time has come and nobody else writes, or, if `final`, if it has changed.
+
+        Raises:
+          OSError: If it cannot be written.
+        """
+        if not self._writing.acquire(blocking=final):
+            return
+        try:
+            self._write(name, group, final)
+        finally:
+            self._writing.release()
+
+    def _write(self, name: str, group: ServedGroup, final: bool) -> None:
+        num_pushes, written_at = self._written[name]
+        num_new = group.num_pushes - num_pushes
+        every_pushes = self._options.every_pushes
+        is_due = time.monotonic() - written_at >= self._options.every_seconds
+        is_due |= every_pushes is not None and num_new >= every_pushes
+        if not num_new or not (final or is_due):
+            return
+        state = group.state(with_slots=True)
+        self._replace(self._path(name), [np.frombuffer(self._signatures[name], np.uint8), *state.to_parts()])
+        self._written[name] = (state.num_pushes, time.monotonic())
+
+    def _path(self, group: str) -> pathlib.Path:
+        return self._directory / f"ps_{self._index}_{group}"
+
+    def _replace(self, path: pathlib.Path, parts: list[np.ndarray]) -> None:
+        payload = payloads.join(parts)
+        checksum = 0
+        for array in payload:
+            checksum = zlib.crc32(array, checksum)
+        unfinished = path.with_name(f"{path.name}{_UNFINISHED}")
+        with open(unfinished, "wb") as file:
+            file.write(_MAGIC + checksum.to_bytes(4, "little"))
+            for array in payload:
+                file.write(array)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+        directory = os.open(self._directory, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)

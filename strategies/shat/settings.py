@@ -1,0 +1,108 @@
+"""What `SHATParameterServerStrategy` was told, and Equation 4."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+
+from hop_tf import codecs
+from hop_tf.arguments import check_choice, check_integer, check_share
+from hop_tf.strategies.shat.server.consistency import Consistency
+from hop_tf.strategies.shat.server.sharding import SHARDINGS
+
+_RULES = ("shat", "shat_root")
+# Equation 3 has these as its ends: Hogwild, and training alone.
+_CONSTANTS = {"asp": 1.0, "ensemble": 0.0}
+
+
+def mixing_weight(c: int, n: int, rule: str = "shat", log_base: float = math.e, min_mixing: float = 0.0) -> float:
+    """The weight alpha of the server's model when a worker mixes it with its own:
+
+        alpha = 1 - s / log n        "shat" (Equation 4)
+        alpha = 1 - s / sqrt n       "shat_root" (Section 4.1.2)          s = n / c
+
+    but at least `min_mixing`. A lone worker takes the server's model: its weight is 1. Otherwise it is `min_mixing`
+    where nobody else has pushed (c = 0, s is infinite). The paper does not tell the base of its logarithm. With 2,
+    both rules would be the same for 4 and for 16 workers, which its Table 2 excludes; with 10, alpha would be negative
+    for up to 8 workers that are equally fast.
+
+    Args:
+      c: How many pushes of others the server has applied since this worker's last one, at least 0.
+      n: Number of workers, at least 1.
+      rule: "shat" or "shat_root".
+      log_base: Base of the logarithm, above 1. Default e.
+      min_mixing: In [0, 1]. Default 0.
+
+    Returns:
+      alpha, in [min_mixing, 1].
+
+    Raises:
+      ValueError: If an argument is out of range.
+
+    References:
+      Ko and Kim. SHAT: A Novel Asynchronous Training Algorithm That Provides Fast Model Convergence in Distributed Deep
+      Learning. Applied Sciences 12(1), 2022. Equation 4, Section 4.1.2.
+    """
+    check_integer("c", c, at_least=0)
+    check_integer("n", n, at_least=1)
+    check_choice("rule", rule, _RULES)
+    _check_log_base(log_base)
+    check_share("min_mixing", min_mixing)
+    if n == 1:
+        return 1.0
+    if c == 0:
+        return float(min_mixing)
+    scale = math.sqrt(n) if rule == "shat_root" else math.log(n) / math.log(log_base)
+    return float(max(min_mixing, 1.0 - (n / c) / scale))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShatSettings:
+    """What `SHATParameterServerStrategy` was told; see there.
+
+    Raises:
+      TypeError: If `codec` is something else.
+      ValueError: If a value is out of range.
+    """
+
+    mixing: str | float
+    sharding: str
+    consistency: str
+    min_mixing: float | None
+    log_base: float
+    codec: codecs.Codec
+
+    def __post_init__(self):
+        if isinstance(self.mixing, str):
+            check_choice("mixing", self.mixing, (*_RULES, *_CONSTANTS))
+        else:
+            check_share("mixing", self.mixing)
+            object.__setattr__(self, "mixing", float(self.mixing))
+        check_choice("sharding", self.sharding, SHARDINGS)
+        Consistency.parse(self.consistency)
+        if self.min_mixing is not None:
+            check_share("min_mixing", self.min_mixing)
+        _check_log_base(self.log_base)
+        object.__setattr__(self, "codec", codecs.get(self.codec))
+        if isinstance(self.codec, codecs.Sparse):
+            raise ValueError(
+                f"`codec` must be one that sends something for every value. Received: codec={self.codec!r}."
+            )
+
+    def weight(self, c: int, n: int) -> float:
+        """Weight for a worker of n; c as in `mixing_weight`."""
+        if self.consistency == "bsp":  # All have the same model: PS-Sync.
+            return 1.0
+        if not isinstance(self.mixing, str):
+            return self.mixing
+        if self.mixing in _CONSTANTS:
+            return _CONSTANTS[self.mixing]
+        floor = 1 / n if self.min_mixing is None else self.min_mixing
+        return mixing_weight(c, n, self.mixing, self.log_base, floor)
+
+
+def _check_log_base(value: object) -> None:
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number or not 1 < value < math.inf:
+        raise ValueError(f"`log_base` must be a finite number above 1. Received: log_base={value!r}.")

@@ -1,0 +1,153 @@
+"""`GroupState`: the model and slots that the servers keep of a group, between steps."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hop_tf.arguments import identity_of
+from hop_tf.collectives import BULK_LANE
+from hop_tf.errors import HopError
+from hop_tf.keras_hook import constrain, decays, finalize, num_updates, serialized_for_server, set_num_updates
+from hop_tf.membership import Membership
+from hop_tf.runtime.group import ExchangeContext
+from hop_tf.strategies.shat.server import parameter_server_pb2 as pb
+from hop_tf.strategies.shat.server import wire
+from hop_tf.strategies.shat.server.server import ASSIGN, BEGIN, PULL, RETIRE
+from hop_tf.strategies.shat.server.state import ShardState
+from hop_tf.strategies.shat.servers import Answers, Request, Servers
+from hop_tf.strategies.shat.settings import ShatSettings
+from hop_tf.strategies.shat.shards import ShardView
+from hop_tf.strategies.shat.variables import GroupVariables
+from hop_tf.tensors import payloads
+
+
+class GroupState:
+    """Gives the servers a worker's state, and the worker theirs.
+
+    Args:
+      context: The group, its membership and its variables.
+      settings: Those of the strategy.
+      servers: The servers.
+    """
+
+    def __init__(self, context: ExchangeContext, settings: ShatSettings, servers: Servers):
+        self._context = context
+        self._membership = context.membership
+        self._settings = settings
+        self._servers = servers
+        self._variables = GroupVariables(context, servers.shards)
+        self._num_pulls = 0
+        # The digest of the model that is the servers', as far as this rank knows.
+        self._known_model = 0
+
+    def configure(self, *, joins: bool) -> None:
+        """Tells the servers what to keep, and takes over their state, if that is another one than rank 0's.
+
+        Args:
+          joins: Whether this process was started again.
+
+        Blocks: until the servers have rank 0's state, or that of their snapshots.
+
+        Raises:
+          MismatchError: If another rank wants something else.
+          HopError: If a server cannot do it, or has found no snapshot where another one has.
+        """
+        context, optimizer, is_first = self._context, self._context.optimizer(), self._membership.rank == 0
+        description = self._describe(has_state=is_first and not joins)
+        decay = [*decays(optimizer, context.trained), *(False for _ in context.carried.variables)]
+        state = None
+        if description.has_state:
+            state = self._variables.model(), self._variables.slots(), num_updates(optimizer)
+
+        def payload_of(shard: ShardView) -> list[np.ndarray]:
+            parts = [np.frombuffer(shard.describe(description, decay), np.uint8)]
+            if state is not None:
+                parts += shard.state_of(*state).to_parts()
+            return payloads.join(parts)
+
+        answers = self._servers.configure(payload_of, sources=() if joins or is_first else (0,))
+        states = self._take_over(answers)
+        if joins or any(answer.is_under_way for answer, _ in answers.values()):
+            set_num_updates(optimizer, max(state.num_steps for state in states))
+
+    def _describe(self, *, has_state: bool) -> pb.Configure:
+        return pb.Configure(
+            group=self._context.group,
+            session=self._servers.session,
+            settings=identity_of(self._settings),
+            optimizer=serialized_for_server(self._context.optimizer()),
+            codec=wire.codec_to_json(self._settings.codec),
+            has_state=has_state,
+        )
+
+    def pull(self, *, after_offers: bool = False, finalizes: bool = False) -> None:
+        """Takes over the servers' model, as the variables' constraints make it, and slots.
+
+        Args:
+          after_offers: Whether to take those that the servers have when rank 0 has made its offers of the session.
+          finalizes: Whether to take the averages of weights, where the optimizer keeps these, as `fit` does at its end.
+
+        Blocks: until the servers have sent them; with `after_offers` also until rank 0 has called `tell_of_offers`, or
+          the servers know that it will not.
+
+        Raises:
+          HopError: If a server was lost.
+        """
+        self._num_pulls += 1
+        number, session = self._num_pulls, self._servers.session if after_offers else 0
+        header = pb.Pull(group=self._context.group, number=number, session=session).SerializeToString()
+        request = Request(
+            queue=PULL,
+            operation="receive state",
+            message=lambda shard, is_missing: (header, ()),
+            is_answer=lambda answer: answer.number == number,
+            shards=self._servers.shards,
+        )
+        with self._servers.giving_up_alone():
+            answers = self._servers.call(request)
+        for answer, _ in answers.values():
+            if answer.error:
+                raise HopError(f"rank {self._membership.rank}: {answer.error}")
+        if (optimizer := self._context.optimizer()) is None:
+            return  # It was replaced, as by a new `compile`.
+        states = self._take_over(answers)
+        if constrain(optimizer, self._context.trained):
+            self.keep_model()
+        if finalizes and any(state.iterations for state in states):  # There are no averages before.
+            finalize(optimizer)
+
+    def _take_over(self, answers: Answers) -> list[ShardState]:
+        """Assigns the servers' state to the variables."""
+        states = [shard.decode_state(answers[shard.server][1]) for shard in self._servers.shards]
+        self._known_model = self._variables.digest(self._variables.write(states))
+        return states
+
+    def offer(self) -> None:
+        """Gives the servers rank 0's model, where that was changed since it was theirs."""
+        if self._membership.rank != 0:
+            return
+        buckets = self._variables.model()
+        digest = self._variables.digest(buckets)
+        if digest != self._known_model:
+            self._known_model = digest
+            header = pb.Assign(group=self._context.group, session=self._servers.session).SerializeToString()
+            for shard in self._servers.shards:
+                payload = payloads.join(shard.cut(buckets))
+                self._membership.send(shard.server, ASSIGN, header, payload, lane=BULK_LANE)
+
+    def keep_model(self) -> None:
+        """What this rank's variables hold now is no model for the servers, though it is not theirs."""
+        self._known_model = self._variables.digest(self._variables.model())
+
+    def retire(self) -> None:
+        """Tells the servers that this rank has no use for the group any more."""
+        header = pb.Retire(group=self._context.group).SerializeToString()
+        for shard in self._servers.shards:
+            self._membership.tell(shard.server, RETIRE, header)
+
+
+def tell_of_offers(membership: Membership) -> None:
+    """Tells the servers that rank 0 has offered the models of all groups that it has changed before the session."""
+    header = pb.Begin(session=membership.session).SerializeToString()
+    for server in membership.servers:
+        membership.send(server, BEGIN, header, lane=BULK_LANE)  # On this lane it comes after what was assigned.

@@ -1,0 +1,166 @@
+"""`benchmarks/benchmark_delay.py`: its tasks, its kinds of training, and whole runs in the small."""
+
+import csv
+import importlib.util
+import os
+import pathlib
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import unittest
+
+import delay_ranks
+import delay_tasks
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+import hop_tf
+from hop_tf.commands import launch  # noqa: F401  (marks this module as one that starts processes)
+
+_SCRIPT = pathlib.Path(__file__).parents[2] / "benchmarks" / "benchmark_delay.py"
+_HAS_SOURCES = len(list(pathlib.Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))) > 100
+_needs_sources = unittest.skipIf(not _HAS_SOURCES, "needs the sources of Python's standard library")
+_KERAS_HOME = pathlib.Path(os.environ.get("KERAS_HOME") or "~/.keras").expanduser()
+_HAS_FASHION = (_KERAS_HOME / "datasets" / "fashion-mnist").is_dir()
+_needs_fashion = unittest.skipIf(not _HAS_FASHION, "needs Keras's copy of Fashion-MNIST")
+_TIMEOUT_SECONDS = 480
+
+
+def _data(num_rows, x=None):
+    groups = np.arange(num_rows) % 10
+    x = np.zeros((num_rows, 1), np.float32) if x is None else x
+    return delay_tasks.Data((x, groups.astype(np.int32)), (x, groups), groups)
+
+
+def _order(num_rows=100, **changes):
+    sizes = {"epochs": 3, "batch_size": 6, "world_size": 3, "shards": "identical", "seed": 0, **changes}
+    return delay_tasks.order(_data(num_rows), **sizes)
+
+
+def _run(folder, *arguments):
+    """The rows of the tables that a run of the benchmark writes, by the tables' names."""
+    command = [sys.executable, str(_SCRIPT), "--world_size=2", "--seeds=3", f"--output={folder}", *arguments]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        text=True,
+        timeout=_TIMEOUT_SECONDS,
+    )
+    if done.returncode:
+        raise AssertionError(done.stdout + done.stderr)
+    tables = {}
+    for path in pathlib.Path(folder).glob("*.csv"):
+        with open(path, newline="") as file:
+            tables[path.stem] = list(csv.DictReader(file))
+    return tables, done.stdout
+
+
+class OrderTest(parameterized.TestCase):
+    @parameterized.parameters("identical", "skewed")
+    def test_shape_and_determinism(self, shards):
+        rows = _order(shards=shards)
+        self.assertEqual(rows.shape, (48, 6))
+        np.testing.assert_array_equal(rows, _order(shards=shards))
+        self.assertFalse(np.array_equal(rows, _order(shards=shards, seed=1)))
+
+    @parameterized.parameters("identical", "skewed")
+    def test_an_epoch_has_no_row_twice(self, shards):
+        for epoch in np.split(_order(shards=shards), 3):
+            self.assertLen(np.unique(epoch), epoch.size)
+
+    def test_ranks_of_skewed_shards_have_their_own_classes(self):
+        parts = np.split(_order(num_rows=90, shards="skewed"), 3, axis=1)
+        classes = [set(np.unique(part % 10)) for part in parts]
+        self.assertEqual(classes, [{0, 1, 2, 3}, {3, 4, 5, 6}, {6, 7, 8, 9}])
+
+    def test_ranks_of_identical_shards_have_all(self):
+        for part in np.split(_order(), 3, axis=1):
+            self.assertLen(np.unique(part % 10), 10)
+
+
+class BatchesTest(tf.test.TestCase):
+    def test_yields_the_rows(self):
+        data, rows = _data(100, np.arange(100, dtype=np.float32)[:, None]), _order()
+        for (x, y), expected in zip(delay_tasks.batches(data, rows, False, 0), rows, strict=True):
+            self.assertAllEqual(x[:, 0], expected)
+            self.assertAllEqual(y, expected % 10)
+
+    def test_augmented_images_are_the_same_moved_or_mirrored(self):
+        image = np.random.default_rng(0).uniform(1, 2, (16, 16, 3)).astype(np.float32)
+        data, rows = _data(100, np.broadcast_to(image, (100, 16, 16, 3))), _order()[:2]
+        padded = np.pad(image, ((2, 2), (2, 2), (0, 0)))
+        moved = [padded[i : i + 16, j : j + 16] for i in range(5) for j in range(5)]
+        moved += [
+            np.pad(image[:, ::-1], ((2, 2), (2, 2), (0, 0)))[i : i + 16, j : j + 16] for i in range(5) for j in range(5)
+        ]
+        first, second = (x.numpy() for x, _ in delay_tasks.batches(data, rows, True, 0))
+        for x in [*first, *second]:
+            self.assertTrue(any(np.array_equal(x, each) for each in moved))
+        self.assertNotAllEqual(first, second)
+        again, _ = (x.numpy() for x, _ in delay_tasks.batches(data, rows, True, 0))
+        self.assertAllEqual(first, again)
+
+    @_needs_sources
+    def test_text(self):
+        data = delay_tasks.TASKS["transformer"].load(500, 50, None)
+        (x, y), (x_test, _) = data.train, data.test
+        self.assertEqual((x.shape, x_test.shape), ((500, 64), (50, 64)))
+        self.assertAllEqual(x[:, 1:], y[:, :-1])
+        self.assertAllEqual(np.sort(data.groups), data.groups)
+        self.assertGreater(len(np.unique(data.groups)), 20)
+
+
+class KindTest(parameterized.TestCase):
+    @parameterized.parameters(
+        ("synchronous", hop_tf.PipeSGDStrategy, {"pipeline_width": 1}),
+        ("pipe:3:compensation=none", hop_tf.PipeSGDStrategy, {"pipeline_width": 3, "compensation": "none"}),
+        ("dts:20:12", hop_tf.DTSStrategy, {"delay": 20, "interval": 12}),
+        ("canary:bsp", hop_tf.CanaryStrategy, {"consistency": "bsp"}),
+        ("canary:codec=null", hop_tf.CanaryStrategy, {"codec": None}),
+        ("hop", hop_tf.HopStrategy, {}),
+        ("shat:0.5", hop_tf.SHATParameterServerStrategy, {"mixing": 0.5}),
+    )
+    def test_parse(self, label, make_strategy, settings):
+        kind = delay_ranks.parse_kind(label)
+        self.assertEqual((kind.make_strategy, kind.settings), (make_strategy, settings))
+        self.assertEqual(kind.num_servers, int(label.startswith("shat")))
+
+    @parameterized.parameters("ring", "dts:1:1:1", "pipe:width=2")
+    def test_refuses(self, label):
+        with self.assertRaisesRegex(ValueError, label):
+            delay_ranks.parse_kind(label)
+
+
+@unittest.skipIf(importlib.util.find_spec("matplotlib") is None, "needs the extra `examples`: matplotlib")
+class RunTest(parameterized.TestCase):
+    @_needs_sources
+    def test_accuracy(self):
+        folder = self.enterContext(tempfile.TemporaryDirectory())
+        sizes = ["--num_rows=48", "--test_rows=20", "--epochs=2", "--batch_size=8"]
+        tables, output = _run(folder, "--tasks=transformer", "--kinds=shat,synchronous", "--shards=skewed", *sizes)
+        rows = tables["delay_accuracy"]
+        self.assertEqual([row["kind"] for row in rows], ["synchronous", "shat"])
+        self.assertEqual([row["steps"] for row in rows], ["12 12"] * 2)
+        for row in rows:
+            self.assertGreater(float(row["accuracy"]), 0.0)
+        self.assertIn("points", output)
+        self.assertTrue((pathlib.Path(folder) / "delay_accuracy.png").exists())
+
+    @_needs_fashion
+    def test_time(self):
+        folder = self.enterContext(tempfile.TemporaryDirectory())
+        sizes = ["--num_rows=480", "--test_rows=200", "--epochs=2", "--batch_size=48", "--target=0.5"]
+        tables, output = _run(
+            folder, "--experiments=time", "--link=loopback", "--tasks=perceptron", "--kinds=synchronous", *sizes
+        )
+        rows = tables["delay_time"]
+        self.assertEqual([row["kind"] for row in rows], ["synchronous"] * 4)
+        self.assertEqual(rows, sorted(rows, key=lambda row: float(row["seconds"])))
+        self.assertNotIn("failed", output)
+
+
+if __name__ == "__main__":
+    tf.test.main()

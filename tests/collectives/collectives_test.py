@@ -1,0 +1,99 @@
+"""Tree collectives, on a virtual clock."""
+
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+from hop_tf.collectives import TreeCollectives
+from hop_tf.errors import DeadlineExceededError, PeerLostError, ProtocolError
+from hop_tf.membership import Membership, tree_neighbors
+from hop_tf.membership.monitor import ThreadMonitor
+from hop_tf.options import CommunicationOptions
+from hop_tf.simulate import VirtualCluster
+from hop_tf.testing.transports import TransportTestMixin
+from hop_tf.transport import GrpcTransport
+
+
+def _run(world_size, operation):
+    """Runs `operation(collectives, rank)` on all ranks, entered at different times; returns the results by rank."""
+    rng = np.random.default_rng(world_size)
+    cluster = VirtualCluster(world_size, lambda sender, receiver, num_bytes: rng.random())
+    results = {}
+
+    def body(rank):
+        cluster.memberships[rank].begin_session()
+        cluster.scheduler.sleep(rng.random())
+        results[rank] = operation(TreeCollectives(cluster.memberships[rank]), rank)
+
+    cluster.run(body)
+    return [results[rank] for rank in range(world_size)]
+
+
+class TreeCollectivesTest(tf.test.TestCase, parameterized.TestCase):
+    def test_tree_reaches_everyone_once(self):
+        parents = {child: rank for rank in range(20) for child in tree_neighbors(rank, 20)[1]}
+        self.assertCountEqual(parents, range(1, 20))
+        self.assertTrue(all(tree_neighbors(child, 20)[0] == parent for child, parent in parents.items()))
+
+    @parameterized.parameters(1, 2, 3, 5, 8)
+    def test_broadcast(self, world_size):
+        def operation(collectives, rank):
+            return collectives.broadcast("b", [np.full(3, rank + 7, np.int32), np.full(2, 0.5)])
+
+        results = _run(world_size, operation)
+        expected = np.full(3, 7, np.int32).tobytes() + np.full(2, 0.5).tobytes()
+        self.assertIsNone(results[0])
+        self.assertTrue(all(result.tobytes() == expected for result in results[1:]))
+
+    @parameterized.product(world_size=[1, 2, 3, 5, 8], dtype=["float32", "float64", "float16"])
+    def test_mean(self, world_size, dtype):
+        values = np.random.default_rng(0).normal(size=(world_size, 4, 3))
+
+        def operation(collectives, rank):
+            return collectives.mean("m", [values[rank].astype(dtype), np.full((), rank, "float32")])
+
+        results = _run(world_size, operation)
+        for matrix, scalar in results:
+            self.assertEqual((matrix.dtype, matrix.shape, scalar.shape), (np.dtype(dtype), (4, 3), ()))
+            self.assertAllClose(matrix, values.mean(axis=0), atol=1e-3 if dtype == "float16" else 1e-6)
+            self.assertAllEqual(matrix, results[0][0])
+            self.assertAllClose(scalar, (world_size - 1) / 2)
+
+    def test_gather(self):
+        results = _run(6, lambda collectives, rank: collectives.gather("g", {"rank": rank}))
+        self.assertEqual(results[0], [{"rank": rank} for rank in range(6)])
+        self.assertEqual(results[1:], [None] * 5)
+
+    def test_arrays_of_another_size_are_an_error(self):
+        with self.assertRaisesRegex(ProtocolError, "bytes came where"):
+            _run(2, lambda collectives, rank: collectives.mean("m", [np.zeros(3 + rank, np.float32)]))
+
+    def test_rank_0_may_leave_before_it_sends(self):
+        cluster = VirtualCluster(2)
+
+        def body(rank):
+            membership = cluster.memberships[rank]
+            membership.begin_session()
+            if rank == 0:
+                membership.leave(sent_steps={}, reason="ValueError: bad data")
+            else:
+                TreeCollectives(membership).broadcast("b", [])
+
+        with self.assertRaisesRegex(PeerLostError, "rank 0 left before 'broadcast/b': ValueError: bad data"):
+            cluster.run(body)
+
+
+class AbsenceTest(TransportTestMixin, tf.test.TestCase):
+    member = GrpcTransport
+
+    def test_a_rank_that_never_appears_is_an_error(self):
+        """Also where nothing was sent to it, so that nothing has connected this rank with it."""
+        options = CommunicationOptions(timeout_seconds=1, progress_timeout_seconds=30)
+        transport = self.start_at(0, self.addresses(2), options=options)
+        membership = Membership(transport=transport, monitor=ThreadMonitor(), options=options, world_size=2, peers=[1])
+        with self.assertRaisesRegex(DeadlineExceededError, "receive 'gather/g' .*rank 1 .*it never appeared"):
+            TreeCollectives(membership).gather("g", None)
+
+
+if __name__ == "__main__":
+    tf.test.main()

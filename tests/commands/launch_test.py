@@ -1,0 +1,421 @@
+"""Tests of `hop_tf launch`."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from unittest import mock
+
+import psutil
+from absl.testing import absltest, parameterized
+
+import hop_tf
+from hop_tf import __main__ as command_line
+from hop_tf.commands import launch
+from hop_tf.processes.local_cluster import ProcessError
+
+_DEADLINE_SECONDS = 60.0
+# Any launcher that a test starts ends by itself, so that no test waits for ever.
+_TIMEOUT_FLAG = f"--timeout_seconds={_DEADLINE_SECONDS}"
+
+
+class _LaunchTestCase(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.directory = self.enter_context(tempfile.TemporaryDirectory())
+        self.log_dir = os.path.join(self.directory, "logs")
+
+    def write_script(self, code):
+        """Writes a training script that knows its task; returns its path."""
+        path = os.path.join(self.directory, "script.py")
+        header = 'import json, os, signal, sys, time\ntask = json.loads(os.environ["TF_CONFIG"])["task"]\n'
+        with open(path, "w") as file:
+            file.write(header + textwrap.dedent(code))
+        return path
+
+    def log(self, name):
+        with open(os.path.join(self.log_dir, f"{name}.log")) as file:
+            return file.read()
+
+    def summary(self):
+        with open(os.path.join(self.log_dir, "launch.json")) as file:
+            return json.load(file)
+
+
+class LaunchTest(_LaunchTestCase):
+    """Runs the launcher in this process."""
+
+    def test_every_process_runs_the_script_with_its_task(self):
+        script = self.write_script('print(os.environ["TF_CONFIG"]); print(sys.argv[1:])')
+        exit_code, lines = self.launch("--num_workers=3", "--num_ps=1", script, "--num_workers=8", "data")
+        self.assertEqual(exit_code, 0)
+        names = ["worker 0", "worker 1", "worker 2", "ps 0"]
+        for name in names:
+            self.assertIn(f"[{name}] ['--num_workers=8', 'data']", lines)
+        configs = [json.loads(self.log(name.replace(" ", "_")).splitlines()[0]) for name in names]
+        self.assertEqual([f"{config['task']['type']} {config['task']['index']}" for config in configs], names)
+        cluster = configs[0]["cluster"]
+        self.assertLen(set(cluster["worker"] + cluster["ps"]), 4)
+        self.assertTrue(all(config["cluster"] == cluster for config in configs))
+
+    def test_reports_success(self):
+        exit_code, lines = self.launch("--num_workers=2", "--num_ps=1", self.write_script("pass"))
+        self.assertEqual(exit_code, 0)
+        self.assertEqual(lines[0], f"[launch] 2 workers, 1 parameter server; logs in {self.log_dir}")
+        self.assertContainsSubset({f"[launch] logs in {self.log_dir}"}, lines)
+        self.assertRegex("\n".join(lines), r"\[launch\] worker 1 +[\d.]+ s  exit code 0\n")
+        summary = self.summary()
+        self.assertEqual([task["exit_code"] for task in summary["tasks"]], [0, 0, 0])
+        self.assertEqual((summary["outcome"], summary["exit_code"], summary["valid"]), ("completed", 0, True))
+        self.assertIsNone(summary["first_failure"])
+
+    def test_names_the_first_failure(self):
+        script = self.write_script("""
+            for number in range(20):
+                print("line", number)
+            if task["index"] == 1:
+                print("it broke", file=sys.stderr)
+                sys.exit(3)
+        """)
+        exit_code, lines = self.launch("--num_workers=2", script)
+        self.assertEqual(exit_code, 3)
+        path = os.path.join(self.log_dir, "worker_1.log")
+        self.assertContainsSubsequence(
+            lines,
+            [
+                f"[launch] first failure: worker 1, exit code 3; the end of {path}:",
+                *(f"[launch]   line {number}" for number in range(6, 20)),
+                "[launch]   it broke",
+            ],
+        )
+        self.assertEqual(self.summary()["first_failure"], "worker 1")
+
+    def test_a_signal_is_a_failure(self):
+        exit_code, lines = self.launch("--num_workers=1", self.write_script("os.kill(os.getpid(), signal.SIGKILL)"))
+        self.assertEqual(exit_code, 137)
+        self.assertIn("first failure: worker 0, SIGKILL;", "\n".join(lines))
+
+    def test_others_may_report_a_failure_themselves(self):
+        script = self.write_script("""
+            import psutil
+            if task["index"] == 0:
+                with open("pid.part", "w") as file:
+                    file.write(str(os.getpid()))
+                os.rename("pid.part", "pid")
+                sys.exit(5)
+            while not os.path.exists("pid"):
+                pass
+            with open("pid") as file:
+                peer = psutil.Process(int(file.read()))
+            while peer.status() != psutil.STATUS_ZOMBIE:
+                pass
+            sys.exit("worker 0 is lost")
+        """)
+        with contextlib.chdir(self.directory):
+            exit_code, lines = self.launch("--num_workers=2", script)
+        self.assertEqual(exit_code, 5)
+        self.assertIn("[worker 1] worker 0 is lost", lines)
+        self.assertFalse(self.summary()["tasks"][1]["ended_by_launcher"])
+        self.assertIn("exit code 1, printed last: worker 0 is lost", "\n".join(lines))
+
+    def test_others_are_ended_after_a_failure(self):
+        mark = os.path.join(self.directory, "mark")
+        script = self.write_script(f"""
+            if task["index"] == 1:
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                open({mark!r}, "w").close()
+            while task["index"] == 0:
+                if os.path.exists({mark!r}):
+                    sys.exit(5)
+                time.sleep(0.01)
+            while True:
+                signal.pause()
+        """)
+        with _patience(0.5):
+            exit_code, lines = self.launch("--num_workers=3", script)
+        self.assertEqual(exit_code, 5)
+        tasks = self.summary()["tasks"]
+        self.assertEqual([task["signal"] for task in tasks], [None, "SIGKILL", "SIGTERM"])
+        self.assertEqual([task["ended_by_launcher"] for task in tasks], [False, True, True])
+        self.assertIn("first failure: worker 0, exit code 5", "\n".join(lines))
+
+    def test_others_go_on_after_a_failure_where_they_are_to(self):
+        mark = os.path.join(self.directory, "mark")
+        script = self.write_script(f"""
+            if task["index"] == 0:
+                open({mark!r}, "w").close()
+                sys.exit(7)
+            while not os.path.exists({mark!r}):
+                time.sleep(0.01)
+            time.sleep(1)  # By now it would have been ended.
+            print("done")
+        """)
+        with _patience(0.1):
+            exit_code, _ = self.launch("--num_workers=2", "--keep_going", script)
+        self.assertEqual(exit_code, 7)
+        self.assertEqual(self.summary()["outcome"], "failed")
+        self.assertEqual([task["exit_code"] for task in self.summary()["tasks"]], [7, 0])
+        self.assertIn("done", self.log("worker_1"))
+
+    def test_timeout_ends_the_job(self):
+        script = self.write_script('print("waiting"); signal.pause()')
+        exit_code, lines = self.launch("--num_workers=2", "--timeout_seconds=1.5", script)
+        self.assertEqual(exit_code, 124)
+        self.assertIn("[launch] not done after 1.5 s; ending worker 0, worker 1", lines)
+        self.assertEqual(self.summary()["outcome"], "timed out")
+
+    def test_job_is_done_when_all_workers_are(self):
+        script = self.write_script("""
+            while task["type"] == "ps":
+                signal.pause()
+        """)
+        with _patience(0.5):
+            exit_code, _ = self.launch("--num_workers=1", "--num_ps=1", script)
+        self.assertEqual(exit_code, 0)
+        self.assertTrue(self.summary()["tasks"][1]["ended_by_launcher"])
+
+    def test_a_server_that_fails_fails_the_job(self):
+        script = self.write_script("""
+            if task["type"] == "ps":
+                sys.exit(9)
+            signal.pause()
+        """)
+        with _patience(0.5):
+            exit_code, _ = self.launch("--num_workers=1", "--num_ps=1", script)
+        self.assertEqual(exit_code, 9)
+
+    def test_children_that_a_worker_leaves_behind_are_ended(self):
+        script = self.write_script('import subprocess; print(subprocess.Popen(["sleep", "3600"]).pid)')
+        exit_code, _ = self.launch("--num_workers=1", script)
+        self.assertEqual(exit_code, 0)
+        pid = int(self.log("worker_0"))
+        self.assertTrue(not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+
+    def test_emulation_is_passed_on_and_steps_are_measured(self):
+        script = self.write_script("""
+            from hop_tf.emulation import ComputeEmulation, StepTimes
+            if task["type"] == "worker":
+                times = StepTimes.from_environment(os.environ)
+                times.mark()
+                times.mark()
+            print(ComputeEmulation.from_environment(os.environ))
+        """)
+        flags = ["--step_seconds=0.25", "--slowdown=1:4x", "--slowdown=random:6x", "--seed=7"]
+        with mock.patch.dict(os.environ, PYTHONPATH=_source_root()):
+            exit_code, _ = self.launch("--num_workers=2", "--num_ps=1", *flags, script)
+        self.assertEqual(exit_code, 0)
+        self.assertIn("step_seconds=0.25", self.log("worker_1"))
+        self.assertIn("rank=1, factor=4.0), Slowdown(rank=None, factor=6.0)), seed=7", self.log("worker_1"))
+        self.assertEqual(self.log("ps_0"), "None\n")
+        summary = self.summary()
+        self.assertEqual(summary["cpu_busy_period"], "steps")
+        self.assertNotIn("worker_0.step_times", os.listdir(self.log_dir))
+        self.assertEqual(summary["emulation"], {"step_seconds": 0.25, "slowdowns": ["1:4x", "random:6x"], "seed": 7})
+
+    def test_a_busy_run_of_emulated_compute_is_invalid(self):
+        use = launch.launch_report.ProcessorUse(90.0, "steps")
+        with mock.patch.object(launch.launch_report.ProcessorMeter, "measure", return_value=use):
+            exit_code, lines = self.launch("--num_workers=1", "--step_seconds=1", self.write_script("pass"))
+        self.assertEqual(exit_code, 0)
+        self.assertIn("[launch] INVALID: cores 90% busy from the first to the last step.", "\n".join(lines))
+        self.assertFalse(self.summary()["valid"])
+
+    def test_default_log_dir_is_named(self):
+        stream = io.StringIO()
+        directory = self.enter_context(tempfile.TemporaryDirectory())
+        with (
+            contextlib.redirect_stdout(stream),
+            mock.patch.object(launch.tempfile, "mkdtemp", return_value=directory),
+        ):
+            launch.main(["--num_workers=1", _TIMEOUT_FLAG, self.write_script("pass")])
+        self.assertIn(f"[launch] logs in {directory}\n", stream.getvalue())
+
+    def test_a_python_that_does_not_exist(self):
+        exit_code, lines = self.launch("--num_workers=1", "--python=/nowhere/python", self.write_script("pass"))
+        self.assertEqual(exit_code, 127)
+        self.assertIn("cannot run /nowhere/python", "\n".join(lines))
+
+    def test_what_prevents_the_start_is_told(self):
+        error = io.StringIO()
+        with (
+            mock.patch.object(launch, "PortReservation", side_effect=ProcessError("no ports")),
+            contextlib.redirect_stderr(error),
+        ):
+            exit_code, _ = self.launch("--num_workers=1", self.write_script("pass"))
+        self.assertEqual(exit_code, 1)
+        self.assertEqual(error.getvalue(), "hop_tf launch: no ports\n")
+
+    def launch(self, *arguments):
+        """Runs the launcher; returns its exit code and the lines that it printed."""
+        stream = io.StringIO()
+        flags = [f"--log_dir={self.log_dir}"]
+        if not any(argument.startswith("--timeout_seconds") for argument in arguments):
+            flags.append(_TIMEOUT_FLAG)
+        with contextlib.redirect_stdout(stream):
+            exit_code = command_line.main(["launch", *flags, *arguments])
+        return exit_code, stream.getvalue().splitlines()
+
+
+class SignalsTest(_LaunchTestCase):
+    """Runs the launcher as a program and sends it signals."""
+
+    def test_interrupt_is_passed_on_once(self):
+        script = self.write_script("""
+            interrupts = []
+            signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
+            print("ready")
+            while not interrupts:
+                time.sleep(0.01)
+            print("interrupts:", len(interrupts))
+        """)
+        with self.start("--num_workers=2", script) as launcher:
+            self.wait_for_lines(launcher, "ready", 2)
+            launcher.send_signal(signal.SIGINT)
+            output = launcher.stdout.read()
+        self.assertEqual(launcher.returncode, 130)
+        for rank in range(2):
+            self.assertIn(f"[worker {rank}] interrupts: 1\n", output)
+        self.assertEqual(self.summary()["outcome"], "interrupted")
+
+    def test_a_second_interrupt_ends_those_that_ignore_the_first(self):
+        script = self.write_script("""
+            signal.signal(signal.SIGINT, lambda *_: print("ready again"))
+            print("ready")
+            while True:
+                signal.pause()
+        """)
+        with self.start("--num_workers=2", script) as launcher:
+            self.wait_for_lines(launcher, "ready$", 2)
+            launcher.send_signal(signal.SIGINT)
+            self.wait_for_lines(launcher, "ready again", 2)
+            launcher.send_signal(signal.SIGINT)
+            launcher.stdout.read()
+        self.assertEqual(launcher.returncode, 130)
+        self.assertEqual([task["signal"] for task in self.summary()["tasks"]], ["SIGTERM", "SIGTERM"])
+
+    def test_termination_is_passed_on(self):
+        script = self.write_script("""
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
+            print("ready")
+            signal.pause()
+        """)
+        with self.start("--num_workers=2", script) as launcher:
+            self.wait_for_lines(launcher, "ready", 2)
+            launcher.terminate()
+            output = launcher.stdout.read()
+        self.assertEqual(launcher.returncode, 143)
+        self.assertIn("[worker 1] terminated\n", output)
+
+    def test_no_process_survives_a_killed_launcher(self):
+        script = self.write_script("""
+            import subprocess
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, signal.SIG_IGN)
+            print("pids", os.getpid(), subprocess.Popen(["sleep", "3600"]).pid)
+            signal.pause()
+        """)
+        with self.start("--num_workers=2", script) as launcher:
+            matches = self.wait_for_lines(launcher, r"pids (\d+) (\d+)", 2)
+            processes = [psutil.Process(int(pid)) for match in matches for pid in match.groups()]
+            launcher.kill()
+        for process in processes:
+            self.wait_until_dead(process)
+
+    def test_a_reader_that_leaves_stops_nothing(self):
+        script = self.write_script('print("x" * 100_000); print("done")')
+        with self.start("--num_workers=2", script) as launcher:
+            launcher.stdout.close()
+            self.assertEqual(launcher.wait(_DEADLINE_SECONDS), 0)
+        self.assertTrue(self.log("worker_0").endswith("done\n"))
+
+    def start(self, *arguments):
+        return subprocess.Popen(
+            [sys.executable, "-m", "hop_tf", "launch", _TIMEOUT_FLAG, f"--log_dir={self.log_dir}", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, "PYTHONPATH": _source_root()},
+        )
+
+    def wait_until_dead(self, process):
+        """Waits for the end of a process that is not a child; whether anyone reaps it is another matter."""
+        deadline = time.monotonic() + _DEADLINE_SECONDS
+        with contextlib.suppress(psutil.NoSuchProcess):
+            while process.status() != psutil.STATUS_ZOMBIE:
+                self.assertLess(time.monotonic(), deadline, f"{process} still runs.")
+
+    def wait_for_lines(self, launcher, pattern, count):
+        """Reads the launcher's output up to the line that matches for the `count`-th time."""
+        matches = []
+        while len(matches) < count:
+            line = launcher.stdout.readline()
+            self.assertNotEmpty(line, "The launcher ended.")
+            matches += [match for match in [re.search(pattern, line.rstrip("\n"))] if match]
+        return matches
+
+
+class ArgumentsTest(_LaunchTestCase):
+    @parameterized.parameters(
+        (["--num_workers=0"], "`num_workers` must be at least 1. Received: num_workers=0."),
+        (["--num_workers=two"], "--num_workers: invalid int value: 'two'"),
+        ([], "the following arguments are required: --num_workers"),
+        (["--num_workers=1", "--num_ps=-1"], "`num_ps` must not be negative. Received: num_ps=-1."),
+        (["--num_workers=1", "--timeout_seconds=0"], "`timeout_seconds` must be positive."),
+        (["--num_workers=1", "--step_seconds=0"], "`step_seconds` must be a positive number."),
+        (["--num_workers=1", "--slowdown=0:4x"], "`slowdown` must go with `step_seconds`."),
+        (["--num_workers=1", "--step_seconds=1", "--slowdown=fast"], "`slowdown` must be '<rank>:<factor>x' or"),
+        (["--num_workers=4", "--step_seconds=1", "--slowdown=4:2x"], "a rank below the number of workers, 4."),
+        (["--num_workers=4", "--step_seconds=1", "--slowdown=1:2x,1:3x"], "once per rank"),
+        (["--num_workers=1", "--num_work=1"], "unrecognized arguments: --num_work=1"),
+    )
+    def test_refuses(self, flags, message):
+        self.assertIn(message, self.error(["launch", *flags, self.write_script("pass")]))
+
+    def test_refuses_a_script_that_does_not_exist(self):
+        error = self.error(["launch", "--num_workers=1", "/nowhere/script.py"])
+        self.assertIn("`script` must be a file. Received: script='/nowhere/script.py'.", error)
+
+    def test_refuses_a_command_that_does_not_exist(self):
+        self.assertIn("invalid choice: 'lunch'", self.error(["lunch"]))
+
+    @parameterized.parameters((["--help"], "start a training script"), (["launch", "--help"], "--slowdown"))
+    def test_help(self, arguments, text):
+        stream = io.StringIO()
+        with contextlib.redirect_stdout(stream), self.assertRaises(SystemExit) as raised:
+            command_line.main(arguments)
+        self.assertEqual(raised.exception.code, 0)
+        self.assertIn(text, stream.getvalue())
+
+    def error(self, arguments):
+        stream = io.StringIO()
+        with contextlib.redirect_stderr(stream), self.assertRaises(SystemExit) as raised:
+            command_line.main(arguments)
+        self.assertEqual(raised.exception.code, 2)
+        return stream.getvalue()
+
+
+@contextlib.contextmanager
+def _patience(seconds):
+    """Has the launcher wait for less long before it goes on to the next signal."""
+    with (
+        mock.patch.object(launch, "_REPORT_SECONDS", seconds),
+        mock.patch.object(launch, "_TERMINATION_SECONDS", seconds),
+    ):
+        yield
+
+
+def _source_root():
+    return os.path.dirname(os.path.abspath(hop_tf.__path__[0]))
+
+
+if __name__ == "__main__":
+    absltest.main()

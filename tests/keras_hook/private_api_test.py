@@ -1,0 +1,308 @@
+"""The private parts of Keras and TensorFlow that `hop_tf/keras_hook` stands on.
+
+Where one of these tests fails, a new version of Keras or TensorFlow has changed something below the hooks: look at the
+hook first, then at the test.
+"""
+
+import contextlib
+import inspect
+import json
+from unittest import mock
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+from keras.src.backend.tensorflow import optimizer as keras_tf_optimizer
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer, TFEpochIterator
+from keras.src.optimizers import loss_scale_optimizer
+from keras.src.optimizers.base_optimizer import BaseOptimizer
+from tensorflow.python.data.experimental.ops import distribute
+from tensorflow.python.distribute import distribute_lib, input_ops, one_device_strategy
+from tensorflow.python.ops import control_flow_util
+
+import hop_tf
+from hop_tf import keras_hook
+
+
+def _parameters(function):
+    return list(inspect.signature(function).parameters)
+
+
+class _MergeCalls(one_device_strategy._OneDeviceReplicaContext):
+    """Records what an optimizer passes to merge_call."""
+
+    def __init__(self, strategy, calls):
+        super().__init__(strategy)
+        self._calls = calls
+
+    def all_reduce(self, reduce_op, value, options=None):
+        return value
+
+    def merge_call(self, merge_fn, args=(), kwargs=None):
+        self._calls.append((merge_fn, args))
+        return super().merge_call(merge_fn, args, kwargs)
+
+
+def _merge_calls(make_optimizer):
+    """The merge calls of one `optimizer.apply`; the optimizer and its one variable."""
+    strategy = tf.distribute.OneDeviceStrategy("/cpu:0")
+    calls = []
+    with strategy.scope():
+        optimizer = make_optimizer()
+        variable = keras.Variable(np.ones(3, "float32"), name="w")
+        optimizer.build([variable])
+    with _MergeCalls(strategy, calls):
+        optimizer.apply([tf.ones([3])], [variable])
+    return calls, optimizer, variable
+
+
+class PrivateApiTest(tf.test.TestCase):
+    def test_update_is_one_merge_call_with_all_gradients(self):
+        calls, optimizer, variable = _merge_calls(lambda: keras.optimizers.SGD(0.5, momentum=0.9))
+        ((merge_fn, args),) = calls
+        self.assertTrue(merge_fn.__qualname__.endswith(keras_hook._UPDATE))
+        self.assertIs(merge_fn.__self__, optimizer)
+        grads_and_vars, learning_rate = args
+        ((gradient, updated),) = grads_and_vars
+        self.assertAllEqual(gradient, [1.0, 1.0, 1.0])
+        self.assertIs(updated, variable.value)
+        self.assertAllClose(learning_rate, 0.5)
+
+    def test_weight_decay_comes_before_the_update(self):
+        calls, _, _ = _merge_calls(lambda: keras.optimizers.AdamW(0.1, weight_decay=0.1))
+        names = [merge_fn.__qualname__ for merge_fn, _ in calls]
+        self.assertLen(names, 2)
+        self.assertIn("_apply_weight_decay", names[0])
+        self.assertTrue(names[1].endswith(keras_hook._UPDATE))
+
+    def test_loss_scaled_update_surrounds_the_update(self):
+        calls, optimizer, _ = _merge_calls(lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5)))
+        merge_fn, (grads, trainable_variables) = calls[0]
+        self.assertTrue(merge_fn.__qualname__.endswith(keras_hook._LOSS_SCALED_UPDATE))
+        self.assertIs(inspect.getclosurevars(merge_fn).nonlocals["self"], optimizer)
+        self.assertLen(grads, 1)
+        self.assertLen(trainable_variables, 1)
+
+    def test_updates_go_through_the_optimizers_own_assignments(self):
+        """What an update in place would have to copy first is written to new memory instead, with the same result."""
+        for make_optimizer in (
+            lambda: keras.optimizers.SGD(0.5),
+            lambda: keras.optimizers.SGD(0.5, momentum=0.9, nesterov=True),
+            lambda: keras.optimizers.Adam(0.5),
+            lambda: keras.optimizers.RMSprop(0.5, momentum=0.9),
+        ):
+            results = []
+            for update in (contextlib.nullcontext, keras_hook._out_of_place):
+                optimizer, variable = make_optimizer(), keras.Variable(np.ones(3, "float32"))
+                optimizer.build([variable])
+                raw, known = type(variable.value), set(vars(optimizer))
+                with mock.patch.object(raw, "assign_add", autospec=True, side_effect=raw.assign_add) as in_place:
+                    for _ in range(3):
+                        with update(optimizer):
+                            optimizer.update_step(tf.constant([1.0, -2.0, 0.1]), variable, optimizer.learning_rate)
+                results.append(variable.numpy())
+            self.assertFalse(in_place.called)
+            self.assertEqual(set(vars(optimizer)), known)
+            self.assertAllEqual(*results)
+
+    def test_sparse_updates_stay_in_place(self):
+        optimizer, variable = keras.optimizers.SGD(0.5), keras.Variable(np.ones(3, "float32"))
+        optimizer.build([variable])
+        with keras_hook._out_of_place(optimizer):
+            optimizer.update_step(tf.IndexedSlices(tf.constant([2.0]), [1], [3]), variable, optimizer.learning_rate)
+        self.assertAllEqual(variable, [1.0, 0.0, 1.0])
+
+    def test_gradients_are_reduced_through_the_replica_context(self):
+        source = inspect.getsource(keras_tf_optimizer.TFOptimizer._all_reduce_sum_gradients)
+        self.assertIn("get_replica_context().all_reduce(", source)
+
+    def test_training_data_is_the_first_dataset_that_fit_distributes(self):
+        source = inspect.getsource(TFEpochIterator.__init__)
+        self.assertIn("experimental_distribute_dataset(", source)
+        fit = inspect.getsource(TensorFlowTrainer.fit)
+        self.assertLess(
+            fit.index("epoch_iterator = TFEpochIterator("), fit.index("_eval_epoch_iterator = TFEpochIterator(")
+        )
+
+    def test_train_step_is_run_as_a_bound_method(self):
+        source = inspect.getsource(TensorFlowTrainer.make_train_function)
+        self.assertIn("_make_function(self.train_step)", source)
+        self.assertIn("self.distribute_strategy.run(step_function", inspect.getsource(TensorFlowTrainer._make_function))
+
+    def test_trainer_methods_exist(self):
+        for name in ("fit", "evaluate", "predict", "distribute_strategy"):
+            self.assertTrue(hasattr(TensorFlowTrainer, name), name)
+        self.assertTrue(issubclass(keras.Model, TensorFlowTrainer))
+
+    def test_layers_list_their_own_untrained_variables(self):
+        layer = keras.layers.BatchNormalization()
+        layer.build((None, 3))
+        self.assertEqual([v.name for v in layer._non_trainable_variables], ["moving_mean", "moving_variance"])
+        model = keras.Sequential([keras.layers.Input((3,)), layer])
+        self.assertIn(layer, list(model._flatten_layers()))
+
+    def test_signatures(self):
+        extended = one_device_strategy.OneDeviceExtended
+        self.assertEqual(_parameters(extended._call_for_each_replica), ["self", "fn", "args", "kwargs"])
+        self.assertEqual(_parameters(extended._experimental_distribute_dataset), ["self", "dataset", "options"])
+        self.assertEqual(_parameters(extended._distribute_datasets_from_function), ["self", "dataset_fn", "options"])
+        context = distribute_lib.ReplicaContextBase
+        self.assertEqual(_parameters(context.merge_call), ["self", "merge_fn", "args", "kwargs"])
+        self.assertEqual(_parameters(context.all_reduce), ["self", "reduce_op", "value", "options"])
+        self.assertEqual(
+            _parameters(distribute.batch_sizes_for_worker)[1:],
+            ["num_workers", "num_replicas_per_worker", "worker_index"],
+        )
+        self.assertEqual(
+            _parameters(input_ops.auto_shard_dataset), ["dataset", "num_shards", "index", "num_replicas_in_sync"]
+        )
+
+    def test_xla_is_detected(self):
+        seen = []
+
+        @tf.function(jit_compile=True)
+        def compiled():
+            seen.append(control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()))
+            return tf.constant(0)
+
+        compiled.get_concrete_function()
+        self.assertEqual(seen, [True])
+
+    def test_fit_finalizes_the_variables_after_its_last_step(self):
+        """And before `on_train_end`, also where the optimizer is wrapped."""
+        for wrap in (lambda optimizer: optimizer, keras.optimizers.LossScaleOptimizer):
+            events = []
+            model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+            model.compile(wrap(keras.optimizers.SGD()), "mse")
+            record = keras.callbacks.LambdaCallback(
+                on_train_batch_end=lambda batch, logs, events=events: events.append("step"),
+                on_train_end=lambda logs, events=events: events.append("end"),
+            )
+            with mock.patch.object(
+                BaseOptimizer, "finalize_variable_values", lambda self, *_, events=events: events.append("finalize")
+            ):
+                model.fit(np.zeros((4, 2)), np.zeros((4, 1)), batch_size=2, verbose=0, callbacks=[record])
+            self.assertEqual(events, ["step", "step", "finalize", "end"])
+
+    def test_loss_scale_is_a_variable_of_the_optimizer(self):
+        _, optimizer, _ = _merge_calls(
+            lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(), initial_scale=64.0)
+        )
+        self.assertEqual(keras_hook.loss_scale(optimizer).numpy(), 64.0)
+        self.assertIsNone(keras_hook.loss_scale(keras.optimizers.SGD()))
+
+    def test_loss_scaling_keeps_its_trainable_variables(self):
+        source = inspect.getsource(loss_scale_optimizer.LossScaleOptimizer._stateful_handle_finite_grads)
+        self.assertIn("self._trainable_variables", source)
+
+
+_OPTIMIZERS = {
+    **{
+        name: getattr(keras.optimizers, name)
+        for name in ("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lamb", "Lion", "Muon")
+    },
+    "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9, use_ema=True),
+    "Nadam": keras.optimizers.Nadam,
+    "RMSprop": lambda: keras.optimizers.RMSprop(centered=True, momentum=0.9),
+    "SGD": lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2),
+}
+
+
+class OptimizerTest(tf.test.TestCase, parameterized.TestCase):
+    """What `slots_of` and `serialized_for_server` know of optimizers."""
+
+    @parameterized.parameters(sorted(_OPTIMIZERS))
+    def test_slots_are_all_variables_that_tell_of_former_updates(self, name):
+        optimizer = _OPTIMIZERS[name]()
+        variables = [keras.Variable(np.ones(shape, "float32"), name=f"v{len(shape)}") for shape in ((3, 2), (4,))]
+        optimizer.build(variables)
+        found = {id(slot) for slot in keras_hook.slots_of(optimizer, [v.value for v in variables]).values()}
+        others = [optimizer.iterations, optimizer.learning_rate, *getattr(optimizer, "_accumulated_gradients", ())]
+        others = {id(getattr(variable, "value", None)) for variable in (optimizer._iterations, *others)}
+        self.assertLessEqual({id(variable.value) for variable in optimizer.variables} - others, found)
+
+    @parameterized.product(name=sorted(_OPTIMIZERS), in_graph=(False, True))
+    def test_update_is_what_apply_does(self, name, in_graph):
+        results = []
+        for update in (keras_hook.update, lambda optimizer, gradients, values: optimizer.apply(gradients)):
+            keras.utils.set_random_seed(1)
+            optimizer = _OPTIMIZERS[name]()
+            optimizer.weight_decay, optimizer.gradient_accumulation_steps = 0.1, None
+            optimizer.use_ema, optimizer.ema_momentum, optimizer.ema_overwrite_frequency = True, 0.5, 2
+            variables = [keras.Variable(tf.random.normal(shape), name=f"v{len(shape)}") for shape in ((3, 2), (4,))]
+            variables[1].constraint = keras.constraints.NonNeg()
+            optimizer.build(variables)
+            values = [variable.value for variable in variables]
+            run = (tf.function if in_graph else lambda f: f)(update)
+            for _ in range(3):
+                run(optimizer, [tf.random.normal(value.shape) for value in values], values)
+            results.append([*values, *(variable.value for variable in optimizer.variables)])
+        for mine, of_keras in zip(*results, strict=True):
+            self.assertAllClose(mine, of_keras, rtol=1e-6, atol=1e-6)
+
+    def test_what_workers_do_is_left_out(self):
+        optimizer = keras.optimizers.AdamW(
+            keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5),
+            weight_decay=0.25,
+            clipnorm=1.0,
+            loss_scale_factor=2.0,
+            gradient_accumulation_steps=2,
+            beta_1=0.75,
+        )
+        text = keras_hook.serialized_for_server(keras.optimizers.LossScaleOptimizer(optimizer))
+        made = keras.optimizers.deserialize(json.loads(text))
+        self.assertIs(type(made), keras.optimizers.AdamW)
+        self.assertEqual((made.weight_decay, made.beta_1, float(made.learning_rate)), (0.25, 0.75, 0.0))
+        left_out = (made.clipnorm, made.loss_scale_factor, made.gradient_accumulation_steps)
+        self.assertEqual(left_out, (None, None, None))
+
+    def test_weight_decay_and_its_exclusions(self):
+        optimizer = keras.optimizers.AdamW(weight_decay=0.1)
+        variables = [keras.Variable(np.ones(2, "float32"), name=name) for name in ("kernel", "bias", "gamma")]
+        optimizer.exclude_from_weight_decay(var_list=[variables[2]], var_names=["bias"])
+        optimizer.build(variables)
+        self.assertEqual(keras_hook.decays(optimizer, [v.value for v in variables]), [True, False, False])
+        self.assertEqual(keras_hook.paths(optimizer, [v.value for v in variables]), ["kernel", "bias", "gamma"])
+
+    @parameterized.parameters(False, True)
+    def test_begin_comes_behind_the_callbacks(self, as_list):
+        events = []
+        strategy = hop_tf.HopStrategy()
+        self.addCleanup(strategy.shutdown)
+        with strategy.scope():
+            model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+        mine = keras.callbacks.LambdaCallback(
+            on_train_begin=lambda logs: events.append("mine"),
+            on_train_batch_begin=lambda batch, logs: events.append("step"),
+        )
+        callbacks = keras.callbacks.CallbackList([mine], add_history=True, model=model)
+        with mock.patch.object(hop_tf.HopStrategy, "begin_training", lambda self: events.append("begin")):
+            for _ in range(2):
+                given = [mine] if as_list else callbacks
+                model.fit(np.ones((2, 1)), np.ones((2, 1)), verbose=0, callbacks=given)
+        self.assertEqual(events, ["mine", "begin", "step"] * 2)
+
+
+class StepTraceTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters(False, True)
+    def test_fit_shows_the_model_that_trains(self, run_eagerly):
+        """`Strategy.run` passes the model's `train_step` on in a wrapper."""
+        strategy = hop_tf.HopStrategy()
+        self.addCleanup(strategy.shutdown)
+        with strategy.scope():
+            model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse", run_eagerly=run_eagerly)
+        seen = []
+        with mock.patch.object(hop_tf.HopStrategy, "enter_step", lambda self, trace: seen.append(trace.model)):
+            model.fit(np.ones((2, 1)), np.ones((2, 1)), verbose=0)
+            self.assertTrue(seen)
+            self.assertTrue(all(each is model for each in seen))
+            seen.clear()
+            strategy.run(lambda: tf.constant(1.0))
+            self.assertEqual(seen, [None])
+
+
+if __name__ == "__main__":
+    tf.test.main()

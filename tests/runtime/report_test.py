@@ -1,0 +1,239 @@
+"""What a rank counts, and that a real TensorBoard shows it."""
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import unittest
+import urllib.parse
+import urllib.request
+from unittest import mock
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import hop_tf
+from hop_tf.cluster import Cluster
+from hop_tf.options import CommunicationOptions
+from hop_tf.runtime.report import ReportWriter, StepStatistics, static_identity
+from hop_tf.testing import MultiProcessRunner
+
+_DEADLINE_SECONDS = 90.0
+_TENSORBOARD_SECONDS = 240.0  # It imports TensorFlow in several processes.
+
+
+class StaticIdentityTest(tf.test.TestCase):
+    def test_names_what_ranks_must_agree_on(self):
+        identity = static_identity("HopStrategy", Cluster(("a:1", "b:2"), 0), {"max_iteration_gap": "8"})
+        self.assertEqual(identity["cluster"], "a:1,b:2")
+        self.assertEqual(identity["strategy"], "HopStrategy")
+        self.assertEqual(identity["option max_iteration_gap"], "8")
+        self.assertEqual(identity["version of tensorflow"], ".".join(tf.__version__.split(".")[:2]))
+        self.assertEqual(identity["version of keras"], ".".join(keras.__version__.split(".")[:2]))
+        self.assertEqual(identity["version of hop_tf"], hop_tf.__version__)
+
+    def test_is_the_same_on_all_ranks(self):
+        identities = [static_identity("S", Cluster(("a:1", "b:2"), rank), {}) for rank in range(2)]
+        self.assertEqual(identities[0], identities[1])
+
+
+class StepStatisticsTest(tf.test.TestCase):
+    def test_is_zero_before_the_first_step(self):
+        self.assertEqual(StepStatistics().counters(), {"steps": 0, "wait_seconds": 0.0, "compute_seconds": 0.0})
+
+    def test_counts_steps_eagerly_and_in_graphs(self):
+        statistics = StepStatistics()
+        statistics.count_step()
+        tf.function(statistics.count_step)()
+        self.assertEqual(statistics.counters()["steps"], 2)
+
+    def test_counts_the_time_from_ready_to_done(self):
+        """As in a training step: the result comes through a queue, later than the gradient, and is checked."""
+        results = tf.queue.FIFOQueue(1, [tf.float32], shapes=[[]])
+        statistics = StepStatistics()
+
+        @tf.function
+        def step(gradient):
+            result = results.dequeue()
+            with tf.control_dependencies([tf.debugging.Assert(result > 0, [result])]):
+                result = tf.identity(result)
+            statistics.count_wait([2 * gradient], [result])
+
+        step.get_concrete_function(tf.constant(1.0))
+        for expected in (0.02, 0.04):
+            answer = threading.Thread(target=self._answer, args=(statistics, results, statistics._state.ready_at + 0))
+            answer.start()
+            step(tf.constant(1.0))
+            answer.join()
+            self.assertGreaterEqual(statistics.counters()["wait_seconds"], expected)
+
+    def _answer(self, statistics, results, last):
+        """Sends a result 0.02 s after the gradient of a new step was seen to be ready."""
+        deadline = time.monotonic() + _DEADLINE_SECONDS
+        while statistics._state.ready_at == last and time.monotonic() < deadline:
+            time.sleep(0.001)
+        start = time.time()
+        while time.time() < start + 0.02:
+            time.sleep(0.001)
+        results.enqueue(1.0)
+
+
+class ReportWriterTest(tf.test.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.directory = self.enter_context(tempfile.TemporaryDirectory())
+        self.called = threading.Semaphore(0)
+        self.counters = {"rank": 3, "steps": 0, "bytes_sent": 0}
+
+    def report(self):
+        self.called.release()
+        return dict(self.counters)
+
+    def make_writer(self, **options):
+        writer = ReportWriter(self.report, CommunicationOptions(**options), rank=3)
+        self.addCleanup(writer.close)
+        return writer
+
+    def records(self):
+        """(step, tag, value) of everything written."""
+        records = []
+        (file,) = os.listdir(os.path.join(self.directory, "rank_3"))
+        for event in tf.compat.v1.train.summary_iterator(os.path.join(self.directory, "rank_3", file)):
+            for value in event.summary.value:
+                records.append((event.step, value.tag, float(tf.make_ndarray(value.tensor))))
+        return records
+
+    def test_writes_nothing_without_a_directory(self):
+        before = threading.active_count()
+        writer = self.make_writer()
+        writer.write()
+        self.assertEqual(threading.active_count(), before)
+        writer.close()
+        self.assertFalse(self.called.acquire(blocking=False))
+
+    def test_writes_counters_at_their_step(self):
+        writer = self.make_writer(log_dir=self.directory, report_interval_seconds=3600)
+        self.counters.update(steps=5, bytes_sent=100)
+        writer.write()
+        self.counters.update(steps=9, bytes_sent=300)
+        writer.close()
+        self.assertEqual(self.records(), [(5, "hop_tf/bytes_sent", 100.0), (9, "hop_tf/bytes_sent", 300.0)])
+
+    def test_close_writes_once(self):
+        writer = self.make_writer(log_dir=self.directory, report_interval_seconds=3600)
+        writer.close()
+        writer.close()
+        self.assertLen(self.records(), 1)
+        self.assertNotIn("hop_tf report", [thread.name for thread in threading.enumerate()])
+
+    def test_writes_now_and_then(self):
+        self.make_writer(log_dir=self.directory, report_interval_seconds=0.001)
+        for _ in range(3):
+            self.assertTrue(self.called.acquire(timeout=_DEADLINE_SECONDS))
+
+    def test_goes_on_after_an_error(self):
+        self.enter_context(mock.patch.object(self, "report", side_effect=self._fail))
+        with self.assertLogs("absl", "ERROR") as logs:
+            writer = self.make_writer(log_dir=self.directory, report_interval_seconds=0.001)
+            for _ in range(3):
+                self.assertTrue(self.called.acquire(timeout=_DEADLINE_SECONDS))
+        self.assertIn("No space left on device", logs.output[0])
+        writer.close()
+
+    def _fail(self):
+        self.called.release()
+        raise OSError(28, "No space left on device")
+
+
+def _train(log_dir):
+    """Fits a small model with records; returns the report."""
+    keras.utils.set_random_seed(0)
+    options = hop_tf.CommunicationOptions(log_dir=log_dir, report_interval_seconds=0.1)
+    strategy = hop_tf.HopStrategy(topology="ring", communication_options=options)
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    model.fit(np.ones((16, 4), "float32"), np.ones((16, 1), "float32"), batch_size=4, verbose=0)
+    report = strategy.report()
+    strategy.shutdown()
+    return report
+
+
+class _TensorBoard:
+    """A TensorBoard process, asked by HTTP."""
+
+    def __init__(self, log_dir, output_path):
+        self._deadline = time.monotonic() + _TENSORBOARD_SECONDS
+        self._output_path = output_path
+        command = [sys.executable, "-m", "tensorboard.main", "--logdir", log_dir, "--host=127.0.0.1", "--port=0"]
+        with open(output_path, "w") as output:
+            self._process = subprocess.Popen([*command, "--reload_interval=1"], stdout=output, stderr=subprocess.STDOUT)
+
+    def get(self, path, accept, **query):
+        """Asks until `accept(answer)` is true, and returns the answer."""
+        answer = None
+        while not accept(answer):
+            if time.monotonic() > self._deadline or self._process.poll() is not None:
+                raise AssertionError(f"TensorBoard answered {answer}; it printed:\n{self._printed()}")
+            answer = self._ask(path, query)
+        return answer
+
+    def _ask(self, path, query):
+        address = re.search(r"http://\S+/", self._printed())
+        try:
+            if address is not None:
+                url = f"{address.group()}data/plugin/scalars/{path}?{urllib.parse.urlencode(query)}"
+                with urllib.request.urlopen(url, timeout=10) as response:
+                    return json.load(response)
+        except OSError:
+            pass  # Not ready yet, or no such run yet.
+        time.sleep(0.1)
+        return None
+
+    def _printed(self):
+        with open(self._output_path) as output:
+            return output.read()
+
+    def close(self):
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(10)
+
+
+@unittest.skipIf(importlib.util.find_spec("tensorboard") is None, "needs the package tensorboard")
+class TensorBoardTest(tf.test.TestCase):
+    def test_shows_the_counters_of_every_rank(self):
+        directory = self.enter_context(tempfile.TemporaryDirectory())
+        log_dir = os.path.join(directory, "logs")
+        board = _TensorBoard(log_dir, os.path.join(directory, "output"))  # Starts while the ranks train.
+        self.addCleanup(board.close)
+        with MultiProcessRunner(_train, num_workers=2, args=(log_dir,)) as runner:
+            reports = runner.join().raise_for_errors().values
+
+        runs = [f"rank_{rank}" for rank in range(2)]
+        shown = [f"hop_tf/{name}" for name in reports[0] if name not in ("rank", "steps")]
+        tags = board.get("tags", lambda answer: answer and all(set(shown) <= set(answer.get(run, ())) for run in runs))
+        self.assertCountEqual(tags, runs)
+        for run, report in zip(runs, reports, strict=True):
+            self.assertCountEqual(tags[run], shown)
+            self.assertGreater(report["bytes_received"], 0)
+
+            # A point is (wall time, step, value); the last one, written on shutdown, has at least what `report` said.
+            def is_of_the_end(points, report=report):
+                return points and points[-1][1] == 4 and points[-1][2] >= report["bytes_received"]
+
+            board.get("scalars", is_of_the_end, run=run, tag="hop_tf/bytes_received")
+
+
+if __name__ == "__main__":
+    tf.test.main()

@@ -1,0 +1,196 @@
+"""Gradients as low-rank factors: against a NumPy reference, and what they save."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+import hop_tf
+from hop_tf import codecs
+from hop_tf.membership import Interrupted
+from hop_tf.runtime.group import ExchangeContext
+from hop_tf.simulate.virtual import VirtualCluster
+from hop_tf.strategies.canary.low_rank import LowRankMean, is_factorized
+from hop_tf.tensors.buffers import BufferPool
+from hop_tf.tensors.packing import Packing, TensorSpec
+from hop_tf.testing import InProcessCluster
+
+_M, _K = 128, 160
+_SPECS = [TensorSpec("bias", (_K,), tf.float32), TensorSpec("kernel", (_M, _K), tf.float32)]
+
+
+class FactorizedTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters(
+        ((1024, 1024), {}, True),
+        ((64, 64), {}, False),  # Too small.
+        ((16384, 5), {}, False),  # Factors are no smaller.
+        ((3, 3, 64, 64), {}, False),  # A convolution.
+        ((1024, 1024), {"exact": True}, False),
+        ((1024, 1024), {"dtype": tf.float64}, False),
+    )
+    def test_which(self, shape, arguments, expected):
+        spec = TensorSpec("kernel", shape, **{"dtype": tf.float32, **arguments})
+        self.assertEqual(is_factorized(spec, rank=4), expected)
+
+
+class LowRankMeanTest(tf.test.TestCase, parameterized.TestCase):
+    def _means(self, world_size, gradients, rank, codec=None):
+        """For each rank and step, the mean of [bias, kernel]."""
+        return self._run(world_size, gradients, rank, codec)[0]
+
+    def _run(self, world_size, gradients, rank, codec=None, interrupted_at=None):
+        """The means, in how many steps each rank took part, and all events since they began.
+
+        Rank 1 may be interrupted before one of these.
+        """
+        cluster, packing, means = VirtualCluster(world_size), Packing(_SPECS), {}
+        sent_steps, began_at = dict.fromkeys(range(world_size), 0), []
+        if interrupted_at is not None:
+            cluster.scheduler.call_before_event(interrupted_at, cluster.memberships[1].interrupt)
+
+        def body(number):
+            membership = cluster.memberships[number]
+            context = ExchangeContext("group", 1, packing, membership, BufferPool())
+            reduction = LowRankMean(
+                context, "0", packing, rank=rank, codec=codec or codecs.Identity(), algorithm="mesh"
+            )
+            reduction.reset(membership.session + 1)
+            membership.begin_session()
+            began_at.append(cluster.scheduler.num_events)
+            try:
+                for step, (bias, kernel) in enumerate(gradients[number]):
+                    vector = np.zeros(packing.sizes[0], np.float32)
+                    for index, values in enumerate((bias, kernel)):
+                        vector[packing.place(index)[1]] = values.ravel()
+                    (mean,) = reduction.mean(
+                        step, [vector], lambda other, step: membership.delivers(other, "group", step)
+                    )
+                    means[number, step] = [mean[packing.place(index)[1]] for index in range(2)]
+                    sent_steps[number] = step + 1
+            except Interrupted:
+                pass
+            membership.leave(sent_steps={"group": sent_steps[number]}, reason="done")
+
+        cluster.run(body)
+        return means, sent_steps, range(max(began_at), cluster.scheduler.num_events)
+
+    def _draw(self, world_size, num_steps, true_rank):
+        rng = np.random.default_rng(0)
+        left, right = rng.normal(size=(_M, true_rank)), rng.normal(size=(true_rank, _K))
+        return [
+            [
+                (
+                    rng.normal(size=_K).astype(np.float32),
+                    ((left * rng.normal(size=true_rank)) @ right).astype(np.float32),
+                )
+                for _ in range(num_steps)
+            ]
+            for _ in range(world_size)
+        ]
+
+    def test_exact_where_the_rank_suffices(self):
+        """Of gradients whose columns span r dimensions nothing is lost; and the same on all ranks, to the bit."""
+        gradients = self._draw(3, 3, true_rank=2)
+        means = self._means(3, gradients, rank=2)
+        for (_, step), (bias, kernel) in means.items():
+            self.assertAllClose(bias, np.mean([each[step][0] for each in gradients], axis=0), atol=1e-6)
+            expected = np.mean([each[step][1] for each in gradients], axis=0)
+            self.assertAllClose(kernel.reshape(_M, _K), expected, atol=1e-4)
+            self.assertAllEqual(kernel, means[0, step][1])
+
+    @parameterized.parameters(None, "sketch")
+    def test_what_is_lost_comes_later(self, codec):
+        """Of a gradient of rank 6 that stays the same, nearly all has been applied after some steps."""
+        kernel = self._draw(1, 1, true_rank=6)[0][0][1]
+        gradients = [[(np.zeros(_K, np.float32), kernel)] * 40] * 2
+        means = self._means(2, gradients, rank=2, codec=codec and codecs.get(codec))
+        total = sum(means[0, step][1].astype(np.float64) for step in range(40)).reshape(_M, _K)
+        error = np.linalg.norm(total / 40 - kernel) / np.linalg.norm(kernel)
+        self.assertLess(error, 0.1)
+        first = np.linalg.norm(means[0, 0][1].reshape(_M, _K) - kernel) / np.linalg.norm(kernel)
+        self.assertGreater(first, 0.3)
+
+    def test_goes_on_without_a_rank_that_is_interrupted(self):
+        """Whenever that happens: all three of a step's means are of the same ranks."""
+        gradients = self._draw(3, 2, true_rank=2)
+        num_taking_part = set()
+        for event in self._run(3, gradients, rank=2)[2]:
+            means, sent_steps, _ = self._run(3, gradients, rank=2, interrupted_at=event)
+            for step in range(2):
+                present = [number for number in range(3) if step < sent_steps[number]]
+                num_taking_part.add(len(present))
+                expected = [np.mean([gradients[number][step][index] for number in present], axis=0) for index in (0, 1)]
+                for number in present:
+                    self.assertAllClose(means[number, step][0], expected[0], atol=1e-6)
+                    self.assertAllClose(means[number, step][1].reshape(_M, _K), expected[1], atol=1e-4)
+        self.assertEqual(num_taking_part, {2, 3})
+
+    def test_a_step_that_is_not_finite_changes_nothing(self):
+        gradients = self._draw(2, 3, true_rank=2)
+        gradients[1][1][1][5, 5] = np.inf
+        means = self._means(2, gradients, rank=2)
+        self.assertFalse(np.isfinite(means[0, 1][1]).all())
+        expected = np.mean([each[2][1] for each in gradients], axis=0)
+        self.assertAllClose(means[0, 2][1].reshape(_M, _K), expected, atol=1e-4)
+
+
+class FitTest(tf.test.TestCase):
+    def test_beside_moving_statistics(self):
+        """They are in a bucket of which colayers of large kernels have nothing. Of few examples factors are exact."""
+        num_steps, width = 3, 256
+        weights = {}
+        for low_rank in (None, 4):
+
+            def make_strategy(cluster_resolver, low_rank=low_rank):
+                return hop_tf.CanaryStrategy(
+                    cluster_resolver=cluster_resolver, consistency="bsp", codec=None, low_rank=low_rank
+                )
+
+            def train(strategy):
+                with strategy.scope():
+                    first, last = (
+                        keras.layers.Dense(width, kernel_initializer=keras.initializers.GlorotUniform(seed))
+                        for seed in (1, 2)
+                    )
+                    layers = [keras.Input((width,)), first, keras.layers.BatchNormalization(), last]
+                    model = keras.Sequential(layers)
+                    model.compile(keras.optimizers.SGD(0.1), "mse")
+                x = np.random.default_rng(0).normal(size=(4 * num_steps, width)).astype(np.float32)
+                model.fit(x, x, batch_size=4, shuffle=False, verbose=0)
+                return [variable.numpy() for variable in model.trainable_variables]
+
+            weights[low_rank] = InProcessCluster(2, make_strategy).run(train)
+        for rank in range(2):
+            for values, expected in zip(weights[4][rank], weights[None][rank], strict=True):
+                self.assertAllClose(values, expected, atol=1e-5)
+
+
+class TrafficTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters(({}, 0.27), ({"low_rank": 4}, 0.10))
+    def test_against_float32(self, settings, share):
+        """Of what float32 takes in an all-reduce, headers and bucket values included; here with 10 million values."""
+        num_steps, width = 2, 2300
+
+        def make_strategy(cluster_resolver):
+            return hop_tf.CanaryStrategy(cluster_resolver=cluster_resolver, consistency="bsp", **settings)
+
+        def train(strategy):
+            with strategy.scope():
+                layers = [keras.layers.Dense(width), keras.layers.Dense(width)]
+                model = keras.Sequential([keras.Input((width,)), *layers])
+                model.compile(keras.optimizers.SGD(0.01), "mse")
+            sent = []
+            x = np.random.default_rng(0).normal(size=(2 * num_steps, width)).astype(np.float32)
+            record = keras.callbacks.LambdaCallback(
+                on_train_batch_end=lambda batch, logs: sent.append(strategy.report()["bytes_sent"])
+            )
+            model.fit(x, x, batch_size=2, verbose=0, callbacks=[record])
+            return np.diff(sent), model.count_params()
+
+        for sent, num_values in InProcessCluster(2, make_strategy).run(train):
+            self.assertGreater(num_values, 10_000_000)
+            self.assertBetween(sent[0] / (4 * num_values), 1e-3, share)
+
+
+if __name__ == "__main__":
+    tf.test.main()

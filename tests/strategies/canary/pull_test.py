@@ -1,0 +1,103 @@
+"""Whose states a rank under Canary takes, and in which order it asks for them."""
+
+from unittest import mock
+
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+from hop_tf.membership import Membership
+from hop_tf.strategies.canary.messages import Channel
+from hop_tf.strategies.canary.peers import Peers
+from hop_tf.strategies.canary.pull import Pulling
+from hop_tf.strategies.canary.replica import Replica
+
+_STATE, _NONE_TO_GIVE = np.ones(4, np.uint8), np.empty(0, np.uint8)
+
+
+class PullTest(tf.test.TestCase, parameterized.TestCase):
+    def _pull(self, ranks, answers, takes):
+        """Has rank 0 pull.
+
+        Args:
+          ranks: The others, the fastest one first.
+          answers: What each sends: a state, or that it has none; else it leaves as it is asked.
+          takes: Each `(giver, may_drop)` with which a state is taken.
+
+        Returns:
+          Who was asked, with whose state what was tried, and what has come of it.
+        """
+        membership, replica, peers, channel = (
+            mock.create_autospec(kind, instance=True) for kind in (Membership, Replica, Peers, Channel)
+        )
+        membership.monitor = mock.MagicMock()
+        peers.fastest.side_effect = lambda without: next((rank for rank in ranks if rank not in without), None)
+        peers.present_key.return_value = key_now = b"\1" * 5
+        left, asked, tried = set(), [], []
+        peers.key_of.side_effect = lambda rank: 0 if rank in left else key_now[rank]
+
+        def send(rank, *_):
+            asked.append(rank)
+            if rank in answers:
+                pulling.receive(rank, answers[rank])
+            else:
+                left.add(rank)
+                ranks.remove(rank)
+
+        def adopt(state, giver, key, *, may_drop):
+            self.assertIs(state, _STATE)
+            self.assertEqual(key, key_now)
+            tried.append((giver, may_drop))
+            return (giver, may_drop) in takes
+
+        channel.send.side_effect, replica.adopt.side_effect = send, adopt
+        membership.wait.side_effect = lambda missing, **_: self.assertEmpty(missing())
+        pulling = Pulling(membership, replica, peers, channel)
+        pulling.pull(7)
+        return asked, tried, (pulling.num_pulls, pulling.num_in_vain)
+
+    @parameterized.named_parameters(
+        ("the_fastest", [1, 2], {(1, False)}, [(1, False)], (1, 0)),
+        ("the_next_as_the_fastest_lacks_something", [1, 2], {(2, False)}, [(1, False), (2, False)], (1, 0)),
+        (
+            "the_fastest_as_all_lack_something",
+            [1, 2],
+            {(1, True), (2, True)},
+            [(1, False), (2, False), (1, True)],
+            (1, 0),
+        ),
+        ("one_is_asked_again", [1], {(1, True)}, [(1, False), (1, True)], (1, 0)),
+        (
+            "of_many_not_all_are_asked",
+            [1, 2, 3, 4],
+            {(1, True), (3, False)},
+            [(1, False), (2, False), (1, True)],
+            (1, 0),
+        ),
+        ("none_as_more_comes_everywhere", [1, 2, 3], set(), [(1, False), (2, False), (1, True)], (0, 1)),
+        ("none_as_there_is_no_other", [], set(), [], (0, 1)),
+    )
+    def test_takes(self, ranks, takes, tried, counts):
+        answers = dict.fromkeys(ranks, _STATE)
+        self.assertEqual(self._pull(ranks, answers, takes), ([giver for giver, _ in tried], tried, counts))
+
+    def test_passes_over_who_has_none_to_give(self):
+        """That is no attempt: the ranks that have one come behind it."""
+        answers = {1: _NONE_TO_GIVE, 2: _NONE_TO_GIVE, 3: _NONE_TO_GIVE, 4: _STATE}
+        self.assertEqual(self._pull([1, 2, 3, 4], answers, {(4, False)}), ([1, 2, 3, 4], [(4, False)], (1, 0)))
+
+    def test_passes_over_who_leaves(self):
+        """That is none either."""
+        answers = {4: _STATE}
+        self.assertEqual(self._pull([1, 2, 3, 4], answers, {(4, False)}), ([1, 2, 3, 4], [(4, False)], (1, 0)))
+
+    def test_a_state_that_was_asked_for_earlier_is_not_taken(self):
+        pulling = Pulling(
+            *(mock.create_autospec(kind, instance=True) for kind in (Membership, Replica, Peers, Channel))
+        )
+        pulling.receive(1, _STATE)
+        self.assertIsNone(pulling._state)
+
+
+if __name__ == "__main__":
+    tf.test.main()

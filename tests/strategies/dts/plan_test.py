@@ -1,0 +1,134 @@
+"""What `recommend_dts` promises is kept by the exchange itself, on a virtual clock with links of that kind."""
+
+import functools
+import weakref
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+from hop_tf import codecs, timing
+from hop_tf.runtime.exchange import Outgoing
+from hop_tf.runtime.group import ExchangeContext
+from hop_tf.simulate import VirtualCluster
+from hop_tf.strategies.dts.exchange import DTSExchange, DTSSettings
+from hop_tf.tensors.packing import Packing, TensorSpec
+
+_WORLD_SIZE = 4
+_NUM_VALUES = 100_000
+_STEP = timing.Step(forward_seconds=0.3)
+# Until then the first windows have come, and what they have waited for has spread.
+_NUM_SETTLING = 10
+
+
+class _Links:
+    """Each rank sends one byte after the other; what has left arrives after the latency."""
+
+    def __init__(self, network):
+        self._network = network
+        self._free_at = [0.0] * _WORLD_SIZE
+        self.cluster = VirtualCluster(_WORLD_SIZE, self._seconds)
+
+    def _seconds(self, sender, receiver, num_bytes):
+        now = self.cluster.scheduler.now
+        self._free_at[sender] = max(now, self._free_at[sender]) + num_bytes * self._network.seconds_per_byte
+        return self._free_at[sender] - now + self._network.latency_seconds
+
+
+class _Rank:
+    """Steps that compute for a given time, the exchange of a rank, and a process for each window under way."""
+
+    def __init__(self, cluster, rank, plan):
+        self._scheduler = cluster.scheduler
+        self._membership = cluster.memberships[rank]
+        codec = codecs.get(plan.codec)
+        settings = DTSSettings(delay=plan.delay, interval=plan.interval, codec=codec, algorithm=plan.algorithm)
+        self._schedule = settings.schedule
+        self._optimizer = keras.optimizers.SGD(0.1)
+        variable = keras.Variable(np.zeros(_NUM_VALUES, np.float32))
+        self._optimizer.build([variable])
+        context = ExchangeContext(
+            "group",
+            self._membership.session,
+            Packing([TensorSpec("w", (_NUM_VALUES,), tf.float32)]),
+            self._membership,
+            cluster.pool,
+            optimizer=weakref.ref(self._optimizer),
+            trained=[variable.value],
+        )
+        self._exchange = DTSExchange(context, settings)
+        # One of a hundred is no zero, as with `codecs.TopK`.
+        (size,) = context.packing.sizes
+        self._values = np.where(np.arange(size) % 100, 0.0, 1.0 + rank).astype(np.float32)
+        self._values.flags.writeable = False
+        self._means = {}
+
+    def train(self, num_steps):
+        """When each step ends."""
+        self._exchange.reset(self._membership.session + 1)
+        self._membership.begin_session()
+        ends = []
+        for step in range(1, num_steps + 1):
+            self._scheduler.sleep(_STEP.seconds)
+            has_ended, window = self._schedule.ended(step)
+            if has_ended:
+                self._scheduler.spawn(f"window {window}", functools.partial(self._average, window))
+            is_due, window = self._schedule.due(step)
+            if is_due:
+                self._membership.wait_until(lambda window=window: window in self._means, 1e9)
+            ends.append(self._scheduler.now)
+        for window in self._schedule.under_way(num_steps):
+            self._membership.wait_until(lambda window=window: window in self._means, 1e9)
+        self._membership.leave(sent_steps={"group": self._exchange.sent_steps}, reason="")
+        return ends
+
+    def _average(self, window):
+        (mean,) = self._exchange.step(Outgoing(window, 0, (self._values,))).buckets
+        with self._membership.monitor:
+            self._means[window] = mean
+            self._membership.monitor.notify_all()
+
+    def check_means(self, test):
+        for mean in self._means.values():
+            test.assertAllClose(mean, self._values / self._values[0] * (1 + _WORLD_SIZE) / 2, rtol=0.02)
+
+
+class PlanTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters(
+        # Latency binds; bandwidth does; both do; int8; and the largest 1 %.
+        {"latency_seconds": 0.5, "window_seconds": 0.01},
+        {"latency_seconds": 0.001, "window_seconds": 2.0},
+        {"latency_seconds": 1.0, "window_seconds": 2.5},
+        {"latency_seconds": 0.1385, "window_seconds": 6.0},
+        {"latency_seconds": 0.1385, "window_seconds": 30.0},
+        # Nothing is good enough.
+        {"latency_seconds": 0.5, "window_seconds": 30.0, "codec_names": ["identity"]},
+    )
+    def test_keeps_what_it_promises(self, latency_seconds, window_seconds, codec_names=timing.dts.CODECS):
+        """`window_seconds` is what the bytes of a window take in float32."""
+        num_bytes = 4 * _NUM_VALUES
+        beta = window_seconds / (2 * (_WORLD_SIZE - 1) / _WORLD_SIZE * num_bytes)
+        network = timing.Network(latency_seconds=latency_seconds, seconds_per_byte=beta)
+        plan = timing.recommend_dts(
+            network, _STEP, world_size=_WORLD_SIZE, num_bytes=num_bytes, codec_names=codec_names
+        )
+        cycle = (plan.delay // plan.interval + 1) * plan.interval  # Then the schedule repeats itself.
+        num_steps = _NUM_SETTLING * cycle
+        cluster = _Links(network).cluster
+        ranks = [_Rank(cluster, rank, plan) for rank in range(_WORLD_SIZE)]
+        ends = {}
+
+        def body(rank):
+            ends[rank] = ranks[rank].train(num_steps + 6 * cycle)
+
+        cluster.run(body)
+        for rank in range(_WORLD_SIZE):
+            ranks[rank].check_means(self)
+            step_seconds = (ends[rank][-1] - ends[rank][num_steps - 1]) / (6 * cycle)
+            self.assertAllClose(step_seconds, plan.step_seconds, rtol=0.02)
+            self.assertGreater(_STEP.seconds / step_seconds, min(0.9, plan.scaling_efficiency) - 0.02)
+
+
+if __name__ == "__main__":
+    tf.test.main()

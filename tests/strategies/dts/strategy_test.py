@@ -1,0 +1,755 @@
+"""DTS under `fit`, with ranks in one process, against a NumPy reference of windows of changes."""
+
+import contextlib
+import functools
+import threading
+from unittest import mock
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from absl.testing import parameterized
+
+import hop_tf
+from hop_tf import codecs
+from hop_tf.errors import HopError, PeerLostError
+from hop_tf.strategies.dts.exchange import DTSExchange
+from hop_tf.testing import InProcessCluster
+from hop_tf.testing.references import adam, int8, late_windows, mesh_mean, sgd, truncate16
+
+_OPTIONS = hop_tf.CommunicationOptions(timeout_seconds=60)
+_BATCH_SIZE = 60
+_NUM_ROWS = 480
+_NUM_STEPS = 2 * _NUM_ROWS // _BATCH_SIZE
+_RATE = 0.05
+_EPSILON = 1e-2  # Adam's own one makes as much of a rounding as of a gradient.
+# The error of a rank that refuses, or that of the other one where it hears of the first one's.
+_REFUSALS = (ValueError, PeerLostError)
+
+
+def _cluster(world_size, **settings):
+    def make_strategy(cluster_resolver):
+        return hop_tf.DTSStrategy(cluster_resolver=cluster_resolver, communication_options=_OPTIONS, **settings)
+
+    return InProcessCluster(world_size, make_strategy, timeout_seconds=120)
+
+
+# Least squares.
+
+
+@functools.cache
+def _problem(num_outputs):
+    """Inputs, targets and initial weights."""
+    random = np.random.default_rng(0)
+    x = random.normal(size=(_NUM_ROWS, 3)).astype(np.float32)
+    y = x @ random.normal(size=(3, num_outputs)) + random.normal(size=(_NUM_ROWS, num_outputs))
+    return x, y.astype(np.float32), random.normal(size=(3, num_outputs)).astype(np.float32)
+
+
+def _rows_of(step, rank, world_size):
+    start, share = step * _BATCH_SIZE % _NUM_ROWS, _BATCH_SIZE // world_size
+    return slice(start + rank * share, start + (rank + 1) * share)
+
+
+def _reference(world_size, delay, interval, update, num_outputs=4, num_steps=_NUM_STEPS, **arguments):
+    x, y, w = _problem(num_outputs)
+
+    def gradient(rank, step, w):
+        rows = _rows_of(step, rank, world_size)
+        return 2 / (rows.stop - rows.start) * x[rows].T.astype(np.float64) @ (x[rows] @ w - y[rows])
+
+    settings = {"world_size": world_size, "delay": delay, "interval": interval, "num_steps": num_steps}
+    return late_windows(w, update, gradient, **settings, **arguments)
+
+
+def _summed_square(y_true, y_pred):
+    return tf.reduce_sum(tf.square(y_true - y_pred), axis=-1)
+
+
+def _linear_loss(y, y_pred):
+    """Its gradients do not depend on the weights: with linear updates all ranks end as in synchronous training.
+
+    For merging does not change the mean of their weights.
+    """
+    return tf.reduce_sum(y * y_pred, axis=-1)
+
+
+def _linear_gradient(step, rank=0, world_size=1):
+    """By default that of all ranks."""
+    x, y, _ = _problem(4)
+    rows = _rows_of(step, rank, world_size)
+    return x[rows].astype(np.float64).T @ y[rows] / len(x[rows])
+
+
+def _applied(make_optimizer, gradients):
+    """What one of Keras's optimizers makes of the initial weights."""
+    variable, optimizer = keras.Variable(_problem(4)[2]), make_optimizer()
+    for gradient in gradients:
+        optimizer.apply([tf.constant(gradient, tf.float32)], [variable])
+    return variable.numpy()
+
+
+def _linear_result(make_optimizer, num_steps=_NUM_STEPS):
+    return _applied(make_optimizer, [_linear_gradient(step) for step in range(num_steps)])
+
+
+def _compiled(strategy, make_optimizer, loss=_summed_square, num_outputs=4, dtype=None, **compile_args):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(num_outputs, use_bias=False, dtype=dtype)])
+        model.set_weights([_problem(num_outputs)[2]])
+        model.compile(make_optimizer(), loss, **compile_args)
+    return model
+
+
+def _fit(model, num_steps=None, first_step=0, **arguments):
+    x, y, _ = _problem(model.output_shape[-1])
+    rows = slice(first_step * _BATCH_SIZE, None if num_steps is None else (first_step + num_steps) * _BATCH_SIZE)
+    model.fit(x[rows], y[rows], batch_size=_BATCH_SIZE, shuffle=False, verbose=0, **arguments)
+
+
+def _weights(model):
+    return model.get_weights()[0]
+
+
+def _train(strategy, make_optimizer, callbacks=(), **arguments):
+    """Weights after each step, in the end, and the report."""
+    model, history = _compiled(strategy, make_optimizer, **arguments), []
+    record = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: history.append(_weights(model)))
+    _fit(model, epochs=2, callbacks=[record, *callbacks])
+    return history, _weights(model), strategy.report()
+
+
+def _sgd(**arguments):
+    return functools.partial(keras.optimizers.SGD, _RATE, **arguments)
+
+
+def _decaying(**arguments):
+    schedule = keras.optimizers.schedules.ExponentialDecay(_RATE, decay_steps=10, decay_rate=0.5)
+    return functools.partial(keras.optimizers.SGD, schedule, **arguments)
+
+
+def _on_batch(number, call):
+    return keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: call() if batch == number else None)
+
+
+_OPTIMIZERS = {
+    "sgd": (_sgd(), sgd(_RATE)),
+    "momentum": (_sgd(momentum=0.9), sgd(_RATE, 0.9)),
+    "nesterov": (_sgd(momentum=0.9, nesterov=True), sgd(_RATE, 0.9, nesterov=True)),
+    "decay": (_sgd(momentum=0.9, weight_decay=0.5), sgd(_RATE, 0.9, decay=0.5)),
+    "adam": (lambda: keras.optimizers.Adam(_RATE, epsilon=_EPSILON), adam(_RATE, _EPSILON)),
+    "adamw": (lambda: keras.optimizers.AdamW(_RATE, 0.2, epsilon=_EPSILON), adam(_RATE, _EPSILON, 0.2)),
+}
+
+
+class WindowsTest(tf.test.TestCase, parameterized.TestCase):
+    def check(self, results, expected):
+        history, final = expected
+        for rank, (of_rank, last, report) in enumerate(results):
+            self.assertAllClose(of_rank, [weights[rank] for weights in history], rtol=1e-5, atol=1e-5)
+            self.assertAllClose(last, final, rtol=1e-5, atol=1e-5)
+            self.assertAllEqual(last, results[0][1])  # To the bit.
+            self.assertEqual(report["steps"], len(history))
+
+    @parameterized.parameters(
+        (2, 4, 4, "momentum"),
+        (3, 3, 1, "sgd"),
+        (5, 5, 2, "nesterov"),
+        (2, 6, 4, "decay"),
+        (4, 20, 12, "adam"),
+        (3, 0, 3, "adamw"),
+        (2, 0, 1, "momentum"),
+        (3, 2, 5, "adam"),
+        (2, 7, 1, "momentum"),
+    )
+    @pytest.mark.stress(after=6)
+    def test_equals_the_reference_step_by_step(self, world_size, delay, interval, name):
+        make_optimizer, update = _OPTIMIZERS[name]
+        results = _cluster(world_size, delay=delay, interval=interval).run(lambda s: _train(s, make_optimizer))
+        self.check(results, _reference(world_size, delay, interval, update))
+
+    @parameterized.parameters(("momentum", 2), ("nesterov", 3))
+    def test_without_delay_and_interval_it_is_synchronous_training(self, name, world_size):
+        make_optimizer, update = _OPTIMIZERS[name]
+        _, synchronous = _reference(1, 0, 1, update)
+        for _, last, _ in _cluster(world_size, delay=0, interval=1).run(lambda s: _train(s, make_optimizer)):
+            self.assertAllClose(last, synchronous, rtol=1e-5, atol=1e-5)
+
+    @parameterized.parameters(
+        ("int8", int8, "momentum"), ("truncate16", truncate16, "adam"), ("truncate16", truncate16, "momentum")
+    )
+    @pytest.mark.stress(after=2)
+    def test_equals_the_reference_with_codec(self, codec, reference, name):
+        """A value at the border of two codes may fall to either side: the first windows are alike but for these."""
+        make_optimizer, update = _OPTIMIZERS[name]
+        results = _cluster(3, delay=3, interval=2, codec=codec).run(
+            lambda s: _train(s, make_optimizer, num_outputs=900)
+        )
+        history, final = _reference(3, 3, 2, update, 900, mean=mesh_mean(reference))
+        _, without = _reference(3, 3, 2, update, 900)
+        lossy = np.mean(np.abs(without - final))
+        for rank, (of_rank, last, _) in enumerate(results):
+            early = np.isclose(of_rank[:6], [weights[rank] for weights in history[:6]], rtol=1e-5, atol=1e-5)
+            self.assertGreater(np.mean(early), 0.9)
+            self.assertLess(np.mean(np.abs(last - final)), 0.1 * lossy)
+            self.assertAllEqual(last, results[0][1])
+
+    @parameterized.parameters({"steps_per_execution": 5}, {"run_eagerly": True})
+    def test_however_keras_runs_steps(self, **compile_args):
+        _, expected = _reference(2, 3, 2, sgd(_RATE, 0.9))
+        for _, last, _ in _cluster(2, delay=3, interval=2).run(lambda s: _train(s, _sgd(momentum=0.9), **compile_args)):
+            self.assertAllClose(last, expected, rtol=1e-5, atol=1e-5)
+
+    @parameterized.parameters("filtered", "generated")
+    @pytest.mark.stress(after=1)
+    def test_data_of_unknown_length(self, kind):
+        """At the end of each epoch a step begins whose batch never comes."""
+        x, y, _ = _problem(4)
+
+        def generate():
+            for step in range(_NUM_ROWS // _BATCH_SIZE):
+                yield tuple(values[_rows_of(step, 0, 1)] for values in (x, y))
+
+        def run(strategy):
+            if kind == "filtered":
+                dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(_BATCH_SIZE).filter(lambda x, y: True)
+            else:
+                specs = tuple(tf.TensorSpec((None, values.shape[1])) for values in (x, y))
+                dataset = tf.data.Dataset.from_generator(generate, output_signature=specs)
+            model = _compiled(strategy, _sgd(momentum=0.9))
+            model.fit(dataset, epochs=3, verbose=0)
+            return _weights(model), strategy.report()["steps"]
+
+        num_steps = 3 * _NUM_ROWS // _BATCH_SIZE
+        _, expected = _reference(2, 3, 5, sgd(_RATE, 0.9), num_steps=num_steps)
+        for last, num_steps_of_rank in _cluster(2, delay=3, interval=5).run(run):
+            self.assertAllClose(last, expected, rtol=1e-5, atol=1e-5)
+            self.assertEqual(num_steps_of_rank, num_steps)
+
+    @parameterized.parameters(codecs.TopK(ratio=0.25), None)
+    def test_in_several_parts(self, codec):
+        """All is merged when `fit` ends, one without a whole window too; the next one goes on with the velocity."""
+
+        def run(strategy):
+            model = _compiled(strategy, _decaying(momentum=0.9), _linear_loss)
+            _fit(model, num_steps=2)
+            _fit(model, num_steps=5, first_step=2)
+            _fit(model, num_steps=1, first_step=7)
+            _fit(model)
+            return _weights(model)
+
+        results = _cluster(2, delay=3, interval=4, codec=codec).run(run)
+        self.assertAllClose(results[0], _linear_result(_decaying(momentum=0.9)), rtol=1e-5, atol=1e-5)
+        self.assertAllEqual(*results)
+
+    @parameterized.parameters(({"momentum": 0.9, "nesterov": True}, 3, 2), ({}, 0, 1))
+    def test_gradient_accumulation(self, arguments, delay, interval):
+        """A step of the scheme is an update."""
+        make_optimizer = _sgd(gradient_accumulation_steps=2, **arguments)
+        results = _cluster(2, delay=delay, interval=interval).run(
+            lambda s: _train(s, make_optimizer, loss=_linear_loss)
+        )
+        for _, last, _ in results:
+            self.assertAllClose(last, _linear_result(make_optimizer), rtol=1e-5, atol=1e-5)
+
+
+def _network(strategy, make_optimizer):
+    """Trains dense layers with batch normalization on rows that differ between ranks; returns all weights."""
+    x, y, _ = _problem(4)
+    with strategy.scope():
+        layers = [keras.layers.Dense(40, "relu"), keras.layers.BatchNormalization(momentum=0.9), keras.layers.Dense(4)]
+        model = keras.Sequential([keras.Input((3,)), *layers])
+        model.compile(make_optimizer(), "mse")
+    for rows in (slice(0, 420), slice(0, 120)):
+        model.fit(x[rows], y[rows], batch_size=_BATCH_SIZE, shuffle=False, verbose=0)
+    return model.get_weights()
+
+
+class EqualTest(tf.test.TestCase, parameterized.TestCase):
+    """After `fit` all ranks have the same weights and moving statistics, to the bit."""
+
+    @parameterized.parameters(
+        (2, "momentum", {}),
+        (3, "adam", {"delay": 5, "interval": 2, "codec": "int8"}),
+        (5, "nesterov", {"delay": 3, "interval": 1, "codec": codecs.Truncate16(round_to_nearest=True)}),
+        (4, "adamw", {"delay": 2, "interval": 3, "codec": codecs.TopK(ratio=0.1), "algorithm": "ring"}),
+        (3, "momentum", {"delay": 20, "interval": 12, "codec": codecs.Int8(error_feedback=True), "algorithm": "ring"}),
+        (2, "adam", {"delay": 0, "interval": 4, "codec": "sketch"}),
+        (5, "momentum", {"delay": 4, "interval": 4, "algorithm": "ring"}),
+        (2, "decay", {"delay": 1, "interval": 1, "codec": "truncate16"}),
+    )
+    @pytest.mark.stress(after=6)
+    def test_to_the_bit(self, world_size, name, settings):
+        results = _cluster(world_size, **settings).run(lambda s: _network(s, _OPTIMIZERS[name][0]))
+        self.check(results)
+
+    def check(self, results):
+        for weights in results:
+            for mine, first in zip(weights, results[0], strict=True):
+                self.assertAllEqual(mine, first)
+                self.assertTrue(np.isfinite(mine).all())
+
+    @parameterized.parameters(
+        lambda: keras.optimizers.RMSprop(0.01),
+        lambda: keras.optimizers.Lion(0.001),
+        lambda: keras.optimizers.SGD(0.05, momentum=0.9, clipnorm=0.5),
+        lambda: keras.optimizers.LossScaleOptimizer(
+            keras.optimizers.AdamW(0.01, global_clipnorm=1.0, gradient_accumulation_steps=2), initial_scale=8.0
+        ),
+    )
+    @pytest.mark.stress(after=2)
+    def test_whatever_the_optimizer(self, make_optimizer):
+        self.check(_cluster(2, delay=3, interval=2).run(lambda s: _network(s, make_optimizer)))
+
+    def test_learning_rates_that_differ(self):
+        """Each rank's changes count as they are. The first step is made with the rate of rank 0."""
+
+        def run(strategy):
+            rate = _RATE * (1 + strategy.rank)
+            return _train(strategy, lambda: keras.optimizers.SGD(rate), [_SetRate(rate)], loss=_linear_loss)[1]
+
+        expected = _problem(4)[2].astype(np.float64)
+        for step in range(_NUM_STEPS):
+            rates = _RATE, _RATE * (2 if step else 1)
+            expected -= sum(rate / 2 * _linear_gradient(step, rank, 2) for rank, rate in enumerate(rates))
+        results = _cluster(2, delay=3, interval=2).run(run)
+        self.assertAllClose(results[0], expected, rtol=1e-5, atol=1e-5)
+        self.assertAllEqual(*results)
+
+    def test_a_mean_that_is_less_than_a_small_type_tells_apart(self):
+        """Rank 0 adds one unit in the last place of bfloat16 in each step, rank 1 nothing: half a unit is merged."""
+        unit = 2.0**-7
+
+        def run(strategy):
+            with strategy.scope():
+                dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones", dtype="bfloat16")
+                model = keras.Sequential([keras.Input((1,)), dense])
+                model.compile(keras.optimizers.SGD(unit), lambda y, y_pred: -tf.reduce_sum(y * y_pred, axis=-1))
+            x = np.ones((16, 1), np.float32)
+            y = np.tile([[1.0], [0.0]], (8, 1))
+            model.fit(x, y, batch_size=2, shuffle=False, verbose=0)
+            return float(_weights(model)[0, 0])
+
+        self.assertEqual(_cluster(2, delay=0, interval=1).run(run), [1 + 4 * unit] * 2)
+
+
+class _SetRate(keras.callbacks.Callback):
+    """Sets the learning rate of this rank, which begins with that of rank 0."""
+
+    def __init__(self, rate):
+        super().__init__()
+        self._rate = rate
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.model.optimizer.learning_rate = self._rate
+
+
+class TrafficTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters("momentum", "adam")
+    def test_a_window_is_one_vector(self, name):
+        """A rank sends 2 (n - 1) / n of the weights for each window of four steps, and a last one."""
+
+        def run(strategy):
+            model = _compiled(strategy, _OPTIMIZERS[name][0], num_outputs=9000)
+            _fit(model, num_steps=4)
+            before = strategy.report()["bytes_sent"]
+            _fit(model, epochs=2)
+            return strategy.report()["bytes_sent"] - before
+
+        expected = (_NUM_STEPS / 4 + 1) * 2 * 3 / 4 * 4 * 3 * 9000
+        for num_bytes in _cluster(4, delay=4, interval=4).run(run):
+            self.assertBetween(num_bytes, expected, 1.1 * expected)
+
+    @parameterized.parameters((0, 1), (8, 6))
+    def test_top_k(self, warmup_steps, num_steps):
+        """Where more is handed out, in warm-up and in the end, it goes as whole vectors in pieces if that is less."""
+        codec = codecs.TopK(ratio=0.01, warmup_steps=warmup_steps)
+        x = np.random.default_rng(0).normal(size=(8 * num_steps, 100)).astype(np.float32)
+
+        def run(strategy):
+            with strategy.scope():
+                model = keras.Sequential([keras.Input((100,)), keras.layers.Dense(200, use_bias=False)])
+                model.compile(keras.optimizers.SGD(1e-3, momentum=0.9), "mse")
+            model.fit(x[:8], x[:8] @ np.ones((100, 200)), batch_size=8, verbose=0)
+            before = strategy.report()["bytes_sent"]
+            model.fit(x, x @ np.ones((100, 200)), batch_size=8, verbose=0)
+            return strategy.report()["bytes_sent"] - before
+
+        ratios = [codec.ratio_at(window) for window in range(num_steps // 2)] + [1.0]
+        whole, of_a_value = 2 * 3 / 4 * 4, 3 * (2 + 4)
+        expected = 20_000 * sum(min(whole, of_a_value * ratio) for ratio in ratios)
+        for num_bytes in _cluster(4, delay=2, interval=2, codec=codec).run(run):
+            self.assertBetween(num_bytes, 0.5 * expected, 1.15 * expected)
+
+
+def _two_kernels():
+    """The products of inputs and two kernels, added."""
+    inputs = keras.Input((3,))
+    layers = [keras.layers.Dense(4, use_bias=False, name=name) for name in ("first", "second")]
+    model = keras.Model(inputs, keras.layers.add([layer(inputs) for layer in layers]))
+    model.set_weights([_problem(4)[2]] * 2)
+    return model
+
+
+class OwnOptimizers(keras.Model):
+    """Has an optimizer for each kernel, and a linear loss. Optimizers get their variables in the first step."""
+
+    def __init__(self, network, optimizers):
+        super().__init__()
+        self.network = network
+        self.optimizers = optimizers
+        self.output_shape = network.output_shape
+
+    def call(self, inputs):
+        return self.network(inputs)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(_linear_loss(y, self.network(x)))
+        kernels = self.network.trainable_variables
+        for optimizer, gradient, kernel in zip(self.optimizers, tape.gradient(loss, kernels), kernels, strict=True):
+            optimizer.apply([gradient], [kernel])
+        return {"loss": loss}
+
+
+class Unused(keras.layers.Layer):
+    """Has a variable that gets no gradient."""
+
+    def build(self, shape):
+        self.unused = self.add_weight(shape=(3,), initializer="ones")
+
+    def call(self, inputs):
+        return inputs
+
+
+class OptimizersTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters(None, codecs.TopK(ratio=0.25))
+    def test_adam_of_each_rank(self, codec):
+        """Where gradients do not depend on the weights all end with the mean of what ranks would make alone."""
+
+        def make_optimizer():
+            return keras.optimizers.Adam(0.01)
+
+        alone = [[_linear_gradient(step, rank, 2) for step in range(_NUM_STEPS)] for rank in range(2)]
+        expected = np.mean([_applied(make_optimizer, gradients) for gradients in alone], axis=0)
+        for _, last, _ in _cluster(2, delay=3, interval=2, codec=codec).run(
+            lambda s: _train(s, make_optimizer, loss=_linear_loss)
+        ):
+            self.assertAllClose(last, expected, rtol=1e-5, atol=1e-5)
+
+    @parameterized.parameters(None, "rmsprop")
+    @pytest.mark.stress(after=1)
+    def test_optimizers_of_the_models_own(self, unused_optimizer):
+        """They are built by their first update. What is under way in the end is merged."""
+        make_optimizers = _sgd(momentum=0.9), _sgd(weight_decay=0.5)
+
+        def run(strategy):
+            with strategy.scope():
+                model = OwnOptimizers(_two_kernels(), [make() for make in make_optimizers])
+                model.compile(unused_optimizer)
+            _fit(model, epochs=2)
+            return model.get_weights()
+
+        for weights in _cluster(2, delay=3, interval=5).run(run):
+            self.assertAllClose(weights, [_linear_result(make) for make in make_optimizers], rtol=1e-5, atol=1e-5)
+
+    def test_several_optimizers_in_one(self):
+        """What is under way in the end is merged once, though each of them says that training has ended."""
+        make_optimizers = _sgd(), _sgd(momentum=0.9, nesterov=True)
+
+        def run(strategy):
+            with strategy.scope():
+                model = _two_kernels()
+                optimizers = keras.optimizers.OptimizerMap(make_optimizers[0]())
+                optimizers[".*second.*"] = make_optimizers[1]()
+                model.compile(keras.optimizers.MultiOptimizer(optimizers), _linear_loss)
+            _fit(model, epochs=2)
+            return model.get_weights()
+
+        for weights in _cluster(2, delay=3, interval=5).run(run):
+            self.assertAllClose(weights, [_linear_result(make) for make in make_optimizers], rtol=1e-5, atol=1e-5)
+
+    def test_loss_scale_with_an_unused_variable(self):
+        """The optimizer is given None for its gradient."""
+        make_optimizer = _decaying(momentum=0.9)
+
+        def run(strategy):
+            with strategy.scope():
+                model = keras.Sequential([keras.Input((3,)), Unused(), keras.layers.Dense(4, use_bias=False)])
+                model.set_weights([np.ones(3), _problem(4)[2]])
+                optimizer = keras.optimizers.LossScaleOptimizer(make_optimizer(), initial_scale=8.0)
+                model.compile(optimizer, _linear_loss)
+            _fit(model, epochs=2)
+            return model.get_weights()
+
+        for unused, last in _cluster(2, delay=3, interval=4).run(run):
+            self.assertAllEqual(unused, np.ones(3))
+            self.assertAllClose(last, _linear_result(make_optimizer), rtol=1e-5, atol=1e-5)
+
+    @parameterized.parameters(0.0, 0.9)
+    def test_a_step_left_out_changes_nothing(self, momentum):
+        """Rank 1's gradient overflows in step 3."""
+        num_steps, bad = 9, 3
+
+        def run(strategy):
+            x = np.ones((2 * num_steps, 1), np.float32)
+            x[1::2] = 3.0
+            x[2 * bad + 1] = np.inf
+            with strategy.scope():
+                model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
+                inner = keras.optimizers.SGD(0.1, momentum=momentum)
+                optimizer = keras.optimizers.LossScaleOptimizer(inner, initial_scale=8.0)
+                model.compile(optimizer, loss=lambda y, y_pred: tf.reduce_sum(y_pred, axis=-1))
+            model.set_weights([np.ones((1, 1))])
+            model.fit(x, x, batch_size=2, shuffle=False, verbose=0)
+            return _weights(model)[0, 0], float(optimizer.dynamic_scale)
+
+        changes = []
+        for rank, gradient in enumerate((1.0, 3.0)):
+            w, v = 0.0, 0.0
+            for _ in range(num_steps - rank):
+                v = momentum * v - 0.1 * gradient
+                w += v
+            changes.append(w)
+        (first, first_scale), (second, second_scale) = _cluster(2, delay=2, interval=2).run(run)
+        self.assertAllClose(first, 1 + np.mean(changes), rtol=1e-5)
+        self.assertEqual(first, second)
+        self.assertEqual((first_scale, second_scale), (8.0, 4.0))
+
+    def test_refuses_a_selection_of_doubles(self):
+        with self.assertRaisesRegex(_REFUSALS, "must not be float64 with a codec that selects"):
+            _cluster(2, codec="top_k").run(lambda s: _fit(_compiled(s, _sgd(), dtype="float64")))
+
+
+class TopKTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters(codecs.TopK(ratio=0.1, warmup_steps=3), codecs.TopK(ratio=0.25))
+    def test_loses_nothing(self, codec):
+        """However late a value was sent, the result is that of synchronous SGD."""
+        make_optimizer = _decaying(momentum=0.9, weight_decay=0.5)
+        results = _cluster(3, delay=4, interval=2, codec=codec).run(
+            lambda s: _train(s, make_optimizer, loss=_linear_loss)[1]
+        )
+        for last in results:
+            self.assertAllClose(last, _linear_result(make_optimizer), rtol=1e-5, atol=1e-5)
+            self.assertAllEqual(last, results[0])
+
+    def test_a_rank_that_ends_early(self):
+        """It hands out all that it has held back while rank 0 hands out little: so much more stays for later."""
+
+        def run(strategy):
+            model = _compiled(strategy, _sgd(), _linear_loss)
+            stop = _on_batch(4, lambda: setattr(model, "stop_training", True))
+            _fit(model, callbacks=[stop] if strategy.rank == 1 else [])
+            return _weights(model)
+
+        # Both add half of what both have handed out, and in the end rank 0 all of the rest of its own.
+        total = 2 * _problem(4)[2].astype(np.float64)
+        for rank, num_steps in ((0, _NUM_ROWS // _BATCH_SIZE), (1, 5)):
+            total -= _RATE * np.sum([_linear_gradient(step, rank, 2) for step in range(num_steps)], axis=0)
+        last, early = _cluster(2, delay=2, interval=2, codec=codecs.TopK(ratio=0.1)).run(run)
+        self.assertAllClose(last + early, total, rtol=1e-5, atol=1e-5)
+        self.assertGreater(np.abs(last - early).max(), 0.01)
+
+
+class _AbortOnRank1(keras.callbacks.Callback):
+    """Ends the job on rank 1, while the others are between two steps and have heard of it when they go on."""
+
+    def __init__(self, strategy):
+        super().__init__()
+        self._strategy = strategy
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 1:
+            if self._strategy.rank == 1:
+                raise HopError("broken on purpose")
+            with contextlib.suppress(HopError):
+                self._strategy._worker.membership.wait_until(lambda: False, _OPTIONS.timeout_seconds)
+
+
+class FitTest(tf.test.TestCase, parameterized.TestCase):
+    def test_world_of_one(self):
+        ((history, last, _),) = _cluster(1).run(lambda s: _train(s, _sgd()))
+        expected, _ = _reference(1, 0, 1, sgd(_RATE))
+        self.assertAllClose(history, [weights[0] for weights in expected], rtol=1e-5, atol=1e-5)
+        self.assertAllEqual(history[-1], last)
+
+    @parameterized.parameters((6, 7), (5, 6))
+    def test_a_rank_that_ends_early(self, last_batch, num_early):
+        """Rank 1 leaves in the middle of a window, or at the end of one; rank 0 goes on, and alone in the end."""
+
+        def run(strategy):
+            model = _compiled(strategy, _sgd(), _linear_loss)
+            stop = _on_batch(last_batch, lambda: setattr(model, "stop_training", True))
+            _fit(model, epochs=2, callbacks=[stop] if strategy.rank == 1 else [])
+            return _weights(model), strategy.report()["steps"]
+
+        def total(steps, rank):
+            return np.sum([_linear_gradient(step, rank, 2) for step in steps], axis=0)
+
+        (last, num_steps), (early, _) = _cluster(2, delay=2, interval=3).run(run)
+        self.assertEqual(num_steps, _NUM_STEPS)
+        # Two windows of both; rank 1's step 6, if there is one, meets rank 0's third window, which else is its own.
+        both = (total(range(6), 0) + total(range(6), 1)) / 2
+        third = total(range(6, 9), 0) if num_early == 6 else (total(range(6, 9), 0) + total([6], 1)) / 2
+        expected = _problem(4)[2] - _RATE * (both + third)
+        self.assertAllClose(early, expected, rtol=1e-5, atol=1e-5)
+        self.assertAllClose(last, expected - _RATE * total(range(9, _NUM_STEPS), 0), rtol=1e-5, atol=1e-5)
+
+    def test_a_fit_after_one_that_ended_early_on_a_rank(self):
+        """`synchronize` averages weights; what a rank's optimizer remembers stays its own, and its number of steps."""
+
+        def run(strategy):
+            model = _compiled(strategy, _sgd(momentum=0.9))
+            stop = _on_batch(6, lambda: setattr(model, "stop_training", True))
+            _fit(model, epochs=2, callbacks=[stop] if strategy.rank == 1 else [])
+            before = _weights(model)
+            strategy.synchronize(model)
+            after, num_steps = _weights(model), int(model.optimizer.iterations)
+            _fit(model)
+            return before, after, num_steps, _weights(model)
+
+        (before, after, num_steps, last), (before_there, after_there, num_steps_there, last_there) = _cluster(
+            2, delay=2, interval=3
+        ).run(run)
+        self.assertAllClose(after, (before + before_there) / 2, rtol=1e-5)
+        self.assertAllEqual(after, after_there)
+        self.assertEqual((num_steps, num_steps_there), (_NUM_STEPS, 7))
+        self.assertAllEqual(last, last_there)
+        self.assertGreater(np.abs(last - after).max(), 0.01)
+
+    def test_windows_that_overtake_each_other(self):
+        """On rank 1 every other window begins when the next one waits for nothing but this one."""
+        step, commit = DTSExchange.step, DTSExchange._commit
+        waits = [threading.Event() for _ in range(_NUM_STEPS + 1)]
+
+        def step_late(exchange, outgoing):
+            if exchange._membership.rank == 1 and outgoing.step % 2 == 1:
+                self.assertTrue(waits[outgoing.step + 1].wait(_OPTIONS.timeout_seconds))
+            return step(exchange, outgoing)
+
+        def noted_commit(exchange, window):
+            self.assertLessEqual(exchange.sent_steps, window)  # Nor does the next one count before this one.
+            if exchange._membership.rank == 1:
+                waits[window].set()
+            commit(exchange, window)
+
+        _, expected = _reference(2, 4, 1, sgd(_RATE, 0.9))
+        with mock.patch.object(DTSExchange, "step", step_late), mock.patch.object(DTSExchange, "_commit", noted_commit):
+            results = _cluster(2, delay=4, interval=1).run(lambda s: _train(s, _sgd(momentum=0.9)))
+        for _, last, _ in results:
+            self.assertAllClose(last, expected, rtol=1e-5, atol=1e-5)
+
+    @parameterized.parameters(
+        {"interval": 4, "gradient_accumulation_steps": 2, "num_batches": [_NUM_STEPS + 1]},
+        {"interval": 1, "gradient_accumulation_steps": 2, "num_batches": [1, 2]},
+        {"interval": 3},
+        {"interval": 3, "gradient_accumulation_steps": 2},
+    )
+    @pytest.mark.stress(after=2)
+    def test_moving_statistics_are_averaged(
+        self, interval, gradient_accumulation_steps=None, num_batches=(_NUM_STEPS,)
+    ):
+        """They follow the data of all ranks, those of steps without an update too, the last ones or all of a `fit`."""
+        x, y, _ = _problem(4)
+        x, y = (np.concatenate([values] * 3) for values in (x, y))
+
+        def run(strategy):
+            with strategy.scope():
+                model = keras.Sequential(
+                    [keras.Input((3,)), keras.layers.BatchNormalization(momentum=0.5), keras.layers.Dense(4)]
+                )
+                model.compile(_sgd(momentum=0.9, gradient_accumulation_steps=gradient_accumulation_steps)(), "mse")
+            for number in num_batches:
+                rows = slice(number * _BATCH_SIZE)
+                model.fit(x[rows] + 3 * strategy.rank, y[rows], batch_size=_BATCH_SIZE, shuffle=False, verbose=0)
+            return [weight.numpy() for weight in model.non_trainable_weights]
+
+        mean, variance = np.zeros(3), np.ones(3)
+        for step in (step for number in num_batches for step in range(number)):
+            of_ranks = [x[_rows_of(step, rank, 2)] + 3 * rank for rank in range(2)]
+            mean = 0.5 * (mean + np.mean([rows.mean(0) for rows in of_ranks], axis=0))
+            variance = 0.5 * (variance + np.mean([rows.var(0) for rows in of_ranks], axis=0))
+        results = _cluster(2, delay=2, interval=interval).run(run)
+        for statistics in results:
+            self.assertAllClose(statistics, [mean, variance], rtol=1e-5, atol=1e-5)
+            self.assertAllEqual(statistics, results[0])
+
+    def test_an_abort_is_heard_between_steps(self):
+        """Who is alone afterwards waits for nobody, and must raise all the same."""
+
+        def run(strategy):
+            try:
+                _train(strategy, _sgd(), callbacks=[_AbortOnRank1(strategy)])
+            except Exception as error:
+                return error
+            return None
+
+        errors = _cluster(2, delay=1, interval=1).run(run)
+        self.assertIsInstance(errors[0], HopError)
+        self.assertIn("broken on purpose", str(errors[0]))
+        self.assertEqual(str(errors[1]), "broken on purpose")
+
+    def test_a_broken_fit_does_not_spoil_the_next(self):
+        """What was under way, and how far others were, is forgotten."""
+
+        def fail():
+            raise KeyError("broken off")
+
+        def run(strategy):
+            model = _compiled(strategy, _sgd(momentum=0.9))
+            with self.assertRaises(KeyError):
+                _fit(model, callbacks=[_on_batch(4, fail)])
+            model.set_weights([_problem(4)[2]])
+            for variable in (model.optimizer.iterations, *model.optimizer.momentums):
+                variable.assign(tf.zeros_like(variable))
+            _fit(model, epochs=2)
+            return _weights(model)
+
+        _, expected = _reference(2, 3, 2, sgd(_RATE, 0.9))
+        for last in _cluster(2, delay=3, interval=2).run(run):
+            self.assertAllClose(last, expected, rtol=1e-5, atol=1e-5)
+
+    @parameterized.parameters("between two fits", "when training begins", "in a step", "in the last step")
+    def test_weights_that_others_assign(self, when):
+        """What was assigned before is what training begins with; in a step it is this rank's own change."""
+        new = np.full((3, 4), 7.0, np.float32)
+
+        def run(strategy):
+            model = _compiled(strategy, _sgd(), _linear_loss)
+            _fit(model)
+            callbacks = []
+            if when == "between two fits":
+                model.set_weights([new])
+            elif when == "when training begins":
+                callbacks = [keras.callbacks.LambdaCallback(on_train_begin=lambda logs: model.set_weights([new]))]
+            elif strategy.rank == 1:
+                callbacks = [_on_batch(2 if when == "in a step" else 7, lambda: model.layers[0].kernel.assign_add(new))]
+            _fit(model, callbacks=callbacks)
+            return _weights(model)
+
+        steps = range(_NUM_ROWS // _BATCH_SIZE)
+        change = -_RATE * np.sum([_linear_gradient(step) for step in steps], axis=0)
+        expected = _problem(4)[2] + 2 * change + new / 2 if when.startswith("in") else new + change
+        results = _cluster(2, delay=2, interval=2).run(run)
+        self.assertAllClose(results[0], expected, rtol=1e-5, atol=1e-5)
+        self.assertAllEqual(*results)
+
+
+class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters(
+        ({"delay": -1}, "`delay` must be"),
+        ({"interval": 0}, "`interval` must be"),
+        ({"interval": 10**20}, "`interval` must be an integer of at least 1 and at most 2147483647. Received"),
+        ({"algorithm": "star"}, "`algorithm` must be one of"),
+        ({"delay": 1000, "interval": 10}, "at most 100 windows .* which make 101"),
+        ({"codec": "zip"}, "`codec` must be one of"),
+    )
+    def test_refused(self, settings, message):
+        with self.assertRaisesRegex(ValueError, message):
+            hop_tf.DTSStrategy(**settings)
+
+
+if __name__ == "__main__":
+    tf.test.main()

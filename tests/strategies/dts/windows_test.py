@@ -1,0 +1,98 @@
+"""When windows end and are merged, which part of one is handed out, and what becomes of the rest."""
+
+import itertools
+
+import numpy as np
+import tensorflow as tf
+
+from hop_tf import codecs
+from hop_tf.runtime.outer import OuterSteps
+from hop_tf.strategies.dts.windows import Schedule, largest
+
+
+class ScheduleTest(tf.test.TestCase):
+    def test_windows_are_merged_in_order_and_their_slots_are_free(self):
+        for delay, interval in itertools.product(range(30), range(1, 20)):
+            schedule, under_way, num_merged = Schedule(delay, interval), [], 0
+            for num_steps in range(1, 90):
+                has_ended, window = schedule.ended(num_steps)
+                if has_ended:
+                    self.assertEqual((window + 1) * interval, num_steps)
+                    under_way.append(window)
+                # The last one of a `fit`, which may be shorter, comes on top wherever that ends.
+                self.assertLessEqual(len(under_way) + (num_steps % interval > 0), schedule.num_slots)
+                is_due, window = schedule.due(num_steps)
+                if is_due:
+                    self.assertLen(under_way, schedule.num_newer + 1)
+                    self.assertEqual((window, under_way.pop(0)), (num_merged, num_merged))
+                    self.assertEqual((window + 1) * interval + delay, num_steps)
+                    num_merged += 1
+                self.assertEqual([*schedule.under_way(num_steps)], under_way)
+                # One that hands out what was held back needs a slot even after a whole window.
+                self.assertLessEqual(len(under_way) + 1, schedule.num_slots)
+
+
+class SelectionTest(tf.test.TestCase):
+    def test_the_largest_are_handed_out(self):
+        """The others are this rank's own changes until they are among the largest."""
+        selection = codecs.TopK(ratio=0.4)
+        variable = tf.Variable(tf.zeros(5))
+        outer = OuterSteps([variable], [variable.read_value()], num_trained=1, max_newer=0)
+
+        def train(window, change, mean):
+            variable.assign_add(change)
+            (own,) = outer.take(lambda changes: largest(selection, tf.constant(window, tf.int64), changes))
+            outer.merge([tf.constant(mean)], 0)
+            return own.numpy(), variable.numpy()
+
+        own, w = train(0, [1.0, -5.0, 2.0, 0.5, -3.0], [0.0, -1.0, 0.0, 0.0, 1.0])
+        self.assertAllEqual(own, [0.0, -5.0, 0.0, 0.0, -3.0])
+        self.assertAllEqual(w, [1.0, -1.0, 2.0, 0.5, 1.0])
+        own, w = train(1, [1.5, 0.5, 1.0, 0.0, 0.0], [0.0] * 5)
+        self.assertAllEqual(own, [2.5, 0.0, 3.0, 0.0, 0.0])
+        self.assertAllEqual(w, [0.0, -0.5, 0.0, 0.5, 1.0])
+        own = outer.take()[0].numpy()
+        outer.merge([tf.zeros(5)], 0)
+        self.assertAllEqual(own, [0.0, 0.5, 0.0, 0.5, 0.0])
+        self.assertAllEqual(variable, [0.0, -1.0, 0.0, 0.0, 1.0])
+
+    def test_the_threshold_is_not_that_of_one_column(self):
+        """The sample meets all columns of a kernel, one without changes among others."""
+        shape, ratio = (1 << 17, 64), 0.01
+        changes = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+        changes[:, 0] = 0.0
+        (chosen,) = largest(codecs.TopK(ratio=ratio), tf.constant(0, tf.int64), [tf.constant(changes)])
+        # About 1250 values of the sample pass: their share is a few percent off.
+        self.assertAllClose(np.mean(chosen), ratio, rtol=0.15)
+
+    def test_a_value_that_is_no_number_is_handed_out(self):
+        changes = tf.constant([1.0, float("nan"), 2.0, 0.5, -3.0])
+        (chosen,) = largest(codecs.TopK(ratio=0.2), tf.constant(0, tf.int64), [changes])
+        self.assertTrue(chosen[1])
+
+
+class OuterStepsTest(tf.test.TestCase):
+    def test_weights_are_what_is_merged_however_long_it_takes(self):
+        """Own changes that are merged leave no rounding behind."""
+        random = np.random.default_rng(0)
+        start = tf.constant(random.normal(size=50), tf.float32)
+        ranks = [tf.Variable(start) for _ in range(2)]
+        outers = [OuterSteps([rank], [start], num_trained=1, max_newer=2) for rank in ranks]
+        handed_out = []
+        for _ in range(300):
+            for rank in ranks:
+                rank.assign_add(1e-3 * random.normal(size=50).astype(np.float32))
+            handed_out.append(np.mean([outer.take()[0] for outer in outers], axis=0))
+            if len(handed_out) > 2:
+                for outer in outers:
+                    outer.merge([handed_out[0]], 2)
+                handed_out.pop(0)
+            self.assertLess(np.abs(ranks[0] - ranks[1]).max(), 0.02)
+        for num_newer, mean in reversed([*enumerate(reversed(handed_out))]):
+            for outer in outers:
+                outer.merge([mean], num_newer)
+        self.assertAllEqual(*ranks)
+
+
+if __name__ == "__main__":
+    tf.test.main()

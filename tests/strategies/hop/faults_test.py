@@ -1,0 +1,353 @@
+"""Ranks of Hop that die and come back, in simulation: nobody waits for ever, and all who are left train to the end.
+
+`HOP_TF_NUM_SCHEDULES` says how many schedules are drawn, a tenth of them with deaths. From 1000 on, every rank is also
+killed at every event of the small jobs below, else some are at some.
+"""
+
+import collections
+import os
+import re
+from unittest import mock
+
+import networkx as nx
+import numpy as np
+import pytest
+import tensorflow as tf
+from absl import logging
+from absl.testing import parameterized
+
+import hop_tf
+from hop_tf.errors import DeadlineExceededError, HopError, MismatchError, PeerLostError
+from hop_tf.simulate import Fault, Problem, hop_training
+from hop_tf.simulate.hop_training import Job
+from hop_tf.strategies.hop.settings import HopSettings
+from hop_tf.tensors import fifo as queues
+from hop_tf.topology import resolve
+
+_NUM_SCHEDULES = int(os.environ.get("HOP_TF_NUM_SCHEDULES", "200"))
+_NUM_RANDOM = max(50, _NUM_SCHEDULES // 10)
+_IS_FULL = _NUM_SCHEDULES >= 1000
+_TARGET = np.arange(1, 4)
+_MODES = {
+    "standard": {"on_peer_loss": "continue"},
+    "notify_ack": {"on_peer_loss": "continue", "synchronization": "notify_ack"},
+    "serial": {"on_peer_loss": "continue", "update_order": "serial"},
+    "backup": {"num_backup_workers": 1},
+    "staleness": {"max_staleness": 3},
+    "backup_with_skip": {"num_backup_workers": 1, "skip": hop_tf.SkipIterations(max_jump=5)},
+    "serial_backup_with_skip": {
+        "num_backup_workers": 1,
+        "skip": hop_tf.SkipIterations(),
+        "update_order": "serial",
+    },
+    "hybrid_with_skip": {"num_backup_workers": 1, "max_staleness": 2, "skip": hop_tf.SkipIterations(max_jump=5)},
+    "staleness_with_skip": {"max_staleness": 3, "skip": hop_tf.SkipIterations(max_jump=5)},
+    "serial_staleness": {"max_staleness": 3, "update_order": "serial"},
+    "two_backups": {"num_backup_workers": 2},
+}
+
+
+def _topology(kind, world_size):
+    """As `resolve`; "directed": everybody sends to two ranks, of which few send to it."""
+    if kind != "directed":
+        return resolve(kind, world_size)
+    distances = (1, 3 if world_size > 4 else 2)
+    return resolve(nx.DiGraph([(i, (i + d) % world_size) for i in range(world_size) for d in distances]), world_size)
+
+
+class _ObservedJob(Job):
+    """A job that remembers every rank's parameters at each step, and what newcomers began with.
+
+    Attributes:
+      newcomers: (rank, step, parameters) of each rank's first step after a restart.
+      num_events_to_begin: Events until all ranks were in their first step.
+    """
+
+    def __init__(self, *, settings, num_steps, **arguments):
+        problem = Problem(np.zeros(3, np.float32), self._change)
+        super().__init__(settings=settings, num_steps=num_steps, problem=problem, **arguments)
+        self.newcomers = []
+        self.num_events_to_begin = 0
+        self._is_serial = settings.update_order == "serial"
+        self._states = collections.defaultdict(list)  # By step.
+        self._restarted = set()
+        self._waiting = set(range(len(num_steps)))
+
+    def _restart(self, rank):
+        super()._restart(rank)
+        self._restarted.add(rank)
+
+    def _change(self, rank, step, x):
+        """A third of the way: after 12 steps less than a hundredth is left of it."""
+        self._note(rank, step, x)
+        change = ((_TARGET - x) / 3).astype(np.float32)
+        self._states[step].append(x + change if self._is_serial else x)  # What others are given in this step.
+        return change
+
+    def _note(self, rank, step, x):
+        if rank in self._restarted:
+            self._restarted.remove(rank)
+            self.newcomers.append((rank, step, x))
+        if rank in self._waiting:
+            self._waiting.remove(rank)
+            self.num_events_to_begin = self.cluster.scheduler.num_events
+
+    def began_elsewhere(self, step, x):
+        """Whether `x` is what some rank had in the step before `step`; earlier, if the furthest one ended then."""
+        steps = {step - 1, *(last - 1 for last in self._num_steps if last < step)} if step > 1 else [0]
+        return any(np.array_equal(x, state) for earlier in steps for state in self._states[earlier])
+
+
+class _Case:
+    """A job whose ranks are unequal, and how they die."""
+
+    def __init__(self, seed):
+        rng = np.random.default_rng(seed)
+        self.mode = str(rng.choice(list(_MODES)))
+        self.world_size = int(rng.integers(3, 10))
+        self.num_steps = [40] * self.world_size
+        if rng.random() < 0.3:
+            self.num_steps[rng.integers(self.world_size)] = int(rng.integers(5, 40))
+        self.settings = HopSettings(**_MODES[self.mode], max_iteration_gap=int(rng.integers(2, 9)))
+        self.topology = _topology(str(rng.choice(["complete", "ring", "exponential", "directed"])), self.world_size)
+        slowness = 0.1 + rng.exponential(0.5, size=(self.world_size, 1))
+        self.durations = slowness * np.where(rng.random((self.world_size, 500)) < 0.1, 6.0, 1.0)
+        self.links = rng.exponential(0.05, size=(self.world_size, self.world_size))
+        self.tracing_seconds = np.where(rng.random(self.world_size) < 0.1, rng.exponential(10), 0.0)
+        self.faults = [
+            Fault(
+                rank=int(rng.integers(self.world_size)),
+                seconds=float(rng.uniform(2, 25)),
+                restart_seconds=float(rng.uniform(0.05, 8)) if rng.random() < 0.8 else None,
+                reaches=None if rng.random() < 0.5 else np.flatnonzero(rng.random(self.world_size) < 0.5).tolist(),
+            )
+            for _ in range(int(rng.integers(1, 5)))
+        ]
+        self._rng = rng
+
+    def run(self):
+        job = _ObservedJob(
+            topology=self.topology,
+            settings=self.settings,
+            num_steps=self.num_steps,
+            compute=lambda rank: iter(self.durations[rank]),
+            link_seconds=lambda sender, receiver, num_bytes: 2 * self._rng.random() * self.links[sender, receiver],
+            tracing_seconds=lambda rank: self.tracing_seconds[rank],
+        )
+        for fault in self.faults:
+            job.schedule(fault)
+        return job, job.run()
+
+    def falls_apart(self, error):
+        """Whether that error says so, and is right, as networkx sees it."""
+        match = re.search(r"ranks \[([\d, ]+)\] have left, and the communication graph .* not connected", str(error))
+        if match is None:
+            return False
+        left = {int(rank) for rank in match[1].split(",")}
+        graph = nx.DiGraph(
+            (i, j) for i in range(self.world_size) for j in self.topology.out_neighbors(i) if not {i, j} & left
+        )
+        graph.add_nodes_from(set(range(self.world_size)) - left)
+        return not nx.is_strongly_connected(graph)
+
+
+class RandomFaultsTest(tf.test.TestCase):
+    def test_all_who_are_left_train_to_the_end(self):
+        self.enter_context(logging_disabled())
+        num_finished = num_back = 0
+        for seed in range(_NUM_RANDOM):
+            case = _Case(seed)
+            with self.subTest(seed=seed, mode=case.mode, faults=case.faults):
+                try:
+                    job, result = case.run()
+                except HopError as error:
+                    self.assertTrue(case.falls_apart(error), error)
+                    continue
+                dead = {fault.rank for fault in case.faults}
+                finished = set(np.flatnonzero(np.isfinite(result.finished_seconds)))
+                self.assertGreaterEqual(finished, set(range(case.world_size)) - dead)
+                self._check_parameters(case, job, result, finished)
+                self._check_bounds(case, result, dead)
+                num_finished += 1
+                num_back += len(job.newcomers)
+        # Not nearly all of it fell apart or came too late.
+        self.assertGreater(num_finished, 0.7 * _NUM_RANDOM)
+        self.assertGreater(num_back, 0.5 * _NUM_RANDOM)
+
+    def _check_parameters(self, case, job, result, finished):
+        for rank, step, x in job.newcomers:
+            self.assertTrue(job.began_elsewhere(step, x), f"rank {rank} began step {step} with {x}")
+        whole = [rank for rank in sorted(finished) if case.num_steps[rank] == 40]
+        for rank in whole:  # Nobody, where all died before one of them was there again.
+            self.assertAllClose(result.parameters[rank], _TARGET, atol=0.3)
+
+    def _check_bounds(self, case, result, dead):
+        """Those of memory, and of the gap between neighbors: those that were there all the time."""
+        for rank in range(case.world_size):
+            limit = (1 + case.settings.max_iteration_gap) * len(case.topology.in_neighbors(rank))
+            self.assertLessEqual(result.most_updates[rank], limit)
+        for rank in set(range(case.world_size)) - dead:
+            for neighbor in set(case.topology.out_neighbors(rank)) - dead:
+                self.assertLessEqual(result.largest_gap[rank, neighbor], case.settings.gap)
+
+
+class EveryStateTest(tf.test.TestCase, parameterized.TestCase):
+    """A rank of four is killed between two events, with and without a restart."""
+
+    @parameterized.parameters(
+        *(("ring", mode) for mode in _MODES),
+        *(("complete", mode) for mode in _MODES),
+        *(("directed", mode) for mode in _MODES if "skip" in mode or "backup" in mode),
+    )
+    @pytest.mark.stress(after=len(_MODES))
+    def test_no_state_is_a_trap(self, topology, mode):
+        self.enter_context(logging_disabled())
+        job = self._run(mode, topology)
+        num_events = job.cluster.scheduler.num_events
+        outcomes = set()
+        for number in range(1, num_events, 1 if _IS_FULL else 37):
+            for victim in range(4) if _IS_FULL else [number % 4]:
+                for turn, restart_seconds in enumerate((None, 0.3, 4.0)):
+                    # What it has sent last reaches all, nobody, or one of its neighbors.
+                    reaches = (None, [], [(victim + 1) % 4])[(number + turn) % 3]
+                    death = victim, restart_seconds, reaches
+                    with self.subTest(event=number, death=death):
+                        may_fail = number <= job.num_events_to_begin
+                        outcomes.add(self._result_of(mode, topology, number, death, may_fail))
+        self.assertLessEqual(outcomes, {"finished", "not started"})
+        self.assertIn("finished", outcomes)
+
+    def _result_of(self, mode, topology, number, death, may_fail):
+        victim = death[0]
+        try:
+            job = self._run(mode, topology, number, death)
+        except (DeadlineExceededError, PeerLostError) as error:
+            self.assertTrue(may_fail, error)
+            self.assertIn("start of training on rank", str(error))
+            return "not started"
+        finished = np.isfinite(job.result.finished_seconds)
+        self.assertTrue(np.all(finished | (np.arange(4) == victim)))
+        self.assertAllClose(job.result.parameters[finished], [_TARGET] * finished.sum(), atol=0.3)
+        for rank, step, x in job.newcomers:
+            self.assertEqual(rank, victim)
+            self.assertTrue(not step or job.began_elsewhere(step, x), f"rank {rank} began step {step} with {x}")
+        return "finished"
+
+    def _run(self, mode, topology, number=None, death=()):
+        job = _ObservedJob(
+            topology=_topology(topology, 4),
+            settings=HopSettings(**_MODES[mode], max_iteration_gap=4),
+            num_steps=[12] * 4,
+            compute=lambda rank: iter(np.full(100, 0.3 + 0.2 * (rank == 3))),
+            link_seconds=lambda sender, receiver, num_bytes: 0.02 + 0.01 * sender,
+        )
+        if number is not None:
+            job.cluster.scheduler.call_before_event(number, lambda: job.kill(*death))
+        job.result = job.run()
+        return job
+
+
+class ScenarioTest(tf.test.TestCase, parameterized.TestCase):
+    """Deaths and returns that were traps once."""
+
+    def setUp(self):
+        super().setUp()
+        self.enter_context(logging_disabled())
+
+    def _job(
+        self,
+        topology,
+        world_size,
+        settings,
+        compute=lambda rank: iter([1.0] * 200),
+        num_steps=None,
+        link_seconds=lambda sender, receiver, num_bytes: 0.01 + 0.001 * sender,
+        **arguments,
+    ):
+        return _ObservedJob(
+            topology=resolve(topology, world_size),
+            settings=HopSettings(**settings),
+            num_steps=num_steps or [60] * world_size,
+            compute=compute,
+            link_seconds=link_seconds,
+            **arguments,
+        )
+
+    def _check_all_finish(self, job, faults):
+        for fault in faults:
+            job.schedule(fault)
+        result = job.run()
+        self.assertTrue(np.isfinite(result.finished_seconds).all())
+        self.assertAllClose(result.parameters, [_TARGET] * len(result.parameters), atol=0.01)
+
+    def test_joins_between_stragglers_that_jump(self):
+        """Both neighbors decide to jump when they have sent their state, and have not heard of the newcomer yet."""
+        graph = nx.Graph([(5, 2), (2, 0), (0, 1), (1, 3), (3, 4), (4, 5)])
+        settings = {"num_backup_workers": 1, "skip": hop_tf.SkipIterations(max_jump=10, trigger=2)}
+        for seconds in (3.0, 6.0):
+            job = self._job(graph, 6, settings, lambda rank: iter([4.0 if rank in (2, 4) else 1.0] * 200))
+            self._check_all_finish(job, [Fault(5, seconds, 2.3)])
+
+    @parameterized.parameters(*_MODES)
+    def test_joins_while_a_neighbor_has_not_made_its_group(self, mode):
+        for world_size in (6, 12):
+            job = self._job("ring", world_size, _MODES[mode], tracing_seconds=lambda rank: 20.0 * (rank == 3))
+            self._check_all_finish(job, [Fault(2, 1.0, 0.3)])
+
+    @parameterized.named_parameters(("hears_of_it", 0.0), ("heard_of_it_before_its_first_step", 5.0))
+    def test_one_that_is_joining_hears_of_a_neighbor_that_joins(self, tracing_seconds):
+        """The session is further from its beginning than a queue holds tokens, in TensorFlow's queues of 12."""
+        self.enter_context(mock.patch.object(hop_training, "SimulatedFifo", queues.Fifo))
+        settings = {"on_peer_loss": "continue", "max_iteration_gap": 2}
+        job = self._job("ring", 6, settings, tracing_seconds=lambda rank: tracing_seconds * (rank == 2))
+        self._check_all_finish(job, [Fault(1, 40.0, 2.5), Fault(2, 40.0, 3.0)])
+
+    def test_news_of_one_that_joins_overtake_it(self):
+        """One that has ended hears from others that a neighbor has joined, before it hears from its new process."""
+        for seconds in (0.3, 1.5):
+            job = self._job(
+                "complete",
+                4,
+                {"num_backup_workers": 1},
+                num_steps=[60, 60, 20, 60],
+                link_seconds=lambda a, b, num_bytes, seconds=seconds: seconds if (a, b) == (1, 2) else 0.01,
+            )
+            self._check_all_finish(job, [Fault(1, 40.0, 2.5)])
+
+    def test_one_that_has_ended_hears_of_a_neighbor_that_joins(self):
+        """The newcomer is further from it than a queue holds tokens."""
+        settings = {"on_peer_loss": "continue", "max_iteration_gap": 2}
+        job = self._job("ring", 4, settings, num_steps=[60, 60, 20, 60])
+        self._check_all_finish(job, [Fault(1, 40.0, 2.5)])
+        self.assertGreater(job.newcomers[0][1], 40)
+
+    def test_a_newcomer_that_numbers_its_groups_otherwise(self):
+        """As where the others train with their second optimizer."""
+        job = self._job("ring", 4, {"on_peer_loss": "continue"})
+        job.cluster.scheduler.call_at(5.0, lambda: job.kill(2, 1.0))
+        patch = mock.patch.object(hop_training, "_GROUP", "0-ab")
+        job.cluster.scheduler.call_at(5.5, patch.start)
+        self.addCleanup(patch.stop)
+        with self.assertRaisesRegex(MismatchError, "order of operations.* joins in its first `fit`"):
+            job.run()
+
+
+def logging_disabled():
+    """Each of these deaths would be logged by everyone."""
+    return _Verbosity(logging.FATAL)
+
+
+class _Verbosity:
+    def __init__(self, verbosity):
+        self._verbosity = verbosity
+
+    def __enter__(self):
+        self._former = logging.get_verbosity()
+        logging.set_verbosity(self._verbosity)
+
+    def __exit__(self, *exc_info):
+        logging.set_verbosity(self._former)
+
+
+if __name__ == "__main__":
+    tf.test.main()
