@@ -24,7 +24,7 @@ import tensorflow as tf
 from absl import app, flags
 
 import hop_tf
-from hop_tf import keras_hook
+from hop_tf.keras_hook import updates
 
 _EXPERIMENTS = flags.DEFINE_list("experiments", ["time", "memory"], "What to run.")
 _WIDTHS = flags.DEFINE_list("pipeline_widths", ["2", "3", "4"], "K.")
@@ -63,7 +63,7 @@ def _make_optimizer(name: str, num_updates: int) -> keras.optimizers.Optimizer:
             super().apply(grads, trainable_variables)
             variables = [each.value for each in self._trainable_variables]
             for gradients in self.further:
-                keras_hook.update(self, gradients, variables)
+                updates.update(self, gradients, variables)
 
     return Repeated(**arguments)
 

@@ -22,7 +22,7 @@ import results
 import tensorflow as tf
 from absl import flags
 
-from hop_tf.keras_hook import serialized_for_server
+from hop_tf.keras_hook.optimizers import serialized_for_server
 from hop_tf.runtime.replica_state import spec_of
 from hop_tf.strategies.shat.server.consistency import Asynchronous
 from hop_tf.strategies.shat.server.group import Gradient, ServedGroup

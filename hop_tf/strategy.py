@@ -17,22 +17,15 @@ from hop_tf.cluster import Cluster
 from hop_tf.collectives import AllReduce
 from hop_tf.commands import plan
 from hop_tf.errors import ClusterConfigError, HopError
-from hop_tf.keras_hook import (
-    Extended,
-    StepTrace,
-    TrainingHooks,
-    forget_cluster,
-    gradient_accumulation_steps,
-    iterations_variable,
-    note_cluster,
-    refuse_xla,
-    tf_variables,
-    wrap_trainer,
-)
+from hop_tf.keras_hook.context import Extended, refuse_xla
 from hop_tf.keras_hook.data import DataSharding
 from hop_tf.keras_hook.emulated_compute import EmulatedCompute
+from hop_tf.keras_hook.hooks import TrainingHooks
 from hop_tf.keras_hook.interrupts import on_keyboard_interrupt
+from hop_tf.keras_hook.optimizers import gradient_accumulation_steps, iterations_variable, tf_variables
 from hop_tf.keras_hook.skipping import StepSkipping
+from hop_tf.keras_hook.trace import StepTrace
+from hop_tf.keras_hook.trainer import forget_cluster, note_cluster, wrap_trainer
 from hop_tf.options import CommunicationOptions, checked_options
 from hop_tf.runtime.group import ExchangeContext, Group
 from hop_tf.runtime.report import ReportWriter, StepStatistics, static_identity

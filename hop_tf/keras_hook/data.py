@@ -8,8 +8,8 @@ import weakref
 from collections.abc import Iterator
 
 import tensorflow as tf
-
-from hop_tf.keras_hook import shard_by_policy
+from tensorflow.python.data.experimental.ops import distribute
+from tensorflow.python.distribute import input_ops
 
 
 class _Sharding(enum.Enum):
@@ -164,3 +164,15 @@ def _rows(leaf, start: tf.Tensor, end: tf.Tensor):
         size = tf.concat([[end - start], leaf.dense_shape[1:]], axis=0)
         return tf.sparse.slice(leaf, offset, size)
     return leaf[start:end]
+
+
+def shard_by_policy(dataset: tf.data.Dataset, rank: int, world_size: int) -> tf.data.Dataset:
+    """Takes a rank's part of a dataset by its `AutoShardPolicy`, as `MultiWorkerMirroredStrategy` does."""
+    batch_size = int(distribute.compute_batch_size(dataset))
+    if batch_size < 0:
+        raise ValueError(
+            "A dataset with an AutoShardPolicy must be batched with `Dataset.batch`, so that its global batch can be "
+            f"divided. Received: element_spec={dataset.element_spec}."
+        )
+    dataset = dataset.rebatch(distribute.batch_sizes_for_worker(batch_size, world_size, 1, rank))
+    return input_ops.auto_shard_dataset(dataset, world_size, rank, world_size)

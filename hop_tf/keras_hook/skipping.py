@@ -14,7 +14,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hop_tf.keras_hook import gradient_accumulation_steps, iterations_variable, tf_variables, when_here
+from hop_tf.keras_hook.optimizers import gradient_accumulation_steps, iterations_variable, tf_variables
+from hop_tf.keras_hook.trace import when_here
 
 
 class StepSkipping:

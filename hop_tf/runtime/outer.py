@@ -27,7 +27,8 @@ from collections.abc import Callable, Sequence
 import keras
 import tensorflow as tf
 
-from hop_tf.keras_hook import clipped, update
+from hop_tf.keras_hook.optimizers import clipped
+from hop_tf.keras_hook.updates import update
 from hop_tf.runtime.averaging import LateChanges, Latest
 
 

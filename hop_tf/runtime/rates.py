@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from hop_tf.errors import HopError
-from hop_tf.keras_hook import assign_learning_rate, learning_rate
+from hop_tf.keras_hook.optimizers import assign_learning_rate, learning_rate
 from hop_tf.tensors.packing import TensorSpec
 
 # Processors may compute a schedule a little differently.

@@ -20,13 +20,8 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from hop_tf.keras_hook import (
-    gradient_accumulation_steps,
-    iterations_variable,
-    prepare_update,
-    slots_of,
-    update,
-)
+from hop_tf.keras_hook.optimizers import gradient_accumulation_steps, iterations_variable, slots_of
+from hop_tf.keras_hook.updates import prepare_update, update
 from hop_tf.runtime.averaging import Latest, assign_all, zeros_like
 
 

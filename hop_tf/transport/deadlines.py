@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from hop_tf.errors import DeadlineExceededError, PeerLostError, describe_failure
-from hop_tf.membership.departures import Departure
 from hop_tf.options import CommunicationOptions
-
-if TYPE_CHECKING:  # Transports ask here, too.
-    from hop_tf.transport.base import PeerStatus
+from hop_tf.transport.base import PeerStatus
 
 # How long nobody may listen where a process did until it counts as dead: longer than a living peer is not heard.
 REFUSED_SECONDS = 2.0
@@ -21,7 +16,7 @@ _LOST_ADVICE = "Check whether that process runs and can be reached (see timeout_
 
 def problem_of(
     status: PeerStatus,
-    end: Departure | None,
+    ended: str | None,
     waited: float,
     options: CommunicationOptions,
     *,
@@ -34,7 +29,7 @@ def problem_of(
 
     Args:
       status: Of the peer.
-      end: How it has ended for good, if it has.
+      ended: Why it has ended for good, if it has.
       waited: Seconds.
       options: Deadlines.
       rank: Who waits.
@@ -44,7 +39,7 @@ def problem_of(
     """
     if status.failure is not None:
         return status.failure
-    found = _find(status, end, waited, options, step)
+    found = _find(status, ended, waited, options, step)
     if found is None:
         return None
     error, state, advice = found
@@ -62,14 +57,14 @@ def problem_of(
 
 
 def _find(
-    status: PeerStatus, end: Departure | None, waited: float, options: CommunicationOptions, step: int | None
+    status: PeerStatus, ended: str | None, waited: float, options: CommunicationOptions, step: int | None
 ) -> tuple[type[Exception], str, str] | None:
     """The error, what is known of the peer, and advice."""
     problem = f": {status.last_problem}" if status.last_problem else ""
-    if end is not None:
+    if ended is not None:
         if waited <= _HANDOVER_SECONDS:
             return None
-        return PeerLostError, f"it has ended: {end.reason}", "Start the job again."
+        return PeerLostError, f"it has ended: {ended}", "Start the job again."
     if status.was_refused_for(REFUSED_SECONDS):
         return PeerLostError, "nobody listens there any more", _LOST_ADVICE
     if status.was_silent_for(options.timeout_seconds):

@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hop_tf.keras_hook import slots_of
+from hop_tf.keras_hook.optimizers import slots_of
 
 
 class SlotsBefore:

@@ -36,12 +36,7 @@ import tensorflow as tf
 from hop_tf import codecs
 from hop_tf.arguments import identity_of
 from hop_tf.collectives import AllReduce
-from hop_tf.keras_hook import (
-    constrain,
-    ema_overwrite_frequency,
-    scaled,
-    slots_of,
-)
+from hop_tf.keras_hook.optimizers import constrain, ema_overwrite_frequency, scaled, slots_of
 from hop_tf.options import CommunicationOptions, checked_options
 from hop_tf.runtime.exchange import Exchange
 from hop_tf.runtime.group import ExchangeContext, Group

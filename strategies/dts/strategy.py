@@ -25,7 +25,8 @@ import tensorflow as tf
 from hop_tf import codecs
 from hop_tf.arguments import check_choice, check_integer, identity_of
 from hop_tf.collectives import ALGORITHMS
-from hop_tf.keras_hook import StepTrace, iterations_variable, tf_variables
+from hop_tf.keras_hook.optimizers import iterations_variable, tf_variables
+from hop_tf.keras_hook.trace import StepTrace
 from hop_tf.options import CommunicationOptions
 from hop_tf.runtime.group import ExchangeContext, Group
 from hop_tf.runtime.replica_state import describe_optimizer

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from hop_tf import codecs
 from hop_tf.collectives import AllReduce
-from hop_tf.keras_hook import has_schedule, weight_decays
+from hop_tf.keras_hook.optimizers import has_schedule, weight_decays
 from hop_tf.runtime.exchange import Exchange, Incoming, Outgoing
 from hop_tf.runtime.group import ExchangeContext
 from hop_tf.runtime.rates import CommonRate

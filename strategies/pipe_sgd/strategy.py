@@ -33,8 +33,7 @@ import tensorflow as tf
 from hop_tf import codecs
 from hop_tf.arguments import check_choice, check_integer, identity_of
 from hop_tf.collectives import ALGORITHMS
-from hop_tf.keras_hook import (
-    StepTrace,
+from hop_tf.keras_hook.optimizers import (
     gradient_accumulation_steps,
     iterations_variable,
     loss_scale,
@@ -43,6 +42,7 @@ from hop_tf.keras_hook import (
     unscaled,
     use_ema,
 )
+from hop_tf.keras_hook.trace import StepTrace
 from hop_tf.options import CommunicationOptions
 from hop_tf.runtime.group import ExchangeContext, Group
 from hop_tf.runtime.rates import CommonRate

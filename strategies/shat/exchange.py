@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from hop_tf.errors import PeerLostError, ProtocolError
-from hop_tf.keras_hook import check_loss_scaling
+from hop_tf.keras_hook.optimizers import check_loss_scaling
 from hop_tf.runtime.exchange import Exchange, Incoming, Outgoing
 from hop_tf.runtime.group import ExchangeContext
 from hop_tf.runtime.joining import Joiner

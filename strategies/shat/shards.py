@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from hop_tf.keras_hook import optimizer_class, paths
+from hop_tf.keras_hook.optimizers import optimizer_class, paths
 from hop_tf.runtime.group import ExchangeContext
 from hop_tf.strategies.shat.server import parameter_server_pb2 as pb
 from hop_tf.strategies.shat.server.encoding import Encoding

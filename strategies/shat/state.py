@@ -7,7 +7,14 @@ import numpy as np
 from hop_tf.arguments import identity_of
 from hop_tf.collectives import BULK_LANE
 from hop_tf.errors import HopError
-from hop_tf.keras_hook import constrain, decays, finalize, num_updates, serialized_for_server, set_num_updates
+from hop_tf.keras_hook.optimizers import (
+    constrain,
+    decays,
+    finalize,
+    num_updates,
+    serialized_for_server,
+    set_num_updates,
+)
 from hop_tf.membership import Membership
 from hop_tf.runtime.group import ExchangeContext
 from hop_tf.strategies.shat.server import parameter_server_pb2 as pb

@@ -31,7 +31,7 @@ import tensorflow as tf
 from hop_tf import codecs
 from hop_tf.cluster import Cluster
 from hop_tf.errors import ClusterConfigError
-from hop_tf.keras_hook import (
+from hop_tf.keras_hook.optimizers import (
     averages_of,
     descent_of,
     ema_overwrite_frequency,

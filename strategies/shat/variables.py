@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
-from hop_tf.keras_hook import slots_of
+from hop_tf.keras_hook.optimizers import slots_of
 from hop_tf.runtime.group import ExchangeContext
 from hop_tf.strategies.shat.server.state import ShardState
 from hop_tf.strategies.shat.shards import ShardView

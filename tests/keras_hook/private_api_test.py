@@ -22,7 +22,7 @@ from tensorflow.python.distribute import distribute_lib, input_ops, one_device_s
 from tensorflow.python.ops import control_flow_util
 
 import hop_tf
-from hop_tf import keras_hook
+from hop_tf.keras_hook import context, optimizers, updates
 
 
 def _parameters(function):
@@ -61,7 +61,7 @@ class PrivateApiTest(tf.test.TestCase):
     def test_update_is_one_merge_call_with_all_gradients(self):
         calls, optimizer, variable = _merge_calls(lambda: keras.optimizers.SGD(0.5, momentum=0.9))
         ((merge_fn, args),) = calls
-        self.assertTrue(merge_fn.__qualname__.endswith(keras_hook._UPDATE))
+        self.assertTrue(merge_fn.__qualname__.endswith(context._UPDATE))
         self.assertIs(merge_fn.__self__, optimizer)
         grads_and_vars, learning_rate = args
         ((gradient, updated),) = grads_and_vars
@@ -74,12 +74,12 @@ class PrivateApiTest(tf.test.TestCase):
         names = [merge_fn.__qualname__ for merge_fn, _ in calls]
         self.assertLen(names, 2)
         self.assertIn("_apply_weight_decay", names[0])
-        self.assertTrue(names[1].endswith(keras_hook._UPDATE))
+        self.assertTrue(names[1].endswith(context._UPDATE))
 
     def test_loss_scaled_update_surrounds_the_update(self):
         calls, optimizer, _ = _merge_calls(lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5)))
         merge_fn, (grads, trainable_variables) = calls[0]
-        self.assertTrue(merge_fn.__qualname__.endswith(keras_hook._LOSS_SCALED_UPDATE))
+        self.assertTrue(merge_fn.__qualname__.endswith(context._LOSS_SCALED_UPDATE))
         self.assertIs(inspect.getclosurevars(merge_fn).nonlocals["self"], optimizer)
         self.assertLen(grads, 1)
         self.assertLen(trainable_variables, 1)
@@ -93,7 +93,7 @@ class PrivateApiTest(tf.test.TestCase):
             lambda: keras.optimizers.RMSprop(0.5, momentum=0.9),
         ):
             results = []
-            for update in (contextlib.nullcontext, keras_hook._out_of_place):
+            for update in (contextlib.nullcontext, updates.out_of_place):
                 optimizer, variable = make_optimizer(), keras.Variable(np.ones(3, "float32"))
                 optimizer.build([variable])
                 raw, known = type(variable.value), set(vars(optimizer))
@@ -109,7 +109,7 @@ class PrivateApiTest(tf.test.TestCase):
     def test_sparse_updates_stay_in_place(self):
         optimizer, variable = keras.optimizers.SGD(0.5), keras.Variable(np.ones(3, "float32"))
         optimizer.build([variable])
-        with keras_hook._out_of_place(optimizer):
+        with updates.out_of_place(optimizer):
             optimizer.update_step(tf.IndexedSlices(tf.constant([2.0]), [1], [3]), variable, optimizer.learning_rate)
         self.assertAllEqual(variable, [1.0, 0.0, 1.0])
 
@@ -189,8 +189,8 @@ class PrivateApiTest(tf.test.TestCase):
         _, optimizer, _ = _merge_calls(
             lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(), initial_scale=64.0)
         )
-        self.assertEqual(keras_hook.loss_scale(optimizer).numpy(), 64.0)
-        self.assertIsNone(keras_hook.loss_scale(keras.optimizers.SGD()))
+        self.assertEqual(optimizers.loss_scale(optimizer).numpy(), 64.0)
+        self.assertIsNone(optimizers.loss_scale(keras.optimizers.SGD()))
 
     def test_loss_scaling_keeps_its_trainable_variables(self):
         source = inspect.getsource(loss_scale_optimizer.LossScaleOptimizer._stateful_handle_finite_grads)
@@ -217,7 +217,7 @@ class OptimizerTest(tf.test.TestCase, parameterized.TestCase):
         optimizer = _OPTIMIZERS[name]()
         variables = [keras.Variable(np.ones(shape, "float32"), name=f"v{len(shape)}") for shape in ((3, 2), (4,))]
         optimizer.build(variables)
-        found = {id(slot) for slot in keras_hook.slots_of(optimizer, [v.value for v in variables]).values()}
+        found = {id(slot) for slot in optimizers.slots_of(optimizer, [v.value for v in variables]).values()}
         others = [optimizer.iterations, optimizer.learning_rate, *getattr(optimizer, "_accumulated_gradients", ())]
         others = {id(getattr(variable, "value", None)) for variable in (optimizer._iterations, *others)}
         self.assertLessEqual({id(variable.value) for variable in optimizer.variables} - others, found)
@@ -225,7 +225,7 @@ class OptimizerTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.product(name=sorted(_OPTIMIZERS), in_graph=(False, True))
     def test_update_is_what_apply_does(self, name, in_graph):
         results = []
-        for update in (keras_hook.update, lambda optimizer, gradients, values: optimizer.apply(gradients)):
+        for update in (updates.update, lambda optimizer, gradients, values: optimizer.apply(gradients)):
             keras.utils.set_random_seed(1)
             optimizer = _OPTIMIZERS[name]()
             optimizer.weight_decay, optimizer.gradient_accumulation_steps = 0.1, None
@@ -250,7 +250,7 @@ class OptimizerTest(tf.test.TestCase, parameterized.TestCase):
             gradient_accumulation_steps=2,
             beta_1=0.75,
         )
-        text = keras_hook.serialized_for_server(keras.optimizers.LossScaleOptimizer(optimizer))
+        text = optimizers.serialized_for_server(keras.optimizers.LossScaleOptimizer(optimizer))
         made = keras.optimizers.deserialize(json.loads(text))
         self.assertIs(type(made), keras.optimizers.AdamW)
         self.assertEqual((made.weight_decay, made.beta_1, float(made.learning_rate)), (0.25, 0.75, 0.0))
@@ -262,8 +262,8 @@ class OptimizerTest(tf.test.TestCase, parameterized.TestCase):
         variables = [keras.Variable(np.ones(2, "float32"), name=name) for name in ("kernel", "bias", "gamma")]
         optimizer.exclude_from_weight_decay(var_list=[variables[2]], var_names=["bias"])
         optimizer.build(variables)
-        self.assertEqual(keras_hook.decays(optimizer, [v.value for v in variables]), [True, False, False])
-        self.assertEqual(keras_hook.paths(optimizer, [v.value for v in variables]), ["kernel", "bias", "gamma"])
+        self.assertEqual(optimizers.decays(optimizer, [v.value for v in variables]), [True, False, False])
+        self.assertEqual(optimizers.paths(optimizer, [v.value for v in variables]), ["kernel", "bias", "gamma"])
 
     @parameterized.parameters(False, True)
     def test_begin_comes_behind_the_callbacks(self, as_list):

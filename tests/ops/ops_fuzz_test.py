@@ -49,7 +49,7 @@ class FuzzTest(parameterized.TestCase):
         folder = tempfile.TemporaryDirectory()
         cls.addClassCleanup(folder.cleanup)
         cls.folder = pathlib.Path(folder.name)
-        _compile("-O1", "-c", _ROOT / "tests" / "ops_fuzz.cc", "-o", cls.folder / "ops_fuzz.o")
+        _compile("-O1", "-c", _ROOT / "tests" / "ops" / "ops_fuzz.cc", "-o", cls.folder / "ops_fuzz.o")
         for source in set(_KERNELS.glob("*.cc")) - {_KERNELS / "tiles.cc"}:
             _compile("-O3", "-c", source, "-o", cls.folder / f"{source.stem}.o")
 

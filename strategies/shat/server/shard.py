@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hop_tf.keras_hook import slots_of
+from hop_tf.keras_hook.optimizers import slots_of
 from hop_tf.tensors.buffers import BufferPool
 from hop_tf.tensors.packing import Packing
 

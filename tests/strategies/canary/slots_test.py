@@ -4,7 +4,7 @@ import keras
 import tensorflow as tf
 from absl.testing import parameterized
 
-from hop_tf.keras_hook import slots_of
+from hop_tf.keras_hook.optimizers import slots_of
 from hop_tf.strategies.canary.slots import SlotsBefore
 
 _COLAYERS = {0: 1, 1: 1, 2: 0}

@@ -15,9 +15,8 @@ import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
-from hop_tf import membership as membership_module
 from hop_tf.errors import DeadlineExceededError, HopError, MismatchError, PeerLostError
-from hop_tf.membership import Membership
+from hop_tf.membership import Membership, waiting
 from hop_tf.membership.monitor import ThreadMonitor
 from hop_tf.options import CommunicationOptions
 from hop_tf.runtime.averaging import LateChanges
@@ -239,9 +238,7 @@ class ExactlyOnceTest(tf.test.TestCase, parameterized.TestCase):
 
         with (
             mock.patch.object(shat_servers, "_RETRY_SECONDS", 0.01),
-            mock.patch.object(
-                membership_module, "_LIVENESS_PERIOD_SECONDS", 0.01
-            ),  # How soon a retry is seen to be due.
+            mock.patch.object(waiting, "_LIVENESS_PERIOD_SECONDS", 0.01),  # How soon a retry is seen to be due.
             mock.patch.object(ServedGroup, "push", counted),
             _Threads(num_workers, num_servers, _Lossy) as threads,
         ):

@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from hop_tf import codecs
-from hop_tf.keras_hook import serialized_for_server
+from hop_tf.keras_hook.optimizers import serialized_for_server
 from hop_tf.strategies.shat.server import parameter_server_pb2 as pb
 from hop_tf.strategies.shat.server import wire
 from hop_tf.strategies.shat.server.server import CONFIGURE, PULL, PUSH, ParameterServer

@@ -15,7 +15,7 @@ from absl.testing import parameterized
 import hop_tf
 from hop_tf import codecs
 from hop_tf.errors import MismatchError, ProtocolError
-from hop_tf.keras_hook import serialized_for_server
+from hop_tf.keras_hook.optimizers import serialized_for_server
 from hop_tf.strategies.shat.server import snapshots as snapshots_module
 from hop_tf.strategies.shat.server import wire
 from hop_tf.strategies.shat.server.consistency import Consistency

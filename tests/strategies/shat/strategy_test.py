@@ -13,7 +13,7 @@ from absl.testing import parameterized
 
 import hop_tf
 from hop_tf.errors import ClusterConfigError, HopError, MismatchError
-from hop_tf.keras_hook import slots_of
+from hop_tf.keras_hook.optimizers import slots_of
 from hop_tf.strategies import shat
 from hop_tf.testing import InProcessCluster
 

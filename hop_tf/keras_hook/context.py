@@ -1,0 +1,132 @@
+"""The replica context of a training step, which sees the optimizer's update."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+
+import tensorflow as tf
+from tensorflow.python.distribute import one_device_strategy
+from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
+
+from hop_tf.keras_hook.optimizers import learning_rate, tf_variables
+from hop_tf.keras_hook.trace import StepTrace, trained_model
+from hop_tf.keras_hook.updates import out_of_place, own_updates
+
+# Optimizer methods that Keras passes to `merge_call`, by the end of their qualified names.
+_UPDATE = "_distributed_tf_update_step"
+_LOSS_SCALED_UPDATE = "LossScaleOptimizer._tf_apply.<locals>._handle_cross_replica"
+
+
+def refuse_xla() -> None:
+    """Raises ValueError where the step is to be compiled."""
+    if not tf.executing_eagerly() and GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+        raise ValueError(
+            "`jit_compile` must be False or 'auto' under hop_tf: queue operations cannot be compiled by XLA. "
+            "Received: jit_compile=True in model.compile or in the tf.function around strategy.run."
+        )
+
+
+class _ReplicaContext(one_device_strategy._OneDeviceReplicaContext):
+    """The replica context of a training step: sees the optimizer's update."""
+
+    def __init__(self, hooks: tf.distribute.Strategy, trace: StepTrace):
+        super().__init__(hooks)
+        self._hooks = hooks
+        self._trace = trace
+
+    def all_reduce(self, reduce_op, value, options=None):
+        """Returns `value`: there is one replica in this process.
+
+        TensorFlow's own joins all gradients in one operation, so that none could leave before the last is there.
+        """
+        del reduce_op, options
+        return value
+
+    def merge_call(self, merge_fn, args=(), kwargs=None):
+        name = getattr(merge_fn, "__qualname__", "")
+        if name.endswith(_LOSS_SCALED_UPDATE):
+            return self._loss_scaled_update(merge_fn, args, kwargs)
+        if not name.endswith(_UPDATE):
+            return super().merge_call(merge_fn, args, kwargs)
+        if own_updates.is_left_out:
+            return None
+        if self._trace.inside_loss_scaling or own_updates.runs:
+            return self._update(merge_fn, args, kwargs)
+        (grads_and_vars, *rest) = args
+        grads_and_vars = list(grads_and_vars)
+        variables = [variable for _, variable in grads_and_vars]
+        gradients = self._hooks.exchange(
+            merge_fn.__self__, self._trace, [gradient for gradient, _ in grads_and_vars], variables
+        )
+        if rest:  # The exchange may have changed the learning rate.
+            rest = [learning_rate(merge_fn.__self__)]
+        result = self._update(merge_fn, (list(zip(gradients, variables, strict=True)), *rest), kwargs)
+        self._hooks.after_update(merge_fn.__self__, self._trace, variables)
+        return result
+
+    def _update(self, merge_fn, args, kwargs):
+        with out_of_place(merge_fn.__self__):
+            return super().merge_call(merge_fn, args, kwargs)
+
+    def _loss_scaled_update(self, merge_fn, args, kwargs):
+        """Exchanges before the optimizer asks whether all gradients are finite.
+
+        The update comes in a branch of that condition. A rank whose gradients overflow does not run it; were the
+        exchange in there, others would wait for that rank.
+        """
+        grads, trainable_variables = args
+        optimizer = inspect.getclosurevars(merge_fn).nonlocals["self"]
+        given = list(grads)
+        used = [index for index, gradient in enumerate(given) if gradient is not None]
+        variables = tf_variables(trainable_variables or optimizer._trainable_variables)
+        variables = [variables[index] for index in used]
+        gradients = self._hooks.exchange(optimizer, self._trace, [given[index] for index in used], variables)
+        for index, gradient in zip(used, gradients, strict=True):
+            given[index] = gradient
+        self._trace.inside_loss_scaling = True
+        try:
+            result = super().merge_call(merge_fn, (given, trainable_variables), kwargs)
+        finally:
+            self._trace.inside_loss_scaling = False
+        self._hooks.after_update(optimizer, self._trace, variables)
+        return result
+
+
+class Extended(one_device_strategy.OneDeviceExtended):
+    """One replica on one device, with hooks around training steps and training data."""
+
+    # The trace of the step that is being traced: Keras re-enters the replica context within a step.
+    _trace: StepTrace | None = None
+
+    def _call_for_each_replica(self, fn, args, kwargs):
+        strategy = self._container_strategy()
+        if self._trace is not None:
+            with tf.device(self._device), _ReplicaContext(strategy, self._trace):
+                return fn(*args, **kwargs)
+        step = functools.partial(self._run_step, fn, args, kwargs)
+        model = trained_model(fn)
+        return step() if model is None else strategy.around_step(step, (args, kwargs), model)
+
+    def _run_step(self, fn, args, kwargs):
+        strategy = self._container_strategy()
+        self._trace = StepTrace(fn, (args, kwargs))
+        try:
+            strategy.enter_step(self._trace)
+            with tf.device(self._device), _ReplicaContext(strategy, self._trace):
+                result = fn(*args, **kwargs)
+            strategy.leave_step(self._trace)
+            return result
+        finally:
+            self._trace = None
+
+    # Datasets stay plain `tf.data.Dataset`s, as without a strategy. TensorFlow's distributed ones iterate through a
+    # MultiDeviceIterator, whose background thread was seen to use an iterator that had been deleted, and crash.
+
+    def _experimental_distribute_dataset(self, dataset, options):
+        del options
+        return self._container_strategy().shard(dataset)
+
+    def _distribute_datasets_from_function(self, dataset_fn, options):
+        del options
+        return dataset_fn(self._container_strategy().input_context)

@@ -1,0 +1,70 @@
+"""`TrainingHooks`: what a strategy is asked while a model is trained."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hop_tf.keras_hook.trace import StepTrace
+
+
+class TrainingHooks(abc.ABC):
+    """What a strategy is asked by the hooks. Its `extended` is an `Extended`."""
+
+    @abc.abstractmethod
+    def fit_session(self, x: Any, callbacks: Any = None) -> contextlib.AbstractContextManager:
+        """Surrounds `model.fit(x, callbacks=callbacks, ...)`."""
+
+    @abc.abstractmethod
+    def keras_call(self) -> contextlib.AbstractContextManager:
+        """Surrounds `fit`, `evaluate` and `predict`."""
+
+    @abc.abstractmethod
+    def shard(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        """This rank's part of a dataset that is to be distributed."""
+
+    @property
+    @abc.abstractmethod
+    def input_context(self) -> tf.distribute.InputContext:
+        """This rank among the input pipelines."""
+
+    @abc.abstractmethod
+    def enter_step(self, trace: StepTrace) -> None:
+        """Called when `run(fn)` begins, before `fn` is."""
+
+    @abc.abstractmethod
+    def exchange(self, optimizer: Any, trace: StepTrace, gradients: list, variables: list[tf.Variable]) -> list:
+        """Called right before `optimizer` updates `variables`; returns the gradients that it is to apply."""
+
+    @abc.abstractmethod
+    def after_update(self, optimizer: Any, trace: StepTrace, variables: list[tf.Variable]) -> None:
+        """Called right after `optimizer` has updated `variables`; follows every `exchange`."""
+
+    @abc.abstractmethod
+    def around_step(self, step: Callable[[], Any], arguments: Any, model: keras.Model) -> Any:
+        """Called with the whole of a model's `train_step`, enter_step to leave_step; runs it or passes it over."""
+
+    @abc.abstractmethod
+    def leave_step(self, trace: StepTrace) -> None:
+        """Called when `fn` has returned."""
+
+    @abc.abstractmethod
+    def begin_training(self) -> None:
+        """Called when `fit` is about to make its first step, after the callbacks' `on_train_begin`."""
+
+    @abc.abstractmethod
+    def begin_epoch(self) -> None:
+        """Called when an epoch of `fit` is about to begin, after the callbacks' `on_epoch_begin`."""
+
+    @abc.abstractmethod
+    def end_epoch(self) -> None:
+        """Called when `fit` has made the last step of an epoch, before it validates and asks callbacks; also twice."""
+
+    @abc.abstractmethod
+    def finish_training(self) -> None:
+        """Called when `fit` has made its last step, before the variables get their final values."""

@@ -1,0 +1,111 @@
+"""`StepTrace`: what is known of a training step while it is traced."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from tensorflow.python.ops import control_flow_v2_func_graphs
+
+_CONTROL_FLOW_GRAPHS = (
+    control_flow_v2_func_graphs.CondBranchFuncGraph,
+    control_flow_v2_func_graphs.WhileBodyFuncGraph,
+    control_flow_v2_func_graphs.WhileCondFuncGraph,
+)
+# Operations that only look at a variable.
+_READ_ONLY_OPS = frozenset(
+    {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VarIsInitializedOp", "VariableShape"}
+)
+
+
+def when_here(arguments: Any) -> contextlib.AbstractContextManager:
+    """What is emitted in this context runs when the tensors in `arguments` are there.
+
+    At the end of data of unknown length Keras begins a step whose batch never comes. Nothing of it must happen.
+    """
+    leaves = tf.nest.flatten(arguments, expand_composites=True)
+    tensors = [leaf for leaf in leaves if tf.is_symbolic_tensor(leaf) and leaf.dtype not in (tf.resource, tf.variant)]
+    return tf.control_dependencies([tf.identity(tensor) for tensor in tensors])
+
+
+def trained_model(fn: Callable) -> keras.Model | None:
+    """The model whose `train_step` is `fn`; None for any other function."""
+    method = inspect.unwrap(fn)  # `Strategy.run` wraps it for AutoGraph.
+    owner = getattr(method, "__self__", None) if getattr(method, "__name__", "") == "train_step" else None
+    return owner if isinstance(owner, keras.Model) else None
+
+
+class StepTrace:
+    """What is known of one call of `run(fn)` while it is traced (or, run eagerly, executed).
+
+    Attributes:
+      model: The model whose `train_step` is `fn`; None for any other function.
+      started_at: `tf.timestamp()` at the start of the step, where somebody wants to know.
+      num_updates: Optimizer updates seen so far.
+      states: For each exchange group, what its scheme keeps from before the update for after it.
+    """
+
+    def __init__(self, fn: Callable, arguments: Any = ()):
+        self.model = trained_model(fn)
+        self.started_at: tf.Tensor | None = None
+        self.num_updates = 0
+        self.states: dict[str, Any] = {}
+        self.inside_loss_scaling = False
+        self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        self._arguments = arguments
+        self._at_start: dict[int, tuple[tf.Variable, tf.Tensor]] = {}
+        self._claimed: set[int] = set()
+
+    def when_data_is_here(self) -> contextlib.AbstractContextManager:
+        """What is emitted in this context runs when the step's batch is there: see `when_here`."""
+        return when_here(self._arguments)
+
+    def refuse_nested_function(self) -> None:
+        """Raises ValueError within a tf.function in the step: it is traced more than once, and cached apart."""
+        graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        while graph is not None and graph is not self._graph and isinstance(graph, _CONTROL_FLOW_GRAPHS):
+            graph = graph.outer_graph
+        if graph is not self._graph:
+            raise ValueError(
+                "a step under hop_tf must not update variables within a tf.function of its own. Decorate the function "
+                "that calls strategy.run, not the one that it runs; a model's train_step needs none, as `fit` compiles "
+                f"it. Received: an update within {graph.name!r}."
+            )
+
+    def read_untrained(self) -> None:
+        """Reads the model's untrained float weights now, before the step assigns them."""
+        # Eagerly there is no graph that tells what a step assigns: a layer that trains counts as assigning.
+        training_layers = [layer for layer in self.model._flatten_layers() if layer.trainable]
+        assigning = {id(weight) for layer in training_layers for weight in layer._non_trainable_variables}
+        for weight in self.model.non_trainable_weights:
+            variable = weight.value
+            if variable.dtype.is_floating and (self._graph is not None or id(weight) in assigning):
+                self._at_start[id(variable)] = (variable, variable.read_value())
+
+    def value_at_start(self, variable: tf.Variable) -> tf.Tensor:
+        """The variable's value at the start of the step; trained variables do not change before the update."""
+        known = self._at_start.get(id(variable))
+        return known[1] if known is not None else variable.read_value()
+
+    def claim(self, variables: Sequence[tf.Variable]) -> None:
+        """Notes that these variables are exchanged: with several optimizers, each variable by one of them."""
+        self._claimed.update(id(variable) for variable in variables)
+
+    def unclaimed_assigned(self) -> list[tf.Variable]:
+        """The untrained float weights that the step, as far as it is traced, assigns, and nobody exchanges yet."""
+        unclaimed = [variable for key, (variable, _) in self._at_start.items() if key not in self._claimed]
+        if self._graph is None:
+            return unclaimed
+        return [variable for variable in unclaimed if _is_assigned(variable, self._graph)]
+
+
+def _is_assigned(variable: tf.Variable, graph: tf.Graph) -> bool:
+    """Whether an operation of `graph` does more than look at the variable."""
+    for handle, placeholder in graph.captures:
+        if handle is variable.handle:
+            return any(op.type not in _READ_ONLY_OPS for op in placeholder.consumers())
+    return False

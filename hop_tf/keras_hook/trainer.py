@@ -1,0 +1,149 @@
+"""Where `fit`, its epochs, and its validation begin and end."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+from keras.src.optimizers.base_optimizer import BaseOptimizer
+
+from hop_tf.keras_hook.context import Extended
+
+
+@functools.cache
+def wrap_trainer() -> None:
+    """Wraps Keras's `fit`, `evaluate` and `predict` once; they change only for models under an `Extended`."""
+    for name in ("fit", "evaluate", "predict"):
+        setattr(TensorFlowTrainer, name, _wrapped(getattr(TensorFlowTrainer, name), is_fit=name == "fit"))
+    BaseOptimizer.finalize_variable_values = _wrapped_finalize(BaseOptimizer.finalize_variable_values)
+
+
+# Strategies of several ranks that have not been shut down.
+_clusters: weakref.WeakSet[tf.distribute.Strategy] = weakref.WeakSet()
+
+
+def note_cluster(strategy: tf.distribute.Strategy) -> None:
+    """From now on `fit` refuses models that were made under no strategy: their scope was forgotten."""
+    _clusters.add(strategy)
+
+
+def forget_cluster(strategy: tf.distribute.Strategy) -> None:
+    """Ends what `note_cluster` began."""
+    _clusters.discard(strategy)
+
+
+def _refuse_forgotten_scope(strategy: tf.distribute.Strategy) -> None:
+    is_default = strategy is tf.distribute.get_strategy() and not tf.distribute.has_strategy()
+    if is_default and (cluster := next(iter(_clusters), None)) is not None:
+        raise ValueError(
+            f"`fit` was called on a model that was made outside of the scope of the {type(cluster).__name__} in use: "
+            "it would train on this rank alone. Make it, or load it, within `strategy.scope()`; to compile it there is "
+            "not enough. A model that is to be trained on this rank alone belongs in the scope of another strategy, "
+            "such as tf.distribute.OneDeviceStrategy('/cpu:0')."
+        )
+
+
+class _Fits(threading.local):
+    """The strategies under which this thread runs a `fit`, the innermost last."""
+
+    def __init__(self):
+        self.strategies: list[tf.distribute.Strategy] = []
+
+
+_fits = _Fits()
+
+
+def _wrapped(method: Callable, is_fit: bool) -> Callable:
+    signature = inspect.signature(method)
+
+    @functools.wraps(method)
+    def call(self, *args, **kwargs):
+        strategy = self.distribute_strategy
+        if not isinstance(strategy.extended, Extended):
+            if is_fit:
+                _refuse_forgotten_scope(strategy)
+            return method(self, *args, **kwargs)
+        bound = signature.bind(self, *args, **kwargs)
+        given = bound.arguments
+        if not is_fit:
+            if strategy in _fits.strategies:  # Validation.
+                strategy.end_epoch()
+            with strategy.keras_call():
+                return method(self, *args, **kwargs)
+        callbacks = given.get("callbacks")
+        with (
+            strategy.keras_call(),
+            _fit(strategy, given.get("x"), callbacks),
+            _between(callbacks, strategy) as extended,
+        ):
+            given["callbacks"] = extended
+            return method(*bound.args, **bound.kwargs)
+
+    return call
+
+
+class _First(keras.callbacks.Callback):
+    """Tells a strategy that an epoch's steps are made, before the callbacks behind this one see the model."""
+
+    def __init__(self, strategy: tf.distribute.Strategy):
+        super().__init__()
+        self._strategy = strategy
+
+    def on_epoch_end(self, epoch, logs=None):
+        self._strategy.end_epoch()
+
+
+class _Last(keras.callbacks.Callback):
+    """Tells a strategy that the callbacks before this one have begun."""
+
+    def __init__(self, strategy: tf.distribute.Strategy):
+        super().__init__()
+        self._strategy = strategy
+
+    def on_train_begin(self, logs=None):
+        self._strategy.begin_training()
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._strategy.begin_epoch()
+
+
+@contextlib.contextmanager
+def _between(callbacks: Any, strategy: tf.distribute.Strategy) -> Iterator[Any]:
+    """The user's callbacks between `_First` and `_Last`."""
+    first, last = _First(strategy), _Last(strategy)
+    if not isinstance(callbacks, keras.callbacks.CallbackList):
+        yield [first, *(tf.nest.flatten(callbacks) if callbacks is not None else ()), last]
+        return
+    callbacks.callbacks[:] = [first, *callbacks.callbacks, last]
+    try:
+        yield callbacks
+    finally:
+        callbacks.callbacks[:] = [each for each in callbacks.callbacks if each not in (first, last)]
+
+
+@contextlib.contextmanager
+def _fit(strategy: tf.distribute.Strategy, x: Any, callbacks: Any) -> Iterator[None]:
+    with strategy.fit_session(x, callbacks):
+        _fits.strategies.append(strategy)
+        try:
+            yield
+        finally:
+            _fits.strategies.pop()
+
+
+def _wrapped_finalize(method: Callable) -> Callable:
+    @functools.wraps(method)
+    def call(self, *args, **kwargs):
+        if _fits.strategies:
+            _fits.strategies[-1].finish_training()
+        return method(self, *args, **kwargs)
+
+    return call

@@ -1,0 +1,145 @@
+"""Updates of Keras's optimizers that a strategy makes itself."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.distribute import one_device_strategy
+
+from hop_tf.keras_hook.optimizers import (
+    assign_learning_rate,
+    clipped,
+    constrain,
+    gradient_accumulation_steps,
+    innermost,
+    keras_variables,
+    learning_rate,
+)
+
+
+class _OwnUpdates(threading.local):
+    """Whether `update` or `prepare_update` calls an optimizer in this thread: hooks have nothing to do with that.
+
+    Attributes:
+      runs: Whether the optimizer's update is ours.
+      is_left_out: Whether the update itself is left out, but for what comes before it.
+    """
+
+    runs = False
+    is_left_out = False
+
+
+own_updates = _OwnUpdates()
+
+
+def update(
+    optimizer: Any,
+    gradients: Sequence[tf.Tensor],
+    variables: Sequence[tf.Variable],
+    rate: tf.Tensor | None = None,
+) -> None:
+    """Emits one update of some variables, with all that belongs to it: what `optimizer.apply` does of itself.
+
+    Decay, step, moving averages, constraints, and the count of steps. Gradients are used as they are, not scaled or
+    accumulated; within a `LossScaleOptimizer`, where they come here before they are clipped, they are clipped, and an
+    update with gradients that are not finite is left out. No strategy's hooks see it.
+
+    Args:
+      optimizer: The optimizer, built.
+      gradients: One dense gradient a variable.
+      variables: Some of those that it updates.
+      rate: The learning rate, in the place of a constant one. Default: the optimizer's.
+    """
+    inner = innermost(optimizer)
+    if inner is optimizer:
+        _update(inner, gradients, variables, rate)
+        return
+    are_finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(gradient)) for gradient in gradients])
+    tf.cond(are_finite, lambda: _update(inner, clipped(inner, gradients), variables, rate), lambda: None)
+
+
+def _update(
+    inner: Any, gradients: Sequence[tf.Tensor], variables: Sequence[tf.Variable], rate: tf.Tensor | None
+) -> None:
+    own_rate = learning_rate(inner)
+    if rate is not None:
+        assign_learning_rate(inner, rate)
+    _begin_update(inner, gradients, variables)
+    if inner.use_ema:
+        inner._update_model_variables_moving_average(inner._trainable_variables)
+        if inner.ema_overwrite_frequency:
+            is_due = tf.equal((inner.iterations + 1) % inner.ema_overwrite_frequency, 0)
+            tf.cond(is_due, lambda: _overwrite_with_averages(inner), lambda: None)
+    constrain(inner, variables)
+    inner._iterations.assign_add(gradient_accumulation_steps(inner))
+    if rate is not None:
+        assign_learning_rate(inner, own_rate)
+
+
+def prepare_update(optimizer: Any, gradients: Sequence[tf.Tensor], variables: Sequence[tf.Variable]) -> None:
+    """Emits what `optimizer.apply` has done when it comes to the hooks: decay, and what Nadam does before its steps.
+
+    Nothing within a `LossScaleOptimizer`, where all of that comes behind the hooks.
+    """
+    if innermost(optimizer) is not optimizer:
+        return
+    own_updates.is_left_out = True
+    try:
+        _begin_update(innermost(optimizer), gradients, variables)
+    finally:
+        own_updates.is_left_out = False
+
+
+def _begin_update(optimizer: Any, gradients: Sequence[tf.Tensor], variables: Sequence[tf.Variable]) -> None:
+    of_keras = keras_variables(optimizer)
+    of_keras = [of_keras[id(variable)] for variable in variables]
+    own_updates.runs = True
+    try:
+        with _in_replica():
+            optimizer._apply_weight_decay(of_keras)
+            optimizer._backend_update_step(list(gradients), of_keras, optimizer.learning_rate)
+    finally:
+        own_updates.runs = False
+
+
+@contextlib.contextmanager
+def out_of_place(optimizer: Any) -> Iterator[None]:
+    """Makes the optimizer's `assign_add` and `assign_sub` write to new memory.
+
+    Strategies keep what variables were before an update. A variable shares its memory with what is kept of it, so that
+    an update in place would first copy that.
+    """
+
+    def assign_add(variable, value):
+        if isinstance(value, tf.IndexedSlices):
+            return type(optimizer).assign_add(optimizer, variable, value)
+        return optimizer.assign(variable, variable + tf.cast(value, variable.dtype))
+
+    def assign_sub(variable, value):
+        if isinstance(value, tf.IndexedSlices):
+            return type(optimizer).assign_sub(optimizer, variable, value)
+        return optimizer.assign(variable, variable - tf.cast(value, variable.dtype))
+
+    optimizer.assign_add, optimizer.assign_sub = assign_add, assign_sub
+    try:
+        yield
+    finally:
+        del optimizer.assign_add, optimizer.assign_sub
+
+
+def _in_replica() -> contextlib.AbstractContextManager:
+    """A replica context, which optimizers ask for, also between two steps."""
+    if tf.distribute.get_replica_context() is not None:
+        return contextlib.nullcontext()
+    return one_device_strategy._OneDeviceReplicaContext(tf.distribute.get_strategy())
+
+
+def _overwrite_with_averages(optimizer: Any) -> None:
+    for variable, average in zip(
+        optimizer._trainable_variables, optimizer._model_variables_moving_average, strict=True
+    ):
+        variable.assign(average)

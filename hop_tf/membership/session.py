@@ -1,0 +1,317 @@
+"""`Membership`: entering a session, leaving it, and joining it again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+from absl import logging
+
+from hop_tf.errors import PeerLostError, ProtocolError
+from hop_tf.membership import membership_pb2
+from hop_tf.membership.departures import Departure
+from hop_tf.membership.monitor import Monitor
+from hop_tf.membership.waiting import Waiting
+from hop_tf.options import CommunicationOptions
+from hop_tf.transport.base import Message, Transport
+
+_READY = "membership/ready"
+_GATHERED = "membership/gathered"
+LEAVE_QUEUE = "membership/leave"
+
+_Parsed = TypeVar("_Parsed")
+
+
+def tree_neighbors(rank: int, world_size: int) -> tuple[int | None, tuple[int, ...]]:
+    """Parent (None for rank 0) and children of `rank` in the binary tree in which all ranks take part in something."""
+    parent = (rank - 1) // 2 if rank else None
+    children = tuple(child for child in (2 * rank + 1, 2 * rank + 2) if child < world_size)
+    return parent, children
+
+
+class Membership(Waiting):
+    """Who takes part in the running session, and waiting for these, over a transport.
+
+    Args:
+      transport: The started transport.
+      monitor: The rank's monitor.
+      options: Deadlines.
+      world_size: Number of ranks.
+      peers: Ranks that this one deals with directly, beside its neighbors in the tree of `tree_neighbors`.
+      continue_without_lost: Whether, within a step, a lost rank is one that has left. Otherwise it is an error.
+      servers: Parameter servers, which are no ranks, hear of departures, and are an error when lost.
+    """
+
+    def __init__(
+        self,
+        *,
+        transport: Transport,
+        monitor: Monitor,
+        options: CommunicationOptions,
+        world_size: int,
+        peers: Iterable[int],
+        continue_without_lost: bool = False,
+        servers: Sequence[int] = (),
+    ):
+        rank = transport.rank
+        self._parent, self._children = tree_neighbors(rank, world_size)
+        tree = {*self._children, *(() if self._parent is None else (self._parent,))}
+        super().__init__(
+            transport=transport,
+            monitor=monitor,
+            options=options,
+            peers=sorted({*peers, *tree} - {rank}),
+            servers=servers,
+            continue_without_lost=continue_without_lost,
+        )
+        self.world_size = world_size
+        self._ready = dict.fromkeys(self.peers, 0)
+        self._gathered = dict.fromkeys(self.peers, 0)
+        # Whether the others went on without this rank: what it does is of no matter to them any more.
+        self.is_given_up = False
+        # This rank's life; while it is joining, the one that is to begin.
+        self.life = 0
+        self.joining = False
+        self._begun_session = 0
+        self._has_gathered = False
+        self._left: membership_pb2.Leave | None = None
+        transport.register(_READY, self._on_ready)
+        transport.register(_GATHERED, self._on_gathered)
+        transport.register(LEAVE_QUEUE, self._on_leave)
+
+    @property
+    def session(self) -> int:
+        """The running session, or the last one; they count from 1."""
+        return self._departures.session
+
+    @session.setter
+    def session(self, session: int) -> None:
+        self._departures.enter(session)
+
+    # Entering and leaving.
+
+    def begin_session(self) -> None:
+        """Enters the next session together with all ranks. Sets `joining` if it is under way.
+
+        Blocks: until every rank is about to enter it too.
+
+        Raises:
+          HopError: If a peer cannot be reached, disagrees, or has left for good.
+        """
+        with self.monitor:
+            self.session += 1
+            self._left = None
+            self._has_gathered = False
+        for peer in self.peers:
+            self.transport.connect(peer)
+            self._tell_ready(peer)
+        self._await(lambda: [peer for peer in self.peers if self._ready[peer] < self.session])
+        # Peers may all be ready where others, further away, train already: they and this rank were restarted.
+        self._await_gathered(self._children)
+        if self._parent is not None and not self.joining:
+            self._has_gathered = True
+            self._tell_gathered(self._parent)
+            self._await_gathered([self._parent])
+        with self.monitor:
+            self._begun_session = self.session
+            newcomers = [peer for peer in self.peers if self.joining and self._ready[peer]]
+        for peer in newcomers:
+            self._tell_of_session(peer)
+        if not self.joining:
+            for child in self._children:
+                self._tell_gathered(child)
+
+    def _await_gathered(self, ranks: Sequence[int]) -> None:
+        # One that was ready, and has left before all were, is no obstacle.
+        self._await(lambda: [r for r in ranks if self._gathered[r] < self.session and self.departure(r) is None])
+
+    def _await(self, missing: Callable[[], Collection[int]]) -> None:
+        """Waits until nobody is missing any more, or the session proves to be under way."""
+        self.wait(lambda: [] if self.joining else missing(), operation="start of training")
+
+    def _tell_ready(self, peer: int) -> None:
+        self.transport.send(peer, _READY, membership_pb2.Ready(session=self.session).SerializeToString())
+
+    def _tell_gathered(self, peer: int) -> None:
+        self.transport.send(peer, _GATHERED, membership_pb2.Gathered(session=self.session).SerializeToString())
+
+    def leave(self, *, sent_steps: Mapping[str, int], reason: str, abort: bool = False, final: bool = False) -> None:
+        """Tells everyone that this rank takes part in the running session no more. Does not block for long.
+
+        Ends the effect of `interrupt`.
+
+        Args:
+          sent_steps: For each exchange group, how many steps' messages were sent.
+          reason: Why, for the others' logs and errors.
+          abort: The job cannot go on; everyone raises.
+          final: This process does not train again.
+        """
+        self._interrupted = False
+        message = membership_pb2.Leave(
+            rank=self.rank,
+            session=self.session,
+            sent_steps=sent_steps,
+            abort=abort,
+            final=final,
+            reason=reason,
+            life=self.life,
+        )
+        self._left = message
+        if not self.joining:  # Else nobody counts on this rank.
+            self._pass_on(message)
+
+    @property
+    def has_left(self) -> bool:
+        """Whether this rank takes part in the session no more."""
+        return self._left is not None
+
+    # Ranks that were restarted.
+
+    def on_restart(self, peer: int) -> None:
+        """Another process has taken the place of `peer`: the one before is lost."""
+        if peer not in (*self.peers, *self.servers):
+            return  # Its peers tell of that, and may have told already that the new one takes part.
+        with self.monitor:
+            self._ready[peer] = self._gathered[peer] = 0
+            departure, leave = self.departure(peer), None
+            if self._begun_session and (departure is None or not departure.lost):
+                leave = self._depart(peer, PeerLostError(f"rank {peer} was restarted"))
+        if leave is not None:
+            self._pass_on(leave, learned_from=peer)
+        elif self.session and not self._begun_session:  # Nothing is lost yet: it can begin with the others.
+            self._tell_ready(peer)
+            if self._has_gathered and peer == self._parent:
+                self._tell_gathered(peer)
+
+    def _tell_of_session(self, newcomer: int) -> None:
+        """Tells a rank that was restarted that the session is under way, and who takes part."""
+        with self.monitor:
+            leaves = [leave for leave in self._leaves() if leave.rank != newcomer]
+            ready = membership_pb2.Ready(session=self.session, under_way=True, lives=self.lives)
+        for leave in leaves:
+            self.tell(newcomer, LEAVE_QUEUE, leave.SerializeToString())
+        self.tell(newcomer, _READY, ready.SerializeToString())
+
+    @property
+    def present_life(self) -> int:
+        """This rank's life as others know it."""
+        return self.life - self.joining
+
+    @property
+    def lives(self) -> dict[int, int]:
+        """`life_of` all ranks, this one included; ranks that never joined may be left out."""
+        return {**self._departures.lives, self.rank: self.present_life}
+
+    def _leaves(self) -> list[membership_pb2.Leave]:
+        """What a newcomer must know of those that do not take part."""
+        leave_of = self._departures.leave_of
+        leaves = [leave_of(rank, self.departure(rank)) for rank in self.departed()]
+        if self.joining:
+            departure = Departure({}, "it is joining itself", final=True, lost=True)
+            leaves.append(leave_of(self.rank, departure, life=self.present_life))
+        elif self._left is not None:
+            leaves.append(self._left)
+        return leaves
+
+    def joined(self) -> None:
+        """This rank takes part from now on: it is joining no more."""
+        self.joining = False
+
+    def readmit(self, join: membership_pb2.Join) -> bool:
+        """A rank that was restarted takes part; False if that is no news. The monitor must be held.
+
+        It is none either while the transport knows a peer's former process only: what is sent to the new one would be
+        dropped with what is on its way to that one. The new one tells this rank itself, and so it is met.
+        """
+        rank = join.rank
+        if join.session != self.session or rank == self.rank or join.life <= self.life_of(rank):
+            return False
+        if rank in self.peers and self.transport.status(rank).incarnation not in (None, join.incarnation):
+            return False
+        self._departures.begin_life(rank, join.life)
+        logging.info("rank %d: rank %d takes part again.", self.rank, rank)
+        self.monitor.notify_all()
+        return True
+
+    def require_all(self, operation: str) -> None:
+        """Raises PeerLostError if a rank was lost, the others went on without it, and it has not joined again."""
+        if self.joining:
+            raise PeerLostError(
+                f"rank {self.rank}: {operation} takes all ranks, and this one has not joined them again."
+            )
+        for rank, departure in self._departures.lost().items():
+            raise PeerLostError(
+                f"rank {self.rank}: {operation} takes all ranks, and rank {rank} was lost: {departure.reason}"
+            )
+
+    # Messages.
+
+    def _on_ready(self, message: Message) -> None:
+        ready = parse(membership_pb2.Ready, message)
+        with self.monitor:
+            is_news = self._ready[message.sender] < ready.session
+            is_newcomer = is_news and not ready.under_way and ready.session <= self._begun_session
+            if ready.under_way:
+                self._learn_of_session(ready)
+            else:
+                self._ready[message.sender] = ready.session
+            self.monitor.notify_all()
+        if is_newcomer:
+            self._tell_of_session(message.sender)
+
+    def _on_gathered(self, message: Message) -> None:
+        gathered = parse(membership_pb2.Gathered, message)
+        with self.monitor:
+            self._gathered[message.sender] = gathered.session
+            self.monitor.notify_all()
+
+    def _learn_of_session(self, ready: membership_pb2.Ready) -> None:
+        """Others train already: this process was started again."""
+        if self._begun_session and not self.joining:
+            return  # And has joined by now.
+        self.joining = True
+        self.session = ready.session
+        for rank, life in ready.lives.items():
+            if rank != self.rank:
+                self._departures.begin_life(rank, life)
+        self.life = max(self.life, ready.lives.get(self.rank, 0) + 1)
+
+    def _on_leave(self, message: Message) -> None:
+        leave = parse(membership_pb2.Leave, message)
+        if not 0 <= leave.rank < self.world_size:
+            raise ProtocolError(f"rank {message.sender} announced that rank {leave.rank} leaves: no such rank.")
+        if leave.rank == self.rank and leave.lost:
+            if self._begun_session and leave.life == self.life:  # Else it is about an earlier process.
+                self.is_given_up = True
+                self.fail(PeerLostError(f"rank {self.rank}: the others went on without this rank: {leave.reason}"))
+            return
+        with self.monitor:
+            news = self._record(leave)
+        if news:
+            self._pass_on(leave, learned_from=message.sender)
+
+    def _record(self, leave: membership_pb2.Leave) -> bool:
+        """Remembers a departure; False if it was known."""
+        if leave.rank == self.rank or not self._departures.note(leave):
+            return False
+        if leave.abort and self._failure is None:
+            reason = f"training ended because rank {leave.rank} gave up: {leave.reason}"
+            self.fail(PeerLostError(f"rank {self.rank}: {reason}"))
+        elif leave.reason:
+            logging.info("rank %d: rank %d left session %d: %s", self.rank, leave.rank, leave.session, leave.reason)
+        self.monitor.notify_all()
+        return True
+
+    def _pass_on(self, leave: membership_pb2.Leave, learned_from: int | None = None) -> None:
+        # A lost rank may live after all.
+        itself = None if leave.lost else leave.rank
+        data = leave.SerializeToString()
+        self._tell_all((*self.peers, *self.servers), LEAVE_QUEUE, data, except_for=(learned_from, itself))
+
+
+def parse(message_type: type[_Parsed], message: Message) -> _Parsed:
+    """The header of `message`; raises ProtocolError if it is none of that type."""
+    try:
+        return message_type.FromString(message.header)
+    except Exception as error:
+        raise ProtocolError(f"rank {message.sender} sent a malformed message to {message.queue!r}: {error}.") from error

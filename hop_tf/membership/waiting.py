@@ -1,0 +1,346 @@
+"""`Waiting`: where a rank waits for others and sends to them, and what ends that."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+import numpy as np
+from absl import logging
+
+from hop_tf.errors import HopError, PeerLostError
+from hop_tf.membership import membership_pb2
+from hop_tf.membership.departures import Departure, Departures
+from hop_tf.membership.monitor import Monitor
+from hop_tf.options import CommunicationOptions
+from hop_tf.transport.base import Transport
+from hop_tf.transport.deadlines import REFUSED_SECONDS, problem_of
+
+# Silence, unlike messages, wakes nobody: how often a waiting rank looks at it.
+_LIVENESS_PERIOD_SECONDS = 0.25
+# How often a rank that waits for its last messages to arrive looks whether the receiver still listens.
+_FLUSH_PERIOD_SECONDS = 0.1
+
+
+class Interrupted(Exception):
+    """Not an error: waiting was ended because this rank itself leaves the session."""
+
+
+class _NoUse(Exception):
+    """Not an error: sending was ended because nobody takes the message any more."""
+
+
+class Waiting(abc.ABC):
+    """The one place where a rank waits for others, or for room for what it sends them.
+
+    Waiting ends when what was awaited is there, when a rank that is awaited is lost, when this rank leaves the session
+    (`interrupt`), or when the job fails (`fail`).
+
+    Args:
+      transport: The started transport.
+      monitor: The rank's monitor.
+      options: Deadlines.
+      peers: Ranks that this one deals with directly.
+      servers: Parameter servers, which are no ranks.
+      continue_without_lost: Whether, within a step, a lost rank is one that has left. Otherwise it is an error.
+    """
+
+    def __init__(
+        self,
+        *,
+        transport: Transport,
+        monitor: Monitor,
+        options: CommunicationOptions,
+        peers: Sequence[int],
+        servers: Sequence[int],
+        continue_without_lost: bool,
+    ):
+        self.rank = transport.rank
+        self.peers = tuple(peers)
+        self.servers = tuple(servers)
+        self.monitor = monitor
+        self.transport = transport
+        self._options = options
+        self._continue_without_lost = continue_without_lost
+        self._departures = Departures()
+        self._failure: BaseException | None = None
+        self._interrupted = False
+
+    @property
+    @abc.abstractmethod
+    def has_left(self) -> bool:
+        """Whether this rank takes part in the session no more."""
+
+    @abc.abstractmethod
+    def _record(self, leave: membership_pb2.Leave) -> bool:
+        """Remembers a departure; False if it was known."""
+
+    @abc.abstractmethod
+    def _pass_on(self, leave: membership_pb2.Leave, learned_from: int | None = None) -> None:
+        """Tells the others of a departure."""
+
+    # What is known of others.
+
+    def departure(self, rank: int) -> Departure | None:
+        """How `rank` left the running session; None while it takes part."""
+        return self._departures.of(rank)
+
+    def departed(self) -> set[int]:
+        """Ranks that take part in the running session no more."""
+        return self._departures.ranks()
+
+    def life_of(self, rank: int) -> int:
+        """How many times `rank` has joined a session that was under way."""
+        return self._departures.life_of(rank)
+
+    def delivers(self, rank: int, group: str, step: int) -> bool:
+        """Whether `rank`'s messages of `step` in `group` have come or may still come."""
+        return self._departures.delivers(rank, group, step)
+
+    # What ends all waiting.
+
+    def interrupt(self) -> None:
+        """Ends every `wait` of this rank with `Interrupted`, until it has left."""
+        with self.monitor:
+            self._interrupted = True
+            self.monitor.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """Ends every `wait` of this rank, now and later, with `error` (the first one is kept).
+
+        It is logged, once, though several threads fail by it.
+        """
+        with self.monitor:
+            if str(error) != str(self._failure):
+                logging.error("rank %d: %s: %s", self.rank, type(error).__name__, error)
+            self._failure = self._failure or error
+            self.monitor.notify_all()
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended this rank's part in the job, if anything did."""
+        return self._failure
+
+    def _check_interrupted(self) -> None:
+        if self._interrupted:
+            raise Interrupted
+
+    def check(self) -> None:
+        """Raises what ended the job, if anything did."""
+        if self._failure is not None:
+            raise self._failure
+
+    # Waiting.
+
+    def wait(
+        self,
+        missing: Callable[[], Collection[int]],
+        *,
+        operation: str,
+        step: int | None = None,
+        interruptible: bool = True,
+        since: float | None = None,
+    ) -> None:
+        """Waits until no rank is missing any more.
+
+        Args:
+          missing: Called with the monitor held, after every change; returns the ranks still awaited.
+          operation: What is awaited, for error messages.
+          step: The training step, or None outside of a step.
+          interruptible: Whether `interrupt` ends the waiting.
+          since: When the waiting began, on the monitor's clock. Default: now.
+
+        Blocks: until `missing()` is empty; messages from those ranks, or their departure, bring that about.
+
+        Raises:
+          PeerLostError: If a missing rank was silent for `timeout_seconds`, or was restarted. Where ranks go on without
+            a lost one: if it is still missing then.
+          DeadlineExceededError: If a missing rank never appeared within `timeout_seconds`, or is alive but did not
+            deliver within `progress_timeout_seconds`.
+          HopError: If the job was aborted meanwhile.
+          Interrupted: If this rank leaves the session itself.
+        """
+        start = self.monitor.now() if since is None else since
+        while (lost := self._wait(missing, start, operation, step, interruptible)) is not None:
+            self._pass_on(lost, learned_from=None)
+
+    def wait_until(self, condition: Callable[[], object], timeout_seconds: float) -> bool:
+        """Waits for something that no particular rank is to bring about.
+
+        Args:
+          condition: Called with the monitor held, after every change.
+          timeout_seconds: Longest time to wait.
+
+        Returns:
+          Whether `condition()` holds.
+
+        Raises:
+          HopError: If the job was aborted meanwhile.
+          Interrupted: If this rank leaves the session itself.
+        """
+        with self.monitor:
+            deadline = self.monitor.now() + timeout_seconds
+            while not condition():
+                self.check()
+                self._check_interrupted()
+                if self.monitor.now() >= deadline:
+                    return False
+                self.monitor.wait(_LIVENESS_PERIOD_SECONDS, deadline)
+            return True
+
+    def _wait(
+        self, missing, start: float, operation: str, step: int | None, interruptible: bool
+    ) -> membership_pb2.Leave | None:
+        """Waits until nobody is missing, or a rank is lost; returns what to tell the others of that one."""
+        with self.monitor:
+            while True:
+                self.check()  # Even if nobody is awaited: a rank that gave up is awaited no more.
+                awaited = missing()
+                if not awaited:
+                    return None
+                if interruptible:
+                    self._check_interrupted()
+                for peer in awaited:
+                    error = self._problem(peer, self.monitor.now() - start, operation, step)
+                    if error is None:
+                        continue
+                    end = self._departures.end_of(peer)
+                    is_known = end is not None and end.lost  # And still it is waited for: there is no going on.
+                    if is_known or not self._can_go_on_without(peer, step) or not isinstance(error, PeerLostError):
+                        raise error
+                    return self._depart(peer, error)
+                self.monitor.wait(_LIVENESS_PERIOD_SECONDS)
+
+    def _depart(self, peer: int, error: PeerLostError) -> membership_pb2.Leave:
+        """Takes a lost rank for one that has left for good."""
+        logging.error("rank %d goes on without rank %d: %s", self.rank, peer, error)
+        leave = self._departures.leave_of(peer, Departure({}, str(error), final=True, lost=True))
+        self._record(leave)
+        return leave
+
+    def _problem(self, peer: int, waited: float, operation: str, step: int | None) -> Exception | None:
+        """Why to wait no longer; None if there is hope."""
+        end = self._departures.end_of(peer)
+        return problem_of(
+            self.transport.status(peer),
+            None if end is None else end.reason,
+            waited,
+            self._options,
+            rank=self.rank,
+            peer=f"ps {self.servers.index(peer)}" if peer in self.servers else f"rank {peer}",
+            operation=operation,
+            step=step,
+        )
+
+    # Sending.
+
+    def send(
+        self,
+        peer: int,
+        queue: str,
+        header: bytes,
+        payload: Sequence[np.ndarray] = (),
+        lane: int | None = 0,
+        *,
+        step: int | None = None,
+        interruptible: bool = True,
+    ) -> None:
+        """Sends a message of a step, or drops it where the peer has left the session that this rank is in.
+
+        Args:
+          peer: The receiver.
+          queue: As for `Transport.send`; so are header, payload and lane.
+          header: Of the message.
+          payload: Of the message.
+          lane: Of the message.
+          step: The step. As in `wait`, where ranks go on without a lost one, they do so within a step.
+          interruptible: As in `wait`.
+
+        Blocks: as `Transport.send`. That the peer leaves or is lost, that this rank leaves the session, and whatever
+          ends the job end it too; the last one is raised by the next `wait`.
+
+        Raises:
+          HopError: As there.
+          PeerLostError: If the peer was lost, and the others do not go on without it.
+          Interrupted: If this rank leaves the session before there is room for the message.
+        """
+        start, life = self.monitor.now(), self.life_of(peer)
+
+        def check() -> None:
+            if interruptible:
+                self._check_interrupted()
+            # Between two sessions all have left the last one.
+            if self._failure is not None or (self.departure(peer) is not None and not self.has_left):
+                raise _NoUse
+            problem = self._problem(peer, self.monitor.now() - start, f"send to {queue!r}", step)
+            if problem is not None:
+                raise problem
+
+        try:
+            self.transport.send(peer, queue, header, payload, lane, check=check)
+        except _NoUse:
+            pass
+        except PeerLostError as error:
+            if not self._can_go_on_without(peer, step):
+                raise
+            self._go_on_without(peer, life, error)
+
+    def _can_go_on_without(self, peer: int, step: int | None) -> bool:
+        return step is not None and self._continue_without_lost and peer not in self.servers
+
+    def _go_on_without(self, peer: int, life: int, error: PeerLostError) -> None:
+        with self.monitor:
+            if self.departure(peer) is not None or self.life_of(peer) != life:
+                return  # It was known already, or has joined again since.
+            leave = self._depart(peer, error)
+        self._pass_on(leave)
+
+    def send_to_newcomer(
+        self, peer: int, queue: str, header: bytes, payload: Sequence[np.ndarray] = (), lane: int = 0
+    ) -> None:
+        """Sends a message to a process that is joining, or drops it where that one has died.
+
+        Blocks: as `Transport.send`. That the peer is lost and that this rank leaves the session end it.
+
+        Raises:
+          Interrupted: If this rank leaves the session before there is room for the message.
+        """
+
+        def check() -> None:
+            self._check_interrupted()
+            if self._failure is not None or self.transport.status(peer).was_refused_for(REFUSED_SECONDS):
+                raise _NoUse
+
+        try:
+            self.transport.send(peer, queue, header, payload, lane, check=check)
+        except _NoUse:
+            pass
+        except HopError as error:
+            logging.info("rank %d: could not send to %s of rank %d: %s", self.rank, queue, peer, error)
+
+    def tell_peers(self, queue: str, data: bytes, *, except_for: Collection[int | None] = ()) -> None:
+        """Sends a small message to every peer that can be reached. Does not block for long."""
+        self._tell_all(self.peers, queue, data, except_for)
+
+    def _tell_all(self, peers: Iterable[int], queue: str, data: bytes, except_for: Collection[int | None]) -> None:
+        for peer in peers:
+            if peer not in except_for:
+                self.tell(peer, queue, data)
+
+    def tell(self, peer: int, queue: str, data: bytes) -> None:
+        """Sends a small message to a peer, if it can be reached. Does not block for long."""
+        try:
+            self.transport.send(peer, queue, data)
+        except HopError as error:
+            logging.info("rank %d: could not send to %s of rank %d: %s", self.rank, queue, peer, error)
+
+    def flush(self, deadline: float) -> None:
+        """Gives what was sent time to arrive where somebody still listens; until `deadline`, on the monitor's clock."""
+        for peer in (*self.peers, *self.servers):
+            while self._listens(peer) and self.monitor.now() < deadline:
+                if self.transport.flush(peer, _FLUSH_PERIOD_SECONDS):
+                    break
+
+    def _listens(self, peer: int) -> bool:
+        status = self.transport.status(peer)
+        return status.connected and not status.was_silent_for(self._options.timeout_seconds)
