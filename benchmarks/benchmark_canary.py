@@ -144,7 +144,7 @@ def _time(case: Mapping, strategy: tf.distribute.Strategy) -> dict:
 def _reduce(case: Mapping, strategy: hop_tf.CanaryStrategy) -> dict:
     """Duration of an all-reduce, and processor time in it."""
     values = np.ones(case["num_values"], np.float32)
-    reduction = strategy.all_reduce_for_measurement(case["network"], values.size)
+    reduction = strategy.make_all_reduce(case["network"], values.size)
     seconds, processor_seconds = [], []
     for step in range(1 + _NUM_REDUCTIONS):
         start, processor_start = time.monotonic(), time.process_time()

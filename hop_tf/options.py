@@ -17,6 +17,8 @@ from hop_tf.arguments import check_choice
 DATA_PLANES = ("tcp", "grpc")
 
 _INTERFACES = "HOP_TF_INTERFACES"
+# Whether ranks measure their links when their first `fit` has ended, and rank 0 prints a plan: see `hop_tf plan`.
+PLAN_VARIABLE = "HOP_TF_PLAN"
 _DURATIONS = ("timeout_seconds", "progress_timeout_seconds", "report_interval_seconds")
 _TLS_FILES = ("tls_certificate_chain", "tls_private_key", "tls_root_certificates")
 

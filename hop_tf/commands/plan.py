@@ -12,11 +12,12 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from hop_tf.options import PLAN_VARIABLE
+
 if TYPE_CHECKING:
     from hop_tf.strategy import ExchangeStrategy
     from hop_tf.timing import DTSPlan, Measurement, Plan
 
-_ASKED_FOR = "HOP_TF_PLAN"
 # Delays and intervals of DTS that are shown beside the recommended ones: the default, and the paper's largest.
 _DELAYS = ((4, 4), (20, 12))
 
@@ -25,13 +26,8 @@ def main(argv: Sequence[str]) -> int:
     """Runs `hop_tf plan` with the arguments `argv`, those of `hop_tf launch`; returns the exit code."""
     from hop_tf.commands import launch
 
-    os.environ[_ASKED_FOR] = "1"
+    os.environ[PLAN_VARIABLE] = "1"
     return launch.main(argv, command="plan")
-
-
-def is_asked_for() -> bool:
-    """Whether this process is to print a plan when its first `fit` has ended."""
-    return os.environ.get(_ASKED_FOR) == "1"
 
 
 def show(strategy: ExchangeStrategy) -> None:

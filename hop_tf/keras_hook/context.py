@@ -9,6 +9,7 @@ import tensorflow as tf
 from tensorflow.python.distribute import one_device_strategy
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
+from hop_tf.keras_hook.hooks import TrainingHooks
 from hop_tf.keras_hook.optimizers import learning_rate, tf_variables
 from hop_tf.keras_hook.trace import StepTrace, trained_model
 from hop_tf.keras_hook.updates import out_of_place, own_updates
@@ -30,8 +31,8 @@ def refuse_xla() -> None:
 class _ReplicaContext(one_device_strategy._OneDeviceReplicaContext):
     """The replica context of a training step: sees the optimizer's update."""
 
-    def __init__(self, hooks: tf.distribute.Strategy, trace: StepTrace):
-        super().__init__(hooks)
+    def __init__(self, strategy: tf.distribute.Strategy, hooks: TrainingHooks, trace: StepTrace):
+        super().__init__(strategy)
         self._hooks = hooks
         self._trace = trace
 
@@ -96,26 +97,29 @@ class _ReplicaContext(one_device_strategy._OneDeviceReplicaContext):
 class Extended(one_device_strategy.OneDeviceExtended):
     """One replica on one device, with hooks around training steps and training data."""
 
-    # The trace of the step that is being traced: Keras re-enters the replica context within a step.
-    _trace: StepTrace | None = None
+    def __init__(self, strategy: tf.distribute.Strategy, device: str, hooks: TrainingHooks):
+        super().__init__(strategy, device)
+        self.hooks = hooks
+        # The trace of the step that is being traced: Keras re-enters the replica context within a step.
+        self._trace: StepTrace | None = None
 
     def _call_for_each_replica(self, fn, args, kwargs):
         strategy = self._container_strategy()
         if self._trace is not None:
-            with tf.device(self._device), _ReplicaContext(strategy, self._trace):
+            with tf.device(self._device), _ReplicaContext(strategy, self.hooks, self._trace):
                 return fn(*args, **kwargs)
         step = functools.partial(self._run_step, fn, args, kwargs)
         model = trained_model(fn)
-        return step() if model is None else strategy.around_step(step, (args, kwargs), model)
+        return step() if model is None else self.hooks.around_step(step, (args, kwargs), model)
 
     def _run_step(self, fn, args, kwargs):
         strategy = self._container_strategy()
         self._trace = StepTrace(fn, (args, kwargs))
         try:
-            strategy.enter_step(self._trace)
-            with tf.device(self._device), _ReplicaContext(strategy, self._trace):
+            self.hooks.enter_step(self._trace)
+            with tf.device(self._device), _ReplicaContext(strategy, self.hooks, self._trace):
                 result = fn(*args, **kwargs)
-            strategy.leave_step(self._trace)
+            self.hooks.leave_step(self._trace)
             return result
         finally:
             self._trace = None
@@ -125,8 +129,8 @@ class Extended(one_device_strategy.OneDeviceExtended):
 
     def _experimental_distribute_dataset(self, dataset, options):
         del options
-        return self._container_strategy().shard(dataset)
+        return self.hooks.shard(dataset)
 
     def _distribute_datasets_from_function(self, dataset_fn, options):
         del options
-        return dataset_fn(self._container_strategy().input_context)
+        return dataset_fn(self.hooks.input_context)

@@ -14,7 +14,7 @@ from hop_tf.keras_hook.trace import StepTrace
 
 
 class TrainingHooks(abc.ABC):
-    """What a strategy is asked by the hooks. Its `extended` is an `Extended`."""
+    """What is asked while models are trained: `Extended.hooks` of the strategy that they are trained under."""
 
     @abc.abstractmethod
     def fit_session(self, x: Any, callbacks: Any = None) -> contextlib.AbstractContextManager:

@@ -16,6 +16,7 @@ from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 from hop_tf.keras_hook.context import Extended
+from hop_tf.keras_hook.hooks import TrainingHooks
 
 
 @functools.cache
@@ -52,10 +53,10 @@ def _refuse_forgotten_scope(strategy: tf.distribute.Strategy) -> None:
 
 
 class _Fits(threading.local):
-    """The strategies under which this thread runs a `fit`, the innermost last."""
+    """The hooks of the strategies under which this thread runs a `fit`, the innermost last."""
 
     def __init__(self):
-        self.strategies: list[tf.distribute.Strategy] = []
+        self.hooks: list[TrainingHooks] = []
 
 
 _fits = _Fits()
@@ -71,19 +72,16 @@ def _wrapped(method: Callable, is_fit: bool) -> Callable:
             if is_fit:
                 _refuse_forgotten_scope(strategy)
             return method(self, *args, **kwargs)
+        hooks = strategy.extended.hooks
         bound = signature.bind(self, *args, **kwargs)
         given = bound.arguments
         if not is_fit:
-            if strategy in _fits.strategies:  # Validation.
-                strategy.end_epoch()
-            with strategy.keras_call():
+            if hooks in _fits.hooks:  # Validation.
+                hooks.end_epoch()
+            with hooks.keras_call():
                 return method(self, *args, **kwargs)
         callbacks = given.get("callbacks")
-        with (
-            strategy.keras_call(),
-            _fit(strategy, given.get("x"), callbacks),
-            _between(callbacks, strategy) as extended,
-        ):
+        with hooks.keras_call(), _fit(hooks, given.get("x"), callbacks), _between(callbacks, hooks) as extended:
             given["callbacks"] = extended
             return method(*bound.args, **bound.kwargs)
 
@@ -93,32 +91,32 @@ def _wrapped(method: Callable, is_fit: bool) -> Callable:
 class _First(keras.callbacks.Callback):
     """Tells a strategy that an epoch's steps are made, before the callbacks behind this one see the model."""
 
-    def __init__(self, strategy: tf.distribute.Strategy):
+    def __init__(self, hooks: TrainingHooks):
         super().__init__()
-        self._strategy = strategy
+        self._hooks = hooks
 
     def on_epoch_end(self, epoch, logs=None):
-        self._strategy.end_epoch()
+        self._hooks.end_epoch()
 
 
 class _Last(keras.callbacks.Callback):
     """Tells a strategy that the callbacks before this one have begun."""
 
-    def __init__(self, strategy: tf.distribute.Strategy):
+    def __init__(self, hooks: TrainingHooks):
         super().__init__()
-        self._strategy = strategy
+        self._hooks = hooks
 
     def on_train_begin(self, logs=None):
-        self._strategy.begin_training()
+        self._hooks.begin_training()
 
     def on_epoch_begin(self, epoch, logs=None):
-        self._strategy.begin_epoch()
+        self._hooks.begin_epoch()
 
 
 @contextlib.contextmanager
-def _between(callbacks: Any, strategy: tf.distribute.Strategy) -> Iterator[Any]:
+def _between(callbacks: Any, hooks: TrainingHooks) -> Iterator[Any]:
     """The user's callbacks between `_First` and `_Last`."""
-    first, last = _First(strategy), _Last(strategy)
+    first, last = _First(hooks), _Last(hooks)
     if not isinstance(callbacks, keras.callbacks.CallbackList):
         yield [first, *(tf.nest.flatten(callbacks) if callbacks is not None else ()), last]
         return
@@ -130,20 +128,20 @@ def _between(callbacks: Any, strategy: tf.distribute.Strategy) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def _fit(strategy: tf.distribute.Strategy, x: Any, callbacks: Any) -> Iterator[None]:
-    with strategy.fit_session(x, callbacks):
-        _fits.strategies.append(strategy)
+def _fit(hooks: TrainingHooks, x: Any, callbacks: Any) -> Iterator[None]:
+    with hooks.fit_session(x, callbacks):
+        _fits.hooks.append(hooks)
         try:
             yield
         finally:
-            _fits.strategies.pop()
+            _fits.hooks.pop()
 
 
 def _wrapped_finalize(method: Callable) -> Callable:
     @functools.wraps(method)
     def call(self, *args, **kwargs):
-        if _fits.strategies:
-            _fits.strategies[-1].finish_training()
+        if _fits.hooks:
+            _fits.hooks[-1].finish_training()
         return method(self, *args, **kwargs)
 
     return call

@@ -41,6 +41,9 @@ class OuterSteps:
       num_trained: How many are trained. An outer optimizer moves these; the others take the mean.
       max_newer: Most windows that may have ended when an older one is merged.
       optimizer: The outer optimizer, not built; None: means are added.
+
+    Attributes:
+      optimizer: The outer optimizer.
     """
 
     def __init__(
@@ -54,7 +57,7 @@ class OuterSteps:
     ):
         self._variables = variables
         self._num_trained = num_trained
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._changes = LateChanges(variables, values)
         self._own = Latest(variables, max_newer)
         with tf.init_scope():
@@ -111,14 +114,14 @@ class OuterSteps:
         self._changes.rebase([tf.cast(total, v.dtype) for total, v in zip(sums, self._variables, strict=True)])
 
     def _move(self, means: Sequence[tf.Tensor], has_steps: tf.Tensor) -> None:
-        if self._optimizer is None:
+        if self.optimizer is None:
             _add(self._merged, means)
             return
         trained, means_of_trained = self._merged[: self._num_trained], means[: self._num_trained]
 
         def make_step() -> None:
-            gradients = clipped(self._optimizer, [-mean for mean in means_of_trained])
-            update(self._optimizer, gradients, trained)
+            gradients = clipped(self.optimizer, [-mean for mean in means_of_trained])
+            update(self.optimizer, gradients, trained)
 
         tf.cond(has_steps, make_step, lambda: _add(trained, means_of_trained))
         _add(self._merged[self._num_trained :], means[self._num_trained :])

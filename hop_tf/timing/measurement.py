@@ -199,7 +199,7 @@ def _long_all_reduce(strategy: ExchangeStrategy, short: float) -> tuple[int, flo
 
 def _all_reduce_seconds(strategy: ExchangeStrategy, algorithm: str, num_values: int, num_times: int) -> list[float]:
     """Duration of each time, after one to warm up."""
-    reduction = strategy.all_reduce_for_measurement(algorithm, num_values)
+    reduction = strategy.make_all_reduce(algorithm, num_values)
     values = np.ones(num_values, np.float32)
     steps = iter(range(num_times + 1))
     try:
@@ -210,7 +210,7 @@ def _all_reduce_seconds(strategy: ExchangeStrategy, algorithm: str, num_values: 
 
 def _mean(strategy: ExchangeStrategy, numbers: Iterable[float]) -> list[float]:
     values = np.array(list(numbers), np.float32)
-    reduction = strategy.all_reduce_for_measurement("mesh", values.size)
+    reduction = strategy.make_all_reduce("mesh", values.size)
     try:
         return [float(value) for value in reduction.mean(0, [values], _everybody)[0]]
     finally:

@@ -189,12 +189,12 @@ class CanaryStrategy(ExchangeStrategy):
             continue_without_lost=self._settings.on_peer_loss == "continue",
         )
 
-    def _specs_beside(self) -> Sequence[TensorSpec]:
+    def specs_beside(self) -> Sequence[TensorSpec]:
         return [CommonRate.spec(self.world_size)] if self._settings.is_synchronous else []
 
-    def _make_exchange(self, context: ExchangeContext) -> Exchange:
+    def make_exchange(self, context: ExchangeContext) -> Exchange:
         settings = self._settings
-        num_beside = len(self._specs_beside())
+        num_beside = len(self.specs_beside())
         specs = context.packing.specs[: len(context.packing.specs) - num_beside]
         members = colayers.bundle(specs, settings.num_colayers)
         if settings.is_synchronous:
@@ -208,11 +208,12 @@ class CanaryStrategy(ExchangeStrategy):
                 )
         return CanaryExchange(context, members, settings.asynchronous(len(members)))
 
-    def _begin_training(self, group: Group) -> None:
+    def begin_training(self, groups: Sequence[Group]) -> None:
         if not self._settings.is_synchronous:
-            group.exchange.changes.reset()  # What callbacks have loaded is what training begins with, and no change.
+            for group in groups:
+                group.exchange.changes.reset()  # What callbacks have loaded is what training begins with: no change.
 
-    def _before_update(self, group: Group, values: Sequence[tf.Tensor], gradients: list) -> tuple[list, Any]:
+    def before_update(self, group: Group, values: Sequence[tf.Tensor], gradients: list) -> tuple[list, Any]:
         if self._settings.is_synchronous:
             outgoing = submit_gradients(group, gradients)
             means, _ = take_means(group, lambda segment: group.collect(outgoing, segment)[0])
@@ -220,7 +221,7 @@ class CanaryStrategy(ExchangeStrategy):
         _check_averages(group.optimizer())
         return gradients, SlotsBefore(group.optimizer(), group.trained) if self._settings.drops else None
 
-    def _after_update(self, group: Group, slots: SlotsBefore | None) -> tf.Tensor:
+    def after_update(self, group: Group, slots: SlotsBefore | None) -> tf.Tensor:
         if self._settings.is_synchronous:
             return tf.constant(0, tf.int64)
         exchange = group.exchange
@@ -240,10 +241,12 @@ class CanaryStrategy(ExchangeStrategy):
                 slots.restore(exchange.colayers, exchange.num_left.read_value())
         return num_skipped
 
-    def _common_slots(self, group: Group) -> Sequence[tf.Variable] | None:
-        return list(slots_of(group.optimizer(), group.trained).values()) if self._settings.is_synchronous else None
+    def common_optimizers(self, group: Group) -> Sequence[tuple]:
+        if not self._settings.is_synchronous:
+            return []
+        return [(group.optimizer(), list(slots_of(group.optimizer(), group.trained).values()))]
 
-    def _finish_training(self, group: Group) -> None:
+    def finish_training(self, group: Group) -> None:
         exchange, step = group.exchange, int(group.step)
         if self._settings.is_synchronous or not step:
             return

@@ -26,7 +26,6 @@ from hop_tf import codecs
 from hop_tf.arguments import check_choice, check_integer, identity_of
 from hop_tf.collectives import ALGORITHMS
 from hop_tf.keras_hook.optimizers import iterations_variable, tf_variables
-from hop_tf.keras_hook.trace import StepTrace
 from hop_tf.options import CommunicationOptions
 from hop_tf.runtime.group import ExchangeContext, Group
 from hop_tf.runtime.replica_state import describe_optimizer
@@ -109,7 +108,7 @@ class DTSStrategy(ExchangeStrategy):
       `hop_tf.runtime.outer` for local SGD and DiLoCo.
     """
 
-    _settles_loops = True
+    settles_loops = True
 
     def __init__(
         self,
@@ -159,10 +158,10 @@ class DTSStrategy(ExchangeStrategy):
         """
         return self._outer_optimizer
 
-    def _specs_beside(self) -> Sequence[TensorSpec]:
+    def specs_beside(self) -> Sequence[TensorSpec]:
         return [TensorSpec("hop_tf_counts", (1,), tf.float32, exact=True)]
 
-    def _make_exchange(self, context: ExchangeContext) -> DTSExchange:
+    def make_exchange(self, context: ExchangeContext) -> DTSExchange:
         for variable in context.trained:
             if variable.dtype == tf.float64 and self._settings.selection is not None:
                 raise ValueError(
@@ -179,38 +178,32 @@ class DTSStrategy(ExchangeStrategy):
         with contextlib.nullcontext() if is_within else self.scope():
             return type(optimizer).from_config({**optimizer.get_config(), "name": "outer_optimizer"})
 
-    def _average_over_ranks(self, weights: Sequence[tf.Variable]) -> None:
-        outer = self._outer_optimizer
-        if outer is None or not outer.built:
-            super()._average_over_ranks(weights)
-            return
+    def common_optimizers(self, group: Group) -> Sequence[tuple]:
+        outer = group.exchange.outer.optimizer
         # A rank that has ended early has missed some of its updates.
-        count = iterations_variable(outer)
-        mean = tf.Variable(tf.cast(count, tf.float64))
-        super()._average_over_ranks([*weights, *tf_variables(outer.variables), mean])
-        count.assign(tf.cast(tf.round(mean), count.dtype))
+        return [] if outer is None or not outer.built else [(outer, tf_variables(outer.variables))]
 
-    def leave_step(self, trace: StepTrace) -> None:
-        super().leave_step(trace)
-        if self._outer_optimizer is not None and len(trace.states) > 1:
+    def check_further_group(self, group: Group, others: Sequence[Group]) -> None:
+        if self._outer_optimizer is not None:
             raise ValueError(
                 "`outer_optimizer` must be None where a step trains with several optimizers. "
-                f"Received: {len(trace.states)} of them, and an outer {type(self._outer_optimizer).__name__}."
+                f"Received: {len(others) + 1} of them, and an outer {type(self._outer_optimizer).__name__}."
             )
 
-    def _begin_group(self, group: Group) -> None:
+    def begin_group(self, group: Group) -> None:
         if self._outer_optimizer is not None:
-            self._worker.broadcast_initial_values(tf_variables(self._outer_optimizer.variables))
+            self.training.worker.broadcast_initial_values(tf_variables(self._outer_optimizer.variables))
         group.exchange.first_iteration = int(iterations_variable(group.optimizer()))
 
-    def _begin_training(self, group: Group) -> None:
-        group.exchange.first_iteration = int(iterations_variable(group.optimizer()))
-        group.exchange.outer.begin()  # Callbacks may have changed weights.
+    def begin_training(self, groups: Sequence[Group]) -> None:
+        for group in groups:
+            group.exchange.first_iteration = int(iterations_variable(group.optimizer()))
+            group.exchange.outer.begin()  # Callbacks may have changed weights.
 
-    def _before_update(self, group: Group, values: Sequence[tf.Tensor], gradients: list) -> tuple[list, None]:
+    def before_update(self, group: Group, values: Sequence[tf.Tensor], gradients: list) -> tuple[list, None]:
         return gradients, None
 
-    def _after_update(self, group: Group, state: None) -> tf.Tensor:
+    def after_update(self, group: Group, state: None) -> tf.Tensor:
         num_steps, schedule = group.step.read_value() + 1, self._settings.schedule
         has_ended, ended = schedule.ended(num_steps)
         _when(has_ended, lambda: self._hand_out(group, ended))
@@ -228,7 +221,7 @@ class DTSStrategy(ExchangeStrategy):
         (*means, share), _ = group.collect([], take=lambda _, segment: group.take(window, segment))
         group.exchange.outer.merge(means, num_newer, share[0])
 
-    def _finish_training(self, group: Group) -> None:
+    def finish_training(self, group: Group) -> None:
         num_steps, num_batches = int(group.step), int(iterations_variable(group.optimizer()))
         if not num_steps and num_batches == group.exchange.first_iteration:
             return  # It has not trained; others may have dropped it.

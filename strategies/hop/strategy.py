@@ -152,15 +152,15 @@ class HopStrategy(ExchangeStrategy):
         """The communication graph."""
         return self._topology
 
-    def _make_exchange(self, context: ExchangeContext) -> HopExchange:
+    def make_exchange(self, context: ExchangeContext) -> HopExchange:
         return HopExchange(context, topology=self._topology, settings=self._settings)
 
-    def _before_update(self, group: Group, values: Sequence[tf.Tensor], gradients: list) -> tuple[list, tf.Tensor]:
+    def before_update(self, group: Group, values: Sequence[tf.Tensor], gradients: list) -> tuple[list, tf.Tensor]:
         if self._settings.update_order == "serial":
             return gradients, tf.constant(0, tf.int64)
         return gradients, self._average(group, values, gradients)
 
-    def _after_update(self, group: Group, num_skipped: tf.Tensor) -> tf.Tensor:
+    def after_update(self, group: Group, num_skipped: tf.Tensor) -> tf.Tensor:
         if self._settings.update_order == "serial":
             values = _read(group.variables)
             num_skipped = self._average(group, values, values)

@@ -42,7 +42,6 @@ from hop_tf.keras_hook.optimizers import (
     unscaled,
     use_ema,
 )
-from hop_tf.keras_hook.trace import StepTrace
 from hop_tf.options import CommunicationOptions
 from hop_tf.runtime.group import ExchangeContext, Group
 from hop_tf.runtime.rates import CommonRate
@@ -118,7 +117,7 @@ class PipeSGDStrategy(ExchangeStrategy):
       Training. NeurIPS 2018. Algorithm 1, Equations 2 to 7.
     """
 
-    _settles_loops = True
+    settles_loops = True
 
     def __init__(
         self,
@@ -165,7 +164,7 @@ class PipeSGDStrategy(ExchangeStrategy):
             neighbors=range(cluster.world_size),
         )
 
-    def _make_exchange(self, context: ExchangeContext) -> PipeSGDExchange:
+    def make_exchange(self, context: ExchangeContext) -> PipeSGDExchange:
         optimizer = context.optimizer()
         is_replayed = self._settings.replays and loss_scale(optimizer) is not None
         if is_replayed and (every := gradient_accumulation_steps(optimizer)) > 1:
@@ -182,31 +181,30 @@ class PipeSGDStrategy(ExchangeStrategy):
             )
         return PipeSGDExchange(context, self._settings)
 
-    def _specs_beside(self) -> Sequence[TensorSpec]:
+    def specs_beside(self) -> Sequence[TensorSpec]:
         return [CommonRate.spec(self.world_size)]
 
-    def _check_further_group(self, group: Group) -> None:
-        if group.exchange.replay is not None:
+    def check_further_group(self, group: Group, others: Sequence[Group]) -> None:
+        is_applied_again = any(other.optimizer() is group.optimizer() for other in others)
+        if is_applied_again and group.exchange.replay is not None:
             raise ValueError(
                 "`compensation` must be 'none' where an optimizer is applied several times in a step, to parts of the "
                 "variables: its count of steps belongs to none of them. Apply it once, or take an optimizer for each "
                 f"part. Received: compensation='replay', and {type(group.optimizer()).__name__}, applied again."
             )
 
-    def enter_step(self, trace: StepTrace) -> None:
-        super().enter_step(trace)
-        if tf.executing_eagerly():  # What a step has done before its update is known in graphs only.
-            for group in self._all_groups():
-                if int(group.step) == int(group.exchange.pipelined_from):
-                    self._begin_training(group)
+    def begin_eager_step(self, group: Group) -> None:
+        if int(group.step) == int(group.exchange.pipelined_from):
+            _begin_pipe(group)
 
-    def _begin_training(self, group: Group) -> None:
-        group.exchange.begin_pipe(int(group.step))
+    def begin_training(self, groups: Sequence[Group]) -> None:
+        for group in groups:
+            _begin_pipe(group)
 
-    def _begin_epoch(self, group: Group) -> None:
-        self._begin_training(group)
+    def begin_epoch(self, group: Group) -> None:
+        _begin_pipe(group)
 
-    def _before_update(self, group: Group, values: Sequence[tf.Tensor], gradients: list) -> tuple[list, None]:
+    def before_update(self, group: Group, values: Sequence[tf.Tensor], gradients: list) -> tuple[list, None]:
         exchange = group.exchange
         outgoing = submit_gradients(group, gradients)  # Line 10.
 
@@ -215,8 +213,8 @@ class PipeSGDStrategy(ExchangeStrategy):
 
         is_synchronous = exchange.replay is None
         if not is_synchronous and tf.executing_eagerly() and not exchange.replay.has_begun:
-            # It is too late to keep what was there before the group's first update: see `enter_step`. Ranks begin with
-            # rank 0's learning rate, so that weights have decayed alike.
+            # It is too late to keep what was there before the group's first update: see `begin_eager_step`. Ranks begin
+            # with rank 0's learning rate, so that weights have decayed alike.
             exchange.pipelined_from.assign(1)
             is_synchronous = True
         means, rate = take_means(group, take_due)
@@ -233,7 +231,7 @@ class PipeSGDStrategy(ExchangeStrategy):
         exchange.replay.keep(own)
         return gradients, None
 
-    def _after_update(self, group: Group, state: None) -> tf.Tensor:
+    def after_update(self, group: Group, state: None) -> tf.Tensor:
         return tf.constant(0, tf.int64)
 
     def _take_due(self, group: Group, t: tf.Tensor, segment: int) -> tuple[list[tf.Tensor], tf.Tensor]:
@@ -246,15 +244,15 @@ class PipeSGDStrategy(ExchangeStrategy):
         fills = tf.logical_and(t >= start, due < start)
         return tf.cond(fills, lambda: _zeros(group.exchange.parts[segment]), lambda: group.take(due, segment))
 
-    def _common_slots(self, group: Group) -> Sequence[tf.Variable]:
-        return list(slots_of(group.optimizer(), group.trained).values())
+    def common_optimizers(self, group: Group) -> Sequence[tuple]:
+        return [(group.optimizer(), list(slots_of(group.optimizer(), group.trained).values()))]
 
-    def _end_epoch(self, group: Group) -> None:
+    def end_epoch(self, group: Group) -> None:
         if group.exchange.replay is not None:
-            self._finish_training(group)
-            self._begin_training(group)  # For a second call of this.
+            self.finish_training(group)
+            _begin_pipe(group)  # For a second call of this.
 
-    def _finish_training(self, group: Group) -> None:
+    def finish_training(self, group: Group) -> None:
         exchange, count = group.exchange, iterations_variable(group.optimizer())
         num_batches = int(count)
         for t in exchange.in_flight(int(group.step)):
@@ -269,9 +267,13 @@ class PipeSGDStrategy(ExchangeStrategy):
         if exchange.replay is not None and gradient_accumulation_steps(group.optimizer()) > 1:
             count.assign(num_batches)  # Some may wait for the next update.
 
-    def _break_off(self, group: Group) -> None:
+    def break_off(self, group: Group) -> None:
         if group.exchange.replay is not None and group.exchange.in_flight(int(group.step)):
             group.exchange.replay.restore()
+
+
+def _begin_pipe(group: Group) -> None:
+    group.exchange.begin_pipe(int(group.step))
 
 
 def submit_gradients(group: Group, gradients: Sequence) -> list[tf.Tensor]:

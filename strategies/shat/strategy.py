@@ -19,10 +19,9 @@ What is said of the paper's Equation 4 stands at `mixing_weight`.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import keras
 import numpy as np
@@ -192,7 +191,7 @@ class SHATParameterServerStrategy(ExchangeStrategy):
         """
         super().synchronize(model)
         weights = {id(weight.value) for weight in model.weights}
-        for group in self._all_groups():
+        for group in self.training.groups:
             if weights.issuperset(map(id, group.trained)) and self._is_current(group):
                 group.exchange.state.pull(finalizes=True)
 
@@ -201,7 +200,7 @@ class SHATParameterServerStrategy(ExchangeStrategy):
         own = set(map(id, group.trained))
         return all(
             other.exchange.last_session <= group.exchange.last_session or own.isdisjoint(map(id, other.trained))
-            for other in self._all_groups()
+            for other in self.training.groups
         )
 
     def report(self) -> dict[str, float]:
@@ -211,32 +210,32 @@ class SHATParameterServerStrategy(ExchangeStrategy):
           Beside what `ExchangeStrategy.report` returns: alpha and c of the latest push, the means over all shards;
           `communicate_seconds`, and for each server with a shard `shard_<s>_bytes_sent` and `shard_<s>_bytes_received`.
         """
-        latest = [each for group in self._all_groups() for each in group.exchange.latest]
+        latest = [each for group in self.training.groups for each in group.exchange.latest]
         others, weight = np.mean(latest, axis=0) if latest else (0.0, 0.0)
         return {**super().report(), "pushes_by_others": float(others), "mixing_weight": float(weight)}
 
-    def _make_exchange(self, context: ExchangeContext) -> ShatExchange:
+    def make_exchange(self, context: ExchangeContext) -> ShatExchange:
         return ShatExchange(context, self._settings)
 
-    def _specs_beside(self) -> Sequence[TensorSpec]:
+    def specs_beside(self) -> Sequence[TensorSpec]:
         size = max(NUM_BESIDE, self._num_servers)
         return [TensorSpec("hop_tf/beside", (size,), tf.float32, exact=True)]
 
-    def _begin_group(self, group: Group) -> None:
-        joins = self._worker.joining
+    def begin_group(self, group: Group) -> None:
+        joins = self.training.worker.joining
         group.exchange.state.configure(joins=joins)
         if joins:
-            self._worker.join_at_once(group)
-            self._joined_session = self._worker.membership.session
+            self.training.worker.join_at_once(group)
+            self._joined_session = self.training.worker.membership.session
 
-    def _check_new_group(self) -> None:
-        if self._worker.membership.session == self._joined_session:
+    def check_new_group(self) -> None:
+        if self.training.worker.membership.session == self._joined_session:
             raise ValueError(
                 "to join a running job after a restart, a step must update by one optimizer only: what makes a second "
                 "one alike on all ranks, the others have done already. Start the whole job again."
             )
 
-    def _before_update(self, group: Group, values: Sequence[tf.Tensor], gradients: list) -> tuple[list, _Step]:
+    def before_update(self, group: Group, values: Sequence[tf.Tensor], gradients: list) -> tuple[list, _Step]:
         optimizer = group.optimizer()
         del values
         own = unscaled(optimizer, gradients)
@@ -253,7 +252,7 @@ class SHATParameterServerStrategy(ExchangeStrategy):
     def _padded(self, beside: tf.Tensor) -> tf.Tensor:
         return tf.pad(beside, [[0, max(NUM_BESIDE, self._num_servers) - NUM_BESIDE]])
 
-    def _after_update(self, group: Group, state: _Step) -> tf.Tensor:
+    def after_update(self, group: Group, state: _Step) -> tf.Tensor:
         received, _ = group.collect(state.outgoing)  # Line 6.
         weights = received[-1]
         local = self._local_model(group, state)
@@ -285,33 +284,24 @@ class SHATParameterServerStrategy(ExchangeStrategy):
             for before, decay, scale, gradient in zip(step.before, decays, scales, step.gradients, strict=True)
         ]
 
-    @contextlib.contextmanager
-    def fit_session(self, x, callbacks=None) -> Iterator[None]:
-        try:
-            with super().fit_session(x, callbacks):
-                yield
-        except BaseException:
-            for group in self._all_groups():
-                if group.exchange.sent_steps:
-                    group.exchange.state.keep_model()  # A mixture, in which what others have pushed counts in part.
-            raise
+    def break_off(self, group: Group) -> None:
+        if group.exchange.sent_steps:
+            group.exchange.state.keep_model()  # A mixture, in which what others have pushed counts in part.
 
-    def begin_training(self) -> None:
-        super().begin_training()
-        if self._worker is None:
+    def begin_training(self, groups: Sequence[Group]) -> None:
+        for group in groups:
+            group.exchange.state.offer()
+        if self.training.worker is None:
             return
         if self.is_chief:
-            tell_of_offers(self._worker.membership)
+            tell_of_offers(self.training.worker.membership)
             return
         # Groups that have variables in common: the one that was trained last has their values.
-        for group in sorted(self._all_groups(), key=lambda group: group.exchange.last_session):
+        for group in sorted(groups, key=lambda group: group.exchange.last_session):
             if group.exchange.is_configured:  # It is not where its first `fit` was broken off early.
                 group.exchange.state.pull(after_offers=True)
 
-    def _begin_training(self, group: Group) -> None:
-        group.exchange.state.offer()
-
-    def _finish_training(self, group: Group) -> None:
+    def finish_training(self, group: Group) -> None:
         if group.exchange.sent_steps:  # Others may keep older values of the same variables.
             group.exchange.state.pull()
 

@@ -63,7 +63,7 @@ class FakeCluster:
     def perf_counter(self):
         return self._now
 
-    def all_reduce_for_measurement(self, algorithm, num_values):
+    def make_all_reduce(self, algorithm, num_values):
         turns = itertools.count()
         self.num_values.append(num_values)
 
@@ -268,9 +268,8 @@ class PlanTest(tf.test.TestCase):
         """Starts the script as the launcher does, and asks for a plan."""
         with mock.patch.object(launch, "main", return_value=3) as start, mock.patch.dict(os.environ):
             self.assertEqual(plan.main(["--num_workers=2", "script.py"]), 3)
-            self.assertTrue(plan.is_asked_for())
+            self.assertEqual(os.environ["HOP_TF_PLAN"], "1")
         start.assert_called_once_with(["--num_workers=2", "script.py"], command="plan")
-        self.assertFalse(plan.is_asked_for())
 
     def test_refuses_a_world_of_one(self):
         with mock.patch.dict(os.environ, {"HOP_TF_PLAN": "1"}):

@@ -23,6 +23,7 @@ from tensorflow.python.ops import control_flow_util
 
 import hop_tf
 from hop_tf.keras_hook import context, optimizers, updates
+from hop_tf.runtime.training import TrainingRun
 
 
 def _parameters(function):
@@ -278,7 +279,7 @@ class OptimizerTest(tf.test.TestCase, parameterized.TestCase):
             on_train_batch_begin=lambda batch, logs: events.append("step"),
         )
         callbacks = keras.callbacks.CallbackList([mine], add_history=True, model=model)
-        with mock.patch.object(hop_tf.HopStrategy, "begin_training", lambda self: events.append("begin")):
+        with mock.patch.object(TrainingRun, "begin_training", lambda self: events.append("begin")):
             for _ in range(2):
                 given = [mine] if as_list else callbacks
                 model.fit(np.ones((2, 1)), np.ones((2, 1)), verbose=0, callbacks=given)
@@ -295,7 +296,7 @@ class StepTraceTest(tf.test.TestCase, parameterized.TestCase):
             model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1)])
             model.compile("sgd", "mse", run_eagerly=run_eagerly)
         seen = []
-        with mock.patch.object(hop_tf.HopStrategy, "enter_step", lambda self, trace: seen.append(trace.model)):
+        with mock.patch.object(TrainingRun, "enter_step", lambda self, trace: seen.append(trace.model)):
             model.fit(np.ones((2, 1)), np.ones((2, 1)), verbose=0)
             self.assertTrue(seen)
             self.assertTrue(all(each is model for each in seen))

@@ -142,7 +142,7 @@ class InProcessClusterTest(tf.test.TestCase, parameterized.TestCase):
         with self.assertRaisesRegex(KeyError, "no more"):
             InProcessCluster(2, make_strategy).run(lambda strategy: None)
         with self.assertRaisesRegex(hop_tf.errors.HopError, "shut down"):
-            made[0].fit_session(None).__enter__()
+            made[0].training.fit_session(None).__enter__()
 
     def test_parameter_servers(self):
         def make_strategy(cluster_resolver):

@@ -86,7 +86,7 @@ def _average(size, fault_at, fault):
     options = hop_tf.CommunicationOptions(timeout_seconds=20)
     strategy = hop_tf.PipeSGDStrategy(communication_options=options)
     checksums, error, nums_broken = [], "", []
-    reduction = strategy.all_reduce_for_measurement("mesh", size)
+    reduction = strategy.make_all_reduce("mesh", size)
     with mock.patch.object(all_reduce.Operation, "send", send_under_faults):
         try:
             for step in range(6):
@@ -101,7 +101,8 @@ def _average(size, fault_at, fault):
 
 def _break_connections(strategy):
     """Those that bring messages; returns how many there were."""
-    connections = [each for server in strategy._worker._transport._sockets for each in tuple(server._connections)]
+    servers = strategy.training.worker._transport._sockets
+    connections = [each for server in servers for each in tuple(server._connections)]
     for connection in connections:
         connection.end()
     return len(connections)

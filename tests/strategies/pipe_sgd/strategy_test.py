@@ -203,7 +203,7 @@ class _AbortOnRank1(keras.callbacks.Callback):
             if self._strategy.rank == 1:
                 raise HopError("broken on purpose")
             with contextlib.suppress(HopError):
-                self._strategy._worker.membership.wait_until(lambda: False, _OPTIONS.timeout_seconds)
+                self._strategy.training.worker.membership.wait_until(lambda: False, _OPTIONS.timeout_seconds)
 
 
 def _error_of_fit(strategy, **arguments):

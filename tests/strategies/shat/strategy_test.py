@@ -532,13 +532,13 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
         """The others do not take part again in what makes the second one alike."""
 
         def train(strategy):
-            begin_group = strategy._begin_group
+            begin_group = strategy.begin_group
 
             def begin_group_and_join(group):  # As of a process that was started again.
                 begin_group(group)
                 strategy._joined_session = 1
 
-            strategy._begin_group = begin_group_and_join
+            strategy.begin_group = begin_group_and_join
             with strategy.scope():
                 model = _TwoOptimizers()
                 model.build((None, 3))

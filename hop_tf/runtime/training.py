@@ -1,0 +1,331 @@
+"""`TrainingRun`: what a strategy does while a model is trained, `fit` by `fit` and step by step."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import keras
+import tensorflow as tf
+
+from hop_tf.errors import HopError
+from hop_tf.keras_hook.context import refuse_xla
+from hop_tf.keras_hook.data import DataSharding
+from hop_tf.keras_hook.emulated_compute import EmulatedCompute
+from hop_tf.keras_hook.hooks import TrainingHooks
+from hop_tf.keras_hook.interrupts import on_keyboard_interrupt
+from hop_tf.keras_hook.optimizers import gradient_accumulation_steps, tf_variables
+from hop_tf.keras_hook.skipping import StepSkipping
+from hop_tf.keras_hook.trace import StepTrace
+from hop_tf.runtime.group import Group
+from hop_tf.runtime.report import StepStatistics
+from hop_tf.runtime.worker import Worker
+
+if TYPE_CHECKING:
+    from hop_tf.strategy import ExchangeStrategy
+
+
+class Phase(enum.Enum):
+    """Where training is. The session of a custom loop begins with its first step, and has no end of its own."""
+
+    OUTSIDE = "outside of `fit`, also within a custom loop"
+    FITTING = "`fit` makes steps"
+    FINISHED = "`fit` has made its last step"
+
+
+class TrainingRun(TrainingHooks):
+    """Sessions, groups and steps of one strategy: the same for every scheme.
+
+    Args:
+      strategy: Whose scheme is asked. Its cluster may have one rank: then steps are left as they are.
+      skips_steps: See `ExchangeStrategy`.
+      joins_at_once: See `ExchangeStrategy`.
+
+    Attributes:
+      worker: This rank among the others; None in a world of one.
+      data: How training data is shared out.
+      statistics: Steps and waiting times.
+    """
+
+    def __init__(self, strategy: ExchangeStrategy, *, skips_steps: bool, joins_at_once: bool):
+        self._strategy = strategy
+        self._joins_at_once = joins_at_once
+        self.worker: Worker | None = None
+        self.data = DataSharding(strategy.rank, strategy.world_size)
+        self.statistics = StepStatistics()
+        self._emulated_compute = EmulatedCompute.from_environment(strategy.rank, strategy.world_size)
+        # For each optimizer, by the identities of the variables that it updates together.
+        self._groups: weakref.WeakKeyDictionary[object, dict[tuple[int, ...], Group]] = weakref.WeakKeyDictionary()
+        self._phase = Phase.OUTSIDE
+        # What passes over steps: where the scheme may want that, and in a process that was started again.
+        self._skipping = StepSkipping() if skips_steps and strategy.world_size > 1 else None
+        self._is_catching_up = False
+
+    @property
+    def groups(self) -> list[Group]:
+        """The groups of variables that are exchanged."""
+        return [group for groups in self._groups.values() for group in groups.values()]
+
+    def require_outside_fit(self, what: str) -> None:
+        """Raises RuntimeError within a `fit`."""
+        if self._phase is not Phase.OUTSIDE:
+            raise RuntimeError(
+                f"`{what}` was called while a `fit` under this strategy runs, as in a callback. Other ranks are at "
+                "other steps of that `fit` and cannot take part. Call it afterwards; a model that is to be trained on "
+                "this rank alone belongs in the scope of another strategy, such as tf.distribute.OneDeviceStrategy."
+            )
+
+    def close(self) -> None:
+        """Leaves the cluster for good."""
+        if self._emulated_compute is not None:
+            self._emulated_compute.close()
+        if self.worker is not None:
+            self.worker.close("its process ended")
+
+    # Sessions.
+
+    @contextlib.contextmanager
+    def fit_session(self, x, callbacks=None) -> Iterator[None]:
+        """What surrounds `model.fit`: enter the session, leave it in any case, raise what really happened."""
+        if self.worker is None:
+            yield
+        else:
+            yield from self._fit_session(x, callbacks)
+        self._strategy.after_fit()
+
+    def _fit_session(self, x, callbacks) -> Iterator[None]:
+        self.require_outside_fit("fit")
+        self.data.begin_fit(x)
+        self._phase = Phase.FITTING
+        try:
+            with self._naming_causes(), on_keyboard_interrupt(self.worker.membership.interrupt):
+                self._end_loop()
+                self.worker.begin_session()
+                if self._skipping is not None:
+                    self._skipping.begin_session()
+                if self.worker.joining and not self._joins_at_once:
+                    _refuse_to_restore(callbacks)
+                yield
+                self.finish_training()  # Without an optimizer of its own, a model does not tell of its last step.
+                if self.worker.joining:
+                    raise HopError(
+                        f"rank {self._strategy.rank} was started again, and its `fit` has ended before it was where "
+                        "the others are: it has not trained. Give all ranks the same number of epochs and steps."
+                    )
+        except BaseException as error:
+            for group in self.groups:
+                self._strategy.break_off(group)
+            self.worker.end_session(error)
+            raise
+        else:
+            self.worker.end_session(None)
+        finally:
+            self._phase = Phase.OUTSIDE
+            self.data.end_fit()
+            self._strategy.write_report()
+
+    @contextlib.contextmanager
+    def _naming_causes(self) -> Iterator[None]:
+        """Raises what really happened where an operation fails because the job is broken."""
+        try:
+            yield
+        except tf.errors.OpError as error:
+            failure = self.worker.membership.failure
+            if failure is None:
+                raise
+            raise failure from error
+
+    def _end_loop(self) -> None:
+        """Ends the session of a custom loop, if one is under way: it has no end of its own."""
+        if self.worker.in_session:
+            if self._strategy.settles_loops:
+                with self._naming_causes():
+                    for group in self.groups:
+                        self._strategy.finish_training(group)
+            self.worker.end_session(None)
+
+    @contextlib.contextmanager
+    def outside_loop(self) -> Iterator[None]:
+        """Surrounds what all ranks do together between two steps of a custom loop."""
+        loops = self.worker.in_session and self._strategy.settles_loops
+        if loops:
+            self._end_loop()
+        yield
+        if loops:
+            self.worker.begin_session()
+            self.begin_training()
+
+    def _require_session(self) -> None:
+        """A custom loop enters its session at its first step."""
+        if not self.worker.in_session:
+            self.worker.begin_session()
+
+    def begin_training(self) -> None:
+        """Lets the scheme look at what has changed between two fits, and by callbacks."""
+        self._strategy.begin_training(self.groups)
+
+    def begin_epoch(self) -> None:
+        """Lets the scheme look at what callbacks have changed since the last epoch."""
+        for group in self.groups:
+            self._strategy.begin_epoch(group)
+
+    def end_epoch(self) -> None:
+        """Lets the scheme do what validation and callbacks count on."""
+        for group in self.groups:
+            self._strategy.end_epoch(group)
+
+    def finish_training(self) -> None:
+        """Lets the scheme do, once in a `fit`, what is left when the last step has been made."""
+        if self._phase is not Phase.FITTING:
+            return
+        self._phase = Phase.FINISHED
+        for group in self.groups:
+            self._strategy.finish_training(group)
+
+    # Data.
+
+    def keras_call(self) -> contextlib.AbstractContextManager:
+        """See `DataSharding`."""
+        return self.data.keras_call()
+
+    def shard(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        """This rank's part of the training data; everything, where the data is for validation or prediction."""
+        return self.data.part_of(dataset)
+
+    @property
+    def input_context(self) -> tf.distribute.InputContext:
+        """This rank among the input pipelines of `distribute_datasets_from_function`."""
+        rank, world_size = self._strategy.rank, self._strategy.world_size
+        return tf.distribute.InputContext(
+            num_input_pipelines=world_size, input_pipeline_id=rank, num_replicas_in_sync=world_size
+        )
+
+    # One training step.
+
+    def enter_step(self, trace: StepTrace) -> None:
+        """Gives the model rank 0's initial values, before its first step."""
+        if self.worker is not None and trace.model is not None and trace.model.built:
+            refuse_xla()  # Before other ranks are asked for anything.
+            optimizer = getattr(trace.model, "optimizer", None)
+            slots = optimizer.variables if optimizer is not None and optimizer.built else ()
+            with tf.init_scope():
+                self._require_session()
+                self.worker.broadcast_initial_values(tf_variables(trace.model.weights, slots))
+            trace.read_untrained()
+            with trace.when_data_is_here():
+                self.statistics.count_start()
+        if self._emulated_compute is not None:
+            with trace.when_data_is_here():
+                trace.started_at = tf.timestamp()
+        if tf.executing_eagerly():
+            for group in self.groups:
+                self._strategy.begin_eager_step(group)
+
+    def leave_step(self, trace: StepTrace) -> None:
+        """Raises if a step trained a model and no update was seen: nothing would be exchanged, silently."""
+        trains = self.worker is not None and trace.model is not None and trace.model.trainable_weights
+        optimizer = getattr(trace.model, "optimizer", None)
+        if tf.executing_eagerly() and optimizer is not None and gradient_accumulation_steps(optimizer) > 1:
+            return  # Its batch may be one of those that make no update; in a graph there is one for the others.
+        if trains and not trace.num_updates:
+            raise HopError(
+                "a training step was run, but hop_tf saw no optimizer update in it, so nothing would be exchanged. "
+                f"Check that train_step calls optimizer.apply. Keras {keras.__version__}, TensorFlow {tf.__version__}."
+            )
+
+    def exchange(self, optimizer, trace: StepTrace, gradients: list, variables: list[tf.Variable]) -> list:
+        """Runs the scheme's half of the graph; returns the gradients to apply."""
+        if self.worker is not None or self._emulated_compute is not None:
+            refuse_xla()
+        trace.refuse_nested_function()
+        with trace.when_data_is_here():
+            return self._exchange(optimizer, trace, gradients, variables)
+
+    def _exchange(self, optimizer, trace: StepTrace, gradients: list, variables: list[tf.Variable]) -> list:
+        if trace.num_updates == 0:  # With several optimizers, one step has several updates.
+            self.statistics.count_step()
+        trace.num_updates += 1
+        if self._emulated_compute is not None and trace.started_at is not None:
+            gradients = self._emulated_compute.delay(trace.started_at, gradients)
+        if self.worker is None:
+            return gradients
+        if self._passes_over_steps():
+            self._skipping.note(optimizer, in_fit=self._phase is not Phase.OUTSIDE and trace.model is not None)
+        group = self._group_of(optimizer, trace, variables)
+        others = [other for other in self.groups if other.name in trace.states]
+        if others:
+            self._strategy.check_further_group(group, others)
+        trace.claim(group.variables)
+        values = [trace.value_at_start(variable) for variable in group.variables]
+        gradients, trace.states[group.name] = self._strategy.before_update(group, values, gradients)
+        return gradients
+
+    def after_update(self, optimizer, trace: StepTrace, variables: list[tf.Variable]) -> None:
+        """Runs what the scheme does after the update, and ends the group's step."""
+        if self.worker is None:
+            return
+        group = self._groups[optimizer][_key(variables)]
+        with trace.when_data_is_here():
+            num_skipped = self._strategy.after_update(group, trace.states[group.name])
+            group.end_step(num_skipped)
+            if self._skipping is not None:
+                self._skipping.skip(num_skipped)
+
+    def _group_of(self, optimizer, trace: StepTrace, variables: list[tf.Variable]) -> Group:
+        groups = self._groups.setdefault(optimizer, {})
+        key = _key(variables)
+        if key not in groups:
+            self._strategy.check_new_group()
+            carried = trace.unclaimed_assigned()
+            begun = tf.executing_eagerly()  # Else the step is only traced.
+            with tf.init_scope():
+                values = [trace.value_at_start(each) if begun else each.read_value() for each in carried]
+                self._require_session()
+                self.worker.broadcast_initial_values([*variables, *tf_variables(optimizer.variables)])
+                groups[key] = self.worker.add_group(
+                    optimizer=optimizer,
+                    trained=variables,
+                    carried=carried,
+                    carried_values=values,
+                    statistics=self.statistics,
+                    beside=self._strategy.specs_beside(),
+                )
+                self._strategy.begin_group(groups[key])
+        return groups[key]
+
+    # Steps that are passed over.
+
+    def around_step(self, step: Callable[[], object], arguments: object, model: keras.Model) -> object:
+        """Runs the step, unless it is to be passed over."""
+        return self._skipping.run(step, arguments, model) if self._passes_over_steps() else step()
+
+    def _passes_over_steps(self) -> bool:
+        """Whether steps can be passed over: the scheme may want that, or this process was started again."""
+        joins = self.worker is not None and self.worker.joining and not self._joins_at_once
+        if joins and not self._is_catching_up:
+            self._is_catching_up = True
+            self._skipping = self._skipping or StepSkipping()
+            self._skipping.begin_by_skipping(self._catch_up)
+        return self._skipping is not None
+
+    def _catch_up(self, optimizer) -> tf.Tensor:
+        (group,) = self._groups[optimizer].values()
+        return group.catch_up()
+
+
+def _refuse_to_restore(callbacks) -> None:
+    """Raises ValueError where a callback would begin at a later epoch: then steps would not be the others'."""
+    for callback in tf.nest.flatten(getattr(callbacks, "callbacks", callbacks)):  # There may be a CallbackList.
+        if isinstance(callback, keras.callbacks.BackupAndRestore):
+            raise ValueError(
+                "a rank that was started again takes its state from the others, and passes over the steps that it has "
+                "missed: `BackupAndRestore` would begin at another step. Leave it out, or start all ranks again. "
+                f"Received: callbacks={callbacks!r}."
+            )
+
+
+def _key(variables: Sequence[tf.Variable]) -> tuple[int, ...]:
+    return tuple(id(variable) for variable in variables)
