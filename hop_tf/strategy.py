@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import atexit
 import importlib
 import json
@@ -21,15 +20,13 @@ from hop_tf.keras_hook.context import Extended
 from hop_tf.keras_hook.optimizers import iterations_variable
 from hop_tf.keras_hook.trainer import forget_cluster, note_cluster, wrap_trainer
 from hop_tf.options import PLAN_VARIABLE, CommunicationOptions, checked_options
-from hop_tf.runtime.exchange import Exchange
-from hop_tf.runtime.group import ExchangeContext, Group
 from hop_tf.runtime.report import ReportWriter, static_identity
+from hop_tf.runtime.scheme import Scheme
 from hop_tf.runtime.training import TrainingRun
 from hop_tf.runtime.worker import Worker
-from hop_tf.tensors.packing import TensorSpec
 
 
-class ExchangeStrategy(tf.distribute.Strategy):
+class ExchangeStrategy(tf.distribute.Strategy, Scheme):
     """Base of the strategies: one replica in this process, which exchanges with other processes' replicas.
 
     Subclasses give an `Exchange` (`make_exchange`) and its half of the training graph (`before_update` and
@@ -55,9 +52,6 @@ class ExchangeStrategy(tf.distribute.Strategy):
       RuntimeError: If Keras does not run on TensorFlow.
     """
 
-    # Whether `synchronize` merges what is under way in a custom loop, as the end of `fit` does.
-    settles_loops = False
-
     def __init__(
         self,
         *,
@@ -79,7 +73,9 @@ class ExchangeStrategy(tf.distribute.Strategy):
         self._cluster = cluster
         self._resolver = cluster_resolver or tf.distribute.cluster_resolver.TFConfigClusterResolver()
         self._options = checked_options(communication_options)
-        self.training = TrainingRun(self, skips_steps=skips_steps, joins_at_once=joins_at_once)
+        self.training = TrainingRun(
+            self, rank=cluster.rank, world_size=cluster.world_size, skips_steps=skips_steps, joins_at_once=joins_at_once
+        )
         device = "/gpu:0" if tf.config.list_physical_devices("GPU") else "/cpu:0"
         super().__init__(Extended(self, device, self.training))
         self._shows_plan = os.environ.get(PLAN_VARIABLE) == "1"
@@ -106,72 +102,6 @@ class ExchangeStrategy(tf.distribute.Strategy):
     @property
     def _worker(self) -> Worker | None:
         return self.training.worker
-
-    # What subclasses give.
-
-    @abc.abstractmethod
-    def make_exchange(self, context: ExchangeContext) -> Exchange:
-        """Makes the scheme's `Exchange` for a new group."""
-
-    @abc.abstractmethod
-    def before_update(self, group: Group, values: Sequence[tf.Tensor], gradients: list) -> tuple[list, Any]:
-        """Emits what the scheme does before the optimizer updates the variables.
-
-        Args:
-          group: The exchange group of the optimizer.
-          values: What each of `group.variables` was when the step began.
-          gradients: The local gradients, as the optimizer got them.
-
-        Returns:
-          The gradients that the optimizer is to apply, and what `after_update` is to know.
-        """
-
-    @abc.abstractmethod
-    def after_update(self, group: Group, state: Any) -> tf.Tensor:
-        """Emits what the scheme does after the update.
-
-        Args:
-          group: The exchange group of the optimizer.
-          state: What `before_update` has returned.
-
-        Returns:
-          int64 scalar: how many training steps are to be passed over (see `Incoming.num_skipped`).
-        """
-
-    def specs_beside(self) -> Sequence[TensorSpec]:
-        """What travels beside a group's variables."""
-        return ()
-
-    def common_optimizers(self, group: Group) -> Sequence[tuple[keras.optimizers.Optimizer, Sequence[tf.Variable]]]:
-        """Optimizers that make the same updates of the group on all ranks, with what they remember of these."""
-        return ()
-
-    def check_new_group(self) -> None:
-        """Raises ValueError where a group cannot be made now: before others are asked for anything."""
-
-    def begin_group(self, group: Group) -> None:
-        """Does, eagerly, what a new group needs before its first step."""
-
-    def check_further_group(self, group: Group, others: Sequence[Group]) -> None:
-        """Raises ValueError where a group cannot be updated in the same step, after these others."""
-
-    def begin_eager_step(self, group: Group) -> None:
-        """Does what a group that is there needs before an eager step, of which no graph tells what comes first."""
-
-    def begin_training(self, groups: Sequence[Group]) -> None:
-        """Does, eagerly, what the groups that are there need before the first step of a `fit`."""
-
-    def begin_epoch(self, group: Group) -> None:
-        """Does, eagerly, what a group that is there needs before the first step of an epoch of `fit`."""
-
-    def end_epoch(self, group: Group) -> None:
-        """Does, eagerly, what validation and callbacks at the end of an epoch of `fit` count on."""
-
-    def finish_training(self, group: Group) -> None:
-        """Does, eagerly, what is left when `fit` has made its last step."""
-
-    def break_off(self, group: Group) -> None:
-        """Does, eagerly, what is left when `fit` has failed; nothing of other ranks may be waited for."""
 
     # What users call.
 
@@ -318,13 +248,11 @@ class ExchangeStrategy(tf.distribute.Strategy):
     # What training calls.
 
     def after_fit(self) -> None:
-        """Called when a `fit` has ended well."""
         if self._shows_plan:
             self._shows_plan = False
             importlib.import_module("hop_tf.commands.plan").show(self)  # By its name: commands know strategies.
 
     def write_report(self) -> None:
-        """Called when a `fit` has ended."""
         self._writer.write()
 
     def distribute_datasets_from_function(self, dataset_fn, options=None):

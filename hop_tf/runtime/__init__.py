@@ -1,1 +1,22 @@
-"""One rank at run time: its groups of variables, what they exchange, and who takes part."""
+"""One rank at run time: its groups of variables, what they exchange, and how a training goes on.
+
+A strategy of your own stands on `Scheme`, `Exchange` (or `AveragingExchange`) and `LateChanges`: see
+`hop_tf.strategy.ExchangeStrategy`.
+"""
+
+from hop_tf.runtime.averaging import LateChanges
+from hop_tf.runtime.averaging_exchange import AveragingExchange
+from hop_tf.runtime.exchange import Exchange, Incoming, Outgoing
+from hop_tf.runtime.group import ExchangeContext, Group
+from hop_tf.runtime.scheme import Scheme
+
+__all__ = [
+    "AveragingExchange",
+    "Exchange",
+    "ExchangeContext",
+    "Group",
+    "Incoming",
+    "LateChanges",
+    "Outgoing",
+    "Scheme",
+]

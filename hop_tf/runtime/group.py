@@ -133,7 +133,11 @@ class Group:
             self.runner.submit(self.step.read_value(), segment, nothing)
 
     def collect(
-        self, computed: Sequence, segment: int = 0, take: Callable[[tf.Tensor, int], tuple] | None = None
+        self,
+        computed: Sequence,
+        segment: int = 0,
+        take: Callable[[tf.Tensor, int], tuple] | None = None,
+        step: tf.Tensor | None = None,
     ) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Emits the ops that take the scheme's result for this step.
 
@@ -142,6 +146,7 @@ class Group:
             taken when this is there, so that a step whose batch never comes takes none.
           segment: The segment that was submitted.
           take: `take(step, segment)` emits what takes the result for a step. Default: `self.take`.
+          step: Number of what was submitted, where that is not the step.
 
         Returns:
           One tensor per variable (of the segment), and int64 scalar: how many training steps are to be passed over
@@ -149,7 +154,7 @@ class Group:
         """
         computed = _tensors(computed)
         with tf.control_dependencies(computed):
-            buckets, num_skipped = (take or self.take)(self.step.read_value(), segment)
+            buckets, num_skipped = (take or self.take)(self.step.read_value() if step is None else step, segment)
         self.statistics.count_wait(computed, buckets)
         return self._packing_of(segment).unpack(buckets), num_skipped
 

@@ -6,7 +6,6 @@ import contextlib
 import enum
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import keras
 import tensorflow as tf
@@ -22,10 +21,8 @@ from hop_tf.keras_hook.skipping import StepSkipping
 from hop_tf.keras_hook.trace import StepTrace
 from hop_tf.runtime.group import Group
 from hop_tf.runtime.report import StepStatistics
+from hop_tf.runtime.scheme import Scheme
 from hop_tf.runtime.worker import Worker
-
-if TYPE_CHECKING:
-    from hop_tf.strategy import ExchangeStrategy
 
 
 class Phase(enum.Enum):
@@ -40,7 +37,9 @@ class TrainingRun(TrainingHooks):
     """Sessions, groups and steps of one strategy: the same for every scheme.
 
     Args:
-      strategy: Whose scheme is asked. Its cluster may have one rank: then steps are left as they are.
+      scheme: What is asked.
+      rank: This rank.
+      world_size: Number of ranks. Where there is one, steps are left as they are.
       skips_steps: See `ExchangeStrategy`.
       joins_at_once: See `ExchangeStrategy`.
 
@@ -50,18 +49,20 @@ class TrainingRun(TrainingHooks):
       statistics: Steps and waiting times.
     """
 
-    def __init__(self, strategy: ExchangeStrategy, *, skips_steps: bool, joins_at_once: bool):
-        self._strategy = strategy
+    def __init__(self, scheme: Scheme, *, rank: int, world_size: int, skips_steps: bool, joins_at_once: bool):
+        self._scheme = scheme
+        self._rank = rank
+        self._world_size = world_size
         self._joins_at_once = joins_at_once
         self.worker: Worker | None = None
-        self.data = DataSharding(strategy.rank, strategy.world_size)
+        self.data = DataSharding(rank, world_size)
         self.statistics = StepStatistics()
-        self._emulated_compute = EmulatedCompute.from_environment(strategy.rank, strategy.world_size)
+        self._emulated_compute = EmulatedCompute.from_environment(rank, world_size)
         # For each optimizer, by the identities of the variables that it updates together.
         self._groups: weakref.WeakKeyDictionary[object, dict[tuple[int, ...], Group]] = weakref.WeakKeyDictionary()
         self._phase = Phase.OUTSIDE
         # What passes over steps: where the scheme may want that, and in a process that was started again.
-        self._skipping = StepSkipping() if skips_steps and strategy.world_size > 1 else None
+        self._skipping = StepSkipping() if skips_steps and world_size > 1 else None
         self._is_catching_up = False
 
     @property
@@ -94,7 +95,7 @@ class TrainingRun(TrainingHooks):
             yield
         else:
             yield from self._fit_session(x, callbacks)
-        self._strategy.after_fit()
+        self._scheme.after_fit()
 
     def _fit_session(self, x, callbacks) -> Iterator[None]:
         self.require_outside_fit("fit")
@@ -112,12 +113,12 @@ class TrainingRun(TrainingHooks):
                 self.finish_training()  # Without an optimizer of its own, a model does not tell of its last step.
                 if self.worker.joining:
                     raise HopError(
-                        f"rank {self._strategy.rank} was started again, and its `fit` has ended before it was where "
+                        f"rank {self._rank} was started again, and its `fit` has ended before it was where "
                         "the others are: it has not trained. Give all ranks the same number of epochs and steps."
                     )
         except BaseException as error:
             for group in self.groups:
-                self._strategy.break_off(group)
+                self._scheme.break_off(group)
             self.worker.end_session(error)
             raise
         else:
@@ -125,7 +126,7 @@ class TrainingRun(TrainingHooks):
         finally:
             self._phase = Phase.OUTSIDE
             self.data.end_fit()
-            self._strategy.write_report()
+            self._scheme.write_report()
 
     @contextlib.contextmanager
     def _naming_causes(self) -> Iterator[None]:
@@ -141,16 +142,16 @@ class TrainingRun(TrainingHooks):
     def _end_loop(self) -> None:
         """Ends the session of a custom loop, if one is under way: it has no end of its own."""
         if self.worker.in_session:
-            if self._strategy.settles_loops:
+            if self._scheme.settles_loops:
                 with self._naming_causes():
                     for group in self.groups:
-                        self._strategy.finish_training(group)
+                        self._scheme.finish_training(group)
             self.worker.end_session(None)
 
     @contextlib.contextmanager
     def outside_loop(self) -> Iterator[None]:
         """Surrounds what all ranks do together between two steps of a custom loop."""
-        loops = self.worker.in_session and self._strategy.settles_loops
+        loops = self.worker.in_session and self._scheme.settles_loops
         if loops:
             self._end_loop()
         yield
@@ -165,17 +166,17 @@ class TrainingRun(TrainingHooks):
 
     def begin_training(self) -> None:
         """Lets the scheme look at what has changed between two fits, and by callbacks."""
-        self._strategy.begin_training(self.groups)
+        self._scheme.begin_training(self.groups)
 
     def begin_epoch(self) -> None:
         """Lets the scheme look at what callbacks have changed since the last epoch."""
         for group in self.groups:
-            self._strategy.begin_epoch(group)
+            self._scheme.begin_epoch(group)
 
     def end_epoch(self) -> None:
         """Lets the scheme do what validation and callbacks count on."""
         for group in self.groups:
-            self._strategy.end_epoch(group)
+            self._scheme.end_epoch(group)
 
     def finish_training(self) -> None:
         """Lets the scheme do, once in a `fit`, what is left when the last step has been made."""
@@ -183,7 +184,7 @@ class TrainingRun(TrainingHooks):
             return
         self._phase = Phase.FINISHED
         for group in self.groups:
-            self._strategy.finish_training(group)
+            self._scheme.finish_training(group)
 
     # Data.
 
@@ -198,9 +199,10 @@ class TrainingRun(TrainingHooks):
     @property
     def input_context(self) -> tf.distribute.InputContext:
         """This rank among the input pipelines of `distribute_datasets_from_function`."""
-        rank, world_size = self._strategy.rank, self._strategy.world_size
         return tf.distribute.InputContext(
-            num_input_pipelines=world_size, input_pipeline_id=rank, num_replicas_in_sync=world_size
+            num_input_pipelines=self._world_size,
+            input_pipeline_id=self._rank,
+            num_replicas_in_sync=self._world_size,
         )
 
     # One training step.
@@ -222,7 +224,7 @@ class TrainingRun(TrainingHooks):
                 trace.started_at = tf.timestamp()
         if tf.executing_eagerly():
             for group in self.groups:
-                self._strategy.begin_eager_step(group)
+                self._scheme.begin_eager_step(group)
 
     def leave_step(self, trace: StepTrace) -> None:
         """Raises if a step trained a model and no update was seen: nothing would be exchanged, silently."""
@@ -257,10 +259,10 @@ class TrainingRun(TrainingHooks):
         group = self._group_of(optimizer, trace, variables)
         others = [other for other in self.groups if other.name in trace.states]
         if others:
-            self._strategy.check_further_group(group, others)
+            self._scheme.check_further_group(group, others)
         trace.claim(group.variables)
         values = [trace.value_at_start(variable) for variable in group.variables]
-        gradients, trace.states[group.name] = self._strategy.before_update(group, values, gradients)
+        gradients, trace.states[group.name] = self._scheme.before_update(group, values, gradients)
         return gradients
 
     def after_update(self, optimizer, trace: StepTrace, variables: list[tf.Variable]) -> None:
@@ -269,7 +271,7 @@ class TrainingRun(TrainingHooks):
             return
         group = self._groups[optimizer][_key(variables)]
         with trace.when_data_is_here():
-            num_skipped = self._strategy.after_update(group, trace.states[group.name])
+            num_skipped = self._scheme.after_update(group, trace.states[group.name])
             group.end_step(num_skipped)
             if self._skipping is not None:
                 self._skipping.skip(num_skipped)
@@ -278,7 +280,7 @@ class TrainingRun(TrainingHooks):
         groups = self._groups.setdefault(optimizer, {})
         key = _key(variables)
         if key not in groups:
-            self._strategy.check_new_group()
+            self._scheme.check_new_group()
             carried = trace.unclaimed_assigned()
             begun = tf.executing_eagerly()  # Else the step is only traced.
             with tf.init_scope():
@@ -291,9 +293,9 @@ class TrainingRun(TrainingHooks):
                     carried=carried,
                     carried_values=values,
                     statistics=self.statistics,
-                    beside=self._strategy.specs_beside(),
+                    beside=self._scheme.specs_beside(),
                 )
-                self._strategy.begin_group(groups[key])
+                self._scheme.begin_group(groups[key])
         return groups[key]
 
     # Steps that are passed over.

@@ -39,6 +39,7 @@ from hop_tf.collectives import AllReduce
 from hop_tf.keras_hook.optimizers import constrain, ema_overwrite_frequency, scaled, slots_of
 from hop_tf.options import CommunicationOptions, checked_options
 from hop_tf.runtime.exchange import Exchange
+from hop_tf.runtime.gradients import GradientExchange, submit_gradients, take_means
 from hop_tf.runtime.group import ExchangeContext, Group
 from hop_tf.runtime.rates import CommonRate
 from hop_tf.strategies.canary import colayers
@@ -46,8 +47,6 @@ from hop_tf.strategies.canary.exchange import CanaryExchange
 from hop_tf.strategies.canary.low_rank import LowRankMean, is_factorized
 from hop_tf.strategies.canary.settings import CanarySettings
 from hop_tf.strategies.canary.slots import SlotsBefore
-from hop_tf.strategies.pipe_sgd.exchange import PipeSGDExchange, PipeSGDSettings
-from hop_tf.strategies.pipe_sgd.strategy import submit_gradients, take_means
 from hop_tf.strategy import ExchangeStrategy, training_cluster
 from hop_tf.tensors.packing import Packing, TensorSpec
 
@@ -269,7 +268,7 @@ def _check_averages(optimizer: Any) -> None:
         )
 
 
-class SynchronousExchange(PipeSGDExchange):
+class SynchronousExchange(GradientExchange):
     """BSP: gradients are averaged colayer by colayer, and a step waits for all of them.
 
     Args:
@@ -280,11 +279,12 @@ class SynchronousExchange(PipeSGDExchange):
 
     def __init__(self, context: ExchangeContext, members: Sequence[Sequence[int]], settings: CanarySettings):
         self._low_rank = settings.low_rank
-        own = PipeSGDSettings(pipeline_width=1, codec=settings.codec, algorithm=str(settings.network))
-        super().__init__(context, own, members)
+        super().__init__(context, members, codec=settings.codec, algorithm=str(settings.network))
 
-    def _make_mean(self, context: ExchangeContext, name: str, part: Packing) -> AllReduce | LowRankMean:
-        rank, settings = self._low_rank, self._settings
+    def _make_mean(
+        self, context: ExchangeContext, name: str, part: Packing, codec: codecs.Codec, algorithm: str
+    ) -> AllReduce | LowRankMean:
+        rank = self._low_rank
         if rank is None or not any(is_factorized(spec, rank) for spec in part.specs):
-            return super()._make_mean(context, name, part)
-        return LowRankMean(context, name, part, rank=rank, codec=settings.codec, algorithm=settings.algorithm)
+            return super()._make_mean(context, name, part, codec, algorithm)
+        return LowRankMean(context, name, part, rank=rank, codec=codec, algorithm=algorithm)

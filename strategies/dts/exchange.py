@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
-from collections.abc import Mapping
 
 import keras
-import numpy as np
 
 from hop_tf import codecs
-from hop_tf.runtime.exchange import Exchange, Incoming, Outgoing
+from hop_tf.runtime.averaging_exchange import AveragingExchange
+from hop_tf.runtime.exchange import Incoming, Outgoing
 from hop_tf.runtime.group import ExchangeContext
 from hop_tf.runtime.outer import OuterSteps
 from hop_tf.strategies.dts.windows import Schedule
@@ -38,7 +36,7 @@ class DTSSettings:
         return self.codec if isinstance(self.codec, codecs.TopK) else None
 
 
-class DTSExchange(Exchange):
+class DTSExchange(AveragingExchange):
     """Averages windows, several at a time.
 
     Args:
@@ -57,8 +55,6 @@ class DTSExchange(Exchange):
         settings: DTSSettings,
         outer_optimizer: keras.optimizers.Optimizer | None = None,
     ):
-        self._group = context.group
-        self._membership = context.membership
         self.first_iteration = 0
         self._interval = settings.interval
         num_slots = settings.schedule.num_slots
@@ -73,58 +69,32 @@ class DTSExchange(Exchange):
         # What a selection leaves out was left out in the graph.
         codec = settings.codec if settings.selection is None else settings.selection.selected()
         # What codecs keep for later windows belongs to a slot.
-        self._reductions = [
+        reductions = [
             context.make_all_reduce(str(slot), context.packing, codec, settings.algorithm) for slot in range(num_slots)
         ]
-        self._communicate_seconds = [0.0] * num_slots
-        self._num_committed = 0
+        super().__init__(context, reductions)
 
     def reset(self, session: int) -> None:
-        self._num_committed = 0
+        super().reset(session)
         self.outer.begin()
-        for reduction in self._reductions:
-            reduction.reset(session)
 
     def step(self, outgoing: Outgoing) -> Incoming:
-        turn, slot = divmod(outgoing.step, len(self._reductions))
-        start = time.perf_counter()
-        means = self._reductions[slot].mean(
-            turn,
+        window = outgoing.step
+        turn, slot = divmod(window, self.num_threads)
+        means = self.mean(
+            window,
             outgoing.buckets,
-            lambda rank, _: self._membership.delivers(rank, self._group, outgoing.step),
-            before_commit=lambda: self._commit(outgoing.step),
-            training_step=(outgoing.step + 1) * self._interval - 1,
-            codec_step=outgoing.step,
+            turn=turn,
+            reduction=slot,
+            before_commit=lambda: self._commit(window),
+            training_step=(window + 1) * self._interval - 1,
+            codec_step=window,
         )
-        self._communicate_seconds[slot] += time.perf_counter() - start
-        return Incoming(outgoing.step, 0, tuple(means))
+        return Incoming(window, 0, tuple(means))
 
     def _commit(self, window: int) -> None:
         """Windows are decided in order: if this rank leaves, it has taken part in all up to some window."""
-        self._membership.wait_until(lambda: self._num_committed >= window, timeout_seconds=math.inf)
+        self._membership.wait_until(lambda: self._num_sent >= window, timeout_seconds=math.inf)
         with self._membership.monitor:
-            self._num_committed = max(self._num_committed, window + 1)
+            self._num_sent = max(self._num_sent, window + 1)
             self._membership.monitor.notify_all()
-
-    def neutral(self, outgoing: Outgoing) -> Incoming:
-        return Incoming(outgoing.step, 0, tuple(map(np.array, outgoing.buckets)))
-
-    @property
-    def sent_steps(self) -> int:
-        return self._num_committed
-
-    def counters(self) -> Mapping[str, float]:
-        """Where the communication threads' time goes.
-
-        Returns:
-          `communicate_seconds`, the sum of the windows' times, and `codec_seconds`, the part of it spent on encoding,
-          decoding and adding.
-        """
-        return {
-            "communicate_seconds": sum(self._communicate_seconds),
-            "codec_seconds": sum(reduction.codec_seconds for reduction in self._reductions),
-        }
-
-    def close(self) -> None:
-        for reduction in self._reductions:
-            reduction.close()

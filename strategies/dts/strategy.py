@@ -218,7 +218,7 @@ class DTSStrategy(ExchangeStrategy):
         group.submit([*changes, tf.constant([float(counts)])], step=window)
 
     def _merge(self, group: Group, window: tf.Tensor, num_newer: int) -> None:
-        (*means, share), _ = group.collect([], take=lambda _, segment: group.take(window, segment))
+        (*means, share), _ = group.collect([], step=window)
         group.exchange.outer.merge(means, num_newer, share[0])
 
     def finish_training(self, group: Group) -> None:

@@ -26,7 +26,7 @@ back-propagation goes on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import tensorflow as tf
 
@@ -39,10 +39,10 @@ from hop_tf.keras_hook.optimizers import (
     loss_scale,
     scaled,
     slots_of,
-    unscaled,
     use_ema,
 )
 from hop_tf.options import CommunicationOptions
+from hop_tf.runtime.gradients import submit_gradients, take_means
 from hop_tf.runtime.group import ExchangeContext, Group
 from hop_tf.runtime.rates import CommonRate
 from hop_tf.strategies.pipe_sgd.exchange import PipeSGDExchange, PipeSGDSettings
@@ -274,31 +274,6 @@ class PipeSGDStrategy(ExchangeStrategy):
 
 def _begin_pipe(group: Group) -> None:
     group.exchange.begin_pipe(int(group.step))
-
-
-def submit_gradients(group: Group, gradients: Sequence) -> list[tf.Tensor]:
-    """Hands out gradients, without the loss scale, changes of the carried variables, and the rate; returns all."""
-    optimizer, exchange = group.optimizer(), group.exchange
-    outgoing = [*unscaled(optimizer, gradients), *exchange.carried.take(), exchange.rate.own(optimizer)]
-    for segment, members in enumerate(exchange.members):
-        group.submit([outgoing[index] for index in members], segment)
-    return outgoing
-
-
-def take_means(group: Group, take: Callable[[int], Sequence[tf.Tensor]]) -> tuple[list[tf.Tensor], tf.Tensor]:
-    """Takes all segments, and adds their changes to the carried variables.
-
-    Returns:
-      The mean gradients, not scaled, and the learning rate that they are to be applied with.
-    """
-    exchange = group.exchange
-    means: list = [None] * sum(map(len, exchange.members))
-    for segment, members in enumerate(exchange.members):
-        for index, mean in zip(members, take(segment), strict=True):
-            means[index] = mean
-    *means, rates = means
-    exchange.carried.add(means[group.num_trained :])
-    return means[: group.num_trained], exchange.rate.adopt(group.optimizer(), rates)
 
 
 def _zeros(packing: Packing) -> tuple[list[tf.Tensor], tf.Tensor]:

@@ -1,0 +1,97 @@
+"""`Scheme`: what tells one strategy from another, and is asked while models are trained."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hop_tf.runtime.exchange import Exchange
+from hop_tf.runtime.group import ExchangeContext, Group
+from hop_tf.tensors.packing import TensorSpec
+
+
+class Scheme(abc.ABC):
+    """A scheme's half of the training graph, and what it does between steps.
+
+    Methods that emit are called while a training step is traced (or, with `run_eagerly`, in each step). The others are
+    called outside of graphs. All but the first three may be left as they are.
+
+    Attributes:
+      settles_loops: Whether `synchronize` merges what is under way in a custom loop, as the end of `fit` does.
+    """
+
+    settles_loops = False
+
+    @abc.abstractmethod
+    def make_exchange(self, context: ExchangeContext) -> Exchange:
+        """Makes the scheme's `Exchange` for a new group."""
+
+    @abc.abstractmethod
+    def before_update(self, group: Group, values: Sequence[tf.Tensor], gradients: list) -> tuple[list, Any]:
+        """Emits what the scheme does before the optimizer updates the variables.
+
+        Args:
+          group: The exchange group of the optimizer.
+          values: What each of `group.variables` was when the step began.
+          gradients: The local gradients, as the optimizer got them.
+
+        Returns:
+          The gradients that the optimizer is to apply, and what `after_update` is to know.
+        """
+
+    @abc.abstractmethod
+    def after_update(self, group: Group, state: Any) -> tf.Tensor:
+        """Emits what the scheme does after the update.
+
+        Args:
+          group: The exchange group of the optimizer.
+          state: What `before_update` has returned.
+
+        Returns:
+          int64 scalar: how many training steps are to be passed over (see `Incoming.num_skipped`).
+        """
+
+    def specs_beside(self) -> Sequence[TensorSpec]:
+        """What travels beside a group's variables."""
+        return ()
+
+    def common_optimizers(self, group: Group) -> Sequence[tuple[keras.optimizers.Optimizer, Sequence[tf.Variable]]]:
+        """Optimizers that make the same updates of the group on all ranks, with what they remember of these."""
+        return ()
+
+    def check_new_group(self) -> None:
+        """Raises ValueError where a group cannot be made now: before others are asked for anything."""
+
+    def begin_group(self, group: Group) -> None:
+        """Does, eagerly, what a new group needs before its first step."""
+
+    def check_further_group(self, group: Group, others: Sequence[Group]) -> None:
+        """Raises ValueError where a group cannot be updated in the same step, after these others."""
+
+    def begin_eager_step(self, group: Group) -> None:
+        """Does what a group that is there needs before an eager step, of which no graph tells what comes first."""
+
+    def begin_training(self, groups: Sequence[Group]) -> None:
+        """Does, eagerly, what the groups that are there need before the first step of a `fit`."""
+
+    def begin_epoch(self, group: Group) -> None:
+        """Does, eagerly, what a group that is there needs before the first step of an epoch of `fit`."""
+
+    def end_epoch(self, group: Group) -> None:
+        """Does, eagerly, what validation and callbacks at the end of an epoch of `fit` count on."""
+
+    def finish_training(self, group: Group) -> None:
+        """Does, eagerly, what is left when `fit` has made its last step."""
+
+    def break_off(self, group: Group) -> None:
+        """Does, eagerly, what is left when `fit` has failed; nothing of other ranks may be waited for."""
+
+    def after_fit(self) -> None:
+        """Called when a `fit` has ended well."""
+
+    def write_report(self) -> None:
+        """Called when a `fit` has ended, in any way."""

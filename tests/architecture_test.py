@@ -1,0 +1,99 @@
+"""The house: folders and the arrows between them. See `docs/architecture.md`."""
+
+import ast
+import itertools
+import pathlib
+
+import networkx as nx
+from absl.testing import absltest
+
+import hop_tf
+
+_PACKAGE = pathlib.Path(hop_tf.__file__).parent
+_MAX_FLAT_FILES = 12
+
+
+def _modules():
+    """The file of every module, by its name."""
+    modules = {}
+    for folder in hop_tf.__path__:
+        root = pathlib.Path(folder)
+        in_tree = () if root == _PACKAGE else ("strategies", "ops")  # They lie beside it in a source tree.
+        paths = (
+            [*root.rglob("*.py")] if root == _PACKAGE else [p for name in in_tree for p in (root / name).rglob("*.py")]
+        )
+        for path in paths:
+            parts = ["hop_tf", *path.relative_to(root).with_suffix("").parts]
+            modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return modules
+
+
+def _imports(path, modules):
+    """The modules of hop_tf that a file imports, wherever in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hop_tf"):
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                yield full if full in modules else node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.startswith("hop_tf"))
+
+
+def _room(module):
+    """The folder that a module lies in; a strategy is a folder of its own."""
+    parts = module.split(".")
+    return ".".join(parts[: 3 if parts[1:2] == ["strategies"] else 2])
+
+
+class ArchitectureTest(absltest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.modules = _modules()
+        cls.arrows = [
+            (module, target)
+            for module, path in cls.modules.items()
+            for target in _imports(path, cls.modules)
+            if target != module
+        ]
+
+    def test_finds_all(self):
+        self.assertContainsSubset(
+            {"hop_tf.strategy", "hop_tf.strategies.hop.exchange", "hop_tf.ops.native", "hop_tf.runtime.training"},
+            self.modules,
+        )
+
+    def test_few_files_are_flat(self):
+        self.assertLessEqual(len(list(_PACKAGE.glob("*.py"))), _MAX_FLAT_FILES)
+
+    def test_no_circles(self):
+        """Neither of modules nor of folders: arrows go down."""
+        rooms = [(_room(one), _room(other)) for one, other in self.arrows if _room(one) != _room(other)]
+        for arrows in (self.arrows, rooms):
+            circles = [each for each in nx.strongly_connected_components(nx.DiGraph(arrows)) if len(each) > 1]
+            self.assertEmpty(circles)
+
+    def test_strategies_know_nothing_of_each_other(self):
+        found = [
+            (one, other)
+            for one, other in self.arrows
+            if one.startswith("hop_tf.strategies.")
+            and other.startswith("hop_tf.strategies.")
+            and _room(one) != _room(other)
+        ]
+        self.assertEmpty(found)
+
+    def test_private_parts_of_keras_and_tensorflow_are_known_in_one_folder(self):
+        private = ("keras.src", "tensorflow.python")
+        found = []
+        for module, path in self.modules.items():
+            for node in ast.walk(ast.parse(path.read_text())):
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+                found += [module for name, prefix in itertools.product(names, private) if name.startswith(prefix)]
+        self.assertNotEmpty(found)
+        self.assertEqual({_room(module) for module in found}, {"hop_tf.keras_hook"})
+
+
+if __name__ == "__main__":
+    absltest.main()

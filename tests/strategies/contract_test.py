@@ -1,0 +1,516 @@
+"""What holds under every strategy: one table of strategies, one test for each promise.
+
+A new strategy is a line of `MEMBERS`. Where it cannot keep a promise, `refuses` names the test and the error that users
+get in its place. Promises about whole processes (a rank that is killed, Ctrl-C) are tested where processes are started.
+"""
+
+import dataclasses
+import importlib.util
+import pathlib
+import tempfile
+from collections.abc import Callable, Mapping
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl.testing import absltest, parameterized
+
+import hop_tf
+from hop_tf.errors import HopError, MismatchError
+from hop_tf.testing import InProcessCluster
+
+_EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "own_strategy.py"
+_NUM_RANKS = 2
+_NUM_ROWS = 24
+_BATCH_SIZE = 4  # Of both ranks together.
+_STEPS = _NUM_ROWS // _BATCH_SIZE
+_OPTIONS = hop_tf.CommunicationOptions(timeout_seconds=60)
+
+
+def _own_strategy(**arguments):
+    spec = importlib.util.spec_from_file_location("own_strategy", _EXAMPLE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.LocalSGDStrategy(**arguments)
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+    """A strategy, and what it promises.
+
+    Attributes:
+      make: Makes it; called with `cluster_resolver` and `communication_options`.
+      num_ps: Parameter servers that it needs.
+      is_equal_after_fit: Whether ranks hold the same weights, to the bit, when `fit` has ended.
+      refuses: For a test, what the error says that users get in its place.
+    """
+
+    make: Callable
+    num_ps: int = 0
+    is_equal_after_fit: bool = False
+    refuses: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+MEMBERS = {
+    "hop": Member(hop_tf.HopStrategy),
+    "pipe_sgd": Member(hop_tf.PipeSGDStrategy, is_equal_after_fit=True),
+    "dts": Member(hop_tf.DTSStrategy, is_equal_after_fit=True),
+    "canary": Member(hop_tf.CanaryStrategy),
+    "canary_synchronous": Member(
+        lambda **arguments: hop_tf.CanaryStrategy(consistency="bsp", **arguments), is_equal_after_fit=True
+    ),
+    "shat": Member(hop_tf.SHATParameterServerStrategy, num_ps=1, is_equal_after_fit=True),
+    "own": Member(_own_strategy, is_equal_after_fit=True),
+}
+_all_members = parameterized.parameters(*MEMBERS)
+
+
+class _Rows(keras.metrics.Metric):
+    """How many rows were seen."""
+
+    def __init__(self):
+        super().__init__(name="rows")
+        self.total = self.add_weight(initializer="zeros", name="total")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.total.assign_add(tf.cast(tf.shape(y_true)[0], tf.float32))
+
+    def result(self):
+        return self.total
+
+
+class _Recorder(keras.Model):
+    """A linear model that records which rows it is trained with, by their first column."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+        self.seen = []
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        tf.numpy_function(lambda column: self.seen.extend(column.tolist()), [data[0][:, 0]], [])
+        return super().train_step(data)
+
+
+class _TwoOptimizers(keras.Model):
+    """A custom train_step, with an optimizer for each of two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = keras.layers.Dense(3), keras.layers.Dense(1)
+        self.other = keras.optimizers.SGD(0.02)
+
+    def call(self, x):
+        return self.second(self.first(x))
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape(persistent=True) as tape:
+            loss = tf.reduce_mean(tf.square(self(x, training=True) - y))
+        for optimizer, layer in ((self.optimizer, self.first), (self.other, self.second)):
+            optimizer.apply(tape.gradient(loss, layer.trainable_variables), layer.trainable_variables)
+        return {"loss": loss}
+
+
+class _InAFunction(keras.Model):
+    """A train_step that is decorated."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, x):
+        return self.dense(x)
+
+    @tf.function
+    def train_step(self, data):
+        return super().train_step(data)
+
+
+class _PyData(keras.utils.PyDataset):
+    def __len__(self):
+        return _STEPS
+
+    def __getitem__(self, index):
+        part = slice(index * _BATCH_SIZE, (index + 1) * _BATCH_SIZE)
+        return tuple(each[part] for each in _data())
+
+
+def _data():
+    x = np.random.default_rng(0).normal(size=(_NUM_ROWS, 3)).astype(np.float32)
+    x[:, 0] = np.arange(_NUM_ROWS) / _NUM_ROWS
+    return x, x @ np.array([[1.0], [-2.0], [0.5]], np.float32)
+
+
+def _batches():
+    x, y = _data()
+    for start in range(0, _NUM_ROWS, _BATCH_SIZE):
+        yield x[start : start + _BATCH_SIZE], y[start : start + _BATCH_SIZE]
+
+
+def _dataset():
+    return tf.data.Dataset.from_tensor_slices(_data()).batch(_BATCH_SIZE)
+
+
+def _dataset_of_unknown_length():
+    specs = tuple(tf.TensorSpec([None, size], tf.float32) for size in (3, 1))
+    return tf.data.Dataset.from_generator(_batches, output_signature=specs)
+
+
+_SOURCES = {
+    "arrays": lambda: {"x": _data()[0], "y": _data()[1], "batch_size": _BATCH_SIZE, "shuffle": False},
+    "tensors": lambda: dict(zip("xy", map(tf.constant, _data()), strict=True), batch_size=_BATCH_SIZE, shuffle=False),
+    "py_dataset": lambda: {"x": _PyData(), "shuffle": False},
+    "generator": lambda: {"x": _batches(), "steps_per_epoch": _STEPS},
+    "dataset": lambda: {"x": _dataset()},
+    "dataset_of_unknown_length": lambda: {"x": _dataset_of_unknown_length()},
+}
+
+
+def _compiled(strategy, make_model=None, optimizer=None, **arguments):
+    """A model in the strategy's scope, with the same weights on all ranks."""
+    with strategy.scope():
+        keras_model = (make_model or _linear)()
+        arguments.setdefault("loss", "mse")
+        keras_model.compile(optimizer() if optimizer else keras.optimizers.SGD(0.02, momentum=0.9), **arguments)
+        if not keras_model.built:
+            keras_model.build((None, 3))
+    return keras_model
+
+
+def _linear():
+    return keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, kernel_initializer="ones")])
+
+
+def _deep():
+    kernels = [keras.initializers.RandomNormal(seed=seed) for seed in range(2)]
+    dense = [keras.layers.Dense(size, kernel_initializer=kernel) for size, kernel in zip((3, 1), kernels, strict=True)]
+    return keras.Sequential([keras.Input((3,)), dense[0], keras.layers.BatchNormalization(), dense[1]])
+
+
+def _fit(model, epochs=1, **arguments):
+    return model.fit(**{**_SOURCES["arrays"](), **arguments}, epochs=epochs, verbose=0).history
+
+
+def _error_of(call, *arguments, **keywords):
+    try:
+        call(*arguments, **keywords)
+    except Exception as error:
+        return error
+    return None
+
+
+class ContractTest(tf.test.TestCase, parameterized.TestCase):
+    def run_ranks(self, name, fn):
+        """What `fn(strategy)` returns on each rank; None where the strategy refuses, as its line in the table says."""
+        member = MEMBERS[name]
+
+        def make(cluster_resolver):
+            return member.make(cluster_resolver=cluster_resolver, communication_options=_OPTIONS)
+
+        cluster = InProcessCluster(_NUM_RANKS, make, num_ps=member.num_ps, timeout_seconds=120)
+        reason = member.refuses.get(self._testMethodName.rstrip("0123456789"))
+        if reason is None:
+            return cluster.run(fn)
+        for error in cluster.run(lambda strategy: _error_of(fn, strategy)):
+            self.assertIsInstance(error, ValueError | HopError)
+            self.assertRegex(str(error), reason)
+        return None
+
+    def assert_equal_weights(self, of_ranks):
+        for weights in of_ranks[1:]:
+            for mine, first in zip(weights, of_ranks[0], strict=True):
+                self.assertAllEqual(mine, first)  # To the bit.
+
+    # Data.
+
+    @parameterized.product(name=MEMBERS, source=_SOURCES)
+    def test_ranks_share_each_batch(self, name, source):
+        def train(strategy):
+            model = _compiled(strategy, _Recorder)
+            arguments = _SOURCES[source]()
+            model.fit(**arguments, verbose=0)
+            return model.seen
+
+        of_ranks = self.run_ranks(name, train)
+        per_rank = _BATCH_SIZE // _NUM_RANKS
+        for rank, seen in enumerate(of_ranks):
+            own = np.arange(_NUM_ROWS).reshape(_STEPS, _NUM_RANKS, per_rank)[:, rank]
+            if name.startswith("canary") and len(seen) < own.size:  # It may pass over batches, but takes no others.
+                self.assertContainsSubset(np.round(np.array(seen) * _NUM_ROWS), own.ravel())
+            else:
+                self.assertAllClose(np.array(seen) * _NUM_ROWS, own.ravel(), atol=1e-3)
+
+    @parameterized.product(name=MEMBERS, splits=(False, True))
+    def test_validation_sees_all_rows(self, name, splits):
+        def train(strategy):
+            model = _compiled(strategy, metrics=[_Rows()])
+            x, y = _data()
+            more = {"validation_split": 0.25} if splits else {"validation_data": (x[:18], y[:18])}
+            return _fit(model, **more)["val_rows"]
+
+        for rows in self.run_ranks(name, train):
+            self.assertEqual(rows, [6.0 if splits else 18.0])
+
+    @_all_members
+    def test_weights_of_samples_and_classes(self, name):
+        def train(strategy):
+            model = _compiled(strategy)
+            before = model.get_weights()
+            _fit(model, sample_weight=np.zeros(_NUM_ROWS))
+            classes = {"y": np.zeros((_NUM_ROWS, 1), np.float32), "class_weight": {0: 0.0}}
+            _fit(model, **classes)
+            unchanged = model.get_weights()
+            _fit(model, sample_weight=np.ones(_NUM_ROWS))
+            return before, unchanged, model.get_weights()
+
+        for before, unchanged, after in self.run_ranks(name, train):
+            self.assertAllClose(before, unchanged)
+            self.assertNotAllClose(before, after)
+
+    # Ways to train.
+
+    @parameterized.product(
+        name=MEMBERS,
+        how=(
+            {},
+            {"steps_per_execution": 2},
+            {"run_eagerly": True},
+            {"jit_compile": False},
+            {"metrics": ["mae"], "weighted_metrics": ["mse"]},
+        ),
+    )
+    def test_trains_and_counts_steps(self, name, how):
+        if MEMBERS[name].make is hop_tf.CanaryStrategy and how.get("run_eagerly"):
+            how = {}  # Eager steps are tested with its synchronous form: what is late cannot be passed over there.
+
+        def train(strategy):
+            model = _compiled(strategy, _deep, **how)
+            losses = [_fit(model, 3)["loss"], _fit(model, 3)["loss"]]  # And a second `fit`.
+            strategy.synchronize(model)
+            return losses, strategy.report()["steps"], model.get_weights()
+
+        of_ranks = self.run_ranks(name, train)
+        for losses, steps, _ in of_ranks:
+            self.assertLess(losses[1][-1], losses[0][0])
+            if name == "canary":
+                self.assertLessEqual(steps, 6 * _STEPS)
+            else:
+                self.assertEqual(steps, 6 * _STEPS)
+        self.assert_equal_weights([weights for *_, weights in of_ranks])
+
+    @_all_members
+    def test_weights_after_fit(self, name):
+        def train(strategy):
+            model = _compiled(strategy)
+            _fit(model, 3)
+            return model.get_weights()
+
+        of_ranks = self.run_ranks(name, train)
+        if MEMBERS[name].is_equal_after_fit:
+            self.assert_equal_weights(of_ranks)
+
+    @_all_members
+    def test_all_start_with_rank_0s_values(self, name):
+        def train(strategy):
+            model = _compiled(strategy, optimizer=lambda: keras.optimizers.SGD(0.0))
+            model.set_weights([weight + strategy.rank for weight in model.get_weights()])
+            _fit(model)
+            return model.get_weights()
+
+        for weights in self.run_ranks(name, train):
+            self.assertAllClose(weights, [np.ones((3, 1)), np.zeros(1)])
+
+    @_all_members
+    def test_several_optimizers(self, name):
+        def train(strategy):
+            model = _compiled(strategy, _TwoOptimizers, optimizer=lambda: keras.optimizers.SGD(0.02))
+            before = model.get_weights()
+            _fit(model, 2)
+            strategy.synchronize(model)
+            return before, model.get_weights()
+
+        of_ranks = self.run_ranks(name, train)
+        if of_ranks is None:
+            return
+        for before, after in of_ranks:
+            for one, other in zip(before, after, strict=True):
+                self.assertNotAllClose(one, other)
+        self.assert_equal_weights([after for _, after in of_ranks])
+
+    @_all_members
+    def test_a_decorated_train_step_is_refused(self, name):
+        def train(strategy):
+            return _error_of(_fit, _compiled(strategy, _InAFunction))
+
+        for error in self.run_ranks(name, train):
+            self.assertIsInstance(error, ValueError)
+            self.assertRegex(str(error), "must not update variables within a tf.function of its own")
+
+    @_all_members
+    def test_accumulated_gradients(self, name):
+        def train(strategy):
+            model = _compiled(
+                strategy, optimizer=lambda: keras.optimizers.SGD(0.02, gradient_accumulation_steps=_STEPS)
+            )
+            before = model.get_weights()
+            _fit(model)
+            once = model.get_weights()
+            strategy.synchronize(model)
+            return before, once, strategy.report()["steps"]
+
+        for before, once, steps in self.run_ranks(name, train):
+            self.assertNotAllClose(before, once)
+            self.assertEqual(steps, _STEPS)
+
+    @_all_members
+    def test_mixed_precision_with_clipping(self, name):
+        def make_model():
+            inputs = keras.Input((3,))
+            return keras.Model(inputs, keras.layers.Dense(1, dtype="mixed_float16")(inputs))
+
+        def train(strategy):
+            model = _compiled(
+                strategy,
+                make_model,
+                lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.02, clipnorm=1.0), initial_scale=8),
+            )
+            before = model.get_weights()
+            _fit(model)
+            return before, model.get_weights()
+
+        of_ranks = self.run_ranks(name, train)
+        for before, after in of_ranks or ():
+            self.assertNotAllClose(before, after)
+            self.assertTrue(all(np.isfinite(each).all() for each in after))
+
+    @_all_members
+    def test_frozen_layers_and_compiling_again(self, name):
+        def train(strategy):
+            model = _compiled(strategy, _deep)
+            _fit(model)
+            model.layers[0].trainable = False
+            with strategy.scope():
+                model.compile(keras.optimizers.SGD(0.02), "mse")
+            before = [layer.get_weights() for layer in model.layers]
+            _fit(model)
+            return before, [layer.get_weights() for layer in model.layers]
+
+        for before, after in self.run_ranks(name, train):
+            self.assertAllEqual(before[0][0], after[0][0])
+            self.assertNotAllClose(before[-1][0], after[-1][0])
+
+    # Files.
+
+    @_all_members
+    def test_saved_models_are_plain(self, name):
+        def train(strategy):
+            path = f"{folder}/{strategy.rank}.keras"
+            model = _compiled(strategy, _deep)
+            _fit(model, callbacks=[keras.callbacks.ModelCheckpoint(path)])
+            x, _ = _data()
+            return path, model.predict(x, verbose=0)
+
+        with tempfile.TemporaryDirectory() as folder:
+            for path, predicted in self.run_ranks(name, train):
+                with tf.distribute.OneDeviceStrategy("/cpu:0").scope():
+                    loaded = keras.models.load_model(path)
+                self.assertAllClose(loaded.predict(_data()[0], verbose=0), predicted, rtol=1e-5, atol=1e-5)
+
+    # Ends.
+
+    @_all_members
+    def test_the_others_go_on_when_one_stops_early(self, name):
+        def train(strategy):
+            model = _compiled(strategy)
+            stop = keras.callbacks.EarlyStopping("loss", baseline=-1.0, patience=0)
+            return len(_fit(model, 4, callbacks=[stop] if strategy.rank == 1 else [])["loss"])
+
+        self.assertEqual(self.run_ranks(name, train), [4, 1])
+
+    @_all_members
+    def test_an_exception_on_one_rank(self, name):
+        class Fails(keras.callbacks.Callback):
+            def on_epoch_end(self, epoch, logs=None):
+                raise LookupError("on purpose")
+
+        def train(strategy):
+            return _error_of(_fit, _compiled(strategy), 3, callbacks=[Fails()] if strategy.rank == 1 else [])
+
+        first, second = self.run_ranks(name, train)
+        self.assertIsInstance(second, LookupError)
+        self.assertTrue(first is None or isinstance(first, HopError), first)
+
+    # What is refused.
+
+    @_all_members
+    def test_another_model_on_one_rank(self, name):
+        def train(strategy):
+            return _error_of(_fit, _compiled(strategy, _deep if strategy.rank else _linear))
+
+        errors = self.run_ranks(name, train)
+        self.assertTrue(any(isinstance(error, MismatchError) for error in errors), errors)
+        self.assertTrue(all(isinstance(error, HopError) for error in errors), errors)
+
+    @_all_members
+    def test_xla_is_refused(self, name):
+        def train(strategy):
+            return _error_of(_fit, _compiled(strategy, jit_compile=True))
+
+        for error in self.run_ranks(name, train):
+            self.assertRegex(str(error), "`jit_compile` must be False or 'auto' under hop_tf")
+
+    @_all_members
+    def test_a_forgotten_scope_is_refused(self, name):
+        def train(strategy):
+            model = _linear()
+            model.compile("sgd", "mse")
+            return _error_of(_fit, model)
+
+        for error in self.run_ranks(name, train):
+            self.assertRegex(str(error), "`fit` was called on a model that was made outside of the scope")
+
+    @_all_members
+    def test_collectives_within_fit_are_refused(self, name):
+        def train(strategy):
+            model = _compiled(strategy)
+            call = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: strategy.synchronize(model))
+            return _error_of(_fit, model, callbacks=[call])
+
+        for error in self.run_ranks(name, train):
+            self.assertRegex(str(error), "`synchronize` was called while a `fit` under this strategy runs")
+
+    # Reports, and a world of one.
+
+    @_all_members
+    def test_reports(self, name):
+        def train(strategy):
+            _fit(_compiled(strategy))
+            return strategy.gather_reports(accuracy=0.5)
+
+        first, second = self.run_ranks(name, train)
+        self.assertIsNone(second)
+        for rank, report in enumerate(first):
+            self.assertEqual((report["rank"], report["accuracy"]), (rank, 0.5))
+            self.assertGreater(report["bytes_sent"], 0)
+
+    @parameterized.parameters(*(name for name, member in MEMBERS.items() if not member.num_ps))
+    def test_a_world_of_one_trains_as_plain_keras(self, name):
+        def train(strategy):
+            model = _compiled(strategy)
+            _fit(model, 2)
+            return model.get_weights()
+
+        alone = MEMBERS[name].make()
+        try:
+            weights = train(alone)
+        finally:
+            alone.shutdown()
+        self.assert_equal_weights([weights, train(tf.distribute.OneDeviceStrategy("/cpu:0"))])
+
+
+if __name__ == "__main__":
+    absltest.main()
