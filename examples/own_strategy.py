@@ -15,7 +15,7 @@ from hop_tf.strategy import ExchangeStrategy, training_cluster
 
 
 class LocalSGDStrategy(ExchangeStrategy):
-    """Averages the ranks' models every `period` steps; weights are equal on all ranks after `fit`.
+    """Averages the ranks' models every `period` steps, and at the end of `fit`.
 
     Args:
       period: Steps between two averages. Default 8.

@@ -45,8 +45,9 @@ class DTSStrategy(ExchangeStrategy):
     over all ranks, and `delay` steps after the window's end the mean takes the place of its own change. In short
     trainings that costs accuracy, at the learning rate and momentum that synchronous training stands: after some
     hundred steps 1 to 3 points with the default, D = 4 and p = 4, and 2 to 9 with D = 20, p = 12; most with deep
-    networks. After some thousand steps it is next to nothing, and below 1 point. It is more where each rank has data of
-    other classes: a rank's own steps then tell little of the others'. A rank computes with
+    networks. After some thousand steps it is next to nothing, and below 1 point. Where each rank has
+    data of other classes it is 4 points with the default: a rank's own steps then tell little of the others'. A rank
+    computes with
 
         weights  =  what is merged, alike on all ranks  +  its own changes that are not merged yet, at their full size
 

@@ -65,10 +65,9 @@ class PipeSGDStrategy(ExchangeStrategy):
 
     Until a mean arrives, a rank's own gradient stands in for it: the rank computes at what the optimizer makes of the
     merged weights and slots and the K - 1 own gradients that are under way. So at the learning rate and momentum that
-    synchronous training stands, K = 2 costs less than a point of accuracy. K = 3 and 4 cost about as little with
-    perceptrons and convolutional networks, but 2 to 4 points in a short training of a transformer. It is more where a
-    rank's own gradients tell little of the mean: where each rank has data of other classes. A replay costs K - 1
-    further optimizer updates a step.
+    synchronous training stands, K = 2 costs less than a point of accuracy, also where each rank has data of other
+    classes. K = 3 costs about as little, and K = 4 up to 2 points; in a short training of a transformer they cost 2 to
+    4. A replay costs K - 1 further optimizer updates a step.
 
     At the end of every epoch, and of `fit`, all means are merged, before validation and callbacks: these see the merged
     weights. Callbacks within an epoch see the weights that a rank computes with; what they do to weights then has no
