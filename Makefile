@@ -5,6 +5,7 @@
 #   make stress     the multi-process tests, REPEAT times with other deaths, and the others with all their variants and
 #                   10,000 random schedules
 #   make benchmark  what the core and the transport cost; nothing else should run on the machine
+#   make docs       the documentation, into build/docs; warnings are errors
 #   make lint       ruff's checks and format
 #   make bazel      builds and tests everything with Bazel, offline
 #   make clean      removes the virtual environment and everything that was built
@@ -22,11 +23,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo test stress benchmark lint bazel clean
+.PHONY: help demo test stress benchmark docs lint bazel clean
 .DELETE_ON_ERROR:
 
 help:
-	@sed -n '3,12s/^# \{0,1\}//p' Makefile
+	@sed -n '3,13s/^# \{0,1\}//p' Makefile
 
 demo: $(INSTALLED)
 	TF_CPP_MIN_LOG_LEVEL=1 $(BIN)/python -m hop_tf launch --num_workers=4 examples/digits.py
@@ -45,6 +46,11 @@ stress: $(INSTALLED)
 benchmark: $(INSTALLED)
 	$(BIN)/python benchmarks/benchmark_transport.py
 	$(BIN)/python benchmarks/benchmark_core.py
+
+docs: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	$(BIN)/sphinx-build -W --keep-going -q docs build/docs
+	@echo "build/docs/index.html"
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -4,7 +4,7 @@
     python benchmarks/benchmark_canary.py --experiments=accuracy --seeds=3
 
 traffic     Bytes that a rank sends in a step, headers and bucket values included, and their share of what float32
-            takes; the peak of a step over the mean. With more than 50 --traffic_steps a blend is in them.
+            takes; the peak of a step over the mean. With more than 50 --traffic_steps a resync is in them.
             The model has two dense layers of --width, by default 10.6 million parameters. Required: 27% with the
             sketch, 10% with low rank.
 straggler   One rank is ten times slower: steps per second of the others, over those without a slow rank. Required: 95%.

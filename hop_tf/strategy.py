@@ -18,7 +18,7 @@ from hop_tf.collectives import AllReduce
 from hop_tf.errors import ClusterConfigError
 from hop_tf.keras_hook.context import Extended
 from hop_tf.keras_hook.optimizers import iterations_variable
-from hop_tf.keras_hook.trainer import forget_cluster, note_cluster, wrap_trainer
+from hop_tf.keras_hook.trainer import forget_cluster, register_cluster, wrap_trainer
 from hop_tf.options import PLAN_VARIABLE, CommunicationOptions, checked_options
 from hop_tf.runtime.report import ReportWriter, static_identity
 from hop_tf.runtime.scheme import Scheme
@@ -94,7 +94,7 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
             except BaseException:
                 self._writer.close()
                 raise
-            note_cluster(self)
+            register_cluster(self)
             report = weakref.WeakMethod(self.report)
             self._worker.serve_reports(lambda: _call_weakly(report) or {})
         atexit.register(_call_weakly, weakref.WeakMethod(self.shutdown))

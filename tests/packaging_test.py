@@ -111,7 +111,7 @@ class PackagingTest(absltest.TestCase):
         self.assertEqual(metadata["Version"], __version__)
         self.assertEqual(metadata["License-Expression"], "Apache-2.0")
         self.assertEqual(metadata["Description-Content-Type"], "text/markdown")
-        self.assertCountEqual(metadata.get_all("Provides-Extra"), ["cpu", "gpu", "test", "examples"])
+        self.assertCountEqual(metadata.get_all("Provides-Extra"), ["cpu", "gpu", "docs", "test", "examples"])
 
     def test_tensorflow_is_only_an_extra(self):
         tensorflow = [line for line in self.distribution.requires if line.startswith("tensorflow")]

@@ -31,13 +31,13 @@ def wrap_trainer() -> None:
 _clusters: weakref.WeakSet[tf.distribute.Strategy] = weakref.WeakSet()
 
 
-def note_cluster(strategy: tf.distribute.Strategy) -> None:
+def register_cluster(strategy: tf.distribute.Strategy) -> None:
     """From now on `fit` refuses models that were made under no strategy: their scope was forgotten."""
     _clusters.add(strategy)
 
 
 def forget_cluster(strategy: tf.distribute.Strategy) -> None:
-    """Ends what `note_cluster` began."""
+    """Ends what `register_cluster` began."""
     _clusters.discard(strategy)
 
 

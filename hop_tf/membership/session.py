@@ -158,7 +158,7 @@ class Membership(Waiting):
         )
         self._left = message
         if not self.joining:  # Else nobody counts on this rank.
-            self._pass_on(message)
+            self._forward(message)
 
     @property
     def has_left(self) -> bool:
@@ -177,7 +177,7 @@ class Membership(Waiting):
             if self._begun_session and (departure is None or not departure.lost):
                 leave = self._depart(peer, PeerLostError(f"rank {peer} was restarted"))
         if leave is not None:
-            self._pass_on(leave, learned_from=peer)
+            self._forward(leave, learned_from=peer)
         elif self.session and not self._begun_session:  # Nothing is lost yet: it can begin with the others.
             self._tell_ready(peer)
             if self._has_gathered and peer == self._parent:
@@ -189,8 +189,8 @@ class Membership(Waiting):
             leaves = [leave for leave in self._leaves() if leave.rank != newcomer]
             ready = membership_pb2.Ready(session=self.session, under_way=True, lives=self.lives)
         for leave in leaves:
-            self.tell(newcomer, LEAVE_QUEUE, leave.SerializeToString())
-        self.tell(newcomer, _READY, ready.SerializeToString())
+            self.notify(newcomer, LEAVE_QUEUE, leave.SerializeToString())
+        self.notify(newcomer, _READY, ready.SerializeToString())
 
     @property
     def present_life(self) -> int:
@@ -288,7 +288,7 @@ class Membership(Waiting):
         with self.monitor:
             news = self._record(leave)
         if news:
-            self._pass_on(leave, learned_from=message.sender)
+            self._forward(leave, learned_from=message.sender)
 
     def _record(self, leave: membership_pb2.Leave) -> bool:
         """Remembers a departure; False if it was known."""
@@ -302,11 +302,11 @@ class Membership(Waiting):
         self.monitor.notify_all()
         return True
 
-    def _pass_on(self, leave: membership_pb2.Leave, learned_from: int | None = None) -> None:
+    def _forward(self, leave: membership_pb2.Leave, learned_from: int | None = None) -> None:
         # A lost rank may live after all.
         itself = None if leave.lost else leave.rank
         data = leave.SerializeToString()
-        self._tell_all((*self.peers, *self.servers), LEAVE_QUEUE, data, except_for=(learned_from, itself))
+        self._notify_all((*self.peers, *self.servers), LEAVE_QUEUE, data, except_for=(learned_from, itself))
 
 
 def parse(message_type: type[_Parsed], message: Message) -> _Parsed:

@@ -76,7 +76,7 @@ class Waiting(abc.ABC):
         """Remembers a departure; False if it was known."""
 
     @abc.abstractmethod
-    def _pass_on(self, leave: membership_pb2.Leave, learned_from: int | None = None) -> None:
+    def _forward(self, leave: membership_pb2.Leave, learned_from: int | None = None) -> None:
         """Tells the others of a departure."""
 
     # What is known of others.
@@ -162,7 +162,7 @@ class Waiting(abc.ABC):
         """
         start = self.monitor.now() if since is None else since
         while (lost := self._wait(missing, start, operation, step, interruptible)) is not None:
-            self._pass_on(lost, learned_from=None)
+            self._forward(lost, learned_from=None)
 
     def wait_until(self, condition: Callable[[], object], timeout_seconds: float) -> bool:
         """Waits for something that no particular rank is to bring about.
@@ -293,7 +293,7 @@ class Waiting(abc.ABC):
             if self.departure(peer) is not None or self.life_of(peer) != life:
                 return  # It was known already, or has joined again since.
             leave = self._depart(peer, error)
-        self._pass_on(leave)
+        self._forward(leave)
 
     def send_to_newcomer(
         self, peer: int, queue: str, header: bytes, payload: Sequence[np.ndarray] = (), lane: int = 0
@@ -318,16 +318,16 @@ class Waiting(abc.ABC):
         except HopError as error:
             logging.info("rank %d: could not send to %s of rank %d: %s", self.rank, queue, peer, error)
 
-    def tell_peers(self, queue: str, data: bytes, *, except_for: Collection[int | None] = ()) -> None:
+    def notify_peers(self, queue: str, data: bytes, *, except_for: Collection[int | None] = ()) -> None:
         """Sends a small message to every peer that can be reached. Does not block for long."""
-        self._tell_all(self.peers, queue, data, except_for)
+        self._notify_all(self.peers, queue, data, except_for)
 
-    def _tell_all(self, peers: Iterable[int], queue: str, data: bytes, except_for: Collection[int | None]) -> None:
+    def _notify_all(self, peers: Iterable[int], queue: str, data: bytes, except_for: Collection[int | None]) -> None:
         for peer in peers:
             if peer not in except_for:
-                self.tell(peer, queue, data)
+                self.notify(peer, queue, data)
 
-    def tell(self, peer: int, queue: str, data: bytes) -> None:
+    def notify(self, peer: int, queue: str, data: bytes) -> None:
         """Sends a small message to a peer, if it can be reached. Does not block for long."""
         try:
             self.transport.send(peer, queue, data)

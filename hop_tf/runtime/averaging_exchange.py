@@ -86,7 +86,7 @@ class AveragingExchange(Exchange):
         self._communicate_seconds[reduction] += time.perf_counter() - start
         return means
 
-    def neutral(self, outgoing: Outgoing) -> Incoming:
+    def no_op(self, outgoing: Outgoing) -> Incoming:
         """This rank's own buckets, as if it were alone."""
         return Incoming(outgoing.step, outgoing.segment, tuple(map(np.array, outgoing.buckets)))
 

@@ -101,7 +101,7 @@ class Exchange(abc.ABC):
         """
 
     @abc.abstractmethod
-    def neutral(self, outgoing: Outgoing) -> Incoming | None:
+    def no_op(self, outgoing: Outgoing) -> Incoming | None:
         """The result that changes nothing, for a step whose waiting was interrupted; None where `step` gives that."""
 
     @property
@@ -338,7 +338,7 @@ class ExchangeRunner:
                 return self._exchange.step(outgoing)
             except Interrupted:
                 self._interrupted = True
-        return self._caught_up(outgoing, 0) if outgoing.segment == CATCH_UP else self._exchange.neutral(outgoing)
+        return self._caught_up(outgoing, 0) if outgoing.segment == CATCH_UP else self._exchange.no_op(outgoing)
 
     def _caught_up(self, outgoing: Outgoing, num_skipped: int) -> Incoming:
         return Incoming(outgoing.step, CATCH_UP, self._nothing, num_skipped)

@@ -88,7 +88,7 @@ class GradientExchange(AveragingExchange):
         self._num_sent = number + 1
         return Incoming(t, segment, tuple(means))
 
-    def neutral(self, outgoing: Outgoing) -> Incoming:
+    def no_op(self, outgoing: Outgoing) -> Incoming:
         return Incoming(outgoing.step, outgoing.segment, tuple(np.zeros_like(values) for values in outgoing.buckets))
 
 

@@ -247,7 +247,7 @@ class Joining:
             incarnation=membership.transport.incarnation,
             lives=membership.lives,
         )
-        membership.tell_peers(_JOIN, join.SerializeToString())
+        membership.notify_peers(_JOIN, join.SerializeToString())
         membership.wait(
             lambda: [peer for peer in self._present() if peer not in self._welcomed], operation="join", step=step
         )
@@ -296,7 +296,7 @@ class Joining:
                 self._asking_for_state.append(message.sender)
                 return
         reply = membership_pb2.StateReply(step=step, counts=self.counts)
-        self._membership.tell(message.sender, _REPLY, reply.SerializeToString())
+        self._membership.notify(message.sender, _REPLY, reply.SerializeToString())
 
     def _on_reply(self, message: Message) -> None:
         reply = parse(membership_pb2.StateReply, message)
@@ -314,7 +314,7 @@ class Joining:
             if join.lives.get(membership.rank, 0) == membership.life:  # It knows of this newcomer, and owes no welcome.
                 self._welcomed.add(join.rank)
             welcome = self._admit(join)
-        membership.tell_peers(_JOIN, message.header, except_for=(message.sender, join.rank))
+        membership.notify_peers(_JOIN, message.header, except_for=(message.sender, join.rank))
         self._answer({join.rank: welcome})
 
     def _admit(self, join: membership_pb2.Join) -> membership_pb2.Welcome | None:
@@ -327,7 +327,7 @@ class Joining:
     def _answer(self, welcomes: Mapping[int, membership_pb2.Welcome | None]) -> None:
         for rank, welcome in welcomes.items():
             if welcome is not None and rank in self._membership.peers:
-                self._membership.tell(rank, _WELCOME, welcome.SerializeToString())
+                self._membership.notify(rank, _WELCOME, welcome.SerializeToString())
 
     def _on_welcome(self, message: Message) -> None:
         welcome = parse(membership_pb2.Welcome, message)

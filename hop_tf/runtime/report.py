@@ -61,7 +61,7 @@ class StepStatistics:
         """Emits the op that notes that a step begins: its batch is there. Counts nothing in eager execution."""
         if not tf.executing_eagerly():
             with tf.device("/cpu:0"):
-                self._get_state().note_start()
+                self._get_state().record_start()
 
     def count_wait(self, ready: Sequence[tf.Tensor], done: Sequence[tf.Tensor]) -> None:
         """Emits the ops that count the time from `ready` (gradients) to `done` (what others sent); 0 if negative.
@@ -73,7 +73,7 @@ class StepStatistics:
         state = self._get_state()
         with tf.device("/cpu:0"):
             with tf.control_dependencies(ready):
-                state.note_ready()
+                state.record_ready()
             with tf.control_dependencies(done):
                 state.add_wait()
 
@@ -113,7 +113,7 @@ class _StepState:
         self._latest = tf.Variable(tf.zeros([_NUM_LATEST], tf.float64), trainable=False, name="hop_tf_latest_steps")
 
     @tf.function
-    def note_start(self) -> None:
+    def record_start(self) -> None:
         now, waited = tf.timestamp(), self.wait_seconds.read_value()
         duration = now - self._started_at - (waited - self._waited_before)
         self._latest.scatter_nd_update([[self._num_starts % _NUM_LATEST]], [duration])
@@ -129,7 +129,7 @@ class _StepState:
         return float(np.median(latest)) if latest.size else 0.0
 
     @tf.function
-    def note_ready(self) -> None:
+    def record_ready(self) -> None:
         self.ready_at.assign(tf.timestamp())
 
     @tf.function

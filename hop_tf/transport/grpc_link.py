@@ -131,7 +131,7 @@ class GrpcLink(Link):
         elif frame.kind == Kind.ACKNOWLEDGE and connection.accepted:
             self._outbox.acknowledge(connection.epoch, frame.sequence)
         elif frame.kind == Kind.PONG and connection.pinged_at:
-            self._peer.note_round_trip(time.monotonic() - connection.pinged_at.popleft())
+            self._peer.record_round_trip(time.monotonic() - connection.pinged_at.popleft())
         else:
             raise ProtocolError(f"{self._peer} answered with an unexpected {frame.kind.name}.")
         self._peer.heard()

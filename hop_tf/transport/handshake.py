@@ -182,7 +182,7 @@ class Handshake:
         self._meet(peer, reply.incarnation)
         self._join_generation(reply)
         peer.interface_addresses = tuple(reply.interface_addresses)
-        peer.note_socket_port(reply.socket_port)
+        peer.record_socket_port(reply.socket_port)
         return reply.received_sequence
 
     # The side that is greeted.

@@ -84,7 +84,7 @@ class Link(abc.ABC):
 
     def _pause(self, problem: str) -> None:
         if not self._closed.is_set():
-            self._peer.note_problem(problem)
+            self._peer.record_problem(problem)
             logging.log_every_n_seconds(logging.INFO, "No link to %s: %s", 10, self._peer, problem)
             self._closed.wait(self._backoff_seconds)
             self._backoff_seconds = min(2 * self._backoff_seconds, _MAX_BACKOFF_SECONDS)

@@ -70,7 +70,7 @@ class Peer:
             if self._refused_since is None:
                 self._refused_since = time.monotonic()
 
-    def note_round_trip(self, seconds: float) -> None:
+    def record_round_trip(self, seconds: float) -> None:
         """A heartbeat was answered after that time."""
         with self._lock:
             previous = seconds if self._round_trip_seconds is None else self._round_trip_seconds
@@ -125,12 +125,12 @@ class Peer:
         with self._lock:
             self._num_links -= 1
 
-    def note_problem(self, problem: str) -> None:
+    def record_problem(self, problem: str) -> None:
         """Remembers why a connection does not work."""
         with self._lock:
             self._last_problem = problem
 
-    def note_socket_port(self, port: int) -> None:
+    def record_socket_port(self, port: int) -> None:
         """The peer has told the port of its plain sockets; 0 means that it has none."""
         with self._lock:
             self._socket_port = port

@@ -3,7 +3,7 @@
 A rank contributes to one layout at a time, that of the ranks that take part. When these have changed, it goes on to the
 next one, and tells the others how often it has contributed to the one before; at its last step it tells that of the
 present one. A layout of which all have told, and all has come, is settled. To ranks that join late what is under way
-then may be lost, until the next blend.
+then may be lost, until the next resync.
 
 Only the roots of a layout can say that no more comes of it, and they may not know it, where those that contribute to it
 have died. So whoever hears of a layout tells its ranks, be it by a state, and though it has no part in it.
@@ -20,7 +20,7 @@ import numpy as np
 from hop_tf.errors import ProtocolError
 from hop_tf.membership import Membership
 from hop_tf.strategies.canary.layout import Layout, Ledger, Piece
-from hop_tf.strategies.canary.messages import Channel, Kind, Note
+from hop_tf.strategies.canary.messages import Channel, Header, Kind
 from hop_tf.strategies.canary.peers import Peers, is_past
 from hop_tf.strategies.canary.pieces import PieceThread
 from hop_tf.strategies.canary.replica import Replica
@@ -91,20 +91,20 @@ class Contributions:
             with self._replica.lock:
                 for rank in self._membership.departed():
                     self._replica.gei.exclude(rank)
-            self.look_again()
+            self.recheck()
 
     def admit(self, rank: int) -> None:
         """A rank joins: it counts again."""
         with self._replica.lock:
             self._replica.gei.include(rank)
-        self.look_again()
+        self.recheck()
 
     def move(self, k: int) -> Layout:
         """From iteration k on, this rank contributes to the layout among those that take part."""
         before = self.layout
         if before is None or not self._peers.are_all_in(before):
             self.layout = self._replica.layout(self._peers.present_key())
-            self.look_again()
+            self.recheck()
             if max(self.layout.key) > 1:  # Else nobody can have been in an earlier one.
                 self._moves.append((k, None if before is None else before.key, self.layout.key))
         return self.layout
@@ -137,7 +137,7 @@ class Contributions:
             self._peers.done.add(rank)
             others = self._peers.present()
         self._tell(others, Kind.DONE, key, self._sent[key])
-        self.look_again()
+        self.recheck()
 
     def tell_newcomer_of_end(self, newcomer: int) -> None:
         """This rank has made its last step before another one has joined: it contributes to nothing that they share.
@@ -159,7 +159,7 @@ class Contributions:
             self._tell(others, Kind.MOVED, key, [])
         else:
             self._tell(others, Kind.MOVED, key, self._sent[before], [np.frombuffer(before, np.uint8)])
-        self.look_again()
+        self.recheck()
 
     def _tell(
         self, ranks: Sequence[int], kind: Kind, key: bytes, counts: Sequence[int], payload: Sequence[np.ndarray] = ()
@@ -169,7 +169,7 @@ class Contributions:
         for rank in ranks:
             self._channel.send(rank, note, payload)
 
-    def receive(self, note: Note, message: Message) -> None:
+    def receive(self, note: Header, message: Message) -> None:
         """Another rank has told how often it has contributed to a layout; the monitor is held."""
         key = message.payload.tobytes()
         if note.kind is Kind.DONE and note.contributions:
@@ -185,7 +185,7 @@ class Contributions:
             self._peers.done.add(message.sender)
         else:
             self._peers.has_moved(message.sender, note.key)
-        self.look_again()
+        self.recheck()
 
     def hear_of(self, key: bytes) -> Layout:
         """The layout of that key, which may be new here.
@@ -196,15 +196,15 @@ class Contributions:
         is_new = not self._replica.is_known(key)
         layout = self._replica.layout(key)
         if is_new:
-            self.look_again()
+            self.recheck()
         return layout
 
-    def look_again(self) -> None:
+    def recheck(self) -> None:
         """Whether more can come of a piece depends on what ranks have told, be it before its layout was known here."""
         with self._monitor:
             self._tell_of_layouts()
         for thread in self._threads:
-            thread.look_again()
+            thread.recheck()
 
     def _tell_of_layouts(self) -> None:
         """Tells the ranks of each layout that there is this one, if they were not told; the monitor is held."""

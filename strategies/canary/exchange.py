@@ -15,19 +15,19 @@ from hop_tf.runtime.averaging import LateChanges
 from hop_tf.runtime.exchange import Exchange, Incoming, Outgoing
 from hop_tf.runtime.group import ExchangeContext
 from hop_tf.runtime.joining import Joiner
-from hop_tf.strategies.canary.blend import Blending
 from hop_tf.strategies.canary.contributions import Contributions
 from hop_tf.strategies.canary.encoding import PieceEncoding
 from hop_tf.strategies.canary.ending import Ending
 from hop_tf.strategies.canary.factors import kernels_last
 from hop_tf.strategies.canary.gei import Thresholds
 from hop_tf.strategies.canary.layout import Layout, Piece
-from hop_tf.strategies.canary.messages import COUNTING, Channel, Kind, Note
+from hop_tf.strategies.canary.messages import COUNTING, Channel, Header, Kind
 from hop_tf.strategies.canary.pacing import Pacing
 from hop_tf.strategies.canary.peers import Peers
 from hop_tf.strategies.canary.pieces import PieceThread, checked_piece
 from hop_tf.strategies.canary.pull import Pulling
 from hop_tf.strategies.canary.replica import Replica
+from hop_tf.strategies.canary.resync import Resync
 from hop_tf.tensors.packing import Packing
 from hop_tf.transport.base import Message
 
@@ -44,7 +44,7 @@ class AsyncSettings:
       network: Whose routes pieces take.
       thresholds: s and p.
       codec: What contributions are encoded with.
-      sync_interval: Iterations between two blends; None: there are none.
+      sync_interval: Iterations between two resyncs; None: there are none.
       inbox_bytes: The most that is received and not merged on each of the network's threads before others wait.
         Default None: eight times the bytes of the weights, at least 64 MiB.
       max_in_flight: See `hop_tf.CanaryStrategy`. Default 2.
@@ -135,9 +135,9 @@ class CanaryExchange(Exchange, Joiner):
         ) -> None:
             self._channel.send(rank, self._channel.note(kind, layout.key, piece.index, sequence), [values], level)
 
-        blending = Blending(self.replica, membership.rank, settings.sync_interval, self._peers.takes_part, send_values)
+        resync = Resync(self.replica, membership.rank, settings.sync_interval, self._peers.takes_part, send_values)
         max_bytes = settings.inbox_bytes or max(_MIN_INBOX_BYTES, _INBOX_REPLICAS * self.parts[-1].num_bytes)
-        return PieceThread(index, membership, self.replica, self._channel, self._peers, blending, max_bytes)
+        return PieceThread(index, membership, self.replica, self._channel, self._peers, resync, max_bytes)
 
     def reset(self, session: int, start: int = 0) -> None:
         with self._monitor:
@@ -183,7 +183,7 @@ class CanaryExchange(Exchange, Joiner):
         self._send_colayer(k, segment, outgoing.buckets)
         return None
 
-    def neutral(self, outgoing: Outgoing) -> Incoming | None:
+    def no_op(self, outgoing: Outgoing) -> Incoming | None:
         if outgoing.segment == self.start_segment:
             self.replica.begin(outgoing.buckets)
         if outgoing.segment in (self.merge_segment, self.finish_segment):
@@ -255,7 +255,7 @@ class CanaryExchange(Exchange, Joiner):
         """Takes the state of a faster rank, and with it the layouts that it knows."""
         self._contributions.free_layouts()
         self._pulling.pull(k)
-        self._contributions.look_again()
+        self._contributions.recheck()
 
     def _finish(self, k: int) -> tuple[np.ndarray, ...]:
         """Waits until all have made their last step, and all that was sent is merged; then evens out what is left.
@@ -304,7 +304,7 @@ class CanaryExchange(Exchange, Joiner):
     # Messages.
 
     def _on_message(self, message: Message) -> None:
-        note = Note.unpack(message, self._membership.world_size)
+        note = Header.unpack(message, self._membership.world_size)
         with self._monitor:
             rank = self._membership.rank
             if note.session != self._channel.session or note.key[rank] != self._peers.key_of(rank):
@@ -316,7 +316,7 @@ class CanaryExchange(Exchange, Joiner):
             self._handle(note, message)
             self._monitor.notify_all()
 
-    def _handle(self, note: Note, message: Message) -> None:
+    def _handle(self, note: Header, message: Message) -> None:
         if note.kind in COUNTING:
             self._contributions.receive(note, message)
         elif note.kind is Kind.FULL:
@@ -354,8 +354,8 @@ class CanaryExchange(Exchange, Joiner):
           colayers that were sent on ways through ranks that have left, and have not come back, or are not in a state
           that was taken since, counted when no more can come; `contributions_late`: pieces that ranks which have left
           had sent, and that came when nobody waited for them any more, be it that a state held them, or that it lacked
-          what was before them; `pulls` of another rank's state, and `pulls_in_vain`; `messages_merged`, and
-          `duplicates`, which were not; `blends` of pieces; `inbox_waits`: iterations that began late as an inbox was
+          what was before them; `pulls` of another rank's state, and `pulls_rejected`; `messages_merged`, and
+          `duplicates`, which were not; `resyncs` of pieces; `inbox_waits`: iterations that began late as an inbox was
           full, here or elsewhere; and `window_waits`: those that began late as too many of this rank's own had not come
           back merged (`max_in_flight`).
         """
@@ -366,10 +366,10 @@ class CanaryExchange(Exchange, Joiner):
             + self.replica.num_late
             + sum(thread.num_late for thread in self._threads),
             "pulls": self._pulling.num_pulls,
-            "pulls_in_vain": self._pulling.num_in_vain,
+            "pulls_rejected": self._pulling.num_in_vain,
             "messages_merged": sum(thread.num_messages for thread in self._threads),
             "duplicates": self.replica.num_duplicates,
-            "blends": sum(thread.num_blends for thread in self._threads),
+            "resyncs": sum(thread.num_resyncs for thread in self._threads),
             "inbox_waits": self._pacing.num_waits,
             "window_waits": self._pacing.num_window_waits,
         }

@@ -142,8 +142,8 @@ class Ledger:
     ledger says what is in the weights, and which of two replicas knows more.
 
     Attributes:
-      table: int64 array [pieces, 2 + n]: of each piece the number of messages merged, the number of blends (see
-        `canary_blend`), and then, for each rank, the number of its contributions.
+      table: int64 array [pieces, 2 + n]: of each piece the number of messages merged, the number of resyncs (see
+        `canary_resync`), and then, for each rank, the number of its contributions.
     """
 
     _SEQUENCE, _BLENDS, _FIRST = 0, 1, 2
@@ -169,8 +169,8 @@ class Ledger:
         return self.table[:, self._SEQUENCE]
 
     @property
-    def blends(self) -> np.ndarray:
-        """Of each piece the number of the latest blend."""
+    def resyncs(self) -> np.ndarray:
+        """Of each piece the number of the latest resync."""
         return self.table[:, self._BLENDS]
 
     @property
@@ -190,6 +190,6 @@ class Ledger:
             raise ProtocolError(f"a ledger of {len(other)} pieces came where {len(self.table)} were expected.")
 
     def is_within(self, other: np.ndarray | None) -> bool:
-        """Whether another table tells of all messages and blends that this one does; None is one of nothing merged."""
+        """Whether another table tells of all messages and resyncs that this one does; None is one of nothing merged."""
         columns = [self._SEQUENCE, self._BLENDS]
         return bool(np.all(self.table[:, columns] <= (0 if other is None else other[:, columns])))

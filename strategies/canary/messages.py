@@ -26,10 +26,10 @@ class Kind(enum.IntEnum):
     Attributes:
       UP: Contributions to a piece, summed up, on the way to its root.
       DOWN: The sum that its root sends out.
-      MARKED_DOWN: The same; with it, everybody begins a blend of the piece.
-      DIGEST: Tells by few bytes whether a replica's values for a blend are those of others; empty where it has none.
+      MARKED_DOWN: The same; with it, everybody begins a resync of the piece.
+      DIGEST: Tells by few bytes whether a replica's values for a resync are those of others; empty where it has none.
       VALUES: Its root asks for the values.
-      SNAPSHOT: A replica's values for a blend; empty where it has none.
+      SNAPSHOT: A replica's values for a resync; empty where it has none.
       MEAN: The mean of the replicas' values; empty where these are alike.
       PULL: Asks for a replica's state.
       STATE: That state.
@@ -68,7 +68,7 @@ COUNTING = (Kind.DONE, Kind.MOVED)
 
 
 @dataclasses.dataclass(frozen=True)
-class Note:
+class Header:
     """The header of a message.
 
     Attributes:
@@ -77,7 +77,7 @@ class Note:
       key: Names the layout that it is about.
       newest: zeta, as far as the sender knows.
       piece: Number of the piece.
-      sequence: Of DOWN: its number among those of the root for the piece; of a blend's messages: that of the blend.
+      sequence: Of DOWN: its number among those of the root for the piece; of a resync's messages: that of the resync.
       contributions: Ranks and iterations of what is summed up.
     """
 
@@ -95,7 +95,7 @@ class Note:
         return head + self.key + b"".join(_CONTRIBUTION.pack(*each) for each in self.contributions)
 
     @classmethod
-    def unpack(cls, message: Message, world_size: int) -> Note:
+    def unpack(cls, message: Message, world_size: int) -> Header:
         """Reads a message's header.
 
         Raises:
@@ -139,11 +139,11 @@ class Channel:
         piece: int = 0,
         sequence: int = 0,
         contributions: tuple[tuple[int, int], ...] = (),
-    ) -> Note:
+    ) -> Header:
         """The header of a message about a layout."""
-        return Note(self.session, kind, key, self._newest(), piece, sequence, contributions)
+        return Header(self.session, kind, key, self._newest(), piece, sequence, contributions)
 
-    def send(self, rank: int, note: Note, payload: Sequence[np.ndarray] = (), level: int = 0) -> None:
+    def send(self, rank: int, note: Header, payload: Sequence[np.ndarray] = (), level: int = 0) -> None:
         """Sends a message on the lane of an interface; drops it where the receiver, or this rank, has left."""
         with contextlib.suppress(Interrupted):
             lane, step = BULK_LANE + level, max(0, note.newest)

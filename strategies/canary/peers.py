@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from hop_tf.membership import Membership
 from hop_tf.strategies.canary.layout import Layout, Piece
-from hop_tf.strategies.canary.messages import Kind, Note
+from hop_tf.strategies.canary.messages import Header, Kind
 
 _LARGEST_LIFE = 126
 _MERGED = (Kind.UP, Kind.DOWN, Kind.MARKED_DOWN)
@@ -86,7 +86,7 @@ class Peers:
         """Whether the ranks of a layout are those that take part, in the same life."""
         return layout.key == self.present_key()
 
-    def learn(self, note: Note) -> None:
+    def learn(self, note: Header) -> None:
         """A message tells of iterations that ranks have made."""
         if note.kind in _MERGED:
             for rank, iteration in note.contributions:

@@ -22,12 +22,12 @@ import numpy as np
 
 from hop_tf.errors import ProtocolError
 from hop_tf.membership import Membership
-from hop_tf.strategies.canary.blend import Blending
 from hop_tf.strategies.canary.encoding import Total
 from hop_tf.strategies.canary.layout import Layout, Piece
-from hop_tf.strategies.canary.messages import Channel, Kind, Note
+from hop_tf.strategies.canary.messages import Channel, Header, Kind
 from hop_tf.strategies.canary.peers import Peers
 from hop_tf.strategies.canary.replica import Replica
+from hop_tf.strategies.canary.resync import Resync
 
 _PERIOD_SECONDS = 0.25
 # Who was in so many sums in a row is waited for.
@@ -75,7 +75,7 @@ class PieceThread:
       replica: What is merged into.
       channel: Sends messages.
       peers: Who is there.
-      blending: What keeps replicas together.
+      resync: What keeps replicas together.
       max_bytes: With more than so many bytes to be worked off, others are told to wait; with half of them, to go on.
     """
 
@@ -86,7 +86,7 @@ class PieceThread:
         replica: Replica,
         channel: Channel,
         peers: Peers,
-        blending: Blending,
+        resync: Resync,
         max_bytes: int,
     ):
         self._index = index
@@ -95,14 +95,14 @@ class PieceThread:
         self._replica = replica
         self._channel = channel
         self._peers = peers
-        self._blending = blending
+        self._resync = resync
         self._inbox: collections.deque[tuple[Callable[[], None], int]] = collections.deque()
         self._questions: collections.deque[Callable[[bool], None]] = collections.deque()
         self._max_bytes = max_bytes
         self._is_full = False
         self.num_bytes = 0
         self._sums: dict[tuple[bytes, int], _Sum] = {}
-        self._early: list[tuple[Layout, Piece, Note, int, np.ndarray]] = []
+        self._early: list[tuple[Layout, Piece, Header, int, np.ndarray]] = []
         self._is_open = False
         self._is_busy = False
         self._closed = False
@@ -126,7 +126,7 @@ class PieceThread:
             self._is_full = False
             self._sums.clear()
             self._early.clear()
-            self._blending.reset()
+            self._resync.reset()
 
     def open(self) -> None:
         """The replica has its first weights: what has come meanwhile can be merged."""
@@ -165,11 +165,11 @@ class PieceThread:
         rank, num_bytes = self._membership.rank, (data if values is None else values).nbytes
         self.put(lambda: self._add(layout, piece, rank, ((rank, iteration),), values=values, data=data), num_bytes)
 
-    def receive(self, layout: Layout, piece: Piece, note: Note, sender: int, payload: np.ndarray) -> None:
+    def receive(self, layout: Layout, piece: Piece, note: Header, sender: int, payload: np.ndarray) -> None:
         """Takes a message about a piece."""
         self.put(lambda: self._receive(layout, piece, note, sender, payload), payload.nbytes)
 
-    def look_again(self) -> None:
+    def recheck(self) -> None:
         """A rank has left, or contributes to another layout, or no more: it is waited for no more."""
         self.put(self._pass_on_what_is_due)
 
@@ -232,7 +232,7 @@ class PieceThread:
                 self._is_busy = False
                 self._monitor.notify_all()
 
-    def _receive(self, layout: Layout, piece: Piece, note: Note, sender: int, payload: np.ndarray) -> None:
+    def _receive(self, layout: Layout, piece: Piece, note: Header, sender: int, payload: np.ndarray) -> None:
         self._take_early()
         self._handle(layout, piece, note, sender, payload)
 
@@ -242,7 +242,7 @@ class PieceThread:
         for each in early:
             self._handle(*each)
 
-    def _handle(self, layout: Layout, piece: Piece, note: Note, sender: int, payload: np.ndarray) -> None:
+    def _handle(self, layout: Layout, piece: Piece, note: Header, sender: int, payload: np.ndarray) -> None:
         """Takes a message, or keeps it while a rank has yet to be met: what is passed on to that one would be lost."""
         if self._peers.is_ahead(layout.key):
             self._early.append((layout, piece, note, sender, payload))
@@ -253,7 +253,7 @@ class PieceThread:
         elif note.kind is Kind.END:
             self._end(layout, piece, note)
         else:
-            self._blending.receive(layout, piece, note, sender, payload)
+            self._resync.receive(layout, piece, note, sender, payload)
 
     def _add(
         self,
@@ -270,7 +270,7 @@ class PieceThread:
             return
         pending = self._sum_of(layout, piece)
         if sender in pending.senders:
-            self._pass_on(layout, piece, pending)
+            self._forward(layout, piece, pending)
         pending.total = self._replica.encoding.add(piece, pending.total, values=values, data=data)
         pending.senders.add(sender)
         pending.contributions.extend(contributions)
@@ -285,13 +285,13 @@ class PieceThread:
         return self._sums[key]
 
     @property
-    def num_blends(self) -> int:
-        """Pieces that were blended."""
-        return self._blending.num_blends
+    def num_resyncs(self) -> int:
+        """Pieces that were resynced."""
+        return self._resync.num_resyncs
 
     def _pass_on_what_is_due(self) -> None:
         self._take_early()
-        self._blending.look_again()
+        self._resync.recheck()
         for pending in list(self._sums.values()):
             self._pass_on_if_due(pending.layout, pending.piece, pending)
         for layout in self._replica.layouts():
@@ -305,9 +305,9 @@ class PieceThread:
         is_whole, is_expected = self._peers.are_all_in(layout), self._peers.is_expected
         expected = [rank for rank in pending.regulars() if is_expected(layout, rank)] if is_whole else []
         if pending.senders.issuperset(expected):
-            self._pass_on(layout, piece, pending)
+            self._forward(layout, piece, pending)
 
-    def _pass_on(self, layout: Layout, piece: Piece, pending: _Sum) -> None:
+    def _forward(self, layout: Layout, piece: Piece, pending: _Sum) -> None:
         contributions, total = tuple(pending.contributions), pending.total
         pending.begin_next()
         data = self._replica.encoding.encode_total(piece, total)
@@ -317,15 +317,15 @@ class PieceThread:
             return
         sequence = int(layout.ledger.sequences[piece.index]) + 1
         newest = max(iteration for _, iteration in contributions)
-        kind = Kind.MARKED_DOWN if self._blending.is_due(layout, piece, newest) else Kind.DOWN
+        kind = Kind.MARKED_DOWN if self._resync.is_due(layout, piece, newest) else Kind.DOWN
         self._go_down(layout, piece, self._channel.note(kind, layout.key, piece.index, sequence, contributions), data)
 
-    def _go_down(self, layout: Layout, piece: Piece, note: Note, data: np.ndarray) -> None:
+    def _go_down(self, layout: Layout, piece: Piece, note: Header, data: np.ndarray) -> None:
         for child, level in piece.children:
             self._channel.send(child, note, [data], level)
         is_merged = self._replica.merge(layout, piece, note, data)
         if note.kind is Kind.MARKED_DOWN:
-            self._blending.begin(layout, piece, takes_part=is_merged)
+            self._resync.begin(layout, piece, takes_part=is_merged)
         if is_merged:
             self.num_messages += 1
             with self._monitor:
@@ -341,10 +341,10 @@ class PieceThread:
         if is_due:
             self._end(layout, piece, self._channel.note(Kind.END, layout.key, piece.index))
 
-    def _end(self, layout: Layout, piece: Piece, note: Note) -> None:
+    def _end(self, layout: Layout, piece: Piece, note: Header) -> None:
         for child, level in piece.children:
             self._channel.send(child, note, level=level)
-        self._blending.end(layout, piece)
+        self._resync.end(layout, piece)
         self._sums.pop((layout.key, piece.index), None)
         with self._monitor:
             layout.ended.add(piece.index)
@@ -352,10 +352,10 @@ class PieceThread:
 
     def _forget(self, key: bytes) -> None:
         self._sums = {where: pending for where, pending in self._sums.items() if where[0] != key}
-        self._blending.forget(key)
+        self._resync.forget(key)
 
 
-def checked_piece(layout: Layout, note: Note, sender: int) -> Piece:
+def checked_piece(layout: Layout, note: Header, sender: int) -> Piece:
     """The piece that a message is about; raises ProtocolError if there is none, or the sender has no say in it."""
     if note.piece >= len(layout.pieces):
         raise ProtocolError(f"rank {sender} sent a message about piece {note.piece} of {len(layout.pieces)}.")

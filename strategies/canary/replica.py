@@ -20,7 +20,7 @@ from hop_tf.errors import ProtocolError
 from hop_tf.strategies.canary.encoding import PieceEncoding
 from hop_tf.strategies.canary.gei import GEIMatrix
 from hop_tf.strategies.canary.layout import Layout, Ledger, Piece
-from hop_tf.strategies.canary.messages import Kind, Note
+from hop_tf.strategies.canary.messages import Header, Kind
 from hop_tf.strategies.canary.state import (
     join_index,
     join_snapshots,
@@ -64,7 +64,7 @@ class Replica:
       lock: Guards weights and ledgers.
       weights: What is merged: one vector for each bucket, where colayers lie one behind the other. None before `begin`.
       is_complete: Whether the ledgers tell all that the weights hold: else no other replica can take their state.
-      snapshots: By layout and piece, what it was with the message that has begun the blend which is under way.
+      snapshots: By layout and piece, what it was with the message that has begun the resync which is under way.
       gei: Whose contributions were merged.
       num_duplicates: Messages that were merged before.
       num_late: Contributions that came behind some of the same root which a state had not held that was taken.
@@ -190,7 +190,7 @@ class Replica:
 
     # Merging.
 
-    def merge(self, layout: Layout, piece: Piece, note: Note, data: np.ndarray) -> bool:
+    def merge(self, layout: Layout, piece: Piece, note: Header, data: np.ndarray) -> bool:
         """Adds what a root has sent out; False if that was merged before, or it cannot be any more."""
         with self.lock:
             next_one = layout.ledger.sequences[piece.index] + 1
@@ -270,7 +270,7 @@ class Replica:
             snapshots = {
                 where: self._checked(where, values)
                 for where, values in snapshots.items()
-                if not self.is_freed(where[0])  # Nothing more comes here of a blend of such a one.
+                if not self.is_freed(where[0])  # Nothing more comes here of a resync of such a one.
             }
             for key, ledger in ledgers.items():
                 is_past = self.is_freed(key) and (key in freed or key[giver] != lives[giver])

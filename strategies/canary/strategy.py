@@ -118,7 +118,7 @@ class CanaryStrategy(ExchangeStrategy):
         them), go as factors of r columns, which the codec then shortens, and what is lost is added to what is sent
         next. With "bsp" ranks find those of the mean gradient together (PowerSGD). Else each finds those of its own
         step, and gets those of all ranks, in place of a sum: so kernels go as they are where that were longer, and one
-        rank averages all of a kernel in a blend. What is left over when `fit` ends goes with the first steps of the
+        rank averages all of a kernel in a resync. What is left over when `fit` ends goes with the first steps of the
         next one. For weights that are equal to the bit, processors must compute alike. Default None: they go as they
         are.
       interfaces: This machine's address on each of the network's interfaces: `beta` of a BCube, else one. Ranks that

@@ -101,7 +101,7 @@ class HopExchange(Exchange, Joiner):
         self._num_skipped += num_skipped
         return Incoming(k, segment, change, num_skipped)
 
-    def neutral(self, outgoing: Outgoing) -> Incoming | None:
+    def no_op(self, outgoing: Outgoing) -> Incoming | None:
         self._sent = ()
         if outgoing.segment == STEP and self._settings.tolerates_stragglers:
             return None

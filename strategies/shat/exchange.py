@@ -148,7 +148,7 @@ class ShatExchange(Exchange, Joiner):
             self._latest[shard.index] = (reply.num_others, weight)
         return Incoming(outgoing.step, outgoing.segment, tuple(buckets))
 
-    def neutral(self, outgoing: Outgoing) -> Incoming:
+    def no_op(self, outgoing: Outgoing) -> Incoming:
         buckets = self._packing.take(self._context.pool)
         for bucket in buckets:
             bucket.fill(0)

@@ -94,7 +94,7 @@ class GroupState:
           after_offers: Whether to take those that the servers have when rank 0 has made its offers of the session.
           finalizes: Whether to take the averages of weights, where the optimizer keeps these, as `fit` does at its end.
 
-        Blocks: until the servers have sent them; with `after_offers` also until rank 0 has called `tell_of_offers`, or
+        Blocks: until the servers have sent them; with `after_offers` also until rank 0 has called `announce_offers`, or
           the servers know that it will not.
 
         Raises:
@@ -150,10 +150,10 @@ class GroupState:
         """Tells the servers that this rank has no use for the group any more."""
         header = pb.Retire(group=self._context.group).SerializeToString()
         for shard in self._servers.shards:
-            self._membership.tell(shard.server, RETIRE, header)
+            self._membership.notify(shard.server, RETIRE, header)
 
 
-def tell_of_offers(membership: Membership) -> None:
+def announce_offers(membership: Membership) -> None:
     """Tells the servers that rank 0 has offered the models of all groups that it has changed before the session."""
     header = pb.Begin(session=membership.session).SerializeToString()
     for server in membership.servers:

@@ -45,7 +45,7 @@ from hop_tf.strategies.shat.exchange import NUM_BESIDE, ShatExchange
 from hop_tf.strategies.shat.server.service import serve
 from hop_tf.strategies.shat.server.snapshots import SnapshotOptions
 from hop_tf.strategies.shat.settings import ShatSettings, mixing_weight
-from hop_tf.strategies.shat.state import tell_of_offers
+from hop_tf.strategies.shat.state import announce_offers
 from hop_tf.strategy import ExchangeStrategy
 from hop_tf.tensors.packing import TensorSpec
 
@@ -294,7 +294,7 @@ class SHATParameterServerStrategy(ExchangeStrategy):
         if self.training.worker is None:
             return
         if self.is_chief:
-            tell_of_offers(self.training.worker.membership)
+            announce_offers(self.training.worker.membership)
             return
         # Groups that have variables in common: the one that was trained last has their values.
         for group in sorted(groups, key=lambda group: group.exchange.last_session):

@@ -88,7 +88,7 @@ class Job:
 
     def run(self, num_steps, at_end=lambda rank: None, may_fail=False):
         def body(rank):
-            def note_commit(step):
+            def record_commit(step):
                 if self._counts_commits:
                     self.sent_steps[rank] = step + 1
 
@@ -114,7 +114,7 @@ class Job:
                         step,
                         vectors,
                         lambda other, step: membership.delivers(other, _GROUP, step),
-                        functools.partial(note_commit, step),
+                        functools.partial(record_commit, step),
                     )
                     self.sent_steps[rank] = step + 1
             except Interrupted:

@@ -327,7 +327,7 @@ class DeadlineTest(tf.test.TestCase):
         membership = _membership(status, monitor, continue_without_lost)
         told = [None, AssertionError("others are told once")]
         try:
-            with mock.patch.object(membership, "_pass_on", side_effect=told):
+            with mock.patch.object(membership, "_forward", side_effect=told):
                 membership.wait(lambda: [1], operation="receive update", step=step)
         finally:
             self.waited = monitor.time

@@ -36,7 +36,7 @@ class FakeExchange(Exchange):
         answer = behave() if behave is not None else None
         return answer or Incoming(outgoing.step, outgoing.segment, tuple(2 * bucket for bucket in outgoing.buckets))
 
-    def neutral(self, outgoing):
+    def no_op(self, outgoing):
         return Incoming(outgoing.step, outgoing.segment, tuple(np.zeros_like(bucket) for bucket in outgoing.buckets))
 
     @property
@@ -199,7 +199,7 @@ class ExchangeRunnerTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters((5, 5), (Interrupted(), 0))
     def test_who_catches_up_is_answered(self, found, expected):
         """Also where the exchange gives nothing back for what is interrupted."""
-        self.exchange.neutral = lambda outgoing: None
+        self.exchange.no_op = lambda outgoing: None
         self.joining.catch_up.side_effect = [found]
         self.runner.submit(tf.constant(1, tf.int64), CATCH_UP, [tf.zeros([0], value.dtype) for value in _VALUES])
         _, num_skipped = self.runner.collect(tf.constant(1, tf.int64), CATCH_UP, (0, 0))

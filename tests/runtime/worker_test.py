@@ -43,7 +43,7 @@ class Echo(Exchange):
         self._num_steps += 1
         return Incoming(outgoing.step, outgoing.segment, tuple(np.array(bucket) for bucket in outgoing.buckets))
 
-    def neutral(self, outgoing):
+    def no_op(self, outgoing):
         return Incoming(outgoing.step, outgoing.segment, tuple(np.zeros_like(bucket) for bucket in outgoing.buckets))
 
     @property
@@ -416,7 +416,7 @@ class GivenUpTest(_TwoRanksTestCase):
         self.begin_session()
         lost = membership_pb2.Leave(rank=1, session=1, lost=True, final=True, reason="silent")
         first, second = (worker.membership for worker in self.workers)
-        first.tell(1, "membership/leave", lost.SerializeToString())
+        first.notify(1, "membership/leave", lost.SerializeToString())
         with self.assertRaisesRegex(PeerLostError, "went on without this rank: silent") as raised:
             second.wait_until(lambda: False, _DEADLINE_SECONDS)
         self.workers[1].end_session(raised.exception)

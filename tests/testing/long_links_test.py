@@ -73,7 +73,7 @@ class DeadlineTest(parameterized.TestCase):
         self.assertEqual(peer.status().round_trip_seconds, 0.0)
         self.assertEqual(peer.least_round_trip_seconds, 0.0)
         for seconds in (2.0, 1.0, 1.875):
-            peer.note_round_trip(seconds)
+            peer.record_round_trip(seconds)
         self.assertEqual(peer.status().round_trip_seconds, 1.875)  # 2, then 2 - 1/8, then no change
         self.assertEqual(peer.least_round_trip_seconds, 1.0)
 

@@ -306,9 +306,9 @@ class FaultsTest(tf.test.TestCase, parameterized.TestCase):
         job.schedule(Fault(rank=2, seconds=seconds, restart_seconds=None, reaches=[0]))
         job.run()
         counters = job.ranks[0].exchange.counters()
-        self.assertGreater(counters["pulls"], counters["pulls_in_vain"])
+        self.assertGreater(counters["pulls"], counters["pulls_rejected"])
         self._assert_all_end_alike(job, f"{seconds} s")
-        for rank in (0, 1) if sync_interval is None else ():  # Blends spread what one of the two holds.
+        for rank in (0, 1) if sync_interval is None else ():  # Resyncs spread what one of the two holds.
             self.assertEqual(job.ranks[rank].exchange.counters()["contributions_lost"], _num_lost(job, rank))
 
     def test_states_are_taken_though_a_layout_is_known_by_a_state_only(self):
@@ -326,7 +326,7 @@ class FaultsTest(tf.test.TestCase, parameterized.TestCase):
         job.schedule(Fault(rank=2, seconds=6.3, restart_seconds=None, reaches=[0]))
         job.run()
         counters = job.ranks[0].exchange.counters()
-        self.assertGreater(counters["pulls"], counters["pulls_in_vain"])
+        self.assertGreater(counters["pulls"], counters["pulls_rejected"])
         self._assert_all_end_alike(job, "")
 
     @parameterized.parameters(None, 5)
@@ -367,7 +367,7 @@ class FaultsTest(tf.test.TestCase, parameterized.TestCase):
         job.schedule(Fault(rank=1, seconds=seconds, restart_seconds=0.1, reaches=[]))
         self._assert_all_end_alike(job.run(), f"{seconds} s")
 
-    def test_with_a_lossy_codec_and_blends(self):
+    def test_with_a_lossy_codec_and_resyncs(self):
         # 594: nobody waits for those that have died, though for what was to come by way of them.
         # 866: a root hears of a layout last that all others have told of before.
         # 2153: a state comes with a snapshot of a layout that was freed where it is taken.

@@ -9,10 +9,10 @@ from absl.testing import parameterized
 from hop_tf import codecs
 from hop_tf.collectives import get_network
 from hop_tf.errors import ProtocolError
-from hop_tf.strategies.canary.blend import Blending
 from hop_tf.strategies.canary.encoding import PieceEncoding
-from hop_tf.strategies.canary.messages import Kind, Note
+from hop_tf.strategies.canary.messages import Header, Kind
 from hop_tf.strategies.canary.replica import Replica
+from hop_tf.strategies.canary.resync import Resync
 from hop_tf.tensors.buffers import BufferPool
 from hop_tf.tensors.packing import Packing, TensorSpec
 
@@ -34,7 +34,7 @@ def _replica(rank, shapes=((6,), (3,))):
 def _merge(replica, key, piece, sequence, contributions, value=1.0, kind=Kind.DOWN):
     layout = replica.layout(key)
     piece = layout.pieces[piece]
-    note = Note(1, kind, key, 0, piece.index, sequence, contributions)
+    note = Header(1, kind, key, 0, piece.index, sequence, contributions)
     size = piece.where.stop - piece.where.start
     return replica.merge(layout, piece, note, replica.encoding.encode(piece, np.full(size, value, np.float32)))
 
@@ -194,7 +194,7 @@ class AdoptTest(tf.test.TestCase, parameterized.TestCase):
         for replica in (own, other):
             replica.free(replica.layout(_WHOLE))
         self.assertTrue(_adopt(own, other, may_drop=True))
-        note = Note(1, Kind.DOWN, _WHOLE, 0, 0, 2, ((1, 1), (2, 1)))
+        note = Header(1, Kind.DOWN, _WHOLE, 0, 0, 2, ((1, 1), (2, 1)))
         where = layout.pieces[0].where
         values = own.encoding.encode(layout.pieces[0], np.ones(where.stop - where.start, np.float32))
         self.assertFalse(own.merge(layout, layout.pieces[0], note, values))
@@ -262,31 +262,31 @@ class LockTest(tf.test.TestCase):
         self.assertFalse(self._is_held(own.lock) or self._is_held(other.lock))
 
 
-class BlendTest(tf.test.TestCase):
-    """Rank 0 blends with rank 1, which differs, and takes its state at some moment."""
+class ResyncTest(tf.test.TestCase):
+    """Rank 0 resyncs with rank 1, which differs, and takes its state at some moment."""
 
     def setUp(self):
         super().setUp()
         self.replicas = {rank: _replica(rank) for rank in range(_WORLD_SIZE)}
         self.messages, self.has_left = [], False
-        self.blendings = {rank: self._blending(rank) for rank in self.replicas}
+        self.resyncs = {rank: self._resync(rank) for rank in self.replicas}
         for rank, value in ((0, 10.0), (1, 40.0)):
             self.replicas[rank].begin([np.full_like(self.replicas[rank].read()[0], value)])
         self.piece = next(piece.index for piece in self.replicas[0].layout(_WHOLE).pieces if piece.root == 2)
         self.where = self.replicas[0].layout(_WHOLE).pieces[self.piece].where
 
-    def _blending(self, rank):
+    def _resync(self, rank):
         def send(receiver, level, kind, layout, piece, sequence, values):
             self.messages.append((rank, receiver, kind, sequence, values.copy()))
 
-        return Blending(self.replicas[rank], rank, 1, lambda layout, rank: not (rank == 0 and self.has_left), send)
+        return Resync(self.replicas[rank], rank, 1, lambda layout, rank: not (rank == 0 and self.has_left), send)
 
     def _mark(self, rank, sequence=1):
         is_merged = _merge(self.replicas[rank], _WHOLE, self.piece, sequence, ((2, sequence),), 1.0, Kind.MARKED_DOWN)
         layout = self.replicas[rank].layout(_WHOLE)
         if rank == 2:
-            self.assertTrue(self.blendings[2].is_due(layout, layout.pieces[self.piece], sequence - 1))
-        self.blendings[rank].begin(layout, layout.pieces[self.piece], takes_part=is_merged)
+            self.assertTrue(self.resyncs[2].is_due(layout, layout.pieces[self.piece], sequence - 1))
+        self.resyncs[rank].begin(layout, layout.pieces[self.piece], takes_part=is_merged)
 
     def _bring(self, *ranks):
         """Takes what is on its way to some ranks."""
@@ -294,9 +294,9 @@ class BlendTest(tf.test.TestCase):
             self.messages.remove(message)
             sender, receiver, kind, sequence, values = message
             layout = self.replicas[receiver].layout(_WHOLE)
-            note = Note(1, kind, _WHOLE, 0, self.piece, sequence)
+            note = Header(1, kind, _WHOLE, 0, self.piece, sequence)
             piece = layout.pieces[self.piece]
-            self.blendings[receiver].receive(layout, piece, note, sender, values.view(np.uint8))
+            self.resyncs[receiver].receive(layout, piece, note, sender, values.view(np.uint8))
 
     def _gather(self):
         """Digests go to the root, which asks those whose replicas differ for their values."""
@@ -321,8 +321,8 @@ class BlendTest(tf.test.TestCase):
         self._bring(0, 1)
         self.assertAllEqual(self._values(), [11] * 3)
         for rank, replica in self.replicas.items():
-            self.assertEqual(replica.layout(_WHOLE).ledger.blends[self.piece], 1)
-            self.assertEqual(self.blendings[rank].num_blends, 1)
+            self.assertEqual(replica.layout(_WHOLE).ledger.resyncs[self.piece], 1)
+            self.assertEqual(self.resyncs[rank].num_resyncs, 1)
             self.assertEmpty(replica.snapshots)
 
     def test_what_was_merged_since_the_mark_stays(self):
@@ -351,7 +351,7 @@ class BlendTest(tf.test.TestCase):
         self.has_left = True
         self._bring(1)
         self._bring(2)
-        self.blendings[2].look_again()
+        self.resyncs[2].recheck()
         self._bring(1)
         self.assertAllClose(self._values(), [11, 42 / 2, 42 / 2])
 
@@ -387,12 +387,12 @@ class BlendTest(tf.test.TestCase):
         with self.assertRaisesRegex(ProtocolError, "rank 0 takes no part, or no more, in the layout 010101"):
             own.layout(_WHOLE)
 
-    def test_a_root_that_has_no_part_in_a_blend(self):
+    def test_a_root_that_has_no_part_in_a_resync(self):
         """It has taken the state of a rank that had none; the only one that has differs from no other.
 
-        The next blend has another number all the same.
+        The next resync has another number all the same.
         """
-        other = self.replicas[1].layout(_WITHOUT_2)  # May be merged in any order with the one that is blended.
+        other = self.replicas[1].layout(_WITHOUT_2)  # May be merged in any order with the one that is resynced.
         for rank in (2, 0, 1):
             self._mark(rank)
         self.replicas[1].free(other)
@@ -406,7 +406,7 @@ class BlendTest(tf.test.TestCase):
         self._bring(0, 1)
         self.assertAllClose(self._values(), [32] * 3)
 
-    def test_not_of_one_that_lacks_a_blend(self):
+    def test_not_of_one_that_lacks_a_resync(self):
         """Its mean has come here, and does not come again."""
         for rank in (2, 0, 1):
             self._mark(rank)
@@ -417,7 +417,7 @@ class BlendTest(tf.test.TestCase):
         self.assertTrue(self._pull())
         self.assertAllClose(self._values(), [53 / 3] * 3)
 
-    def test_a_mean_that_is_late_ends_no_later_blend(self):
+    def test_a_mean_that_is_late_ends_no_later_resync(self):
         """It is in the state already, with what the piece was when the next one began."""
         for rank in (2, 0, 1):
             self._mark(rank)
@@ -433,7 +433,7 @@ class BlendTest(tf.test.TestCase):
         self._gather()
         self._bring(0, 1)
         self.assertAllClose(self._values(), [56 / 3] * 3)
-        self.assertAllEqual(self.replicas[0].layout(_WHOLE).ledger.blends[self.piece], 2)
+        self.assertAllEqual(self.replicas[0].layout(_WHOLE).ledger.resyncs[self.piece], 2)
 
 
 if __name__ == "__main__":

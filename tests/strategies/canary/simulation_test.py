@@ -470,7 +470,7 @@ class DepartureTest(tf.test.TestCase, parameterized.TestCase):
                 self.assertAllEqual(counts, np.full_like(counts, expected))
 
     @parameterized.parameters(*itertools.product(range(4, 9), ((2, 1), (0, 1), (1, 0))))
-    def test_blends_wait_for_what_is_under_way_among_other_ranks(self, leaves_at, slow_link):
+    def test_resyncs_wait_for_what_is_under_way_among_other_ranks(self, leaves_at, slow_link):
         """A rank may have merged what another one has not: the mean of both would count it half, and once more."""
         job, _ = self._run(leaves_at + 6, leaves_at, slow_link, sync_interval=4)
         self.assertLess(job.max_distance(), 1e-4)
@@ -606,7 +606,7 @@ class DepartureTest(tf.test.TestCase, parameterized.TestCase):
         job.run()
         for rank in range(2):
             self.assertAllEqual(job.finals[rank], job.expected())
-            self.assertEqual(job.counters[rank]["pulls_in_vain"], 1)
+            self.assertEqual(job.counters[rank]["pulls_rejected"], 1)
         self.assertEqual(are_complete, [False] * 6)  # Neither has a state to give: it does not know what it lacks.
 
     def test_the_next_rank_is_asked_where_the_fastest_one_lacks_something(self):
@@ -618,7 +618,7 @@ class DepartureTest(tf.test.TestCase, parameterized.TestCase):
         job = Job("mesh", 4, durations, changes, Thresholds(0, 2), link_seconds=lambda a, b, num_bytes: links[a, b])
         job.run()
         self.assertGreater(job.counters[0]["pulls"], 3)
-        self.assertEqual(job.counters[0]["pulls_in_vain"], 0)
+        self.assertEqual(job.counters[0]["pulls_rejected"], 0)
         for rank in range(4):
             self.assertAllEqual(job.finals[rank], job.expected())
 
@@ -690,10 +690,10 @@ class InboxTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual(job.counters[rank]["window_waits"] > 0, duration > 20)
 
 
-class BlendTest(tf.test.TestCase, parameterized.TestCase):
+class ResyncTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(True, False)
     def test_values_go_only_where_replicas_differ(self, are_alike):
-        """A blend costs what exchanging in float32 does, and where they are alike, to the bit, next to nothing."""
+        """A resync costs what exchanging in float32 does, and where they are alike, to the bit, next to nothing."""
         shapes, world_size, num_steps = ((4000,), (40, 100), (5000,), (1,)), 3, 20
         num_values = _packing(shapes).sizes[0]
         changes = np.random.default_rng(0).normal(size=(world_size, num_steps, num_values))
@@ -713,7 +713,7 @@ class BlendTest(tf.test.TestCase, parameterized.TestCase):
             ).run()
             num_bytes[interval] = sum(sizes)
         num_pieces = len(job.exchanges[0].replica.layout(b"\x01" * world_size).pieces)
-        self.assertEqual(job.counters[0]["blends"], 3 * num_pieces)  # The fourth one is given up: training ends.
+        self.assertEqual(job.counters[0]["resyncs"], 3 * num_pieces)  # The fourth one is given up: training ends.
         one_way = 3 * (world_size - 1) * 4 * num_values
         most = 0.02 * one_way if are_alike else 2.7 * one_way
         self.assertBetween(num_bytes[5] - num_bytes[None], 0 if are_alike else 2 * one_way, most)
@@ -738,10 +738,10 @@ class BlendTest(tf.test.TestCase, parameterized.TestCase):
         of_root_1 = [piece for piece in job.exchanges[1].replica.layout(b"\x01" * 3).pieces if piece.root == 1]
         self.assertGreater(job.counters[0]["pulls"], 0)
         self.assertGreater(job.counters[0]["duplicates"], 0)
-        # A blend takes some 6 s there: the slow link's 3 s, and those of the snapshot and of what precedes it.
+        # A resync takes some 6 s there: the slow link's 3 s, and those of the snapshot and of what precedes it.
         at_least = (num_pieces - len(of_root_1)) * 15 + len(of_root_1) * 6
         for rank in (1, 2):
-            self.assertGreaterEqual(job.counters[rank]["blends"], at_least)
+            self.assertGreaterEqual(job.counters[rank]["resyncs"], at_least)
         for rank in range(3):
             self.assertAllEqual(job.finals[rank], job.expected())
 

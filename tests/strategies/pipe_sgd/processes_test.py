@@ -148,7 +148,7 @@ def _run_segments():
 
     step = pipe_sgd.PipeSGDExchange.step
 
-    def note_and_step(self, outgoing):
+    def header_and_step(self, outgoing):
         if outgoing.segment == 0:
             handed_out.set()
         result = step(self, outgoing)
@@ -156,7 +156,7 @@ def _run_segments():
             handed_out.clear()
         return result
 
-    with mock.patch.object(pipe_sgd.PipeSGDExchange, "step", note_and_step):
+    with mock.patch.object(pipe_sgd.PipeSGDExchange, "step", header_and_step):
         strategy = hop_tf.PipeSGDStrategy(pipeline_width=1, num_segments=2)
         with strategy.scope():
             model = keras.Sequential(

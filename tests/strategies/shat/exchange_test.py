@@ -33,7 +33,7 @@ from hop_tf.strategies.shat.server.configured import ConfiguredGroup
 from hop_tf.strategies.shat.server.group import ServedGroup
 from hop_tf.strategies.shat.server.server import PUSH, REPLY, ParameterServer
 from hop_tf.strategies.shat.settings import ShatSettings
-from hop_tf.strategies.shat.state import tell_of_offers
+from hop_tf.strategies.shat.state import announce_offers
 from hop_tf.tensors import payloads
 from hop_tf.tensors.buffers import BufferPool
 from hop_tf.tensors.packing import Packing, TensorSpec
@@ -484,7 +484,7 @@ class SessionsTest(tf.test.TestCase):
     def _offer(self, worker, value):
         worker.variable.assign(np.full(_NUM_VALUES, value, np.float32))
         worker.exchange.state.offer()
-        tell_of_offers(worker.exchange._membership)
+        announce_offers(worker.exchange._membership)
 
     def _pulls_when(self, threads, session, act):
         """The second worker pulls; `act()` when all servers know that, and none has answered."""
@@ -697,7 +697,7 @@ class RestartedServerTest(tf.test.TestCase):
             for worker in threads.workers:
                 worker.exchange._membership.session = 2
                 worker.exchange.reset(2)
-            tell_of_offers(threads.workers[0].exchange._membership)
+            announce_offers(threads.workers[0].exchange._membership)
             self.assertTrue(_comes_true(lambda: threads.servers[0]._has_begun))
             self.assertEqual(self._restart(threads, 0), [True, True])
 

@@ -301,13 +301,13 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
                 model = _make_linear(keras.optimizers.SGD(_RATE))
             _fit(model)
 
-            def note_weights(epoch, logs):
+            def record_weights(epoch, logs):
                 begun_with[strategy.rank] = model.get_weights()[0]
                 barrier.wait(_OPTIONS.timeout_seconds)  # Nobody pushes before all have begun.
 
             restore = keras.callbacks.LambdaCallback(
                 on_train_begin=lambda logs: strategy.is_chief and model.set_weights([np.full((3, 4), 7.0)]),
-                on_epoch_begin=note_weights,
+                on_epoch_begin=record_weights,
             )
             _fit(model, callbacks=[restore])
             strategy.synchronize(model)

@@ -7,7 +7,7 @@ has become since. Digests tell first whether there is a difference: mostly there
 takes another rank's weights meanwhile also takes what these were with the message: the difference is to be that.
 
 When ranks have left or joined, messages among those before have no order with those among those after. So a rank that
-may merge both takes no part in a blend, and as a root begins none.
+may merge both takes no part in a resync, and as a root begins none.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 
 from hop_tf.errors import ProtocolError
 from hop_tf.strategies.canary.layout import Layout, Piece
-from hop_tf.strategies.canary.messages import Kind, Note
+from hop_tf.strategies.canary.messages import Header, Kind
 from hop_tf.strategies.canary.replica import Replica
 
 _Key = tuple[bytes, int]
@@ -28,13 +28,13 @@ _DIGEST_BYTES = 16
 _NOTHING = np.empty(0, np.uint8)
 
 
-class Blending:
-    """The blends of the pieces of one of the network's threads.
+class Resync:
+    """The resyncs of the pieces of one of the network's threads.
 
     Args:
-      replica: What is blended.
+      replica: What is resynced.
       rank: This rank.
-      interval: Iterations between two blends of a piece; None: there are none.
+      interval: Iterations between two resyncs of a piece; None: there are none.
       takes_part: Whether a rank of a layout takes part still.
       send: `send(rank, level, kind, layout, piece, sequence, values)` sends values of a piece to a rank, on the lane of
         an interface.
@@ -53,7 +53,7 @@ class Blending:
         self._interval = interval
         self._takes_part = takes_part
         self._send = send
-        self.num_blends = 0
+        self.num_resyncs = 0
         self.reset()
 
     def reset(self) -> None:
@@ -106,8 +106,8 @@ class Blending:
         """Whether messages of other layouts can neither have been merged among those of this one, nor come yet."""
         return [each.key for each in self._replica.layouts()] == [layout.key]
 
-    def receive(self, layout: Layout, piece: Piece, note: Note, sender: int, payload: np.ndarray) -> None:
-        """Takes a message of a blend."""
+    def receive(self, layout: Layout, piece: Piece, note: Header, sender: int, payload: np.ndarray) -> None:
+        """Takes a message of a resync."""
         if note.kind is Kind.VALUES:
             self._tell(layout, piece, Kind.SNAPSHOT, self._snapshot(layout, piece))
         elif note.kind is Kind.DIGEST:
@@ -122,7 +122,7 @@ class Blending:
                 self._go_down(layout, piece, note.sequence, values)
 
     def end(self, layout: Layout, piece: Piece) -> None:
-        """No more comes of a piece: its blend, if one is under way, is given up, and that on all ranks."""
+        """No more comes of a piece: its resync, if one is under way, is given up, and that on all ranks."""
         where = layout.key, piece.index
         self._received.pop(where, None)
         self._asked.discard(where)
@@ -138,7 +138,7 @@ class Blending:
                 del of_pieces[where]
         self._asked = {where for where in self._asked if where[0] != key}
 
-    def look_again(self) -> None:
+    def recheck(self) -> None:
         """Ranks have left: they are waited for no more."""
         for key, index in list(self._received):
             layout = self._replica.layout(key)
@@ -195,15 +195,15 @@ class Blending:
 
     def _apply(self, layout: Layout, piece: Piece, sequence: int, mean: np.ndarray) -> None:
         with self._replica.lock:
-            if sequence <= layout.ledger.blends[piece.index]:
+            if sequence <= layout.ledger.resyncs[piece.index]:
                 return  # A state was pulled meanwhile, of a replica that had added it.
             own = self._replica.snapshots.pop((layout.key, piece.index), None)
             if own is not None:
-                layout.ledger.blends[piece.index] = sequence
+                layout.ledger.resyncs[piece.index] = sequence
                 if mean.size:
                     values = self._replica.slice_of(piece)
                     values += mean - own
-                self.num_blends += 1
+                self.num_resyncs += 1
 
 
 def _digest(values: np.ndarray) -> np.ndarray:

@@ -1,0 +1,69 @@
+"""The README and the pages in docs/: links lead somewhere, code is code, and the names in it exist."""
+
+import ast
+import functools
+import importlib
+import pathlib
+import re
+
+from absl.testing import absltest, parameterized
+
+import hop_tf
+
+_ROOT = pathlib.Path(__file__).parents[1]
+_PAGES = [_ROOT / "README.md", _ROOT / "benchmarks" / "README.md", *sorted((_ROOT / "docs").rglob("*.md"))]
+_LINK = re.compile(r"\[[^\]]+\]\(([^)\s]+)\)")
+_BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_NAME = re.compile(r"\bhop_tf(?:\.[A-Za-z]\w*)+")
+_HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+
+
+def _anchors(page):
+    """What GitHub and the site make of headings."""
+    headings = _HEADING.findall(page.read_text())
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def _exists(name):
+    """Whether `hop_tf.a.b` can be imported, or reached by attributes from what can."""
+    first, *rest = name.split(".")[1:]
+    found = hop_tf
+    for number, part in enumerate([first, *rest]):
+        if not hasattr(found, part):
+            try:
+                found = importlib.import_module(".".join(name.split(".")[: number + 2]))
+            except ImportError:
+                return False
+        else:
+            found = getattr(found, part)
+    return True
+
+
+class DocsTest(parameterized.TestCase):
+    @parameterized.parameters(*(str(page.relative_to(_ROOT)) for page in _PAGES))
+    def test_page(self, name):
+        page = _ROOT / name
+        text = page.read_text()
+        for target in _LINK.findall(text):
+            if "://" in target:
+                continue
+            path, _, anchor = target.partition("#")
+            linked = (page.parent / path).resolve() if path else page
+            self.assertTrue(linked.exists(), f"{name} links to {target}")
+            if anchor:
+                self.assertIn(anchor, _anchors(linked), f"{name} links to {target}")
+        for block in _BLOCK.findall(text):
+            ast.parse(block)
+        exists = functools.cache(_exists)
+        missing = {name for block in _BLOCK.findall(text) for name in _NAME.findall(block) if not exists(name)}
+        self.assertEmpty(missing)
+
+    def test_finds_the_pages(self):
+        self.assertGreater(len(_PAGES), 10)
+
+    def test_readme_is_short(self):
+        self.assertLessEqual(len((_ROOT / "README.md").read_text().splitlines()), 150)
+
+
+if __name__ == "__main__":
+    absltest.main()
