@@ -223,7 +223,7 @@ class Topology:
         return self._mixing_matrix
 
     def in_neighbors(self, rank: int) -> tuple[int, ...]:
-        """Ranks that send to `rank`, sorted, WITHOUT itself. (The paper's N_in has it: see 1 / |N_in| in Figure 4.)"""
+        """Ranks that send to `rank`, sorted, without itself. (The paper's N_in has it: `1 / |N_in|` in Figure 4.)"""
         return tuple(sorted(self._graph.predecessors(self._checked_rank(rank))))
 
     def out_neighbors(self, rank: int) -> tuple[int, ...]:
@@ -250,7 +250,7 @@ class Topology:
 
     @property
     def spectral_gap(self) -> float:
-        """|lambda_1(W)| - |lambda_2(W)|, from 0 to 1: the larger, the fewer steps until ranks agree. 1 for one rank.
+        """`|lambda_1(W)| - |lambda_2(W)|`, from 0 to 1: the larger, the fewer steps until ranks agree. 1 for one rank.
 
         Section 7.3.6 defines it so. The values printed there (0.6667, 0.2682, 0.2688) come out if W has no self-loops
         and eigenvalues keep their sign; this W has them, as Equation 1 does.

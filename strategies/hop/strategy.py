@@ -75,7 +75,7 @@ class HopStrategy(ExchangeStrategy):
         updates of an iteration count alike, so that ranks with more neighbors contribute more to what all agree on: on
         an undirected graph, in proportion to the number of neighbors plus one.
       max_iteration_gap: Most steps a rank may be ahead of an out-neighbor (the paper's max_ig), from 1 to 1000. A
-        rank keeps up to (1 + max_iteration_gap) * |N_in| updates in memory. With NOTIFY-ACK without meaning. Default 8.
+        rank keeps up to `(1 + max_iteration_gap) * |N_in|` updates in memory. NOTIFY-ACK does not use it. Default 8.
       num_backup_workers: A rank waits for the updates of all in-neighbors but so many, and averages what it has got
         with equal weights (Figure 8). Less than the smallest number of in-neighbors plus one. Default 0: it waits for
         all, and weights are those of the topology.

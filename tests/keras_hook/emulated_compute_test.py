@@ -183,7 +183,7 @@ def _hold_gradients_until_the_neighbor_has_sent(mode):
     gate = _Gate()
     with gate.watch(HopExchange):
         strategy = hop_tf.HopStrategy(topology="ring")
-        strategy._emulated_compute = EmulatedCompute(iter(gate))
+        strategy.training._emulated_compute = EmulatedCompute(iter(gate))
         _fit(strategy, **_MODES[mode])
         strategy.shutdown()
     return gate.num_passed, gate.num_missed

@@ -13,7 +13,7 @@
 #include <random>
 #include <vector>
 
-#include "../ops/kernels/hop_tf_kernels.h"
+#include "../../ops/kernels/hop_tf_kernels.h"
 
 namespace {
 

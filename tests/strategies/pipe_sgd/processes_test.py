@@ -13,7 +13,7 @@ import tensorflow as tf
 
 import hop_tf
 from hop_tf.collectives import all_reduce
-from hop_tf.strategies import pipe_sgd
+from hop_tf.strategies.pipe_sgd.exchange import PipeSGDExchange
 from hop_tf.testing import MultiProcessRunner
 
 _BATCH_SIZE = 12
@@ -146,9 +146,9 @@ def _run_segments():
         in_time.append(handed_out.wait(20))
         return gradient
 
-    step = pipe_sgd.PipeSGDExchange.step
+    step = PipeSGDExchange.step
 
-    def header_and_step(self, outgoing):
+    def record_and_step(self, outgoing):
         if outgoing.segment == 0:
             handed_out.set()
         result = step(self, outgoing)
@@ -156,7 +156,7 @@ def _run_segments():
             handed_out.clear()
         return result
 
-    with mock.patch.object(pipe_sgd.PipeSGDExchange, "step", header_and_step):
+    with mock.patch.object(PipeSGDExchange, "step", record_and_step):
         strategy = hop_tf.PipeSGDStrategy(pipeline_width=1, num_segments=2)
         with strategy.scope():
             model = keras.Sequential(
