@@ -52,46 +52,33 @@ from hop_tf.tensors.packing import Packing, TensorSpec
 
 
 class CanaryStrategy(ExchangeStrategy):
-    """Training with sketched pieces of gradients, over several interfaces.
+    """Training with sketched pieces of changes, over several interfaces; no rank waits for a slow one.
 
     It costs less than a point of accuracy against synchronous training, at the same learning rate and momentum; some 2
     points where each rank has data of other classes: there a rank's own step says little of the others'.
 
     Variables are bundled into colayers. In each step, a rank sends what its optimizer would add to a colayer's
-    variables, over the number of ranks, in pieces on the routes of `network`; each piece is summed up on its way, and
-    the sum goes to all ranks, which merge it into their weights. Until then the rank's own step stands in for it, so
-    that steps which are merged late cost next to no accuracy, with any optimizer. Nobody waits for another rank's
-    computation:
+    variables, over the number of ranks, in pieces on the routes of `network`. Each piece is summed up on its way; the
+    sum goes to all ranks, which merge it. Until then the rank's own step stands in for it. `consistency` says what
+    happens to a rank that is late:
 
-    - `consistency` "ssp": a rank that is more than `max_staleness` iterations behind the fastest one, with fewer than
-      `min_colayers` of the present iteration sent, drops the rest of it, and takes the weights of the fastest rank, or
-      of one of the next two, if these lack nothing that was merged here, but for what can never come there; else it
-      goes on with its own.
-      In any case a rank goes on with the iteration that the fastest one is in; the batches in between are passed over.
+    - "ssp": a rank that is more than `max_staleness` iterations behind the fastest one, with fewer than `min_colayers`
+      of the present iteration sent, drops the rest of it. It takes the weights of the fastest rank, or of one of the
+      next two, if these hold all that was merged here; else it keeps its own. In any case it goes on with the iteration
+      that the fastest rank is in; the batches in between are passed over.
     - "async": the same, and nothing is dropped.
     - "bsp": synchronous training. Gradients are averaged, colayer by colayer, before the optimizer gets them. What is
-      trained is equal to the bit on all ranks. It takes no thresholds. When a rank ends early, as by a callback of its
-      own, the others go on without it; before another `fit`, `synchronize(model)` makes weights and slots the same.
+      trained is equal to the bit on all ranks. The others go on without a rank that ends early; before another `fit`,
+      `synchronize(model)` makes weights and slots the same.
 
-    If training is not synchronous, ranks wait for each other between the last step and the end of `fit`; then they have
-    the same weights, to the bit. A rank whose `fit` ends early waits there for the others. During training replicas
-    differ by what is under way. What callbacks do to the weights of one rank in the course of a `fit` is part of its
-    next step. Constraints apply to what a rank computes with, and in the end, and not to the sum of all steps. Averages
-    of weights (`use_ema`) are the rank's own: where they replace the weights in the end, ranks end with different ones,
-    until `strategy.synchronize(model)` averages them.
-
-    Optimizer slots stay the rank's own, and know nothing of a step that was dropped: of gradients that were dropped
-    nothing is in a later step. For optimizers other than SGD steps are averaged where synchronous training would
-    average gradients.
+    With "ssp" and "async", ranks wait for each other when `fit` ends, and end with the same weights, to the bit. During
+    training replicas differ by what is under way. What callbacks do to a rank's weights within `fit` is part of its
+    next step. Constraints apply to what a rank computes with, and in the end. `use_ema` averages the rank's own
+    weights: `synchronize(model)` averages these. Optimizer slots stay the rank's own. Training takes `fit` and one
+    optimizer, trained variables of 32 bits or more, and no `ema_overwrite_frequency`.
 
     Memory: three copies of the weights (merged, as the graph has them, and as they were before the step), and one for
-    each step under way.
-
-    Floating-point variables that are not trained but assigned in the training step before its update (moving
-    statistics) go with the last colayer, and never through a codec.
-
-    Not synchronous training takes `fit` and one optimizer, and refuses trained variables of less than 32 bits, and
-    optimizers with an `ema_overwrite_frequency`.
+    each step under way. Moving statistics go with the last colayer, never through a codec.
 
     Args:
       network: "mesh" (everybody sends to everybody), "bcube:<alpha>,<beta>" (alpha^beta ranks with `beta` interfaces,

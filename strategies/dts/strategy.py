@@ -41,38 +41,29 @@ _MAX_STEPS = 2**31 - 1
 class DTSStrategy(ExchangeStrategy):
     """Training with delayed and temporally sparse averaging of changes.
 
-    Each rank makes steps of its own optimizer at once. What it has changed in a window of `interval` steps is averaged
-    over all ranks, and `delay` steps after the window's end the mean takes the place of its own change. In short
-    trainings that costs accuracy, at the learning rate and momentum that synchronous training stands: after some
-    hundred steps 1 to 3 points with the default, D = 4 and p = 4, and 2 to 9 with D = 20, p = 12; most with deep
-    networks. After some thousand steps it is next to nothing, and below 1 point. Where each rank has
-    data of other classes it is 4 points with the default: a rank's own steps then tell little of the others'. A rank
-    computes with
+    Each rank makes steps of its own optimizer. What it has changed in a window of `interval` steps is averaged over all
+    ranks. `delay` steps after the window's end, the mean takes the place of the rank's own change. In short trainings
+    that costs accuracy, at the learning rate and momentum that synchronous training stands: after some hundred steps 1
+    to 3 points with the default (D = 4, p = 4), and 2 to 9 with D = 20, p = 12; 4 points with the default where each
+    rank has data of other classes. After some thousand steps it is below 1 point. A rank computes with
 
         weights  =  what is merged, alike on all ranks  +  its own changes that are not merged yet, at their full size
 
-    At the end of `fit` all windows, and in a last one whatever was changed besides, are merged: weights, and moving
-    statistics, are then equal to the bit on all ranks. (Not those that `use_ema` puts in their place then:
-    `synchronize(model)` averages them.) Optimizer slots stay each rank's own, and so may learning rates, by callbacks
-    for instance: each rank's changes count as they are. Callbacks and validation within `fit` see the weights that a
-    rank computes with; what callbacks do to them in a step is this rank's own change. A constraint holds for a rank's
-    own steps, not for means.
+    When `fit` ends, all windows are merged: weights and moving statistics are then equal to the bit on all ranks (but
+    for those that `use_ema` puts in their place; `synchronize(model)` averages them). Optimizer slots stay each rank's
+    own, and so may learning rates. Callbacks and validation within `fit` see the weights that a rank computes with. A
+    constraint holds for a rank's own steps, not for means.
 
-    `delay=0` is local SGD, or, with an `outer_optimizer`, DiLoCo, which a delay makes its eager form. `delay=0,
-    interval=1` with SGD (momentum, Nesterov's, weight decay) is synchronous training.
+    `delay=0` is local SGD; with an `outer_optimizer` it is DiLoCo, and with a delay its eager form. `delay=0,
+    interval=1` with SGD is synchronous training.
 
     Traffic: one all-reduce of the model per window, whatever the optimizer. Memory, in models: what is merged, what
     weights were when the last window ended, and up to ceil(D / p) for windows under way, beside what these send.
 
-    Of floating-point variables that are not trained but assigned in the training step before its update (moving
-    statistics) the changes are averaged along, and never pass through a codec. Steps that gradients are accumulated in
-    are no steps of a window. One that loss scaling leaves out is a change of zero.
-
-    When a rank ends early, as by a callback of its own, its last window is averaged with the others' next one, and they
-    go on without it. When one is lost, all raise. After a `fit` that was broken off, ranks differ by what was under
-    way, and after one that has ended early on a rank, by what that has missed: `synchronize(model)` averages weights.
-    In a custom training loop ranks differ by what is under way after every step; there `synchronize` first merges all
-    windows, of all models, as the end of `fit` does. A step after it begins a window, and `warmup_steps` anew.
+    Changes of moving statistics are averaged along, never through a codec. Steps in which gradients are accumulated are
+    no steps of a window. One that loss scaling leaves out is a change of zero. The others go on without a rank that
+    ends early; its last window is averaged with their next one. When a rank is lost, all raise. In a custom loop
+    `synchronize` first merges all windows, of all models; the next step begins a window, and `warmup_steps` anew.
 
     Args:
       delay: D, the number of steps that a window's messages may take without anybody waiting; at least 0. Up to

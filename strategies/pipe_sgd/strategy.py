@@ -53,38 +53,31 @@ _COMPENSATIONS = ("replay", "none")
 
 
 class PipeSGDStrategy(ExchangeStrategy):
-    """Synchronous training with pipelined all-reduce.
+    """Synchronous training whose communication is hidden behind the computation of the next step.
 
-    In step t each rank computes its gradient g_i[t], hands it to the communication thread, and merges the mean of an
-    earlier step, which was reduced while it computed:
+    In step t each rank computes its gradient g_i[t] and hands it to the communication thread. Meanwhile the mean of an
+    earlier step has arrived, and is merged:
 
         merged w, slots  <-  the optimizer's update with  (1 / n) sum over i of g_i[t - (K - 1)]
 
-    With `pipeline_width` K = 2 a step takes max(update + compute, communicate) instead of their sum (Equations 2 and
-    4). K = 1 is synchronous training without a delay. What is merged is equal to the bit on all ranks at every step.
+    What is merged is equal to the bit on all ranks. Until a mean arrives, the rank's own gradient stands in for it: the
+    rank computes at what the optimizer makes of the merged weights and slots and the K - 1 own gradients under way. A
+    step takes max(update + compute, communicate) instead of their sum (Equations 2 and 4), and K - 1 further updates.
+    K = 1 is synchronous training without a delay.
 
-    Until a mean arrives, a rank's own gradient stands in for it: the rank computes at what the optimizer makes of the
-    merged weights and slots and the K - 1 own gradients that are under way. So at the learning rate and momentum that
-    synchronous training stands, K = 2 costs less than a point of accuracy, also where each rank has data of other
-    classes. K = 3 costs about as little, and K = 4 up to 2 points; in a short training of a transformer they cost 2 to
-    4. A replay costs K - 1 further optimizer updates a step.
+    At the learning rate and momentum that synchronous training stands, K = 2 costs less than a point of accuracy, also
+    where each rank has data of other classes. K = 3 costs about as little, and K = 4 up to 2 points; in a short
+    training of a transformer they cost 2 to 4.
 
-    At the end of every epoch, and of `fit`, all means are merged, before validation and callbacks: these see the merged
-    weights. Callbacks within an epoch see the weights that a rank computes with; what they do to weights then has no
-    effect on training.
+    At the end of every epoch, and of `fit`, all means are merged: validation and callbacks there see merged weights.
+    Callbacks within an epoch see the weights that a rank computes with; what they assign to weights then is lost. All
+    ranks use the learning rate of rank 0. Where a callback has changed another rank's, a warning says so; with a
+    schedule, with `weight_decay` and K = 1, and with `compensation="none"` it is an error.
 
-    All ranks use the learning rate of rank 0. Where a callback has changed another rank's, as by that rank's own loss,
-    it is set back, with a warning. (With `weight_decay` and K = 1, and with `compensation="none"`, different rates are
-    an error.)
-
-    Of floating-point variables that are not trained but assigned in the training step before its update (moving
-    statistics) the changes are averaged along with the same delay, never through a codec. Gradients are clipped, where
-    the optimizer clips, before they are averaged (under a `LossScaleOptimizer`, after). Sparse gradients
-    (`tf.IndexedSlices`) travel as dense ones.
-
-    When a rank ends early, as by a callback of its own, the others go on without it; before another `fit`,
-    `synchronize(model)` makes weights, slots and numbers of steps the same. When one is lost, all raise. In a custom
-    training loop, `synchronize` first merges all means that are under way.
+    Changes of moving statistics are averaged along, never through a codec. Gradients are clipped before they are
+    averaged (under a `LossScaleOptimizer`, after). Sparse gradients travel as dense ones. The others go on without a
+    rank that ends early; `synchronize(model)` makes weights, slots and step counts the same before another `fit`. When
+    a rank is lost, all raise. In a custom loop `synchronize` first merges all means that are under way.
 
     Args:
       pipeline_width: K, the number of steps that are under way at a time; at least 1. Default 2.

@@ -65,27 +65,19 @@ class SHATParameterServerStrategy(ExchangeStrategy):
     nothing.
 
     The servers run the user's own Keras optimizer, with weight decay and `use_ema`, once for every push, with the
-    learning rate that the worker has (n workers make n updates in the time of one step). Gradients are clipped and
-    accumulated on the worker, and those that loss scaling leaves out are not applied. The local step is that of the
-    worker's optimizer; where that is SGD with momentum m, it is lr / (1 - m) times the gradient. Constraints apply to
-    the worker's model, in each step and when `fit` ends, not to the servers'. Where gradients are accumulated,
-    `use_ema` averages over updates, not over steps. `mixing=1/n`, a constant, is the robust choice with momentum, and
-    for 16 workers and more.
+    learning rate of the worker. Gradients are clipped and accumulated on the worker; those that loss scaling leaves out
+    are not applied. The local step is that of the worker's optimizer; where that is SGD with momentum m, it is
+    lr / (1 - m) times the gradient. Constraints apply to the worker's model, not to the servers'. `mixing=1/n`, a
+    constant, is the robust choice with momentum, and for 16 workers and more.
 
     A script that is started on a task of type `ps` serves where it makes this strategy, and ends there, with exit code
-    0, when the workers are done; so does `python -m hop_tf serve`. A worker that dies is forgotten, and the others do
-    not wait. One that is started again takes the servers' model and trains with the others (with `fit` and one
-    optimizer). A server that is lost is an error on all workers. Started again, together with the workers, it goes on
-    from its last snapshot; started again before the first push, also without them, it is initialized again. Where only
-    some servers find a snapshot, that is an error. A server has in memory its part of the model, the optimizer's
-    slots for that, and for messages the same part once for each worker, and once more: `ParameterServer` has the rule.
+    0, when the workers are done; so does `python -m hop_tf serve`. The others do not wait for a worker that dies. One
+    that is started again takes the servers' model (with `fit` and one optimizer). A server that is lost is an error on
+    all workers. Started again, together with the workers, it goes on from its last snapshot.
 
-    When `fit` ends on a rank, its model, its moving statistics and its optimizer's slots become those of the servers at
-    that moment: so `model.save` on the chief stores these. `synchronize(model)`, which all ranks call, gives all of
-    them the servers' final model. The servers' means of floating-point variables that are not trained but assigned in
-    the training step (moving statistics) replace the worker's in every step. Where rank 0's model was changed before a
-    `fit`, or by a callback that restores it (in `on_train_begin`), the servers take it, and the other ranks begin that
-    `fit` with it.
+    When `fit` ends on a rank, its model, moving statistics and optimizer slots become those of the servers at that
+    moment. `synchronize(model)`, which all ranks call, gives all of them the servers' final model. Where rank 0's model
+    was changed before a `fit`, or by a callback in `on_train_begin`, the servers and the other ranks take it.
 
     Args:
       mixing: The weight alpha of the servers' model: "shat" or "shat_root" (see `mixing_weight` in this module), "asp"
