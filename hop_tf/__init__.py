@@ -29,8 +29,10 @@ _PUBLIC = {
     "emulation": "hop_tf.emulation",
     "errors": "hop_tf.errors",
     "ops": "hop_tf.ops",
+    "runtime": "hop_tf.runtime",
     "simulate": "hop_tf.simulate",
     "strategies": "hop_tf.strategies",
+    "strategy": "hop_tf.strategy",
     "testing": "hop_tf.testing",
     "timing": "hop_tf.timing",
 }
@@ -51,8 +53,10 @@ __all__ = [
     "emulation",
     "errors",
     "ops",
+    "runtime",
     "simulate",
     "strategies",
+    "strategy",
     "testing",
     "timing",
 ]

@@ -73,13 +73,19 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
         self._cluster = cluster
         self._resolver = cluster_resolver or tf.distribute.cluster_resolver.TFConfigClusterResolver()
         self._options = checked_options(communication_options)
+        self._writer = ReportWriter(self.report, self._options, self.rank)
         self.training = TrainingRun(
-            self, rank=cluster.rank, world_size=cluster.world_size, skips_steps=skips_steps, joins_at_once=joins_at_once
+            self,
+            rank=cluster.rank,
+            world_size=cluster.world_size,
+            skips_steps=skips_steps,
+            joins_at_once=joins_at_once,
+            after_fit=self._show_plan,
+            write_report=self._writer.write,
         )
         device = "/gpu:0" if tf.config.list_physical_devices("GPU") else "/cpu:0"
         super().__init__(Extended(self, device, self.training))
         self._shows_plan = os.environ.get(PLAN_VARIABLE) == "1"
-        self._writer = ReportWriter(self.report, self._options, self.rank)
         if cluster.world_size > 1 or servers:
             try:
                 self.training.worker = Worker(
@@ -245,16 +251,6 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
             forget_cluster(self)
         self.training.close()
 
-    # What training calls.
-
-    def after_fit(self) -> None:
-        if self._shows_plan:
-            self._shows_plan = False
-            importlib.import_module("hop_tf.commands.plan").show(self)  # By its name: commands know strategies.
-
-    def write_report(self) -> None:
-        self._writer.write()
-
     def distribute_datasets_from_function(self, dataset_fn, options=None):
         """Returns the dataset that `dataset_fn(input_context)` makes for this rank; `fit` uses it as it is.
 
@@ -269,6 +265,12 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
         dataset = super().distribute_datasets_from_function(dataset_fn, options)
         self.training.data.take_whole(dataset)
         return dataset
+
+    def _show_plan(self) -> None:
+        """Does what `hop_tf plan` asks for, once."""
+        if self._shows_plan:
+            self._shows_plan = False
+            importlib.import_module("hop_tf.commands.plan").show(self)  # By its name: commands know strategies.
 
 
 def training_cluster(resolver: tf.distribute.cluster_resolver.ClusterResolver | None, strategy: str) -> Cluster:

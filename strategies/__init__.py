@@ -1,1 +1,1 @@
-"""The strategies: one paper, one module."""
+"""The strategies: one paper, one folder."""

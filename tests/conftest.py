@@ -39,13 +39,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _skip_stress(items: list[pytest.Item]) -> None:
-    num_cases: collections.Counter[int] = collections.Counter()  # By marker: the cases of a test share theirs.
+    cases = collections.defaultdict(list)  # By marker: the cases of a test share theirs.
     for item in items:
         marker = item.get_closest_marker("stress")
         if marker is not None:
-            num_cases[id(marker)] += 1
-            if num_cases[id(marker)] > marker.kwargs.get("after", 0):
-                item.add_marker(pytest.mark.skip(reason="a part of `make stress`"))
+            cases[id(marker)].append(item)
+    for of_test in cases.values():
+        of_test.sort(key=_number)
+        for item in of_test[of_test[0].get_closest_marker("stress").kwargs.get("after", 0) :]:
+            item.add_marker(pytest.mark.skip(reason="a part of `make stress`"))
+
+
+def _number(item: pytest.Item) -> int:
+    """Which case of a parameterized test it is: they are collected in the order of their names, 10 before 2."""
+    digits = item.name[len(item.name.rstrip("0123456789")) :]
+    return int(digits or 0)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -3,6 +3,7 @@
 import ast
 import functools
 import importlib
+import itertools
 import pathlib
 import re
 
@@ -14,6 +15,7 @@ _ROOT = pathlib.Path(__file__).parents[1]
 _PAGES = [_ROOT / "README.md", _ROOT / "benchmarks" / "README.md", *sorted((_ROOT / "docs").rglob("*.md"))]
 _LINK = re.compile(r"\[[^\]]+\]\(([^)\s]+)\)")
 _BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_QUOTED = re.compile(r"(?<!`)`([^`\n]+)`(?!`)|^\.\. auto\w+:: (.+)$", re.MULTILINE)
 _NAME = re.compile(r"\bhop_tf(?:\.[A-Za-z]\w*)+")
 _HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
@@ -55,7 +57,8 @@ class DocsTest(parameterized.TestCase):
         for block in _BLOCK.findall(text):
             ast.parse(block)
         exists = functools.cache(_exists)
-        missing = {name for block in _BLOCK.findall(text) for name in _NAME.findall(block) if not exists(name)}
+        quoted = [*_BLOCK.findall(text), *itertools.chain.from_iterable(_QUOTED.findall(text))]
+        missing = {name for each in quoted for name in _NAME.findall(each) if not exists(name)}
         self.assertEmpty(missing)
 
     def test_finds_the_pages(self):

@@ -74,8 +74,8 @@ def has_schedule(optimizer: Any) -> bool:
 
 def weight_decays(optimizer: Any, variables: Sequence[tf.Variable]) -> list[float]:
     """What part of each variable is taken off in a step, over the learning rate: decoupled weight decay."""
+    of_keras = keras_variables(optimizer)
     optimizer = innermost(optimizer)
-    of_keras = {id(variable.value): variable for variable in optimizer._trainable_variables}
     decays = [optimizer._use_weight_decay(of_keras[id(variable)]) for variable in variables]
     return [float(optimizer.weight_decay or 0.0) if has_decay else 0.0 for has_decay in decays]
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
+from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from tensorflow.python.distribute import one_device_strategy
 
 from hop_tf.keras_hook.optimizers import (
@@ -111,8 +112,12 @@ def out_of_place(optimizer: Any) -> Iterator[None]:
     """Makes the optimizer's `assign_add` and `assign_sub` write to new memory.
 
     Strategies keep what variables were before an update. A variable shares its memory with what is kept of it, so that
-    an update in place would first copy that.
+    an update in place would first copy that. An optimizer with assignments of its own keeps them.
     """
+    kind = type(optimizer)
+    if (kind.assign_add, kind.assign_sub) != (TFOptimizer.assign_add, TFOptimizer.assign_sub):
+        yield
+        return
 
     def assign_add(variable, value):
         if isinstance(value, tf.IndexedSlices):

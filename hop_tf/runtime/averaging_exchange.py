@@ -23,8 +23,8 @@ class AveragingExchange(Exchange):
     Args:
       context: Membership, packing and buffers of the group.
       reductions: What averages; a scheme may take turns with several. Default: one, of `context.packing`.
-      codec: What that one encodes with. Default: nothing.
-      algorithm: That one's; see `hop_tf.collectives.get_algorithm`. Default "mesh".
+      codec: What the default one encodes with. Default: nothing.
+      algorithm: That of the default one; see `hop_tf.collectives.get_algorithm`. Default "mesh".
     """
 
     def __init__(
@@ -50,7 +50,6 @@ class AveragingExchange(Exchange):
 
     def step(self, outgoing: Outgoing) -> Incoming:
         means = self.mean(outgoing.step, outgoing.buckets)
-        self._num_sent = outgoing.step + 1
         return Incoming(outgoing.step, outgoing.segment, tuple(means))
 
     def mean(
@@ -65,7 +64,7 @@ class AveragingExchange(Exchange):
         """The mean of these buckets over the ranks.
 
         Args:
-          number: How many of what `sent_steps` counts this rank has sent before.
+          number: How many times this rank has called before: `sent_steps` counts them.
           buckets: The buckets.
           turn: How many means the reduction has made before. Default: `number`.
           reduction: Which one averages.
@@ -84,6 +83,8 @@ class AveragingExchange(Exchange):
             **arguments,
         )
         self._communicate_seconds[reduction] += time.perf_counter() - start
+        with self._membership.monitor:
+            self._num_sent = max(self._num_sent, number + 1)
         return means
 
     def no_op(self, outgoing: Outgoing) -> Incoming:

@@ -85,7 +85,6 @@ class GradientExchange(AveragingExchange):
         if segment == self._rate_segment:
             bucket, where = self._rate_place
             self.rate.check(means[bucket][where], t)
-        self._num_sent = number + 1
         return Incoming(t, segment, tuple(means))
 
     def no_op(self, outgoing: Outgoing) -> Incoming:

@@ -70,7 +70,7 @@ class Scheme(abc.ABC):
         """Does, eagerly, what a new group needs before its first step."""
 
     def check_further_group(self, group: Group, others: Sequence[Group]) -> None:
-        """Raises ValueError where a group cannot be updated in the same step, after these others."""
+        """Raises ValueError where a group cannot be updated in the same step, after these others (or itself)."""
 
     def begin_eager_step(self, group: Group) -> None:
         """Does what a group that is there needs before an eager step, of which no graph tells what comes first."""
@@ -89,9 +89,3 @@ class Scheme(abc.ABC):
 
     def break_off(self, group: Group) -> None:
         """Does, eagerly, what is left when `fit` has failed; nothing of other ranks may be waited for."""
-
-    def after_fit(self) -> None:
-        """Called when a `fit` has ended well."""
-
-    def write_report(self) -> None:
-        """Called when a `fit` has ended, in any way."""

@@ -39,18 +39,32 @@ class TrainingRun(TrainingHooks):
     Args:
       scheme: What is asked.
       rank: This rank.
-      world_size: Number of ranks. Where there is one, steps are left as they are.
+      world_size: Number of ranks.
       skips_steps: See `ExchangeStrategy`.
       joins_at_once: See `ExchangeStrategy`.
+      after_fit: Called when a `fit` has ended well.
+      write_report: Called when a `fit` has ended, in any way.
 
     Attributes:
-      worker: This rank among the others; None in a world of one.
+      worker: This rank among the others; None in a world of one without servers: then steps are left as they are.
       data: How training data is shared out.
       statistics: Steps and waiting times.
     """
 
-    def __init__(self, scheme: Scheme, *, rank: int, world_size: int, skips_steps: bool, joins_at_once: bool):
+    def __init__(
+        self,
+        scheme: Scheme,
+        *,
+        rank: int,
+        world_size: int,
+        skips_steps: bool,
+        joins_at_once: bool,
+        after_fit: Callable[[], None],
+        write_report: Callable[[], None],
+    ):
         self._scheme = scheme
+        self._after_fit = after_fit
+        self._write_report = write_report
         self._rank = rank
         self._world_size = world_size
         self._joins_at_once = joins_at_once
@@ -95,7 +109,7 @@ class TrainingRun(TrainingHooks):
             yield
         else:
             yield from self._fit_session(x, callbacks)
-        self._scheme.after_fit()
+        self._after_fit()
 
     def _fit_session(self, x, callbacks) -> Iterator[None]:
         self.require_outside_fit("fit")
@@ -117,16 +131,18 @@ class TrainingRun(TrainingHooks):
                         "the others are: it has not trained. Give all ranks the same number of epochs and steps."
                     )
         except BaseException as error:
-            for group in self.groups:
-                self._scheme.break_off(group)
-            self.worker.end_session(error)
+            try:
+                for group in self.groups:
+                    self._scheme.break_off(group)
+            finally:
+                self.worker.end_session(error)
             raise
         else:
             self.worker.end_session(None)
         finally:
             self._phase = Phase.OUTSIDE
             self.data.end_fit()
-            self._scheme.write_report()
+            self._write_report()
 
     @contextlib.contextmanager
     def _naming_causes(self) -> Iterator[None]:

@@ -165,26 +165,26 @@ class Contributions:
         self, ranks: Sequence[int], kind: Kind, key: bytes, counts: Sequence[int], payload: Sequence[np.ndarray] = ()
     ) -> None:
         contributions = tuple((count, colayer) for colayer, count in enumerate(counts))
-        note = self._channel.note(kind, key, contributions=contributions)
+        header = self._channel.header(kind, key, contributions=contributions)
         for rank in ranks:
-            self._channel.send(rank, note, payload)
+            self._channel.send(rank, header, payload)
 
-    def receive(self, note: Header, message: Message) -> None:
+    def receive(self, header: Header, message: Message) -> None:
         """Another rank has told how often it has contributed to a layout; the monitor is held."""
         key = message.payload.tobytes()
-        if note.kind is Kind.DONE and note.contributions:
-            key = note.key
-        if len(key) not in (0, len(note.key)) or len(note.contributions) != (self._num_colayers if key else 0):
-            raise ProtocolError(f"rank {message.sender} tells of {len(note.contributions)} colayers.")
+        if header.kind is Kind.DONE and header.contributions:
+            key = header.key
+        if len(key) not in (0, len(header.key)) or len(header.contributions) != (self._num_colayers if key else 0):
+            raise ProtocolError(f"rank {message.sender} tells of {len(header.contributions)} colayers.")
         rank = self._membership.rank
         # Of others nothing comes here.
         if key and key[rank] == self._peers.key_of(rank) and not self._replica.is_freed(key):
             self.hear_of(key)
-            self._peers.has_contributed(message.sender, key, [count for count, _ in note.contributions])
-        if note.kind is Kind.DONE:
+            self._peers.has_contributed(message.sender, key, [count for count, _ in header.contributions])
+        if header.kind is Kind.DONE:
             self._peers.done.add(message.sender)
         else:
-            self._peers.has_moved(message.sender, note.key)
+            self._peers.has_moved(message.sender, header.key)
         self.recheck()
 
     def hear_of(self, key: bytes) -> Layout:

@@ -57,9 +57,9 @@ class Ending:
     def _tell(self) -> bytes:
         with self._membership.monitor:
             lives, others = self._peers.lives(), self._peers.present()
-        note = self._channel.note(Kind.ENDING, lives)
+        header = self._channel.header(Kind.ENDING, lives)
         for rank in others:
-            self._channel.send(rank, note)
+            self._channel.send(rank, header)
         return lives
 
     def _silent(self, lives: bytes) -> list[int]:

@@ -47,7 +47,7 @@ class AsyncSettings:
       sync_interval: Iterations between two resyncs; None: there are none.
       inbox_bytes: The most that is received and not merged on each of the network's threads before others wait.
         Default None: eight times the bytes of the weights, at least 64 MiB.
-      max_in_flight: See `hop_tf.CanaryStrategy`. Default 2.
+      max_in_flight: See `hop_tf.CanaryStrategy`.
       low_rank: r, of contributions to large dense kernels. Default None: these go as all others do.
     """
 
@@ -133,7 +133,7 @@ class CanaryExchange(Exchange, Joiner):
         def send_values(
             rank: int, level: int, kind: Kind, layout: Layout, piece: Piece, sequence: int, values: np.ndarray
         ) -> None:
-            self._channel.send(rank, self._channel.note(kind, layout.key, piece.index, sequence), [values], level)
+            self._channel.send(rank, self._channel.header(kind, layout.key, piece.index, sequence), [values], level)
 
         resync = Resync(self.replica, membership.rank, settings.sync_interval, self._peers.takes_part, send_values)
         max_bytes = settings.inbox_bytes or max(_MIN_INBOX_BYTES, _INBOX_REPLICAS * self.parts[-1].num_bytes)
@@ -236,8 +236,8 @@ class CanaryExchange(Exchange, Joiner):
         if data is None:
             data = self.replica.encoding.encode(piece, values)
         contributions = ((self._membership.rank, k),)
-        note = self._channel.note(Kind.UP, layout.key, piece.index, contributions=contributions)
-        self._channel.send(piece.parent, note, [data], piece.parent_level)
+        header = self._channel.header(Kind.UP, layout.key, piece.index, contributions=contributions)
+        self._channel.send(piece.parent, header, [data], piece.parent_level)
 
     def _end_iteration(self, k: int) -> Incoming:
         """Steps 5 and 6: the weights as they are, and how far ahead others are."""
@@ -304,41 +304,41 @@ class CanaryExchange(Exchange, Joiner):
     # Messages.
 
     def _on_message(self, message: Message) -> None:
-        note = Header.unpack(message, self._membership.world_size)
+        header = Header.unpack(message, self._membership.world_size)
         with self._monitor:
             rank = self._membership.rank
-            if note.session != self._channel.session or note.key[rank] != self._peers.key_of(rank):
+            if header.session != self._channel.session or header.key[rank] != self._peers.key_of(rank):
                 return  # What was meant for an earlier life of this rank is in the state that it has taken.
-            if note.newest > self.replica.gei.newest:  # Else this would wait, with the monitor held, for a merge.
+            if header.newest > self.replica.gei.newest:  # Else this would wait, with the monitor held, for a merge.
                 with self.replica.lock:
-                    self.replica.gei.start(note.newest)
-            self._peers.learn(note)
-            self._handle(note, message)
+                    self.replica.gei.start(header.newest)
+            self._peers.learn(header)
+            self._handle(header, message)
             self._monitor.notify_all()
 
-    def _handle(self, note: Header, message: Message) -> None:
-        if note.kind in COUNTING:
-            self._contributions.receive(note, message)
-        elif note.kind is Kind.FULL:
-            self._peers.full.add((message.sender, note.piece))
-        elif note.kind is Kind.ROOM:
-            self._peers.full.discard((message.sender, note.piece))
-        elif note.kind is Kind.STATE:
+    def _handle(self, header: Header, message: Message) -> None:
+        if header.kind in COUNTING:
+            self._contributions.receive(header, message)
+        elif header.kind is Kind.FULL:
+            self._peers.full.add((message.sender, header.piece))
+        elif header.kind is Kind.ROOM:
+            self._peers.full.discard((message.sender, header.piece))
+        elif header.kind is Kind.STATE:
             self._pulling.receive(message.sender, message.payload)
-        elif note.kind is Kind.PULL:
+        elif header.kind is Kind.PULL:
             self._contributions.free_layouts()  # A state tells which ones were.
-            sender, key = message.sender, note.key
+            sender, key = message.sender, header.key
             self._threads[0].answer(lambda has_state: self._pulling.answer(sender, key, has_state=has_state))
-        elif note.kind is Kind.ENDING:
-            self._peers.ending[message.sender] = note.key
-        elif self.replica.is_freed(note.key):
-            self._num_late += len(note.contributions)
-        elif note.kind is Kind.HEARD:
-            self._contributions.hear_of(note.key)
+        elif header.kind is Kind.ENDING:
+            self._peers.ending[message.sender] = header.key
+        elif self.replica.is_freed(header.key):
+            self._num_late += len(header.contributions)
+        elif header.kind is Kind.HEARD:
+            self._contributions.hear_of(header.key)
         else:
-            layout = self._contributions.hear_of(note.key)
-            piece = checked_piece(layout, note, message.sender)
-            self._threads[piece.thread].receive(layout, piece, note, message.sender, message.payload)
+            layout = self._contributions.hear_of(header.key)
+            piece = checked_piece(layout, header, message.sender)
+            self._threads[piece.thread].receive(layout, piece, header, message.sender, message.payload)
 
     # Records.
 
@@ -366,7 +366,7 @@ class CanaryExchange(Exchange, Joiner):
             + self.replica.num_late
             + sum(thread.num_late for thread in self._threads),
             "pulls": self._pulling.num_pulls,
-            "pulls_rejected": self._pulling.num_in_vain,
+            "pulls_rejected": self._pulling.num_rejected,
             "messages_merged": sum(thread.num_messages for thread in self._threads),
             "duplicates": self.replica.num_duplicates,
             "resyncs": sum(thread.num_resyncs for thread in self._threads),

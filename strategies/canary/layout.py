@@ -143,10 +143,10 @@ class Ledger:
 
     Attributes:
       table: int64 array [pieces, 2 + n]: of each piece the number of messages merged, the number of resyncs (see
-        `canary_resync`), and then, for each rank, the number of its contributions.
+        `hop_tf.strategies.canary.resync`), and then, for each rank, the number of its contributions.
     """
 
-    _SEQUENCE, _BLENDS, _FIRST = 0, 1, 2
+    _SEQUENCE, _RESYNCS, _FIRST = 0, 1, 2
 
     def __init__(self, num_pieces: int, world_size: int):
         self.table = np.zeros((num_pieces, self.num_columns(world_size)), np.int64)
@@ -171,14 +171,14 @@ class Ledger:
     @property
     def resyncs(self) -> np.ndarray:
         """Of each piece the number of the latest resync."""
-        return self.table[:, self._BLENDS]
+        return self.table[:, self._RESYNCS]
 
     @property
     def merged(self) -> np.ndarray:
         """Of each piece and rank the number of contributions merged."""
         return self.table[:, self._FIRST :]
 
-    def note(self, piece: int, sequence: int, contributions: Sequence[tuple[int, int]]) -> None:
+    def header(self, piece: int, sequence: int, contributions: Sequence[tuple[int, int]]) -> None:
         """A message is merged: its number, and the ranks and iterations of what it sums up."""
         self.sequences[piece] = sequence
         for rank, _ in contributions:
@@ -191,5 +191,5 @@ class Ledger:
 
     def is_within(self, other: np.ndarray | None) -> bool:
         """Whether another table tells of all messages and resyncs that this one does; None is one of nothing merged."""
-        columns = [self._SEQUENCE, self._BLENDS]
+        columns = [self._SEQUENCE, self._RESYNCS]
         return bool(np.all(self.table[:, columns] <= (0 if other is None else other[:, columns])))

@@ -42,7 +42,7 @@ class Kind(enum.IntEnum):
       ROOM: There is room again.
       END: Its root sends out nothing more of the piece.
       HEARD: The sender has heard of this layout: its roots are to say when no more comes of it.
-      ENDING: The sender is about to end; the key tells the lives of ranks that it knows of (see `canary_ending`).
+      ENDING: The sender is about to end; the key tells the lives of ranks that it knows of (see `ending`).
     """
 
     UP = 0
@@ -132,7 +132,7 @@ class Channel:
         self._newest = newest
         self.session = membership.session
 
-    def note(
+    def header(
         self,
         kind: Kind,
         key: bytes,
@@ -143,8 +143,8 @@ class Channel:
         """The header of a message about a layout."""
         return Header(self.session, kind, key, self._newest(), piece, sequence, contributions)
 
-    def send(self, rank: int, note: Header, payload: Sequence[np.ndarray] = (), level: int = 0) -> None:
+    def send(self, rank: int, header: Header, payload: Sequence[np.ndarray] = (), level: int = 0) -> None:
         """Sends a message on the lane of an interface; drops it where the receiver, or this rank, has left."""
         with contextlib.suppress(Interrupted):
-            lane, step = BULK_LANE + level, max(0, note.newest)
-            self._membership.send(rank, self._queue, note.pack(), payload, lane=lane, step=step)
+            lane, step = BULK_LANE + level, max(0, header.newest)
+            self._membership.send(rank, self._queue, header.pack(), payload, lane=lane, step=step)

@@ -86,10 +86,10 @@ class Peers:
         """Whether the ranks of a layout are those that take part, in the same life."""
         return layout.key == self.present_key()
 
-    def learn(self, note: Header) -> None:
+    def learn(self, header: Header) -> None:
         """A message tells of iterations that ranks have made."""
-        if note.kind in _MERGED:
-            for rank, iteration in note.contributions:
+        if header.kind in _MERGED:
+            for rank, iteration in header.contributions:
                 self.is_in(rank, iteration)
 
     def is_in(self, rank: int, iteration: int) -> None:

@@ -165,9 +165,9 @@ class PieceThread:
         rank, num_bytes = self._membership.rank, (data if values is None else values).nbytes
         self.put(lambda: self._add(layout, piece, rank, ((rank, iteration),), values=values, data=data), num_bytes)
 
-    def receive(self, layout: Layout, piece: Piece, note: Header, sender: int, payload: np.ndarray) -> None:
+    def receive(self, layout: Layout, piece: Piece, header: Header, sender: int, payload: np.ndarray) -> None:
         """Takes a message about a piece."""
-        self.put(lambda: self._receive(layout, piece, note, sender, payload), payload.nbytes)
+        self.put(lambda: self._receive(layout, piece, header, sender, payload), payload.nbytes)
 
     def recheck(self) -> None:
         """A rank has left, or contributes to another layout, or no more: it is waited for no more."""
@@ -222,9 +222,9 @@ class PieceThread:
         with self._monitor:
             self._is_full = not self._is_full
             kind, others = Kind.FULL if self._is_full else Kind.ROOM, self._peers.present()
-            note = self._channel.note(kind, self._peers.present_key(), self._index)
+            header = self._channel.header(kind, self._peers.present_key(), self._index)
         for rank in others:
-            self._channel.send(rank, note)
+            self._channel.send(rank, header)
 
     def _rest(self) -> None:
         with self._monitor:
@@ -232,9 +232,9 @@ class PieceThread:
                 self._is_busy = False
                 self._monitor.notify_all()
 
-    def _receive(self, layout: Layout, piece: Piece, note: Header, sender: int, payload: np.ndarray) -> None:
+    def _receive(self, layout: Layout, piece: Piece, header: Header, sender: int, payload: np.ndarray) -> None:
         self._take_early()
-        self._handle(layout, piece, note, sender, payload)
+        self._handle(layout, piece, header, sender, payload)
 
     def _take_early(self) -> None:
         """Takes what was kept, in the order in which it has come."""
@@ -242,18 +242,18 @@ class PieceThread:
         for each in early:
             self._handle(*each)
 
-    def _handle(self, layout: Layout, piece: Piece, note: Header, sender: int, payload: np.ndarray) -> None:
+    def _handle(self, layout: Layout, piece: Piece, header: Header, sender: int, payload: np.ndarray) -> None:
         """Takes a message, or keeps it while a rank has yet to be met: what is passed on to that one would be lost."""
         if self._peers.is_ahead(layout.key):
-            self._early.append((layout, piece, note, sender, payload))
-        elif note.kind is Kind.UP:
-            self._add(layout, piece, sender, note.contributions, data=payload)
-        elif note.kind in (Kind.DOWN, Kind.MARKED_DOWN):
-            self._go_down(layout, piece, note, payload)
-        elif note.kind is Kind.END:
-            self._end(layout, piece, note)
+            self._early.append((layout, piece, header, sender, payload))
+        elif header.kind is Kind.UP:
+            self._add(layout, piece, sender, header.contributions, data=payload)
+        elif header.kind in (Kind.DOWN, Kind.MARKED_DOWN):
+            self._go_down(layout, piece, header, payload)
+        elif header.kind is Kind.END:
+            self._end(layout, piece, header)
         else:
-            self._resync.receive(layout, piece, note, sender, payload)
+            self._resync.receive(layout, piece, header, sender, payload)
 
     def _add(
         self,
@@ -312,19 +312,19 @@ class PieceThread:
         pending.begin_next()
         data = self._replica.encoding.encode_total(piece, total)
         if piece.parent is not None:
-            note = self._channel.note(Kind.UP, layout.key, piece.index, contributions=contributions)
-            self._channel.send(piece.parent, note, [data], piece.parent_level)
+            header = self._channel.header(Kind.UP, layout.key, piece.index, contributions=contributions)
+            self._channel.send(piece.parent, header, [data], piece.parent_level)
             return
         sequence = int(layout.ledger.sequences[piece.index]) + 1
         newest = max(iteration for _, iteration in contributions)
         kind = Kind.MARKED_DOWN if self._resync.is_due(layout, piece, newest) else Kind.DOWN
-        self._go_down(layout, piece, self._channel.note(kind, layout.key, piece.index, sequence, contributions), data)
+        self._go_down(layout, piece, self._channel.header(kind, layout.key, piece.index, sequence, contributions), data)
 
-    def _go_down(self, layout: Layout, piece: Piece, note: Header, data: np.ndarray) -> None:
+    def _go_down(self, layout: Layout, piece: Piece, header: Header, data: np.ndarray) -> None:
         for child, level in piece.children:
-            self._channel.send(child, note, [data], level)
-        is_merged = self._replica.merge(layout, piece, note, data)
-        if note.kind is Kind.MARKED_DOWN:
+            self._channel.send(child, header, [data], level)
+        is_merged = self._replica.merge(layout, piece, header, data)
+        if header.kind is Kind.MARKED_DOWN:
             self._resync.begin(layout, piece, takes_part=is_merged)
         if is_merged:
             self.num_messages += 1
@@ -339,11 +339,11 @@ class PieceThread:
         with self._monitor:
             is_due = not (pending and pending.senders) and self._peers.has_all_come(layout, piece)
         if is_due:
-            self._end(layout, piece, self._channel.note(Kind.END, layout.key, piece.index))
+            self._end(layout, piece, self._channel.header(Kind.END, layout.key, piece.index))
 
-    def _end(self, layout: Layout, piece: Piece, note: Header) -> None:
+    def _end(self, layout: Layout, piece: Piece, header: Header) -> None:
         for child, level in piece.children:
-            self._channel.send(child, note, level=level)
+            self._channel.send(child, header, level=level)
         self._resync.end(layout, piece)
         self._sums.pop((layout.key, piece.index), None)
         with self._monitor:
@@ -355,11 +355,11 @@ class PieceThread:
         self._resync.forget(key)
 
 
-def checked_piece(layout: Layout, note: Header, sender: int) -> Piece:
+def checked_piece(layout: Layout, header: Header, sender: int) -> Piece:
     """The piece that a message is about; raises ProtocolError if there is none, or the sender has no say in it."""
-    if note.piece >= len(layout.pieces):
-        raise ProtocolError(f"rank {sender} sent a message about piece {note.piece} of {len(layout.pieces)}.")
-    piece = layout.pieces[note.piece]
+    if header.piece >= len(layout.pieces):
+        raise ProtocolError(f"rank {sender} sent a message about piece {header.piece} of {len(layout.pieces)}.")
+    piece = layout.pieces[header.piece]
     expected = {
         Kind.UP: [child for child, _ in piece.children],
         Kind.DOWN: [piece.parent],
@@ -367,9 +367,9 @@ def checked_piece(layout: Layout, note: Header, sender: int) -> Piece:
         Kind.VALUES: [piece.root],
         Kind.MEAN: [piece.parent],
         Kind.END: [piece.parent],
-    }.get(note.kind, layout.ranks)
+    }.get(header.kind, layout.ranks)
     if sender not in expected:
-        raise ProtocolError(f"rank {sender} sent {note.kind.name} of a piece that it has no part in.")
-    if any(rank not in layout.ranks or iteration < 0 for rank, iteration in note.contributions):
-        raise ProtocolError(f"rank {sender} sent contributions of no such ranks: {note.contributions}.")
+        raise ProtocolError(f"rank {sender} sent {header.kind.name} of a piece that it has no part in.")
+    if any(rank not in layout.ranks or iteration < 0 for rank, iteration in header.contributions):
+        raise ProtocolError(f"rank {sender} sent contributions of no such ranks: {header.contributions}.")
     return piece

@@ -33,7 +33,7 @@ class Pulling:
 
     Attributes:
       num_pulls: How many states were taken.
-      num_in_vain: How often none was: this rank goes on with what it has.
+      num_rejected: How often none was: this rank goes on with what it has.
     """
 
     def __init__(self, membership: Membership, replica: Replica, peers: Peers, channel: Channel):
@@ -43,7 +43,7 @@ class Pulling:
         self._channel = channel
         self._asked: int | None = None
         self._state: np.ndarray | None = None  # Empty where the rank that was asked has none to give.
-        self.num_pulls = self.num_in_vain = 0
+        self.num_pulls = self.num_rejected = 0
 
     def pull(self, step: int) -> None:
         """Takes the state of the fastest rank whose state may be taken; it asks three at most that have one.
@@ -64,7 +64,7 @@ class Pulling:
                 self._state, self._asked = None, fastest
             if fastest is None:
                 break
-            self._channel.send(fastest, self._channel.note(Kind.PULL, key))
+            self._channel.send(fastest, self._channel.header(Kind.PULL, key))
             self._membership.wait(
                 lambda rank=fastest, key=key: (
                     [rank] if self._state is None and self._peers.key_of(rank) == key[rank] else []
@@ -82,7 +82,7 @@ class Pulling:
                 return
             refused.add(fastest)
             num_attempts += 1
-        self.num_in_vain += 1
+        self.num_rejected += 1
 
     def receive(self, sender: int, payload: np.ndarray) -> None:
         """A state has come; the monitor is held. One that was asked for earlier is of no use any more."""
@@ -92,4 +92,4 @@ class Pulling:
     def answer(self, rank: int, key: bytes, *, has_state: bool) -> None:
         """Sends this rank's state, if it has one to give."""
         state = self._replica.state(rank, key[rank]) if has_state and self._replica.is_complete else []
-        self._channel.send(rank, self._channel.note(Kind.STATE, key), state)
+        self._channel.send(rank, self._channel.header(Kind.STATE, key), state)

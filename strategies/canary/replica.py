@@ -190,22 +190,22 @@ class Replica:
 
     # Merging.
 
-    def merge(self, layout: Layout, piece: Piece, note: Header, data: np.ndarray) -> bool:
+    def merge(self, layout: Layout, piece: Piece, header: Header, data: np.ndarray) -> bool:
         """Adds what a root has sent out; False if that was merged before, or it cannot be any more."""
         with self.lock:
             next_one = layout.ledger.sequences[piece.index] + 1
-            if note.sequence < next_one:
+            if header.sequence < next_one:
                 self.num_duplicates += 1
                 return False
-            if note.sequence > next_one and self.is_freed(layout.key):  # A state has come without the one before.
-                self.num_late += len(note.contributions)
+            if header.sequence > next_one and self.is_freed(layout.key):  # A state has come without the one before.
+                self.num_late += len(header.contributions)
                 return False
             self.encoding.accumulate(piece, data, self.slice_of(piece))
-            layout.ledger.note(piece.index, note.sequence, note.contributions)
-            if note.kind is Kind.MARKED_DOWN:
+            layout.ledger.header(piece.index, header.sequence, header.contributions)
+            if header.kind is Kind.MARKED_DOWN:
                 self.snapshots[layout.key, piece.index] = self.slice_of(piece).copy()
             num_pieces = len(layout.by_colayer[piece.colayer])
-            for rank, iteration in note.contributions:
+            for rank, iteration in header.contributions:
                 self.gei.merge(rank, iteration, piece.colayer, num_pieces)
             return True
 

@@ -106,20 +106,20 @@ class Resync:
         """Whether messages of other layouts can neither have been merged among those of this one, nor come yet."""
         return [each.key for each in self._replica.layouts()] == [layout.key]
 
-    def receive(self, layout: Layout, piece: Piece, note: Header, sender: int, payload: np.ndarray) -> None:
+    def receive(self, layout: Layout, piece: Piece, header: Header, sender: int, payload: np.ndarray) -> None:
         """Takes a message of a resync."""
-        if note.kind is Kind.VALUES:
+        if header.kind is Kind.VALUES:
             self._tell(layout, piece, Kind.SNAPSHOT, self._snapshot(layout, piece))
-        elif note.kind is Kind.DIGEST:
-            self._collect(layout, piece, sender, note.kind, payload)
+        elif header.kind is Kind.DIGEST:
+            self._collect(layout, piece, sender, header.kind, payload)
         else:
             values = payload.view(self._replica.encoding.dtype_of(piece))
             if values.size and values.size != piece.where.stop - piece.where.start:
                 raise ProtocolError(f"rank {sender} sent {values.size} values of a piece that has others.")
-            if note.kind is Kind.SNAPSHOT:
-                self._collect(layout, piece, sender, note.kind, values)
+            if header.kind is Kind.SNAPSHOT:
+                self._collect(layout, piece, sender, header.kind, values)
             else:
-                self._go_down(layout, piece, note.sequence, values)
+                self._go_down(layout, piece, header.sequence, values)
 
     def end(self, layout: Layout, piece: Piece) -> None:
         """No more comes of a piece: its resync, if one is under way, is given up, and that on all ranks."""

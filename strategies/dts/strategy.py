@@ -172,14 +172,16 @@ class DTSStrategy(ExchangeStrategy):
 
     def common_optimizers(self, group: Group) -> Sequence[tuple]:
         outer = group.exchange.outer.optimizer
-        # A rank that has ended early has missed some of its updates.
-        return [] if outer is None or not outer.built else [(outer, tf_variables(outer.variables))]
+        if outer is None or outer is not self._outer_optimizer or not outer.built:  # That of an earlier model is gone.
+            return []
+        return [(outer, tf_variables(outer.variables))]  # A rank that has ended early has missed some of its updates.
 
     def check_further_group(self, group: Group, others: Sequence[Group]) -> None:
-        if self._outer_optimizer is not None:
+        further = [other for other in others if other is not group]
+        if self._outer_optimizer is not None and further:
             raise ValueError(
                 "`outer_optimizer` must be None where a step trains with several optimizers. "
-                f"Received: {len(others) + 1} of them, and an outer {type(self._outer_optimizer).__name__}."
+                f"Received: {len(further) + 1} of them, and an outer {type(self._outer_optimizer).__name__}."
             )
 
     def begin_group(self, group: Group) -> None:

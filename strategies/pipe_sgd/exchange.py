@@ -7,7 +7,6 @@ import dataclasses
 import tensorflow as tf
 
 from hop_tf import codecs
-from hop_tf.keras_hook.optimizers import weight_decays
 from hop_tf.runtime.gradients import GradientExchange
 from hop_tf.runtime.group import ExchangeContext
 from hop_tf.runtime.replay import Replay
@@ -52,8 +51,8 @@ class PipeSGDExchange(GradientExchange):
     def __init__(self, context: ExchangeContext, settings: PipeSGDSettings):
         optimizer, trained = context.optimizer(), context.trained
         self.delay = settings.delay
-        # Else weights have decayed by the own rate, or were computed with it.
-        adopts_rate = settings.replays or (settings.delay == 0 and not any(weight_decays(optimizer, trained)))
+        # With "none" weights were computed with the own rate.
+        adopts_rate = True if settings.replays else None if settings.delay == 0 else False
         super().__init__(
             context,
             _segments(context.packing, settings.num_segments),

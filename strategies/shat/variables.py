@@ -44,7 +44,7 @@ class GroupVariables:
         return digest
 
     def slots(self) -> dict[tuple[str, int | None], np.ndarray]:
-        """What the optimizer remembers; see `hop_tf.keras_hook.slots_of`."""
+        """What the optimizer remembers; see `hop_tf.keras_hook.optimizers.slots_of`."""
         # Those that are made in the step that is being traced have no values yet: they begin alike anyhow.
         return {key: np.asarray(slot.read_value()) for key, slot in self._slots().items() if _has_value(slot)}
 

@@ -44,7 +44,7 @@ class Shard:
 
     Args:
       packing: The shard's buckets. Those that are exact are not trained.
-      optimizer: The optimizer, in JSON, as `hop_tf.keras_hook.serialized_for_server` writes it.
+      optimizer: The optimizer, in JSON, as `hop_tf.keras_hook.optimizers.serialized_for_server` writes it.
       decays: For each piece, whether the optimizer's weight decay applies to it.
       pool: Where buckets are put that are read. Default: a pool of its own.
 

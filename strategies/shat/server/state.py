@@ -24,7 +24,7 @@ class ShardState:
 
     Attributes:
       buckets: The shard's buckets: the model's, and, in those that are exact, means of what is carried.
-      slots: What the optimizer remembers; see `hop_tf.keras_hook.slots_of`, with indices of pieces.
+      slots: What the optimizer remembers; see `hop_tf.keras_hook.optimizers.slots_of`, with indices of pieces.
       num_pushes: Pushes that were applied.
       num_steps: The most that one worker has sent.
       iterations: The optimizer's count of updates.

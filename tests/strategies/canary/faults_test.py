@@ -162,13 +162,13 @@ class _Rank(State):
     def _observe(self, replica):
         merge, begin = replica.merge, replica.begin
 
-        def merge_once(layout, piece, note, data):
+        def merge_once(layout, piece, header, data):
             next_one = layout.ledger.sequences[piece.index] + 1
-            assert note.sequence <= next_one or replica.is_freed(layout.key), "something before it was lost"
-            is_merged = merge(layout, piece, note, data)
+            assert header.sequence <= next_one or replica.is_freed(layout.key), "something before it was lost"
+            is_merged = merge(layout, piece, header, data)
             if is_merged:
-                new = {(layout.key, piece.index, *each) for each in note.contributions}
-                assert len(new) == len(note.contributions) and not new & self._merged
+                new = {(layout.key, piece.index, *each) for each in header.contributions}
+                assert len(new) == len(header.contributions) and not new & self._merged
                 self._merged |= new
             self._check(replica)
             return is_merged

@@ -54,7 +54,7 @@ class PullTest(tf.test.TestCase, parameterized.TestCase):
         membership.wait.side_effect = lambda missing, **_: self.assertEmpty(missing())
         pulling = Pulling(membership, replica, peers, channel)
         pulling.pull(7)
-        return asked, tried, (pulling.num_pulls, pulling.num_in_vain)
+        return asked, tried, (pulling.num_pulls, pulling.num_rejected)
 
     @parameterized.named_parameters(
         ("the_fastest", [1, 2], {(1, False)}, [(1, False)], (1, 0)),

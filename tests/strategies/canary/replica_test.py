@@ -34,9 +34,9 @@ def _replica(rank, shapes=((6,), (3,))):
 def _merge(replica, key, piece, sequence, contributions, value=1.0, kind=Kind.DOWN):
     layout = replica.layout(key)
     piece = layout.pieces[piece]
-    note = Header(1, kind, key, 0, piece.index, sequence, contributions)
+    header = Header(1, kind, key, 0, piece.index, sequence, contributions)
     size = piece.where.stop - piece.where.start
-    return replica.merge(layout, piece, note, replica.encoding.encode(piece, np.full(size, value, np.float32)))
+    return replica.merge(layout, piece, header, replica.encoding.encode(piece, np.full(size, value, np.float32)))
 
 
 def _state(replica, rank, life):
@@ -194,10 +194,10 @@ class AdoptTest(tf.test.TestCase, parameterized.TestCase):
         for replica in (own, other):
             replica.free(replica.layout(_WHOLE))
         self.assertTrue(_adopt(own, other, may_drop=True))
-        note = Header(1, Kind.DOWN, _WHOLE, 0, 0, 2, ((1, 1), (2, 1)))
+        header = Header(1, Kind.DOWN, _WHOLE, 0, 0, 2, ((1, 1), (2, 1)))
         where = layout.pieces[0].where
         values = own.encoding.encode(layout.pieces[0], np.ones(where.stop - where.start, np.float32))
-        self.assertFalse(own.merge(layout, layout.pieces[0], note, values))
+        self.assertFalse(own.merge(layout, layout.pieces[0], header, values))
         self.assertEqual(layout.ledger.sequences[0], 0)
         self.assertEqual((own.num_late, own.num_duplicates), (2, 0))
         self.assertAllEqual(own.read()[0], other.read()[0])
@@ -294,9 +294,9 @@ class ResyncTest(tf.test.TestCase):
             self.messages.remove(message)
             sender, receiver, kind, sequence, values = message
             layout = self.replicas[receiver].layout(_WHOLE)
-            note = Header(1, kind, _WHOLE, 0, self.piece, sequence)
+            header = Header(1, kind, _WHOLE, 0, self.piece, sequence)
             piece = layout.pieces[self.piece]
-            self.resyncs[receiver].receive(layout, piece, note, sender, values.view(np.uint8))
+            self.resyncs[receiver].receive(layout, piece, header, sender, values.view(np.uint8))
 
     def _gather(self):
         """Digests go to the root, which asks those whose replicas differ for their values."""

@@ -497,7 +497,7 @@ class DepartureTest(tf.test.TestCase, parameterized.TestCase):
         def send(job, rank, step):
             if (rank, step) == (0, 35):
                 channel, key = job.exchanges[0]._channel, b"\x01" * 3
-                channel.send(1, channel.note(Kind.UP, key, contributions=((0, 1), (2, 1))), [np.zeros(4, np.uint8)])
+                channel.send(1, channel.header(Kind.UP, key, contributions=((0, 1), (2, 1))), [np.zeros(4, np.uint8)])
 
         numbers = []
         for also in (None, send):
