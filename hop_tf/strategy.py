@@ -73,7 +73,6 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
         self._cluster = cluster
         self._resolver = cluster_resolver or tf.distribute.cluster_resolver.TFConfigClusterResolver()
         self._options = checked_options(communication_options)
-        self._writer = ReportWriter(self.report, self._options, self.rank)
         self.training = TrainingRun(
             self,
             rank=cluster.rank,
@@ -81,11 +80,12 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
             skips_steps=skips_steps,
             joins_at_once=joins_at_once,
             after_fit=self._show_plan,
-            write_report=self._writer.write,
+            write_report=lambda: self._writer.write(),
         )
         device = "/gpu:0" if tf.config.list_physical_devices("GPU") else "/cpu:0"
         super().__init__(Extended(self, device, self.training))
         self._shows_plan = os.environ.get(PLAN_VARIABLE) == "1"
+        self._writer = ReportWriter(self.report, self._options, self.rank)
         if cluster.world_size > 1 or servers:
             try:
                 self.training.worker = Worker(
