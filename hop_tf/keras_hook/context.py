@@ -13,6 +13,7 @@ from hop_tf.keras_hook.hooks import TrainingHooks
 from hop_tf.keras_hook.optimizers import learning_rate, tf_variables
 from hop_tf.keras_hook.trace import StepTrace, trained_model
 from hop_tf.keras_hook.updates import out_of_place, own_updates
+from hop_tf.keras_hook.variables import made_beside_the_trace
 
 # Optimizer methods that Keras passes to `merge_call`, by the end of their qualified names.
 _UPDATE = "_distributed_tf_update_step"
@@ -110,7 +111,8 @@ class Extended(one_device_strategy.OneDeviceExtended):
                 return fn(*args, **kwargs)
         step = functools.partial(self._run_step, fn, args, kwargs)
         model = trained_model(fn)
-        return step() if model is None else self.hooks.around_step(step, (args, kwargs), model)
+        with made_beside_the_trace():
+            return step() if model is None else self.hooks.around_step(step, (args, kwargs), model)
 
     def _run_step(self, fn, args, kwargs):
         strategy = self._container_strategy()
