@@ -16,6 +16,7 @@ from unittest import mock
 
 import hypothesis
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 from hypothesis import strategies as st
@@ -619,6 +620,7 @@ class AccumulateTest(_OpsTestCase):
 
 class ArraysTest(_OpsTestCase):
     @parameterized.parameters(*_DATA)
+    @pytest.mark.stress(after=2)
     def test_results_do_not_depend_on_the_number_of_threads(self, name):
         values = _DATA[name](np.random.default_rng(4), 3_000_001)
         sketch = ops.arrays.quantile_sketch_encode(values, num_threads=1)

@@ -1,5 +1,6 @@
 """Learning rates that callbacks change on one rank: those of rank 0 are used, or the difference is an error."""
 
+import itertools
 import logging
 
 import keras
@@ -57,8 +58,11 @@ def _train(strategy, callbacks, weight_decay=None, epochs=3, learning_rate=0.1):
 
 
 class RatesTest(tf.test.TestCase, parameterized.TestCase):
-    @parameterized.product(strategy=("replay", "synchronous", "bsp"), callback=sorted(_CALLBACKS), rank=(1, 0))
-    @pytest.mark.stress(after=9)
+    @parameterized.parameters(
+        *(("replay", "assigns", 1), ("synchronous", "plateau", 1), ("bsp", "scheduler", 1), ("replay", "plateau", 0)),
+        *itertools.product(("replay", "synchronous", "bsp"), sorted(_CALLBACKS), (1, 0)),
+    )
+    @pytest.mark.stress(after=4)
     def test_a_callback_of_one_rank(self, strategy, callback, rank):
         """Training is that of rank 0, whoever else has another rate."""
 
@@ -79,7 +83,8 @@ class RatesTest(tf.test.TestCase, parameterized.TestCase):
         if callback == "assigns":
             self.assertEqual(rate, rate_there)
 
-    @parameterized.parameters("replay", "synchronous", "bsp", "none")
+    @parameterized.parameters("replay", "bsp", "synchronous", "none")
+    @pytest.mark.stress(after=2)
     def test_the_same_callback_on_all_ranks(self, strategy):
         with self.assertLogs(level="WARNING") as logs:
             logging.warning("There is one at least.")
@@ -107,6 +112,7 @@ class RatesTest(tf.test.TestCase, parameterized.TestCase):
             )
 
     @parameterized.parameters("replay", "synchronous")
+    @pytest.mark.stress(after=1)
     def test_a_schedule_where_ranks_have_counted_different_steps(self, strategy):
         """It cannot be replaced: after a `fit` that has ended early on a rank, `synchronize` makes counts the same."""
         schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)

@@ -110,9 +110,10 @@ class SynchronousTest(tf.test.TestCase, parameterized.TestCase):
         ("mesh", 3, _sgd),
         ("bcube:2,2", 4, _momentum),
         ("bcube:3,2", 9, _momentum),
-        ("bcube:2,3", 8, _sgd),
         ("tree", 4, _sgd),
+        ("bcube:2,3", 8, _sgd),
     )
+    @pytest.mark.stress(after=7)
     def test_equals_synchronous_training_step_by_step(self, network, world_size, make_optimizer):
         cluster = _cluster(world_size, network=network, consistency="bsp", codec=None, num_colayers=3)
         # Eager steps are slower, but nothing is traced on each of many ranks.

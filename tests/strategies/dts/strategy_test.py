@@ -279,7 +279,7 @@ class EqualTest(tf.test.TestCase, parameterized.TestCase):
         (5, "momentum", {"delay": 4, "interval": 4, "algorithm": "ring"}),
         (2, "decay", {"delay": 1, "interval": 1, "codec": "truncate16"}),
     )
-    @pytest.mark.stress(after=6)
+    @pytest.mark.stress(after=4)
     def test_to_the_bit(self, world_size, name, settings):
         results = _cluster(world_size, **settings).run(lambda s: _network(s, _OPTIMIZERS[name][0]))
         self.check(results)

@@ -24,7 +24,7 @@ from hop_tf.strategies.hop.settings import HopSettings
 from hop_tf.tensors import fifo as queues
 from hop_tf.topology import resolve
 
-_NUM_SCHEDULES = int(os.environ.get("HOP_TF_NUM_SCHEDULES", "200"))
+_NUM_SCHEDULES = int(os.environ.get("HOP_TF_NUM_SCHEDULES", "80"))
 _NUM_RANDOM = max(50, _NUM_SCHEDULES // 10)
 _IS_FULL = _NUM_SCHEDULES >= 1000
 _TARGET = np.arange(1, 4)

@@ -246,8 +246,11 @@ class ReplayTest(tf.test.TestCase, parameterized.TestCase):
             for mine, first in zip([*of_epochs, *final], [*results[0][1], *results[0][2]], strict=True):
                 self.assertAllEqual(mine, first)  # To the bit.
 
-    @parameterized.product(name=sorted(_OPTIMIZERS), width=(2, 3, 4))
-    @pytest.mark.stress(after=8)
+    # Each optimizer with one width first.
+    @parameterized.parameters(
+        *((name, 2 + (number + turn) % 3) for turn in range(3) for number, name in enumerate(sorted(_OPTIMIZERS)))
+    )
+    @pytest.mark.stress(after=5)
     def test_equals_the_reference(self, name, width):
         world_size = {2: 2, 3: 3, 4: 2}[width]
         results = _cluster(world_size, pipeline_width=width).run(lambda strategy: _train(strategy, name))
@@ -269,12 +272,14 @@ class ReplayTest(tf.test.TestCase, parameterized.TestCase):
             Replay(optimizer, [variable.value], delay=width - 1)
         self.assertEqual(sum(each.shape == variable.shape for each in created), 1 + num_slots + width - 2)
 
-    @parameterized.parameters({"world_size": 5, "algorithm": "ring"}, {"world_size": 4, "num_segments": 3})
+    @parameterized.parameters({"world_size": 4, "num_segments": 3}, {"world_size": 5, "algorithm": "ring"})
+    @pytest.mark.stress(after=1)
     def test_equals_the_reference_however_gradients_travel(self, world_size, **settings):
         results = _cluster(world_size, pipeline_width=3, **settings).run(lambda s: _train(s, "momentum"))
         self.check(results, _replay(world_size, 3, _OPTIMIZERS["momentum"][1], 2))
 
     @parameterized.parameters(("int8", int8), ("truncate16", truncate16))
+    @pytest.mark.stress(after=1)
     def test_equals_the_reference_with_codec(self, codec, reference):
         """A value at the border of two codes may fall to either side: the first steps are alike but for these."""
         results = _cluster(3, pipeline_width=3, codec=codec).run(lambda strategy: _train(strategy, "momentum"))
@@ -289,6 +294,7 @@ class ReplayTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllEqual(of_epochs, results[0][1])
 
     @parameterized.parameters("momentum", "adam")
+    @pytest.mark.stress(after=1)
     def test_eagerly(self, name):
         """The first step of all is synchronous."""
         results = _cluster(2).run(lambda strategy: _train(strategy, name, run_eagerly=True))
@@ -303,8 +309,8 @@ class ReplayTest(tf.test.TestCase, parameterized.TestCase):
         with mock.patch(f"{__name__}._oldest", _oldest_eagerly):
             return [state.w for state in _replay(2, 2, _OPTIMIZERS[name][1], 2)[1]]
 
-    @parameterized.product(name=sorted({*_LINEAR} - {"accumulation"}), eagerly=(False, True))
-    @pytest.mark.stress(after=6)
+    @parameterized.product(eagerly=(False, True), name=sorted({*_LINEAR} - {"accumulation"}))
+    @pytest.mark.stress(after=3)
     def test_optimizers(self, name, eagerly):
         """Where gradients are known beforehand a replay makes what synchronous training does."""
 
@@ -320,6 +326,7 @@ class ReplayTest(tf.test.TestCase, parameterized.TestCase):
                 self.assertAllEqual(mine, first)
 
     @parameterized.parameters((1, 3), (5, 2))
+    @pytest.mark.stress(after=1)
     def test_gradient_accumulation(self, repeats, epochs):
         """Epochs end between two updates: what is merged there is not complete, and no batch counts twice."""
 

@@ -282,12 +282,6 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
             dataset = tf.data.Dataset.from_tensor_slices(_small_data()).batch(8).filter(lambda x, y: True)
             model.fit(dataset, epochs=2, verbose=0)
             results["unknown_length"] = model.get_weights()
-            model = _compiled(strategy)
-            _fit(model, epochs=1)
-            with strategy.scope():
-                model.compile(keras.optimizers.SGD(0.1), "mse")
-            model.set_weights(_small_model().get_weights())
-            results["recompile"] = _fit(model)
             return results
 
         of_ranks = _cluster(2).run(run)
