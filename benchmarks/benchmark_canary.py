@@ -260,8 +260,8 @@ def _beside_bml(world_size: int) -> dict[str, Mapping]:
 
 
 def _low_rank() -> dict[str, Mapping]:
-    """The kinds whose dense layers go as factors, by their labels."""
-    return {f"{label} rank {_RANK}": {**_kinds()[label], "low_rank": _RANK} for label in ("BSP sketch", "SSP sketch")}
+    """The kind whose dense layers go as factors, by its label."""
+    return {f"BSP sketch rank {_RANK}": {**_kinds()["BSP sketch"], "low_rank": _RANK}}
 
 
 def _show(name: str, titles: Sequence[str], rows: Sequence[Sequence]) -> None:

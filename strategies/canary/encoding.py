@@ -1,8 +1,7 @@
-"""How the pieces of Canary travel: encoded by the graph, by a codec, or as factors."""
+"""How the pieces of Canary travel: encoded by the graph, or by a codec."""
 
 from __future__ import annotations
 
-import collections
 import itertools
 from collections.abc import Iterable, Sequence
 
@@ -11,17 +10,12 @@ import tensorflow as tf
 
 from hop_tf.codecs import Codec, ErrorFeedback, Identity
 from hop_tf.collectives import Network
-from hop_tf.strategies.canary.factors import KernelFactors, gather, goes_as_factors
 from hop_tf.strategies.canary.layout import Piece
 from hop_tf.tensors.buffers import BufferPool
 from hop_tf.tensors.packing import Packing
-from hop_tf.tensors.payloads import split
 
 # What a codec sends beside the values, such as bucket values, is more than it saves where there are fewer.
 _MIN_ENCODED_VALUES = 512
-
-# What has come for a piece: the sum of all values, or the encoded factors of each contribution.
-Total = np.ndarray | list[np.ndarray]
 
 
 class PieceEncoding:
@@ -33,27 +27,15 @@ class PieceEncoding:
       parts: The packing of each colayer.
       codec: What float32 values are encoded with, but for those that must not be changed.
       pool: Where large arrays come from.
-      low_rank: r: contributions to large dense kernels, which lie behind all else of their colayers, go as factors of
-        so many columns. Default None: as all others do.
 
     Attributes:
       sizes: For each colayer and bucket, the number of values.
       starts: For each colayer and bucket, where the colayer begins in the vector of all.
       granularity: Vectors should be cut at multiples of so many values.
-      kernels: Those whose contributions go as factors, by their buckets and where they begin there.
-      uncut: By colayer and bucket, the numbers of values of its kernels.
       is_encoded: For each colayer and bucket, whether the graph has encoded what it hands out.
     """
 
-    def __init__(
-        self,
-        network: Network,
-        world_size: int,
-        parts: Sequence[Packing],
-        codec: Codec,
-        pool: BufferPool,
-        low_rank: int | None = None,
-    ):
+    def __init__(self, network: Network, world_size: int, parts: Sequence[Packing], codec: Codec, pool: BufferPool):
         self._pool = pool
         whole = parts[0]
         takes_codec = [dtype.as_numpy_dtype == np.float32 and not exact for dtype, exact in _kinds(whole)]
@@ -68,25 +50,13 @@ class PieceEncoding:
             ErrorFeedback(each, total) if each.error_feedback else None
             for each, total in zip(self._codecs, totals, strict=True)
         ]
-        self.kernels: dict[tuple[int, int], KernelFactors] = {}
-        self.uncut: collections.defaultdict[tuple[int, int], list[int]] = collections.defaultdict(list)
-        for colayer, part in enumerate(parts if low_rank else ()):
-            for index, spec in enumerate(part.specs):
-                if goes_as_factors(spec, low_rank, world_size):
-                    bucket, where = part.place(index)
-                    kernel = KernelFactors(spec, low_rank, codec, _MIN_ENCODED_VALUES, pool)
-                    self.kernels[bucket, self.starts[colayer][bucket] + where.start] = kernel
-                    self.uncut[colayer, bucket].append(part.end(index) - where.start)
         num_routes = len(network.routes(world_size))  # When ranks leave, there are fewer.
         self.is_encoded = [
             [
-                each.encodes_in_graph
-                and not each.error_feedback
-                and size >= num_routes * _MIN_ENCODED_VALUES
-                and (colayer, bucket) not in self.uncut
-                for bucket, (each, size) in enumerate(zip(self._codecs, of_colayer, strict=True))
+                each.encodes_in_graph and not each.error_feedback and size >= num_routes * _MIN_ENCODED_VALUES
+                for each, size in zip(self._codecs, of_colayer, strict=True)
             ]
-            for colayer, of_colayer in enumerate(self.sizes)
+            for of_colayer in self.sizes
         ]
 
     def emit_encode(self, colayer: int, buckets: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -107,9 +77,7 @@ class PieceEncoding:
         where = self._within(piece)
         if self.is_encoded[piece.colayer][piece.bucket]:
             return None, self._codecs[piece.bucket].part(bucket.view(np.uint8), where, share, self._pool)
-        values = bucket[where] * bucket.dtype.type(share)
-        kernel = self._kernel(piece)
-        return (values, None) if kernel is None else (None, kernel.encode(values))
+        return bucket[where] * bucket.dtype.type(share), None
 
     def own(self, piece: Piece, bucket: np.ndarray) -> np.ndarray:
         """The same part at its full size: what stands in for the mean until that is there.
@@ -129,30 +97,29 @@ class PieceEncoding:
         return slice(piece.where.start - start, piece.where.stop - start)
 
     def add(
-        self, piece: Piece, total: Total | None, *, values: np.ndarray | None = None, data: np.ndarray | None = None
-    ) -> Total:
+        self,
+        piece: Piece,
+        total: np.ndarray | None,
+        *,
+        values: np.ndarray | None = None,
+        data: np.ndarray | None = None,
+    ) -> np.ndarray:
         """Adds a contribution, as values or encoded, to what has come for a piece.
 
         Args:
           piece: The piece.
-          total: What has come: values, or encoded factors. It may be changed. None: nothing.
+          total: The sum of what has come. It may be changed. None: nothing.
           values: The contribution, to which nobody writes any more but this.
           data: The same, encoded.
 
         Returns:
-          The sum; or the factors of all.
+          The sum of that and the contribution.
         """
-        if self._kernel(piece) is not None:
-            return [*(total or ()), *split(data)]
         if values is None:
             total = self._zeros(piece) if total is None else total
             self._codec_of(piece).accumulate(data, total)
             return total
         return values if total is None else np.add(total, values, out=total)
-
-    def encode_total(self, piece: Piece, total: Total) -> np.ndarray:
-        """Encodes what `add` has given."""
-        return self.encode(piece, total) if self._kernel(piece) is None else gather(total, self._pool)
 
     def encode(self, piece: Piece, values: np.ndarray) -> np.ndarray:
         """Encodes values of a piece."""
@@ -163,7 +130,7 @@ class PieceEncoding:
 
     def accumulate(self, piece: Piece, data: np.ndarray, total: np.ndarray) -> None:
         """Decodes values of a piece and adds them to `total`."""
-        (self._kernel(piece) or self._codec_of(piece)).accumulate(data, total)
+        self._codec_of(piece).accumulate(data, total)
 
     def _zeros(self, piece: Piece) -> np.ndarray:
         """A sum of nothing."""
@@ -175,10 +142,6 @@ class PieceEncoding:
     def dtype_of(self, piece: Piece) -> np.dtype:
         """The type of a piece's values."""
         return np.dtype(self._dtypes[piece.bucket])
-
-    def _kernel(self, piece: Piece) -> KernelFactors | None:
-        """What its contributions are factorized by; None where they are not."""
-        return self.kernels.get((piece.bucket, piece.where.start))
 
     def _codec_of(self, piece: Piece) -> Codec:
         is_small = piece.where.stop - piece.where.start < _MIN_ENCODED_VALUES

@@ -18,7 +18,6 @@ from hop_tf.runtime.joining import Joiner
 from hop_tf.strategies.canary.contributions import Contributions
 from hop_tf.strategies.canary.encoding import PieceEncoding
 from hop_tf.strategies.canary.ending import Ending
-from hop_tf.strategies.canary.factors import kernels_last
 from hop_tf.strategies.canary.gei import Thresholds
 from hop_tf.strategies.canary.layout import Layout, Piece
 from hop_tf.strategies.canary.messages import COUNTING, Channel, Header, Kind
@@ -48,7 +47,6 @@ class AsyncSettings:
       inbox_bytes: The most that is received and not merged on each of the network's threads before others wait.
         Default None: eight times the bytes of the weights, at least 64 MiB.
       max_in_flight: See `hop_tf.CanaryStrategy`.
-      low_rank: r, of contributions to large dense kernels. Default None: these go as all others do.
     """
 
     network: Network
@@ -57,7 +55,6 @@ class AsyncSettings:
     sync_interval: int | None
     inbox_bytes: int | None = None
     max_in_flight: int = 2
-    low_rank: int | None = None
 
 
 class CanaryExchange(Exchange, Joiner):
@@ -89,8 +86,6 @@ class CanaryExchange(Exchange, Joiner):
         self._monitor = membership.monitor
         self._settings = settings
         self._queue = f"canary/{self._group}"
-        world_size, specs = membership.world_size, context.packing.specs
-        members = [kernels_last(specs, colayer, settings.low_rank, world_size) for colayer in members]
         self.members = members
         self.order = [index for colayer in members for index in colayer]
         variables, values = context.variables, context.values()
@@ -100,8 +95,8 @@ class CanaryExchange(Exchange, Joiner):
         self.merge_segment, self.start_segment, self.finish_segment = (len(members) + i for i in range(3))
         self.parts: list[Packing] = [*colayers, whole, whole, whole]
         self.max_in_flight = len(self.parts)
-        network, pool = settings.network, context.pool
-        encoding = PieceEncoding(network, world_size, colayers, settings.codec, pool, settings.low_rank)
+        network, pool, world_size = settings.network, context.pool, membership.world_size
+        encoding = PieceEncoding(network, world_size, colayers, settings.codec, pool)
         self.replica = Replica(membership.rank, world_size, network, encoding, pool)
         self._peers = Peers(membership)
         self._channel = Channel(membership, self._queue, lambda: self.replica.gei.newest)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -52,7 +51,6 @@ class Layout:
       rank: Who looks at it.
       sizes: For each colayer, the number of values in each of the vectors; they lie one behind the other there.
       granularity: Vectors should be cut at multiples of so many values.
-      uncut: For colayers and vectors, the numbers of values at the end that are pieces as they are. Default: none.
 
     Attributes:
       key: The same.
@@ -64,15 +62,7 @@ class Layout:
       ended: Pieces of which no more comes from the root. Guarded by the rank's monitor.
     """
 
-    def __init__(
-        self,
-        key: bytes,
-        network: Network,
-        rank: int,
-        sizes: Sequence[Sequence[int]],
-        granularity: int,
-        uncut: Mapping[tuple[int, int], Sequence[int]] | None = None,
-    ):
+    def __init__(self, key: bytes, network: Network, rank: int, sizes: Sequence[Sequence[int]], granularity: int):
         self.key = key
         self.ranks = tuple(each for each, life in enumerate(key) if life % 2)
         self._rank = rank
@@ -81,15 +71,11 @@ class Layout:
         self.pieces: list[Piece] = []
         self._routes: list[Route] = []  # Of each piece.
         self.ended: set[int] = set()
-        starts, turns = [0] * len(sizes[0]), itertools.cycle(routes)
+        starts = [0] * len(sizes[0])
         for colayer, of_buckets in enumerate(sizes):
             for bucket, size in enumerate(of_buckets):
-                lengths = (uncut or {}).get((colayer, bucket), ())
-                ends = [starts[bucket] + end for end in itertools.accumulate(lengths, initial=size - sum(lengths))]
-                self._cut(colayer, bucket, starts[bucket], ends[0], routes)
-                for start, end in itertools.pairwise(ends):
-                    self._append(colayer, bucket, slice(start, end), next(turns))
-                starts[bucket] = ends[-1]
+                self._cut(colayer, bucket, starts[bucket], size, routes)
+                starts[bucket] += size
         self.colayers = np.array([piece.colayer for piece in self.pieces], int)
         place = self.ranks.index(rank) if rank in self.ranks else 0
         self.by_colayer = [
@@ -105,17 +91,13 @@ class Layout:
         """The ranks on the way from a rank of the layout to the root of a piece, without the rank itself."""
         return [self.ranks[each] for each in self._routes[piece.index].path(self.ranks.index(rank))]
 
-    def _cut(self, colayer: int, bucket: int, start: int, stop: int, routes: Sequence[Route]) -> None:
-        size = stop - start
+    def _cut(self, colayer: int, bucket: int, start: int, size: int, routes: Sequence[Route]) -> None:
         num_blocks = -(-size // self._granularity)
         bounds = [min(size, num_blocks * i // len(routes) * self._granularity) for i in range(len(routes) + 1)]
         for route, begin, end in zip(routes, bounds[:-1], bounds[1:], strict=True):
             if begin < end:
-                self._append(colayer, bucket, slice(start + begin, start + end), route)
-
-    def _append(self, colayer: int, bucket: int, where: slice, route: Route) -> None:
-        self._routes.append(route)
-        self.pieces.append(self._piece(colayer, bucket, where, route))
+                self._routes.append(route)
+                self.pieces.append(self._piece(colayer, bucket, slice(start + begin, start + end), route))
 
     def _piece(self, colayer: int, bucket: int, where: slice, route: Route) -> Piece:
         place = self.ranks.index(self._rank) if self._rank in self.ranks else None

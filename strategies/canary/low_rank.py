@@ -9,8 +9,7 @@ One step of subspace iteration finds them, and begins where the step before has 
     E_i = M_i - P (M_i^T P)^T              what is lost stays for the next step
 
 Both means are all-reduces of factors, which the codec shortens further. The paper factorizes by singular values, which
-costs more than the step it saves, and loses what is left out. Where training is not synchronous, ranks do not find
-factors together: see `hop_tf.strategies.canary.factors`.
+costs more than the step it saves, and loses what is left out. Ranks find factors together: so training is synchronous.
 
 References:
   Vogels, Karimireddy, Jaggi. PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization. NeurIPS
@@ -35,23 +34,11 @@ _MIN_VALUES = 1 << 14
 _MIN_REDUCTION = 4
 
 
-def is_factorized(spec: TensorSpec, rank: int, num_factors: int = 1) -> bool:
-    """Whether a variable's gradient goes as factors of that rank: that of a large dense kernel.
-
-    Args:
-      spec: The variable.
-      rank: r.
-      num_factors: How many of each side go together; they must not be longer than the kernel. Default 1.
-    """
+def is_factorized(spec: TensorSpec, rank: int) -> bool:
+    """Whether a variable's gradient goes as factors of that rank: that of a large dense kernel."""
     if spec.exact or len(spec.shape) != 2 or spec.dtype != tf.float32:
         return False
-    return spec.num_elements >= max(_MIN_VALUES, max(_MIN_REDUCTION, num_factors) * rank * sum(spec.shape))
-
-
-def first_basis(spec: TensorSpec, rank: int) -> np.ndarray:
-    """Q' of the first step, k x r: equal on all ranks."""
-    seed = zlib.crc32(spec.name.encode())
-    return np.random.default_rng(seed).normal(size=(spec.shape[1], rank)).astype(np.float32)
+    return spec.num_elements >= max(_MIN_VALUES, _MIN_REDUCTION * rank * sum(spec.shape))
 
 
 class LowRankMean:
@@ -82,7 +69,7 @@ class LowRankMean:
             for what, packing in (("rest", self._rest), ("p", self._p), ("q", self._q))
         ]
         self._lost = [np.zeros(spec.shape, np.float32) for spec in specs]
-        self._basis = [first_basis(spec, rank) for spec in specs]
+        self._basis = [_first_basis(spec, rank) for spec in specs]
 
     def reset(self, session: int) -> None:
         """Prepares for step 0 of `session`. What was lost is not forgotten."""
@@ -117,7 +104,7 @@ class LowRankMean:
             self._matrix(buckets, kernel) + lost for kernel, lost in zip(self._kernels, self._lost, strict=True)
         ]
         products = [matrix @ basis for matrix, basis in zip(matrices, self._basis, strict=True)]
-        bases = [orthonormal(each) for each in self._factors(self._p, mean(p, _joined(self._p, products)))]
+        bases = [_orthonormal(each) for each in self._factors(self._p, mean(p, _joined(self._p, products)))]
         own = [matrix.T @ basis for matrix, basis in zip(matrices, bases, strict=True)]
         factors = self._factors(self._q, mean(q, _joined(self._q, own)))
         for number, kernel in enumerate(self._kernels):
@@ -166,6 +153,12 @@ def _joined(packing: Packing, factors: Sequence[np.ndarray]) -> list[np.ndarray]
     return buckets
 
 
-def orthonormal(matrix: np.ndarray) -> np.ndarray:
+def _first_basis(spec: TensorSpec, rank: int) -> np.ndarray:
+    """Q' of the first step, k x r: equal on all ranks."""
+    seed = zlib.crc32(spec.name.encode())
+    return np.random.default_rng(seed).normal(size=(spec.shape[1], rank)).astype(np.float32)
+
+
+def _orthonormal(matrix: np.ndarray) -> np.ndarray:
     """Columns that span the same; as they are, where one is not finite."""
     return np.linalg.qr(matrix)[0] if np.isfinite(matrix).all() else matrix

@@ -22,7 +22,6 @@ import numpy as np
 
 from hop_tf.errors import ProtocolError
 from hop_tf.membership import Membership
-from hop_tf.strategies.canary.encoding import Total
 from hop_tf.strategies.canary.layout import Layout, Piece
 from hop_tf.strategies.canary.messages import Channel, Header, Kind
 from hop_tf.strategies.canary.peers import Peers
@@ -50,7 +49,7 @@ class _Sum:
     layout: Layout
     piece: Piece
     in_a_row: dict[int, int]
-    total: Total | None = None
+    total: np.ndarray | None = None
     senders: set[int] = dataclasses.field(default_factory=set)
     contributions: list[tuple[int, int]] = dataclasses.field(default_factory=list)
 
@@ -310,7 +309,7 @@ class PieceThread:
     def _forward(self, layout: Layout, piece: Piece, pending: _Sum) -> None:
         contributions, total = tuple(pending.contributions), pending.total
         pending.begin_next()
-        data = self._replica.encoding.encode_total(piece, total)
+        data = self._replica.encoding.encode(piece, total)
         if piece.parent is not None:
             header = self._channel.header(Kind.UP, layout.key, piece.index, contributions=contributions)
             self._channel.send(piece.parent, header, [data], piece.parent_level)

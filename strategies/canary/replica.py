@@ -119,8 +119,8 @@ class Replica:
             if key not in self._layouts:
                 if not key[self.rank] % 2 or self.is_freed(key):
                     raise ProtocolError(f"rank {self.rank} takes no part, or no more, in the layout {key.hex()}.")
-                sizes, granularity, uncut = self.encoding.sizes, self.encoding.granularity, self.encoding.uncut
-                layout = Layout(key, self._network, self.rank, sizes, granularity, uncut)
+                encoding = self.encoding
+                layout = Layout(key, self._network, self.rank, encoding.sizes, encoding.granularity)
                 self._layouts = {**self._layouts, key: layout}
             return self._layouts[key]
 

@@ -64,6 +64,11 @@ class CanarySettings:
             raise ValueError(
                 "`on_peer_loss` must be 'raise' or None with consistency='bsp'. Received: on_peer_loss='continue'."
             )
+        if self.low_rank is not None and not self.is_synchronous:
+            raise ValueError(
+                "`low_rank` needs consistency='bsp': ranks find the factors of their mean gradient together. "
+                f"Received: low_rank={self.low_rank}, consistency={self.consistency!r}."
+            )
         # Who sums up a piece, and would keep the rest, changes: gradients would be lost.
         selects = isinstance(self.codec, codecs.TopK)
         if selects and not (self.codec.error_feedback and self.is_synchronous):
@@ -99,5 +104,4 @@ class CanarySettings:
             codec=self.codec,
             sync_interval=self.sync_interval,
             max_in_flight=self.max_in_flight,
-            low_rank=self.low_rank,
         )

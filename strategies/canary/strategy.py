@@ -101,13 +101,11 @@ class CanaryStrategy(ExchangeStrategy):
         evens out what losses, or a change on one rank only, have done; at least 1, or None: never. Where replicas
         differ it takes as many bytes as one exchange in float32, and next to none where they do not: digests tell.
         Default 50. Without meaning for "bsp".
-      low_rank: r: large dense kernels, and embeddings (16,384 values and more, where factors make four times fewer of
-        them), go as factors of r columns, which the codec then shortens, and what is lost is added to what is sent
-        next. With "bsp" ranks find those of the mean gradient together (PowerSGD). Else each finds those of its own
-        step, and gets those of all ranks, in place of a sum: so kernels go as they are where that were longer, and one
-        rank averages all of a kernel in a resync. What is left over when `fit` ends goes with the first steps of the
-        next one. For weights that are equal to the bit, processors must compute alike. Default None: they go as they
-        are.
+      low_rank: r, with "bsp" only: mean gradients of large dense kernels, and embeddings (16,384 values and more, where
+        factors make four times fewer of them), go as factors of r columns, which ranks find together (PowerSGD) and the
+        codec then shortens. What is lost is added to what is sent next; what is left over when `fit` ends goes with the
+        first steps of the next one. For weights that are equal to the bit, processors must compute alike. Default None:
+        they go as they are.
       interfaces: This machine's address on each of the network's interfaces: `beta` of a BCube, else one. Ranks that
         an address cannot reach are reached over that of the cluster, and a warning says so. See
         `CommunicationOptions.interfaces`, which this one takes the place of. Default None: as it says.

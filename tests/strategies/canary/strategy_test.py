@@ -449,6 +449,11 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
         ({"sync_interval": 0}, "`sync_interval` must be an integer of at least 1. Received: sync_interval=0."),
         ({"max_in_flight": 1}, "`max_in_flight` must be an integer of at least 2. Received: max_in_flight=1."),
         ({"low_rank": 0, "consistency": "bsp"}, "`low_rank` must be an integer of at least 1. Received: low_rank=0."),
+        ({"low_rank": 4}, "`low_rank` needs consistency='bsp': .* Received: low_rank=4, consistency='ssp'."),
+        (
+            {"low_rank": 4, "consistency": "async"},
+            "`low_rank` needs consistency='bsp': .* Received: low_rank=4, consistency='async'.",
+        ),
         ({"codec": "zip"}, "`codec` must be one of .* Received: codec='zip'."),
         ({"on_peer_loss": "wait"}, "`on_peer_loss` must be one of None, raise, continue."),
         ({"consistency": "bsp", "on_peer_loss": "continue"}, "`on_peer_loss` must be 'raise' or None with"),
