@@ -85,7 +85,6 @@ class AllReduce(abc.ABC):
         self._name = name
         self._pool = pool
         self._lane = lane
-        self._session = membership.session
         self._mailbox = Mailbox(membership, f"all_reduce/{name}")
         self._vectors = [
             make_vector(size, np.dtype(dtype), codec, chunk_values, pool, self.passes_sums)
@@ -95,7 +94,6 @@ class AllReduce(abc.ABC):
     def reset(self, session: int) -> None:
         """Prepares for step 0 of `session`. What codecs have lost is not forgotten."""
         with self._membership.monitor:
-            self._session = session
             self._mailbox.clear(session)
 
     @property
@@ -144,7 +142,6 @@ class AllReduce(abc.ABC):
             operation = Operation(
                 self._membership,
                 self._mailbox,
-                self._session,
                 step,
                 delivers,
                 before_commit,

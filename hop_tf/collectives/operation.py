@@ -9,11 +9,11 @@ from collections.abc import Callable, Collection, Sequence
 import numpy as np
 
 from hop_tf.errors import PeerLostError, ProtocolError
-from hop_tf.membership import Membership
+from hop_tf.membership import Membership, SessionQueue
 from hop_tf.transport.base import Message
 
-# Session, step, the ranks that take part, vector, turn, chunk.
-_HEADER = struct.Struct("<qqIIII")
+# Step, the ranks that take part, vector, turn, chunk.
+_HEADER = struct.Struct("<qIIII")
 _Attempt = tuple[int, int]  # Step, the ranks that take part.
 _Key = tuple[int, int, int, int]  # Sender, vector, turn, chunk.
 
@@ -40,7 +40,6 @@ class Operation:
         self,
         membership: Membership,
         mailbox: Mailbox,
-        session: int,
         step: int,
         delivers: Callable[[int, int], bool],
         before_commit: Callable[[], None],
@@ -52,7 +51,6 @@ class Operation:
     ):
         self._membership = membership
         self._mailbox = mailbox
-        self._session = session
         self.step = step
         self._delivers = delivers
         self._before_commit = before_commit
@@ -93,10 +91,9 @@ class Operation:
 
     def send(self, rank: int, turn: int, chunk: int, data: np.ndarray, lane: int | None = None) -> None:
         """Sends a chunk. Default lane: that of the operation."""
-        header = _HEADER.pack(self._session, *self._attempt, self.vector, turn, chunk)
-        self._membership.send(
+        header = _HEADER.pack(*self._attempt, self.vector, turn, chunk)
+        self._mailbox.queue.send(
             rank,
-            self._mailbox.queue,
             header,
             [data],
             self._lane if lane is None else lane,
@@ -165,13 +162,11 @@ class Operation:
 class Mailbox:
     """Messages of the running session that came and were not taken yet. All but `close` with the monitor held."""
 
-    def __init__(self, membership: Membership, queue: str):
-        self.queue = queue
-        self._membership = membership
-        self._session = membership.session
+    def __init__(self, membership: Membership, name: str):
+        self.queue = SessionQueue(membership, name, membership.session)
         self._first_step = 0
         self._messages: dict[_Attempt, dict[_Key, np.ndarray]] = {}
-        membership.transport.register(queue, self._on_message)
+        self.queue.start(self._on_message)
 
     def has(self, attempt: _Attempt, key: _Key) -> bool:
         return key in self._messages.get(attempt, ())
@@ -186,22 +181,19 @@ class Mailbox:
             del self._messages[attempt]
 
     def clear(self, session: int) -> None:
-        self._session = session
+        self.queue.session = session
         self._first_step = 0
         self._messages.clear()
 
     def close(self) -> None:
-        self._membership.transport.unregister(self.queue)
+        self.queue.close()
 
     def _on_message(self, message: Message) -> None:
         if len(message.header) != _HEADER.size:
             raise ProtocolError(f"rank {message.sender} sent an unexpected message to {message.queue!r}.")
-        session, step, ranks, vector, turn, chunk = _HEADER.unpack(message.header)
-        with self._membership.monitor:
-            if session != self._session or step < self._first_step:
-                return
-            # Nobody ends a step without this rank: others are in this step or the next one.
-            if step > self._first_step + 1:
-                raise ProtocolError(f"rank {message.sender} is at step {step}, this rank at {self._first_step}.")
+        step, ranks, vector, turn, chunk = _HEADER.unpack(message.header)
+        # Nobody ends a step without this rank: others are in this step or the next one.
+        if step > self._first_step + 1:
+            raise ProtocolError(f"rank {message.sender} is at step {step}, this rank at {self._first_step}.")
+        if step >= self._first_step:
             self._messages.setdefault((step, ranks), {})[message.sender, vector, turn, chunk] = message.payload
-            self._membership.monitor.notify_all()

@@ -15,6 +15,7 @@ that late news of an earlier one do no harm.
 from hop_tf.membership.departures import Departure
 from hop_tf.membership.monitor import Monitor, ThreadMonitor
 from hop_tf.membership.session import LEAVE_QUEUE, Membership, parse, tree_neighbors
+from hop_tf.membership.session_queue import SessionQueue
 from hop_tf.membership.waiting import Interrupted
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "Interrupted",
     "Membership",
     "Monitor",
+    "SessionQueue",
     "ThreadMonitor",
     "parse",
     "tree_neighbors",

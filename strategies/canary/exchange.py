@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from hop_tf.codecs import Codec, Identity
 from hop_tf.collectives import Network
+from hop_tf.membership import SessionQueue
 from hop_tf.runtime.averaging import LateChanges
 from hop_tf.runtime.exchange import Exchange, Incoming, Outgoing
 from hop_tf.runtime.group import ExchangeContext
@@ -85,7 +86,7 @@ class CanaryExchange(Exchange, Joiner):
         self._membership = membership = context.membership
         self._monitor = membership.monitor
         self._settings = settings
-        self._queue = f"canary/{self._group}"
+        self._queue = SessionQueue(membership, f"canary/{self._group}", context.session)
         self.members = members
         self.order = [index for colayer in members for index in colayer]
         variables, values = context.variables, context.values()
@@ -99,7 +100,7 @@ class CanaryExchange(Exchange, Joiner):
         encoding = PieceEncoding(network, world_size, colayers, settings.codec, pool)
         self.replica = Replica(membership.rank, world_size, network, encoding, pool)
         self._peers = Peers(membership)
-        self._channel = Channel(membership, self._queue, lambda: self.replica.gei.newest)
+        self._channel = Channel(self._queue, lambda: self.replica.gei.newest)
         self._pulling = Pulling(membership, self.replica, self._peers, self._channel)
         self._threads = [self._make_thread(index) for index in range(settings.network.num_levels)]
         self._contributions = Contributions(
@@ -115,8 +116,8 @@ class CanaryExchange(Exchange, Joiner):
         with tf.init_scope(), tf.device("/cpu:0"):
             self.start_step = tf.Variable(0, dtype=tf.int64, trainable=False, name="hop_tf_start_step")
             self.num_left = tf.Variable(len(members), dtype=tf.int64, trainable=False, name="hop_tf_num_left")
-        self._begin(context.session)
-        membership.transport.register(self._queue, self._on_message)
+        self._begin()
+        self._queue.start(self._on_message)
         self._running = [
             context.start_thread(f"pieces {self._group}/{index}", thread.run)
             for index, thread in enumerate(self._threads)
@@ -144,11 +145,11 @@ class CanaryExchange(Exchange, Joiner):
             self.replica.reset()
             self._final.reset(session)
             self.changes.reset()
-            self._begin(session)
+            self._queue.session = session
+            self._begin()
             self.start_step.assign(start)
 
-    def _begin(self, session: int) -> None:
-        self._channel.session = session
+    def _begin(self) -> None:
         self._peers.reset()
         self._contributions.reset()
         self._iteration = -1
@@ -283,7 +284,7 @@ class CanaryExchange(Exchange, Joiner):
     # Ranks that join late.
 
     def begin_at(self, step: int) -> None:
-        self.reset(self._channel.session, step)
+        self.reset(self._queue.session, step)
         self._has_joined = True
 
     def meet(self, rank: int, step: int) -> None:
@@ -299,17 +300,15 @@ class CanaryExchange(Exchange, Joiner):
     # Messages.
 
     def _on_message(self, message: Message) -> None:
-        header = Header.unpack(message, self._membership.world_size)
-        with self._monitor:
-            rank = self._membership.rank
-            if header.session != self._channel.session or header.key[rank] != self._peers.key_of(rank):
-                return  # What was meant for an earlier life of this rank is in the state that it has taken.
-            if header.newest > self.replica.gei.newest:  # Else this would wait, with the monitor held, for a merge.
-                with self.replica.lock:
-                    self.replica.gei.start(header.newest)
-            self._peers.learn(header)
-            self._handle(header, message)
-            self._monitor.notify_all()
+        header, rank = Header.unpack(message, self._membership.world_size), self._membership.rank
+        # A rank that knows of this life may send what belongs to an earlier one: layouts outlast their ranks.
+        if header.key[rank] != self._peers.key_of(rank):
+            return  # It is in the state that this rank has taken.
+        if header.newest > self.replica.gei.newest:  # Else this would wait, with the monitor held, for a merge.
+            with self.replica.lock:
+                self.replica.gei.start(header.newest)
+        self._peers.learn(header)
+        self._handle(header, message)
 
     def _handle(self, header: Header, message: Message) -> None:
         if header.kind in COUNTING:
@@ -389,7 +388,7 @@ class CanaryExchange(Exchange, Joiner):
         }
 
     def close(self) -> None:
-        self._membership.transport.unregister(self._queue)
+        self._queue.close()
         for thread in self._threads:
             thread.close()
         for running in self._running:

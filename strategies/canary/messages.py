@@ -12,11 +12,11 @@ import numpy as np
 
 from hop_tf.collectives import BULK_LANE
 from hop_tf.errors import ProtocolError
-from hop_tf.membership import Interrupted, Membership
+from hop_tf.membership import Interrupted, SessionQueue
 from hop_tf.transport.base import Message
 
-# session, kind, piece, zeta, sequence, number of contributions
-_HEAD = struct.Struct("<qIIqqI")
+# kind, piece, zeta, sequence, number of contributions
+_HEAD = struct.Struct("<IIqqI")
 _CONTRIBUTION = struct.Struct("<Iq")
 
 
@@ -72,7 +72,6 @@ class Header:
     """The header of a message.
 
     Attributes:
-      session: The session it belongs to.
       kind: What it is.
       key: Names the layout that it is about.
       newest: zeta, as far as the sender knows.
@@ -81,7 +80,6 @@ class Header:
       contributions: Ranks and iterations of what is summed up.
     """
 
-    session: int
     kind: Kind
     key: bytes
     newest: int
@@ -91,7 +89,7 @@ class Header:
 
     def pack(self) -> bytes:
         """The header's bytes."""
-        head = _HEAD.pack(self.session, self.kind, self.piece, self.newest, self.sequence, len(self.contributions))
+        head = _HEAD.pack(self.kind, self.piece, self.newest, self.sequence, len(self.contributions))
         return head + self.key + b"".join(_CONTRIBUTION.pack(*each) for each in self.contributions)
 
     @classmethod
@@ -105,32 +103,26 @@ class Header:
         start = _HEAD.size + world_size
         if len(header) < start:
             raise ProtocolError(f"rank {message.sender} sent an unexpected message to {message.queue!r}.")
-        session, kind, piece, newest, sequence, count = _HEAD.unpack(header[: _HEAD.size])
+        kind, piece, newest, sequence, count = _HEAD.unpack(header[: _HEAD.size])
         if len(header) != start + count * _CONTRIBUTION.size or kind not in set(Kind):
             raise ProtocolError(f"rank {message.sender} sent a malformed message to {message.queue!r}.")
         contributions = tuple(_CONTRIBUTION.iter_unpack(header[start:]))
         if kind not in COUNTING and any(rank >= world_size for rank, _ in contributions):
             raise ProtocolError(f"rank {message.sender} sent contributions of ranks that there are not.")
-        return cls(session, Kind(kind), header[_HEAD.size : start], newest, piece, sequence, contributions)
+        return cls(Kind(kind), header[_HEAD.size : start], newest, piece, sequence, contributions)
 
 
 class Channel:
     """Sends a rank's messages.
 
     Args:
-      membership: The transport.
       queue: Where messages to other ranks go.
       newest: Gives zeta, as far as this rank knows.
-
-    Attributes:
-      session: The session that messages belong to.
     """
 
-    def __init__(self, membership: Membership, queue: str, newest: Callable[[], int]):
-        self._membership = membership
+    def __init__(self, queue: SessionQueue, newest: Callable[[], int]):
         self._queue = queue
         self._newest = newest
-        self.session = membership.session
 
     def header(
         self,
@@ -141,10 +133,10 @@ class Channel:
         contributions: tuple[tuple[int, int], ...] = (),
     ) -> Header:
         """The header of a message about a layout."""
-        return Header(self.session, kind, key, self._newest(), piece, sequence, contributions)
+        return Header(kind, key, self._newest(), piece, sequence, contributions)
 
     def send(self, rank: int, header: Header, payload: Sequence[np.ndarray] = (), level: int = 0) -> None:
         """Sends a message on the lane of an interface; drops it where the receiver, or this rank, has left."""
         with contextlib.suppress(Interrupted):
             lane, step = BULK_LANE + level, max(0, header.newest)
-            self._membership.send(rank, self._queue, header.pack(), payload, lane=lane, step=step)
+            self._queue.send(rank, header.pack(), payload, lane, step=step)

@@ -9,11 +9,12 @@ import numpy as np
 
 from hop_tf.collectives import BULK_LANE
 from hop_tf.errors import HopError, ProtocolError
+from hop_tf.membership import SessionQueue
 from hop_tf.runtime.exchange import Exchange, Incoming, Outgoing
 from hop_tf.runtime.group import ExchangeContext
 from hop_tf.runtime.joining import Joiner
 from hop_tf.strategies.hop.arithmetic import weighted_differences
-from hop_tf.strategies.hop.pacing import HEADER, make_pacing
+from hop_tf.strategies.hop.pacing import ITERATION, make_pacing
 from hop_tf.strategies.hop.reception import make_reception
 from hop_tf.strategies.hop.settings import HopSettings
 from hop_tf.tensors.fifo import Update
@@ -50,22 +51,21 @@ class HopExchange(Exchange, Joiner):
         self._settings = settings
         self._in_neighbors = topology.in_neighbors(self._rank)
         self._out_neighbors = topology.out_neighbors(self._rank)
-        self._queue_name = f"updates/{self._group}"
+        self._queue = SessionQueue(context.membership, f"updates/{self._group}", context.session)
         self._pacing = make_pacing(context, topology, settings)
         self._num_late = self._num_withheld = self._num_jumps = self._num_skipped = 0
         self._most_updates = 0
-        self._begin(context.session)
-        self._membership.transport.register(self._queue_name, self._on_update)
-        self._pacing.start()
+        self._begin(0)
+        self._queue.start(self._on_update)
 
     def reset(self, session: int, start: int = 0) -> None:
         with self._monitor:
             self._num_late += self._reception.num_late
+            self._queue.session = session
             self._pacing.reset(session, start)
-            self._begin(session, start)
+            self._begin(start)
 
-    def _begin(self, session: int, start: int = 0) -> None:
-        self._session = session
+    def _begin(self, start: int) -> None:
         self.iteration = start - 1
         self._target = start  # The iteration that follows.
         self._sent_steps = start
@@ -132,8 +132,7 @@ class HopExchange(Exchange, Joiner):
             if self._pacing.known_iteration(j) > k + self._settings.max_staleness:
                 self._num_withheld += 1  # It would come too late (section 6.2).
                 continue
-            header = HEADER.pack(self._session, life, k)
-            self._membership.send(j, self._queue_name, header, x, lane=BULK_LANE, step=k)
+            self._queue.send(j, ITERATION.pack(k), x, lane=BULK_LANE, life=life, step=k)
         self._sent_steps = k + 1
 
     def _recv_and_reduce(self, x: Sequence[np.ndarray], k: int) -> tuple[np.ndarray, ...]:
@@ -180,7 +179,7 @@ class HopExchange(Exchange, Joiner):
     # Ranks that join late: what the others need not know of an iteration, they are not told.
 
     def begin_at(self, step: int) -> None:
-        self.reset(self._session, step)
+        self.reset(self._queue.session, step)
 
     def meet(self, rank: int, step: int) -> None:
         if rank in self._out_neighbors:
@@ -214,31 +213,26 @@ class HopExchange(Exchange, Joiner):
     def counters(self) -> Mapping[str, float]:
         """What became of updates and iterations; see `HopStrategy`."""
         return {
-            "late_updates": self._num_late + self._reception.num_late,
+            "late_updates": self._queue.num_dropped + self._num_late + self._reception.num_late,
             "withheld_updates": self._num_withheld,
             "jumps": self._num_jumps,
             "skipped_iterations": self._num_skipped,
         }
 
     def close(self) -> None:
-        self._membership.transport.unregister(self._queue_name)
+        self._queue.close()
         self._pacing.close()
 
     def _on_update(self, message: Message) -> None:
-        if message.sender not in self._in_neighbors or len(message.header) != HEADER.size:
+        if message.sender not in self._in_neighbors or len(message.header) != ITERATION.size:
             raise ProtocolError(f"rank {message.sender} sent an unexpected message to {message.queue!r}.")
-        session, life, iteration = HEADER.unpack(message.header)
-        with self._monitor:
-            departure = self._membership.departure(message.sender)
-            is_former = (departure is not None and departure.lost) or life != self._membership.life
-            if session != self._session or is_former:
-                self._num_late += 1
-                return
-            if math.inf > self._first[message.sender] > iteration:
-                self._num_late += 1  # Of a newcomer, for an iteration that did not wait for it.
-                return
-            if iteration > self.iteration + self._settings.gap:
-                raise ProtocolError(f"rank {message.sender} is at {iteration}, this rank at {self.iteration}.")
-            self._reception.put(Update(iteration, message.sender, self._packing.view(message.payload)))
-            self._most_updates = max(self._most_updates, len(self._reception))
-            self._monitor.notify_all()
+        (iteration,) = ITERATION.unpack(message.header)
+        departure = self._membership.departure(message.sender)
+        # Nobody waits for what a lost rank has sent, nor for updates of a newcomer from before its first iteration.
+        if (departure is not None and departure.lost) or math.inf > self._first[message.sender] > iteration:
+            self._num_late += 1
+            return
+        if iteration > self.iteration + self._settings.gap:
+            raise ProtocolError(f"rank {message.sender} is at {iteration}, this rank at {self.iteration}.")
+        self._reception.put(Update(iteration, message.sender, self._packing.view(message.payload)))
+        self._most_updates = max(self._most_updates, len(self._reception))

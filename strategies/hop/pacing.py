@@ -12,13 +12,14 @@ from collections.abc import Mapping, Sequence
 
 from hop_tf.collectives import BULK_LANE
 from hop_tf.errors import ProtocolError
+from hop_tf.membership import SessionQueue
 from hop_tf.runtime.group import ExchangeContext
 from hop_tf.strategies.hop.settings import HopSettings
 from hop_tf.tensors.fifo import TokenQueue
 from hop_tf.topology import Topology
 from hop_tf.transport.base import Message
 
-HEADER = struct.Struct("<qqq")  # session, life of the receiver, iteration
+ITERATION = struct.Struct("<q")
 
 
 class Pacing(abc.ABC):
@@ -35,21 +36,24 @@ class Pacing(abc.ABC):
         rank = context.membership.rank
         self._in_neighbors = topology.in_neighbors(rank)
         self._out_neighbors = topology.out_neighbors(rank)
-        self._queue_name = f"pace/{context.group}"
+        self._queue = SessionQueue(context.membership, f"pace/{context.group}", context.session)
         self._make_fifo = context.make_fifo
-        self._session = context.session
-
-    def start(self) -> None:
-        """Begins to take messages."""
-        self._membership.transport.register(self._queue_name, self._on_message)
+        self._begin(0)
+        self._queue.start(self._on_message)
 
     def close(self) -> None:
         """Stops taking messages."""
-        self._membership.transport.unregister(self._queue_name)
+        self._queue.close()
 
-    @abc.abstractmethod
     def reset(self, session: int, start: int = 0) -> None:
         """Forgets everything; the rank is to enter iteration `start` of `session`."""
+        with self._monitor:
+            self._queue.session = session
+            self._begin(start)
+
+    @abc.abstractmethod
+    def _begin(self, start: int) -> None:
+        """Prepares for iteration `start`."""
 
     def behind(self) -> list[int]:
         """Out-neighbors that joined so far behind that the rank may not enter its next iteration yet."""
@@ -84,20 +88,15 @@ class Pacing(abc.ABC):
         for j in self._present(self._in_neighbors):
             life = lives.get(j)  # It is taken out when it joins, which may be now.
             if life is not None:
-                header = HEADER.pack(self._session, life, k)
-                self._membership.send(j, self._queue_name, header, lane=BULK_LANE, step=k)
+                self._queue.send(j, ITERATION.pack(k), lane=BULK_LANE, life=life, step=k)
 
     def _present(self, ranks: Sequence[int]) -> list[int]:
         return [j for j in ranks if self._membership.departure(j) is None]
 
     def _on_message(self, message: Message) -> None:
-        if message.sender not in self._out_neighbors or len(message.header) != HEADER.size:
+        if message.sender not in self._out_neighbors or len(message.header) != ITERATION.size:
             raise ProtocolError(f"rank {message.sender} sent an unexpected message to {message.queue!r}.")
-        session, life, iteration = HEADER.unpack(message.header)
-        with self._monitor:
-            if session == self._session and life == self._membership.life:
-                self._note(message.sender, iteration)
-                self._monitor.notify_all()
+        self._note(message.sender, *ITERATION.unpack(message.header))
 
     @abc.abstractmethod
     def _note(self, j: int, iteration: int) -> None:
@@ -108,18 +107,15 @@ class TokenPacing(Pacing):
     """Token queues (section 4.2), and with them the jumps of stragglers (section 5)."""
 
     def __init__(self, context: ExchangeContext, topology: Topology, settings: HopSettings):
-        super().__init__(context, topology)
         self._max_ig = settings.max_iteration_gap
         self._skip = settings.skip
         # Theorem 2, for the longest path there is: where others have ended, none may be shorter.
         self._capacity = self._max_ig * topology.world_size
-        self.reset(context.session)
+        super().__init__(context, topology)
 
-    def reset(self, session: int, start: int = 0) -> None:
-        with self._monitor:
-            self._session = session
-            self._permitted = start  # The iteration up to which tokens were taken.
-            self._tokens = {j: self._make_queue(-1) for j in self._out_neighbors}  # Line 5.
+    def _begin(self, start: int) -> None:
+        self._permitted = start  # The iteration up to which tokens were taken.
+        self._tokens = {j: self._make_queue(-1) for j in self._out_neighbors}  # Line 5.
 
     def _make_queue(self, iteration: int) -> TokenQueue:
         """TokenQ(j -> i) where j is in `iteration`."""
@@ -184,14 +180,9 @@ class TokenPacing(Pacing):
 class NotifyAckPacing(Pacing):
     """NOTIFY-ACK (section 3.3): an update is sent when the receiver has used the one before."""
 
-    def __init__(self, context: ExchangeContext, topology: Topology):
-        super().__init__(context, topology)
-        self.reset(context.session)
-
-    def reset(self, session: int, start: int = 0) -> None:
-        with self._monitor:
-            self._session = session
-            self._acknowledged = dict.fromkeys(self._out_neighbors, -1)
+    def _begin(self, start: int) -> None:
+        del start
+        self._acknowledged = dict.fromkeys(self._out_neighbors, -1)
 
     def wait_to_send(self, k: int) -> None:
         """Waits until every out-neighbor has used the update of iteration k - 1."""

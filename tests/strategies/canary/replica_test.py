@@ -34,7 +34,7 @@ def _replica(rank, shapes=((6,), (3,))):
 def _merge(replica, key, piece, sequence, contributions, value=1.0, kind=Kind.DOWN):
     layout = replica.layout(key)
     piece = layout.pieces[piece]
-    header = Header(1, kind, key, 0, piece.index, sequence, contributions)
+    header = Header(kind, key, 0, piece.index, sequence, contributions)
     size = piece.where.stop - piece.where.start
     return replica.merge(layout, piece, header, replica.encoding.encode(piece, np.full(size, value, np.float32)))
 
@@ -194,7 +194,7 @@ class AdoptTest(tf.test.TestCase, parameterized.TestCase):
         for replica in (own, other):
             replica.free(replica.layout(_WHOLE))
         self.assertTrue(_adopt(own, other, may_drop=True))
-        header = Header(1, Kind.DOWN, _WHOLE, 0, 0, 2, ((1, 1), (2, 1)))
+        header = Header(Kind.DOWN, _WHOLE, 0, 0, 2, ((1, 1), (2, 1)))
         where = layout.pieces[0].where
         values = own.encoding.encode(layout.pieces[0], np.ones(where.stop - where.start, np.float32))
         self.assertFalse(own.merge(layout, layout.pieces[0], header, values))
@@ -294,7 +294,7 @@ class ResyncTest(tf.test.TestCase):
             self.messages.remove(message)
             sender, receiver, kind, sequence, values = message
             layout = self.replicas[receiver].layout(_WHOLE)
-            header = Header(1, kind, _WHOLE, 0, self.piece, sequence)
+            header = Header(kind, _WHOLE, 0, self.piece, sequence)
             piece = layout.pieces[self.piece]
             self.resyncs[receiver].receive(layout, piece, header, sender, values.view(np.uint8))
 
