@@ -8,8 +8,8 @@ whether they then go on without it or all raise, a scheme decides. When a rank g
 raise.
 
 A rank that was lost or has ended can be started again. Its new process is told that a session is under way; how it
-joins that one is in `hop_tf.runtime.joining`. Here, every new process that joins is one more *life* of the rank, so
-that late news of an earlier one do no harm.
+joins that one is in `hop_tf.runtime.joining`. Here, every new process that joins is one more *incarnation* of the rank,
+so that late news of an earlier one do no harm.
 """
 
 from hop_tf.membership.departures import Departure

@@ -1,4 +1,4 @@
-"""`Departures`: which ranks take part in the running session no more, and in which of its lives each rank is.
+"""`Departures`: which ranks take part in the running session no more, and in which of its incarnations each rank is.
 
 Nothing here sends or waits. What changes it is called with the rank's monitor held.
 """
@@ -29,12 +29,12 @@ class Departures:
 
     Attributes:
       session: The running session, or the one that the rank is about to enter.
-      lives: How many times a rank has joined a session that was under way; ranks that never did are left out.
+      incarnations: How many times a rank has joined a session that was under way; ranks that never did are left out.
     """
 
     def __init__(self):
         self.session = 0
-        self.lives: dict[int, int] = {}
+        self.incarnations: dict[int, int] = {}
         self._left: dict[tuple[int, int], Departure] = {}  # By session and rank.
         self._gone: dict[int, Departure] = {}  # For good.
 
@@ -67,21 +67,21 @@ class Departures:
         departure = self.of(rank)
         return departure is None or step < departure.sent_steps.get(group, 0)
 
-    def life_of(self, rank: int) -> int:
+    def incarnation_of(self, rank: int) -> int:
         """How many times `rank` has joined a session that was under way."""
-        return self.lives.get(rank, 0)
+        return self.incarnations.get(rank, 0)
 
-    def begin_life(self, rank: int, life: int) -> None:
-        """What is known of the end of a former life does not count any more."""
-        if life > self.life_of(rank):
-            self.lives[rank] = life
+    def begin_incarnation(self, rank: int, incarnation: int) -> None:
+        """What is known of the end of a former incarnation does not count any more."""
+        if incarnation > self.incarnation_of(rank):
+            self.incarnations[rank] = incarnation
             self._left.pop((self.session, rank), None)
             self._gone.pop(rank, None)
 
     def note(self, leave: membership_pb2.Leave) -> bool:
-        """Remembers the departure of another rank; False if it was known, of a former life or long ago."""
-        self.begin_life(leave.rank, leave.life)  # It may be the first news of that one.
-        if leave.life < self.life_of(leave.rank) or self._is_known(leave):
+        """Remembers the departure of another rank; False if it was known, of a former incarnation or long ago."""
+        self.begin_incarnation(leave.rank, leave.incarnation)  # It may be the first news of that one.
+        if leave.incarnation < self.incarnation_of(leave.rank) or self._is_known(leave):
             return False
         departure = Departure(dict(leave.sent_steps), leave.reason, leave.final, leave.lost)
         key = (leave.session, leave.rank)
@@ -99,8 +99,8 @@ class Departures:
             return gone is not None
         return self._is_past(leave.session) or (leave.session, leave.rank) in self._left
 
-    def leave_of(self, rank: int, departure: Departure, life: int | None = None) -> membership_pb2.Leave:
-        """The message that tells of a departure from the running session; default: of the life that is known."""
+    def leave_of(self, rank: int, departure: Departure, incarnation: int | None = None) -> membership_pb2.Leave:
+        """The message that tells of a departure from the running session; default: of the incarnation that is known."""
         return membership_pb2.Leave(
             rank=rank,
             session=self.session,
@@ -108,5 +108,5 @@ class Departures:
             reason=departure.reason,
             final=departure.final,
             lost=departure.lost,
-            life=self.life_of(rank) if life is None else life,
+            incarnation=self.incarnation_of(rank) if incarnation is None else incarnation,
         )

@@ -14,53 +14,53 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"hop_tf/membership/membership.proto\x12\x06hop_tf\"\x82\x01\n\x05Ready\x12\x0f\n\x07session\x18\x01 \x01(\x03\x12\x11\n\tunder_way\x18\x02 \x01(\x08\x12\'\n\x05lives\x18\x03 \x03(\x0b\x32\x18.hop_tf.Ready.LivesEntry\x1a,\n\nLivesEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"\x1b\n\x08Gathered\x12\x0f\n\x07session\x18\x01 \x01(\x03\"\xd4\x01\n\x05Leave\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x0f\n\x07session\x18\x02 \x01(\x03\x12\x30\n\nsent_steps\x18\x03 \x03(\x0b\x32\x1c.hop_tf.Leave.SentStepsEntry\x12\r\n\x05\x61\x62ort\x18\x04 \x01(\x08\x12\r\n\x05\x66inal\x18\x05 \x01(\x08\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x0c\n\x04lost\x18\x07 \x01(\x08\x12\x0c\n\x04life\x18\x08 \x01(\x03\x1a\x30\n\x0eSentStepsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"\x84\x02\n\x04Join\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x0f\n\x07session\x18\x02 \x01(\x03\x12\x0c\n\x04life\x18\x03 \x01(\x03\x12\x31\n\x0b\x66irst_steps\x18\x04 \x03(\x0b\x32\x1c.hop_tf.Join.FirstStepsEntry\x12\x13\n\x0bincarnation\x18\x05 \x01(\t\x12&\n\x05lives\x18\x06 \x03(\x0b\x32\x17.hop_tf.Join.LivesEntry\x1a\x31\n\x0f\x46irstStepsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x1a,\n\nLivesEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"\x85\x01\n\x07Welcome\x12\x0c\n\x04life\x18\x01 \x01(\x03\x12)\n\x05steps\x18\x02 \x03(\x0b\x32\x1a.hop_tf.Welcome.StepsEntry\x12\x13\n\x0bsender_life\x18\x03 \x01(\x03\x1a,\n\nStepsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"#\n\x0cStateRequest\x12\x13\n\x0bwants_state\x18\x01 \x01(\x08\"\xa5\x01\n\nStateReply\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x11\n\thas_state\x18\x02 \x01(\x08\x12\x17\n\x0fsignature_bytes\x18\x03 \x01(\x03\x12.\n\x06\x63ounts\x18\x04 \x03(\x0b\x32\x1e.hop_tf.StateReply.CountsEntry\x1a-\n\x0b\x43ountsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"6\n\x08Variable\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\"W\n\x0eGroupSignature\x12\r\n\x05group\x18\x01 \x01(\t\x12\x11\n\toptimizer\x18\x02 \x01(\t\x12#\n\tvariables\x18\x03 \x03(\x0b\x32\x10.hop_tf.Variableb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"hop_tf/membership/membership.proto\x12\x06hop_tf\"\x97\x01\n\x05Ready\x12\x0f\n\x07session\x18\x01 \x01(\x03\x12\x11\n\tunder_way\x18\x02 \x01(\x08\x12\x35\n\x0cincarnations\x18\x03 \x03(\x0b\x32\x1f.hop_tf.Ready.IncarnationsEntry\x1a\x33\n\x11IncarnationsEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"\x1b\n\x08Gathered\x12\x0f\n\x07session\x18\x01 \x01(\x03\"\xdb\x01\n\x05Leave\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x0f\n\x07session\x18\x02 \x01(\x03\x12\x30\n\nsent_steps\x18\x03 \x03(\x0b\x32\x1c.hop_tf.Leave.SentStepsEntry\x12\r\n\x05\x61\x62ort\x18\x04 \x01(\x08\x12\r\n\x05\x66inal\x18\x05 \x01(\x08\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x0c\n\x04lost\x18\x07 \x01(\x08\x12\x13\n\x0bincarnation\x18\x08 \x01(\x03\x1a\x30\n\x0eSentStepsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"\xaa\x02\n\x04Join\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x0f\n\x07session\x18\x02 \x01(\x03\x12\x13\n\x0bincarnation\x18\x03 \x01(\x03\x12\x31\n\x0b\x66irst_steps\x18\x04 \x03(\x0b\x32\x1c.hop_tf.Join.FirstStepsEntry\x12\x1d\n\x15transport_incarnation\x18\x05 \x01(\t\x12\x34\n\x0cincarnations\x18\x06 \x03(\x0b\x32\x1e.hop_tf.Join.IncarnationsEntry\x1a\x31\n\x0f\x46irstStepsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x1a\x33\n\x11IncarnationsEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"\x93\x01\n\x07Welcome\x12\x13\n\x0bincarnation\x18\x01 \x01(\x03\x12)\n\x05steps\x18\x02 \x03(\x0b\x32\x1a.hop_tf.Welcome.StepsEntry\x12\x1a\n\x12sender_incarnation\x18\x03 \x01(\x03\x1a,\n\nStepsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"#\n\x0cStateRequest\x12\x13\n\x0bwants_state\x18\x01 \x01(\x08\"\xa5\x01\n\nStateReply\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x11\n\thas_state\x18\x02 \x01(\x08\x12\x17\n\x0fsignature_bytes\x18\x03 \x01(\x03\x12.\n\x06\x63ounts\x18\x04 \x03(\x0b\x32\x1e.hop_tf.StateReply.CountsEntry\x1a-\n\x0b\x43ountsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"6\n\x08Variable\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\"W\n\x0eGroupSignature\x12\r\n\x05group\x18\x01 \x01(\t\x12\x11\n\toptimizer\x18\x02 \x01(\t\x12#\n\tvariables\x18\x03 \x03(\x0b\x32\x10.hop_tf.Variableb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'hop_tf.membership.membership_pb2', _globals)
 if _descriptor._USE_C_DESCRIPTORS == False:
   DESCRIPTOR._options = None
-  _globals['_READY_LIVESENTRY']._options = None
-  _globals['_READY_LIVESENTRY']._serialized_options = b'8\001'
+  _globals['_READY_INCARNATIONSENTRY']._options = None
+  _globals['_READY_INCARNATIONSENTRY']._serialized_options = b'8\001'
   _globals['_LEAVE_SENTSTEPSENTRY']._options = None
   _globals['_LEAVE_SENTSTEPSENTRY']._serialized_options = b'8\001'
   _globals['_JOIN_FIRSTSTEPSENTRY']._options = None
   _globals['_JOIN_FIRSTSTEPSENTRY']._serialized_options = b'8\001'
-  _globals['_JOIN_LIVESENTRY']._options = None
-  _globals['_JOIN_LIVESENTRY']._serialized_options = b'8\001'
+  _globals['_JOIN_INCARNATIONSENTRY']._options = None
+  _globals['_JOIN_INCARNATIONSENTRY']._serialized_options = b'8\001'
   _globals['_WELCOME_STEPSENTRY']._options = None
   _globals['_WELCOME_STEPSENTRY']._serialized_options = b'8\001'
   _globals['_STATEREPLY_COUNTSENTRY']._options = None
   _globals['_STATEREPLY_COUNTSENTRY']._serialized_options = b'8\001'
   _globals['_READY']._serialized_start=47
-  _globals['_READY']._serialized_end=177
-  _globals['_READY_LIVESENTRY']._serialized_start=133
-  _globals['_READY_LIVESENTRY']._serialized_end=177
-  _globals['_GATHERED']._serialized_start=179
-  _globals['_GATHERED']._serialized_end=206
-  _globals['_LEAVE']._serialized_start=209
-  _globals['_LEAVE']._serialized_end=421
-  _globals['_LEAVE_SENTSTEPSENTRY']._serialized_start=373
-  _globals['_LEAVE_SENTSTEPSENTRY']._serialized_end=421
-  _globals['_JOIN']._serialized_start=424
-  _globals['_JOIN']._serialized_end=684
-  _globals['_JOIN_FIRSTSTEPSENTRY']._serialized_start=589
-  _globals['_JOIN_FIRSTSTEPSENTRY']._serialized_end=638
-  _globals['_JOIN_LIVESENTRY']._serialized_start=133
-  _globals['_JOIN_LIVESENTRY']._serialized_end=177
-  _globals['_WELCOME']._serialized_start=687
-  _globals['_WELCOME']._serialized_end=820
-  _globals['_WELCOME_STEPSENTRY']._serialized_start=776
-  _globals['_WELCOME_STEPSENTRY']._serialized_end=820
-  _globals['_STATEREQUEST']._serialized_start=822
-  _globals['_STATEREQUEST']._serialized_end=857
-  _globals['_STATEREPLY']._serialized_start=860
-  _globals['_STATEREPLY']._serialized_end=1025
-  _globals['_STATEREPLY_COUNTSENTRY']._serialized_start=980
-  _globals['_STATEREPLY_COUNTSENTRY']._serialized_end=1025
-  _globals['_VARIABLE']._serialized_start=1027
-  _globals['_VARIABLE']._serialized_end=1081
-  _globals['_GROUPSIGNATURE']._serialized_start=1083
-  _globals['_GROUPSIGNATURE']._serialized_end=1170
+  _globals['_READY']._serialized_end=198
+  _globals['_READY_INCARNATIONSENTRY']._serialized_start=147
+  _globals['_READY_INCARNATIONSENTRY']._serialized_end=198
+  _globals['_GATHERED']._serialized_start=200
+  _globals['_GATHERED']._serialized_end=227
+  _globals['_LEAVE']._serialized_start=230
+  _globals['_LEAVE']._serialized_end=449
+  _globals['_LEAVE_SENTSTEPSENTRY']._serialized_start=401
+  _globals['_LEAVE_SENTSTEPSENTRY']._serialized_end=449
+  _globals['_JOIN']._serialized_start=452
+  _globals['_JOIN']._serialized_end=750
+  _globals['_JOIN_FIRSTSTEPSENTRY']._serialized_start=648
+  _globals['_JOIN_FIRSTSTEPSENTRY']._serialized_end=697
+  _globals['_JOIN_INCARNATIONSENTRY']._serialized_start=147
+  _globals['_JOIN_INCARNATIONSENTRY']._serialized_end=198
+  _globals['_WELCOME']._serialized_start=753
+  _globals['_WELCOME']._serialized_end=900
+  _globals['_WELCOME_STEPSENTRY']._serialized_start=856
+  _globals['_WELCOME_STEPSENTRY']._serialized_end=900
+  _globals['_STATEREQUEST']._serialized_start=902
+  _globals['_STATEREQUEST']._serialized_end=937
+  _globals['_STATEREPLY']._serialized_start=940
+  _globals['_STATEREPLY']._serialized_end=1105
+  _globals['_STATEREPLY_COUNTSENTRY']._serialized_start=1060
+  _globals['_STATEREPLY_COUNTSENTRY']._serialized_end=1105
+  _globals['_VARIABLE']._serialized_start=1107
+  _globals['_VARIABLE']._serialized_end=1161
+  _globals['_GROUPSIGNATURE']._serialized_start=1163
+  _globals['_GROUPSIGNATURE']._serialized_end=1250
 # @@protoc_insertion_point(module_scope)

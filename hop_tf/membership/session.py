@@ -69,8 +69,8 @@ class Membership(Waiting):
         self._gathered = dict.fromkeys(self.peers, 0)
         # Whether the others went on without this rank: what it does is of no matter to them any more.
         self.is_given_up = False
-        # This rank's life; while it is joining, the one that is to begin.
-        self.life = 0
+        # This rank's incarnation; while it is joining, the one that is to begin.
+        self.incarnation = 0
         self.joining = False
         self._begun_session = 0
         self._has_gathered = False
@@ -154,7 +154,7 @@ class Membership(Waiting):
             abort=abort,
             final=final,
             reason=reason,
-            life=self.life,
+            incarnation=self.incarnation,
         )
         self._left = message
         if not self.joining:  # Else nobody counts on this rank.
@@ -187,20 +187,20 @@ class Membership(Waiting):
         """Tells a rank that was restarted that the session is under way, and who takes part."""
         with self.monitor:
             leaves = [leave for leave in self._leaves() if leave.rank != newcomer]
-            ready = membership_pb2.Ready(session=self.session, under_way=True, lives=self.lives)
+            ready = membership_pb2.Ready(session=self.session, under_way=True, incarnations=self.incarnations)
         for leave in leaves:
             self.notify(newcomer, LEAVE_QUEUE, leave.SerializeToString())
         self.notify(newcomer, _READY, ready.SerializeToString())
 
     @property
-    def present_life(self) -> int:
-        """This rank's life as others know it."""
-        return self.life - self.joining
+    def present_incarnation(self) -> int:
+        """This rank's incarnation as others know it."""
+        return self.incarnation - self.joining
 
     @property
-    def lives(self) -> dict[int, int]:
-        """`life_of` all ranks, this one included; ranks that never joined may be left out."""
-        return {**self._departures.lives, self.rank: self.present_life}
+    def incarnations(self) -> dict[int, int]:
+        """`incarnation_of` all ranks, this one included; ranks that never joined may be left out."""
+        return {**self._departures.incarnations, self.rank: self.present_incarnation}
 
     def _leaves(self) -> list[membership_pb2.Leave]:
         """What a newcomer must know of those that do not take part."""
@@ -208,7 +208,7 @@ class Membership(Waiting):
         leaves = [leave_of(rank, self.departure(rank)) for rank in self.departed()]
         if self.joining:
             departure = Departure({}, "it is joining itself", final=True, lost=True)
-            leaves.append(leave_of(self.rank, departure, life=self.present_life))
+            leaves.append(leave_of(self.rank, departure, incarnation=self.present_incarnation))
         elif self._left is not None:
             leaves.append(self._left)
         return leaves
@@ -224,11 +224,11 @@ class Membership(Waiting):
         dropped with what is on its way to that one. The new one tells this rank itself, and so it is met.
         """
         rank = join.rank
-        if join.session != self.session or rank == self.rank or join.life <= self.life_of(rank):
+        if join.session != self.session or rank == self.rank or join.incarnation <= self.incarnation_of(rank):
             return False
-        if rank in self.peers and self.transport.status(rank).incarnation not in (None, join.incarnation):
+        if rank in self.peers and self.transport.status(rank).incarnation not in (None, join.transport_incarnation):
             return False
-        self._departures.begin_life(rank, join.life)
+        self._departures.begin_incarnation(rank, join.incarnation)
         logging.info("rank %d: rank %d takes part again.", self.rank, rank)
         self.monitor.notify_all()
         return True
@@ -271,17 +271,17 @@ class Membership(Waiting):
             return  # And has joined by now.
         self.joining = True
         self.session = ready.session
-        for rank, life in ready.lives.items():
+        for rank, incarnation in ready.incarnations.items():
             if rank != self.rank:
-                self._departures.begin_life(rank, life)
-        self.life = max(self.life, ready.lives.get(self.rank, 0) + 1)
+                self._departures.begin_incarnation(rank, incarnation)
+        self.incarnation = max(self.incarnation, ready.incarnations.get(self.rank, 0) + 1)
 
     def _on_leave(self, message: Message) -> None:
         leave = parse(membership_pb2.Leave, message)
         if not 0 <= leave.rank < self.world_size:
             raise ProtocolError(f"rank {message.sender} announced that rank {leave.rank} leaves: no such rank.")
         if leave.rank == self.rank and leave.lost:
-            if self._begun_session and leave.life == self.life:  # Else it is about an earlier process.
+            if self._begun_session and leave.incarnation == self.incarnation:  # Else it is about an earlier process.
                 self.is_given_up = True
                 self.fail(PeerLostError(f"rank {self.rank}: the others went on without this rank: {leave.reason}"))
             return

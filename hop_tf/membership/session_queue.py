@@ -9,18 +9,18 @@ from hop_tf.errors import ProtocolError
 from hop_tf.membership.session import Membership
 from hop_tf.transport.base import Handler, Message
 
-_HEAD = struct.Struct("<qq")  # The session, and the receiver's life. What a scheme gives as header follows.
+_HEAD = struct.Struct("<qq")  # The session, and the receiver's incarnation. What a scheme gives as header follows.
 
 
 class SessionQueue:
-    """A queue whose handler gets only messages of the running session, for this life of the rank.
+    """A queue whose handler gets only messages of the running session, for this incarnation of the rank.
 
     None comes too early: a rank says that it is ready for a session when its queues are in it. The transport sees to it
     that none comes of a former process of the sender.
 
     Attributes:
       session: The running session. It is set with the monitor held.
-      num_dropped: How many messages were of another session, or for another life.
+      num_dropped: How many messages were of another session, or for another incarnation.
     """
 
     def __init__(self, membership: Membership, name: str, session: int):
@@ -38,16 +38,16 @@ class SessionQueue:
         """Stops taking messages."""
         self._membership.transport.unregister(self._name)
 
-    def send(self, rank: int, header: bytes, *arguments, life: int | None = None, **keywords) -> None:
-        """Sends as `Membership.send` does, to this queue of `rank` in that life; default: the one that is known now."""
-        head = _HEAD.pack(self.session, self._membership.life_of(rank) if life is None else life)
+    def send(self, rank: int, header: bytes, *arguments, incarnation: int | None = None, **keywords) -> None:
+        """Sends as `Membership.send` does, to this queue of `rank`; default incarnation: the one that is known now."""
+        head = _HEAD.pack(self.session, self._membership.incarnation_of(rank) if incarnation is None else incarnation)
         self._membership.send(rank, self._name, head + header, *arguments, **keywords)
 
     def _on_message(self, message: Message) -> None:
         if len(message.header) < _HEAD.size:
             raise ProtocolError(f"rank {message.sender} sent an unexpected message to {message.queue!r}.")
         with self._membership.monitor:
-            if _HEAD.unpack_from(message.header) != (self.session, self._membership.life):
+            if _HEAD.unpack_from(message.header) != (self.session, self._membership.incarnation):
                 self.num_dropped += 1
                 return
             self._handler(dataclasses.replace(message, header=message.header[_HEAD.size :]))

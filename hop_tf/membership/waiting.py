@@ -89,9 +89,9 @@ class Waiting(abc.ABC):
         """Ranks that take part in the running session no more."""
         return self._departures.ranks()
 
-    def life_of(self, rank: int) -> int:
+    def incarnation_of(self, rank: int) -> int:
         """How many times `rank` has joined a session that was under way."""
-        return self._departures.life_of(rank)
+        return self._departures.incarnation_of(rank)
 
     def delivers(self, rank: int, group: str, step: int) -> bool:
         """Whether `rank`'s messages of `step` in `group` have come or may still come."""
@@ -264,7 +264,7 @@ class Waiting(abc.ABC):
           PeerLostError: If the peer was lost, and the others do not go on without it.
           Interrupted: If this rank leaves the session before there is room for the message.
         """
-        start, life = self.monitor.now(), self.life_of(peer)
+        start, incarnation = self.monitor.now(), self.incarnation_of(peer)
 
         def check() -> None:
             if interruptible:
@@ -283,14 +283,14 @@ class Waiting(abc.ABC):
         except PeerLostError as error:
             if not self._can_go_on_without(peer, step):
                 raise
-            self._go_on_without(peer, life, error)
+            self._go_on_without(peer, incarnation, error)
 
     def _can_go_on_without(self, peer: int, step: int | None) -> bool:
         return step is not None and self._continue_without_lost and peer not in self.servers
 
-    def _go_on_without(self, peer: int, life: int, error: PeerLostError) -> None:
+    def _go_on_without(self, peer: int, incarnation: int, error: PeerLostError) -> None:
         with self.monitor:
-            if self.departure(peer) is not None or self.life_of(peer) != life:
+            if self.departure(peer) is not None or self.incarnation_of(peer) != incarnation:
                 return  # It was known already, or has joined again since.
             leave = self._depart(peer, error)
         self._forward(leave)

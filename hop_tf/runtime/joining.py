@@ -129,7 +129,7 @@ class Joining:
 
     def _is_present(self, join: membership_pb2.Join) -> bool:
         membership = self._membership
-        is_latest = join.session == membership.session and join.life == membership.life_of(join.rank)
+        is_latest = join.session == membership.session and join.incarnation == membership.incarnation_of(join.rank)
         return is_latest and membership.departure(join.rank) is None
 
     def detach(self, group: str) -> None:
@@ -242,10 +242,10 @@ class Joining:
         join = membership_pb2.Join(
             rank=membership.rank,
             session=membership.session,
-            life=membership.life,
+            incarnation=membership.incarnation,
             first_steps={group: step},
-            incarnation=membership.transport.incarnation,
-            lives=membership.lives,
+            transport_incarnation=membership.transport.incarnation,
+            incarnations=membership.incarnations,
         )
         membership.notify_peers(_JOIN, join.SerializeToString())
         membership.wait(
@@ -311,7 +311,8 @@ class Joining:
             if not membership.readmit(join):
                 return
             self._joins[join.rank] = join
-            if join.lives.get(membership.rank, 0) == membership.life:  # It knows of this newcomer, and owes no welcome.
+            # Does it know of this newcomer? Then it owes no welcome.
+            if join.incarnations.get(membership.rank, 0) == membership.incarnation:
                 self._welcomed.add(join.rank)
             welcome = self._admit(join)
         membership.notify_peers(_JOIN, message.header, except_for=(message.sender, join.rank))
@@ -322,7 +323,9 @@ class Joining:
         if not join.first_steps.keys() <= self._exchanges.keys():
             return None
         steps = {group: self._exchanges[group].admit(join.rank, step) for group, step in join.first_steps.items()}
-        return membership_pb2.Welcome(life=join.life, steps=steps, sender_life=self._membership.present_life)
+        return membership_pb2.Welcome(
+            incarnation=join.incarnation, steps=steps, sender_incarnation=self._membership.present_incarnation
+        )
 
     def _answer(self, welcomes: Mapping[int, membership_pb2.Welcome | None]) -> None:
         for rank, welcome in welcomes.items():
@@ -332,9 +335,9 @@ class Joining:
     def _on_welcome(self, message: Message) -> None:
         welcome = parse(membership_pb2.Welcome, message)
         with self._monitor:
-            if welcome.life != self._membership.life:
+            if welcome.incarnation != self._membership.incarnation:
                 return
-            is_present = welcome.sender_life == self._membership.life_of(message.sender)
+            is_present = welcome.sender_incarnation == self._membership.incarnation_of(message.sender)
             for group, step in welcome.steps.items():
                 if group in self._exchanges and is_present:  # Else it has joined itself meanwhile.
                     self._exchanges[group].meet(message.sender, step)

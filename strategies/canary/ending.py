@@ -8,6 +8,8 @@ have told the same, and know so. Who joins later comes too late, and hears that 
 
 from __future__ import annotations
 
+import functools
+
 from hop_tf.membership import Membership
 from hop_tf.strategies.canary.contributions import Contributions
 from hop_tf.strategies.canary.messages import Channel, Kind
@@ -39,7 +41,7 @@ class Ending:
         """Waits until all that end together know each other, have made their last step, and have merged all.
 
         Returns:
-          The lives in which ranks end together; see `Peers.lives`. Those that have left do not count.
+          The incarnations in which ranks end together; see `Peers.incarnations`. Those that have left do not count.
 
         Raises:
           HopError: As `Membership.wait` does.
@@ -47,28 +49,33 @@ class Ending:
         while True:
             self._pacing.wait_for_others(k)
             self._contributions.settle()
-            lives = self._tell()
-            self._wait(lambda lives=lives: [] if self._telling_of_more(lives) else self._silent(lives), k)
+            incarnations = self._tell()
+            self._wait(functools.partial(self._missing, incarnations), k)
             with self._membership.monitor:
-                if not self._telling_of_more(lives):
-                    return lives
-            self._wait(lambda: self._telling_of_more(self._peers.lives()), k)  # Then this rank has heard of them, too.
+                if not self._telling_of_more(incarnations):
+                    return incarnations
+            # Then this rank has heard of them, too.
+            self._wait(lambda: self._telling_of_more(self._peers.incarnations()), k)
 
     def _tell(self) -> bytes:
         with self._membership.monitor:
-            lives, others = self._peers.lives(), self._peers.present()
-        header = self._channel.header(Kind.ENDING, lives)
+            incarnations, others = self._peers.incarnations(), self._peers.present()
+        header = self._channel.header(Kind.ENDING, incarnations)
         for rank in others:
             self._channel.send(rank, header)
-        return lives
+        return incarnations
 
-    def _silent(self, lives: bytes) -> list[int]:
-        """Those that have not told of the same ranks yet."""
-        return [rank for rank in self._peers.alive(lives) if self._peers.ending.get(rank) != lives]
+    def _missing(self, incarnations: bytes) -> list[int]:
+        """Who has to say the same still; nobody, where somebody tells of more."""
+        if self._telling_of_more(incarnations):
+            return []
+        return [rank for rank in self._peers.alive(incarnations) if self._peers.ending.get(rank) != incarnations]
 
-    def _telling_of_more(self, lives: bytes) -> list[int]:
+    def _telling_of_more(self, incarnations: bytes) -> list[int]:
         """Those that know of ranks which have joined later."""
-        return [rank for rank in self._peers.alive(lives) if is_past(lives, self._peers.ending.get(rank, b""))]
+        return [
+            rank for rank in self._peers.alive(incarnations) if is_past(incarnations, self._peers.ending.get(rank, b""))
+        ]
 
     def _wait(self, missing, k: int) -> None:
         self._membership.wait(missing, operation="agree on the end", step=k)

@@ -266,11 +266,11 @@ class CanaryExchange(Exchange, Joiner):
         self._contributions.look_at_departures()
         self._contributions.move(k)
         self._contributions.tell_end()
-        lives, peers, membership = self._ending.agree(k), self._peers, self._membership
+        incarnations, peers, membership = self._ending.agree(k), self._peers, self._membership
         means = self._final.mean(
             0,
             self.replica.merged(),
-            lambda rank, _: peers.is_in_life(rank, lives) and membership.delivers(rank, self._group, 0),
+            lambda rank, _: peers.is_incarnation(rank, incarnations) and membership.delivers(rank, self._group, 0),
             before_commit=self._commit,
             training_step=k,
         )
@@ -291,7 +291,7 @@ class CanaryExchange(Exchange, Joiner):
         self._peers.is_in(rank, step)
 
     def admit(self, rank: int, step: int) -> int:
-        self._peers.begin_life(rank)
+        self._peers.begin_incarnation(rank)
         self._contributions.admit(rank)
         if self._membership.rank in self._peers.done:  # Those that were told were others.
             self._threads[0].put(functools.partial(self._contributions.tell_newcomer_of_end, rank))
@@ -301,7 +301,7 @@ class CanaryExchange(Exchange, Joiner):
 
     def _on_message(self, message: Message) -> None:
         header, rank = Header.unpack(message, self._membership.world_size), self._membership.rank
-        # A rank that knows of this life may send what belongs to an earlier one: layouts outlast their ranks.
+        # A rank that knows of this incarnation may send what belongs to an earlier one: layouts outlast their ranks.
         if header.key[rank] != self._peers.key_of(rank):
             return  # It is in the state that this rank has taken.
         if header.newest > self.replica.gei.newest:  # Else this would wait, with the monitor held, for a merge.

@@ -43,7 +43,7 @@ class Layout:
 
     Ranks that come and go change the layout. Messages name the one they are about, so that ranks need not know of a
     change at the same time: by its *key*, which has a byte for every rank: odd if it takes part, and larger with each
-    of its ends and lives (see `Departures`), of which 126 are told apart. So no layout comes back.
+    of its ends and incarnations (see `Departures`), of which 126 are told apart. So no layout comes back.
 
     Args:
       key: Names it.
@@ -64,7 +64,7 @@ class Layout:
 
     def __init__(self, key: bytes, network: Network, rank: int, sizes: Sequence[Sequence[int]], granularity: int):
         self.key = key
-        self.ranks = tuple(each for each, life in enumerate(key) if life % 2)
+        self.ranks = tuple(each for each, incarnation in enumerate(key) if incarnation % 2)
         self._rank = rank
         self._granularity = granularity
         routes = network.routes_among(len(self.ranks))

@@ -42,7 +42,7 @@ class Kind(enum.IntEnum):
       ROOM: There is room again.
       END: Its root sends out nothing more of the piece.
       HEARD: The sender has heard of this layout: its roots are to say when no more comes of it.
-      ENDING: The sender is about to end; the key tells the lives of ranks that it knows of (see `ending`).
+      ENDING: The sender is about to end; the key tells the incarnations of ranks that it knows of (see `ending`).
     """
 
     UP = 0

@@ -8,7 +8,7 @@ from hop_tf.membership import Membership
 from hop_tf.strategies.canary.layout import Layout, Piece
 from hop_tf.strategies.canary.messages import Header, Kind
 
-_LARGEST_LIFE = 126
+_LARGEST_INCARNATION = 126
 _MERGED = (Kind.UP, Kind.DOWN, Kind.MARKED_DOWN)
 
 
@@ -21,7 +21,7 @@ class Peers:
     Attributes:
       done: Those that have made their last step, this rank itself included.
       full: Ranks and their threads that have received more than they may keep.
-      ending: For each rank that is about to end, the lives of ranks that it has told of.
+      ending: For each rank that is about to end, the incarnations of ranks that it has told of.
     """
 
     def __init__(self, membership: Membership):
@@ -56,34 +56,34 @@ class Peers:
             return bytes(self.key_of(rank) for rank in range(self._membership.world_size))
 
     def key_of(self, rank: int) -> int:
-        """A rank's byte in that key: 1 in its first life, 2 when that has ended, 3 in the second one, and so on."""
-        return self._life_byte(rank) + (rank != self._membership.rank and not self.is_present(rank))
+        """A rank's byte in that key: 1 in its first incarnation, 2 when that has ended, 3 in the next one, and on."""
+        return self._incarnation_byte(rank) + (rank != self._membership.rank and not self.is_present(rank))
 
-    def _life_byte(self, rank: int) -> int:
+    def _incarnation_byte(self, rank: int) -> int:
         membership = self._membership
-        life = membership.life if rank == membership.rank else membership.life_of(rank)
-        return 1 + 2 * min(life, _LARGEST_LIFE)
+        incarnation = membership.incarnation if rank == membership.rank else membership.incarnation_of(rank)
+        return 1 + 2 * min(incarnation, _LARGEST_INCARNATION)
 
-    def lives(self) -> bytes:
+    def incarnations(self) -> bytes:
         """The same bytes, as if nobody had left: which ranks have joined."""
-        return bytes(map(self._life_byte, range(self._membership.world_size)))
+        return bytes(map(self._incarnation_byte, range(self._membership.world_size)))
 
-    def is_in_life(self, rank: int, lives: bytes) -> bool:
-        """Whether a rank is, or was when it left, in the life that is meant."""
-        return lives[rank] == self._life_byte(rank)
+    def is_incarnation(self, rank: int, incarnations: bytes) -> bool:
+        """Whether a rank is, or was when it left, in the incarnation that is meant."""
+        return incarnations[rank] == self._incarnation_byte(rank)
 
-    def is_ahead(self, lives: bytes) -> bool:
-        """Whether a rank is in a later life there than this one knows of: it has joined, and that is to come here."""
-        if max(lives) <= 2:  # None has, anywhere: so it is for each message of most jobs.
+    def is_ahead(self, incarnations: bytes) -> bool:
+        """Whether a rank is in a later incarnation there than here: it has joined, which is news to this rank."""
+        if max(incarnations) <= 2:  # None has, anywhere: so it is for each message of most jobs.
             return False
-        return any(there > 1 + here for there, here in zip(lives, self.lives(), strict=True))
+        return any(there > 1 + here for there, here in zip(incarnations, self.incarnations(), strict=True))
 
-    def alive(self, lives: bytes) -> list[int]:
-        """The other ranks that take part in these lives."""
-        return [rank for rank in self.present() if self.is_in_life(rank, lives)]
+    def alive(self, incarnations: bytes) -> list[int]:
+        """The other ranks that take part in these incarnations."""
+        return [rank for rank in self.present() if self.is_incarnation(rank, incarnations)]
 
     def are_all_in(self, layout: Layout) -> bool:
-        """Whether the ranks of a layout are those that take part, in the same life."""
+        """Whether the ranks of a layout are those that take part, in the same incarnation."""
         return layout.key == self.present_key()
 
     def learn(self, header: Header) -> None:
@@ -106,7 +106,7 @@ class Peers:
         ranks = {rank for rank, _ in self.full}
         return [rank for rank in self.present() if rank in ranks]
 
-    def begin_life(self, rank: int) -> None:
+    def begin_incarnation(self, rank: int) -> None:
         """Another process has taken a rank's place: what is known of the one before does not count."""
         self.done.discard(rank)
         self.ending.pop(rank, None)
@@ -117,7 +117,7 @@ class Peers:
     # What may still come of a layout.
 
     def takes_part(self, layout: Layout, rank: int) -> bool:
-        """Whether a rank takes part still, in the life in which it is in a layout."""
+        """Whether a rank takes part still, in the incarnation in which it is in a layout."""
         return layout.key[rank] == self.key_of(rank) and self.is_present(rank)
 
     def is_connected(self, layout: Layout, piece: Piece, rank: int) -> bool:

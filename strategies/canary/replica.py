@@ -215,22 +215,22 @@ class Replica:
 
     # The state of another replica.
 
-    def state(self, rank: int, life: int) -> list[np.ndarray]:
+    def state(self, rank: int, incarnation: int) -> list[np.ndarray]:
         """The ledgers, the index, snapshots and weights, copied at the same moment, for another rank.
 
         Args:
           rank: That rank.
-          life: Its byte in the keys of the layouts that it takes part in: of others it needs no snapshots.
+          incarnation: Its byte in the keys of the layouts that it takes part in: of others it needs no snapshots.
         """
         with self.lock:
             tables = join_tables({key: ledger.table.copy() for key, ledger in self._ledgers().items()}, self._past)
             index = join_index(self.gei.snapshot())
             snapshots = join_snapshots(
-                {where: values for where, values in self.snapshots.items() if where[0][rank] == life}
+                {where: values for where, values in self.snapshots.items() if where[0][rank] == incarnation}
             )
             return join([*map(np.concatenate, (tables, index, snapshots)), *self.merged()])
 
-    def adopt(self, payload: np.ndarray, giver: int, lives: bytes, *, may_drop: bool = False) -> bool:
+    def adopt(self, payload: np.ndarray, giver: int, incarnations: bytes, *, may_drop: bool = False) -> bool:
         """Takes another replica's state, unless something that was merged here was not merged there.
 
         Weights hold what was merged of all layouts, those of the past and of others too: so all ledgers are compared,
@@ -243,7 +243,7 @@ class Replica:
         Args:
           payload: What `state` has given there, joined as bytes.
           giver: The rank that has given it.
-          lives: For each rank its byte in the keys of the layouts that it takes part in.
+          incarnations: For each rank its byte in the keys of the layouts that it takes part in.
           may_drop: Whether to take it too if what was not merged there never will be, and nothing that builds on it
             comes here. It is in this replica no more then.
 
@@ -262,7 +262,7 @@ class Replica:
             if [values.nbytes for values in weights] != [values.nbytes for values in self.weights]:
                 raise ProtocolError(f"a state of {payload.nbytes} bytes came, of other weights than those here.")
             for key in tables:
-                if key[self.rank] == lives[self.rank] and not self.is_freed(key):
+                if key[self.rank] == incarnations[self.rank] and not self.is_freed(key):
                     self.layout(key)
             ledgers = self._ledgers()
             for key in tables.keys() & ledgers.keys():
@@ -273,7 +273,7 @@ class Replica:
                 if not self.is_freed(where[0])  # Nothing more comes here of a resync of such a one.
             }
             for key, ledger in ledgers.items():
-                is_past = self.is_freed(key) and (key in freed or key[giver] != lives[giver])
+                is_past = self.is_freed(key) and (key in freed or key[giver] != incarnations[giver])
                 if not (may_drop and is_past) and not ledger.is_within(tables.get(key)):
                     return False
             self._past = {**self._past, **{key: Ledger.of(tables[key]) for key in tables.keys() - ledgers.keys()}}

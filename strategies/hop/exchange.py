@@ -71,8 +71,8 @@ class HopExchange(Exchange, Joiner):
         self._sent_steps = start
         self._sent: Sequence[np.ndarray] = ()  # What was sent in the iteration that is not reduced yet.
         self._known_departed: set[int] = set()
-        # Neighbors that have entered this iteration together with the rank, and their lives.
-        self._lives: dict[int, int] = {}
+        # Neighbors that have entered this iteration together with the rank, and their incarnations.
+        self._incarnations: dict[int, int] = {}
         # The first iteration whose update an in-neighbor sends; for a rank that joins, none until it has met that one.
         self._first = dict.fromkeys(self._in_neighbors, math.inf if start else 0)
         weights = self._topology.weights(self._rank)
@@ -94,7 +94,7 @@ class HopExchange(Exchange, Joiner):
         else:
             x, self._sent = self._sent, ()
         change = self._recv_and_reduce(x, k)  # Lines 13 and 14.
-        self._pacing.reduced(k, self._lives)
+        self._pacing.reduced(k, self._incarnations)
         self._target = k + self._pacing.advance(k)  # Line 17.
         num_skipped = self._target - k - 1
         self._num_jumps += num_skipped > 0
@@ -110,7 +110,7 @@ class HopExchange(Exchange, Joiner):
     def _enter(self, k: int) -> None:
         while not self._try_to_enter(k):
             self._membership.wait(self._pacing.behind, operation="acquire token", step=k)
-        self._pacing.enter(k, self._lives)
+        self._pacing.enter(k, self._incarnations)
 
     def _try_to_enter(self, k: int) -> bool:
         neighbors = {*self._in_neighbors, *self._out_neighbors}
@@ -118,7 +118,7 @@ class HopExchange(Exchange, Joiner):
             if self._pacing.behind():
                 return False
             self.iteration = k
-            self._lives = {j: self._membership.life_of(j) for j in neighbors if self._is_present(j)}
+            self._incarnations = {j: self._membership.incarnation_of(j) for j in neighbors if self._is_present(j)}
             return True
 
     def _is_present(self, j: int) -> bool:
@@ -126,13 +126,13 @@ class HopExchange(Exchange, Joiner):
 
     def _send(self, x: Sequence[np.ndarray], k: int) -> None:
         for j in self._out_neighbors:
-            life = self._lives.get(j)  # It is taken out when it joins, which may be now.
-            if life is None or not self._is_present(j):
+            incarnation = self._incarnations.get(j)  # It is taken out when it joins, which may be now.
+            if incarnation is None or not self._is_present(j):
                 continue
             if self._pacing.known_iteration(j) > k + self._settings.max_staleness:
                 self._num_withheld += 1  # It would come too late (section 6.2).
                 continue
-            self._queue.send(j, ITERATION.pack(k), x, lane=BULK_LANE, life=life, step=k)
+            self._queue.send(j, ITERATION.pack(k), x, lane=BULK_LANE, incarnation=incarnation, step=k)
         self._sent_steps = k + 1
 
     def _recv_and_reduce(self, x: Sequence[np.ndarray], k: int) -> tuple[np.ndarray, ...]:
@@ -198,7 +198,7 @@ class HopExchange(Exchange, Joiner):
         if rank in self._in_neighbors:
             self._first[rank] = max(step, self.iteration + 1)
             self._reception.forget(rank, self._first[rank] - 1)
-        self._lives.pop(rank, None)
+        self._incarnations.pop(rank, None)
         return self.iteration
 
     @property

@@ -59,14 +59,14 @@ class Pacing(abc.ABC):
         """Out-neighbors that joined so far behind that the rank may not enter its next iteration yet."""
         return []
 
-    def enter(self, k: int, lives: Mapping[int, int]) -> None:
-        """The rank enters iteration k, together with neighbors of these lives."""
+    def enter(self, k: int, incarnations: Mapping[int, int]) -> None:
+        """The rank enters iteration k, together with neighbors of these incarnations."""
 
     def wait_to_send(self, k: int) -> None:
         """Called before the Send of iteration k."""
 
-    def reduced(self, k: int, lives: Mapping[int, int]) -> None:
-        """The updates of iteration k have been used; `lives` as in `enter`."""
+    def reduced(self, k: int, incarnations: Mapping[int, int]) -> None:
+        """The updates of iteration k have been used; `incarnations` as in `enter`."""
 
     def advance(self, k: int) -> int:
         """Waits until the rank may leave iteration k; returns by how many iterations it then is to advance."""
@@ -84,11 +84,11 @@ class Pacing(abc.ABC):
     def meet(self, j: int, k: int) -> None:
         """The rank has joined; out-neighbor j is in iteration k."""
 
-    def _tell_in_neighbors(self, k: int, lives: Mapping[int, int]) -> None:
+    def _tell_in_neighbors(self, k: int, incarnations: Mapping[int, int]) -> None:
         for j in self._present(self._in_neighbors):
-            life = lives.get(j)  # It is taken out when it joins, which may be now.
-            if life is not None:
-                self._queue.send(j, ITERATION.pack(k), lane=BULK_LANE, life=life, step=k)
+            incarnation = incarnations.get(j)  # It is taken out when it joins, which may be now.
+            if incarnation is not None:
+                self._queue.send(j, ITERATION.pack(k), lane=BULK_LANE, incarnation=incarnation, step=k)
 
     def _present(self, ranks: Sequence[int]) -> list[int]:
         return [j for j in ranks if self._membership.departure(j) is None]
@@ -129,9 +129,9 @@ class TokenPacing(Pacing):
     def behind(self) -> list[int]:
         return [j for j in self._present(self._out_neighbors) if self._tokens[j].size < 0]
 
-    def enter(self, k: int, lives: Mapping[int, int]) -> None:
+    def enter(self, k: int, incarnations: Mapping[int, int]) -> None:
         """Line 10: one token for every iteration that was entered, jumped over or not."""
-        self._tell_in_neighbors(k, lives)
+        self._tell_in_neighbors(k, incarnations)
 
     def advance(self, k: int) -> int:
         """Line 17: takes a token from every out-neighbor; if all are far ahead, as many as are jumped over."""
@@ -192,9 +192,9 @@ class NotifyAckPacing(Pacing):
 
         self._membership.wait(missing, operation="receive acknowledgement", step=k)
 
-    def reduced(self, k: int, lives: Mapping[int, int]) -> None:
+    def reduced(self, k: int, incarnations: Mapping[int, int]) -> None:
         """Tells every in-neighbor that its update of iteration k was used."""
-        self._tell_in_neighbors(k, lives)
+        self._tell_in_neighbors(k, incarnations)
 
     def admit(self, j: int, start: int) -> None:
         """It will use no update before iteration `start`."""

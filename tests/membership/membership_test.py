@@ -178,10 +178,10 @@ class SessionTest(tf.test.TestCase):
             with self.assertRaisesRegex(errors.PeerLostError, "to average takes all ranks, and rank 3 was lost"):
                 membership.require_all("to average")
 
-    def test_a_newcomer_hears_of_the_end_of_a_later_life(self):
-        """Rank 2 was lost, joined as life 1 and ended; what a newcomer hears first does not matter."""
-        end = membership_pb2.Leave(rank=2, session=1, life=1, final=True, reason="done")
-        under_way = membership_pb2.Ready(session=1, under_way=True, lives={2: 1})
+    def test_a_newcomer_hears_of_the_end_of_a_later_incarnation(self):
+        """Rank 2 was lost, joined as incarnation 1 and ended; what a newcomer hears first does not matter."""
+        end = membership_pb2.Leave(rank=2, session=1, incarnation=1, final=True, reason="done")
+        under_way = membership_pb2.Ready(session=1, under_way=True, incarnations={2: 1})
         news = [("membership/leave", end), ("membership/ready", under_way)]
         for order in (news, news[::-1]):
             membership = VirtualCluster(3, continue_without_lost=True).memberships[0]
@@ -189,7 +189,7 @@ class SessionTest(tf.test.TestCase):
             for queue, message in order:
                 data = message.SerializeToString()
                 membership.transport._handlers[queue](Message(1, queue, data, np.empty(0, np.uint8)))
-            self.assertEqual(membership.life_of(2), 1)
+            self.assertEqual(membership.incarnation_of(2), 1)
             self.assertEqual(membership.departure(2).reason, "done")
 
     def test_a_newcomer_is_admitted_when_its_process_is_met(self):
@@ -199,7 +199,11 @@ class SessionTest(tf.test.TestCase):
         membership.session = 1
 
         def readmit(incarnation):
-            news.append(membership.readmit(membership_pb2.Join(rank=2, session=1, life=1, incarnation=incarnation)))
+            news.append(
+                membership.readmit(
+                    membership_pb2.Join(rank=2, session=1, incarnation=1, transport_incarnation=incarnation)
+                )
+            )
 
         former, new = cluster.memberships[2].transport.incarnation, cluster.restart(2).transport.incarnation
         for met in (former, new):
@@ -208,7 +212,7 @@ class SessionTest(tf.test.TestCase):
                 readmit(new)
         readmit(new)
         self.assertEqual(news, [False, True, False])
-        self.assertEqual(membership.life_of(2), 1)
+        self.assertEqual(membership.incarnation_of(2), 1)
 
     def test_a_restart_of_a_rank_that_is_no_peer_is_no_loss(self):
         """It may be noticed long after peers have told that the new process takes part."""
@@ -216,7 +220,9 @@ class SessionTest(tf.test.TestCase):
         membership = cluster.memberships[7]
         membership.session = membership._begun_session = 1
         other = next(rank for rank in range(7) if rank not in membership.peers)
-        self.assertTrue(membership.readmit(membership_pb2.Join(rank=other, session=1, life=1, incarnation="new")))
+        self.assertTrue(
+            membership.readmit(membership_pb2.Join(rank=other, session=1, incarnation=1, transport_incarnation="new"))
+        )
         membership.on_restart(other)
         self.assertIsNone(membership.departure(other))
         peer = membership.peers[0]
@@ -225,15 +231,17 @@ class SessionTest(tf.test.TestCase):
 
     def test_two_newcomers(self):
         """One that knows of the other one when it joins owes it no welcome; else it hears of it, and sends one."""
-        for lives, welcomed in (({1: 1}, {2}), ({}, set())):
+        for incarnations, welcomed in (({1: 1}, {2}), ({}, set())):
             membership = VirtualCluster(3, continue_without_lost=True).memberships[1]
-            membership.session = membership.life = 1
+            membership.session = membership.incarnation = 1
             joining = Joining(membership, mock.create_autospec(State), timeout_seconds=0.0)
-            join = membership_pb2.Join(rank=2, session=1, life=1, incarnation="new", lives=lives)
+            join = membership_pb2.Join(
+                rank=2, session=1, incarnation=1, transport_incarnation="new", incarnations=incarnations
+            )
             message = Message(0, "joining/join", join.SerializeToString(), np.empty(0, np.uint8))
             membership.transport._handlers["joining/join"](message)
             self.assertEqual(joining._welcomed, welcomed)
-            self.assertEqual(membership.life_of(2), 1)
+            self.assertEqual(membership.incarnation_of(2), 1)
 
     def test_interrupt_ends_waiting(self):
         cluster = VirtualCluster(2)

@@ -37,13 +37,13 @@ class SessionQueueTest(absltest.TestCase):
 
         self.assertEqual(self._run(body), ([], 1))
 
-    def test_drops_messages_for_another_life_of_the_rank(self):
+    def test_drops_messages_for_another_incarnation_of_the_rank(self):
         def body(sender, receiver, out, into):
-            receiver.life = 1
+            receiver.incarnation = 1
             out.send(1, b"for the former one, as far as is known", step=0)
-            sender._departures.begin_life(1, 1)
+            sender._departures.begin_incarnation(1, 1)
             out.send(1, b"for this one", step=0)
-            out.send(1, b"for the former one", life=0, step=0)
+            out.send(1, b"for the former one", incarnation=0, step=0)
 
         self.assertEqual(self._run(body), ([(0, b"for this one", b"")], 2))
 

@@ -40,7 +40,7 @@ class _Job:
     """Ranks that train, and die.
 
     Attributes:
-      made: For each rank and iteration how often it has contributed to each colayer, in whichever life.
+      made: For each rank and iteration how often it has contributed to each colayer, in whichever incarnation.
       sent: For each rank and colayer the sum of the shares of its contributions.
       at_rest: For each rank its weights when all is merged, before they become the mean of all.
       finals: For each rank that has ended its weights.
@@ -350,7 +350,7 @@ class FaultsTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(4.83, 4.95)
     def test_a_layout_that_only_ranks_which_have_died_had_told_of(self, seconds):
-        """Ranks 0 and 1, the latter in its second life, contribute to a layout, and die when rank 3 has heard of it.
+        """Ranks 0 and 1, the latter started again, contribute to a layout, and die when rank 3 has heard of it.
 
         Rank 2, a root, has not: it hears of it from rank 3, which waits until no more comes.
         """

@@ -35,7 +35,7 @@ class FastestTest(tf.test.TestCase):
     def test_what_the_process_before_has_done_does_not_count(self):
         self.peers.is_in(1, 5)
         self.peers.is_in(2, 9)
-        self.peers.begin_life(2)
+        self.peers.begin_incarnation(2)
         self.assertEqual(self.peers.fastest(), 1)
 
 

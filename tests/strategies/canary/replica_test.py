@@ -39,13 +39,13 @@ def _merge(replica, key, piece, sequence, contributions, value=1.0, kind=Kind.DO
     return replica.merge(layout, piece, header, replica.encoding.encode(piece, np.full(size, value, np.float32)))
 
 
-def _state(replica, rank, life):
-    return np.concatenate([each.reshape(-1).view(np.uint8) for each in replica.state(rank, life)])
+def _state(replica, rank, incarnation):
+    return np.concatenate([each.reshape(-1).view(np.uint8) for each in replica.state(rank, incarnation)])
 
 
-def _adopt(replica, giver, lives=_WHOLE, **kwargs):
-    """Has a replica take another one's state, among ranks of those lives."""
-    return replica.adopt(_state(giver, replica.rank, lives[replica.rank]), giver.rank, lives, **kwargs)
+def _adopt(replica, giver, incarnations=_WHOLE, **kwargs):
+    """Has a replica take another one's state, among ranks of those incarnations."""
+    return replica.adopt(_state(giver, replica.rank, incarnations[replica.rank]), giver.rank, incarnations, **kwargs)
 
 
 def _stand_in(replica, key, piece, value):

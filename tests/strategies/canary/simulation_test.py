@@ -533,10 +533,10 @@ class DepartureTest(tf.test.TestCase, parameterized.TestCase):
     def _rejoin(self, job, seconds):
         """After so many seconds another process takes the place of rank 1, of two."""
         job.cluster.scheduler.sleep(seconds)
-        job.cluster.memberships[1].life = 1
+        job.cluster.memberships[1].incarnation = 1
         job.exchanges[1].reset(1)
         incarnation = job.cluster.memberships[1].transport.incarnation
-        join = membership_pb2.Join(rank=1, session=1, life=1, incarnation=incarnation)
+        join = membership_pb2.Join(rank=1, session=1, incarnation=1, transport_incarnation=incarnation)
         self.assertTrue(job.cluster.memberships[0].readmit(join))
         job.exchanges[0].admit(1, 0)
 
@@ -567,7 +567,7 @@ class DepartureTest(tf.test.TestCase, parameterized.TestCase):
         self.assertNotEmpty(states)
 
     def test_newcomers_do_not_wait_for_each_others_state(self):
-        """Each believes the other one to be the furthest rank, as where a message of its former life was late."""
+        """Each believes the other one to be the furthest rank, as where a message of an earlier one of it was late."""
         changes, links = 2 * np.ones((2, 3, _NUM_VALUES)), (lambda a, b, num_bytes: 0.1)
         are_complete = []
         job = Job(

@@ -77,7 +77,7 @@ class _Progress(keras.callbacks.Callback):
         self.num_steps += 1
         self.losses.append(logs["loss"])
         print("step", self.num_steps, flush=True)
-        if self._is_victim and self.num_steps == _NUM_STEPS:  # Its first life ended before.
+        if self._is_victim and self.num_steps == _NUM_STEPS:  # Its first incarnation ended before.
             open(self._mark, "w").close()
         while self._is_host and self.num_steps == _MEETING and not os.path.exists(self._mark):
             time.sleep(0.05)

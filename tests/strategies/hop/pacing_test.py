@@ -23,7 +23,7 @@ class _Membership:
     """Of rank 0. Rank 1 is gone until it joins; what happens when a wait is over, a test says."""
 
     rank = 0
-    life = 0
+    incarnation = 0
     joining = has_left = False
 
     def __init__(self):
@@ -40,7 +40,7 @@ class _Membership:
             on_look()
         return "lost" if rank in self.departed else None
 
-    def life_of(self, rank):
+    def incarnation_of(self, rank):
         return 1 if rank == _NEWCOMER else 0
 
     def wait(self, missing, *, operation, step):

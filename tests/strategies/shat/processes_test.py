@@ -146,7 +146,7 @@ class ShatProcessesTest(tf.test.TestCase, parameterized.TestCase):
         values, num_steps_each = results.values, _NUM_STEPS * _NUM_EPOCHS
         self.assertEqual([error for *_, error in values], [""] * 3)
         self.assertEqual([num_steps for _, _, num_steps, _ in values], [num_steps_each] * 3)
-        # Updates: each push of both of its lives, or each step of all, in part with it alone at the end.
+        # Updates: each push of both of its incarnations, or each step of all, in part with it alone at the end.
         least, most = (3 * num_steps_each + 10, 3 * num_steps_each + _NUM_STEPS)
         if consistency == "bsp":
             least, most = num_steps_each + 10, 2 * num_steps_each
@@ -159,7 +159,7 @@ class ShatProcessesTest(tf.test.TestCase, parameterized.TestCase):
     # first interval has the snapshot of the first push.
     @parameterized.parameters((signal.SIGKILL, 10, 10), (signal.SIGTERM, 10, 0), (signal.SIGKILL, _FOREVER, _FOREVER))
     @pytest.mark.stress(after=1)
-    def test_a_server_that_ends_is_an_error_and_its_next_life_goes_on(self, signum, every_pushes, most_lost):
+    def test_a_server_that_ends_is_an_error_and_its_next_incarnation_goes_on(self, signum, every_pushes, most_lost):
         directory = self.enterContext(tempfile.TemporaryDirectory())
         exit_code = -signum if signum == signal.SIGKILL else 128 + signum
         with MultiProcessRunner(_run, num_workers=2, num_ps=2, args=(directory, 50, every_pushes)) as runner:
