@@ -459,6 +459,19 @@ class SessionsTest(tf.test.TestCase):
             model, _ = first.push(0, 1.0)
             self.assertAllEqual(model, np.full(_NUM_VALUES, 1.0 - 3 * _RATE))
 
+    def test_who_leaves_the_next_session_while_others_are_in_this_one(self):
+        """As where its second `fit` is interrupted at once: others are answered, and do not wait for it then."""
+        settings = dataclasses.replace(_SETTINGS, consistency="bsp")
+        with _Threads(2, 1, settings=[settings] * 2) as threads:
+            threads.run(lambda rank, worker: worker.exchange.state.configure(joins=False))
+            for session in (1, 2):
+                self._leave(threads, 1, session)
+            first = threads.workers[0]
+            for session in (1, 2):
+                first.exchange.reset(session)
+                model, _ = first.push(0, 1.0)
+                self.assertAllEqual(model, np.full(_NUM_VALUES, 1.0 - session * _RATE))
+
     def test_a_later_session_begins_with_what_rank_0_has_assigned_or_without_it(self):
         with _Threads(2, 2) as threads:
             first, second = threads.workers
@@ -815,16 +828,11 @@ class VirtualTimeTest(tf.test.TestCase, parameterized.TestCase):
 
     def _run(self, num_workers, num_steps, settings, seconds_of, link_seconds=None):
         """Each push's (time of its answer, rank, step, weight)."""
-        cluster = VirtualCluster(num_workers + 1, link_seconds)
-        server = cluster.memberships[num_workers]
-        ParameterServer(transport=server.transport, num_workers=num_workers)
-        for membership in cluster.memberships[:num_workers]:
-            membership.servers = (num_workers,)
+        cluster = VirtualCluster(num_workers, link_seconds, num_servers=1)
+        ParameterServer(transport=cluster.servers[0], num_workers=num_workers)
         answers = []
 
         def body(rank):
-            if rank == num_workers:
-                return
             worker = _Worker(cluster.memberships[rank], settings)
             worker.exchange.state.configure(joins=False)
             for step in range(num_steps):
