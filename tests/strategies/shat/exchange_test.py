@@ -851,6 +851,24 @@ class VirtualTimeTest(tf.test.TestCase, parameterized.TestCase):
         fast = {round(weight, 6) for _, rank, step, weight in answers if rank and 0 < step < 8}
         self.assertLessEqual(fast, {0.0, round(1 - 4 / 3 / np.log(4), 6)})
 
+    def test_rank_0_ends_before_a_slow_worker_has_the_model(self):
+        """The servers have it."""
+        cluster = VirtualCluster(2, lambda a, b, n: 20.0 if (a, b) == (2, 1) else 0.1, num_servers=1, limit_seconds=100)
+        ParameterServer(transport=cluster.servers[0], num_workers=2)
+        models = {}
+
+        def body(rank):
+            membership = cluster.memberships[rank]
+            membership.begin_session()
+            worker = _Worker(membership)
+            worker.exchange.state.configure(joins=False)
+            models[rank], _ = worker.push(0, 1.0)
+            membership.leave(sent_steps={}, reason="done", final=True)
+
+        cluster.run(body)
+        for rank in range(2):
+            self.assertAllEqual(models[rank], np.full(_NUM_VALUES, 1.0 - (1 + rank) * _RATE))
+
     @parameterized.parameters(0, 2)
     def test_staleness_bounds_the_distance_under_random_delays(self, staleness):
         generator = np.random.default_rng(staleness)
