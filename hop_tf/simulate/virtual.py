@@ -158,8 +158,13 @@ class VirtualTransport(Transport):
         self._retired.add(queue)
 
     @property
+    def queues(self) -> Collection[str]:
+        """Those that are registered."""
+        return self._handlers.keys()
+
+    @property
     def num_held(self) -> int:
-        """Messages that have come to queues which nobody has registered."""
+        """Messages that have come to others."""
         return sum(map(len, self._held.values()))
 
     def send(
