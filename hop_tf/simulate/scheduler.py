@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import threading
 from collections.abc import Callable
 
@@ -15,13 +16,17 @@ class DeadlockError(RuntimeError):
 class Scheduler:
     """A virtual clock with events, and processes of which one runs at a time.
 
+    Args:
+      limit_seconds: Where processes run still at this time, they are taken for some that never end. Default: never.
+
     Attributes:
       now: Virtual time in seconds.
       num_events: Events that have happened.
     """
 
-    def __init__(self):
+    def __init__(self, limit_seconds: float = math.inf):
         self.now = 0.0
+        self._limit_seconds = limit_seconds
         self.num_events = 0
         self._before_events: dict[int, Callable[[], None]] = {}
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -69,7 +74,7 @@ class Scheduler:
         """Runs until every process has ended.
 
         Raises:
-          DeadlockError: If processes wait for something that cannot happen.
+          DeadlockError: If processes wait for something that cannot happen, or run still at `limit_seconds`.
           BaseException: The first one that a process raised.
         """
         try:
@@ -77,14 +82,18 @@ class Scheduler:
                 if self.num_events in self._before_events:
                     self._before_events.pop(self.num_events)()
                 self.now, _, callback = heapq.heappop(self._events)
+                if self.now > self._limit_seconds and (running := self._running_processes()):
+                    raise DeadlockError(f"at {self.now:.6f} s these have not ended: {running}.")
                 self.num_events += 1
                 callback()
-            waiting = [process.name for process in self._processes if not process.ended]
-            if waiting:
+            if waiting := self._running_processes():
                 raise DeadlockError(f"at {self.now:.6f} s nothing can happen any more. Waiting: {waiting}.")
         finally:
             for process in self._processes:
                 process.abandon()
+
+    def _running_processes(self) -> list[str]:
+        return [process.name for process in self._processes if not process.ended]
 
 
 class _Abandoned(BaseException):
@@ -98,7 +107,7 @@ class Process:
         self.name = name
         self.error: BaseException | None = None
         self.ended = False
-        self._body = body
+        self._body: Callable[[], None] | None = body
         self._abandoned = False
         self._turn = threading.Semaphore(0)
         self._parked = threading.Semaphore(0)
@@ -127,8 +136,9 @@ class Process:
     def _run(self) -> None:
         self._turn.acquire()
         try:
+            body, self._body = self._body, None  # What it holds is not kept when it has ended.
             if not self._abandoned:
-                self._body()
+                body()
         except _Abandoned:
             pass
         except BaseException as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import types
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import numpy as np
@@ -17,10 +18,17 @@ from hop_tf.transport.base import Handler, Message, PeerStatus, Transport
 
 
 class VirtualMonitor(Monitor):
-    """A monitor on a scheduler's clock. As one process runs at a time, its lock is always free."""
+    """A monitor on a scheduler's clock. As one process runs at a time, its lock is always free.
 
-    def __init__(self, scheduler: Scheduler):
+    Args:
+      scheduler: The clock.
+      looks: Whether who waits looks now and then at what nobody notifies it of, as deadlines. Default: without a
+        notification nothing changes.
+    """
+
+    def __init__(self, scheduler: Scheduler, looks: bool = False):
         self._scheduler = scheduler
+        self._looks = looks
         self._waiting: dict[object, Process] = {}
 
     def now(self) -> float:
@@ -39,10 +47,11 @@ class VirtualMonitor(Monitor):
             self._end(wait)
 
     def wait(self, timeout_seconds: float, deadline: float = math.inf) -> None:
-        """See `Monitor`. `timeout_seconds` is ignored: without a notification nothing has changed."""
-        del timeout_seconds
+        """See `Monitor`."""
         wait, process = object(), self._scheduler.current()
         self._waiting[wait] = process
+        if self._looks:
+            deadline = min(deadline, self._scheduler.now + timeout_seconds)
         if deadline < math.inf:
             self._scheduler.call_at(deadline, lambda: self._end(wait))
         process.park()
@@ -64,10 +73,12 @@ class VirtualTransport(Transport):
       rank: This rank.
       scheduler: The clock.
       network: All ranks' transports; this one adds itself, or replaces that of an earlier process.
-      link_seconds: `link_seconds(sender, receiver, num_bytes)` is how long a message takes. Messages to one peer on
-        one lane keep their order.
+      link_seconds: `link_seconds(sender, receiver, num_bytes)` is how long a message takes; infinity: it never arrives.
+        Messages to one peer on one lane keep their order: nor does what follows it there.
       detection_seconds: How long a rank must be dead until others can know it.
       on_restart: See `QueueTransport`.
+      pool: Where the arrays of messages come from. Default: a pool of its own.
+      cuts: Since when links are down, by the two ranks. See `VirtualCluster.cut`.
     """
 
     def __init__(
@@ -79,6 +90,8 @@ class VirtualTransport(Transport):
         link_seconds: Callable[[int, int, int], float],
         detection_seconds: float = 0.0,
         on_restart: Callable[[int], None] | None = None,
+        pool: BufferPool | None = None,
+        cuts: Mapping[frozenset[int], float] = types.MappingProxyType({}),
     ):
         self._rank = rank
         self._scheduler = scheduler
@@ -86,16 +99,19 @@ class VirtualTransport(Transport):
         self._link_seconds = link_seconds
         self._detection_seconds = detection_seconds
         self._on_restart = on_restart
-        self._life = 1 + network[rank]._life if rank in network else 0
+        self._incarnation = 1 + network[rank]._incarnation if rank in network else 0
         self._born_at = scheduler.now
         self._died_at: float | None = None
         self._reaches: Collection[int] | None = None
         self._peers: dict[int, VirtualTransport] = {}
+        self._cuts = cuts
         self._handlers: dict[str, Handler] = {}
+        self._retired: set[str] = set()
         self._held: dict[str, list[Message]] = {}
         self._last_arrival: dict[tuple[int, int], float] = {}
+        self._latest_arrival: dict[int, float] = {}  # Whatever the lane.
         self._kept: list[tuple[Message, int]] = []  # For a peer that was never there, until it is.
-        self._pool = BufferPool()
+        self._pool = pool or BufferPool()
         self._counters = dict.fromkeys(("bytes_sent", "bytes_received", "messages_sent", "messages_received"), 0)
         network[rank] = self
         for other in network.values():
@@ -114,7 +130,7 @@ class VirtualTransport(Transport):
     @property
     def incarnation(self) -> str:
         """See `Transport`."""
-        return f"{self._rank}.{self._life}"
+        return f"{self._rank}.{self._incarnation}"
 
     def start(self) -> None:
         """See `Transport`."""
@@ -131,12 +147,25 @@ class VirtualTransport(Transport):
     def register(self, queue: str, handler: Handler) -> None:
         """See `Transport`."""
         self._handlers[queue] = handler
+        self._retired.discard(queue)
         for message in self._held.pop(queue, ()):
             handler(message)
 
     def unregister(self, queue: str) -> None:
         """See `Transport`."""
         self._handlers.pop(queue, None)
+        self._held.pop(queue, None)
+        self._retired.add(queue)
+
+    @property
+    def queues(self) -> Collection[str]:
+        """Those that are registered."""
+        return self._handlers.keys()
+
+    @property
+    def num_held(self) -> int:
+        """Messages that have come to others."""
+        return sum(map(len, self._held.values()))
 
     def send(
         self,
@@ -154,17 +183,21 @@ class VirtualTransport(Transport):
         num_bytes = len(header) + data.nbytes
         self._count("sent", num_bytes)
         link_seconds = self._link_seconds(self._rank, peer, num_bytes)
-        check_seconds("link_seconds", link_seconds, f" from rank {self._rank} to rank {peer}")
+        if link_seconds != math.inf:
+            check_seconds("link_seconds", link_seconds, f" from rank {self._rank} to rank {peer}")
         arrival = self._scheduler.now + link_seconds
         if lane is not None:
             arrival = max(arrival, self._last_arrival.get((peer, lane), 0.0))
             self._last_arrival[peer, lane] = arrival
+        self._latest_arrival[peer] = max(arrival, self._latest_arrival.get(peer, 0.0))
+        if arrival == math.inf:
+            return
         message = Message(self._rank, queue, header, data)
         receiver = self._peers.get(peer)
         self._scheduler.call_at(arrival, lambda: self._bring(message, peer, receiver))
 
     def _bring(self, message: Message, peer: int, receiver: VirtualTransport | None) -> None:
-        if self._reaches is not None and peer not in self._reaches:
+        if (self._reaches is not None and peer not in self._reaches) or self._cut_at(peer) is not None:
             return
         receiver = receiver or self._network[peer]
         if receiver._died_at is None:
@@ -172,6 +205,9 @@ class VirtualTransport(Transport):
             receiver._receive(self, message)
         elif peer not in self._peers:
             self._kept.append((message, peer))
+
+    def _cut_at(self, peer: int) -> float | None:
+        return self._cuts.get(frozenset((self._rank, peer)))
 
     def _joined(self, payload: Sequence[np.ndarray]) -> np.ndarray:
         parts = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in payload]
@@ -187,32 +223,38 @@ class VirtualTransport(Transport):
     def _meet(self, sender: VirtualTransport) -> bool:
         """Whether `sender` is the process of its rank; takes it for that if it is a newer one."""
         known = self._peers.setdefault(sender.rank, sender)
-        if known._life < sender._life:
+        if known._incarnation < sender._incarnation:
             self._peers[sender.rank] = sender
             for messages in self._held.values():
                 messages[:] = [message for message in messages if message.sender != sender.rank]
             self._on_restart(sender.rank)
-        return known._life <= sender._life
+        return known._incarnation <= sender._incarnation
 
     def _deliver(self, message: Message) -> None:
         self._count("received", len(message.header) + message.payload.nbytes)
         handler = self._handlers.get(message.queue)
-        if handler is None:
-            self._held.setdefault(message.queue, []).append(message)
-        else:
+        if handler is not None:
             handler(message)
+        elif message.queue not in self._retired:
+            self._held.setdefault(message.queue, []).append(message)
 
     def _count(self, direction: str, num_bytes: int) -> None:
         self._counters[f"bytes_{direction}"] += num_bytes
         self._counters[f"messages_{direction}"] += 1
 
     def flush(self, peer: int, timeout_seconds: float) -> bool:
-        """See `Transport`. Nothing is lost here."""
-        return True
+        """See `Transport`. Called by a process."""
+        arrives_in = self._latest_arrival.get(peer, 0.0) - self._scheduler.now
+        if arrives_in > 0:
+            self._scheduler.sleep(min(arrives_in, timeout_seconds))
+        return arrives_in <= timeout_seconds
 
     def status(self, peer: int) -> PeerStatus:
         """See `Transport`."""
         met, died_at = peer in self._peers, self._network[peer]._died_at
+        if (cut_at := self._cut_at(peer)) is not None:
+            incarnation = self._peers[peer].incarnation if met else None
+            return PeerStatus(f"virtual:{peer}", False, self._scheduler.now - cut_at, incarnation)
         is_dead = died_at is not None and self._scheduler.now >= max(died_at, self._born_at) + self._detection_seconds
         return PeerStatus(
             f"virtual:{peer}",
@@ -248,11 +290,15 @@ class VirtualCluster:
       continue_without_lost: See `Membership`.
       detection_seconds: See `VirtualTransport`.
       options: Deadlines. Default: there are none.
+      limit_seconds: See `Scheduler`. Given, who waits looks at deadlines now and then, as on real clocks. Default None:
+        it does so when it is notified of something only, and who waits for ever is found at once.
+      num_servers: Number of parameter servers.
 
     Attributes:
       scheduler: The clock and the processes.
       memberships: One for each rank.
-      pool: Buffers for the ranks' arrays.
+      servers: The servers' transports, which follow those of the ranks.
+      pool: Buffers for the arrays of ranks and of messages.
     """
 
     def __init__(
@@ -263,19 +309,25 @@ class VirtualCluster:
         continue_without_lost: bool = False,
         detection_seconds: float = 0.0,
         options: CommunicationOptions = _WITHOUT_DEADLINES,
+        limit_seconds: float | None = None,
+        num_servers: int = 0,
     ):
         self._options = options
-        self.scheduler = Scheduler()
+        self._has_limit = limit_seconds is not None
+        self.scheduler = Scheduler(math.inf if limit_seconds is None else limit_seconds)
         self.pool = BufferPool()
         self._link_seconds = link_seconds or (lambda sender, receiver, num_bytes: 0.0)
         self._peers = peers or (lambda rank: range(world_size))
         self._continue_without_lost = continue_without_lost
         self._detection_seconds = detection_seconds
         self._network: dict[int, VirtualTransport] = {}
-        self._processes: dict[int, Process] = {}
+        self._cuts: dict[frozenset[int], float] = {}
+        self._processes: dict[int, list[Process]] = {}  # The rank's own one is the first.
+        self._num_servers = num_servers
         self.memberships: list[Membership] = []
         for rank in range(world_size):
             self.memberships.append(self._join(rank, world_size))
+        self.servers = [self._connect(world_size + index, lambda worker: None) for index in range(num_servers)]
 
     def run(self, body: Callable[[int], None]) -> None:
         """Runs `body(rank)` on every rank until all have ended. See `Scheduler.run`."""
@@ -285,7 +337,16 @@ class VirtualCluster:
 
     def start(self, rank: int, body: Callable[[], None]) -> None:
         """Starts the process of a rank now."""
-        self._processes[rank] = self.scheduler.spawn(f"rank {rank}", body)
+        self._processes[rank] = [self.scheduler.spawn(f"rank {rank}", body)]
+
+    def start_thread(self, rank: int, name: str, body: Callable[[], None]) -> _Thread:
+        """Starts a further process of a rank, which dies with it: see `ExchangeContext.start_thread`."""
+        self._processes[rank].append(self.scheduler.spawn(f"{name} of rank {rank}", body))
+        return _Thread()
+
+    def cut(self, rank: int, other: int) -> None:
+        """Nothing that these ranks send to each other arrives from now on. Each is silent to the other one."""
+        self._cuts[frozenset((rank, other))] = self.scheduler.now
 
     def kill(self, rank: int, reaches: Collection[int] | None = None) -> bool:
         """Ends the process of a rank now, wherever it is; False if it has ended. Called as an event.
@@ -294,9 +355,10 @@ class VirtualCluster:
           rank: The rank.
           reaches: Ranks that get what it has sent before, and is on its way. Default None: all.
         """
-        if self._processes[rank].ended:
+        if self._processes[rank][0].ended:
             return False
-        self._processes[rank].abandon()
+        for process in self._processes[rank]:
+            process.abandon()
         self.close(rank, reaches)
         return True
 
@@ -312,24 +374,36 @@ class VirtualCluster:
         return self.memberships[rank]
 
     def _join(self, rank: int, world_size: int) -> Membership:
-        transport = VirtualTransport(
+        return Membership(
+            transport=self._connect(rank, lambda peer: self.memberships[rank].on_restart(peer)),
+            monitor=VirtualMonitor(self.scheduler, looks=self._has_limit),
+            options=self._options,
+            world_size=world_size,
+            peers=self._peers(rank),
+            continue_without_lost=self._continue_without_lost,
+            servers=range(world_size, world_size + self._num_servers),
+        )
+
+    def _connect(self, rank: int, on_restart: Callable[[int], None]) -> VirtualTransport:
+        return VirtualTransport(
             rank,
             scheduler=self.scheduler,
             network=self._network,
             link_seconds=self._link_seconds,
             detection_seconds=self._detection_seconds,
-            on_restart=lambda peer: self.memberships[rank].on_restart(peer),
-        )
-        return Membership(
-            transport=transport,
-            monitor=VirtualMonitor(self.scheduler),
-            options=self._options,
-            world_size=world_size,
-            peers=self._peers(rank),
-            continue_without_lost=self._continue_without_lost,
+            on_restart=on_restart,
+            pool=self.pool,
+            cuts=self._cuts,
         )
 
     def _wake_all(self) -> None:
         """Deaths, unlike messages, notify nobody."""
         for membership in self.memberships:
             membership.monitor.notify_all()
+
+
+class _Thread:
+    """What `start_thread` returns: the cluster waits for all."""
+
+    def join(self, timeout: float | None = None) -> None:
+        pass

@@ -39,7 +39,7 @@ class Request:
         got the request before.
       is_answer: Whether what a server has answered is about this request.
       shards: What the servers that are asked keep.
-      sources: Ranks that must be there, too, while an answer is missing.
+      sources: Ranks that servers wait for: while an answer is missing they must be there, or leave properly.
       step: The training step, where it is of one.
       retries: Whether to ask again where an answer takes long.
     """
@@ -165,7 +165,9 @@ class Servers:
             if membership.monitor.now() >= retry_at or self._lacking(request) or self._restarted_of(request):
                 return []
             servers = [shard.server for shard in self._absent(request)]
-            return [*servers, *request.sources] if servers else []
+            # What became of one that has left, servers know better: they have what it had for them, or say so.
+            sources = [rank for rank in request.sources if membership.departure(rank) is None]
+            return [*servers, *sources] if servers else []
 
         membership.wait(awaited, operation=request.operation, step=request.step, since=since)
 

@@ -83,8 +83,10 @@ class ParameterServer:
         # Workers that have ended for good, and those that were lost; the latter may come back.
         self._ended: set[int] = set()
         self._lost: dict[int, str] = {}
-        # Who left the running session, and whose processes were started again since, and take no part yet.
+        # Who left the running session, and whose processes were started again since, and take no part yet. A worker may
+        # have left a session that the others have yet to enter: the last one that each has left.
         self._left: set[int] = set()
+        self._last_left: dict[int, int] = {}
         self._restarted: set[int] = set()
         self._workers = range(num_workers)
         for queue, handler in {
@@ -138,6 +140,7 @@ class ParameterServer:
             self._lost.pop(worker, None)
             self._ended.discard(worker)
             self._left.add(worker)
+            self._last_left.pop(worker, None)
             self._restarted.add(worker)
         self._answer_due_pulls()
 
@@ -152,7 +155,7 @@ class ParameterServer:
     # Workers that come and go.
 
     def _enter(self, session: int) -> None:
-        """Workers enter a session together; the first message of it tells. The lock must be held."""
+        """Workers enter a session together; the first message of it tells, but a farewell. The lock must be held."""
         if session > self._session:
             self._begin_session(session)
 
@@ -160,10 +163,11 @@ class ParameterServer:
         self._session = session
         self._has_begun = self._first_has_pushed = False
         self._waiting_pulls.clear()  # Whoever has sent them has left the session.
-        self._left.clear()
+        self._left = {worker for worker, last in self._last_left.items() if last >= session}
         self._restarted.clear()
+        workers = [worker for worker in self.present if worker not in self._left]
         for configured in self._groups.values():
-            configured.group.begin_session(self.present, session)
+            configured.group.begin_session(workers, session)
 
     def _on_leave(self, message: Message) -> None:
         leave = parse(membership_pb2.Leave, message)
@@ -172,7 +176,7 @@ class ParameterServer:
         if leave.rank != message.sender:
             return
         with self._lock:
-            self._enter(leave.session)  # It may have left before anybody has pushed.
+            self._last_left[leave.rank] = leave.session
             if leave.final:
                 self._ended.add(leave.rank)
             if leave.session >= self._session:
@@ -208,6 +212,7 @@ class ParameterServer:
             if self._has_gone(message.sender, configure.session):
                 return  # Its farewell has overtaken this.
             if message.sender in self._restarted and self._have_all_restarted(configure.session):
+                self._last_left.clear()  # These were other processes.
                 self._begin_session(configure.session)
                 for configured in self._groups.values():
                     configured.go_on_with_new_workers()
@@ -245,7 +250,7 @@ class ParameterServer:
 
     def _has_gone(self, worker: int, session: int) -> bool:
         """Whether a worker has ended, or left that session. The lock must be held."""
-        has_left = worker in self._left and worker not in self._restarted and session <= self._session
+        has_left = session <= self._last_left.get(worker, 0)
         return worker in self._ended or has_left
 
     def _configure(

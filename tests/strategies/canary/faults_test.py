@@ -4,6 +4,7 @@
 """
 
 import collections
+import functools
 import itertools
 import os
 
@@ -80,8 +81,6 @@ class _Job:
             return  # A rank that dies before all have begun is an error for all.
         if not self.cluster.kill(fault.rank, fault.reaches):
             return
-        for process in self.ranks[fault.rank].processes:
-            process.abandon()
         if fault.restart_seconds is not None:
             scheduler = self.cluster.scheduler
             scheduler.call_at(scheduler.now + fault.restart_seconds, lambda: self._restart(fault.rank))
@@ -106,7 +105,6 @@ class _Rank(State):
         self._weights = np.zeros(job.packing.sizes[0], job.packing.dtypes[0].as_numpy_dtype)
         self._joining = Joining(self._membership, self, timeout_seconds=0.0)
         self._merged = set()
-        self.processes = []
         self.exchange = None
 
     def signature(self, groups):
@@ -139,7 +137,7 @@ class _Rank(State):
             self._job.packing,
             self._membership,
             self._job.cluster.pool,
-            start_thread=self._start,
+            start_thread=functools.partial(self._job.cluster.start_thread, self._rank),
             trained=[tf.Variable(tf.zeros(spec.shape)) for spec in self._job.packing.specs],
         )
         self.exchange = self._joining.attach(_GROUP, lambda: CanaryExchange(context, _MEMBERS, self._job.settings))
@@ -154,10 +152,6 @@ class _Rank(State):
         self._membership.leave(sent_steps={_GROUP: self.exchange.sent_steps}, reason="done")
         self._joining.end_session()
         self._job.finals[self._rank] = self._weights
-
-    def _start(self, name, body):
-        self.processes.append(self._clock.spawn(name, body))
-        return _Joined()
 
     def _observe(self, replica):
         merge, begin = replica.merge, replica.begin
@@ -208,13 +202,6 @@ class _Rank(State):
 
     def _hand_out(self, step, segment, *buckets):
         return self.exchange.step(Outgoing(step, segment, buckets or (np.empty(0, self._weights.dtype),)))
-
-
-class _Joined:
-    """The cluster waits for all."""
-
-    def join(self, timeout):
-        pass
 
 
 def _random_job(rng, **settings):

@@ -7,9 +7,9 @@ that sums are exact in any order.
 import collections
 import contextlib
 import dataclasses
+import functools
 import itertools
 import os
-import types
 
 import numpy as np
 import pytest
@@ -87,10 +87,6 @@ class Job:
         self.cluster.run(self._train)
         return self
 
-    def _start_thread(self, name, body):
-        self.cluster.scheduler.spawn(name, body)
-        return types.SimpleNamespace(join=lambda timeout: None)  # The cluster waits for all.
-
     def _train(self, rank):
         membership = self.cluster.memberships[rank]
         membership.begin_session()
@@ -100,7 +96,7 @@ class Job:
             self.packing,
             membership,
             BufferPool(),
-            start_thread=self._start_thread,
+            start_thread=functools.partial(self.cluster.start_thread, rank),
             trained=[tf.Variable(tf.zeros(spec.shape)) for spec in self.packing.specs],
         )
         settings = AsyncSettings(

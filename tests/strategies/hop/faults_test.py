@@ -13,7 +13,6 @@ import networkx as nx
 import numpy as np
 import pytest
 import tensorflow as tf
-from absl import logging
 from absl.testing import parameterized
 
 import hop_tf
@@ -22,6 +21,7 @@ from hop_tf.simulate import Fault, Problem, hop_training
 from hop_tf.simulate.hop_training import Job
 from hop_tf.strategies.hop.settings import HopSettings
 from hop_tf.tensors import fifo as queues
+from hop_tf.testing.logs import logging_disabled
 from hop_tf.topology import resolve
 
 _NUM_SCHEDULES = int(os.environ.get("HOP_TF_NUM_SCHEDULES", "80"))
@@ -330,23 +330,6 @@ class ScenarioTest(tf.test.TestCase, parameterized.TestCase):
         self.addCleanup(patch.stop)
         with self.assertRaisesRegex(MismatchError, "order of operations.* joins in its first `fit`"):
             job.run()
-
-
-def logging_disabled():
-    """Each of these deaths would be logged by everyone."""
-    return _Verbosity(logging.FATAL)
-
-
-class _Verbosity:
-    def __init__(self, verbosity):
-        self._verbosity = verbosity
-
-    def __enter__(self):
-        self._former = logging.get_verbosity()
-        logging.set_verbosity(self._verbosity)
-
-    def __exit__(self, *exc_info):
-        logging.set_verbosity(self._former)
 
 
 if __name__ == "__main__":

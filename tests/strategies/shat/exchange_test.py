@@ -459,6 +459,19 @@ class SessionsTest(tf.test.TestCase):
             model, _ = first.push(0, 1.0)
             self.assertAllEqual(model, np.full(_NUM_VALUES, 1.0 - 3 * _RATE))
 
+    def test_who_leaves_the_next_session_while_others_are_in_this_one(self):
+        """As where its second `fit` is interrupted at once: others are answered, and do not wait for it then."""
+        settings = dataclasses.replace(_SETTINGS, consistency="bsp")
+        with _Threads(2, 1, settings=[settings] * 2) as threads:
+            threads.run(lambda rank, worker: worker.exchange.state.configure(joins=False))
+            for session in (1, 2):
+                self._leave(threads, 1, session)
+            first = threads.workers[0]
+            for session in (1, 2):
+                first.exchange.reset(session)
+                model, _ = first.push(0, 1.0)
+                self.assertAllEqual(model, np.full(_NUM_VALUES, 1.0 - session * _RATE))
+
     def test_a_later_session_begins_with_what_rank_0_has_assigned_or_without_it(self):
         with _Threads(2, 2) as threads:
             first, second = threads.workers
@@ -815,16 +828,11 @@ class VirtualTimeTest(tf.test.TestCase, parameterized.TestCase):
 
     def _run(self, num_workers, num_steps, settings, seconds_of, link_seconds=None):
         """Each push's (time of its answer, rank, step, weight)."""
-        cluster = VirtualCluster(num_workers + 1, link_seconds)
-        server = cluster.memberships[num_workers]
-        ParameterServer(transport=server.transport, num_workers=num_workers)
-        for membership in cluster.memberships[:num_workers]:
-            membership.servers = (num_workers,)
+        cluster = VirtualCluster(num_workers, link_seconds, num_servers=1)
+        ParameterServer(transport=cluster.servers[0], num_workers=num_workers)
         answers = []
 
         def body(rank):
-            if rank == num_workers:
-                return
             worker = _Worker(cluster.memberships[rank], settings)
             worker.exchange.state.configure(joins=False)
             for step in range(num_steps):
@@ -842,6 +850,24 @@ class VirtualTimeTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllClose(slow, [1 - 4 / 27 / np.log(4)], atol=0.05)
         fast = {round(weight, 6) for _, rank, step, weight in answers if rank and 0 < step < 8}
         self.assertLessEqual(fast, {0.0, round(1 - 4 / 3 / np.log(4), 6)})
+
+    def test_rank_0_ends_before_a_slow_worker_has_the_model(self):
+        """The servers have it."""
+        cluster = VirtualCluster(2, lambda a, b, n: 20.0 if (a, b) == (2, 1) else 0.1, num_servers=1, limit_seconds=100)
+        ParameterServer(transport=cluster.servers[0], num_workers=2)
+        models = {}
+
+        def body(rank):
+            membership = cluster.memberships[rank]
+            membership.begin_session()
+            worker = _Worker(membership)
+            worker.exchange.state.configure(joins=False)
+            models[rank], _ = worker.push(0, 1.0)
+            membership.leave(sent_steps={}, reason="done", final=True)
+
+        cluster.run(body)
+        for rank in range(2):
+            self.assertAllEqual(models[rank], np.full(_NUM_VALUES, 1.0 - (1 + rank) * _RATE))
 
     @parameterized.parameters(0, 2)
     def test_staleness_bounds_the_distance_under_random_delays(self, staleness):

@@ -1,0 +1,967 @@
+"""What holds of every `Exchange`, on a virtual clock: one table of exchanges, one test for each promise.
+
+A run is a few steps of three ranks, disturbed at any message, or between any two events: a message is late, a link goes
+down or delivers nothing more, a rank dies, or leaves as where its `fit` is interrupted. What comes back is compared
+with the scheme's rule in NumPy. Nobody waits for ever: the clock would say so.
+
+A new exchange is a line of `MEMBERS`. If it averages, `Averages` drives it and knows what comes back. Else it needs a
+class like that: what the scheme's half of the graph does, and the rule.
+"""
+
+import abc
+import collections
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import itertools
+import math
+import os
+import pathlib
+import weakref
+from collections.abc import Callable, Sequence
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from absl.testing import absltest, parameterized
+
+from hop_tf import codecs
+from hop_tf.collectives import get_network
+from hop_tf.errors import DeadlineExceededError, HopError, PeerLostError
+from hop_tf.membership import Interrupted
+from hop_tf.options import CommunicationOptions
+from hop_tf.runtime import AveragingExchange
+from hop_tf.runtime.averaging import LateChanges
+from hop_tf.runtime.exchange import Exchange, Outgoing
+from hop_tf.runtime.group import ExchangeContext
+from hop_tf.runtime.rates import CommonRate
+from hop_tf.simulate import VirtualCluster, VirtualMonitor
+from hop_tf.strategies.canary.exchange import AsyncSettings, CanaryExchange
+from hop_tf.strategies.canary.gei import Thresholds
+from hop_tf.strategies.canary.layout import Layout
+from hop_tf.strategies.canary.settings import CanarySettings
+from hop_tf.strategies.canary.strategy import SynchronousExchange
+from hop_tf.strategies.dts.exchange import DTSExchange, DTSSettings
+from hop_tf.strategies.hop.exchange import REDUCTION, STEP, HopExchange
+from hop_tf.strategies.hop.settings import HopSettings
+from hop_tf.strategies.pipe_sgd.exchange import PipeSGDExchange, PipeSGDSettings
+from hop_tf.strategies.shat.exchange import ShatExchange
+from hop_tf.strategies.shat.server.server import ParameterServer
+from hop_tf.strategies.shat.settings import ShatSettings
+from hop_tf.tensors.fifo import SimulatedFifo
+from hop_tf.tensors.packing import Packing, TensorSpec
+from hop_tf.testing.logs import logging_disabled
+from hop_tf.topology import resolve
+
+_EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "own_strategy.py"
+_SEED = int(os.environ.get("HOP_TF_SCHEDULE_SEED", "0"))
+_GROUP = "group"
+_RANKS = range(3)
+_UNIT = 6  # Whole multiples of it have exact means over one, two and three ranks.
+_OPTIONS = CommunicationOptions(timeout_seconds=6, progress_timeout_seconds=15)
+_DELAY_SECONDS = 9.0  # So late is a message, and others wait for longer.
+_DETECTION_SECONDS = 2.0
+_LIMIT_SECONDS = 300.0
+# The places where a run can be disturbed are divided into so many parts; of the first one, which has so many places,
+# `make test` tests all, and `make stress` tests the others.
+_NUM_PARTS = 8
+_NUM_IN_FIRST_PART = 5
+
+
+class Training(abc.ABC):
+    """One process of a rank: what a scheme's half of the graph and `ExchangeRunner` do around an exchange.
+
+    Attributes:
+      specs: What is exchanged.
+      exchange: The exchange; None before its first session has begun.
+      session: The running one.
+      error: What has ended this rank's part in the job.
+      has_ended: Whether it has made all steps, but for those of sessions that it was to leave.
+      left: Sessions that it was to leave before their end.
+      sent: By session, in how many steps it says to have taken part.
+    """
+
+    specs: tuple[TensorSpec, ...]
+
+    def __init__(self, run, rank):
+        self.run, self.rank = run, rank
+        self.membership = run.cluster.memberships[rank]
+        self.packing = Packing([*self.specs, *run.member.beside])
+        self.exchange = self.error = None
+        self.has_ended = False
+        self.left, self.sent = set(), collections.Counter()
+        self.session = 0
+        self._leaves = self._is_interrupted = False
+        self._monitor = VirtualMonitor(run.cluster.scheduler)
+        self._num_in_flight = 0
+
+    # A rank's life.
+
+    def train(self):
+        try:
+            for session in self.run.sessions:
+                self.session = session
+                self._begin_session()
+                self.make_steps()
+                self._end_session()
+            self.has_ended = True
+        except HopError as error:
+            self.error = error
+            self.membership.fail(error)
+            self.note_sent()
+            self.membership.leave(sent_steps={}, reason=str(error), abort=not self.membership.is_given_up)
+        self.run.ended_at[self.rank] = self.run.cluster.scheduler.now
+        self.membership.flush(self.run.cluster.scheduler.now + _OPTIONS.progress_timeout_seconds)
+        self.membership.leave(sent_steps={}, reason="its process ended", final=True)
+        self.run.wait_until_over(self)
+        if self.exchange is not None:
+            self.exchange.close()
+
+    def _begin_session(self):
+        if self.exchange is not None:
+            self.exchange.reset(self.session)
+        with contextlib.suppress(Interrupted):
+            self.membership.begin_session()
+            if self.exchange is None:
+                self.exchange = self.run.member.make(self._context())
+                self.begin()
+                self.run.begun.add(self.rank)
+
+    def _context(self):
+        optimizer, variables = _model(self.rank, self.specs)
+        carried = [variable for variable, spec in zip(variables, self.specs, strict=True) if spec.exact]
+        return ExchangeContext(
+            _GROUP,
+            self.session,
+            self.packing,
+            self.membership,
+            self.run.cluster.pool,
+            make_fifo=SimulatedFifo,
+            start_thread=functools.partial(self.run.cluster.start_thread, self.rank),
+            optimizer=weakref.ref(optimizer),
+            trained=variables[: len(variables) - len(carried)],
+            carried=LateChanges(carried, [variable.read_value() for variable in carried]),
+        )
+
+    def _end_session(self):
+        self.note_sent()
+        self.membership.leave(sent_steps={_GROUP: self.sent[self.session]}, reason="")
+        if self._leaves:
+            self.left.add(self.session)
+        self._is_interrupted = self._leaves = False
+
+    def note_sent(self):
+        if self.exchange is not None:
+            self.sent[self.session] = self.exchange.sent_steps
+
+    def interrupt(self):
+        """As an exception in its `fit` does."""
+        self._leaves = True
+        self.membership.interrupt()
+
+    # Steps.
+
+    def begin(self):
+        """The exchange was made."""
+
+    @abc.abstractmethod
+    def make_steps(self):
+        """Makes the steps of a session."""
+
+    def steps(self):
+        """Those that are to be made: until it leaves. Each takes some time."""
+        for step in range(self.run.num_steps):
+            if self._leaves:
+                return
+            self.run.cluster.scheduler.sleep(self.run.durations[self.rank, step])
+            yield step
+
+    def hand_out(self, step, segment, buckets):
+        """What comes back; None where that is to come, or was interrupted."""
+        for bucket in buckets:
+            bucket.flags.writeable = False
+        outgoing = Outgoing(step, segment, tuple(buckets))
+        if self.exchange.num_threads == 1:
+            return self._step(outgoing)
+        while self._num_in_flight == self.exchange.max_in_flight:
+            self._monitor.wait(0.0)
+        self.membership.check()
+        self._num_in_flight += 1
+        self.run.cluster.start_thread(self.rank, f"step {step}", functools.partial(self._step_on_thread, outgoing))
+        return None
+
+    def _step(self, outgoing):
+        """As `ExchangeRunner` does."""
+        if not self._is_interrupted:
+            try:
+                incoming = self.exchange.step(outgoing)
+                if incoming is not None:
+                    self._take(outgoing, incoming)
+                return incoming
+            except Interrupted:
+                self._is_interrupted = True
+        if (incoming := self.exchange.no_op(outgoing)) is not None:
+            self.check_no_op(outgoing, incoming)
+        return None
+
+    def _take(self, outgoing, incoming):
+        assert (incoming.step, incoming.segment) == (outgoing.step, outgoing.segment)
+        self.take(outgoing, incoming)
+        for bucket in incoming.buckets:
+            bucket.flags.writeable = False  # They are the graph's now.
+
+    def _step_on_thread(self, outgoing):
+        try:
+            self._step(outgoing)
+        except HopError as error:
+            self.membership.fail(error)
+        self._num_in_flight -= 1
+        self._monitor.notify_all()
+
+    def wait_for_threads(self):
+        while self._num_in_flight:
+            self._monitor.wait(0.0)
+        self.membership.check()
+
+    # What comes back.
+
+    def take(self, outgoing, incoming):
+        """Notes a copy of what has come back."""
+
+    def check_no_op(self, outgoing, incoming):
+        """The result of a step that was interrupted changes nothing: where changes come back, they are zero."""
+        for bucket in incoming.buckets:
+            np.testing.assert_array_equal(bucket, 0)
+
+    @classmethod
+    @abc.abstractmethod
+    def check(cls, run):
+        """All that has come back is what the scheme's rule gives, and nothing is missing of those that have ended."""
+
+    @classmethod
+    def check_undisturbed(cls, run):
+        """What is counted where nothing is wrong."""
+        for training in run.ranks:
+            assert training.sent == dict.fromkeys(run.sessions, run.num_steps)
+
+    def check_steps(self, results):
+        """Those that have ended have made all steps; `results` are by session and step."""
+        for session in set(self.run.sessions) - self.left if self.has_ended else ():
+            assert [step for each, step in results if each == session] == list(range(self.run.num_steps))
+
+
+class Averages(Training):
+    """The mean of what all ranks that take part hand out comes back, equal to the bit on all of them."""
+
+    specs = (
+        TensorSpec("kernel", (20, 2), tf.float32),
+        TensorSpec("bias", (5,), tf.float32),
+        TensorSpec("statistics", (3,), tf.float32, exact=True),
+    )
+
+    def __init__(self, run, rank):
+        super().__init__(run, rank)
+        # Of each segment of a step, or of the only one, the tensors.
+        self.members = [list(range(len(self.packing.specs)))]
+        self._means = collections.defaultdict(dict)  # By session and step.
+
+    def begin(self):
+        self.members = getattr(self.exchange, "members", self.members)
+
+    def make_steps(self):
+        for step in self.steps():
+            for segment, members in enumerate(self.members):
+                self.hand_out(step, segment, self._pack(members, self._values(self.session, step)))
+        self.wait_for_threads()
+
+    def _values(self, session, step):
+        values = _values(self.rank, session, step, sum(spec.num_elements for spec in self.specs))
+        tensors = np.split(values, np.cumsum([spec.num_elements for spec in self.specs])[:-1])
+        return [*tensors, *(self.run.member.value_beside(self.rank).ravel() for _ in self.run.member.beside)]
+
+    def _pack(self, members, values):
+        packing = self.packing.part(members)
+        buckets = packing.take(self.run.cluster.pool)
+        for bucket in buckets:
+            bucket.fill(0)
+        for place, index in enumerate(members):
+            bucket, where = packing.place(place)
+            buckets[bucket][where] = values[index]
+        return buckets
+
+    def take(self, outgoing, incoming):
+        members = self.members[outgoing.segment]
+        packing = self.packing.part(members)
+        for place, index in enumerate(members):
+            bucket, where = packing.place(place)
+            self._means[self.session, outgoing.step][index] = incoming.buckets[bucket][where].copy()
+
+    def check_no_op(self, outgoing, incoming):
+        for own, same in zip(outgoing.buckets, incoming.buckets, strict=True):
+            np.testing.assert_array_equal(own, same)
+
+    def expected(self, mean, own, exact):
+        """What comes back where that is the mean of a tensor."""
+        del own, exact
+        return mean
+
+    @classmethod
+    def check(cls, run):
+        for training in run.ranks:
+            training.check_steps(sorted(training._means))
+            for (session, step), means in training._means.items():
+                assert len(means) == len(training.packing.specs) or not training.has_ended or training.left
+                for index, mean in means.items():
+                    training._check_mean(session, step, index, mean)
+
+    def _check_mean(self, session, step, index, mean):
+        present = [other for other in self.run.ranks if other._takes_part(session, step, index)]
+        assert self in present
+        values = {other: other._values(session, step)[index] for other in present}
+        exact = self.packing.specs[index].exact
+        expected = self.expected(sum(values.values()) / len(present), values[self], exact)
+        np.testing.assert_allclose(mean, expected, rtol=1e-6)
+        for other in self.run.ranks if self.expected is Averages.expected or not exact else ():
+            np.testing.assert_array_equal(mean, other._means[session, step].get(index, mean))
+
+    def _takes_part(self, session, step, index):
+        """All do, unless one says, by leaving, that it does not: where one is lost there is no mean."""
+        segment = next(number for number, members in enumerate(self.members) if index in members)
+        return session not in self.left or self.sent[session] > step * len(self.members) + segment
+
+    @classmethod
+    def check_undisturbed(cls, run):
+        for training in run.ranks:
+            assert training.sent == dict.fromkeys(run.sessions, run.num_steps * len(training.members))
+
+
+class AveragesGradients(Averages):
+    """The same, where changes of moving statistics come back without the rank's own."""
+
+    def expected(self, mean, own, exact):
+        return mean - own if exact else mean
+
+    def check_no_op(self, outgoing, incoming):
+        Training.check_no_op(self, outgoing, incoming)
+
+
+class Mixes(Training):
+    """Hop on a complete graph: a rank's parameters become the mean of all that took part, then it adds its own change.
+
+    Where others take no part, the rank's own parameters take their place in the mean.
+    """
+
+    specs = (TensorSpec("x", (16,), tf.float32),)
+    _num_backup = 0
+
+    def __init__(self, run, rank):
+        super().__init__(run, rank)
+        self._x, self._mixed = {}, {}  # By session and step.
+
+    def make_steps(self):
+        x = np.zeros(16, np.float32)
+        for step in self.steps():
+            self._x[self.session, step] = x
+            (bucket,) = self.packing.take(self.run.cluster.pool)
+            bucket[:] = x
+            incoming = self.hand_out(step, STEP, (bucket,))
+            if self._num_backup:
+                incoming = self.hand_out(step, REDUCTION, ())
+            if incoming is None:
+                return
+            self._mixed[self.session, step] = x + incoming.buckets[0]
+            x = self._mixed[self.session, step] + _values(self.rank, self.session, step, 16)
+
+    @classmethod
+    def check(cls, run):
+        for training in run.ranks:
+            training.check_steps(training._mixed)
+            for (session, step), mixed in training._mixed.items():
+                ways = training._ways(session, step)
+                assert any(np.allclose(mixed, expected, rtol=1e-5, atol=1e-4) for expected in ways)
+
+    def _ways(self, session, step):
+        """Yields what comes of the updates that may have been used: of those that have come all but the backup ones."""
+        sent = [other for other in self.run.ranks if other is not self and other.sent[session] > step]
+        surely = {other for other in sent if not self._may_lack(other, step >= other.sent[session] - 2)}
+        for number in range(len(sent) + 1):
+            for used in itertools.combinations(sent, number):
+                if len(surely.difference(used)) <= self._num_backup:
+                    yield self._mix([other._x[session, step] for other in used], self._x[session, step])
+
+    def _may_lack(self, other, is_late):
+        """Whether an update need not have come: its link has gone down, or it was sent right before its rank died."""
+        reaches = self.run.died.get(other.rank)
+        return other.rank in self.run.cut or (is_late and reaches is not None and self.rank not in reaches)
+
+    def _mix(self, updates, own):
+        return (sum(updates) + (len(_RANKS) - len(updates)) * own) / len(_RANKS)
+
+    @classmethod
+    def check_undisturbed(cls, run):
+        super().check_undisturbed(run)
+        for training in run.ranks:
+            assert cls._num_backup or not any(training.exchange.counters().values())
+
+
+class MixesWithBackup(Mixes):
+    """The same, where the updates of all but one are waited for, and those that have come count alike."""
+
+    _num_backup = 1
+
+    def _mix(self, updates, own):
+        return (sum(updates) + own) / (len(updates) + 1)
+
+
+class Merges(Training):
+    """Canary: weights are the sum of all contributions, over the number of ranks. Each of them counts once.
+
+    What a rank contributes is 6 times a power of 1024: the digits of a weight tell how much of whose is in it.
+    """
+
+    specs = tuple(TensorSpec(name, (24,), tf.float64) for name in "ab")
+    colayers = ((1,), (0,))
+    _BASE = 1024
+
+    def __init__(self, run, rank):
+        super().__init__(run, rank)
+        # By session, and, what was contributed, by colayer. Weights at rest are those that are evened out in the end.
+        self._contributed, self._at_rest, self._finals, self._num_lost = collections.Counter(), {}, {}, {}
+
+    def begin(self):
+        replica = self.exchange.replica
+        begin = replica.begin
+
+        def record(weights):  # The last time that it begins anew is when the mean of all is known.
+            self._at_rest[self.session] = None if replica.weights is None else replica.weights[0].copy()
+            begin(weights)
+
+        replica.begin = record
+
+    def make_steps(self):
+        exchange, nothing = self.exchange, (np.empty(0),)
+        if not self._leaves:
+            self.hand_out(0, exchange.start_segment, (np.zeros(exchange.parts[-1].sizes[0]),))
+        num_skipped = last = 0
+        for step in self.steps():
+            if num_skipped:
+                num_skipped -= 1
+                continue
+            for colayer, part in enumerate(exchange.parts[: len(self.colayers)]):
+                self._contribute(step, colayer, part)
+            incoming = self.hand_out(step, exchange.merge_segment, nothing)
+            num_skipped = 0 if incoming is None else incoming.num_skipped
+            last = step + num_skipped
+        if not self._leaves:
+            incoming = self.hand_out(last + 1, exchange.finish_segment, nothing)
+            if incoming is not None:
+                self._finals[self.session] = incoming.buckets[0].copy()
+                self._num_lost[self.session] = exchange.counters()["contributions_lost"]
+
+    def _contribute(self, step, colayer, part):
+        num_drops = self.exchange.counters()["overtime_drops"]
+        self.hand_out(step, colayer, (np.full(part.sizes[0], float(_UNIT * self._BASE**self.rank)),))
+        if not self._is_interrupted and self.exchange.counters()["overtime_drops"] == num_drops:
+            num_ranks = len(self.exchange._contributions.layout.ranks)
+            self._contributed[self.session, colayer] += _UNIT // num_ranks
+
+    def check_no_op(self, outgoing, incoming):
+        """Weights come back."""
+
+    @classmethod
+    def check(cls, run):
+        for session in run.sessions:
+            # Others may have ended without one that they have given up, and that has heard of it too late.
+            ended = [each for each in run.ranks if session in each._finals and not each.membership.is_given_up]
+            for training in run.ranks:
+                assert not training.has_ended or session in training._finals or session in training.left
+            for training in ended:
+                np.testing.assert_array_equal(training._finals[session], ended[0]._finals[session])
+                training._check_weights(session, {each.rank for each in ended})
+
+    def _check_weights(self, session, ended):
+        layout = Layout(b"\1" * len(_RANKS), get_network("mesh"), 0, [[24], [24]], 1)
+        digits = self._at_rest[session].astype(np.int64)
+        np.testing.assert_array_equal(digits, self._at_rest[session])
+        num_missing = 0
+        for other, piece in itertools.product(self.run.ranks, layout.pieces):
+            found = digits[piece.where] // self._BASE**other.rank % self._BASE
+            contributed = other._contributed[session, piece.colayer]
+            assert np.all(found <= contributed)
+            if other is self:
+                num_missing += (contributed - found[0]) * len(_RANKS) // _UNIT
+            if other.rank in ended and piece.root in ended:  # Nobody on the way has gone.
+                np.testing.assert_array_equal(found, contributed)
+        if not self.run.cut and len(self.run.sessions) == 1:
+            assert num_missing == self._num_lost[session]
+
+    @classmethod
+    def check_undisturbed(cls, run):
+        for training in run.ranks:
+            assert training.sent == dict.fromkeys(run.sessions, 1)  # That is the end.
+            assert training._num_lost == dict.fromkeys(run.sessions, 0)
+
+
+class Pushes(Training):
+    """SHAT: the servers' model is less by the sum of all gradients. Each of them counts once, as it comes.
+
+    A gradient is a power of 64, times 6: the digits tell how much of whose was applied.
+    """
+
+    specs = (TensorSpec("w", (16,), tf.float32),)
+    _BASE = 64
+
+    def __init__(self, run, rank):
+        super().__init__(run, rank)
+        self._applied = {}  # By session and step, of each rank.
+
+    def begin(self):
+        _, (variable,) = _model(self.rank, self.specs)
+        variable.assign(tf.zeros_like(variable))
+        self.exchange.state.configure(joins=False)
+
+    def make_steps(self):
+        for step in self.steps():
+            buckets = self.packing.take(self.run.cluster.pool)
+            for bucket in buckets:
+                bucket.fill(0)
+            buckets[0][:] = _UNIT * self._BASE**self.rank
+            bucket, where = self.packing.place(1)
+            buckets[bucket][where] = 1.0, True  # The rate, and that it counts.
+            self.hand_out(step, 0, buckets)
+
+    def take(self, outgoing, incoming):
+        (total,) = set(-incoming.buckets[0].astype(np.int64))
+        applied = [total // self._BASE**rank % self._BASE for rank in _RANKS]
+        self._applied[self.session, outgoing.step] = np.array(applied)
+
+    @classmethod
+    def check(cls, run):
+        for training in run.ranks:
+            training.check_steps(training._applied)
+        cls._check_applied(run)
+
+    @classmethod
+    def _check_applied(cls, run):
+        answers = [applied for training in run.ranks for applied in training._applied.values()]
+        latest = max(answers, key=sum, default=np.zeros(len(_RANKS)))
+        for training in run.ranks:
+            for (session, step), applied in training._applied.items():
+                num_before = sum(training.sent[earlier] for earlier in range(1, session))
+                num_left = len([each for each in training.left if each < session])
+                training._check_dropped(num_before + step + 1, applied, num_left)
+            most = len(training.left) if training.has_ended else 1
+            training._check_dropped(sum(training.sent.values()), latest, most)
+
+    def _check_dropped(self, num_pushed, applied, most):
+        """What was pushed right before its rank went may have been dropped."""
+        assert 0 <= num_pushed - applied[self.rank] / _UNIT <= most
+
+
+class PushesTogether(Pushes):
+    """The same, where the mean of what all have pushed is applied, and then all are answered."""
+
+    @classmethod
+    def _check_applied(cls, run):
+        of_step = {}
+        for training in run.ranks:
+            for where, applied in training._applied.items():
+                np.testing.assert_array_equal(applied, of_step.setdefault(where, applied))
+        before = np.zeros(len(_RANKS), int)
+        for (session, step), applied in sorted(of_step.items()):
+            change, before = applied - before, applied
+            present = np.flatnonzero(change)
+            np.testing.assert_array_equal(change[present], _UNIT // len(present))
+            for training in run.ranks:
+                num_sent = training.sent[session]
+                assert training.rank not in present or step < num_sent
+                # What was pushed right before its rank went may have been dropped.
+                assert training.rank in present or (step >= num_sent - 1 and (session, step) not in training._applied)
+
+
+def _values(rank, session, step, size):
+    random = np.random.default_rng([_SEED, rank, session, step])
+    return (_UNIT * random.integers(-9, 10, size)).astype(np.float32)
+
+
+@functools.cache
+def _model(rank, specs):
+    """A rank's optimizer and variables, for all runs: exchanges only read them, but for SHAT's."""
+    variables = [keras.Variable(np.zeros(spec.shape), dtype=spec.dtype.name) for spec in specs]
+    optimizer = keras.optimizers.SGD(1.0)
+    optimizer.build([variable for variable, spec in zip(variables, specs, strict=True) if not spec.exact])
+    return optimizer, [variable.value for variable in variables]
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+    """An exchange, and what it promises.
+
+    Attributes:
+      make: Makes it, of an `ExchangeContext`.
+      training: What drives it, and knows what comes back.
+      step_seconds: How long a step computes, on average: messages take 0.1 s.
+      continues: Whether the others go on without a rank that was lost; else all raise.
+      beside: What travels beside the variables.
+      value_beside: What that is on a rank.
+      num_servers: Parameter servers.
+      also_raises: What an error says that is not about a rank, or comes though others go on.
+    """
+
+    make: Callable[[ExchangeContext], Exchange]
+    training: type[Training] = Averages
+    step_seconds: float = 0.5
+    continues: bool = False
+    beside: Sequence[TensorSpec] = ()
+    value_beside: Callable[[int], np.ndarray] | None = None
+    num_servers: int = 0
+    also_raises: str | None = None
+
+
+def _own_strategy():
+    spec = importlib.util.spec_from_file_location("own_strategy", _EXAMPLE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.LocalSGDStrategy
+
+
+def _pipe_sgd(context):
+    settings = PipeSGDSettings(pipeline_width=2, codec=codecs.Identity(), num_segments=2, compensation="none")
+    return PipeSGDExchange(context, settings)
+
+
+def _dts(context):
+    return DTSExchange(context, DTSSettings(delay=2, interval=1, codec=codecs.Identity(), algorithm="mesh"))
+
+
+def _hop(**settings):
+    settings = HopSettings(max_iteration_gap=2, **settings)
+    return functools.partial(HopExchange, topology=resolve("complete", len(_RANKS)), settings=settings)
+
+
+def _canary(context):
+    settings = AsyncSettings(
+        network=get_network("mesh"),
+        thresholds=Thresholds(16, len(Merges.colayers)),
+        codec=codecs.Identity(dtype=np.float64),
+        sync_interval=None,
+    )
+    return CanaryExchange(context, Merges.colayers, settings)
+
+
+def _canary_synchronous(context):
+    settings = CanarySettings(
+        network="mesh",
+        consistency="bsp",
+        max_staleness=16,
+        min_colayers=None,
+        num_colayers=2,
+        codec=None,
+        max_in_flight=2,
+        sync_interval=None,
+        low_rank=None,
+        on_peer_loss=None,
+    )
+    return SynchronousExchange(context, [[1], [0, 2, 3]], settings)
+
+
+def _shat(consistency):
+    settings = ShatSettings(
+        mixing="shat", sharding="memory", consistency=consistency, min_mixing=None, log_base=math.e, codec=None
+    )
+    return functools.partial(ShatExchange, settings=settings)
+
+
+def _rates(rank):
+    column = np.eye(len(_RANKS))[rank]
+    return np.stack([0.5 * column, column])
+
+
+_GRADIENTS = {
+    "training": AveragesGradients,
+    "beside": (CommonRate.spec(len(_RANKS)),),
+    "value_beside": _rates,
+}
+_WINDOWS = {  # Several are under way at a time.
+    "step_seconds": 0.05,
+    "beside": (TensorSpec("counts", (1,), tf.float32, exact=True),),
+    "value_beside": lambda rank: np.ones(1, np.float32),
+}
+# It trains with a server, which is no rank: what that does is a part of each step.
+_SERVED = {
+    "continues": True,
+    "beside": (TensorSpec("beside", (2,), tf.float32, exact=True),),
+    "num_servers": 1,
+    "also_raises": "rank 0 has gone before the servers had its model",
+}
+MEMBERS = {
+    "own": Member(lambda context: _own_strategy().make_exchange(None, context)),
+    "averaging_ring": Member(lambda context: AveragingExchange(context, algorithm="ring")),
+    "pipe_sgd": Member(_pipe_sgd, **_GRADIENTS),
+    "dts": Member(_dts, **_WINDOWS),
+    "canary_synchronous": Member(_canary_synchronous, **_GRADIENTS),
+    "hop": Member(_hop(), Mixes),
+    "hop_continue": Member(_hop(on_peer_loss="continue"), Mixes, continues=True),
+    "hop_backup": Member(_hop(num_backup_workers=1), MixesWithBackup, continues=True),
+    "canary": Member(_canary, Merges, continues=True, also_raises="has ended step 3 without this one"),
+    "shat": Member(_shat("async"), Pushes, **_SERVED),
+    "shat_synchronous": Member(_shat("bsp"), PushesTogether, **_SERVED),
+}
+
+
+class Run:
+    """Ranks that make some steps.
+
+    Args:
+      name: Of the member.
+      fate: `fate(run, number, sender, receiver, seconds)` is how long a message takes. Default: so many seconds.
+      has_deadlines: Whether there are deadlines.
+      num_sessions: How often all begin.
+      num_steps: Steps of a session.
+      seed: Of durations and links.
+
+    Attributes:
+      ranks: What each does.
+      durations: Of computations, by rank and step.
+      num_messages: So many were sent.
+      begun: Ranks that have made their exchange.
+      all_had_begun: Whether all had when one of them was disturbed.
+      died: Those that were killed, and whom what they had sent last has reached: see `VirtualCluster.kill`.
+      cut: Those whose link has gone down.
+      lost_at: When that was.
+      ended_at: When ranks have ended.
+      live_bytes: What was in use when all had ended, before they closed anything.
+    """
+
+    def __init__(self, name, fate=None, *, has_deadlines=False, num_sessions=1, num_steps=3, seed=0):
+        self.member, self.num_steps = MEMBERS[name], num_steps
+        self.sessions = range(1, num_sessions + 1)
+        random = np.random.default_rng([_SEED, seed])
+        self.durations = np.minimum(1.0, random.exponential(self.member.step_seconds, (len(_RANKS), num_steps)))
+        links = random.exponential(0.1, (len(_RANKS) + 1, len(_RANKS) + 1))
+        self.num_messages = 0
+        self.begun, self.died, self.cut, self.ended_at = set(), {}, set(), {}
+        self.all_had_begun = False
+        self._gone = set()
+        self._is_over = False
+
+        def link_seconds(sender, receiver, num_bytes):
+            number, self.num_messages = self.num_messages, self.num_messages + 1
+            seconds = links[sender, receiver] * random.exponential()
+            return seconds if fate is None else fate(self, number, sender, receiver, seconds)
+
+        self.cluster = VirtualCluster(
+            len(_RANKS),
+            link_seconds,
+            continue_without_lost=self.member.continues,
+            detection_seconds=_DETECTION_SECONDS,
+            num_servers=self.member.num_servers,
+            **({"options": _OPTIONS, "limit_seconds": _LIMIT_SECONDS} if has_deadlines else {}),
+        )
+        self._monitor = VirtualMonitor(self.cluster.scheduler)
+        self._servers = [
+            ParameterServer(transport=transport, num_workers=len(_RANKS), pool=self.cluster.pool)
+            for transport in self.cluster.servers
+        ]
+        self.ranks = [self.member.training(self, rank) for rank in _RANKS]
+
+    def __call__(self):
+        self.cluster.run(lambda rank: self.ranks[rank].train())
+        return self
+
+    def wait_until_over(self, training):
+        """Waits until all have ended, and what was sent by then has come."""
+        self._gone.add(training.rank)
+        self._end_if_over()
+        while not self._is_over:
+            self._monitor.wait(0.0)
+
+    def _end_if_over(self):
+        if self._gone | self.died.keys() == set(_RANKS):
+            self.cluster.scheduler.call_at(self.cluster.scheduler.now + 10, self._end)
+
+    def _end(self):
+        self.live_bytes = self.cluster.pool.live_bytes
+        self._is_over = True
+        self._monitor.notify_all()
+
+    # What goes wrong.
+
+    def before_event(self, number, act, *arguments):
+        """The run, where `act` is called between two events."""
+        self.cluster.scheduler.call_before_event(number, functools.partial(act, *arguments))
+        return self
+
+    def interrupt(self, rank):
+        self.all_had_begun = len(self.begun) == len(_RANKS)
+        self.ranks[rank].interrupt()
+
+    def kill(self, rank, reaches):
+        if self.cluster.kill(rank, reaches):
+            self.all_had_begun = len(self.begun) == len(_RANKS)
+            self.died[rank] = reaches
+            self.ranks[rank].note_sent()
+            self._tell_servers_later(rank, _DETECTION_SECONDS)
+            self._end_if_over()
+
+    def cut_link(self, rank, other):
+        self.cluster.cut(rank, other)
+        self.note_loss(rank, other)
+        for each in self.cut & set(_RANKS) if max(self.cut) not in _RANKS else ():
+            self._tell_servers_later(each, _OPTIONS.timeout_seconds)
+
+    def note_loss(self, rank, other):
+        self.cut, self.lost_at = {rank, other}, self.cluster.scheduler.now
+
+    def _tell_servers_later(self, rank, seconds):
+        """A server looks now and then whether workers are there."""
+        for server in self._servers:
+            forget = functools.partial(server.forget, rank, f"rank {rank} is not there any more")
+            self.cluster.scheduler.call_at(self.cluster.scheduler.now + seconds, forget)
+
+
+@functools.cache
+def _undisturbed(name, **arguments):
+    """The numbers of messages and events of a run."""
+    run = Run(name, **arguments)()
+    return run.num_messages, run.cluster.scheduler.num_events
+
+
+def _some(number, part):
+    """A part of the numbers below; all parts together have each of them once."""
+    first, others = np.split(np.random.default_rng(_SEED).permutation(number), [_NUM_IN_FIRST_PART])
+    return (others[part - 1 :: _NUM_PARTS - 1] if part else first).tolist()
+
+
+_disturbed = parameterized.product(part=list(range(_NUM_PARTS)), name=list(MEMBERS))
+
+
+class ExchangeContractTest(tf.test.TestCase, parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.enter_context(logging_disabled())  # Each loss would be logged by everyone.
+
+    def assert_all_end(self, run):
+        run.member.training.check(run)
+        for training in run.ranks:
+            self.assertIsNone(training.error)
+            self.assertTrue(training.has_ended)
+
+    def assert_all_end_or_raise(self, run, lost):
+        """Each of those that live: an error is one that is documented, and names one of `lost`."""
+        run.member.training.check(run)
+        names = [f"rank {rank} " if rank in _RANKS else f"ps {rank - len(_RANKS)} " for rank in lost]
+        for training in run.ranks:
+            error = training.error
+            self.assertTrue(training.has_ended or error is not None or training.rank in run.died)
+            if error is not None and not self.is_documented(run, error):
+                self.assertIsInstance(error, PeerLostError | DeadlineExceededError)
+                self.assertTrue(any(name in str(error) for name in names), error)
+
+    def is_documented(self, run, error):
+        return run.member.also_raises is not None and run.member.also_raises in str(error)
+
+    # Nothing is wrong.
+
+    @parameterized.product(seed=list(range(8)), name=list(MEMBERS))
+    @pytest.mark.stress(after=2 * len(MEMBERS))
+    def test_steps_of_two_sessions(self, seed, name):
+        """Nothing is kept, nor taken any more: no array, and no message."""
+        run = Run(name, num_sessions=2, seed=seed)()
+        self.assert_all_end(run)
+        run.member.training.check_undisturbed(run)
+        self.assertEqual(run.live_bytes, 0)
+        for training in run.ranks:
+            transport = training.membership.transport
+            self.assertEqual(transport.num_held, 0)
+            self.assertEmpty([queue for queue in transport.queues if _GROUP in queue])
+
+    # A message comes late, or never.
+
+    @_disturbed
+    @pytest.mark.stress(after=len(MEMBERS))
+    def test_a_message_is_late(self, name, part):
+        """By less than others wait: it changes when steps end, and where that does not matter, nothing else."""
+        for late in _some(_undisturbed(name)[0], part):
+            with self.subTest(message=late):
+
+                def fate(run, number, sender, receiver, seconds, late=late):
+                    return seconds + _DELAY_SECONDS * (number == late)
+
+                self.assert_all_end(Run(name, fate, has_deadlines=True)())
+
+    @_disturbed
+    @pytest.mark.stress(after=len(MEMBERS))
+    def test_a_link_goes_down(self, name, part):
+        """Each of two ranks is silent to the other one, which is an error, or a rank less, when that is noticed."""
+        for first in _some(_undisturbed(name)[0], part):
+            with self.subTest(message=first):
+
+                def fate(run, number, sender, receiver, seconds, first=first):
+                    if number == first:
+                        run.cut_link(sender, receiver)
+                    return seconds
+
+                run = Run(name, fate, has_deadlines=True)()
+                self.assert_all_end_or_raise(run, run.cut)
+                self._assert_in_time(run, _OPTIONS.timeout_seconds)
+
+    @_disturbed
+    @pytest.mark.stress(after=len(MEMBERS))
+    def test_a_rank_delivers_nothing_more_to_another_one(self, name, part):
+        """Though it lives, which is an error in the end. Who waits longest for whom may be others."""
+        for first in _some(_undisturbed(name)[0], part):
+            with self.subTest(message=first):
+
+                def fate(run, number, sender, receiver, seconds, first=first, link=[]):  # noqa: B006
+                    if number == first:
+                        run.note_loss(sender, receiver)
+                        link[:] = sender, receiver
+                    return math.inf if link == [sender, receiver] else seconds
+
+                run = Run(name, fate, has_deadlines=True)()
+                self.assert_all_end_or_raise(run, [*_RANKS, len(_RANKS)])
+                self._assert_in_time(run, _OPTIONS.progress_timeout_seconds)
+
+    def _assert_in_time(self, run, deadline):
+        for training in run.ranks:
+            if training.error is not None:
+                self.assertLess(run.ended_at[training.rank], run.lost_at + deadline + 5)
+
+    # A rank goes.
+
+    @_disturbed
+    @pytest.mark.stress(after=len(MEMBERS))
+    def test_a_rank_dies(self, name, part):
+        for event in _some(_undisturbed(name)[1], part):
+            # What it has sent last reaches all, nobody, or one of the others.
+            rank, turn = event % len(_RANKS), event // len(_RANKS) % 3
+            reaches = (None, (), ((rank + 1) % len(_RANKS),))[turn]
+            with self.subTest(event=event, rank=rank, reaches=reaches):
+                run = Run(name)
+                run.before_event(event, run.kill, rank, reaches)()
+                self.assert_all_end_or_raise(run, [rank])
+                if run.member.continues and run.all_had_begun:
+                    errors = [training.error for training in run.ranks if training.error is not None]
+                    self.assertTrue(all(self.is_documented(run, error) for error in errors), errors)
+
+    @_disturbed
+    @pytest.mark.stress(after=len(MEMBERS))
+    def test_a_rank_leaves(self, name, part):
+        """The others go on; and all take part again in the next session."""
+        arguments = {"num_sessions": 2, "num_steps": 2}
+        for event in _some(_undisturbed(name, **arguments)[1], part):
+            with self.subTest(event=event):
+                run = Run(name, **arguments)
+                run.before_event(event, run.interrupt, event % len(_RANKS))()
+                errors = [training.error for training in run.ranks]
+                if run.all_had_begun or not any(errors):
+                    self.assert_all_end(run)
+                else:
+                    self.assertTrue(any(self.is_documented(run, error) for error in errors), errors)
+
+
+if __name__ == "__main__":
+    absltest.main()
