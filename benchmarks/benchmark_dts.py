@@ -135,7 +135,7 @@ class Member:
             return hop_tf.PipeSGDStrategy(pipeline_width=1, **common)
         return hop_tf.DTSStrategy(delay=self.delay, interval=self.interval, **common)
 
-    def predict(self, links: timing.Network, step: timing.Step, **arguments) -> tuple[float, float]:
+    def predict(self, links: timing.NetworkCosts, step: timing.Step, **arguments) -> tuple[float, float]:
         """Scaling efficiency, and bytes that a rank sends per step, by the models."""
         arguments["algorithm"] = self.algorithm
         if self.delay is None:
@@ -270,7 +270,7 @@ def _alone() -> float:
 def _time_members(world_size: int, link: str, round_trip: float, **emulation) -> list[Timed]:
     """Times the members on the same links, one after the other."""
     alone = _alone()
-    links = timing.Network(latency_seconds=round_trip / 2, seconds_per_byte=8 / float(link))
+    links = timing.NetworkCosts(latency_seconds=round_trip / 2, seconds_per_byte=8 / float(link))
     num_bytes = 4 * _perceptron(_NUM_VALUES.value).count_params()
     predicted = {}
     for member in map(Member.named, _MEMBERS.value):

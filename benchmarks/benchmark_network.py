@@ -53,11 +53,11 @@ def _check(seconds: float) -> None:
     for rate, round_trip, relay in _CHECKS:
         window = None if math.isinf(rate) else max(4 << 20, int(4 * rate / 8 * round_trip))
         links = {"bandwidth_bits_per_second": rate, "round_trip_seconds": round_trip}
-        with network.Network(2, relay=relay, max_socket_bytes=window, **links) as net:
+        with network.EmulatedNetwork(2, relay=relay, max_socket_bytes=window, **links) as net:
             print(" ".join(_check_network(net, rate, round_trip, seconds)), flush=True)
 
 
-def _check_network(net: network.Network, rate: float, round_trip: float, seconds: float) -> list[str]:
+def _check_network(net: network.EmulatedNetwork, rate: float, round_trip: float, seconds: float) -> list[str]:
     start = time.perf_counter()
     with network.connected(net) as ends:
         round_trips = network.measure_round_trips(*ends, count=int(max(3, min(200, 1 / (round_trip + 1e-9)))))

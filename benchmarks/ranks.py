@@ -63,8 +63,8 @@ def run(
       environment: Variables for the ranks' environment.
       timeout_seconds: How long all of it may take.
       killed: Ranks that kill themselves (SIGKILL).
-      **emulation: Further arguments of `network.Network`, such as `round_trip_seconds`. One that is given here counts
-        instead of `link`.
+      **emulation: Further arguments of `network.EmulatedNetwork`, such as `round_trip_seconds`. One that is given here
+        counts instead of `link`.
 
     Returns:
       What each rank has returned; None of those that were killed.
@@ -110,7 +110,7 @@ def _await(processes: Sequence[subprocess.Popen], timeout_seconds: float, killed
 def _hosts(world_size: int, num_ports: int, link: str, emulation: Mapping) -> Iterator[tuple[Mapping, Callable]]:
     """What ranks get to know of the hosts, and what starts a process on one."""
     if link != LOOPBACK:
-        with network.Network(world_size, **{"bandwidth_bits_per_second": float(link), **emulation}) as net:
+        with network.EmulatedNetwork(world_size, **{"bandwidth_bits_per_second": float(link), **emulation}) as net:
             ports = range(_FIRST_PORT, _FIRST_PORT + num_ports)
             addresses = [[f"{host}:{port}" for host in net.addresses] for port in ports]
             yield {"addresses": addresses, "interfaces": net.interfaces}, net.popen

@@ -107,7 +107,11 @@ class Exchange(abc.ABC):
     @property
     @abc.abstractmethod
     def sent_steps(self) -> int:
-        """Steps of the running session whose messages have been sent."""
+        """How many of the running session's messages of this rank were sent, as the scheme numbers them.
+
+        That may be steps, segments, windows or pushes: others ask `Membership.delivers` for a message by its number, and
+        do not wait for those that a rank has not sent when it leaves.
+        """
 
     def goes_on_with(self, server: int) -> bool:
         """Whether it can do without what a parameter server knew of it that was started again."""

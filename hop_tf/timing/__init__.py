@@ -9,7 +9,7 @@
 All times are in seconds and all sizes in bytes. Symbols of the papers in brackets.
 """
 
-from hop_tf.timing.costs import Network, Step, communication_seconds, scaling_efficiency
+from hop_tf.timing.costs import NetworkCosts, Step, communication_seconds, scaling_efficiency
 from hop_tf.timing.dts import DTSPlan, bytes_per_step, non_computing_seconds, predict_dts
 from hop_tf.timing.dts_recommendation import recommend_dts
 from hop_tf.timing.measurement import Measurement, measure
@@ -26,7 +26,7 @@ from hop_tf.timing.pipe_sgd import (
 __all__ = [
     "DTSPlan",
     "Measurement",
-    "Network",
+    "NetworkCosts",
     "Plan",
     "Step",
     "bytes_per_step",

@@ -17,7 +17,7 @@ _WAYS = (*ALGORITHMS, "all_gather")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Network:
+class NetworkCosts:
     """What communication costs.
 
     Attributes:
@@ -72,7 +72,7 @@ class Step:
 
 
 def communication_seconds(
-    network: Network,
+    network: NetworkCosts,
     *,
     world_size: int,
     num_bytes: float,

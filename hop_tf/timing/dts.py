@@ -27,7 +27,7 @@ from hop_tf import codecs
 from hop_tf.arguments import check_integer
 from hop_tf.timing.costs import (
     FLOAT32_BYTES,
-    Network,
+    NetworkCosts,
     Step,
     check_not_negative,
     communication_seconds,
@@ -152,7 +152,7 @@ class DTSPlan:
 
 
 def predict_dts(
-    network: Network,
+    network: NetworkCosts,
     step: Step,
     *,
     world_size: int,
@@ -190,7 +190,7 @@ def predict_dts(
     codec = codecs.get(codec)
     way, bytes_per_byte = way_of(codec, algorithm, world_size, bytes_per_value)
 
-    def seconds(network: Network) -> float:
+    def seconds(network: NetworkCosts) -> float:
         return communication_seconds(
             network,
             world_size=world_size,

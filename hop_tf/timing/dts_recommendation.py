@@ -13,7 +13,7 @@ from hop_tf.timing.costs import (
     ALGORITHMS,
     FLOAT32_BYTES,
     RESOLUTION,
-    Network,
+    NetworkCosts,
     Step,
     check_codec_names,
     num_messages,
@@ -30,7 +30,7 @@ _SETTLING_CYCLES, _CYCLES = 10, 6
 
 
 def recommend_dts(
-    network: Network,
+    network: NetworkCosts,
     step: Step,
     *,
     world_size: int,

@@ -14,7 +14,7 @@ from hop_tf import codecs
 from hop_tf.arguments import check_choice
 from hop_tf.tensors.buffers import BufferPool
 from hop_tf.timing import dts, dts_recommendation, pipe_sgd
-from hop_tf.timing.costs import ALGORITHMS, FLOAT32_BYTES, Network, Step
+from hop_tf.timing.costs import ALGORITHMS, FLOAT32_BYTES, NetworkCosts, Step
 
 if TYPE_CHECKING:
     from hop_tf.strategy import ExchangeStrategy
@@ -53,7 +53,7 @@ class Measurement:
 
     world_size: int
     num_bytes: int
-    network: Network
+    network: NetworkCosts
     step: Step
     codec_seconds_per_byte: Mapping[str, float]
     bytes_per_value: float = FLOAT32_BYTES
@@ -145,7 +145,7 @@ def measure(strategy: ExchangeStrategy) -> Measurement:
         world_size=p,
         num_bytes=num_exchanged,
         bytes_per_value=num_exchanged / strategy.num_exchanged_values if num_exchanged else FLOAT32_BYTES,
-        network=Network(
+        network=NetworkCosts(
             latency_seconds=min(latency, mesh / 2),
             seconds_per_byte=in_ring / (2 * share * num_bytes),
             reduce_seconds_per_byte=gamma,

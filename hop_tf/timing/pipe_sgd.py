@@ -17,7 +17,7 @@ from hop_tf.timing.costs import (
     ALGORITHMS,
     FLOAT32_BYTES,
     RESOLUTION,
-    Network,
+    NetworkCosts,
     Step,
     check_codec_names,
     communication_seconds,
@@ -122,7 +122,7 @@ class Plan:
 
 
 def predict(
-    network: Network,
+    network: NetworkCosts,
     step: Step,
     *,
     world_size: int,
@@ -190,7 +190,7 @@ def predict(
 
 
 def recommend(
-    network: Network,
+    network: NetworkCosts,
     step: Step,
     *,
     world_size: int,

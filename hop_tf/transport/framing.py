@@ -33,7 +33,7 @@ _ACK_REQUESTED = 1
 _NOTHING = BufferPool().take(0)
 
 
-class Kind(enum.IntEnum):
+class FrameKind(enum.IntEnum):
     """What a frame is for."""
 
     HELLO = 1
@@ -44,7 +44,7 @@ class Kind(enum.IntEnum):
     PONG = 6
 
 
-_KINDS = frozenset(Kind)
+_KINDS = frozenset(FrameKind)
 
 
 @dataclasses.dataclass(slots=True)
@@ -82,7 +82,7 @@ class Frame:
       ack_requested: Whether the sender wants to know when the message has been received.
     """
 
-    kind: Kind
+    kind: FrameKind
     sequence: int = 0
     queue: bytes = b""
     header: bytes = b""
@@ -91,7 +91,7 @@ class Frame:
     ack_requested: bool = False
 
 
-def encode(kind: Kind, *, sequence: int = 0, body: bytes = b"") -> bytes:
+def encode(kind: FrameKind, *, sequence: int = 0, body: bytes = b"") -> bytes:
     """A frame that carries no message.
 
     Args:
@@ -106,7 +106,7 @@ def encode_start(message: Outgoing) -> bytes:
     """The beginning of a message's frame, up to the payload."""
     flags = _ACK_REQUESTED if message.ack_requested else 0
     lengths = (message.num_bytes - len(message.header), len(message.header), len(message.queue))
-    head = _HEAD.pack(_MAGIC, PROTOCOL_VERSION, Kind.MESSAGE, flags, message.sequence, *lengths)
+    head = _HEAD.pack(_MAGIC, PROTOCOL_VERSION, FrameKind.MESSAGE, flags, message.sequence, *lengths)
     return b"".join((head, message.queue, message.header))
 
 
@@ -131,7 +131,7 @@ def encode_message(message: Outgoing) -> Iterator[bytes]:
 class Head:
     """A parsed head: `Frame` says what the fields mean."""
 
-    kind: Kind
+    kind: FrameKind
     ack_requested: bool
     sequence: int
     payload_bytes: int
@@ -167,7 +167,7 @@ def decode_head(data: bytes) -> Head:
     if queue_bytes > MAX_QUEUE_BYTES or header_bytes > MAX_HEADER_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
         lengths = f"queue {queue_bytes}, header {header_bytes}, payload {payload_bytes}"
         raise ProtocolError(f"a frame has lengths beyond the limits: {lengths}.")
-    return Head(Kind(kind), bool(flags & _ACK_REQUESTED), sequence, payload_bytes, header_bytes, queue_bytes)
+    return Head(FrameKind(kind), bool(flags & _ACK_REQUESTED), sequence, payload_bytes, header_bytes, queue_bytes)
 
 
 def decode(data: bytes) -> Frame:

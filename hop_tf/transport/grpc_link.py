@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import grpc
 
 from hop_tf.errors import ProtocolError
-from hop_tf.transport.framing import Kind, decode, encode, encode_message
+from hop_tf.transport.framing import FrameKind, decode, encode, encode_message
 from hop_tf.transport.link import Link
 from hop_tf.transport.outbox import Outbox
 from hop_tf.transport.peer import Peer
@@ -85,7 +85,7 @@ class GrpcLink(Link):
     # What is sent. gRPC calls the generator from a thread of its own.
 
     def _requests(self, connection: _Connection) -> Iterator[bytes]:
-        yield encode(Kind.HELLO, body=self._hello())
+        yield encode(FrameKind.HELLO, body=self._hello())
         if not connection.wait_accepted():
             return
         if self._heartbeat_seconds is None:
@@ -126,11 +126,11 @@ class GrpcLink(Link):
 
     def _take_answer(self, data: bytes, connection: _Connection) -> None:
         frame = decode(data)
-        if frame.kind == Kind.HELLO_REPLY and not connection.accepted:
+        if frame.kind == FrameKind.HELLO_REPLY and not connection.accepted:
             connection.accept(self._accepted(frame.header))
-        elif frame.kind == Kind.ACKNOWLEDGE and connection.accepted:
+        elif frame.kind == FrameKind.ACKNOWLEDGE and connection.accepted:
             self._outbox.acknowledge(connection.epoch, frame.sequence)
-        elif frame.kind == Kind.PONG and connection.pinged_at:
+        elif frame.kind == FrameKind.PONG and connection.pinged_at:
             self._peer.record_round_trip(time.monotonic() - connection.pinged_at.popleft())
         else:
             raise ProtocolError(f"{self._peer} answered with an unexpected {frame.kind.name}.")
@@ -139,7 +139,7 @@ class GrpcLink(Link):
 
 def _ping(connection: _Connection) -> bytes:
     connection.pinged_at.append(time.monotonic())
-    return encode(Kind.PING)
+    return encode(FrameKind.PING)
 
 
 class _Connection:

@@ -11,7 +11,7 @@ import grpc
 
 from hop_tf.errors import HopError, ProtocolError
 from hop_tf.tensors.buffers import BufferPool
-from hop_tf.transport.framing import Assembler, Frame, Kind, decode, encode
+from hop_tf.transport.framing import Assembler, Frame, FrameKind, decode, encode
 from hop_tf.transport.grpc_link import METHOD
 from hop_tf.transport.handshake import CONTROL_LANE, Greeting, Handshake, HelloRefusedError
 from hop_tf.transport.inbox import Dispatcher, Inbox, make_message
@@ -113,7 +113,7 @@ class StreamHandler(grpc.GenericRpcHandler):
             yield from self._receive(greeting, requests, context)
         except HelloRefusedError as error:
             self._on_refused(context.peer(), error)
-            yield encode(Kind.HELLO_REPLY, body=error.reply)
+            yield encode(FrameKind.HELLO_REPLY, body=error.reply)
         except ProtocolError as error:
             self._on_refused(context.peer(), error)
             context.set_code(grpc.StatusCode.INVALID_ARGUMENT)
@@ -145,7 +145,7 @@ class StreamHandler(grpc.GenericRpcHandler):
 
     def _greet(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Greeting:
         frame = decode(next(requests, b""))
-        if frame.kind != Kind.HELLO:
+        if frame.kind != FrameKind.HELLO:
             raise ProtocolError(f"a stream must begin with HELLO. Received: {frame.kind.name}.")
         # From here on `close` lets the answer out: who is refused, and not told, would wait for a rank that is gone.
         self._forget(context)
@@ -166,7 +166,7 @@ class StreamHandler(grpc.GenericRpcHandler):
         if not context.add_callback(greeting.peer.link_down):
             greeting.peer.link_down()
             return
-        yield encode(Kind.HELLO_REPLY, body=self._handshake.accept(received_sequence))
+        yield encode(FrameKind.HELLO_REPLY, body=self._handshake.accept(received_sequence))
         if greeting.lane == CONTROL_LANE:
             yield from _answer_heartbeats(greeting.peer, requests)
         else:
@@ -181,15 +181,15 @@ class StreamHandler(grpc.GenericRpcHandler):
             if not stream.deliver(frame):
                 return
             if frame.ack_requested:
-                yield encode(Kind.ACKNOWLEDGE, sequence=frame.sequence)
+                yield encode(FrameKind.ACKNOWLEDGE, sequence=frame.sequence)
 
 
 def _answer_heartbeats(peer: Peer, requests: Iterator[bytes]) -> Iterator[bytes]:
     for data in requests:
-        if decode(data).kind != Kind.PING:
+        if decode(data).kind != FrameKind.PING:
             raise ProtocolError(f"{peer} sent something other than PING on the control lane.")
         peer.heard()
-        yield encode(Kind.PONG)
+        yield encode(FrameKind.PONG)
 
 
 class _Stream:

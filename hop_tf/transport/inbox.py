@@ -11,7 +11,7 @@ import numpy as np
 
 from hop_tf.errors import HopError, ProtocolError
 from hop_tf.transport.base import Handler, Message
-from hop_tf.transport.framing import Frame, Kind
+from hop_tf.transport.framing import Frame, FrameKind
 from hop_tf.transport.peer import Peer
 
 # Messages of one sender and lane that are held for queues without a handler.
@@ -24,7 +24,7 @@ def make_message(peer: Peer, frame: Frame, payload: np.ndarray) -> Message:
     Raises:
       ProtocolError: If the frame is no message to a queue.
     """
-    if frame.kind != Kind.MESSAGE or not frame.queue:
+    if frame.kind != FrameKind.MESSAGE or not frame.queue:
         raise ProtocolError(f"{peer} sent {frame.kind.name} to queue {frame.queue!r} on a message lane.")
     try:
         return Message(peer.rank, frame.queue.decode(), frame.header, payload)

@@ -10,7 +10,7 @@ from absl import logging
 
 from hop_tf.errors import HopError, ProtocolError
 from hop_tf.transport.connection import Connection
-from hop_tf.transport.framing import Kind, encode
+from hop_tf.transport.framing import FrameKind, encode
 from hop_tf.transport.grpc_link import GrpcLink
 
 _CONNECT_TIMEOUT_SECONDS = 5.0
@@ -147,9 +147,9 @@ class TcpLink(GrpcLink):
     def _use(self, connection: Connection) -> None:
         self._stream_begins(connection.end)
         connection.set_timeout(_GREETING_TIMEOUT_SECONDS)
-        connection.write(encode(Kind.HELLO, body=self._hello()))
+        connection.write(encode(FrameKind.HELLO, body=self._hello()))
         reply = connection.read_frame()
-        if reply is None or reply.kind != Kind.HELLO_REPLY:
+        if reply is None or reply.kind != FrameKind.HELLO_REPLY:
             raise ProtocolError(f"{self._peer} did not answer a greeting.")
         epoch = self._accepted(reply.header)
         try:
@@ -181,7 +181,7 @@ class TcpLink(GrpcLink):
     def _read_acknowledgements(self, connection: Connection, epoch: int, problems: list[Exception]) -> None:
         try:
             while (frame := connection.read_frame()) is not None:
-                if frame.kind != Kind.ACKNOWLEDGE:
+                if frame.kind != FrameKind.ACKNOWLEDGE:
                     raise ProtocolError(f"{self._peer} answered with an unexpected {frame.kind.name}.")
                 self._peer.heard()
                 self._outbox.acknowledge(epoch, frame.sequence)

@@ -13,7 +13,7 @@ from absl import logging
 from hop_tf.errors import HopError, ProtocolError
 from hop_tf.tensors.buffers import BufferPool
 from hop_tf.transport.connection import Connection
-from hop_tf.transport.framing import Kind, encode, take_buffer
+from hop_tf.transport.framing import FrameKind, encode, take_buffer
 from hop_tf.transport.grpc_server import DaemonExecutor
 from hop_tf.transport.handshake import CONTROL_LANE, Greeting, Handshake, HelloRefusedError
 from hop_tf.transport.inbox import Dispatcher, Inbox, make_message
@@ -107,7 +107,7 @@ class TcpServer:
         except HelloRefusedError as error:
             self._on_refused(address, error)
             with contextlib.suppress(OSError):
-                connection.write(encode(Kind.HELLO_REPLY, body=error.reply))
+                connection.write(encode(FrameKind.HELLO_REPLY, body=error.reply))
         except ProtocolError as error:
             self._on_refused(address, error)
         except OSError as error:
@@ -125,7 +125,7 @@ class TcpServer:
             frame = connection.read_frame()
             if frame is None:
                 raise ConnectionAbortedError("it was closed before a greeting")  # As by a rank that leaves just then.
-            if frame.kind != Kind.HELLO:
+            if frame.kind != FrameKind.HELLO:
                 raise ProtocolError("a connection must begin with HELLO.")
             greeting = self._handshake.check_hello(frame.header)
         except TimeoutError as error:
@@ -143,7 +143,7 @@ class TcpServer:
         self._replace_earlier(connection, greeting)
         greeting.peer.link_up()
         try:
-            connection.write(encode(Kind.HELLO_REPLY, body=self._handshake.accept(received_sequence)))
+            connection.write(encode(FrameKind.HELLO_REPLY, body=self._handshake.accept(received_sequence)))
             connection.set_timeout(None)
             lane = _Lane(connection, greeting.peer, inbox, epoch, self._pool)
             while lane.take_message():
@@ -179,7 +179,7 @@ class _Lane:
         if not self._inbox.accept(self._epoch, frame.sequence, message):
             return False
         if frame.ack_requested:
-            self._connection.write(encode(Kind.ACKNOWLEDGE, sequence=frame.sequence))
+            self._connection.write(encode(FrameKind.ACKNOWLEDGE, sequence=frame.sequence))
         return True
 
     def _read_payload(self, num_bytes: int) -> np.ndarray:

@@ -20,7 +20,7 @@ import numpy as np
 from hop_tf.errors import ProtocolError
 from hop_tf.membership import Membership
 from hop_tf.strategies.canary.layout import Layout, Ledger, Piece
-from hop_tf.strategies.canary.messages import Channel, Header, Kind
+from hop_tf.strategies.canary.messages import Channel, Header, MessageKind
 from hop_tf.strategies.canary.peers import Peers, is_past
 from hop_tf.strategies.canary.pieces import PieceThread
 from hop_tf.strategies.canary.replica import Replica
@@ -136,7 +136,7 @@ class Contributions:
             self._peers.has_contributed(rank, key, tuple(self._sent[key]))
             self._peers.done.add(rank)
             others = self._peers.present()
-        self._tell(others, Kind.DONE, key, self._sent[key])
+        self._tell(others, MessageKind.DONE, key, self._sent[key])
         self.recheck()
 
     def tell_newcomer_of_end(self, newcomer: int) -> None:
@@ -144,7 +144,7 @@ class Contributions:
 
         It counts in no layout, and makes none known.
         """
-        self._tell([newcomer], Kind.DONE, self._peers.present_key(), [])
+        self._tell([newcomer], MessageKind.DONE, self._peers.present_key(), [])
 
     def _tell_move(self) -> None:
         """Tells how often this rank has contributed to the layout before, and that it contributes to no other one."""
@@ -156,13 +156,18 @@ class Contributions:
             self._peers.has_moved(rank, key)
             others = self._peers.present()
         if before is None:
-            self._tell(others, Kind.MOVED, key, [])
+            self._tell(others, MessageKind.MOVED, key, [])
         else:
-            self._tell(others, Kind.MOVED, key, self._sent[before], [np.frombuffer(before, np.uint8)])
+            self._tell(others, MessageKind.MOVED, key, self._sent[before], [np.frombuffer(before, np.uint8)])
         self.recheck()
 
     def _tell(
-        self, ranks: Sequence[int], kind: Kind, key: bytes, counts: Sequence[int], payload: Sequence[np.ndarray] = ()
+        self,
+        ranks: Sequence[int],
+        kind: MessageKind,
+        key: bytes,
+        counts: Sequence[int],
+        payload: Sequence[np.ndarray] = (),
     ) -> None:
         contributions = tuple((count, colayer) for colayer, count in enumerate(counts))
         header = self._channel.header(kind, key, contributions=contributions)
@@ -172,7 +177,7 @@ class Contributions:
     def receive(self, header: Header, message: Message) -> None:
         """Another rank has told how often it has contributed to a layout; the monitor is held."""
         key = message.payload.tobytes()
-        if header.kind is Kind.DONE and header.contributions:
+        if header.kind is MessageKind.DONE and header.contributions:
             key = header.key
         if len(key) not in (0, len(header.key)) or len(header.contributions) != (self._num_colayers if key else 0):
             raise ProtocolError(f"rank {message.sender} tells of {len(header.contributions)} colayers.")
@@ -181,7 +186,7 @@ class Contributions:
         if key and key[rank] == self._peers.key_of(rank) and not self._replica.is_freed(key):
             self.hear_of(key)
             self._peers.has_contributed(message.sender, key, [count for count, _ in header.contributions])
-        if header.kind is Kind.DONE:
+        if header.kind is MessageKind.DONE:
             self._peers.done.add(message.sender)
         else:
             self._peers.has_moved(message.sender, header.key)
@@ -216,7 +221,7 @@ class Contributions:
             if new := [rank for rank in self._peers.alive(key) if (key, rank) not in self._told]:
                 self._told.update((key, rank) for rank in new)
                 # Not here: what has received something must not wait until something is sent.
-                self._threads[0].put(functools.partial(self._tell, new, Kind.HEARD, key, []))
+                self._threads[0].put(functools.partial(self._tell, new, MessageKind.HEARD, key, []))
 
     # What is under way.
 

@@ -12,8 +12,8 @@ import functools
 
 from hop_tf.membership import Membership
 from hop_tf.strategies.canary.contributions import Contributions
-from hop_tf.strategies.canary.messages import Channel, Kind
-from hop_tf.strategies.canary.pacing import Pacing
+from hop_tf.strategies.canary.flow_control import FlowControl
+from hop_tf.strategies.canary.messages import Channel, MessageKind
 from hop_tf.strategies.canary.peers import Peers, is_past
 
 
@@ -25,17 +25,22 @@ class Ending:
       peers: What is known of the others.
       contributions: What is under way.
       channel: Sends messages.
-      pacing: Waits for the others' last steps.
+      flow_control: Waits for the others' last steps.
     """
 
     def __init__(
-        self, membership: Membership, peers: Peers, contributions: Contributions, channel: Channel, pacing: Pacing
+        self,
+        membership: Membership,
+        peers: Peers,
+        contributions: Contributions,
+        channel: Channel,
+        flow_control: FlowControl,
     ):
         self._membership = membership
         self._peers = peers
         self._contributions = contributions
         self._channel = channel
-        self._pacing = pacing
+        self._flow_control = flow_control
 
     def agree(self, k: int) -> bytes:
         """Waits until all that end together know each other, have made their last step, and have merged all.
@@ -47,7 +52,7 @@ class Ending:
           HopError: As `Membership.wait` does.
         """
         while True:
-            self._pacing.wait_for_others(k)
+            self._flow_control.wait_for_others(k)
             self._contributions.settle()
             incarnations = self._tell()
             self._wait(functools.partial(self._missing, incarnations), k)
@@ -60,7 +65,7 @@ class Ending:
     def _tell(self) -> bytes:
         with self._membership.monitor:
             incarnations, others = self._peers.incarnations(), self._peers.present()
-        header = self._channel.header(Kind.ENDING, incarnations)
+        header = self._channel.header(MessageKind.ENDING, incarnations)
         for rank in others:
             self._channel.send(rank, header)
         return incarnations

@@ -19,10 +19,10 @@ from hop_tf.runtime.joining import Joiner
 from hop_tf.strategies.canary.contributions import Contributions
 from hop_tf.strategies.canary.encoding import PieceEncoding
 from hop_tf.strategies.canary.ending import Ending
+from hop_tf.strategies.canary.flow_control import FlowControl
 from hop_tf.strategies.canary.gei import Thresholds
 from hop_tf.strategies.canary.layout import Layout, Piece
-from hop_tf.strategies.canary.messages import COUNTING, Channel, Header, Kind
-from hop_tf.strategies.canary.pacing import Pacing
+from hop_tf.strategies.canary.messages import COUNTING, Channel, Header, MessageKind
 from hop_tf.strategies.canary.peers import Peers
 from hop_tf.strategies.canary.pieces import PieceThread, checked_piece
 from hop_tf.strategies.canary.pull import Pulling
@@ -109,8 +109,8 @@ class CanaryExchange(Exchange, Joiner):
         # On each edge one may be held up, for a rank that is slow, until the next one comes.
         depth = max(route.depth for route in settings.network.routes(membership.world_size))
         window = settings.max_in_flight + depth - 1
-        self._pacing = Pacing(membership, self._peers, self._contributions, self._threads, window)
-        self._ending = Ending(membership, self._peers, self._contributions, self._channel, self._pacing)
+        self._flow_control = FlowControl(membership, self._peers, self._contributions, self._threads, window)
+        self._ending = Ending(membership, self._peers, self._contributions, self._channel, self._flow_control)
         self._final = context.make_all_reduce("final", whole, Identity(), "mesh")
         self._num_dropped = self._num_late = 0
         with tf.init_scope(), tf.device("/cpu:0"):
@@ -127,7 +127,7 @@ class CanaryExchange(Exchange, Joiner):
         membership, settings = self._membership, self._settings
 
         def send_values(
-            rank: int, level: int, kind: Kind, layout: Layout, piece: Piece, sequence: int, values: np.ndarray
+            rank: int, level: int, kind: MessageKind, layout: Layout, piece: Piece, sequence: int, values: np.ndarray
         ) -> None:
             self._channel.send(rank, self._channel.header(kind, layout.key, piece.index, sequence), [values], level)
 
@@ -199,8 +199,8 @@ class CanaryExchange(Exchange, Joiner):
     def _enter(self, k: int) -> None:
         """Begins to send what iteration k has computed."""
         self._contributions.look_at_departures()
-        self._pacing.wait_for_window(k)
-        self._pacing.wait_for_room(k)
+        self._flow_control.wait_for_window(k)
+        self._flow_control.wait_for_room(k)
         with self.replica.lock:
             self.replica.gei.start(k)
         self._contributions.move(k)
@@ -232,7 +232,7 @@ class CanaryExchange(Exchange, Joiner):
         if data is None:
             data = self.replica.encoding.encode(piece, values)
         contributions = ((self._membership.rank, k),)
-        header = self._channel.header(Kind.UP, layout.key, piece.index, contributions=contributions)
+        header = self._channel.header(MessageKind.UP, layout.key, piece.index, contributions=contributions)
         self._channel.send(piece.parent, header, [data], piece.parent_level)
 
     def _end_iteration(self, k: int) -> Incoming:
@@ -313,21 +313,21 @@ class CanaryExchange(Exchange, Joiner):
     def _handle(self, header: Header, message: Message) -> None:
         if header.kind in COUNTING:
             self._contributions.receive(header, message)
-        elif header.kind is Kind.FULL:
+        elif header.kind is MessageKind.FULL:
             self._peers.full.add((message.sender, header.piece))
-        elif header.kind is Kind.ROOM:
+        elif header.kind is MessageKind.ROOM:
             self._peers.full.discard((message.sender, header.piece))
-        elif header.kind is Kind.STATE:
+        elif header.kind is MessageKind.STATE:
             self._pulling.receive(message.sender, message.payload)
-        elif header.kind is Kind.PULL:
+        elif header.kind is MessageKind.PULL:
             self._contributions.free_layouts()  # A state tells which ones were.
             sender, key = message.sender, header.key
             self._threads[0].answer(lambda has_state: self._pulling.answer(sender, key, has_state=has_state))
-        elif header.kind is Kind.ENDING:
+        elif header.kind is MessageKind.ENDING:
             self._peers.ending[message.sender] = header.key
         elif self.replica.is_freed(header.key):
             self._num_late += len(header.contributions)
-        elif header.kind is Kind.HEARD:
+        elif header.kind is MessageKind.HEARD:
             self._contributions.hear_of(header.key)
         else:
             layout = self._contributions.hear_of(header.key)
@@ -364,8 +364,8 @@ class CanaryExchange(Exchange, Joiner):
             "messages_merged": sum(thread.num_messages for thread in self._threads),
             "duplicates": self.replica.num_duplicates,
             "resyncs": sum(thread.num_resyncs for thread in self._threads),
-            "inbox_waits": self._pacing.num_waits,
-            "window_waits": self._pacing.num_window_waits,
+            "inbox_waits": self._flow_control.num_waits,
+            "window_waits": self._flow_control.num_window_waits,
         }
 
     def gauges(self) -> Mapping[str, float]:

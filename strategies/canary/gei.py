@@ -95,7 +95,7 @@ class Thresholds:
 
 
 @dataclasses.dataclass(frozen=True)
-class Snapshot:
+class GEIRows:
     """The rows of a matrix as arrays.
 
     Attributes:
@@ -177,7 +177,7 @@ class GEIMatrix:
         """From now on rows are kept for the sake of this rank again: it has joined."""
         self._completed.setdefault(rank, _NONE)
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> GEIRows:
         """What another matrix needs to know of this one. See `absorb`."""
         iterations = np.array(list(self._rows), np.int64)
         width = -(-self._world_size // 8)
@@ -188,14 +188,14 @@ class GEIMatrix:
             for (rank, colayer), count in row.num_merged.items()
         ]
         completed = [self.completed(rank) for rank in range(self._world_size)]
-        return Snapshot(
+        return GEIRows(
             iterations,
             np.frombuffer(bits, np.uint8).reshape(len(iterations), self._num_colayers, width),
             np.array(parts, np.int64).reshape(-1, 4),
             np.array(completed, np.int64),
         )
 
-    def absorb(self, other: Snapshot) -> None:
+    def absorb(self, other: GEIRows) -> None:
         """All that was merged where another matrix is has been merged here: it takes its bits, and its incomplete ones.
 
         What was merged here should have been merged there, too: of what was not, bits of newer iterations than there

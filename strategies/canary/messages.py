@@ -20,7 +20,7 @@ _HEAD = struct.Struct("<IIqqI")
 _CONTRIBUTION = struct.Struct("<Iq")
 
 
-class Kind(enum.IntEnum):
+class MessageKind(enum.IntEnum):
     """Of a message.
 
     Attributes:
@@ -64,7 +64,7 @@ class Kind(enum.IntEnum):
 
 
 # Where contributions are counts and colayers.
-COUNTING = (Kind.DONE, Kind.MOVED)
+COUNTING = (MessageKind.DONE, MessageKind.MOVED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Header:
       contributions: Ranks and iterations of what is summed up.
     """
 
-    kind: Kind
+    kind: MessageKind
     key: bytes
     newest: int
     piece: int = 0
@@ -104,12 +104,12 @@ class Header:
         if len(header) < start:
             raise ProtocolError(f"rank {message.sender} sent an unexpected message to {message.queue!r}.")
         kind, piece, newest, sequence, count = _HEAD.unpack(header[: _HEAD.size])
-        if len(header) != start + count * _CONTRIBUTION.size or kind not in set(Kind):
+        if len(header) != start + count * _CONTRIBUTION.size or kind not in set(MessageKind):
             raise ProtocolError(f"rank {message.sender} sent a malformed message to {message.queue!r}.")
         contributions = tuple(_CONTRIBUTION.iter_unpack(header[start:]))
         if kind not in COUNTING and any(rank >= world_size for rank, _ in contributions):
             raise ProtocolError(f"rank {message.sender} sent contributions of ranks that there are not.")
-        return cls(Kind(kind), header[_HEAD.size : start], newest, piece, sequence, contributions)
+        return cls(MessageKind(kind), header[_HEAD.size : start], newest, piece, sequence, contributions)
 
 
 class Channel:
@@ -126,7 +126,7 @@ class Channel:
 
     def header(
         self,
-        kind: Kind,
+        kind: MessageKind,
         key: bytes,
         piece: int = 0,
         sequence: int = 0,

@@ -6,10 +6,10 @@ from collections.abc import Collection, Sequence
 
 from hop_tf.membership import Membership
 from hop_tf.strategies.canary.layout import Layout, Piece
-from hop_tf.strategies.canary.messages import Header, Kind
+from hop_tf.strategies.canary.messages import Header, MessageKind
 
 _LARGEST_INCARNATION = 126
-_MERGED = (Kind.UP, Kind.DOWN, Kind.MARKED_DOWN)
+_MERGED = (MessageKind.UP, MessageKind.DOWN, MessageKind.MARKED_DOWN)
 
 
 class Peers:

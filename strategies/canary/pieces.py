@@ -23,7 +23,7 @@ import numpy as np
 from hop_tf.errors import ProtocolError
 from hop_tf.membership import Membership
 from hop_tf.strategies.canary.layout import Layout, Piece
-from hop_tf.strategies.canary.messages import Channel, Header, Kind
+from hop_tf.strategies.canary.messages import Channel, Header, MessageKind
 from hop_tf.strategies.canary.peers import Peers
 from hop_tf.strategies.canary.replica import Replica
 from hop_tf.strategies.canary.resync import Resync
@@ -220,7 +220,7 @@ class PieceThread:
         """On this thread, so that others hear it in order; they hear it though their own inboxes be full."""
         with self._monitor:
             self._is_full = not self._is_full
-            kind, others = Kind.FULL if self._is_full else Kind.ROOM, self._peers.present()
+            kind, others = MessageKind.FULL if self._is_full else MessageKind.ROOM, self._peers.present()
             header = self._channel.header(kind, self._peers.present_key(), self._index)
         for rank in others:
             self._channel.send(rank, header)
@@ -245,11 +245,11 @@ class PieceThread:
         """Takes a message, or keeps it while a rank has yet to be met: what is passed on to that one would be lost."""
         if self._peers.is_ahead(layout.key):
             self._early.append((layout, piece, header, sender, payload))
-        elif header.kind is Kind.UP:
+        elif header.kind is MessageKind.UP:
             self._add(layout, piece, sender, header.contributions, data=payload)
-        elif header.kind in (Kind.DOWN, Kind.MARKED_DOWN):
+        elif header.kind in (MessageKind.DOWN, MessageKind.MARKED_DOWN):
             self._go_down(layout, piece, header, payload)
-        elif header.kind is Kind.END:
+        elif header.kind is MessageKind.END:
             self._end(layout, piece, header)
         else:
             self._resync.receive(layout, piece, header, sender, payload)
@@ -311,19 +311,19 @@ class PieceThread:
         pending.begin_next()
         data = self._replica.encoding.encode(piece, total)
         if piece.parent is not None:
-            header = self._channel.header(Kind.UP, layout.key, piece.index, contributions=contributions)
+            header = self._channel.header(MessageKind.UP, layout.key, piece.index, contributions=contributions)
             self._channel.send(piece.parent, header, [data], piece.parent_level)
             return
         sequence = int(layout.ledger.sequences[piece.index]) + 1
         newest = max(iteration for _, iteration in contributions)
-        kind = Kind.MARKED_DOWN if self._resync.is_due(layout, piece, newest) else Kind.DOWN
+        kind = MessageKind.MARKED_DOWN if self._resync.is_due(layout, piece, newest) else MessageKind.DOWN
         self._go_down(layout, piece, self._channel.header(kind, layout.key, piece.index, sequence, contributions), data)
 
     def _go_down(self, layout: Layout, piece: Piece, header: Header, data: np.ndarray) -> None:
         for child, level in piece.children:
             self._channel.send(child, header, [data], level)
         is_merged = self._replica.merge(layout, piece, header, data)
-        if header.kind is Kind.MARKED_DOWN:
+        if header.kind is MessageKind.MARKED_DOWN:
             self._resync.begin(layout, piece, takes_part=is_merged)
         if is_merged:
             self.num_messages += 1
@@ -338,7 +338,7 @@ class PieceThread:
         with self._monitor:
             is_due = not (pending and pending.senders) and self._peers.has_all_come(layout, piece)
         if is_due:
-            self._end(layout, piece, self._channel.header(Kind.END, layout.key, piece.index))
+            self._end(layout, piece, self._channel.header(MessageKind.END, layout.key, piece.index))
 
     def _end(self, layout: Layout, piece: Piece, header: Header) -> None:
         for child, level in piece.children:
@@ -360,12 +360,12 @@ def checked_piece(layout: Layout, header: Header, sender: int) -> Piece:
         raise ProtocolError(f"rank {sender} sent a message about piece {header.piece} of {len(layout.pieces)}.")
     piece = layout.pieces[header.piece]
     expected = {
-        Kind.UP: [child for child, _ in piece.children],
-        Kind.DOWN: [piece.parent],
-        Kind.MARKED_DOWN: [piece.parent],
-        Kind.VALUES: [piece.root],
-        Kind.MEAN: [piece.parent],
-        Kind.END: [piece.parent],
+        MessageKind.UP: [child for child, _ in piece.children],
+        MessageKind.DOWN: [piece.parent],
+        MessageKind.MARKED_DOWN: [piece.parent],
+        MessageKind.VALUES: [piece.root],
+        MessageKind.MEAN: [piece.parent],
+        MessageKind.END: [piece.parent],
     }.get(header.kind, layout.ranks)
     if sender not in expected:
         raise ProtocolError(f"rank {sender} sent {header.kind.name} of a piece that it has no part in.")

@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from hop_tf.membership import Membership
-from hop_tf.strategies.canary.messages import Channel, Kind
+from hop_tf.strategies.canary.messages import Channel, MessageKind
 from hop_tf.strategies.canary.peers import Peers
 from hop_tf.strategies.canary.replica import Replica
 
@@ -64,7 +64,7 @@ class Pulling:
                 self._state, self._asked = None, fastest
             if fastest is None:
                 break
-            self._channel.send(fastest, self._channel.header(Kind.PULL, key))
+            self._channel.send(fastest, self._channel.header(MessageKind.PULL, key))
             self._membership.wait(
                 lambda rank=fastest, key=key: (
                     [rank] if self._state is None and self._peers.key_of(rank) == key[rank] else []
@@ -92,4 +92,4 @@ class Pulling:
     def answer(self, rank: int, key: bytes, *, has_state: bool) -> None:
         """Sends this rank's state, if it has one to give."""
         state = self._replica.state(rank, key[rank]) if has_state and self._replica.is_complete else []
-        self._channel.send(rank, self._channel.header(Kind.STATE, key), state)
+        self._channel.send(rank, self._channel.header(MessageKind.STATE, key), state)

@@ -20,7 +20,7 @@ from hop_tf.errors import ProtocolError
 from hop_tf.strategies.canary.encoding import PieceEncoding
 from hop_tf.strategies.canary.gei import GEIMatrix
 from hop_tf.strategies.canary.layout import Layout, Ledger, Piece
-from hop_tf.strategies.canary.messages import Header, Kind
+from hop_tf.strategies.canary.messages import Header, MessageKind
 from hop_tf.strategies.canary.state import (
     join_index,
     join_snapshots,
@@ -202,7 +202,7 @@ class Replica:
                 return False
             self.encoding.accumulate(piece, data, self.slice_of(piece))
             layout.ledger.header(piece.index, header.sequence, header.contributions)
-            if header.kind is Kind.MARKED_DOWN:
+            if header.kind is MessageKind.MARKED_DOWN:
                 self.snapshots[layout.key, piece.index] = self.slice_of(piece).copy()
             num_pieces = len(layout.by_colayer[piece.colayer])
             for rank, iteration in header.contributions:

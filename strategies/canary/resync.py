@@ -20,7 +20,7 @@ import numpy as np
 
 from hop_tf.errors import ProtocolError
 from hop_tf.strategies.canary.layout import Layout, Piece
-from hop_tf.strategies.canary.messages import Header, Kind
+from hop_tf.strategies.canary.messages import Header, MessageKind
 from hop_tf.strategies.canary.replica import Replica
 
 _Key = tuple[bytes, int]
@@ -46,7 +46,7 @@ class Resync:
         rank: int,
         interval: int | None,
         takes_part: Callable[[Layout, int], bool],
-        send: Callable[[int, int, Kind, Layout, Piece, int, np.ndarray], None],
+        send: Callable[[int, int, MessageKind, Layout, Piece, int, np.ndarray], None],
     ):
         self._replica = replica
         self._rank = rank
@@ -88,14 +88,16 @@ class Resync:
         with self._replica.lock:
             if takes_part and not self._is_alone(layout):
                 self._replica.snapshots.pop((layout.key, piece.index), None)
-        self._tell(layout, piece, Kind.DIGEST, _digest(self._snapshot(layout, piece) if takes_part else _NOTHING))
+        self._tell(
+            layout, piece, MessageKind.DIGEST, _digest(self._snapshot(layout, piece) if takes_part else _NOTHING)
+        )
 
     def _snapshot(self, layout: Layout, piece: Piece) -> np.ndarray:
         """What the piece was with the marked message; empty where that is not known, or of no use."""
         with self._replica.lock:
             return self._replica.snapshots.get((layout.key, piece.index), _NOTHING)
 
-    def _tell(self, layout: Layout, piece: Piece, kind: Kind, values: np.ndarray) -> None:
+    def _tell(self, layout: Layout, piece: Piece, kind: MessageKind, values: np.ndarray) -> None:
         """Sends something to the piece's root."""
         if piece.root == self._rank:
             self._collect(layout, piece, self._rank, kind, values)
@@ -108,15 +110,15 @@ class Resync:
 
     def receive(self, layout: Layout, piece: Piece, header: Header, sender: int, payload: np.ndarray) -> None:
         """Takes a message of a resync."""
-        if header.kind is Kind.VALUES:
-            self._tell(layout, piece, Kind.SNAPSHOT, self._snapshot(layout, piece))
-        elif header.kind is Kind.DIGEST:
+        if header.kind is MessageKind.VALUES:
+            self._tell(layout, piece, MessageKind.SNAPSHOT, self._snapshot(layout, piece))
+        elif header.kind is MessageKind.DIGEST:
             self._collect(layout, piece, sender, header.kind, payload)
         else:
             values = payload.view(self._replica.encoding.dtype_of(piece))
             if values.size and values.size != piece.where.stop - piece.where.start:
                 raise ProtocolError(f"rank {sender} sent {values.size} values of a piece that has others.")
-            if header.kind is Kind.SNAPSHOT:
+            if header.kind is MessageKind.SNAPSHOT:
                 self._collect(layout, piece, sender, header.kind, values)
             else:
                 self._go_down(layout, piece, header.sequence, values)
@@ -144,10 +146,10 @@ class Resync:
             layout = self._replica.layout(key)
             self._finish_if_complete(layout, layout.pieces[index])
 
-    def _collect(self, layout: Layout, piece: Piece, sender: int, kind: Kind, values: np.ndarray) -> None:
+    def _collect(self, layout: Layout, piece: Piece, sender: int, kind: MessageKind, values: np.ndarray) -> None:
         key = layout.key, piece.index
         received = self._received.get(key)
-        if received is not None and (kind is Kind.SNAPSHOT) == (key in self._asked):
+        if received is not None and (kind is MessageKind.SNAPSHOT) == (key in self._asked):
             received[sender] = values
             self._finish_if_complete(layout, piece)
 
@@ -179,9 +181,9 @@ class Resync:
         self._received[key] = {rank: _NOTHING for rank in self._received[key] if rank not in ranks}
         for rank in ranks:
             if rank != self._rank:
-                self._send(rank, piece.thread, Kind.VALUES, layout, piece, 0, _NOTHING)
+                self._send(rank, piece.thread, MessageKind.VALUES, layout, piece, 0, _NOTHING)
         own = self._snapshot(layout, piece) if self._rank in ranks else _NOTHING
-        self._collect(layout, piece, self._rank, Kind.SNAPSHOT, own)
+        self._collect(layout, piece, self._rank, MessageKind.SNAPSHOT, own)
 
     def _go_down(self, layout: Layout, piece: Piece, sequence: int, mean: np.ndarray) -> None:
         """Spreads a mean on the way of the root's other messages: the next marked one comes behind it.
@@ -190,7 +192,7 @@ class Resync:
         """
         for child, level in piece.children:
             if self._takes_part(layout, child):
-                self._send(child, level, Kind.MEAN, layout, piece, sequence, mean)
+                self._send(child, level, MessageKind.MEAN, layout, piece, sequence, mean)
         self._apply(layout, piece, sequence, mean)
 
     def _apply(self, layout: Layout, piece: Piece, sequence: int, mean: np.ndarray) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Container, Mapping
 import numpy as np
 
 from hop_tf.errors import ProtocolError
-from hop_tf.strategies.canary.gei import Snapshot
+from hop_tf.strategies.canary.gei import GEIRows
 from hop_tf.tensors.payloads import join, split
 
 
@@ -37,12 +37,12 @@ def split_tables(payload: np.ndarray, world_size: int, num_columns: int) -> tupl
     return dict(zip(keys, reshaped, strict=True)), set(itertools.compress(keys, are_freed))
 
 
-def join_index(index: Snapshot) -> list[np.ndarray]:
+def join_index(index: GEIRows) -> list[np.ndarray]:
     """The gradient exchange index."""
     return join([each.ravel() for each in (index.iterations, index.bits, index.parts, index.completed)])
 
 
-def split_index(payload: np.ndarray, world_size: int, num_colayers: int) -> Snapshot:
+def split_index(payload: np.ndarray, world_size: int, num_colayers: int) -> GEIRows:
     """The index that `join_index` was given.
 
     Raises:
@@ -50,7 +50,7 @@ def split_index(payload: np.ndarray, world_size: int, num_colayers: int) -> Snap
     """
     try:
         iterations, bits, parts, completed = split(payload)
-        index = Snapshot(
+        index = GEIRows(
             iterations.view(np.int64),
             bits.reshape(-1, num_colayers, -(-world_size // 8)),
             parts.view(np.int64).reshape(-1, 4),

@@ -23,7 +23,7 @@ from hop_tf.timing import measurement
 _MEASUREMENT = timing.Measurement(
     world_size=4,
     num_bytes=100_000_000,
-    network=timing.Network(latency_seconds=1e-4, seconds_per_byte=8e-9),
+    network=timing.NetworkCosts(latency_seconds=1e-4, seconds_per_byte=8e-9),
     step=timing.Step(forward_seconds=0.1, backward_seconds=0.2),
     codec_seconds_per_byte={"identity": 0.0, "truncate16": 1e-10, "int8": 1e-10, "top_k": 1e-10},
 )
@@ -180,7 +180,7 @@ class MeasureTest(tf.test.TestCase, parameterized.TestCase):
         found = InProcessCluster(2, _make_strategy).run(run)[0]
         num_values = 5024 + 64
         self.assertEqual((found.num_bytes, found.bytes_per_value), (2 * num_values, 2))
-        links = timing.Network(latency_seconds=0.0, seconds_per_byte=1.0)
+        links = timing.NetworkCosts(latency_seconds=0.0, seconds_per_byte=1.0)
         found = dataclasses.replace(found, network=links, codec_seconds_per_byte={"identity": 0, "int8": 0})
         for codec, bytes_per_value in ((None, 2), ("int8", 1 + 4 / 512)):
             plan, dts_plan = found.predict(codec=codec), found.predict_dts(codec=codec)

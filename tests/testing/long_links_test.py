@@ -342,7 +342,7 @@ class FarAwayTest(parameterized.TestCase):
     def test_five_seconds_without_a_link(self, member, failure):
         sizes = [10, 3_000_000] * 14
         links = {"bandwidth_bits_per_second": 1e8, "round_trip_seconds": 0.277, "jitter_seconds": 0.01, "reorder": True}
-        with network.Network(2, **links) as net:
+        with network.EmulatedNetwork(2, **links) as net:
             case = {"member": member, "sizes": sizes, "timeout_seconds": 10.0}
             case["addresses"] = [f"{address}:20000" for address in net.addresses]
             receiver, sender = (self.start(net, {**case, "rank": rank}) for rank in (1, 0))

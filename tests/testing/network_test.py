@@ -32,7 +32,7 @@ _OWNER = """
 import signal, sys
 from hop_tf.testing import network
 signal.signal(signal.SIGINT, signal.default_int_handler)
-net = network.Network(2, relay=True).__enter__()
+net = network.EmulatedNetwork(2, relay=True).__enter__()
 net.popen(1, ["sleep", "1000"])
 print("ready", flush=True)
 sys.stdin.read()
@@ -116,7 +116,7 @@ class LinksTest(parameterized.TestCase):
         (2, {"queue_bytes": 1000}, "queue_bytes=1000"),
     )
     def test_refuses(self, num_hosts, links, received):
-        for kind in (network.Links, network.Network, network.Proxy):
+        for kind in (network.Links, network.EmulatedNetwork, network.Proxy):
             with self.assertRaisesRegex(ValueError, rf"must .*Received: {received}\.$"):
                 kind(num_hosts, **links)
 
@@ -129,7 +129,7 @@ class LinksTest(parameterized.TestCase):
     )
     def test_network_refuses(self, arguments, received):
         with self.assertRaisesRegex(ValueError, rf"must .*Received: {received}\.$"):
-            network.Network(2, **arguments)
+            network.EmulatedNetwork(2, **arguments)
 
     def test_one_value_holds_for_all(self):
         links = network.Links(2, bandwidth_bits_per_second=8e6, round_trip_seconds=0.5)
@@ -177,13 +177,13 @@ class AvailableTest(absltest.TestCase):
         with (
             mock.patch.object(network.namespaced, "available", return_value="no devices"),
             self.assertRaisesRegex(RuntimeError, "no network here: no devices"),
-            network.Network(2),
+            network.EmulatedNetwork(2),
         ):
             self.fail("It has been entered.")
 
     def test_emulate_takes_what_there_is(self):
         with mock.patch.object(network, "available", return_value=None):
-            self.assertIsInstance(network.emulate(2), network.Network)
+            self.assertIsInstance(network.emulate(2), network.EmulatedNetwork)
         with mock.patch.object(network, "available", return_value="no devices"), self.assertLogs() as logs:
             self.assertIsInstance(network.emulate(2, relay=True), network.Proxy)
         self.assertIn("no devices", logs.output[0])
@@ -192,7 +192,7 @@ class AvailableTest(absltest.TestCase):
 @_needs_network
 class NetworkTest(parameterized.TestCase):
     def enter(self, *args, **kwargs):
-        return self.enter_context(network.Network(*args, **kwargs))
+        return self.enter_context(network.EmulatedNetwork(*args, **kwargs))
 
     def datagram_socket(self, net, host):
         with net.inside(host):
@@ -391,7 +391,7 @@ class LeavesNothingTest(parameterized.TestCase):
     @parameterized.parameters(False, True)
     def test_after_an_exception(self, relay):
         interfaces, earlier = socket.if_nameindex(), psutil.Process().children()
-        with self.assertRaises(ZeroDivisionError), network.Network(2, relay=relay) as net:
+        with self.assertRaises(ZeroDivisionError), network.EmulatedNetwork(2, relay=relay) as net:
             with net.inside(1):
                 namespace = os.stat("/proc/thread-self/ns/net").st_ino
                 self.assertNotEqual(socket.if_nameindex(), interfaces)
@@ -419,7 +419,7 @@ class LeavesNothingTest(parameterized.TestCase):
         self.assertEmpty(_wait_for_end(processes))
 
     def test_is_of_no_use_afterwards(self):
-        with network.Network(2, relay=True) as net:
+        with network.EmulatedNetwork(2, relay=True) as net:
             pass
         net.close()
         with self.assertRaisesRegex(RuntimeError, "between entering and leaving"):

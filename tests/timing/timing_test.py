@@ -9,7 +9,7 @@ from absl.testing import parameterized
 import hop_tf
 from hop_tf import codecs, timing
 
-_NETWORK = timing.Network(
+_NETWORK = timing.NetworkCosts(
     latency_seconds=1e-3, seconds_per_byte=1e-9, reduce_seconds_per_byte=1e-10, synchronization_seconds=2e-3
 )
 _STEP = timing.Step(update_seconds=0.01, forward_seconds=0.1, backward_seconds=0.2)
@@ -43,7 +43,10 @@ class TimingTest(tf.test.TestCase, parameterized.TestCase):
 
         def seconds(**arguments):
             return timing.communication_seconds(
-                timing.Network(latency_seconds=0.0, seconds_per_byte=1e-9), world_size=4, num_bytes=1e8, **arguments
+                timing.NetworkCosts(latency_seconds=0.0, seconds_per_byte=1e-9),
+                world_size=4,
+                num_bytes=1e8,
+                **arguments,
             )
 
         self.assertAllClose(seconds(), 0.15)
@@ -51,7 +54,7 @@ class TimingTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllClose(seconds(bytes_per_byte=0.25, codec_seconds_per_byte=1e-9), 0.1)
 
     def test_links_that_a_mesh_does_not_suit(self):
-        network = timing.Network(latency_seconds=0.0, seconds_per_byte=1e-9, mesh_slowdown=3.0)
+        network = timing.NetworkCosts(latency_seconds=0.0, seconds_per_byte=1e-9, mesh_slowdown=3.0)
         arguments = {"world_size": 4, "num_bytes": 1e8}
         of_ring, of_mesh = (
             timing.communication_seconds(network, algorithm=name, **arguments) for name in ("ring", "mesh")
@@ -70,7 +73,7 @@ class TimingTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(*itertools.product((1, 2), (1, 2, 4), (0.01, 0.1, 0.4, 1.0)))
     def test_predicts_a_schedule(self, width, num_segments, communication):
         """One thread computes, one communicates: segments in order, as soon as they are there."""
-        network = timing.Network(latency_seconds=0.0, seconds_per_byte=communication / 1e8)
+        network = timing.NetworkCosts(latency_seconds=0.0, seconds_per_byte=communication / 1e8)
         plan = timing.predict(
             network, _STEP, world_size=2, num_bytes=1e8, pipeline_width=width, num_segments=num_segments
         )
@@ -89,28 +92,28 @@ class TimingTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllClose(plan.step_seconds, (now - at_30) / 20, rtol=0.02)
 
     def test_recommends_no_change_where_communication_is_fast(self):
-        network = timing.Network(latency_seconds=1e-6, seconds_per_byte=1e-12)
+        network = timing.NetworkCosts(latency_seconds=1e-6, seconds_per_byte=1e-12)
         plan = timing.recommend(network, _STEP, world_size=4, num_bytes=1e8)
         self.assertEqual((plan.pipeline_width, plan.codec, plan.num_segments), (1, "identity", 1))
         self.assertIn("next to no time: synchronous training without a codec is as fast as any.", plan.reason)
 
     def test_names_the_codec_that_there_is_no_choice_without(self):
-        network = timing.Network(latency_seconds=1e-6, seconds_per_byte=1e-12)
+        network = timing.NetworkCosts(latency_seconds=1e-6, seconds_per_byte=1e-12)
         plan = timing.recommend(network, _STEP, world_size=4, num_bytes=1e8, codec_names=("int8",))
         self.assertIn("synchronous training with int8 is as fast as any", plan.reason)
-        network = timing.Network(latency_seconds=0.0, seconds_per_byte=8e-9)
+        network = timing.NetworkCosts(latency_seconds=0.0, seconds_per_byte=8e-9)
         plan = timing.recommend(network, _STEP, world_size=4, num_bytes=1e8, codec_names=("truncate16", "int8"))
         self.assertIn("and communication with truncate16 0.6 s. int8 shortens it to 0.3023 s.", plan.reason)
 
     def test_recommends_to_hide_what_can_be_hidden(self):
-        network = timing.Network(latency_seconds=1e-4, seconds_per_byte=1.5e-9)  # 0.225 s.
+        network = timing.NetworkCosts(latency_seconds=1e-4, seconds_per_byte=1.5e-9)  # 0.225 s.
         plan = timing.recommend(network, _STEP, world_size=4, num_bytes=1e8)
         self.assertEqual((plan.pipeline_width, plan.codec), (2, "identity"))
         self.assertAllClose(plan.scaling_efficiency, 1.0, atol=0.02)
         self.assertIn("as long as computation", plan.reason)
 
     def test_recommends_a_codec_where_links_are_slow(self):
-        network = timing.Network(latency_seconds=1e-4, seconds_per_byte=8e-9)  # 1 Gbit/s: 1.2 s.
+        network = timing.NetworkCosts(latency_seconds=1e-4, seconds_per_byte=8e-9)  # 1 Gbit/s: 1.2 s.
         plan = timing.recommend(network, _STEP, world_size=4, num_bytes=1e8)
         self.assertEqual((plan.pipeline_width, plan.codec, plan.num_segments), (2, "int8", 1))
         slow_codec = timing.recommend(
@@ -121,7 +124,7 @@ class TimingTest(tf.test.TestCase, parameterized.TestCase):
     def test_recommendation_is_the_best(self):
         random = np.random.default_rng(0)
         for _ in range(200):
-            network = timing.Network(
+            network = timing.NetworkCosts(
                 latency_seconds=10.0 ** random.uniform(-5, -1), seconds_per_byte=10.0 ** random.uniform(-11, -7)
             )
             world_size = int(random.integers(2, 17))
@@ -156,7 +159,10 @@ class TimingTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(timing.communication_seconds(_NETWORK, world_size=1, num_bytes=1e8), 0.0)
 
     @parameterized.parameters(
-        (lambda: timing.Network(latency_seconds=-1.0, seconds_per_byte=0.0), "`latency_seconds` must not be negative"),
+        (
+            lambda: timing.NetworkCosts(latency_seconds=-1.0, seconds_per_byte=0.0),
+            "`latency_seconds` must not be negative",
+        ),
         (lambda: timing.Step(forward_seconds=float("nan")), "`forward_seconds` must not be negative. Received:.*nan"),
         (lambda: timing.communication_seconds(_NETWORK, world_size=0, num_bytes=1), "`world_size` must be an integer"),
         (lambda: timing.predict(_NETWORK, _STEP, world_size=2, num_bytes=1, algorithm="bus"), "`algorithm` must be"),
@@ -260,7 +266,7 @@ class DTSTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(*itertools.product((0, 1, 4, 5, 20), (1, 4, 12)))
     def test_predicts_a_schedule(self, delay, interval):
         for latency, sending in itertools.product((0.0, 0.25, 2.0), (0.0, 0.2, 1.0, 2.5, 6.0)):
-            network = timing.Network(latency_seconds=latency, seconds_per_byte=sending / 1e8)
+            network = timing.NetworkCosts(latency_seconds=latency, seconds_per_byte=sending / 1e8)
             plan = timing.predict_dts(network, _STEP, world_size=2, num_bytes=1e8, delay=delay, interval=interval)
             ends = _dts_schedule(_STEP, network, num_bytes=1e8, delay=delay, interval=interval, num_steps=1681)
             # Once it has settled, the schedule repeats itself after 840 steps, whatever the settings.
@@ -269,7 +275,7 @@ class DTSTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(plan.scaling_efficiency, _STEP.seconds / plan.step_seconds)
 
     def test_predicts_with_a_codec(self):
-        network = timing.Network(latency_seconds=0.1, seconds_per_byte=1e-8)
+        network = timing.NetworkCosts(latency_seconds=0.1, seconds_per_byte=1e-8)
         plan = timing.predict_dts(network, _STEP, world_size=4, num_bytes=1e8, delay=5, interval=8, codec="int8")
         bytes_of_window = 2 * 3 / 4 * 1e8 * (1 + 4 / 512) / 4
         self.assertAllClose(plan.bytes_per_step, bytes_of_window / 8)
@@ -283,7 +289,7 @@ class DTSTest(tf.test.TestCase, parameterized.TestCase):
 
     def test_a_selection_is_made_within_the_step(self):
         """Once in four steps: 1e8 bytes take 0.1 s, which no delay hides."""
-        network = timing.Network(latency_seconds=0.0, seconds_per_byte=1e-9)
+        network = timing.NetworkCosts(latency_seconds=0.0, seconds_per_byte=1e-9)
         arguments = {"world_size": 4, "num_bytes": 1e8, "delay": 20, "interval": 4, "codec_seconds_per_byte": 1e-9}
         plan = timing.predict_dts(network, _STEP, codec="top_k", **arguments)
         self.assertAllClose(plan.step_seconds, _STEP.seconds + 0.1 / 4)
@@ -291,7 +297,7 @@ class DTSTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllClose(timing.predict_dts(network, _STEP, codec="int8", **arguments).step_seconds, _STEP.seconds)
 
     def test_recommends_no_delay_where_communication_is_fast(self):
-        network = timing.Network(latency_seconds=1e-4, seconds_per_byte=1e-10)  # 0.0152 s.
+        network = timing.NetworkCosts(latency_seconds=1e-4, seconds_per_byte=1e-10)  # 0.0152 s.
         plan = timing.recommend_dts(network, _STEP, world_size=4, num_bytes=1e8)
         self.assertEqual((plan.delay, plan.interval, plan.codec), (0, 1, "identity"))
         self.assertAllClose(plan.bytes_per_step, 1.5e8)
@@ -299,7 +305,7 @@ class DTSTest(tf.test.TestCase, parameterized.TestCase):
 
     def test_recommends_a_delay_against_latency(self):
         """1.04 s are 3.5 steps of 0.3 s; two steps' delay, and intervals up to 12, would leave 0.035 s to wait for."""
-        network = timing.Network(latency_seconds=0.52, seconds_per_byte=0.0)
+        network = timing.NetworkCosts(latency_seconds=0.52, seconds_per_byte=0.0)
         step = timing.Step(forward_seconds=0.3)
         plan = timing.recommend_dts(network, step, world_size=4, num_bytes=1e7)
         self.assertEqual((plan.delay, plan.interval, plan.codec), (4, 1, "identity"))
@@ -308,7 +314,7 @@ class DTSTest(tf.test.TestCase, parameterized.TestCase):
 
     def test_recommends_windows_against_bandwidth(self):
         """A window takes 2.5 s: longer than seven steps of 0.3 s and all that the target leaves to wait for."""
-        network = timing.Network(latency_seconds=0.0, seconds_per_byte=2.5 / 1.5e7)
+        network = timing.NetworkCosts(latency_seconds=0.0, seconds_per_byte=2.5 / 1.5e7)
         step = timing.Step(forward_seconds=0.3)
         plan = timing.recommend_dts(network, step, world_size=4, num_bytes=1e7)
         self.assertEqual((plan.delay, plan.interval, plan.codec), (8, 8, "identity"))
@@ -320,7 +326,7 @@ class DTSTest(tf.test.TestCase, parameterized.TestCase):
 
         After two steps' delay 0.12 s are left, once in four steps.
         """
-        network = timing.Network(latency_seconds=0.0, seconds_per_byte=1.6e-6)
+        network = timing.NetworkCosts(latency_seconds=0.0, seconds_per_byte=1.6e-6)
         arguments = {"world_size": 4, "num_bytes": 1e7}
         step = timing.Step(forward_seconds=0.3)
         plan = timing.recommend_dts(network, step, **arguments)
@@ -332,14 +338,14 @@ class DTSTest(tf.test.TestCase, parameterized.TestCase):
 
     def test_recommends_a_ring_where_a_mesh_loses_packets(self):
         """Before a codec, and before a longer delay."""
-        network = timing.Network(latency_seconds=0.0, seconds_per_byte=2.5 / 1.5e7, mesh_slowdown=4.0)
+        network = timing.NetworkCosts(latency_seconds=0.0, seconds_per_byte=2.5 / 1.5e7, mesh_slowdown=4.0)
         step = timing.Step(forward_seconds=0.3)
         plan = timing.recommend_dts(network, step, world_size=4, num_bytes=1e7)
         self.assertEqual((plan.delay, plan.interval, plan.codec, plan.algorithm), (8, 8, "identity", "ring"))
 
     def test_recommends_the_best_where_nothing_is_good(self):
         """The bytes take 2 s a step at p = 12. A delay of ten steps would leave 21 of 24 s a window to wait for."""
-        network = timing.Network(latency_seconds=0.0, seconds_per_byte=1.6e-6)
+        network = timing.NetworkCosts(latency_seconds=0.0, seconds_per_byte=1.6e-6)
         step = timing.Step(forward_seconds=0.3)
         plan = timing.recommend_dts(network, step, world_size=4, num_bytes=1e7, codec_names=("identity",))
         self.assertEqual((plan.delay, plan.interval), (11, 12))
@@ -349,7 +355,7 @@ class DTSTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters((300, 12, 180, 2), (150, 1, 98, 1))
     def test_recommends_what_the_strategy_accepts(self, max_delay, max_interval, delay, interval):
         """Against a latency of 200 steps: at p = 1, D = 180 would do, which is too many windows under way."""
-        network = timing.Network(latency_seconds=100 * 0.31, seconds_per_byte=0.0)
+        network = timing.NetworkCosts(latency_seconds=100 * 0.31, seconds_per_byte=0.0)
         limits = {"max_delay": max_delay, "max_interval": max_interval, "codec_names": ("identity",)}
         plan = timing.recommend_dts(network, _STEP, world_size=4, num_bytes=1e7, **limits)
         self.assertEqual((plan.delay, plan.interval), (delay, interval))
@@ -358,7 +364,7 @@ class DTSTest(tf.test.TestCase, parameterized.TestCase):
     def test_no_smaller_settings_reach_the_target(self):
         random = np.random.default_rng(0)
         for _ in range(20):
-            network = timing.Network(
+            network = timing.NetworkCosts(
                 latency_seconds=10.0 ** random.uniform(-3, 0), seconds_per_byte=10.0 ** random.uniform(-10, -7)
             )
             arguments = {"world_size": int(random.integers(2, 17)), "num_bytes": 1e7}

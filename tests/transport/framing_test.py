@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hop_tf.errors import ProtocolError
 from hop_tf.tensors.buffers import BufferPool
 from hop_tf.transport import framing
-from hop_tf.transport.framing import Assembler, Kind, Outgoing
+from hop_tf.transport.framing import Assembler, FrameKind, Outgoing
 
 
 def encode(*, sequence=1, queue=b"queue", header=b"", payload=(), ack_requested=False):
@@ -19,7 +19,7 @@ def head(**fields):
     values = {
         "magic": b"hopT",
         "version": framing.PROTOCOL_VERSION,
-        "kind": Kind.MESSAGE,
+        "kind": FrameKind.MESSAGE,
         "flags": 0,
         "sequence": 1,
         "payload": 0,
@@ -54,7 +54,7 @@ class FramingTest(absltest.TestCase):
             self.assertLessEqual(len(chunk), framing.CHUNK_BYTES)
             assembler.add(chunk)
         self.assertTrue(assembler.complete)
-        self.assertEqual(frame.kind, Kind.MESSAGE)
+        self.assertEqual(frame.kind, FrameKind.MESSAGE)
         self.assertEqual((frame.sequence, frame.queue, frame.header), (sequence, queue, header))
         self.assertEqual(frame.ack_requested, ack_requested)
         self.assertEqual(assembler.payload().tobytes(), b"".join(part.tobytes() for part in payload))
@@ -75,7 +75,7 @@ class FramingTest(absltest.TestCase):
         self.assertLessEqual(frame.payload_bytes, framing.MAX_PAYLOAD_BYTES)
 
     def test_impossible_frames_are_refused(self):
-        self.assertEqual(framing.decode(head()).kind, Kind.MESSAGE)
+        self.assertEqual(framing.decode(head()).kind, FrameKind.MESSAGE)
         for name, data in {
             "empty": b"",
             "short": head()[:-1],

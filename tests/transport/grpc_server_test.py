@@ -13,7 +13,7 @@ from absl.testing import absltest
 from hop_tf.options import CommunicationOptions
 from hop_tf.testing.transports import DEADLINE_SECONDS, Collector, TransportTestMixin, split_address, wait_until
 from hop_tf.transport import GrpcTransport, control_pb2, framing, grpc_server
-from hop_tf.transport.framing import Kind
+from hop_tf.transport.framing import FrameKind
 from hop_tf.transport.grpc_link import METHOD
 
 
@@ -74,12 +74,12 @@ class GarbageTest(TransportTestMixin, absltest.TestCase):
         greetings = [
             b"",
             b"garbage",
-            framing.encode(Kind.PING),
-            framing.encode(Kind.HELLO, body=b"\xff" * 20),
+            framing.encode(FrameKind.PING),
+            framing.encode(FrameKind.HELLO, body=b"\xff" * 20),
             _message(),
             *(
                 framing.encode(
-                    Kind.HELLO, body=_hello(**{"sender": 1, "receiver": 0, field: value}).SerializeToString()
+                    FrameKind.HELLO, body=_hello(**{"sender": 1, "receiver": 0, field: value}).SerializeToString()
                 )
                 for field, values in bad_rank.items()
                 for value in values
@@ -101,7 +101,7 @@ class GarbageTest(TransportTestMixin, absltest.TestCase):
         first, second = self.start(options=CommunicationOptions(cluster_token="secret"))
         self.check_works(second, first)
         with _stream(first) as (send, call):
-            send(framing.encode(Kind.HELLO, body=_hello(sender=1, receiver=0, token=b"guess").SerializeToString()))
+            send(framing.encode(FrameKind.HELLO, body=_hello(sender=1, receiver=0, token=b"guess").SerializeToString()))
             reply = control_pb2.HelloReply.FromString(framing.decode(next(call)).header)
             self.assertEqual(reply.refusal, control_pb2.BAD_TOKEN)
         self.assertIsNone(first.status(1).failure)
@@ -111,15 +111,15 @@ class GarbageTest(TransportTestMixin, absltest.TestCase):
         first, second = self.start(incarnation="known")
         collector = self.register(first)
         self.check_works(second, first)
-        queue_not_utf8 = framing._HEAD.pack(b"hopT", 1, Kind.MESSAGE, 0, 1, 0, 0, 2) + b"\xff\xff"
-        long_payload = framing._HEAD.pack(b"hopT", 1, Kind.MESSAGE, 0, 1, 2**60, 0, 1) + b"q"
-        short_payload = framing._HEAD.pack(b"hopT", 1, Kind.MESSAGE, 0, 1, 5, 0, 1) + b"q"
+        queue_not_utf8 = framing._HEAD.pack(b"hopT", 1, FrameKind.MESSAGE, 0, 1, 0, 0, 2) + b"\xff\xff"
+        long_payload = framing._HEAD.pack(b"hopT", 1, FrameKind.MESSAGE, 0, 1, 2**60, 0, 1) + b"q"
+        short_payload = framing._HEAD.pack(b"hopT", 1, FrameKind.MESSAGE, 0, 1, 5, 0, 1) + b"q"
         cases = {
             "empty": [b""],
             "random": [b"garbage" * 10],
-            "a second hello": [framing.encode(Kind.HELLO)],
-            "a ping": [framing.encode(Kind.PING)],
-            "no queue": [framing._HEAD.pack(b"hopT", 1, Kind.MESSAGE, 0, 1, 0, 0, 0)],
+            "a second hello": [framing.encode(FrameKind.HELLO)],
+            "a ping": [framing.encode(FrameKind.PING)],
+            "no queue": [framing._HEAD.pack(b"hopT", 1, FrameKind.MESSAGE, 0, 1, 0, 0, 0)],
             "queue is not UTF-8": [queue_not_utf8],
             "payload beyond its limit": [long_payload],
             "chunk beyond the payload": [short_payload, b"123456"],
@@ -128,8 +128,8 @@ class GarbageTest(TransportTestMixin, absltest.TestCase):
         }
         for count, (name, frames) in enumerate(cases.items()):
             with self.subTest(name), _stream(first) as (send, call):
-                send(framing.encode(Kind.HELLO, body=_hello(sender=1, receiver=0, lane=7).SerializeToString()))
-                self.assertEqual(framing.decode(next(call)).kind, Kind.HELLO_REPLY)
+                send(framing.encode(FrameKind.HELLO, body=_hello(sender=1, receiver=0, lane=7).SerializeToString()))
+                self.assertEqual(framing.decode(next(call)).kind, FrameKind.HELLO_REPLY)
                 for frame in frames:
                     send(frame)
                 with self.assertRaises(grpc.RpcError) as caught:
@@ -143,8 +143,8 @@ class GarbageTest(TransportTestMixin, absltest.TestCase):
     def test_messages_on_the_control_lane_are_refused(self):
         (first, _) = self.start(incarnation="known")
         with _stream(first) as (send, call):
-            send(framing.encode(Kind.HELLO, body=_hello(sender=1, receiver=0, lane=16).SerializeToString()))
-            self.assertEqual(framing.decode(next(call)).kind, Kind.HELLO_REPLY)
+            send(framing.encode(FrameKind.HELLO, body=_hello(sender=1, receiver=0, lane=16).SerializeToString()))
+            self.assertEqual(framing.decode(next(call)).kind, FrameKind.HELLO_REPLY)
             send(_message())
             with self.assertRaises(grpc.RpcError):
                 next(call)

@@ -14,7 +14,7 @@ from hop_tf.options import CommunicationOptions
 from hop_tf.testing.transports import DEADLINE_SECONDS, Proxy, TransportTestMixin, split_address, wait_until
 from hop_tf.transport import GrpcTransport, TcpTransport, control_pb2, framing, tcp_link, tcp_server
 from hop_tf.transport.connection import SO_MAX_PACING_RATE, Connection
-from hop_tf.transport.framing import Kind
+from hop_tf.transport.framing import FrameKind
 from hop_tf.transport.tcp_link import TcpLink
 
 
@@ -31,7 +31,7 @@ class TcpTransportTest(TransportTestMixin, absltest.TestCase):
         identity = {**self.identity, "transport.protocol": str(framing.PROTOCOL_VERSION)}
         fields = {"protocol_version": framing.PROTOCOL_VERSION, "incarnation": "known", "first_sequence": 1, **fields}
         hello = control_pb2.Hello(identity=identity, sender=1, receiver=0, **fields)
-        return framing.encode(Kind.HELLO, body=hello.SerializeToString())
+        return framing.encode(FrameKind.HELLO, body=hello.SerializeToString())
 
     def check_ends(self, end):
         """Nothing comes from a connection any more."""
@@ -191,8 +191,8 @@ class TcpTransportTest(TransportTestMixin, absltest.TestCase):
             (
                 b"GET / HTTP/1.1\r\n\r\n" + bytes(100),
                 np.random.default_rng(1).bytes(100_000),
-                framing.encode(Kind.PING),
-                framing.encode(Kind.HELLO, body=b"\xff" * 20),
+                framing.encode(FrameKind.PING),
+                framing.encode(FrameKind.HELLO, body=b"\xff" * 20),
                 self.hello(lane=16),
             )
         ):
@@ -210,12 +210,12 @@ class TcpTransportTest(TransportTestMixin, absltest.TestCase):
         self.check_works(second, first)
         collector = self.register(first)
 
-        def head(kind=Kind.MESSAGE, sequence=1, payload=0, header=0, queue=1):
+        def head(kind=FrameKind.MESSAGE, sequence=1, payload=0, header=0, queue=1):
             return framing._HEAD.pack(b"hopT", framing.PROTOCOL_VERSION, kind, 0, sequence, payload, header, queue)
 
         cases = {
             "random": b"garbage" * 10,
-            "a ping": head(kind=Kind.PING, queue=0),
+            "a ping": head(kind=FrameKind.PING, queue=0),
             "no queue": head(queue=0),
             "queue is not UTF-8": head(queue=2) + b"\xff\xff",
             "payload beyond its limit": head(payload=2**60) + b"q",
@@ -226,7 +226,7 @@ class TcpTransportTest(TransportTestMixin, absltest.TestCase):
             with self.subTest(name):
                 end = self.connect(first)
                 end.sendall(self.hello(lane=7))
-                self.assertEqual(Connection(end).read_frame().kind, Kind.HELLO_REPLY)
+                self.assertEqual(Connection(end).read_frame().kind, FrameKind.HELLO_REPLY)
                 end.sendall(data)
                 self.check_ends(end)
                 wait_until(lambda count=count: first.counters()["connections_refused"] == count + 1)
@@ -256,7 +256,7 @@ class TcpTransportTest(TransportTestMixin, absltest.TestCase):
         for _ in range(3):
             ends.append(self.connect(first))
             ends[-1].sendall(self.hello(lane=7))
-            self.assertEqual(Connection(ends[-1]).read_frame().kind, Kind.HELLO_REPLY)
+            self.assertEqual(Connection(ends[-1]).read_frame().kind, FrameKind.HELLO_REPLY)
         for end in ends[:-1]:
             self.check_ends(end)
 

@@ -1,6 +1,6 @@
 """An emulated network on one Linux machine: hosts of their own, limited rates, delays, and failures.
 
-    with network.Network(4, bandwidth_bits_per_second=1e9, round_trip_seconds=0.1) as net:
+    with network.EmulatedNetwork(4, bandwidth_bits_per_second=1e9, round_trip_seconds=0.1) as net:
         process = net.popen(2, [sys.executable, "train.py"])  # may listen at net.addresses[2]
         with net.inside(0):
             connection = socket.create_connection((net.addresses[2], 5000))
@@ -32,15 +32,15 @@ import logging
 
 from .links import SITES, Links, ring_delays, site_delays
 from .measurement import connected, measure_rate, measure_round_trips
-from .namespaced import Network
+from .namespaced import EmulatedNetwork
 from .namespaces import available
 from .proxy import Proxy
 from .relay import RelayStatistics
 
 __all__ = [
     "SITES",
+    "EmulatedNetwork",
     "Links",
-    "Network",
     "Proxy",
     "RelayStatistics",
     "available",
@@ -55,17 +55,17 @@ __all__ = [
 
 def emulate(
     num_hosts: int, *, max_socket_bytes: int | None = None, relay: bool | None = None, **links
-) -> Network | Proxy:
-    """Returns a `Network`, or a `Proxy` where there can be none, which is logged. Not started yet.
+) -> EmulatedNetwork | Proxy:
+    """Returns an `EmulatedNetwork`, or a `Proxy` where there can be none, which is logged. Not started yet.
 
     Args:
       num_hosts: Number of hosts.
-      max_socket_bytes: As `Network` takes it. No matter to a proxy.
-      relay: As `Network` takes it. No matter to a proxy.
+      max_socket_bytes: As `EmulatedNetwork` takes it. No matter to a proxy.
+      relay: As `EmulatedNetwork` takes it. No matter to a proxy.
       **links: As `Links` takes them.
     """
     reason = available()
     if reason is None:
-        return Network(num_hosts, max_socket_bytes=max_socket_bytes, relay=relay, **links)
+        return EmulatedNetwork(num_hosts, max_socket_bytes=max_socket_bytes, relay=relay, **links)
     logging.warning("The network is emulated by proxies: %s.", reason)
     return Proxy(num_hosts, **links)

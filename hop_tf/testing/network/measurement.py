@@ -8,12 +8,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from .namespaced import Network
+from .namespaced import EmulatedNetwork
 from .proxy import Proxy
 
 
 @contextlib.contextmanager
-def connected(net: Network | Proxy, near: int = 0, far: int = 1) -> Iterator[tuple[socket.socket, socket.socket]]:
+def connected(
+    net: EmulatedNetwork | Proxy, near: int = 0, far: int = 1
+) -> Iterator[tuple[socket.socket, socket.socket]]:
     """Connects host `near` to host `far` by TCP. Yields both ends, which this process holds."""
     with contextlib.ExitStack() as stack:
         with net.inside(far):

@@ -1,4 +1,4 @@
-"""`Network`: hosts that are network namespaces."""
+"""`EmulatedNetwork`: hosts that are network namespaces."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .relay import RelayStatistics
 _KEEP = "import sys; sys.path.insert(0, sys.argv[1]); import network.keeper; network.keeper.keep()"
 
 
-class Network(Hosts):
+class EmulatedNetwork(Hosts):
     """Hosts that are network namespaces, with links between them.
 
     A context manager: entering makes it, leaving removes it and kills what still runs inside of it.

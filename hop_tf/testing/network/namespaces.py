@@ -21,7 +21,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def available() -> str | None:
-    """Returns why there can be no `Network` here, or None where it can."""
+    """Returns why there can be no `EmulatedNetwork` here, or None where it can."""
     for program, package in (("ip", "iproute2"), ("nsenter", "util-linux"), ("unshare", "util-linux")):
         if shutil.which(program, path=_SYSTEM_PATH) is None:
             return f"the command {program} is missing (package {package})"

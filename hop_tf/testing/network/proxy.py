@@ -19,7 +19,7 @@ START_SECONDS = 30.0
 
 
 class Proxy(Hosts):
-    """What comes closest to a `Network` without root: TCP proxies on the loopback interface.
+    """What comes closest to an `EmulatedNetwork` without root: TCP proxies on the loopback interface.
 
     Every host is this machine. A program listens at a port of its own at 127.0.0.1, and others must connect to what
     `address` returns, which differs for each pair: the proxy cannot tell otherwise where a connection comes from.

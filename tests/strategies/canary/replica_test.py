@@ -10,7 +10,7 @@ from hop_tf import codecs
 from hop_tf.collectives import get_network
 from hop_tf.errors import ProtocolError
 from hop_tf.strategies.canary.encoding import PieceEncoding
-from hop_tf.strategies.canary.messages import Header, Kind
+from hop_tf.strategies.canary.messages import Header, MessageKind
 from hop_tf.strategies.canary.replica import Replica
 from hop_tf.strategies.canary.resync import Resync
 from hop_tf.tensors.buffers import BufferPool
@@ -31,7 +31,7 @@ def _replica(rank, shapes=((6,), (3,))):
     return replica
 
 
-def _merge(replica, key, piece, sequence, contributions, value=1.0, kind=Kind.DOWN):
+def _merge(replica, key, piece, sequence, contributions, value=1.0, kind=MessageKind.DOWN):
     layout = replica.layout(key)
     piece = layout.pieces[piece]
     header = Header(kind, key, 0, piece.index, sequence, contributions)
@@ -194,7 +194,7 @@ class AdoptTest(tf.test.TestCase, parameterized.TestCase):
         for replica in (own, other):
             replica.free(replica.layout(_WHOLE))
         self.assertTrue(_adopt(own, other, may_drop=True))
-        header = Header(Kind.DOWN, _WHOLE, 0, 0, 2, ((1, 1), (2, 1)))
+        header = Header(MessageKind.DOWN, _WHOLE, 0, 0, 2, ((1, 1), (2, 1)))
         where = layout.pieces[0].where
         values = own.encoding.encode(layout.pieces[0], np.ones(where.stop - where.start, np.float32))
         self.assertFalse(own.merge(layout, layout.pieces[0], header, values))
@@ -282,7 +282,9 @@ class ResyncTest(tf.test.TestCase):
         return Resync(self.replicas[rank], rank, 1, lambda layout, rank: not (rank == 0 and self.has_left), send)
 
     def _mark(self, rank, sequence=1):
-        is_merged = _merge(self.replicas[rank], _WHOLE, self.piece, sequence, ((2, sequence),), 1.0, Kind.MARKED_DOWN)
+        is_merged = _merge(
+            self.replicas[rank], _WHOLE, self.piece, sequence, ((2, sequence),), 1.0, MessageKind.MARKED_DOWN
+        )
         layout = self.replicas[rank].layout(_WHOLE)
         if rank == 2:
             self.assertTrue(self.resyncs[2].is_due(layout, layout.pieces[self.piece], sequence - 1))
@@ -315,9 +317,11 @@ class ResyncTest(tf.test.TestCase):
             replica.begin([np.full_like(replica.read()[0], 10.0)])
         for rank in (2, 0, 1):
             self._mark(rank)
-        self.assertEqual([(kind, values.nbytes) for _, _, kind, _, values in self.messages], [(Kind.DIGEST, 16)] * 2)
+        self.assertEqual(
+            [(kind, values.nbytes) for _, _, kind, _, values in self.messages], [(MessageKind.DIGEST, 16)] * 2
+        )
         self._bring(2)
-        self.assertEqual([(kind, values.size) for _, _, kind, _, values in self.messages], [(Kind.MEAN, 0)] * 2)
+        self.assertEqual([(kind, values.size) for _, _, kind, _, values in self.messages], [(MessageKind.MEAN, 0)] * 2)
         self._bring(0, 1)
         self.assertAllEqual(self._values(), [11] * 3)
         for rank, replica in self.replicas.items():

@@ -26,7 +26,7 @@ from hop_tf.simulate.virtual import VirtualCluster
 from hop_tf.strategies.canary.exchange import AsyncSettings, CanaryExchange
 from hop_tf.strategies.canary.gei import Thresholds, bit_of
 from hop_tf.strategies.canary.layout import Layout
-from hop_tf.strategies.canary.messages import Kind
+from hop_tf.strategies.canary.messages import MessageKind
 from hop_tf.tensors.buffers import BufferPool
 from hop_tf.tensors.packing import Packing, TensorSpec
 
@@ -477,7 +477,9 @@ class DepartureTest(tf.test.TestCase, parameterized.TestCase):
         def send(job, rank, step):
             if (rank, step) == (0, 35):
                 channel, key = job.exchanges[0]._channel, b"\x01" * 3
-                channel.send(1, channel.header(Kind.UP, key, contributions=((0, 1), (2, 1))), [np.zeros(4, np.uint8)])
+                channel.send(
+                    1, channel.header(MessageKind.UP, key, contributions=((0, 1), (2, 1))), [np.zeros(4, np.uint8)]
+                )
 
         numbers = []
         for also in (None, send):

@@ -109,7 +109,7 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
         """`window_seconds` is what the bytes of a window take in float32."""
         num_bytes = 4 * _NUM_VALUES
         beta = window_seconds / (2 * (_WORLD_SIZE - 1) / _WORLD_SIZE * num_bytes)
-        network = timing.Network(latency_seconds=latency_seconds, seconds_per_byte=beta)
+        network = timing.NetworkCosts(latency_seconds=latency_seconds, seconds_per_byte=beta)
         plan = timing.recommend_dts(
             network, _STEP, world_size=_WORLD_SIZE, num_bytes=num_bytes, codec_names=codec_names
         )

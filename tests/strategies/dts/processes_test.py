@@ -82,7 +82,7 @@ def _expected():
 class DTSProcessesTest(tf.test.TestCase):
     @unittest.skipIf(_REASON is not None, f"needs an emulated network ({_REASON})")
     def test_a_link_that_stalls_costs_time_only(self):
-        with network.Network(2, relay=True, round_trip_seconds=0.05) as net:
+        with network.EmulatedNetwork(2, relay=True, round_trip_seconds=0.05) as net:
             workers = [f"{host}:{_PORT}" for host in net.addresses]
             processes = [self._start(net, workers, rank) for rank in range(2)]
             self.assertIn("waiting\n", processes[0].stdout)  # Reads until this line.

@@ -11,7 +11,7 @@ from hop_tf.strategies.canary.peers import Peers
 from hop_tf.strategies.canary.pieces import PieceThread
 
 
-class Pacing:
+class FlowControl:
     """The waiting of one rank. Each method blocks until that has come, and raises what `Membership.wait` does.
 
     Args:
