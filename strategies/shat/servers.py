@@ -291,6 +291,7 @@ class Servers:
         """
         with self._membership.monitor:
             self._configurations.clear()
+            self._received[CONFIGURE] = {}  # Nobody takes one that came late: its `fit` was interrupted.
             if self._restarted:
                 raise PeerLostError(
                     f"rank {self._membership.rank}: a parameter server was restarted right after it had answered the "

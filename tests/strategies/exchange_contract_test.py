@@ -950,7 +950,7 @@ class ExchangeContractTest(tf.test.TestCase, parameterized.TestCase):
     @_disturbed
     @pytest.mark.stress(after=len(MEMBERS))
     def test_a_rank_leaves(self, name, part):
-        """The others go on; and all take part again in the next session."""
+        """The others go on; and all take part again in the next session, in which nothing of the one before is kept."""
         arguments = {"num_sessions": 2, "num_steps": 2}
         for event in _some(_undisturbed(name, **arguments)[1], part):
             with self.subTest(event=event):
@@ -959,6 +959,8 @@ class ExchangeContractTest(tf.test.TestCase, parameterized.TestCase):
                 errors = [training.error for training in run.ranks]
                 if run.all_had_begun or not any(errors):
                     self.assert_all_end(run)
+                    if not any(2 in training.left for training in run.ranks):
+                        self.assertEqual(run.live_bytes, 0)
                 else:
                     self.assertTrue(any(self.is_documented(run, error) for error in errors), errors)
 
