@@ -109,8 +109,8 @@ class Exchange(abc.ABC):
     def sent_steps(self) -> int:
         """How many of the running session's messages of this rank were sent, as the scheme numbers them.
 
-        That may be steps, segments, windows or pushes: others ask `Membership.delivers` for a message by its number, and
-        do not wait for those that a rank has not sent when it leaves.
+        That may be steps, segments, windows or pushes. Others ask `Membership.delivers` for a message by its number: of
+        a rank that has left they do not wait for those that it had not sent.
         """
 
     def goes_on_with(self, server: int) -> bool:

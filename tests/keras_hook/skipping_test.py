@@ -27,7 +27,7 @@ def _step(self, outgoing, step=HopExchange.step):
     """The straggler jumps in its last step, beyond the end of `fit`; it is never behind enough to jump by itself."""
     incoming = step(self, outgoing)
     last = (1, _NUM_STEPS - 1, REDUCTION)
-    jumps = self._rank == _STRAGGLER and (self._session, outgoing.step, outgoing.segment) == last
+    jumps = self._rank == _STRAGGLER and (self._queue.session, outgoing.step, outgoing.segment) == last
     return dataclasses.replace(incoming, num_skipped=2) if jumps else incoming
 
 
