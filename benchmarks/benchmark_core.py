@@ -293,13 +293,13 @@ def _measure_queues(port: int, num_rounds: int) -> dict[tuple[str, tuple[int, ..
                 start = time.perf_counter()
                 end.transfer(senders)
                 rate = _VECTOR_BYTES * _MESSAGES_PER_ROUND / (time.perf_counter() - start) / 1e9
-                queues.membership.leave(sent_steps={}, reason="")
+                queues.membership.leave(sent_rounds={}, reason="")
                 if round_index and 1 - queues.rank in senders:
                     rates.setdefault((name, senders), []).append(rate)
         queues.membership.begin_session()
         if queues.rank == 0:
             rates.setdefault(("memcpy", ()), []).append(_copy_rate())
-        queues.membership.leave(sent_steps={}, reason="")
+        queues.membership.leave(sent_rounds={}, reason="")
     queues.membership.begin_session()
     plain.close()
     queues.close()

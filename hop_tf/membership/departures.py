@@ -13,9 +13,9 @@ from hop_tf.membership import membership_pb2
 
 @dataclasses.dataclass(frozen=True)
 class Departure:
-    """How a rank left: `sent_steps[group]` steps were sent before, why, whether for good, and whether it was lost."""
+    """How a rank left: `sent_rounds[group]` rounds were sent before, why, whether for good, and whether it was lost."""
 
-    sent_steps: Mapping[str, int]
+    sent_rounds: Mapping[str, int]
     reason: str
     final: bool
     lost: bool = False
@@ -62,10 +62,10 @@ class Departures:
         """Ranks that were lost and have not joined again."""
         return {rank: departure for rank, departure in sorted(self._gone.items()) if departure.lost}
 
-    def delivers(self, rank: int, group: str, step: int) -> bool:
-        """Whether `rank`'s messages of `step` in `group` have come or may still come."""
+    def delivers(self, rank: int, group: str, number: int) -> bool:
+        """Whether what `rank` sends in round `number` of `group` has come or may still come."""
         departure = self.of(rank)
-        return departure is None or step < departure.sent_steps.get(group, 0)
+        return departure is None or number < departure.sent_rounds.get(group, 0)
 
     def incarnation_of(self, rank: int) -> int:
         """How many times `rank` has joined a session that was under way."""
@@ -83,7 +83,7 @@ class Departures:
         self.begin_incarnation(leave.rank, leave.incarnation)  # It may be the first news of that one.
         if leave.incarnation < self.incarnation_of(leave.rank) or self._is_known(leave):
             return False
-        departure = Departure(dict(leave.sent_steps), leave.reason, leave.final, leave.lost)
+        departure = Departure(dict(leave.sent_rounds), leave.reason, leave.final, leave.lost)
         key = (leave.session, leave.rank)
         if leave.lost or key not in self._left:
             self._left[key] = departure
@@ -104,7 +104,7 @@ class Departures:
         return membership_pb2.Leave(
             rank=rank,
             session=self.session,
-            sent_steps=departure.sent_steps,
+            sent_rounds=departure.sent_rounds,
             reason=departure.reason,
             final=departure.final,
             lost=departure.lost,

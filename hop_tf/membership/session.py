@@ -135,13 +135,13 @@ class Membership(Waiting):
     def _tell_gathered(self, peer: int) -> None:
         self.transport.send(peer, _GATHERED, membership_pb2.Gathered(session=self.session).SerializeToString())
 
-    def leave(self, *, sent_steps: Mapping[str, int], reason: str, abort: bool = False, final: bool = False) -> None:
+    def leave(self, *, sent_rounds: Mapping[str, int], reason: str, abort: bool = False, final: bool = False) -> None:
         """Tells everyone that this rank takes part in the running session no more. Does not block for long.
 
         Ends the effect of `interrupt`.
 
         Args:
-          sent_steps: For each exchange group, how many steps' messages were sent.
+          sent_rounds: For each exchange group, how many rounds were sent; see `Exchange`.
           reason: Why, for the others' logs and errors.
           abort: The job cannot go on; everyone raises.
           final: This process does not train again.
@@ -150,7 +150,7 @@ class Membership(Waiting):
         message = membership_pb2.Leave(
             rank=self.rank,
             session=self.session,
-            sent_steps=sent_steps,
+            sent_rounds=sent_rounds,
             abort=abort,
             final=final,
             reason=reason,

@@ -93,9 +93,9 @@ class Waiting(abc.ABC):
         """How many times `rank` has joined a session that was under way."""
         return self._departures.incarnation_of(rank)
 
-    def delivers(self, rank: int, group: str, step: int) -> bool:
-        """Whether `rank`'s messages of `step` in `group` have come or may still come."""
-        return self._departures.delivers(rank, group, step)
+    def delivers(self, rank: int, group: str, number: int) -> bool:
+        """Whether what `rank` sends in round `number` of `group` has come or may still come; see `Exchange`."""
+        return self._departures.delivers(rank, group, number)
 
     # What ends all waiting.
 

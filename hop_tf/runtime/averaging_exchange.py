@@ -41,10 +41,10 @@ class AveragingExchange(Exchange):
             context.make_all_reduce("mean", context.packing, codec or Identity(), algorithm)
         ]
         self._communicate_seconds = [0.0] * len(self._reductions)
-        self._num_sent = 0
+        self._sent_rounds = 0
 
     def reset(self, session: int) -> None:
-        self._num_sent = 0
+        self._sent_rounds = 0
         for reduction in self._reductions:
             reduction.reset(session)
 
@@ -64,7 +64,7 @@ class AveragingExchange(Exchange):
         """The mean of these buckets over the ranks.
 
         Args:
-          number: How many times this rank has called before: `sent_steps` counts them.
+          number: Of the round: how many times this rank has called before.
           buckets: The buckets.
           turn: How many means the reduction has made before. Default: `number`.
           reduction: Which one averages.
@@ -84,7 +84,7 @@ class AveragingExchange(Exchange):
         )
         self._communicate_seconds[reduction] += time.perf_counter() - start
         with self._membership.monitor:
-            self._num_sent = max(self._num_sent, number + 1)
+            self._sent_rounds = max(self._sent_rounds, number + 1)
         return means
 
     def no_op(self, outgoing: Outgoing) -> Incoming:
@@ -92,8 +92,8 @@ class AveragingExchange(Exchange):
         return Incoming(outgoing.step, outgoing.segment, tuple(map(np.array, outgoing.buckets)))
 
     @property
-    def sent_steps(self) -> int:
-        return self._num_sent
+    def sent_rounds(self) -> int:
+        return self._sent_rounds
 
     def counters(self) -> Mapping[str, float]:
         return {

@@ -106,11 +106,11 @@ class Exchange(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def sent_steps(self) -> int:
-        """How many of the running session's messages of this rank were sent, as the scheme numbers them.
+    def sent_rounds(self) -> int:
+        """How many rounds of the running session this rank has sent. When it has left, nobody waits for later ones.
 
-        That may be steps, segments, windows or pushes. Others ask `Membership.delivers` for a message by its number: of
-        a rank that has left they do not wait for those that it had not sent.
+        A round is what others wait for by its number, see `Membership.delivers`: the updates of a step, or the mean of
+        a segment, a window or a whole `fit`. Where nobody waits for another rank it is whatever a step sends.
         """
 
     def goes_on_with(self, server: int) -> bool:

@@ -166,7 +166,7 @@ class Worker:
         # Whatever has failed on another thread: others may count on what it has not sent.
         broken = stuck is not None or isinstance(error, HopError) or self.membership.failure is not None
         self.membership.leave(
-            sent_steps={group.name: group.exchange.sent_steps for group in self._groups},
+            sent_rounds={group.name: group.exchange.sent_rounds for group in self._groups},
             reason="" if error is None else f"{type(error).__name__}: {error}",
             abort=broken and not self.membership.is_given_up,
         )
@@ -187,7 +187,7 @@ class Worker:
             deadline = self.membership.monitor.now() + self._options.progress_timeout_seconds
             # Whoever hears the farewell has all that was sent before, on whatever lane.
             self.membership.flush(deadline)
-            self.membership.leave(sent_steps={}, reason=reason, final=True)
+            self.membership.leave(sent_rounds={}, reason=reason, final=True)
             self.membership.flush(deadline)
         finally:
             for group in self._groups:
@@ -318,7 +318,7 @@ class Worker:
         try:
             self._compare(self._next_called(), "average", "", [spec_of(v) for v in floats], in_session=False)
         except MismatchError as error:  # Others agree with rank 0, and would wait for this rank.
-            self.membership.leave(sent_steps={}, reason=f"MismatchError: {error}", abort=True)
+            self.membership.leave(sent_rounds={}, reason=f"MismatchError: {error}", abort=True)
             raise
         arrays = [np.asarray(v.read_value()) for v in floats]
         for variable, mean in zip(floats, self._collectives.mean(self._next_called(), arrays), strict=True):

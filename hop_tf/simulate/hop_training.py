@@ -342,11 +342,11 @@ class _Rank(State):
             self._record.enter(self._rank, step, self._clock.now)
             step += 1 + self._take_step(step)
         self._record.finish(self._rank, self._clock.now)
-        self._membership.leave(sent_steps={_GROUP: self.exchange.sent_steps}, reason="done")
+        self._membership.leave(sent_rounds={_GROUP: self.exchange.sent_rounds}, reason="done")
 
     def _give_up(self, error: Exception) -> None:
         """Ends the process, as an error in `fit` does."""
-        self._membership.leave(sent_steps={}, reason=str(error), abort=True)
+        self._membership.leave(sent_rounds={}, reason=str(error), abort=True)
         self._close()
 
     def _trace(self) -> None:

@@ -157,7 +157,7 @@ class CanaryExchange(Exchange, Joiner):
         self.num_left.assign(len(self.members))
         self._has_joined = False
         self._num_left = 0
-        self._sent_steps = 0
+        self._sent_rounds = 0
 
     # Steps.
 
@@ -279,7 +279,7 @@ class CanaryExchange(Exchange, Joiner):
         return tuple(means)
 
     def _commit(self) -> None:
-        self._sent_steps = 1
+        self._sent_rounds = 1
 
     # Ranks that join late.
 
@@ -337,8 +337,8 @@ class CanaryExchange(Exchange, Joiner):
     # Records.
 
     @property
-    def sent_steps(self) -> int:
-        return self._sent_steps
+    def sent_rounds(self) -> int:
+        return self._sent_rounds
 
     def counters(self) -> Mapping[str, float]:
         """What became of contributions.

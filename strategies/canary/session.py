@@ -135,7 +135,7 @@ class CanarySession:
         reason = "it has ended the session" if error is None else f"{kind.__name__}: {error}"
         deadline = self._membership.monitor.now() + self._progress_timeout_seconds
         self._membership.flush(deadline)  # Whoever hears the farewell has all that was sent before.
-        self._membership.leave(sent_steps={}, reason=reason, abort=error is not None, final=True)
+        self._membership.leave(sent_rounds={}, reason=reason, abort=error is not None, final=True)
         self._membership.flush(deadline)
         self._transport.end_session()
 

@@ -94,7 +94,7 @@ class DTSExchange(AveragingExchange):
 
     def _commit(self, window: int) -> None:
         """Windows are decided in order: if this rank leaves, it has taken part in all up to some window."""
-        self._membership.wait_until(lambda: self._num_sent >= window, timeout_seconds=math.inf)
+        self._membership.wait_until(lambda: self._sent_rounds >= window, timeout_seconds=math.inf)
         with self._membership.monitor:
-            self._num_sent = max(self._num_sent, window + 1)
+            self._sent_rounds = max(self._sent_rounds, window + 1)
             self._membership.monitor.notify_all()

@@ -68,7 +68,7 @@ class HopExchange(Exchange, Joiner):
     def _begin(self, start: int) -> None:
         self.iteration = start - 1
         self._target = start  # The iteration that follows.
-        self._sent_steps = start
+        self._sent_rounds = start
         self._sent: Sequence[np.ndarray] = ()  # What was sent in the iteration that is not reduced yet.
         self._known_departed: set[int] = set()
         # Neighbors that have entered this iteration together with the rank, and their incarnations.
@@ -133,7 +133,7 @@ class HopExchange(Exchange, Joiner):
                 self._num_withheld += 1  # It would come too late (section 6.2).
                 continue
             self._queue.send(j, ITERATION.pack(k), x, lane=BULK_LANE, incarnation=incarnation, step=k)
-        self._sent_steps = k + 1
+        self._sent_rounds = k + 1
 
     def _recv_and_reduce(self, x: Sequence[np.ndarray], k: int) -> tuple[np.ndarray, ...]:
         def missing() -> list[int]:
@@ -202,8 +202,8 @@ class HopExchange(Exchange, Joiner):
         return self.iteration
 
     @property
-    def sent_steps(self) -> int:
-        return self._sent_steps
+    def sent_rounds(self) -> int:
+        return self._sent_rounds
 
     @property
     def most_updates_in_memory(self) -> int:

@@ -52,13 +52,13 @@ class ShatExchange(Exchange, Joiner):
         self._servers = Servers(context, self.shards)
         self.state = GroupState(context, settings, self._servers)
         self.last_session = 0
-        self._num_sent = 0
+        self._sent_rounds = 0
         self._communicate_seconds = 0.0
         self._latest: dict[int, tuple[int, float]] = {}
 
     def reset(self, session: int) -> None:
         self._servers.session = session
-        self._num_sent = 0
+        self._sent_rounds = 0
 
     def close(self) -> None:
         self._servers.close()
@@ -90,7 +90,7 @@ class ShatExchange(Exchange, Joiner):
         for shard in self.shards:
             shard.encode(outgoing.buckets, is_applied=bool(is_applied))
             self._servers.send(push, shard)  # Line 5.
-        self._num_sent = outgoing.step + 1
+        self._sent_rounds = outgoing.step + 1
         self.last_session = self._servers.session
         answers = self._servers.receive(push)  # Line 6.
         self._check_accepted(answers)
@@ -190,8 +190,8 @@ class ShatExchange(Exchange, Joiner):
     # Records.
 
     @property
-    def sent_steps(self) -> int:
-        return self._num_sent
+    def sent_rounds(self) -> int:
+        return self._sent_rounds
 
     def counters(self) -> Mapping[str, float]:
         """What went to and came from each server, and where the communication thread's time goes.

@@ -277,7 +277,7 @@ class SHATParameterServerStrategy(ExchangeStrategy):
         ]
 
     def break_off(self, group: Group) -> None:
-        if group.exchange.sent_steps:
+        if group.exchange.sent_rounds:
             group.exchange.state.keep_model()  # A mixture, in which what others have pushed counts in part.
 
     def begin_training(self, groups: Sequence[Group]) -> None:
@@ -294,7 +294,7 @@ class SHATParameterServerStrategy(ExchangeStrategy):
                 group.exchange.state.pull(after_offers=True)
 
     def finish_training(self, group: Group) -> None:
-        if group.exchange.sent_steps:  # Others may keep older values of the same variables.
+        if group.exchange.sent_rounds:  # Others may keep older values of the same variables.
             group.exchange.state.pull()
 
 

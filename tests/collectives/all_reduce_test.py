@@ -121,9 +121,9 @@ class Job:
                 pass
             except HopError as error:
                 self.errors[rank] = error
-                membership.leave(sent_steps={}, reason=str(error), abort=True)
+                membership.leave(sent_rounds={}, reason=str(error), abort=True)
                 return
-            membership.leave(sent_steps={_GROUP: self.sent_steps[rank]}, reason="done")
+            membership.leave(sent_rounds={_GROUP: self.sent_steps[rank]}, reason="done")
             at_end(rank)
 
         self.cluster.run(body)

@@ -75,7 +75,7 @@ class TreeCollectivesTest(tf.test.TestCase, parameterized.TestCase):
             membership = cluster.memberships[rank]
             membership.begin_session()
             if rank == 0:
-                membership.leave(sent_steps={}, reason="ValueError: bad data")
+                membership.leave(sent_rounds={}, reason="ValueError: bad data")
             else:
                 TreeCollectives(membership).broadcast("b", [])
 

@@ -45,7 +45,7 @@ class SessionTest(tf.test.TestCase):
             membership = cluster.memberships[rank]
             membership.begin_session()
             cluster.scheduler.sleep(5.0 + 7.0 * rank)
-            membership.leave(sent_steps={"g": 3}, reason="")
+            membership.leave(sent_rounds={"g": 3}, reason="")
             membership.begin_session()
             entered.append((rank, cluster.scheduler.now, membership.departed()))
 
@@ -60,7 +60,7 @@ class SessionTest(tf.test.TestCase):
             membership = cluster.memberships[rank]
             membership.begin_session()
             if rank == 1:
-                membership.leave(sent_steps={"g": 5}, reason="early stopping")
+                membership.leave(sent_rounds={"g": 5}, reason="early stopping")
                 return
             membership.wait(lambda: [1] if membership.delivers(1, "g", 5) else [], operation="receive")
             seen.append([membership.delivers(1, "g", step) for step in (4, 5)])
@@ -76,7 +76,7 @@ class SessionTest(tf.test.TestCase):
             membership = cluster.memberships[rank]
             membership.begin_session()
             if rank == 0:
-                membership.leave(sent_steps={}, reason="done")
+                membership.leave(sent_rounds={}, reason="done")
             else:
                 membership.wait(lambda: [] if 0 in membership.departed() else [rank - 1], operation="hear of it")
 
@@ -93,7 +93,7 @@ class SessionTest(tf.test.TestCase):
                 cluster.scheduler.sleep(1.0)
             if rank > 1:
                 membership.wait(lambda: [] if 0 in membership.departed() else [rank - 1], operation="hear of it")
-            membership.leave(sent_steps={}, reason="done")
+            membership.leave(sent_rounds={}, reason="done")
             membership.begin_session()
 
         cluster.run(body)
@@ -106,7 +106,7 @@ class SessionTest(tf.test.TestCase):
             for _ in range(10):
                 cluster.memberships[rank].begin_session()
                 cluster.scheduler.sleep(0.1 * rank)
-                cluster.memberships[rank].leave(sent_steps={}, reason="")
+                cluster.memberships[rank].leave(sent_rounds={}, reason="")
 
         cluster.run(body)
         for membership in cluster.memberships:
@@ -135,7 +135,7 @@ class SessionTest(tf.test.TestCase):
             membership.begin_session()
             cluster.scheduler.sleep(1.0)
             if rank == 0:
-                membership.leave(sent_steps={}, reason="PeerLostError: rank 7 was lost", abort=True)
+                membership.leave(sent_rounds={}, reason="PeerLostError: rank 7 was lost", abort=True)
                 return
             try:
                 membership.wait(lambda: [0], operation="receive")
@@ -423,7 +423,7 @@ class SendTest(tf.test.TestCase):
         transport.on_block = lambda: on_block(membership, transport)
         if all_have_left:
             self._leave(rank=1)(membership, transport)
-            membership.leave(sent_steps={}, reason="")
+            membership.leave(sent_rounds={}, reason="")
         try:
             if newcomer:  # Its former process is known to be lost: that must not keep the state from it.
                 self._leave(rank=1, lost=True, final=True)(membership, transport)

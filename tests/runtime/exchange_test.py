@@ -40,7 +40,7 @@ class FakeExchange(Exchange):
         return Incoming(outgoing.step, outgoing.segment, tuple(np.zeros_like(bucket) for bucket in outgoing.buckets))
 
     @property
-    def sent_steps(self):
+    def sent_rounds(self):
         return len(self.steps)
 
 

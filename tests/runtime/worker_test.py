@@ -31,15 +31,15 @@ class Echo(Exchange):
 
     def __init__(self):
         self.session = 0
-        self._sent_steps = 0
+        self._sent_rounds = 0
         self._num_steps = 0
 
     def reset(self, session):
         self.session = session
-        self._sent_steps = 0
+        self._sent_rounds = 0
 
     def step(self, outgoing):
-        self._sent_steps = outgoing.step + 1
+        self._sent_rounds = outgoing.step + 1
         self._num_steps += 1
         return Incoming(outgoing.step, outgoing.segment, tuple(np.array(bucket) for bucket in outgoing.buckets))
 
@@ -47,14 +47,14 @@ class Echo(Exchange):
         return Incoming(outgoing.step, outgoing.segment, tuple(np.zeros_like(bucket) for bucket in outgoing.buckets))
 
     @property
-    def sent_steps(self):
-        return self._sent_steps
+    def sent_rounds(self):
+        return self._sent_rounds
 
     def counters(self):
         return {"echoes": self._num_steps}
 
     def gauges(self):
-        return {"latest": self._sent_steps}
+        return {"latest": self._sent_rounds}
 
 
 class Stuck(Echo):
@@ -194,7 +194,7 @@ class SlowTest(_TwoRanksTestCase):
         self.workers[0].end_session(ValueError("bad input"))
         other = self.workers[1].membership
         self.assertTrue(other.wait_until(lambda: other.departure(0) is not None, _DEADLINE_SECONDS))
-        self.assertEqual(other.departure(0).sent_steps, {group.name: 1})
+        self.assertEqual(other.departure(0).sent_rounds, {group.name: 1})
 
     def test_what_was_sent_may_take_longer_than_a_silent_peer(self):
         """As the last means over a slow link: who ends its process before they have arrived ends the job."""

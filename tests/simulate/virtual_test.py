@@ -154,7 +154,7 @@ class TransportTest(tf.test.TestCase):
     def test_servers_hear_of_departures(self):
         cluster, heard = _cluster(num_servers=1), []
         cluster.servers[0].register("membership/leave", lambda message: heard.append(message.sender))
-        cluster.run(lambda rank: cluster.memberships[rank].leave(sent_steps={}, reason=""))
+        cluster.run(lambda rank: cluster.memberships[rank].leave(sent_rounds={}, reason=""))
         self.assertEqual(cluster.servers[0].rank, 2)
         self.assertContainsSubset([0, 1], heard)
 

@@ -111,10 +111,10 @@ class Training(abc.ABC):
             self.error = error
             self.membership.fail(error)
             self.note_sent()
-            self.membership.leave(sent_steps={}, reason=str(error), abort=not self.membership.is_given_up)
+            self.membership.leave(sent_rounds={}, reason=str(error), abort=not self.membership.is_given_up)
         self.run.ended_at[self.rank] = self.run.cluster.scheduler.now
         self.membership.flush(self.run.cluster.scheduler.now + _OPTIONS.progress_timeout_seconds)
-        self.membership.leave(sent_steps={}, reason="its process ended", final=True)
+        self.membership.leave(sent_rounds={}, reason="its process ended", final=True)
         self.run.wait_until_over(self)
         if self.exchange is not None:
             self.exchange.close()
@@ -147,14 +147,14 @@ class Training(abc.ABC):
 
     def _end_session(self):
         self.note_sent()
-        self.membership.leave(sent_steps={_GROUP: self.sent[self.session]}, reason="")
+        self.membership.leave(sent_rounds={_GROUP: self.sent[self.session]}, reason="")
         if self._leaves:
             self.left.add(self.session)
         self._is_interrupted = self._leaves = False
 
     def note_sent(self):
         if self.exchange is not None:
-            self.sent[self.session] = self.exchange.sent_steps
+            self.sent[self.session] = self.exchange.sent_rounds
 
     def interrupt(self):
         """As an exception in its `fit` does."""

@@ -123,7 +123,7 @@ class _Rank(State):
             if not self._was_restarted and "has ended step" not in str(error):
                 raise
             self._job.late.append(self._rank)
-            self._membership.leave(sent_steps={}, reason=str(error), abort=not self._membership.is_given_up)
+            self._membership.leave(sent_rounds={}, reason=str(error), abort=not self._membership.is_given_up)
             self._job.cluster.close(self._rank)
         finally:
             if self.exchange is not None:
@@ -149,7 +149,7 @@ class _Rank(State):
         if step == int(self.exchange.start_step):
             self._hand_out(step, self.exchange.start_segment, self._weights)
         (self._weights,) = self._hand_out(step, self.exchange.finish_segment).buckets
-        self._membership.leave(sent_steps={_GROUP: self.exchange.sent_steps}, reason="done")
+        self._membership.leave(sent_rounds={_GROUP: self.exchange.sent_rounds}, reason="done")
         self._joining.end_session()
         self._job.finals[self._rank] = self._weights
 

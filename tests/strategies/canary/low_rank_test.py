@@ -69,7 +69,7 @@ class LowRankMeanTest(tf.test.TestCase, parameterized.TestCase):
                     sent_steps[number] = step + 1
             except Interrupted:
                 pass
-            membership.leave(sent_steps={"group": sent_steps[number]}, reason="done")
+            membership.leave(sent_rounds={"group": sent_steps[number]}, reason="done")
 
         cluster.run(body)
         return means, sent_steps, range(max(began_at), cluster.scheduler.num_events)

@@ -113,7 +113,7 @@ class Job:
             self._slow_down(exchange.replica, self.merge_seconds[rank])
         with contextlib.closing(exchange):
             self.take_steps(rank, exchange)
-            membership.leave(sent_steps={_GROUP: exchange.sent_steps}, reason="done")
+            membership.leave(sent_rounds={_GROUP: exchange.sent_rounds}, reason="done")
 
     def _record_rest(self, rank, replica):
         begin = replica.begin

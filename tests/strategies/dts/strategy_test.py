@@ -630,7 +630,7 @@ class FitTest(tf.test.TestCase, parameterized.TestCase):
             return step(exchange, outgoing)
 
         def noted_commit(exchange, window):
-            self.assertLessEqual(exchange.sent_steps, window)  # Nor does the next one count before this one.
+            self.assertLessEqual(exchange.sent_rounds, window)  # Nor does the next one count before this one.
             if exchange._membership.rank == 1:
                 waits[window].set()
             commit(exchange, window)

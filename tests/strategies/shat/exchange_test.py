@@ -441,7 +441,7 @@ class SessionsTest(tf.test.TestCase):
         """The server hears that `rank` leaves."""
         membership = threads.workers[rank].exchange._membership
         membership.session = session
-        membership.leave(sent_steps={}, reason="")
+        membership.leave(sent_rounds={}, reason="")
         server = threads.servers[0]
         self.assertTrue(_comes_true(lambda: rank in server._left))
 
@@ -863,7 +863,7 @@ class VirtualTimeTest(tf.test.TestCase, parameterized.TestCase):
             worker = _Worker(membership)
             worker.exchange.state.configure(joins=False)
             models[rank], _ = worker.push(0, 1.0)
-            membership.leave(sent_steps={}, reason="done", final=True)
+            membership.leave(sent_rounds={}, reason="done", final=True)
 
         cluster.run(body)
         for rank in range(2):
