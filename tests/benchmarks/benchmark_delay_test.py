@@ -13,6 +13,7 @@ import unittest
 import delay_ranks
 import delay_tasks
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -137,13 +138,17 @@ class KindTest(parameterized.TestCase):
 @unittest.skipIf(importlib.util.find_spec("matplotlib") is None, "needs the extra `examples`: matplotlib")
 class RunTest(parameterized.TestCase):
     @_needs_sources
-    def test_accuracy(self):
+    @parameterized.parameters((["synchronous"],), (["synchronous", "shat"],))
+    @pytest.mark.stress(after=1)
+    def test_accuracy(self, kinds):
         folder = self.enterContext(tempfile.TemporaryDirectory())
         sizes = ["--num_rows=48", "--test_rows=20", "--epochs=2", "--batch_size=8"]
-        tables, output = _run(folder, "--tasks=transformer", "--kinds=shat,synchronous", "--shards=skewed", *sizes)
+        tables, output = _run(
+            folder, "--tasks=transformer", f"--kinds={','.join(reversed(kinds))}", "--shards=skewed", *sizes
+        )
         rows = tables["delay_accuracy"]
-        self.assertEqual([row["kind"] for row in rows], ["synchronous", "shat"])
-        self.assertEqual([row["steps"] for row in rows], ["12 12"] * 2)
+        self.assertEqual([row["kind"] for row in rows], kinds)
+        self.assertEqual([row["steps"] for row in rows], ["12 12"] * len(kinds))
         for row in rows:
             self.assertGreater(float(row["accuracy"]), 0.0)
         self.assertIn("points", output)

@@ -276,6 +276,7 @@ class ExactSumTest(tf.test.TestCase, parameterized.TestCase):
             self.assertLessEqual(job.max_distance(), 1e-4, msg=f"seed {seed}")
 
     @parameterized.product(network=(("mesh", 3), ("bcube:2,2", 4), ("tree", 5)), sync_interval=(None, 5))
+    @pytest.mark.stress(after=4)
     def test_replicas_are_alike_when_all_is_merged(self, network, sync_interval):
         """Also where the sketch has changed what was sent, and a rank is so slow that it drops iterations."""
         rng, (name, world_size), shapes = np.random.default_rng(5), network, ((4000,), (40, 100), (5000,), (1,))

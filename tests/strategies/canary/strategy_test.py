@@ -113,7 +113,7 @@ class SynchronousTest(tf.test.TestCase, parameterized.TestCase):
         ("tree", 4, _sgd),
         ("bcube:2,3", 8, _sgd),
     )
-    @pytest.mark.stress(after=7)
+    @pytest.mark.stress(after=5)
     def test_equals_synchronous_training_step_by_step(self, network, world_size, make_optimizer):
         cluster = _cluster(world_size, network=network, consistency="bsp", codec=None, num_colayers=3)
         # Eager steps are slower, but nothing is traced on each of many ranks.

@@ -279,7 +279,7 @@ class EqualTest(tf.test.TestCase, parameterized.TestCase):
         (5, "momentum", {"delay": 4, "interval": 4, "algorithm": "ring"}),
         (2, "decay", {"delay": 1, "interval": 1, "codec": "truncate16"}),
     )
-    @pytest.mark.stress(after=4)
+    @pytest.mark.stress(after=3)
     def test_to_the_bit(self, world_size, name, settings):
         results = _cluster(world_size, **settings).run(lambda s: _network(s, _OPTIMIZERS[name][0]))
         self.check(results)
@@ -298,7 +298,7 @@ class EqualTest(tf.test.TestCase, parameterized.TestCase):
             keras.optimizers.AdamW(0.01, global_clipnorm=1.0, gradient_accumulation_steps=2), initial_scale=8.0
         ),
     )
-    @pytest.mark.stress(after=2)
+    @pytest.mark.stress(after=1)
     def test_whatever_the_optimizer(self, make_optimizer):
         self.check(_cluster(2, delay=3, interval=2).run(lambda s: _network(s, make_optimizer)))
 
@@ -347,6 +347,7 @@ class _SetRate(keras.callbacks.Callback):
 
 class TrafficTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters("momentum", "adam")
+    @pytest.mark.stress(after=1)
     def test_a_window_is_one_vector(self, name):
         """A rank sends 2 (n - 1) / n of the weights for each window of four steps, and a last one."""
 
@@ -361,7 +362,8 @@ class TrafficTest(tf.test.TestCase, parameterized.TestCase):
         for num_bytes in _cluster(4, delay=4, interval=4).run(run):
             self.assertBetween(num_bytes, expected, 1.1 * expected)
 
-    @parameterized.parameters((0, 1), (8, 6))
+    @parameterized.parameters((8, 6), (0, 1))
+    @pytest.mark.stress(after=1)
     def test_top_k(self, warmup_steps, num_steps):
         """Where more is handed out, in warm-up and in the end, it goes as whole vectors in pieces if that is less."""
         codec = codecs.TopK(ratio=0.01, warmup_steps=warmup_steps)
@@ -711,7 +713,8 @@ class FitTest(tf.test.TestCase, parameterized.TestCase):
         for last in _cluster(2, delay=3, interval=2).run(run):
             self.assertAllClose(last, expected, rtol=1e-5, atol=1e-5)
 
-    @parameterized.parameters("between two fits", "when training begins", "in a step", "in the last step")
+    @parameterized.parameters("between two fits", "in a step", "when training begins", "in the last step")
+    @pytest.mark.stress(after=2)
     def test_weights_that_others_assign(self, when):
         """What was assigned before is what training begins with; in a step it is this rank's own change."""
         new = np.full((3, 4), 7.0, np.float32)
