@@ -115,8 +115,9 @@ def slice_global_batches(dataset: tf.data.Dataset, rank: int, world_size: int) -
       A dataset of the same cardinality.
     """
 
-    def slice_batch(*batch):
-        batch = batch[0] if len(batch) == 1 else batch
+    def slice_batch(*components):
+        # `map` takes tuples apart, those of one component too; a batch keeps its structure.
+        batch = components if type(dataset.element_spec) is tuple else components[0]
         leaves = [leaf for leaf in tf.nest.flatten(batch) if not _is_optional(leaf)]
         if not leaves:
             return batch

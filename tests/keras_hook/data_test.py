@@ -38,6 +38,17 @@ class SliceGlobalBatchesTest(tf.test.TestCase, parameterized.TestCase):
         (batch,) = slice_global_batches(tf.data.Dataset.range(4).batch(4), 1, 2)
         self.assertAllEqual(batch, [2, 3])
 
+    @parameterized.parameters(
+        lambda x: x, lambda x: (x,), lambda x: ((x, x),), lambda x: {"a": x}, lambda x: ({"a": x},), lambda x: (x, x)
+    )
+    def test_a_batch_keeps_its_structure(self, structured):
+        """Else the second of two inputs in a tuple of one would become the label."""
+        dataset = tf.data.Dataset.from_tensors(structured(np.arange(4)))
+        sliced = slice_global_batches(dataset, 0, 2)
+        tf.nest.assert_same_structure(sliced.element_spec, dataset.element_spec)
+        (batch,) = sliced
+        tf.nest.map_structure(self.assertAllEqual, batch, structured(np.arange(2)))
+
     def test_sparse_and_ragged(self):
         dense = tf.constant([[1, 0], [0, 2], [3, 0], [0, 4]])
         ragged = tf.ragged.constant([[1], [2, 2], [], [4]])
