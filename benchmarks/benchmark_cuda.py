@@ -77,14 +77,14 @@ class _Processor:
         if status != harness.OK:
             raise RuntimeError(f"HopTf{name} returned {status}.")
 
-    def sketch_encode(self, values, num_bits=8, spacing=0.5):
-        codes, buckets = np.empty(values.size, np.uint8), np.empty(1 << num_bits, np.float32)
-        self._call("SketchEncode", *_typed(values), ctypes.c_int(num_bits), ctypes.c_double(spacing), codes, buckets)
+    def sketch_encode(self, values, spacing=0.5):
+        codes, buckets = np.empty(values.size, np.uint8), np.empty(256, np.float32)
+        self._call("SketchEncode", *_typed(values), ctypes.c_double(spacing), codes, buckets)
         return codes, buckets
 
     def sketch_decode(self, codes, bucket_values):
-        values, num_bits = np.empty(codes.size, np.float32), bucket_values.size.bit_length() - 1
-        self._call("SketchDecode", codes, bucket_values, codes.size, ctypes.c_int(num_bits), values)
+        values = np.empty(codes.size, np.float32)
+        self._call("SketchDecode", codes, bucket_values, codes.size, values)
         return values
 
     def int8_encode(self, values, block_size):
@@ -203,8 +203,8 @@ def _candidates(values: np.ndarray, arrays, kernels) -> dict[str, tuple[float, C
     blocks = quantized, scales
     calls = {
         "copy": (8, "Copy", source, 4 * size, floats),
-        "sketch encode": (9, "SketchEncode", source, 0, size, 8, 0.5, codes, bucket_values, sketch_workspace),
-        "sketch decode": (5, "SketchDecode", codes, bucket_values, size, 8, floats),
+        "sketch encode": (9, "SketchEncode", source, 0, size, 0.5, codes, bucket_values, sketch_workspace),
+        "sketch decode": (5, "SketchDecode", codes, bucket_values, size, floats),
         "int8 encode": (5, "Int8Encode", source, 0, size, block_size, *blocks, None),
         "int8 decode": (5, "Int8Decode", *blocks, size, block_size, floats),
         "int8 accumulate": (9, "Int8Accumulate", *blocks, size, block_size, floats),

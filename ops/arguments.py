@@ -11,18 +11,17 @@ import tensorflow as tf
 MAX_VALUES = 2**31 - 1
 FLOAT_TYPES = (tf.float32, tf.bfloat16, tf.float16)  # In the order of the C interface's HopTfType.
 DEFAULT_BLOCK_SIZE = 512
+NUM_CODES = 256  # Of a sketch's buckets: a code is a byte.
 
 
-def check_sketch(num_bits: int, spacing: float) -> tuple[int, float]:
-    """Raises ValueError unless both are in range; returns them as Python's, `spacing` as a TensorFlow attribute is."""
-    if not _is_a(numbers.Integral, num_bits) or not 1 <= num_bits <= 8:
-        raise ValueError(f"`num_bits` must be an integer from 1 to 8. Received: num_bits={num_bits!r}.")
+def check_spacing(spacing: float) -> float:
+    """Raises ValueError unless `spacing` is in range; returns it as Python's, rounded as a TensorFlow attribute is."""
     rounded = float(np.float32(spacing)) if _is_a(numbers.Real, spacing) else 0.0
     if not 0 < rounded <= 1:
         raise ValueError(
             f"`spacing` must be a number above 0 (as float32) and at most 1. Received: spacing={spacing!r}."
         )
-    return int(num_bits), rounded
+    return rounded
 
 
 def check_block_size(block_size: int | None) -> int | None:

@@ -19,10 +19,11 @@ from hop_tf.ops import fallback, native
 from hop_tf.ops.arguments import (
     DEFAULT_BLOCK_SIZE,
     FLOAT_TYPES,
+    NUM_CODES,
     check_block_size,
     check_dtype,
     check_size,
-    check_sketch,
+    check_spacing,
     num_blocks,
 )
 
@@ -32,7 +33,6 @@ _BFLOAT16 = tf.bfloat16.as_numpy_dtype
 
 def quantile_sketch_encode(
     values: np.ndarray,
-    num_bits: int = 8,
     spacing: float = 0.5,
     *,
     out: Sequence[np.ndarray] | None = None,
@@ -42,7 +42,6 @@ def quantile_sketch_encode(
 
     Args:
       values: As there.
-      num_bits: As there.
       spacing: As there.
       out: (codes, bucket_values).
       num_threads: Threads to use at most; 0: as many as the process has cores.
@@ -50,18 +49,15 @@ def quantile_sketch_encode(
     Returns:
       (codes, bucket_values).
     """
-    num_bits, spacing = check_sketch(num_bits, spacing)
+    spacing = check_spacing(spacing)
     values = _floats("values", values)
-    codes, bucket_values = _results(
-        out, ("codes", values.shape, np.uint8), ("bucket_values", (1 << num_bits,), np.float32)
-    )
+    codes, bucket_values = _results(out, ("codes", values.shape, np.uint8), ("bucket_values", (NUM_CODES,), np.float32))
     if native.kernels() is None:
-        _copy(fallback.sketch_encode(tf.convert_to_tensor(values), num_bits, spacing), (codes, bucket_values))
+        _copy(fallback.sketch_encode(tf.convert_to_tensor(values), spacing), (codes, bucket_values))
     else:
         native.call(
             "SketchEncode",
-            *_typed_array(values), values.size, num_bits, spacing,
-            _address(codes), _address(bucket_values), num_threads,
+            *_typed_array(values), values.size, spacing, _address(codes), _address(bucket_values), num_threads,
         )  # fmt: skip
     return codes, bucket_values
 
@@ -70,14 +66,14 @@ def quantile_sketch_decode(
     codes: np.ndarray, bucket_values: np.ndarray, *, out: np.ndarray | None = None, num_threads: int = _ALL_CORES
 ) -> np.ndarray:
     """See `hop_tf.ops.quantile_sketch_decode`; `out` takes the values."""
-    codes, bucket_values, num_bits = _sketch(codes, bucket_values)
+    codes, bucket_values = _sketch(codes, bucket_values)
     (values,) = _results(None if out is None else [out], ("out", codes.shape, np.float32))
     if native.kernels() is None:
         _copy([fallback.sketch_decode(tf.convert_to_tensor(codes), tf.convert_to_tensor(bucket_values))], [values])
     else:
         native.call(
             "SketchDecode",
-            _address(codes), _address(bucket_values), codes.size, num_bits, _address(values), num_threads,
+            _address(codes), _address(bucket_values), codes.size, _address(values), num_threads,
         )  # fmt: skip
     return values
 
@@ -100,14 +96,14 @@ def quantile_sketch_accumulate(
     References:
       As of `hop_tf.ops.quantile_sketch_encode`.
     """
-    codes, bucket_values, num_bits = _sketch(codes, bucket_values)
+    codes, bucket_values = _sketch(codes, bucket_values)
     (accumulator,) = _results([accumulator], ("accumulator", codes.shape, np.float32))
     if native.kernels() is None:
         accumulator += quantile_sketch_decode(codes, bucket_values)
     else:
         native.call(
             "SketchAccumulate",
-            _address(codes), _address(bucket_values), codes.size, num_bits, _address(accumulator), num_threads,
+            _address(codes), _address(bucket_values), codes.size, _address(accumulator), num_threads,
         )  # fmt: skip
 
 
@@ -281,16 +277,14 @@ def _native(array) -> np.ndarray:
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
-def _sketch(codes, bucket_values) -> tuple[np.ndarray, np.ndarray, int]:
-    """Codes, bucket values and num_bits."""
+def _sketch(codes, bucket_values) -> tuple[np.ndarray, np.ndarray]:
     codes, bucket_values = _typed("codes", codes, np.uint8), _typed("bucket_values", bucket_values, np.float32)
-    num_bits = bucket_values.size.bit_length() - 1
-    if not 1 <= num_bits <= 8 or bucket_values.shape != (1 << num_bits,):
+    if bucket_values.shape != (NUM_CODES,):
         raise ValueError(
-            "`bucket_values` must be a vector of 2, 4, 8, ... or 256 values. "
+            f"`bucket_values` must be a vector of {NUM_CODES} values. "
             f"Received: bucket_values of shape {bucket_values.shape}."
         )
-    return codes, bucket_values, num_bits
+    return codes, bucket_values
 
 
 def _blocks(codes, scales, block_size: int | None) -> tuple[np.ndarray, np.ndarray]:

@@ -8,16 +8,17 @@ from hop_tf.ops import fallback, native
 from hop_tf.ops.arguments import (
     DEFAULT_BLOCK_SIZE,
     FLOAT_TYPES,
+    NUM_CODES,
     check_block_size,
     check_dtype,
     check_size,
-    check_sketch,
+    check_spacing,
     num_blocks,
 )
 
 
-def quantile_sketch_encode(values, num_bits: int = 8, spacing: float = 0.5) -> tuple[tf.Tensor, tf.Tensor]:
-    """Sorts values into 2^num_bits buckets and keeps, for each bucket, the mean of its members.
+def quantile_sketch_encode(values, spacing: float = 0.5) -> tuple[tf.Tensor, tf.Tensor]:
+    """Sorts values into 256 buckets and keeps, for each bucket, the mean of its members.
 
     What a bucket holds is weighed by count^spacing * width^(1 - spacing), where the width is that of its range: with
     `spacing` 1 all buckets hold equally many values (quantiles), towards 0 they get equally wide. 1/3 gives the
@@ -27,17 +28,16 @@ def quantile_sketch_encode(values, num_bits: int = 8, spacing: float = 0.5) -> t
     share these, by up to 16 more; what is not told apart shares a bucket. So buckets of continuous data begin within
     1/1000 of all values of where they should. A value that makes up more than four buckets' worth by itself, such as
     the zeros of a sparse gradient, gets a bucket of its own and stays exact; so does every value where there are no
-    more than 2^num_bits that are told apart. Values with a magnitude below 2^-126 count as zero.
+    more than 256 that are told apart. Values with a magnitude below 2^-126 count as zero.
 
     Args:
       values: Tensor of any shape of float32, bfloat16 or float16; at most 2^31 - 1 values. If one of them is not
         finite, all decode to nan, so that a check of the decoded values sees it.
-      num_bits: 1 to 8.
       spacing: Above 0, at most 1.
 
     Returns:
       codes: uint8 bucket numbers, in the shape of `values`; a larger value has no smaller number.
-      bucket_values: float32[2^num_bits], rising. Behind the last bucket in use its value is repeated.
+      bucket_values: float32[256], rising. Behind the last bucket in use its value is repeated.
 
     Raises:
       ValueError: If an argument is out of range.
@@ -48,13 +48,13 @@ def quantile_sketch_encode(values, num_bits: int = 8, spacing: float = 0.5) -> t
       Networks. IEEE TPDS 2021. (There `spacing` is 1 and a bucket's value the middle of its range.)
       Panter, Dite. Quantization distortion in pulse-count modulation with nonuniform spacing of levels. Proc. IRE 1951.
     """
-    num_bits, spacing = check_sketch(num_bits, spacing)
+    spacing = check_spacing(spacing)
     values = _floats("values", values)
     operations = native.operations()
     if operations is None:
-        return fallback.sketch_encode(values, num_bits, spacing)
-    codes, bucket_values = operations.hop_tf_sketch_encode(values=values, num_bits=num_bits, spacing=spacing)
-    return codes, tf.ensure_shape(bucket_values, [1 << num_bits])
+        return fallback.sketch_encode(values, spacing)
+    codes, bucket_values = operations.hop_tf_sketch_encode(values=values, spacing=spacing)
+    return codes, tf.ensure_shape(bucket_values, [NUM_CODES])
 
 
 def quantile_sketch_decode(codes, bucket_values) -> tf.Tensor:
@@ -62,10 +62,10 @@ def quantile_sketch_decode(codes, bucket_values) -> tf.Tensor:
 
     Args:
       codes: uint8 tensor of any shape.
-      bucket_values: float32[2^num_bits] for a num_bits from 1 to 8.
+      bucket_values: float32[256].
 
     Returns:
-      float32 tensor in the shape of `codes`; nan for a code that has no value.
+      float32 tensor in the shape of `codes`.
 
     Raises:
       TypeError: If an argument is of another type.

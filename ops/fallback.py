@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import tensorflow as tf
 
+from hop_tf.ops.arguments import NUM_CODES
+
 # See kernels/constants.h for what these mean. Sizes are numbers of patterns.
 _BIN_SIZE = 1 << 16
 _NUM_BINS = (1 << 32) // _BIN_SIZE
@@ -24,32 +26,27 @@ _LARGEST_SCALE = float.fromhex("0x1.020406p121")  # Times 127 it is still finite
 # The quantile sketch.
 
 
-def sketch_encode(values: tf.Tensor, num_bits: int, spacing: float) -> tuple[tf.Tensor, tf.Tensor]:
+def sketch_encode(values: tf.Tensor, spacing: float) -> tuple[tf.Tensor, tf.Tensor]:
     """See `hop_tf.ops.quantile_sketch_encode`."""
     floats = tf.reshape(tf.cast(values, tf.float32), [-1])
     codes, bucket_values = tf.cond(
         tf.reduce_all(tf.math.is_finite(floats)),
-        lambda: _sketch_finite(floats, 1 << num_bits, spacing),
-        lambda: (tf.zeros(tf.shape(floats), tf.uint8), tf.fill([1 << num_bits], float("nan"))),
+        lambda: _sketch_finite(floats, spacing),
+        lambda: (tf.zeros(tf.shape(floats), tf.uint8), tf.fill([NUM_CODES], float("nan"))),
     )
-    return tf.reshape(codes, tf.shape(values)), tf.ensure_shape(bucket_values, [1 << num_bits])
+    return tf.reshape(codes, tf.shape(values)), tf.ensure_shape(bucket_values, [NUM_CODES])
 
 
 def sketch_decode(codes: tf.Tensor, bucket_values: tf.Tensor) -> tf.Tensor:
     """See `hop_tf.ops.quantile_sketch_decode`."""
-    num_values = tf.size(bucket_values)
-    is_table = tf.equal(tf.rank(bucket_values), 1) & tf.reduce_any(tf.equal(num_values, 2 ** tf.range(1, 9)))
-    received = [
-        "bucket_values must be a vector of 2, 4, 8, ... or 256 values. Received shape:",
-        tf.shape(bucket_values),
-    ]
-    with tf.control_dependencies([tf.debugging.Assert(is_table, received)]):
+    message = f"bucket_values must be a vector of {NUM_CODES} values."
+    check = tf.debugging.assert_equal(tf.shape(bucket_values), [NUM_CODES], message, summarize=8)
+    with tf.control_dependencies([] if check is None else [check]):
         bucket_values = tf.reshape(bucket_values, [-1])
-    padding = tf.fill([256 - tf.size(bucket_values)], float("nan"))
-    return tf.gather(tf.concat([bucket_values, padding], axis=0), tf.cast(codes, tf.int32))
+    return tf.gather(bucket_values, tf.cast(codes, tf.int32))
 
 
-def _sketch_finite(floats: tf.Tensor, num_codes: int, spacing: float) -> tuple[tf.Tensor, tf.Tensor]:
+def _sketch_finite(floats: tf.Tensor, spacing: float) -> tuple[tf.Tensor, tf.Tensor]:
     patterns = _patterns(floats)
     size = tf.size(floats, out_type=tf.int64)
     cells, refined, part_size = _cells(patterns, size)
@@ -67,9 +64,9 @@ def _sketch_finite(floats: tf.Tensor, num_codes: int, spacing: float) -> tuple[t
     bins = _in_order_of_values(cell_patterns, members)
     bin_members = tf.cast(tf.gather(members, bins), tf.float64)
     bin_patterns = tf.gather(cell_patterns, bins)
-    bin_codes = _assign_codes(bin_patterns, tf.gather(widths, bins), bin_members, size, num_codes, spacing)
+    bin_codes = _assign_codes(bin_patterns, tf.gather(widths, bins), bin_members, size, spacing)
     sums = _sums(bin_patterns, bin_members, tf.cast(tf.gather(low_bits, bins), tf.float64))
-    bucket_values = _bucket_values(sums, bin_members, bin_codes, num_codes)
+    bucket_values = _bucket_values(sums, bin_members, bin_codes)
 
     table = tf.scatter_nd(bins[:, tf.newaxis], bin_codes, [num_cells])
     return tf.cast(tf.gather(table, cells), tf.uint8), bucket_values
@@ -106,24 +103,24 @@ def _exponents(patterns: tf.Tensor) -> tf.Tensor:
     return tf.cast(patterns // (1 << 23) % 256, tf.float64)
 
 
-def _assign_codes(patterns, widths, members, size, num_codes: int, spacing: float) -> tf.Tensor:
+def _assign_codes(patterns, widths, members, size, spacing: float) -> tf.Tensor:
     """The code of each bin. Bins are in order of their values. On a GPU, cumulated sums need not rise: not there."""
     with tf.device("/cpu:0"):
-        return _assign_codes_on_cpu(patterns, widths, members, size, num_codes, spacing)
+        return _assign_codes_on_cpu(patterns, widths, members, size, spacing)
 
 
-def _assign_codes_on_cpu(patterns, widths, members, size, num_codes: int, spacing: float) -> tf.Tensor:
+def _assign_codes_on_cpu(patterns, widths, members, size, spacing: float) -> tf.Tensor:
     num_bins = tf.size(patterns)
     shares = members**spacing * (2.0 ** (_exponents(patterns) - 150.0) * tf.cast(widths, tf.float64)) ** (1.0 - spacing)
-    is_point = (widths < _BIN_SIZE) & (members * num_codes > _POINT_BUCKETS * tf.cast(size, tf.float64))
+    is_point = (widths < _BIN_SIZE) & (members * NUM_CODES > _POINT_BUCKETS * tf.cast(size, tf.float64))
     shares = tf.where(is_point, tf.zeros_like(shares), shares)
-    num_buckets = num_codes - 2 * tf.reduce_sum(tf.cast(is_point, tf.int32))
+    num_buckets = NUM_CODES - 2 * tf.reduce_sum(tf.cast(is_point, tf.int32))
     middle = (tf.cumsum(shares, exclusive=True) + shares / 2.0) / tf.reduce_sum(shares)
     buckets = tf.cast(middle * tf.cast(num_buckets, tf.float64), tf.int32)
     buckets = tf.where(is_point, num_buckets + tf.range(num_bins), tf.minimum(buckets, num_buckets - 1))
     begins = tf.concat([[False], buckets[1:] != buckets[:-1]], axis=0)[:num_bins]
     codes = tf.cumsum(tf.cast(begins, tf.int32))
-    return tf.where(num_bins <= num_codes, tf.range(num_bins), codes)
+    return tf.where(num_bins <= NUM_CODES, tf.range(num_bins), codes)
 
 
 def _sums(patterns: tf.Tensor, members: tf.Tensor, low_bits: tf.Tensor) -> tf.Tensor:
@@ -133,13 +130,13 @@ def _sums(patterns: tf.Tensor, members: tf.Tensor, low_bits: tf.Tensor) -> tf.Te
     return tf.where(patterns >= _SIGN, -magnitudes, magnitudes)
 
 
-def _bucket_values(sums, members, codes, num_codes: int) -> tf.Tensor:
+def _bucket_values(sums, members, codes) -> tf.Tensor:
     """The mean of each bucket's members; behind the last bucket its value again."""
-    means = tf.math.unsorted_segment_sum(sums, codes, num_codes) / tf.maximum(
-        tf.math.unsorted_segment_sum(members, codes, num_codes), 1.0
+    means = tf.math.unsorted_segment_sum(sums, codes, NUM_CODES) / tf.maximum(
+        tf.math.unsorted_segment_sum(members, codes, NUM_CODES), 1.0
     )
     last = tf.maximum(tf.reduce_max(tf.concat([[0], codes], axis=0)), 0)
-    return tf.cast(tf.gather(means, tf.minimum(tf.range(num_codes), last)), tf.float32)
+    return tf.cast(tf.gather(means, tf.minimum(tf.range(NUM_CODES), last)), tf.float32)
 
 
 # 8-bit blocks.

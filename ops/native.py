@@ -20,9 +20,9 @@ _OK, _OUT_OF_MEMORY = 0, 2
 # `HopTf<name>`: the types of its arguments, as in kernels/hop_tf_kernels.h.
 _ADDRESS, _SIZE, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_double
 _FUNCTIONS = {
-    "SketchEncode": (_ADDRESS, _INT, _SIZE, _INT, _DOUBLE, _ADDRESS, _ADDRESS, _INT),
-    "SketchDecode": (_ADDRESS, _ADDRESS, _SIZE, _INT, _ADDRESS, _INT),
-    "SketchAccumulate": (_ADDRESS, _ADDRESS, _SIZE, _INT, _ADDRESS, _INT),
+    "SketchEncode": (_ADDRESS, _INT, _SIZE, _DOUBLE, _ADDRESS, _ADDRESS, _INT),
+    "SketchDecode": (_ADDRESS, _ADDRESS, _SIZE, _ADDRESS, _INT),
+    "SketchAccumulate": (_ADDRESS, _ADDRESS, _SIZE, _ADDRESS, _INT),
     "Int8Encode": (_ADDRESS, _INT, _SIZE, _SIZE, _ADDRESS, _ADDRESS, _INT),
     "Int8Decode": (_ADDRESS, _ADDRESS, _SIZE, _SIZE, _ADDRESS, _INT),
     "Int8Accumulate": (_ADDRESS, _ADDRESS, _SIZE, _SIZE, _ADDRESS, _INT),

@@ -11,10 +11,12 @@ import tensorflow as tf
 from hop_tf.arguments import check_boolean
 from hop_tf.codecs.base import Codec, checked, take_float32
 from hop_tf.ops import arrays, encodings
-from hop_tf.ops.arguments import DEFAULT_BLOCK_SIZE, check_block_size, check_sketch, num_blocks
+from hop_tf.ops.arguments import DEFAULT_BLOCK_SIZE, NUM_CODES, check_block_size, check_spacing, num_blocks
 from hop_tf.tensors.buffers import BufferPool
 
 _BFLOAT16 = tf.bfloat16.as_numpy_dtype
+# What a sketch has before its codes.
+_BUCKETS_BYTES = 4 * NUM_CODES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -159,10 +161,9 @@ class Int8(Codec):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantileSketch(Codec):
-    """Sorts the values of a chunk into buckets, and sends their numbers and each bucket's mean.
+    """Sorts the values of a chunk into 256 buckets, and sends their numbers and each bucket's mean.
 
     Args:
-      num_bits: Bits of a bucket's number, 1 to 8; a number takes a byte all the same. Default 8.
       spacing: How far the buckets hold equally many values (1), or are equally wide (towards 0). Default 1/2.
 
     References:
@@ -172,20 +173,19 @@ class QuantileSketch(Codec):
 
     name: ClassVar[str] = "sketch"
 
-    num_bits: int = 8
     spacing: float = 0.5
 
     def __post_init__(self):
         super().__post_init__()
-        check_sketch(self.num_bits, self.spacing)
+        check_spacing(self.spacing)
 
     @property
     def bytes_per_value(self) -> float:
         return 1.0
 
     def encode(self, values: np.ndarray, pool: BufferPool) -> np.ndarray:
-        data = pool.take(self._header_bytes + values.size)
-        arrays.quantile_sketch_encode(values, self.num_bits, self.spacing, out=self._split(data, values.size))
+        data = pool.take(_BUCKETS_BYTES + values.size)
+        arrays.quantile_sketch_encode(values, self.spacing, out=self._split(data, values.size))
         return data
 
     @property
@@ -193,12 +193,12 @@ class QuantileSketch(Codec):
         return True
 
     def emit_encode(self, values: tf.Tensor) -> tf.Tensor:
-        codes, bucket_values = encodings.quantile_sketch_encode(values, self.num_bits, self.spacing)
+        codes, bucket_values = encodings.quantile_sketch_encode(values, self.spacing)
         return tf.concat([tf.reshape(tf.bitcast(bucket_values, tf.uint8), [-1]), codes], axis=0)
 
     def part(self, data: np.ndarray, where: slice, factor: float, pool: BufferPool) -> np.ndarray:
-        codes, bucket_values = self._split(data, data.size - self._header_bytes)
-        part = pool.take(self._header_bytes + where.stop - where.start)
+        codes, bucket_values = self._split(data, data.size - _BUCKETS_BYTES)
+        part = pool.take(_BUCKETS_BYTES + where.stop - where.start)
         part_codes, part_values = self._split(part, where.stop - where.start)
         np.multiply(bucket_values, np.float32(factor), out=part_values)
         np.copyto(part_codes, codes[where])
@@ -210,11 +210,7 @@ class QuantileSketch(Codec):
     def accumulate(self, data: np.ndarray, accumulator: np.ndarray) -> None:
         arrays.quantile_sketch_accumulate(*self._split(data, accumulator.size), accumulator)
 
-    @property
-    def _header_bytes(self) -> int:
-        return 4 << self.num_bits
-
     def _split(self, data: np.ndarray, num_values: int) -> tuple[np.ndarray, np.ndarray]:
         """Codes and bucket values; the bucket values come first, where they are aligned."""
-        checked(self, data, self._header_bytes + num_values, num_values)
-        return data[self._header_bytes :], data[: self._header_bytes].view(np.float32)
+        checked(self, data, _BUCKETS_BYTES + num_values, num_values)
+        return data[_BUCKETS_BYTES:], data[:_BUCKETS_BYTES].view(np.float32)

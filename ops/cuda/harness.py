@@ -21,6 +21,8 @@ LIBRARY = "libhop_tf_cuda.so"
 
 OK, INVALID_ARGUMENT, DEVICE_ERROR = 0, 1, 3
 
+_NUM_CODES = 256  # As in kernels/constants.h.
+
 # The values of HopTfType. NumPy has no bfloat16: their patterns stand for them.
 TYPES = {np.dtype(np.float32): 0, np.dtype(np.uint16): 1, np.dtype(np.float16): 2}
 
@@ -30,8 +32,8 @@ _ADDRESS, _SIZE, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, 
 FUNCTIONS = {
     "SketchWorkspaceBytes": (_SIZE, (_SIZE,)),
     "Int8WorkspaceBytes": (_SIZE, (_SIZE, _SIZE)),
-    "SketchEncode": (_INT, (_ADDRESS, _INT, _SIZE, _INT, _DOUBLE, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS)),
-    "SketchDecode": (_INT, (_ADDRESS, _ADDRESS, _SIZE, _INT, _ADDRESS, _ADDRESS)),
+    "SketchEncode": (_INT, (_ADDRESS, _INT, _SIZE, _DOUBLE, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS)),
+    "SketchDecode": (_INT, (_ADDRESS, _ADDRESS, _SIZE, _ADDRESS, _ADDRESS)),
     "Int8Encode": (_INT, (_ADDRESS, _INT, _SIZE, _SIZE, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS)),
     "Int8Decode": (_INT, (_ADDRESS, _ADDRESS, _SIZE, _SIZE, _ADDRESS, _ADDRESS)),
     "Int8Accumulate": (_INT, (_ADDRESS, _ADDRESS, _SIZE, _SIZE, _ADDRESS, _ADDRESS)),
@@ -277,22 +279,21 @@ class Kernels:
         """The address of what `HopTfCuda<name>WorkspaceBytes(*sizes)` asks for."""
         return arrays.scratch(getattr(self._library, f"HopTfCuda{name}WorkspaceBytes")(*sizes))
 
-    def sketch_encode(self, values: np.ndarray, num_bits: int = 8, spacing: float = 0.5, *, offset: int = 0):
+    def sketch_encode(self, values: np.ndarray, spacing: float = 0.5, *, offset: int = 0):
         """Returns (codes, bucket_values)."""
         with self.arrays(offset) as arrays:
-            codes, buckets = arrays.empty(values.size, np.uint8), arrays.empty(1 << num_bits, np.float32)
+            codes, buckets = arrays.empty(values.size, np.uint8), arrays.empty(_NUM_CODES, np.float32)
             source, workspace = arrays.put(values), self.workspace(arrays, "Sketch", values.size)
-            arguments = source, TYPES[values.dtype], values.size, num_bits, spacing, codes, buckets, workspace
+            arguments = source, TYPES[values.dtype], values.size, spacing, codes, buckets, workspace
             self.enqueue("SketchEncode", *arguments)
             return arrays.get(codes), arrays.get(buckets)
 
     def sketch_decode(self, codes: np.ndarray, bucket_values: np.ndarray, *, offset: int = 0):
         """Returns the values."""
-        num_bits = bucket_values.size.bit_length() - 1
         with self.arrays(offset) as arrays:
             values = arrays.empty(codes.size, np.float32)
             sources = arrays.put(codes), arrays.put(bucket_values)
-            self.enqueue("SketchDecode", *sources, codes.size, num_bits, values)
+            self.enqueue("SketchDecode", *sources, codes.size, values)
             return arrays.get(values)
 
     def int8_encode(self, values: np.ndarray, block_size: int, *, offset: int = 0):

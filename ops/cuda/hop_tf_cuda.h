@@ -23,11 +23,10 @@ extern "C" {
 HOP_TF_EXPORT int64_t HopTfCudaSketchWorkspaceBytes(int64_t num_values);
 HOP_TF_EXPORT int64_t HopTfCudaInt8WorkspaceBytes(int64_t num_values, int64_t block_size);
 
-HOP_TF_EXPORT HopTfStatus HopTfCudaSketchEncode(const void* values, HopTfType type, int64_t num_values, int num_bits,
-                                                double spacing, uint8_t* codes, float* bucket_values, void* workspace,
-                                                void* stream);
+HOP_TF_EXPORT HopTfStatus HopTfCudaSketchEncode(const void* values, HopTfType type, int64_t num_values, double spacing,
+                                                uint8_t* codes, float* bucket_values, void* workspace, void* stream);
 HOP_TF_EXPORT HopTfStatus HopTfCudaSketchDecode(const uint8_t* codes, const float* bucket_values, int64_t num_values,
-                                                int num_bits, float* values, void* stream);
+                                                float* values, void* stream);
 HOP_TF_EXPORT HopTfStatus HopTfCudaInt8Encode(const void* values, HopTfType type, int64_t num_values,
                                               int64_t block_size, int8_t* codes, float* scales, void* workspace,
                                               void* stream);

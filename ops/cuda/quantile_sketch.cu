@@ -53,11 +53,10 @@ __global__ void __launch_bounds__(kLookUpThreads)
 }
 
 template <int kWidth>
-__global__ void __launch_bounds__(kMaxCodes)
-    DecodeSketch(const uint8_t* codes, const float* bucket_values, int64_t num_values, int num_codes, float* values) {
-  __shared__ float value_of_code[kMaxCodes];
-  const int thread = threadIdx.x;
-  value_of_code[thread] = thread < num_codes ? bucket_values[thread] : __uint_as_float(kNan);
+__global__ void __launch_bounds__(kNumCodes)
+    DecodeSketch(const uint8_t* codes, const float* bucket_values, int64_t num_values, float* values) {
+  __shared__ float value_of_code[kNumCodes];
+  value_of_code[threadIdx.x] = bucket_values[threadIdx.x];
   __syncthreads();
   const auto load = [&](auto width, int64_t i) { return LoadPack<width>(codes, i); };
   ForPacks<kWidth>(ThreadOfGrid(), 0, num_values, load, [&](auto width, int64_t i, const auto& pack) {
@@ -96,12 +95,10 @@ void EncodeSketch(const T* values, const SketchSettings& settings, uint8_t* code
     enqueuer.Launch(ListBins, list_grid, workspace);
     enqueuer.Launch(ListParts, {kListPartsBlocks, kListPartsThreads}, workspace);
     enqueuer.Launch(AssignKeys, {1, kListThreads}, settings, workspace);
-    enqueuer.Launch(WriteBuckets, {settings.num_codes, kMaxCodes}, settings.num_codes, bucket_values, workspace);
+    enqueuer.Launch(WriteBuckets, {kNumCodes, kNumCodes}, bucket_values, workspace);
     enqueuer.Launch(LookUpCodes<width, T>, look_up_grid, values, num_values, workspace, codes);
   });
 }
-
-bool IsCodeSize(int num_bits) { return num_bits >= 1 && num_bits <= 8; }
 
 }  // namespace
 }  // namespace hop_tf
@@ -110,32 +107,29 @@ using namespace hop_tf;
 
 int64_t HopTfCudaSketchWorkspaceBytes(int64_t num_values) { return num_values > 0 ? sizeof(SketchWorkspace) : 0; }
 
-HopTfStatus HopTfCudaSketchEncode(const void* values, HopTfType type, int64_t num_values, int num_bits, double spacing,
+HopTfStatus HopTfCudaSketchEncode(const void* values, HopTfType type, int64_t num_values, double spacing,
                                   uint8_t* codes, float* bucket_values, void* workspace, void* stream) {
-  if (!IsSize(num_values) || !IsType(type) || !IsCodeSize(num_bits) || !(spacing > 0 && spacing <= 1)) {
-    return RefuseArguments();
-  }
+  if (!IsSize(num_values) || !IsType(type) || !(spacing > 0 && spacing <= 1)) return RefuseArguments();
   Enqueuer enqueuer(stream);
-  const int num_codes = 1 << num_bits;
   if (num_values == 0) {
-    enqueuer.Clear(bucket_values, num_codes * sizeof(float));
+    enqueuer.Clear(bucket_values, kNumCodes * sizeof(float));
     return enqueuer.Finish();
   }
   WithType(values, type, [&](auto* typed) {
-    EncodeSketch(typed, {num_values, num_codes, spacing}, codes, bucket_values,
-                 static_cast<SketchWorkspace*>(workspace), enqueuer);
+    EncodeSketch(typed, {num_values, spacing}, codes, bucket_values, static_cast<SketchWorkspace*>(workspace),
+                 enqueuer);
   });
   return enqueuer.Finish();
 }
 
-HopTfStatus HopTfCudaSketchDecode(const uint8_t* codes, const float* bucket_values, int64_t num_values, int num_bits,
+HopTfStatus HopTfCudaSketchDecode(const uint8_t* codes, const float* bucket_values, int64_t num_values,
                                   float* values, void* stream) {
-  if (!IsSize(num_values) || !IsCodeSize(num_bits)) return RefuseArguments();
+  if (!IsSize(num_values)) return RefuseArguments();
   if (num_values == 0) return HOP_TF_OK;
   Enqueuer enqueuer(stream);
-  const Grid grid = GridFor(enqueuer, num_values, kMaxCodes, kBlocksPerMultiprocessor, 0);
+  const Grid grid = GridFor(enqueuer, num_values, kNumCodes, kBlocksPerMultiprocessor, 0);
   WithWidth(IsAligned(codes) && IsAligned(values), [&](auto width) {
-    enqueuer.Launch(DecodeSketch<width>, grid, codes, bucket_values, num_values, 1 << num_bits, values);
+    enqueuer.Launch(DecodeSketch<width>, grid, codes, bucket_values, num_values, values);
   });
   return enqueuer.Finish();
 }

@@ -17,7 +17,6 @@ constexpr int kListPartsThreads = 256;
 
 struct SketchSettings {
   int64_t num_values;
-  int num_codes;
   double spacing;
 };
 
@@ -83,8 +82,8 @@ __device__ Demand DemandOf(const Entry& entry, int part_shift, const SketchSetti
   const uint64_t members = workspace.members[entry.slot];
   if (members == 0) return {0.0, 0, 0};
   const int shift = entry.slot == 0 ? 0 : entry.slot < kNumBins ? kBinShift : part_shift;  // Zeros are all alike.
-  const bool is_point = shift < kBinShift && members * settings.num_codes >
-                                                 static_cast<uint64_t>(kPointBuckets) * settings.num_values;
+  const bool is_point =
+      shift < kBinShift && members * kNumCodes > static_cast<uint64_t>(kPointBuckets) * settings.num_values;
   if (is_point) return {0.0, 1, 1};
   return {ShareOf(entry, shift, static_cast<double>(members), settings.spacing), 0, 1};
 }
@@ -105,24 +104,24 @@ __device__ Demand TotalDemand(int part_shift, const SketchSettings& settings, co
 // Gives keys to entries, as many at a time as there are threads, in order.
 class KeyAssigner {
  public:
-  __device__ KeyAssigner(const Demand& total, int num_codes) : total_(total), num_codes_(num_codes) {}
+  __device__ explicit KeyAssigner(const Demand& total) : total_(total) {}
 
   __device__ int NextKey(const Demand& demand) {
-    return total_.num_occupied <= num_codes_ ? CountOccupied(demand) : FindBucket(demand);
+    return total_.num_occupied <= kNumCodes ? CountOccupied(demand) : FindBucket(demand);
   }
 
  private:
   // Codes for all.
   __device__ int CountOccupied(const Demand& demand) {
     const Scan<int> occupied = ScanBlock(demand.num_occupied, Plus());
-    const int key = min(before_.num_occupied + occupied.before, num_codes_ - 1);
+    const int key = min(before_.num_occupied + occupied.before, kNumCodes - 1);
     before_.num_occupied += occupied.total;
     return key;
   }
 
   // The bucket, with two more keys for every point before: one for the point, and one for the rest of its bucket.
   __device__ int FindBucket(const Demand& demand) {
-    const int num_buckets = num_codes_ - 2 * total_.num_points;
+    const int num_buckets = kNumCodes - 2 * total_.num_points;
     const Scan<int> points = ScanBlock(demand.num_points, Plus());
     const Scan<double> shares = ScanBlock(demand.share, Plus());
     const double middle = before_.share + shares.before + demand.share / 2;
@@ -138,20 +137,19 @@ class KeyAssigner {
   }
 
   const Demand total_;
-  const int num_codes_;
   Demand before_ = {0.0, 0, 0};
   double last_middle_ = 0.0;
 };
 
 // Writes where each key's entries begin; keys rise from entry to entry.
-__device__ void FindFirstEntries(int num_codes, SketchWorkspace* workspace) {
+__device__ void FindFirstEntries(SketchWorkspace* workspace) {
   const uint32_t num_entries = workspace->num_entries;
   for (uint32_t i = threadIdx.x; i < num_entries; i += blockDim.x) {
     const int previous = i == 0 ? -1 : workspace->keys[i - 1];
     for (int key = workspace->keys[i]; key > previous; --key) workspace->first_entry_of_key[key] = i;
   }
   const int last = num_entries == 0 ? -1 : workspace->keys[num_entries - 1];
-  for (int key = last + 1 + threadIdx.x; key <= num_codes; key += blockDim.x) {
+  for (int key = last + 1 + threadIdx.x; key <= kNumCodes; key += blockDim.x) {
     workspace->first_entry_of_key[key] = num_entries;
   }
 }
@@ -159,10 +157,10 @@ __device__ void FindFirstEntries(int num_codes, SketchWorkspace* workspace) {
 // One block.
 __global__ void __launch_bounds__(kListThreads) AssignKeys(SketchSettings settings, SketchWorkspace* workspace) {
   if (workspace->has_non_finite) return;
-  if (threadIdx.x < kMaxCodes) workspace->key_has_members[threadIdx.x] = 0;
+  if (threadIdx.x < kNumCodes) workspace->key_has_members[threadIdx.x] = 0;
   const int part_shift = workspace->PartShift();
   const uint32_t num_entries = workspace->num_entries;
-  KeyAssigner assigner(TotalDemand(part_shift, settings, *workspace), settings.num_codes);
+  KeyAssigner assigner(TotalDemand(part_shift, settings, *workspace));
   for (uint32_t first = 0; first < num_entries; first += blockDim.x) {
     const uint32_t i = first + threadIdx.x;
     const bool is_entry = i < num_entries;
@@ -173,7 +171,7 @@ __global__ void __launch_bounds__(kListThreads) AssignKeys(SketchSettings settin
     if (demand.num_occupied > 0) workspace->key_has_members[key] = 1;
   }
   __syncthreads();
-  FindFirstEntries(settings.num_codes, workspace);
+  FindFirstEntries(workspace);
 }
 
 // The code of a bin, and if that is the bin of zeros, of all those whose members count as zero.
@@ -186,8 +184,7 @@ __device__ void WriteCode(uint32_t slot, uint8_t code, SketchWorkspace* workspac
 }
 
 // One block for each key. A key's code is the number of keys with members before it.
-__global__ void __launch_bounds__(kMaxCodes)
-    WriteBuckets(int num_codes, float* bucket_values, SketchWorkspace* workspace) {
+__global__ void __launch_bounds__(kNumCodes) WriteBuckets(float* bucket_values, SketchWorkspace* workspace) {
   const int key = blockIdx.x, thread = threadIdx.x;
   if (workspace->has_non_finite) {
     if (thread == 0) bucket_values[key] = __uint_as_float(kNan);
@@ -209,7 +206,7 @@ __global__ void __launch_bounds__(kMaxCodes)
   sum = ScanBlock(sum, Plus()).total;
   members = ScanBlock(members, Plus()).total;
   // Behind the last bucket its value is repeated.
-  if (thread == code || (is_last && thread > code && thread < num_codes)) {
+  if (thread == code || (is_last && thread > code)) {
     bucket_values[thread] = static_cast<float>(sum / members);
   }
 }

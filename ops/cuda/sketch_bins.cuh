@@ -16,8 +16,6 @@ constexpr uint32_t kMaxParts = kRefineFraction << (kBinShift - kMaxPartShift);
 // Bins, and behind them parts, have slots: places in arrays.
 constexpr uint32_t kNumSlots = kNumBins + kMaxParts;
 
-constexpr int kMaxCodes = 256;
-
 // Bins are listed in the order of the values, one by each thread of so many blocks.
 constexpr int kListThreads = 1024;
 constexpr int kListBlocks = kNumBins / kListThreads;
@@ -46,8 +44,8 @@ struct SketchWorkspace {
   uint32_t first_entry_of_place[kRefineFraction];
   Entry entries[kNumSlots];  // In the order of the values.
   uint8_t keys[kNumSlots];   // Of each entry; they rise. Entries with the same key get the same code.
-  uint32_t first_entry_of_key[kMaxCodes + 1];
-  uint8_t key_has_members[kMaxCodes];
+  uint32_t first_entry_of_key[kNumCodes + 1];
+  uint8_t key_has_members[kNumCodes];
   alignas(16) uint8_t codes[kNumSlots];
 
   __device__ bool HasRefined() const { return num_refined > 0 && has_non_finite == 0; }

@@ -16,8 +16,6 @@ inline bool IsType(HopTfType type) {
   return type == HOP_TF_FLOAT32 || type == HOP_TF_BFLOAT16 || type == HOP_TF_FLOAT16;
 }
 
-inline bool IsCodeSize(int num_bits) { return num_bits >= 1 && num_bits <= 8; }
-
 // No exception may cross the C interface. The only ones here are those of memory that could not be had.
 template <typename Function>
 HopTfStatus Guarded(const Function& function) {

@@ -12,7 +12,9 @@ constexpr uint32_t kMagnitudeMask = 0x7fffffffu;
 constexpr uint32_t kInfinity = 0x7f800000u;
 constexpr uint32_t kSmallestNormal = 0x00800000u;  // 2^-126
 
-// The sketch. A bin is what values have in common above so many bits.
+// The sketch. A code is a byte.
+constexpr int kNumCodes = 256;
+// A bin is what values have in common above so many bits.
 constexpr int kBinShift = 16;
 constexpr uint32_t kNumBins = 1u << (32 - kBinShift);
 constexpr uint32_t kLowMask = (1u << kBinShift) - 1;

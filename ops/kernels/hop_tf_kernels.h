@@ -36,27 +36,26 @@ typedef enum {
   HOP_TF_FLOAT16 = 2,
 } HopTfType;
 
-// Quantile sketch: sorts values into 2^num_bits buckets and keeps, for each, the mean of its members.
+// Quantile sketch: sorts values into 256 buckets and keeps, for each, the mean of its members.
 //
 // A bucket's share is the sum over its bins of count^spacing * width^(1 - spacing): spacing 1 gives buckets of equal
 // counts (quantiles; Zhou et al., "Canary", section 4), 1/3 the smallest mean squared error (Panter and Dite).
 //
 // values         num_values values of `type`.
-// num_bits       1 to 8.
 // spacing        above 0, at most 1.
 // codes          num_values bucket numbers; they rise with the values.
-// bucket_values  2^num_bits means, rising; behind the last bucket in use its value is repeated. If some value is not
+// bucket_values  256 means, rising; behind the last bucket in use its value is repeated. If some value is not
 //                finite, all are nan and all codes 0.
-HOP_TF_EXPORT HopTfStatus HopTfSketchEncode(const void* values, HopTfType type, int64_t num_values, int num_bits,
-                                            double spacing, uint8_t* codes, float* bucket_values, int num_threads);
+HOP_TF_EXPORT HopTfStatus HopTfSketchEncode(const void* values, HopTfType type, int64_t num_values, double spacing,
+                                            uint8_t* codes, float* bucket_values, int num_threads);
 
-// values[i] = bucket_values[codes[i]]. `bucket_values` has 2^num_bits entries; a code beyond them gives nan.
+// values[i] = bucket_values[codes[i]]
 HOP_TF_EXPORT HopTfStatus HopTfSketchDecode(const uint8_t* codes, const float* bucket_values, int64_t num_values,
-                                            int num_bits, float* values, int num_threads);
+                                            float* values, int num_threads);
 
-// accumulator[i] += bucket_values[codes[i]], as `HopTfSketchDecode` reads them.
+// accumulator[i] += bucket_values[codes[i]]
 HOP_TF_EXPORT HopTfStatus HopTfSketchAccumulate(const uint8_t* codes, const float* bucket_values, int64_t num_values,
-                                                int num_bits, float* accumulator, int num_threads);
+                                                float* accumulator, int num_threads);
 
 // 8-bit blocks: with scale = (largest magnitude of the block) / 127, codes[i] = round(values[i] / scale), computed as
 // values[i] * (127 / largest magnitude); ties to even.

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <mutex>
 #include <utility>
@@ -99,19 +100,18 @@ inline void ForEachWithPrefetch(int count, const void* next, const Body& body) {
 
 class SketchEncoder {
  public:
-  SketchEncoder(const void* values, HopTfType type, int64_t num_values, int num_bits, double spacing, int num_threads,
+  SketchEncoder(const void* values, HopTfType type, int64_t num_values, double spacing, int num_threads,
                 Scratch& scratch)
       : values_(values),
         type_(type),
         num_values_(num_values),
-        num_codes_(1 << num_bits),
         spacing_(spacing),
         num_threads_(NumParts(num_values, kMinValuesPerThread, num_threads)),
         scratch_(scratch) {}
 
   void Encode(uint8_t* codes, float* bucket_values) {
     if (!CountBins()) {
-      for (int i = 0; i < num_codes_; ++i) Store(bucket_values, i, std::numeric_limits<float>::quiet_NaN());
+      for (int i = 0; i < kNumCodes; ++i) Store(bucket_values, i, std::numeric_limits<float>::quiet_NaN());
       std::fill_n(codes, num_values_, uint8_t{0});
       return;
     }
@@ -231,12 +231,12 @@ class SketchEncoder {
 
   bool IsPoint(const Bin& bin) const {
     return bin.shift < kBinShift &&
-           bin.count.members * num_codes_ > static_cast<uint64_t>(kPointBuckets) * num_values_;
+           bin.count.members * kNumCodes > static_cast<uint64_t>(kPointBuckets) * num_values_;
   }
 
   void AssignCodes() {
     auto& bins = scratch_.bins;
-    if (bins.size() <= static_cast<size_t>(num_codes_)) {
+    if (bins.size() <= size_t{kNumCodes}) {
       for (size_t i = 0; i < bins.size(); ++i) bins[i].code = static_cast<int>(i);
       return;
     }
@@ -250,7 +250,7 @@ class SketchEncoder {
       }
     }
     // A point takes a code, and may cut a bucket in two.
-    const int num_buckets = num_codes_ - 2 * num_points;
+    const int num_buckets = kNumCodes - 2 * num_points;
     double before = 0;
     int code = -1, last_bucket = -1, next_point = num_buckets;
     for (Bin& bin : bins) {
@@ -269,13 +269,13 @@ class SketchEncoder {
   }
 
   void WriteBucketValues(float* bucket_values) const {
-    std::vector<double> sums(num_codes_), members(num_codes_);
+    double sums[kNumCodes] = {}, members[kNumCodes] = {};
     for (const Bin& bin : scratch_.bins) {
       sums[bin.code] += bin.Sum();
       members[bin.code] += static_cast<double>(bin.count.members);
     }
     float value = 0;
-    for (int i = 0; i < num_codes_; ++i) {
+    for (int i = 0; i < kNumCodes; ++i) {
       if (members[i] > 0) value = static_cast<float>(sums[i] / members[i]);
       Store(bucket_values, i, value);
     }
@@ -325,7 +325,6 @@ class SketchEncoder {
   const void* const values_;
   const HopTfType type_;
   const int64_t num_values_;
-  const int num_codes_;
   const double spacing_;
   const int num_threads_;
   Scratch& scratch_;
@@ -346,14 +345,14 @@ void AddLookedUpValues(const uint8_t* codes, int64_t count, const float* table, 
 
 // Calls body(begin, end, table) for parts of the values; `table` holds the value of every code.
 template <typename Body>
-HopTfStatus WithTable(const float* bucket_values, int64_t num_values, int num_bits, int num_threads, const Body& body) {
-  if (!IsSize(num_values) || !IsCodeSize(num_bits)) return HOP_TF_INVALID_ARGUMENT;
+HopTfStatus WithTable(const float* bucket_values, int64_t num_values, int num_threads, const Body& body) {
+  if (!IsSize(num_values)) return HOP_TF_INVALID_ARGUMENT;
   if (num_values == 0) return HOP_TF_OK;
   return Guarded([&] {
-    std::vector<float> table(256, std::numeric_limits<float>::quiet_NaN());
-    for (int i = 0; i < 1 << num_bits; ++i) table[i] = Load<float>(bucket_values, i);
+    float table[kNumCodes];  // Aligned.
+    std::memcpy(table, bucket_values, sizeof(table));
     ParallelFor(num_values, NumParts(num_values, kMinValuesPerThread, num_threads), kTileValues,
-                [&](int, int64_t begin, int64_t end) { body(begin, end, table.data()); });
+                [&](int, int64_t begin, int64_t end) { body(begin, end, table); });
   });
 }
 
@@ -362,30 +361,26 @@ HopTfStatus WithTable(const float* bucket_values, int64_t num_values, int num_bi
 
 using namespace hop_tf;
 
-HopTfStatus HopTfSketchEncode(const void* values, HopTfType type, int64_t num_values, int num_bits, double spacing,
-                              uint8_t* codes, float* bucket_values, int num_threads) {
-  if (!IsSize(num_values) || !IsType(type) || !IsCodeSize(num_bits) || !(spacing > 0 && spacing <= 1)) {
-    return HOP_TF_INVALID_ARGUMENT;
-  }
+HopTfStatus HopTfSketchEncode(const void* values, HopTfType type, int64_t num_values, double spacing, uint8_t* codes,
+                              float* bucket_values, int num_threads) {
+  if (!IsSize(num_values) || !IsType(type) || !(spacing > 0 && spacing <= 1)) return HOP_TF_INVALID_ARGUMENT;
   return Guarded([&] {
     static thread_local Scratch scratch;  // What one thread needs stays allocated for the next call, a few megabytes.
-    SketchEncoder(values, type, num_values, num_bits, spacing, num_threads, scratch).Encode(codes, bucket_values);
+    SketchEncoder(values, type, num_values, spacing, num_threads, scratch).Encode(codes, bucket_values);
     scratch.Shrink();
   });
 }
 
-HopTfStatus HopTfSketchDecode(const uint8_t* codes, const float* bucket_values, int64_t num_values, int num_bits,
-                              float* values, int num_threads) {
-  return WithTable(bucket_values, num_values, num_bits, num_threads,
-                   [&](int64_t begin, int64_t end, const float* table) {
-                     LookUpValues(codes + begin, end - begin, table, At(values, begin));
-                   });
+HopTfStatus HopTfSketchDecode(const uint8_t* codes, const float* bucket_values, int64_t num_values, float* values,
+                              int num_threads) {
+  return WithTable(bucket_values, num_values, num_threads, [&](int64_t begin, int64_t end, const float* table) {
+    LookUpValues(codes + begin, end - begin, table, At(values, begin));
+  });
 }
 
-HopTfStatus HopTfSketchAccumulate(const uint8_t* codes, const float* bucket_values, int64_t num_values, int num_bits,
+HopTfStatus HopTfSketchAccumulate(const uint8_t* codes, const float* bucket_values, int64_t num_values,
                                   float* accumulator, int num_threads) {
-  return WithTable(bucket_values, num_values, num_bits, num_threads,
-                   [&](int64_t begin, int64_t end, const float* table) {
-                     AddLookedUpValues(codes + begin, end - begin, table, At(accumulator, begin));
-                   });
+  return WithTable(bucket_values, num_values, num_threads, [&](int64_t begin, int64_t end, const float* table) {
+    AddLookedUpValues(codes + begin, end - begin, table, At(accumulator, begin));
+  });
 }

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "../kernels/constants.h"
 #include "device.h"
 #include "registry.h"
 
@@ -40,16 +41,6 @@ void CheckScales(const Tensor& scales, const Tensor& codes, int64_t block_size) 
             " codes in blocks of " + std::to_string(block_size) + ". Received: shape " + scales.ShapeInWords() + ".");
 }
 
-int NumBits(const Tensor& bucket_values) {
-  const std::vector<int64_t> shape = bucket_values.shape();
-  for (int num_bits = 1; num_bits <= 8; ++num_bits) {
-    if (shape == std::vector<int64_t>{1 << num_bits}) return num_bits;
-  }
-  Check(false,
-        "`bucket_values` must have 2, 4, 8, ... or 256 values. Received: shape " + bucket_values.ShapeInWords() + ".");
-  return 0;
-}
-
 template <typename Device>
 void CheckStatus(HopTfStatus status) {
   Check(status, status == HOP_TF_DEVICE_ERROR ? Device::LastError() : "");
@@ -58,24 +49,23 @@ void CheckStatus(HopTfStatus status) {
 template <typename Device>
 void SketchEncode(const Call& call) {
   const Tensor values = call.Input(0);
-  const int64_t num_bits = call.attributes().num_bits;
   const float spacing = call.attributes().spacing;
-  Check(num_bits >= 1 && num_bits <= 8, Received("num_bits", "from 1 to 8", num_bits));
   Check(spacing > 0 && spacing <= 1, Received("spacing", "above 0 and at most 1", spacing));
   const Tensor codes = call.Output(0, TF_UINT8, values.shape());
-  const Tensor bucket_values = call.Output(1, TF_FLOAT, {int64_t{1} << num_bits});
-  CheckStatus<Device>(Device::SketchEncode(call, values.data<void>(), TypeOf(values), values.size(),
-                                           static_cast<int>(num_bits), spacing, codes.data<uint8_t>(),
-                                           bucket_values.data<float>()));
+  const Tensor bucket_values = call.Output(1, TF_FLOAT, {kNumCodes});
+  CheckStatus<Device>(Device::SketchEncode(call, values.data<void>(), TypeOf(values), values.size(), spacing,
+                                           codes.data<uint8_t>(), bucket_values.data<float>()));
 }
 
 template <typename Device>
 void SketchDecode(const Call& call) {
   const Tensor codes = call.Input(0), bucket_values = call.Input(1);
-  const int num_bits = NumBits(bucket_values);
+  Check(bucket_values.shape() == std::vector<int64_t>{kNumCodes},
+        "`bucket_values` must have " + std::to_string(kNumCodes) + " values. Received: shape " +
+            bucket_values.ShapeInWords() + ".");
   const Tensor values = call.Output(0, TF_FLOAT, codes.shape());
   CheckStatus<Device>(Device::SketchDecode(call, codes.data<uint8_t>(), bucket_values.data<float>(), codes.size(),
-                                           num_bits, values.data<float>()));
+                                           values.data<float>()));
 }
 
 template <typename Device>
@@ -162,7 +152,7 @@ constexpr char kBlockSize[] = "block_size: int = 512";
 
 void RegisterOperations() {
   RegisterOperation({"HopTfSketchEncode",
-                     {"num_bits: int = 8", "spacing: float = 0.5", kFloats},
+                     {"spacing: float = 0.5", kFloats},
                      {"values: T"},
                      {"codes: uint8", "bucket_values: float"}});
   RegisterOperation({"HopTfSketchDecode", {}, {"codes: uint8", "bucket_values: float"}, {"values: float"}});

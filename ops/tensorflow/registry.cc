@@ -31,7 +31,6 @@ void* CreateAttributes(TF_OpKernelConstruction* construction) {
   const StatusPointer status(TF_NewStatus());
   auto* attributes = new Attributes;
   // An operation without one of them keeps the default, which nobody looks at.
-  TF_OpKernelConstruction_GetAttrInt64(construction, "num_bits", &attributes->num_bits, status.get());
   TF_OpKernelConstruction_GetAttrFloat(construction, "spacing", &attributes->spacing, status.get());
   TF_OpKernelConstruction_GetAttrInt64(construction, "block_size", &attributes->block_size, status.get());
   TF_OpKernelConstruction_GetAttrBool(construction, "round_to_nearest", &attributes->round_to_nearest, status.get());

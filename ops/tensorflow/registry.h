@@ -30,7 +30,6 @@ using ShapePointer = std::unique_ptr<TF_ShapeHandle, DeleteShape>;
 
 // The attributes of all operations; each has some of them.
 struct Attributes {
-  int64_t num_bits = 8;
   float spacing = 0.5f;
   int64_t block_size = 0;
   TF_Bool round_to_nearest = 0;

@@ -22,7 +22,7 @@ _CODECS = (
     codecs.Int8(block_size=64),
     codecs.Int8(block_size=None),
     codecs.QuantileSketch(),
-    codecs.QuantileSketch(num_bits=4, spacing=1.0),
+    codecs.QuantileSketch(spacing=1.0),
     codecs.Sparse(),
     codecs.Sparse(values="sketch"),
     codecs.TopK(),
@@ -227,7 +227,7 @@ class CodecsTest(tf.test.TestCase, parameterized.TestCase):
         error = self.round_trip(codecs.QuantileSketch(), values) - values
         self.assertLess(np.sqrt(np.mean(error**2)), 0.009)
 
-    @parameterized.parameters(codecs.QuantileSketch(), codecs.QuantileSketch(num_bits=3, spacing=1.0))
+    @parameterized.parameters(codecs.QuantileSketch(), codecs.QuantileSketch(spacing=1.0))
     def test_encodes_in_the_graph(self, codec):
         """To the same bytes; and what is cut out of them decodes to that part of the values, times the factor."""
         values, where = _gradients(1600), slice(112, 999)
@@ -439,7 +439,6 @@ class CodecsTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(
         (codecs.Int8, {"block_size": 0}, "block_size"),
-        (codecs.QuantileSketch, {"num_bits": 9}, "num_bits"),
         (codecs.QuantileSketch, {"spacing": 0.0}, "spacing"),
         (codecs.Identity, {"error_feedback": True}, "error_feedback"),
         (codecs.Int8, {"error_feedback": "no"}, "error_feedback"),

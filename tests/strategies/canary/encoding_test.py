@@ -53,7 +53,7 @@ class PieceEncodingTest(tf.test.TestCase):
         parts, network = [Packing([TensorSpec("a", (3000,), tf.float32)])], get_network("mesh")
         values, found = np.random.default_rng(0).normal(size=1008).astype(np.float32), {}
         for feedback in (False, True):
-            codec = codecs.QuantileSketch(num_bits=2, error_feedback=feedback)
+            codec = codecs.QuantileSketch(error_feedback=feedback)
             encoding = PieceEncoding(network, _WORLD_SIZE, parts, codec, BufferPool())
             layout = Layout(b"\x01" * _WORLD_SIZE, network, 0, encoding.sizes, encoding.granularity)
             piece = layout.pieces[0]

@@ -58,17 +58,16 @@ def _synchronous(world_size, num_steps, momentum):
 
 
 _CODECS = {
-    "top_k of sketch with feedback": codecs.TopK(
-        ratio=0.1, values=codecs.QuantileSketch(num_bits=2), error_feedback=True
-    ),
+    "top_k of truncate16 with feedback": codecs.TopK(ratio=0.1, values="truncate16", error_feedback=True),
     "top_k": codecs.TopK(ratio=0.1, warmup_steps=2),
-    "top_k of sketch": codecs.TopK(ratio=0.1, values=codecs.QuantileSketch(num_bits=2)),
+    "top_k of truncate16": codecs.TopK(ratio=0.1, values="truncate16"),
     "top_k of int8": codecs.TopK(ratio=0.1, values="int8"),
     "top_k of int8 with feedback": codecs.TopK(ratio=0.1, values="int8", error_feedback=True),
     # Whole vectors are less to send.
-    "half of sketch": codecs.TopK(ratio=0.5, values=codecs.QuantileSketch(num_bits=2)),
+    "half of truncate16": codecs.TopK(ratio=0.5, values="truncate16"),
     "int8": codecs.Int8(),
-    "sketch with feedback": codecs.QuantileSketch(num_bits=2, error_feedback=True),
+    "truncate16 with feedback": codecs.Truncate16(error_feedback=True),
+    "sketch": codecs.QuantileSketch(),
 }
 
 
@@ -102,9 +101,7 @@ class CodecsTest(tf.test.TestCase, parameterized.TestCase):
         if name == "top_k":
             self.assertAllClose(expected, _synchronous(world_size, num_steps, momentum), rtol=1e-5, atol=1e-5)
 
-    @parameterized.parameters(
-        *itertools.product((codecs.QuantileSketch(num_bits=3), codecs.Int8()), (0.1, 0.5), ALGORITHMS)
-    )
+    @parameterized.parameters(*itertools.product((codecs.Truncate16(), codecs.Int8()), (0.1, 0.5), ALGORITHMS))
     @pytest.mark.stress(after=2)
     def test_error_feedback_of_selected_values(self, values, ratio, algorithm):
         """What is lost of the selected values is sent later, with indices or in whole vectors."""
