@@ -190,7 +190,7 @@ class Mailbox:
 
     def _on_message(self, message: Message) -> None:
         if len(message.header) != _HEADER.size:
-            raise ProtocolError(f"rank {message.sender} sent an unexpected message to {message.queue!r}.")
+            raise message.unexpected()
         step, ranks, vector, turn, chunk = _HEADER.unpack(message.header)
         # Nobody ends a step without this rank: others are in this step or the next one.
         if step > self._first_step + 1:

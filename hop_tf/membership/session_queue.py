@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import struct
 
-from hop_tf.errors import ProtocolError
 from hop_tf.membership.session import Membership
 from hop_tf.transport.base import Handler, Message
 
@@ -45,7 +44,7 @@ class SessionQueue:
 
     def _on_message(self, message: Message) -> None:
         if len(message.header) < _HEAD.size:
-            raise ProtocolError(f"rank {message.sender} sent an unexpected message to {message.queue!r}.")
+            raise message.unexpected()
         with self._membership.monitor:
             if _HEAD.unpack_from(message.header) != (self.session, self._membership.incarnation):
                 self.num_dropped += 1

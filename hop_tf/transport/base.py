@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from hop_tf.errors import ProtocolError
+
 # Where arrays travel: they would delay the small messages of lane 0.
 BULK_LANE = 1
 # A slow link is not a dead one: what was lost while it failed is sent again a few round trips later.
@@ -34,6 +36,10 @@ class Message:
     queue: str
     header: bytes
     payload: np.ndarray
+
+    def unexpected(self) -> ProtocolError:
+        """The error of a handler to which such a message should not come."""
+        return ProtocolError(f"rank {self.sender} sent an unexpected message to {self.queue!r}.")
 
 
 @dataclasses.dataclass(frozen=True)

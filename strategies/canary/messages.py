@@ -102,7 +102,7 @@ class Header:
         header = message.header
         start = _HEAD.size + world_size
         if len(header) < start:
-            raise ProtocolError(f"rank {message.sender} sent an unexpected message to {message.queue!r}.")
+            raise message.unexpected()
         kind, piece, newest, sequence, count = _HEAD.unpack(header[: _HEAD.size])
         if len(header) != start + count * _CONTRIBUTION.size or kind not in set(MessageKind):
             raise ProtocolError(f"rank {message.sender} sent a malformed message to {message.queue!r}.")

@@ -351,7 +351,7 @@ class CanarySession:
 
     def _on_gather(self, message: Message) -> None:
         if len(message.header) != _HEADER.size:
-            raise ProtocolError(f"rank {message.sender} sent an unexpected message to {message.queue!r}.")
+            raise message.unexpected()
         group, number = _HEADER.unpack(message.header)
         with self._membership.monitor:
             self._gathered[message.sender, group, number] = message.payload

@@ -225,7 +225,7 @@ class HopExchange(Exchange, Joiner):
 
     def _on_update(self, message: Message) -> None:
         if message.sender not in self._in_neighbors or len(message.header) != ITERATION.size:
-            raise ProtocolError(f"rank {message.sender} sent an unexpected message to {message.queue!r}.")
+            raise message.unexpected()
         (iteration,) = ITERATION.unpack(message.header)
         departure = self._membership.departure(message.sender)
         # Nobody waits for what a lost rank has sent, nor for updates of a newcomer from before its first iteration.

@@ -11,7 +11,6 @@ import struct
 from collections.abc import Mapping, Sequence
 
 from hop_tf.collectives import BULK_LANE
-from hop_tf.errors import ProtocolError
 from hop_tf.membership import SessionQueue
 from hop_tf.runtime.group import ExchangeContext
 from hop_tf.strategies.hop.settings import HopSettings
@@ -95,7 +94,7 @@ class Pacing(abc.ABC):
 
     def _on_message(self, message: Message) -> None:
         if message.sender not in self._out_neighbors or len(message.header) != ITERATION.size:
-            raise ProtocolError(f"rank {message.sender} sent an unexpected message to {message.queue!r}.")
+            raise message.unexpected()
         self._note(message.sender, *ITERATION.unpack(message.header))
 
     @abc.abstractmethod

@@ -18,6 +18,7 @@ from hop_tf.collectives.vectors import goes_sparse
 from hop_tf.errors import HopError, ProtocolError
 from hop_tf.membership import Interrupted
 from hop_tf.simulate.virtual import VirtualCluster
+from hop_tf.transport.base import Message
 
 _GROUP = "group"
 _CHUNK_VALUES = 1024
@@ -685,7 +686,7 @@ class AllReduceTest(tf.test.TestCase, parameterized.TestCase):
             handlers[rank] = job.cluster.memberships[rank].transport._handlers["all_reduce/test"]
 
         job.run(lambda rank: 1, at_end)
-        message = mock.Mock(sender=1, queue="all_reduce/test", header=b"short", payload=np.zeros(0, np.uint8))
+        message = Message(1, "all_reduce/test", b"short", np.zeros(0, np.uint8))
         with self.assertRaisesRegex(ProtocolError, "rank 1 sent an unexpected message"):
             handlers[0](message)
 

@@ -5,8 +5,8 @@ get in its place. Promises about whole processes (a rank that is killed, Ctrl-C)
 """
 
 import dataclasses
-import importlib.util
 import pathlib
+import runpy
 import tempfile
 from collections.abc import Callable, Mapping
 
@@ -20,19 +20,13 @@ import hop_tf
 from hop_tf.errors import HopError, MismatchError
 from hop_tf.testing import InProcessCluster
 
-_EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "own_strategy.py"
+_EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
+LocalSGDStrategy = runpy.run_path(str(_EXAMPLES / "own_strategy.py"))["LocalSGDStrategy"]
 _NUM_RANKS = 2
 _NUM_ROWS = 24
 _BATCH_SIZE = 4  # Of both ranks together.
 _STEPS = _NUM_ROWS // _BATCH_SIZE
 _OPTIONS = hop_tf.CommunicationOptions(timeout_seconds=60)
-
-
-def _own_strategy(**arguments):
-    spec = importlib.util.spec_from_file_location("own_strategy", _EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.LocalSGDStrategy(**arguments)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +60,7 @@ MEMBERS = {
         num_ps=1,
         refuses={"test_mixed_precision_with_clipping": "`clipnorm` must not be set in an optimizer within a LossScale"},
     ),
-    "own": Member(_own_strategy),  # Equal but for rounding.
+    "own": Member(LocalSGDStrategy),  # Equal but for rounding.
     "canary_synchronous": Member(
         lambda **arguments: hop_tf.CanaryStrategy(consistency="bsp", **arguments), is_equal_after_fit=True
     ),
@@ -299,6 +293,29 @@ class ContractTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(before, after)
 
     # Ways to train.
+
+    @_all_members
+    def test_a_step_is_traced_once(self, name):
+        """Also where the optimizer and the metrics are built in the first step, as Keras does."""
+
+        def train(strategy):
+            traces = []
+
+            class Traced(keras.Sequential):
+                def train_step(self, data):
+                    traces.append(None)
+                    return super().train_step(data)
+
+            model = _compiled(
+                strategy,
+                lambda: Traced([keras.Input((3,)), keras.layers.Dense(1)]),
+                keras.optimizers.Adam,
+                metrics=["mae"],
+            )
+            _fit(model)
+            return len(traces)
+
+        self.assertEqual(self.run_ranks(name, train), [1] * _NUM_RANKS)
 
     @parameterized.product(
         how=({}, {"run_eagerly": True}, {"steps_per_execution": 2}, {"metrics": ["mae"], "weighted_metrics": ["mse"]}),

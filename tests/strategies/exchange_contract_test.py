@@ -13,11 +13,11 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import importlib.util
 import itertools
 import math
 import os
 import pathlib
+import runpy
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -55,7 +55,8 @@ from hop_tf.tensors.packing import Packing, TensorSpec
 from hop_tf.testing.logs import logging_disabled
 from hop_tf.topology import resolve
 
-_EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "own_strategy.py"
+_EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
+LocalSGDStrategy = runpy.run_path(str(_EXAMPLES / "own_strategy.py"))["LocalSGDStrategy"]
 _SEED = int(os.environ.get("HOP_TF_SCHEDULE_SEED", "0"))
 _GROUP = "group"
 _RANKS = range(3)
@@ -620,13 +621,6 @@ class Member:
     also_raises: str | None = None
 
 
-def _own_strategy():
-    spec = importlib.util.spec_from_file_location("own_strategy", _EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.LocalSGDStrategy
-
-
 def _pipe_sgd(context):
     settings = PipeSGDSettings(pipeline_width=2, codec=codecs.Identity(), num_segments=2, compensation="none")
     return PipeSGDExchange(context, settings)
@@ -697,7 +691,7 @@ _SERVED = {
     "also_raises": "rank 0 has gone before the servers had its model",
 }
 MEMBERS = {
-    "own": Member(lambda context: _own_strategy().make_exchange(None, context)),
+    "own": Member(lambda context: LocalSGDStrategy.make_exchange(None, context)),
     "averaging_ring": Member(lambda context: AveragingExchange(context, algorithm="ring")),
     "pipe_sgd": Member(_pipe_sgd, **_GRADIENTS),
     "dts": Member(_dts, **_WINDOWS),
