@@ -74,8 +74,11 @@ class GroupState:
 
         answers = self._servers.configure(payload_of, sources=() if joins or is_first else (0,))
         states = self._take_over(answers)
-        if joins or any(answer.is_under_way for answer, _ in answers.values()):
+        if joins:
             set_num_updates(optimizer, max(state.num_steps for state in states))
+        elif any(answer.is_under_way for answer, _ in answers.values()):
+            # Not what others have made of the session meanwhile: this rank is to make all of its steps.
+            set_num_updates(optimizer, max(answer.num_steps_before for answer, _ in answers.values()))
 
     def _describe(self, *, has_state: bool) -> pb.Configure:
         return pb.Configure(

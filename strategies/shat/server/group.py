@@ -94,6 +94,10 @@ class ServedGroup:
       packing: Its buckets.
       consistency: When to apply, and when to answer.
       pool: Where means are put. Default: a pool of its own.
+
+    Attributes:
+      num_pushes: Pushes that were applied.
+      num_steps_before: The most that one worker had sent when the session began.
     """
 
     def __init__(self, shard: Shard, packing: Packing, consistency: Consistency, pool: BufferPool | None = None):
@@ -109,7 +113,7 @@ class ServedGroup:
         self._means: list[np.ndarray] = []
         self.num_pushes = 0
         self._num_steps = 0
-        self._num_steps_before = 0
+        self.num_steps_before = 0
         # The buckets that were read last, until something changes.
         self._latest: Callable[[], list[np.ndarray] | None] = _nothing
 
@@ -119,7 +123,7 @@ class ServedGroup:
         """All these workers take part from now on, and have not pushed yet. Pushes of other sessions are dropped."""
         with self._lock:
             self._session = session
-            self._num_steps_before = self._num_steps
+            self.num_steps_before = self._num_steps
             self._workers = {worker: _Worker() for worker in workers}
             self._pushed.clear()
             self._statistics = {worker: v for worker, v in self._statistics.items() if worker in self._workers}
@@ -214,7 +218,7 @@ class ServedGroup:
                 known.sequence += 1
                 known.clock += 1
                 known.waits = True
-                self._num_steps = max(self._num_steps, self._num_steps_before + known.clock)
+                self._num_steps = max(self._num_steps, self.num_steps_before + known.clock)
 
     def _answer_now(self, worker: int, buckets: Sequence[np.ndarray]) -> Answer:
         known = self._workers[worker]
@@ -271,7 +275,7 @@ class ServedGroup:
             self._shard.assign_slots(state.slots)
             self._shard.iterations = state.iterations
             self.num_pushes = state.num_pushes
-            self._num_steps = self._num_steps_before = state.num_steps
+            self._num_steps = self.num_steps_before = state.num_steps
 
     def assign_model(self, buckets: Sequence[np.ndarray]) -> None:
         """Goes on with another model, and the optimizer as it is."""

@@ -14,7 +14,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n-strategies/shat/server/parameter_server.proto\x12\x17hop_tf.parameter_server\"X\n\x06Tensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\x12\x0e\n\x06\x64\x65\x63\x61ys\x18\x04 \x01(\x08\x12\x12\n\nis_carried\x18\x05 \x01(\x08\"\x86\x02\n\tConfigure\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0f\n\x07session\x18\x02 \x01(\x03\x12\x42\n\x08settings\x18\x03 \x03(\x0b\x32\x30.hop_tf.parameter_server.Configure.SettingsEntry\x12\x11\n\toptimizer\x18\x04 \x01(\t\x12/\n\x06pieces\x18\x05 \x03(\x0b\x32\x1f.hop_tf.parameter_server.Tensor\x12\r\n\x05\x63odec\x18\x06 \x01(\t\x12\x11\n\thas_state\x18\x07 \x01(\x08\x1a/\n\rSettingsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"W\n\nConfigured\x12\x0f\n\x07session\x18\x01 \x01(\x03\x12\r\n\x05\x65rror\x18\x02 \x01(\t\x12\x13\n\x0bis_mismatch\x18\x03 \x01(\x08\x12\x14\n\x0cis_under_way\x18\x04 \x01(\x08\"n\n\x04Push\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0f\n\x07session\x18\x02 \x01(\x03\x12\x10\n\x08sequence\x18\x03 \x01(\x03\x12\x0c\n\x04rate\x18\x04 \x01(\x01\x12\x12\n\nis_applied\x18\x05 \x01(\x08\x12\x12\n\nasks_again\x18\x06 \x01(\x08\"\x8c\x01\n\x05Reply\x12\x0f\n\x07session\x18\x01 \x01(\x03\x12\x10\n\x08sequence\x18\x02 \x01(\x03\x12\x12\n\nnum_others\x18\x03 \x01(\x03\x12\x13\n\x0bnum_workers\x18\x04 \x01(\x03\x12\x12\n\nis_missing\x18\x05 \x01(\x08\x12\r\n\x05\x65rror\x18\x06 \x01(\t\x12\x14\n\x0cis_forgotten\x18\x07 \x01(\x08\"6\n\x04Pull\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x03\x12\x0f\n\x07session\x18\x03 \x01(\x03\"\'\n\x06Pulled\x12\x0e\n\x06number\x18\x01 \x01(\x03\x12\r\n\x05\x65rror\x18\x02 \x01(\t\"(\n\x06\x41ssign\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0f\n\x07session\x18\x02 \x01(\x03\"\x18\n\x05\x42\x65gin\x12\x0f\n\x07session\x18\x01 \x01(\x03\"\x17\n\x06Retire\x12\r\n\x05group\x18\x01 \x01(\t\"p\n\x05State\x12,\n\x05slots\x18\x01 \x03(\x0b\x32\x1d.hop_tf.parameter_server.Slot\x12\x12\n\nnum_pushes\x18\x02 \x01(\x03\x12\x11\n\tnum_steps\x18\x03 \x01(\x03\x12\x12\n\niterations\x18\x04 \x01(\x03\"A\n\x04Slot\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05piece\x18\x02 \x01(\x05\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\r\n\x05shape\x18\x04 \x03(\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n-strategies/shat/server/parameter_server.proto\x12\x17hop_tf.parameter_server\"X\n\x06Tensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\x12\x0e\n\x06\x64\x65\x63\x61ys\x18\x04 \x01(\x08\x12\x12\n\nis_carried\x18\x05 \x01(\x08\"\x86\x02\n\tConfigure\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0f\n\x07session\x18\x02 \x01(\x03\x12\x42\n\x08settings\x18\x03 \x03(\x0b\x32\x30.hop_tf.parameter_server.Configure.SettingsEntry\x12\x11\n\toptimizer\x18\x04 \x01(\t\x12/\n\x06pieces\x18\x05 \x03(\x0b\x32\x1f.hop_tf.parameter_server.Tensor\x12\r\n\x05\x63odec\x18\x06 \x01(\t\x12\x11\n\thas_state\x18\x07 \x01(\x08\x1a/\n\rSettingsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"q\n\nConfigured\x12\x0f\n\x07session\x18\x01 \x01(\x03\x12\r\n\x05\x65rror\x18\x02 \x01(\t\x12\x13\n\x0bis_mismatch\x18\x03 \x01(\x08\x12\x14\n\x0cis_under_way\x18\x04 \x01(\x08\x12\x18\n\x10num_steps_before\x18\x05 \x01(\x03\"n\n\x04Push\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0f\n\x07session\x18\x02 \x01(\x03\x12\x10\n\x08sequence\x18\x03 \x01(\x03\x12\x0c\n\x04rate\x18\x04 \x01(\x01\x12\x12\n\nis_applied\x18\x05 \x01(\x08\x12\x12\n\nasks_again\x18\x06 \x01(\x08\"\x8c\x01\n\x05Reply\x12\x0f\n\x07session\x18\x01 \x01(\x03\x12\x10\n\x08sequence\x18\x02 \x01(\x03\x12\x12\n\nnum_others\x18\x03 \x01(\x03\x12\x13\n\x0bnum_workers\x18\x04 \x01(\x03\x12\x12\n\nis_missing\x18\x05 \x01(\x08\x12\r\n\x05\x65rror\x18\x06 \x01(\t\x12\x14\n\x0cis_forgotten\x18\x07 \x01(\x08\"6\n\x04Pull\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x03\x12\x0f\n\x07session\x18\x03 \x01(\x03\"\'\n\x06Pulled\x12\x0e\n\x06number\x18\x01 \x01(\x03\x12\r\n\x05\x65rror\x18\x02 \x01(\t\"(\n\x06\x41ssign\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0f\n\x07session\x18\x02 \x01(\x03\"\x18\n\x05\x42\x65gin\x12\x0f\n\x07session\x18\x01 \x01(\x03\"\x17\n\x06Retire\x12\r\n\x05group\x18\x01 \x01(\t\"p\n\x05State\x12,\n\x05slots\x18\x01 \x03(\x0b\x32\x1d.hop_tf.parameter_server.Slot\x12\x12\n\nnum_pushes\x18\x02 \x01(\x03\x12\x11\n\tnum_steps\x18\x03 \x01(\x03\x12\x12\n\niterations\x18\x04 \x01(\x03\"A\n\x04Slot\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05piece\x18\x02 \x01(\x05\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\r\n\x05shape\x18\x04 \x03(\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -30,23 +30,23 @@ if _descriptor._USE_C_DESCRIPTORS == False:
   _globals['_CONFIGURE_SETTINGSENTRY']._serialized_start=380
   _globals['_CONFIGURE_SETTINGSENTRY']._serialized_end=427
   _globals['_CONFIGURED']._serialized_start=429
-  _globals['_CONFIGURED']._serialized_end=516
-  _globals['_PUSH']._serialized_start=518
-  _globals['_PUSH']._serialized_end=628
-  _globals['_REPLY']._serialized_start=631
-  _globals['_REPLY']._serialized_end=771
-  _globals['_PULL']._serialized_start=773
-  _globals['_PULL']._serialized_end=827
-  _globals['_PULLED']._serialized_start=829
-  _globals['_PULLED']._serialized_end=868
-  _globals['_ASSIGN']._serialized_start=870
-  _globals['_ASSIGN']._serialized_end=910
-  _globals['_BEGIN']._serialized_start=912
-  _globals['_BEGIN']._serialized_end=936
-  _globals['_RETIRE']._serialized_start=938
-  _globals['_RETIRE']._serialized_end=961
-  _globals['_STATE']._serialized_start=963
-  _globals['_STATE']._serialized_end=1075
-  _globals['_SLOT']._serialized_start=1077
-  _globals['_SLOT']._serialized_end=1142
+  _globals['_CONFIGURED']._serialized_end=542
+  _globals['_PUSH']._serialized_start=544
+  _globals['_PUSH']._serialized_end=654
+  _globals['_REPLY']._serialized_start=657
+  _globals['_REPLY']._serialized_end=797
+  _globals['_PULL']._serialized_start=799
+  _globals['_PULL']._serialized_end=853
+  _globals['_PULLED']._serialized_start=855
+  _globals['_PULLED']._serialized_end=894
+  _globals['_ASSIGN']._serialized_start=896
+  _globals['_ASSIGN']._serialized_end=936
+  _globals['_BEGIN']._serialized_start=938
+  _globals['_BEGIN']._serialized_end=962
+  _globals['_RETIRE']._serialized_start=964
+  _globals['_RETIRE']._serialized_end=987
+  _globals['_STATE']._serialized_start=989
+  _globals['_STATE']._serialized_end=1101
+  _globals['_SLOT']._serialized_start=1103
+  _globals['_SLOT']._serialized_end=1168
 # @@protoc_insertion_point(module_scope)

@@ -244,7 +244,11 @@ class ParameterServer:
             self._send(
                 worker,
                 f"{PREFIX}/{configure.group}/{CONFIGURED}",
-                pb.Configured(session=configure.session, is_under_way=configured.is_under_way),
+                pb.Configured(
+                    session=configure.session,
+                    is_under_way=configured.is_under_way,
+                    num_steps_before=configured.group.num_steps_before,
+                ),
                 state.to_parts(),
             )
 

@@ -4,6 +4,7 @@ import functools
 import pathlib
 import tempfile
 import threading
+from unittest import mock
 
 import keras
 import numpy as np
@@ -15,6 +16,7 @@ import hop_tf
 from hop_tf.errors import ClusterConfigError, HopError, MismatchError
 from hop_tf.keras_hook.optimizers import slots_of
 from hop_tf.strategies import shat
+from hop_tf.strategies.shat.state import GroupState
 from hop_tf.testing import InProcessCluster
 
 _OPTIONS = hop_tf.CommunicationOptions(timeout_seconds=60)
@@ -639,6 +641,31 @@ class SettingsTest(tf.test.TestCase):
                 self.assertAllClose(weights, 1 - num_runs * _NUM_WORKERS * _RATE * total, rtol=1e-4, atol=1e-5)
                 self.assertEqual(num_steps, num_runs * _NUM_STEPS)
         self.assertLen(list(pathlib.Path(directory).iterdir()), 1)
+
+    def test_who_comes_late_to_a_snapshot_counts_its_own_steps(self):
+        directory = self.enterContext(tempfile.TemporaryDirectory())
+        snapshots = hop_tf.SnapshotOptions(directory=directory, every_seconds=1e6)
+        is_under_way, configure = threading.Event(), GroupState.configure
+
+        def configure_late(state, **arguments):
+            if state._membership.rank == 1:
+                self.assertTrue(is_under_way.wait(_OPTIONS.timeout_seconds))
+            configure(state, **arguments)
+
+        def train(strategy):
+            def record(batch, logs):
+                if batch == 4:
+                    is_under_way.set()
+
+            callbacks = [keras.callbacks.LambdaCallback(on_train_batch_end=record)]
+            _, model = _trained(strategy, lambda: _make_linear(keras.optimizers.SGD(_RATE)), callbacks=callbacks)
+            return int(model.optimizer.iterations)
+
+        self.assertEqual(_cluster(num_ps=1, snapshots=snapshots).run(train), [_NUM_STEPS] * _NUM_WORKERS)
+        is_under_way.clear()
+        with mock.patch.object(GroupState, "configure", configure_late):
+            num_steps = _cluster(num_ps=1, snapshots=snapshots).run(train)
+        self.assertEqual(num_steps, [2 * _NUM_STEPS] * _NUM_WORKERS)
 
     def test_a_snapshot_that_one_server_lacks_is_an_error(self):
         directory = self.enterContext(tempfile.TemporaryDirectory())
