@@ -108,7 +108,7 @@ def _run(case: Mapping, rank: int, turn: int, settings: Mapping) -> dict:
     except SystemExit:  # A server, when the workers are done.
         return {}
     try:
-        return _MEASURES[case["experiment"]]({**case, "network": settings.get("network", "mesh")}, strategy)
+        return _MEASURES[case["experiment"]]({**case, "algorithm": settings.get("algorithm", "mesh")}, strategy)
     finally:
         strategy.shutdown()
 
@@ -144,7 +144,7 @@ def _time(case: Mapping, strategy: tf.distribute.Strategy) -> dict:
 def _reduce(case: Mapping, strategy: hop_tf.CanaryStrategy) -> dict:
     """Duration of an all-reduce, and processor time in it."""
     values = np.ones(case["num_values"], np.float32)
-    reduction = strategy.make_all_reduce(case["network"], values.size)
+    reduction = strategy.make_all_reduce(case["algorithm"], values.size)
     seconds, processor_seconds = [], []
     for step in range(1 + _NUM_REDUCTIONS):
         start, processor_start = time.monotonic(), time.process_time()
@@ -251,7 +251,7 @@ def _bml(world_size: int) -> dict[str, Mapping]:
     """The paper's baseline among so many ranks, by its label."""
     side = math.isqrt(world_size)
     network = f"bcube:{side},2" if side * side == world_size else f"bcube:{world_size},1"
-    return {f"BML {network}": {**_kinds()["BSP float32"], "network": network}}
+    return {f"BML {network}": {**_kinds()["BSP float32"], "algorithm": network}}
 
 
 def _beside_bml(world_size: int) -> dict[str, Mapping]:
@@ -311,7 +311,7 @@ def _networks() -> None:
         if network.startswith("bcube"):
             alpha, beta = map(int, network.partition(":")[2].split(","))
             world_size = alpha**beta
-        kinds = {label: {**kind, "network": network} for label, kind in _kinds().items()}
+        kinds = {label: {**kind, "algorithm": network} for label, kind in _kinds().items()}
         measured = _measure(list(kinds.values()), world_size, step_seconds=_STEP_SECONDS.value)
         for label, of_ranks in zip(kinds, measured, strict=True):
             report = of_ranks[0]["report"]
@@ -325,7 +325,7 @@ def _networks() -> None:
 
 def _interfaces() -> None:
     kind, rows = _kinds()["BSP float32"], []
-    settings = [{**kind, "network": name, "interfaces": used} for name, used in _INTERFACES.items()]
+    settings = [{**kind, "algorithm": name, "interfaces": used} for name, used in _INTERFACES.items()]
     num_values, world_size = 2 * (_WIDTH.value + 1) * _WIDTH.value, 4
     measured = _measure(
         settings,

@@ -270,6 +270,7 @@ def _settings(case: Case) -> ShatSettings:
         mixing=mixing,
         sharding="none",
         consistency="async",
+        max_staleness=16,
         min_mixing=_MIN_MIXING.value,
         log_base=math.e,
         codec=None,

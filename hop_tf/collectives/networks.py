@@ -27,7 +27,7 @@ from collections.abc import Iterable, Sequence
 
 _PATTERN = re.compile(r"(?P<kind>[a-z]+)(?::(?P<numbers>\d+(,\d+)*))?")
 _MAX_LEVELS, _MAX_RANKS = 16, 2**16
-_RULE = "`network` must be 'mesh', 'bcube:<alpha>,<beta>', 'tree' or 'tree:<children>'"
+_RULE = "`algorithm` must be 'mesh', 'bcube:<alpha>,<beta>', 'tree' or 'tree:<children>'"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,11 +128,12 @@ class BCube(Network):
 
     def __post_init__(self):
         if self.alpha < 1 or self.beta < 1:
-            raise ValueError(f"{_RULE}, with numbers of at least 1. Received: network='{self}'.")
+            raise ValueError(f"{_RULE}, with numbers of at least 1. Received: algorithm='{self}'.")
         # First the exponent: the power of a large one takes hours.
         if self.beta > _MAX_LEVELS or self.alpha**self.beta > _MAX_RANKS:
             raise ValueError(
-                f"`network` must have at most {_MAX_LEVELS} levels and {_MAX_RANKS} ranks. Received: network='{self}'."
+                f"`algorithm` must have at most {_MAX_LEVELS} levels and {_MAX_RANKS} ranks. "
+                f"Received: algorithm='{self}'."
             )
 
     @property
@@ -145,8 +146,8 @@ class BCube(Network):
     def check_world_size(self, world_size: int) -> None:
         if not self.can_have(world_size):
             raise ValueError(
-                f"`network` must have as many ranks as the cluster: bcube:alpha,beta has alpha^beta. "
-                f"Received: network='{self}' with {self.alpha**self.beta} ranks in a cluster of {world_size}."
+                f"`algorithm` must have as many ranks as the cluster: bcube:alpha,beta has alpha^beta. "
+                f"Received: algorithm='{self}' with {self.alpha**self.beta} ranks in a cluster of {world_size}."
             )
 
     def address(self, rank: int) -> tuple[int, ...]:
@@ -206,7 +207,7 @@ class Tree(Network):
 
     def __post_init__(self):
         if self.num_children < 1:
-            raise ValueError(f"{_RULE}, with numbers of at least 1. Received: network='{self}'.")
+            raise ValueError(f"{_RULE}, with numbers of at least 1. Received: algorithm='{self}'.")
 
     @functools.cache  # noqa: B019
     def routes(self, world_size: int) -> tuple[Route, ...]:
@@ -221,11 +222,11 @@ class Tree(Network):
         return f"tree:{self.num_children}"
 
 
-def get_network(network: str) -> Network:
+def get_network(algorithm: str) -> Network:
     """The network that an argument stands for.
 
     Args:
-      network: "mesh", "bcube:<alpha>,<beta>", "tree" (two children) or "tree:<children>".
+      algorithm: "mesh", "bcube:<alpha>,<beta>", "tree" (two children) or "tree:<children>".
 
     Returns:
       The network.
@@ -233,11 +234,11 @@ def get_network(network: str) -> Network:
     Raises:
       ValueError: If there is none of that name.
     """
-    match = _PATTERN.fullmatch(network.replace(" ", "")) if isinstance(network, str) else None
+    match = _PATTERN.fullmatch(algorithm.replace(" ", "")) if isinstance(algorithm, str) else None
     numbers = [int(number) for number in (match["numbers"] or "").split(",") if number] if match else []
     member, counts = {"mesh": (Mesh, (0,)), "bcube": (BCube, (2,)), "tree": (Tree, (0, 1))}.get(
         match["kind"] if match else None, (None, ())
     )
     if len(numbers) not in counts:
-        raise ValueError(f"{_RULE}. Received: network={network!r}.")
+        raise ValueError(f"{_RULE}. Received: algorithm={algorithm!r}.")
     return member(*numbers)

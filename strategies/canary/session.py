@@ -44,7 +44,7 @@ class CanarySession:
     Args:
       transport: The started transport of this rank; the session does not close it.
       world_size: n.
-      network: As for `CanaryStrategy`. Default "mesh".
+      algorithm: As for `CanaryStrategy`. Default "mesh".
       num_colayers: k, the length of a row vector. Default 1.
       max_staleness: The threshold s. Default 16.
       min_colayers: The threshold p. Default None: all colayers.
@@ -53,8 +53,8 @@ class CanarySession:
       monitor: The rank's monitor. Default: that of real threads.
 
     Raises:
-      ValueError: If an argument is out of range, or the network does not fit `world_size`.
-      MismatchError: By `__enter__`, if a rank has another network, codec or `num_colayers`. A rank may hear of that
+      ValueError: If an argument is out of range, or `algorithm` does not fit `world_size`.
+      MismatchError: By `__enter__`, if a rank has another `algorithm`, codec or `num_colayers`. A rank may hear of that
         from another one that has given up: then it is a PeerLostError.
       HopError: By `__enter__`, if the session was entered before, or a rank is lost; by collectives, unless it was
         entered and has not ended, here and on the ranks that take part.
@@ -68,7 +68,7 @@ class CanarySession:
         transport: Transport,
         world_size: int,
         *,
-        network: str = "mesh",
+        algorithm: str = "mesh",
         num_colayers: int = 1,
         max_staleness: int = 16,
         min_colayers: int | None = None,
@@ -79,7 +79,7 @@ class CanarySession:
         check_integer("world_size", world_size, at_least=1)
         check_integer("num_colayers", num_colayers, at_least=1)
         gei.check_min_colayers(min_colayers, num_colayers)
-        self._network = get_network(network)
+        self._network = get_network(algorithm)
         self._network.check_world_size(world_size)
         self._thresholds = gei.Thresholds(max_staleness, num_colayers if min_colayers is None else min_colayers)
         self._codec = codecs.get(codec)
@@ -108,7 +108,7 @@ class CanarySession:
         # By rank: calls together with it, here and there, that were not compared yet.
         self._own_calls: dict[int, collections.deque[str]] = collections.defaultdict(collections.deque)
         self._calls_there: dict[int, collections.deque[str]] = collections.defaultdict(collections.deque)
-        self._settings = f"network={self._network}, num_colayers={num_colayers}, codec={self._codec}"
+        self._settings = f"algorithm={self._network}, num_colayers={num_colayers}, codec={self._codec}"
         self._num_colayers = num_colayers
         self._transport.register(_GATHER, self._on_gather)
         self._transport.register(_CALL, self._on_call)
@@ -292,19 +292,19 @@ class CanarySession:
         if iteration is not None:
             check_integer("iteration", iteration, at_least=0)
             check_integer("colayer", colayer, at_least=0, at_most=self._num_colayers - 1)
-        ranks, network, lane = self._ranks_of(cube), str(self._network), None
+        ranks, algorithm, lane = self._ranks_of(cube), str(self._network), None
         if cube is not None:
-            network, lane = "mesh", _lane_of(cube)
+            algorithm, lane = "mesh", _lane_of(cube)
         elif piece_level is not None:
-            ranks, network = self._lowest_levels(piece_level)
+            ranks, algorithm = self._lowest_levels(piece_level)
         tensor = np.asarray(tensor)
         _check_floating(tensor)
         self._check_is_running(ranks)
         values = np.ascontiguousarray(tensor).reshape(-1)
-        key = (network, ranks, values.size, values.dtype.name)
+        key = (algorithm, ranks, values.size, values.dtype.name)
         if key not in self._reductions:
             self._reductions[key] = self._make_reduction(key, values.dtype, lane)
-        self._announce(ranks, f"all_reduce({_signature(tensor)}, {network}, ranks={ranks})")
+        self._announce(ranks, f"all_reduce({_signature(tensor)}, {algorithm}, ranks={ranks})")
         step = self._num_steps[key] = self._num_steps.get(key, -1) + 1
         (mean,) = self._reductions[key].mean(step, [values.copy()], lambda rank, _: rank in ranks)
         self._wait_compared(ranks)
@@ -314,11 +314,11 @@ class CanarySession:
         return mean.reshape(tensor.shape)
 
     def _make_reduction(self, key: tuple, dtype: np.dtype, lane: int | None) -> AllReduce:
-        network, ranks, size, name = key
+        algorithm, ranks, size, name = key
         codec = self._codec if dtype == np.float32 else codecs.Identity(dtype=dtype)
-        return get_algorithm(network)(
+        return get_algorithm(algorithm)(
             self._membership,
-            f"session/{network}/{_digest(ranks):08x}/{size}/{name}",
+            f"session/{algorithm}/{_digest(ranks):08x}/{size}/{name}",
             sizes=[size],
             dtypes=[dtype],
             codecs=[codec],
@@ -346,7 +346,7 @@ class CanarySession:
 
     def _bcube(self) -> BCube:
         if not isinstance(self._network, BCube):
-            raise ValueError(f"`network` must be a BCube, where there are to be levels. Received: {self._network}.")
+            raise ValueError(f"`algorithm` must be a BCube, where there are to be levels. Received: {self._network}.")
         return self._network
 
     def _on_gather(self, message: Message) -> None:

@@ -19,14 +19,14 @@ class CanarySettings:
     """What `CanaryStrategy` was told; see there.
 
     Attributes:
-      network, codec, on_peer_loss: What the names and None stand for.
+      algorithm, codec, on_peer_loss: What the names and None stand for.
 
     Raises:
       TypeError: If `codec` is something else.
       ValueError: If a value is out of range, or does not go with another.
     """
 
-    network: str | Network
+    algorithm: str | Network
     consistency: str
     max_staleness: int
     min_colayers: int | None
@@ -47,7 +47,7 @@ class CanarySettings:
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), at_least=1)
         check_min_colayers(self.min_colayers, self.num_colayers)
-        object.__setattr__(self, "network", get_network(self.network))
+        object.__setattr__(self, "algorithm", get_network(self.algorithm))
         object.__setattr__(self, "codec", codecs.get(self.codec))
         self._check_consistency()
         default = "raise" if self.is_synchronous else "continue"
@@ -78,10 +78,11 @@ class CanarySettings:
             )
 
     def check_interfaces(self, options: CommunicationOptions) -> None:
-        """Raises ValueError unless there is an address for each of the network's interfaces, or none at all."""
-        if options.interfaces is not None and len(options.interfaces) != self.network.num_levels:
+        """Raises ValueError unless there is an address for each of the algorithm's interfaces, or none at all."""
+        needed = self.algorithm.num_levels
+        if options.interfaces is not None and len(options.interfaces) != needed:
             raise ValueError(
-                f"`interfaces` must be {self.network.num_levels} addresses, one for each interface of {self.network}. "
+                f"`interfaces` must be {needed} addresses, one for each interface of {self.algorithm}. "
                 f"Received: interfaces={options.interfaces}."
             )
 
@@ -99,7 +100,7 @@ class CanarySettings:
         """What the exchange is told, where there are so many colayers."""
         most = num_colayers if self.min_colayers is None else min(self.min_colayers, num_colayers)
         return AsyncSettings(
-            network=self.network,
+            network=self.algorithm,
             thresholds=Thresholds(self.max_staleness, 0 if self.consistency == "async" else most),
             codec=self.codec,
             sync_interval=self.sync_interval,

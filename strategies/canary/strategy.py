@@ -58,7 +58,7 @@ class CanaryStrategy(ExchangeStrategy):
     points where each rank has data of other classes: there a rank's own step says little of the others'.
 
     Variables are bundled into colayers. In each step, a rank sends what its optimizer would add to a colayer's
-    variables, over the number of ranks, in pieces on the routes of `network`. Each piece is summed up on its way; the
+    variables, over the number of ranks, in pieces on the routes of `algorithm`. Each piece is summed up on its way; the
     sum goes to all ranks, which merge it. Until then the rank's own step stands in for it. `consistency` says what
     happens to a rank that is late:
 
@@ -81,7 +81,7 @@ class CanaryStrategy(ExchangeStrategy):
     each step under way. Moving statistics go with the last colayer, never through a codec.
 
     Args:
-      network: "mesh" (everybody sends to everybody), "bcube:<alpha>,<beta>" (alpha^beta ranks with `beta` interfaces,
+      algorithm: "mesh" (everybody sends to everybody), "bcube:<alpha>,<beta>" (alpha^beta ranks with `beta` interfaces,
         each rank sends to beta (alpha - 1) others) or "tree:<children>" (few connections, one interface). Default
         "mesh".
       consistency: As above. Default "ssp".
@@ -106,7 +106,7 @@ class CanaryStrategy(ExchangeStrategy):
         codec then shortens. What is lost is added to what is sent next; what is left over when `fit` ends goes with the
         first steps of the next one. For weights that are equal to the bit, processors must compute alike. Default None:
         they go as they are.
-      interfaces: This machine's address on each of the network's interfaces: `beta` of a BCube, else one. Ranks that
+      interfaces: This machine's address on each of its interfaces: `beta` of a BCube, else one. Ranks that
         an address cannot reach are reached over that of the cluster, and a warning says so. See
         `CommunicationOptions.interfaces`, which this one takes the place of. Default None: as it says.
       on_peer_loss: "raise": when a rank dies or cannot be reached, all ranks raise `PeerLostError`. "continue": the
@@ -120,7 +120,7 @@ class CanaryStrategy(ExchangeStrategy):
 
     Raises:
       TypeError: If `codec` is something else.
-      ValueError: If an argument is out of range, or the network does not fit the cluster.
+      ValueError: If an argument is out of range, or `algorithm` does not fit the cluster.
       ClusterConfigError: If the cluster description is not valid.
       HopError: If this rank's address cannot be bound.
 
@@ -132,7 +132,7 @@ class CanaryStrategy(ExchangeStrategy):
     def __init__(
         self,
         *,
-        network: str = "mesh",
+        algorithm: str = "mesh",
         consistency: str = "ssp",
         max_staleness: int = 16,
         min_colayers: int | None = None,
@@ -147,7 +147,7 @@ class CanaryStrategy(ExchangeStrategy):
         communication_options: CommunicationOptions | None = None,
     ):
         self._settings = CanarySettings(
-            network=network,
+            algorithm=algorithm,
             consistency=consistency,
             max_staleness=max_staleness,
             min_colayers=min_colayers,
@@ -163,7 +163,7 @@ class CanaryStrategy(ExchangeStrategy):
             options = dataclasses.replace(options, interfaces=interfaces)
         cluster = training_cluster(cluster_resolver, "CanaryStrategy")
         if cluster.world_size > 1:
-            self._settings.network.check_world_size(cluster.world_size)
+            self._settings.algorithm.check_world_size(cluster.world_size)
             self._settings.check_interfaces(options)
         super().__init__(
             cluster=cluster,
@@ -266,7 +266,7 @@ class SynchronousExchange(GradientExchange):
 
     def __init__(self, context: ExchangeContext, members: Sequence[Sequence[int]], settings: CanarySettings):
         self._low_rank = settings.low_rank
-        super().__init__(context, members, codec=settings.codec, algorithm=str(settings.network))
+        super().__init__(context, members, codec=settings.codec, algorithm=str(settings.algorithm))
 
     def _make_mean(
         self, context: ExchangeContext, name: str, part: Packing, codec: codecs.Codec, algorithm: str

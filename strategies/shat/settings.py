@@ -69,6 +69,7 @@ class ShatSettings:
     mixing: str | float
     sharding: str
     consistency: str
+    max_staleness: int
     min_mixing: float | None
     log_base: float
     codec: codecs.Codec
@@ -80,7 +81,7 @@ class ShatSettings:
             check_share("mixing", self.mixing)
             object.__setattr__(self, "mixing", float(self.mixing))
         check_choice("sharding", self.sharding, SHARDINGS)
-        Consistency.parse(self.consistency)
+        Consistency.make(self.consistency, self.max_staleness)
         if self.min_mixing is not None:
             check_share("min_mixing", self.min_mixing)
         _check_log_base(self.log_base)

@@ -84,10 +84,11 @@ class SHATParameterServerStrategy(ExchangeStrategy):
         (1), "ensemble" (0), or a number from 0 to 1. Default "shat".
       sharding: "memory": each server keeps equally many values, and large layers are divided; "layer": equally many
         layers; "none": the first server keeps everything. Default "memory".
-      consistency: "async": no worker waits; "ssp:<s>": one that has pushed more than s times more often than the
-        slowest one waits; "bsp": the mean of all workers' gradients is applied, then all are answered, and take that
+      consistency: "async": no worker waits; "ssp": a worker waits if it is more than `max_staleness` pushes ahead of
+        the slowest one; "bsp": the mean of all workers' gradients is applied, then all are answered, and take that
         model (alpha = 1): synchronous training with a parameter server, with the learning rate of the lowest rank that
         has pushed. Default "async".
+      max_staleness: s, in pushes, at least 0. Of no matter unless `consistency` is "ssp". Default 16.
       min_mixing: Least alpha of "shat" and "shat_root", from 0 to 1; None for 1 / n, without which two workers would
         never hear of each other. Default None.
       log_base: The base of the logarithm in Equation 4. Default e.
@@ -120,6 +121,7 @@ class SHATParameterServerStrategy(ExchangeStrategy):
         mixing: str | float = "shat",
         sharding: str = "memory",
         consistency: str = "async",
+        max_staleness: int = 16,
         min_mixing: float | None = None,
         log_base: float = math.e,
         codec: codecs.Codec | str | None = None,
@@ -131,6 +133,7 @@ class SHATParameterServerStrategy(ExchangeStrategy):
             mixing=mixing,
             sharding=sharding,
             consistency=consistency,
+            max_staleness=max_staleness,
             min_mixing=min_mixing,
             log_base=log_base,
             codec=codec,

@@ -114,16 +114,16 @@ class RoutesTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters("", "ring", "bcube", "bcube:3", "bcube:0,2", "mesh:2", "tree:0", "tree:2,2", 5)
     def test_invalid(self, name):
-        with self.assertRaisesRegex(ValueError, "`network` must be 'mesh', .* Received: network="):
+        with self.assertRaisesRegex(ValueError, "`algorithm` must be 'mesh', .* Received: algorithm="):
             get_network(name)
 
     @parameterized.parameters("bcube:3,99999999", "bcube:1,17", "bcube:65537,1", "bcube:99999999,16")
     def test_too_large(self, name):
-        with self.assertRaisesRegex(ValueError, f"at most 16 levels and 65536 ranks. Received: network='{name}'"):
+        with self.assertRaisesRegex(ValueError, f"at most 16 levels and 65536 ranks. Received: algorithm='{name}'"):
             get_network(name)
 
     def test_invalid_world_size(self):
-        with self.assertRaisesRegex(ValueError, "`network` must have as many ranks as the cluster.* cluster of 8"):
+        with self.assertRaisesRegex(ValueError, "`algorithm` must have as many ranks as the cluster.* cluster of 8"):
             BCube(3, 2).check_world_size(8)
 
     @parameterized.parameters(((0,),), ((0, 3),), ((-1, 0),))

@@ -11,6 +11,7 @@ from unittest import mock
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 from keras.src.backend.tensorflow import optimizer as keras_tf_optimizer
@@ -226,7 +227,8 @@ class OptimizerTest(tf.test.TestCase, parameterized.TestCase):
         others = {id(getattr(variable, "value", None)) for variable in (optimizer._iterations, *others)}
         self.assertLessEqual({id(variable.value) for variable in optimizer.variables} - others, found)
 
-    @parameterized.product(name=sorted(_OPTIMIZERS), in_graph=(False, True))
+    @parameterized.product(in_graph=(True, False), name=sorted(_OPTIMIZERS))
+    @pytest.mark.stress(after=len(_OPTIMIZERS))
     def test_update_is_what_apply_does(self, name, in_graph):
         results = []
         for update in (updates.update, lambda optimizer, gradients, values: optimizer.apply(gradients)):

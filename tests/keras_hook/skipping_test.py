@@ -5,6 +5,7 @@ from unittest import mock
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -51,7 +52,8 @@ class SessionTest(tf.test.TestCase):
 
 
 class RefusedTest(tf.test.TestCase, parameterized.TestCase):
-    @parameterized.product(make_strategy=(_make_strategy, hop_tf.CanaryStrategy), fits_before=(False, True))
+    @parameterized.product(fits_before=(True, False), make_strategy=(_make_strategy, hop_tf.CanaryStrategy))
+    @pytest.mark.stress(after=2)
     def test_steps_of_train_on_batch(self, make_strategy, fits_before):
         """They would be passed over in silence."""
 

@@ -1,14 +1,10 @@
 """What holds under every strategy: one table of strategies, one test for each promise.
 
-A new strategy is a line of `MEMBERS`. Where it cannot keep a promise, `refuses` names the test and the error that users
-get in its place. Promises about whole processes (a rank that is killed, Ctrl-C) are tested where processes are started.
+A new strategy is a line of `support.MEMBERS`. Promises about whole processes are in `contract_processes_test.py`.
 """
 
-import dataclasses
 import pathlib
-import runpy
 import tempfile
-from collections.abc import Callable, Mapping
 
 import keras
 import numpy as np
@@ -19,52 +15,13 @@ from absl.testing import absltest, parameterized
 import hop_tf
 from hop_tf.errors import HopError, MismatchError
 from hop_tf.testing import InProcessCluster
+from support import MEMBERS, AbortOnRank1
 
-_EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
-LocalSGDStrategy = runpy.run_path(str(_EXAMPLES / "own_strategy.py"))["LocalSGDStrategy"]
 _NUM_RANKS = 2
 _NUM_ROWS = 24
 _BATCH_SIZE = 4  # Of both ranks together.
 _STEPS = _NUM_ROWS // _BATCH_SIZE
 _OPTIONS = hop_tf.CommunicationOptions(timeout_seconds=60)
-
-
-@dataclasses.dataclass(frozen=True)
-class Member:
-    """A strategy, and what it promises.
-
-    Attributes:
-      make: Makes it; called with `cluster_resolver` and `communication_options`.
-      num_ps: Parameter servers that it needs.
-      is_equal_after_fit: Whether what is trained is equal on all ranks, to the bit, when `fit` has ended.
-      refuses: For a test, what the error says that users get in its place.
-    """
-
-    make: Callable
-    num_ps: int = 0
-    is_equal_after_fit: bool = False
-    refuses: Mapping[str, str] = dataclasses.field(default_factory=dict)
-
-
-MEMBERS = {
-    "hop": Member(hop_tf.HopStrategy),
-    "pipe_sgd": Member(hop_tf.PipeSGDStrategy, is_equal_after_fit=True),
-    "dts": Member(hop_tf.DTSStrategy, is_equal_after_fit=True),
-    "canary": Member(
-        hop_tf.CanaryStrategy,
-        is_equal_after_fit=True,
-        refuses={"test_several_optimizers": "a step must update by one optimizer only"},
-    ),
-    "shat": Member(
-        hop_tf.SHATParameterServerStrategy,
-        num_ps=1,
-        refuses={"test_mixed_precision_with_clipping": "`clipnorm` must not be set in an optimizer within a LossScale"},
-    ),
-    "own": Member(LocalSGDStrategy),  # Equal but for rounding.
-    "canary_synchronous": Member(
-        lambda **arguments: hop_tf.CanaryStrategy(consistency="bsp", **arguments), is_equal_after_fit=True
-    ),
-}
 # In `make test` without the last: Canary's synchronous form shares nearly all with others of the table.
 _MOST = len(MEMBERS) - 1
 
@@ -87,18 +44,16 @@ class _Rows(keras.metrics.Metric):
         return self.total
 
 
-class Recorder(keras.Model):
-    """A linear model that records which rows it is trained with, by their first column."""
+class Recorder(keras.Sequential):
+    """Records which rows it is trained with, by their first column, and how often its step is traced."""
 
-    def __init__(self):
-        super().__init__()
-        self.dense = keras.layers.Dense(1)
+    def __init__(self, *arguments, **keywords):
+        super().__init__(*arguments, **keywords)
         self.seen = []
-
-    def call(self, x):
-        return self.dense(x)
+        self.num_traces = 0
 
     def train_step(self, data):
+        self.num_traces += 1
         tf.numpy_function(lambda column: self.seen.extend(column.tolist()), [data[0][:, 0]], [])
         return super().train_step(data)
 
@@ -174,9 +129,8 @@ def _dataset_of_unknown_length():
     return tf.data.Dataset.from_generator(_batches, output_signature=specs)
 
 
-# Of `make test` the first two; the others are tested under Hop there.
+# Of `make test` the first one; the others are tested under Hop there.
 _SOURCES = {
-    "arrays": lambda: {"x": _data()[0], "y": _data()[1], "batch_size": _BATCH_SIZE, "shuffle": False},
     "dataset_of_unknown_length": lambda: {"x": _dataset_of_unknown_length()},
     "tensors": lambda: dict(zip("xy", map(tf.constant, _data()), strict=True), batch_size=_BATCH_SIZE, shuffle=False),
     "py_dataset": lambda: {"x": _PyData(), "shuffle": False},
@@ -195,18 +149,24 @@ def _compiled(strategy, make_model=None, optimizer=None, **arguments):
     return keras_model
 
 
-def _linear():
-    return keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, kernel_initializer="ones")])
+def _linear(make=keras.Sequential):
+    return make([keras.Input((3,)), keras.layers.Dense(1, kernel_initializer="ones")])
 
 
-def _deep():
+def _deep(make=keras.Sequential):
     kernels = [keras.initializers.RandomNormal(seed=seed) for seed in range(2)]
     dense = [keras.layers.Dense(size, kernel_initializer=kernel) for size, kernel in zip((3, 1), kernels, strict=True)]
-    return keras.Sequential([keras.Input((3,)), dense[0], keras.layers.BatchNormalization(), dense[1]])
+    return make([keras.Input((3,)), dense[0], keras.layers.BatchNormalization(), dense[1]])
 
 
 def _fit(model, epochs=1, **arguments):
-    return model.fit(**{**_SOURCES["arrays"](), **arguments}, epochs=epochs, verbose=0).history
+    x, y = _data()
+    arguments = {"x": x, "y": y, "batch_size": _BATCH_SIZE, "shuffle": False, **arguments}
+    return model.fit(**arguments, epochs=epochs, verbose=0).history
+
+
+def _trained(model):
+    return [np.array(weight) for weight in model.trainable_weights]
 
 
 def _loss(model):
@@ -223,7 +183,7 @@ def _error_of(call, *arguments, **keywords):
     return None
 
 
-class ContractTest(tf.test.TestCase, parameterized.TestCase):
+class _OfAllMembers(tf.test.TestCase, parameterized.TestCase):
     def run_ranks(self, name, fn):
         """What `fn(strategy)` returns on each rank; None where the strategy refuses, as its line in the table says."""
         member = MEMBERS[name]
@@ -245,33 +205,101 @@ class ContractTest(tf.test.TestCase, parameterized.TestCase):
             for mine, first in zip(weights, of_ranks[0], strict=True):
                 self.assertAllEqual(mine, first)  # To the bit.
 
-    # Data.
+    def assert_own_rows(self, name, rank, seen):
+        own = np.arange(_NUM_ROWS).reshape(_STEPS, _NUM_RANKS, -1)[:, rank].ravel()
+        if name == "canary" and 0 < len(seen) < own.size:  # It may pass over batches, but takes no others.
+            self.assertContainsSubset(np.round(np.array(seen) * _NUM_ROWS), own)
+        else:
+            self.assertAllClose(np.array(seen) * _NUM_ROWS, own, atol=1e-3)
+
+    def assert_steps(self, name, steps, expected):
+        if name == "canary":  # It may drop steps.
+            self.assertBetween(steps, 1, expected)
+        else:
+            self.assertEqual(steps, expected)
+
+
+class OneTrainingTest(_OfAllMembers):
+    """What a user sees of one training: two calls of `fit`, validation, saved models, reports."""
+
+    @_all_members
+    def test_one_training(self, name):
+        def train(strategy):
+            model = _compiled(strategy, lambda: _deep(Recorder), metrics=[_Rows()], weighted_metrics=["mae"])
+            # What ranks had begun with is that of rank 0 after steps that change nothing.
+            begin = _trained(model)
+            model.set_weights([weight + strategy.rank for weight in model.get_weights()])
+            model.optimizer.learning_rate = 0.0
+            _fit(model)
+            result = {"begin": begin, "after nothing": _trained(model), "seen": list(model.seen)}
+
+            path = pathlib.Path(folder, f"{strategy.rank}.keras")
+            model.optimizer.learning_rate = 0.02
+            checkpoint = keras.callbacks.ModelCheckpoint(path.with_suffix(".checkpoint.keras"))
+            x, y = _data()
+            losses = [_loss(model)]
+            result["history"] = _fit(model, 3, validation_data=(x[:18], y[:18]), callbacks=[checkpoint])
+            model.save(path)
+            result |= {"trained": _trained(model), "path": path, "predicted": model.predict(x, verbose=0)}
+            result |= {"reports": strategy.gather_reports(accuracy=0.5), "traces": model.num_traces}
+            strategy.synchronize(model)
+            return result | {"synchronized": model.get_weights(), "losses": [*losses, _loss(model)]}
+
+        with tempfile.TemporaryDirectory() as folder:
+            of_ranks = self.run_ranks(name, train)
+            for result in of_ranks:
+                self._check_files(result)
+        for rank, result in enumerate(of_ranks):
+            self.assertAllClose(result["after nothing"], of_ranks[0]["begin"])
+            self.assert_own_rows(name, rank, result["seen"])
+            self.assertEqual(result["history"]["val_rows"], [18.0] * 3)  # Every rank sees all of it.
+            self.assertLess(result["losses"][1], result["losses"][0])
+            # Although the optimizer and the metrics are built in the first step.
+            self.assertEqual(result["traces"], 1)
+        if MEMBERS[name].is_equal_after_fit:
+            self.assert_equal_weights([result["trained"] for result in of_ranks])
+        elif name == "own":
+            self.assertAllClose(of_ranks[0]["trained"], of_ranks[1]["trained"])
+        self.assert_equal_weights([result["synchronized"] for result in of_ranks])
+        self._check_reports(name, [result["reports"] for result in of_ranks])
+
+    def _check_files(self, result):
+        with tf.distribute.OneDeviceStrategy("/cpu:0").scope():
+            loaded = keras.models.load_model(result["path"], compile=False, custom_objects={"Recorder": Recorder})
+        self.assertAllClose(loaded.predict(_data()[0], verbose=0), result["predicted"], rtol=1e-5, atol=1e-5)
+        self.assertTrue(result["path"].with_suffix(".checkpoint.keras").exists())
+
+    def _check_reports(self, name, of_ranks):
+        reports, at_rank_1 = of_ranks
+        self.assertIsNone(at_rank_1)
+        for rank, report in enumerate(reports):
+            self.assertEqual((report["rank"], report["accuracy"]), (rank, 0.5))
+            self.assertGreater(report["bytes_sent"], 0)
+            self.assert_steps(name, report["steps"], 4 * _STEPS)
+
+
+class ContractTest(_OfAllMembers):
+    # Data. That ranks share arrays is a part of `OneTrainingTest`.
 
     @parameterized.product(source=list(_SOURCES), name=list(MEMBERS))
-    @pytest.mark.stress(after=len(MEMBERS) + _MOST)
+    @pytest.mark.stress(after=_MOST + 1)
     def test_ranks_share_each_batch(self, name, source):
         def train(strategy):
-            model = _compiled(strategy, Recorder)
-            arguments = _SOURCES[source]()
-            model.fit(**arguments, verbose=0)
+            model = _compiled(strategy, lambda: _linear(Recorder))
+            model.fit(**_SOURCES[source](), verbose=0)
             return model.seen
 
-        of_ranks = self.run_ranks(name, train)
-        per_rank = _BATCH_SIZE // _NUM_RANKS
-        for rank, seen in enumerate(of_ranks):
+        for rank, seen in enumerate(self.run_ranks(name, train)):
             if source == "generator":
+                per_rank = _BATCH_SIZE // _NUM_RANKS
                 parts = np.round(np.array(seen) * _NUM_ROWS) % _BATCH_SIZE // per_rank
                 self.assertNotEmpty(parts)
                 self.assertAllEqual(parts, np.full(len(parts), rank))
-                continue
-            own = np.arange(_NUM_ROWS).reshape(_STEPS, _NUM_RANKS, per_rank)[:, rank]
-            if name == "canary" and 0 < len(seen) < own.size:  # It may pass over batches, but takes no others.
-                self.assertContainsSubset(np.round(np.array(seen) * _NUM_ROWS), own.ravel())
             else:
-                self.assertAllClose(np.array(seen) * _NUM_ROWS, own.ravel(), atol=1e-3)
+                self.assert_own_rows(name, rank, seen)
 
     @parameterized.parameters(*MEMBERS)
-    @pytest.mark.stress(after=1)  # Validation data is tested below, under all.
+    @pytest.mark.stress(after=1)  # Validation data is a part of `OneTrainingTest`, under all.
     def test_a_split_for_validation(self, name):
         def train(strategy):
             return _fit(_compiled(strategy, metrics=[_Rows()]), validation_split=0.25)["val_rows"]
@@ -294,35 +322,9 @@ class ContractTest(tf.test.TestCase, parameterized.TestCase):
 
     # Ways to train.
 
-    @_all_members
-    def test_a_step_is_traced_once(self, name):
-        """Also where the optimizer and the metrics are built in the first step, as Keras does."""
-
-        def train(strategy):
-            traces = []
-
-            class Traced(keras.Sequential):
-                def train_step(self, data):
-                    traces.append(None)
-                    return super().train_step(data)
-
-            model = _compiled(
-                strategy,
-                lambda: Traced([keras.Input((3,)), keras.layers.Dense(1)]),
-                keras.optimizers.Adam,
-                metrics=["mae"],
-            )
-            _fit(model)
-            return len(traces)
-
-        self.assertEqual(self.run_ranks(name, train), [1] * _NUM_RANKS)
-
-    @parameterized.product(
-        how=({}, {"run_eagerly": True}, {"steps_per_execution": 2}, {"metrics": ["mae"], "weighted_metrics": ["mse"]}),
-        name=list(MEMBERS),
-    )
-    @pytest.mark.stress(after=2 * len(MEMBERS))
-    def test_trains_and_counts_steps(self, name, how):
+    @parameterized.product(how=({"run_eagerly": True}, {"steps_per_execution": 2}), name=list(MEMBERS))
+    @pytest.mark.stress(after=_MOST)
+    def test_ways_to_run_steps(self, name, how):
         if name == "canary" and how.get("run_eagerly"):
             self.skipTest("What is late cannot be passed over in eager steps: its synchronous form is tested.")
 
@@ -330,62 +332,14 @@ class ContractTest(tf.test.TestCase, parameterized.TestCase):
             model = _compiled(strategy, _deep, **how)
             losses = [_loss(model)]
             _fit(model, 3)
-            _fit(model, 3)
             strategy.synchronize(model)
             return [*losses, _loss(model)], strategy.report()["steps"], model.get_weights()
 
         of_ranks = self.run_ranks(name, train)
         for losses, steps, _ in of_ranks:
             self.assertLess(losses[1], losses[0])
-            if name == "canary":
-                self.assertBetween(steps, 1, 6 * _STEPS)
-            else:
-                self.assertEqual(steps, 6 * _STEPS)
+            self.assert_steps(name, steps, 3 * _STEPS)
         self.assert_equal_weights([weights for *_, weights in of_ranks])
-
-    @_all_members
-    def test_one_training(self, name):
-        """Validation data, weights when `fit` has ended, saved models, and reports."""
-
-        def train(strategy):
-            path = f"{folder}/{strategy.rank}.keras"
-            model = _compiled(strategy, _deep, metrics=[_Rows()])
-            x, y = _data()
-            checkpoint = keras.callbacks.ModelCheckpoint(f"{folder}/checkpoint.{strategy.rank}.keras")
-            history = _fit(model, 2, validation_data=(x[:18], y[:18]), callbacks=[checkpoint])
-            model.save(path)
-            reports = strategy.gather_reports(accuracy=0.5)
-            trained = [weight.numpy() for weight in model.trainable_weights]
-            return history["val_rows"], trained, path, model.predict(x, verbose=0), reports
-
-        with tempfile.TemporaryDirectory() as folder:
-            of_ranks = self.run_ranks(name, train)
-            for rows, _, path, predicted, _ in of_ranks:
-                self.assertEqual(rows, [18.0, 18.0])  # Every rank sees all of it.
-                with tf.distribute.OneDeviceStrategy("/cpu:0").scope():
-                    loaded = keras.models.load_model(path, compile=False)
-                self.assertAllClose(loaded.predict(_data()[0], verbose=0), predicted, rtol=1e-5, atol=1e-5)
-                self.assertTrue(pathlib.Path(folder, f"checkpoint.{pathlib.Path(path).name}").exists())
-        if MEMBERS[name].is_equal_after_fit:
-            self.assert_equal_weights([trained for _, trained, *_ in of_ranks])
-        elif name == "own":
-            self.assertAllClose(of_ranks[0][1], of_ranks[1][1])
-        first, second = (reports for *_, reports in of_ranks)
-        self.assertIsNone(second)
-        for rank, report in enumerate(first):
-            self.assertEqual((report["rank"], report["accuracy"]), (rank, 0.5))
-            self.assertGreater(report["bytes_sent"], 0)
-
-    @_all_members
-    def test_all_start_with_rank_0s_values(self, name):
-        def train(strategy):
-            model = _compiled(strategy, optimizer=lambda: keras.optimizers.SGD(0.0))
-            model.set_weights([weight + strategy.rank for weight in model.get_weights()])
-            _fit(model)
-            return model.get_weights()
-
-        for weights in self.run_ranks(name, train):
-            self.assertAllClose(weights, [np.ones((3, 1)), np.zeros(1)])
 
     @_all_members
     def test_several_optimizers(self, name):
@@ -490,6 +444,19 @@ class ContractTest(tf.test.TestCase, parameterized.TestCase):
         self.assertIsInstance(second, LookupError)
         self.assertIsNone(first)
 
+    @parameterized.parameters(*MEMBERS)
+    @pytest.mark.stress(after=3)
+    def test_an_abort_is_heard_between_steps(self, name):
+        """Who is alone afterwards waits for nobody, and must raise all the same."""
+
+        def train(strategy):
+            return _error_of(_fit, _compiled(strategy), callbacks=[AbortOnRank1(strategy)])
+
+        first, second = self.run_ranks(name, train)
+        self.assertIsInstance(first, HopError)
+        self.assertIn("broken on purpose", str(first))
+        self.assertEqual(str(second), "broken on purpose")
+
     # What is refused.
 
     @_all_members
@@ -520,14 +487,21 @@ class ContractTest(tf.test.TestCase, parameterized.TestCase):
             self.assertRegex(str(error), "`fit` was called on a model that was made outside of the scope")
 
     @_all_members
-    def test_collectives_within_fit_are_refused(self, name):
+    def test_what_a_fit_does_not_allow_beside_it(self, name):
         def train(strategy):
-            model = _compiled(strategy)
-            call = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: strategy.synchronize(model))
-            return _error_of(_fit, model, callbacks=[call])
+            def attempt(epoch, logs):
+                for call in (strategy.synchronize, lambda model: strategy.gather_reports(), _fit):
+                    refused.append(_error_of(call, model))
+                raise LookupError("seen enough")
 
-        for error in self.run_ranks(name, train):
-            self.assertRegex(str(error), "`synchronize` was called while a `fit` under this strategy runs")
+            refused, model = [], _compiled(strategy)
+            error = _error_of(_fit, model, callbacks=[keras.callbacks.LambdaCallback(on_epoch_begin=attempt)])
+            return [*refused, error]
+
+        for *refused, error in self.run_ranks(name, train):
+            for call, each in zip(("synchronize", "gather_reports", "fit"), refused, strict=True):
+                self.assertRegex(str(each), f"`{call}` was called while a `fit` under this strategy runs")
+            self.assertIsInstance(error, LookupError)
 
     # A world of one.
 

@@ -647,7 +647,7 @@ def _canary(context):
 
 def _canary_synchronous(context):
     settings = CanarySettings(
-        network="mesh",
+        algorithm="mesh",
         consistency="bsp",
         max_staleness=16,
         min_colayers=None,
@@ -663,7 +663,13 @@ def _canary_synchronous(context):
 
 def _shat(consistency):
     settings = ShatSettings(
-        mixing="shat", sharding="memory", consistency=consistency, min_mixing=None, log_base=math.e, codec=None
+        mixing="shat",
+        sharding="memory",
+        consistency=consistency,
+        max_staleness=16,
+        min_mixing=None,
+        log_base=math.e,
+        codec=None,
     )
     return functools.partial(ShatExchange, settings=settings)
 

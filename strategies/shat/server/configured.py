@@ -44,7 +44,9 @@ class ConfiguredGroup:
             [TensorSpec(p.name, tuple(p.shape), tf.as_dtype(p.dtype), p.is_carried) for p in configure.pieces]
         )
         self._shard = Shard(self.packing, configure.optimizer, [piece.decays for piece in configure.pieces], pool)
-        self.group = ServedGroup(self._shard, self.packing, Consistency.parse(configure.settings["consistency"]), pool)
+        settings = configure.settings
+        consistency = Consistency.make(settings["consistency"], int(settings["max_staleness"]))
+        self.group = ServedGroup(self._shard, self.packing, consistency, pool)
         self._encoding = Encoding(self.packing, wire.codec_from_json(configure.codec), pool)
         self.waiting: list[int] = []
         self.retired: set[int] = set()

@@ -6,7 +6,7 @@ import abc
 import dataclasses
 from collections.abc import Collection, Mapping
 
-_RULE = "`consistency` must be 'async', 'bsp', or 'ssp:<s>' with an integer s of at least 0"
+from hop_tf.arguments import check_choice, check_integer
 
 
 class Consistency(abc.ABC):
@@ -16,23 +16,21 @@ class Consistency(abc.ABC):
     """
 
     @staticmethod
-    def parse(text: str) -> Consistency:
-        """The policy that an argument stands for.
+    def make(consistency: str, max_staleness: int) -> Consistency:
+        """The policy that arguments of the strategy stand for.
 
         Args:
-          text: "async" (ASP), "ssp:<s>" or "bsp".
+          consistency: "async" (ASP), "ssp" or "bsp".
+          max_staleness: That of "ssp", in pushes, at least 0.
 
         Raises:
-          ValueError: If it is something else.
+          ValueError: If they are something else.
         """
-        name, _, staleness = text.partition(":") if isinstance(text, str) else ("", "", "")
-        if text == "async":
-            return Asynchronous()
-        if text == "bsp":
-            return BulkSynchronous()
-        if name == "ssp" and staleness.isascii() and staleness.isdigit():
-            return StaleSynchronous(int(staleness))
-        raise ValueError(f"{_RULE}. Received: consistency={text!r}.")
+        check_choice("consistency", consistency, ("async", "ssp", "bsp"))
+        check_integer("max_staleness", max_staleness, at_least=0)
+        if consistency == "ssp":
+            return StaleSynchronous(max_staleness)
+        return Asynchronous() if consistency == "async" else BulkSynchronous()
 
     @abc.abstractmethod
     def to_apply(self, pushed: Collection[int], workers: Collection[int]) -> bool:
@@ -66,22 +64,22 @@ class Asynchronous(Consistency):
 
 @dataclasses.dataclass(frozen=True)
 class StaleSynchronous(Consistency):
-    """Each push is applied at once; a worker that is more than `staleness` pushes ahead of the slowest one waits.
+    """Each push is applied at once; a worker more than `max_staleness` pushes ahead of the slowest one waits.
 
     Args:
-      staleness: s, in pushes.
+      max_staleness: s, in pushes.
 
     References:
       Ho et al. More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server. NIPS 2013.
     """
 
-    staleness: int
+    max_staleness: int
 
     def to_apply(self, pushed: Collection[int], workers: Collection[int]) -> bool:
         return bool(pushed)
 
     def may_answer(self, worker: int, clocks: Mapping[int, int]) -> bool:
-        return clocks[worker] - min(clocks.values()) <= self.staleness
+        return clocks[worker] - min(clocks.values()) <= self.max_staleness
 
 
 @dataclasses.dataclass(frozen=True)

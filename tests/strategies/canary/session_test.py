@@ -57,7 +57,7 @@ class CanarySessionTest(TransportTestMixin, tf.test.TestCase, parameterized.Test
                 results.append(session.all_reduce(tensor, iteration=step))
             return np.array(results), session.gei_matrix()
 
-        for means, matrix in self._run(world_size, body, network=network):
+        for means, matrix in self._run(world_size, body, algorithm=network):
             expected = np.arange(3) * 10 + (world_size - 1) / 2
             self.assertAllClose(means, np.broadcast_to(expected[:, np.newaxis, np.newaxis], (3, 2, 3)))
             self.assertEqual(matrix, {2: (2**world_size - 1,)})  # Earlier rows are complete, and freed.
@@ -75,7 +75,7 @@ class CanarySessionTest(TransportTestMixin, tf.test.TestCase, parameterized.Test
             ]
 
         self.assertEqual(
-            self._run(4, body, network="bcube:2,2"), [[1, 0.5, 1.5], [2, 0.5, 1.5], [1, 2.5, 1.5], [2, 2.5, 1.5]]
+            self._run(4, body, algorithm="bcube:2,2"), [[1, 0.5, 1.5], [2, 0.5, 1.5], [1, 2.5, 1.5], [2, 2.5, 1.5]]
         )
 
     def test_all_gather(self):
@@ -94,7 +94,7 @@ class CanarySessionTest(TransportTestMixin, tf.test.TestCase, parameterized.Test
             cube = (0, session.rank // 2)
             return session.all_gather(np.array([1.0, 10.0]) * (1 + session.rank), cube=cube).tolist()
 
-        self.assertEqual(self._run(4, body, network="bcube:2,2"), [[3.0], [30.0], [7.0], [70.0]])
+        self.assertEqual(self._run(4, body, algorithm="bcube:2,2"), [[3.0], [30.0], [7.0], [70.0]])
 
     @parameterized.product(level=(0, 1), codec=(None, "int8", hop_tf.codecs.TopK(ratio=0.01, error_feedback=True)))
     def test_a_cube_talks_on_the_interface_of_its_level(self, level, codec):
@@ -102,7 +102,7 @@ class CanarySessionTest(TransportTestMixin, tf.test.TestCase, parameterized.Test
         own_lane, other_lane = ((1, 2), (2, 1))[level]
 
         def body(transport):
-            with hop_tf.CanarySession(transport, 4, network="bcube:2,2", codec=codec) as session:
+            with hop_tf.CanarySession(transport, 4, algorithm="bcube:2,2", codec=codec) as session:
                 cube = (level, (session.rank // 2, session.rank % 2)[level])
                 session.all_reduce(np.ones(2))  # It is on both.
                 sent = []
@@ -129,7 +129,7 @@ class CanarySessionTest(TransportTestMixin, tf.test.TestCase, parameterized.Test
             gathered = session.all_gather(tensor)
             return gathered[0], session.all_gather(tensor, cube=(0, index))[0], session.all_reduce(tensor)[0]
 
-        results = self._run(4, body, network="bcube:2,2", options=_SHORT)
+        results = self._run(4, body, algorithm="bcube:2,2", options=_SHORT)
         self.assertEqual(results, [(10, 3, 2.5), (10, 3, 2.5), (10, 7, 2.5), (10, 7, 2.5)])
 
     def test_all_gather_of_integers(self):
@@ -362,7 +362,7 @@ class CanarySessionTest(TransportTestMixin, tf.test.TestCase, parameterized.Test
             proportions = [session.calc_proportion((0b0100,)), session.calc_proportion((0b0100,), 2)]
             return rows, proportions
 
-        results = self._run(4, body, network="bcube:2,2")
+        results = self._run(4, body, algorithm="bcube:2,2")
         self.assertEqual(
             [rows for rows, _ in results],
             [[(0b0101,), (0b0011,)], [(0b1010,), (0b0011,)], [(0b0101,), (0b1100,)], [(0b1010,), (0b1100,)]],
@@ -381,11 +381,11 @@ class CanarySessionTest(TransportTestMixin, tf.test.TestCase, parameterized.Test
         ({"iteration": -1}, "`iteration` must be an integer of at least 0. Received: iteration=-1."),
     )
     def test_refuses(self, arguments, message):
-        session = hop_tf.CanarySession(self.start(4)[0], 4, network="bcube:2,2")
+        session = hop_tf.CanarySession(self.start(4)[0], 4, algorithm="bcube:2,2")
         with self.assertRaisesRegex(ValueError, message):
             session.all_reduce(np.zeros(1), **arguments)
 
-    @parameterized.parameters(("network", "mesh", "tree:2"), ("num_colayers", 1, 2), ("codec", "int8", "sketch"))
+    @parameterized.parameters(("algorithm", "mesh", "tree:2"), ("num_colayers", 1, 2), ("codec", "int8", "sketch"))
     def test_refuses_other_settings_of_a_rank(self, name, *values):
         """Ranks would wait for each other's messages, or read them wrongly."""
         with self.assertRaisesRegex(HopError, f"rank [01]: rank [01] has other settings: .*{name}=.* there, "):

@@ -191,7 +191,7 @@ def _job(network, world_size, num_steps, rng, **settings):
 
 class ExactSumTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(*_NETWORKS)
-    @pytest.mark.stress(after=4)
+    @pytest.mark.stress(after=3)
     def test_equal_ranks(self, network, world_size):
         """Each message holds the contributions of all, as in an all-reduce."""
         num_messages = {}
@@ -226,7 +226,7 @@ class ExactSumTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllEqual(job.finals[rank], job.expected())
 
     @parameterized.parameters(("bcube:2,3", 8), ("tree", 9), ("tree:1", 7))
-    @pytest.mark.stress(after=2)
+    @pytest.mark.stress(after=1)
     def test_nobody_waits_where_several_are_slow(self, network, world_size):
         """On each edge of a long way what is sent may be held up for a slow rank."""
         durations = 1 + 0.3 * np.random.default_rng(0).random((world_size, 30))
@@ -275,8 +275,8 @@ class ExactSumTest(tf.test.TestCase, parameterized.TestCase):
                 self.assertEqual(job.left[rank], [len(_MEMBERS) - dropped[step] for step in job.made[rank]])
             self.assertLessEqual(job.max_distance(), 1e-4, msg=f"seed {seed}")
 
-    @parameterized.product(network=(("mesh", 3), ("bcube:2,2", 4), ("tree", 5)), sync_interval=(None, 5))
-    @pytest.mark.stress(after=4)
+    @parameterized.product(network=(("mesh", 3), ("bcube:2,2", 4), ("tree", 5)), sync_interval=(5, None))
+    @pytest.mark.stress(after=2)
     def test_replicas_are_alike_when_all_is_merged(self, network, sync_interval):
         """Also where the sketch has changed what was sent, and a rank is so slow that it drops iterations."""
         rng, (name, world_size), shapes = np.random.default_rng(5), network, ((4000,), (40, 100), (5000,), (1,))
@@ -451,6 +451,7 @@ class DepartureTest(tf.test.TestCase, parameterized.TestCase):
                 self.assertAllEqual(counts, np.full_like(counts, expected))
 
     @parameterized.parameters(*itertools.product(range(4, 9), ((2, 1), (0, 1), (1, 0))))
+    @pytest.mark.stress(after=5)
     def test_resyncs_wait_for_what_is_under_way_among_other_ranks(self, leaves_at, slow_link):
         """A rank may have merged what another one has not: the mean of both would count it half, and once more."""
         job, _ = self._run(leaves_at + 6, leaves_at, slow_link, sync_interval=4)

@@ -104,8 +104,8 @@ def _decaying():
 class SynchronousTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
         ("mesh", 2, _adam),
-        ("bcube:2,2", 4, _decaying),
         ("tree", 3, _nesterov),
+        ("bcube:2,2", 4, _decaying),
         ("mesh", 2, _momentum),
         ("mesh", 3, _sgd),
         ("bcube:2,2", 4, _momentum),
@@ -113,9 +113,9 @@ class SynchronousTest(tf.test.TestCase, parameterized.TestCase):
         ("tree", 4, _sgd),
         ("bcube:2,3", 8, _sgd),
     )
-    @pytest.mark.stress(after=5)
+    @pytest.mark.stress(after=2)
     def test_equals_synchronous_training_step_by_step(self, network, world_size, make_optimizer):
-        cluster = _cluster(world_size, network=network, consistency="bsp", codec=None, num_colayers=3)
+        cluster = _cluster(world_size, algorithm=network, consistency="bsp", codec=None, num_colayers=3)
         # Eager steps are slower, but nothing is traced on each of many ranks.
         results = cluster.run(lambda strategy: _train(strategy, make_optimizer, run_eagerly=world_size > 2))
         for history, last, report in results:
@@ -127,6 +127,7 @@ class SynchronousTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual(lanes, {f"bytes_sent_on_lane_{lane}" for lane in range(1 + num_interfaces)})
 
     @parameterized.parameters("sketch", codecs.TopK(ratio=0.8, error_feedback=True))
+    @pytest.mark.stress(after=1)
     def test_lossy(self, codec):
         """Nearly the same, and equal to the bit on all ranks."""
         results = _cluster(2, consistency="bsp", codec=codec).run(lambda strategy: _train(strategy, _momentum))
@@ -204,7 +205,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(("tree", 3, _adam), ("mesh", 2, _accumulating), ("mesh", 2, _scaled))
     @pytest.mark.stress(after=1)
     def test_all_end_alike(self, network, world_size, make_optimizer):
-        results = _cluster(world_size, network=network).run(
+        results = _cluster(world_size, algorithm=network).run(
             lambda strategy: _train(strategy, make_optimizer, run_eagerly=world_size > 2)
         )
         for _, last, report in results:
@@ -213,12 +214,12 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual(report["duplicates"], 0)
 
     @parameterized.parameters(
+        {"codec": "sketch", "num_unused": 2000},  # So many that the graph encodes them.
         {"consistency": "async", "codec": "int8", "steps_per_execution": 4},
         {"consistency": "ssp", "run_eagerly": True},
-        {"codec": "sketch", "num_unused": 2000},  # So many that the graph encodes them.
-        {"network": "bcube:2,2", "sync_interval": 3},
+        {"algorithm": "bcube:2,2", "sync_interval": 3},
     )
-    @pytest.mark.stress(after=3)
+    @pytest.mark.stress(after=2)
     def test_every_contribution_counts_once(self, steps_per_execution=1, run_eagerly=False, num_unused=0, **settings):
         """What a rank has learned is in the weights of all, once; a slow one passes over what it has missed."""
 
@@ -227,7 +228,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
             how = {"steps_per_execution": steps_per_execution, "run_eagerly": run_eagerly}
             return _train_one_hot(strategy, callbacks=[slow], num_unused=num_unused, **how)
 
-        world_size = 4 if "network" in settings else 3
+        world_size = 4 if "algorithm" in settings else 3
         results = _cluster(world_size, **{"codec": None, **settings}).run(run)
         weights = results[0][0]
         for rank, (own, report) in enumerate(results):
@@ -419,7 +420,7 @@ class SettingsTest(tf.test.TestCase, parameterized.TestCase):
     def test_what_the_exchange_is_told(self, settings, thresholds):
         """In a model of four colayers."""
         same = {"sync_interval": 7, "max_in_flight": 3}
-        strategy = hop_tf.CanaryStrategy(network="bcube:2,2", codec="int8", **same, **settings)
+        strategy = hop_tf.CanaryStrategy(algorithm="bcube:2,2", codec="int8", **same, **settings)
         expected = AsyncSettings(network=BCube(2, 2), thresholds=thresholds, codec=codecs.get("int8"), **same)
         self.assertEqual(strategy._settings.asynchronous(4), expected)
         self.assertEqual(strategy._settings.drops, thresholds.min_colayers > 0)
@@ -427,7 +428,7 @@ class SettingsTest(tf.test.TestCase, parameterized.TestCase):
 
 class RefusalTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
-        ({"network": "ring"}, "`network` must be 'mesh'"),
+        ({"algorithm": "ring"}, "`algorithm` must be 'mesh'"),
         ({"consistency": "sync"}, "`consistency` must be one of ssp, async, bsp. Received: consistency='sync'."),
         ({"max_staleness": -1}, "`max_staleness` must be an integer of at least 0. Received: max_staleness=-1."),
         ({"min_colayers": 0.5}, "`min_colayers` must be an integer of at least 0. Received: min_colayers=0.5."),
@@ -457,12 +458,12 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
         ({"codec": "zip"}, "`codec` must be one of .* Received: codec='zip'."),
         ({"on_peer_loss": "wait"}, "`on_peer_loss` must be one of None, raise, continue."),
         ({"consistency": "bsp", "on_peer_loss": "continue"}, "`on_peer_loss` must be 'raise' or None with"),
-        ({"network": "bcube:3,2"}, "`network` must have as many ranks as the cluster"),
+        ({"algorithm": "bcube:3,2"}, "`algorithm` must have as many ranks as the cluster"),
         (
             {"interfaces": ["127.0.0.1", "127.0.0.2"]},
             "`interfaces` must be 1 addresses, one for each interface of mesh. Received: .*127.0.0.2",
         ),
-        ({"consistency": "bsp", "network": "bcube:2,1", "interfaces": ["::1", "::2"]}, "`interfaces` must be 1 addr"),
+        ({"consistency": "bsp", "algorithm": "bcube:2,1", "interfaces": ["::1", "::2"]}, "`interfaces` must be 1 addr"),
     )
     def test_arguments(self, settings, message):
         with self.assertRaisesRegex(ValueError, message):
@@ -514,6 +515,7 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
             _cluster(2).run(run)
 
     @parameterized.parameters(lambda optimizer: optimizer, keras.optimizers.LossScaleOptimizer)
+    @pytest.mark.stress(after=1)
     def test_averages_that_replace_weights_during_training(self, wrap):
         def make_optimizer():
             return wrap(keras.optimizers.SGD(_RATE, use_ema=True, ema_overwrite_frequency=3))
@@ -531,7 +533,7 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
 
     def test_alone(self):
         """In a world of one it is plain Keras."""
-        strategy = hop_tf.CanaryStrategy(network="bcube:3,2")
+        strategy = hop_tf.CanaryStrategy(algorithm="bcube:3,2")
         history, _, _ = _train(strategy, _momentum)
         self.assertAllClose(history, _expected(_momentum), rtol=1e-5, atol=1e-6)
 

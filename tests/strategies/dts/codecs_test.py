@@ -73,7 +73,7 @@ _CODECS = {
 
 class CodecsTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(*itertools.product(_CODECS, ALGORITHMS))
-    @pytest.mark.stress(after=4)
+    @pytest.mark.stress(after=3)
     def test_all_apply_the_same_means(self, name, algorithm):
         """They are equal to the bit, and in the end weights are made of nothing else."""
         world_size, interval, num_steps, momentum, seen = 3, 2, 11, 0.9, {}
@@ -102,7 +102,7 @@ class CodecsTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(expected, _synchronous(world_size, num_steps, momentum), rtol=1e-5, atol=1e-5)
 
     @parameterized.parameters(*itertools.product((codecs.Truncate16(), codecs.Int8()), (0.1, 0.5), ALGORITHMS))
-    @pytest.mark.stress(after=2)
+    @pytest.mark.stress(after=1)
     def test_error_feedback_of_selected_values(self, values, ratio, algorithm):
         """What is lost of the selected values is sent later, with indices or in whole vectors."""
         num_steps, errors = 48, {}
@@ -115,6 +115,7 @@ class CodecsTest(tf.test.TestCase, parameterized.TestCase):
         self.assertLess(errors[True], 0.7 * errors[False])
 
     @parameterized.parameters(*ALGORITHMS)
+    @pytest.mark.stress(after=1)
     def test_warm_up_sends_no_message_in_vain(self, algorithm):
         """Windows of which so much is handed out that they go whole go so at once."""
         num_steps, sent_in_vain = 5, []

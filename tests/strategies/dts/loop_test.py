@@ -2,6 +2,7 @@
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -63,10 +64,11 @@ class _Loop:
 
 class LoopTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
+        {"delay": 2, "interval": 5, "codec": codecs.TopK(ratio=0.2, warmup_steps=1)},
         {"delay": 3, "interval": 2},
         {"delay": 4, "interval": 1},
-        {"delay": 2, "interval": 5, "codec": codecs.TopK(ratio=0.2, warmup_steps=1)},
     )
+    @pytest.mark.stress(after=1)
     def test_synchronize_before_the_last_step(self, **settings):
         """A linear loss ends as with synchronous SGD, however often, and where in a window, it is called."""
         ends = (5, 6, 10, _NUM_STEPS)
@@ -144,7 +146,8 @@ class LoopTest(tf.test.TestCase, parameterized.TestCase):
         for statistics in _cluster(2, delay=2, interval=2).run(run):
             self.assertAllClose(statistics, [mean, variance], rtol=1e-5, atol=1e-5)
 
-    @parameterized.parameters({"delay": 0, "interval": 1}, {"delay": 3, "interval": 2})
+    @parameterized.parameters({"delay": 3, "interval": 2}, {"delay": 0, "interval": 1})
+    @pytest.mark.stress(after=1)
     def test_a_loop_after_fit_with_the_same_optimizer(self, **settings):
         """It has no session: each rank would go on alone."""
 

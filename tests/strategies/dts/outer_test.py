@@ -97,7 +97,7 @@ class OuterTest(tf.test.TestCase, parameterized.TestCase):
                 self.assertAllEqual(mine, first)
 
     @parameterized.parameters((2, 5, "nesterov"), (3, 3, "adam"), (2, 1, "nesterov"))
-    @pytest.mark.stress(after=2)
+    @pytest.mark.stress(after=1)
     def test_without_delay_it_is_diloco(self, world_size, interval, name):
         make_outer, outer = {
             "nesterov": (_OUTER, sgd(0.7, 0.9, nesterov=True)),
@@ -114,6 +114,7 @@ class OuterTest(tf.test.TestCase, parameterized.TestCase):
         self.check_equal(results)
 
     @parameterized.parameters((2, 4, 4, {}), (3, 3, 2, {"codec": "truncate16"}), (2, 7, 3, {"run_eagerly": True}))
+    @pytest.mark.stress(after=1)
     def test_own_changes_stand_in_during_a_delay(self, world_size, delay, interval, arguments):
         codec = arguments.get("codec")
 
@@ -196,6 +197,7 @@ class OuterTest(tf.test.TestCase, parameterized.TestCase):
             self.check_equal(results)
 
     @parameterized.parameters("before the first step", "after a fit")
+    @pytest.mark.stress(after=1)
     def test_goes_on_from_a_checkpoint(self, when):
         """As if it had never ended; rank 0's is everybody's where training begins."""
         path = f"{self.get_temp_dir()}/{when}"

@@ -1,6 +1,5 @@
 """DTS under `fit`, with ranks in one process, against a NumPy reference of windows of changes."""
 
-import contextlib
 import functools
 import threading
 from unittest import mock
@@ -13,10 +12,11 @@ from absl.testing import parameterized
 
 import hop_tf
 from hop_tf import codecs
-from hop_tf.errors import HopError, PeerLostError
+from hop_tf.errors import PeerLostError
 from hop_tf.strategies.dts.exchange import DTSExchange
 from hop_tf.testing import InProcessCluster
 from hop_tf.testing.references import adam, int8, late_windows, mesh_mean, sgd, truncate16
+from support import OwnOptimizers, Unused, linear_loss, two_kernels
 
 _OPTIONS = hop_tf.CommunicationOptions(timeout_seconds=60)
 _BATCH_SIZE = 60
@@ -65,14 +65,6 @@ def _reference(world_size, delay, interval, update, num_outputs=4, num_steps=_NU
 
 def _summed_square(y_true, y_pred):
     return tf.reduce_sum(tf.square(y_true - y_pred), axis=-1)
-
-
-def _linear_loss(y, y_pred):
-    """Its gradients do not depend on the weights: with linear updates all ranks end as in synchronous training.
-
-    For merging does not change the mean of their weights.
-    """
-    return tf.reduce_sum(y * y_pred, axis=-1)
 
 
 def _linear_gradient(step, rank=0, world_size=1):
@@ -155,21 +147,22 @@ class WindowsTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
         (2, 4, 4, "momentum"),
         (3, 3, 1, "sgd"),
-        (5, 5, 2, "nesterov"),
         (2, 6, 4, "decay"),
-        (4, 20, 12, "adam"),
         (3, 0, 3, "adamw"),
+        (5, 5, 2, "nesterov"),
+        (4, 20, 12, "adam"),
         (2, 0, 1, "momentum"),
         (3, 2, 5, "adam"),
         (2, 7, 1, "momentum"),
     )
-    @pytest.mark.stress(after=6)
+    @pytest.mark.stress(after=4)
     def test_equals_the_reference_step_by_step(self, world_size, delay, interval, name):
         make_optimizer, update = _OPTIMIZERS[name]
         results = _cluster(world_size, delay=delay, interval=interval).run(lambda s: _train(s, make_optimizer))
         self.check(results, _reference(world_size, delay, interval, update))
 
     @parameterized.parameters(("momentum", 2), ("nesterov", 3))
+    @pytest.mark.stress(after=1)
     def test_without_delay_and_interval_it_is_synchronous_training(self, name, world_size):
         make_optimizer, update = _OPTIMIZERS[name]
         _, synchronous = _reference(1, 0, 1, update)
@@ -228,11 +221,12 @@ class WindowsTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual(num_steps_of_rank, num_steps)
 
     @parameterized.parameters(codecs.TopK(ratio=0.25), None)
+    @pytest.mark.stress(after=1)
     def test_in_several_parts(self, codec):
         """All is merged when `fit` ends, one without a whole window too; the next one goes on with the velocity."""
 
         def run(strategy):
-            model = _compiled(strategy, _decaying(momentum=0.9), _linear_loss)
+            model = _compiled(strategy, _decaying(momentum=0.9), linear_loss)
             _fit(model, num_steps=2)
             _fit(model, num_steps=5, first_step=2)
             _fit(model, num_steps=1, first_step=7)
@@ -244,12 +238,11 @@ class WindowsTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllEqual(*results)
 
     @parameterized.parameters(({"momentum": 0.9, "nesterov": True}, 3, 2), ({}, 0, 1))
+    @pytest.mark.stress(after=1)
     def test_gradient_accumulation(self, arguments, delay, interval):
         """A step of the scheme is an update."""
         make_optimizer = _sgd(gradient_accumulation_steps=2, **arguments)
-        results = _cluster(2, delay=delay, interval=interval).run(
-            lambda s: _train(s, make_optimizer, loss=_linear_loss)
-        )
+        results = _cluster(2, delay=delay, interval=interval).run(lambda s: _train(s, make_optimizer, loss=linear_loss))
         for _, last, _ in results:
             self.assertAllClose(last, _linear_result(make_optimizer), rtol=1e-5, atol=1e-5)
 
@@ -271,15 +264,16 @@ class EqualTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(
         (2, "momentum", {}),
+        (3, "adam", {"delay": 5, "interval": 2, "codec": codecs.Int8(error_feedback=True), "algorithm": "ring"}),
         (3, "adam", {"delay": 5, "interval": 2, "codec": "int8"}),
         (5, "nesterov", {"delay": 3, "interval": 1, "codec": codecs.Truncate16(round_to_nearest=True)}),
         (4, "adamw", {"delay": 2, "interval": 3, "codec": codecs.TopK(ratio=0.1), "algorithm": "ring"}),
-        (3, "momentum", {"delay": 20, "interval": 12, "codec": codecs.Int8(error_feedback=True), "algorithm": "ring"}),
+        (3, "momentum", {"delay": 20, "interval": 12, "algorithm": "ring"}),
         (2, "adam", {"delay": 0, "interval": 4, "codec": "sketch"}),
         (5, "momentum", {"delay": 4, "interval": 4, "algorithm": "ring"}),
         (2, "decay", {"delay": 1, "interval": 1, "codec": "truncate16"}),
     )
-    @pytest.mark.stress(after=3)
+    @pytest.mark.stress(after=2)
     def test_to_the_bit(self, world_size, name, settings):
         results = _cluster(world_size, **settings).run(lambda s: _network(s, _OPTIMIZERS[name][0]))
         self.check(results)
@@ -307,7 +301,7 @@ class EqualTest(tf.test.TestCase, parameterized.TestCase):
 
         def run(strategy):
             rate = _RATE * (1 + strategy.rank)
-            return _train(strategy, lambda: keras.optimizers.SGD(rate), [_SetRate(rate)], loss=_linear_loss)[1]
+            return _train(strategy, lambda: keras.optimizers.SGD(rate), [_SetRate(rate)], loss=linear_loss)[1]
 
         expected = _problem(4)[2].astype(np.float64)
         for step in range(_NUM_STEPS):
@@ -386,48 +380,12 @@ class TrafficTest(tf.test.TestCase, parameterized.TestCase):
 
 
 def _two_kernels():
-    """The products of inputs and two kernels, added."""
-    inputs = keras.Input((3,))
-    layers = [keras.layers.Dense(4, use_bias=False, name=name) for name in ("first", "second")]
-    model = keras.Model(inputs, keras.layers.add([layer(inputs) for layer in layers]))
-    model.set_weights([_problem(4)[2]] * 2)
-    return model
-
-
-class OwnOptimizers(keras.Model):
-    """Has an optimizer for each kernel, and a linear loss. Optimizers get their variables in the first step."""
-
-    def __init__(self, network, optimizers):
-        super().__init__()
-        self.network = network
-        self.optimizers = optimizers
-        self.output_shape = network.output_shape
-
-    def call(self, inputs):
-        return self.network(inputs)
-
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(_linear_loss(y, self.network(x)))
-        kernels = self.network.trainable_variables
-        for optimizer, gradient, kernel in zip(self.optimizers, tape.gradient(loss, kernels), kernels, strict=True):
-            optimizer.apply([gradient], [kernel])
-        return {"loss": loss}
-
-
-class Unused(keras.layers.Layer):
-    """Has a variable that gets no gradient."""
-
-    def build(self, shape):
-        self.unused = self.add_weight(shape=(3,), initializer="ones")
-
-    def call(self, inputs):
-        return inputs
+    return two_kernels(3, 4, keras.initializers.Constant(_problem(4)[2]))
 
 
 class OptimizersTest(tf.test.TestCase, parameterized.TestCase):
-    @parameterized.parameters(None, codecs.TopK(ratio=0.25))
+    @parameterized.parameters(codecs.TopK(ratio=0.25), None)
+    @pytest.mark.stress(after=1)
     def test_adam_of_each_rank(self, codec):
         """Where gradients do not depend on the weights all end with the mean of what ranks would make alone."""
 
@@ -437,7 +395,7 @@ class OptimizersTest(tf.test.TestCase, parameterized.TestCase):
         alone = [[_linear_gradient(step, rank, 2) for step in range(_NUM_STEPS)] for rank in range(2)]
         expected = np.mean([_applied(make_optimizer, gradients) for gradients in alone], axis=0)
         for _, last, _ in _cluster(2, delay=3, interval=2, codec=codec).run(
-            lambda s: _train(s, make_optimizer, loss=_linear_loss)
+            lambda s: _train(s, make_optimizer, loss=linear_loss)
         ):
             self.assertAllClose(last, expected, rtol=1e-5, atol=1e-5)
 
@@ -466,7 +424,7 @@ class OptimizersTest(tf.test.TestCase, parameterized.TestCase):
                 model = _two_kernels()
                 optimizers = keras.optimizers.OptimizerMap(make_optimizers[0]())
                 optimizers[".*second.*"] = make_optimizers[1]()
-                model.compile(keras.optimizers.MultiOptimizer(optimizers), _linear_loss)
+                model.compile(keras.optimizers.MultiOptimizer(optimizers), linear_loss)
             _fit(model, epochs=2)
             return model.get_weights()
 
@@ -482,7 +440,7 @@ class OptimizersTest(tf.test.TestCase, parameterized.TestCase):
                 model = keras.Sequential([keras.Input((3,)), Unused(), keras.layers.Dense(4, use_bias=False)])
                 model.set_weights([np.ones(3), _problem(4)[2]])
                 optimizer = keras.optimizers.LossScaleOptimizer(make_optimizer(), initial_scale=8.0)
-                model.compile(optimizer, _linear_loss)
+                model.compile(optimizer, linear_loss)
             _fit(model, epochs=2)
             return model.get_weights()
 
@@ -490,7 +448,8 @@ class OptimizersTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllEqual(unused, np.ones(3))
             self.assertAllClose(last, _linear_result(make_optimizer), rtol=1e-5, atol=1e-5)
 
-    @parameterized.parameters(0.0, 0.9)
+    @parameterized.parameters(0.9, 0.0)
+    @pytest.mark.stress(after=1)
     def test_a_step_left_out_changes_nothing(self, momentum):
         """Rank 1's gradient overflows in step 3."""
         num_steps, bad = 9, 3
@@ -527,11 +486,12 @@ class OptimizersTest(tf.test.TestCase, parameterized.TestCase):
 
 class TopKTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(codecs.TopK(ratio=0.1, warmup_steps=3), codecs.TopK(ratio=0.25))
+    @pytest.mark.stress(after=1)
     def test_loses_nothing(self, codec):
         """However late a value was sent, the result is that of synchronous SGD."""
         make_optimizer = _decaying(momentum=0.9, weight_decay=0.5)
         results = _cluster(3, delay=4, interval=2, codec=codec).run(
-            lambda s: _train(s, make_optimizer, loss=_linear_loss)[1]
+            lambda s: _train(s, make_optimizer, loss=linear_loss)[1]
         )
         for last in results:
             self.assertAllClose(last, _linear_result(make_optimizer), rtol=1e-5, atol=1e-5)
@@ -541,7 +501,7 @@ class TopKTest(tf.test.TestCase, parameterized.TestCase):
         """It hands out all that it has held back while rank 0 hands out little: so much more stays for later."""
 
         def run(strategy):
-            model = _compiled(strategy, _sgd(), _linear_loss)
+            model = _compiled(strategy, _sgd(), linear_loss)
             stop = _on_batch(4, lambda: setattr(model, "stop_training", True))
             _fit(model, callbacks=[stop] if strategy.rank == 1 else [])
             return _weights(model)
@@ -555,21 +515,6 @@ class TopKTest(tf.test.TestCase, parameterized.TestCase):
         self.assertGreater(np.abs(last - early).max(), 0.01)
 
 
-class _AbortOnRank1(keras.callbacks.Callback):
-    """Ends the job on rank 1, while the others are between two steps and have heard of it when they go on."""
-
-    def __init__(self, strategy):
-        super().__init__()
-        self._strategy = strategy
-
-    def on_train_batch_end(self, batch, logs=None):
-        if batch == 1:
-            if self._strategy.rank == 1:
-                raise HopError("broken on purpose")
-            with contextlib.suppress(HopError):
-                self._strategy.training.worker.membership.wait_until(lambda: False, _OPTIONS.timeout_seconds)
-
-
 class FitTest(tf.test.TestCase, parameterized.TestCase):
     def test_world_of_one(self):
         ((history, last, _),) = _cluster(1).run(lambda s: _train(s, _sgd()))
@@ -578,11 +523,12 @@ class FitTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllEqual(history[-1], last)
 
     @parameterized.parameters((6, 7), (5, 6))
+    @pytest.mark.stress(after=1)
     def test_a_rank_that_ends_early(self, last_batch, num_early):
         """Rank 1 leaves in the middle of a window, or at the end of one; rank 0 goes on, and alone in the end."""
 
         def run(strategy):
-            model = _compiled(strategy, _sgd(), _linear_loss)
+            model = _compiled(strategy, _sgd(), linear_loss)
             stop = _on_batch(last_batch, lambda: setattr(model, "stop_training", True))
             _fit(model, epochs=2, callbacks=[stop] if strategy.rank == 1 else [])
             return _weights(model), strategy.report()["steps"]
@@ -678,21 +624,6 @@ class FitTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(statistics, [mean, variance], rtol=1e-5, atol=1e-5)
             self.assertAllEqual(statistics, results[0])
 
-    def test_an_abort_is_heard_between_steps(self):
-        """Who is alone afterwards waits for nobody, and must raise all the same."""
-
-        def run(strategy):
-            try:
-                _train(strategy, _sgd(), callbacks=[_AbortOnRank1(strategy)])
-            except Exception as error:
-                return error
-            return None
-
-        errors = _cluster(2, delay=1, interval=1).run(run)
-        self.assertIsInstance(errors[0], HopError)
-        self.assertIn("broken on purpose", str(errors[0]))
-        self.assertEqual(str(errors[1]), "broken on purpose")
-
     def test_a_broken_fit_does_not_spoil_the_next(self):
         """What was under way, and how far others were, is forgotten."""
 
@@ -720,7 +651,7 @@ class FitTest(tf.test.TestCase, parameterized.TestCase):
         new = np.full((3, 4), 7.0, np.float32)
 
         def run(strategy):
-            model = _compiled(strategy, _sgd(), _linear_loss)
+            model = _compiled(strategy, _sgd(), linear_loss)
             _fit(model)
             callbacks = []
             if when == "between two fits":

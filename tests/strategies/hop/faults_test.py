@@ -289,6 +289,7 @@ class ScenarioTest(tf.test.TestCase, parameterized.TestCase):
             self._check_all_finish(job, [Fault(5, seconds, 2.3)])
 
     @parameterized.parameters(*_MODES)
+    @pytest.mark.stress(after=5)
     def test_joins_while_a_neighbor_has_not_made_its_group(self, mode):
         for world_size in (6, 12):
             job = self._job("ring", world_size, _MODES[mode], tracing_seconds=lambda rank: 20.0 * (rank == 3))

@@ -9,6 +9,7 @@ from unittest import mock
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import hop_tf
@@ -42,7 +43,7 @@ class _KillRank1(keras.callbacks.Callback):
 
 
 def _run(settings, kill_at=None, data_planes=("tcp",)):
-    """Weights after each step that was made, what ended `fit`, and weights then."""
+    """Weights after each step that was made, and what ended `fit`."""
     rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
     data_plane = data_planes[rank % len(data_planes)]
     options = hop_tf.CommunicationOptions(timeout_seconds=60 if kill_at is None else 20, data_plane=data_plane)
@@ -61,7 +62,7 @@ def _run(settings, kill_at=None, data_planes=("tcp",)):
     except hop_tf.errors.HopError as raised:
         error = f"{type(raised).__name__}: {raised}"
     strategy.shutdown()
-    return np.array(history), error, model.get_weights()[0]
+    return np.array(history), error
 
 
 def _average(size, fault_at, fault):
@@ -187,22 +188,12 @@ class PipeSGDProcessesTest(tf.test.TestCase):
         arguments = ([{}], None, ("tcp", "grpc"))
         with MultiProcessRunner(_run, num_workers=3, args=arguments, timeout_seconds=120) as runner:
             values = runner.join().raise_for_errors().values
-        for history, error, _ in values:
+        for history, error in values:
             self.assertEqual(error, "")
             self.assertAllClose(history, _expected(2), rtol=1e-5, atol=1e-5)
             self.assertAllEqual(history, values[0][0])
 
-    def test_replays(self):
-        """Ranks compute at different weights, and end with the same ones."""
-        with MultiProcessRunner(
-            _run, num_workers=3, args=([{"compensation": "replay"}],), timeout_seconds=120
-        ) as runner:
-            values = runner.join().raise_for_errors().values
-        for _, error, weights in values:
-            self.assertEqual(error, "")
-            self.assertAllEqual(weights, values[0][2])
-        self.assertNotAllEqual(values[0][0][5], values[1][0][5])
-
+    @pytest.mark.stress
     def test_a_killed_rank_is_an_error_on_all_others(self):
         """All that they had made of weights until then is right."""
         arguments = ([{"codec": "truncate16"}], 9)
@@ -220,7 +211,7 @@ class PipeSGDProcessesTest(tf.test.TestCase):
 
     def test_a_rank_is_killed_in_the_middle_of_an_all_reduce(self):
         """Sockets hold parts of messages then. Nobody gets a wrong mean, and all get an error."""
-        size, fault_at = 8 << 20, (3, 2)
+        size, fault_at = 6 << 20, (3, 2)
         with MultiProcessRunner(_average, num_workers=4, args=(size, fault_at, "dies"), timeout_seconds=120) as runner:
             results = runner.join()
         results.raise_for_errors(except_ranks=[1])
@@ -232,12 +223,12 @@ class PipeSGDProcessesTest(tf.test.TestCase):
 
     def test_connections_break_in_the_middle_of_an_all_reduce(self):
         """What was on its way is sent again, and counted once."""
-        arguments = (8 << 20, (1, 2), "loses its connections")
+        arguments = (6 << 20, (1, 2), "loses its connections")
         with MultiProcessRunner(_average, num_workers=4, args=arguments, timeout_seconds=120) as runner:
             values = runner.join().raise_for_errors().values
         for checksums, error, _ in values:
             self.assertEqual(error, "")
-            self.assertEqual(checksums, _checksums(8 << 20, 6))
+            self.assertEqual(checksums, _checksums(6 << 20, 6))
         self.assertGreaterEqual(values[1][2], 5)
 
     def test_segments_leave_during_back_propagation(self):
@@ -250,7 +241,7 @@ class PipeSGDProcessesTest(tf.test.TestCase):
         arguments = ([{"codec": "int8"}, {"codec": "truncate16"}],)
         with MultiProcessRunner(_run, num_workers=2, args=arguments, timeout_seconds=120) as runner:
             values = runner.join().raise_for_errors().values
-        for history, error, _ in values:
+        for history, error in values:
             self.assertEmpty(history)
             self.assertRegex(error, "^MismatchError: .*codec.*Int8.*Truncate16|^MismatchError: .*Truncate16.*Int8")
 

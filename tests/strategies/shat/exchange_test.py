@@ -45,7 +45,7 @@ _RATE = 0.5
 _GROUP = "0-group"
 _OPTIONS = CommunicationOptions(timeout_seconds=30)
 _SETTINGS = ShatSettings(
-    mixing="shat", sharding="memory", consistency="async", min_mixing=0.0, log_base=np.e, codec=None
+    mixing="shat", sharding="memory", consistency="async", max_staleness=16, min_mixing=0.0, log_base=np.e, codec=None
 )
 
 
@@ -872,7 +872,7 @@ class VirtualTimeTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(0, 2)
     def test_staleness_bounds_the_distance_under_random_delays(self, staleness):
         generator = np.random.default_rng(staleness)
-        settings = dataclasses.replace(_SETTINGS, consistency=f"ssp:{staleness}")
+        settings = dataclasses.replace(_SETTINGS, consistency="ssp", max_staleness=staleness)
         delays = generator.exponential(size=(3, 20))
         answers = self._run(
             3, 20, settings, lambda rank, step: delays[rank, step], lambda *_: generator.uniform(0, 0.3)

@@ -85,7 +85,7 @@ def _configure(packing, *, has_state):
     return pb.Configure(
         group="g",
         session=1,
-        settings={"consistency": "async"},
+        settings={"consistency": "async", "max_staleness": "16"},
         optimizer=serialized_for_server(keras.optimizers.SGD(momentum=_MOMENTUM)),
         codec=wire.codec_to_json(codecs.Identity()),
         pieces=pieces,

@@ -9,6 +9,7 @@ from unittest import mock
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -73,6 +74,7 @@ def _unpacked(packing, buckets):
 
 class ShardTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(sorted(_OPTIMIZERS))
+    @pytest.mark.stress(after=6)
     def test_equals_the_optimizer_on_the_whole_model(self, name):
         packing, generator = _packing(), np.random.default_rng(0)
         initial = _random_buckets(generator, packing)
@@ -144,6 +146,7 @@ class ShardTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllEqual(gradient, values)
 
     @parameterized.parameters(sorted(_OPTIMIZERS))
+    @pytest.mark.stress(after=6)
     def test_slots_that_were_read_stay(self, name):
         packing, generator = _packing(), np.random.default_rng(0)
         ((_, shard),) = _shards(packing, _OPTIMIZERS[name](), 1)
@@ -179,12 +182,12 @@ class ShardTest(tf.test.TestCase, parameterized.TestCase):
         self.assertTrue(is_elementwise(keras.optimizers.AdamW))
 
 
-def _group(consistency, num_workers, num_values=4, carried=()):
+def _group(consistency, num_workers, num_values=4, carried=(), max_staleness=16):
     specs = [TensorSpec("w", (num_values,), tf.float32)]
     specs += [TensorSpec(f"carried {i}", shape, tf.float32, exact=True) for i, shape in enumerate(carried)]
     packing = Packing(specs)
     shard = Shard(packing, serialized_for_server(keras.optimizers.SGD(_RATE)), [True] * len(specs))
-    group = ServedGroup(shard, packing, Consistency.parse(consistency))
+    group = ServedGroup(shard, packing, Consistency.make(consistency, max_staleness))
     group.assign(ShardState([np.zeros(size, np.float32) for size in packing.sizes]))
     group.begin_session(range(num_workers))
     return group
@@ -266,7 +269,7 @@ class ServedGroupTest(tf.test.TestCase, parameterized.TestCase):
     def test_bounded_staleness_under_random_delays(self, staleness, seed):
         """Who is answered is at most so many pushes ahead; who is not, is held by a slower one; nobody starves."""
         num_workers, num_steps, generator = 4, 25, np.random.default_rng(seed)
-        group = _group(f"ssp:{staleness}", num_workers)
+        group = _group("ssp", num_workers, max_staleness=staleness)
         pushed, free = np.zeros(num_workers, int), set(range(num_workers))
         largest = 0
         while pushed.min() < num_steps:
@@ -285,7 +288,7 @@ class ServedGroupTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(largest, staleness + 1)  # One push is sent before a worker waits.
 
     def test_a_newcomer_holds_nobody_and_begins_anew(self):
-        group = _group("ssp:1", 2)
+        group = _group("ssp", 2, max_staleness=1)
         for step in range(1, 4):
             group.push(0, _push(step, 1.0))
             group.push(1, _push(step, 1.0))
@@ -320,7 +323,7 @@ class ToldStateTest(tf.test.TestCase):
         super().setUp()
         packing = Packing([TensorSpec("w", (16,), tf.float32), TensorSpec("carried", (2,), tf.float32, exact=True)])
         shard = Shard(packing, serialized_for_server(keras.optimizers.Nadam(_RATE)), [True, True])
-        self._group = ServedGroup(shard, packing, Consistency.parse("bsp"))
+        self._group = ServedGroup(shard, packing, Consistency.make("bsp", 0))
         self._group.assign(ShardState(packing.zeros()))
         self._group.begin_session([0, 1])
 
@@ -405,7 +408,7 @@ class SnapshotsTest(tf.test.TestCase):
 
     def _make_group(self):
         shard = Shard(self._packing, serialized_for_server(keras.optimizers.Adam(_RATE)), [True])
-        group = ServedGroup(shard, self._packing, Consistency.parse("async"))
+        group = ServedGroup(shard, self._packing, Consistency.make("async", 0))
         group.assign(ShardState([np.zeros(16, np.float32)]))
         group.begin_session([0])
         return group

@@ -16,6 +16,7 @@ def _settings(**changes):
         "mixing": "shat",
         "sharding": "memory",
         "consistency": "async",
+        "max_staleness": 16,
         "min_mixing": None,
         "log_base": math.e,
         "codec": None,
@@ -73,7 +74,7 @@ class ShatSettingsTest(tf.test.TestCase, parameterized.TestCase):
         ({"mixing": "shat", "log_base": 10.0}, 0.125),  # Equation 4 is negative there: the floor is 1 / n.
         ({"mixing": "shat", "log_base": 10.0, "min_mixing": 0.0}, 0.0),
         ({"mixing": "ensemble", "consistency": "bsp"}, 1.0),
-        ({"mixing": "ensemble", "consistency": "ssp:3"}, 0.0),
+        ({"mixing": "ensemble", "consistency": "ssp"}, 0.0),
     )
     def test_weight_of_eight_equal_workers(self, settings, expected):
         self.assertAlmostEqual(_settings(**settings).weight(7, 8), expected, places=12)
@@ -83,9 +84,9 @@ class ShatSettingsTest(tf.test.TestCase, parameterized.TestCase):
         ({"mixing": -0.1}, "`mixing` must be a number from 0 to 1"),
         ({"mixing": True}, "`mixing` must be a number from 0 to 1"),
         ({"sharding": "rows"}, "`sharding` must be one of memory, layer, none"),
-        ({"consistency": "ssp"}, "`consistency` must be 'async', 'bsp', or 'ssp:<s>'"),
-        ({"consistency": "ssp:-1"}, "`consistency` must be"),
+        ({"consistency": "ssp:3"}, "`consistency` must be one of async, ssp, bsp"),
         ({"consistency": None}, "`consistency` must be"),
+        ({"consistency": "ssp", "max_staleness": -1}, "`max_staleness` must be an integer of at least 0"),
         ({"min_mixing": 2}, "`min_mixing` must be a number from 0 to 1"),
         ({"log_base": math.inf}, "`log_base` must be a finite number above 1"),
         ({"codec": "top_k"}, "`codec` must be one that sends something for every value"),
@@ -101,13 +102,13 @@ class ShatSettingsTest(tf.test.TestCase, parameterized.TestCase):
 
 class ConsistencyTest(tf.test.TestCase):
     def test_asynchronous_never_waits(self):
-        policy = Consistency.parse("async")
+        policy = Consistency.make("async", 0)
         self.assertTrue(policy.to_apply({1}, {0, 1, 2}))
         self.assertFalse(policy.to_apply((), {0}))
         self.assertTrue(policy.may_answer(1, {0: 0, 1: 1000}))
 
     def test_stale_synchronous_holds_who_is_further_ahead(self):
-        policy = Consistency.parse("ssp:2")
+        policy = Consistency.make("ssp", 2)
         self.assertTrue(policy.to_apply({1}, {0, 1}))
         answered = [policy.may_answer(1, {0: 3, 1: clock}) for clock in range(3, 8)]
         self.assertEqual(answered, [True, True, True, False, False])
@@ -115,7 +116,7 @@ class ConsistencyTest(tf.test.TestCase):
         self.assertTrue(policy.may_answer(1, {1: 100}))
 
     def test_bulk_synchronous_waits_for_all_that_take_part(self):
-        policy = Consistency.parse("bsp")
+        policy = Consistency.make("bsp", 0)
         self.assertFalse(policy.to_apply({0, 2}, {0, 1, 2}))
         self.assertTrue(policy.to_apply({0, 2, 1}, {0, 1, 2}))
         self.assertTrue(policy.to_apply({0, 2}, {0, 2}))

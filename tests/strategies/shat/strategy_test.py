@@ -169,6 +169,7 @@ class BulkSynchronousTest(tf.test.TestCase, parameterized.TestCase):
         ("AdamW", {"sharding": "memory", "mixing": "ensemble"}),
         ("average", {}),
     )
+    @pytest.mark.stress(after=2)
     def test_equals_synchronous_training_step_by_step(self, name, settings):
         def make_model():
             optimizer = _OPTIMIZERS[name]()

@@ -1,0 +1,78 @@
+"""What holds under every strategy where ranks are processes: Ctrl-C, and a rank that is killed."""
+
+import os
+import signal
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from absl.testing import absltest, parameterized
+
+import hop_tf
+from hop_tf.testing import MultiProcessRunner
+from support import MEMBERS
+
+_NUM_RANKS = 3
+_BATCH_SIZE = 6
+_NUM_STEPS = 20
+_VICTIM = 1
+_LAST_STEP = 5  # Of the victim.
+
+
+def _signal_victim(strategy, signum):
+    def check(batch, logs):
+        if strategy.rank == _VICTIM and batch == _LAST_STEP:
+            os.kill(os.getpid(), signum)
+
+    return keras.callbacks.LambdaCallback(on_train_batch_end=check)
+
+
+def _train(name):
+    """Two trainings: the victim is interrupted in the first one, and killed in the second one.
+
+    Returns:
+      For each, what was raised, and how many steps were made.
+    """
+    strategy = MEMBERS[name].make(communication_options=hop_tf.CommunicationOptions(timeout_seconds=20))
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.01), "mse")
+    x = np.ones((_NUM_STEPS * _BATCH_SIZE, 4), "float32")
+    results = []
+    for signum in (signal.SIGINT, signal.SIGKILL):
+        error, steps = "", []
+        count = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs, steps=steps: steps.append(batch))
+        try:
+            callbacks = [count, _signal_victim(strategy, signum)]
+            model.fit(x, x[:, :1], batch_size=_BATCH_SIZE, verbose=0, callbacks=callbacks)
+        except (KeyboardInterrupt, hop_tf.errors.HopError) as raised:
+            error = f"{type(raised).__name__}: {raised}"
+        results.append((error, len(steps)))
+        print(results[-1], flush=True)
+    strategy.shutdown()
+    return results
+
+
+class ContractProcessesTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters(*MEMBERS)
+    @pytest.mark.stress(after=len(MEMBERS) - 1)
+    def test_a_rank_is_interrupted_and_killed(self, name):
+        member = MEMBERS[name]
+        with MultiProcessRunner(_train, _NUM_RANKS, num_ps=member.num_ps, args=(name,), timeout_seconds=120) as runner:
+            results = runner.join().raise_for_errors(except_ranks=[_VICTIM])
+        self.assertEqual(results[_VICTIM].exit_code, -signal.SIGKILL)
+        self.assertIn(f"('KeyboardInterrupt: ', {_LAST_STEP + 1})", results[_VICTIM].output)
+        for rank in {*range(_NUM_RANKS)} - {_VICTIM}:
+            after_interrupt, after_kill = results[rank].value
+            self.assertEqual(after_interrupt, ("", _NUM_STEPS))
+            if member.goes_on_without_lost:
+                self.assertEqual(after_kill, ("", _NUM_STEPS))
+            else:
+                error, num_steps = after_kill
+                self.assertRegex(error, f"PeerLostError: .*rank {_VICTIM}")
+                self.assertBetween(num_steps, 1, _NUM_STEPS - 1)
+
+
+if __name__ == "__main__":
+    absltest.main()

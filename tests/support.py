@@ -1,0 +1,139 @@
+"""What tests of several strategies share: the strategies, models and callbacks."""
+
+import contextlib
+import dataclasses
+import pathlib
+import runpy
+from collections.abc import Callable, Mapping
+
+import keras
+import tensorflow as tf
+
+import hop_tf
+from hop_tf.errors import HopError
+
+_EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
+_WAIT_SECONDS = 60.0
+
+LocalSGDStrategy = runpy.run_path(str(_EXAMPLES / "own_strategy.py"))["LocalSGDStrategy"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+    """A strategy, and what it promises.
+
+    Attributes:
+      make: Makes it; called with `cluster_resolver` and `communication_options`.
+      num_ps: Parameter servers that it needs.
+      is_equal_after_fit: Whether what is trained is equal on all ranks, to the bit, when `fit` has ended.
+      goes_on_without_lost: Whether the others go on when a rank dies; else they raise PeerLostError.
+      refuses: Where it cannot keep a promise: by the name of the test, what the error says that users get in its place.
+    """
+
+    make: Callable
+    num_ps: int = 0
+    is_equal_after_fit: bool = False
+    goes_on_without_lost: bool = False
+    refuses: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+MEMBERS = {
+    "hop": Member(hop_tf.HopStrategy),
+    "pipe_sgd": Member(hop_tf.PipeSGDStrategy, is_equal_after_fit=True),
+    "dts": Member(hop_tf.DTSStrategy, is_equal_after_fit=True),
+    "canary": Member(
+        hop_tf.CanaryStrategy,
+        is_equal_after_fit=True,
+        goes_on_without_lost=True,
+        refuses={"test_several_optimizers": "a step must update by one optimizer only"},
+    ),
+    "shat": Member(
+        hop_tf.SHATParameterServerStrategy,
+        num_ps=1,
+        goes_on_without_lost=True,
+        refuses={"test_mixed_precision_with_clipping": "`clipnorm` must not be set in an optimizer within a LossScale"},
+    ),
+    "own": Member(LocalSGDStrategy),  # Equal but for rounding.
+    "canary_synchronous": Member(
+        lambda **arguments: hop_tf.CanaryStrategy(consistency="bsp", **arguments), is_equal_after_fit=True
+    ),
+}
+
+
+def linear_loss(y, y_pred):
+    """Its gradients do not depend on the weights: their order, and what they add up to, are known beforehand."""
+    return tf.reduce_sum(y * y_pred, axis=-1)
+
+
+def two_kernels(num_inputs, num_outputs, kernel="ones", names=("first", "second")):
+    """The products of inputs and two kernels, added.
+
+    Args:
+      num_inputs: Length of an input.
+      num_outputs: Length of an output.
+      kernel: Initializer of both kernels.
+      names: Names of the layers.
+    """
+    inputs = keras.Input((num_inputs,))
+    layers = [keras.layers.Dense(num_outputs, use_bias=False, kernel_initializer=kernel, name=name) for name in names]
+    return keras.Model(inputs, keras.layers.add([layer(inputs) for layer in layers]))
+
+
+class OwnOptimizers(keras.Model):
+    """Has an optimizer for each kernel, and a linear loss. Optimizers get their variables in the first step."""
+
+    def __init__(self, network, optimizers):
+        super().__init__()
+        self.network = network
+        self.optimizers = optimizers
+        self.output_shape = network.output_shape
+
+    def call(self, inputs):
+        return self.network(inputs)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(linear_loss(y, self.network(x)))
+        kernels = self.network.trainable_variables
+        for optimizer, gradient, kernel in zip(self.optimizers, tape.gradient(loss, kernels), kernels, strict=True):
+            optimizer.apply([gradient], [kernel])
+        return {"loss": loss}
+
+
+class Unused(keras.layers.Layer):
+    """Has a variable that gets no gradient."""
+
+    def build(self, shape):
+        self.unused = self.add_weight(shape=(3,), initializer="ones")
+
+    def call(self, inputs):
+        return inputs
+
+
+class StopRank1(keras.callbacks.Callback):
+    """Stops the training of rank 1 after the batch `batch` of an epoch."""
+
+    def __init__(self, rank, batch):
+        super().__init__()
+        self._rank = rank
+        self._batch = batch
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self._rank == 1 and batch == self._batch:
+            self.model.stop_training = True
+
+
+class AbortOnRank1(keras.callbacks.Callback):
+    """Ends the job on rank 1, while the others are between two steps and have heard of it when they go on."""
+
+    def __init__(self, strategy):
+        super().__init__()
+        self._strategy = strategy
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 1:
+            if self._strategy.rank == 1:
+                raise HopError("broken on purpose")
+            with contextlib.suppress(HopError):
+                self._strategy.training.worker.membership.wait_until(lambda: False, _WAIT_SECONDS)
