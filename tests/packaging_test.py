@@ -12,6 +12,7 @@ import unittest
 import zipfile
 from pathlib import Path
 
+import pytest
 from absl.testing import absltest
 
 from hop_tf.version import __version__
@@ -141,6 +142,7 @@ class PackagingTest(absltest.TestCase):
         expected = {_module_name(file): str(self.site_packages / file) for file in _modules()}
         self._check_imports(self.site_packages, expected)
 
+    @pytest.mark.stress
     def test_imports_from_the_source_tree(self):
         expected = {_module_name(file): str(path) for file, path in _modules().items()}
         self._check_imports(_ROOT, expected)

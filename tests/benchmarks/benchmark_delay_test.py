@@ -139,7 +139,7 @@ class KindTest(parameterized.TestCase):
 class RunTest(parameterized.TestCase):
     @_needs_sources
     @parameterized.parameters((["synchronous"],), (["synchronous", "shat"],))
-    @pytest.mark.stress(after=1)
+    @pytest.mark.stress
     def test_accuracy(self, kinds):
         folder = self.enterContext(tempfile.TemporaryDirectory())
         sizes = ["--num_rows=48", "--test_rows=20", "--epochs=2", "--batch_size=8"]

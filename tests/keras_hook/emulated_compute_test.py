@@ -219,6 +219,7 @@ _SCRIPT = """
 
 
 class LaunchTest(tf.test.TestCase):
+    @pytest.mark.stress
     def test_the_report_shows_the_slow_rank(self):
         """Everybody waits for rank 1, and rank 1 for nobody."""
         directory = self.enter_context(tempfile.TemporaryDirectory())

@@ -66,7 +66,7 @@ class RatesTest(tf.test.TestCase, parameterized.TestCase):
             ]
         )
     )
-    @pytest.mark.stress(after=3)
+    @pytest.mark.stress(after=2)
     def test_a_callback_of_one_rank(self, strategy, callback, rank):
         """Training is that of rank 0, whoever else has another rate."""
 
@@ -117,7 +117,7 @@ class RatesTest(tf.test.TestCase, parameterized.TestCase):
             )
 
     @parameterized.parameters("replay", "synchronous")
-    @pytest.mark.stress(after=1)
+    @pytest.mark.stress
     def test_a_schedule_where_ranks_have_counted_different_steps(self, strategy):
         """It cannot be replaced: after a `fit` that has ended early on a rank, `synchronize` makes counts the same."""
         schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)

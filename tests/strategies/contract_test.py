@@ -3,6 +3,7 @@
 A new strategy is a line of `support.MEMBERS`. Promises about whole processes are in `contract_processes_test.py`.
 """
 
+import functools
 import pathlib
 import tempfile
 
@@ -183,19 +184,23 @@ def _error_of(call, *arguments, **keywords):
     return None
 
 
+def _run(name, fn):
+    """What `fn(strategy)` returns on each rank."""
+    member = MEMBERS[name]
+
+    def make(cluster_resolver):
+        return member.make(cluster_resolver=cluster_resolver, communication_options=_OPTIONS)
+
+    return InProcessCluster(_NUM_RANKS, make, num_ps=member.num_ps).run(fn)
+
+
 class _OfAllMembers(tf.test.TestCase, parameterized.TestCase):
     def run_ranks(self, name, fn):
         """What `fn(strategy)` returns on each rank; None where the strategy refuses, as its line in the table says."""
-        member = MEMBERS[name]
-
-        def make(cluster_resolver):
-            return member.make(cluster_resolver=cluster_resolver, communication_options=_OPTIONS)
-
-        cluster = InProcessCluster(_NUM_RANKS, make, num_ps=member.num_ps)
-        reason = member.refuses.get(self._testMethodName.rstrip("0123456789"))
+        reason = MEMBERS[name].refuses.get(self._testMethodName.rstrip("0123456789"))
         if reason is None:
-            return cluster.run(fn)
-        for error in cluster.run(lambda strategy: _error_of(fn, strategy)):
+            return _run(name, fn)
+        for error in _run(name, lambda strategy: _error_of(fn, strategy)):
             self.assertIsInstance(error, ValueError | HopError)
             self.assertRegex(str(error), reason)
         return None
@@ -219,67 +224,140 @@ class _OfAllMembers(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual(steps, expected)
 
 
+@functools.cache
+def _one_training(name):
+    """What a user does with a model, one after the other: the results of each rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        return _run(name, lambda strategy: _train_in_turn(strategy, pathlib.Path(folder, f"{strategy.rank}.keras")))
+
+
+def _train_in_turn(strategy, path):
+    result = {}
+    model = _compiled(strategy, lambda: _deep(Recorder), metrics=[_Rows()], weighted_metrics=["mae"])
+
+    result["initial"] = _trained(model)
+    model.set_weights([weight + strategy.rank for weight in model.get_weights()])
+    model.optimizer.learning_rate = 0.0
+    _fit(model)
+    result |= {"begin": _trained(model), "seen": list(model.seen), "loss": _loss(model)}
+
+    model.optimizer.learning_rate = 0.02
+    x, y = _data()
+    checkpoint = keras.callbacks.ModelCheckpoint(path.with_suffix(".checkpoint.keras"))
+    result["validation"] = _fit(model, 3, validation_data=(x[:18], y[:18]), callbacks=[checkpoint])["val_rows"]
+    result |= {"trained": _trained(model), "traces": model.num_traces, "predicted": model.predict(x, verbose=0)}
+    result["reports"] = strategy.gather_reports(accuracy=0.5)
+    model.save(path)
+    with tf.distribute.OneDeviceStrategy("/cpu:0").scope():
+        loaded = keras.models.load_model(path, compile=False, custom_objects={"Recorder": Recorder})
+    result |= {
+        "of loaded": loaded.predict(x, verbose=0),
+        "has checkpoint": path.with_suffix(".checkpoint.keras").exists(),
+    }
+    strategy.synchronize(model)
+    result |= {"synchronized": model.get_weights(), "last loss": _loss(model)}
+
+    stop = keras.callbacks.EarlyStopping("loss", min_delta=1e9)
+    result["epochs"] = len(_fit(model, 4, callbacks=[stop] if strategy.rank == 1 else [])["loss"])
+    strategy.synchronize(model)
+
+    fails = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: {}["on purpose"])
+    result["error"] = _error_of(_fit, model, 3, callbacks=[fails] if strategy.rank == 1 else [])
+    strategy.synchronize(model)
+
+    def attempt(epoch, logs):
+        for call in (strategy.synchronize, lambda model: strategy.gather_reports(), _fit):
+            result["refused"].append(_error_of(call, model))
+
+    result["refused"] = []
+    _fit(model, callbacks=[keras.callbacks.LambdaCallback(on_epoch_begin=attempt)])
+
+    model.layers[0].trainable = False
+    with strategy.scope():
+        model.compile(keras.optimizers.SGD(0.02), "mse")
+    result["before"] = [layer.get_weights() for layer in model.layers]
+    _fit(model)
+    return result | {"frozen": [layer.get_weights() for layer in model.layers]}
+
+
 class OneTrainingTest(_OfAllMembers):
-    """What a user sees of one training: two calls of `fit`, validation, saved models, reports."""
+    """What holds of one training."""
 
     @_all_members
-    def test_one_training(self, name):
-        def train(strategy):
-            model = _compiled(strategy, lambda: _deep(Recorder), metrics=[_Rows()], weighted_metrics=["mae"])
-            # What ranks had begun with is that of rank 0 after steps that change nothing.
-            begin = _trained(model)
-            model.set_weights([weight + strategy.rank for weight in model.get_weights()])
-            model.optimizer.learning_rate = 0.0
-            _fit(model)
-            result = {"begin": begin, "after nothing": _trained(model), "seen": list(model.seen)}
+    def test_all_begin_with_rank_0s_weights(self, name):
+        first, *_ = of_ranks = _one_training(name)
+        for result in of_ranks:  # After steps that change nothing.
+            self.assertAllClose(result["begin"], first["initial"])
 
-            path = pathlib.Path(folder, f"{strategy.rank}.keras")
-            model.optimizer.learning_rate = 0.02
-            checkpoint = keras.callbacks.ModelCheckpoint(path.with_suffix(".checkpoint.keras"))
-            x, y = _data()
-            losses = [_loss(model)]
-            result["history"] = _fit(model, 3, validation_data=(x[:18], y[:18]), callbacks=[checkpoint])
-            model.save(path)
-            result |= {"trained": _trained(model), "path": path, "predicted": model.predict(x, verbose=0)}
-            result |= {"reports": strategy.gather_reports(accuracy=0.5), "traces": model.num_traces}
-            strategy.synchronize(model)
-            return result | {"synchronized": model.get_weights(), "losses": [*losses, _loss(model)]}
-
-        with tempfile.TemporaryDirectory() as folder:
-            of_ranks = self.run_ranks(name, train)
-            for result in of_ranks:
-                self._check_files(result)
-        for rank, result in enumerate(of_ranks):
-            self.assertAllClose(result["after nothing"], of_ranks[0]["begin"])
+    @_all_members
+    def test_ranks_share_arrays(self, name):
+        for rank, result in enumerate(_one_training(name)):
             self.assert_own_rows(name, rank, result["seen"])
-            self.assertEqual(result["history"]["val_rows"], [18.0] * 3)  # Every rank sees all of it.
-            self.assertLess(result["losses"][1], result["losses"][0])
-            # Although the optimizer and the metrics are built in the first step.
-            self.assertEqual(result["traces"], 1)
+
+    @_all_members
+    def test_every_rank_sees_all_validation_data(self, name):
+        for result in _one_training(name):
+            self.assertEqual(result["validation"], [18.0] * 3)
+
+    @_all_members
+    def test_a_step_is_traced_once(self, name):
+        """Although the optimizer and the metrics are built in the first step."""
+        self.assertEqual([result["traces"] for result in _one_training(name)], [1] * _NUM_RANKS)
+
+    @_all_members
+    def test_weights_after_fit(self, name):
+        of_ranks = _one_training(name)
+        for result in of_ranks:
+            self.assertLess(result["last loss"], result["loss"])
         if MEMBERS[name].is_equal_after_fit:
             self.assert_equal_weights([result["trained"] for result in of_ranks])
         elif name == "own":
             self.assertAllClose(of_ranks[0]["trained"], of_ranks[1]["trained"])
-        self.assert_equal_weights([result["synchronized"] for result in of_ranks])
-        self._check_reports(name, [result["reports"] for result in of_ranks])
 
-    def _check_files(self, result):
-        with tf.distribute.OneDeviceStrategy("/cpu:0").scope():
-            loaded = keras.models.load_model(result["path"], compile=False, custom_objects={"Recorder": Recorder})
-        self.assertAllClose(loaded.predict(_data()[0], verbose=0), result["predicted"], rtol=1e-5, atol=1e-5)
-        self.assertTrue(result["path"].with_suffix(".checkpoint.keras").exists())
+    @_all_members
+    def test_synchronize_makes_weights_equal(self, name):
+        self.assert_equal_weights([result["synchronized"] for result in _one_training(name)])
 
-    def _check_reports(self, name, of_ranks):
-        reports, at_rank_1 = of_ranks
+    @_all_members
+    def test_models_are_saved(self, name):
+        for result in _one_training(name):
+            self.assertAllClose(result["of loaded"], result["predicted"], rtol=1e-5, atol=1e-5)
+            self.assertTrue(result["has checkpoint"])
+
+    @_all_members
+    def test_rank_0_gets_all_reports(self, name):
+        reports, at_rank_1 = (result["reports"] for result in _one_training(name))
         self.assertIsNone(at_rank_1)
         for rank, report in enumerate(reports):
             self.assertEqual((report["rank"], report["accuracy"]), (rank, 0.5))
             self.assertGreater(report["bytes_sent"], 0)
             self.assert_steps(name, report["steps"], 4 * _STEPS)
 
+    @_all_members
+    def test_the_others_go_on_when_one_stops_early(self, name):
+        self.assertEqual([result["epochs"] for result in _one_training(name)], [4, 2])
+
+    @_all_members
+    def test_the_others_go_on_when_one_raises(self, name):
+        first, second = (result["error"] for result in _one_training(name))
+        self.assertIsNone(first)
+        self.assertIsInstance(second, KeyError)
+
+    @_all_members
+    def test_what_is_refused_within_a_fit(self, name):
+        for result in _one_training(name):
+            for call, error in zip(("synchronize", "gather_reports", "fit"), result["refused"], strict=True):
+                self.assertRegex(str(error), f"`{call}` was called while a `fit` under this strategy runs")
+
+    @_all_members
+    def test_frozen_layers_and_compiling_again(self, name):
+        for result in _one_training(name):
+            self.assertAllEqual(result["before"][0][0], result["frozen"][0][0])
+            self.assertNotAllClose(result["before"][-1][0], result["frozen"][-1][0])
+
 
 class ContractTest(_OfAllMembers):
-    # Data. That ranks share arrays is a part of `OneTrainingTest`.
+    # Data.
 
     @parameterized.product(source=list(_SOURCES), name=list(MEMBERS))
     @pytest.mark.stress(after=_MOST + 1)
@@ -299,7 +377,7 @@ class ContractTest(_OfAllMembers):
                 self.assert_own_rows(name, rank, seen)
 
     @parameterized.parameters(*MEMBERS)
-    @pytest.mark.stress(after=1)  # Validation data is a part of `OneTrainingTest`, under all.
+    @pytest.mark.stress(after=1)
     def test_a_split_for_validation(self, name):
         def train(strategy):
             return _fit(_compiled(strategy, metrics=[_Rows()]), validation_split=0.25)["val_rows"]
@@ -404,46 +482,6 @@ class ContractTest(_OfAllMembers):
             self.assertNotAllClose(before, after)
             self.assertTrue(all(np.isfinite(each).all() for each in after))
 
-    @_all_members
-    def test_frozen_layers_and_compiling_again(self, name):
-        def train(strategy):
-            model = _compiled(strategy, _deep)
-            _fit(model)
-            model.layers[0].trainable = False
-            with strategy.scope():
-                model.compile(keras.optimizers.SGD(0.02), "mse")
-            before = [layer.get_weights() for layer in model.layers]
-            _fit(model)
-            return before, [layer.get_weights() for layer in model.layers]
-
-        for before, after in self.run_ranks(name, train):
-            self.assertAllEqual(before[0][0], after[0][0])
-            self.assertNotAllClose(before[-1][0], after[-1][0])
-
-    # Ends.
-
-    @_all_members
-    def test_the_others_go_on_when_one_stops_early(self, name):
-        def train(strategy):
-            model = _compiled(strategy)
-            stop = keras.callbacks.EarlyStopping("loss", min_delta=1e9)
-            return len(_fit(model, 4, callbacks=[stop] if strategy.rank == 1 else [])["loss"])
-
-        self.assertEqual(self.run_ranks(name, train), [4, 2])
-
-    @_all_members
-    def test_an_exception_on_one_rank(self, name):
-        class Fails(keras.callbacks.Callback):
-            def on_epoch_end(self, epoch, logs=None):
-                raise LookupError("on purpose")
-
-        def train(strategy):
-            return _error_of(_fit, _compiled(strategy), 3, callbacks=[Fails()] if strategy.rank == 1 else [])
-
-        first, second = self.run_ranks(name, train)
-        self.assertIsInstance(second, LookupError)
-        self.assertIsNone(first)
-
     @parameterized.parameters(*MEMBERS)
     @pytest.mark.stress(after=3)
     def test_an_abort_is_heard_between_steps(self, name):
@@ -485,23 +523,6 @@ class ContractTest(_OfAllMembers):
 
         for error in self.run_ranks(name, train):
             self.assertRegex(str(error), "`fit` was called on a model that was made outside of the scope")
-
-    @_all_members
-    def test_what_a_fit_does_not_allow_beside_it(self, name):
-        def train(strategy):
-            def attempt(epoch, logs):
-                for call in (strategy.synchronize, lambda model: strategy.gather_reports(), _fit):
-                    refused.append(_error_of(call, model))
-                raise LookupError("seen enough")
-
-            refused, model = [], _compiled(strategy)
-            error = _error_of(_fit, model, callbacks=[keras.callbacks.LambdaCallback(on_epoch_begin=attempt)])
-            return [*refused, error]
-
-        for *refused, error in self.run_ranks(name, train):
-            for call, each in zip(("synchronize", "gather_reports", "fit"), refused, strict=True):
-                self.assertRegex(str(each), f"`{call}` was called while a `fit` under this strategy runs")
-            self.assertIsInstance(error, LookupError)
 
     # A world of one.
 

@@ -277,9 +277,10 @@ class _ProcessesTestCase(tf.test.TestCase):
 
 class LostRankTest(_ProcessesTestCase, parameterized.TestCase):
     @parameterized.named_parameters(
-        ("killed", signal.SIGKILL, 4),
         ("frozen", signal.SIGSTOP, 3),
+        ("killed", signal.SIGKILL, 4),
     )
+    @pytest.mark.stress(after=1)
     def test_a_silent_rank_is_named_by_all_if(self, signum, num_workers):
         self._check_is_named_by_all(signum, num_workers, in_custom_loop=False)
 

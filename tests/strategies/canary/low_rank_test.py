@@ -168,7 +168,7 @@ class FitTest(tf.test.TestCase):
 
 class TrafficTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(({"low_rank": 4}, 0.10), ({}, 0.27))
-    @pytest.mark.stress(after=1)
+    @pytest.mark.stress
     def test_against_float32(self, settings, share):
         """Of what float32 takes in an all-reduce, headers and bucket values included; here with 10 million values."""
         num_steps, width = 2, 2300

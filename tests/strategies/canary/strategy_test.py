@@ -127,7 +127,7 @@ class SynchronousTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual(lanes, {f"bytes_sent_on_lane_{lane}" for lane in range(1 + num_interfaces)})
 
     @parameterized.parameters("sketch", codecs.TopK(ratio=0.8, error_feedback=True))
-    @pytest.mark.stress(after=1)
+    @pytest.mark.stress
     def test_lossy(self, codec):
         """Nearly the same, and equal to the bit on all ranks."""
         results = _cluster(2, consistency="bsp", codec=codec).run(lambda strategy: _train(strategy, _momentum))
@@ -390,6 +390,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
         mean = weights[0][2][0]
         self.assertBetween(mean, 0.4, 0.6)
 
+    @pytest.mark.stress
     def test_moving_statistics_of_accumulated_batches(self):
         """They change with every batch, not with every update only."""
 
@@ -523,6 +524,7 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, "`ema_overwrite_frequency` must be None unless.*Received: 3."):
             _cluster(2).run(lambda strategy: _train(strategy, make_optimizer))
 
+    @pytest.mark.stress
     def test_averages_that_replace_weights_in_synchronous_training(self):
         def make_optimizer():
             return keras.optimizers.SGD(_RATE, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=3)

@@ -73,7 +73,7 @@ _CODECS = {
 
 class CodecsTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(*itertools.product(_CODECS, ALGORITHMS))
-    @pytest.mark.stress(after=3)
+    @pytest.mark.stress(after=2)
     def test_all_apply_the_same_means(self, name, algorithm):
         """They are equal to the bit, and in the end weights are made of nothing else."""
         world_size, interval, num_steps, momentum, seen = 3, 2, 11, 0.9, {}
@@ -115,7 +115,7 @@ class CodecsTest(tf.test.TestCase, parameterized.TestCase):
         self.assertLess(errors[True], 0.7 * errors[False])
 
     @parameterized.parameters(*ALGORITHMS)
-    @pytest.mark.stress(after=1)
+    @pytest.mark.stress
     def test_warm_up_sends_no_message_in_vain(self, algorithm):
         """Windows of which so much is handed out that they go whole go so at once."""
         num_steps, sent_in_vain = 5, []

@@ -166,6 +166,7 @@ class OuterTest(tf.test.TestCase, parameterized.TestCase):
         for last in _cluster(2, make_outer, delay=0, interval=_NUM_STEPS).run(run):
             self.assertAllClose(np.linalg.norm(last - _problem()[2]), 1e-3, rtol=1e-3)
 
+    @pytest.mark.stress
     def test_a_model_that_is_compiled_again_has_another_one(self):
         def run(strategy):
             model = _model(strategy)

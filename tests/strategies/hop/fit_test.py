@@ -43,8 +43,6 @@ _OPTIMIZERS = {
     "nesterov": lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True),
     "adam": lambda: keras.optimizers.Adam(0.01),
     "adamw": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
-    "sgd_weight_decay": lambda: keras.optimizers.SGD(0.1, weight_decay=0.05),
-    "clipnorm": lambda: keras.optimizers.SGD(0.1, clipnorm=0.05),
     "global_clipnorm": lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.05),
     "use_ema": lambda: keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.8),
     "schedule": lambda: keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.2, 2, 0.7)),

@@ -209,7 +209,7 @@ class ReplayTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
         *((name, 2 + (number + turn) % 3) for turn in range(3) for number, name in enumerate(sorted(_OPTIMIZERS)))
     )
-    @pytest.mark.stress(after=4)
+    @pytest.mark.stress(after=3)
     def test_equals_the_reference(self, name, width):
         world_size = {2: 2, 3: 3, 4: 2}[width]
         results = _cluster(world_size, pipeline_width=width).run(lambda strategy: _train(strategy, name))
@@ -232,7 +232,7 @@ class ReplayTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(sum(each.shape == variable.shape for each in created), 1 + num_slots + width - 2)
 
     @parameterized.parameters({"world_size": 3, "num_segments": 3}, {"world_size": 5, "algorithm": "ring"})
-    @pytest.mark.stress(after=1)
+    @pytest.mark.stress
     def test_equals_the_reference_however_gradients_travel(self, world_size, **settings):
         results = _cluster(world_size, pipeline_width=3, **settings).run(lambda s: _train(s, "momentum"))
         self.check(results, _replay(world_size, 3, _OPTIMIZERS["momentum"][1], 2))
@@ -269,7 +269,7 @@ class ReplayTest(tf.test.TestCase, parameterized.TestCase):
             return [state.w for state in _replay(2, 2, _OPTIMIZERS[name][1], 2)[1]]
 
     @parameterized.product(eagerly=(False, True), name=sorted({*_LINEAR} - {"accumulation"}))
-    @pytest.mark.stress(after=2)
+    @pytest.mark.stress(after=1)
     def test_optimizers(self, name, eagerly):
         """Where gradients are known beforehand a replay makes what synchronous training does."""
 
@@ -309,7 +309,7 @@ class ReplayTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(weights, expected, rtol=1e-5, atol=1e-5)
 
     @parameterized.parameters(None, "rmsprop")
-    @pytest.mark.stress(after=1)
+    @pytest.mark.stress
     def test_optimizers_of_the_models_own(self, unused_optimizer):
         """They are SGD and Adam, and built by their first update."""
 

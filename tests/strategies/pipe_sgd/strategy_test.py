@@ -172,14 +172,14 @@ def _error_of_fit(strategy, **arguments):
 
 class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
-        {"world_size": 2, "width": 1},
         {"world_size": 3, "width": 3, "warmup_steps": 5, "algorithm": "ring", "num_segments": 3},
+        {"world_size": 2, "width": 1},
         {"world_size": 3, "width": 2, "num_segments": 3},
         {"world_size": 2, "width": 3},
         {"world_size": 4, "width": 2, "algorithm": "ring"},
         {"world_size": 5, "width": 2, "warmup_steps": 3},
     )
-    @pytest.mark.stress(after=2)
+    @pytest.mark.stress(after=1)
     def test_equals_algorithm_1(self, world_size, width, warmup_steps=0, **settings):
         cluster = _cluster(world_size, pipeline_width=width, warmup_steps=warmup_steps, **settings)
         expected = _algorithm_1(world_size, width, warmup_steps, 2)
@@ -190,7 +190,7 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual(report["steps"], 16)
 
     @parameterized.parameters(("int8", int8), ("truncate16", truncate16))
-    @pytest.mark.stress(after=1)
+    @pytest.mark.stress
     def test_equals_algorithm_1_with_codec(self, codec, reference):
         """The mean passes through a NumPy codec, too. A value at the border of two codes may fall to either side."""
         results = _cluster(3, codec=codec).run(_train_least_squares)
@@ -222,13 +222,14 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllClose(history, _algorithm_1(1, 1, 0, 2), rtol=1e-5, atol=1e-5)
         self.assertEqual(report["steps"], 16)
 
-    @parameterized.parameters((["adamw", "clipnorm"],), (["sgd", "nesterov", "use_ema", "accumulation", "loss_scale"],))
+    @parameterized.parameters((["clipnorm"],), (["sgd", "nesterov", "adamw", "use_ema", "accumulation", "loss_scale"],))
     @pytest.mark.stress(after=1)
     def test_optimizers(self, names):
         """All under one strategy, one `fit` after the other."""
         of_ranks = _cluster(2).run(lambda s: {name: _fit(_compiled(s, optimizer=name)) for name in names})
         self._check_all_equal(of_ranks, {name: _delayed_keras(name) for name in names})
 
+    @pytest.mark.stress
     def test_ways_to_fit(self):
         def run(strategy):
             results = {}
@@ -311,6 +312,7 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
             for array, other in zip(weights, others, strict=True):
                 self.assertAllEqual(array, other, msg=f"step {step}")
 
+    @pytest.mark.stress
     def test_one_rank_ends_early(self):
         """The others go on with the mean of their gradients."""
 
@@ -448,7 +450,7 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllEqual(array, other)
 
     @parameterized.parameters(("float16", 0.01), ("float32", 1e-5))
-    @pytest.mark.stress(after=1)
+    @pytest.mark.stress
     def test_loss_scale_with_an_unused_variable(self, dtype, tolerance):
         """The optimizer is given None for its gradient."""
 
@@ -494,7 +496,7 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
             self.assertIn("no buffer space on purpose", str(error))
 
     @parameterized.parameters(("float64", 1e-12), ("bfloat16", 0.05))
-    @pytest.mark.stress(after=1)
+    @pytest.mark.stress
     def test_other_types(self, dtype, tolerance):
         """Codecs leave float64 alone; bfloat16 they take."""
 
@@ -512,6 +514,7 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
         for weights in _cluster(2, pipeline_width=1, codec="int8").run(run):
             self.assertAllClose(weights, expected, rtol=tolerance, atol=tolerance)
 
+    @pytest.mark.stress
     def test_travels_as_another_type(self):
         def run(strategy):
             weights = _fit(_compiled(strategy))

@@ -125,6 +125,7 @@ def _train_until_it_fails(consistency, num_epochs, fault=""):
 
 
 class ShatProcessesTest(tf.test.TestCase, parameterized.TestCase):
+    @pytest.mark.stress
     def test_servers_end_when_the_workers_are_done(self):
         with MultiProcessRunner(_run, num_workers=2, num_ps=2, args=(None, 1)) as runner:
             results = runner.join().raise_for_errors()
@@ -180,6 +181,7 @@ class ShatProcessesTest(tf.test.TestCase, parameterized.TestCase):
         self.assertBetween(before, sum(num_steps) - most_lost - 3, sum(num_steps) + 2)
         self.assertLess(spread / _RATE, most_lost + 3)
 
+    @pytest.mark.stress
     def test_a_server_that_is_restarted_before_the_first_push_is_initialized_again(self):
         gates = self.enterContext(tempfile.TemporaryDirectory())
         with MultiProcessRunner(_stop_before_the_first_push, num_workers=2, num_ps=2, args=(gates,)) as runner:
@@ -245,7 +247,7 @@ class ShatProcessesTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual("cluster token" in result.output, fault == "token")
 
     @parameterized.parameters("ssp", "async")
-    @pytest.mark.stress(after=1)
+    @pytest.mark.stress
     def test_the_others_go_on_without_a_frozen_worker(self, consistency):
         with MultiProcessRunner(_train_until_it_fails, 2, num_ps=1, args=(consistency, 5)) as runner:
             runner.wait_for_output(1, "step 10")

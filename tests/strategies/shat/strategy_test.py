@@ -169,7 +169,7 @@ class BulkSynchronousTest(tf.test.TestCase, parameterized.TestCase):
         ("AdamW", {"sharding": "memory", "mixing": "ensemble"}),
         ("average", {}),
     )
-    @pytest.mark.stress(after=2)
+    @pytest.mark.stress(after=1)
     def test_equals_synchronous_training_step_by_step(self, name, settings):
         def make_model():
             optimizer = _OPTIMIZERS[name]()
@@ -516,6 +516,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
         for weights in _cluster().run(train):
             self.assertAllClose(weights, np.full((3, 4), 1 - _NUM_WORKERS * num_steps * _RATE), rtol=1e-5)
 
+    @pytest.mark.stress
     def test_two_optimizers(self):
         def train(strategy):
             with strategy.scope():
