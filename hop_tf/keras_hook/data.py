@@ -126,8 +126,19 @@ def slice_global_batches(dataset: tf.data.Dataset, rank: int, world_size: int) -
         end = tf.maximum(num_rows * (rank + 1) // world_size, start + 1)
         return tf.nest.map_structure(lambda leaf: _rows(leaf, start, end), batch)
 
+    if _must_not_run_ahead(dataset):
+        return dataset.map(slice_batch)
     sliced = dataset.map(slice_batch, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
     return sliced.prefetch(tf.data.AUTOTUNE)
+
+
+def _must_not_run_ahead(dataset: tf.data.Dataset) -> bool:
+    """Whether it is one that Keras makes of a PyDataset with workers.
+
+    These prefetch by themselves. What is taken before an epoch begins would be taken from the workers' epoch before.
+    """
+    options = dataset.options()
+    return options.autotune.enabled is False and options.threading.private_threadpool_size == 1
 
 
 def without_autotuning(dataset: tf.data.Dataset) -> tf.data.Dataset:

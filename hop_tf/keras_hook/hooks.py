@@ -30,6 +30,11 @@ class TrainingHooks(abc.ABC):
 
     @property
     @abc.abstractmethod
+    def shuffle_seed(self) -> int | None:
+        """The seed of the order in which the running `fit` shuffles; None: ranks need not agree on that."""
+
+    @property
+    @abc.abstractmethod
     def input_context(self) -> tf.distribute.InputContext:
         """This rank among the input pipelines."""
 

@@ -17,6 +17,7 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 from hop_tf.keras_hook.context import Extended
 from hop_tf.keras_hook.hooks import TrainingHooks
+from hop_tf.keras_hook.shuffling import shuffled_alike
 
 
 @functools.cache
@@ -83,7 +84,8 @@ def _wrapped(method: Callable, is_fit: bool) -> Callable:
         callbacks = given.get("callbacks")
         with hooks.keras_call(), _fit(hooks, given.get("x"), callbacks), _between(callbacks, hooks) as extended:
             given["callbacks"] = extended
-            return method(*bound.args, **bound.kwargs)
+            with shuffled_alike(given, hooks.shuffle_seed):
+                return method(*bound.args, **bound.kwargs)
 
     return call
 

@@ -72,6 +72,8 @@ class Membership(Waiting):
         # This rank's incarnation; while it is joining, the one that is to begin.
         self.incarnation = 0
         self.joining = False
+        # Of what all ranks draw alike in the running session.
+        self.seed = 0
         self._begun_session = 0
         self._has_gathered = False
         self._left: membership_pb2.Leave | None = None
@@ -90,8 +92,11 @@ class Membership(Waiting):
 
     # Entering and leaving.
 
-    def begin_session(self) -> None:
+    def begin_session(self, seed: int = 0) -> None:
         """Enters the next session together with all ranks. Sets `joining` if it is under way.
+
+        Args:
+          seed: What `self.seed` becomes on all ranks; that of rank 0 counts. At least 0, below 2^63. Default 0.
 
         Blocks: until every rank is about to enter it too.
 
@@ -102,6 +107,7 @@ class Membership(Waiting):
             self.session += 1
             self._left = None
             self._has_gathered = False
+            self.seed = seed
         for peer in self.peers:
             self.transport.connect(peer)
             self._tell_ready(peer)
@@ -133,7 +139,8 @@ class Membership(Waiting):
         self.transport.send(peer, _READY, membership_pb2.Ready(session=self.session).SerializeToString())
 
     def _tell_gathered(self, peer: int) -> None:
-        self.transport.send(peer, _GATHERED, membership_pb2.Gathered(session=self.session).SerializeToString())
+        gathered = membership_pb2.Gathered(session=self.session, seed=self.seed)
+        self.transport.send(peer, _GATHERED, gathered.SerializeToString())
 
     def leave(self, *, sent_rounds: Mapping[str, int], reason: str, abort: bool = False, final: bool = False) -> None:
         """Tells everyone that this rank takes part in the running session no more. Does not block for long.
@@ -187,7 +194,9 @@ class Membership(Waiting):
         """Tells a rank that was restarted that the session is under way, and who takes part."""
         with self.monitor:
             leaves = [leave for leave in self._leaves() if leave.rank != newcomer]
-            ready = membership_pb2.Ready(session=self.session, under_way=True, incarnations=self.incarnations)
+            ready = membership_pb2.Ready(
+                session=self.session, under_way=True, incarnations=self.incarnations, seed=self.seed
+            )
         for leave in leaves:
             self.notify(newcomer, LEAVE_QUEUE, leave.SerializeToString())
         self.notify(newcomer, _READY, ready.SerializeToString())
@@ -263,6 +272,8 @@ class Membership(Waiting):
         gathered = parse(membership_pb2.Gathered, message)
         with self.monitor:
             self._gathered[message.sender] = gathered.session
+            if message.sender == self._parent:
+                self.seed = gathered.seed
             self.monitor.notify_all()
 
     def _learn_of_session(self, ready: membership_pb2.Ready) -> None:
@@ -270,7 +281,7 @@ class Membership(Waiting):
         if self._begun_session and not self.joining:
             return  # And has joined by now.
         self.joining = True
-        self.session = ready.session
+        self.session, self.seed = ready.session, ready.seed
         for rank, incarnation in ready.incarnations.items():
             if rank != self.rank:
                 self._departures.begin_incarnation(rank, incarnation)

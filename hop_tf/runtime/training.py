@@ -213,6 +213,11 @@ class TrainingRun(TrainingHooks):
         return self.data.part_of(dataset)
 
     @property
+    def shuffle_seed(self) -> int | None:
+        """That of the running session."""
+        return self.worker.membership.seed if self._world_size > 1 else None
+
+    @property
     def input_context(self) -> tf.distribute.InputContext:
         """This rank among the input pipelines of `distribute_datasets_from_function`."""
         return tf.distribute.InputContext(

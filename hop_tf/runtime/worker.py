@@ -20,6 +20,7 @@ from hop_tf.cluster import Cluster
 from hop_tf.codecs import Identity
 from hop_tf.collectives import AllReduce, TreeCollectives, get_algorithm
 from hop_tf.errors import HopError, MismatchError, PeerLostError
+from hop_tf.keras_hook.shuffling import draw_seed
 from hop_tf.membership import Membership
 from hop_tf.membership.monitor import ThreadMonitor
 from hop_tf.options import CommunicationOptions
@@ -127,7 +128,7 @@ class Worker:
             group.step.assign(0)
         self._joining.counts[_IN_SESSION] = 0
         self._in_session = True  # Others count on this rank from now on, also where it fails to enter.
-        self.membership.begin_session()
+        self.membership.begin_session(draw_seed(self.membership.session + 1))
 
     def _retire_groups(self) -> None:
         """Ends the groups of optimizers that are gone, as after a new `compile`."""

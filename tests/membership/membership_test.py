@@ -69,6 +69,28 @@ class SessionTest(tf.test.TestCase):
         cluster.run(body)
         self.assertEqual(seen, [[True, False], "early stopping"])
 
+    def test_all_ranks_have_rank_0s_seed(self):
+        cluster = VirtualCluster(5)
+
+        def body(rank):
+            for session in range(2):
+                cluster.memberships[rank].begin_session(seed=100 * session + rank)
+                seeds[session].append(cluster.memberships[rank].seed)
+                cluster.memberships[rank].leave(sent_rounds={}, reason="")
+
+        seeds = [], []
+        cluster.run(body)
+        self.assertEqual(seeds, ([0] * 5, [100] * 5))
+
+    def test_a_newcomer_has_the_sessions_seed(self):
+        membership = VirtualCluster(3, continue_without_lost=True).memberships[1]
+        membership.session = 1
+        under_way = membership_pb2.Ready(session=1, under_way=True, seed=7)
+        membership.transport._handlers["membership/ready"](
+            Message(2, "membership/ready", under_way.SerializeToString(), np.empty(0, np.uint8))
+        )
+        self.assertEqual((membership.joining, membership.seed), (True, 7))
+
     def test_news_of_a_departure_reach_ranks_that_are_no_peers(self):
         cluster = _line()
 

@@ -1,0 +1,180 @@
+"""The order in which `fit` shuffles training data: the same on all ranks, so that their slices do not overlap."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import queue
+import random
+import secrets
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.backend.tensorflow.trainer import TFEpochIterator
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+from keras.src.utils import module_utils
+from tensorflow.python.eager import context
+
+
+def draw_seed(session: int) -> int:
+    """A seed for what ranks draw alike in a session: one that follows from `tf.random.set_seed`, if the user called it.
+
+    Args:
+      session: Number of the session: each has an order of its own.
+    """
+    chosen = context.global_seed()
+    return secrets.randbits(62) if chosen is None else random.Random(f"{chosen} {session}").getrandbits(62)
+
+
+@contextlib.contextmanager
+def shuffled_alike(given: dict[str, Any], seed: int | None) -> Iterator[None]:
+    """Surrounds Keras's `fit`: it shuffles arrays and PyDatasets in an order that follows from `seed`.
+
+    Args:
+      given: The arguments of `fit` by name; `x` is replaced where it is a PyDataset.
+      seed: The seed; None: Keras shuffles as ever.
+    """
+    if seed is None or not given.get("shuffle", True):
+        yield
+        return
+    if isinstance(given.get("x"), keras.utils.PyDataset) and given["x"].num_batches is not None:
+        given["x"] = Shuffled(given["x"], seed)
+        given["shuffle"] = False
+    _wrap_keras()
+    _of_this_thread.seed = seed
+    try:
+        yield
+    finally:
+        _of_this_thread.seed = None
+
+
+class Shuffled(keras.utils.PyDataset):
+    """The batches of a PyDataset in an order that follows from a seed, and is another one in each epoch.
+
+    Args:
+      dataset: The PyDataset, of known length.
+      seed: The seed.
+    """
+
+    def __init__(self, dataset: keras.utils.PyDataset, seed: int):
+        super().__init__(
+            workers=dataset.workers,
+            use_multiprocessing=dataset.use_multiprocessing,
+            max_queue_size=dataset.max_queue_size,
+        )
+        self._dataset = dataset
+        self._random = random.Random(seed)
+        self.draw_order()
+
+    def draw_order(self) -> None:
+        """Begins another epoch's order."""
+        self._order = list(range(self._dataset.num_batches))
+        self._random.shuffle(self._order)
+
+    @property
+    def num_batches(self) -> int:
+        return self._dataset.num_batches
+
+    def __getitem__(self, index: int) -> Any:
+        return self._dataset[self._order[index]]
+
+    def on_epoch_begin(self) -> None:
+        self._dataset.on_epoch_begin()
+
+    def on_epoch_end(self) -> None:
+        self._dataset.on_epoch_end()  # Which may change its length.
+        if self.workers > 1 or (self.workers and self.use_multiprocessing):
+            self.draw_order()  # Its workers rest now, and begin before there is an iterator.
+
+
+class _OfThread(threading.local):
+    """The seed of the dataset that Keras makes next in this thread."""
+
+    seed: int | None = None
+
+
+_of_this_thread = _OfThread()
+_replaces = threading.Lock()
+
+
+@functools.cache
+def _wrap_keras() -> None:
+    """Wraps what makes datasets and iterates over them, once; it changes for the training data of a `fit` only."""
+    ArrayDataAdapter.get_tf_dataset = _wrapped_get_tf_dataset(ArrayDataAdapter.get_tf_dataset)
+    TFEpochIterator._get_iterator = _wrapped_get_iterator(TFEpochIterator._get_iterator)
+    TFEpochIterator.reset = _wrapped_reset(TFEpochIterator.reset)
+
+
+def _wrapped_get_tf_dataset(method: Callable) -> Callable:
+    @functools.wraps(method)
+    def get_tf_dataset(self):
+        seed, _of_this_thread.seed = _of_this_thread.seed, None
+        if seed is None:
+            return method(self)
+        # In the adapter, which lives as long as the dataset. Seeds of tf.random.shuffle make all epochs the same.
+        self.num_iterators = tf.Variable(0, dtype=tf.int64, trainable=False)
+
+        def shuffle(indices: tf.Tensor) -> tf.Tensor:
+            # The first index makes a difference where each batch is shuffled by itself.
+            key = tf.stack([seed ^ indices[0], self.num_iterators.read_value()])
+            return tf.random.experimental.stateless_shuffle(indices, key)
+
+        with _replaces:  # The method imports TensorFlow from there, by name.
+            tensorflow = module_utils.tensorflow
+            module_utils.tensorflow = _With(tensorflow, random=_With(tf.random, shuffle=shuffle))
+            try:
+                return method(self)
+            finally:
+                module_utils.tensorflow = tensorflow
+
+    return get_tf_dataset
+
+
+def _wrapped_get_iterator(method: Callable) -> Callable:
+    """Another iterator has another order. Elements cannot be counted: tf.data takes some that Keras never asks for."""
+
+    @functools.wraps(method)
+    def get_iterator(self):
+        adapter = self.data_adapter
+        if hasattr(adapter, "num_iterators"):
+            adapter.num_iterators.assign_add(1)
+        elif _is_shuffled(adapter) and adapter.enqueuer is None:
+            adapter.py_dataset.draw_order()
+        return method(self)
+
+    return get_iterator
+
+
+def _wrapped_reset(method: Callable) -> Callable:
+    """Keras takes a batch to build the model, and begins anew; but what workers had loaded came first, then all again.
+
+    That is so under any strategy (Keras 3.15).
+    """
+
+    @functools.wraps(method)
+    def reset(self):
+        method(self)
+        if _is_shuffled(self.data_adapter) and self.data_adapter.enqueuer is not None:
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    self.data_adapter.enqueuer.ready_queue.get_nowait()
+
+    return reset
+
+
+def _is_shuffled(adapter: Any) -> bool:
+    return isinstance(getattr(adapter, "py_dataset", None), Shuffled)
+
+
+class _With:
+    """A module, with some of its names replaced."""
+
+    def __init__(self, module: Any, **replaced: Any):
+        self._module = module
+        self.__dict__.update(replaced)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
