@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import ipaddress
 import json
 import numbers
@@ -98,10 +99,10 @@ class Cluster:
         spec = resolver.cluster_spec().as_dict()
         task_type, task_id = resolver.task_type, resolver.task_id
         if not spec:
-            if _index(task_id):
+            if task_type or _index(task_id) is not None:
                 raise ClusterConfigError(
-                    f"A task with an index must be in a cluster. Received: task type={task_type!r}, index={task_id!r}, "
-                    "and no cluster. Check the `cluster` entry of TF_CONFIG."
+                    f"A task must be in a cluster. Received: task type={task_type!r}, index={task_id!r}, "
+                    "and no cluster. Check the `cluster` entry of TF_CONFIG. Without TF_CONFIG a process trains alone."
                 )
             return cls(addresses=("localhost:0",), rank=0)
         cluster = cls._from_tasks(spec, task_type, task_id)
@@ -142,6 +143,8 @@ def _check_tf_config(text: str) -> None:
         raise ClusterConfigError(f"TF_CONFIG must be valid JSON: {error}.") from error
     if not isinstance(config, dict):
         raise ClusterConfigError(f"TF_CONFIG must be a JSON object. Received: TF_CONFIG={config!r}.")
+    for name in difflib.get_close_matches("cluster", config.keys() - {"cluster"}):
+        raise ClusterConfigError(f"The entry of TF_CONFIG for the cluster must be named 'cluster'. Received: {name!r}.")
     cluster, task = config.get("cluster", {}), config.get("task", {})
     if not isinstance(cluster, dict) or not all(_is_task_list(tasks) for tasks in cluster.values()):
         raise ClusterConfigError(

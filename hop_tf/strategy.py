@@ -18,6 +18,7 @@ from hop_tf.collectives import AllReduce
 from hop_tf.errors import ClusterConfigError
 from hop_tf.keras_hook.context import Extended
 from hop_tf.keras_hook.optimizers import iterations_variable
+from hop_tf.keras_hook.trace import is_built
 from hop_tf.keras_hook.trainer import forget_cluster, register_cluster, wrap_trainer
 from hop_tf.options import PLAN_VARIABLE, CommunicationOptions, checked_options
 from hop_tf.runtime.report import ReportWriter, static_identity
@@ -150,7 +151,7 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
           MismatchError: If rank 0 has another model.
           HopError: If a rank was lost or has ended.
         """
-        if not model.built:
+        if not is_built(model):
             raise ValueError(
                 "`model` must be built: train it first, or call `model.build(input_shape)`. "
                 f"Received: model={model.name!r}, which has no weights yet."

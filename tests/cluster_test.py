@@ -107,6 +107,8 @@ class ClusterTest(tf.test.TestCase, parameterized.TestCase):
         ("unknown_task", {"cluster": {"worker": ["a:1"], "evaluator": ["b:1"]}}, "evaluate on a rank.*'evaluator'"),
         ("no_cluster", {"task": {"type": "worker", "index": 1}}, "index=1, and no cluster"),
         ("cluster_is_empty", {"cluster": {}, "task": {"type": "worker", "index": 1}}, "index=1, and no cluster"),
+        ("no_cluster_for_the_first", {"task": {"type": "worker", "index": 0}}, "index=0, and no cluster"),
+        ("misspelled", {"clusters": {"worker": ["a:1", "b:1"]}}, "must be named 'cluster'. Received: 'clusters'"),
         ("index_too_large", {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 2}}, "index=2"),
         ("no_task", {"cluster": {"worker": ["a:1", "b:1"]}}, "task type=None"),
         ("no_port", {"cluster": {"worker": ["a", "b:1"]}, "task": {"type": "worker", "index": 0}}, "host:port"),

@@ -39,6 +39,16 @@ def trained_model(fn: Callable) -> keras.Model | None:
     return owner if isinstance(owner, keras.Model) else None
 
 
+def has_no_call(model: keras.Model) -> bool:
+    """Whether `model` is made of parts that its `train_step` puts together, as GANs and autoencoders often are."""
+    return type(model).call is keras.Model.call
+
+
+def is_built(model: keras.Model) -> bool:
+    """Whether `model` has its weights; one without `call` is never built, and has those of its parts."""
+    return model.built or (has_no_call(model) and bool(model.weights))
+
+
 class StepTrace:
     """What is known of one call of `run(fn)` while it is traced (or, run eagerly, executed).
 

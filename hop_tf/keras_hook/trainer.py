@@ -18,6 +18,7 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from hop_tf.keras_hook.context import Extended
 from hop_tf.keras_hook.hooks import TrainingHooks
 from hop_tf.keras_hook.shuffling import shuffled_alike
+from hop_tf.keras_hook.trace import has_no_call
 
 
 @functools.cache
@@ -25,6 +26,7 @@ def wrap_trainer() -> None:
     """Wraps Keras's `fit`, `evaluate` and `predict` once; they change only for models under an `Extended`."""
     for name in ("fit", "evaluate", "predict"):
         setattr(TensorFlowTrainer, name, _wrapped(getattr(TensorFlowTrainer, name), is_fit=name == "fit"))
+    TensorFlowTrainer._maybe_symbolic_build = _wrapped_build(TensorFlowTrainer._maybe_symbolic_build)
     BaseOptimizer.finalize_variable_values = _wrapped_finalize(BaseOptimizer.finalize_variable_values)
 
 
@@ -137,6 +139,17 @@ def _fit(hooks: TrainingHooks, x: Any, callbacks: Any) -> Iterator[None]:
             yield
         finally:
             _fits.hooks.pop()
+
+
+def _wrapped_build(method: Callable) -> Callable:
+    """Under a strategy, Keras calls a model to build it before it trains; not so where there is nothing to call."""
+
+    @functools.wraps(method)
+    def build(self, *args, **kwargs):
+        if not (isinstance(self.distribute_strategy.extended, Extended) and has_no_call(self)):
+            method(self, *args, **kwargs)
+
+    return build
 
 
 def _wrapped_finalize(method: Callable) -> Callable:

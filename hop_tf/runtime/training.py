@@ -18,7 +18,7 @@ from hop_tf.keras_hook.hooks import TrainingHooks
 from hop_tf.keras_hook.interrupts import on_keyboard_interrupt
 from hop_tf.keras_hook.optimizers import gradient_accumulation_steps, tf_variables
 from hop_tf.keras_hook.skipping import StepSkipping
-from hop_tf.keras_hook.trace import StepTrace
+from hop_tf.keras_hook.trace import StepTrace, is_built
 from hop_tf.runtime.group import Group
 from hop_tf.runtime.report import StepStatistics
 from hop_tf.runtime.scheme import Scheme
@@ -230,7 +230,7 @@ class TrainingRun(TrainingHooks):
 
     def enter_step(self, trace: StepTrace) -> None:
         """Gives the model rank 0's initial values, before its first step."""
-        if self.worker is not None and trace.model is not None and trace.model.built:
+        if self.worker is not None and trace.model is not None and is_built(trace.model):
             refuse_xla()  # Before other ranks are asked for anything.
             optimizer = getattr(trace.model, "optimizer", None)
             slots = optimizer.variables if optimizer is not None and optimizer.built else ()

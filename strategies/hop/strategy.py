@@ -137,8 +137,10 @@ class HopStrategy(ExchangeStrategy):
             on_peer_loss=on_peer_loss,
         )
         cluster = training_cluster(cluster_resolver, "HopStrategy")
-        # Alone, any graph will do.
-        self._topology = resolve(topology if cluster.world_size > 1 else "complete", cluster.world_size, cluster.hosts)
+        # Alone, a graph or matrix of any size will do.
+        is_name = isinstance(topology, str)
+        topology = topology if cluster.world_size > 1 or is_name else "complete"
+        self._topology = resolve(topology, cluster.world_size, cluster.hosts)
         self._settings.check_topology(self._topology)
         super().__init__(
             cluster=cluster,

@@ -196,6 +196,10 @@ class WorldOfOneTest(tf.test.TestCase, parameterized.TestCase):
         for weight, expected in zip(train(strategy.scope()), train(contextlib.nullcontext()), strict=True):
             self.assertAllClose(weight, expected, rtol=1e-6, atol=1e-7)
 
+    def test_knows_the_names_of_topologies(self):
+        with self.assertRaisesRegex(ValueError, "`topology` must be one of .* Received: topology='rings'"):
+            hop_tf.HopStrategy(topology="rings")
+
     def test_takes_the_topology_of_a_larger_world(self):
         strategy = hop_tf.HopStrategy(topology=np.full((4, 4), 0.25))
         self.addCleanup(strategy.shutdown)

@@ -1,0 +1,158 @@
+"""Programs in the idiom of Keras's own examples, under every strategy: parts without `call`, inputs without targets."""
+
+import contextlib
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from absl.testing import absltest, parameterized
+
+import hop_tf
+from hop_tf.errors import HopError
+from hop_tf.testing import InProcessCluster
+from support import MEMBERS
+
+_NUM_ROWS = 32
+_BATCH_SIZE = 8
+_OPTIONS = hop_tf.CommunicationOptions(timeout_seconds=60)
+
+
+def _rows(num_columns):
+    return np.random.default_rng(num_columns).normal(size=(_NUM_ROWS, num_columns)).astype(np.float32)
+
+
+def _network(num_inputs, *sizes):
+    inputs = outputs = keras.Input((num_inputs,))
+    for seed, size in enumerate(sizes):
+        outputs = keras.layers.Dense(size, kernel_initializer=keras.initializers.GlorotUniform(seed))(outputs)
+    return keras.Model(inputs, outputs)
+
+
+class Autoencoder(keras.Model):
+    """Two networks, which the training step puts together: there is no `call`."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = _network(6, 3), _network(3, 6)
+        self.distance = keras.metrics.Mean("loss")
+
+    @property
+    def metrics(self):
+        return [self.distance]
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self.decoder(self.encoder(data)) - data))
+        gradients = tape.gradient(loss, self.trainable_weights)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_weights, strict=True))
+        self.distance.update_state(loss)
+        return {"loss": self.distance.result()}
+
+
+class Gan(keras.Model):
+    """Two networks with an optimizer for each, of which the second one has what the first one made. No `call`."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator, self.critic = _network(6, 6), _network(6, 4, 1)
+
+    def compile(self, generator_optimizer, critic_optimizer):
+        super().compile()
+        self.generator_optimizer, self.critic_optimizer = generator_optimizer, critic_optimizer
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            critic_loss = tf.reduce_mean(self.critic(self.generator(data)) - self.critic(data))
+        weights = self.critic.trainable_weights
+        self.critic_optimizer.apply(tape.gradient(critic_loss, weights), weights)
+        with tf.GradientTape() as tape:
+            generator_loss = -tf.reduce_mean(self.critic(self.generator(data)))
+        weights = self.generator.trainable_weights
+        self.generator_optimizer.apply(tape.gradient(generator_loss, weights), weights)
+        return {"loss": generator_loss}
+
+
+class Distance(keras.layers.Layer):
+    """How far outputs are apart, which is the loss."""
+
+    def call(self, first, second):
+        self.add_loss(tf.reduce_mean(tf.square(first - second)))
+        return first
+
+
+def _autoencoder():
+    model = Autoencoder()
+    model.compile(keras.optimizers.SGD(0.1))
+    return model, {"x": _rows(6), "batch_size": _BATCH_SIZE}
+
+
+def _gan():
+    model = Gan()
+    model.compile(keras.optimizers.SGD(0.01), keras.optimizers.SGD(0.01))
+    return model, {"x": _rows(6), "batch_size": _BATCH_SIZE}
+
+
+def _siamese():
+    """Pairs, and no targets: the second of a pair is none."""
+    inputs = keras.Input((4,)), keras.Input((4,))
+    model = keras.Model(inputs, Distance()(_network(4, 3)(inputs[0]), _network(4, 5, 3)(inputs[1])))
+    model.compile(keras.optimizers.SGD(0.1))
+    pairs = tf.data.Dataset.from_tensor_slices(((_rows(4), _rows(4)[::-1]),))
+    return model, {"x": pairs.batch(_BATCH_SIZE)}
+
+
+_PROGRAMS = {"autoencoder": _autoencoder, "gan": _gan, "siamese": _siamese}
+# Where a strategy refuses one of them.
+_REFUSED = {("gan", "canary"): "a step must update by one optimizer only"}
+
+
+def _train(program, strategy):
+    """The weights before and after."""
+    with strategy.scope() if strategy is not None else contextlib.nullcontext():
+        model, arguments = _PROGRAMS[program]()
+    before = [weight.numpy().copy() for weight in model.trainable_weights]
+    model.fit(**arguments, epochs=3, shuffle=False, verbose=0)
+    return before, [weight.numpy() for weight in model.trainable_weights]
+
+
+def _of_ranks(program, make_strategy, **settings):
+    def make(cluster_resolver):
+        return make_strategy(cluster_resolver=cluster_resolver, communication_options=_OPTIONS, **settings)
+
+    num_ps = next((member.num_ps for member in MEMBERS.values() if member.make is make_strategy), 0)
+    return InProcessCluster(2, make, num_ps=num_ps).run(lambda strategy: _train(program, strategy))
+
+
+class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.product(program=list(_PROGRAMS), name=list(MEMBERS))
+    @pytest.mark.stress(after=len(MEMBERS) - 1)
+    def test_trains(self, program, name):
+        reason = _REFUSED.get((program, name))
+        if reason is not None:
+            with self.assertRaisesRegex((ValueError, HopError), reason):
+                _of_ranks(program, MEMBERS[name].make)
+            return
+        _, expected = _train(program, None)
+        for before, after in _of_ranks(program, MEMBERS[name].make):
+            for one, other, of_one_process in zip(before, after, expected, strict=True):
+                if one.ndim > 1:  # Some biases have no gradient.
+                    self.assertNotAllClose(one, other, rtol=1e-4, atol=1e-4)
+                self.assertAllClose(other, of_one_process, rtol=0.3, atol=0.3)
+
+    @parameterized.parameters(*_PROGRAMS)
+    def test_two_ranks_train_as_one_process(self, program):
+        _, expected = _train(program, None)
+        for _, weights in _of_ranks(program, hop_tf.PipeSGDStrategy, pipeline_width=1):
+            self.assertAllClose(weights, expected, rtol=1e-4, atol=1e-4)
+
+    @parameterized.parameters(*_PROGRAMS)
+    def test_a_world_of_one_trains_as_plain_keras(self, program):
+        strategy = hop_tf.HopStrategy()
+        self.addCleanup(strategy.shutdown)
+        for mine, expected in zip(_train(program, strategy)[1], _train(program, None)[1], strict=True):
+            self.assertAllEqual(mine, expected)
+
+
+if __name__ == "__main__":
+    absltest.main()
