@@ -104,6 +104,11 @@ class Extended(one_device_strategy.OneDeviceExtended):
         # The trace of the step that is being traced: Keras re-enters the replica context within a step.
         self._trace: StepTrace | None = None
 
+    @property
+    def in_step(self) -> bool:
+        """Whether a training step is being traced, or run eagerly."""
+        return self._trace is not None
+
     def _call_for_each_replica(self, fn, args, kwargs):
         strategy = self._container_strategy()
         if self._trace is not None:

@@ -47,6 +47,10 @@ class TrainingHooks(abc.ABC):
         """Called right before `optimizer` updates `variables`; returns the gradients that it is to apply."""
 
     @abc.abstractmethod
+    def refuse_update(self, optimizer: Any) -> None:
+        """Called when `optimizer`, which was made in the scope, updates variables outside of `run`; may raise."""
+
+    @abc.abstractmethod
     def after_update(self, optimizer: Any, trace: StepTrace, variables: list[tf.Variable]) -> None:
         """Called right after `optimizer` has updated `variables`; follows every `exchange`."""
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
@@ -19,6 +20,7 @@ from hop_tf.keras_hook.context import Extended
 from hop_tf.keras_hook.hooks import TrainingHooks
 from hop_tf.keras_hook.shuffling import shuffled_alike
 from hop_tf.keras_hook.trace import has_no_call
+from hop_tf.keras_hook.updates import own_updates
 
 
 @functools.cache
@@ -27,6 +29,7 @@ def wrap_trainer() -> None:
     for name in ("fit", "evaluate", "predict"):
         setattr(TensorFlowTrainer, name, _wrapped(getattr(TensorFlowTrainer, name), is_fit=name == "fit"))
     TensorFlowTrainer._maybe_symbolic_build = _wrapped_build(TensorFlowTrainer._maybe_symbolic_build)
+    TFOptimizer._backend_update_step = _wrapped_update(TFOptimizer._backend_update_step)
     BaseOptimizer.finalize_variable_values = _wrapped_finalize(BaseOptimizer.finalize_variable_values)
 
 
@@ -44,14 +47,14 @@ def forget_cluster(strategy: tf.distribute.Strategy) -> None:
     _clusters.discard(strategy)
 
 
-def _refuse_forgotten_scope(strategy: tf.distribute.Strategy) -> None:
+def _refuse_forgotten_scope(strategy: tf.distribute.Strategy, what: str) -> None:
     is_default = strategy is tf.distribute.get_strategy() and not tf.distribute.has_strategy()
     if is_default and (cluster := next(iter(_clusters), None)) is not None:
         raise ValueError(
-            f"`fit` was called on a model that was made outside of the scope of the {type(cluster).__name__} in use: "
-            "it would train on this rank alone. Make it, or load it, within `strategy.scope()`; to compile it there is "
-            "not enough. A model that is to be trained on this rank alone belongs in the scope of another strategy, "
-            "such as tf.distribute.OneDeviceStrategy('/cpu:0')."
+            f"{what} was made outside of the scope of the {type(cluster).__name__} in use: it would train on this rank "
+            "alone. Make it, or load it, within `strategy.scope()`; to compile it there is not enough. What is to be "
+            "trained on this rank alone belongs in the scope of another strategy, such as "
+            "tf.distribute.OneDeviceStrategy('/cpu:0')."
         )
 
 
@@ -73,7 +76,7 @@ def _wrapped(method: Callable, is_fit: bool) -> Callable:
         strategy = self.distribute_strategy
         if not isinstance(strategy.extended, Extended):
             if is_fit:
-                _refuse_forgotten_scope(strategy)
+                _refuse_forgotten_scope(strategy, "`fit` was called on a model that")
             return method(self, *args, **kwargs)
         hooks = strategy.extended.hooks
         bound = signature.bind(self, *args, **kwargs)
@@ -150,6 +153,23 @@ def _wrapped_build(method: Callable) -> Callable:
             method(self, *args, **kwargs)
 
     return build
+
+
+def _wrapped_update(method: Callable) -> Callable:
+    """Custom loops that do not go through `run` train alone: they are refused."""
+
+    @functools.wraps(method)
+    def update(self, *args, **kwargs):
+        strategy = self._distribution_strategy
+        if own_updates.runs or own_updates.is_left_out:
+            pass
+        elif not isinstance(strategy.extended, Extended):
+            _refuse_forgotten_scope(strategy, f"{type(self).__name__}, which is asked for an update,")
+        elif not strategy.extended.in_step:
+            strategy.extended.hooks.refuse_update(self)
+        return method(self, *args, **kwargs)
+
+    return update
 
 
 def _wrapped_finalize(method: Callable) -> Callable:

@@ -37,6 +37,16 @@ class _OwnUpdates(threading.local):
 own_updates = _OwnUpdates()
 
 
+@contextlib.contextmanager
+def as_own_updates() -> Iterator[None]:
+    """Updates in this context, and in this thread, are no part of a user's training step."""
+    before, own_updates.runs = own_updates.runs, True
+    try:
+        yield
+    finally:
+        own_updates.runs = before
+
+
 def update(
     optimizer: Any,
     gradients: Sequence[tf.Tensor],
@@ -98,13 +108,9 @@ def prepare_update(optimizer: Any, gradients: Sequence[tf.Tensor], variables: Se
 def _begin_update(optimizer: Any, gradients: Sequence[tf.Tensor], variables: Sequence[tf.Variable]) -> None:
     of_keras = keras_variables(optimizer)
     of_keras = [of_keras[id(variable)] for variable in variables]
-    own_updates.runs = True
-    try:
-        with _in_replica():
-            optimizer._apply_weight_decay(of_keras)
-            optimizer._backend_update_step(list(gradients), of_keras, optimizer.learning_rate)
-    finally:
-        own_updates.runs = False
+    with as_own_updates(), _in_replica():
+        optimizer._apply_weight_decay(of_keras)
+        optimizer._backend_update_step(list(gradients), of_keras, optimizer.learning_rate)
 
 
 @contextlib.contextmanager

@@ -286,6 +286,17 @@ class TrainingRun(TrainingHooks):
         gradients, trace.states[group.name] = self._scheme.before_update(group, values, gradients)
         return gradients
 
+    def refuse_update(self, optimizer) -> None:
+        """Raises ValueError: a custom loop does not go through `run`, and would train on this rank alone."""
+        if self.worker is not None:
+            raise ValueError(
+                f"an optimizer made in the scope of {type(self._scheme).__name__} updated variables outside of "
+                "`strategy.run`: nothing would be exchanged, and this rank would train alone. Run the training step by "
+                "`strategy.run(train_step, args=(x, y))`, within a tf.function. An optimizer for this rank alone "
+                "belongs in the scope of another strategy, such as tf.distribute.OneDeviceStrategy('/cpu:0'). "
+                f"Received: an update by {type(optimizer).__name__}."
+            )
+
     def after_update(self, optimizer, trace: StepTrace, variables: list[tf.Variable]) -> None:
         """Runs what the scheme does after the update, and ends the group's step."""
         if self.worker is None:

@@ -3,6 +3,7 @@
 A new strategy is a line of `support.MEMBERS`. Promises about whole processes are in `contract_processes_test.py`.
 """
 
+import contextlib
 import functools
 import pathlib
 import tempfile
@@ -157,13 +158,19 @@ def _linear(make=keras.Sequential):
 def _deep(make=keras.Sequential):
     kernels = [keras.initializers.RandomNormal(seed=seed) for seed in range(2)]
     dense = [keras.layers.Dense(size, kernel_initializer=kernel) for size, kernel in zip((3, 1), kernels, strict=True)]
-    return make([keras.Input((3,)), dense[0], keras.layers.BatchNormalization(), dense[1]])
+    rescaling = keras.layers.BatchNormalization(trainable=False)
+    return make([keras.Input((3,)), dense[0], keras.layers.BatchNormalization(), rescaling, dense[1]])
 
 
 def _fit(model, epochs=1, **arguments):
     x, y = _data()
     arguments = {"x": x, "y": y, "batch_size": _BATCH_SIZE, "shuffle": False, **arguments}
     return model.fit(**arguments, epochs=epochs, verbose=0).history
+
+
+def _initial(model):
+    """What a step at a learning rate of zero leaves as it is: what is trained, and what belongs to a frozen layer."""
+    return [*_trained(model), *map(np.copy, model.layers[2].get_weights())]
 
 
 def _trained(model):
@@ -235,11 +242,11 @@ def _train_in_turn(strategy, path):
     result = {}
     model = _compiled(strategy, lambda: _deep(Recorder), metrics=[_Rows()], weighted_metrics=["mae"])
 
-    result["initial"] = _trained(model)
+    result["initial"] = _initial(model)
     model.set_weights([weight + strategy.rank for weight in model.get_weights()])
     model.optimizer.learning_rate = 0.0
     _fit(model)
-    result |= {"begin": _trained(model), "seen": list(model.seen), "loss": _loss(model)}
+    result |= {"begin": _initial(model), "seen": list(model.seen), "loss": _loss(model)}
 
     model.optimizer.learning_rate = 0.02
     x, y = _data()
@@ -273,7 +280,6 @@ def _train_in_turn(strategy, path):
     _fit(model, callbacks=[keras.callbacks.LambdaCallback(on_epoch_begin=attempt)])
 
     model.layers[0].trainable = False
-    model.layers[0].set_weights([weight + strategy.rank for weight in model.layers[0].get_weights()])
     with strategy.scope():
         model.compile(keras.optimizers.SGD(0.02), "mse")
     result["before"] = [layer.get_weights() for layer in model.layers]
@@ -352,10 +358,8 @@ class OneTrainingTest(_OfAllMembers):
 
     @_all_members
     def test_frozen_layers_and_compiling_again(self, name):
-        """What is not trained is rank 0's, too."""
-        first, *_ = of_ranks = _one_training(name)
-        for result in of_ranks:
-            self.assertAllEqual(result["frozen"][0][0], first["before"][0][0])
+        for result in _one_training(name):
+            self.assertAllEqual(result["frozen"][0][0], result["before"][0][0])
             self.assertNotAllClose(result["frozen"][-1][0], result["before"][-1][0])
 
 
@@ -516,6 +520,35 @@ class ContractTest(_OfAllMembers):
 
         for error in self.run_ranks(name, train):
             self.assertRegex(str(error), "`jit_compile` must be False or 'auto' under hop_tf")
+
+    @parameterized.parameters(*MEMBERS)
+    @pytest.mark.stress(after=2)
+    def test_a_loop_that_does_not_go_through_run_is_refused(self, name):
+        """In a tf.function and without, in the scope and outside, made in the scope and not."""
+
+        def train(strategy):
+            def step(model, optimizer):
+                x, y = _data()
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_mean(tf.square(model(x) - y))
+                optimizer.apply(tape.gradient(loss, model.trainable_weights), model.trainable_weights)
+
+            errors = []
+            for scope in (strategy.scope, contextlib.nullcontext):
+                with scope():
+                    model, optimizer = _linear(), keras.optimizers.SGD(0.1)
+                    optimizer.build(model.trainable_weights)
+                for run in (step, tf.function(step)):
+                    errors.append(_error_of(run, model, optimizer))
+                    with strategy.scope():
+                        errors.append(_error_of(run, model, optimizer) if scope is strategy.scope else errors[-1])
+            return errors
+
+        for errors in self.run_ranks(name, train):
+            for error in errors[:4]:
+                self.assertRegex(str(error), r"updated variables outside of `strategy.run`: nothing would be exchanged")
+            for error in errors[4:]:
+                self.assertRegex(str(error), r"SGD, which is asked for an update, was made outside of the scope")
 
     @_all_members
     def test_a_forgotten_scope_is_refused(self, name):

@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from hop_tf.keras_hook.optimizers import slots_of
+from hop_tf.keras_hook.updates import as_own_updates
 from hop_tf.tensors.buffers import BufferPool
 from hop_tf.tensors.packing import Packing
 
@@ -142,7 +143,8 @@ class Shard:
         self._optimizer.learning_rate.assign(rate)
         pieces = self._packing.unpack(buckets)
         self._updated = []
-        self._optimizer.apply([pieces[index] for index in self._trained])
+        with as_own_updates():
+            self._optimizer.apply([pieces[index] for index in self._trained])
 
     def _update_in_order(
         self, update: Callable[..., None], gradient: tf.Tensor, variable: tf.Variable, rate: tf.Tensor

@@ -170,7 +170,8 @@ class HopFitRejoinTest(tf.test.TestCase, parameterized.TestCase):
         # The first epoch was missed, in part at least; so was the second one, unless this rank came before the others.
         missed = np.isnan(restarted["history"])
         self.assertTrue(missed[0])
-        self.assertFalse(missed[-1])
+        if "skip" not in _SETTINGS[name]:  # Else it may jump past the last one, where the machine is busy.
+            self.assertFalse(missed[-1])
         for is_nan in np.isnan(restarted["losses"]).reshape(_NUM_EPOCHS, -1).T:
             self.assertAllEqual(is_nan, missed)
 
