@@ -15,9 +15,11 @@ import tensorflow as tf
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from keras.src.optimizers.base_optimizer import BaseOptimizer
+from tensorflow.python.distribute import distribute_lib
 
 from hop_tf.keras_hook.context import Extended
 from hop_tf.keras_hook.hooks import TrainingHooks
+from hop_tf.keras_hook.optimizers import innermost
 from hop_tf.keras_hook.shuffling import shuffled_alike
 from hop_tf.keras_hook.trace import has_no_call
 from hop_tf.keras_hook.updates import own_updates
@@ -86,6 +88,7 @@ def _wrapped(method: Callable, is_fit: bool) -> Callable:
                 hooks.end_epoch()
             with hooks.keras_call():
                 return method(self, *args, **kwargs)
+        _adopt_optimizers(self, strategy)
         callbacks = given.get("callbacks")
         with hooks.keras_call(), _fit(hooks, given.get("x"), callbacks), _between(callbacks, hooks) as extended:
             given["callbacks"] = extended
@@ -93,6 +96,19 @@ def _wrapped(method: Callable, is_fit: bool) -> Callable:
                 return method(*bound.args, **bound.kwargs)
 
     return call
+
+
+def _adopt_optimizers(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
+    """Optimizers that were made under no strategy, as by a `compile` outside of the scope, belong to the model's.
+
+    Else TensorFlow refuses to make their slots in the scope: "Mixing different tf.distribute.Strategy objects".
+    """
+    default = distribute_lib._get_default_strategy()
+    mine = {id(each): each for each in [model.optimizer, *vars(model).values()] if isinstance(each, BaseOptimizer)}
+    for optimizer in mine.values():
+        for each in {optimizer, innermost(optimizer)}:
+            if each._distribution_strategy is default:
+                each._distribution_strategy = strategy
 
 
 class _First(keras.callbacks.Callback):
