@@ -42,7 +42,8 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
       communication_options: Deadlines, credentials, records.
       identity: The scheme's settings; must be equal on all ranks.
       neighbors: Ranks that the scheme exchanges messages with.
-      skips_steps: Whether the scheme may pass over training steps (`Incoming.num_skipped`).
+      skips_steps: Where the scheme may pass over training steps (`Incoming.num_skipped`), a sentence for errors that
+        says so, and how users can avoid it. Default "": it does not.
       continue_without_lost: Whether ranks train on when one is lost.
       servers: The parameter servers, by their places in the cluster.
       joins_at_once: Whether a rank that was started again trains from its first step on, with what `begin_group` gives
@@ -61,7 +62,7 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
         communication_options: CommunicationOptions | None,
         identity: Mapping[str, str],
         neighbors: Iterable[int],
-        skips_steps: bool = False,
+        skips_steps: str = "",
         continue_without_lost: bool = False,
         servers: Sequence[int] = (),
         joins_at_once: bool = False,

@@ -24,9 +24,13 @@ class StepSkipping:
     A step that is passed over advances the optimizer's iterations, which schedules go by, and returns what the last
     one before returned: metrics stand still. They are nan as long as no step of an epoch was made; and in a rank that
     was started again, for all of an epoch of which it has missed a step.
+
+    Args:
+      why: Why steps are passed over, and how that can be avoided, for errors: a sentence.
     """
 
-    def __init__(self):
+    def __init__(self, why: str):
+        self._why = why
         with tf.init_scope(), tf.device("/cpu:0"):
             self._num_left = tf.Variable(0, dtype=tf.int64, trainable=False, name="hop_tf_steps_to_skip")
             self._is_behind = tf.Variable(False, trainable=False, name="hop_tf_is_behind")
@@ -50,14 +54,12 @@ class StepSkipping:
         """
         if not in_fit:
             raise ValueError(
-                "to skip iterations, or to join a running job after a restart, takes `fit`: the steps of a custom "
-                "loop, or of `train_on_batch`, cannot be passed over. Train with `fit`, with a train_step of your own "
-                "if need be."
+                f"{self._why} That takes `fit`: the steps of a custom loop, or of `train_on_batch`, cannot be passed "
+                "over. Train with `fit`, with a train_step of your own if need be."
             )
         if self._optimizer not in (None, optimizer):
             raise ValueError(
-                "to skip iterations, or to join a running job after a restart, a step must update by one optimizer "
-                "only: several would skip differently. "
+                f"{self._why} So a step must update by one optimizer only: several would skip differently. "
                 f"Received: {type(self._optimizer).__name__} and {type(optimizer).__name__} in one step."
             )
         self._optimizer = optimizer

@@ -57,7 +57,7 @@ class TrainingRun(TrainingHooks):
         *,
         rank: int,
         world_size: int,
-        skips_steps: bool,
+        skips_steps: str,
         joins_at_once: bool,
         after_fit: Callable[[], None],
         write_report: Callable[[], None],
@@ -76,7 +76,7 @@ class TrainingRun(TrainingHooks):
         self._groups: weakref.WeakKeyDictionary[object, dict[tuple[int, ...], Group]] = weakref.WeakKeyDictionary()
         self._phase = Phase.OUTSIDE
         # What passes over steps: where the scheme may want that, and in a process that was started again.
-        self._skipping = StepSkipping() if skips_steps and world_size > 1 else None
+        self._skipping = StepSkipping(skips_steps) if skips_steps and world_size > 1 else None
         self._is_catching_up = False
 
     @property
@@ -341,7 +341,9 @@ class TrainingRun(TrainingHooks):
         joins = self.worker is not None and self.worker.joining and not self._joins_at_once
         if joins and not self._is_catching_up:
             self._is_catching_up = True
-            self._skipping = self._skipping or StepSkipping()
+            self._skipping = self._skipping or StepSkipping(
+                f"rank {self._rank} was started again: to join the running job, it passes over the steps it has missed."
+            )
             self._skipping.begin_by_skipping(self._catch_up)
         return self._skipping is not None
 

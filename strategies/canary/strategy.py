@@ -50,6 +50,8 @@ from hop_tf.strategies.canary.slots import SlotsBefore
 from hop_tf.strategy import ExchangeStrategy, training_cluster
 from hop_tf.tensors.packing import Packing, TensorSpec
 
+_SKIPS = "CanaryStrategy, unless consistency='bsp', passes over the batches that a slow rank has missed."
+
 
 class CanaryStrategy(ExchangeStrategy):
     """Training with sketched pieces of changes, over several interfaces; no rank waits for a slow one.
@@ -171,7 +173,7 @@ class CanaryStrategy(ExchangeStrategy):
             communication_options=options,
             identity={**identity_of(self._settings), "number of interfaces": str(len(options.interfaces or ()))},
             neighbors=range(cluster.world_size),
-            skips_steps=not self._settings.is_synchronous,
+            skips_steps=_SKIPS if not self._settings.is_synchronous else "",
             continue_without_lost=self._settings.on_peer_loss == "continue",
         )
 

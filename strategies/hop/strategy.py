@@ -148,7 +148,7 @@ class HopStrategy(ExchangeStrategy):
             communication_options=communication_options,
             identity={**identity_of(self._settings), "topology": _describe(topology, self._topology)},
             neighbors={*self._topology.in_neighbors(cluster.rank), *self._topology.out_neighbors(cluster.rank)},
-            skips_steps=skip is not None,
+            skips_steps="" if skip is None else "HopStrategy, unless skip=None, passes over iterations.",
             continue_without_lost=self._settings.continues_without_lost,
         )
 

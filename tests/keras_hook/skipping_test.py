@@ -77,7 +77,7 @@ class MetricsTest(tf.test.TestCase, parameterized.TestCase):
         model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1)])
         model.compile(keras.optimizers.SGD(0.1), "mse")
         model.optimizer.build(model.trainable_variables)
-        (loss,), skipping = model.metrics, StepSkipping()
+        (loss,), skipping = model.metrics, StepSkipping("")
 
         def step(value):
             skipping.note(model.optimizer, in_fit=True)

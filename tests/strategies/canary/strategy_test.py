@@ -503,7 +503,7 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
             model.optimizer.build(model.trainable_variables)
             step()
 
-        with self.assertRaisesRegex(ValueError, "takes `fit`"):
+        with self.assertRaisesRegex(ValueError, "CanaryStrategy, unless consistency='bsp', passes .* That takes `fit`"):
             _cluster(2).run(run)
 
     def test_small_variables(self):

@@ -261,7 +261,10 @@ class SkippingTest(tf.test.TestCase, parameterized.TestCase):
 class RefusedTest(tf.test.TestCase):
     def test_a_custom_loop_cannot_skip(self):
         for message in _join(_run_refused):
-            self.assertIn("takes `fit`: the steps of a custom loop", message)
+            self.assertIn(
+                "HopStrategy, unless skip=None, passes over iterations. That takes `fit`: the steps of a custom loop",
+                message,
+            )
 
 
 if __name__ == "__main__":
