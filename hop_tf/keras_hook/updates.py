@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from tensorflow.python.distribute import one_device_strategy
@@ -89,6 +91,28 @@ def _update(
     inner._iterations.assign_add(gradient_accumulation_steps(inner))
     if rate is not None:
         assign_learning_rate(inner, own_rate)
+
+
+@functools.cache
+def follows_weights(kind: type) -> bool:
+    """Whether optimizers of a class begin an update with the weights as they are.
+
+    Ftrl does not: it computes them anew from what it remembers, so that what came from other ranks is gone. Found by an
+    update of two weights that differ by 1, with the same gradients. A class that cannot be made without arguments is
+    not judged.
+
+    Args:
+      kind: The class.
+    """
+    try:
+        optimizer = kind()
+    except TypeError:
+        return True
+    with as_own_updates(), _in_replica():
+        variable = keras.Variable([1.0, 2.0])
+        optimizer.apply([tf.constant([0.1, 0.1])], [variable])
+    first, second = variable.numpy()
+    return abs(second - first) > 0.5
 
 
 def prepare_update(optimizer: Any, gradients: Sequence[tf.Tensor], variables: Sequence[tf.Variable]) -> None:

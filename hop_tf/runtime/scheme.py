@@ -21,9 +21,12 @@ class Scheme(abc.ABC):
     called outside of graphs. All but the first three may be left as they are.
 
     Attributes:
+      mixes_weights: Whether weights become others than a rank's optimizer has made, as means of all ranks' weights do.
+        Where ranks average gradients only, False.
       settles_loops: Whether `synchronize` merges what is under way in a custom loop, as the end of `fit` does.
     """
 
+    mixes_weights = True
     settles_loops = False
 
     @abc.abstractmethod

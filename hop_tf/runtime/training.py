@@ -16,9 +16,10 @@ from hop_tf.keras_hook.data import DataSharding
 from hop_tf.keras_hook.emulated_compute import EmulatedCompute
 from hop_tf.keras_hook.hooks import TrainingHooks
 from hop_tf.keras_hook.interrupts import on_keyboard_interrupt
-from hop_tf.keras_hook.optimizers import gradient_accumulation_steps, tf_variables
+from hop_tf.keras_hook.optimizers import gradient_accumulation_steps, innermost, tf_variables
 from hop_tf.keras_hook.skipping import StepSkipping
 from hop_tf.keras_hook.trace import StepTrace, is_built
+from hop_tf.keras_hook.updates import follows_weights
 from hop_tf.runtime.group import Group
 from hop_tf.runtime.report import StepStatistics
 from hop_tf.runtime.scheme import Scheme
@@ -313,6 +314,7 @@ class TrainingRun(TrainingHooks):
         key = _key(variables)
         if key not in groups:
             self._scheme.check_new_group()
+            self._check_optimizer(optimizer)
             carried = trace.unclaimed_assigned()
             begun = tf.executing_eagerly()  # Else the step is only traced.
             with tf.init_scope():
@@ -329,6 +331,18 @@ class TrainingRun(TrainingHooks):
                 )
                 self._scheme.begin_group(groups[key])
         return groups[key]
+
+    def _check_optimizer(self, optimizer) -> None:
+        """Raises ValueError where what comes from other ranks would be gone with the optimizer's next update."""
+        kind = type(innermost(optimizer))
+        with tf.init_scope():
+            if not self._scheme.mixes_weights or follows_weights(kind):
+                return
+        raise ValueError(
+            f"{kind.__name__} computes weights anew from what it remembers, so that what {type(self._scheme).__name__} "
+            "brings from other ranks would be lost. Take another optimizer; or a strategy that averages gradients: "
+            "PipeSGDStrategy, or CanaryStrategy(consistency='bsp')."
+        )
 
     # Steps that are passed over.
 

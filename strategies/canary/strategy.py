@@ -163,6 +163,7 @@ class CanaryStrategy(ExchangeStrategy):
         options = checked_options(communication_options)
         if interfaces is not None:
             options = dataclasses.replace(options, interfaces=interfaces)
+        self.mixes_weights = not self._settings.is_synchronous
         cluster = training_cluster(cluster_resolver, "CanaryStrategy")
         if cluster.world_size > 1:
             self._settings.algorithm.check_world_size(cluster.world_size)

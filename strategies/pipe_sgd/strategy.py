@@ -156,6 +156,8 @@ class PipeSGDStrategy(ExchangeStrategy):
             neighbors=range(cluster.world_size),
         )
 
+    mixes_weights = False
+
     def make_exchange(self, context: ExchangeContext) -> PipeSGDExchange:
         optimizer = context.optimizer()
         is_replayed = self._settings.replays and loss_scale(optimizer) is not None

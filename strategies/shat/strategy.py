@@ -152,6 +152,7 @@ class SHATParameterServerStrategy(ExchangeStrategy):
                 "SHATParameterServerStrategy needs tasks of type 'ps' in TF_CONFIG (--num_ps of the launcher). "
                 f"Received: {cluster.world_size} workers and no 'ps'."
             )
+        self.mixes_weights = consistency != "bsp"
         self._num_servers = len(cluster.servers)
         self._joined_session: int | None = None  # That which this process joined after it was started again.
         super().__init__(

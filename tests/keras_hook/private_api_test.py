@@ -214,6 +214,10 @@ _OPTIMIZERS = {
 }
 
 
+def _is_optimizer(kind):
+    return isinstance(kind, type) and issubclass(kind, keras.optimizers.Optimizer)
+
+
 class OptimizerTest(tf.test.TestCase, parameterized.TestCase):
     """What `slots_of` and `serialized_for_server` know of optimizers."""
 
@@ -226,6 +230,12 @@ class OptimizerTest(tf.test.TestCase, parameterized.TestCase):
         others = [optimizer.iterations, optimizer.learning_rate, *getattr(optimizer, "_accumulated_gradients", ())]
         others = {id(getattr(variable, "value", None)) for variable in (optimizer._iterations, *others)}
         self.assertLessEqual({id(variable.value) for variable in optimizer.variables} - others, found)
+
+    def test_which_follow_the_weights(self):
+        names = [kind.__name__ for kind in vars(keras.optimizers).values() if _is_optimizer(kind)]
+        self.assertContainsSubset(["Adam", "Ftrl", "Muon", "SGD"], names)
+        found = [name for name in names if not updates.follows_weights(getattr(keras.optimizers, name))]
+        self.assertEqual(found, ["Ftrl"])
 
     @parameterized.product(in_graph=(True, False), name=sorted(_OPTIMIZERS))
     @pytest.mark.stress(after=len(_OPTIMIZERS))

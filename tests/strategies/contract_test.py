@@ -512,6 +512,21 @@ class ContractTest(_OfAllMembers):
         self.assertTrue(any(isinstance(error, MismatchError) for error in errors), errors)
         self.assertTrue(all(isinstance(error, HopError) for error in errors), errors)
 
+    @parameterized.parameters(*MEMBERS)
+    @pytest.mark.stress(after=2)
+    def test_an_optimizer_that_does_not_follow_the_weights(self, name):
+        """Ranks that average gradients only can use it."""
+        averages_gradients = name in ("pipe_sgd", "canary_synchronous")
+
+        def train(strategy):
+            return _error_of(_fit, _compiled(strategy, optimizer=lambda: keras.optimizers.Ftrl(0.1)))
+
+        for error in self.run_ranks(name, train):
+            if averages_gradients:
+                self.assertIsNone(error)
+            else:
+                self.assertRegex(str(error), "Ftrl computes weights anew from what it remembers")
+
     @_all_members
     def test_xla_is_refused(self, name):
         def train(strategy):
