@@ -51,7 +51,6 @@ MEMBERS = {
         hop_tf.SHATParameterServerStrategy,
         num_ps=1,
         goes_on_without_lost=True,
-        refuses={"test_mixed_precision_with_clipping": "`clipnorm` must not be set in an optimizer within a LossScale"},
     ),
     "own": Member(LocalSGDStrategy),  # Equal but for rounding.
     "canary_synchronous": Member(

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import threading
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -92,7 +93,7 @@ def _wrapped(method: Callable, is_fit: bool) -> Callable:
         callbacks = given.get("callbacks")
         with hooks.keras_call(), _fit(hooks, given.get("x"), callbacks), _between(callbacks, hooks) as extended:
             given["callbacks"] = extended
-            with shuffled_alike(given, hooks.shuffle_seed):
+            with shuffled_alike(given, hooks.shuffle_seed), _undecorated(self):
                 return method(*bound.args, **bound.kwargs)
 
     return call
@@ -109,6 +110,20 @@ def _adopt_optimizers(model: keras.Model, strategy: tf.distribute.Strategy) -> N
         for each in {optimizer, innermost(optimizer)}:
             if each._distribution_strategy is default:
                 each._distribution_strategy = strategy
+
+
+@contextlib.contextmanager
+def _undecorated(model: keras.Model) -> Iterator[None]:
+    """Takes `@tf.function` off the model's `train_step`: `fit` compiles that, and updates must not be nested deeper."""
+    train_step = inspect.getattr_static(model, "train_step")
+    if not isinstance(train_step, tf.types.experimental.PolymorphicFunction):
+        yield
+        return
+    object.__setattr__(model, "train_step", types.MethodType(train_step.python_function, model))
+    try:
+        yield
+    finally:
+        object.__delattr__(model, "train_step")
 
 
 class _First(keras.callbacks.Callback):

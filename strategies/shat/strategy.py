@@ -32,6 +32,7 @@ from hop_tf.cluster import Cluster
 from hop_tf.errors import ClusterConfigError
 from hop_tf.keras_hook.optimizers import (
     averages_of,
+    clipped,
     descent_of,
     ema_overwrite_frequency,
     learning_rate,
@@ -238,6 +239,7 @@ class SHATParameterServerStrategy(ExchangeStrategy):
         is_applied = tf.constant(True)
         if loss_scale(optimizer) is not None:
             is_applied = tf.reduce_all([tf.reduce_all(tf.math.is_finite(gradient)) for gradient in own])
+            own = clipped(optimizer, own)  # Else they have been clipped.
         rate = learning_rate(optimizer)
         beside = tf.stack([tf.cast(rate, tf.float32), tf.cast(is_applied, tf.float32)])
         outgoing = [*own, *(variable.read_value() for variable in group.carried), self._padded(beside)]

@@ -477,6 +477,21 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
                 w = (1 - _RATE * 0.5) * w - _RATE / (1 - momentum) * _gradient(step, rank, _NUM_WORKERS)
                 self.assertAllClose(found[0], w, rtol=1e-4, atol=1e-5)
 
+    @parameterized.parameters(
+        lambda: keras.optimizers.AdamW(_RATE, weight_decay=0.1, global_clipnorm=0.5),
+        lambda: keras.optimizers.SGD(_RATE, momentum=0.9, weight_decay=0.1, clipnorm=0.5),
+    )
+    @pytest.mark.stress(after=1)
+    def test_loss_scaling_changes_nothing(self, make_inner):
+        """Of clipping and decay, neither on the worker (which trains alone here) nor on the server."""
+        for settings in ({"mixing": "ensemble"}, {"consistency": "bsp"}):
+            results = []
+            for make in (make_inner, lambda: keras.optimizers.LossScaleOptimizer(make_inner(), initial_scale=8.0)):
+                cluster = _cluster(num_ps=1, **settings)
+                results.append(cluster.run(lambda s, make=make: _trained(s, lambda: _make_linear(make()))[0]))
+            for plain, scaled in zip(*results, strict=True):
+                self.assertAllClose(scaled, plain, rtol=1e-5, atol=1e-5)
+
     def test_loss_scaling(self):
         """Gradients of 64 overflow until the scale is low enough; these are left out."""
         data = np.full((_NUM_ROWS, 3), 64, np.float32), np.zeros((_NUM_ROWS, 4), np.float32)
