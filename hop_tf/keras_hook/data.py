@@ -29,9 +29,14 @@ class DataSharding:
     Args:
       rank: This rank.
       world_size: Number of ranks.
+
+    Attributes:
+      num_batches: Of an epoch of the training data that ranks share in the running `fit`; 0 if it is not known.
     """
 
     def __init__(self, rank: int, world_size: int):
+        self.num_batches = 0
+        self._counts_next = False
         self._rank = rank
         self._world_size = world_size
         self._of_next = _Sharding.NONE
@@ -48,6 +53,13 @@ class DataSharding:
     def end_fit(self) -> None:
         """The `fit` has ended, with or without its data."""
         self._of_next = _Sharding.NONE
+        self.num_batches = 0
+
+    def count_batches(self, number: int | None) -> None:
+        """Keras has counted the batches of the dataset that it has distributed last."""
+        if self._counts_next:
+            self._counts_next = False
+            self.num_batches = number or 0
 
     @contextlib.contextmanager
     def keras_call(self) -> Iterator[None]:
@@ -84,6 +96,7 @@ class DataSharding:
             if self._inside_keras and policy is tf.data.experimental.AutoShardPolicy.OFF:
                 _check_endless(dataset)
             return shard_by_policy(dataset, self._rank, self._world_size)
+        self._counts_next = self._inside_keras > 0
         return slice_global_batches(dataset, self._rank, self._world_size)
 
 

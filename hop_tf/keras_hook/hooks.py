@@ -28,6 +28,10 @@ class TrainingHooks(abc.ABC):
     def shard(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """This rank's part of a dataset that is to be distributed."""
 
+    @abc.abstractmethod
+    def count_batches(self, number: int | None) -> None:
+        """Called when Keras has had a dataset distributed, with the number of its batches, where it knows that."""
+
     @property
     @abc.abstractmethod
     def shuffle_seed(self) -> int | None:

@@ -14,7 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
-from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer, TFEpochIterator
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from tensorflow.python.distribute import distribute_lib
 
@@ -32,6 +32,7 @@ def wrap_trainer() -> None:
     for name in ("fit", "evaluate", "predict"):
         setattr(TensorFlowTrainer, name, _wrapped(getattr(TensorFlowTrainer, name), is_fit=name == "fit"))
     TensorFlowTrainer._maybe_symbolic_build = _wrapped_build(TensorFlowTrainer._maybe_symbolic_build)
+    TFEpochIterator.__init__ = _wrapped_iterator(TFEpochIterator.__init__)
     TFOptimizer._backend_update_step = _wrapped_update(TFOptimizer._backend_update_step)
     BaseOptimizer.finalize_variable_values = _wrapped_finalize(BaseOptimizer.finalize_variable_values)
 
@@ -105,9 +106,8 @@ def _adopt_optimizers(model: keras.Model, strategy: tf.distribute.Strategy) -> N
     Else TensorFlow refuses to make their slots in the scope: "Mixing different tf.distribute.Strategy objects".
     """
     default = distribute_lib._get_default_strategy()
-    mine = {id(each): each for each in [model.optimizer, *vars(model).values()] if isinstance(each, BaseOptimizer)}
-    for optimizer in mine.values():
-        for each in {optimizer, innermost(optimizer)}:
+    for optimizer in [each for each in vars(model).values() if isinstance(each, BaseOptimizer)]:
+        for each in (optimizer, innermost(optimizer)):
             if each._distribution_strategy is default:
                 each._distribution_strategy = strategy
 
@@ -184,6 +184,16 @@ def _wrapped_build(method: Callable) -> Callable:
             method(self, *args, **kwargs)
 
     return build
+
+
+def _wrapped_iterator(method: Callable) -> Callable:
+    @functools.wraps(method)
+    def make(self, distribute_strategy=None, *args, **kwargs):
+        method(self, distribute_strategy, *args, **kwargs)
+        if isinstance(distribute_strategy.extended, Extended):
+            distribute_strategy.extended.hooks.count_batches(self._num_batches)
+
+    return make
 
 
 def _wrapped_update(method: Callable) -> Callable:

@@ -19,16 +19,19 @@ def spec_of(variable: tf.Variable) -> TensorSpec:
     return TensorSpec(getattr(variable, "path", variable.name), tuple(variable.shape.as_list()), variable.dtype)
 
 
-def sign(what: str, optimizer: str, specs: Sequence[TensorSpec]) -> bytes:
+def sign(what: str, optimizer: str, specs: Sequence[TensorSpec], num_batches: int = 0) -> bytes:
     """Describes variables and what is to be done with them, so that ranks can compare.
 
     Args:
       what: For instance the name of an exchange group.
       optimizer: `describe_optimizer` of the optimizer, if one matters.
       specs: Of the variables.
+      num_batches: Of an epoch of the training data that ranks share; 0 if it is not known.
     """
     variables = [membership_pb2.Variable(name=s.name, dtype=s.dtype.name, shape=s.shape) for s in specs]
-    signature = membership_pb2.GroupSignature(group=what, optimizer=optimizer, variables=variables)
+    signature = membership_pb2.GroupSignature(
+        group=what, optimizer=optimizer, variables=variables, num_batches=num_batches
+    )
     return signature.SerializeToString()
 
 
@@ -67,27 +70,33 @@ def compare(membership: Membership, mine: bytes, other: int, theirs: bytes) -> N
         raise ProtocolError(f"rank {other} sent a malformed signature: {error}.") from error
     difference = _first_difference(theirs, membership_pb2.GroupSignature.FromString(mine))
     if difference:
-        field, first, own = difference
+        field, first, own, advice = difference
         rank, address = membership.rank, membership.transport.status(other).address
         raise MismatchError(
             f"rank {other} at {address} and rank {rank} disagree on {field}. Rank {other} has {first}, "
-            f"rank {rank} has {own}. All ranks must build the same model, and optimizer, in the same order."
+            f"rank {rank} has {own}. {advice}"
         )
 
 
-def _first_difference(theirs, mine) -> tuple[str, str, str] | None:
-    """The first field in which two signatures differ: (field, their value, my value)."""
+def _first_difference(theirs, mine) -> tuple[str, str, str, str] | None:
+    """The first field in which two signatures differ: (field, their value, my value, what to do)."""
+    advice = "All ranks must build the same model, and optimizer, in the same order."
     if theirs.group.split("-")[0] != mine.group.split("-")[0]:
-        return "the order of operations", repr(theirs.group), repr(mine.group)
+        return "the order of operations", repr(theirs.group), repr(mine.group), advice
     if theirs.optimizer != mine.optimizer:
-        return "the optimizer", theirs.optimizer, mine.optimizer
+        return "the optimizer", theirs.optimizer, mine.optimizer, advice
     if len(theirs.variables) != len(mine.variables):
-        return "the number of variables", str(len(theirs.variables)), str(len(mine.variables))
+        return "the number of variables", str(len(theirs.variables)), str(len(mine.variables)), advice
     for index, (first, own) in enumerate(zip(theirs.variables, mine.variables, strict=True)):
         if first != own:
-            return f"variable {index}", _in_words(first), _in_words(own)
+            return f"variable {index}", _in_words(first), _in_words(own), advice
     if theirs.group != mine.group:
-        return "the groups of variables", repr(theirs.group), repr(mine.group)
+        return "the groups of variables", repr(theirs.group), repr(mine.group), advice
+    if theirs.num_batches != mine.num_batches:
+        advice = (
+            "`fit` takes the same data, in batches of the same size, on all ranks: each trains on its part of a batch."
+        )
+        return "the number of batches in an epoch", str(theirs.num_batches), str(mine.num_batches), advice
     return None
 
 

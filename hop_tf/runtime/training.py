@@ -213,6 +213,10 @@ class TrainingRun(TrainingHooks):
         """This rank's part of the training data; everything, where the data is for validation or prediction."""
         return self.data.part_of(dataset)
 
+    def count_batches(self, number: int | None) -> None:
+        """See `DataSharding`."""
+        self.data.count_batches(number)
+
     @property
     def shuffle_seed(self) -> int | None:
         """That of the running session."""
@@ -328,6 +332,7 @@ class TrainingRun(TrainingHooks):
                     carried_values=values,
                     statistics=self.statistics,
                     beside=self._scheme.specs_beside(),
+                    num_batches=self.data.num_batches,
                 )
                 self._scheme.begin_group(groups[key])
         return groups[key]

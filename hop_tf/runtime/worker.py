@@ -223,6 +223,7 @@ class Worker:
         carried_values: Sequence[tf.Tensor],
         statistics: StepStatistics,
         beside: Sequence[TensorSpec] = (),
+        num_batches: int = 0,
     ) -> Group:
         """Makes the exchange group of an optimizer at its first step. A collective: every rank makes the same groups.
 
@@ -233,6 +234,7 @@ class Worker:
           carried_values: What these were before the session's first step changed them.
           statistics: Counts the time that steps wait.
           beside: Further tensors, which are no variables, in each step's buckets.
+          num_batches: Of an epoch of the training data that ranks share; 0 if it is not known.
 
         Returns:
           The group, ready for its first step in the running session.
@@ -247,7 +249,8 @@ class Worker:
         digest = zlib.crc32("\n".join(spec.name for spec in specs).encode())
         name = f"{self._num_groups}-{digest:08x}"
         self._num_groups += 1
-        self._compare(self._next_in_session(), name, describe_optimizer(optimizer), specs)
+        signature = sign(name, describe_optimizer(optimizer), specs, num_batches)
+        self._compare(self._next_in_session(), signature)
         context = ExchangeContext(
             name,
             self.membership.session,
@@ -300,7 +303,7 @@ class Worker:
         new = [variable for variable in self._state.add(variables) if tf.compat.v1.is_variable_initialized(variable)]
         if not new or self.joining:  # Who joins takes the values of now.
             return
-        self._compare(self._next_in_session(), "initial values", "", [spec_of(v) for v in new])
+        self._compare(self._next_in_session(), sign("initial values", "", [spec_of(v) for v in new]))
         received = self._collectives.broadcast(self._next_in_session(), read(new))
         if received is not None:
             write(new, received)
@@ -317,7 +320,8 @@ class Worker:
         self.membership.require_all("to average")
         floats = [v for v in variables if v.dtype.is_floating]
         try:
-            self._compare(self._next_called(), "average", "", [spec_of(v) for v in floats], in_session=False)
+            signature = sign("average", "", [spec_of(v) for v in floats])
+            self._compare(self._next_called(), signature, in_session=False)
         except MismatchError as error:  # Others agree with rank 0, and would wait for this rank.
             self.membership.leave(sent_rounds={}, reason=f"MismatchError: {error}", abort=True)
             raise
@@ -360,11 +364,10 @@ class Worker:
         self._joining.counts[_CALLED] += 1
         return f"called {self._joining.counts[_CALLED]}"
 
-    def _compare(self, name: str, what: str, optimizer: str, specs: Sequence, in_session: bool = True) -> None:
-        """Raises `MismatchError` unless rank 0 has the same. `name` is that of the collective."""
+    def _compare(self, name: str, mine: bytes, in_session: bool = True) -> None:
+        """Raises `MismatchError` unless rank 0 has the same signature. `name` is that of the collective."""
         if self.joining:
             return
-        mine = sign(what, optimizer, specs)
         received = self._collectives.broadcast(name, [np.frombuffer(mine, np.uint8)], in_session=in_session)
         if received is not None:
             compare(self.membership, mine, 0, received.tobytes())

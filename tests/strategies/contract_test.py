@@ -517,6 +517,17 @@ class ContractTest(_OfAllMembers):
 
     @parameterized.parameters(*MEMBERS)
     @pytest.mark.stress(after=2)
+    def test_other_batches_on_one_rank(self, name):
+        def train(strategy):
+            return _error_of(_fit, _compiled(strategy), batch_size=_BATCH_SIZE * (1 + strategy.rank))
+
+        errors = self.run_ranks(name, train)
+        self.assertTrue(any(isinstance(error, MismatchError) for error in errors), errors)
+        for error in errors:
+            self.assertRegex(str(error), "disagree on the number of batches in an epoch. Rank 0 has 6, rank 1 has 3.")
+
+    @parameterized.parameters(*MEMBERS)
+    @pytest.mark.stress(after=2)
     def test_an_optimizer_that_does_not_follow_the_weights(self, name):
         """Ranks that average gradients only can use it."""
         averages_gradients = name in ("pipe_sgd", "canary_synchronous")
