@@ -237,6 +237,13 @@ class OptimizerTest(tf.test.TestCase, parameterized.TestCase):
         found = [name for name in names if not updates.follows_weights(getattr(keras.optimizers, name))]
         self.assertEqual(found, ["Ftrl"])
 
+    def test_who_needs_arguments_is_not_judged(self):
+        class Slow(keras.optimizers.SGD):
+            def __init__(self, speed):
+                super().__init__(0.1 * speed)
+
+        self.assertTrue(updates.follows_weights(Slow))
+
     @parameterized.product(in_graph=(True, False), name=sorted(_OPTIMIZERS))
     @pytest.mark.stress(after=len(_OPTIMIZERS))
     def test_update_is_what_apply_does(self, name, in_graph):
