@@ -99,19 +99,20 @@ def follows_weights(kind: type) -> bool:
     """Whether optimizers of a class begin an update with the weights as they are.
 
     Ftrl does not: it computes them anew from what it remembers, so that what came from other ranks is gone. Found by an
-    update of two weights that differ by 1, with the same gradients.
+    update of two weights that differ by 1, with the same gradients, which is made at once, in a graph too.
 
     Args:
       kind: The class. One that cannot be tried so, such as a class that needs arguments, is not judged.
     """
-    variable = keras.Variable([1.0, 2.0])
-    try:
-        with as_own_updates(), _in_replica():
-            kind().apply([tf.constant([0.1, 0.1])], [variable])
-    except Exception as error:  # Whatever a user's own optimizer makes of it: training shows that.
-        logging.info("%s was not tried: %s: %s", kind.__name__, type(error).__name__, error)
-        return True
-    first, second = variable.numpy()
+    with tf.init_scope(), as_own_updates(), _in_replica():
+        # Named, as Keras numbers what is not: a rank whose process tries a class first would number its own otherwise.
+        variable = keras.Variable([1.0, 2.0], name="tried")
+        try:
+            kind(name="tried").apply([tf.constant([0.1, 0.1])], [variable])
+        except Exception as error:  # Whatever a user's own optimizer makes of it: training shows that.
+            logging.info("%s was not tried: %s: %s", kind.__name__, type(error).__name__, error)
+            return True
+        first, second = variable.numpy()
     return abs(second - first) > 0.5
 
 

@@ -340,14 +340,12 @@ class TrainingRun(TrainingHooks):
     def _check_optimizer(self, optimizer) -> None:
         """Raises ValueError where what comes from other ranks would be gone with the optimizer's next update."""
         kind = type(innermost(optimizer))
-        with tf.init_scope():
-            if not self._scheme.mixes_weights or follows_weights(kind):
-                return
-        raise ValueError(
-            f"{kind.__name__} computes weights anew from what it remembers, so that what {type(self._scheme).__name__} "
-            "brings from other ranks would be lost. Take another optimizer; or a strategy that averages gradients: "
-            "PipeSGDStrategy, or CanaryStrategy(consistency='bsp')."
-        )
+        if self._scheme.mixes_weights and not follows_weights(kind):
+            raise ValueError(
+                f"{kind.__name__} computes weights anew from what it remembers, so that what "
+                f"{type(self._scheme).__name__} brings from other ranks would be lost. Take another optimizer; or a "
+                "strategy that averages gradients: PipeSGDStrategy, or CanaryStrategy(consistency='bsp')."
+            )
 
     # Steps that are passed over.
 

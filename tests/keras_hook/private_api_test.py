@@ -237,6 +237,18 @@ class OptimizerTest(tf.test.TestCase, parameterized.TestCase):
         found = [name for name in names if not updates.follows_weights(getattr(keras.optimizers, name))]
         self.assertEqual(found, ["Ftrl"])
 
+    def test_to_try_an_optimizer_uses_up_no_names(self):
+        """Ranks compare names that Keras numbers: each must have made as many."""
+
+        def number(made):
+            return int(made.name.rpartition("_")[2])
+
+        for make in (keras.optimizers.SGD, lambda: keras.Variable(1.0)):
+            make()
+            before = number(make())
+            self.assertTrue(updates.follows_weights.__wrapped__(keras.optimizers.SGD))
+            self.assertEqual(number(make()), before + 1)
+
     def test_who_needs_arguments_is_not_judged(self):
         class Slow(keras.optimizers.SGD):
             def __init__(self, speed):
