@@ -11,9 +11,12 @@ import tensorflow as tf
 
 import hop_tf
 from hop_tf.errors import HopError
+from hop_tf.testing import InProcessCluster
 
+NUM_RANKS = 2  # Of `Member.run`.
 _EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 _WAIT_SECONDS = 60.0
+_OPTIONS = hop_tf.CommunicationOptions(timeout_seconds=60)
 
 LocalSGDStrategy = runpy.run_path(str(_EXAMPLES / "own_strategy.py"))["LocalSGDStrategy"]
 
@@ -35,6 +38,19 @@ class Member:
     is_equal_after_fit: bool = False
     goes_on_without_lost: bool = False
     refuses: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def run(self, fn, **settings):
+        """What `fn(strategy)` returns on each of `NUM_RANKS` ranks in this process.
+
+        Args:
+          fn: What a rank does.
+          **settings: Further arguments of the strategy.
+        """
+
+        def make(cluster_resolver):
+            return self.make(cluster_resolver=cluster_resolver, communication_options=_OPTIONS, **settings)
+
+        return InProcessCluster(NUM_RANKS, make, num_ps=self.num_ps).run(fn)
 
 
 MEMBERS = {
@@ -76,6 +92,15 @@ def two_kernels(num_inputs, num_outputs, kernel="ones", names=("first", "second"
     inputs = keras.Input((num_inputs,))
     layers = [keras.layers.Dense(num_outputs, use_bias=False, kernel_initializer=kernel, name=name) for name in names]
     return keras.Model(inputs, keras.layers.add([layer(inputs) for layer in layers]))
+
+
+def error_of(call, *arguments, **keywords):
+    """What a call raises; None if it returns."""
+    try:
+        call(*arguments, **keywords)
+    except Exception as error:
+        return error
+    return None
 
 
 class OwnOptimizers(keras.Model):

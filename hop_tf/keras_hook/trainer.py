@@ -187,6 +187,8 @@ def _wrapped_build(method: Callable) -> Callable:
 
 
 def _wrapped_iterator(method: Callable) -> Callable:
+    """Keras makes a dataset here, counts its batches, and has it distributed."""
+
     @functools.wraps(method)
     def make(self, distribute_strategy=None, *args, **kwargs):
         method(self, distribute_strategy, *args, **kwargs)
@@ -196,18 +198,21 @@ def _wrapped_iterator(method: Callable) -> Callable:
     return make
 
 
+def _refuse_outside_step(optimizer: BaseOptimizer) -> None:
+    strategy = optimizer._distribution_strategy
+    if not isinstance(strategy.extended, Extended):
+        _refuse_forgotten_scope(strategy, f"{type(optimizer).__name__}, which is asked for an update,")
+    elif not strategy.extended.in_step:
+        strategy.extended.hooks.refuse_update(optimizer)
+
+
 def _wrapped_update(method: Callable) -> Callable:
     """Custom loops that do not go through `run` train alone: they are refused."""
 
     @functools.wraps(method)
     def update(self, *args, **kwargs):
-        strategy = self._distribution_strategy
-        if own_updates.runs or own_updates.is_left_out:
-            pass
-        elif not isinstance(strategy.extended, Extended):
-            _refuse_forgotten_scope(strategy, f"{type(self).__name__}, which is asked for an update,")
-        elif not strategy.extended.in_step:
-            strategy.extended.hooks.refuse_update(self)
+        if not (own_updates.runs or own_updates.is_left_out):
+            _refuse_outside_step(self)
         return method(self, *args, **kwargs)
 
     return update

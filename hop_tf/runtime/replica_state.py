@@ -13,6 +13,10 @@ from hop_tf.errors import MismatchError, ProtocolError
 from hop_tf.membership import Membership, membership_pb2
 from hop_tf.tensors.packing import TensorSpec
 
+_NUM_BATCHES = "the number of batches in an epoch"
+_SAME_MODEL = "All ranks must build the same model, and optimizer, in the same order."
+_SAME_DATA = "`fit` takes the same data, in batches of the same size, on all ranks: each trains on its part of a batch."
+
 
 def spec_of(variable: tf.Variable) -> TensorSpec:
     """Name, shape and dtype of a variable."""
@@ -70,7 +74,8 @@ def compare(membership: Membership, mine: bytes, other: int, theirs: bytes) -> N
         raise ProtocolError(f"rank {other} sent a malformed signature: {error}.") from error
     difference = _first_difference(theirs, membership_pb2.GroupSignature.FromString(mine))
     if difference:
-        field, first, own, advice = difference
+        field, first, own = difference
+        advice = _SAME_DATA if field == _NUM_BATCHES else _SAME_MODEL
         rank, address = membership.rank, membership.transport.status(other).address
         raise MismatchError(
             f"rank {other} at {address} and rank {rank} disagree on {field}. Rank {other} has {first}, "
@@ -78,25 +83,21 @@ def compare(membership: Membership, mine: bytes, other: int, theirs: bytes) -> N
         )
 
 
-def _first_difference(theirs, mine) -> tuple[str, str, str, str] | None:
-    """The first field in which two signatures differ: (field, their value, my value, what to do)."""
-    advice = "All ranks must build the same model, and optimizer, in the same order."
+def _first_difference(theirs, mine) -> tuple[str, str, str] | None:
+    """The first field in which two signatures differ: (field, their value, my value)."""
     if theirs.group.split("-")[0] != mine.group.split("-")[0]:
-        return "the order of operations", repr(theirs.group), repr(mine.group), advice
+        return "the order of operations", repr(theirs.group), repr(mine.group)
     if theirs.optimizer != mine.optimizer:
-        return "the optimizer", theirs.optimizer, mine.optimizer, advice
+        return "the optimizer", theirs.optimizer, mine.optimizer
     if len(theirs.variables) != len(mine.variables):
-        return "the number of variables", str(len(theirs.variables)), str(len(mine.variables)), advice
+        return "the number of variables", str(len(theirs.variables)), str(len(mine.variables))
     for index, (first, own) in enumerate(zip(theirs.variables, mine.variables, strict=True)):
         if first != own:
-            return f"variable {index}", _in_words(first), _in_words(own), advice
+            return f"variable {index}", _in_words(first), _in_words(own)
     if theirs.group != mine.group:
-        return "the groups of variables", repr(theirs.group), repr(mine.group), advice
+        return "the groups of variables", repr(theirs.group), repr(mine.group)
     if theirs.num_batches != mine.num_batches:
-        advice = (
-            "`fit` takes the same data, in batches of the same size, on all ranks: each trains on its part of a batch."
-        )
-        return "the number of batches in an epoch", str(theirs.num_batches), str(mine.num_batches), advice
+        return _NUM_BATCHES, str(theirs.num_batches), str(mine.num_batches)
     return None
 
 

@@ -14,16 +14,12 @@ import pytest
 import tensorflow as tf
 from absl.testing import absltest, parameterized
 
-import hop_tf
 from hop_tf.errors import HopError, MismatchError
-from hop_tf.testing import InProcessCluster
-from support import MEMBERS, AbortOnRank1
+from support import MEMBERS, NUM_RANKS, AbortOnRank1, error_of
 
-_NUM_RANKS = 2
 _NUM_ROWS = 24
 _BATCH_SIZE = 4  # Of both ranks together.
 _STEPS = _NUM_ROWS // _BATCH_SIZE
-_OPTIONS = hop_tf.CommunicationOptions(timeout_seconds=60)
 # In `make test` without the last: Canary's synchronous form shares nearly all with others of the table.
 _MOST = len(MEMBERS) - 1
 
@@ -183,31 +179,13 @@ def _loss(model):
     return float(tf.reduce_mean(tf.square(model(x, training=False) - y)))
 
 
-def _error_of(call, *arguments, **keywords):
-    try:
-        call(*arguments, **keywords)
-    except Exception as error:
-        return error
-    return None
-
-
-def _run(name, fn):
-    """What `fn(strategy)` returns on each rank."""
-    member = MEMBERS[name]
-
-    def make(cluster_resolver):
-        return member.make(cluster_resolver=cluster_resolver, communication_options=_OPTIONS)
-
-    return InProcessCluster(_NUM_RANKS, make, num_ps=member.num_ps).run(fn)
-
-
 class _OfAllMembers(tf.test.TestCase, parameterized.TestCase):
     def run_ranks(self, name, fn):
         """What `fn(strategy)` returns on each rank; None where the strategy refuses, as its line in the table says."""
         reason = MEMBERS[name].refuses.get(self._testMethodName.rstrip("0123456789"))
         if reason is None:
-            return _run(name, fn)
-        for error in _run(name, lambda strategy: _error_of(fn, strategy)):
+            return MEMBERS[name].run(fn)
+        for error in MEMBERS[name].run(lambda strategy: error_of(fn, strategy)):
             self.assertIsInstance(error, ValueError | HopError)
             self.assertRegex(str(error), reason)
         return None
@@ -218,7 +196,7 @@ class _OfAllMembers(tf.test.TestCase, parameterized.TestCase):
                 self.assertAllEqual(mine, first)  # To the bit.
 
     def assert_own_rows(self, name, rank, seen):
-        own = np.arange(_NUM_ROWS).reshape(_STEPS, _NUM_RANKS, -1)[:, rank].ravel()
+        own = np.arange(_NUM_ROWS).reshape(_STEPS, NUM_RANKS, -1)[:, rank].ravel()
         if name == "canary" and 0 < len(seen) < own.size:  # It may pass over batches, but takes no others.
             self.assertContainsSubset(np.round(np.array(seen) * _NUM_ROWS), own)
         else:
@@ -235,7 +213,7 @@ class _OfAllMembers(tf.test.TestCase, parameterized.TestCase):
 def _one_training(name):
     """What a user does with a model, one after the other: the results of each rank."""
     with tempfile.TemporaryDirectory() as folder:
-        return _run(name, lambda strategy: _train_in_turn(strategy, pathlib.Path(folder, f"{strategy.rank}.keras")))
+        return MEMBERS[name].run(lambda s: _train_in_turn(s, pathlib.Path(folder, f"{s.rank}.keras")))
 
 
 def _train_in_turn(strategy, path):
@@ -269,12 +247,12 @@ def _train_in_turn(strategy, path):
     strategy.synchronize(model)
 
     fails = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: {}["on purpose"])
-    result["error"] = _error_of(_fit, model, 3, callbacks=[fails] if strategy.rank == 1 else [])
+    result["error"] = error_of(_fit, model, 3, callbacks=[fails] if strategy.rank == 1 else [])
     strategy.synchronize(model)
 
     def attempt(epoch, logs):
         for call in (strategy.synchronize, lambda model: strategy.gather_reports(), _fit):
-            result["refused"].append(_error_of(call, model))
+            result["refused"].append(error_of(call, model))
 
     result["refused"] = []
     _fit(model, callbacks=[keras.callbacks.LambdaCallback(on_epoch_begin=attempt)])
@@ -308,7 +286,7 @@ class OneTrainingTest(_OfAllMembers):
     @_all_members
     def test_a_step_is_traced_once(self, name):
         """Although the optimizer and the metrics are built in the first step."""
-        self.assertEqual([result["traces"] for result in _one_training(name)], [1] * _NUM_RANKS)
+        self.assertEqual([result["traces"] for result in _one_training(name)], [1] * NUM_RANKS)
 
     @_all_members
     def test_weights_after_fit(self, name):
@@ -375,7 +353,7 @@ class ContractTest(_OfAllMembers):
 
         for rank, seen in enumerate(self.run_ranks(name, train)):
             if source == "generator":
-                per_rank = _BATCH_SIZE // _NUM_RANKS
+                per_rank = _BATCH_SIZE // NUM_RANKS
                 parts = np.round(np.array(seen) * _NUM_ROWS) % _BATCH_SIZE // per_rank
                 self.assertNotEmpty(parts)
                 self.assertAllEqual(parts, np.full(len(parts), rank))
@@ -497,7 +475,7 @@ class ContractTest(_OfAllMembers):
         """Who is alone afterwards waits for nobody, and must raise all the same."""
 
         def train(strategy):
-            return _error_of(_fit, _compiled(strategy), callbacks=[AbortOnRank1(strategy)])
+            return error_of(_fit, _compiled(strategy), callbacks=[AbortOnRank1(strategy)])
 
         first, second = self.run_ranks(name, train)
         self.assertIsInstance(first, HopError)
@@ -509,7 +487,7 @@ class ContractTest(_OfAllMembers):
     @_all_members
     def test_another_model_on_one_rank(self, name):
         def train(strategy):
-            return _error_of(_fit, _compiled(strategy, _deep if strategy.rank else _linear))
+            return error_of(_fit, _compiled(strategy, _deep if strategy.rank else _linear))
 
         errors = self.run_ranks(name, train)
         self.assertTrue(any(isinstance(error, MismatchError) for error in errors), errors)
@@ -519,7 +497,7 @@ class ContractTest(_OfAllMembers):
     @pytest.mark.stress(after=2)
     def test_other_batches_on_one_rank(self, name):
         def train(strategy):
-            return _error_of(_fit, _compiled(strategy), batch_size=_BATCH_SIZE * (1 + strategy.rank))
+            return error_of(_fit, _compiled(strategy), batch_size=_BATCH_SIZE * (1 + strategy.rank))
 
         errors = self.run_ranks(name, train)
         self.assertTrue(any(isinstance(error, MismatchError) for error in errors), errors)
@@ -533,7 +511,7 @@ class ContractTest(_OfAllMembers):
         averages_gradients = name in ("pipe_sgd", "canary_synchronous")
 
         def train(strategy):
-            return _error_of(_fit, _compiled(strategy, optimizer=lambda: keras.optimizers.Ftrl(0.1)))
+            return error_of(_fit, _compiled(strategy, optimizer=lambda: keras.optimizers.Ftrl(0.1)))
 
         for error in self.run_ranks(name, train):
             if averages_gradients:
@@ -544,7 +522,7 @@ class ContractTest(_OfAllMembers):
     @_all_members
     def test_xla_is_refused(self, name):
         def train(strategy):
-            return _error_of(_fit, _compiled(strategy, jit_compile=True))
+            return error_of(_fit, _compiled(strategy, jit_compile=True))
 
         for error in self.run_ranks(name, train):
             self.assertRegex(str(error), "`jit_compile` must be False or 'auto' under hop_tf")
@@ -567,9 +545,9 @@ class ContractTest(_OfAllMembers):
                     model, optimizer = _linear(), keras.optimizers.SGD(0.1)
                     optimizer.build(model.trainable_weights)
                 for run in (step, tf.function(step)):
-                    errors.append(_error_of(run, model, optimizer))
+                    errors.append(error_of(run, model, optimizer))
                     with strategy.scope():
-                        errors.append(_error_of(run, model, optimizer) if scope is strategy.scope else errors[-1])
+                        errors.append(error_of(run, model, optimizer) if scope is strategy.scope else errors[-1])
             return errors
 
         for errors in self.run_ranks(name, train):
@@ -583,7 +561,7 @@ class ContractTest(_OfAllMembers):
         def train(strategy):
             model = _linear()
             model.compile("sgd", "mse")
-            return _error_of(_fit, model)
+            return error_of(_fit, model)
 
         for error in self.run_ranks(name, train):
             self.assertRegex(str(error), "`fit` was called on a model that was made outside of the scope")

@@ -1,6 +1,7 @@
 """Programs in the idiom of Keras's own examples, under every strategy: parts without `call`, inputs without targets."""
 
 import contextlib
+import functools
 
 import keras
 import numpy as np
@@ -10,12 +11,10 @@ from absl.testing import absltest, parameterized
 
 import hop_tf
 from hop_tf.errors import HopError
-from hop_tf.testing import InProcessCluster
 from support import MEMBERS
 
 _NUM_ROWS = 32
 _BATCH_SIZE = 8
-_OPTIONS = hop_tf.CommunicationOptions(timeout_seconds=60)
 
 
 def _rows(num_columns):
@@ -116,12 +115,13 @@ def _train(program, strategy):
     return before, [weight.numpy() for weight in model.trainable_weights]
 
 
-def _of_ranks(program, make_strategy, **settings):
-    def make(cluster_resolver):
-        return make_strategy(cluster_resolver=cluster_resolver, communication_options=_OPTIONS, **settings)
+@functools.cache
+def _trained_alone(program):
+    return _train(program, None)[1]
 
-    num_ps = next((member.num_ps for member in MEMBERS.values() if member.make is make_strategy), 0)
-    return InProcessCluster(2, make, num_ps=num_ps).run(lambda strategy: _train(program, strategy))
+
+def _of_ranks(program, name, **settings):
+    return MEMBERS[name].run(lambda strategy: _train(program, strategy), **settings)
 
 
 class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
@@ -131,10 +131,10 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
         reason = _REFUSED.get((program, name))
         if reason is not None:
             with self.assertRaisesRegex((ValueError, HopError), reason):
-                _of_ranks(program, MEMBERS[name].make)
+                _of_ranks(program, name)
             return
-        _, expected = _train(program, None)
-        for before, after in _of_ranks(program, MEMBERS[name].make):
+        expected = _trained_alone(program)
+        for before, after in _of_ranks(program, name):
             for one, other, of_one_process in zip(before, after, expected, strict=True):
                 if one.ndim > 1:  # Some biases have no gradient.
                     self.assertNotAllClose(one, other, rtol=1e-4, atol=1e-4)
@@ -142,15 +142,14 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(*_PROGRAMS)
     def test_two_ranks_train_as_one_process(self, program):
-        _, expected = _train(program, None)
-        for _, weights in _of_ranks(program, hop_tf.PipeSGDStrategy, pipeline_width=1):
-            self.assertAllClose(weights, expected, rtol=1e-4, atol=1e-4)
+        for _, weights in _of_ranks(program, "pipe_sgd", pipeline_width=1):
+            self.assertAllClose(weights, _trained_alone(program), rtol=1e-4, atol=1e-4)
 
     @parameterized.parameters(*_PROGRAMS)
     def test_a_world_of_one_trains_as_plain_keras(self, program):
         strategy = hop_tf.HopStrategy()
         self.addCleanup(strategy.shutdown)
-        for mine, expected in zip(_train(program, strategy)[1], _train(program, None)[1], strict=True):
+        for mine, expected in zip(_train(program, strategy)[1], _trained_alone(program), strict=True):
             self.assertAllEqual(mine, expected)
 
 

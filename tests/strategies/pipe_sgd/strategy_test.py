@@ -17,7 +17,7 @@ from hop_tf import codecs
 from hop_tf.collectives import all_reduce
 from hop_tf.testing import InProcessCluster
 from hop_tf.testing.references import int8, mesh_mean, plain_mean, truncate16
-from support import StopRank1, Unused, linear_loss
+from support import StopRank1, Unused, error_of, linear_loss
 
 _OPTIONS = hop_tf.CommunicationOptions(timeout_seconds=60)
 
@@ -160,14 +160,6 @@ def _compiled(strategy, build=_small_model, optimizer="sgd", **compile_args):
 def _fit(model, epochs=2, **arguments):
     model.fit(*_small_data(), batch_size=8, epochs=epochs, shuffle=False, verbose=0, **arguments)
     return model.get_weights()
-
-
-def _error_of_fit(strategy, **arguments):
-    try:
-        _fit(_compiled(strategy), **arguments)
-    except Exception as error:
-        return error
-    return None
 
 
 class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
@@ -490,7 +482,8 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
             return send(operation, rank, turn, chunk, data, lane)
 
         with mock.patch.object(all_reduce.Operation, "send", fail_once):
-            errors = _cluster(3, pipeline_width=1, algorithm=algorithm).run(_error_of_fit)
+            cluster = _cluster(3, pipeline_width=1, algorithm=algorithm)
+            errors = cluster.run(lambda strategy: error_of(lambda: _fit(_compiled(strategy))))
         for error in errors:
             self.assertIsNotNone(error)
             self.assertIn("no buffer space on purpose", str(error))
