@@ -48,7 +48,7 @@ class ParameterServer:
     one whose push is applied; or, at first, rank 0's state in a message, and the answer to it, which all share. Beyond:
 
     - what an update needs for a moment, a few times 4 MiB, or the largest variable where the optimizer looks at whole
-      tensors;
+      tensors; glibc may keep that for later, up to 64 MiB in a thread (MALLOC_ARENA_MAX);
     - s for a state on its way to a worker or a file, if an update comes before it is there: TensorFlow copies then;
     - 1 with a lossy codec, for the decoded push;
     - up to W - 1 where threads are held up between an answer and the release of its push.

@@ -1,5 +1,6 @@
 """The memory of a parameter server, in vectors of its model."""
 
+import ctypes
 import gc
 import re
 
@@ -23,6 +24,7 @@ _NUM_WORKERS = 3
 # Small layers: what an update needs for a moment is a part of a vector.
 _NUM_LAYERS, _NUM_VALUES = 40, 10_400_000
 _MOMENTUM = 0.5
+_M_MMAP_THRESHOLD = -3  # Of malloc.h.
 
 
 class _Wire:
@@ -106,6 +108,8 @@ def _resident_bytes(field):
 
 def _growth():
     """By how many vectors the process grows at most, and what workers are told at the end."""
+    # What a layer needs goes back to the system at once: else each of TensorFlow's threads has a heap that keeps it.
+    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 18)
     _push_and_pull(16 * _NUM_LAYERS, 3)  # Code and threads are there.
     gc.collect()
     before = _resident_bytes("VmRSS")
