@@ -125,7 +125,7 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
 
     @property
     def world_size(self) -> int:
-        """Number of ranks that train together. (`num_replicas_in_sync` is 1: see the README.)"""
+        """Number of ranks that train together. `num_replicas_in_sync` is the same, but 1 within `fit`."""
         return self._cluster.world_size
 
     @property
@@ -267,6 +267,32 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
         dataset = super().distribute_datasets_from_function(dataset_fn, options)
         self.training.data.take_whole(dataset)
         return dataset
+
+    def reduce(self, reduce_op, value, axis):
+        """Combines a value of all ranks, as `strategy.run` returns it; see `tf.distribute.Strategy.reduce`.
+
+        A collective: every rank calls it as often as the others do, in the same order; in a tf.function or not.
+
+        Args:
+          reduce_op: "SUM" or "MEAN", or a `tf.distribute.ReduceOp`.
+          value: A tensor, or a structure of them; of the same shape on all ranks, but for `axis`.
+          axis: The axis along which each rank reduces its tensor first, such as 0 for the rows of a batch; None to
+            combine the ranks' tensors only.
+
+        Returns:
+          The sum or mean; equal on all ranks, to the bit.
+
+        Blocks: until all ranks call it.
+
+        Raises:
+          ValueError: Under a strategy whose ranks do not wait for each other (`Scheme.in_lock_step`).
+          tf.errors.InvalidArgumentError: If a rank was lost, or has left; the text says which.
+        """
+        return super().reduce(reduce_op, value, axis)
+
+    def gather(self, value, axis):
+        """Concatenates a tensor of all ranks along `axis`, in their order; see `reduce`."""
+        return super().gather(value, axis)
 
     def _show_plan(self) -> None:
         """Does what `hop_tf plan` asks for, once."""

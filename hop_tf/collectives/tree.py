@@ -9,14 +9,17 @@ import numpy as np
 
 from hop_tf.errors import PeerLostError, ProtocolError
 from hop_tf.membership import Membership, tree_neighbors
+from hop_tf.tensors import payloads
 from hop_tf.transport.base import BULK_LANE, Message
+
+_RANK = np.dtype("<i8")
 
 
 class TreeCollectives:
-    """Broadcast from rank 0 and mean over all ranks, along a binary tree.
+    """Broadcast from rank 0, mean over all ranks, and what each of them has, along a binary tree.
 
     Each rank sends and receives every array at most three times whatever the world's size, and log2(world_size)
-    messages follow each other. Meant for what happens once (initial values, a final average), not for every step.
+    messages follow each other. Meant for what happens once (initial values, a final average), and for small values.
 
     Args:
       membership: Waiting and transport.
@@ -97,15 +100,41 @@ class TreeCollectives:
           TypeError: If JSON cannot hold `value`.
           HopError: As `Membership.wait` does.
         """
-        value = json.loads(json.dumps(value))  # What JSON cannot hold is refused on every rank, not on all but rank 0.
-        values = {str(self._membership.rank): value}
-        for part in self._receive(f"gather/{name}", self._children).values():
-            values.update(json.loads(part.tobytes()))
-        if self._parent is not None:
-            data = np.frombuffer(json.dumps(values).encode(), np.uint8)
-            self._transport.send(self._parent, f"gather/{name}", payload=[data], lane=BULK_LANE)
-            return None
-        return [values[str(rank)] for rank in range(self._membership.world_size)]
+        # What JSON cannot hold is refused on every rank.
+        gathered = self._gather(name, np.frombuffer(json.dumps(value).encode(), np.uint8), in_session=False)
+        return None if gathered is None else [json.loads(data.tobytes()) for data in gathered]
+
+    def all_gather(self, name: str, data: bytes, in_session: bool = True) -> list[bytes]:
+        """Gives every rank what each of them has.
+
+        Args:
+          name: Names this one operation; equal on all ranks, never used twice.
+          data: What this rank has.
+          in_session: Whether a rank that has left the running session takes no part any more.
+
+        Returns:
+          What the ranks have, in their order.
+
+        Blocks: until all ranks take part.
+
+        Raises:
+          HopError: As `Membership.wait` does; also if a neighbor in the tree leaves before it has sent.
+        """
+        gathered = self._gather(name, np.frombuffer(data, np.uint8), in_session)
+        received = self.broadcast(name, payloads.join(gathered) if gathered else (), in_session)
+        return [part.tobytes() for part in (gathered if received is None else payloads.split(received))]
+
+    def _gather(self, name: str, data: np.ndarray, in_session: bool) -> list[np.ndarray] | None:
+        """On rank 0 what the ranks have, in their order; elsewhere None."""
+        known = {self._membership.rank: data}
+        for payload in self._receive(f"gather/{name}", self._children, in_session).values():
+            ranks, *parts = payloads.split(payload)
+            known.update(zip(ranks.view(_RANK).tolist(), parts, strict=True))
+        if self._parent is None:
+            return [known[rank] for rank in range(self._membership.world_size)]
+        payload = payloads.join([np.array([*known], _RANK), *known.values()])
+        self._transport.send(self._parent, f"gather/{name}", payload=payload, lane=BULK_LANE)
+        return None
 
     def _receive(self, queue: str, senders: Sequence[int], in_session: bool = False) -> dict[int, np.ndarray]:
         """One message from each sender."""

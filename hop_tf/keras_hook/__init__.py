@@ -4,7 +4,7 @@ Under an unmodified `fit`, one training step runs through these hooks, in this o
 
     Strategy.run(model.train_step)           -> Extended._call_for_each_replica -> TrainingHooks.enter_step
       forward, backward, clipping, decay
-      ReplicaContext.all_reduce(gradients)   -> identity: there is one replica a process
+      Optimizer._all_reduce_sum_gradients    -> identity: they are exchanged with the update
       ReplicaContext.merge_call(update)      -> TrainingHooks.exchange: the scheme's half of the graph
         optimizer update                     -> TrainingHooks.after_update
                                              -> TrainingHooks.leave_step

@@ -37,14 +37,6 @@ class _ReplicaContext(one_device_strategy._OneDeviceReplicaContext):
         self._hooks = hooks
         self._trace = trace
 
-    def all_reduce(self, reduce_op, value, options=None):
-        """Returns `value`: there is one replica in this process.
-
-        TensorFlow's own joins all gradients in one operation, so that none could leave before the last is there.
-        """
-        del reduce_op, options
-        return value
-
     def merge_call(self, merge_fn, args=(), kwargs=None):
         name = getattr(merge_fn, "__qualname__", "")
         if name.endswith(_LOSS_SCALED_UPDATE):
@@ -58,14 +50,19 @@ class _ReplicaContext(one_device_strategy._OneDeviceReplicaContext):
         (grads_and_vars, *rest) = args
         grads_and_vars = list(grads_and_vars)
         variables = [variable for _, variable in grads_and_vars]
-        gradients = self._hooks.exchange(
-            merge_fn.__self__, self._trace, [gradient for gradient, _ in grads_and_vars], variables
-        )
+        gradients = self._exchange(merge_fn.__self__, [gradient for gradient, _ in grads_and_vars], variables)
         if rest:  # The exchange may have changed the learning rate.
             rest = [learning_rate(merge_fn.__self__)]
         result = self._update(merge_fn, (list(zip(gradients, variables, strict=True)), *rest), kwargs)
         self._hooks.after_update(merge_fn.__self__, self._trace, variables)
         return result
+
+    def _exchange(self, optimizer, gradients: list, variables: list[tf.Variable]) -> list:
+        """Exchanges this replica's gradients: those of its part of the loss, times the number of parts."""
+        scale = self.strategy.num_replicas_in_sync
+        if scale > 1:
+            gradients = [tf.math.scalar_mul(tf.cast(scale, gradient.dtype), gradient) for gradient in gradients]
+        return self._hooks.exchange(optimizer, self._trace, gradients, variables)
 
     def _update(self, merge_fn, args, kwargs):
         with out_of_place(merge_fn.__self__):
@@ -83,7 +80,7 @@ class _ReplicaContext(one_device_strategy._OneDeviceReplicaContext):
         used = [index for index, gradient in enumerate(given) if gradient is not None]
         variables = tf_variables(trainable_variables or optimizer._trainable_variables)
         variables = [variables[index] for index in used]
-        gradients = self._hooks.exchange(optimizer, self._trace, [given[index] for index in used], variables)
+        gradients = self._exchange(optimizer, [given[index] for index in used], variables)
         for index, gradient in zip(used, gradients, strict=True):
             given[index] = gradient
         self._trace.inside_loss_scaling = True
@@ -109,6 +106,11 @@ class Extended(one_device_strategy.OneDeviceExtended):
         """Whether a training step is being traced, or run eagerly."""
         return self._trace is not None
 
+    @property
+    def _num_replicas_in_sync(self) -> int:
+        trains_model = self._trace is not None and self._trace.model is not None  # Also by `train_on_batch`.
+        return 1 if trains_model else self.hooks.num_loss_parts
+
     def _call_for_each_replica(self, fn, args, kwargs):
         strategy = self._container_strategy()
         if self._trace is not None:
@@ -130,6 +132,16 @@ class Extended(one_device_strategy.OneDeviceExtended):
             return result
         finally:
             self._trace = None
+
+    # What combines values of several replicas.
+
+    def _reduce_to(self, reduce_op, value, destinations, options):
+        del destinations, options
+        return self.hooks.reduce(reduce_op, value)
+
+    def _gather_to_implementation(self, value, destinations, axis, options):
+        del destinations, options
+        return self.hooks.gather(value, axis)
 
     # Datasets stay plain `tf.data.Dataset`s, as without a strategy. TensorFlow's distributed ones iterate through a
     # MultiDeviceIterator, whose background thread was seen to use an iterator that had been deleted, and crash.

@@ -61,6 +61,11 @@ class DataSharding:
             self._counts_next = False
             self.num_batches = number or 0
 
+    @property
+    def is_inside_keras(self) -> bool:
+        """Whether `fit`, `evaluate` or `predict` runs."""
+        return self._inside_keras > 0
+
     @contextlib.contextmanager
     def keras_call(self) -> Iterator[None]:
         """Inside Keras's own calls data is shared out by `fit` alone."""

@@ -34,6 +34,11 @@ class TrainingHooks(abc.ABC):
 
     @property
     @abc.abstractmethod
+    def num_loss_parts(self) -> int:
+        """How many parts a loss has, whose gradients add up; 1 where each rank's gradient is that of a loss."""
+
+    @property
+    @abc.abstractmethod
     def shuffle_seed(self) -> int | None:
         """The seed of the order in which the running `fit` shuffles; None: ranks need not agree on that."""
 
@@ -53,6 +58,14 @@ class TrainingHooks(abc.ABC):
     @abc.abstractmethod
     def refuse_update(self, optimizer: Any) -> None:
         """Called when `optimizer`, which was made in the scope, updates variables outside of `run`; may raise."""
+
+    @abc.abstractmethod
+    def reduce(self, reduce_op: tf.distribute.ReduceOp, value: Any) -> Any:
+        """The sum or mean of each rank's `value`, a tensor or a structure of them."""
+
+    @abc.abstractmethod
+    def gather(self, value: Any, axis: Any) -> Any:
+        """Each rank's `value`, a tensor or a structure of them, concatenated along `axis`."""
 
     @abc.abstractmethod
     def after_update(self, optimizer: Any, trace: StepTrace, variables: list[tf.Variable]) -> None:

@@ -34,6 +34,7 @@ def wrap_trainer() -> None:
     TensorFlowTrainer._maybe_symbolic_build = _wrapped_build(TensorFlowTrainer._maybe_symbolic_build)
     TFEpochIterator.__init__ = _wrapped_iterator(TFEpochIterator.__init__)
     TFOptimizer._backend_update_step = _wrapped_update(TFOptimizer._backend_update_step)
+    TFOptimizer._all_reduce_sum_gradients = _wrapped_all_reduce(TFOptimizer._all_reduce_sum_gradients)
     BaseOptimizer.finalize_variable_values = _wrapped_finalize(BaseOptimizer.finalize_variable_values)
 
 
@@ -216,6 +217,18 @@ def _wrapped_update(method: Callable) -> Callable:
         return method(self, *args, **kwargs)
 
     return update
+
+
+def _wrapped_all_reduce(method: Callable) -> Callable:
+    """Gradients are exchanged with the update: one operation for all would keep the first from leaving at once."""
+
+    @functools.wraps(method)
+    def all_reduce(self, grads_and_vars):
+        if isinstance(self._distribution_strategy.extended, Extended):
+            return grads_and_vars
+        return method(self, grads_and_vars)
+
+    return all_reduce
 
 
 def _wrapped_finalize(method: Callable) -> Callable:

@@ -218,6 +218,14 @@ class TrainingRun(TrainingHooks):
         self.data.count_batches(number)
 
     @property
+    def num_loss_parts(self) -> int:
+        """In a custom loop the number of ranks: it divides losses by that, as under any `tf.distribute.Strategy`.
+
+        In Keras's own loops 1: what users write for these, such as a `train_step` or a callback, divides by nothing.
+        """
+        return 1 if self.data.is_inside_keras else self._world_size
+
+    @property
     def shuffle_seed(self) -> int | None:
         """That of the running session."""
         return self.worker.membership.seed if self._world_size > 1 else None
@@ -290,6 +298,30 @@ class TrainingRun(TrainingHooks):
         values = [trace.value_at_start(variable) for variable in group.variables]
         gradients, trace.states[group.name] = self._scheme.before_update(group, values, gradients)
         return gradients
+
+    def reduce(self, reduce_op: tf.distribute.ReduceOp, value):
+        """The sum or mean over the ranks; see `ExchangeStrategy.reduce`."""
+        if self._world_size == 1:
+            return value
+        self._require_lock_step(f"a {reduce_op.name} over the ranks")
+        return tf.nest.map_structure(lambda each: _reduced(reduce_op, self.worker.all_gather(each)), value)
+
+    def gather(self, value, axis):
+        """What the ranks have, one after the other along `axis`."""
+        if self._world_size == 1:
+            return value
+        self._require_lock_step("what all ranks have")
+        return tf.nest.map_structure(lambda each: tf.concat(self.worker.all_gather(each), axis), value)
+
+    def _require_lock_step(self, what: str) -> None:
+        if not self._scheme.in_lock_step:
+            name = type(self._scheme).__name__
+            raise ValueError(
+                f"{what} was asked for, as by `strategy.reduce`, `strategy.gather`, `all_reduce`, or a layer with "
+                f"`synchronized=True`. Ranks would have to wait for the slowest of them, which {name} avoids. Use this "
+                "rank's own value; outside of `fit`, `strategy.gather_reports(loss=float(loss))` brings all ranks' to "
+                "rank 0. Under PipeSGDStrategy, DTSStrategy and CanaryStrategy(consistency='bsp') this works."
+            )
 
     def refuse_update(self, optimizer) -> None:
         """Raises ValueError: a custom loop does not go through `run`, and would train on this rank alone."""
@@ -378,6 +410,11 @@ def _refuse_to_restore(callbacks) -> None:
                 "missed: `BackupAndRestore` would begin at another step. Leave it out, or start all ranks again. "
                 f"Received: callbacks={callbacks!r}."
             )
+
+
+def _reduced(reduce_op: tf.distribute.ReduceOp, values: Sequence[tf.Tensor]) -> tf.Tensor:
+    total = tf.add_n(values)
+    return total if reduce_op is tf.distribute.ReduceOp.SUM else total / tf.cast(len(values), total.dtype)
 
 
 def _key(variables: Sequence[tf.Variable]) -> tuple[int, ...]:

@@ -24,6 +24,7 @@ from hop_tf.keras_hook.shuffling import draw_seed
 from hop_tf.membership import Membership
 from hop_tf.membership.monitor import ThreadMonitor
 from hop_tf.options import CommunicationOptions
+from hop_tf.runtime.all_gather import AllGather
 from hop_tf.runtime.averaging import LateChanges
 from hop_tf.runtime.exchange import Exchange, ExchangeRunner
 from hop_tf.runtime.group import ExchangeContext, Group
@@ -98,6 +99,8 @@ class Worker:
         self._retired_counters = collections.Counter()
         self._state = ReplicaState()
         self._joining = Joining(self.membership, self._state, options.timeout_seconds)
+        self._all_gather = AllGather(cluster.world_size, self._all_gather_bytes, self._on_error)
+        self._num_gathered = 0
         self._in_session = False
         self._closed = False
         self._transport.start()
@@ -126,7 +129,7 @@ class Worker:
         for group in self._groups:
             group.exchange.reset(self.membership.session + 1)
             group.step.assign(0)
-        self._joining.counts[_IN_SESSION] = 0
+        self._joining.counts[_IN_SESSION] = self._num_gathered = 0
         self._in_session = True  # Others count on this rank from now on, also where it fails to enter.
         self.membership.begin_session(draw_seed(self.membership.session + 1))
 
@@ -193,6 +196,7 @@ class Worker:
         finally:
             for group in self._groups:
                 group.close()
+            self._all_gather.close()
             self._transport.close()
 
     def _on_error(self, error: BaseException) -> None:
@@ -333,6 +337,17 @@ class Worker:
         """Brings every rank's value to rank 0. A collective; see `TreeCollectives.gather`."""
         self.membership.require_all("to gather")
         return self._collectives.gather(self._next_called(), value)
+
+    def all_gather(self, value: tf.Tensor) -> list[tf.Tensor]:
+        """Emits the ops that give every rank each one's value, or does so eagerly. A collective; see `AllGather`."""
+        return self._all_gather(value)
+
+    def _all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """Called by a thread of its own, for one value after the other, in the program's order."""
+        if not self._in_session:
+            return self._collectives.all_gather(self._next_called(), data, in_session=False)
+        self._num_gathered += 1
+        return self._collectives.all_gather(f"{self.membership.session}.gathered.{self._num_gathered}", data)
 
     def make_all_reduce(self, algorithm: str, num_values: int) -> AllReduce:
         """Makes an all-reduce of a float32 vector, for measurements. A collective; the caller closes it."""

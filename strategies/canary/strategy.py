@@ -163,7 +163,8 @@ class CanaryStrategy(ExchangeStrategy):
         options = checked_options(communication_options)
         if interfaces is not None:
             options = dataclasses.replace(options, interfaces=interfaces)
-        self.mixes_weights = not self._settings.is_synchronous
+        self.in_lock_step = self._settings.is_synchronous
+        self.mixes_weights = not self.in_lock_step
         cluster = training_cluster(cluster_resolver, "CanaryStrategy")
         if cluster.world_size > 1:
             self._settings.algorithm.check_world_size(cluster.world_size)

@@ -100,6 +100,7 @@ class DTSStrategy(ExchangeStrategy):
       `hop_tf.runtime.outer` for local SGD and DiLoCo.
     """
 
+    in_lock_step = True
     settles_loops = True
 
     def __init__(

@@ -109,6 +109,8 @@ class PipeSGDStrategy(ExchangeStrategy):
       Training. NeurIPS 2018. Algorithm 1, Equations 2 to 7.
     """
 
+    in_lock_step = True
+    mixes_weights = False
     settles_loops = True
 
     def __init__(
@@ -155,8 +157,6 @@ class PipeSGDStrategy(ExchangeStrategy):
             identity=identity_of(self._settings),
             neighbors=range(cluster.world_size),
         )
-
-    mixes_weights = False
 
     def make_exchange(self, context: ExchangeContext) -> PipeSGDExchange:
         optimizer = context.optimizer()

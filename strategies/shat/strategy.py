@@ -153,7 +153,8 @@ class SHATParameterServerStrategy(ExchangeStrategy):
                 "SHATParameterServerStrategy needs tasks of type 'ps' in TF_CONFIG (--num_ps of the launcher). "
                 f"Received: {cluster.world_size} workers and no 'ps'."
             )
-        self.mixes_weights = consistency != "bsp"
+        self.in_lock_step = consistency == "bsp"
+        self.mixes_weights = not self.in_lock_step
         self._num_servers = len(cluster.servers)
         self._joined_session: int | None = None  # That which this process joined after it was started again.
         super().__init__(

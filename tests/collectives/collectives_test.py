@@ -64,6 +64,15 @@ class TreeCollectivesTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(results[0], [{"rank": rank} for rank in range(6)])
         self.assertEqual(results[1:], [None] * 5)
 
+    @parameterized.parameters(1, 2, 6)
+    def test_all_gather(self, world_size):
+        data = [bytes(range(rank)) for rank in range(world_size)]
+        for in_session in (False, True):
+            results = _run(
+                world_size, lambda collectives, rank, it=in_session: collectives.all_gather("a", data[rank], it)
+            )
+            self.assertEqual(results, [data] * world_size)
+
     def test_arrays_of_another_size_are_an_error(self):
         with self.assertRaisesRegex(ProtocolError, "bytes came where"):
             _run(2, lambda collectives, rank: collectives.mean("m", [np.zeros(3 + rank, np.float32)]))

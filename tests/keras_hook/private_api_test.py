@@ -119,8 +119,11 @@ class PrivateApiTest(tf.test.TestCase):
         self.assertAllEqual(variable, [1.0, 0.0, 1.0])
 
     def test_gradients_are_reduced_through_the_replica_context(self):
-        source = inspect.getsource(keras_tf_optimizer.TFOptimizer._all_reduce_sum_gradients)
+        optimizer = keras_tf_optimizer.TFOptimizer
+        self.assertEqual(_parameters(optimizer._all_reduce_sum_gradients), ["self", "grads_and_vars"])
+        source = inspect.getsource(optimizer._all_reduce_sum_gradients)
         self.assertIn("get_replica_context().all_reduce(", source)
+        self.assertIn("self._all_reduce_sum_gradients(", inspect.getsource(optimizer._backend_update_step))
 
     def test_training_data_is_the_first_dataset_that_fit_distributes(self):
         source = inspect.getsource(TFEpochIterator.__init__)
@@ -154,7 +157,10 @@ class PrivateApiTest(tf.test.TestCase):
         self.assertEqual(_parameters(extended._distribute_datasets_from_function), ["self", "dataset_fn", "options"])
         context = distribute_lib.ReplicaContextBase
         self.assertEqual(_parameters(context.merge_call), ["self", "merge_fn", "args", "kwargs"])
-        self.assertEqual(_parameters(context.all_reduce), ["self", "reduce_op", "value", "options"])
+        self.assertEqual(_parameters(extended._reduce_to), ["self", "reduce_op", "value", "destinations", "options"])
+        self.assertEqual(
+            _parameters(extended._gather_to_implementation), ["self", "value", "destinations", "axis", "options"]
+        )
         self.assertEqual(
             _parameters(distribute.batch_sizes_for_worker)[1:],
             ["num_workers", "num_replicas_per_worker", "worker_index"],

@@ -54,7 +54,8 @@ class _Loop:
 
     def train(self, steps):
         for step in steps:
-            self._step(tf.constant(_gradients()[step, self._strategy.rank]))
+            part = _gradients()[step, self._strategy.rank] / self._strategy.num_replicas_in_sync
+            self._step(tf.constant(part))
 
     def synchronize(self):
         """Returns weights and velocity as they are then."""

@@ -75,7 +75,7 @@ def _reference(make_optimizer, epochs=2, num_rows=_NUM_ROWS):
 
 def _gradient(model, x, y):
     with tf.GradientTape() as tape:
-        loss = tf.reduce_mean(tf.square(model(x, training=True) - y))
+        loss = tf.nn.scale_regularization_loss(tf.reduce_mean(tf.square(model(x, training=True) - y)))
     return tape.gradient(loss, model.trainable_variables)
 
 

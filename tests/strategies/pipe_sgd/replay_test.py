@@ -462,7 +462,7 @@ class ReplayTest(tf.test.TestCase, parameterized.TestCase):
 
             def step(x, y):
                 with tf.GradientTape() as tape:
-                    loss = tf.reduce_mean(linear_loss(y, model(x)))
+                    loss = tf.nn.compute_average_loss(linear_loss(y, model(x)))
                 optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
 
             run_step = (lambda f: f) if eagerly else tf.function

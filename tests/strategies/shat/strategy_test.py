@@ -518,7 +518,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
 
             def update():
                 with tf.GradientTape() as tape:
-                    loss = tf.reduce_sum(model(tf.ones([1, 3])))
+                    loss = tf.nn.compute_average_loss(model(tf.ones([1, 3])))
                 weights = model.trainable_weights
                 model.optimizer.apply(tape.gradient(loss, [weight.value for weight in weights]), weights)
 

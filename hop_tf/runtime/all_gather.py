@@ -1,0 +1,92 @@
+"""`AllGather`: what every rank has, as an operation of a graph."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from hop_tf.errors import HopError
+from hop_tf.membership import Interrupted
+
+
+class AllGather:
+    """Emits ops that give every rank each rank's value. A thread talks to the others, so that no op blocks another.
+
+    Values are gathered one after the other, in the order in which the program asks for them; ranks have to ask for the
+    same ones. The thread begins with the first value.
+
+    Args:
+      world_size: Number of ranks.
+      gather: Takes this rank's bytes, and returns each rank's; blocks.
+      on_error: Called with what `gather` has raised.
+    """
+
+    def __init__(
+        self, world_size: int, gather: Callable[[bytes], Sequence[bytes]], on_error: Callable[[BaseException], None]
+    ):
+        self._world_size = world_size
+        self._gather = gather
+        self._on_error = on_error
+        self._queues: tuple[tf.queue.FIFOQueue, tf.queue.FIFOQueue] | None = None
+        self._thread = threading.Thread(target=self._run, name="hop_tf all-gather", daemon=True)
+
+    def __call__(self, value: tf.Tensor) -> list[tf.Tensor]:
+        """Emits the ops for a value.
+
+        Args:
+          value: Of the same dtype and number of dimensions on all ranks.
+
+        Returns:
+          The ranks' values, in their order.
+
+        Blocks: (when run) until all ranks have asked for theirs.
+
+        Raises:
+          tf.errors.InvalidArgumentError: When run, if a rank was lost, or has left. The text says which.
+        """
+        value = tf.convert_to_tensor(value)
+        with tf.init_scope():
+            own, all_ranks = self._start()
+        with tf.device("/cpu:0"):
+            # Within a tf.function, ops on the same queue run in the order of the program.
+            with tf.control_dependencies([own.enqueue(tf.io.serialize_tensor(value))]):
+                values, error = all_ranks.dequeue()
+            with tf.control_dependencies([tf.raw_ops.Assert(condition=tf.equal(error, ""), data=[error])]):
+                parts = tf.unstack(tf.ensure_shape(tf.identity(values), [self._world_size]))
+            parts = [tf.io.parse_tensor(part, value.dtype) for part in parts]
+        rank = value.shape.rank
+        return [tf.ensure_shape(part, tf.TensorShape(None if rank is None else [None] * rank)) for part in parts]
+
+    def close(self) -> None:
+        """Ends the thread."""
+        if self._queues is not None:
+            for queue in self._queues:
+                queue.close(cancel_pending_enqueues=True)
+            self._thread.join(timeout=5)
+
+    def _start(self) -> tuple[tf.queue.FIFOQueue, tf.queue.FIFOQueue]:
+        if self._queues is None:
+            with tf.device("/cpu:0"):
+                self._queues = tf.queue.FIFOQueue(1, [tf.string]), tf.queue.FIFOQueue(1, [tf.string, tf.string])
+            self._thread.start()
+        return self._queues
+
+    def _run(self) -> None:
+        own, all_ranks = self._queues
+        try:
+            while True:
+                data = own.dequeue().numpy()
+                values, error = [], ""
+                try:
+                    values = self._gather(data)
+                except Interrupted:
+                    error = "this rank has left the session"
+                except HopError as raised:
+                    error = f"{type(raised).__name__}: {raised}"
+                    self._on_error(raised)
+                all_ranks.enqueue([np.array(values, object), error])
+        except (tf.errors.OutOfRangeError, tf.errors.CancelledError):
+            pass  # `close` closed the queues.
