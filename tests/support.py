@@ -28,6 +28,7 @@ class Member:
     Attributes:
       make: Makes it; called with `cluster_resolver` and `communication_options`.
       num_ps: Parameter servers that it needs.
+      is_in_lock_step: Whether ranks wait for each other anyhow, so that values of all of them may be combined.
       is_equal_after_fit: Whether what is trained is equal on all ranks, to the bit, when `fit` has ended.
       goes_on_without_lost: Whether the others go on when a rank dies; else they raise PeerLostError.
       refuses: Where it cannot keep a promise: by the name of the test, what the error says that users get in its place.
@@ -35,6 +36,7 @@ class Member:
 
     make: Callable
     num_ps: int = 0
+    is_in_lock_step: bool = False
     is_equal_after_fit: bool = False
     goes_on_without_lost: bool = False
     refuses: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -55,8 +57,8 @@ class Member:
 
 MEMBERS = {
     "hop": Member(hop_tf.HopStrategy),
-    "pipe_sgd": Member(hop_tf.PipeSGDStrategy, is_equal_after_fit=True),
-    "dts": Member(hop_tf.DTSStrategy, is_equal_after_fit=True),
+    "pipe_sgd": Member(hop_tf.PipeSGDStrategy, is_in_lock_step=True, is_equal_after_fit=True),
+    "dts": Member(hop_tf.DTSStrategy, is_in_lock_step=True, is_equal_after_fit=True),
     "canary": Member(
         hop_tf.CanaryStrategy,
         is_equal_after_fit=True,
@@ -70,7 +72,9 @@ MEMBERS = {
     ),
     "own": Member(LocalSGDStrategy),  # Equal but for rounding.
     "canary_synchronous": Member(
-        lambda **arguments: hop_tf.CanaryStrategy(consistency="bsp", **arguments), is_equal_after_fit=True
+        lambda **arguments: hop_tf.CanaryStrategy(consistency="bsp", **arguments),
+        is_in_lock_step=True,
+        is_equal_after_fit=True,
     ),
 }
 

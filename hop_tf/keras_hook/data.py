@@ -32,10 +32,12 @@ class DataSharding:
 
     Attributes:
       num_batches: Of an epoch of the training data that ranks share in the running `fit`; 0 if it is not known.
+      num_steps: Of an epoch of the running or last `fit` on this rank; 0 if it is not known, None before that is asked.
     """
 
     def __init__(self, rank: int, world_size: int):
         self.num_batches = 0
+        self.num_steps: int | None = None
         self._counts_next = False
         self._rank = rank
         self._world_size = world_size
@@ -45,6 +47,7 @@ class DataSharding:
 
     def begin_fit(self, x: object) -> None:
         """A `fit` on `x` begins."""
+        self.num_steps = None
         if isinstance(x, tf.data.Dataset):
             self._of_next = _Sharding.NONE if x in self._whole else _Sharding.BY_POLICY
         else:  # Keras sets a policy for the datasets that it makes of arrays: that one is not the user's wish.
@@ -55,8 +58,10 @@ class DataSharding:
         self._of_next = _Sharding.NONE
         self.num_batches = 0
 
-    def count_batches(self, number: int | None) -> None:
-        """Keras has counted the batches of the dataset that it has distributed last."""
+    def count_batches(self, number: int | None, num_steps: int | None) -> None:
+        """Keras has counted the batches of the dataset that it has distributed last, and the steps of an epoch."""
+        if self.num_steps is None:
+            self.num_steps = num_steps or 0
         if self._counts_next:
             self._counts_next = False
             self.num_batches = number or 0

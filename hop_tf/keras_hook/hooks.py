@@ -29,8 +29,11 @@ class TrainingHooks(abc.ABC):
         """This rank's part of a dataset that is to be distributed."""
 
     @abc.abstractmethod
-    def count_batches(self, number: int | None) -> None:
-        """Called when Keras has had a dataset distributed, with the number of its batches, where it knows that."""
+    def count_batches(self, number: int | None, num_steps: int | None) -> None:
+        """Called when Keras has had a dataset distributed, with the numbers of its batches, and of an epoch's steps.
+
+        The latter is that of the former, or `steps_per_epoch`. Numbers that Keras does not know are None.
+        """
 
     @property
     @abc.abstractmethod
@@ -90,6 +93,10 @@ class TrainingHooks(abc.ABC):
     @abc.abstractmethod
     def end_epoch(self) -> None:
         """Called when `fit` has made the last step of an epoch, before it validates and asks callbacks; also twice."""
+
+    @abc.abstractmethod
+    def average_metrics(self, logs: dict[str, Any]) -> None:
+        """Called with an epoch's metrics when it has been validated, before callbacks are asked; may change them."""
 
     @abc.abstractmethod
     def finish_training(self) -> None:

@@ -93,7 +93,7 @@ def _wrapped(method: Callable, is_fit: bool) -> Callable:
                 return method(self, *args, **kwargs)
         _adopt_optimizers(self, strategy)
         callbacks = given.get("callbacks")
-        with hooks.keras_call(), _fit(hooks, given.get("x"), callbacks), _between(callbacks, hooks) as extended:
+        with hooks.keras_call(), _fit(hooks, given.get("x"), callbacks), _between(callbacks, hooks, self) as extended:
             given["callbacks"] = extended
             with shuffled_alike(given, hooks.shuffle_seed), _undecorated(self):
                 return method(*bound.args, **bound.kwargs)
@@ -128,7 +128,7 @@ def _undecorated(model: keras.Model) -> Iterator[None]:
 
 
 class _First(keras.callbacks.Callback):
-    """Tells a strategy that an epoch's steps are made, before the callbacks behind this one see the model."""
+    """Tells a strategy that an epoch's steps are made, before the callbacks behind this one see model and metrics."""
 
     def __init__(self, hooks: TrainingHooks):
         super().__init__()
@@ -136,6 +136,8 @@ class _First(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch, logs=None):
         self._hooks.end_epoch()
+        if not self.model.stop_training:  # Else it may be within an epoch; others need its steps to end theirs.
+            self._hooks.average_metrics(logs)
 
 
 class _Last(keras.callbacks.Callback):
@@ -153,9 +155,10 @@ class _Last(keras.callbacks.Callback):
 
 
 @contextlib.contextmanager
-def _between(callbacks: Any, hooks: TrainingHooks) -> Iterator[Any]:
+def _between(callbacks: Any, hooks: TrainingHooks, model: keras.Model) -> Iterator[Any]:
     """The user's callbacks between `_First` and `_Last`."""
     first, last = _First(hooks), _Last(hooks)
+    first.set_model(model)
     if not isinstance(callbacks, keras.callbacks.CallbackList):
         yield [first, *(tf.nest.flatten(callbacks) if callbacks is not None else ()), last]
         return
@@ -194,7 +197,7 @@ def _wrapped_iterator(method: Callable) -> Callable:
     def make(self, distribute_strategy=None, *args, **kwargs):
         method(self, distribute_strategy, *args, **kwargs)
         if isinstance(distribute_strategy.extended, Extended):
-            distribute_strategy.extended.hooks.count_batches(self._num_batches)
+            distribute_strategy.extended.hooks.count_batches(self._num_batches, self.num_batches)
 
     return make
 

@@ -14,7 +14,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"hop_tf/membership/membership.proto\x12\x06hop_tf\"\xa5\x01\n\x05Ready\x12\x0f\n\x07session\x18\x01 \x01(\x03\x12\x11\n\tunder_way\x18\x02 \x01(\x08\x12\x35\n\x0cincarnations\x18\x03 \x03(\x0b\x32\x1f.hop_tf.Ready.IncarnationsEntry\x12\x0c\n\x04seed\x18\x04 \x01(\x03\x1a\x33\n\x11IncarnationsEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\")\n\x08Gathered\x12\x0f\n\x07session\x18\x01 \x01(\x03\x12\x0c\n\x04seed\x18\x02 \x01(\x03\"\xde\x01\n\x05Leave\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x0f\n\x07session\x18\x02 \x01(\x03\x12\x32\n\x0bsent_rounds\x18\x03 \x03(\x0b\x32\x1d.hop_tf.Leave.SentRoundsEntry\x12\r\n\x05\x61\x62ort\x18\x04 \x01(\x08\x12\r\n\x05\x66inal\x18\x05 \x01(\x08\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x0c\n\x04lost\x18\x07 \x01(\x08\x12\x13\n\x0bincarnation\x18\x08 \x01(\x03\x1a\x31\n\x0fSentRoundsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"\xaa\x02\n\x04Join\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x0f\n\x07session\x18\x02 \x01(\x03\x12\x13\n\x0bincarnation\x18\x03 \x01(\x03\x12\x31\n\x0b\x66irst_steps\x18\x04 \x03(\x0b\x32\x1c.hop_tf.Join.FirstStepsEntry\x12\x1d\n\x15transport_incarnation\x18\x05 \x01(\t\x12\x34\n\x0cincarnations\x18\x06 \x03(\x0b\x32\x1e.hop_tf.Join.IncarnationsEntry\x1a\x31\n\x0f\x46irstStepsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x1a\x33\n\x11IncarnationsEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"\x93\x01\n\x07Welcome\x12\x13\n\x0bincarnation\x18\x01 \x01(\x03\x12)\n\x05steps\x18\x02 \x03(\x0b\x32\x1a.hop_tf.Welcome.StepsEntry\x12\x1a\n\x12sender_incarnation\x18\x03 \x01(\x03\x1a,\n\nStepsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"#\n\x0cStateRequest\x12\x13\n\x0bwants_state\x18\x01 \x01(\x08\"\xa5\x01\n\nStateReply\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x11\n\thas_state\x18\x02 \x01(\x08\x12\x17\n\x0fsignature_bytes\x18\x03 \x01(\x03\x12.\n\x06\x63ounts\x18\x04 \x03(\x0b\x32\x1e.hop_tf.StateReply.CountsEntry\x1a-\n\x0b\x43ountsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"6\n\x08Variable\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\"l\n\x0eGroupSignature\x12\r\n\x05group\x18\x01 \x01(\t\x12\x11\n\toptimizer\x18\x02 \x01(\t\x12#\n\tvariables\x18\x03 \x03(\x0b\x32\x10.hop_tf.Variable\x12\x13\n\x0bnum_batches\x18\x04 \x01(\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"hop_tf/membership/membership.proto\x12\x06hop_tf\"\xff\x01\n\x05Ready\x12\x0f\n\x07session\x18\x01 \x01(\x03\x12\x11\n\tunder_way\x18\x02 \x01(\x08\x12\x35\n\x0cincarnations\x18\x03 \x03(\x0b\x32\x1f.hop_tf.Ready.IncarnationsEntry\x12\x0c\n\x04seed\x18\x04 \x01(\x03\x12)\n\x06owners\x18\x05 \x03(\x0b\x32\x19.hop_tf.Ready.OwnersEntry\x1a\x33\n\x11IncarnationsEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x1a-\n\x0bOwnersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x05:\x02\x38\x01\"\x86\x01\n\x08Gathered\x12\x0f\n\x07session\x18\x01 \x01(\x03\x12\x0c\n\x04seed\x18\x02 \x01(\x03\x12,\n\x06owners\x18\x03 \x03(\x0b\x32\x1c.hop_tf.Gathered.OwnersEntry\x1a-\n\x0bOwnersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x05:\x02\x38\x01\"\xde\x01\n\x05Leave\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x0f\n\x07session\x18\x02 \x01(\x03\x12\x32\n\x0bsent_rounds\x18\x03 \x03(\x0b\x32\x1d.hop_tf.Leave.SentRoundsEntry\x12\r\n\x05\x61\x62ort\x18\x04 \x01(\x08\x12\r\n\x05\x66inal\x18\x05 \x01(\x08\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x0c\n\x04lost\x18\x07 \x01(\x08\x12\x13\n\x0bincarnation\x18\x08 \x01(\x03\x1a\x31\n\x0fSentRoundsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"\xaa\x02\n\x04Join\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x0f\n\x07session\x18\x02 \x01(\x03\x12\x13\n\x0bincarnation\x18\x03 \x01(\x03\x12\x31\n\x0b\x66irst_steps\x18\x04 \x03(\x0b\x32\x1c.hop_tf.Join.FirstStepsEntry\x12\x1d\n\x15transport_incarnation\x18\x05 \x01(\t\x12\x34\n\x0cincarnations\x18\x06 \x03(\x0b\x32\x1e.hop_tf.Join.IncarnationsEntry\x1a\x31\n\x0f\x46irstStepsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x1a\x33\n\x11IncarnationsEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"\x93\x01\n\x07Welcome\x12\x13\n\x0bincarnation\x18\x01 \x01(\x03\x12)\n\x05steps\x18\x02 \x03(\x0b\x32\x1a.hop_tf.Welcome.StepsEntry\x12\x1a\n\x12sender_incarnation\x18\x03 \x01(\x03\x1a,\n\nStepsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"#\n\x0cStateRequest\x12\x13\n\x0bwants_state\x18\x01 \x01(\x08\"\xa5\x01\n\nStateReply\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x11\n\thas_state\x18\x02 \x01(\x08\x12\x17\n\x0fsignature_bytes\x18\x03 \x01(\x03\x12.\n\x06\x63ounts\x18\x04 \x03(\x0b\x32\x1e.hop_tf.StateReply.CountsEntry\x1a-\n\x0b\x43ountsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"6\n\x08Variable\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\"l\n\x0eGroupSignature\x12\r\n\x05group\x18\x01 \x01(\t\x12\x11\n\toptimizer\x18\x02 \x01(\t\x12#\n\tvariables\x18\x03 \x03(\x0b\x32\x10.hop_tf.Variable\x12\x13\n\x0bnum_batches\x18\x04 \x01(\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -23,6 +23,10 @@ if _descriptor._USE_C_DESCRIPTORS == False:
   DESCRIPTOR._options = None
   _globals['_READY_INCARNATIONSENTRY']._options = None
   _globals['_READY_INCARNATIONSENTRY']._serialized_options = b'8\001'
+  _globals['_READY_OWNERSENTRY']._options = None
+  _globals['_READY_OWNERSENTRY']._serialized_options = b'8\001'
+  _globals['_GATHERED_OWNERSENTRY']._options = None
+  _globals['_GATHERED_OWNERSENTRY']._serialized_options = b'8\001'
   _globals['_LEAVE_SENTROUNDSENTRY']._options = None
   _globals['_LEAVE_SENTROUNDSENTRY']._serialized_options = b'8\001'
   _globals['_JOIN_FIRSTSTEPSENTRY']._options = None
@@ -34,33 +38,37 @@ if _descriptor._USE_C_DESCRIPTORS == False:
   _globals['_STATEREPLY_COUNTSENTRY']._options = None
   _globals['_STATEREPLY_COUNTSENTRY']._serialized_options = b'8\001'
   _globals['_READY']._serialized_start=47
-  _globals['_READY']._serialized_end=212
-  _globals['_READY_INCARNATIONSENTRY']._serialized_start=161
-  _globals['_READY_INCARNATIONSENTRY']._serialized_end=212
-  _globals['_GATHERED']._serialized_start=214
-  _globals['_GATHERED']._serialized_end=255
-  _globals['_LEAVE']._serialized_start=258
-  _globals['_LEAVE']._serialized_end=480
-  _globals['_LEAVE_SENTROUNDSENTRY']._serialized_start=431
-  _globals['_LEAVE_SENTROUNDSENTRY']._serialized_end=480
-  _globals['_JOIN']._serialized_start=483
-  _globals['_JOIN']._serialized_end=781
-  _globals['_JOIN_FIRSTSTEPSENTRY']._serialized_start=679
-  _globals['_JOIN_FIRSTSTEPSENTRY']._serialized_end=728
-  _globals['_JOIN_INCARNATIONSENTRY']._serialized_start=161
-  _globals['_JOIN_INCARNATIONSENTRY']._serialized_end=212
-  _globals['_WELCOME']._serialized_start=784
-  _globals['_WELCOME']._serialized_end=931
-  _globals['_WELCOME_STEPSENTRY']._serialized_start=887
-  _globals['_WELCOME_STEPSENTRY']._serialized_end=931
-  _globals['_STATEREQUEST']._serialized_start=933
-  _globals['_STATEREQUEST']._serialized_end=968
-  _globals['_STATEREPLY']._serialized_start=971
-  _globals['_STATEREPLY']._serialized_end=1136
-  _globals['_STATEREPLY_COUNTSENTRY']._serialized_start=1091
-  _globals['_STATEREPLY_COUNTSENTRY']._serialized_end=1136
-  _globals['_VARIABLE']._serialized_start=1138
-  _globals['_VARIABLE']._serialized_end=1192
-  _globals['_GROUPSIGNATURE']._serialized_start=1194
-  _globals['_GROUPSIGNATURE']._serialized_end=1302
+  _globals['_READY']._serialized_end=302
+  _globals['_READY_INCARNATIONSENTRY']._serialized_start=204
+  _globals['_READY_INCARNATIONSENTRY']._serialized_end=255
+  _globals['_READY_OWNERSENTRY']._serialized_start=257
+  _globals['_READY_OWNERSENTRY']._serialized_end=302
+  _globals['_GATHERED']._serialized_start=305
+  _globals['_GATHERED']._serialized_end=439
+  _globals['_GATHERED_OWNERSENTRY']._serialized_start=257
+  _globals['_GATHERED_OWNERSENTRY']._serialized_end=302
+  _globals['_LEAVE']._serialized_start=442
+  _globals['_LEAVE']._serialized_end=664
+  _globals['_LEAVE_SENTROUNDSENTRY']._serialized_start=615
+  _globals['_LEAVE_SENTROUNDSENTRY']._serialized_end=664
+  _globals['_JOIN']._serialized_start=667
+  _globals['_JOIN']._serialized_end=965
+  _globals['_JOIN_FIRSTSTEPSENTRY']._serialized_start=863
+  _globals['_JOIN_FIRSTSTEPSENTRY']._serialized_end=912
+  _globals['_JOIN_INCARNATIONSENTRY']._serialized_start=204
+  _globals['_JOIN_INCARNATIONSENTRY']._serialized_end=255
+  _globals['_WELCOME']._serialized_start=968
+  _globals['_WELCOME']._serialized_end=1115
+  _globals['_WELCOME_STEPSENTRY']._serialized_start=1071
+  _globals['_WELCOME_STEPSENTRY']._serialized_end=1115
+  _globals['_STATEREQUEST']._serialized_start=1117
+  _globals['_STATEREQUEST']._serialized_end=1152
+  _globals['_STATEREPLY']._serialized_start=1155
+  _globals['_STATEREPLY']._serialized_end=1320
+  _globals['_STATEREPLY_COUNTSENTRY']._serialized_start=1275
+  _globals['_STATEREPLY_COUNTSENTRY']._serialized_end=1320
+  _globals['_VARIABLE']._serialized_start=1322
+  _globals['_VARIABLE']._serialized_end=1376
+  _globals['_GROUPSIGNATURE']._serialized_start=1378
+  _globals['_GROUPSIGNATURE']._serialized_end=1486
 # @@protoc_insertion_point(module_scope)

@@ -74,6 +74,8 @@ class Membership(Waiting):
         self.joining = False
         # Of what all ranks draw alike in the running session.
         self.seed = 0
+        # The lowest rank that has claimed each thing which only one can have in the running session.
+        self.owners: dict[str, int] = {}
         self._begun_session = 0
         self._has_gathered = False
         self._left: membership_pb2.Leave | None = None
@@ -92,11 +94,12 @@ class Membership(Waiting):
 
     # Entering and leaving.
 
-    def begin_session(self, seed: int = 0) -> None:
+    def begin_session(self, seed: int = 0, claims: Iterable[str] = ()) -> None:
         """Enters the next session together with all ranks. Sets `joining` if it is under way.
 
         Args:
           seed: What `self.seed` becomes on all ranks; that of rank 0 counts. At least 0, below 2^63. Default 0.
+          claims: What this rank wants for itself: `self.owners` tells on all ranks which one gets it.
 
         Blocks: until every rank is about to enter it too.
 
@@ -107,7 +110,7 @@ class Membership(Waiting):
             self.session += 1
             self._left = None
             self._has_gathered = False
-            self.seed = seed
+            self.seed, self.owners = seed, dict.fromkeys(claims, self.rank)
         for peer in self.peers:
             self.transport.connect(peer)
             self._tell_ready(peer)
@@ -139,7 +142,7 @@ class Membership(Waiting):
         self.transport.send(peer, _READY, membership_pb2.Ready(session=self.session).SerializeToString())
 
     def _tell_gathered(self, peer: int) -> None:
-        gathered = membership_pb2.Gathered(session=self.session, seed=self.seed)
+        gathered = membership_pb2.Gathered(session=self.session, seed=self.seed, owners=self.owners)
         self.transport.send(peer, _GATHERED, gathered.SerializeToString())
 
     def leave(self, *, sent_rounds: Mapping[str, int], reason: str, abort: bool = False, final: bool = False) -> None:
@@ -195,7 +198,11 @@ class Membership(Waiting):
         with self.monitor:
             leaves = [leave for leave in self._leaves() if leave.rank != newcomer]
             ready = membership_pb2.Ready(
-                session=self.session, under_way=True, incarnations=self.incarnations, seed=self.seed
+                session=self.session,
+                under_way=True,
+                incarnations=self.incarnations,
+                seed=self.seed,
+                owners=self.owners,
             )
         for leave in leaves:
             self.notify(newcomer, LEAVE_QUEUE, leave.SerializeToString())
@@ -273,7 +280,10 @@ class Membership(Waiting):
         with self.monitor:
             self._gathered[message.sender] = gathered.session
             if message.sender == self._parent:
-                self.seed = gathered.seed
+                self.seed, self.owners = gathered.seed, dict(gathered.owners)
+            else:
+                for claim, rank in gathered.owners.items():
+                    self.owners[claim] = min(rank, self.owners.get(claim, rank))
             self.monitor.notify_all()
 
     def _learn_of_session(self, ready: membership_pb2.Ready) -> None:
@@ -281,7 +291,7 @@ class Membership(Waiting):
         if self._begun_session and not self.joining:
             return  # And has joined by now.
         self.joining = True
-        self.session, self.seed = ready.session, ready.seed
+        self.session, self.seed, self.owners = ready.session, ready.seed, dict(ready.owners)
         for rank, incarnation in ready.incarnations.items():
             if rank != self.rank:
                 self._departures.begin_incarnation(rank, incarnation)

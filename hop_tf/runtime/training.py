@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import keras
 import tensorflow as tf
 
+from hop_tf.callbacks import MetricAverage
 from hop_tf.errors import HopError
 from hop_tf.keras_hook.context import refuse_xla
 from hop_tf.keras_hook.data import DataSharding
@@ -17,6 +18,7 @@ from hop_tf.keras_hook.emulated_compute import EmulatedCompute
 from hop_tf.keras_hook.hooks import TrainingHooks
 from hop_tf.keras_hook.interrupts import on_keyboard_interrupt
 from hop_tf.keras_hook.optimizers import gradient_accumulation_steps, innermost, tf_variables
+from hop_tf.keras_hook.shared_paths import CallbackPaths
 from hop_tf.keras_hook.skipping import StepSkipping
 from hop_tf.keras_hook.trace import StepTrace, is_built
 from hop_tf.keras_hook.updates import follows_weights
@@ -79,6 +81,7 @@ class TrainingRun(TrainingHooks):
         # What passes over steps: where the scheme may want that, and in a process that was started again.
         self._skipping = StepSkipping(skips_steps) if skips_steps and world_size > 1 else None
         self._is_catching_up = False
+        self._averages_metrics = self._must_average_metrics = False  # In the running `fit`.
 
     @property
     def groups(self) -> list[Group]:
@@ -119,7 +122,13 @@ class TrainingRun(TrainingHooks):
         try:
             with self._naming_causes(), on_keyboard_interrupt(self.worker.membership.interrupt):
                 self._end_loop()
-                self.worker.begin_session()
+                self._must_average_metrics = _has(callbacks, MetricAverage)
+                self._averages_metrics = self._scheme.in_lock_step or self._must_average_metrics
+                paths = CallbackPaths(callbacks)
+                self.worker.begin_session(averages_metrics=self._averages_metrics, claims=paths.places)
+                paths.divide(self._rank, self.worker.membership.owners)
+                # A process that was started again passes over epochs that are gone.
+                self._averages_metrics = self._averages_metrics and not self.worker.joining
                 if self._skipping is not None:
                     self._skipping.begin_session()
                 if self.worker.joining and not self._joins_at_once:
@@ -142,6 +151,7 @@ class TrainingRun(TrainingHooks):
             self.worker.end_session(None)
         finally:
             self._phase = Phase.OUTSIDE
+            self._averages_metrics = False
             self.data.end_fit()
             self._write_report()
 
@@ -183,6 +193,14 @@ class TrainingRun(TrainingHooks):
 
     def begin_training(self) -> None:
         """Lets the scheme look at what has changed between two fits, and by callbacks."""
+        if self._averages_metrics:
+            num_steps = self.data.num_steps or 0
+            if self._must_average_metrics and not num_steps:
+                raise ValueError(
+                    "hop_tf.callbacks.MetricAverage needs to know how many steps an epoch has: all ranks have to make "
+                    "as many. Pass `steps_per_epoch` to `fit`. Received: data of unknown length."
+                )
+            self.worker.begin_averaging_metrics(num_steps)
         self._scheme.begin_training(self.groups)
 
     def begin_epoch(self) -> None:
@@ -195,11 +213,18 @@ class TrainingRun(TrainingHooks):
         for group in self.groups:
             self._scheme.end_epoch(group)
 
+    def average_metrics(self, logs: dict) -> None:
+        """Puts the means over the ranks in the place of this rank's metrics, where ranks average them."""
+        if self._averages_metrics and self.data.num_steps:
+            logs.update(self.worker.average_metrics(logs))
+
     def finish_training(self) -> None:
         """Lets the scheme do, once in a `fit`, what is left when the last step has been made."""
         if self._phase is not Phase.FITTING:
             return
         self._phase = Phase.FINISHED
+        if self._averages_metrics:
+            self.worker.end_averaging_metrics()
         for group in self.groups:
             self._scheme.finish_training(group)
 
@@ -213,9 +238,9 @@ class TrainingRun(TrainingHooks):
         """This rank's part of the training data; everything, where the data is for validation or prediction."""
         return self.data.part_of(dataset)
 
-    def count_batches(self, number: int | None) -> None:
+    def count_batches(self, number: int | None, num_steps: int | None) -> None:
         """See `DataSharding`."""
-        self.data.count_batches(number)
+        self.data.count_batches(number, num_steps)
 
     @property
     def num_loss_parts(self) -> int:
@@ -403,13 +428,18 @@ class TrainingRun(TrainingHooks):
 
 def _refuse_to_restore(callbacks) -> None:
     """Raises ValueError where a callback would begin at a later epoch: then steps would not be the others'."""
-    for callback in tf.nest.flatten(getattr(callbacks, "callbacks", callbacks)):  # There may be a CallbackList.
-        if isinstance(callback, keras.callbacks.BackupAndRestore):
-            raise ValueError(
-                "a rank that was started again takes its state from the others, and passes over the steps that it has "
-                "missed: `BackupAndRestore` would begin at another step. Leave it out, or start all ranks again. "
-                f"Received: callbacks={callbacks!r}."
-            )
+    if _has(callbacks, keras.callbacks.BackupAndRestore):
+        raise ValueError(
+            "a rank that was started again takes its state from the others, and passes over the steps that it has "
+            "missed: `BackupAndRestore` would begin at another step. Leave it out, or start all ranks again. "
+            f"Received: callbacks={callbacks!r}."
+        )
+
+
+def _has(callbacks, kind: type) -> bool:
+    """Whether there is a callback of that class in what `fit` was given."""
+    flat = tf.nest.flatten(getattr(callbacks, "callbacks", callbacks))  # There may be a CallbackList.
+    return any(isinstance(callback, kind) for callback in flat)
 
 
 def _reduced(reduce_op: tf.distribute.ReduceOp, values: Sequence[tf.Tensor]) -> tf.Tensor:

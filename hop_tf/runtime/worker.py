@@ -11,6 +11,7 @@ import dataclasses
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -29,6 +30,7 @@ from hop_tf.runtime.averaging import LateChanges
 from hop_tf.runtime.exchange import Exchange, ExchangeRunner
 from hop_tf.runtime.group import ExchangeContext, Group
 from hop_tf.runtime.joining import Joining
+from hop_tf.runtime.metrics import QUEUE, MetricMeans
 from hop_tf.runtime.replica_state import ReplicaState, compare, describe_optimizer, read, sign, spec_of, write
 from hop_tf.runtime.report import StepStatistics
 from hop_tf.tensors.buffers import BufferPool
@@ -101,6 +103,7 @@ class Worker:
         self._joining = Joining(self.membership, self._state, options.timeout_seconds)
         self._all_gather = AllGather(cluster.world_size, self._all_gather_bytes, self._on_error)
         self._num_gathered = 0
+        self._metrics = MetricMeans(self.membership)
         self._in_session = False
         self._closed = False
         self._transport.start()
@@ -119,8 +122,13 @@ class Worker:
         """Whether this process was started again, and is not yet part of the session that is under way."""
         return self.membership.joining
 
-    def begin_session(self) -> None:
-        """Enters the next session. See `Membership.begin_session`."""
+    def begin_session(self, *, averages_metrics: bool = False, claims: Iterable[str] = ()) -> None:
+        """Enters the next session. See `Membership.begin_session`.
+
+        Args:
+          averages_metrics: Whether `average_metrics` will be called in it.
+          claims: What this rank wants for itself; `membership.owners` tells who gets it.
+        """
         self.membership.check()
         self.membership.require_all("to begin")
         if self._closed:
@@ -130,8 +138,9 @@ class Worker:
             group.exchange.reset(self.membership.session + 1)
             group.step.assign(0)
         self._joining.counts[_IN_SESSION] = self._num_gathered = 0
+        self._metrics.reset(self.membership.session + 1, takes_part=averages_metrics)
         self._in_session = True  # Others count on this rank from now on, also where it fails to enter.
-        self.membership.begin_session(draw_seed(self.membership.session + 1))
+        self.membership.begin_session(draw_seed(self.membership.session + 1), claims)
 
     def _retire_groups(self) -> None:
         """Ends the groups of optimizers that are gone, as after a new `compile`."""
@@ -170,7 +179,10 @@ class Worker:
         # Whatever has failed on another thread: others may count on what it has not sent.
         broken = stuck is not None or isinstance(error, HopError) or self.membership.failure is not None
         self.membership.leave(
-            sent_rounds={group.name: group.exchange.sent_rounds for group in self._groups},
+            sent_rounds={
+                QUEUE: self._metrics.sent_rounds,
+                **{group.name: group.exchange.sent_rounds for group in self._groups},
+            },
             reason="" if error is None else f"{type(error).__name__}: {error}",
             abort=broken and not self.membership.is_given_up,
         )
@@ -337,6 +349,18 @@ class Worker:
         """Brings every rank's value to rank 0. A collective; see `TreeCollectives.gather`."""
         self.membership.require_all("to gather")
         return self._collectives.gather(self._next_called(), value)
+
+    def begin_averaging_metrics(self, num_steps: int) -> None:
+        """Comes before the first `average_metrics` in a session; see `MetricMeans.begin`."""
+        self._metrics.begin(num_steps)
+
+    def end_averaging_metrics(self) -> None:
+        """Comes before what ends a session; see `MetricMeans.end`."""
+        self._metrics.end()
+
+    def average_metrics(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """The means of metrics over the ranks that take part in the session; see `MetricMeans.mean`."""
+        return self._metrics.mean(metrics)
 
     def all_gather(self, value: tf.Tensor) -> list[tf.Tensor]:
         """Emits the ops that give every rank each one's value, or does so eagerly. A collective; see `AllGather`."""

@@ -82,14 +82,32 @@ class SessionTest(tf.test.TestCase):
         cluster.run(body)
         self.assertEqual(seeds, ([0] * 5, [100] * 5))
 
+    def test_the_lowest_rank_owns_what_several_claim(self):
+        cluster = VirtualCluster(6)
+        owners = []
+
+        def body(rank):
+            for session, claims in enumerate(([f"of {rank}"], [f"of {rank // 2}", "of all"], [])):
+                cluster.memberships[rank].begin_session(claims=claims)
+                owners.append((session, cluster.memberships[rank].owners))
+                cluster.memberships[rank].leave(sent_rounds={}, reason="")
+
+        cluster.run(body)
+        expected = (
+            {f"of {rank}": rank for rank in range(6)},
+            {"of 0": 0, "of 1": 2, "of 2": 4, "of all": 0},
+            {},
+        )
+        self.assertCountEqual(owners, [(session, each) for session, each in enumerate(expected) for _ in range(6)])
+
     def test_a_newcomer_has_the_sessions_seed(self):
         membership = VirtualCluster(3, continue_without_lost=True).memberships[1]
         membership.session = 1
-        under_way = membership_pb2.Ready(session=1, under_way=True, seed=7)
+        under_way = membership_pb2.Ready(session=1, under_way=True, seed=7, owners={"a file": 1})
         membership.transport._handlers["membership/ready"](
             Message(2, "membership/ready", under_way.SerializeToString(), np.empty(0, np.uint8))
         )
-        self.assertEqual((membership.joining, membership.seed), (True, 7))
+        self.assertEqual((membership.joining, membership.seed, membership.owners), (True, 7, {"a file": 1}))
 
     def test_news_of_a_departure_reach_ranks_that_are_no_peers(self):
         cluster = _line()

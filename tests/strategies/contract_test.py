@@ -14,6 +14,7 @@ import pytest
 import tensorflow as tf
 from absl.testing import absltest, parameterized
 
+import hop_tf
 from hop_tf.errors import HopError, MismatchError
 from support import MEMBERS, NUM_RANKS, AbortOnRank1, error_of
 
@@ -209,6 +210,17 @@ class _OfAllMembers(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual(steps, expected)
 
 
+class _Logs(keras.callbacks.Callback):
+    """The loss of each epoch: this rank's own, and what callbacks are told."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.seen.append((float(self.model.metrics[0].result()), logs["loss"]))
+
+
 @functools.cache
 def _one_training(name):
     """What a user does with a model, one after the other: the results of each rank."""
@@ -222,8 +234,9 @@ def _train_in_turn(strategy, path):
 
     result["initial"] = _initial(model)
     model.set_weights([weight + strategy.rank for weight in model.get_weights()])
-    model.optimizer.learning_rate = 0.0
-    _fit(model)
+    model.optimizer.learning_rate, logs = 0.0, _Logs()
+    result["history"] = _fit(model, callbacks=[logs, hop_tf.callbacks.MetricAverage()])
+    result["averaged"] = logs.seen
     result |= {"begin": _initial(model), "seen": list(model.seen), "loss": _loss(model)}
 
     model.optimizer.learning_rate = 0.02
@@ -259,9 +272,9 @@ def _train_in_turn(strategy, path):
 
     model.layers[0].trainable = False
     model.compile(keras.optimizers.Adam(0.02), "mse")  # Outside of the scope, as is easily done.
-    result["before"] = [layer.get_weights() for layer in model.layers]
-    _fit(model)
-    return result | {"frozen": [layer.get_weights() for layer in model.layers]}
+    result["before"], logs = [layer.get_weights() for layer in model.layers], _Logs()
+    _fit(model, callbacks=[logs])
+    return result | {"frozen": [layer.get_weights() for layer in model.layers], "by default": logs.seen}
 
 
 class OneTrainingTest(_OfAllMembers):
@@ -282,6 +295,16 @@ class OneTrainingTest(_OfAllMembers):
     def test_every_rank_sees_all_validation_data(self, name):
         for result in _one_training(name):
             self.assertEqual(result["validation"], [18.0] * 3)
+
+    @_all_members
+    def test_metrics_are_averaged(self, name):
+        """On request; and by default where ranks wait for each other anyhow."""
+        of_ranks = _one_training(name)
+        for key, are_averaged in {"averaged": True, "by default": MEMBERS[name].is_in_lock_step}.items():
+            own, told = np.moveaxis([result[key] for result in of_ranks], -1, 0)  # [rank, epoch]
+            self.assertNotAllClose(own[0], own[1])
+            self.assertAllClose(told, np.broadcast_to(own.mean(0), own.shape) if are_averaged else own)
+        self.assertEqual(of_ranks[0]["history"], of_ranks[1]["history"])
 
     @_all_members
     def test_a_step_is_traced_once(self, name):
@@ -341,6 +364,17 @@ class OneTrainingTest(_OfAllMembers):
 
 
 class ContractTest(_OfAllMembers):
+    def test_means_of_metrics_take_a_known_number_of_steps(self):
+        def run(strategy):
+            model = _compiled(strategy, lambda: _deep(Recorder))
+            dataset = tf.data.Dataset.from_tensor_slices(_data()).batch(_BATCH_SIZE).filter(lambda x, y: True)
+            callbacks = [hop_tf.callbacks.MetricAverage()]
+            model.fit(dataset, steps_per_epoch=_STEPS, callbacks=callbacks, verbose=0)
+            return str(error_of(model.fit, dataset, callbacks=callbacks, verbose=0))
+
+        for text in MEMBERS["hop"].run(run):
+            self.assertIn("Pass `steps_per_epoch` to `fit`.", text)
+
     # Data.
 
     @parameterized.product(source=list(_SOURCES), name=list(MEMBERS))

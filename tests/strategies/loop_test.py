@@ -14,7 +14,6 @@ from absl.testing import absltest, parameterized
 from support import MEMBERS, NUM_RANKS
 
 _NUM_ROWS, _GLOBAL_BATCH_SIZE = 32, 8
-_IN_LOCK_STEP = ("pipe_sgd", "dts", "canary_synchronous")
 _REFUSED = "Ranks would have to wait for the slowest of them"
 
 
@@ -85,7 +84,7 @@ class TutorialTest(tf.test.TestCase, parameterized.TestCase):
     @pytest.mark.stress(after=len(MEMBERS))
     def test_tells_the_loss_of_the_whole_batch(self, name, compute_loss):
         run = functools.partial(MEMBERS[name].run, functools.partial(_train, compute_loss))
-        if name not in _IN_LOCK_STEP:
+        if not MEMBERS[name].is_in_lock_step:
             with self.assertRaisesRegex(ValueError, _REFUSED):
                 run()
             return

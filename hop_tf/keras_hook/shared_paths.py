@@ -1,0 +1,127 @@
+"""Paths that several ranks' callbacks would write to."""
+
+from __future__ import annotations
+
+import functools
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import psutil
+import tensorflow as tf
+from absl import logging
+
+# What machines share. Beside these, all file systems that programs make (FUSE).
+_NETWORK_FILE_SYSTEMS = frozenset(
+    [
+        "9p",
+        "afs",
+        "beegfs",
+        "ceph",
+        "cifs",
+        "glusterfs",
+        "gpfs",
+        "lustre",
+        "nfs",
+        "nfs4",
+        "pvfs2",
+        "smb3",
+        "smbfs",
+        "virtiofs",
+    ]
+)
+# The attribute with a callback's path, by class. The first two write files, the others fill a folder.
+_PATHS = {
+    keras.callbacks.ModelCheckpoint: "filepath",
+    keras.callbacks.CSVLogger: "filename",
+    keras.callbacks.TensorBoard: "log_dir",
+    keras.callbacks.BackupAndRestore: "backup_dir",
+}
+_OF_FILES = (keras.callbacks.ModelCheckpoint, keras.callbacks.CSVLogger)
+
+
+class CallbackPaths:
+    """Where the callbacks of a `fit` write, when it is about to begin.
+
+    Args:
+      callbacks: As `fit` takes them.
+
+    Attributes:
+      places: Names of these places: equal for two ranks that would write to the same one.
+    """
+
+    def __init__(self, callbacks: Any):
+        flat = tf.nest.flatten(getattr(callbacks, "callbacks", callbacks))  # There may be a CallbackList.
+        self._writers = [
+            (callback, name) for callback in flat for kind, name in _PATHS.items() if isinstance(callback, kind)
+        ]
+        self.places = [_place(os.fspath(getattr(callback, name))) for callback, name in self._writers]
+
+    def divide(self, rank: int, owners: Mapping[str, int]) -> None:
+        """Callbacks whose places belong to another rank write elsewhere: see `own_path`.
+
+        Args:
+          rank: This rank.
+          owners: The rank that each place belongs to.
+        """
+        for (callback, name), place in zip(self._writers, self.places, strict=True):
+            owner = owners.get(place, rank)
+            if owner != rank:
+                path = os.fspath(getattr(callback, name))
+                own = own_path(callback, path, rank)
+                logging.warning(
+                    "%s of rank %d writes to %s: rank %d has %s.",
+                    *(type(callback).__name__, rank, own, owner, path),
+                )
+                _redirect(callback, path, own)
+
+
+def _redirect(callback: keras.callbacks.Callback, path: str, own: str) -> None:
+    if isinstance(callback, _OF_FILES):
+        tf.io.gfile.makedirs(os.path.dirname(own))
+    for name, value in vars(callback).items():  # BackupAndRestore also has the paths of its files.
+        if isinstance(value, (str, os.PathLike)) and f"{os.fspath(value)}{os.sep}".startswith(path + os.sep):
+            setattr(callback, name, own + os.fspath(value)[len(path) :])
+
+
+def own_path(callback: keras.callbacks.Callback, path: str, rank: int) -> str:
+    """Where a callback of `rank` writes in the place of `path`.
+
+    A file, in a folder `rank_<r>` beside; what fills a folder, in a folder `rank_<r>` in it, so that TensorBoard shows
+    a run for each rank. `BackupAndRestore` removes its folder with all that is in it: another rank's is beside it.
+    """
+    folder = f"rank_{rank}"
+    if isinstance(callback, _OF_FILES):
+        return os.path.join(os.path.dirname(path), folder, os.path.basename(path))
+    if isinstance(callback, keras.callbacks.BackupAndRestore):
+        return f"{path.rstrip(os.sep)}_{folder}"
+    return os.path.join(path, folder)
+
+
+def _place(path: str) -> str:
+    if "://" in path:
+        return path
+    path = os.path.realpath(path)
+    return path if _is_shared(path) else f"{_boot_id()}:{_inode(pathlib.Path(path))}"
+
+
+def _is_shared(path: str) -> bool:
+    """Whether machines share the file system."""
+    mounted = [part for part in psutil.disk_partitions(all=True) if pathlib.Path(path).is_relative_to(part.mountpoint)]
+    kind = max(mounted, key=lambda part: len(part.mountpoint)).fstype if mounted else ""
+    return kind in _NETWORK_FILE_SYSTEMS or kind.startswith("fuse")
+
+
+def _inode(path: pathlib.Path) -> str:
+    """The deepest folder on the path that is there already, by what it is and not by its name, and the rest of it."""
+    there = next(each for each in (path, *path.parents) if each.exists())
+    status = there.stat()
+    return f"{status.st_dev}:{status.st_ino}:{path.relative_to(there)}"
+
+
+@functools.cache
+def _boot_id() -> str:
+    """A name of this machine."""
+    return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
