@@ -54,6 +54,7 @@ class LocalSGDStrategy(ExchangeStrategy):
     def finish_training(self, group):
         if int(group.step) % self._period:
             self._average(group, group.step // self._period)
+            group.constrain()
 
     def _average(self, group, window):
         own = group.exchange.changes.take()

@@ -55,6 +55,7 @@ class _ReplicaContext(one_device_strategy._OneDeviceReplicaContext):
             rest = [learning_rate(merge_fn.__self__)]
         result = self._update(merge_fn, (list(zip(gradients, variables, strict=True)), *rest), kwargs)
         self._hooks.after_update(merge_fn.__self__, self._trace, variables)
+        self._trace.note_update(variables)
         return result
 
     def _exchange(self, optimizer, gradients: list, variables: list[tf.Variable]) -> list:
@@ -89,6 +90,7 @@ class _ReplicaContext(one_device_strategy._OneDeviceReplicaContext):
         finally:
             self._trace.inside_loss_scaling = False
         self._hooks.after_update(optimizer, self._trace, variables)
+        self._trace.note_update(variables)
         return result
 
 
@@ -105,6 +107,11 @@ class Extended(one_device_strategy.OneDeviceExtended):
     def in_step(self) -> bool:
         """Whether a training step is being traced, or run eagerly."""
         return self._trace is not None
+
+    def note_update(self) -> None:
+        """Called when an optimizer has applied gradients, constraints, and averages of weights."""
+        if self._trace is not None:
+            self._trace.note_update()
 
     @property
     def _num_replicas_in_sync(self) -> int:

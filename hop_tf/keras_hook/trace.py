@@ -69,6 +69,8 @@ class StepTrace:
         self._arguments = arguments
         self._at_start: dict[int, tuple[tf.Variable, tf.Tensor]] = {}
         self._claimed: set[int] = set()
+        # The variables that optimizers have updated, each with the number of operations that had assigned it by then.
+        self._updated: dict[int, tuple[tf.Variable, int]] = {}
 
     def when_data_is_here(self) -> contextlib.AbstractContextManager:
         """What is emitted in this context runs when the step's batch is there: see `when_here`."""
@@ -112,10 +114,27 @@ class StepTrace:
             return unclaimed
         return [variable for variable in unclaimed if _is_assigned(variable, self._graph)]
 
+    def note_update(self, variables: Sequence[tf.Variable] = ()) -> None:
+        """Notes that an optimizer has updated these variables, and has done all that it does with former ones."""
+        if self._graph is not None:
+            updated = [*(variable for variable, _ in self._updated.values()), *variables]
+            counts = _num_assignments(self._graph)
+            self._updated = {id(variable): (variable, counts.get(id(variable.handle), 0)) for variable in updated}
+
+    def assigned_after_update(self) -> list[tf.Variable]:
+        """Variables that the step, as far as it is traced, has assigned since an optimizer had updated them."""
+        counts = _num_assignments(self._graph) if self._updated else {}
+        return [variable for variable, before in self._updated.values() if counts.get(id(variable.handle), 0) > before]
+
+
+def _num_assignments(graph: tf.Graph) -> dict[int, int]:
+    """How many operations of `graph` do more than look at a variable, by the identity of its handle."""
+    return {
+        id(handle): sum(op.type not in _READ_ONLY_OPS for op in placeholder.consumers())
+        for handle, placeholder in graph.captures
+        if handle.dtype == tf.resource
+    }
+
 
 def _is_assigned(variable: tf.Variable, graph: tf.Graph) -> bool:
-    """Whether an operation of `graph` does more than look at the variable."""
-    for handle, placeholder in graph.captures:
-        if handle is variable.handle:
-            return any(op.type not in _READ_ONLY_OPS for op in placeholder.consumers())
-    return False
+    return _num_assignments(graph).get(id(variable.handle), 0) > 0

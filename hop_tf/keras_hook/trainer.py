@@ -34,6 +34,7 @@ def wrap_trainer() -> None:
     TensorFlowTrainer._maybe_symbolic_build = _wrapped_build(TensorFlowTrainer._maybe_symbolic_build)
     TFEpochIterator.__init__ = _wrapped_iterator(TFEpochIterator.__init__)
     TFOptimizer._backend_update_step = _wrapped_update(TFOptimizer._backend_update_step)
+    BaseOptimizer.apply = _wrapped_apply(BaseOptimizer.apply)
     TFOptimizer._all_reduce_sum_gradients = _wrapped_all_reduce(TFOptimizer._all_reduce_sum_gradients)
     BaseOptimizer.finalize_variable_values = _wrapped_finalize(BaseOptimizer.finalize_variable_values)
 
@@ -220,6 +221,17 @@ def _wrapped_update(method: Callable) -> Callable:
         return method(self, *args, **kwargs)
 
     return update
+
+
+def _wrapped_apply(method: Callable) -> Callable:
+    @functools.wraps(method)
+    def apply(self, *args, **kwargs):
+        result = method(self, *args, **kwargs)
+        if isinstance(self._distribution_strategy.extended, Extended):
+            self._distribution_strategy.extended.note_update()
+        return result
+
+    return apply
 
 
 def _wrapped_all_reduce(method: Callable) -> Callable:

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from hop_tf.codecs import Codec, Identity
 from hop_tf.collectives import AllReduce, get_algorithm
+from hop_tf.keras_hook.optimizers import constrain
 from hop_tf.membership import Membership
 from hop_tf.runtime.averaging import LateChanges
 from hop_tf.runtime.exchange import CATCH_UP, Exchange, ExchangeRunner
@@ -184,6 +185,14 @@ class Group:
         """Emits the ops that add a change to each variable."""
         for variable, change in zip(self.variables, changes, strict=True):
             variable.assign_add(change)
+
+    def constrain(self) -> None:
+        """Emits the ops that give weights the values which the constraints of layers ask for.
+
+        The optimizer does so after each update, and after what the scheme does then. At the end of `fit`, the scheme
+        has to: a mean need not keep what each rank's weights have kept.
+        """
+        constrain(self.optimizer(), self.trained)
 
     def catch_up(self) -> tf.Tensor:
         """Emits the ops with which a rank that was started again finds out where the others are, and joins them.

@@ -23,11 +23,14 @@ class Scheme(abc.ABC):
     Attributes:
       mixes_weights: Whether weights become others than a rank's optimizer has made, as means of all ranks' weights do.
         Where ranks average gradients only, False.
+      keeps_assignments: Whether what a step assigns to weights after the optimizer's update stays. Not so where updates
+        are made again, or elsewhere.
       in_lock_step: Whether each rank waits for all others anyhow, so that they may also do so for `strategy.reduce`.
       settles_loops: Whether `synchronize` merges what is under way in a custom loop, as the end of `fit` does.
     """
 
     mixes_weights = True
+    keeps_assignments = True
     in_lock_step = False
     settles_loops = False
 

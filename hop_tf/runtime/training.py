@@ -296,6 +296,8 @@ class TrainingRun(TrainingHooks):
                 "a training step was run, but hop_tf saw no optimizer update in it, so nothing would be exchanged. "
                 f"Check that train_step calls optimizer.apply. Keras {keras.__version__}, TensorFlow {tf.__version__}."
             )
+        if self.worker is not None and not self._scheme.keeps_assignments:
+            _refuse_assignments(trace.assigned_after_update(), type(self._scheme).__name__)
 
     def exchange(self, optimizer, trace: StepTrace, gradients: list, variables: list[tf.Variable]) -> list:
         """Runs the scheme's half of the graph; returns the gradients to apply."""
@@ -440,6 +442,18 @@ def _has(callbacks, kind: type) -> bool:
     """Whether there is a callback of that class in what `fit` was given."""
     flat = tf.nest.flatten(getattr(callbacks, "callbacks", callbacks))  # There may be a CallbackList.
     return any(isinstance(callback, kind) for callback in flat)
+
+
+def _refuse_assignments(variables: Sequence[tf.Variable], strategy: str) -> None:
+    if variables:
+        names = ", ".join(repr(getattr(variable, "path", variable.name)) for variable in variables)
+        raise ValueError(
+            "a training step assigns weights after the optimizer has updated them, as by `weight.assign(...)`. "
+            f"Under {strategy} that would be lost: updates are made again with what comes from other ranks, or on a "
+            "server. Give the layer a constraint, as in Dense(8, kernel_constraint=keras.constraints.MaxNorm(1.0)). "
+            "Or take HopStrategy, DTSStrategy, CanaryStrategy(consistency='bsp') or "
+            f"PipeSGDStrategy(pipeline_width=1). Received: an assignment to {names}."
+        )
 
 
 def _reduced(reduce_op: tf.distribute.ReduceOp, values: Sequence[tf.Tensor]) -> tf.Tensor:

@@ -36,7 +36,7 @@ import tensorflow as tf
 from hop_tf import codecs
 from hop_tf.arguments import identity_of
 from hop_tf.collectives import AllReduce
-from hop_tf.keras_hook.optimizers import constrain, ema_overwrite_frequency, scaled, slots_of
+from hop_tf.keras_hook.optimizers import ema_overwrite_frequency, scaled, slots_of
 from hop_tf.options import CommunicationOptions, checked_options
 from hop_tf.runtime.exchange import Exchange
 from hop_tf.runtime.gradients import GradientExchange, submit_gradients, take_means
@@ -165,6 +165,7 @@ class CanaryStrategy(ExchangeStrategy):
             options = dataclasses.replace(options, interfaces=interfaces)
         self.in_lock_step = self._settings.is_synchronous
         self.mixes_weights = not self.in_lock_step
+        self.keeps_assignments = self.in_lock_step
         cluster = training_cluster(cluster_resolver, "CanaryStrategy")
         if cluster.world_size > 1:
             self._settings.algorithm.check_world_size(cluster.world_size)
@@ -246,7 +247,7 @@ class CanaryStrategy(ExchangeStrategy):
         group.signal(segment)
         buckets, _ = group.take(group.step.read_value(), segment)
         exchange.changes.replace(exchange.parts[segment].unpack(buckets))
-        constrain(group.optimizer(), group.trained)
+        group.constrain()
 
 
 def _check_averages(optimizer: Any) -> None:

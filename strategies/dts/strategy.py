@@ -51,8 +51,7 @@ class DTSStrategy(ExchangeStrategy):
 
     When `fit` ends, all windows are merged: weights and moving statistics are then equal to the bit on all ranks (but
     for those that `use_ema` puts in their place; `synchronize(model)` averages them). Optimizer slots stay each rank's
-    own, and so may learning rates. Callbacks and validation within `fit` see the weights that a rank computes with. A
-    constraint holds for a rank's own steps, not for means.
+    own, and so may learning rates. Callbacks and validation within `fit` see the weights that a rank computes with.
 
     `delay=0` is local SGD; with an `outer_optimizer` it is DiLoCo, and with a delay its eager form. `delay=0,
     interval=1` with SGD is synchronous training.
@@ -227,6 +226,7 @@ class DTSStrategy(ExchangeStrategy):
         self._hand_out(group, tf.constant(under_way.stop, tf.int64), counts=counts, everything=True)
         for window in [*under_way, under_way.stop]:
             self._merge(group, tf.constant(window, tf.int64), under_way.stop - window)
+        group.constrain()
 
 
 def _checked_outer_optimizer(optimizer: object) -> str:

@@ -149,6 +149,7 @@ class PipeSGDStrategy(ExchangeStrategy):
             algorithm=algorithm,
             compensation=compensation,
         )
+        self.keeps_assignments = not self._settings.replays
         cluster = training_cluster(cluster_resolver, "PipeSGDStrategy")
         super().__init__(
             cluster=cluster,

@@ -116,6 +116,8 @@ class SHATParameterServerStrategy(ExchangeStrategy):
       a Stale Synchronous Parallel Parameter Server. NIPS 2013.
     """
 
+    keeps_assignments = False
+
     def __init__(
         self,
         *,

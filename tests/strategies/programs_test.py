@@ -15,6 +15,7 @@ from support import MEMBERS
 
 _NUM_ROWS = 32
 _BATCH_SIZE = 8
+_BOUND = 1.2  # Of weights, which would be larger without it.
 
 
 def _rows(num_columns):
@@ -80,6 +81,39 @@ class Distance(keras.layers.Layer):
         return first
 
 
+class Perturbed(keras.Sequential):
+    """The gradient is that of other weights, as in sharpness-aware minimization."""
+
+    def train_step(self, data):
+        x, y = data
+        for weight in self.trainable_weights:
+            weight.assign_add(0.05 * tf.ones_like(weight))
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self(x) - y))
+        gradients = tape.gradient(loss, self.trainable_weights)
+        for weight in self.trainable_weights:
+            weight.assign_sub(0.05 * tf.ones_like(weight))
+        self.optimizer.apply(gradients, self.trainable_weights)
+        return {"loss": loss}
+
+
+class Clipped(keras.Sequential):
+    """Weights are clipped after each update, as in the first Wasserstein GANs."""
+
+    def train_step(self, data):
+        logs = super().train_step(data)
+        for weight in self.trainable_weights:
+            weight.assign(tf.clip_by_value(weight, -_BOUND, _BOUND))
+        return logs
+
+
+def _regression(make_model, **arguments):
+    model = make_model([keras.Input((4,)), keras.layers.Dense(1, kernel_initializer="ones", **arguments)])
+    model.compile(keras.optimizers.SGD(0.05, momentum=0.5), "mse")
+    x = _rows(4)
+    return model, {"x": x, "y": 2 * x[:, :1] + x[:, 1:2], "batch_size": _BATCH_SIZE}
+
+
 def _autoencoder():
     model = Autoencoder()
     model.compile(keras.optimizers.SGD(0.1))
@@ -101,9 +135,18 @@ def _siamese():
     return model, {"x": pairs.batch(_BATCH_SIZE)}
 
 
-_PROGRAMS = {"autoencoder": _autoencoder, "gan": _gan, "siamese": _siamese}
+_PROGRAMS = {
+    "autoencoder": _autoencoder,
+    "gan": _gan,
+    "siamese": _siamese,
+    "perturbed": lambda: _regression(Perturbed),
+    "clipped": lambda: _regression(Clipped),
+    "constrained": lambda: _regression(keras.Sequential, kernel_constraint=keras.constraints.UnitNorm()),
+}
 # Where a strategy refuses one of them.
-_REFUSED = {("gan", "canary"): "a step must update by one optimizer only"}
+_REFUSED = {("gan", "canary"): "a step must update by one optimizer only"} | {
+    ("clipped", name): "Give the layer a constraint" for name in ("pipe_sgd", "canary", "shat")
+}
 
 
 def _train(program, strategy):
@@ -139,6 +182,10 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
                 if one.ndim > 1:  # Some biases have no gradient.
                     self.assertNotAllClose(one, other, rtol=1e-4, atol=1e-4)
                 self.assertAllClose(other, of_one_process, rtol=0.3, atol=0.3)
+                if program == "clipped":
+                    self.assertLessEqual(np.abs(other).max(), _BOUND)
+                if program == "constrained" and one.ndim > 1:
+                    self.assertAllClose(np.linalg.norm(other, axis=0), [1.0], rtol=1e-5)
 
     @parameterized.parameters(*_PROGRAMS)
     def test_two_ranks_train_as_one_process(self, program):
