@@ -7,10 +7,11 @@ on Keras.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from absl import logging
 from hop_tf.cluster import Cluster
 from hop_tf.codecs import Identity
 from hop_tf.collectives import AllReduce, TreeCollectives, get_algorithm
-from hop_tf.errors import HopError, MismatchError, PeerLostError
+from hop_tf.errors import DeadlineExceededError, HopError, MismatchError, PeerLostError
 from hop_tf.keras_hook.shuffling import draw_seed
 from hop_tf.membership import Membership
 from hop_tf.membership.monitor import ThreadMonitor
@@ -46,6 +47,17 @@ def make_transport(cluster: Cluster, options: CommunicationOptions, **arguments)
     """Makes the transport of this process, not started; for the other arguments see `TcpTransport`."""
     make = cluster.make_transport or _TRANSPORTS[options.data_plane]
     return make(cluster.number, cluster.all_addresses, options=options, **arguments)
+
+
+@contextlib.contextmanager
+def _all_ranks_call(what: str) -> Iterator[None]:
+    """Adds to errors of waiting what may be the cause: some ranks do not do what the others do."""
+    try:
+        yield
+    except (PeerLostError, DeadlineExceededError) as error:
+        raise type(error)(
+            f"{error} All ranks must call {what}, as often as each other and in the same order."
+        ) from error
 
 
 class Worker:
@@ -140,7 +152,8 @@ class Worker:
         self._joining.counts[_IN_SESSION] = self._num_gathered = 0
         self._metrics.reset(self.membership.session + 1, takes_part=averages_metrics)
         self._in_session = True  # Others count on this rank from now on, also where it fails to enter.
-        self.membership.begin_session(draw_seed(self.membership.session + 1), claims)
+        with _all_ranks_call("`fit`, or a custom loop's first step"):
+            self.membership.begin_session(draw_seed(self.membership.session + 1), claims)
 
     def _retire_groups(self) -> None:
         """Ends the groups of optimizers that are gone, as after a new `compile`."""
@@ -337,18 +350,22 @@ class Worker:
         floats = [v for v in variables if v.dtype.is_floating]
         try:
             signature = sign("average", "", [spec_of(v) for v in floats])
-            self._compare(self._next_called(), signature, in_session=False)
+            with _all_ranks_call("`strategy.synchronize`"):
+                self._compare(self._next_called(), signature, in_session=False)
         except MismatchError as error:  # Others agree with rank 0, and would wait for this rank.
             self.membership.leave(sent_rounds={}, reason=f"MismatchError: {error}", abort=True)
             raise
         arrays = [np.asarray(v.read_value()) for v in floats]
-        for variable, mean in zip(floats, self._collectives.mean(self._next_called(), arrays), strict=True):
+        with _all_ranks_call("`strategy.synchronize`"):
+            means = self._collectives.mean(self._next_called(), arrays)
+        for variable, mean in zip(floats, means, strict=True):
             variable.assign(mean)
 
     def gather(self, value: object) -> list | None:
         """Brings every rank's value to rank 0. A collective; see `TreeCollectives.gather`."""
         self.membership.require_all("to gather")
-        return self._collectives.gather(self._next_called(), value)
+        with _all_ranks_call("`strategy.gather_reports`"):
+            return self._collectives.gather(self._next_called(), value)
 
     def begin_averaging_metrics(self, num_steps: int) -> None:
         """Comes before the first `average_metrics` in a session; see `MetricMeans.begin`."""

@@ -14,9 +14,10 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import hop_tf
-from hop_tf.errors import ClusterConfigError
+from hop_tf.errors import ClusterConfigError, PeerLostError
 from hop_tf.processes.local_cluster import PortReservation
 from hop_tf.testing import MultiProcessRunner
+from support import MEMBERS, error_of
 
 
 def _tf_config(task_type, index, **cluster):
@@ -90,6 +91,29 @@ class TwoRanksTest(tf.test.TestCase):
         with MultiProcessRunner(count_rows, num_workers=2) as runner:
             for rows in runner.join().raise_for_errors().values:
                 self.assertEqual(rows, {"dataset": 4, "distributed": 4})
+
+
+class OnChiefOnlyTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters("synchronize", "fit", "gather_reports")
+    def test_what_all_ranks_have_to_call(self, what):
+        def run(strategy):
+            x = np.ones((4, 1), np.float32)
+            with strategy.scope():
+                model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+                model.compile("sgd", "mse")
+            model.fit(x, x, batch_size=2, verbose=0)
+            if not strategy.is_chief:
+                return strategy.shutdown()
+            calls = {
+                "synchronize": lambda: strategy.synchronize(model),
+                "fit": lambda: model.fit(x, x, batch_size=2, verbose=0),
+                "gather_reports": strategy.gather_reports,
+            }
+            return error_of(calls[what])
+
+        error, _ = MEMBERS["pipe_sgd"].run(run)
+        self.assertIsInstance(error, PeerLostError)
+        self.assertRegex(str(error), f"rank 1 .* has ended: .* All ranks must call `(strategy.)?{what}`")
 
 
 class RefusalsTest(tf.test.TestCase, parameterized.TestCase):
