@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import enum
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import keras
 import tensorflow as tf
 from tensorflow.python.data.experimental.ops import distribute
 from tensorflow.python.distribute import input_ops
@@ -29,18 +31,20 @@ class DataSharding:
     Args:
       rank: This rank.
       world_size: Number of ranks.
+      note_first: Called with a digest of the first batch of the training data, in each epoch.
 
     Attributes:
       num_batches: Of an epoch of the training data that ranks share in the running `fit`; 0 if it is not known.
       num_steps: Of an epoch of the running or last `fit` on this rank; 0 if it is not known, None before that is asked.
     """
 
-    def __init__(self, rank: int, world_size: int):
+    def __init__(self, rank: int, world_size: int, note_first: Callable[[int], None]):
         self.num_batches = 0
         self.num_steps: int | None = None
         self._counts_next = False
         self._rank = rank
         self._world_size = world_size
+        self._note_first = note_first
         self._of_next = _Sharding.NONE
         self._whole: weakref.WeakSet[tf.data.Dataset] = weakref.WeakSet()
         self._inside_keras = 0
@@ -107,7 +111,8 @@ class DataSharding:
                 _check_endless(dataset)
             return shard_by_policy(dataset, self._rank, self._world_size)
         self._counts_next = self._inside_keras > 0
-        return slice_global_batches(dataset, self._rank, self._world_size)
+        note_first = self._note_first if self._inside_keras else None
+        return slice_global_batches(dataset, self._rank, self._world_size, note_first)
 
 
 def _check_endless(dataset: tf.data.Dataset) -> None:
@@ -121,7 +126,9 @@ def _check_endless(dataset: tf.data.Dataset) -> None:
         )
 
 
-def slice_global_batches(dataset: tf.data.Dataset, rank: int, world_size: int) -> tf.data.Dataset:
+def slice_global_batches(
+    dataset: tf.data.Dataset, rank: int, world_size: int, note_first: Callable[[int], None] | None = None
+) -> tf.data.Dataset:
     """Keeps this rank's slice of every global batch.
 
     Rank r of N takes the rows n * r // N up to max(n * (r + 1) // N, n * r // N + 1) of a batch of n rows: contiguous
@@ -133,26 +140,40 @@ def slice_global_batches(dataset: tf.data.Dataset, rank: int, world_size: int) -
         dimension.
       rank: This rank.
       world_size: Number of ranks.
+      note_first: Called with a digest of the first global batch of each epoch, on a thread of TensorFlow's.
 
     Returns:
       A dataset of the same cardinality.
     """
 
-    def slice_batch(*components):
-        # `map` takes tuples apart, those of one component too; a batch keeps its structure.
-        batch = components if type(dataset.element_spec) is tuple else components[0]
+    def slice_batch(index, batch):
         leaves = [leaf for leaf in tf.nest.flatten(batch) if not _is_optional(leaf)]
         if not leaves:
             return batch
+        if note_first is not None:
+            tf.cond(tf.equal(index, 0), lambda: _note_digest(batch, note_first), lambda: None)
         num_rows = _num_rows(leaves[0])
         start = num_rows * rank // world_size
         end = tf.maximum(num_rows * (rank + 1) // world_size, start + 1)
         return tf.nest.map_structure(lambda leaf: _rows(leaf, start, end), batch)
 
+    numbered = dataset.enumerate()
     if _must_not_run_ahead(dataset):
-        return dataset.map(slice_batch)
-    sliced = dataset.map(slice_batch, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+        return numbered.map(slice_batch)
+    sliced = numbered.map(slice_batch, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
     return sliced.prefetch(tf.data.AUTOTUNE)
+
+
+def _note_digest(batch: Any, note: Callable[[int], None]) -> None:
+    """Emits the op that calls `note` with a digest of the batch's targets; of all of it, where it has none.
+
+    Inputs may be augmented at random, on each rank in another way.
+    """
+    _, targets, _ = keras.utils.unpack_x_y_sample_weight(batch)
+    leaves = tf.nest.flatten(batch if targets is None else targets)
+    parts = [tf.io.serialize_tensor(leaf) for leaf in leaves if isinstance(leaf, tf.Tensor)]
+    digest = tf.strings.to_hash_bucket_fast(tf.strings.join(parts), 2**62)
+    tf.numpy_function(lambda value: note(int(value)), [digest], [])
 
 
 def _must_not_run_ahead(dataset: tf.data.Dataset) -> bool:

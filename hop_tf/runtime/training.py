@@ -72,7 +72,7 @@ class TrainingRun(TrainingHooks):
         self._world_size = world_size
         self._joins_at_once = joins_at_once
         self.worker: Worker | None = None
-        self.data = DataSharding(rank, world_size)
+        self.data = DataSharding(rank, world_size, lambda digest: self.worker.note_first_batch(digest))
         self.statistics = StepStatistics()
         self._emulated_compute = EmulatedCompute.from_environment(rank, world_size)
         # For each optimizer, by the identities of the variables that it updates together.

@@ -29,6 +29,7 @@ from hop_tf.options import CommunicationOptions
 from hop_tf.runtime.all_gather import AllGather
 from hop_tf.runtime.averaging import LateChanges
 from hop_tf.runtime.exchange import Exchange, ExchangeRunner
+from hop_tf.runtime.first_batches import FirstBatches
 from hop_tf.runtime.group import ExchangeContext, Group
 from hop_tf.runtime.joining import Joining
 from hop_tf.runtime.metrics import QUEUE, MetricMeans
@@ -116,6 +117,7 @@ class Worker:
         self._all_gather = AllGather(cluster.world_size, self._all_gather_bytes, self._on_error)
         self._num_gathered = 0
         self._metrics = MetricMeans(self.membership)
+        self._first_batches = FirstBatches(self.membership)
         self._in_session = False
         self._closed = False
         self._transport.start()
@@ -150,6 +152,7 @@ class Worker:
             group.exchange.reset(self.membership.session + 1)
             group.step.assign(0)
         self._joining.counts[_IN_SESSION] = self._num_gathered = 0
+        self._first_batches.reset()
         self._metrics.reset(self.membership.session + 1, takes_part=averages_metrics)
         self._in_session = True  # Others count on this rank from now on, also where it fails to enter.
         with _all_ranks_call("`fit`, or a custom loop's first step"):
@@ -366,6 +369,10 @@ class Worker:
         self.membership.require_all("to gather")
         with _all_ranks_call("`strategy.gather_reports`"):
             return self._collectives.gather(self._next_called(), value)
+
+    def note_first_batch(self, digest: int) -> None:
+        """See `FirstBatches.note`."""
+        self._first_batches.note(digest)
 
     def begin_averaging_metrics(self, num_steps: int) -> None:
         """Comes before the first `average_metrics` in a session; see `MetricMeans.begin`."""
