@@ -164,7 +164,8 @@ class TrainingRun(TrainingHooks):
             failure = self.worker.membership.failure
             if failure is None:
                 raise
-            raise failure from error
+            # An operation that has failed with this text only tells, at length, where it is in the graph.
+            raise failure from (None if type(failure).__name__ in error.message else error)
 
     def _end_loop(self) -> None:
         """Ends the session of a custom loop, if one is under way: it has no end of its own."""
