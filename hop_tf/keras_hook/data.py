@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import keras
 import tensorflow as tf
 from tensorflow.python.data.experimental.ops import distribute
 from tensorflow.python.distribute import input_ops
@@ -169,9 +168,11 @@ def _note_digest(batch: Any, note: Callable[[int], None]) -> None:
 
     Inputs may be augmented at random, on each rank in another way.
     """
-    _, targets, _ = keras.utils.unpack_x_y_sample_weight(batch)
-    leaves = tf.nest.flatten(batch if targets is None else targets)
-    parts = [tf.io.serialize_tensor(leaf) for leaf in leaves if isinstance(leaf, tf.Tensor)]
+    has_targets = isinstance(batch, (tuple, list)) and len(batch) in (2, 3)
+    leaves = tf.nest.flatten(batch[1] if has_targets else batch, expand_composites=True)
+    parts = [
+        tf.io.serialize_tensor(leaf) for leaf in leaves if isinstance(leaf, tf.Tensor) and leaf.dtype != tf.variant
+    ]
     digest = tf.strings.to_hash_bucket_fast(tf.strings.join(parts), 2**62)
     tf.numpy_function(lambda value: note(int(value)), [digest], [])
 

@@ -95,8 +95,13 @@ class TrainingHooks(abc.ABC):
         """Called when `fit` has made the last step of an epoch, before it validates and asks callbacks; also twice."""
 
     @abc.abstractmethod
-    def average_metrics(self, logs: dict[str, Any]) -> None:
-        """Called with an epoch's metrics when it has been validated, before callbacks are asked; may change them."""
+    def average_metrics(self, logs: dict[str, Any], num_steps: int) -> None:
+        """Called once with an epoch's metrics, before callbacks are asked; may change them.
+
+        Args:
+          logs: The metrics, those of validation included.
+          num_steps: How many steps the epoch had, which may have been broken off.
+        """
 
     @abc.abstractmethod
     def finish_training(self) -> None:

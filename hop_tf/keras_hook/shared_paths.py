@@ -69,20 +69,23 @@ class CallbackPaths:
         for (callback, name), place in zip(self._writers, self.places, strict=True):
             owner = owners.get(place, rank)
             if owner != rank:
-                path = os.fspath(getattr(callback, name))
+                path = os.fspath(getattr(callback, name)).rstrip(os.sep)
                 own = own_path(callback, path, rank)
                 logging.warning(
                     "%s of rank %d writes to %s: rank %d has %s.",
                     *(type(callback).__name__, rank, own, owner, path),
                 )
-                _redirect(callback, path, own)
+                setattr(callback, name, own)
+                if isinstance(callback, keras.callbacks.CSVLogger):  # The others make their folders.
+                    tf.io.gfile.makedirs(os.path.dirname(own))
+                if isinstance(callback, keras.callbacks.BackupAndRestore):
+                    _redirect_files(callback, path, own)
 
 
-def _redirect(callback: keras.callbacks.Callback, path: str, own: str) -> None:
-    if isinstance(callback, _OF_FILES):
-        tf.io.gfile.makedirs(os.path.dirname(own))
-    for name, value in vars(callback).items():  # BackupAndRestore also has the paths of its files.
-        if isinstance(value, (str, os.PathLike)) and f"{os.fspath(value)}{os.sep}".startswith(path + os.sep):
+def _redirect_files(callback: keras.callbacks.BackupAndRestore, path: str, own: str) -> None:
+    """It also has the paths of its files."""
+    for name, value in vars(callback).items():
+        if isinstance(value, (str, os.PathLike)) and os.fspath(value).startswith(path + os.sep):
             setattr(callback, name, own + os.fspath(value)[len(path) :])
 
 
@@ -96,7 +99,7 @@ def own_path(callback: keras.callbacks.Callback, path: str, rank: int) -> str:
     if isinstance(callback, _OF_FILES):
         return os.path.join(os.path.dirname(path), folder, os.path.basename(path))
     if isinstance(callback, keras.callbacks.BackupAndRestore):
-        return f"{path.rstrip(os.sep)}_{folder}"
+        return f"{path}_{folder}"
     return os.path.join(path, folder)
 
 
@@ -110,7 +113,8 @@ def _place(path: str) -> str:
 def _is_shared(path: str) -> bool:
     """Whether machines share the file system."""
     mounted = [part for part in psutil.disk_partitions(all=True) if pathlib.Path(path).is_relative_to(part.mountpoint)]
-    kind = max(mounted, key=lambda part: len(part.mountpoint)).fstype if mounted else ""
+    # Of several at the same place, the last one covers the others.
+    kind = max(reversed(mounted), key=lambda part: len(part.mountpoint)).fstype if mounted else ""
     return kind in _NETWORK_FILE_SYSTEMS or kind.startswith("fuse")
 
 

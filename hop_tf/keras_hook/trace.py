@@ -9,6 +9,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from tensorflow.python.framework import auto_control_deps_utils
 from tensorflow.python.ops import control_flow_v2_func_graphs
 
 _CONTROL_FLOW_GRAPHS = (
@@ -130,10 +131,18 @@ class StepTrace:
 def _num_assignments(graph: tf.Graph) -> dict[int, int]:
     """How many operations of `graph` do more than look at a variable, by the identity of its handle."""
     return {
-        id(handle): sum(op.type not in _READ_ONLY_OPS for op in placeholder.consumers())
+        id(handle): sum(_assigns(op, placeholder) for op in placeholder.consumers())
         for handle, placeholder in graph.captures
         if handle.dtype == tf.resource
     }
+
+
+def _assigns(op: tf.Operation, handle: tf.Tensor) -> bool:
+    """Whether an operation does more than look at a variable; of a condition, a loop or a call TensorFlow knows."""
+    if op.type in _READ_ONLY_OPS:
+        return False
+    reads, _ = auto_control_deps_utils.get_read_write_resource_inputs(op)
+    return all(each is not handle for each in reads)
 
 
 def _is_assigned(variable: tf.Variable, graph: tf.Graph) -> bool:

@@ -94,7 +94,7 @@ def _wrapped(method: Callable, is_fit: bool) -> Callable:
                 return method(self, *args, **kwargs)
         _adopt_optimizers(self, strategy)
         callbacks = given.get("callbacks")
-        with hooks.keras_call(), _fit(hooks, given.get("x"), callbacks), _between(callbacks, hooks, self) as extended:
+        with hooks.keras_call(), _fit(hooks, given.get("x"), callbacks), _between(callbacks, hooks) as extended:
             given["callbacks"] = extended
             with shuffled_alike(given, hooks.shuffle_seed), _undecorated(self):
                 return method(*bound.args, **bound.kwargs)
@@ -131,14 +131,22 @@ def _undecorated(model: keras.Model) -> Iterator[None]:
 class _First(keras.callbacks.Callback):
     """Tells a strategy that an epoch's steps are made, before the callbacks behind this one see model and metrics."""
 
+    async_safe = True  # Counting does not keep Keras from reading metrics later.
+
     def __init__(self, hooks: TrainingHooks):
         super().__init__()
         self._hooks = hooks
+        self._num_steps = 0  # Of the epoch, so far.
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._num_steps = 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        self._num_steps = batch + 1
 
     def on_epoch_end(self, epoch, logs=None):
         self._hooks.end_epoch()
-        if not self.model.stop_training:  # Else it may be within an epoch; others need its steps to end theirs.
-            self._hooks.average_metrics(logs)
+        self._hooks.average_metrics(logs, self._num_steps)
 
 
 class _Last(keras.callbacks.Callback):
@@ -156,10 +164,9 @@ class _Last(keras.callbacks.Callback):
 
 
 @contextlib.contextmanager
-def _between(callbacks: Any, hooks: TrainingHooks, model: keras.Model) -> Iterator[Any]:
+def _between(callbacks: Any, hooks: TrainingHooks) -> Iterator[Any]:
     """The user's callbacks between `_First` and `_Last`."""
     first, last = _First(hooks), _Last(hooks)
-    first.set_model(model)
     if not isinstance(callbacks, keras.callbacks.CallbackList):
         yield [first, *(tf.nest.flatten(callbacks) if callbacks is not None else ()), last]
         return

@@ -45,20 +45,33 @@ class AllGather:
         Blocks: (when run) until all ranks have asked for theirs.
 
         Raises:
-          tf.errors.InvalidArgumentError: When run, if a rank was lost, or has left. The text says which.
+          tf.errors.InvalidArgumentError: When run, if a rank was lost, or has left: the text says which. Also after a
+            step that was broken off, until the next session.
         """
         value = tf.convert_to_tensor(value)
         with tf.init_scope():
             own, all_ranks = self._start()
+            count = self._count
         with tf.device("/cpu:0"):
             # Within a tf.function, ops on the same queue run in the order of the program.
-            with tf.control_dependencies([own.enqueue(tf.io.serialize_tensor(value))]):
-                values, error = all_ranks.dequeue()
-            with tf.control_dependencies([tf.raw_ops.Assert(condition=tf.equal(error, ""), data=[error])]):
+            number = count.assign_add(1, read_value=True)
+            with tf.control_dependencies([own.enqueue([number, tf.io.serialize_tensor(value)])]):
+                answered, values, error = all_ranks.dequeue()
+            # A step that was broken off may have left an answer that nobody has taken.
+            is_answer = tf.logical_and(tf.equal(error, ""), tf.equal(answered, number))
+            check = tf.raw_ops.Assert(condition=is_answer, data=[error, answered, number])
+            with tf.control_dependencies([check]):
                 parts = tf.unstack(tf.ensure_shape(tf.identity(values), [self._world_size]))
             parts = [tf.io.parse_tensor(part, value.dtype) for part in parts]
         rank = value.shape.rank
         return [tf.ensure_shape(part, tf.TensorShape(None if rank is None else [None] * rank)) for part in parts]
+
+    def reset(self) -> None:
+        """Drops answers that nobody has taken, for a session that this rank is about to enter."""
+        if self._queues is not None:
+            _, all_ranks = self._queues
+            for _ in range(int(all_ranks.size())):
+                all_ranks.dequeue()
 
     def close(self) -> None:
         """Ends the thread."""
@@ -70,7 +83,11 @@ class AllGather:
     def _start(self) -> tuple[tf.queue.FIFOQueue, tf.queue.FIFOQueue]:
         if self._queues is None:
             with tf.device("/cpu:0"):
-                self._queues = tf.queue.FIFOQueue(1, [tf.string]), tf.queue.FIFOQueue(1, [tf.string, tf.string])
+                self._count = tf.Variable(0, dtype=tf.int64, trainable=False, name="hop_tf_gathered")
+                self._queues = (
+                    tf.queue.FIFOQueue(1, [tf.int64, tf.string]),
+                    tf.queue.FIFOQueue(1, [tf.int64, tf.string, tf.string]),
+                )
             self._thread.start()
         return self._queues
 
@@ -78,15 +95,15 @@ class AllGather:
         own, all_ranks = self._queues
         try:
             while True:
-                data = own.dequeue().numpy()
+                number, data = own.dequeue()
                 values, error = [], ""
                 try:
-                    values = self._gather(data)
+                    values = self._gather(data.numpy())
                 except Interrupted:
                     error = "this rank has left the session"
                 except HopError as raised:
                     error = f"{type(raised).__name__}: {raised}"
                     self._on_error(raised)
-                all_ranks.enqueue([np.array(values, object), error])
+                all_ranks.enqueue([number, np.array(values, object), error])
         except (tf.errors.OutOfRangeError, tf.errors.CancelledError):
             pass  # `close` closed the queues.

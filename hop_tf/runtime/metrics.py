@@ -64,13 +64,14 @@ class MetricMeans:
         self._send(0, num_steps, self._others)
 
     def mean(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """The means of some metrics over the ranks that have them; of numbers, and arrays of one shape.
+        """The means of some metrics over the ranks.
 
         Args:
           metrics: This rank's.
 
         Returns:
-          The means; equal to the bit on all ranks that make as many steps in an epoch.
+          The means; equal to the bit on all ranks that make as many steps in an epoch. What is no number, and no array
+          of numbers that has the same shape on all ranks that have it, is left out.
 
         Blocks: until the metrics of all ranks that take part are there.
 
@@ -78,7 +79,7 @@ class MetricMeans:
           HopError: As `Membership.wait` does.
         """
         number = self.sent_rounds
-        own = {name: np.asarray(value, np.float64).tolist() for name, value in metrics.items()}
+        own = {name: np.asarray(value, np.float64).tolist() for name, value in metrics.items() if _is_numeric(value)}
         num_steps = self._receive(0, self._others)
         alike = [rank for rank, steps in num_steps.items() if steps == self._num_steps]
         if number == 1 and len(alike) < len(num_steps):
@@ -91,7 +92,13 @@ class MetricMeans:
         with self._membership.monitor:
             del self._received[number]
         of_ranks = [of_rank for _, of_rank in sorted([(self._membership.rank, own), *received.items()])]
-        return {name: np.mean([each[name] for each in of_ranks if name in each], axis=0).tolist() for name in own}
+        means = {}
+        for name in own:
+            values = [np.asarray(each[name]) for each in of_ranks if name in each]
+            if all(value.shape == values[0].shape for value in values):
+                mean = np.mean(values, axis=0)
+                means[name] = mean if mean.ndim else float(mean)
+        return means
 
     def end(self) -> None:
         """This rank averages no more in this session: it may have to wait for others, which must not wait for it."""
@@ -131,3 +138,10 @@ class MetricMeans:
             self._ended.add(message.sender)
         else:
             self._received[number][message.sender] = value
+
+
+def _is_numeric(value: Any) -> bool:
+    try:
+        return np.asarray(value).dtype.kind in "biuf"
+    except ValueError:  # An array of parts of several shapes.
+        return False

@@ -214,10 +214,15 @@ class TrainingRun(TrainingHooks):
         for group in self.groups:
             self._scheme.end_epoch(group)
 
-    def average_metrics(self, logs: dict) -> None:
+    def average_metrics(self, logs: dict, num_steps: int) -> None:
         """Puts the means over the ranks in the place of this rank's metrics, where ranks average them."""
-        if self._averages_metrics and self.data.num_steps:
+        if not self._averages_metrics or not self.data.num_steps:
+            return
+        if num_steps == self.data.num_steps:
             logs.update(self.worker.average_metrics(logs))
+        else:  # Its data have ended, or somebody has stopped it: others may need further steps to end their epoch.
+            self._averages_metrics = False
+            self.worker.end_averaging_metrics()
 
     def finish_training(self) -> None:
         """Lets the scheme do, once in a `fit`, what is left when the last step has been made."""
@@ -348,7 +353,7 @@ class TrainingRun(TrainingHooks):
                 f"{what} was asked for, as by `strategy.reduce`, `strategy.gather`, `all_reduce`, or a layer with "
                 f"`synchronized=True`. Ranks would have to wait for the slowest of them, which {name} avoids. Use this "
                 "rank's own value; outside of `fit`, `strategy.gather_reports(loss=float(loss))` brings all ranks' to "
-                "rank 0. Under PipeSGDStrategy, DTSStrategy and CanaryStrategy(consistency='bsp') this works."
+                "rank 0. It works under PipeSGDStrategy, DTSStrategy, and Canary and SHAT with consistency='bsp'."
             )
 
     def refuse_update(self, optimizer) -> None:

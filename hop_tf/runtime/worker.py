@@ -152,6 +152,7 @@ class Worker:
             group.exchange.reset(self.membership.session + 1)
             group.step.assign(0)
         self._joining.counts[_IN_SESSION] = self._num_gathered = 0
+        self._all_gather.reset()
         self._first_batches.reset()
         self._metrics.reset(self.membership.session + 1, takes_part=averages_metrics)
         self._in_session = True  # Others count on this rank from now on, also where it fails to enter.

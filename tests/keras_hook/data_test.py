@@ -57,6 +57,20 @@ class SliceGlobalBatchesTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllEqual(tf.sparse.to_dense(sparse_part), dense[2:])
         self.assertAllEqual(ragged_part.to_list(), [[], [4]])
 
+    def test_digests_of_first_batches(self):
+        """Of the targets, however these and the batch look."""
+        x, ragged = tf.constant([[1.0], [2.0]]), tf.ragged.constant([[1], [2, 3]])
+        sparse = tf.sparse.from_dense([[0, 1], [2, 0]])
+        batches = [x, (x,), (x, x), (x, x + 1), (x, ragged), (x, ragged + 1), (x, sparse), (x, x, x, x), {"a": x}]
+        digests = []
+        for batch in batches:
+            dataset = tf.data.Dataset.from_tensors(batch).repeat(2)
+            self.assertLen(list(slice_global_batches(dataset, 0, 2, digests.append)), 2)
+        self.assertLen(digests, len(batches))  # Once each.
+        self.assertEqual(digests[0], digests[1])
+        self.assertEqual(digests[0], digests[2])  # The targets are the same.
+        self.assertLen({*digests[2:8]}, 6)
+
 
 class WithoutAutotuningTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters((None, False), (True, True), (False, False))

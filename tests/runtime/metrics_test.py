@@ -42,7 +42,10 @@ class MetricMeansTest(parameterized.TestCase):
             return [means.mean({"loss": float(rank), "of classes": np.array([rank, 2.0])}) for _ in range(2)]
 
         mean = (world_size - 1) / 2
-        self.assertEqual(_run(world_size, body), [[{"loss": mean, "of classes": [mean, 2.0]}] * 2] * world_size)
+        for of_rank in _run(world_size, body):
+            for means in of_rank:
+                self.assertEqual(means["loss"], mean)
+                np.testing.assert_array_equal(means["of classes"], [mean, 2.0])
 
     def test_ranks_that_have_left_are_not_waited_for(self):
         def body(means, rank):
@@ -72,6 +75,12 @@ class MetricMeansTest(parameterized.TestCase):
             return means.mean({"loss": float(rank)} | ({"val_loss": 3.0} if rank == 0 else {}))
 
         self.assertEqual(_run(2, body), [{"loss": 0.5, "val_loss": 3.0}, {"loss": 0.5}])
+
+    def test_what_cannot_be_averaged_is_left_out(self):
+        def body(means, rank):
+            return means.mean({"loss": 1.0, "name": "a", "rows": np.zeros(2 + rank), "parts": [[1.0], [1.0, 2.0]]})
+
+        self.assertEqual(_run(2, body), [{"loss": 1.0}] * 2)
 
     def test_what_is_no_number_stays_so(self):
         first, second = _run(2, lambda means, rank: means.mean({"loss": (math.nan, 1.0)[rank]}))

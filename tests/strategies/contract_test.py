@@ -364,6 +364,26 @@ class OneTrainingTest(_OfAllMembers):
 
 
 class ContractTest(_OfAllMembers):
+    @parameterized.parameters("data", "stop_training")
+    def test_an_epoch_of_fewer_steps_than_announced(self, why):
+        """Who comes to its end does not wait for others, which need its next step."""
+
+        def run(strategy):
+            x, y = _data()
+            num_rows = 3 * _STEPS // 2 if why == "data" and strategy.rank == 1 else 2 * _STEPS
+            dataset = strategy.distribute_datasets_from_function(
+                lambda context: tf.data.Dataset.from_tensor_slices((x[:1], y[:1])).repeat(num_rows).batch(1)
+            )
+            model = _compiled(strategy, lambda: _deep(Recorder))
+            stop = keras.callbacks.LambdaCallback(
+                on_train_batch_end=lambda batch, logs: setattr(model, "stop_training", batch == 1)
+            )
+            callbacks = [stop] if why == "stop_training" and strategy.rank == 1 else []
+            history = model.fit(dataset, steps_per_epoch=_STEPS, epochs=2, callbacks=callbacks, verbose=0)
+            return len(history.epoch)
+
+        self.assertEqual(MEMBERS["pipe_sgd"].run(run), [2, 2 if why == "data" else 1])
+
     def test_means_of_metrics_take_a_known_number_of_steps(self):
         def run(strategy):
             model = _compiled(strategy, lambda: _deep(Recorder))

@@ -3,6 +3,7 @@
 Losses are scaled by the number of replicas, gradients add up, and `strategy.reduce` gives the whole batch's loss.
 """
 
+import contextlib
 import functools
 
 import keras
@@ -159,6 +160,28 @@ class ReductionTest(tf.test.TestCase, parameterized.TestCase):
         expected = run(tf.distribute.get_strategy())
         for weights in MEMBERS[name].run(run, pipeline_width=1):
             self.assertAllClose(weights, expected, rtol=1e-4, atol=1e-4)
+
+    def test_a_step_that_is_broken_off_leaves_nothing(self):
+        """Its value is not taken for that of the next call."""
+
+        def run(strategy):
+            @tf.function
+            def fails(x):
+                return strategy.reduce("SUM", x, axis=None) + tf.gather([1.0], tf.cast(x, tf.int32))
+
+            with contextlib.suppress(tf.errors.InvalidArgumentError):
+                fails(tf.constant(5.0 + strategy.rank))
+            results = []
+            for value in (100.0, 200.0):
+                try:
+                    results.append(float(strategy.reduce("SUM", value, axis=None)))
+                except tf.errors.InvalidArgumentError as error:
+                    results.append(error.message)
+            return results
+
+        for results in MEMBERS["pipe_sgd"].run(run):
+            for result, expected in zip(results, (200.0, 400.0), strict=True):
+                self.assertTrue(result == expected or "assertion failed" in str(result), result)
 
     def test_a_rank_has_left(self):
         def run(strategy):

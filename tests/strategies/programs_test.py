@@ -107,6 +107,16 @@ class Clipped(keras.Sequential):
         return logs
 
 
+class Watched(keras.Sequential):
+    """Weights are read after each update, also within conditions and functions."""
+
+    def train_step(self, data):
+        x, _ = data
+        logs = super().train_step(data)
+        read = tf.function(lambda: tf.reduce_mean(self(x)))
+        return logs | {"mean": tf.cond(tf.reduce_sum(x) > 0, lambda: tf.reduce_mean(self(x)), read)}
+
+
 def _regression(make_model, **arguments):
     model = make_model([keras.Input((4,)), keras.layers.Dense(1, kernel_initializer="ones", **arguments)])
     model.compile(keras.optimizers.SGD(0.05, momentum=0.5), "mse")
@@ -140,6 +150,7 @@ _PROGRAMS = {
     "gan": _gan,
     "siamese": _siamese,
     "perturbed": lambda: _regression(Perturbed),
+    "watched": lambda: _regression(Watched),
     "clipped": lambda: _regression(Clipped),
     "constrained": lambda: _regression(keras.Sequential, kernel_constraint=keras.constraints.UnitNorm()),
 }

@@ -18,7 +18,7 @@ def _train(strategy, folder, num_epochs):
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
         model.compile(keras.optimizers.SGD(0.1), "mse")
     callbacks = [
-        keras.callbacks.BackupAndRestore(folder / "backup", delete_checkpoint=False),
+        keras.callbacks.BackupAndRestore(f"{folder}/backup/", delete_checkpoint=False),
         keras.callbacks.ModelCheckpoint(folder / "models" / "{epoch}.keras"),
         keras.callbacks.CSVLogger(folder / "log.csv", append=True),
         keras.callbacks.TensorBoard(folder / "runs"),
