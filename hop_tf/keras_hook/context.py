@@ -55,7 +55,6 @@ class _ReplicaContext(one_device_strategy._OneDeviceReplicaContext):
             rest = [learning_rate(merge_fn.__self__)]
         result = self._update(merge_fn, (list(zip(gradients, variables, strict=True)), *rest), kwargs)
         self._hooks.after_update(merge_fn.__self__, self._trace, variables)
-        self._trace.note_update(variables)
         return result
 
     def _exchange(self, optimizer, gradients: list, variables: list[tf.Variable]) -> list:
@@ -90,7 +89,6 @@ class _ReplicaContext(one_device_strategy._OneDeviceReplicaContext):
         finally:
             self._trace.inside_loss_scaling = False
         self._hooks.after_update(optimizer, self._trace, variables)
-        self._trace.note_update(variables)
         return result
 
 

@@ -42,6 +42,11 @@ _PATHS = {
 _OF_FILES = (keras.callbacks.ModelCheckpoint, keras.callbacks.CSVLogger)
 
 
+def flat_callbacks(callbacks: Any) -> list:
+    """The callbacks in what `fit` was given: one, a structure of them, a CallbackList, or None."""
+    return tf.nest.flatten(getattr(callbacks, "callbacks", callbacks))
+
+
 class CallbackPaths:
     """Where the callbacks of a `fit` write, when it is about to begin.
 
@@ -53,14 +58,16 @@ class CallbackPaths:
     """
 
     def __init__(self, callbacks: Any):
-        flat = tf.nest.flatten(getattr(callbacks, "callbacks", callbacks))  # There may be a CallbackList.
         self._writers = [
-            (callback, name) for callback in flat for kind, name in _PATHS.items() if isinstance(callback, kind)
+            (callback, name)
+            for callback in flat_callbacks(callbacks)
+            for kind, name in _PATHS.items()
+            if isinstance(callback, kind)
         ]
         self.places = [_place(os.fspath(getattr(callback, name))) for callback, name in self._writers]
 
     def divide(self, rank: int, owners: Mapping[str, int]) -> None:
-        """Callbacks whose places belong to another rank write elsewhere: see `own_path`.
+        """Callbacks whose places belong to another rank write elsewhere: see `_own_path`.
 
         Args:
           rank: This rank.
@@ -70,7 +77,7 @@ class CallbackPaths:
             owner = owners.get(place, rank)
             if owner != rank:
                 path = os.fspath(getattr(callback, name)).rstrip(os.sep)
-                own = own_path(callback, path, rank)
+                own = _own_path(callback, path, rank)
                 logging.warning(
                     "%s of rank %d writes to %s: rank %d has %s.",
                     *(type(callback).__name__, rank, own, owner, path),
@@ -89,7 +96,7 @@ def _redirect_files(callback: keras.callbacks.BackupAndRestore, path: str, own: 
             setattr(callback, name, own + os.fspath(value)[len(path) :])
 
 
-def own_path(callback: keras.callbacks.Callback, path: str, rank: int) -> str:
+def _own_path(callback: keras.callbacks.Callback, path: str, rank: int) -> str:
     """Where a callback of `rank` writes in the place of `path`.
 
     A file, in a folder `rank_<r>` beside; what fills a folder, in a folder `rank_<r>` in it, so that TensorBoard shows

@@ -113,11 +113,12 @@ class StepTrace:
         unclaimed = [variable for key, (variable, _) in self._at_start.items() if key not in self._claimed]
         if self._graph is None:
             return unclaimed
-        return [variable for variable in unclaimed if _is_assigned(variable, self._graph)]
+        counts = _num_assignments(self._graph)
+        return [variable for variable in unclaimed if counts.get(id(variable.handle), 0) > 0]
 
     def note_update(self, variables: Sequence[tf.Variable] = ()) -> None:
         """Notes that an optimizer has updated these variables, and has done all that it does with former ones."""
-        if self._graph is not None:
+        if self._graph is not None and (variables or self._updated):
             updated = [*(variable for variable, _ in self._updated.values()), *variables]
             counts = _num_assignments(self._graph)
             self._updated = {id(variable): (variable, counts.get(id(variable.handle), 0)) for variable in updated}
@@ -143,7 +144,3 @@ def _assigns(op: tf.Operation, handle: tf.Tensor) -> bool:
         return False
     reads, _ = auto_control_deps_utils.get_read_write_resource_inputs(op)
     return all(each is not handle for each in reads)
-
-
-def _is_assigned(variable: tf.Variable, graph: tf.Graph) -> bool:
-    return _num_assignments(graph).get(id(variable.handle), 0) > 0

@@ -50,8 +50,7 @@ class AllGather:
         """
         value = tf.convert_to_tensor(value)
         with tf.init_scope():
-            own, all_ranks = self._start()
-            count = self._count
+            count, own, all_ranks = self._start()
         with tf.device("/cpu:0"):
             # Within a tf.function, ops on the same queue run in the order of the program.
             number = count.assign_add(1, read_value=True)
@@ -80,7 +79,7 @@ class AllGather:
                 queue.close(cancel_pending_enqueues=True)
             self._thread.join(timeout=5)
 
-    def _start(self) -> tuple[tf.queue.FIFOQueue, tf.queue.FIFOQueue]:
+    def _start(self) -> tuple[tf.Variable, tf.queue.FIFOQueue, tf.queue.FIFOQueue]:
         if self._queues is None:
             with tf.device("/cpu:0"):
                 self._count = tf.Variable(0, dtype=tf.int64, trainable=False, name="hop_tf_gathered")
@@ -89,7 +88,7 @@ class AllGather:
                     tf.queue.FIFOQueue(1, [tf.int64, tf.string, tf.string]),
                 )
             self._thread.start()
-        return self._queues
+        return self._count, *self._queues
 
     def _run(self) -> None:
         own, all_ranks = self._queues

@@ -18,7 +18,7 @@ from hop_tf.keras_hook.emulated_compute import EmulatedCompute
 from hop_tf.keras_hook.hooks import TrainingHooks
 from hop_tf.keras_hook.interrupts import on_keyboard_interrupt
 from hop_tf.keras_hook.optimizers import gradient_accumulation_steps, innermost, tf_variables
-from hop_tf.keras_hook.shared_paths import CallbackPaths
+from hop_tf.keras_hook.shared_paths import CallbackPaths, flat_callbacks
 from hop_tf.keras_hook.skipping import StepSkipping
 from hop_tf.keras_hook.trace import StepTrace, is_built
 from hop_tf.keras_hook.updates import follows_weights
@@ -72,7 +72,7 @@ class TrainingRun(TrainingHooks):
         self._world_size = world_size
         self._joins_at_once = joins_at_once
         self.worker: Worker | None = None
-        self.data = DataSharding(rank, world_size, lambda digest: self.worker.note_first_batch(digest))
+        self.data = DataSharding(rank, world_size, lambda digest: self.worker.first_batches.note(digest))
         self.statistics = StepStatistics()
         self._emulated_compute = EmulatedCompute.from_environment(rank, world_size)
         # For each optimizer, by the identities of the variables that it updates together.
@@ -201,7 +201,7 @@ class TrainingRun(TrainingHooks):
                     "hop_tf.callbacks.MetricAverage needs to know how many steps an epoch has: all ranks have to make "
                     "as many. Pass `steps_per_epoch` to `fit`. Received: data of unknown length."
                 )
-            self.worker.begin_averaging_metrics(num_steps)
+            self.worker.metrics.begin(num_steps)
         self._scheme.begin_training(self.groups)
 
     def begin_epoch(self) -> None:
@@ -219,10 +219,10 @@ class TrainingRun(TrainingHooks):
         if not self._averages_metrics or not self.data.num_steps:
             return
         if num_steps == self.data.num_steps:
-            logs.update(self.worker.average_metrics(logs))
+            logs.update(self.worker.metrics.mean(logs))
         else:  # Its data have ended, or somebody has stopped it: others may need further steps to end their epoch.
             self._averages_metrics = False
-            self.worker.end_averaging_metrics()
+            self.worker.metrics.end()
 
     def finish_training(self) -> None:
         """Lets the scheme do, once in a `fit`, what is left when the last step has been made."""
@@ -230,7 +230,7 @@ class TrainingRun(TrainingHooks):
             return
         self._phase = Phase.FINISHED
         if self._averages_metrics:
-            self.worker.end_averaging_metrics()
+            self.worker.metrics.end()
         for group in self.groups:
             self._scheme.finish_training(group)
 
@@ -302,8 +302,7 @@ class TrainingRun(TrainingHooks):
                 "a training step was run, but hop_tf saw no optimizer update in it, so nothing would be exchanged. "
                 f"Check that train_step calls optimizer.apply. Keras {keras.__version__}, TensorFlow {tf.__version__}."
             )
-        if self.worker is not None and not self._scheme.keeps_assignments:
-            _refuse_assignments(trace.assigned_after_update(), type(self._scheme).__name__)
+        _refuse_assignments(trace.assigned_after_update(), type(self._scheme).__name__)
 
     def exchange(self, optimizer, trace: StepTrace, gradients: list, variables: list[tf.Variable]) -> list:
         """Runs the scheme's half of the graph; returns the gradients to apply."""
@@ -377,6 +376,8 @@ class TrainingRun(TrainingHooks):
             group.end_step(num_skipped)
             if self._skipping is not None:
                 self._skipping.skip(num_skipped)
+        if not self._scheme.keeps_assignments:
+            trace.note_update(variables)
 
     def _group_of(self, optimizer, trace: StepTrace, variables: list[tf.Variable]) -> Group:
         groups = self._groups.setdefault(optimizer, {})
@@ -446,8 +447,7 @@ def _refuse_to_restore(callbacks) -> None:
 
 def _has(callbacks, kind: type) -> bool:
     """Whether there is a callback of that class in what `fit` was given."""
-    flat = tf.nest.flatten(getattr(callbacks, "callbacks", callbacks))  # There may be a CallbackList.
-    return any(isinstance(callback, kind) for callback in flat)
+    return any(isinstance(callback, kind) for callback in flat_callbacks(callbacks))
 
 
 def _refuse_assignments(variables: Sequence[tf.Variable], strategy: str) -> None:

@@ -12,7 +12,6 @@ import dataclasses
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -73,6 +72,12 @@ class Worker:
       continue_without_lost: See `Membership`.
       servers: See `Membership`.
 
+    Attributes:
+      membership: Who takes part.
+      all_gather: Gives every rank each one's value of a tensor. A collective.
+      metrics: Means of metrics over the ranks of the session.
+      first_batches: Whether ranks train on the same data.
+
     Raises:
       HopError: If this rank's address cannot be bound.
     """
@@ -114,10 +119,10 @@ class Worker:
         self._retired_counters = collections.Counter()
         self._state = ReplicaState()
         self._joining = Joining(self.membership, self._state, options.timeout_seconds)
-        self._all_gather = AllGather(cluster.world_size, self._all_gather_bytes, self._on_error)
+        self.all_gather = AllGather(cluster.world_size, self._all_gather_bytes, self._on_error)
         self._num_gathered = 0
-        self._metrics = MetricMeans(self.membership)
-        self._first_batches = FirstBatches(self.membership)
+        self.metrics = MetricMeans(self.membership)
+        self.first_batches = FirstBatches(self.membership)
         self._in_session = False
         self._closed = False
         self._transport.start()
@@ -140,7 +145,7 @@ class Worker:
         """Enters the next session. See `Membership.begin_session`.
 
         Args:
-          averages_metrics: Whether `average_metrics` will be called in it.
+          averages_metrics: Whether this rank will average its metrics in it.
           claims: What this rank wants for itself; `membership.owners` tells who gets it.
         """
         self.membership.check()
@@ -152,9 +157,9 @@ class Worker:
             group.exchange.reset(self.membership.session + 1)
             group.step.assign(0)
         self._joining.counts[_IN_SESSION] = self._num_gathered = 0
-        self._all_gather.reset()
-        self._first_batches.reset()
-        self._metrics.reset(self.membership.session + 1, takes_part=averages_metrics)
+        self.all_gather.reset()
+        self.first_batches.reset()
+        self.metrics.reset(self.membership.session + 1, takes_part=averages_metrics)
         self._in_session = True  # Others count on this rank from now on, also where it fails to enter.
         with _all_ranks_call("`fit`, or a custom loop's first step"):
             self.membership.begin_session(draw_seed(self.membership.session + 1), claims)
@@ -197,7 +202,7 @@ class Worker:
         broken = stuck is not None or isinstance(error, HopError) or self.membership.failure is not None
         self.membership.leave(
             sent_rounds={
-                QUEUE: self._metrics.sent_rounds,
+                QUEUE: self.metrics.sent_rounds,
                 **{group.name: group.exchange.sent_rounds for group in self._groups},
             },
             reason="" if error is None else f"{type(error).__name__}: {error}",
@@ -225,7 +230,7 @@ class Worker:
         finally:
             for group in self._groups:
                 group.close()
-            self._all_gather.close()
+            self.all_gather.close()
             self._transport.close()
 
     def _on_error(self, error: BaseException) -> None:
@@ -370,26 +375,6 @@ class Worker:
         self.membership.require_all("to gather")
         with _all_ranks_call("`strategy.gather_reports`"):
             return self._collectives.gather(self._next_called(), value)
-
-    def note_first_batch(self, digest: int) -> None:
-        """See `FirstBatches.note`."""
-        self._first_batches.note(digest)
-
-    def begin_averaging_metrics(self, num_steps: int) -> None:
-        """Comes before the first `average_metrics` in a session; see `MetricMeans.begin`."""
-        self._metrics.begin(num_steps)
-
-    def end_averaging_metrics(self) -> None:
-        """Comes before what ends a session; see `MetricMeans.end`."""
-        self._metrics.end()
-
-    def average_metrics(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """The means of metrics over the ranks that take part in the session; see `MetricMeans.mean`."""
-        return self._metrics.mean(metrics)
-
-    def all_gather(self, value: tf.Tensor) -> list[tf.Tensor]:
-        """Emits the ops that give every rank each one's value, or does so eagerly. A collective; see `AllGather`."""
-        return self._all_gather(value)
 
     def _all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Called by a thread of its own, for one value after the other, in the program's order."""
