@@ -19,6 +19,7 @@ from hop_tf.emulation import STEP_TIMES_PATH, ComputeEmulation, Slowdown
 from hop_tf.processes.group import Process, ProcessServer
 from hop_tf.processes.local_cluster import PortReservation, ProcessError, Task, make_tasks, task_environments
 from hop_tf.processes.output import Console, OutputReader, TaskOutput
+from hop_tf.processes.output_filter import OutputFilter
 
 # After a failure the others get this long to notice it by themselves and say so.
 _REPORT_SECONDS = 5.0
@@ -26,7 +27,8 @@ _REPORT_SECONDS = 5.0
 _TERMINATION_SECONDS = 8.0
 _KILL_SECONDS = 5.0
 _POLL_SECONDS = 0.1
-_NUM_TAIL_LINES = 15
+# Python's exit code then.
+_UNCAUGHT_EXCEPTION = 1
 
 _DESCRIPTION = """\
 Starts a training script once per worker on this machine, each with its own TF_CONFIG, and sees the job through.
@@ -163,6 +165,7 @@ class _Launcher:
         self._log_dir = _make_log_dir(options.log_dir)
         self._meter = launch_report.ProcessorMeter()
         self._console = Console(sys.stdout)
+        self._filter = OutputFilter()
         self._processes: dict[Task, Process] = {}
 
     def run(self) -> int:
@@ -202,6 +205,9 @@ class _Launcher:
             self._start(server, outputs, ports)
             supervisor = _Supervisor(server, self._processes, self._options, signals, self._say)
             supervisor.run(self._meter.sample)
+        for output in outputs.values():
+            for line in self._filter.flush(output.name):
+                self._console.write(output.name, line)
         return supervisor
 
     def _start(self, server: ProcessServer, outputs: dict[Task, TaskOutput], ports: PortReservation) -> None:
@@ -224,7 +230,7 @@ class _Launcher:
 
     def _open_output(self, task: Task) -> TaskOutput:
         path = os.path.join(self._log_dir, f"{task.file_stem}.log")
-        return TaskOutput(name=str(task), log_path=path, num_kept_lines=_NUM_TAIL_LINES)
+        return TaskOutput(name=str(task), log_path=path, num_kept_lines=1)
 
     def _step_times_path(self, task: Task) -> str:
         return os.path.join(self._log_dir, f"{task.file_stem}.step_times")
@@ -243,11 +249,17 @@ class _Launcher:
             end_time=process.end_time,
             ended_by_launcher=task in supervisor.ended,
             log_path=output.log_path,
-            tail=output.lines(),
+            last_words=self._last_words(output, process.exit_code),
         )
 
+    def _last_words(self, output: TaskOutput, exit_code: int) -> str:
+        """The exception that ended a process, else what it has printed last."""
+        exception = self._filter.last_exception(output.name) if exit_code == _UNCAUGHT_EXCEPTION else None
+        return exception or next(iter(output.lines()[-1:]), "")
+
     def _show(self, output: TaskOutput, line: str) -> None:
-        self._console.write(output.name, line)
+        for shown in self._filter.feed(output.name, line):
+            self._console.write(output.name, shown)
 
     def _say(self, line: str) -> None:
         self._console.write("launch", line, may_be_left_out=False)

@@ -103,7 +103,7 @@ class TaskReport:
       end_time: When it ended, on `time.monotonic`'s clock.
       ended_by_launcher: Whether it ended only after the launcher had signalled it.
       log_path: Its log file.
-      tail: The last lines that it printed.
+      last_words: The exception that ended it, else the last line that it printed; one line, which may be empty.
     """
 
     task: Task
@@ -112,7 +112,7 @@ class TaskReport:
     end_time: float
     ended_by_launcher: bool
     log_path: str
-    tail: list[str]
+    last_words: str
 
     @property
     def how(self) -> str:
@@ -175,10 +175,10 @@ class JobReport:
 
     def lines(self) -> list[str]:
         """The report as text."""
-        lines = [_format_task(task) for task in self.tasks]
+        lines = [self._format_task(task) for task in self.tasks]
         lines += self._processor_lines()
-        if self.first_failure and self.outcome in (Outcome.FAILED, Outcome.COMPLETED):
-            lines += _failure_lines(self.first_failure)
+        if (first := self.first_failure) and self.outcome in (Outcome.FAILED, Outcome.COMPLETED):
+            lines.append(f"first failure: {first.task}, {first.how}; its log is {first.log_path}")
         validity = {True: "", False: " (INVALID)", None: " (validity unknown)"}[self.valid]
         lines.append(f"{self.outcome.value} after {self.seconds:.1f} s, exit code {self.exit_code}{validity}")
         return lines
@@ -200,6 +200,15 @@ class JobReport:
             json.dump(summary, file, indent=2)
             file.write("\n")
 
+    def _format_task(self, report: TaskReport) -> str:
+        line = f"{report.task!s:<10} {report.seconds:8.1f} s  {report.how}"
+        if report.exit_code == 0 or not report.last_words:
+            return line
+        # A process that fails because of another may well be the first to end: what each said last tells them apart.
+        same = next(task for task in self.tasks if task.exit_code != 0 and task.last_words == report.last_words)
+        said = report.last_words if same is report else f"the same as {same.task}"
+        return f"{line}: {said}"
+
     def _processor_lines(self) -> list[str]:
         if self.valid is None:
             return ["VALIDITY UNKNOWN: how busy the cores were is not known. Emulated compute may have lost its pace."]
@@ -220,12 +229,6 @@ class JobReport:
         }
 
 
-def _format_task(report: TaskReport) -> str:
-    line = f"{report.task!s:<10} {report.seconds:8.1f} s  {report.how}"
-    # A process that fails because of another may well be the first to end: the last line often tells them apart.
-    return f"{line}, printed last: {report.tail[-1]}" if report.exit_code != 0 and report.tail else line
-
-
 def _describe_task(report: TaskReport) -> dict:
     return {
         "type": report.task.type,
@@ -236,13 +239,6 @@ def _describe_task(report: TaskReport) -> dict:
         "seconds": round(report.seconds, 3),
         "log_path": report.log_path,
     }
-
-
-def _failure_lines(report: TaskReport) -> list[str]:
-    return [
-        f"first failure: {report.task}, {report.how}; the end of {report.log_path}:",
-        *(f"  {line}" for line in report.tail),
-    ]
 
 
 def _signal_name(signum: int) -> str:

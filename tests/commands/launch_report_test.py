@@ -34,9 +34,9 @@ class JobReportTest(parameterized.TestCase):
     def test_first_failure_is_the_earliest_that_the_launcher_did_not_cause(self):
         tasks = [
             _task(0, exit_code=-15, end_time=1.0, ended_by_launcher=True),
-            _task(1, exit_code=1, end_time=3.0),
-            _task(2, exit_code=-11, end_time=2.0, tail=["one", "two"]),
-            _task(3, exit_code=0, end_time=0.5, tail=["fine"]),
+            _task(1, exit_code=1, end_time=3.0, last_words="two"),
+            _task(2, exit_code=-11, end_time=2.0, last_words="two"),
+            _task(3, exit_code=0, end_time=0.5, last_words="fine"),
         ]
         report = _report(tasks=tasks, outcome=Outcome.FAILED)
         self.assertEqual(report.first_failure, tasks[2])
@@ -44,12 +44,10 @@ class JobReportTest(parameterized.TestCase):
             report.lines(),
             [
                 "worker 0        4.0 s  SIGTERM (ended by the launcher)",
-                "worker 1        4.0 s  exit code 1",
-                "worker 2        4.0 s  SIGSEGV, printed last: two",
+                "worker 1        4.0 s  exit code 1: two",
+                "worker 2        4.0 s  SIGSEGV: the same as worker 1",
                 "worker 3        4.0 s  exit code 0",
-                "first failure: worker 2, SIGSEGV; the end of /logs/worker_2.log:",
-                "  one",
-                "  two",
+                "first failure: worker 2, SIGSEGV; its log is /logs/worker_2.log",
                 "failed after 5.0 s, exit code 139",
             ],
         )
@@ -166,7 +164,7 @@ class ProcessorMeterTest(absltest.TestCase):
         return meter.measure([])
 
 
-def _task(rank, *, exit_code=0, end_time=0.0, ended_by_launcher=False, tail=()):
+def _task(rank, *, exit_code=0, end_time=0.0, ended_by_launcher=False, last_words=""):
     return TaskReport(
         task=Task("worker", rank),
         exit_code=exit_code,
@@ -174,7 +172,7 @@ def _task(rank, *, exit_code=0, end_time=0.0, ended_by_launcher=False, tail=()):
         end_time=end_time,
         ended_by_launcher=ended_by_launcher,
         log_path=f"/logs/worker_{rank}.log",
-        tail=list(tail),
+        last_words=last_words,
     )
 
 

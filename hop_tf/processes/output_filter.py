@@ -1,0 +1,67 @@
+"""What a console of several processes leaves out: a traceback that was shown before, and native libraries' INFO lines.
+
+The log files have everything.
+"""
+
+from __future__ import annotations
+
+import re
+
+_TRACEBACK = "Traceback (most recent call last):"
+# A traceback ends with its exception. Should one not, it is not held back for longer.
+_MAX_TRACEBACK_LINES = 1000
+# The names of modules and of a class, and the first line of the message, if there is one.
+_EXCEPTION = re.compile(r"([A-Za-z_][\w.]*\.)?[A-Z]\w*(: .+)?$")
+
+# TensorFlow's C++ code, of level INFO, in its two formats. What follows on another line has no such beginning.
+_NATIVE_INFO = re.compile(
+    r"I0000 00:00:\d"
+    r"|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: I "
+    r"|WARNING: All log messages before absl::InitializeLog\(\) is called are written to STDERR"
+    r"|To enable the following instructions: .* rebuild TensorFlow with the appropriate compiler flags\."
+)
+
+
+class OutputFilter:
+    """Decides line by line what of several processes' output is shown.
+
+    A traceback is held back until it is complete. One that was shown before, of whichever process, becomes one line
+    that says so.
+    """
+
+    def __init__(self):
+        self._held_back: dict[str, list[str]] = {}
+        self._shown: dict[int, str] = {}  # By the hash of a traceback, the process that it was shown of.
+        self._exceptions: dict[str, str] = {}
+
+    def feed(self, name: str, line: str) -> list[str]:
+        """Takes a line of the process `name`; returns the lines of that process to show now."""
+        if name in self._held_back:
+            return self._continue(name, line)
+        if line.startswith(_TRACEBACK):
+            self._held_back[name] = [line]
+            return []
+        return [] if _NATIVE_INFO.match(line) else [line]
+
+    def flush(self, name: str) -> list[str]:
+        """Returns what is held back of a process that prints no more."""
+        return self._held_back.pop(name, [])
+
+    def last_exception(self, name: str) -> str | None:
+        """The end of the last traceback of the process `name`: the exception's class and its message's first line."""
+        return self._exceptions.get(name)
+
+    def _continue(self, name: str, line: str) -> list[str]:
+        lines = self._held_back[name]
+        lines.append(line)
+        if (not line or line.startswith(" ")) and len(lines) < _MAX_TRACEBACK_LINES:
+            return []
+        lines = self.flush(name)
+        if not _EXCEPTION.match(line):
+            return lines
+        self._exceptions[name] = line
+        traceback = hash(tuple(lines))
+        if traceback in self._shown:
+            return [f"(the same traceback as that of {self._shown[traceback]}: {line})"]
+        self._shown[traceback] = name
+        return lines
