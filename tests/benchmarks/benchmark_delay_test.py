@@ -155,6 +155,7 @@ class RunTest(parameterized.TestCase):
         self.assertTrue((pathlib.Path(folder) / "delay_accuracy.png").exists())
 
     @_needs_fashion
+    @pytest.mark.stress
     def test_time(self):
         folder = self.enterContext(tempfile.TemporaryDirectory())
         sizes = ["--num_rows=480", "--test_rows=200", "--epochs=2", "--batch_size=48", "--target=0.5"]

@@ -4,6 +4,7 @@ import pathlib
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -34,6 +35,7 @@ def _files(folder):
 
 class SharedPathsTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(*MEMBERS)
+    @pytest.mark.stress(after=2)
     def test_every_rank_has_its_own(self, name):
         folder = pathlib.Path(self.get_temp_dir())
         for num_epochs, epochs in ((1, [0]), (2, [1])):  # The second time each goes on from its backup.
