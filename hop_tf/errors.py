@@ -24,6 +24,10 @@ class PeerLostError(HopError):
     """A peer died, was restarted, or has been silent for longer than the deadline."""
 
 
+class PeerFailedError(PeerLostError):
+    """A peer's `fit` has ended by an exception, and ranks do not go on without it. All of them may call `fit` again."""
+
+
 class DeadlineExceededError(HopError):
     """A living peer did not deliver what was awaited before the deadline, or a peer never appeared."""
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from hop_tf.arguments import check_choice
 
 DATA_PLANES = ("tcp", "grpc")
+_ON_NONFINITE = ("warn", "raise")
 
 _INTERFACES = "HOP_TF_INTERFACES"
 # Whether ranks measure their links when their first `fit` has ended, and rank 0 prints a plan: see `hop_tf plan`.
@@ -53,6 +54,10 @@ class CommunicationOptions:
         sides present a certificate (mutual TLS). The three files go together; they are read when this is made.
       cluster_token: A secret that every rank of the job shares. A connection without it is refused and training goes
         on. It travels in clear text unless TLS is on. Default None: no token.
+      on_nonfinite: What a rank does that is about to send NaN or infinite values: "warn" tells of the first ones (and
+        `strategy.report()` counts such steps as `nonfinite_steps`); "raise" raises a `HopError` before they are sent,
+        and ends the job. Not together with a `LossScaleOptimizer`, whose gradients overflow now and then, and are left
+        out then. Default "warn".
       log_dir: Directory for TensorBoard records of `strategy.report()`; each rank writes a run `rank_<r>` below it.
         Default None: no records.
       report_interval_seconds: Time between two such records. Default 5.
@@ -72,6 +77,7 @@ class CommunicationOptions:
     tls_private_key: str | os.PathLike | None = None
     tls_root_certificates: str | os.PathLike | None = None
     cluster_token: str | None = dataclasses.field(default=None, repr=False)
+    on_nonfinite: str = "warn"
     log_dir: str | os.PathLike | None = None
     report_interval_seconds: float = 5.0
 
@@ -82,6 +88,7 @@ class CommunicationOptions:
         rate = _checked_number(self, "bandwidth_bits_per_second", "bits per second", sys.float_info.max)
         object.__setattr__(self, "bandwidth_bits_per_second", rate)
         check_choice("data_plane", self.data_plane, DATA_PLANES)
+        check_choice("on_nonfinite", self.on_nonfinite, _ON_NONFINITE)
         object.__setattr__(self, "interfaces", _checked_interfaces(self.interfaces))
         for name in (*_TLS_FILES, "log_dir"):
             _check_path(name, getattr(self, name))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import atexit
 import importlib
 import json
+import math
 import os
+import sys
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hop_tf.arguments import check_integer
 from hop_tf.cluster import Cluster
 from hop_tf.collectives import AllReduce
 from hop_tf.errors import ClusterConfigError
@@ -45,6 +48,10 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
       skips_steps: Where the scheme may pass over training steps (`Incoming.num_skipped`), a sentence for errors that
         says so, and how users can avoid it. Default "": it does not.
       continue_without_lost: Whether ranks train on when one is lost.
+      min_ranks: Where they do: how many ranks, this one included, must be left, neither lost nor failed. With fewer, a
+        rank raises `PeerLostError`: it may have been cut off from others that train on. At most the number of ranks;
+        equal on all ranks. Default None: more than half of the ranks, so that of two sides one goes on at most. 1 where
+        there are two ranks, of which nobody could tell which one was cut off, or servers, without which nobody trains.
       servers: The parameter servers, by their places in the cluster.
       joins_at_once: Whether a rank that was started again trains from its first step on, with what `begin_group` gives
         it. Otherwise it passes over the steps that the others have made, and takes the state of one of them.
@@ -64,6 +71,7 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
         neighbors: Iterable[int],
         skips_steps: str = "",
         continue_without_lost: bool = False,
+        min_ranks: int | None = None,
         servers: Sequence[int] = (),
         joins_at_once: bool = False,
     ):
@@ -71,6 +79,7 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
             raise RuntimeError(
                 f"hop_tf needs Keras on the TensorFlow backend. Received: KERAS_BACKEND={keras.backend.backend()}."
             )
+        min_ranks = _checked_min_ranks(min_ranks, 1 if servers else cluster.world_size, continue_without_lost)
         wrap_trainer()
         self._cluster = cluster
         self._resolver = cluster_resolver or tf.distribute.cluster_resolver.TFConfigClusterResolver()
@@ -93,10 +102,13 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
                 self.training.worker = Worker(
                     cluster=cluster,
                     options=self._options,
-                    identity=static_identity(type(self).__name__, cluster, identity),
+                    identity=static_identity(
+                        type(self).__name__, cluster, {**identity, "option min_ranks": str(min_ranks)}
+                    ),
                     neighbors=neighbors,
                     make_exchange=self.make_exchange,
                     continue_without_lost=continue_without_lost,
+                    min_ranks=min_ranks,
                     servers=servers,
                 )
             except BaseException:
@@ -105,7 +117,7 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
             register_cluster(self)
             report = weakref.WeakMethod(self.report)
             self._worker.serve_reports(lambda: _call_weakly(report) or {})
-        atexit.register(_call_weakly, weakref.WeakMethod(self.shutdown))
+        atexit.register(_shut_down_at_exit, weakref.WeakMethod(self._shut_down))
 
     @property
     def _worker(self) -> Worker | None:
@@ -136,10 +148,13 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
     def synchronize(self, model: keras.Model) -> None:
         """Averages the floating-point weights of `model` over all ranks; equal to the bit afterwards.
 
-        A collective: every rank calls it, between calls of `fit`. Under strategies whose ranks make the same updates
-        (Pipe-SGD, synchronous Canary) what the model's optimizers remember of these is averaged along, and their
-        numbers of steps: else the next `fit` would go on differently on a rank that has ended the last one early.
-        Elsewhere optimizers are not touched.
+        A collective: every rank calls it, between calls of `fit`. A rank that has made less than 90 % of the steps that
+        others have made in the last training is left behind: its weights do not count, and it gets those of the others;
+        a warning on rank 0 says so.
+
+        Under strategies whose ranks make the same updates (Pipe-SGD, synchronous Canary) what the model's optimizers
+        remember of these is averaged along, and their numbers of steps: else the next `fit` would go on differently on
+        a rank that has ended the last one early. Elsewhere optimizers are not touched.
 
         Args:
           model: The built model.
@@ -178,9 +193,11 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
         Returns:
           `rank`, `steps` (optimizer updates), `iteration` (the scheme's, in the running or last `fit`), `wait_seconds`
           (time for which steps had their gradients and still waited for other ranks), `compute_seconds` (the median of
-          the latest steps' durations, without what they waited; both stay 0 with `run_eagerly`), `bytes_sent`,
-          `bytes_received`, `messages_sent`, `messages_received`, `connections_refused`, `bytes_sent_on_lane_<k>` (small
-          messages are on lane 0, arrays on lane 1, and on one more for each further interface), and the scheme's own.
+          the latest steps' durations, without what they waited; both stay 0 with `run_eagerly`), `ranks_lost` and
+          `ranks_left` (how often another rank was lost, or left by an exception, and this one went on),
+          `nonfinite_steps` (see `CommunicationOptions.on_nonfinite`), `bytes_sent`, `bytes_received`, `messages_sent`,
+          `messages_received`, `connections_refused`, `bytes_sent_on_lane_<k>` (small messages are on lane 0, arrays on
+          lane 1, and on one more for each further interface), and the scheme's own.
         """
         totals = {"rank": self.rank, **self.training.statistics.counters()}
         return {**totals, **(self._worker.counters() if self._worker else {})}
@@ -248,10 +265,13 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
         Blocks: until what was sent, and in a custom loop what others count on, has arrived at the ranks that still
           listen. What takes longer than `progress_timeout_seconds` is given up.
         """
+        self._shut_down(None)
+
+    def _shut_down(self, error: BaseException | None) -> None:
         self._writer.close()
         if self._worker is not None:
             forget_cluster(self)
-        self.training.close()
+        self.training.close(error)
 
     def distribute_datasets_from_function(self, dataset_fn, options=None):
         """Returns the dataset that `dataset_fn(input_context)` makes for this rank; `fit` uses it as it is.
@@ -320,6 +340,18 @@ def training_cluster(resolver: tf.distribute.cluster_resolver.ClusterResolver | 
     return cluster
 
 
+def _checked_min_ranks(min_ranks: int | None, world_size: int, continue_without_lost: bool) -> int:
+    if min_ranks is None:
+        return world_size // 2 + 1 if world_size > 2 else 1
+    if not continue_without_lost:
+        raise ValueError(
+            "`min_ranks` must be None where all ranks raise when one is lost: pass on_peer_loss='continue'. "
+            f"Received: min_ranks={min_ranks!r}."
+        )
+    check_integer("min_ranks", min_ranks, at_least=1, at_most=world_size if world_size > 1 else math.inf)
+    return min_ranks
+
+
 def _check_json(name: str, value: object) -> None:
     try:
         json.dumps(value)
@@ -327,6 +359,13 @@ def _check_json(name: str, value: object) -> None:
         raise TypeError(
             f"`{name}` must be something that JSON can hold, such as float(x). Received: {name}={value!r}."
         ) from error
+
+
+def _shut_down_at_exit(method: weakref.WeakMethod) -> None:
+    """Shuts a strategy down; with the exception that ends the program, as it may have ended a custom loop."""
+    shut_down = method()
+    if shut_down is not None:
+        shut_down(getattr(sys, "last_value", None))
 
 
 def _call_weakly(method: weakref.WeakMethod) -> Any:

@@ -41,16 +41,17 @@ class Member:
     goes_on_without_lost: bool = False
     refuses: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
-    def run(self, fn, **settings):
+    def run(self, fn, options=_OPTIONS, **settings):
         """What `fn(strategy)` returns on each of `NUM_RANKS` ranks in this process.
 
         Args:
           fn: What a rank does.
+          options: How ranks talk to each other.
           **settings: Further arguments of the strategy.
         """
 
         def make(cluster_resolver):
-            return self.make(cluster_resolver=cluster_resolver, communication_options=_OPTIONS, **settings)
+            return self.make(cluster_resolver=cluster_resolver, communication_options=options, **settings)
 
         return InProcessCluster(NUM_RANKS, make, num_ps=self.num_ps).run(fn)
 

@@ -54,12 +54,13 @@ class TreeCollectives:
             self._transport.send(child, f"broadcast/{name}", payload=payload, lane=BULK_LANE)
         return received
 
-    def mean(self, name: str, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Averages arrays over all ranks; the result is equal to the bit everywhere.
+    def mean(self, name: str, arrays: Sequence[np.ndarray], counts: bool = True) -> list[np.ndarray]:
+        """Averages arrays over all ranks that count; the result is equal to the bit everywhere.
 
         Args:
           name: Names this one operation; equal on all ranks, never used twice.
           arrays: Arrays of equal shapes and (float) dtypes on all ranks. Sums are kept in float32 at least.
+          counts: Whether this rank's arrays count. Those of one rank must.
 
         Returns:
           The means, with the shapes and dtypes of `arrays`.
@@ -69,7 +70,10 @@ class TreeCollectives:
         Raises:
           HopError: As `Membership.wait` does.
         """
-        sums = [np.array(a, dtype=np.promote_types(a.dtype, np.float32), order="C") for a in arrays]
+        make = np.array if counts else np.zeros_like
+        sums = [make(a, dtype=np.promote_types(a.dtype, np.float32), order="C") for a in arrays]
+        number = np.array(counts, np.float32)
+        sums.append(number)
         up = self._receive(f"reduce/{name}", self._children)
         for child in self._children:
             for total, part in zip(sums, _split(up[child], sums), strict=True):
@@ -79,10 +83,10 @@ class TreeCollectives:
             down = self._receive(f"mean/{name}", [self._parent])[self._parent]
             means = _split(down, sums)
         else:
-            means = [total / self._membership.world_size for total in sums]
+            means = [total / number for total in sums]
         for child in self._children:
             self._transport.send(child, f"mean/{name}", payload=means, lane=BULK_LANE)
-        return [mean.astype(a.dtype) for mean, a in zip(means, arrays, strict=True)]
+        return [mean.astype(a.dtype) for mean, a in zip(means[:-1], arrays, strict=True)]
 
     def gather(self, name: str, value: object) -> list | None:
         """Brings a small value of every rank to rank 0.

@@ -23,6 +23,7 @@ from hop_tf.keras_hook.optimizers import (
     keras_variables,
     learning_rate,
 )
+from hop_tf.tensors.finite import are_finite
 
 
 class _OwnUpdates(threading.local):
@@ -72,8 +73,7 @@ def update(
     if inner is optimizer:
         _update(inner, gradients, variables, rate)
         return
-    are_finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(gradient)) for gradient in gradients])
-    tf.cond(are_finite, lambda: _update(inner, clipped(inner, gradients), variables, rate), lambda: None)
+    tf.cond(are_finite(gradients), lambda: _update(inner, clipped(inner, gradients), variables, rate), lambda: None)
 
 
 def _update(

@@ -13,12 +13,23 @@ from hop_tf.membership import membership_pb2
 
 @dataclasses.dataclass(frozen=True)
 class Departure:
-    """How a rank left: `sent_rounds[group]` rounds were sent before, why, whether for good, and whether it was lost."""
+    """How a rank left.
+
+    Attributes:
+      sent_rounds: By exchange group, how many rounds were sent before.
+      reason: Why; "" where the rank has made all its steps.
+      final: Whether for good.
+      lost: Whether it was lost, and knows nothing of this.
+      num_rounds: How many rounds of the session it had begun; see `Membership.begin_round`.
+      failed: Whether an exception has kept it from making the others.
+    """
 
     sent_rounds: Mapping[str, int]
     reason: str
     final: bool
     lost: bool = False
+    num_rounds: int = 0
+    failed: bool = False
 
 
 class Departures:
@@ -83,7 +94,9 @@ class Departures:
         self.begin_incarnation(leave.rank, leave.incarnation)  # It may be the first news of that one.
         if leave.incarnation < self.incarnation_of(leave.rank) or self._is_known(leave):
             return False
-        departure = Departure(dict(leave.sent_rounds), leave.reason, leave.final, leave.lost)
+        departure = Departure(
+            dict(leave.sent_rounds), leave.reason, leave.final, leave.lost, leave.num_rounds, leave.failed
+        )
         key = (leave.session, leave.rank)
         if leave.lost or key not in self._left:
             self._left[key] = departure
@@ -108,5 +121,7 @@ class Departures:
             reason=departure.reason,
             final=departure.final,
             lost=departure.lost,
+            num_rounds=departure.num_rounds,
+            failed=departure.failed,
             incarnation=self.incarnation_of(rank) if incarnation is None else incarnation,
         )

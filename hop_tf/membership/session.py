@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from absl import logging
 
-from hop_tf.errors import PeerLostError, ProtocolError
+from hop_tf.errors import PeerFailedError, PeerLostError, ProtocolError
 from hop_tf.membership import membership_pb2
 from hop_tf.membership.departures import Departure
 from hop_tf.membership.monitor import Monitor
@@ -39,6 +40,7 @@ class Membership(Waiting):
       world_size: Number of ranks.
       peers: Ranks that this one deals with directly, beside its neighbors in the tree of `tree_neighbors`.
       continue_without_lost: Whether, within a step, a lost rank is one that has left. Otherwise it is an error.
+      min_ranks: How many ranks, this one included, have to be left, neither lost nor failed; else it raises. Default 1.
       servers: Parameter servers, which are no ranks, hear of departures, and are an error when lost.
     """
 
@@ -51,6 +53,7 @@ class Membership(Waiting):
         world_size: int,
         peers: Iterable[int],
         continue_without_lost: bool = False,
+        min_ranks: int = 1,
         servers: Sequence[int] = (),
     ):
         rank = transport.rank
@@ -65,6 +68,7 @@ class Membership(Waiting):
             continue_without_lost=continue_without_lost,
         )
         self.world_size = world_size
+        self._min_ranks = min_ranks
         self._ready = dict.fromkeys(self.peers, 0)
         self._gathered = dict.fromkeys(self.peers, 0)
         # Whether the others went on without this rank: what it does is of no matter to them any more.
@@ -76,6 +80,9 @@ class Membership(Waiting):
         self.seed = 0
         # The lowest rank that has claimed each thing which only one can have in the running session.
         self.owners: dict[str, int] = {}
+        # Since this was made: ranks that were lost, and those that left a session by an exception.
+        self.num_lost = self.num_left = 0
+        self._missed: collections.Counter[int] = collections.Counter()  # In the session, of ranks that take part again.
         self._begun_session = 0
         self._has_gathered = False
         self._left: membership_pb2.Leave | None = None
@@ -110,6 +117,8 @@ class Membership(Waiting):
             self.session += 1
             self._left = None
             self._has_gathered = False
+            self.num_rounds = 0
+            self._missed.clear()
             self.seed, self.owners = seed, dict.fromkeys(claims, self.rank)
         for peer in self.peers:
             self.transport.connect(peer)
@@ -145,14 +154,24 @@ class Membership(Waiting):
         gathered = membership_pb2.Gathered(session=self.session, seed=self.seed, owners=self.owners)
         self.transport.send(peer, _GATHERED, gathered.SerializeToString())
 
-    def leave(self, *, sent_rounds: Mapping[str, int], reason: str, abort: bool = False, final: bool = False) -> None:
+    def leave(
+        self,
+        *,
+        sent_rounds: Mapping[str, int],
+        reason: str,
+        failed: bool = False,
+        abort: bool = False,
+        final: bool = False,
+    ) -> None:
         """Tells everyone that this rank takes part in the running session no more. Does not block for long.
 
         Ends the effect of `interrupt`.
 
         Args:
           sent_rounds: For each exchange group, how many rounds were sent; see `Exchange`.
-          reason: Why, for the others' logs and errors.
+          reason: Why, for the others' logs and errors; "" where it has made all its steps.
+          failed: An exception has kept it from making the others. Where ranks do not go on without a lost one, those
+            that begin a step which it has not made raise.
           abort: The job cannot go on; everyone raises.
           final: This process does not train again.
         """
@@ -165,8 +184,13 @@ class Membership(Waiting):
             final=final,
             reason=reason,
             incarnation=self.incarnation,
+            num_rounds=self.num_rounds,
+            failed=failed,
+            cause=self._cause if abort else "",
         )
         self._left = message
+        if isinstance(self._failure, PeerFailedError):
+            self._failure = None  # The next session may begin with all ranks.
         if not self.joining:  # Else nobody counts on this rank.
             self._forward(message)
 
@@ -174,6 +198,30 @@ class Membership(Waiting):
     def has_left(self) -> bool:
         """Whether this rank takes part in the session no more."""
         return self._left is not None
+
+    def begin_round(self, number: int) -> None:
+        """This rank begins a round of the session: a step, or what the scheme makes of several.
+
+        Raises:
+          PeerFailedError: If a rank that has failed was to make it, too, and ranks do not go on without a lost one.
+        """
+        with self.monitor:
+            self.num_rounds = number + 1
+            for rank in () if self.continue_without_lost else sorted(self.departed()):
+                departure = self.departure(rank)
+                if departure.failed and departure.num_rounds <= number:
+                    raise PeerFailedError(
+                        f"rank {self.rank}: rank {rank} has failed, and the others do not go on without it: "
+                        f"{departure.reason}"
+                    )
+
+    def missed_share(self) -> dict[int, float]:
+        """By rank, the part of the rounds that this rank has begun which it has not; only ranks that missed some."""
+        with self.monitor:
+            missed = collections.Counter(self._missed)
+            for rank in self.departed():
+                missed[rank] += self.num_rounds - self.departure(rank).num_rounds
+            return {rank: number / self.num_rounds for rank, number in sorted(missed.items()) if number > 0}
 
     # Ranks that were restarted.
 
@@ -244,8 +292,11 @@ class Membership(Waiting):
             return False
         if rank in self.peers and self.transport.status(rank).incarnation not in (None, join.transport_incarnation):
             return False
+        departure = self.departure(rank)
+        if departure is not None and join.first_steps:
+            self._missed[rank] += max(0, min(join.first_steps.values()) - departure.num_rounds)
         self._departures.begin_incarnation(rank, join.incarnation)
-        logging.info("rank %d: rank %d takes part again.", self.rank, rank)
+        logging.warning("rank %d: rank %d takes part again.", self.rank, rank)
         self.monitor.notify_all()
         return True
 
@@ -316,12 +367,43 @@ class Membership(Waiting):
         if leave.rank == self.rank or not self._departures.note(leave):
             return False
         if leave.abort and self._failure is None:
-            reason = f"training ended because rank {leave.rank} gave up: {leave.reason}"
-            self.fail(PeerLostError(f"rank {self.rank}: {reason}"))
-        elif leave.reason:
-            logging.info("rank %d: rank %d left session %d: %s", self.rank, leave.rank, leave.session, leave.reason)
+            self._cause = self._cause or leave.cause or f"rank {leave.rank} gave up: {leave.reason}"
+            self.fail(PeerLostError(f"rank {self.rank}: training ended because {self._cause}"))
+        elif leave.lost:
+            self.num_lost += 1
+            self._note_missing(leave, "was lost")
+        elif leave.reason and not leave.final and (self.continue_without_lost or not leave.failed):
+            self.num_left += 1
+            self._note_missing(leave, "has left")
         self.monitor.notify_all()
         return True
+
+    def _note_missing(self, leave: membership_pb2.Leave, what: str) -> None:
+        """Says that a rank is missing; fails where too few are left: they may be those that were cut off."""
+        if self._failure is not None or self._left is not None:
+            return  # This rank does not go on itself.
+        departures = {rank: self.departure(rank) for rank in sorted(self.departed())}
+        missing = {rank: each.reason for rank, each in departures.items() if each.lost or each.failed}
+        num_left = self.world_size - len(missing)
+        if num_left < self._min_ranks:
+            reasons = "; ".join(f"rank {rank}: {reason}" for rank, reason in missing.items())
+            self.fail(
+                PeerLostError(
+                    f"rank {self.rank}: {num_left} of {self.world_size} ranks are left, fewer than {self._min_ranks} "
+                    f"(see min_ranks). Others may train on, on the other side of a cut. Missing are {reasons}. "
+                    "Start these ranks again."
+                )
+            )
+            return
+        logging.warning(
+            "rank %d: rank %d %s: %s The others go on without its part of the data, 1/%d.%s",
+            self.rank,
+            leave.rank,
+            what,
+            leave.reason if leave.reason.endswith(".") else f"{leave.reason}.",
+            self.world_size,
+            " This rank trains alone now." if num_left == 1 else "",
+        )
 
     def _forward(self, leave: membership_pb2.Leave, learned_from: int | None = None) -> None:
         # A lost rank may live after all.

@@ -60,10 +60,14 @@ class Waiting(abc.ABC):
         self.servers = tuple(servers)
         self.monitor = monitor
         self.transport = transport
+        self.continue_without_lost = continue_without_lost
+        # How many rounds of the running session this rank has begun; see `Membership.begin_round`.
+        self.num_rounds = 0
         self._options = options
-        self._continue_without_lost = continue_without_lost
         self._departures = Departures()
         self._failure: BaseException | None = None
+        # What has ended the job first, for the others' errors: who is lost, and not who notices.
+        self._cause = ""
         self._interrupted = False
 
     @property
@@ -207,14 +211,22 @@ class Waiting(abc.ABC):
                     end = self._departures.end_of(peer)
                     is_known = end is not None and end.lost  # And still it is waited for: there is no going on.
                     if is_known or not self._can_go_on_without(peer, step) or not isinstance(error, PeerLostError):
+                        self._note_cause(peer, error)
                         raise error
                     return self._depart(peer, error)
                 self.monitor.wait(_LIVENESS_PERIOD_SECONDS)
 
+    def _note_cause(self, peer: int, error: Exception) -> None:
+        if isinstance(error, PeerLostError):
+            self._cause = self._cause or f"{self._name_of(peer)} was lost: {error}"
+
+    def _name_of(self, peer: int) -> str:
+        return f"ps {self.servers.index(peer)}" if peer in self.servers else f"rank {peer}"
+
     def _depart(self, peer: int, error: PeerLostError) -> membership_pb2.Leave:
         """Takes a lost rank for one that has left for good."""
-        logging.error("rank %d goes on without rank %d: %s", self.rank, peer, error)
-        leave = self._departures.leave_of(peer, Departure({}, str(error), final=True, lost=True))
+        departure = Departure({}, str(error), final=True, lost=True, num_rounds=self.num_rounds)
+        leave = self._departures.leave_of(peer, departure)
         self._record(leave)
         return leave
 
@@ -227,7 +239,7 @@ class Waiting(abc.ABC):
             waited,
             self._options,
             rank=self.rank,
-            peer=f"ps {self.servers.index(peer)}" if peer in self.servers else f"rank {peer}",
+            peer=self._name_of(peer),
             operation=operation,
             step=step,
         )
@@ -282,11 +294,12 @@ class Waiting(abc.ABC):
             pass
         except PeerLostError as error:
             if not self._can_go_on_without(peer, step):
+                self._note_cause(peer, error)
                 raise
             self._go_on_without(peer, incarnation, error)
 
     def _can_go_on_without(self, peer: int, step: int | None) -> bool:
-        return step is not None and self._continue_without_lost and peer not in self.servers
+        return step is not None and self.continue_without_lost and peer not in self.servers
 
     def _go_on_without(self, peer: int, incarnation: int, error: PeerLostError) -> None:
         with self.monitor:

@@ -262,12 +262,14 @@ class Joining:
 
         Raises:
           HopError: If it has left the session: the others would not hear of the step.
+          PeerFailedError: See `Membership.begin_round`.
         """
         if self._membership.has_left:
             raise HopError(
                 f"rank {self._membership.rank}: step {step} was made after the end of `fit`, in no session: the others "
                 "would not hear of it. Train on by `fit`, or, in a custom loop, with another optimizer."
             )
+        self._membership.begin_round(step)
         with self._monitor:
             self._step = step
             asking, self._asking_for_state = self._asking_for_state, []

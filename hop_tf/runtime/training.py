@@ -17,7 +17,7 @@ from hop_tf.keras_hook.data import DataSharding
 from hop_tf.keras_hook.emulated_compute import EmulatedCompute
 from hop_tf.keras_hook.hooks import TrainingHooks
 from hop_tf.keras_hook.interrupts import on_keyboard_interrupt
-from hop_tf.keras_hook.optimizers import gradient_accumulation_steps, innermost, tf_variables
+from hop_tf.keras_hook.optimizers import gradient_accumulation_steps, innermost, loss_scale, tf_variables
 from hop_tf.keras_hook.shared_paths import CallbackPaths, flat_callbacks
 from hop_tf.keras_hook.skipping import StepSkipping
 from hop_tf.keras_hook.trace import StepTrace, is_built
@@ -97,12 +97,12 @@ class TrainingRun(TrainingHooks):
                 "this rank alone belongs in the scope of another strategy, such as tf.distribute.OneDeviceStrategy."
             )
 
-    def close(self) -> None:
-        """Leaves the cluster for good."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Leaves the cluster for good; `error` is what has ended a custom loop, if anything did."""
         if self._emulated_compute is not None:
             self._emulated_compute.close()
         if self.worker is not None:
-            self.worker.close("its process ended")
+            self.worker.close("its process ended", error)
 
     # Sessions.
 
@@ -404,7 +404,15 @@ class TrainingRun(TrainingHooks):
         return groups[key]
 
     def _check_optimizer(self, optimizer) -> None:
-        """Raises ValueError where what comes from other ranks would be gone with the optimizer's next update."""
+        """Raises ValueError where what comes from other ranks would be gone with the optimizer's next update.
+
+        So it does where values that are not finite are an error, but come up on purpose.
+        """
+        if self.worker.finite_check.raises and loss_scale(optimizer) is not None:
+            raise ValueError(
+                "`on_nonfinite` must be 'warn' with a LossScaleOptimizer: gradients that overflow are how it finds its "
+                "scale. Received: CommunicationOptions(on_nonfinite='raise')."
+            )
         kind = type(innermost(optimizer))
         if self._scheme.mixes_weights and not follows_weights(kind):
             raise ValueError(

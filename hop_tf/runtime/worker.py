@@ -20,7 +20,7 @@ from absl import logging
 from hop_tf.cluster import Cluster
 from hop_tf.codecs import Identity
 from hop_tf.collectives import AllReduce, TreeCollectives, get_algorithm
-from hop_tf.errors import DeadlineExceededError, HopError, MismatchError, PeerLostError
+from hop_tf.errors import DeadlineExceededError, HopError, MismatchError, PeerFailedError, PeerLostError
 from hop_tf.keras_hook.shuffling import draw_seed
 from hop_tf.membership import Membership
 from hop_tf.membership.monitor import ThreadMonitor
@@ -28,6 +28,7 @@ from hop_tf.options import CommunicationOptions
 from hop_tf.runtime.all_gather import AllGather
 from hop_tf.runtime.averaging import LateChanges
 from hop_tf.runtime.exchange import Exchange, ExchangeRunner
+from hop_tf.runtime.finite import FiniteCheck
 from hop_tf.runtime.first_batches import FirstBatches
 from hop_tf.runtime.group import ExchangeContext, Group
 from hop_tf.runtime.joining import Joining
@@ -41,6 +42,9 @@ from hop_tf.transport import GrpcTransport, TcpTransport, Transport
 _TRANSPORTS = {"tcp": TcpTransport, "grpc": GrpcTransport}
 # Collectives are numbered within their session, as a rank may miss the rest of one; those of users apart.
 _IN_SESSION, _CALLED = "collectives in the session", "collectives called by users"
+
+# Weights of a rank that has made a smaller part of the steps that others have made are too old to be averaged with.
+_LEAST_SHARE = 0.9
 
 
 def make_transport(cluster: Cluster, options: CommunicationOptions, **arguments) -> Transport:
@@ -60,6 +64,11 @@ def _all_ranks_call(what: str) -> Iterator[None]:
         ) from error
 
 
+def _is_asked_for(error: BaseException) -> bool:
+    """Whether somebody wanted the rank to end, which then is no failure."""
+    return isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and error.code in (None, 0))
+
+
 class Worker:
     """Joins a cluster and runs exchange groups session by session.
 
@@ -70,6 +79,7 @@ class Worker:
       neighbors: Ranks that the scheme exchanges messages with.
       make_exchange: Makes a scheme's exchange for a new group.
       continue_without_lost: See `Membership`.
+      min_ranks: See `Membership`.
       servers: See `Membership`.
 
     Attributes:
@@ -77,6 +87,7 @@ class Worker:
       all_gather: Gives every rank each one's value of a tensor. A collective.
       metrics: Means of metrics over the ranks of the session.
       first_batches: Whether ranks train on the same data.
+      finite_check: Whether this rank sends values that are not finite.
 
     Raises:
       HopError: If this rank's address cannot be bound.
@@ -91,6 +102,7 @@ class Worker:
         neighbors: Iterable[int],
         make_exchange: Callable[[ExchangeContext], Exchange],
         continue_without_lost: bool = False,
+        min_ranks: int = 1,
         servers: Sequence[int] = (),
     ):
         self._options = options
@@ -111,6 +123,7 @@ class Worker:
             world_size=cluster.world_size,
             peers=neighbors,
             continue_without_lost=continue_without_lost,
+            min_ranks=min_ranks,
             servers=servers,
         )
         self._collectives = TreeCollectives(self.membership)
@@ -123,6 +136,7 @@ class Worker:
         self._num_gathered = 0
         self.metrics = MetricMeans(self.membership)
         self.first_batches = FirstBatches(self.membership)
+        self.finite_check = FiniteCheck(self.membership, raises=options.on_nonfinite == "raise")
         self._in_session = False
         self._closed = False
         self._transport.start()
@@ -173,9 +187,11 @@ class Worker:
             group.close()
 
     def end_session(self, error: BaseException | None) -> None:
-        """Leaves the session: normally (`error` None), or because of `error`. The job goes on without this rank.
+        """Leaves the session: normally (`error` None), or because of `error`.
 
-        It does not where `error` is a `HopError`, that is where the job itself is broken: then all ranks raise.
+        The others go on without this rank, if they would without one that was lost, or if this one was asked to end
+        (Ctrl-C, `sys.exit()`). Else they raise when they begin a step that it has not made. Where `error` is another
+        `HopError` than that, the job itself is broken, and all raise for good.
 
         Blocks: until the groups' threads have come to rest, `progress_timeout_seconds` at most: others may count on
           what they are about to send, however long that takes.
@@ -187,6 +203,8 @@ class Worker:
         if not self._in_session:
             return
         self._in_session = False
+        if error is None:
+            self._warn_of_what_is_missed()
         self.membership.interrupt()
         self._joining.end_session()
         deadline = self.membership.monitor.now() + self._options.progress_timeout_seconds
@@ -199,20 +217,37 @@ class Worker:
             stuck = failure
         error = error or stuck
         # Whatever has failed on another thread: others may count on what it has not sent.
-        broken = stuck is not None or isinstance(error, HopError) or self.membership.failure is not None
+        is_of_job = isinstance(error, HopError) and not isinstance(error, PeerFailedError)
+        broken = stuck is not None or is_of_job or not isinstance(self.membership.failure, PeerFailedError | None)
         self.membership.leave(
             sent_rounds={
                 QUEUE: self.metrics.sent_rounds,
                 **{group.name: group.exchange.sent_rounds for group in self._groups},
             },
             reason="" if error is None else f"{type(error).__name__}: {error}",
+            failed=error is not None and not _is_asked_for(error),
             abort=broken and not self.membership.is_given_up,
         )
         if stuck is not None and (error is stuck or isinstance(stuck, KeyboardInterrupt)):
             raise stuck
 
-    def close(self, reason: str) -> None:
+    def _warn_of_what_is_missed(self) -> None:
+        """Logs which ranks have not made all of the session's rounds, and what share of the data that was."""
+        missed = self.membership.missed_share()
+        if missed:
+            logging.warning(
+                "rank %d: %.3g %% of the data of this training were left out, as ranks have missed steps: %s.",
+                self.membership.rank,
+                100 * sum(missed.values()) / self.membership.world_size,
+                ", ".join(f"rank {rank} {100 * share:.3g} %" for rank, share in missed.items()),
+            )
+
+    def close(self, reason: str, error: BaseException | None = None) -> None:
         """Leaves for good and releases the port and all threads. Idempotent.
+
+        Args:
+          reason: Why, for the others' errors.
+          error: What has ended the session of a custom loop; None: it was complete.
 
         Blocks: as `end_session`, in a session; then until what was sent has arrived at the peers that still listen, at
           most `progress_timeout_seconds`.
@@ -221,7 +256,7 @@ class Worker:
             return
         self._closed = True
         try:
-            self.end_session(self.membership.failure)
+            self.end_session(self.membership.failure or error)
             deadline = self.membership.monitor.now() + self._options.progress_timeout_seconds
             # Whoever hears the farewell has all that was sent before, on whatever lane.
             self.membership.flush(deadline)
@@ -316,6 +351,7 @@ class Worker:
             runner=runner,
             step=step,
             statistics=statistics,
+            finite_check=self.finite_check,
         )
         self._groups.append(group)
         return group
@@ -347,7 +383,9 @@ class Worker:
             write(new, received)
 
     def average(self, variables: Sequence[tf.Variable]) -> None:
-        """Assigns to each float variable its mean over all ranks. A collective.
+        """Assigns to each float variable its mean over the ranks. A collective.
+
+        Ranks that were left behind in the last session do not count, and get the mean of the others.
 
         Blocks: until all ranks take part.
 
@@ -366,9 +404,23 @@ class Worker:
             raise
         arrays = [np.asarray(v.read_value()) for v in floats]
         with _all_ranks_call("`strategy.synchronize`"):
-            means = self._collectives.mean(self._next_called(), arrays)
+            numbers = self._collectives.all_gather(self._next_called(), str(self.membership.num_rounds).encode(), False)
+            counts = self._counts(list(map(int, numbers)))
+            means = self._collectives.mean(self._next_called(), arrays, counts)
         for variable, mean in zip(floats, means, strict=True):
             variable.assign(mean)
+
+    def _counts(self, num_rounds: Sequence[int]) -> bool:
+        """Whether this rank's values count, where ranks have made so many rounds; rank 0 says whose do not."""
+        least = _LEAST_SHARE * max(num_rounds)
+        behind = [rank for rank, number in enumerate(num_rounds) if number < least]
+        if behind and self.membership.rank == 0:
+            logging.warning(
+                "`synchronize` leaves out weights of ranks that have made a part of the last training's steps only, "
+                "and gives them the mean of the others: %s.",
+                ", ".join(f"rank {rank} {100 * num_rounds[rank] / max(num_rounds):.3g} %" for rank in behind),
+            )
+        return self.membership.rank not in behind
 
     def gather(self, value: object) -> list | None:
         """Brings every rank's value to rank 0. A collective; see `TreeCollectives.gather`."""
@@ -437,4 +489,10 @@ class Worker:
         iteration = max((int(group.step) for group in self._groups), default=0)
         lanes = self._transport.bytes_by_lane()
         by_lane = {f"bytes_sent_on_lane_{lane}": num_bytes for lane, num_bytes in sorted(lanes.items())}
-        return {"iteration": iteration, **self._transport.counters(), **by_lane, **totals, **gauges}
+        counts = {
+            "iteration": iteration,
+            "ranks_lost": self.membership.num_lost,
+            "ranks_left": self.membership.num_left,
+            "nonfinite_steps": self.finite_check.num_steps,
+        }
+        return {**counts, **self._transport.counters(), **by_lane, **totals, **gauges}

@@ -288,6 +288,7 @@ class VirtualCluster:
       link_seconds: See `VirtualTransport`. Default: messages take no time.
       peers: `peers(rank)`: the ranks that a rank deals with. Default: all.
       continue_without_lost: See `Membership`.
+      min_ranks: See `Membership`.
       detection_seconds: See `VirtualTransport`.
       options: Deadlines. Default: there are none.
       limit_seconds: See `Scheduler`. Given, who waits looks at deadlines now and then, as on real clocks. Default None:
@@ -307,6 +308,7 @@ class VirtualCluster:
         link_seconds: Callable[[int, int, int], float] | None = None,
         peers: Callable[[int], Iterable[int]] | None = None,
         continue_without_lost: bool = False,
+        min_ranks: int = 1,
         detection_seconds: float = 0.0,
         options: CommunicationOptions = _WITHOUT_DEADLINES,
         limit_seconds: float | None = None,
@@ -319,6 +321,7 @@ class VirtualCluster:
         self._link_seconds = link_seconds or (lambda sender, receiver, num_bytes: 0.0)
         self._peers = peers or (lambda rank: range(world_size))
         self._continue_without_lost = continue_without_lost
+        self._min_ranks = min_ranks
         self._detection_seconds = detection_seconds
         self._network: dict[int, VirtualTransport] = {}
         self._cuts: dict[frozenset[int], float] = {}
@@ -381,6 +384,7 @@ class VirtualCluster:
             world_size=world_size,
             peers=self._peers(rank),
             continue_without_lost=self._continue_without_lost,
+            min_ranks=self._min_ranks,
             servers=range(world_size, world_size + self._num_servers),
         )
 

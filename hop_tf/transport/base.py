@@ -56,6 +56,9 @@ class PeerStatus:
       refused_seconds: For how long nobody has listened where the process did, without a sign of it meanwhile: it has
         died. 0.0 otherwise.
       round_trip_seconds: How long it takes until a heartbeat is answered, smoothed; 0.0 while that is unknown.
+      unreached_seconds: For how long this rank has tried in vain to open a connection to it. It may be heard meanwhile.
+      unreached_by_seconds: For how long it has tried in vain to open one to this rank, by what it says.
+      problem_there: Why, in its words.
     """
 
     address: str
@@ -66,6 +69,9 @@ class PeerStatus:
     last_problem: str = ""
     refused_seconds: float = 0.0
     round_trip_seconds: float = 0.0
+    unreached_seconds: float = 0.0
+    unreached_by_seconds: float = 0.0
+    problem_there: str = ""
 
     @property
     def ever_connected(self) -> bool:
@@ -79,6 +85,14 @@ class PeerStatus:
     def was_refused_for(self, seconds: float) -> bool:
         """Whether nobody has listened there for that long and 8 round trips, though at most twice as long."""
         return self.refused_seconds > self._allow(seconds)
+
+    def was_unreached_for(self, seconds: float) -> bool:
+        """Whether this rank has not reached it for that long and 8 round trips, though at most twice as long."""
+        return self.unreached_seconds > self._allow(seconds)
+
+    def has_not_reached_this_for(self, seconds: float) -> bool:
+        """Whether it has not reached this rank for that long and 8 round trips, though at most twice as long."""
+        return self.unreached_by_seconds > self._allow(seconds)
 
     def _allow(self, seconds: float) -> float:
         return seconds + min(seconds, _SPARE_ROUND_TRIPS * self.round_trip_seconds)

@@ -12,6 +12,7 @@ REFUSED_SECONDS = 2.0
 _HANDOVER_SECONDS = 5.0
 _PROGRESS_ADVICE = "Check that rank's log: it is alive but does not deliver (see progress_timeout_seconds)."
 _LOST_ADVICE = "Check whether that process runs and can be reached (see timeout_seconds)."
+_ONE_WAY_ADVICE = "Check firewalls, and with TLS the certificate, in that direction (see timeout_seconds)."
 
 
 def problem_of(
@@ -39,7 +40,7 @@ def problem_of(
     """
     if status.failure is not None:
         return status.failure
-    found = _find(status, ended, waited, options, step)
+    found = _find(status, ended, waited, options, rank, step)
     if found is None:
         return None
     error, state, advice = found
@@ -57,7 +58,7 @@ def problem_of(
 
 
 def _find(
-    status: PeerStatus, ended: str | None, waited: float, options: CommunicationOptions, step: int | None
+    status: PeerStatus, ended: str | None, waited: float, options: CommunicationOptions, rank: int, step: int | None
 ) -> tuple[type[Exception], str, str] | None:
     """The error, what is known of the peer, and advice."""
     problem = f": {status.last_problem}" if status.last_problem else ""
@@ -73,6 +74,14 @@ def _find(
         # Within a step, only a rank that has just joined has never met a peer.
         error = DeadlineExceededError if step is None else PeerLostError
         return error, f"it never appeared{problem}", _LOST_ADVICE
+    # Heartbeats that come in must not hide that nothing gets out.
+    if status.was_unreached_for(options.timeout_seconds):
+        state = f"it is heard, but rank {rank} has not reached it for {status.unreached_seconds:.1f} s{problem}"
+        return PeerLostError, state, _ONE_WAY_ADVICE
+    if status.has_not_reached_this_for(options.timeout_seconds):
+        there = f": {status.problem_there}" if status.problem_there else ""
+        state = f"it is heard, but has not reached rank {rank} for {status.unreached_by_seconds:.1f} s{there}"
+        return PeerLostError, state, _ONE_WAY_ADVICE
     if waited > options.progress_timeout_seconds:
         return DeadlineExceededError, "it is alive", _PROGRESS_ADVICE
     return None

@@ -132,6 +132,7 @@ class GrpcLink(Link):
             self._outbox.acknowledge(connection.epoch, frame.sequence)
         elif frame.kind == FrameKind.PONG and connection.pinged_at:
             self._peer.record_round_trip(time.monotonic() - connection.pinged_at.popleft())
+            self._peer.record_complaint(frame.header.decode(errors="replace"))
         else:
             raise ProtocolError(f"{self._peer} answered with an unexpected {frame.kind.name}.")
         self._peer.heard()

@@ -189,7 +189,7 @@ def _answer_heartbeats(peer: Peer, requests: Iterator[bytes]) -> Iterator[bytes]
         if decode(data).kind != FrameKind.PING:
             raise ProtocolError(f"{peer} sent something other than PING on the control lane.")
         peer.heard()
-        yield encode(FrameKind.PONG)
+        yield encode(FrameKind.PONG, body=peer.complaint().encode())
 
 
 class _Stream:

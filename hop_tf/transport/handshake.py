@@ -166,6 +166,7 @@ class Handshake:
             raise RefusedError(_BAD_RANK)
         if reply.refusal == control_pb2.TOO_EARLY:
             peer.heard()  # Its earlier training may take a while.
+            peer.reached()
             raise RefusedError(_TOO_EARLY)
         is_other = reply.refusal == control_pb2.OTHER_PROCESS
         if reply.refusal == control_pb2.TOO_LATE or (is_other and self._is_later(peer, reply)):

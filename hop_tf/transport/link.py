@@ -67,6 +67,7 @@ class Link(abc.ABC):
     def _run(self) -> None:
         try:
             while self._wait_needed() and not self._closed.is_set() and self._peer.failure is None:
+                self._peer.try_to_reach(self._lane)
                 try:
                     problem = self._try_stream()
                 except HopError as error:
@@ -103,5 +104,6 @@ class Link(abc.ABC):
         """The answer to the greeting has come; returns the outbox's epoch. A `Peer.link_down` must follow."""
         epoch = self._outbox.resume(self._handshake.check_reply(self._peer, reply))
         self._peer.link_up()
+        self._peer.reached(self._lane)
         self._backoff_seconds = _FIRST_BACKOFF_SECONDS
         return epoch

@@ -8,10 +8,13 @@ from collections.abc import Callable
 
 from absl import logging
 
+from hop_tf.errors import ProtocolError
 from hop_tf.transport.base import PeerStatus
 
 # How much a new measurement counts in the round trip, as in TCP.
 _SMOOTHING = 1 / 8
+# Characters of a problem that are told to the other side.
+_MAX_COMPLAINT = 500
 
 
 class Peer:
@@ -35,6 +38,10 @@ class Peer:
         self._former_incarnations: set[str] = set()
         self._failure: Exception | None = None
         self._last_problem = ""
+        # By lane, since when this rank tries to open a connection. And what the peer says of its own attempts.
+        self._trying_since: dict[int, float] = {}
+        self._unreached_by_seconds = 0.0
+        self._problem_there = ""
         self._socket_port: int | None = None
         self._round_trip_seconds: float | None = None
         self._least_round_trip_seconds: float | None = None
@@ -125,6 +132,38 @@ class Peer:
         with self._lock:
             self._num_links -= 1
 
+    def try_to_reach(self, lane: int) -> None:
+        """This rank begins to open a connection."""
+        with self._lock:
+            self._trying_since.setdefault(lane, time.monotonic())
+
+    def reached(self, lane: int | None = None) -> None:
+        """The peer has answered to the greeting of a lane; None: to one that shows that all can get through."""
+        with self._lock:
+            if lane is None:
+                self._trying_since.clear()
+            else:
+                self._trying_since.pop(lane, None)
+
+    def complaint(self) -> str:
+        """What the peer is to know of this rank's attempts to reach it; "" where it is reached."""
+        with self._lock:
+            seconds = self._unreached_seconds()
+            return f"{seconds:.1f} {self._last_problem[:_MAX_COMPLAINT]}" if seconds else ""
+
+    def record_complaint(self, complaint: str) -> None:
+        """The peer has told its `complaint` of this rank; raises ProtocolError if that is none."""
+        seconds, _, problem = complaint.partition(" ")
+        try:
+            unreached_by_seconds = float(seconds or 0.0)
+        except ValueError as error:
+            raise ProtocolError(f"{self} answered to a heartbeat with {complaint[:_MAX_COMPLAINT]!r}.") from error
+        with self._lock:
+            self._unreached_by_seconds, self._problem_there = unreached_by_seconds, problem
+
+    def _unreached_seconds(self) -> float:
+        return time.monotonic() - min(self._trying_since.values()) if self._trying_since else 0.0
+
     def record_problem(self, problem: str) -> None:
         """Remembers why a connection does not work."""
         with self._lock:
@@ -171,4 +210,7 @@ class Peer:
                 last_problem=self._last_problem,
                 refused_seconds=0.0 if refused_since is None else now - refused_since,
                 round_trip_seconds=self.round_trip_seconds,
+                unreached_seconds=self._unreached_seconds(),
+                unreached_by_seconds=self._unreached_by_seconds,
+                problem_there=self._problem_there,
             )

@@ -117,6 +117,9 @@ class CanaryStrategy(ExchangeStrategy):
         weights and optimizer slots from the rank that is furthest, and goes on from there; it raises `PeerLostError` if
         the others have ended without it. So does one that cannot end as a rank has died in the moment in which all end.
         Default None: "raise" for "bsp", else "continue".
+      min_ranks: Where others go on: how many ranks must be left, neither lost nor failed. With fewer, a rank raises
+        `PeerLostError`, since others may train on, on the other side of a cut. Default None: more than half of the
+        ranks; 1 where there are two.
       cluster_resolver: Where the cluster is described. Default: `TF_CONFIG`.
       communication_options: Deadlines, credentials, records. Default: `CommunicationOptions()`.
 
@@ -145,6 +148,7 @@ class CanaryStrategy(ExchangeStrategy):
         low_rank: int | None = None,
         interfaces: Sequence[str] | None = None,
         on_peer_loss: str | None = None,
+        min_ranks: int | None = None,
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
         communication_options: CommunicationOptions | None = None,
     ):
@@ -178,6 +182,7 @@ class CanaryStrategy(ExchangeStrategy):
             neighbors=range(cluster.world_size),
             skips_steps=_SKIPS if not self._settings.is_synchronous else "",
             continue_without_lost=self._settings.on_peer_loss == "continue",
+            min_ranks=min_ranks,
         )
 
     def specs_beside(self) -> Sequence[TensorSpec]:

@@ -99,6 +99,9 @@ class HopStrategy(ExchangeStrategy):
         place of an in-neighbor that has gone in its own mean: in a directed graph the mean over all ranks then
         changes by that. Backup workers are as many as before: where all others are, a rank waits for nobody's updates.
         Default None: "continue" with backup workers or staleness, else "raise".
+      min_ranks: Where others go on: how many ranks must be left, neither lost nor failed. With fewer, a rank raises
+        `PeerLostError`, since others may train on, on the other side of a cut. Default None: more than half of the
+        ranks; 1 where there are two.
       cluster_resolver: Where the cluster is described. Default: `TF_CONFIG`.
       communication_options: Deadlines, credentials, records. Default: `CommunicationOptions()`.
 
@@ -124,6 +127,7 @@ class HopStrategy(ExchangeStrategy):
         update_order: str = "parallel",
         synchronization: str = "queues",
         on_peer_loss: str | None = None,
+        min_ranks: int | None = None,
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
         communication_options: CommunicationOptions | None = None,
     ):
@@ -150,6 +154,7 @@ class HopStrategy(ExchangeStrategy):
             neighbors={*self._topology.in_neighbors(cluster.rank), *self._topology.out_neighbors(cluster.rank)},
             skips_steps="" if skip is None else "HopStrategy, unless skip=None, passes over iterations.",
             continue_without_lost=self._settings.continues_without_lost,
+            min_ranks=min_ranks,
         )
 
     @property

@@ -48,6 +48,7 @@ from hop_tf.strategies.shat.server.snapshots import SnapshotOptions
 from hop_tf.strategies.shat.settings import ShatSettings, mixing_weight
 from hop_tf.strategies.shat.state import announce_offers
 from hop_tf.strategy import ExchangeStrategy
+from hop_tf.tensors.finite import are_finite
 from hop_tf.tensors.packing import TensorSpec
 
 __all__ = ["SHATParameterServerStrategy", "ShatExchange", "mixing_weight"]
@@ -241,7 +242,7 @@ class SHATParameterServerStrategy(ExchangeStrategy):
         own = unscaled(optimizer, gradients)
         is_applied = tf.constant(True)
         if loss_scale(optimizer) is not None:
-            is_applied = tf.reduce_all([tf.reduce_all(tf.math.is_finite(gradient)) for gradient in own])
+            is_applied = are_finite(own)
             own = clipped(optimizer, own)  # Else they have been clipped.
         rate = learning_rate(optimizer)
         beside = tf.stack([tf.cast(rate, tf.float32), tf.cast(is_applied, tf.float32)])

@@ -59,6 +59,15 @@ class TreeCollectivesTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllEqual(matrix, results[0][0])
             self.assertAllClose(scalar, (world_size - 1) / 2)
 
+    @parameterized.parameters((3, (0, 2)), (5, (4,)), (2, (1,)))
+    def test_mean_of_those_that_count(self, world_size, counted):
+        def operation(collectives, rank):
+            value = np.full(2, rank if rank in counted else np.nan, np.float32)
+            return collectives.mean("m", [value], rank in counted)
+
+        for (mean,) in _run(world_size, operation):
+            self.assertAllEqual(mean, [np.mean(counted)] * 2)
+
     def test_gather(self):
         results = _run(6, lambda collectives, rank: collectives.gather("g", {"rank": rank}))
         self.assertEqual(results[0], [{"rank": rank} for rank in range(6)])

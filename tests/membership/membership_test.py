@@ -186,6 +186,29 @@ class SessionTest(tf.test.TestCase):
         self.assertCountEqual(raised, [1, 2])
         self.assertIn("rank 0 gave up: PeerLostError: rank 7 was lost", raised[1])
 
+    def test_all_are_told_who_was_lost_whoever_notices(self):
+        cluster, raised = VirtualCluster(6, peers=lambda rank: (), detection_seconds=0.5), {}
+        awaited = {0: 2, 1: 0, 2: 5, 3: 1, 4: 1}  # In the tree.
+
+        def body(rank):
+            membership = cluster.memberships[rank]
+            membership.begin_session()
+            if rank == 5:
+                cluster.scheduler.sleep(2.0)
+            try:
+                membership.wait(lambda: [awaited[rank]], operation="receive", step=3)
+            except errors.PeerLostError as error:
+                raised[rank] = str(error)
+                membership.leave(sent_rounds={}, reason=f"PeerLostError: {error}", abort=True)
+
+        cluster.scheduler.call_at(1.0, lambda: cluster.kill(5))
+        cluster.run(body)
+        self.assertCountEqual(raised, range(5))
+        for rank in (0, 1, 3, 4):
+            self.assertStartsWith(
+                raised[rank], f"rank {rank}: training ended because rank 5 was lost: rank 2, step 3: "
+            )
+
     def test_goes_on_without_a_lost_rank(self):
         """Rank 3 is lost to rank 2 only, which tells the others, and rank 3 itself."""
         cluster = VirtualCluster(4, continue_without_lost=True)

@@ -3,9 +3,11 @@
 import concurrent.futures
 import contextlib
 import gc
+import socket
 import threading
 from unittest import mock
 
+import grpc
 import keras
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from absl.testing import parameterized
 
 import hop_tf
 from hop_tf.cluster import Cluster
-from hop_tf.errors import HopError, MismatchError, PeerLostError
+from hop_tf.errors import HopError, MismatchError, PeerFailedError, PeerLostError
 from hop_tf.membership import membership_pb2
 from hop_tf.options import CommunicationOptions
 from hop_tf.processes.local_cluster import PortReservation
@@ -22,6 +24,7 @@ from hop_tf.runtime.exchange import Exchange, Incoming
 from hop_tf.runtime.report import StepStatistics
 from hop_tf.runtime.worker import Worker
 from hop_tf.testing import MultiProcessRunner
+from support import error_of
 
 _DEADLINE_SECONDS = 30.0
 
@@ -94,6 +97,7 @@ class _TwoRanksTestCase(tf.test.TestCase, parameterized.TestCase):
 
     options = CommunicationOptions(timeout_seconds=_DEADLINE_SECONDS)
     make_scheme = Echo
+    continue_without_lost = False
 
     def setUp(self):
         super().setUp()
@@ -118,6 +122,7 @@ class _TwoRanksTestCase(tf.test.TestCase, parameterized.TestCase):
             identity={},
             neighbors=[1 - cluster.rank],
             make_exchange=make_exchange,
+            continue_without_lost=self.continue_without_lost,
         )
 
     def on_both(self, call):
@@ -209,15 +214,91 @@ class SlowTest(_TwoRanksTestCase):
         self.assertTrue(taken.is_set())
 
 
-class SessionTest(_TwoRanksTestCase):
-    def test_a_rank_that_ends_with_its_own_error_leaves_the_other_running(self):
+class ContinuingTest(_TwoRanksTestCase):
+    """Ranks go on without a lost one, and so without one that has failed."""
+
+    continue_without_lost = True
+
+    def test_a_rank_that_fails_is_told_of_and_what_is_missed_counted(self):
         self.begin_session()
-        first, second = self.workers
-        second.end_session(ValueError("bad input"))
-        membership = first.membership
+        first, second = (worker.membership for worker in self.workers)
+        second.num_rounds = 20
+        with self.assertLogs(level="WARNING") as logs:
+            self.workers[1].end_session(ValueError("bad input"))
+            first.wait(lambda: [] if first.departure(1) else [1], operation="hear of it")
+            first.num_rounds = 50
+            self.workers[0].end_session(None)
+        self.assertIsNone(first.failure)
+        self.assertEqual(self.workers[0].counters()["ranks_left"], 1)
+        self.assertLen(logs.output, 2)
+        self.assertIn("rank 0: rank 1 has left: ValueError: bad input. The others", logs.output[0])
+        self.assertIn("go on without its part of the data, 1/2.", logs.output[0])
+        self.assertIn(
+            "30 % of the data of this training were left out, as ranks have missed steps: rank 1 60 %.",
+            logs.output[1],
+        )
+
+    def test_who_makes_as_many_steps_misses_none(self):
+        self.begin_session()
+        first, second = (worker.membership for worker in self.workers)
+        first.num_rounds = second.num_rounds = 20
+        with self.assertNoLogs(level="WARNING"):
+            self.workers[1].end_session(None)
+            first.wait(lambda: [] if first.departure(1) else [1], operation="hear of it")
+            self.workers[0].end_session(None)
+        self.assertEqual(first.missed_share(), {})
+
+
+class OneWayTest(_TwoRanksTestCase):
+    """Rank 1 reaches rank 0, and is not reached: its heartbeats must not hide that."""
+
+    options = CommunicationOptions(timeout_seconds=2.0)
+
+    def test_is_an_error_on_both_that_names_the_direction(self):
+        # A port whose packets are dropped: nobody accepts, and there is no room to wait in.
+        blocked = self.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        self.enter_context(socket.create_connection(blocked.getsockname()))
+        first = self.workers[0]._transport
+        host, port = blocked.getsockname()
+        first._open_channel = lambda peer: grpc.insecure_channel(f"{host}:{port}")
+        errors = self.on_both(lambda rank, worker: error_of(worker.begin_session))
+        for rank, error in enumerate(errors):
+            self.assertIsInstance(error, PeerLostError)
+            self.assertRegex(str(error), f"rank {rank}: .* on rank {1 - rank} at 127.0.0.1:")
+        self.assertRegex(str(errors[0]), r"it is heard, but rank 0 has not reached it for \d+\.\d s")
+        self.assertRegex(str(errors[1]), r"it is heard, but has not reached rank 1 for \d+\.\d s")
+        self.assertIn("Check firewalls", str(errors[0]))
+
+
+class SessionTest(_TwoRanksTestCase):
+    @parameterized.parameters(ValueError("bad input"), SystemExit(3), MemoryError())
+    def test_who_begins_a_round_that_a_failed_rank_has_not_made_raises(self, error):
+        self.begin_session()
+        first, second = (worker.membership for worker in self.workers)
+        second.begin_round(4)
+        self.workers[1].end_session(error)
+        first.wait(lambda: [] if first.departure(1) else [1], operation="hear of it")
+        first.begin_round(4)
+        name = type(error).__name__
+        with self.assertRaisesRegex(PeerFailedError, f"rank 0: rank 1 has failed, .* without it: {name}") as raised:
+            first.begin_round(5)
+        self.workers[0].end_session(raised.exception)
+        self.begin_session()  # It was an error of that session only.
+        first.begin_round(5)
+        self.assertEqual(self.workers[0].counters()["ranks_left"], 0)
+
+    @parameterized.parameters(KeyboardInterrupt(), SystemExit(), SystemExit(0))
+    def test_a_rank_that_was_asked_to_end_leaves_the_other_running(self, error):
+        self.begin_session()
+        self.workers[1].end_session(error)
+        self._check_goes_on(type(error).__name__)
+
+    def _check_goes_on(self, reason):
+        membership = self.workers[0].membership
         membership.wait(lambda: [] if membership.departure(1) else [1], operation="hear of it")
-        self.assertEqual(membership.departure(1).reason, "ValueError: bad input")
+        self.assertStartsWith(membership.departure(1).reason, reason)
         self.assertIsNone(membership.failure)
+        self.assertEqual(self.workers[0].counters()["ranks_left"], 1)
 
     def test_a_rank_without_a_step_keeps_its_place_among_the_collectives(self):
         """As a `fit` that has nothing left to do after a restore, on one rank."""
@@ -380,6 +461,15 @@ class CollectivesTest(_TwoRanksTestCase):
         for rank, (matrix, integer) in enumerate(variables):
             self.assertAllEqual(matrix, [[1.0, 2.0], [3.0, 4.5]])
             self.assertAllEqual(integer, rank)
+
+    @parameterized.parameters(((60, 54), 4.5), ((60, 53), 4.0), ((20, 60), 5.0), ((0, 0), 4.5))
+    def test_who_is_left_behind_does_not_count(self, num_rounds, expected):
+        for worker, number in zip(self.workers, num_rounds, strict=True):
+            worker.membership.num_rounds = number
+        variables = [[_variable([4.0 + rank])] for rank in range(2)]
+        self.on_both(lambda rank, worker: worker.average(variables[rank]))
+        for (variable,) in variables:
+            self.assertAllEqual(variable, [expected])
 
     def test_average_of_different_models_ends_on_all_ranks(self):
         variables = [[_variable([1.0])], [_variable([1.0, 2.0])]]

@@ -15,7 +15,7 @@ import tensorflow as tf
 from absl.testing import absltest, parameterized
 
 import hop_tf
-from hop_tf.errors import HopError, MismatchError
+from hop_tf.errors import HopError, MismatchError, PeerFailedError
 from support import MEMBERS, NUM_RANKS, AbortOnRank1, error_of
 
 _NUM_ROWS = 24
@@ -345,9 +345,9 @@ class OneTrainingTest(_OfAllMembers):
         self.assertEqual([result["epochs"] for result in _one_training(name)], [4, 2])
 
     @_all_members
-    def test_the_others_go_on_when_one_raises(self, name):
+    def test_one_raises_and_all_train_again(self, name):
         first, second = (result["error"] for result in _one_training(name))
-        self.assertIsNone(first)
+        self.assertIsInstance(first, type(None) if MEMBERS[name].goes_on_without_lost else PeerFailedError)
         self.assertIsInstance(second, KeyError)
 
     @_all_members
@@ -535,6 +535,58 @@ class ContractTest(_OfAllMembers):
         self.assertIsInstance(first, HopError)
         self.assertIn("broken on purpose", str(first))
         self.assertEqual(str(second), "broken on purpose")
+
+    @_all_members
+    def test_an_exception_on_one_rank(self, name):
+        """It is what a lost rank is: an error of all, or the others go on and say so."""
+
+        def train(strategy):
+            membership = strategy.training.worker.membership
+
+            def check(batch, logs):
+                if strategy.rank == 1:
+                    return 1 // (batch - 2)
+                return batch != 3 or membership.wait_until(lambda: membership.departure(1), 60.0)
+
+            callback = keras.callbacks.LambdaCallback(on_train_batch_end=check)
+            return error_of(_fit, _compiled(strategy), callbacks=[callback]), strategy.report()
+
+        with self.assertLogs(level="WARNING") as logs:
+            (first, report), (second, _) = self.run_ranks(name, train)
+        self.assertIsInstance(second, ZeroDivisionError)
+        told = [line for line in logs.output if "rank 0: " in line and "ZeroDivisionError" in line]
+        self.assertLen(told, 1)
+        self.assertIn("rank 1", told[0])
+        if MEMBERS[name].goes_on_without_lost:
+            self.assertIsNone(first)
+            self.assertEqual((report["ranks_left"], report["ranks_lost"]), (1, 0))
+            self.assert_steps(name, report["steps"], _STEPS)
+        else:
+            self.assertIsInstance(first, PeerFailedError)
+            self.assertRegex(str(first), "rank 0: rank 1 has failed, .* without it: ZeroDivisionError")
+
+    @_all_members
+    def test_values_that_are_not_finite(self, name):
+        """They are told of, with the rank that sends them first; or they are an error of all, where that is wanted."""
+
+        def train(strategy):
+            x, _ = _data()
+            x.reshape(_STEPS, NUM_RANKS, -1)[2:, 1] = np.nan  # Of rank 1, from the third step on.
+            return error_of(_fit, _compiled(strategy), x=x), strategy.report()["nonfinite_steps"]
+
+        with self.assertLogs(level="WARNING") as logs:
+            self.assertEqual([error for error, _ in self.run_ranks(name, train)], [None, None])
+        told = [line for line in logs.output if "this rank sends values that are not finite" in line]
+        self.assertRegex(told[0], r"rank 1, step \d: ")
+        self.assertLen({line.partition(", step")[0] for line in told}, len(told))  # Once for each rank.
+
+        options = hop_tf.CommunicationOptions(timeout_seconds=60, on_nonfinite="raise")
+        of_ranks = MEMBERS[name].run(train, options=options)
+        for error, _ in of_ranks:
+            self.assertIsInstance(error, HopError)
+            self.assertIn("rank 1, step", str(error))
+            self.assertIn("this rank sends values that are not finite", str(error))
+        self.assertEqual(of_ranks[0][1], 0)
 
     # What is refused.
 

@@ -64,13 +64,22 @@ def _rank():
     return json.loads(os.environ["TF_CONFIG"])["task"]["index"]
 
 
-def _make_strategy(addresses, *, rank=None, topology="complete", max_iteration_gap=2, timeout_seconds=_NEVER_SECONDS):
+def _make_strategy(
+    addresses,
+    *,
+    rank=None,
+    topology="complete",
+    max_iteration_gap=2,
+    on_peer_loss=None,
+    timeout_seconds=_NEVER_SECONDS,
+):
     resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
         tf.train.ClusterSpec({"worker": addresses}), task_type="worker", task_id=_rank() if rank is None else rank
     )
     return hop_tf.HopStrategy(
         topology=topology,
         max_iteration_gap=max_iteration_gap,
+        on_peer_loss=on_peer_loss,
         cluster_resolver=resolver,
         communication_options=hop_tf.CommunicationOptions(timeout_seconds=timeout_seconds),
     )
@@ -198,7 +207,7 @@ def be_interrupted(addresses, gates):
 
 def leave_early(addresses):
     """Rank 1 leaves, every time in another way; then all average, and leave for good."""
-    strategy = _make_strategy(addresses)
+    strategy = _make_strategy(addresses, on_peer_loss="continue")
     model = _make_model(strategy)
     leaves = strategy.rank == 1
     stopping = keras.callbacks.EarlyStopping(monitor="loss", min_delta=1e9)  # Stops after the second epoch.
@@ -215,7 +224,7 @@ def leave_early(addresses):
 
 
 def exit_after_fit(addresses):
-    strategy = _make_strategy(addresses)
+    strategy = _make_strategy(addresses, on_peer_loss="continue")
     _fit(_make_model(strategy), callbacks=[_raise_at_batch(5)] * (strategy.rank == 2))
     if strategy.rank == 1:
         sys.exit(7)

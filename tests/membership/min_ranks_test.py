@@ -1,0 +1,86 @@
+"""Tests of `min_ranks`: of the sides of a cut, one goes on at most."""
+
+from __future__ import annotations
+
+import itertools
+
+import tensorflow as tf
+from absl.testing import parameterized
+
+import hop_tf
+from hop_tf.errors import PeerLostError
+from hop_tf.options import CommunicationOptions
+from hop_tf.simulate.virtual import VirtualCluster
+from support import error_of
+
+_CUT_AT, _ENDS_AT = 2.0, 100.0
+_OPTIONS = CommunicationOptions(timeout_seconds=10, progress_timeout_seconds=1000)
+
+
+def _train(sides, min_ranks, leaves=()):
+    """What each rank's waiting for all others raises. The sides are cut from each other at `_CUT_AT`."""
+    world_size = sum(map(len, sides))
+    cluster = VirtualCluster(
+        world_size, continue_without_lost=True, min_ranks=min_ranks, options=_OPTIONS, limit_seconds=2 * _ENDS_AT
+    )
+    pairs = [pair for one, other in itertools.combinations(sides, 2) for pair in itertools.product(one, other)]
+    cluster.scheduler.call_at(_CUT_AT, lambda: [cluster.cut(*pair) for pair in pairs])
+    cluster.scheduler.call_at(_ENDS_AT, cluster._wake_all)
+    errors = {}
+
+    def train(membership):
+        def missing():
+            others = {*range(world_size)} - {membership.rank} - membership.departed()
+            return others if cluster.scheduler.now < _ENDS_AT else ()
+
+        membership.begin_session()
+        if membership.rank not in leaves:
+            membership.wait(missing, operation="all", step=1)
+
+    def body(rank):
+        errors[rank] = error_of(train, cluster.memberships[rank])
+        reason = "ValueError: no data" if rank in leaves else ""
+        cluster.memberships[rank].leave(
+            sent_rounds={}, reason=reason, failed=rank in leaves, abort=errors[rank] is not None
+        )
+
+    cluster.run(body)
+    return errors
+
+
+class MinRanksTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters(
+        ([(0, 1), (2, 3, 4)], 3, (2, 3, 4)),
+        ([(0, 1), (2, 3)], 3, ()),  # None has more than half.
+        ([(0, 1), (2, 3)], 2, (0, 1, 2, 3)),  # Asked for.
+        ([(0,), (1,), (2,)], 2, ()),
+        ([(0,), (1,)], 1, (0, 1)),
+    )
+    def test_a_side_that_is_too_small_raises(self, sides, min_ranks, expected):
+        errors = _train(sides, min_ranks)
+        self.assertEqual(tuple(rank for rank, error in sorted(errors.items()) if error is None), expected)
+        for error in errors.values():
+            if error is not None:
+                self.assertIsInstance(error, PeerLostError)
+                self.assertRegex(str(error), f"ranks are left, fewer than {min_ranks} \\(see min_ranks\\)|was lost")
+        if not expected:
+            self.assertTrue(any("Missing are rank" in str(error) for error in errors.values()))
+
+    def test_ranks_that_have_failed_are_missing_too(self):
+        errors = _train([(0, 1, 2, 3)], 3, leaves=(1, 2))
+        self.assertRegex(
+            str(errors[0]), "2 of 4 ranks are left, fewer than 3 .*rank 1: ValueError: no data; rank 2: Val"
+        )
+        self.assertIsInstance(errors[3], PeerLostError)
+
+    @parameterized.parameters(
+        ({"min_ranks": 0, "on_peer_loss": "continue"}, "`min_ranks` must be an integer of at least 1"),
+        ({"min_ranks": 2}, "pass on_peer_loss='continue'. Received: min_ranks=2."),
+    )
+    def test_what_is_refused(self, settings, text):
+        with self.assertRaisesRegex(ValueError, text):
+            hop_tf.HopStrategy(**settings)
+
+
+if __name__ == "__main__":
+    tf.test.main()
