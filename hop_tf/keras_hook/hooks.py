@@ -78,6 +78,11 @@ class TrainingHooks(abc.ABC):
     def around_step(self, step: Callable[[], Any], arguments: Any, model: keras.Model) -> Any:
         """Called with the whole of a model's `train_step`, enter_step to leave_step; runs it or passes it over."""
 
+    @property
+    @abc.abstractmethod
+    def is_behind(self) -> bool:
+        """Whether `fit` passes over steps now: this rank was started again, and is not yet where the others are."""
+
     @abc.abstractmethod
     def leave_step(self, trace: StepTrace) -> None:
         """Called when `fn` has returned."""

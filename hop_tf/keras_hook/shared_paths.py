@@ -44,7 +44,7 @@ _OF_FILES = (keras.callbacks.ModelCheckpoint, keras.callbacks.CSVLogger)
 
 def flat_callbacks(callbacks: Any) -> list:
     """The callbacks in what `fit` was given: one, a structure of them, a CallbackList, or None."""
-    return tf.nest.flatten(getattr(callbacks, "callbacks", callbacks))
+    return [] if callbacks is None else tf.nest.flatten(getattr(callbacks, "callbacks", callbacks))
 
 
 class CallbackPaths:

@@ -22,8 +22,8 @@ class StepSkipping:
     """Puts a condition around training steps.
 
     A step that is passed over advances the optimizer's iterations, which schedules go by, and returns what the last
-    one before returned: metrics stand still. They are nan as long as no step of an epoch was made; and in a rank that
-    was started again, for all of an epoch of which it has missed a step.
+    one before returned: metrics stand still. They are nan as long as no step of an epoch was made; in a rank that was
+    started again, those of the epoch in which it joins the others are of the steps that it has made.
 
     Args:
       why: Why steps are passed over, and how that can be avoided, for errors: a sentence.
@@ -41,6 +41,11 @@ class StepSkipping:
         self._metrics: list[tf.Variable] = []  # The floating-point ones.
         self._outputs: _Outputs | None = None
         self._variables: dict[tuple, tf.Variable] = {}
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether this rank was started again, and is not yet where the others are."""
+        return bool(self._is_behind)
 
     def begin_session(self) -> None:
         """Forgets what was left to be passed over when the last session ended."""
@@ -72,7 +77,8 @@ class StepSkipping:
         """
         self._catch_up = catch_up
         self._passes_over_first = True
-        self._is_behind.assign(True)
+        with tf.init_scope():  # Now, and not in every step.
+            self._is_behind.assign(True)
 
     def skip(self, num_updates: tf.Tensor) -> None:
         """Emits the op that passes over the steps of the next `num_updates` updates."""
@@ -128,7 +134,7 @@ class StepSkipping:
         iterations = iterations_variable(self._optimizer)
         iterations.assign_add(1)
         if self._catch_up is not None:
-            tf.cond(self._is_behind, lambda: self._fill_metrics(math.nan), lambda: None)
+            tf.cond(self._is_behind, lambda: self._fill_metrics(math.nan, has_none=True), lambda: None)
             tf.cond(self._num_left <= 0, lambda: self._skip_on(iterations), lambda: None)
         if self._metrics:
             are_reset = tf.reduce_all([tf.reduce_all(tf.equal(variable, 0)) for variable in self._metrics])

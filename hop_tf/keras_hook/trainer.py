@@ -18,6 +18,7 @@ from keras.src.backend.tensorflow.trainer import TensorFlowTrainer, TFEpochItera
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from tensorflow.python.distribute import distribute_lib
 
+from hop_tf.keras_hook.catching_up import not_called_while_behind
 from hop_tf.keras_hook.context import Extended
 from hop_tf.keras_hook.hooks import TrainingHooks
 from hop_tf.keras_hook.optimizers import innermost
@@ -90,11 +91,18 @@ def _wrapped(method: Callable, is_fit: bool) -> Callable:
         if not is_fit:
             if hooks in _fits.hooks:  # Validation.
                 hooks.end_epoch()
+                if hooks.is_behind:
+                    return {}  # Of weights that the others' will soon take the place of.
             with hooks.keras_call():
                 return method(self, *args, **kwargs)
         _adopt_optimizers(self, strategy)
         callbacks = given.get("callbacks")
-        with hooks.keras_call(), _fit(hooks, given.get("x"), callbacks), _between(callbacks, hooks) as extended:
+        with (
+            hooks.keras_call(),
+            _fit(hooks, given.get("x"), callbacks),
+            not_called_while_behind(callbacks, hooks),
+            _between(callbacks, hooks) as extended,
+        ):
             given["callbacks"] = extended
             with shuffled_alike(given, hooks.shuffle_seed), _undecorated(self):
                 return method(*bound.args, **bound.kwargs)

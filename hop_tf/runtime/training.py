@@ -427,6 +427,13 @@ class TrainingRun(TrainingHooks):
         """Runs the step, unless it is to be passed over."""
         return self._skipping.run(step, arguments, model) if self._passes_over_steps() else step()
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether this rank was started again, and is not yet where the others are."""
+        if self.worker is None or self._joins_at_once:
+            return False
+        return self.worker.joining or (self._is_catching_up and self._skipping.is_behind)
+
     def _passes_over_steps(self) -> bool:
         """Whether steps can be passed over: the scheme may want that, or this process was started again."""
         joins = self.worker is not None and self.worker.joining and not self._joins_at_once

@@ -1,0 +1,83 @@
+"""What callbacks hear in a rank that was started again: nothing, until it is where the others are.
+
+They would keep it from getting there, if they take as long as the others' steps, and see metrics that are none. The
+epoch in which it gets there is a short one for them: it begins with the first batch that the rank trains on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+
+from hop_tf.keras_hook.hooks import TrainingHooks
+from hop_tf.keras_hook.shared_paths import flat_callbacks
+
+
+@contextlib.contextmanager
+def not_called_while_behind(callbacks: Any, hooks: TrainingHooks) -> Iterator[None]:
+    """Within it, callbacks are not called for batches that are passed over, nor for epochs that are all of such.
+
+    Args:
+      callbacks: What `fit` was given.
+      hooks: Of the strategy; the session has begun.
+    """
+    with contextlib.ExitStack() as stack:
+        for callback in flat_callbacks(callbacks) if hooks.is_behind else ():
+            if not isinstance(callback, keras.callbacks.History):
+                calls = _Calls(callback, hooks)
+                for name in ("on_epoch_begin", "on_train_batch_begin", "on_train_batch_end", "on_epoch_end"):
+                    stack.enter_context(_replaced(callback, name, getattr(calls, name)))
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(callback: keras.callbacks.Callback, name: str, method: Callable) -> Iterator[None]:
+    """Gives one callback another method; it may have one of its own, as a `LambdaCallback` has."""
+    own = vars(callback).get(name)
+    setattr(callback, name, method)
+    try:
+        yield
+    finally:
+        if own is None:
+            delattr(callback, name)
+        else:
+            setattr(callback, name, own)
+
+
+class _Calls:
+    """Passes on to a callback what it is to hear."""
+
+    def __init__(self, callback: keras.callbacks.Callback, hooks: TrainingHooks):
+        self._hooks = hooks
+        self._begin_epoch = callback.on_epoch_begin
+        self._begin_batch = callback.on_train_batch_begin
+        self._end_batch = callback.on_train_batch_end
+        self._end_epoch = callback.on_epoch_end
+        self._untold: tuple | None = None  # An epoch that has begun.
+        self._passes_over = True
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._untold = epoch, logs
+        self._tell_epoch()
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self._passes_over = self._hooks.is_behind
+        self._tell_epoch()
+        if not self._passes_over:
+            self._begin_batch(batch, logs)
+
+    def on_train_batch_end(self, batch, logs=None):
+        if not self._passes_over:
+            self._end_batch(batch, logs)
+
+    def on_epoch_end(self, epoch, logs=None):
+        if self._untold is None:
+            self._end_epoch(epoch, logs)
+
+    def _tell_epoch(self):
+        if self._untold is not None and not self._hooks.is_behind:
+            self._begin_epoch(*self._untold)
+            self._untold = None
