@@ -54,7 +54,8 @@ class CommunicationOptions:
       cluster_token: A secret that every rank of the job shares. A connection without it is refused and training goes
         on. It travels in clear text unless TLS is on. Default None: no token.
       log_dir: Directory for TensorBoard records of `strategy.report()`; each rank writes a run `rank_<r>` below it.
-        Default None: no records.
+        If its disk is full or cannot be written to, training goes on without records, with a warning. Default None: no
+        records.
       report_interval_seconds: Time between two such records. Default 5.
 
     Raises:

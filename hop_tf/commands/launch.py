@@ -190,11 +190,18 @@ class _Launcher:
                 processor_use=self._meter.measure(map(self._step_times_path, self._tasks)),
             )
             self._remove_step_times()
-            report.write(os.path.join(self._log_dir, "launch.json"))
+            self._write_summary(report)
             for line in report.lines():
                 self._say(line)
             self._say(f"logs in {self._log_dir}")
         return report.exit_code
+
+    def _write_summary(self, report: launch_report.JobReport) -> None:
+        path = os.path.join(self._log_dir, "launch.json")
+        try:
+            report.write(path)
+        except OSError as error:  # A full disk says nothing about the job.
+            self._say(f"cannot write {path}: {error}")
 
     def _run_processes(self, outputs: dict[Task, TaskOutput], signals: list[int]) -> _Supervisor:
         with contextlib.ExitStack() as stack:

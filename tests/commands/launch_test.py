@@ -19,6 +19,7 @@ import psutil
 from absl.testing import absltest, parameterized
 
 import hop_tf
+from disks import fill, mounted_disk
 from hop_tf import __main__ as command_line
 from hop_tf.commands import launch
 from hop_tf.processes.local_cluster import ProcessError
@@ -264,6 +265,19 @@ class LaunchTest(_LaunchTestCase):
         exit_code, lines = self.launch("--num_workers=1", "--python=/nowhere/python", self.write_script("pass"))
         self.assertEqual(exit_code, 127)
         self.assertIn("cannot run /nowhere/python", "\n".join(lines))
+
+    def test_a_full_disk_of_logs_is_no_failure_of_the_job(self):
+        os.mkdir(self.log_dir)
+        self.enter_context(mounted_disk(self.log_dir))
+        fill(self.log_dir)
+        with self.assertLogs("absl", "ERROR") as logs:
+            exit_code, lines = self.launch("--num_workers=1", self.write_script('print("x" * 20_000); print("done")'))
+        self.assertEqual(exit_code, 0)
+        self.assertRegex(logs.output[0], r"Cannot write to .*worker_0.log: .*No space left on device")
+        text = "\n".join(lines)
+        self.assertIn("[worker 0] done", text)
+        self.assertRegex(text, r"\[launch\] cannot write .*launch.json: .*No space left on device\n")
+        self.assertRegex(text, r"\[launch\] completed after .*, exit code 0")
 
     def test_what_prevents_the_start_is_told(self):
         error = io.StringIO()
