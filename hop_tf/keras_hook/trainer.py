@@ -18,6 +18,7 @@ from keras.src.backend.tensorflow.trainer import TensorFlowTrainer, TFEpochItera
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from tensorflow.python.distribute import distribute_lib
 
+from hop_tf.keras_hook.backups import check_backups
 from hop_tf.keras_hook.context import Extended
 from hop_tf.keras_hook.hooks import TrainingHooks
 from hop_tf.keras_hook.optimizers import innermost
@@ -96,6 +97,7 @@ def _wrapped(method: Callable, is_fit: bool) -> Callable:
         callbacks = given.get("callbacks")
         with hooks.keras_call(), _fit(hooks, given.get("x"), callbacks), _between(callbacks, hooks) as extended:
             given["callbacks"] = extended
+            check_backups(callbacks)
             with shuffled_alike(given, hooks.shuffle_seed), _undecorated(self):
                 return method(*bound.args, **bound.kwargs)
 

@@ -7,17 +7,18 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
+import hop_tf
 from support import MEMBERS
 
 _ROWS = np.random.default_rng(0).normal(size=(16, 3)).astype(np.float32)
 
 
-def _train(strategy, folder, num_epochs):
+def _train(strategy, folder, num_epochs, callbacks=None):
     """The number of the first epoch, and of those that were made."""
     with strategy.scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
         model.compile(keras.optimizers.SGD(0.1), "mse")
-    callbacks = [
+    callbacks = callbacks or [
         keras.callbacks.BackupAndRestore(f"{folder}/backup/", delete_checkpoint=False),
         keras.callbacks.ModelCheckpoint(folder / "models" / "{epoch}.keras"),
         keras.callbacks.CSVLogger(folder / "log.csv", append=True),
@@ -55,6 +56,19 @@ class SharedPathsTest(tf.test.TestCase, parameterized.TestCase):
         ]
         self.assertEqual([path for path in _files(folder) if ".bkp" not in path], sorted(of_rank_0 + of_rank_1))
         self.assertLen((folder / "rank_1" / "log.csv").read_text().splitlines(), 3)
+
+    def test_atomic_backups_have_a_folder_for_each_rank(self):
+        folder = pathlib.Path(self.get_temp_dir()) / "backup"
+
+        def train(strategy, num_epochs):
+            callback = hop_tf.callbacks.AtomicBackupAndRestore(folder, delete_checkpoint=False)
+            return _train(strategy, folder.parent, num_epochs, [callback])
+
+        for num_epochs, epochs in ((1, [0]), (3, [1, 2])):
+            made = MEMBERS["pipe_sgd"].run(lambda strategy, number=num_epochs: train(strategy, number))
+            self.assertEqual(made, [epochs, epochs])
+        for path in (folder, folder.with_name("backup_rank_1")):
+            self.assertEqual(sorted(each.name for each in path.iterdir()), ["backup_2", "backup_3"])
 
     def test_paths_of_the_ranks_own_are_left(self):
         folder = pathlib.Path(self.get_temp_dir())
