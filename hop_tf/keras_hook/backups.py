@@ -9,18 +9,25 @@ import pathlib
 import re
 import shutil
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import h5py
 import keras
 from absl import logging
 from keras.src.saving import saving_lib
 
+from hop_tf.errors import MismatchError
 from hop_tf.keras_hook.shared_paths import flat_callbacks
 
 _WEIGHTS, _METADATA, _CHECKSUMS = "latest.weights.h5", "training_metadata.json", "checksums.json"
 _UNFINISHED = "unfinished"
 _CHUNK_BYTES = 1 << 24
+
+
+# What a backup is of: the epoch that training goes on with, and the batch.
+Position = tuple[int, int]
+_START: Position = (0, 0)
+_CLAIM = "BackupAndRestore"
 
 
 class AtomicBackupAndRestore(keras.callbacks.BackupAndRestore):
@@ -30,7 +37,8 @@ class AtomicBackupAndRestore(keras.callbacks.BackupAndRestore):
 
     A backup is written to a folder of its own, which gets its name, `backup_<n>`, when all of it is on the disk. The
     last two are kept. Training goes on from the newest one whose checksums are right; a damaged one is left out, with a
-    warning. What Keras's own callback has left in the same folder is restored where there is no other backup.
+    warning. Ranks go on from the newest one that all of them have. What Keras's own callback has left in the same
+    folder is restored where there is no other backup.
 
     A backup that cannot be written, as on a full disk, is a warning: training goes on, and the former backup stays. A
     backup is made in memory first, which takes as much as the weights and what optimizers remember.
@@ -50,6 +58,7 @@ class AtomicBackupAndRestore(keras.callbacks.BackupAndRestore):
         if "://" in os.fspath(backup_dir):
             raise ValueError(f"`backup_dir` must be a folder of a file system. Received: backup_dir={backup_dir!r}.")
         super().__init__(backup_dir, save_freq=save_freq, delete_checkpoint=delete_checkpoint)
+        self._chosen: Position | None = None
 
     def _use(self, folder: pathlib.Path) -> None:
         """Has Keras's callback read its files there."""
@@ -61,27 +70,44 @@ class AtomicBackupAndRestore(keras.callbacks.BackupAndRestore):
         paths = pathlib.Path(self.backup_dir).glob("backup_*")
         return sorted((path for path in paths if re.fullmatch(r"backup_\d+", path.name)), key=_number_of, reverse=True)
 
-    def _load_model(self) -> None:
-        damaged = []
-        for path in self._backups():
-            problem = _problem_of_backup(path)
-            if problem is None:
-                self._use(path)
-                super()._load_model()
-                for each in damaged:  # Else the whole one would have to make room for the next one first.
-                    shutil.rmtree(each, ignore_errors=True)
-                return
+    def positions(self) -> list[Position]:
+        """Those that training can go on from, the newest first; the start of it while nothing but the first is lost."""
+        newest, *older = self._backups() or [None]
+        is_young = newest is None or (_number_of(newest) == 1 and not older)
+        return [*(_position_of(path) for path in self._whole_backups()), *([_START] if is_young else [])]
+
+    def choose(self, position: Position) -> None:
+        """Has the next `fit` go on from there, and not from the newest backup."""
+        self._chosen = position
+
+    def _whole_backups(self) -> list[pathlib.Path]:
+        """The newest first; raises OSError where there are others only."""
+        backups = self._backups()
+        problems = {path: problem for path in backups if (problem := _problem_of_backup(path)) is not None}
+        for path, problem in problems.items():
             logging.warning("The backup %s is damaged (%s). The one before is taken, if there is one.", path, problem)
-            damaged.append(path)
-        if damaged:
+        if problems and len(problems) == len(backups):
             raise OSError(
-                f"no backup in {self.backup_dir} is whole: {', '.join(path.name for path in damaged)}. Remove the "
+                f"no backup in {self.backup_dir} is whole: {', '.join(path.name for path in backups)}. Remove the "
                 "folder to begin anew, or bring back a copy of a backup."
             )
-        folder = pathlib.Path(self.backup_dir)
-        _check_files(folder)
-        self._use(folder)
+        return [path for path in backups if path not in problems]
+
+    def _load_model(self) -> None:
+        chosen, self._chosen = self._chosen, None
+        if not self._backups() and chosen is None:
+            folder = pathlib.Path(self.backup_dir)
+            _check_files(folder)
+            self._use(folder)
+            super()._load_model()
+            return
+        paths = [path for path in self._whole_backups() if chosen in (None, _position_of(path))]
+        path = paths[0] if paths else pathlib.Path(self.backup_dir) / "backup_0"  # It is not there.
+        self._use(path)
         super()._load_model()
+        for each in self._backups():
+            if _number_of(each) > _number_of(path):  # Else it would be taken for the newest one when the next is made.
+                shutil.rmtree(each, ignore_errors=True)
 
     def _save_model(self) -> None:
         folder = pathlib.Path(self.backup_dir)
@@ -154,6 +180,77 @@ def _problem_of_backup(folder: pathlib.Path) -> str | None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
     return f"the checksum of {', '.join(wrong)} is wrong" if wrong else None
+
+
+def _position_of(folder: pathlib.Path) -> Position:
+    """What a whole backup, or a folder of Keras's own, is of; the start if there is none."""
+    path = folder / _METADATA
+    if not path.exists():
+        return _START
+    metadata = json.loads(path.read_bytes())
+    return metadata["epoch"], metadata.get("batch", 0)
+
+
+class BackupAgreement:
+    """Has all ranks go on from backups of the same epoch: one may have died before it made its last one.
+
+    Args:
+      callbacks: As `fit` takes them.
+
+    Attributes:
+      claims: What to claim in the session: if a rank does, all ranks have to agree.
+    """
+
+    def __init__(self, callbacks: object):
+        found = [each for each in flat_callbacks(callbacks) if isinstance(each, keras.callbacks.BackupAndRestore)]
+        self._callback = found[-1] if found else None
+        self.claims = [_CLAIM] if found else []
+
+    def is_needed(self, owners: Collection[str]) -> bool:
+        """Whether a rank has such a callback; `owners` are the claims of all."""
+        return _CLAIM in owners
+
+    def own(self) -> bytes:
+        """What this rank can go on from, for the others.
+
+        Raises:
+          OSError: If its backups are damaged.
+        """
+        if self._callback is None or "://" in os.fspath(self._callback.backup_dir):
+            return json.dumps([_START]).encode()
+        folder = pathlib.Path(self._callback.backup_dir)
+        if isinstance(self._callback, AtomicBackupAndRestore) and self._callback._backups():
+            return json.dumps(self._callback.positions()).encode()
+        _check_files(folder)
+        return json.dumps([_position_of(folder)]).encode()
+
+    def agree(self, of_ranks: Sequence[bytes], *, in_lock_step: bool) -> None:
+        """Takes what each rank can go on from, and chooses the newest that all have.
+
+        Args:
+          of_ranks: In the order of the ranks.
+          in_lock_step: Whether ranks make the same updates. Otherwise each takes its newest where they have none in
+            common.
+
+        Raises:
+          MismatchError: On all ranks, if there is none.
+        """
+        positions = [[tuple(each) for each in json.loads(data)] for data in of_ranks]
+        common = set.intersection(*map(set, positions))
+        if common:
+            if isinstance(self._callback, AtomicBackupAndRestore) and self._callback._backups():
+                self._callback.choose(max(common))
+        elif in_lock_step:
+            known = "; ".join(f"rank {rank}: {_describe(each)}" for rank, each in enumerate(positions))
+            raise MismatchError(
+                f"ranks have no backup of the same epoch to go on from ({known}): their models would differ. Remove "
+                "the backups of all ranks to begin anew. hop_tf.callbacks.AtomicBackupAndRestore keeps the last two, "
+                "and takes those that all ranks have. Pass it on all ranks, with equal arguments."
+            )
+
+
+def _describe(positions: Sequence[Position]) -> str:
+    return ", ".join(f"epoch {epoch}, batch {batch}" for epoch, batch in positions)
 
 
 # Keras's own backups.
