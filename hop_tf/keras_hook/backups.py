@@ -23,7 +23,6 @@ _WEIGHTS, _METADATA, _CHECKSUMS = "latest.weights.h5", "training_metadata.json",
 _UNFINISHED = "unfinished"
 _CHUNK_BYTES = 1 << 24
 
-
 # What a backup is of: the epoch that training goes on with, and the batch.
 Position = tuple[int, int]
 _START: Position = (0, 0)
