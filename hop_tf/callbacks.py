@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import keras
 
+from hop_tf.keras_hook.backups import AtomicBackupAndRestore
+
+__all__ = ["AtomicBackupAndRestore", "MetricAverage"]
+
 
 class MetricAverage(keras.callbacks.Callback):
     """Averages metrics over all ranks at the end of each epoch, so that callbacks decide alike on all ranks.

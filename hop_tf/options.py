@@ -59,7 +59,8 @@ class CommunicationOptions:
         and ends the job. Not together with a `LossScaleOptimizer`, whose gradients overflow now and then, and are left
         out then. Default "warn".
       log_dir: Directory for TensorBoard records of `strategy.report()`; each rank writes a run `rank_<r>` below it.
-        Default None: no records.
+        If its disk is full or cannot be written to, training goes on without records, with a warning. Default None: no
+        records.
       report_interval_seconds: Time between two such records. Default 5.
 
     Raises:

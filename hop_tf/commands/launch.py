@@ -6,37 +6,39 @@ import argparse
 import collections
 import contextlib
 import dataclasses
+import glob
 import os
+import re
 import signal
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from hop_tf.commands import launch_report
-from hop_tf.commands.launch_report import Outcome
+from hop_tf.commands.launch_supervisor import Limits, Restarts, Supervisor
 from hop_tf.emulation import STEP_TIMES_PATH, ComputeEmulation, Slowdown
 from hop_tf.processes.group import Process, ProcessServer
 from hop_tf.processes.local_cluster import PortReservation, ProcessError, Task, make_tasks, task_environments
 from hop_tf.processes.output import Console, OutputReader, TaskOutput
-from hop_tf.processes.output_filter import OutputFilter
+from hop_tf.processes.output_filter import OutputFilter, is_left_out
 
-# After a failure the others get this long to notice it by themselves and say so.
-_REPORT_SECONDS = 5.0
-# How long a process may take to end after it was asked to.
-_TERMINATION_SECONDS = 8.0
-_KILL_SECONDS = 5.0
-_POLL_SECONDS = 0.1
 # Python's exit code then.
 _UNCAUGHT_EXCEPTION = 1
+# How long the last lines of a process may take to be read after its end.
+_OUTPUT_SECONDS = 0.5
+_NOTHING = re.compile(r"(?!)")
+# What the names of files have in between, of processes that were started again.
+_RESTARTS = ".restart*"
 
 _DESCRIPTION = """\
 Starts a training script once per worker on this machine, each with its own TF_CONFIG, and sees the job through.
 
 Lines of all processes are printed with the process's name, and written to a log file each. The first process that
 fails is named at the end, its exit code (128 + signal number if a signal ended it) becomes the launcher's, and the
-others are ended, unless --keep_going is given. The job is done when all workers are: parameter servers are ended
-then. Ctrl-C is passed on to all processes; a second one ends them. No process survives the launcher.
+others are ended, unless --keep_going or --restart is given. The job is done when all workers are: parameter servers
+are ended then. Ctrl-C is passed on to all processes; a second one ends them. No process survives the launcher.
 """
 _EPILOG = """\
 Each worker is given its share of the cores (OMP_NUM_THREADS, TF_NUM_INTRAOP_THREADS, TF_NUM_INTEROP_THREADS) and,
@@ -59,6 +61,7 @@ class LaunchOptions:
       python: The Python interpreter.
       emulation: Emulated compute, or None.
       keep_going: Whether the other processes run on when one fails.
+      restart: How many times each process is started again after it has failed; the others run on.
 
     Raises:
       ValueError: If a value is out of range, the script is missing, or a slowdown names a rank that does not exist.
@@ -73,8 +76,11 @@ class LaunchOptions:
     python: str = sys.executable
     emulation: ComputeEmulation | None = None
     keep_going: bool = False
+    restart: int = 0
 
     def __post_init__(self):
+        if self.restart < 0:
+            raise ValueError(f"`restart` must not be negative. Received: restart={self.restart}.")
         make_tasks(num_workers=self.num_workers, num_ps=self.num_ps)
         if self.timeout_seconds is not None and not self.timeout_seconds > 0:
             raise ValueError(f"`timeout_seconds` must be positive. Received: timeout_seconds={self.timeout_seconds}.")
@@ -117,6 +123,13 @@ def _make_parser(command: str) -> argparse.ArgumentParser:
         action="store_true",
         help="let the other processes run on when one fails, as for ranks that train on without a lost one",
     )
+    add(
+        "--restart",
+        type=int,
+        default=0,
+        metavar="TIMES",
+        help="start each process again that fails, so many times, while the others run on (default: %(default)s)",
+    )
     add("--timeout_seconds", type=float, help="end the whole job after this time, with exit code 124")
     add("--python", default=sys.executable, help="Python interpreter of the processes (default: this one)")
     add("--step_seconds", type=float, help="emulate compute: a training step takes at least this long, asleep")
@@ -144,6 +157,7 @@ def _read_options(arguments: argparse.Namespace) -> LaunchOptions:
         python=arguments.python,
         emulation=_read_emulation(arguments),
         keep_going=arguments.keep_going,
+        restart=arguments.restart,
     )
 
 
@@ -166,7 +180,12 @@ class _Launcher:
         self._meter = launch_report.ProcessorMeter()
         self._console = Console(sys.stdout)
         self._filter = OutputFilter()
+        self._filtering = threading.Lock()
+        self._environments: dict[Task, dict[str, str]] = {}
+        # Of each task, its process and that one's output, and how former ones have ended.
         self._processes: dict[Task, Process] = {}
+        self._outputs: dict[Task, TaskOutput] = {}
+        self._earlier: dict[Task, list[launch_report.TaskReport]] = {task: [] for task in self._tasks}
 
     def run(self) -> int:
         """Runs the job. Returns the exit code.
@@ -177,47 +196,84 @@ class _Launcher:
         self._meter.sample()
         with contextlib.closing(self._console):
             self._say(f"{_count(self._tasks)}; logs in {self._log_dir}")
-            outputs = {task: self._open_output(task) for task in self._tasks}
-            self._remove_step_times()  # of an earlier job with this directory
+            self._remove_former_files()
             with _received_signals() as signals:
-                supervisor = self._run_processes(outputs, signals)
+                supervisor = self._run_processes(signals)
             report = launch_report.JobReport(
-                tasks=[self._report_task(task, outputs[task], supervisor) for task in self._tasks],
+                tasks=[self._report_task(task, task in supervisor.ended) for task in self._tasks],
                 seconds=time.monotonic() - started,
                 outcome=supervisor.outcome,
                 signum=signals[0] if signals else None,
                 emulation=self._options.emulation,
-                processor_use=self._meter.measure(map(self._step_times_path, self._tasks)),
+                processor_use=self._meter.measure(self._paths("step_times")),
             )
-            self._remove_step_times()
-            report.write(os.path.join(self._log_dir, "launch.json"))
+            for path in self._paths("step_times"):
+                os.remove(path)
+            self._write_summary(report)
             for line in report.lines():
                 self._say(line)
             self._say(f"logs in {self._log_dir}")
         return report.exit_code
 
-    def _run_processes(self, outputs: dict[Task, TaskOutput], signals: list[int]) -> _Supervisor:
+    def _write_summary(self, report: launch_report.JobReport) -> None:
+        path = os.path.join(self._log_dir, "launch.json")
+        try:
+            report.write(path)
+        except OSError as error:  # A full disk says nothing about the job.
+            self._say(f"cannot write {path}: {error}")
+
+    def _run_processes(self, signals: list[int]) -> Supervisor:
         with contextlib.ExitStack() as stack:
-            reader = OutputReader(list(outputs.values()), show=self._show)
-            stack.callback(reader.close)
+            readers = stack.enter_context(contextlib.ExitStack())
             server = stack.enter_context(contextlib.closing(ProcessServer()))
             ports = stack.enter_context(PortReservation(len(self._tasks)))
-            self._start(server, outputs, ports)
-            supervisor = _Supervisor(server, self._processes, self._options, signals, self._say)
+            self._environments = task_environments(self._tasks, ports.ports, self._base_environment())
+            ports.release()
+            self._start(self._tasks, server, readers)
+            options = self._options
+            restarts = Restarts(
+                options.restart,
+                self._processes,
+                start=lambda task: self._start_again(task, server, readers),
+                describe=self._describe_end,
+                say=self._say,
+            )
+            limits = Limits(
+                timeout_seconds=options.timeout_seconds, keep_going=options.keep_going or options.restart > 0
+            )
+            supervisor = Supervisor(server, self._processes, limits, restarts, signals, self._say)
             supervisor.run(self._meter.sample)
-        for output in outputs.values():
-            for line in self._filter.flush(output.name):
-                self._console.write(output.name, line)
+        for output in self._outputs.values():
+            self._flush(output)
         return supervisor
 
-    def _start(self, server: ProcessServer, outputs: dict[Task, TaskOutput], ports: PortReservation) -> None:
-        environments = task_environments(self._tasks, ports.ports, self._base_environment())
+    def _start(self, tasks: Sequence[Task], server: ProcessServer, readers: contextlib.ExitStack) -> None:
+        """Starts a process for each task; what reads their output is closed with `readers`."""
+        self._outputs.update({task: self._open_output(task) for task in tasks})
+        outputs = [self._outputs[task] for task in tasks]
+        readers.callback(OutputReader(outputs, show=self._show).close)
         command = [self._options.python, self._options.script, *self._options.script_arguments]
-        ports.release()
-        for task in self._tasks:
-            environment = {**environments[task], **self._emulation_environment(task)}
-            self._processes[task] = server.start(argv=command, environment=environment, output=outputs[task].write_end)
-            outputs[task].close_write_end()
+        for task, output in zip(tasks, outputs, strict=True):
+            environment = {**self._environments[task], **self._emulation_environment(task)}
+            self._processes[task] = server.start(argv=command, environment=environment, output=output.write_end)
+            output.close_write_end()
+
+    def _start_again(self, task: Task, server: ProcessServer, readers: contextlib.ExitStack) -> None:
+        server.remove([self._processes[task]])  # What it has left behind may hold its port.
+        self._wait_for_output(task)
+        self._flush(self._outputs[task])
+        self._earlier[task].append(self._report_task(task, ended_by_launcher=False))
+        self._filter.forget(str(task))
+        self._start([task], server, readers)
+
+    def _describe_end(self, task: Task) -> str:
+        self._wait_for_output(task)
+        report = self._report_task(task, ended_by_launcher=False)
+        return f"{report.how}: {report.last_words}" if report.last_words else report.how
+
+    def _wait_for_output(self, task: Task) -> None:
+        """Waits for a moment until all is read that an ended process has printed."""
+        self._outputs[task].wait_for(_NOTHING, _OUTPUT_SECONDS)
 
     def _base_environment(self) -> dict[str, str]:
         # Lines are to be seen when they are printed, and a crash in native code is to tell where.
@@ -226,126 +282,57 @@ class _Launcher:
     def _emulation_environment(self, task: Task) -> dict[str, str]:
         if self._options.emulation is None or task.type != "worker":
             return {}
-        return {**self._options.emulation.to_environment(), STEP_TIMES_PATH: self._step_times_path(task)}
+        return {**self._options.emulation.to_environment(), STEP_TIMES_PATH: self._path(task, "step_times")}
 
     def _open_output(self, task: Task) -> TaskOutput:
-        path = os.path.join(self._log_dir, f"{task.file_stem}.log")
-        return TaskOutput(name=str(task), log_path=path, num_kept_lines=1)
+        return TaskOutput(name=str(task), log_path=self._path(task, "log"), num_kept_lines=1)
 
-    def _step_times_path(self, task: Task) -> str:
-        return os.path.join(self._log_dir, f"{task.file_stem}.step_times")
+    def _path(self, task: Task, suffix: str) -> str:
+        """A file of a task's process that is about to start."""
+        number = len(self._earlier[task])
+        return os.path.join(self._log_dir, f"{task.file_stem}{f'.restart{number}' if number else ''}.{suffix}")
 
-    def _remove_step_times(self) -> None:
-        for task in self._tasks:
-            with contextlib.suppress(FileNotFoundError):
-                os.remove(self._step_times_path(task))
+    def _paths(self, suffix: str, of: Sequence[str] = ("", _RESTARTS)) -> list[str]:
+        """Those files of all tasks' processes that are there."""
+        stems = [os.path.join(glob.escape(self._log_dir), task.file_stem) for task in self._tasks]
+        return [path for stem in stems for each in of for path in glob.glob(f"{stem}{each}.{suffix}")]
 
-    def _report_task(self, task: Task, output: TaskOutput, supervisor: _Supervisor) -> launch_report.TaskReport:
-        process = self._processes[task]
+    def _remove_former_files(self) -> None:
+        """Those of an earlier job with this directory that this one may not overwrite."""
+        for path in (*self._paths("step_times"), *self._paths("log", [_RESTARTS])):
+            os.remove(path)
+
+    def _report_task(self, task: Task, ended_by_launcher: bool) -> launch_report.TaskReport:
+        process, output = self._processes[task], self._outputs[task]
         return launch_report.TaskReport(
             task=task,
             exit_code=-signal.SIGKILL if process.running else process.exit_code,  # the system is slow to end it
             seconds=process.seconds,
             end_time=process.end_time,
-            ended_by_launcher=task in supervisor.ended,
+            ended_by_launcher=ended_by_launcher,
             log_path=output.log_path,
             last_words=self._last_words(output, process.exit_code),
+            earlier=tuple(self._earlier[task]),
         )
 
     def _last_words(self, output: TaskOutput, exit_code: int) -> str:
         """The exception that ended a process, else what it has printed last."""
         exception = self._filter.last_exception(output.name) if exit_code == _UNCAUGHT_EXCEPTION else None
-        return exception or next(iter(output.lines()[-1:]), "")
+        last = next(iter(output.lines()[-1:]), "")
+        return exception or ("" if is_left_out(last) else last)
 
     def _show(self, output: TaskOutput, line: str) -> None:
-        for shown in self._filter.feed(output.name, line):
-            self._console.write(output.name, shown)
+        with self._filtering:
+            for shown in self._filter.feed(output.name, line):
+                self._console.write(output.name, shown)
+
+    def _flush(self, output: TaskOutput) -> None:
+        with self._filtering:
+            for line in self._filter.flush(output.name):
+                self._console.write(output.name, line)
 
     def _say(self, line: str) -> None:
         self._console.write("launch", line, may_be_left_out=False)
-
-
-class _Supervisor:
-    """Waits for a job's outcome, then ends what still runs.
-
-    Attributes:
-      outcome: How the job came to its end.
-      ended: The tasks that ended after the launcher had signalled them.
-    """
-
-    def __init__(
-        self,
-        server: ProcessServer,
-        processes: dict[Task, Process],
-        options: LaunchOptions,
-        signals: list[int],
-        say: Callable[[str], None],
-    ):
-        self._server = server
-        self._processes = processes
-        self._options = options
-        self._deadline = time.monotonic() + (options.timeout_seconds or float("inf"))
-        self._signals = signals
-        self._say = say
-        self.outcome: Outcome | None = None
-        self.ended: set[Task] = set()
-
-    def run(self, on_poll: Callable[[], None]) -> None:
-        """Blocks until all processes have ended; calls `on_poll` ten times a second."""
-        while self.outcome is None:
-            on_poll()
-            self._server.wait_until(self._find_outcome, _POLL_SECONDS)
-            self.outcome = self._find_outcome()
-        self._announce()
-        for signum, patience_seconds in self._ending():
-            self._signal_running(signum)
-            num_signals = len(self._signals)
-            deadline = time.monotonic() + patience_seconds
-            while self._running() and time.monotonic() < deadline and len(self._signals) == num_signals:
-                self._server.wait_until(lambda: not self._running(), _POLL_SECONDS)
-
-    def _find_outcome(self) -> Outcome | None:
-        if self._signals:
-            return Outcome.INTERRUPTED
-        has_failed = any(process.exit_code for process in self._processes.values())
-        is_done = not any(task.type == "worker" for task in self._running())
-        if has_failed and (is_done or not self._options.keep_going):
-            return Outcome.FAILED
-        if is_done:
-            return Outcome.COMPLETED
-        return Outcome.TIMED_OUT if time.monotonic() > self._deadline else None
-
-    def _ending(self) -> list[tuple[int | None, float]]:
-        """The signals to send, each with how long to wait for its effect."""
-        forced = [(signal.SIGTERM, _TERMINATION_SECONDS), (signal.SIGKILL, _KILL_SECONDS)]
-        match self.outcome:
-            case Outcome.INTERRUPTED:
-                return [(self._signals[0], _TERMINATION_SECONDS), *forced]
-            case Outcome.TIMED_OUT:
-                return forced
-        return [(None, _REPORT_SECONDS), *forced]
-
-    def _announce(self) -> None:
-        running = ", ".join(map(str, self._running()))
-        if not running:
-            return
-        match self.outcome:
-            case Outcome.INTERRUPTED:
-                self._say(f"{signal.Signals(self._signals[0]).name}: passed on to {running}; once more to end them")
-            case Outcome.TIMED_OUT:
-                self._say(f"not done after {self._options.timeout_seconds:g} s; ending {running}")
-            case Outcome.FAILED:
-                failed = next(task for task, process in self._processes.items() if process.exit_code)
-                self._say(f"{failed} failed; {running} will be ended in {_REPORT_SECONDS:.0f} s")
-
-    def _running(self) -> list[Task]:
-        return [task for task, process in self._processes.items() if process.running]
-
-    def _signal_running(self, signum: int | None) -> None:
-        if signum is not None:
-            for task in self._running():
-                self.ended.add(task)
-                self._processes[task].send_signal(signum)
 
 
 @contextlib.contextmanager

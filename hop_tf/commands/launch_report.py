@@ -104,6 +104,7 @@ class TaskReport:
       ended_by_launcher: Whether it ended only after the launcher had signalled it.
       log_path: Its log file.
       last_words: The exception that ended it, else the last line that it printed; one line, which may be empty.
+      earlier: How its former processes ended, where it was started again.
     """
 
     task: Task
@@ -113,6 +114,7 @@ class TaskReport:
     ended_by_launcher: bool
     log_path: str
     last_words: str
+    earlier: tuple[TaskReport, ...] = ()
 
     @property
     def how(self) -> str:
@@ -131,7 +133,7 @@ class JobReport:
     """How a job ended.
 
     Attributes:
-      tasks: All processes.
+      tasks: All tasks, each with its last process.
       seconds: How long the job took.
       outcome: How it came to its end.
       signum: The signal that interrupted it, if one did.
@@ -202,6 +204,8 @@ class JobReport:
 
     def _format_task(self, report: TaskReport) -> str:
         line = f"{report.task!s:<10} {report.seconds:8.1f} s  {report.how}"
+        if report.earlier:
+            line += f" (started again after {', '.join(each.how for each in report.earlier)})"
         if report.exit_code == 0 or not report.last_words:
             return line
         # A process that fails because of another may well be the first to end: what each said last tells them apart.
@@ -233,6 +237,14 @@ def _describe_task(report: TaskReport) -> dict:
     return {
         "type": report.task.type,
         "index": report.task.index,
+        **_describe_process(report),
+        "restarts": len(report.earlier),
+        "earlier": [_describe_process(each) for each in report.earlier],
+    }
+
+
+def _describe_process(report: TaskReport) -> dict:
+    return {
         "exit_code": report.exit_code,
         "signal": _signal_name(-report.exit_code) if report.exit_code < 0 else None,
         "ended_by_launcher": report.ended_by_launcher,

@@ -18,6 +18,7 @@ from keras.src.backend.tensorflow.trainer import TensorFlowTrainer, TFEpochItera
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from tensorflow.python.distribute import distribute_lib
 
+from hop_tf.keras_hook.backups import check_backups
 from hop_tf.keras_hook.catching_up import not_called_while_behind
 from hop_tf.keras_hook.context import Extended
 from hop_tf.keras_hook.hooks import TrainingHooks
@@ -104,6 +105,7 @@ def _wrapped(method: Callable, is_fit: bool) -> Callable:
             _between(callbacks, hooks) as extended,
         ):
             given["callbacks"] = extended
+            check_backups(callbacks)
             with shuffled_alike(given, hooks.shuffle_seed), _undecorated(self):
                 return method(*bound.args, **bound.kwargs)
 

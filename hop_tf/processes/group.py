@@ -48,6 +48,11 @@ class Process:
         return self.exit_code is None
 
     @property
+    def start_time(self) -> float:
+        """When it was started, on `time.monotonic`'s clock."""
+        return self._started
+
+    @property
     def end_time(self) -> float | None:
         """When its end was noticed, on `time.monotonic`'s clock."""
         return self._ended

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import collections
+import contextlib
 import itertools
 import os
 import queue
@@ -161,7 +162,8 @@ class TaskOutput:
         """Releases the log file and the pipe. To be called when nothing reads any more."""
         self.close_write_end()
         os.close(self._read_end)
-        self._log.close()
+        with contextlib.suppress(OSError):  # What could not be written before, as that was said, cannot be now.
+            self._log.close()
 
     def _write_log(self, lines: list[str]) -> None:
         try:

@@ -22,6 +22,11 @@ _NATIVE_INFO = re.compile(
 )
 
 
+def is_left_out(line: str) -> bool:
+    """Whether a line is one of native libraries' INFO lines."""
+    return _NATIVE_INFO.match(line) is not None
+
+
 class OutputFilter:
     """Decides line by line what of several processes' output is shown.
 
@@ -41,11 +46,15 @@ class OutputFilter:
         if line.startswith(_TRACEBACK):
             self._held_back[name] = [line]
             return []
-        return [] if _NATIVE_INFO.match(line) else [line]
+        return [] if is_left_out(line) else [line]
 
     def flush(self, name: str) -> list[str]:
         """Returns what is held back of a process that prints no more."""
         return self._held_back.pop(name, [])
+
+    def forget(self, name: str) -> None:
+        """Another process has taken the place of `name`: what the former one has printed last is not its own."""
+        self._exceptions.pop(name, None)
 
     def last_exception(self, name: str) -> str | None:
         """The end of the last traceback of the process `name`: the exception's class and its message's first line."""

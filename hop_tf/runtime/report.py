@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
@@ -140,6 +141,8 @@ class _StepState:
 class ReportWriter:
     """Writes `report()` to TensorBoard now and then; a run `rank_<r>` below `CommunicationOptions.log_dir`.
 
+    A disk that is full, read-only or gone ends the records, with one warning, and not the training.
+
     Args:
       report: Returns the counters.
       options: `log_dir` (None: nothing is written) and `report_interval_seconds`.
@@ -150,22 +153,34 @@ class ReportWriter:
         self._report = report
         self._interval_seconds = options.report_interval_seconds
         self._stop = threading.Event()
+        self._writing = threading.Lock()
         self._writer = None
         self._thread = None
         if options.log_dir is None:
             return
-        self._writer = tf.summary.create_file_writer(str(pathlib.Path(options.log_dir) / f"rank_{rank}"))
+        self._path = str(pathlib.Path(options.log_dir) / f"rank_{rank}")
+        try:
+            self._writer = tf.summary.create_file_writer(self._path)
+        except tf.errors.OpError as error:
+            self._give_up(error)
+            return
         self._thread = threading.Thread(target=self._run, name="hop_tf report", daemon=True)
         self._thread.start()
 
     def write(self) -> None:
-        """Writes the counters as they are now. What goes wrong is logged: a full disk must not end the training."""
-        if self._writer is None:
-            return
-        try:
-            self._write(self._report())
-        except Exception:
-            logging.exception("could not write the report to TensorBoard")
+        """Writes the counters as they are now. What goes wrong is logged; after an error of the disk, nothing more."""
+        with self._writing:
+            if self._writer is None:
+                return
+            try:
+                counters = self._report()
+            except Exception:
+                logging.exception("could not make a report for TensorBoard")
+                return
+            try:
+                self._write(counters)
+            except tf.errors.OpError as error:
+                self._give_up(error)
 
     def _write(self, counters: Mapping[str, float]) -> None:
         with tf.init_scope(), self._writer.as_default(step=int(counters["steps"])):
@@ -174,15 +189,32 @@ class ReportWriter:
                     tf.summary.scalar(f"hop_tf/{name}", value)
         self._writer.flush()
 
+    def _give_up(self, error: tf.errors.OpError) -> None:
+        # Else TensorFlow would keep all further records in memory, and fail at each of them again.
+        self._writer = None
+        self._stop.set()
+        logging.warning(
+            "No records of `report()` are written to TensorBoard from now on: the files in %s (`log_dir`) cannot be "
+            "written to: %s. Training goes on.",
+            self._path,
+            _reason_of(error),
+        )
+
     def close(self) -> None:
         """Writes once more and ends the thread. Idempotent."""
-        if self._thread is None or self._stop.is_set():
-            return
         self._stop.set()
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
         self.write()
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
 
     def _run(self) -> None:
         while not self._stop.wait(self._interval_seconds):
             self.write()
+
+
+def _reason_of(error: tf.errors.OpError) -> str:
+    """The first line of an error, without the names of TensorFlow's operations around it."""
+    return re.sub(r"^\{\{.*?\}\} | \[Op:.*\].*$", "", error.message.partition("\n")[0])

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from hop_tf.callbacks import MetricAverage
 from hop_tf.errors import HopError
+from hop_tf.keras_hook.backups import BackupAgreement
 from hop_tf.keras_hook.context import refuse_xla
 from hop_tf.keras_hook.data import DataSharding
 from hop_tf.keras_hook.emulated_compute import EmulatedCompute
@@ -124,9 +125,12 @@ class TrainingRun(TrainingHooks):
                 self._end_loop()
                 self._must_average_metrics = _has(callbacks, MetricAverage)
                 self._averages_metrics = self._scheme.in_lock_step or self._must_average_metrics
-                paths = CallbackPaths(callbacks)
-                self.worker.begin_session(averages_metrics=self._averages_metrics, claims=paths.places)
+                paths, backups = CallbackPaths(callbacks), BackupAgreement(callbacks)
+                claims = [*paths.places, *backups.claims]
+                self.worker.begin_session(averages_metrics=self._averages_metrics, claims=claims)
                 paths.divide(self._rank, self.worker.membership.owners)
+                if backups.is_needed(self.worker.membership.owners) and not self.worker.joining:
+                    backups.agree(self.worker.share(backups.own()), in_lock_step=self._scheme.in_lock_step)
                 # A process that was started again passes over epochs that are gone.
                 self._averages_metrics = self._averages_metrics and not self.worker.joining
                 if self._skipping is not None:

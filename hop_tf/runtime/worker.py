@@ -428,6 +428,10 @@ class Worker:
         with _all_ranks_call("`strategy.gather_reports`"):
             return self._collectives.gather(self._next_called(), value)
 
+    def share(self, data: bytes) -> list[bytes]:
+        """What the ranks have, in their order. A collective, right after `begin_session`."""
+        return self._all_gather_bytes(data)
+
     def _all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Called by a thread of its own, for one value after the other, in the program's order."""
         if not self._in_session:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
+from absl import logging
 
 from hop_tf.errors import PeerLostError, ProtocolError
 from hop_tf.keras_hook.optimizers import check_loss_scaling
@@ -146,7 +147,18 @@ class ShatExchange(Exchange, Joiner):
             weight = self._settings.weight(reply.num_others, reply.num_workers)  # Line 7.
             self._beside(buckets)[shard.index] = weight
             self._latest[shard.index] = (reply.num_others, weight)
+            self._note_snapshots(shard, reply)
         return Incoming(outgoing.step, outgoing.segment, tuple(buckets))
+
+    def _note_snapshots(self, shard: ShardView, reply: pb.Reply) -> None:
+        """Warns once when a server can no longer write snapshots."""
+        if reply.snapshot_error and not shard.snapshot_error:
+            logging.warning(
+                "rank %d: %s cannot write its snapshot %s. Training goes on. If that server is lost, it goes on from "
+                "the last complete snapshot, if there is one. Make room, or repair the disk.",
+                *(self._membership.rank, self._servers.name(shard.server), reply.snapshot_error),
+            )
+        shard.num_snapshot_failures, shard.snapshot_error = reply.num_snapshot_failures, reply.snapshot_error
 
     def no_op(self, outgoing: Outgoing) -> Incoming:
         buckets = self._packing.take(self._context.pool)
@@ -197,10 +209,14 @@ class ShatExchange(Exchange, Joiner):
         """What went to and came from each server, and where the communication thread's time goes.
 
         Returns:
-          `communicate_seconds`, from a push to its answer, and for each server with a shard `shard_<s>_bytes_sent` and
+          `communicate_seconds`, from a push to its answer; `snapshot_failures`, how often servers could not write a
+          snapshot, as far as their answers have told; and for each server with a shard `shard_<s>_bytes_sent` and
           `shard_<s>_bytes_received`, without headers.
         """
-        totals: dict[str, float] = {"communicate_seconds": self._communicate_seconds}
+        totals: dict[str, float] = {
+            "communicate_seconds": self._communicate_seconds,
+            "snapshot_failures": sum(shard.num_snapshot_failures for shard in self.shards),
+        }
         for shard in self.shards:
             totals[f"shard_{shard.index}_bytes_sent"] = shard.bytes_sent
             totals[f"shard_{shard.index}_bytes_received"] = shard.bytes_received

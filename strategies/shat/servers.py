@@ -111,6 +111,11 @@ class Servers:
             self._membership.is_given_up = True
             raise
 
+    def name(self, server: int) -> str:
+        """How messages name a server: its index and address."""
+        address = self._membership.transport.status(server).address
+        return f"ps {self._membership.servers.index(server)} at {address}"
+
     # Requests.
 
     def call(self, request: Request) -> Answers:
@@ -231,10 +236,10 @@ class Servers:
         )
 
     def _check_configured(self, answers: Answers) -> Answers:
-        for answer, _ in answers.values():
+        for server, (answer, _) in answers.items():
             if answer.error:
                 error = MismatchError if answer.is_mismatch else HopError
-                raise error(f"rank {self._membership.rank}: {answer.error}")
+                raise error(f"rank {self._membership.rank}: {self.name(server)}: {answer.error}")
         self._is_under_way |= {server: answer.is_under_way for server, (answer, _) in answers.items()}
         self._check_snapshots()
         return answers

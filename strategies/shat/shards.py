@@ -34,6 +34,8 @@ class ShardView:
       encoded: What was pushed last.
       bytes_sent: Of pushes.
       bytes_received: Of answers.
+      num_snapshot_failures: Snapshots that the server could not write, as it has said last.
+      snapshot_error: Why the last one could not be written; else empty.
     """
 
     def __init__(
@@ -50,6 +52,8 @@ class ShardView:
         self._plain = Encoding.plain(self.packing)
         self.encoded: list[np.ndarray] = []
         self.bytes_sent = self.bytes_received = 0
+        self.num_snapshot_failures = 0
+        self.snapshot_error = ""
 
     def describe(self, common: pb.Configure, decay: Sequence[bool]) -> bytes:
         """What the server is to keep."""

@@ -209,7 +209,8 @@ class SHATParameterServerStrategy(ExchangeStrategy):
 
         Returns:
           Beside what `ExchangeStrategy.report` returns: alpha and c of the latest push, the means over all shards;
-          `communicate_seconds`, and for each server with a shard `shard_<s>_bytes_sent` and `shard_<s>_bytes_received`.
+          `communicate_seconds`, and for each server with a shard `shard_<s>_bytes_sent` and `shard_<s>_bytes_received`;
+          `snapshot_failures`, how often servers could not write a snapshot.
         """
         latest = [each for group in self.training.groups for each in group.exchange.latest]
         others, weight = np.mean(latest, axis=0) if latest else (0.0, 0.0)

@@ -81,7 +81,7 @@ class JobReportTest(parameterized.TestCase):
 
     def test_writes_json(self):
         report = _report(
-            tasks=[_task(0, exit_code=-9)],
+            tasks=[_task(0, exit_code=-9, earlier=(_task(0, exit_code=3, ended_by_launcher=False),))],
             outcome=Outcome.FAILED,
             emulation=ComputeEmulation(step_seconds=0.1, slowdowns=(emulation.Slowdown(0, 4.0),), seed=3),
             processor_use=ProcessorUse(71.24, "steps"),
@@ -106,6 +106,16 @@ class JobReportTest(parameterized.TestCase):
                         "ended_by_launcher": False,
                         "seconds": 4.0,
                         "log_path": "/logs/worker_0.log",
+                        "restarts": 1,
+                        "earlier": [
+                            {
+                                "exit_code": 3,
+                                "signal": None,
+                                "ended_by_launcher": False,
+                                "seconds": 4.0,
+                                "log_path": "/logs/worker_0.log",
+                            }
+                        ],
                     }
                 ],
             },
@@ -164,7 +174,7 @@ class ProcessorMeterTest(absltest.TestCase):
         return meter.measure([])
 
 
-def _task(rank, *, exit_code=0, end_time=0.0, ended_by_launcher=False, last_words=""):
+def _task(rank, *, exit_code=0, end_time=0.0, ended_by_launcher=False, last_words="", earlier=()):
     return TaskReport(
         task=Task("worker", rank),
         exit_code=exit_code,
@@ -173,6 +183,7 @@ def _task(rank, *, exit_code=0, end_time=0.0, ended_by_launcher=False, last_word
         ended_by_launcher=ended_by_launcher,
         log_path=f"/logs/worker_{rank}.log",
         last_words=last_words,
+        earlier=earlier,
     )
 
 

@@ -19,8 +19,9 @@ import psutil
 from absl.testing import absltest, parameterized
 
 import hop_tf
+from disks import fill, mounted_disk
 from hop_tf import __main__ as command_line
-from hop_tf.commands import launch
+from hop_tf.commands import launch, launch_supervisor
 from hop_tf.processes.local_cluster import ProcessError
 
 _DEADLINE_SECONDS = 60.0
@@ -29,6 +30,8 @@ _TIMEOUT_FLAG = f"--timeout_seconds={_DEADLINE_SECONDS}"
 
 
 class _LaunchTestCase(parameterized.TestCase):
+    """What tests of the launcher share."""
+
     def setUp(self):
         super().setUp()
         self.directory = self.enter_context(tempfile.TemporaryDirectory())
@@ -45,6 +48,16 @@ class _LaunchTestCase(parameterized.TestCase):
     def log(self, name):
         with open(os.path.join(self.log_dir, f"{name}.log")) as file:
             return file.read()
+
+    def launch(self, *arguments):
+        """Runs the launcher; returns its exit code and the lines that it printed."""
+        stream = io.StringIO()
+        flags = [f"--log_dir={self.log_dir}"]
+        if not any(argument.startswith("--timeout_seconds") for argument in arguments):
+            flags.append(_TIMEOUT_FLAG)
+        with contextlib.redirect_stdout(stream):
+            exit_code = command_line.main(["launch", *flags, *arguments])
+        return exit_code, stream.getvalue().splitlines()
 
     def summary(self):
         with open(os.path.join(self.log_dir, "launch.json")) as file:
@@ -265,6 +278,19 @@ class LaunchTest(_LaunchTestCase):
         self.assertEqual(exit_code, 127)
         self.assertIn("cannot run /nowhere/python", "\n".join(lines))
 
+    def test_a_full_disk_of_logs_is_no_failure_of_the_job(self):
+        os.mkdir(self.log_dir)
+        self.enter_context(mounted_disk(self.log_dir))
+        fill(self.log_dir)
+        with self.assertLogs("absl", "ERROR") as logs:
+            exit_code, lines = self.launch("--num_workers=1", self.write_script('print("x" * 20_000); print("done")'))
+        self.assertEqual(exit_code, 0)
+        self.assertRegex(logs.output[0], r"Cannot write to .*worker_0.log: .*No space left on device")
+        text = "\n".join(lines)
+        self.assertIn("[worker 0] done", text)
+        self.assertRegex(text, r"\[launch\] cannot write .*launch.json: .*No space left on device\n")
+        self.assertRegex(text, r"\[launch\] completed after .*, exit code 0")
+
     def test_what_prevents_the_start_is_told(self):
         error = io.StringIO()
         with (
@@ -275,15 +301,185 @@ class LaunchTest(_LaunchTestCase):
         self.assertEqual(exit_code, 1)
         self.assertEqual(error.getvalue(), "hop_tf launch: no ports\n")
 
+
+class RestartTest(_LaunchTestCase):
+    """Processes that are started again after they have failed."""
+
+    def setUp(self):
+        super().setUp()
+        self.enter_context(mock.patch.object(launch_supervisor, "_FIRST_PAUSE_SECONDS", 0.1))
+
+    def write_script(self, code):
+        """A script that knows how many times its task was started before."""
+        header = """
+            path = f"count_{task['type']}_{task['index']}"
+            number = int(open(path).read()) if os.path.exists(path) else 0
+            open(path, "w").write(str(number + 1))
+        """
+        return super().write_script(textwrap.dedent(header) + textwrap.dedent(code))
+
     def launch(self, *arguments):
-        """Runs the launcher; returns its exit code and the lines that it printed."""
-        stream = io.StringIO()
-        flags = [f"--log_dir={self.log_dir}"]
-        if not any(argument.startswith("--timeout_seconds") for argument in arguments):
-            flags.append(_TIMEOUT_FLAG)
-        with contextlib.redirect_stdout(stream):
-            exit_code = command_line.main(["launch", *flags, *arguments])
-        return exit_code, stream.getvalue().splitlines()
+        with contextlib.chdir(self.directory):
+            return super().launch(*arguments)
+
+    def test_a_failed_process_is_started_again_while_the_others_run_on(self):
+        script = self.write_script("""
+            print("config", os.environ["TF_CONFIG"])
+            if task["index"] == 1 and number < 2:
+                print("fails for time", number)
+                if number == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                sys.exit(3)
+            while not (os.path.exists("count_worker_1") and open("count_worker_1").read() == "3"):
+                time.sleep(0.01)
+            print("done")
+        """)
+        exit_code, lines = self.launch("--num_workers=2", "--restart=2", script)
+        self.assertEqual(exit_code, 0)
+        said = "[launch] worker 1 failed, and is started again in {} s, for time {} of 2 ({})"
+        self.assertContainsSubsequence(
+            lines,
+            [
+                "[worker 1] fails for time 0",
+                said.format(0.1, 1, "SIGKILL: fails for time 0"),
+                "[worker 1] fails for time 1",
+                said.format(0.2, 2, "exit code 3: fails for time 1"),
+                "[worker 1] done",
+            ],
+        )
+        self.assertRegex("\n".join(lines), r"worker 1 .* exit code 0 \(started again after SIGKILL, exit code 3\)\n")
+        names = ["worker_1", "worker_1.restart1", "worker_1.restart2"]
+        self.assertLen({self.log(name).splitlines()[0] for name in names}, 1)  # The same task, ports and peers.
+        self.assertIn("fails for time 0", self.log(names[0]))
+        self.assertIn("done", self.log(names[2]))
+        summary = self.summary()
+        self.assertEqual((summary["outcome"], summary["exit_code"]), ("completed", 0))
+        self.assertIsNone(summary["first_failure"])
+        first, second = summary["tasks"]
+        self.assertEqual((first["restarts"], first["earlier"]), (0, []))
+        self.assertEqual((second["exit_code"], second["restarts"]), (0, 2))
+        self.assertEqual(
+            [(each["exit_code"], each["signal"]) for each in second["earlier"]], [(-9, "SIGKILL"), (3, None)]
+        )
+        paths = [os.path.join(self.log_dir, f"{name}.log") for name in names]
+        self.assertEqual([each["log_path"] for each in (*second["earlier"], second)], paths)
+
+    def test_who_fails_again_and_again_is_given_up_and_the_others_run_on(self):
+        script = self.write_script("""
+            if task["index"] == 0:
+                sys.exit(number + 5)
+            while not (os.path.exists("count_worker_0") and open("count_worker_0").read() == "3"):
+                time.sleep(0.01)
+            time.sleep(1)  # By now it would have been ended.
+        """)
+        with _patience(0.1):
+            exit_code, lines = self.launch("--num_workers=2", "--restart=2", script)
+        self.assertEqual(exit_code, 7)
+        self.assertIn("[launch] worker 0 failed, and is not started again, as it was 2 times (exit code 7)", lines)
+        summary = self.summary()
+        self.assertEqual([task["exit_code"] for task in summary["tasks"]], [7, 0])
+        self.assertEqual([each["exit_code"] for each in summary["tasks"][0]["earlier"]], [5, 6])
+        self.assertEqual(summary["first_failure"], "worker 0")
+
+    def test_a_worker_without_others_to_train_with_is_not_started_again(self):
+        script = self.write_script("""
+            if task["index"] == 0:
+                sys.exit(0)
+            import psutil
+            siblings = psutil.Process().parent().children()
+            while any(each.status() != psutil.STATUS_ZOMBIE for each in siblings if each.pid != os.getpid()):
+                time.sleep(0.01)
+            sys.exit(3)
+        """)
+        exit_code, lines = self.launch("--num_workers=2", "--restart=5", script)
+        self.assertEqual(exit_code, 3)
+        reason = "all other workers have done their part: it would train alone"
+        self.assertIn(f"[launch] worker 1 failed, and is not started again, as {reason} (exit code 3)", lines)
+
+    def test_pauses_grow(self):
+        with mock.patch.object(launch_supervisor, "_LONGEST_PAUSE_SECONDS", 0.3):
+            _, lines = self.launch("--num_workers=1", "--restart=4", self.write_script("sys.exit(1)"))
+        pauses = re.findall(r"started again in (\S+) s", "\n".join(lines))
+        self.assertEqual(pauses, ["0.1", "0.2", "0.3", "0.3"])
+
+    def test_the_last_words_are_those_of_the_last_process(self):
+        script = self.write_script("""
+            if number == 0:
+                raise ValueError("at first")
+            print("at last")
+            sys.exit(1)
+        """)
+        _, lines = self.launch("--num_workers=1", "--restart=1", script)
+        text = "\n".join(lines)
+        self.assertRegex(text, r"worker 0 failed, and is started again .* \(exit code 1: ValueError: at first\)\n")
+        self.assertRegex(text, r"worker 0 .* exit code 1 \(started again after exit code 1\): at last\n")
+
+    def test_a_server_that_has_ended_is_started_again_for_workers_that_were(self):
+        script = self.write_script("""
+            if task["type"] == "ps":  # As one does that sees that all workers have ended.
+                while not os.path.exists("ended"):
+                    time.sleep(0.01)
+                os.remove("ended")
+                sys.exit(0)
+            if number == 0:
+                open("ended", "w").close()
+                while os.path.exists("ended"):
+                    time.sleep(0.01)
+                sys.exit(1)
+            while not (os.path.exists("count_ps_0") and open("count_ps_0").read() == "2"):
+                time.sleep(0.01)
+        """)
+        with _patience(0.5):
+            exit_code, lines = self.launch("--num_workers=1", "--num_ps=1", "--restart=1", script)
+        self.assertEqual(exit_code, 0)
+        self.assertIn("[launch] ps 0 is started again for the workers that were", lines)
+        self.assertEqual([task["restarts"] for task in self.summary()["tasks"]], [1, 1])
+
+    def test_a_server_that_fails_is_started_again(self):
+        script = self.write_script("""
+            if task["type"] == "ps":
+                while number == 1:
+                    signal.pause()
+                sys.exit(9)
+            while not (os.path.exists("count_ps_0") and open("count_ps_0").read() == "2"):
+                time.sleep(0.01)
+        """)
+        with _patience(0.5):
+            exit_code, _ = self.launch("--num_workers=1", "--num_ps=1", "--restart=1", script)
+        self.assertEqual(exit_code, 0)
+        self.assertEqual(self.summary()["tasks"][1]["earlier"][0]["exit_code"], 9)
+
+    def test_children_that_a_failed_process_has_left_are_ended_before_it_is_started_again(self):
+        script = self.write_script("""
+            import psutil, subprocess
+            if number == 0:
+                child = subprocess.Popen(["sleep", "3600"])
+                open("child", "w").write(str(child.pid))
+                sys.exit(1)
+            pid = int(open("child").read())
+            while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                time.sleep(0.01)
+        """)
+        exit_code, _ = self.launch("--num_workers=1", "--restart=1", script)
+        self.assertEqual(exit_code, 0)
+
+    def test_the_timeout_ends_a_job_that_waits_to_start_a_process_again(self):
+        self.enter_context(mock.patch.object(launch_supervisor, "_FIRST_PAUSE_SECONDS", 1000.0))
+        self.enter_context(mock.patch.object(launch_supervisor, "_LONGEST_PAUSE_SECONDS", 1000.0))
+        exit_code, lines = self.launch(
+            "--num_workers=1", "--restart=1", "--timeout_seconds=2", self.write_script("sys.exit(4)")
+        )
+        self.assertEqual(exit_code, 124)
+        said = "[launch] worker 0 failed, and is started again in 1000 s, for time 1 of 1 (exit code 4)"
+        self.assertIn(said, lines)
+        self.assertEqual(self.summary()["outcome"], "timed out")
+
+    def test_logs_of_an_earlier_job_are_removed(self):
+        os.mkdir(self.log_dir)
+        former = os.path.join(self.log_dir, "worker_0.restart3.log")
+        open(former, "w").close()
+        self.launch("--num_workers=1", "--restart=1", self.write_script("pass"))
+        self.assertFalse(os.path.exists(former))
 
 
 class SignalsTest(_LaunchTestCase):
@@ -322,6 +518,24 @@ class SignalsTest(_LaunchTestCase):
             launcher.stdout.read()
         self.assertEqual(launcher.returncode, 130)
         self.assertEqual([task["signal"] for task in self.summary()["tasks"]], ["SIGTERM", "SIGTERM"])
+
+    def test_an_interrupt_while_a_process_waits_to_be_started_again(self):
+        script = self.write_script("""
+            if task["index"] == 0:
+                sys.exit(3)
+            signal.signal(signal.SIGINT, lambda *_: sys.exit("interrupted"))
+            print("ready")
+            while True:
+                signal.pause()
+        """)
+        with self.start("--num_workers=2", "--restart=100", script) as launcher:
+            self.wait_for_lines(launcher, "started again in 2 s", 1)
+            launcher.send_signal(signal.SIGINT)
+            launcher.stdout.read()
+        self.assertEqual(launcher.returncode, 130)
+        first, second = self.summary()["tasks"]
+        self.assertEqual((first["exit_code"], first["ended_by_launcher"]), (3, False))
+        self.assertEqual((second["exit_code"], second["ended_by_launcher"]), (1, True))
 
     def test_termination_is_passed_on(self):
         script = self.write_script("""
@@ -390,6 +604,7 @@ class ArgumentsTest(_LaunchTestCase):
         (["--num_workers=two"], "--num_workers: invalid int value: 'two'"),
         ([], "the following arguments are required: --num_workers"),
         (["--num_workers=1", "--num_ps=-1"], "`num_ps` must not be negative. Received: num_ps=-1."),
+        (["--num_workers=1", "--restart=-1"], "`restart` must not be negative. Received: restart=-1."),
         (["--num_workers=1", "--timeout_seconds=0"], "`timeout_seconds` must be positive."),
         (["--num_workers=1", "--step_seconds=0"], "`step_seconds` must be a positive number."),
         (["--num_workers=1", "--slowdown=0:4x"], "`slowdown` must go with `step_seconds`."),
@@ -428,8 +643,8 @@ class ArgumentsTest(_LaunchTestCase):
 def _patience(seconds):
     """Has the launcher wait for less long before it goes on to the next signal."""
     with (
-        mock.patch.object(launch, "_REPORT_SECONDS", seconds),
-        mock.patch.object(launch, "_TERMINATION_SECONDS", seconds),
+        mock.patch.object(launch_supervisor, "_REPORT_SECONDS", seconds),
+        mock.patch.object(launch_supervisor, "_TERMINATION_SECONDS", seconds),
     ):
         yield
 

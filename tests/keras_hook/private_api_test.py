@@ -7,6 +7,7 @@ hook first, then at the test.
 import contextlib
 import inspect
 import json
+import os
 from unittest import mock
 
 import keras
@@ -18,12 +19,13 @@ from keras.src.backend.tensorflow import optimizer as keras_tf_optimizer
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer, TFEpochIterator
 from keras.src.optimizers import loss_scale_optimizer
 from keras.src.optimizers.base_optimizer import BaseOptimizer
+from keras.src.saving import saving_lib
 from tensorflow.python.data.experimental.ops import distribute
 from tensorflow.python.distribute import distribute_lib, input_ops, one_device_strategy
 from tensorflow.python.ops import control_flow_util
 
 import hop_tf
-from hop_tf.keras_hook import context, optimizers, updates
+from hop_tf.keras_hook import backups, context, optimizers, updates
 from hop_tf.runtime.training import TrainingRun
 
 
@@ -343,6 +345,22 @@ class StepTraceTest(tf.test.TestCase, parameterized.TestCase):
             seen.clear()
             strategy.run(lambda: tf.constant(1.0))
             self.assertEqual(seen, [None])
+
+
+class BackupsTest(tf.test.TestCase):
+    def test_the_callback_saves_and_loads_by_these(self):
+        callback = keras.callbacks.BackupAndRestore("backup")
+        names = {"_current_epoch", "_last_batch_seen", "_weights_path", "_training_metadata_path"}
+        self.assertContainsSubset(names, vars(callback))
+        self.assertEqual(_parameters(callback._load_model), [])
+        self.assertEqual(_parameters(callback._save_model), [])
+        files = {os.path.basename(path) for path in (callback._weights_path, callback._training_metadata_path)}
+        self.assertEqual(files, {backups._WEIGHTS, backups._METADATA})
+
+    def test_weights_are_made_in_memory_by_these(self):
+        wanted = ["saveable", "weights_store", "assets_store", "inner_path", "visited_saveables"]
+        self.assertEqual(_parameters(saving_lib._save_state), wanted)
+        self.assertContainsSubset({"path_or_io", "mode"}, _parameters(saving_lib.H5IOStore))
 
 
 if __name__ == "__main__":

@@ -18,8 +18,10 @@ from unittest import mock
 import keras
 import numpy as np
 import tensorflow as tf
+from absl.testing import parameterized
 
 import hop_tf
+from disks import mounted_disk
 from hop_tf.cluster import Cluster
 from hop_tf.options import CommunicationOptions
 from hop_tf.runtime.report import ReportWriter, StepStatistics, static_identity
@@ -85,7 +87,7 @@ class StepStatisticsTest(tf.test.TestCase):
         results.enqueue(1.0)
 
 
-class ReportWriterTest(tf.test.TestCase):
+class ReportWriterTest(tf.test.TestCase, parameterized.TestCase):
     def setUp(self):
         super().setUp()
         self.directory = self.enter_context(tempfile.TemporaryDirectory())
@@ -138,18 +140,45 @@ class ReportWriterTest(tf.test.TestCase):
         for _ in range(3):
             self.assertTrue(self.called.acquire(timeout=_DEADLINE_SECONDS))
 
-    def test_goes_on_after_an_error(self):
+    @parameterized.parameters(
+        ({}, 1000, "No space left on device"),  # Full in the middle.
+        ({"num_inodes": 1}, 1, "No space left on device"),
+        ({"is_read_only": True}, 1, "Read-only file system"),
+    )
+    def test_a_disk_that_cannot_be_written_to_ends_the_records_with_one_warning(self, disk, most_writes, reason):
+        self.enter_context(mounted_disk(self.directory, **disk))
+        with self.assertLogs("absl", "WARNING") as logs:
+            writer = self.make_writer(log_dir=self.directory, report_interval_seconds=3600)
+            for _ in range(most_writes):
+                writer.write()
+            writer.close()
+        (line,) = logs.output
+        self.assertIn(f"the files in {self.directory}/rank_3 (`log_dir`) cannot be written to: ", line)
+        self.assertIn(f"{reason}. Training goes on.", line)
+        self.assertNotIn("hop_tf report", [thread.name for thread in threading.enumerate()])
+
+    def test_a_directory_that_cannot_be_made_is_a_warning(self):
+        path = os.path.join(self.directory, "file")
+        open(path, "w").close()
+        with self.assertLogs("absl", "WARNING") as logs:
+            writer = self.make_writer(log_dir=os.path.join(path, "logs"))
+            writer.write()
+            writer.close()
+        (line,) = logs.output
+        self.assertIn(f"{path} is not a directory. Training goes on.", line)
+
+    def test_goes_on_after_a_report_that_fails(self):
         self.enter_context(mock.patch.object(self, "report", side_effect=self._fail))
         with self.assertLogs("absl", "ERROR") as logs:
             writer = self.make_writer(log_dir=self.directory, report_interval_seconds=0.001)
             for _ in range(3):
                 self.assertTrue(self.called.acquire(timeout=_DEADLINE_SECONDS))
-        self.assertIn("No space left on device", logs.output[0])
+        self.assertIn("no counters today", logs.output[0])
         writer.close()
 
     def _fail(self):
         self.called.release()
-        raise OSError(28, "No space left on device")
+        raise KeyError("no counters today")
 
 
 def _train(log_dir):

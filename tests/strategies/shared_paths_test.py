@@ -1,6 +1,7 @@
 """One path for the callbacks of all ranks, as in TensorFlow's tutorials: none writes over another one's files."""
 
 import pathlib
+import shutil
 
 import keras
 import numpy as np
@@ -8,17 +9,19 @@ import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
+import hop_tf
+from hop_tf.errors import MismatchError
 from support import MEMBERS
 
 _ROWS = np.random.default_rng(0).normal(size=(16, 3)).astype(np.float32)
 
 
-def _train(strategy, folder, num_epochs):
+def _train(strategy, folder, num_epochs, callbacks=None):
     """The number of the first epoch, and of those that were made."""
     with strategy.scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
         model.compile(keras.optimizers.SGD(0.1), "mse")
-    callbacks = [
+    callbacks = callbacks or [
         keras.callbacks.BackupAndRestore(f"{folder}/backup/", delete_checkpoint=False),
         keras.callbacks.ModelCheckpoint(folder / "models" / "{epoch}.keras"),
         keras.callbacks.CSVLogger(folder / "log.csv", append=True),
@@ -57,6 +60,58 @@ class SharedPathsTest(tf.test.TestCase, parameterized.TestCase):
         ]
         self.assertEqual([path for path in _files(folder) if ".bkp" not in path], sorted(of_rank_0 + of_rank_1))
         self.assertLen((folder / "rank_1" / "log.csv").read_text().splitlines(), 3)
+
+    def test_atomic_backups_have_a_folder_for_each_rank(self):
+        folder = pathlib.Path(self.get_temp_dir()) / "backup"
+
+        def train(strategy, num_epochs):
+            callback = hop_tf.callbacks.AtomicBackupAndRestore(folder, delete_checkpoint=False)
+            return _train(strategy, folder.parent, num_epochs, [callback])
+
+        for num_epochs, epochs in ((1, [0]), (3, [1, 2])):
+            made = MEMBERS["pipe_sgd"].run(lambda strategy, number=num_epochs: train(strategy, number))
+            self.assertEqual(made, [epochs, epochs])
+        for path in (folder, folder.with_name("backup_rank_1")):
+            self.assertEqual(sorted(each.name for each in path.iterdir()), ["backup_2", "backup_3"])
+
+    def _fit_with_backups(self, folder, num_epochs, name="pipe_sgd", kind=hop_tf.callbacks.AtomicBackupAndRestore):
+        def train(strategy):
+            callback = kind(folder / "backup", delete_checkpoint=False)
+            return _train(strategy, folder, num_epochs, [callback])
+
+        return MEMBERS[name].run(train)
+
+    def test_ranks_go_on_from_the_newest_backup_that_all_have(self):
+        folder = pathlib.Path(self.get_temp_dir())
+        self._fit_with_backups(folder, 3)
+        shutil.rmtree(folder / "backup_rank_1" / "backup_3")  # As if that rank had died before.
+        for epochs in ([2, 3], [3]):
+            self.assertEqual(self._fit_with_backups(folder, 4), [epochs, epochs])
+            shutil.rmtree(folder / "backup" / "backup_4")  # And now the other one.
+
+    def test_ranks_begin_anew_where_one_has_died_before_its_first_backup(self):
+        folder = pathlib.Path(self.get_temp_dir())
+        self._fit_with_backups(folder, 1)
+        shutil.rmtree(folder / "backup_rank_1")
+        self.assertEqual(self._fit_with_backups(folder, 2), [[0, 1], [0, 1]])
+
+    @parameterized.parameters(
+        (hop_tf.callbacks.AtomicBackupAndRestore, "epoch 3, batch 0, epoch 2, batch 0"),
+        (keras.callbacks.BackupAndRestore, "epoch 3, batch 0"),
+    )
+    def test_ranks_without_a_common_backup_are_an_error_where_they_make_the_same_updates(self, kind, known):
+        folder = pathlib.Path(self.get_temp_dir())
+        self._fit_with_backups(folder, 3, kind=kind)
+        shutil.rmtree(folder / "backup_rank_1")
+        error = f"no backup of the same epoch to go on from .rank 0: {known}; rank 1: epoch 0, batch 0"
+        with self.assertRaisesRegex(MismatchError, error):
+            self._fit_with_backups(folder, 4, kind=kind)
+
+    def test_ranks_without_a_common_backup_take_their_own_where_updates_differ(self):
+        folder = pathlib.Path(self.get_temp_dir())
+        self._fit_with_backups(folder, 3, name="hop")
+        shutil.rmtree(folder / "backup_rank_1")
+        self.assertEqual(self._fit_with_backups(folder, 4, name="hop"), [[3], [0, 1, 2, 3]])
 
     def test_paths_of_the_ranks_own_are_left(self):
         folder = pathlib.Path(self.get_temp_dir())

@@ -15,7 +15,6 @@ from absl.testing import parameterized
 
 import hop_tf
 from hop_tf.errors import ClusterConfigError, PeerLostError
-from hop_tf.processes.local_cluster import PortReservation
 from hop_tf.testing import MultiProcessRunner
 from support import MEMBERS, error_of
 
@@ -167,15 +166,19 @@ class RefusalsTest(tf.test.TestCase, parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, "`model` must be built"):
             strategy.synchronize(keras.Sequential([keras.layers.Dense(1)]))
 
-    def test_a_log_dir_that_cannot_be_written_leaves_no_thread(self):
-        with tempfile.NamedTemporaryFile() as file, contextlib.closing(PortReservation(2)) as reservation:
-            addresses = [f"127.0.0.1:{port}" for port in reservation.ports]
-            reservation.release()
-            before = set(threading.enumerate())
+    def test_a_log_dir_that_cannot_be_written_is_a_warning(self):
+        with tempfile.NamedTemporaryFile() as file:
             options = hop_tf.CommunicationOptions(log_dir=os.path.join(file.name, "logs"))
-            with _tf_config("worker", 0, worker=addresses), self.assertRaises(tf.errors.OpError):
-                hop_tf.HopStrategy(communication_options=options)
-            self.assertEqual(set(threading.enumerate()), before)
+            with self.assertLogs("absl", "WARNING") as logs:
+                strategy = hop_tf.HopStrategy(communication_options=options)
+            self.addCleanup(strategy.shutdown)
+            self.assertIn(f"{file.name} is not a directory. Training goes on.", logs.output[0])
+            self.assertNotIn("hop_tf report", [thread.name for thread in threading.enumerate()])
+            with strategy.scope():
+                model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+                model.compile("sgd", "mse")
+            model.fit(np.ones((4, 1)), np.ones((4, 1)), verbose=0)
+            self.assertEqual(strategy.report()["steps"], 1)
 
 
 class RestartedTest(tf.test.TestCase, parameterized.TestCase):

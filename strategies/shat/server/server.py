@@ -367,6 +367,7 @@ class ParameterServer:
             self._snapshots.write(push.group, configured.group)
 
     def _send_answers(self, name: str, configured: ConfiguredGroup, answers: Sequence[Answer]) -> None:
+        num_failures, error = self._snapshots.failures(name) if self._snapshots is not None else (0, "")
         for answer in answers:
             reply = pb.Reply(
                 session=answer.session,
@@ -374,6 +375,8 @@ class ParameterServer:
                 num_others=answer.num_others,
                 num_workers=answer.num_workers,
                 is_missing=answer.is_missing,
+                num_snapshot_failures=num_failures,
+                snapshot_error=error,
             )
             self._send(answer.worker, f"{PREFIX}/{name}/{REPLY}", reply, answer.buckets)
 

@@ -47,7 +47,6 @@ def serve(
       HopError: If its address cannot be bound.
       PeerLostError: If all workers were lost.
       MismatchError: If they were not lost, but have other versions.
-      OSError: If a snapshot cannot be written.
     """
     if cluster.task_type != "ps":
         raise ClusterConfigError(

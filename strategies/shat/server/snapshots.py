@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import numbers
@@ -16,7 +17,7 @@ import numpy as np
 from absl import logging
 
 from hop_tf.arguments import check_integer
-from hop_tf.errors import MismatchError, ProtocolError
+from hop_tf.errors import HopError, MismatchError, ProtocolError
 from hop_tf.strategies.shat.server.group import ServedGroup
 from hop_tf.strategies.shat.server.state import ShardState
 from hop_tf.tensors import payloads
@@ -25,6 +26,7 @@ from hop_tf.tensors.packing import Packing
 _MAGIC = b"hop_tf parameter server snapshot 1\n"
 _DEFAULT_SECONDS = 60.0
 _UNFINISHED = ".part"
+_BEGIN_ANEW = "Bring back a copy of it, or remove all servers' snapshots to begin anew."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,29 +60,51 @@ class SnapshotOptions:
             )
 
 
+@dataclasses.dataclass
+class _History:
+    """What became of a group's snapshots.
+
+    Attributes:
+      num_pushes: How many pushes the last complete one has seen.
+      tried: The number of pushes at the last attempt to write one, and when that was.
+      num_failures: Attempts that have failed.
+      error: Why the last one has; "" if it has not.
+    """
+
+    num_pushes: int
+    tried: tuple[int, float]
+    num_failures: int = 0
+    error: str = ""
+
+
 class Snapshots:
     """The snapshots of one server.
 
-    A file is replaced when the next one is complete: whenever the server dies, there is a whole one.
+    A file is replaced when the next one is complete and on the disk: whenever the server dies, there is a whole one.
+    Where one cannot be written, as on a full disk, training goes on, the last complete one stays, and the next attempt
+    follows when another one is due.
+
+    A directory that cannot be made, or written to, when the server starts is an error of `read`: nothing is lost yet.
 
     Args:
       options: With a directory, which is made.
       index: The server's.
-
-    Raises:
-      OSError: If the directory cannot be made, or no file in it.
     """
 
     def __init__(self, options: SnapshotOptions, index: int):
         self._options = options
         self._index = index
         self._directory = pathlib.Path(options.directory)
-        self._directory.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=self._directory).close()  # Else training would end with the first snapshot.
+        self._unusable = ""
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=self._directory).close()
+        except OSError as error:
+            self._unusable = f"cannot write snapshots to {self._directory}: {error.strerror}."
+            logging.error("the server %s", self._unusable)
         self._writing = threading.Lock()
         self._signatures: dict[str, bytes] = {}
-        # By group: the number of pushes that the last one has seen, and when it was written.
-        self._written: dict[str, tuple[int, float]] = {}
+        self._histories: dict[str, _History] = {}
 
     def read(self, group: str, signature: bytes, packing: Packing) -> ShardState | None:
         """The state of a group that was written before; None if none was.
@@ -91,31 +115,28 @@ class Snapshots:
           packing: The shard's buckets.
 
         Raises:
+          HopError: If there will be no place to write the next one to.
           MismatchError: If it is of another model.
           ProtocolError: If the file is damaged.
           OSError: If it cannot be read.
         """
+        if self._unusable:
+            raise HopError(self._unusable)
         self._signatures[group] = signature
         # Due with the first push: where one server dies before it has any, the others' are of no use.
-        self._written[group] = (0, -math.inf)
+        self._histories[group] = _History(0, (0, -math.inf))
         path = self._path(group)
         if not path.exists():
             self._check_others(group)
             return None
-        # A file, unlike a message, may have been changed by anyone.
-        magic, checksum, data = np.split(np.fromfile(path, np.uint8), [len(_MAGIC), len(_MAGIC) + 4])
-        if magic.tobytes() != _MAGIC or checksum.size < 4:
-            raise ProtocolError(f"{path} is no snapshot of a parameter server.")
-        if zlib.crc32(data).to_bytes(4, "little") != checksum.tobytes():
-            raise ProtocolError(f"the snapshot {path} is damaged. Remove it to begin anew.")
-        found, *parts = payloads.split(data)
+        found, *parts = payloads.split(_read_file(path))
         if found.tobytes() != signature:
             raise MismatchError(
                 f"the snapshot {path} is of another model, or of other servers or sharding. Remove it, or choose "
                 "another directory."
             )
         state = ShardState.from_parts(parts, packing)
-        self._written[group] = (state.num_pushes, time.monotonic())
+        self._histories[group] = _History(state.num_pushes, (state.num_pushes, time.monotonic()))
         logging.info("the server goes on from %s, after %d pushes.", path, state.num_pushes)
         return state
 
@@ -132,8 +153,7 @@ class Snapshots:
     def write(self, name: str, group: ServedGroup, *, final: bool = False) -> None:
         """Writes a group's state if its time has come and nobody else writes, or, if `final`, if it has changed.
 
-        Raises:
-          OSError: If it cannot be written.
+        Where it cannot be written, that is logged, and `failures` tells.
         """
         if not self._writing.acquire(blocking=final):
             return
@@ -142,17 +162,34 @@ class Snapshots:
         finally:
             self._writing.release()
 
+    def failures(self, name: str) -> tuple[int, str]:
+        """How many snapshots of a group could not be written, and why the last one could not; "" if it could."""
+        history = self._histories[name]
+        return history.num_failures, history.error
+
     def _write(self, name: str, group: ServedGroup, final: bool) -> None:
-        num_pushes, written_at = self._written[name]
-        num_new = group.num_pushes - num_pushes
-        every_pushes = self._options.every_pushes
-        is_due = time.monotonic() - written_at >= self._options.every_seconds
-        is_due |= every_pushes is not None and num_new >= every_pushes
-        if not num_new or not (final or is_due):
+        history = self._histories[name]
+        if group.num_pushes == history.num_pushes or not (final or self._is_due(group, history)):
             return
         state = group.state(with_slots=True)
-        self._replace(self._path(name), [np.frombuffer(self._signatures[name], np.uint8), *state.to_parts()])
-        self._written[name] = (state.num_pushes, time.monotonic())
+        try:
+            self._replace(self._path(name), [np.frombuffer(self._signatures[name], np.uint8), *state.to_parts()])
+            history.num_pushes, history.error = state.num_pushes, ""
+        except OSError as error:
+            history.error = f"{self._path(name)}: {error.strerror or error}"
+            history.num_failures += 1
+            logging.error(
+                "the server cannot write its snapshot %s. Training goes on; %s.",
+                history.error,
+                f"the one after {history.num_pushes} pushes stays" if history.num_pushes else "there is none yet",
+            )
+        history.tried = (state.num_pushes, time.monotonic())
+
+    def _is_due(self, group: ServedGroup, history: _History) -> bool:
+        tried_pushes, tried_at = history.tried
+        every_pushes = self._options.every_pushes
+        is_due = time.monotonic() - tried_at >= self._options.every_seconds
+        return is_due or (every_pushes is not None and group.num_pushes - tried_pushes >= every_pushes)
 
     def _path(self, group: str) -> pathlib.Path:
         return self._directory / f"ps_{self._index}_{group}"
@@ -163,15 +200,30 @@ class Snapshots:
         for array in payload:
             checksum = zlib.crc32(array, checksum)
         unfinished = path.with_name(f"{path.name}{_UNFINISHED}")
-        with open(unfinished, "wb") as file:
-            file.write(_MAGIC + checksum.to_bytes(4, "little"))
-            for array in payload:
-                file.write(array)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
+        try:
+            with open(unfinished, "wb") as file:
+                file.write(_MAGIC + checksum.to_bytes(4, "little"))
+                for array in payload:
+                    file.write(array)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(unfinished, path)
+        except OSError:
+            with contextlib.suppress(OSError):  # It takes room that others may need.
+                unfinished.unlink()
+            raise
         directory = os.open(self._directory, os.O_RDONLY)
         try:
             os.fsync(directory)
         finally:
             os.close(directory)
+
+
+def _read_file(path: pathlib.Path) -> np.ndarray:
+    """What `_replace` has written; raises ProtocolError where it is not that: anyone may have changed a file."""
+    magic, checksum, data = np.split(np.fromfile(path, np.uint8), [len(_MAGIC), len(_MAGIC) + 4])
+    if magic.tobytes() != _MAGIC:
+        raise ProtocolError(f"{path} is damaged, or no snapshot of a parameter server. {_BEGIN_ANEW}")
+    if zlib.crc32(data).to_bytes(4, "little") != checksum.tobytes():
+        raise ProtocolError(f"the snapshot {path} is damaged: its checksum is not that of its contents. {_BEGIN_ANEW}")
+    return data

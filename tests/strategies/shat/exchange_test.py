@@ -587,7 +587,7 @@ class SessionsTest(tf.test.TestCase):
             threads.servers[0].restarted(1)
             other = _Worker(threads.workers[1].exchange._membership, group="0-other")
             with self.assertRaisesRegex(
-                MismatchError, "rank 1: this process was started again, and would train another"
+                MismatchError, r"rank 1: ps 0 at \S+: this process was started again, and would train"
             ):
                 other.exchange.state.configure(joins=True)
             model, _ = threads.workers[0].push(1, 1.0)
@@ -644,7 +644,7 @@ class SessionsTest(tf.test.TestCase):
             thread.join()
 
     def _fails_to_configure(self, worker):
-        with self.assertRaisesRegex(HopError, "rank 1: rank 0 has gone before the servers had its model"):
+        with self.assertRaisesRegex(HopError, r"rank 1: ps 0 at \S+: rank 0 has gone before the servers had"):
             worker.exchange.state.configure(joins=False)
 
 

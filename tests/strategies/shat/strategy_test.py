@@ -1,7 +1,9 @@
 """SHAT under `fit`, with workers and servers in one process, against plain Keras and closed forms."""
 
+import errno
 import functools
 import pathlib
+import re
 import tempfile
 import threading
 from unittest import mock
@@ -16,6 +18,7 @@ import hop_tf
 from hop_tf.errors import ClusterConfigError, HopError, MismatchError
 from hop_tf.keras_hook.optimizers import slots_of
 from hop_tf.strategies import shat
+from hop_tf.strategies.shat.server import snapshots as snapshots_module
 from hop_tf.strategies.shat.state import GroupState
 from hop_tf.testing import InProcessCluster
 
@@ -699,6 +702,51 @@ class SettingsTest(tf.test.TestCase):
         next(pathlib.Path(directory).glob("ps_1_*")).unlink()
         with self.assertRaisesRegex(HopError, "rank .: ps 0 went on from a snapshot, and ps 1 found none"):
             _cluster(snapshots=snapshots).run(train)
+
+    def test_training_goes_on_when_snapshots_cannot_be_written_and_workers_tell_once(self):
+        directory = self.enterContext(tempfile.TemporaryDirectory())
+        snapshots = hop_tf.SnapshotOptions(directory=directory, every_pushes=1)
+
+        def train(strategy):
+            _, model = _trained(strategy, lambda: _make_linear(keras.optimizers.SGD(_RATE)))
+            strategy.synchronize(model)
+            return model.get_weights()[0], strategy.report()["snapshot_failures"]
+
+        no_room = OSError(errno.ENOSPC, "No space left on device")
+        with mock.patch.object(snapshots_module.os, "fsync", side_effect=no_room), self.assertLogs("absl") as logs:
+            results = _cluster(num_ps=1, snapshots=snapshots).run(train)
+        total = sum(_gradient(step) for step in range(_NUM_STEPS))
+        for weights, num_failures in results:
+            self.assertAllClose(weights, 1 - _NUM_WORKERS * _RATE * total, rtol=1e-4, atol=1e-5)
+            self.assertGreater(num_failures, 0)
+        warnings = [line for line in logs.output if line.startswith("WARNING") and "snapshot" in line]
+        self.assertLen(warnings, _NUM_WORKERS)
+        for rank in range(_NUM_WORKERS):
+            path = rf"{directory}/ps_0_0-\S*"
+            pattern = rf"rank {rank}: ps 0 at \S+ cannot write its snapshot {path}: No space left on device"
+            self.assertLen([line for line in warnings if re.search(pattern, line)], 1)
+
+    def test_a_place_for_snapshots_that_cannot_be_made_is_an_error_that_names_the_server(self):
+        directory = self.enterContext(tempfile.TemporaryDirectory())
+        path = pathlib.Path(directory) / "file"
+        path.touch()
+        snapshots = hop_tf.SnapshotOptions(directory=path / "snapshots")
+        error = rf"rank \d: ps \d at \S+: cannot write snapshots to {path}/snapshots: Not a directory"
+        with self.assertRaisesRegex(HopError, error):
+            _cluster(snapshots=snapshots).run(lambda strategy: _trained(strategy, lambda: _make_model("sgd"))[0])
+
+    def test_a_damaged_snapshot_is_an_error_that_names_the_server(self):
+        directory = self.enterContext(tempfile.TemporaryDirectory())
+        snapshots = hop_tf.SnapshotOptions(directory=directory)
+
+        def train():
+            _cluster(snapshots=snapshots).run(lambda strategy: _trained(strategy, lambda: _make_model("sgd"))[0])
+
+        train()
+        (path,) = pathlib.Path(directory).glob("ps_1_*")
+        path.write_bytes(path.read_bytes()[:-100])
+        with self.assertRaisesRegex(HopError, rf"rank \d: ps 1 at \S+: the snapshot {path} is damaged"):
+            train()
 
     def test_a_snapshot_of_another_optimizer_is_refused(self):
         directory = self.enterContext(tempfile.TemporaryDirectory())

@@ -1,0 +1,316 @@
+"""Backups of training that are whole, and those of Keras's `BackupAndRestore`, which need not be."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pathlib
+import re
+import shutil
+import zlib
+from collections.abc import Collection, Mapping, Sequence
+
+import h5py
+import keras
+from absl import logging
+from keras.src.saving import saving_lib
+
+from hop_tf.errors import MismatchError
+from hop_tf.keras_hook.shared_paths import flat_callbacks
+
+_WEIGHTS, _METADATA, _CHECKSUMS = "latest.weights.h5", "training_metadata.json", "checksums.json"
+_UNFINISHED = "unfinished"
+_CHUNK_BYTES = 1 << 24
+
+# What a backup is of: the epoch that training goes on with, and the batch.
+Position = tuple[int, int]
+_START: Position = (0, 0)
+_CLAIM = "BackupAndRestore"
+
+
+class AtomicBackupAndRestore(keras.callbacks.BackupAndRestore):
+    """Keras's `BackupAndRestore`, whose backups are whole whatever ends the process or the machine.
+
+        model.fit(x, y, epochs=5, callbacks=[hop_tf.callbacks.AtomicBackupAndRestore("backup")])
+
+    A backup is written to a folder of its own, which gets its name, `backup_<n>`, when all of it is on the disk. The
+    last two are kept. Training goes on from the newest one whose checksums are right; a damaged one is left out, with a
+    warning. Ranks go on from the newest one that all of them have. What Keras's own callback has left in the same
+    folder is restored where there is no other backup.
+
+    A backup that cannot be written, as on a full disk, is a warning: training goes on, and the former backup stays. A
+    backup is made in memory first, which takes as much as the weights and what optimizers remember.
+
+    Args:
+      backup_dir: A folder that nothing else uses, on a file system: no address such as gs://.
+      save_freq: "epoch" for a backup at the end of each epoch, or the number of batches from one backup to the next. As
+        with Keras's, training then goes on from the beginning of the epoch. Default "epoch".
+      delete_checkpoint: Whether to remove the folder when `fit` has ended. Default True.
+
+    Raises:
+      ValueError: If an argument is none of these.
+      OSError: In `fit`, if there are backups, and all of them are damaged.
+    """
+
+    def __init__(self, backup_dir: str | os.PathLike, save_freq: str | int = "epoch", delete_checkpoint: bool = True):
+        if "://" in os.fspath(backup_dir):
+            raise ValueError(f"`backup_dir` must be a folder of a file system. Received: backup_dir={backup_dir!r}.")
+        super().__init__(backup_dir, save_freq=save_freq, delete_checkpoint=delete_checkpoint)
+        self._chosen: Position | None = None
+
+    def _use(self, folder: pathlib.Path) -> None:
+        """Has Keras's callback read its files there."""
+        self._weights_path = str(folder / _WEIGHTS)
+        self._training_metadata_path = str(folder / _METADATA)
+
+    def _backups(self) -> list[pathlib.Path]:
+        """The newest first."""
+        paths = pathlib.Path(self.backup_dir).glob("backup_*")
+        return sorted((path for path in paths if re.fullmatch(r"backup_\d+", path.name)), key=_number_of, reverse=True)
+
+    def positions(self) -> list[Position]:
+        """Those that training can go on from, the newest first; the start of it while nothing but the first is lost."""
+        newest, *older = self._backups() or [None]
+        is_young = newest is None or (_number_of(newest) == 1 and not older)
+        return [*(_position_of(path) for path in self._whole_backups()), *([_START] if is_young else [])]
+
+    def choose(self, position: Position) -> None:
+        """Has the next `fit` go on from there, and not from the newest backup."""
+        self._chosen = position
+
+    def _whole_backups(self) -> list[pathlib.Path]:
+        """The newest first; raises OSError where there are others only."""
+        backups = self._backups()
+        problems = {path: problem for path in backups if (problem := _problem_of_backup(path)) is not None}
+        for path, problem in problems.items():
+            logging.warning("The backup %s is damaged (%s). The one before is taken, if there is one.", path, problem)
+        if problems and len(problems) == len(backups):
+            raise OSError(
+                f"no backup in {self.backup_dir} is whole: {', '.join(path.name for path in backups)}. Remove the "
+                "folder to begin anew, or bring back a copy of a backup."
+            )
+        return [path for path in backups if path not in problems]
+
+    def _load_model(self) -> None:
+        chosen, self._chosen = self._chosen, None
+        if not self._backups() and chosen is None:
+            folder = pathlib.Path(self.backup_dir)
+            _check_files(folder)
+            self._use(folder)
+            super()._load_model()
+            return
+        paths = [path for path in self._whole_backups() if chosen in (None, _position_of(path))]
+        path = paths[0] if paths else pathlib.Path(self.backup_dir) / "backup_0"  # It is not there.
+        self._use(path)
+        super()._load_model()
+        for each in self._backups():
+            if _number_of(each) > _number_of(path):  # Else it would be taken for the newest one when the next is made.
+                shutil.rmtree(each, ignore_errors=True)
+
+    def _save_model(self) -> None:
+        folder = pathlib.Path(self.backup_dir)
+        unfinished = folder / _UNFINISHED
+        metadata = json.dumps({"epoch": self._current_epoch, "batch": self._last_batch_seen}).encode()
+        contents = {_WEIGHTS: _weights_of(self.model), _METADATA: metadata}
+        try:
+            newest, *older = self._backups() or [None]
+            for path in (unfinished, *older):
+                if path.exists():
+                    shutil.rmtree(path)
+            unfinished.mkdir(parents=True)
+            _write(unfinished, contents)
+            unfinished.rename(folder / f"backup_{_number_of(newest) + 1 if newest else 1}")
+            _sync(folder)
+        except OSError as error:
+            logging.warning(
+                "The backup in %s cannot be written: %s. Training goes on; %s.",
+                *(self.backup_dir, error, "the former backup stays" if self._backups() else "there is no backup yet"),
+            )
+            shutil.rmtree(unfinished, ignore_errors=True)  # It takes room that others may need.
+
+
+def _number_of(backup: pathlib.Path) -> int:
+    return int(backup.name.removeprefix("backup_"))
+
+
+def _weights_of(model: keras.Model) -> memoryview:
+    """What `model.save_weights` writes: weights, and what optimizers remember.
+
+    It is made in memory, as Keras makes what goes into a `.keras` file: on a full disk HDF5 may end the process.
+    """
+    file = io.BytesIO()
+    store = saving_lib.H5IOStore(file, mode="w")
+    saving_lib._save_state(model, weights_store=store, assets_store=None, inner_path="", visited_saveables=set())
+    store.close()
+    return file.getbuffer()
+
+
+def _write(folder: pathlib.Path, contents: Mapping[str, bytes | memoryview]) -> None:
+    """Writes a backup's files, and their checksums beside; returns when all of it is on the disk."""
+    checksums = {name: zlib.crc32(each) for name, each in contents.items()}
+    for name, each in {**contents, _CHECKSUMS: json.dumps(checksums).encode()}.items():
+        (folder / name).write_bytes(each)
+        _sync(folder / name)
+    _sync(folder)
+
+
+def _sync(path: pathlib.Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _checksum(path: pathlib.Path) -> int:
+    checksum = 0
+    with open(path, "rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            checksum = zlib.crc32(chunk, checksum)
+    return checksum
+
+
+def _problem_of_backup(folder: pathlib.Path) -> str | None:
+    """What is wrong with what `_write` has completed; None if nothing is."""
+    try:
+        checksums = json.loads((folder / _CHECKSUMS).read_bytes())
+        wrong = [name for name in (_WEIGHTS, _METADATA) if checksums[name] != _checksum(folder / name)]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return f"the checksum of {', '.join(wrong)} is wrong" if wrong else None
+
+
+def _position_of(folder: pathlib.Path) -> Position:
+    """What a whole backup, or a folder of Keras's own, is of; the start if there is none."""
+    path = folder / _METADATA
+    if not path.exists():
+        return _START
+    metadata = json.loads(path.read_bytes())
+    return metadata["epoch"], metadata.get("batch", 0)
+
+
+class BackupAgreement:
+    """Has all ranks go on from backups of the same epoch: one may have died before it made its last one.
+
+    Args:
+      callbacks: As `fit` takes them.
+
+    Attributes:
+      claims: What to claim in the session: if a rank does, all ranks have to agree.
+    """
+
+    def __init__(self, callbacks: object):
+        found = [each for each in flat_callbacks(callbacks) if isinstance(each, keras.callbacks.BackupAndRestore)]
+        self._callback = found[-1] if found else None
+        self.claims = [_CLAIM] if found else []
+
+    def is_needed(self, owners: Collection[str]) -> bool:
+        """Whether a rank has such a callback; `owners` are the claims of all."""
+        return _CLAIM in owners
+
+    def own(self) -> bytes:
+        """What this rank can go on from, for the others.
+
+        Raises:
+          OSError: If its backups are damaged.
+        """
+        if self._callback is None or "://" in os.fspath(self._callback.backup_dir):
+            return json.dumps([_START]).encode()
+        folder = pathlib.Path(self._callback.backup_dir)
+        if isinstance(self._callback, AtomicBackupAndRestore) and self._callback._backups():
+            return json.dumps(self._callback.positions()).encode()
+        _check_files(folder)
+        return json.dumps([_position_of(folder)]).encode()
+
+    def agree(self, of_ranks: Sequence[bytes], *, in_lock_step: bool) -> None:
+        """Takes what each rank can go on from, and chooses the newest that all have.
+
+        Args:
+          of_ranks: In the order of the ranks.
+          in_lock_step: Whether ranks make the same updates. Otherwise each takes its newest where they have none in
+            common.
+
+        Raises:
+          MismatchError: On all ranks, if there is none.
+        """
+        positions = [[tuple(each) for each in json.loads(data)] for data in of_ranks]
+        common = set.intersection(*map(set, positions))
+        if common:
+            if isinstance(self._callback, AtomicBackupAndRestore) and self._callback._backups():
+                self._callback.choose(max(common))
+        elif in_lock_step:
+            known = "; ".join(f"rank {rank}: {_describe(each)}" for rank, each in enumerate(positions))
+            raise MismatchError(
+                f"ranks have no backup of the same epoch to go on from ({known}): their models would differ. Remove "
+                "the backups of all ranks to begin anew. hop_tf.callbacks.AtomicBackupAndRestore keeps the last two, "
+                "and takes those that all ranks have. Pass it on all ranks, with equal arguments."
+            )
+
+
+def _describe(positions: Sequence[Position]) -> str:
+    return ", ".join(f"epoch {epoch}, batch {batch}" for epoch, batch in positions)
+
+
+# Keras's own backups.
+
+
+def check_backups(callbacks: object) -> None:
+    """Looks at what Keras's `BackupAndRestore` is about to restore: it writes to the files that it later reads.
+
+    Where the process or the machine has ended in between, a file may be cut off or empty. With `double_checkpoint`, the
+    former files take the place of such ones.
+
+    Args:
+      callbacks: As `fit` takes them.
+
+    Raises:
+      OSError: If a file is damaged; the message names it and tells what to do.
+    """
+    for callback in flat_callbacks(callbacks):
+        if not isinstance(callback, keras.callbacks.BackupAndRestore):
+            continue
+        is_own = isinstance(callback, AtomicBackupAndRestore)  # It looks itself, where it has nothing better.
+        if not is_own and "://" not in os.fspath(callback.backup_dir):
+            _check_files(pathlib.Path(callback.backup_dir))
+
+
+def _check_files(folder: pathlib.Path) -> None:
+    weights, metadata = folder / _WEIGHTS, folder / _METADATA
+    problem = _problem_of_files(weights, metadata)
+    if problem is None:
+        return
+    former = [path.with_name(f"{path.name}.bkp") for path in (weights, metadata)]
+    if all(path.exists() for path in former) and _problem_of_files(*former) is None:
+        logging.warning("BackupAndRestore goes on from the former backup: %s.", problem)
+        for path in former:
+            shutil.copy(path, path.with_suffix(""))
+        return
+    raise OSError(
+        f"BackupAndRestore cannot restore from {folder}: {problem}. The process or its machine has ended while it was "
+        "written, or its disk was full. Remove the folder to begin anew, or bring back a copy of it. "
+        "hop_tf.callbacks.AtomicBackupAndRestore writes backups that are always whole."
+    )
+
+
+def _problem_of_files(weights: pathlib.Path, metadata: pathlib.Path) -> str | None:
+    """What is wrong with a backup of Keras's; None if nothing is, or there is none. Values may still be others."""
+    for path, read in ((weights, _read_outline), (metadata, _read_metadata)):
+        if not path.exists():
+            continue
+        try:
+            read(path)
+        except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
+            return f"{path} is damaged ({type(error).__name__}: {error})"
+    if weights.exists() and not metadata.exists():
+        return f"{weights} is there without {metadata}"
+    return None
+
+
+def _read_outline(path: pathlib.Path) -> None:
+    with h5py.File(path, "r") as file:
+        file.visititems(lambda name, item: None)
+
+
+def _read_metadata(path: pathlib.Path) -> int:
+    return int(json.loads(path.read_bytes())["epoch"])
