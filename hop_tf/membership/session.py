@@ -82,6 +82,7 @@ class Membership(Waiting):
         self.owners: dict[str, int] = {}
         # Since this was made: ranks that were lost, and those that left a session by an exception.
         self.num_lost = self.num_left = 0
+        self._lost_to: dict[int, set[int]] = {}  # By server, the ranks that it goes on without.
         self._missed: collections.Counter[int] = collections.Counter()  # In the session, of ranks that take part again.
         self._begun_session = 0
         self._has_gathered = False
@@ -214,6 +215,15 @@ class Membership(Waiting):
                         f"rank {self.rank}: rank {rank} has failed, and the others do not go on without it: "
                         f"{departure.reason}"
                     )
+
+    def hear_of_lost(self, server: int, lost: Mapping[int, str]) -> None:
+        """A parameter server tells which ranks it goes on without, and why: the new ones are logged and counted."""
+        with self.monitor:
+            known = set().union(*self._lost_to.values())
+            self._lost_to[server] = set(lost)
+            for rank in sorted(lost.keys() - known - {self.rank}):
+                self.num_lost += 1
+                logging.warning("rank %d: the servers go on without rank %d: %s", self.rank, rank, lost[rank])
 
     def missed_share(self) -> dict[int, float]:
         """By rank, the part of the rounds that this rank has begun which it has not; only ranks that missed some."""

@@ -148,6 +148,7 @@ class ShatExchange(Exchange, Joiner):
             self._beside(buckets)[shard.index] = weight
             self._latest[shard.index] = (reply.num_others, weight)
             self._note_snapshots(shard, reply)
+            self._membership.hear_of_lost(shard.server, reply.lost)
         return Incoming(outgoing.step, outgoing.segment, tuple(buckets))
 
     def _note_snapshots(self, shard: ShardView, reply: pb.Reply) -> None:

@@ -209,6 +209,20 @@ class SessionTest(tf.test.TestCase):
                 raised[rank], f"rank {rank}: training ended because rank 5 was lost: rank 2, step 3: "
             )
 
+    def test_hears_from_several_servers_of_a_rank_once(self):
+        membership = VirtualCluster(3, continue_without_lost=True, num_servers=2).memberships[0]
+        with self.assertLogs(level="WARNING") as logs:
+            for lost in ({}, {1: "silent for 9 s", 0: "itself"}):
+                for server in (3, 4):
+                    membership.hear_of_lost(server, lost)
+        self.assertEqual(membership.num_lost, 1)
+        self.assertLen(logs.output, 1)
+        self.assertIn("rank 0: the servers go on without rank 1: silent for 9 s", logs.output[0])
+        for server in (3, 4):
+            membership.hear_of_lost(server, {})
+        membership.hear_of_lost(4, {1: "silent again"})
+        self.assertEqual(membership.num_lost, 2)
+
     def test_goes_on_without_a_lost_rank(self):
         """Rank 3 is lost to rank 2 only, which tells the others, and rank 3 itself."""
         cluster = VirtualCluster(4, continue_without_lost=True)

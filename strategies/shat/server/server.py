@@ -377,6 +377,7 @@ class ParameterServer:
                 is_missing=answer.is_missing,
                 num_snapshot_failures=num_failures,
                 snapshot_error=error,
+                lost=self.lost,
             )
             self._send(answer.worker, f"{PREFIX}/{name}/{REPLY}", reply, answer.buckets)
 

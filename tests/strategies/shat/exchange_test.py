@@ -818,6 +818,7 @@ class LostTest(tf.test.TestCase):
             threads.run(body)
             threads.workers[0].exchange.state.pull()
             self.assertAllEqual(threads.workers[0].variable, np.full(_NUM_VALUES, 1 - _RATE * (0.5 + 4)))
+            self.assertEqual(threads.workers[0].exchange._membership.num_lost, 1)
             with self.assertRaisesRegex(PeerLostError, "goes on without rank 1"):
                 threads.workers[1].push(1, 1.0)
             self.assertTrue(threads.workers[1].exchange._membership.is_given_up)
