@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import json
 import os
+import statistics
 import threading
 from collections.abc import Iterator
 
@@ -54,6 +56,25 @@ def _number(item: pytest.Item) -> int:
     """Which case of a parameterized test it is: they are collected in the order of their names, 10 before 2."""
     digits = item.name[len(item.name.rstrip("0123456789")) :]
     return int(digits or 0)
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    """A table of the random faults: what happened how often, and how long ranks stood still at most."""
+    faults = collections.defaultdict(list)  # By kind: whether a case has failed, and for how many seconds.
+    for outcome, reports in terminalreporter.stats.items():
+        for report in reports:
+            for name, value in getattr(report, "user_properties", ()):
+                if name == "fault" and report.when == "call":
+                    fault = json.loads(value)
+                    faults[fault["kind"]].append((outcome == "failed", fault["seconds"]))
+    if not faults:
+        return
+    terminalreporter.section("random faults")
+    terminalreporter.line(f"{'kind':<12}{'cases':>8}{'failed':>8}{'median stop, s':>16}{'longest, s':>12}")
+    for kind, cases in sorted(faults.items()):
+        seconds = [each for _, each in cases]
+        numbers = f"{len(cases):>8}{sum(failed for failed, _ in cases):>8}"
+        terminalreporter.line(f"{kind:<12}{numbers}{statistics.median(seconds):>16.2f}{max(seconds):>12.2f}")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import json
 import os
 import pickle
 import re
@@ -182,6 +183,12 @@ class MultiProcessRunner:
             self._server = self._find_server()
             self._start_processes()
         return self
+
+    @property
+    def addresses(self) -> list[str]:
+        """Where each worker serves, as "host:port"; once they were started."""
+        environment = next(iter(self._environments.values()))
+        return json.loads(environment["TF_CONFIG"])["cluster"]["worker"]
 
     def join(self) -> Results:
         """Waits for all processes to end.
