@@ -97,14 +97,14 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
         super().__init__(Extended(self, device, self.training))
         self._shows_plan = os.environ.get(PLAN_VARIABLE) == "1"
         self._writer = ReportWriter(self.report, self._options, self.rank)
+        if not servers:  # They do not know it.
+            identity = {**identity, "min_ranks": str(min_ranks)}
         if cluster.world_size > 1 or servers:
             try:
                 self.training.worker = Worker(
                     cluster=cluster,
                     options=self._options,
-                    identity=static_identity(
-                        type(self).__name__, cluster, {**identity, "option min_ranks": str(min_ranks)}
-                    ),
+                    identity=static_identity(type(self).__name__, cluster, identity),
                     neighbors=neighbors,
                     make_exchange=self.make_exchange,
                     continue_without_lost=continue_without_lost,

@@ -142,6 +142,8 @@ class ExchangeRunner:
       exchange: The scheme.
       on_error: Called on a communication thread with whatever `Exchange.step` raised.
       joining: Hears of every step; answers to segment `CATCH_UP`, where the step is the number of those passed over.
+      on_nonfinite: Called on a communication thread with the number of a step whose values are not finite, before they
+        are handed to the scheme. It may raise.
     """
 
     def __init__(
@@ -152,12 +154,14 @@ class ExchangeRunner:
         exchange: Exchange,
         on_error: Callable[[BaseException], None],
         joining: Joining,
+        on_nonfinite: Callable[[int], None] = lambda step: None,
     ):
         self._name = name
         self._joining = joining
         self._packing = packing
         self._exchange = exchange
         self._on_error = on_error
+        self._on_nonfinite = on_nonfinite
         self._quiet = threading.Event()
         self._interrupted = False
         # The number of what has failed, and why; the earliest, where several have.
@@ -171,9 +175,9 @@ class ExchangeRunner:
         with tf.init_scope(), tf.device("/cpu:0"):
             # There is room for the marker that ends a session.
             capacity = exchange.max_in_flight + 1
-            self._outbox = tf.queue.FIFOQueue(capacity, [tf.int64, tf.int32, *packing.dtypes])
+            self._outbox = tf.queue.FIFOQueue(capacity, [tf.int64, tf.int32, tf.bool, *packing.dtypes])
             self._results = tf.queue.FIFOQueue(capacity, [tf.int64, tf.int32, tf.int64, tf.string, *packing.dtypes])
-        self._no_error = tf.constant("")
+        self._no_error, self._true = tf.constant(""), tf.constant(True)
         self._nothing = tuple(np.empty(0, dtype.as_numpy_dtype) for dtype in packing.dtypes)
         self._threads = [
             threading.Thread(target=self._run, name=f"hop_tf exchange {name}/{index}", daemon=True)
@@ -184,19 +188,24 @@ class ExchangeRunner:
 
     # In the graph.
 
-    def submit(self, step: tf.Tensor, segment: int, buckets: Sequence[tf.Tensor]) -> tf.Operation:
+    def submit(
+        self, step: tf.Tensor, segment: int, buckets: Sequence[tf.Tensor], are_finite: tf.Tensor | None = None
+    ) -> tf.Operation:
         """Emits the op that hands a step's buckets to the scheme.
 
         Args:
           step: int64 scalar.
           segment: Index of the segment.
           buckets: One flat tensor per bucket of the packing, or what `Exchange.emit_encode` makes of it.
+          are_finite: Whether the values are; bool scalar. None: they are. It travels with the values: an operation that
+            looks at it here, and has an effect, would have to wait for others of the step that have one.
 
         Returns:
           The op. It blocks its step, not the process, while an earlier step is not taken yet.
         """
         with tf.device("/cpu:0"):
-            return self._outbox.enqueue([step, tf.constant(segment, tf.int32), *buckets])
+            are_finite = tf.constant(True) if are_finite is None else are_finite
+            return self._outbox.enqueue([step, tf.constant(segment, tf.int32), are_finite, *buckets])
 
     def collect(self, step: tf.Tensor, segment: int, sizes: Sequence[int]) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Emits the ops that take the scheme's result for `step` and `segment`.
@@ -236,7 +245,7 @@ class ExchangeRunner:
         if not any(thread.is_alive() for thread in self._threads):
             return
         self._quiet.clear()
-        self._outbox.enqueue([tf.constant(_END_OF_SESSION, tf.int64), 0, *self._nothing])
+        self._outbox.enqueue([tf.constant(_END_OF_SESSION, tf.int64), 0, self._true, *self._nothing])
         while not self._quiet.wait(0.05):
             self._drop_results()  # A full result queue would keep a thread from reaching the marker.
             timeout_seconds -= 0.05
@@ -264,13 +273,13 @@ class ExchangeRunner:
         except (tf.errors.OutOfRangeError, tf.errors.CancelledError):
             pass  # `close` closed the queues.
 
-    def _take(self) -> tuple[int, Outgoing, bool]:
-        """What was handed out, its number, and whether it is a step to be made."""
+    def _take(self) -> tuple[int, Outgoing, bool, bool]:
+        """What was handed out, its number, whether it is a step to be made, and whether its values are finite."""
         with self._taking:
-            step, segment, *buckets = self._outbox.dequeue()
+            step, segment, are_finite, *buckets = self._outbox.dequeue()
             outgoing = Outgoing(int(step), int(segment), tuple(np.asarray(bucket) for bucket in buckets))
             self._num_taken += 1
-            return self._num_taken, outgoing, self._begin(outgoing)
+            return self._num_taken, outgoing, self._begin(outgoing), bool(are_finite)
 
     def _begin(self, outgoing: Outgoing) -> bool:
         if outgoing.step == _END_OF_SESSION:
@@ -284,10 +293,12 @@ class ExchangeRunner:
         self._begun_segments.add(outgoing.segment)
         return True
 
-    def _answer(self, number: int, outgoing: Outgoing, is_step: bool) -> None:
+    def _answer(self, number: int, outgoing: Outgoing, is_step: bool, are_finite: bool) -> None:
         incoming, error = None, self._no_error
         try:
             if is_step and self._failure_until(number) is None:
+                if not are_finite:
+                    self._on_nonfinite(outgoing.step)
                 incoming = self._step(outgoing)
         except (tf.errors.OutOfRangeError, tf.errors.CancelledError):
             pass  # `close` closed the queues.

@@ -16,10 +16,10 @@ from hop_tf.keras_hook.optimizers import constrain
 from hop_tf.membership import Membership
 from hop_tf.runtime.averaging import LateChanges
 from hop_tf.runtime.exchange import CATCH_UP, Exchange, ExchangeRunner
-from hop_tf.runtime.finite import FiniteCheck
 from hop_tf.runtime.report import StepStatistics
 from hop_tf.tensors.buffers import BufferPool
 from hop_tf.tensors.fifo import Fifo, MakeFifo
+from hop_tf.tensors.finite import are_finite
 from hop_tf.tensors.packing import Packing
 
 
@@ -104,7 +104,6 @@ class Group:
       runner: Its thread and queues.
       step: int64 variable: the running session's steps.
       statistics: Counts the time that steps wait.
-      finite_check: Watches what is handed out.
     """
 
     name: str
@@ -116,7 +115,6 @@ class Group:
     runner: ExchangeRunner
     step: tf.Variable
     statistics: StepStatistics
-    finite_check: FiniteCheck
 
     def submit(self, values: Sequence[tf.Tensor], segment: int = 0, step: tf.Tensor | None = None) -> None:
         """Emits the op that hands `values`, one tensor per variable (of the segment), to the scheme.
@@ -128,8 +126,7 @@ class Group:
         """
         step = self.step.read_value() if step is None else step
         buckets = self._packing_of(segment).pack(values)
-        with tf.control_dependencies([self.finite_check.emit(step, buckets)]):
-            self.runner.submit(step, segment, self.exchange.emit_encode(segment, buckets))
+        self.runner.submit(step, segment, self.exchange.emit_encode(segment, buckets), are_finite(buckets))
 
     def signal(self, segment: int, computed: Sequence = ()) -> None:
         """Emits the op that hands a segment without values to the scheme, as soon as `computed` is there."""

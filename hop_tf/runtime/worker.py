@@ -336,7 +336,12 @@ class Worker:
         )
         exchange = self._joining.attach(name, lambda: self._make_exchange(context))
         runner = ExchangeRunner(
-            name=name, packing=packing, exchange=exchange, on_error=self._on_error, joining=self._joining
+            name=name,
+            packing=packing,
+            exchange=exchange,
+            on_error=self._on_error,
+            joining=self._joining,
+            on_nonfinite=self.finite_check.note,
         )
         with tf.init_scope(), tf.device("/cpu:0"):
             # A rank that is joining passes over one step before it asks where the others are.
@@ -351,7 +356,6 @@ class Worker:
             runner=runner,
             step=step,
             statistics=statistics,
-            finite_check=self.finite_check,
         )
         self._groups.append(group)
         return group

@@ -93,7 +93,7 @@ class LoopTest(tf.test.TestCase, parameterized.TestCase):
         self.assertGreater(np.abs(np.subtract(*velocities)).max(), 0.01)
 
     def test_ranks_that_have_made_fewer_steps(self):
-        """They wait for the others, and have no part in the windows that these make alone."""
+        """They wait for the others, and have no part in the windows that these make alone; their weights do not count."""
 
         def run(strategy):
             loop = _Loop(strategy, momentum=0.0)
@@ -103,7 +103,7 @@ class LoopTest(tf.test.TestCase, parameterized.TestCase):
             return loop.synchronize()
 
         first, second, _ = np.moveaxis(_gradients().astype(np.float64), 1, 0)
-        alone = first[6:9].sum(0) / 2  # Then all weights are averaged.
+        alone = first[6:9].sum(0)
         both = (first[:6].sum(0) + second[:5].sum(0) + first[9:].sum(0) + second[9:].sum(0)) / 2
         for (last,) in _cluster(2, delay=2, interval=3).run(run):
             self.assertAllClose(last, 1 - _RATE * (both + alone), rtol=1e-5, atol=1e-5)
