@@ -30,6 +30,7 @@ _FUNCTIONS = {
     "Truncate16Encode": (_ADDRESS, _INT, _SIZE, _INT, _ADDRESS, _INT),
     "Truncate16Decode": (_ADDRESS, _SIZE, _ADDRESS, _INT),
     "Truncate16Accumulate": (_ADDRESS, _SIZE, _ADDRESS, _INT),
+    "BlockHash": (_ADDRESS, _SIZE, _ADDRESS, _ADDRESS),
 }
 
 

@@ -11,7 +11,9 @@ import time
 from collections.abc import Callable, Iterator
 
 from hop_tf.processes.local_cluster import PortReservation
-from hop_tf.transport import InProcessNetwork, InProcessTransport, Message, Transport
+from hop_tf.transport import InProcessNetwork, InProcessTransport, Message, Transport, control_pb2
+from hop_tf.transport.framing import PROTOCOL_VERSION, FrameKind, encode
+from hop_tf.transport.proof import Secret, Session
 
 # Only what is broken takes that long.
 DEADLINE_SECONDS = 60.0
@@ -172,6 +174,33 @@ def split_address(address: str) -> tuple[str, int]:
     """The host and the port of "host:port"."""
     host, _, port = address.rpartition(":")
     return host, int(port)
+
+
+def make_hello(challenge: bytes, token: str | None = None, **fields) -> tuple[bytes, Session]:
+    """The frame of a hello from rank 1 to rank 0 that nobody but a test sends, and the session that it begins.
+
+    Args:
+      challenge: What the other side has said first.
+      token: The cluster token.
+      **fields: Of the `Hello` in `control.proto`, in place of those of a hello that is accepted.
+    """
+    session = Session(Secret(token), challenge, encrypted=False)
+    hello = {
+        "protocol_version": PROTOCOL_VERSION,
+        "sender": 1,
+        "receiver": 0,
+        "incarnation": "known",
+        "first_sequence": 1,
+        "identity": {**TransportTestMixin.identity, "transport.protocol": str(PROTOCOL_VERSION)},
+        **fields,
+    }
+    sealed = session.seal_hello(control_pb2.Hello(**hello).SerializeToString())
+    return encode(FrameKind.HELLO, body=sealed), session
+
+
+def parse_reply(data: bytes) -> control_pb2.HelloReply:
+    """What the answer to a hello says, whoever has signed it."""
+    return control_pb2.HelloReply.FromString(control_pb2.Signed.FromString(data).body)
 
 
 class TransportTestMixin:

@@ -6,16 +6,19 @@ import contextlib
 import math
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import numpy as np
 from absl import logging
 
 from hop_tf.errors import ProtocolError
-from hop_tf.transport.framing import HEAD_BYTES, MAX_HEADER_BYTES, Frame, Outgoing, decode_head, encode_start
+from hop_tf.transport.checksum import Checksums, NoChecksums, check_equal
+from hop_tf.transport.framing import HEAD_BYTES, Frame, Outgoing, decode_head, encode_start
 
 # Packets come in bundles of 64 KiB at most: the kernel gathers several, which costs less than to wake Python for each.
 _READ_BYTES = 1 << 18
+# A piece of a large array is in the processor's cache when it is sent: its checksum has just been computed.
+_WRITE_BYTES = 1 << 18
 # Up to here one copy costs less than a second system call.
 _SMALL_MESSAGE_BYTES = 1 << 16
 # Linux's number, which Python does not tell, and its word for no limit.
@@ -33,6 +36,8 @@ class Connection:
     def __init__(self, connected: socket.socket):
         self._socket = connected
         self._bytes_per_second = math.inf
+        self._sent: Checksums | NoChecksums = NoChecksums()
+        self._received: Checksums | NoChecksums = NoChecksums()
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # An idle connection that a firewall has forgotten, or whose other end lost its power, is found within 25 s.
         # While data is on its way TCP's own limit of retransmissions counts, some 15 minutes: TCP_USER_TIMEOUT would
@@ -45,6 +50,10 @@ class Connection:
     def set_timeout(self, timeout_seconds: float | None) -> None:
         """Limits how long reading and writing may block."""
         self._socket.settimeout(timeout_seconds)
+
+    def protect(self, sent: Checksums | NoChecksums, received: Checksums | NoChecksums) -> None:
+        """The greeting is over: every frame ends with a checksum from now on."""
+        self._sent, self._received = sent, received
 
     def limit_rate(self, bytes_per_second: float) -> None:
         """What is written leaves no faster than that from now on, headers of packets included; `math.inf`: no limit.
@@ -62,47 +71,71 @@ class Connection:
 
     def write(self, frame: bytes) -> None:
         """Writes a frame that carries no message."""
-        self._socket.sendall(frame)
+        self._socket.sendall(frame + self._sent.of(frame))
 
     def write_message(self, message: Outgoing) -> None:
         """Writes a message, straight from its arrays where it is large."""
         start = encode_start(message)
+        checksum = self._sent.begin(start)
         if message.num_bytes <= _SMALL_MESSAGE_BYTES:
-            self._socket.sendall(b"".join((start, *message.payload)))
+            for array in message.payload:
+                checksum.add(array)
+            self._socket.sendall(b"".join((start, *message.payload, checksum.value())))
             return
         self._socket.sendall(start, socket.MSG_MORE)
         for array in message.payload:
-            self._socket.sendall(array)
+            for begin in range(0, array.size, _WRITE_BYTES):
+                piece = array[begin : begin + _WRITE_BYTES]
+                checksum.add(piece)
+                self._socket.sendall(piece, socket.MSG_MORE)
+        self._socket.sendall(checksum.value())
 
-    def read_frame(self, max_text_bytes: int = 2 * MAX_HEADER_BYTES) -> Frame | None:
-        """Reads a frame up to its payload; None at the end of the stream.
+    def read_frame(self) -> Frame | None:
+        """Reads a frame without a payload; None at the end of the stream.
 
         Raises:
-          ProtocolError: If it is none.
+          ProtocolError: If it is none, or was changed on its way.
           OSError: If the connection is broken.
         """
-        data = self._read(HEAD_BYTES)
-        if not data:
+        start = self._read_start()
+        if start is None:
             return None
-        head = decode_head(data)
-        num_bytes = head.queue_bytes + head.header_bytes
-        if num_bytes > max_text_bytes:
-            raise ProtocolError(f"a frame holds {num_bytes} bytes before its payload.")
-        return head.frame(self._read(num_bytes))
+        frame, data = start
+        if frame.payload_bytes:
+            raise ProtocolError(f"a frame of kind {frame.kind.name} has a payload.")
+        check_equal(self._read(self._received.num_bytes), self._received.of(data))
+        return frame
 
-    def read_payload(self, buffer: np.ndarray) -> Iterator[int]:
-        """Fills a buffer; yields the number of bytes each time that some have come.
+    def read_message(
+        self, take_buffer: Callable[[int], np.ndarray], heard: Callable[[], object]
+    ) -> tuple[Frame, np.ndarray] | None:
+        """Reads a frame and its payload; None at the end of the stream.
+
+        Args:
+          take_buffer: Memory of so many bytes for the payload.
+          heard: Called each time that some of it have come.
 
         Raises:
+          ProtocolError: If it is none, or was changed on its way.
           OSError: If the connection is broken.
         """
-        view = memoryview(buffer)
-        while view.nbytes:
-            count = self._socket.recv_into(view[:_READ_BYTES], 0, socket.MSG_WAITALL)
+        start = self._read_start()
+        if start is None:
+            return None
+        frame, data = start
+        heard()
+        checksum = self._received.begin(data)
+        buffer = take_buffer(frame.payload_bytes)
+        filled = 0
+        while filled < buffer.size:
+            count = self._socket.recv_into(buffer[filled : filled + _READ_BYTES], 0, socket.MSG_WAITALL)
             if not count:
                 raise ConnectionResetError("the connection was closed within a message")
-            view = view[count:]
-            yield count
+            checksum.add(buffer[filled : filled + count])
+            filled += count
+            heard()
+        check_equal(self._read(self._received.num_bytes), checksum.value())
+        return frame, buffer
 
     def end(self) -> None:
         """Ends reading and writing, also where a thread is blocked in it."""
@@ -113,13 +146,22 @@ class Connection:
         """Gives the socket back. No thread may use it any more."""
         self._socket.close()
 
+    def _read_start(self) -> tuple[Frame, bytes] | None:
+        """The next frame up to its payload, parsed and as it came; None at the end of the stream."""
+        first = self._socket.recv(HEAD_BYTES)
+        if not first:
+            return None
+        data = first + self._read(HEAD_BYTES - len(first))
+        head = decode_head(data)
+        text = self._read(head.queue_bytes + head.header_bytes)
+        return head.frame(text), data + text
+
     def _read(self, num_bytes: int) -> bytes:
+        """So many bytes of a frame that has begun."""
         data = bytearray()
         while len(data) < num_bytes:
             piece = self._socket.recv(num_bytes - len(data))
             if not piece:
-                if data:
-                    raise ConnectionResetError("the connection was closed within a frame")
-                return b""
+                raise ConnectionResetError("the connection was closed within a frame")
             data += piece
         return bytes(data)

@@ -1,4 +1,4 @@
-// The C interface of hop_tf's kernels: quantile sketch, 8-bit blocks, 16-bit truncation.
+// The C interface of hop_tf's kernels: quantile sketch, 8-bit blocks, 16-bit truncation, hash of blocks.
 //
 // Plain memory in, plain memory out; no dependency but the C++ library. Arrays need no alignment. Inputs and outputs
 // must not overlap unless it says so. Functions may be called from any number of threads at once, and their results
@@ -94,6 +94,18 @@ HOP_TF_EXPORT HopTfStatus HopTfTruncate16Decode(const uint16_t* halves, int64_t 
 // accumulator[i] += the float32 that halves[i] is decoded to.
 HOP_TF_EXPORT HopTfStatus HopTfTruncate16Accumulate(const uint16_t* halves, int64_t num_values, float* accumulator,
                                                     int num_threads);
+
+// A hash of each block of 4096 bytes, for checksums of messages: NH (Black et al., "UMAC", 1999), twice with independent
+// keys. Each is the sum, modulo 2^64, of (x[i] + key[i]) * (y[i] + key[512 + i]) over i < 512, where x and y are the
+// 32-bit words (the lowest byte first) of the block's two halves, and sums with the key are modulo 2^32. With a random
+// key two different blocks have the same digest with a probability of at most 2^-64. The digests must stay secret.
+//
+// data        num_blocks * 4096 bytes.
+// key         2048 random words: 1024 for the first hash, then those for the second one.
+// digests     two for each block.
+#define HOP_TF_HASH_BLOCK_BYTES 4096
+HOP_TF_EXPORT HopTfStatus HopTfBlockHash(const uint8_t* data, int64_t num_blocks, const uint32_t* key,
+                                         uint64_t* digests);
 
 // How many threads `num_threads` = 0 means here.
 HOP_TF_EXPORT int HopTfNumCores(void);

@@ -1,0 +1,49 @@
+#include <cstdint>
+#include <cstring>
+
+#include "checks.h"
+#include "hop_tf_kernels.h"
+
+// Not for x86-64-v4: there the compiler takes an instruction for products of 64 bits, which is slower.
+#if defined(__x86_64__) && defined(__linux__) && !defined(__clang__) && !defined(HOP_TF_SINGLE_VERSION)
+#define HOP_TF_HASH_VERSIONS __attribute__((target_clones("default", "arch=x86-64-v3")))
+#else
+#define HOP_TF_HASH_VERSIONS
+#endif
+
+namespace hop_tf {
+namespace {
+
+constexpr int kHalfWords = HOP_TF_HASH_BLOCK_BYTES / 8;
+
+inline uint32_t LoadWord(const uint8_t* bytes, int index) {
+  uint32_t word;
+  std::memcpy(&word, bytes + 4 * index, 4);
+#if __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
+  word = __builtin_bswap32(word);
+#endif
+  return word;
+}
+
+HOP_TF_HASH_VERSIONS void HashBlock(const uint8_t* block, const uint32_t* key, uint64_t* digest) {
+  const uint32_t* other_key = key + 2 * kHalfWords;
+  uint64_t sum = 0, other_sum = 0;
+  for (int i = 0; i < kHalfWords; ++i) {
+    const uint32_t first = LoadWord(block, i), second = LoadWord(block, kHalfWords + i);
+    sum += static_cast<uint64_t>(first + key[i]) * (second + key[kHalfWords + i]);
+    other_sum += static_cast<uint64_t>(first + other_key[i]) * (second + other_key[kHalfWords + i]);
+  }
+  digest[0] = sum;
+  digest[1] = other_sum;
+}
+
+}  // namespace
+}  // namespace hop_tf
+
+using namespace hop_tf;
+
+HopTfStatus HopTfBlockHash(const uint8_t* data, int64_t num_blocks, const uint32_t* key, uint64_t* digests) {
+  if (!IsSize(num_blocks)) return HOP_TF_INVALID_ARGUMENT;
+  for (int64_t i = 0; i < num_blocks; ++i) HashBlock(data + i * HOP_TF_HASH_BLOCK_BYTES, key, digests + 2 * i);
+  return HOP_TF_OK;
+}
