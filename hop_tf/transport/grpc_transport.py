@@ -130,9 +130,7 @@ class GrpcTransport(QueueTransport):
             on_refused=self._refused,
             on_error=self._thread_failed,
         )
-        self._reports = ReportHandler(
-            rank, secret, strangers=self._strangers, guesses=guesses, try_reserve=self._executor.try_reserve
-        )
+        self._reports = ReportHandler(rank, secret, strangers=self._strangers, guesses=guesses, executor=self._executor)
         self._server: grpc.Server | None = None
         self._sockaddrs: frozenset[tuple] = frozenset()
         self._links: list[Link] = []

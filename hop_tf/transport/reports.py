@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 import grpc
 
 from hop_tf.errors import ProtocolError
+from hop_tf.transport.grpc_server import DaemonExecutor
 from hop_tf.transport.proof import NotProvenError, Secret, Session, new_challenge
 from hop_tf.transport.strangers import GuessLimit, Strangers, source_of
 
@@ -26,20 +27,20 @@ class ReportHandler(grpc.GenericRpcHandler):
       secret: The token.
       strangers: Those who have not proven yet that they know it.
       guesses: Limits wrong proofs.
-      try_reserve: Sees to the thread of a call; False if there can be none.
+      executor: Runs the thread of each call.
 
     Attributes:
       report: Returns the counters. None: there are none yet.
     """
 
     def __init__(
-        self, rank: int, secret: Secret, *, strangers: Strangers, guesses: GuessLimit, try_reserve: Callable[[], bool]
+        self, rank: int, secret: Secret, *, strangers: Strangers, guesses: GuessLimit, executor: DaemonExecutor
     ):
         self._rank = rank
         self._secret = secret
         self._strangers = strangers
         self._guesses = guesses
-        self._try_reserve = try_reserve
+        self._executor = executor
         self.report: Callable[[], Mapping[str, object]] | None = None
         self._rpc = grpc.stream_stream_rpc_method_handler(self._serve)
 
@@ -47,7 +48,7 @@ class ReportHandler(grpc.GenericRpcHandler):
         """The call's handler; None, which takes no thread, where there are too many."""
         if handler_call_details.method != REPORT_METHOD or not self._strangers.expect():
             return None
-        if self._try_reserve():
+        if self._executor.try_reserve():
             return self._rpc
         self._strangers.expect_less()
         return None
@@ -62,6 +63,8 @@ class ReportHandler(grpc.GenericRpcHandler):
             hello = next(requests, b"")
         finally:
             self._strangers.leave(stranger)
+        if stranger.problem:
+            context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, stranger.problem)
         self._authenticate(hello, session, source, context)
         report = {} if self.report is None else self.report()
         yield session.seal_reply(json.dumps({"rank": self._rank, **report}, default=float).encode())
