@@ -92,14 +92,16 @@ class Proxy:
 
     Args:
       target: "host:port" to pass connections on to.
+      change: Called with each piece of what goes to the target; returns what to pass on instead.
 
     Attributes:
       address: "host:port" of the proxy.
       num_bytes: How much it has passed on.
     """
 
-    def __init__(self, target: str):
+    def __init__(self, target: str, change: Callable[[bytes], bytes] = lambda data: data):
         self._target = split_address(target)
+        self._change = change
         self._server = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._server.getsockname()[1]}"
         self.num_bytes = 0
@@ -153,15 +155,15 @@ class Proxy:
                     continue
                 with self._lock:
                     self._sockets |= {near, far}
-                self._start(self._forward, near, far)
-                self._start(self._forward, far, near)
+                self._start(self._forward, near, far, self._change)
+                self._start(self._forward, far, near, lambda data: data)
 
-    def _forward(self, source: socket.socket, sink: socket.socket) -> None:
+    def _forward(self, source: socket.socket, sink: socket.socket, change: Callable[[bytes], bytes]) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
                 self._flowing.wait()
                 self.num_bytes += len(data)
-                sink.sendall(data)
+                sink.sendall(change(data))
         with self._lock:
             self._sockets.discard(source)
             for end in (source, sink):
