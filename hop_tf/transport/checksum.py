@@ -1,9 +1,9 @@
 """`Checksums`: whether frames come from the other side of a connection, whole and in order.
 
 A checksum is a keyed BLAKE2b of 64 bits over the frame's number, its beginning, and its payload. BLAKE2b takes a second
-for each GB, so of the payload it gets a fast keyed hash of each full block (`hash_blocks`), and what is left over. Who
-does not know the key guesses a frame's checksum, or changes a payload so that its checksum stays right, with a
-probability of 2^-64; and at the first wrong one the connection ends, and its key with it.
+for each GB, so of the payload it gets a fast keyed hash of each full block (`BlockHash`), and what is left over. Who
+does not know the key guesses a frame's checksum with a probability of 2^-64, and changes the blocks of one that is sent
+without changing its checksum with one of 2^-32. Each attempt ends the connection, and its key with it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import hashlib
 import numpy as np
 
 from hop_tf.errors import ProtocolError
-from hop_tf.ops.hashing import BLOCK_BYTES, KEY_BYTES, hash_blocks
+from hop_tf.ops.hashing import BLOCK_BYTES, KEY_BYTES, BlockHash
 
 CHECKSUM_BYTES = 8
 
@@ -32,27 +32,30 @@ class Checksums:
 
     def __init__(self, key: bytes):
         self._keyed = hashlib.blake2b(key=key, digest_size=CHECKSUM_BYTES)
-        self._block_key = np.frombuffer(hashlib.shake_128(key).digest(KEY_BYTES), "<u4")
+        self._blocks = BlockHash(hashlib.shake_128(key).digest(KEY_BYTES))
         self._num_frames = 0
 
     def begin(self, start: bytes) -> Checksum:
         """That of the next frame, which begins with `start`; its payload is to be added."""
-        running = self._keyed.copy()
-        running.update(self._num_frames.to_bytes(8, "little") + start)
-        self._num_frames += 1
-        return Checksum(running, self._block_key)
+        return Checksum(self._begin(start), self._blocks)
 
     def of(self, frame: bytes) -> bytes:
         """That of the next frame, which has no payload."""
-        return self.begin(frame).value()
+        return self._begin(frame).digest()
+
+    def _begin(self, start: bytes):
+        running = self._keyed.copy()
+        running.update(self._num_frames.to_bytes(8, "little") + start)
+        self._num_frames += 1
+        return running
 
 
 class Checksum:
     """The checksum of one frame, while its payload goes by."""
 
-    def __init__(self, running, block_key: np.ndarray):
+    def __init__(self, running, blocks: BlockHash):
         self._running = running
-        self._block_key = block_key
+        self._blocks = blocks
         self._rest = bytearray()
 
     def add(self, data: np.ndarray) -> None:
@@ -64,10 +67,10 @@ class Checksum:
             if len(self._rest) < BLOCK_BYTES:
                 return
             block, self._rest = self._rest, bytearray()
-            self._add_blocks(np.frombuffer(block, np.uint8))
+            self._running.update(self._blocks.digests(np.frombuffer(block, np.uint8)))
         num_full = data.size - data.size % BLOCK_BYTES
         if num_full:
-            self._add_blocks(data[:num_full])
+            self._running.update(self._blocks.digests(data[:num_full]))
         if num_full < data.size:
             self._rest += data[num_full:].tobytes()
 
@@ -75,9 +78,6 @@ class Checksum:
         """The checksum. Nothing may be added any more."""
         self._running.update(self._rest)
         return self._running.digest()
-
-    def _add_blocks(self, blocks: np.ndarray) -> None:
-        self._running.update(hash_blocks(blocks, self._block_key))
 
 
 class NoChecksums:

@@ -12,13 +12,13 @@ import numpy as np
 from absl import logging
 
 from hop_tf.errors import ProtocolError
-from hop_tf.transport.checksum import Checksums, NoChecksums, check_equal
-from hop_tf.transport.framing import HEAD_BYTES, Frame, Outgoing, decode_head, encode_start
+from hop_tf.transport.checksum import Checksum, Checksums, NoChecksums, check_equal
+from hop_tf.transport.framing import HEAD_BYTES, Frame, Head, Outgoing, decode_head, encode_start
 
 # Packets come in bundles of 64 KiB at most: the kernel gathers several, which costs less than to wake Python for each.
 _READ_BYTES = 1 << 18
 # A piece of a large array is in the processor's cache when it is sent: its checksum has just been computed.
-_WRITE_BYTES = 1 << 18
+_WRITE_BYTES = 1 << 19
 # Up to here one copy costs less than a second system call.
 _SMALL_MESSAGE_BYTES = 1 << 16
 # Linux's number, which Python does not tell, and its word for no limit.
@@ -97,14 +97,13 @@ class Connection:
           ProtocolError: If it is none, or was changed on its way.
           OSError: If the connection is broken.
         """
-        start = self._read_start()
-        if start is None:
+        head = self._read_head()
+        if head is None:
             return None
-        frame, data = start
-        if frame.payload_bytes:
-            raise ProtocolError(f"a frame of kind {frame.kind.name} has a payload.")
-        check_equal(self._read(self._received.num_bytes), self._received.of(data))
-        return frame
+        parsed = decode_head(head)
+        if parsed.payload_bytes:
+            raise ProtocolError(f"a frame of kind {parsed.kind.name} has a payload.")
+        return self._read_text(head, parsed)
 
     def read_message(
         self, take_buffer: Callable[[int], np.ndarray], heard: Callable[[], object]
@@ -119,23 +118,46 @@ class Connection:
           ProtocolError: If it is none, or was changed on its way.
           OSError: If the connection is broken.
         """
-        start = self._read_start()
-        if start is None:
+        head = self._read_head()
+        if head is None:
             return None
-        frame, data = start
         heard()
-        checksum = self._received.begin(data)
-        buffer = take_buffer(frame.payload_bytes)
-        filled = 0
+        parsed = decode_head(head)
+        if not parsed.payload_bytes:
+            return self._read_text(head, parsed), take_buffer(0)
+        text = self._read(parsed.queue_bytes + parsed.header_bytes)
+        checksum = self._received.begin(head + text)
+        buffer = take_buffer(parsed.payload_bytes)
+        self._fill(buffer, checksum, heard)
+        return parsed.frame(text), buffer
+
+    def _read_head(self) -> bytes | None:
+        first = self._socket.recv(HEAD_BYTES)
+        return first + self._read(HEAD_BYTES - len(first)) if first else None
+
+    def _read_text(self, head: bytes, parsed: Head) -> Frame:
+        """The frame that begins with `head` and has no payload."""
+        num_bytes = parsed.queue_bytes + parsed.header_bytes
+        data = self._read(num_bytes + self._received.num_bytes)
+        check_equal(data[num_bytes:], self._received.of(head + data[:num_bytes]))
+        return parsed.frame(data[:num_bytes])
+
+    def _fill(self, buffer: np.ndarray, checksum: Checksum | NoChecksums, heard: Callable[[], object]) -> None:
+        """Reads a payload, and the checksum behind it."""
+        filled, tail = 0, memoryview(bytearray(self._received.num_bytes))
         while filled < buffer.size:
-            count = self._socket.recv_into(buffer[filled : filled + _READ_BYTES], 0, socket.MSG_WAITALL)
+            piece = buffer[filled : filled + _READ_BYTES]
+            # The last piece and the checksum come in one call.
+            behind = [tail] if filled + piece.size == buffer.size else []
+            count = self._socket.recvmsg_into([piece, *behind], 0, socket.MSG_WAITALL)[0]
             if not count:
                 raise ConnectionResetError("the connection was closed within a message")
-            checksum.add(buffer[filled : filled + count])
-            filled += count
+            checksum.add(piece[:count])
+            filled += min(count, piece.size)
+            num_behind = max(0, count - piece.size)
             heard()
-        check_equal(self._read(self._received.num_bytes), checksum.value())
-        return frame, buffer
+        rest = self._read(len(tail) - num_behind)
+        check_equal(bytes(tail[:num_behind]) + rest, checksum.value())
 
     def end(self) -> None:
         """Ends reading and writing, also where a thread is blocked in it."""
@@ -146,22 +168,12 @@ class Connection:
         """Gives the socket back. No thread may use it any more."""
         self._socket.close()
 
-    def _read_start(self) -> tuple[Frame, bytes] | None:
-        """The next frame up to its payload, parsed and as it came; None at the end of the stream."""
-        first = self._socket.recv(HEAD_BYTES)
-        if not first:
-            return None
-        data = first + self._read(HEAD_BYTES - len(first))
-        head = decode_head(data)
-        text = self._read(head.queue_bytes + head.header_bytes)
-        return head.frame(text), data + text
-
     def _read(self, num_bytes: int) -> bytes:
         """So many bytes of a frame that has begun."""
-        data = bytearray()
+        data = b""
         while len(data) < num_bytes:
             piece = self._socket.recv(num_bytes - len(data))
             if not piece:
                 raise ConnectionResetError("the connection was closed within a frame")
             data += piece
-        return bytes(data)
+        return data

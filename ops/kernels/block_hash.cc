@@ -14,7 +14,8 @@
 namespace hop_tf {
 namespace {
 
-constexpr int kHalfWords = HOP_TF_HASH_BLOCK_BYTES / 8;
+constexpr int kBlockWords = HOP_TF_HASH_BLOCK_BYTES / 4;
+constexpr int kPairs = 8;  // In each stripe of 64 bytes.
 
 inline uint32_t LoadWord(const uint8_t* bytes, int index) {
   uint32_t word;
@@ -25,16 +26,17 @@ inline uint32_t LoadWord(const uint8_t* bytes, int index) {
   return word;
 }
 
-HOP_TF_HASH_VERSIONS void HashBlock(const uint8_t* block, const uint32_t* key, uint64_t* digest) {
-  const uint32_t* other_key = key + 2 * kHalfWords;
-  uint64_t sum = 0, other_sum = 0;
-  for (int i = 0; i < kHalfWords; ++i) {
-    const uint32_t first = LoadWord(block, i), second = LoadWord(block, kHalfWords + i);
-    sum += static_cast<uint64_t>(first + key[i]) * (second + key[kHalfWords + i]);
-    other_sum += static_cast<uint64_t>(first + other_key[i]) * (second + other_key[kHalfWords + i]);
+HOP_TF_HASH_VERSIONS uint64_t HashBlock(const uint8_t* block, const uint32_t* key) {
+  uint64_t sums[kPairs] = {};
+  for (int stripe = 0; stripe < kBlockWords; stripe += 2 * kPairs) {
+    for (int i = stripe; i < stripe + kPairs; ++i) {
+      sums[i - stripe] += static_cast<uint64_t>(LoadWord(block, i) + key[i]) *
+                          (LoadWord(block, i + kPairs) + key[i + kPairs]);
+    }
   }
-  digest[0] = sum;
-  digest[1] = other_sum;
+  uint64_t digest = 0;
+  for (int i = 0; i < kPairs; ++i) digest += sums[i];
+  return digest;
 }
 
 }  // namespace
@@ -44,6 +46,6 @@ using namespace hop_tf;
 
 HopTfStatus HopTfBlockHash(const uint8_t* data, int64_t num_blocks, const uint32_t* key, uint64_t* digests) {
   if (!IsSize(num_blocks)) return HOP_TF_INVALID_ARGUMENT;
-  for (int64_t i = 0; i < num_blocks; ++i) HashBlock(data + i * HOP_TF_HASH_BLOCK_BYTES, key, digests + 2 * i);
+  for (int64_t i = 0; i < num_blocks; ++i) digests[i] = HashBlock(data + i * HOP_TF_HASH_BLOCK_BYTES, key);
   return HOP_TF_OK;
 }

@@ -95,14 +95,14 @@ HOP_TF_EXPORT HopTfStatus HopTfTruncate16Decode(const uint16_t* halves, int64_t 
 HOP_TF_EXPORT HopTfStatus HopTfTruncate16Accumulate(const uint16_t* halves, int64_t num_values, float* accumulator,
                                                     int num_threads);
 
-// A hash of each block of 4096 bytes, for checksums of messages: NH (Black et al., "UMAC", 1999), twice with independent
-// keys. Each is the sum, modulo 2^64, of (x[i] + key[i]) * (y[i] + key[512 + i]) over i < 512, where x and y are the
-// 32-bit words (the lowest byte first) of the block's two halves, and sums with the key are modulo 2^32. With a random
-// key two different blocks have the same digest with a probability of at most 2^-64. The digests must stay secret.
+// A hash of each block of 4096 bytes, for checksums of messages: NH (Black et al., "UMAC", 1999). With x the block's
+// 32-bit words (the lowest byte first), it is the sum, modulo 2^64, of (x[i] + key[i]) * (x[i + 8] + key[i + 8]) over
+// those i whose remainder modulo 16 is below 8; sums with the key are modulo 2^32. With a random key two different
+// blocks have the same digest with a probability of at most 2^-32. The digests must stay secret.
 //
 // data        num_blocks * 4096 bytes.
-// key         2048 random words: 1024 for the first hash, then those for the second one.
-// digests     two for each block.
+// key         1024 random words.
+// digests     one for each block.
 #define HOP_TF_HASH_BLOCK_BYTES 4096
 HOP_TF_EXPORT HopTfStatus HopTfBlockHash(const uint8_t* data, int64_t num_blocks, const uint32_t* key,
                                          uint64_t* digests);
