@@ -20,7 +20,7 @@ _INTERFACES = "HOP_TF_INTERFACES"
 # Whether ranks measure their links when their first `fit` has ended, and rank 0 prints a plan: see `hop_tf plan`.
 PLAN_VARIABLE = "HOP_TF_PLAN"
 _DURATIONS = ("timeout_seconds", "progress_timeout_seconds", "report_interval_seconds")
-_TLS_FILES = ("tls_certificate_chain", "tls_private_key", "tls_root_certificates")
+TLS_FILES = ("tls_certificate_chain", "tls_private_key", "tls_root_certificates")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,9 +50,10 @@ class CommunicationOptions:
         name (as a subject alternative name) the host under which the cluster description lists this process.
       tls_private_key: Path of the PEM file with its private key, not encrypted.
       tls_root_certificates: Path of the PEM file with the authorities that peers' certificates must chain to. Both
-        sides present a certificate (mutual TLS). The three files go together; they are read when this is made.
-      cluster_token: A secret that every rank of the job shares. A connection without it is refused and training goes
-        on. It travels in clear text unless TLS is on. Default None: no token.
+        sides present a certificate (mutual TLS). The three files go together. They are read when this is made, and
+        again for new connections when they have changed.
+      cluster_token: A secret that every rank of the job shares: a random text. Both sides of a connection prove that
+        they know it, and do not tell it; who does not is refused and training goes on. Default None: no token.
       log_dir: Directory for TensorBoard records of `strategy.report()`; each rank writes a run `rank_<r>` below it.
         Default None: no records.
       report_interval_seconds: Time between two such records. Default 5.
@@ -83,10 +84,10 @@ class CommunicationOptions:
         object.__setattr__(self, "bandwidth_bits_per_second", rate)
         check_choice("data_plane", self.data_plane, DATA_PLANES)
         object.__setattr__(self, "interfaces", _checked_interfaces(self.interfaces))
-        for name in (*_TLS_FILES, "log_dir"):
+        for name in (*TLS_FILES, "log_dir"):
             _check_path(name, getattr(self, name))
         _check_token(self.cluster_token)
-        tls = {name: getattr(self, name) for name in _TLS_FILES}
+        tls = {name: getattr(self, name) for name in TLS_FILES}
         if self.uses_tls and None in tls.values():
             received = ", ".join(f"{name}={path}" for name, path in tls.items())
             raise ValueError(
@@ -103,7 +104,7 @@ class CommunicationOptions:
     @property
     def uses_tls(self) -> bool:
         """Whether connections are encrypted and both sides are authenticated by certificates."""
-        return any(getattr(self, name) is not None for name in _TLS_FILES)
+        return any(getattr(self, name) is not None for name in TLS_FILES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +130,7 @@ def read_tls_files(options: CommunicationOptions) -> TlsFiles | None:
     """
     if not options.uses_tls:
         return None
-    contents = {name: _read(name, getattr(options, name)) for name in _TLS_FILES}
+    contents = {name: _read(name, getattr(options, name)) for name in TLS_FILES}
     # This looks at the files alone: what strength of keys is allowed, gRPC decides.
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.set_ciphers("DEFAULT:@SECLEVEL=0")
@@ -147,7 +148,7 @@ def read_tls_files(options: CommunicationOptions) -> TlsFiles | None:
             "`tls_private_key` must be a PEM file with the private key of `tls_certificate_chain`, not encrypted. "
             f"Received: tls_private_key={key}, tls_certificate_chain={chain}."
         ) from error
-    return TlsFiles(*(contents[name] for name in _TLS_FILES))
+    return TlsFiles(*(contents[name] for name in TLS_FILES))
 
 
 def _read(name: str, path: str | os.PathLike) -> bytes:

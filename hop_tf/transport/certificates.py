@@ -1,9 +1,79 @@
-"""Whose a certificate is: the names in it, and whether they name a host."""
+"""TLS: this process's certificate, which may be renewed while it runs, and whose the other side's is."""
 
 from __future__ import annotations
 
 import ipaddress
+import os
+import threading
 from collections.abc import Mapping, Sequence
+
+import grpc
+from absl import logging
+
+from hop_tf.options import TLS_FILES, CommunicationOptions, TlsFiles, read_tls_files
+
+_LOG_PERIOD_SECONDS = 60
+
+
+class Certificates:
+    """What the TLS files hold. When they have changed they are read again, for connections that begin from then on.
+
+    Args:
+      options: They name the files.
+
+    Raises:
+      ValueError: If the files are not what they should be.
+    """
+
+    def __init__(self, options: CommunicationOptions):
+        self._options = options
+        self._lock = threading.Lock()
+        self._stamp = self._read_stamp()
+        self._files = read_tls_files(options)
+
+    def files(self) -> TlsFiles:
+        """What they hold now; what they held before, while they do not fit together, as in the midst of a change."""
+        with self._lock:
+            try:
+                stamp = self._read_stamp()
+                if stamp != self._stamp:
+                    self._files = read_tls_files(self._options)
+                    self._stamp = stamp
+            except (OSError, ValueError) as error:
+                logging.log_every_n_seconds(
+                    logging.WARNING, "The TLS files have changed and are of no use: %s", _LOG_PERIOD_SECONDS, error
+                )
+            return self._files
+
+    def for_channel(self) -> grpc.ChannelCredentials:
+        """Credentials of a channel that is made now."""
+        files = self.files()
+        return grpc.ssl_channel_credentials(files.root_certificates, files.private_key, files.certificate_chain)
+
+    def for_server(self) -> grpc.ServerCredentials:
+        """Credentials of a server; they follow the files."""
+        served = self.files()
+
+        def changed() -> grpc.ServerCertificateConfiguration | None:
+            nonlocal served
+            files = self.files()
+            if files is served:
+                return None
+            served = files
+            return _configuration(files)
+
+        return grpc.dynamic_ssl_server_credentials(_configuration(served), changed, require_client_authentication=True)
+
+    def _read_stamp(self) -> tuple[tuple[int, int, int], ...]:
+        """Changes with every file that is written or replaced."""
+        status = [os.stat(getattr(self._options, name)) for name in TLS_FILES]
+        return tuple((each.st_ino, each.st_size, each.st_mtime_ns) for each in status)
+
+
+def _configuration(files: TlsFiles) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration(
+        [(files.private_key, files.certificate_chain)], files.root_certificates
+    )
 
 
 def certificate_names(auth_context: Mapping[str, Sequence[bytes]]) -> frozenset[str]:

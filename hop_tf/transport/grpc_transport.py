@@ -15,8 +15,9 @@ import grpc
 from absl import logging
 
 from hop_tf.errors import HopError
-from hop_tf.options import CommunicationOptions, read_tls_files
+from hop_tf.options import CommunicationOptions
 from hop_tf.tensors.buffers import BufferPool
+from hop_tf.transport.certificates import Certificates
 from hop_tf.transport.framing import CHUNK_BYTES
 from hop_tf.transport.grpc_link import GrpcLink
 from hop_tf.transport.grpc_server import DaemonExecutor, StreamHandler
@@ -100,7 +101,7 @@ class GrpcTransport(QueueTransport):
         super().__init__(rank, addresses, options=options, on_error=on_error, on_restart=on_restart)
         self._address = addresses[rank]
         self._incarnation = incarnation or new_incarnation()
-        self._tls = read_tls_files(options)
+        self._tls = Certificates(options) if options.uses_tls else None
         secret, guesses = Secret(options.cluster_token), GuessLimit()
         self._handshake = Handshake(
             rank=rank,
@@ -207,10 +208,7 @@ class GrpcTransport(QueueTransport):
     def _open_channel(self, peer: Peer) -> grpc.Channel:
         if self._tls is None:
             return grpc.insecure_channel(peer.address, _CHANNEL_OPTIONS)
-        credentials = grpc.ssl_channel_credentials(
-            self._tls.root_certificates, self._tls.private_key, self._tls.certificate_chain
-        )
-        return grpc.secure_channel(peer.address, credentials, _CHANNEL_OPTIONS)
+        return grpc.secure_channel(peer.address, self._tls.for_channel(), _CHANNEL_OPTIONS)
 
     # Binding.
 
@@ -219,12 +217,7 @@ class GrpcTransport(QueueTransport):
             if self._tls is None:
                 server.add_insecure_port(address)
             else:
-                credentials = grpc.ssl_server_credentials(
-                    [(self._tls.private_key, self._tls.certificate_chain)],
-                    self._tls.root_certificates,
-                    require_client_auth=True,
-                )
-                server.add_secure_port(address, credentials)
+                server.add_secure_port(address, self._tls.for_server())
         except RuntimeError as error:
             # gRPC has one message for all that can go wrong.
             tls = "" if self._tls is None else " (or gRPC does not accept the TLS files)"
