@@ -21,7 +21,8 @@ from hop_tf.transport.certificates import Certificates
 from hop_tf.transport.framing import CHUNK_BYTES
 from hop_tf.transport.grpc_link import GrpcLink
 from hop_tf.transport.grpc_server import DaemonExecutor, StreamHandler
-from hop_tf.transport.handshake import CONTROL_LANE, Handshake, new_incarnation
+from hop_tf.transport.handshake import CONTROL_LANE, Handshake
+from hop_tf.transport.incarnation import new_incarnation
 from hop_tf.transport.link import Link
 from hop_tf.transport.outbox import Outbox
 from hop_tf.transport.peer import Peer

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import os
-import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
@@ -13,6 +10,7 @@ from hop_tf.errors import HopError, MismatchError, PeerLostError, ProtocolError
 from hop_tf.transport import control_pb2
 from hop_tf.transport.certificates import names_host
 from hop_tf.transport.framing import MAX_LANES, PROTOCOL_VERSION
+from hop_tf.transport.incarnation import past_of, process_of
 from hop_tf.transport.peer import Peer
 from hop_tf.transport.proof import NotProvenError, Secret, Session, new_challenge, parse, seal_refusal
 from hop_tf.transport.strangers import GuessLimit
@@ -31,34 +29,6 @@ _PASSING = {
     control_pb2.BAD_CERTIFICATE: "this rank's certificate does not name the host that the cluster lists for it",
 }
 _UNSIGNED = (control_pb2.BAD_TOKEN, control_pb2.TOO_MANY_GUESSES)
-_PROCESS = secrets.token_hex(8)
-_numbers = itertools.count()
-
-
-def new_incarnation() -> str:
-    """A name that no other transport has. Up to a dot, those of one process are alike."""
-    return f"{_PROCESS}-{os.getpid()}.{next(_numbers)}"
-
-
-def _process(incarnation: str) -> str:
-    return incarnation.partition(".")[0]
-
-
-@dataclasses.dataclass
-class _Past:
-    """What a process keeps of the transports that it has made at one place.
-
-    Attributes:
-      generation: That of the last one; see `Hello.generation`.
-      processes: By rank, the process that was met last.
-    """
-
-    generation: int = -1
-    processes: dict[int, str] = dataclasses.field(default_factory=dict)
-
-
-# By process (this one; in tests one passes for several), rank and cluster.
-_pasts: dict[tuple[str, int, tuple[str, ...]], _Past] = {}
 
 
 class RefusedError(HopError):
@@ -122,7 +92,7 @@ class Handshake:
         in_turn: bool = True,
     ):
         self._rank = rank
-        self._past = _pasts.setdefault((_process(incarnation), rank, tuple(addresses)), _Past())
+        self._past = past_of(incarnation, rank, addresses)
         self._in_turn = in_turn
         self._generation: int | None = None
         self._peers = peers
@@ -272,7 +242,7 @@ class Handshake:
             raise HelloRefusedError(problem, self._reply(control_pb2.BAD_CERTIFICATE))
         # What earlier strategies of the two processes disagree on is of no matter.
         if hello.receiver_incarnation not in ("", self._incarnation):
-            is_same = _process(hello.receiver_incarnation) == _process(self._incarnation)
+            is_same = process_of(hello.receiver_incarnation) == process_of(self._incarnation)
             problem = f"{peer} takes this {'strategy' if is_same else 'process'} for an earlier one"
             raise (OtherStrategyError if is_same else HelloRefusedError)(
                 problem, self._reply(control_pb2.OTHER_PROCESS)
@@ -308,13 +278,15 @@ class Handshake:
             problem = f"{peer} has shut a strategy down that this rank has not, and made another one"
             raise OtherStrategyError(problem, self._reply(control_pb2.TOO_EARLY))
         # A process that was started again has made fewer, and joins the others in theirs.
-        if self._lead_of(hello) < 0 and self._past.processes.get(peer.rank) in (None, _process(hello.incarnation)):
+        if self._lead_of(hello) < 0 and self._past.processes.get(peer.rank) in (None, process_of(hello.incarnation)):
             problem = f"{peer} has not shut a strategy down that this rank has"
             raise OtherStrategyError(problem, self._reply(control_pb2.TOO_LATE))
 
     def _is_later(self, peer: Peer, theirs: control_pb2.Hello | control_pb2.HelloReply) -> bool:
         """Whether the process of `peer` has made this transport after the one that belongs to this rank's."""
-        is_same_process = peer.incarnation is not None and _process(peer.incarnation) == _process(theirs.incarnation)
+        is_same_process = peer.incarnation is not None and process_of(peer.incarnation) == process_of(
+            theirs.incarnation
+        )
         return (is_same_process and peer.incarnation != theirs.incarnation) or self._lead_of(theirs) > 0
 
     def _meet(self, peer: Peer, incarnation: str) -> None:
@@ -326,7 +298,7 @@ class Handshake:
         with self._meeting:
             if not peer.is_incarnation(incarnation):
                 self._replace(peer, incarnation)
-            self._past.processes[peer.rank] = _process(incarnation)
+            self._past.processes[peer.rank] = process_of(incarnation)
 
     def _replace(self, peer: Peer, incarnation: str) -> None:
         if self._on_restart is None:
