@@ -21,7 +21,7 @@ MAX_STRANGERS = 64
 # Those that were told to end need a moment: at most so many threads are there at a time.
 _MAX_THREADS = 2 * MAX_STRANGERS
 # Wrong proofs that a source may have at once, and how many more it may have every second.
-_MAX_GUESSES, _GUESSES_PER_SECOND = 20.0, 2.0
+_MAX_GUESSES, _GUESSES_PER_SECOND = 20.0, 5.0
 # Sources that are remembered; a forgotten one begins anew.
 _MAX_SOURCES = 1024
 

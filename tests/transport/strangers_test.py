@@ -97,7 +97,7 @@ class GuessLimitTest(absltest.TestCase):
         self.assertEqual(self.failures("one"), 20)
         self.assertEqual(self.failures("other"), 20)
         self.now += 3.0
-        self.assertEqual(self.failures("one"), 6)
+        self.assertEqual(self.failures("one"), 15)
         self.now += 1000.0
         self.assertEqual(self.failures("one"), 20)
 
