@@ -82,13 +82,21 @@ class Connection:
                 checksum.add(array)
             self._socket.sendall(b"".join((start, *message.payload, checksum.value())))
             return
-        self._socket.sendall(start, socket.MSG_MORE)
+        before = memoryview(start)
         for array in message.payload:
             for begin in range(0, array.size, _WRITE_BYTES):
-                piece = array[begin : begin + _WRITE_BYTES]
-                checksum.add(piece)
-                self._socket.sendall(piece, socket.MSG_MORE)
-        self._socket.sendall(checksum.value())
+                self._socket.sendall(before, socket.MSG_MORE)
+                before = memoryview(array[begin : begin + _WRITE_BYTES])
+                checksum.add(array[begin : begin + _WRITE_BYTES])
+        self._write_last(before, memoryview(checksum.value()))
+
+    def _write_last(self, piece: memoryview, checksum: memoryview) -> None:
+        """In one call, as a rule: else the other side would be woken for the checksum alone."""
+        num_sent = self._socket.sendmsg([piece, checksum])
+        if num_sent < piece.nbytes:
+            self._socket.sendall(piece[num_sent:], socket.MSG_MORE)
+        if num_sent < piece.nbytes + checksum.nbytes:
+            self._socket.sendall(checksum[max(0, num_sent - piece.nbytes) :])
 
     def read_frame(self) -> Frame | None:
         """Reads a frame without a payload; None at the end of the stream.
