@@ -21,6 +21,7 @@ from hop_tf.testing.transports import (
     wait_until,
 )
 from hop_tf.transport import GrpcTransport, TcpTransport, control_pb2, framing, strangers, tcp_link
+from hop_tf.transport.checksum import Checksums
 from hop_tf.transport.connection import SO_MAX_PACING_RATE, Connection
 from hop_tf.transport.framing import FrameKind
 from hop_tf.transport.tcp_link import TcpLink
@@ -117,6 +118,29 @@ class TcpTransportTest(TransportTestMixin, absltest.TestCase):
         end = unittest.mock.Mock(**{"setsockopt.side_effect": refuse})
         Connection(end).limit_rate(1e6)
         self.assertEqual(end.setsockopt.call_args.args[1], SO_MAX_PACING_RATE)
+
+    def test_a_large_message_is_whole_where_the_system_takes_a_part(self):
+        """What the last call leaves over is sent, too, wherever it was cut."""
+        payload = np.arange(100_000, dtype=np.uint8)
+        message = framing.Outgoing(1, b"queue", b"header", [payload], payload.nbytes + 6)
+        start, sums = framing.encode_start(message), []
+        for num_taken in (1, payload.nbytes - 1, payload.nbytes, payload.nbytes + 3, payload.nbytes + 8):
+            sent = bytearray()
+
+            def sendmsg(pieces, sent=sent, num_taken=num_taken):
+                sent += b"".join(pieces)[:num_taken]
+                return num_taken
+
+            end = unittest.mock.Mock()
+            end.sendall.side_effect = lambda data, flags=0, sent=sent: sent.extend(data)
+            end.sendmsg.side_effect = sendmsg
+            connection = Connection(end)
+            connection.protect(sent=Checksums(bytes(32)), received=Checksums(bytes(32)))
+            connection.write_message(message)
+            self.assertEqual(sent[: len(start)], start)
+            self.assertEqual(sent[len(start) : -8], payload.tobytes())
+            sums.append(bytes(sent[-8:]))
+        self.assertLen(set(sums), 1)
 
     def test_talks_with_a_peer_without_sockets(self):
         addresses = self.addresses(2)
