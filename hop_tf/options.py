@@ -21,7 +21,7 @@ _INTERFACES = "HOP_TF_INTERFACES"
 # Whether ranks measure their links when their first `fit` has ended, and rank 0 prints a plan: see `hop_tf plan`.
 PLAN_VARIABLE = "HOP_TF_PLAN"
 _DURATIONS = ("timeout_seconds", "progress_timeout_seconds", "report_interval_seconds")
-_TLS_FILES = ("tls_certificate_chain", "tls_private_key", "tls_root_certificates")
+TLS_FILES = ("tls_certificate_chain", "tls_private_key", "tls_root_certificates")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,9 +51,10 @@ class CommunicationOptions:
         name (as a subject alternative name) the host under which the cluster description lists this process.
       tls_private_key: Path of the PEM file with its private key, not encrypted.
       tls_root_certificates: Path of the PEM file with the authorities that peers' certificates must chain to. Both
-        sides present a certificate (mutual TLS). The three files go together; they are read when this is made.
-      cluster_token: A secret that every rank of the job shares. A connection without it is refused and training goes
-        on. It travels in clear text unless TLS is on. Default None: no token.
+        sides present a certificate (mutual TLS). The three files go together. They are read when this is made, and
+        again for new connections when they have changed.
+      cluster_token: A secret that every rank of the job shares: a random text. Both sides of a connection prove that
+        they know it, and do not tell it; who does not is refused and training goes on. Default None: no token.
       on_nonfinite: What a rank does that is about to send NaN or infinite values: "warn" tells of the first ones (and
         `strategy.report()` counts such steps as `nonfinite_steps`); "raise" raises a `HopError` before they are sent,
         and ends the job. Not together with a `LossScaleOptimizer`, whose gradients overflow now and then, and are left
@@ -91,10 +92,10 @@ class CommunicationOptions:
         check_choice("data_plane", self.data_plane, DATA_PLANES)
         check_choice("on_nonfinite", self.on_nonfinite, _ON_NONFINITE)
         object.__setattr__(self, "interfaces", _checked_interfaces(self.interfaces))
-        for name in (*_TLS_FILES, "log_dir"):
+        for name in (*TLS_FILES, "log_dir"):
             _check_path(name, getattr(self, name))
         _check_token(self.cluster_token)
-        tls = {name: getattr(self, name) for name in _TLS_FILES}
+        tls = {name: getattr(self, name) for name in TLS_FILES}
         if self.uses_tls and None in tls.values():
             received = ", ".join(f"{name}={path}" for name, path in tls.items())
             raise ValueError(
@@ -111,7 +112,7 @@ class CommunicationOptions:
     @property
     def uses_tls(self) -> bool:
         """Whether connections are encrypted and both sides are authenticated by certificates."""
-        return any(getattr(self, name) is not None for name in _TLS_FILES)
+        return any(getattr(self, name) is not None for name in TLS_FILES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +138,7 @@ def read_tls_files(options: CommunicationOptions) -> TlsFiles | None:
     """
     if not options.uses_tls:
         return None
-    contents = {name: _read(name, getattr(options, name)) for name in _TLS_FILES}
+    contents = {name: _read(name, getattr(options, name)) for name in TLS_FILES}
     # This looks at the files alone: what strength of keys is allowed, gRPC decides.
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.set_ciphers("DEFAULT:@SECLEVEL=0")
@@ -155,7 +156,7 @@ def read_tls_files(options: CommunicationOptions) -> TlsFiles | None:
             "`tls_private_key` must be a PEM file with the private key of `tls_certificate_chain`, not encrypted. "
             f"Received: tls_private_key={key}, tls_certificate_chain={chain}."
         ) from error
-    return TlsFiles(*(contents[name] for name in _TLS_FILES))
+    return TlsFiles(*(contents[name] for name in TLS_FILES))
 
 
 def _read(name: str, path: str | os.PathLike) -> bytes:

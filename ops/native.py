@@ -30,6 +30,7 @@ _FUNCTIONS = {
     "Truncate16Encode": (_ADDRESS, _INT, _SIZE, _INT, _ADDRESS, _INT),
     "Truncate16Decode": (_ADDRESS, _SIZE, _ADDRESS, _INT),
     "Truncate16Accumulate": (_ADDRESS, _SIZE, _ADDRESS, _INT),
+    "BlockHash": (_ADDRESS, _SIZE, _ADDRESS, _ADDRESS),
 }
 
 
@@ -63,10 +64,20 @@ def build_info() -> dict[str, object]:
 @functools.cache
 def kernels() -> ctypes.CDLL | None:
     """The library of kernels; None where there is none."""
+    return _load(ctypes.CDLL)
+
+
+@functools.cache
+def quick_kernels() -> ctypes.PyDLL | None:
+    """The same for calls that are over so soon that they keep the interpreter's lock."""
+    return _load(ctypes.PyDLL)
+
+
+def _load(kind: type[ctypes.CDLL]) -> ctypes.CDLL | None:
     path = _find(_KERNELS)
     if path is None:
         return None
-    library = ctypes.CDLL(str(path))
+    library = kind(str(path))
     library.HopTfBuildInfo.restype = ctypes.c_char_p
     for name, argument_types in _FUNCTIONS.items():
         getattr(library, f"HopTf{name}").argtypes = argument_types

@@ -11,7 +11,9 @@ import time
 from collections.abc import Callable, Iterator
 
 from hop_tf.processes.local_cluster import PortReservation
-from hop_tf.transport import InProcessNetwork, InProcessTransport, Message, Transport
+from hop_tf.transport import InProcessNetwork, InProcessTransport, Message, Transport, control_pb2
+from hop_tf.transport.framing import PROTOCOL_VERSION, FrameKind, encode
+from hop_tf.transport.proof import Secret, Session
 
 # Only what is broken takes that long.
 DEADLINE_SECONDS = 60.0
@@ -90,14 +92,16 @@ class Proxy:
 
     Args:
       target: "host:port" to pass connections on to.
+      change: Called with each piece of what goes to the target; returns what to pass on instead.
 
     Attributes:
       address: "host:port" of the proxy.
       num_bytes: How much it has passed on.
     """
 
-    def __init__(self, target: str):
+    def __init__(self, target: str, change: Callable[[bytes], bytes] = lambda data: data):
         self._target = split_address(target)
+        self._change = change
         self._server = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._server.getsockname()[1]}"
         self.num_bytes = 0
@@ -151,15 +155,15 @@ class Proxy:
                     continue
                 with self._lock:
                     self._sockets |= {near, far}
-                self._start(self._forward, near, far)
-                self._start(self._forward, far, near)
+                self._start(self._forward, near, far, self._change)
+                self._start(self._forward, far, near, lambda data: data)
 
-    def _forward(self, source: socket.socket, sink: socket.socket) -> None:
+    def _forward(self, source: socket.socket, sink: socket.socket, change: Callable[[bytes], bytes]) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
                 self._flowing.wait()
                 self.num_bytes += len(data)
-                sink.sendall(data)
+                sink.sendall(change(data))
         with self._lock:
             self._sockets.discard(source)
             for end in (source, sink):
@@ -172,6 +176,33 @@ def split_address(address: str) -> tuple[str, int]:
     """The host and the port of "host:port"."""
     host, _, port = address.rpartition(":")
     return host, int(port)
+
+
+def make_hello(challenge: bytes, token: str | None = None, **fields) -> tuple[bytes, Session]:
+    """The frame of a hello from rank 1 to rank 0 that nobody but a test sends, and the session that it begins.
+
+    Args:
+      challenge: What the other side has said first.
+      token: The cluster token.
+      **fields: Of the `Hello` in `control.proto`, in place of those of a hello that is accepted.
+    """
+    session = Session(Secret(token), challenge, encrypted=False)
+    hello = {
+        "protocol_version": PROTOCOL_VERSION,
+        "sender": 1,
+        "receiver": 0,
+        "incarnation": "known",
+        "first_sequence": 1,
+        "identity": {**TransportTestMixin.identity, "transport.protocol": str(PROTOCOL_VERSION)},
+        **fields,
+    }
+    sealed = session.seal_hello(control_pb2.Hello(**hello).SerializeToString())
+    return encode(FrameKind.HELLO, body=sealed), session
+
+
+def parse_reply(data: bytes) -> control_pb2.HelloReply:
+    """What the answer to a hello says, whoever has signed it."""
+    return control_pb2.HelloReply.FromString(control_pb2.Signed.FromString(data).body)
 
 
 class TransportTestMixin:

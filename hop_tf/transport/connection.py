@@ -6,16 +6,19 @@ import contextlib
 import math
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import numpy as np
 from absl import logging
 
 from hop_tf.errors import ProtocolError
-from hop_tf.transport.framing import HEAD_BYTES, MAX_HEADER_BYTES, Frame, Outgoing, decode_head, encode_start
+from hop_tf.transport.checksum import Checksum, Checksums, NoChecksums, check_equal
+from hop_tf.transport.framing import HEAD_BYTES, Frame, Head, Outgoing, decode_head, encode_start
 
 # Packets come in bundles of 64 KiB at most: the kernel gathers several, which costs less than to wake Python for each.
 _READ_BYTES = 1 << 18
+# A piece of a large array is in the processor's cache when it is sent: its checksum has just been computed.
+_WRITE_BYTES = 1 << 19
 # Up to here one copy costs less than a second system call.
 _SMALL_MESSAGE_BYTES = 1 << 16
 # Linux's number, which Python does not tell, and its word for no limit.
@@ -33,6 +36,8 @@ class Connection:
     def __init__(self, connected: socket.socket):
         self._socket = connected
         self._bytes_per_second = math.inf
+        self._sent: Checksums | NoChecksums = NoChecksums()
+        self._received: Checksums | NoChecksums = NoChecksums()
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # An idle connection that a firewall has forgotten, or whose other end lost its power, is found within 25 s.
         # While data is on its way TCP's own limit of retransmissions counts, some 15 minutes: TCP_USER_TIMEOUT would
@@ -45,6 +50,10 @@ class Connection:
     def set_timeout(self, timeout_seconds: float | None) -> None:
         """Limits how long reading and writing may block."""
         self._socket.settimeout(timeout_seconds)
+
+    def protect(self, sent: Checksums | NoChecksums, received: Checksums | NoChecksums) -> None:
+        """The greeting is over: every frame ends with a checksum from now on."""
+        self._sent, self._received = sent, received
 
     def limit_rate(self, bytes_per_second: float) -> None:
         """What is written leaves no faster than that from now on, headers of packets included; `math.inf`: no limit.
@@ -62,47 +71,101 @@ class Connection:
 
     def write(self, frame: bytes) -> None:
         """Writes a frame that carries no message."""
-        self._socket.sendall(frame)
+        self._socket.sendall(frame + self._sent.of(frame))
 
     def write_message(self, message: Outgoing) -> None:
         """Writes a message, straight from its arrays where it is large."""
         start = encode_start(message)
+        checksum = self._sent.begin(start)
         if message.num_bytes <= _SMALL_MESSAGE_BYTES:
-            self._socket.sendall(b"".join((start, *message.payload)))
+            for array in message.payload:
+                checksum.add(array)
+            self._socket.sendall(b"".join((start, *message.payload, checksum.value())))
             return
-        self._socket.sendall(start, socket.MSG_MORE)
+        before = memoryview(start)
         for array in message.payload:
-            self._socket.sendall(array)
+            for begin in range(0, array.size, _WRITE_BYTES):
+                self._socket.sendall(before, socket.MSG_MORE)
+                before = memoryview(array[begin : begin + _WRITE_BYTES])
+                checksum.add(array[begin : begin + _WRITE_BYTES])
+        self._write_last(before, memoryview(checksum.value()))
 
-    def read_frame(self, max_text_bytes: int = 2 * MAX_HEADER_BYTES) -> Frame | None:
-        """Reads a frame up to its payload; None at the end of the stream.
+    def _write_last(self, piece: memoryview, checksum: memoryview) -> None:
+        """In one call, as a rule: else the other side would be woken for the checksum alone."""
+        num_sent = self._socket.sendmsg([piece, checksum])
+        if num_sent < piece.nbytes:
+            self._socket.sendall(piece[num_sent:], socket.MSG_MORE)
+        if num_sent < piece.nbytes + checksum.nbytes:
+            self._socket.sendall(checksum[max(0, num_sent - piece.nbytes) :])
+
+    def read_frame(self) -> Frame | None:
+        """Reads a frame without a payload; None at the end of the stream.
 
         Raises:
-          ProtocolError: If it is none.
+          ProtocolError: If it is none, or was changed on its way.
           OSError: If the connection is broken.
         """
-        data = self._read(HEAD_BYTES)
-        if not data:
+        head = self._read_head()
+        if head is None:
             return None
-        head = decode_head(data)
-        num_bytes = head.queue_bytes + head.header_bytes
-        if num_bytes > max_text_bytes:
-            raise ProtocolError(f"a frame holds {num_bytes} bytes before its payload.")
-        return head.frame(self._read(num_bytes))
+        parsed = decode_head(head)
+        if parsed.payload_bytes:
+            raise ProtocolError(f"a frame of kind {parsed.kind.name} has a payload.")
+        return self._read_text(head, parsed)
 
-    def read_payload(self, buffer: np.ndarray) -> Iterator[int]:
-        """Fills a buffer; yields the number of bytes each time that some have come.
+    def read_message(
+        self, take_buffer: Callable[[int], np.ndarray], heard: Callable[[], object]
+    ) -> tuple[Frame, np.ndarray] | None:
+        """Reads a frame and its payload; None at the end of the stream.
+
+        Args:
+          take_buffer: Memory of so many bytes for the payload.
+          heard: Called each time that some of it have come.
 
         Raises:
+          ProtocolError: If it is none, or was changed on its way.
           OSError: If the connection is broken.
         """
-        view = memoryview(buffer)
-        while view.nbytes:
-            count = self._socket.recv_into(view[:_READ_BYTES], 0, socket.MSG_WAITALL)
+        head = self._read_head()
+        if head is None:
+            return None
+        heard()
+        parsed = decode_head(head)
+        if not parsed.payload_bytes:
+            return self._read_text(head, parsed), take_buffer(0)
+        text = self._read(parsed.queue_bytes + parsed.header_bytes)
+        checksum = self._received.begin(head + text)
+        buffer = take_buffer(parsed.payload_bytes)
+        self._fill(buffer, checksum, heard)
+        return parsed.frame(text), buffer
+
+    def _read_head(self) -> bytes | None:
+        first = self._socket.recv(HEAD_BYTES)
+        return first + self._read(HEAD_BYTES - len(first)) if first else None
+
+    def _read_text(self, head: bytes, parsed: Head) -> Frame:
+        """The frame that begins with `head` and has no payload."""
+        num_bytes = parsed.queue_bytes + parsed.header_bytes
+        data = self._read(num_bytes + self._received.num_bytes)
+        check_equal(data[num_bytes:], self._received.of(head + data[:num_bytes]))
+        return parsed.frame(data[:num_bytes])
+
+    def _fill(self, buffer: np.ndarray, checksum: Checksum | NoChecksums, heard: Callable[[], object]) -> None:
+        """Reads a payload, and the checksum behind it."""
+        filled, tail = 0, memoryview(bytearray(self._received.num_bytes))
+        while filled < buffer.size:
+            piece = buffer[filled : filled + _READ_BYTES]
+            # The last piece and the checksum come in one call.
+            behind = [tail] if filled + piece.size == buffer.size else []
+            count = self._socket.recvmsg_into([piece, *behind], 0, socket.MSG_WAITALL)[0]
             if not count:
                 raise ConnectionResetError("the connection was closed within a message")
-            view = view[count:]
-            yield count
+            checksum.add(piece[:count])
+            filled += min(count, piece.size)
+            num_behind = max(0, count - piece.size)
+            heard()
+        rest = self._read(len(tail) - num_behind)
+        check_equal(bytes(tail[:num_behind]) + rest, checksum.value())
 
     def end(self) -> None:
         """Ends reading and writing, also where a thread is blocked in it."""
@@ -114,12 +177,11 @@ class Connection:
         self._socket.close()
 
     def _read(self, num_bytes: int) -> bytes:
-        data = bytearray()
+        """So many bytes of a frame that has begun."""
+        data = b""
         while len(data) < num_bytes:
             piece = self._socket.recv(num_bytes - len(data))
             if not piece:
-                if data:
-                    raise ConnectionResetError("the connection was closed within a frame")
-                return b""
+                raise ConnectionResetError("the connection was closed within a frame")
             data += piece
-        return bytes(data)
+        return data

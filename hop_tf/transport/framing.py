@@ -1,9 +1,10 @@
 """How messages become bytes, and bytes messages.
 
 A *frame* is what the two ends of a stream exchange. It begins with a fixed little-endian head (`_HEAD`), followed by
-the queue's name, the message's header, and the payload. On a gRPC stream a frame holds only the first bytes of a large
-payload; the next *chunks* on the stream are its remaining bytes and nothing else, so that bulk data is neither parsed
-nor wrapped. All lengths are checked against limits before anything is allocated.
+the queue's name, the message's header, and the payload. After the greeting it ends with a checksum (`checksum.py`). On
+a gRPC stream a frame holds only the first bytes of a large payload; the next *chunks* on the stream are its remaining
+bytes and nothing else, so that bulk data is neither parsed nor wrapped. All lengths are checked against limits before
+anything is allocated.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import numpy as np
 
 from hop_tf.errors import ProtocolError
 from hop_tf.tensors.buffers import BufferPool
+from hop_tf.transport.checksum import Checksums, NoChecksums, check_equal
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 CHUNK_BYTES = 1 << 20
 MAX_QUEUE_BYTES = 255
 MAX_HEADER_BYTES = 1 << 16
@@ -36,12 +38,13 @@ _NOTHING = BufferPool().take(0)
 class FrameKind(enum.IntEnum):
     """What a frame is for."""
 
-    HELLO = 1
-    HELLO_REPLY = 2
-    MESSAGE = 3
-    ACKNOWLEDGE = 4
-    PING = 5
-    PONG = 6
+    CHALLENGE = 1
+    HELLO = 2
+    HELLO_REPLY = 3
+    MESSAGE = 4
+    ACKNOWLEDGE = 5
+    PING = 6
+    PONG = 7
 
 
 _KINDS = frozenset(FrameKind)
@@ -78,7 +81,7 @@ class Frame:
       queue: Name of the queue, UTF-8.
       header: The message's header; in a greeting, its protobuf message.
       payload_bytes: Length of the whole payload.
-      inline: The part of the payload that came with the frame, on a gRPC stream.
+      inline: What came with the frame behind the header, on a gRPC stream: of the payload and the checksum.
       ack_requested: Whether the sender wants to know when the message has been received.
     """
 
@@ -110,21 +113,25 @@ def encode_start(message: Outgoing) -> bytes:
     return b"".join((head, message.queue, message.header))
 
 
-def encode_message(message: Outgoing) -> Iterator[bytes]:
-    """The frame of a message, then the chunks with the rest of its payload."""
+def encode_message(message: Outgoing, checksums: Checksums | NoChecksums) -> Iterator[bytes]:
+    """The frame of a message, then the chunks with the rest of its payload; the last one has room for the checksum."""
     start = encode_start(message)
+    checksum = checksums.begin(start)
     pieces, room = [start], CHUNK_BYTES - len(start)
     for array in message.payload:
-        part = memoryview(array)
+        part = array
         while part.nbytes:
-            piece, part = part[:room], part[room:]
-            pieces.append(piece)
-            room -= piece.nbytes
             if not room:
                 yield b"".join(pieces)
                 pieces, room = [], CHUNK_BYTES
-    if pieces:
+            piece, part = part[:room], part[room:]
+            checksum.add(piece)
+            pieces.append(memoryview(piece))
+            room -= piece.nbytes
+    if room < checksums.num_bytes:
         yield b"".join(pieces)
+        pieces = []
+    yield b"".join((*pieces, checksum.value()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,17 +177,32 @@ def decode_head(data: bytes) -> Head:
     return Head(FrameKind(kind), bool(flags & _ACK_REQUESTED), sequence, payload_bytes, header_bytes, queue_bytes)
 
 
-def decode(data: bytes) -> Frame:
+def decode(data: bytes, checksum_bytes: int = 0) -> Frame:
     """Parses a frame of a gRPC stream.
+
+    Args:
+      data: The frame.
+      checksum_bytes: Length of the checksum that it ends with.
 
     Raises:
       ProtocolError: If it is none, or a length in it is beyond its limit.
     """
     head = decode_head(data)
     end = HEAD_BYTES + head.queue_bytes + head.header_bytes
-    if not end <= len(data) <= min(CHUNK_BYTES, end + head.payload_bytes):
+    if not end <= len(data) <= min(CHUNK_BYTES, end + head.payload_bytes + checksum_bytes):
         raise ProtocolError(f"a frame of {len(data)} bytes cannot hold what its head says: {head}.")
     return head.frame(data[HEAD_BYTES:end], memoryview(data)[end:])
+
+
+def decode_checked(data: bytes, checksums: Checksums | NoChecksums) -> Frame:
+    """Parses a frame without a payload that came after the greeting.
+
+    Raises:
+      ProtocolError: If it is none, a length in it is beyond its limit, or its checksum is wrong.
+    """
+    frame = decode(data, checksums.num_bytes)
+    check_equal(bytes(frame.inline), checksums.of(data[: len(data) - len(frame.inline)]))
+    return frame
 
 
 def take_buffer(pool: BufferPool, num_bytes: int) -> np.ndarray:
@@ -200,38 +222,49 @@ class Assembler:
 
     Args:
       pool: Where the payload's memory comes from.
-      frame: The message's frame.
+      data: The message's frame.
+      checksums: Those of the frames on the connection.
 
     Raises:
-      ProtocolError: If there is no memory for it.
+      ProtocolError: If that is no frame, there is no memory for the payload, or the checksum is wrong.
     """
 
-    def __init__(self, pool: BufferPool, frame: Frame):
-        self.frame = frame
-        self._buffer = take_buffer(pool, frame.payload_bytes)
+    def __init__(self, pool: BufferPool, data: bytes, checksums: Checksums | NoChecksums):
+        self.frame = decode(data, checksums.num_bytes)
+        self._buffer = take_buffer(pool, self.frame.payload_bytes)
         self._filled = 0
-        if frame.inline:
-            self.add(frame.inline)
+        self._num_missing = self.frame.payload_bytes + checksums.num_bytes
+        self._checksum = checksums.begin(data[: len(data) - len(self.frame.inline)])
+        self._received_checksum = b""
+        if self.frame.inline:
+            self._add(self.frame.inline)
 
     @property
     def complete(self) -> bool:
-        """Whether the whole payload is there."""
-        return self._filled == self.frame.payload_bytes
+        """Whether the whole payload is there, and is what was sent."""
+        return not self._num_missing
 
-    def add(self, chunk: bytes | memoryview) -> None:
+    def add(self, chunk: bytes) -> None:
         """Appends the bytes of a chunk.
 
         Raises:
-          ProtocolError: If it is empty, or longer than what is missing.
+          ProtocolError: If it is empty, or longer than what is missing, or the checksum at the end is wrong.
         """
-        end = self._filled + len(chunk)
-        if not len(chunk) or end > self.frame.payload_bytes:
-            raise ProtocolError(
-                f"a chunk of {len(chunk)} bytes came where {self.frame.payload_bytes - self._filled} are missing."
-            )
-        # Through NumPy and not a memoryview: it lets other threads run while it copies.
-        np.copyto(self._buffer[self._filled : end], np.frombuffer(chunk, np.uint8))
-        self._filled = end
+        if not 0 < len(chunk) <= self._num_missing:
+            raise ProtocolError(f"a chunk of {len(chunk)} bytes came where {self._num_missing} are missing.")
+        self._add(chunk)
+
+    def _add(self, chunk: bytes | memoryview) -> None:
+        piece = np.frombuffer(chunk, np.uint8)[: self.frame.payload_bytes - self._filled]
+        if piece.size:  # What is empty is shared, and read-only.
+            self._checksum.add(piece)
+            # Through NumPy and not a memoryview: it lets other threads run while it copies.
+            np.copyto(self._buffer[self._filled : self._filled + piece.size], piece)
+            self._filled += piece.size
+        self._received_checksum += bytes(chunk[piece.size :])
+        self._num_missing -= len(chunk)
+        if self.complete:
+            check_equal(self._received_checksum, self._checksum.value())
 
     def payload(self) -> np.ndarray:
         """The payload, read-only."""

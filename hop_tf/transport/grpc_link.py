@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterator
 import grpc
 
 from hop_tf.errors import ProtocolError
-from hop_tf.transport.framing import FrameKind, decode, encode, encode_message
+from hop_tf.transport.checksum import Checksums, NoChecksums
+from hop_tf.transport.framing import Frame, FrameKind, decode, decode_checked, encode, encode_message
 from hop_tf.transport.link import Link
 from hop_tf.transport.outbox import Outbox
 from hop_tf.transport.peer import Peer
+from hop_tf.transport.proof import Session
 
 METHOD = "/hop_tf.Transport/Stream"
 _PROBE_SECONDS, _PROBE_ROUND_TRIPS = 1.0, 3
@@ -64,6 +66,8 @@ class GrpcLink(Link):
             # collector: at the interpreter's end that one might wait for the lock of a thread that is no more.
             error.__traceback__ = None
             self._was_unavailable = error.code() is grpc.StatusCode.UNAVAILABLE
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                return "it is busy with connections that do not greet"  # See `StreamHandler.service`.
             return str(error.details())
         finally:
             call = None  # Tracebacks of other errors are kept.
@@ -85,7 +89,10 @@ class GrpcLink(Link):
     # What is sent. gRPC calls the generator from a thread of its own.
 
     def _requests(self, connection: _Connection) -> Iterator[bytes]:
-        yield encode(FrameKind.HELLO, body=self._hello())
+        hello = connection.wait_hello()
+        if hello is None:
+            return
+        yield encode(FrameKind.HELLO, body=hello)
         if not connection.wait_accepted():
             return
         if self._heartbeat_seconds is None:
@@ -95,14 +102,14 @@ class GrpcLink(Link):
 
     def _messages(self, connection: _Connection) -> Iterator[bytes]:
         while (message := self._outbox.take(connection.epoch)) is not None:
-            yield from encode_message(message)
+            yield from encode_message(message, connection.sent)
             del message  # Not kept alive while the next one is awaited.
 
     def _heartbeats(self, connection: _Connection, interval_seconds: float) -> Iterator[bytes]:
         for pause in _FIRST_PAUSES_SECONDS:
             if connection.wait_ended(pause):
                 return
-            yield _ping(connection)
+            yield connection.ping()
         # One costs two milliseconds of a processor, here and there together, and a rank may have a hundred peers.
         num_spared = 0
         while not connection.wait_ended(interval_seconds):
@@ -110,7 +117,7 @@ class GrpcLink(Link):
                 num_spared += 1
                 continue
             num_spared = 0
-            yield _ping(connection)
+            yield connection.ping()
 
     # What comes back.
 
@@ -125,10 +132,11 @@ class GrpcLink(Link):
                 self._peer.link_down()
 
     def _take_answer(self, data: bytes, connection: _Connection) -> None:
-        frame = decode(data)
-        if frame.kind == FrameKind.HELLO_REPLY and not connection.accepted:
-            connection.accept(self._accepted(frame.header))
-        elif frame.kind == FrameKind.ACKNOWLEDGE and connection.accepted:
+        if not connection.accepted:
+            self._take_greeting(decode(data), connection)
+            return
+        frame = decode_checked(data, connection.received)
+        if frame.kind == FrameKind.ACKNOWLEDGE:
             self._outbox.acknowledge(connection.epoch, frame.sequence)
         elif frame.kind == FrameKind.PONG and connection.pinged_at:
             self._peer.record_round_trip(time.monotonic() - connection.pinged_at.popleft())
@@ -137,17 +145,23 @@ class GrpcLink(Link):
             raise ProtocolError(f"{self._peer} answered with an unexpected {frame.kind.name}.")
         self._peer.heard()
 
-
-def _ping(connection: _Connection) -> bytes:
-    connection.pinged_at.append(time.monotonic())
-    return encode(FrameKind.PING)
+    def _take_greeting(self, frame: Frame, connection: _Connection) -> None:
+        if frame.kind == FrameKind.CHALLENGE and connection.session is None:
+            connection.greet(*self._hello(frame.header))
+        elif frame.kind == FrameKind.HELLO_REPLY and connection.session is not None:
+            connection.accept(self._accepted(frame.header, connection.session))
+        else:
+            raise ProtocolError(f"{self._peer} greeted with an unexpected {frame.kind.name}.")
 
 
 class _Connection:
     """The state that a stream's reader and its writer share.
 
     Attributes:
+      session: The greeting; None before the peer's challenge has come.
       accepted: Whether the peer has accepted the greeting.
+      sent: Checksums of what this side sends, once it is accepted.
+      received: Those of what the peer sends.
       epoch: Number of the connection, see `Outbox`.
       pinged_at: When the heartbeats were sent that have no answer yet.
     """
@@ -156,16 +170,34 @@ class _Connection:
         self._outbox = outbox
         self._changed = threading.Condition()
         self._ended = False
+        self._hello: bytes | None = None
+        self.session: Session | None = None
         self.accepted = False
+        self.sent: Checksums | NoChecksums = NoChecksums()
+        self.received: Checksums | NoChecksums = NoChecksums()
         self.epoch = -1
         self.pinged_at: collections.deque[float] = collections.deque()
 
+    def greet(self, hello: bytes, session: Session) -> None:
+        """The peer's challenge has come: the writer shall send the hello that answers it."""
+        with self._changed:
+            self.session = session
+            self._hello = hello
+            self._changed.notify_all()
+
     def accept(self, epoch: int) -> None:
         """The peer has accepted the greeting."""
+        self.sent, self.received = self.session.checksums("client"), self.session.checksums("server")
         with self._changed:
             self.accepted = True
             self.epoch = epoch
             self._changed.notify_all()
+
+    def ping(self) -> bytes:
+        """A heartbeat, sent now."""
+        self.pinged_at.append(time.monotonic())
+        frame = encode(FrameKind.PING)
+        return frame + self.sent.of(frame)
 
     def end(self) -> None:
         """The stream is over: the writer shall end."""
@@ -173,6 +205,12 @@ class _Connection:
             self._ended = True
             self._changed.notify_all()
         self._outbox.interrupt()
+
+    def wait_hello(self) -> bytes | None:
+        """Waits for the hello; None where there will be none."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._hello is not None or self._ended)
+            return None if self._ended else self._hello
 
     def wait_accepted(self) -> bool:
         """Waits for the answer to the greeting; False where none will come."""

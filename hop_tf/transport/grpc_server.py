@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
+import queue
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 
 import grpc
 
 from hop_tf.errors import HopError, ProtocolError
 from hop_tf.tensors.buffers import BufferPool
-from hop_tf.transport.framing import Assembler, Frame, FrameKind, decode, encode
+from hop_tf.transport.certificates import certificate_names
+from hop_tf.transport.checksum import Checksums, NoChecksums
+from hop_tf.transport.framing import Assembler, Frame, FrameKind, decode, decode_checked, encode
 from hop_tf.transport.grpc_link import METHOD
 from hop_tf.transport.handshake import CONTROL_LANE, Greeting, Handshake, HelloRefusedError
 from hop_tf.transport.inbox import Dispatcher, Inbox, make_message
 from hop_tf.transport.peer import Peer
-
-# A stream that has not said hello by then is closed when the next one comes.
-_HELLO_TIMEOUT_SECONDS = 10.0
-# Streams that have not said hello; each costs a thread.
-_MAX_STRANGERS = 64
+from hop_tf.transport.proof import Session
+from hop_tf.transport.strangers import Strangers, source_of
 
 
 class DaemonExecutor(concurrent.futures.Executor):
@@ -37,6 +37,7 @@ class DaemonExecutor(concurrent.futures.Executor):
         self._name = name
         self._lock = threading.Lock()
         self._threads: set[threading.Thread] = set()
+        self._reserved: collections.deque[queue.SimpleQueue] = collections.deque()
 
     @property
     def threads(self) -> list[threading.Thread]:
@@ -44,23 +45,49 @@ class DaemonExecutor(concurrent.futures.Executor):
         with self._lock:
             return list(self._threads)
 
-    def submit(self, fn, /, *args, **kwargs):
-        future = concurrent.futures.Future()
-        thread = threading.Thread(target=self._run, args=(future, fn, args, kwargs), name=self._name, daemon=True)
+    def try_reserve(self) -> bool:
+        """Starts the thread of the next `submit`, which cannot fail then; False if the system allows no more."""
+        calls = queue.SimpleQueue()
+        thread = threading.Thread(target=self._run, args=(calls,), name=self._name, daemon=True)
         with self._lock:  # Whoever sees a thread may join it.
             self._threads.add(thread)
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError:
+                self._threads.discard(thread)
+                return False
+            self._reserved.append(calls)
+            return True
+
+    def submit(self, fn, /, *args, **kwargs):
+        future = concurrent.futures.Future()
+        if not self._reserved and not self.try_reserve():
+            raise RuntimeError("no thread can be started: the system allows no more.")
+        self._reserved.popleft().put((future, fn, args, kwargs))
         return future
 
-    def _run(self, future: concurrent.futures.Future, fn: Callable, args: tuple, kwargs: dict) -> None:
+    def close(self) -> None:
+        """Ends the threads that were reserved and are not used."""
+        with self._lock:
+            while self._reserved:
+                self._reserved.popleft().put(None)
+
+    def _run(self, calls: queue.SimpleQueue) -> None:
+        call = calls.get()
         try:
-            if future.set_running_or_notify_cancel():
-                future.set_result(fn(*args, **kwargs))
-        except BaseException as error:
-            future.set_exception(error)
+            if call is not None:
+                _perform(*call)
         finally:
             with self._lock:
                 self._threads.discard(threading.current_thread())
+
+
+def _perform(future: concurrent.futures.Future, fn: Callable, args: tuple, kwargs: dict) -> None:
+    try:
+        if future.set_running_or_notify_cancel():
+            future.set_result(fn(*args, **kwargs))
+    except BaseException as error:
+        future.set_exception(error)
 
 
 class StreamHandler(grpc.GenericRpcHandler):
@@ -71,6 +98,9 @@ class StreamHandler(grpc.GenericRpcHandler):
       handshake: Judges greetings.
       dispatcher: Where messages go.
       pool: Where payloads are put together.
+      executor: Runs the thread of each stream.
+      encrypted: Whether this is under TLS.
+      strangers: Those who have not greeted yet.
       on_refused: Called with where it came from and the reason, for every stream that is refused.
       on_error: Called with an exception that nobody has foreseen.
     """
@@ -82,6 +112,9 @@ class StreamHandler(grpc.GenericRpcHandler):
         handshake: Handshake,
         dispatcher: Dispatcher,
         pool: BufferPool,
+        executor: DaemonExecutor,
+        encrypted: bool,
+        strangers: Strangers,
         on_refused: Callable[[str, HopError], None],
         on_error: Callable[[BaseException], None],
     ):
@@ -89,27 +122,34 @@ class StreamHandler(grpc.GenericRpcHandler):
         self._handshake = handshake
         self._dispatcher = dispatcher
         self._pool = pool
+        self._executor = executor
+        self._encrypted = encrypted
+        self._strangers = strangers
         self._on_refused = on_refused
         self._on_error = on_error
         self._lock = threading.Lock()
-        self._strangers: dict[grpc.ServicerContext, float] = {}
         self._contexts: dict[tuple[int, int], grpc.ServicerContext] = {}
         self._rpc = grpc.stream_stream_rpc_method_handler(self._serve)
 
     def service(self, handler_call_details):
-        return self._rpc if handler_call_details.method == METHOD else None
+        """The stream's handler. None where that is refused, which gRPC answers with UNIMPLEMENTED and no thread."""
+        if handler_call_details.method != METHOD or not self._strangers.expect():
+            return None
+        if self._executor.try_reserve():
+            return self._rpc
+        self._strangers.expect_less()
+        return None
 
     def close(self) -> None:
         """Ends all streams."""
         with self._lock:
-            contexts = [*self._strangers, *self._contexts.values()]
+            contexts = list(self._contexts.values())
         for context in contexts:
             context.cancel()
 
     def _serve(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         try:
-            self._admit(context)
-            greeting = self._greet(requests, context)
+            greeting = yield from self._greet(requests, context)
             yield from self._receive(greeting, requests, context)
         except HelloRefusedError as error:
             self._on_refused(context.peer(), error)
@@ -125,31 +165,30 @@ class StreamHandler(grpc.GenericRpcHandler):
 
     # Greeting.
 
-    def _admit(self, context: grpc.ServicerContext) -> None:
-        """Makes sure that streams which say nothing do not pile up."""
-        now = time.monotonic()
-        with self._lock:
-            for stranger, since in list(self._strangers.items()):
-                if now - since > _HELLO_TIMEOUT_SECONDS:
-                    stranger.cancel()
-            full = len(self._strangers) >= _MAX_STRANGERS
-            if not full:
-                self._strangers[context] = now
-        if full or not context.add_callback(lambda: self._forget(context)):
-            self._forget(context)
-            raise ProtocolError("too many streams have not said hello.")
+    def _greet(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Generator[bytes, None, Greeting]:
+        source = source_of(context.peer())
+        stranger = self._strangers.enter(source, context.cancel)
+        try:
+            challenge, session = self._handshake.challenge()
+            yield encode(FrameKind.CHALLENGE, body=challenge)
+            data = next(requests, b"")
+        except grpc.RpcError:
+            if not stranger.problem:
+                raise
+        finally:
+            # From here on `close` lets the answer out: who is refused, and not told, would wait for a rank that has
+            # gone.
+            self._strangers.leave(stranger)
+        if stranger.problem:
+            raise ProtocolError(stranger.problem)
+        return self._check_hello(data, session, source, context)
 
-    def _forget(self, context: grpc.ServicerContext) -> None:
-        with self._lock:
-            self._strangers.pop(context, None)
-
-    def _greet(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Greeting:
-        frame = decode(next(requests, b""))
+    def _check_hello(self, data: bytes, session: Session, source: str, context: grpc.ServicerContext) -> Greeting:
+        frame = decode(data)
         if frame.kind != FrameKind.HELLO:
             raise ProtocolError(f"a stream must begin with HELLO. Received: {frame.kind.name}.")
-        # From here on `close` lets the answer out: who is refused, and not told, would wait for a rank that is gone.
-        self._forget(context)
-        greeting = self._handshake.check_hello(frame.header)
+        names = certificate_names(context.auth_context()) if self._encrypted else None
+        greeting = self._handshake.check_hello(frame.header, session, source, names)
         with self._lock:
             earlier = self._contexts.pop((greeting.peer.rank, greeting.lane), None)
             self._contexts[greeting.peer.rank, greeting.lane] = context
@@ -166,27 +205,31 @@ class StreamHandler(grpc.GenericRpcHandler):
         if not context.add_callback(greeting.peer.link_down):
             greeting.peer.link_down()
             return
-        yield encode(FrameKind.HELLO_REPLY, body=self._handshake.accept(received_sequence))
+        yield encode(FrameKind.HELLO_REPLY, body=self._handshake.accept(greeting, received_sequence))
+        sent, received = greeting.session.checksums("server"), greeting.session.checksums("client")
         if greeting.lane == CONTROL_LANE:
-            yield from _answer_heartbeats(greeting.peer, requests)
+            answers = _answer_heartbeats(greeting.peer, requests, received)
         else:
-            yield from self._take_messages(_Stream(inbox, epoch, greeting.peer, self._pool), requests)
-
-    def _take_messages(self, stream: _Stream, requests: Iterator[bytes]) -> Iterator[bytes]:
-        for data in requests:
-            frame = stream.feed(data)
-            del data
-            if frame is None:
-                continue
-            if not stream.deliver(frame):
-                return
-            if frame.ack_requested:
-                yield encode(FrameKind.ACKNOWLEDGE, sequence=frame.sequence)
+            answers = _take_messages(_Stream(inbox, epoch, greeting.peer, self._pool, received), requests)
+        for frame in answers:
+            yield frame + sent.of(frame)
 
 
-def _answer_heartbeats(peer: Peer, requests: Iterator[bytes]) -> Iterator[bytes]:
+def _take_messages(stream: _Stream, requests: Iterator[bytes]) -> Iterator[bytes]:
     for data in requests:
-        if decode(data).kind != FrameKind.PING:
+        frame = stream.feed(data)
+        del data
+        if frame is None:
+            continue
+        if not stream.deliver(frame):
+            return
+        if frame.ack_requested:
+            yield encode(FrameKind.ACKNOWLEDGE, sequence=frame.sequence)
+
+
+def _answer_heartbeats(peer: Peer, requests: Iterator[bytes], checksums: Checksums | NoChecksums) -> Iterator[bytes]:
+    for data in requests:
+        if decode_checked(data, checksums).kind != FrameKind.PING:
             raise ProtocolError(f"{peer} sent something other than PING on the control lane.")
         peer.heard()
         yield encode(FrameKind.PONG, body=peer.complaint().encode())
@@ -195,11 +238,12 @@ def _answer_heartbeats(peer: Peer, requests: Iterator[bytes]) -> Iterator[bytes]
 class _Stream:
     """Messages of one connection on one lane."""
 
-    def __init__(self, inbox: Inbox, epoch: int, peer: Peer, pool: BufferPool):
+    def __init__(self, inbox: Inbox, epoch: int, peer: Peer, pool: BufferPool, checksums: Checksums | NoChecksums):
         self._inbox = inbox
         self._epoch = epoch
         self._peer = peer
         self._pool = pool
+        self._checksums = checksums
         self._assembler: Assembler | None = None
 
     def feed(self, data: bytes) -> Frame | None:
@@ -208,7 +252,7 @@ class _Stream:
         if self._assembler is not None:
             self._assembler.add(data)
         else:
-            self._assembler = Assembler(self._pool, decode(data))
+            self._assembler = Assembler(self._pool, data, self._checksums)
         return self._assembler.frame if self._assembler.complete else None
 
     def deliver(self, frame: Frame) -> bool:

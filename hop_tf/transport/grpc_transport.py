@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import socket
 import threading
 import time
@@ -11,19 +12,24 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 
 import grpc
+from absl import logging
 
 from hop_tf.errors import HopError
-from hop_tf.options import CommunicationOptions, read_tls_files
+from hop_tf.options import CommunicationOptions
 from hop_tf.tensors.buffers import BufferPool
+from hop_tf.transport.certificates import Certificates
 from hop_tf.transport.framing import CHUNK_BYTES
 from hop_tf.transport.grpc_link import GrpcLink
 from hop_tf.transport.grpc_server import DaemonExecutor, StreamHandler
-from hop_tf.transport.handshake import CONTROL_LANE, Handshake, new_incarnation
+from hop_tf.transport.handshake import CONTROL_LANE, Handshake
+from hop_tf.transport.incarnation import new_incarnation
 from hop_tf.transport.link import Link
 from hop_tf.transport.outbox import Outbox
 from hop_tf.transport.peer import Peer
+from hop_tf.transport.proof import Secret
 from hop_tf.transport.queue_transport import QueueTransport
 from hop_tf.transport.reports import ReportHandler
+from hop_tf.transport.strangers import GREETING_SECONDS, GuessLimit, Strangers
 
 _COMMON_OPTIONS = (
     ("grpc.max_send_message_length", CHUNK_BYTES),
@@ -40,6 +46,10 @@ _SERVER_OPTIONS = (
     ("grpc.so_reuseport", 0),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 1000),
+    # Connections on which nothing happens are closed. Each one of a peer carries a stream, and each of these a thread.
+    ("grpc.server_handshake_timeout_ms", int(GREETING_SECONDS * 1000)),
+    ("grpc.max_connection_idle_ms", int(GREETING_SECONDS * 1000)),
+    ("grpc.max_concurrent_streams", 8),
 )
 _CHANNEL_OPTIONS = (
     *_COMMON_OPTIONS,
@@ -50,6 +60,7 @@ _CHANNEL_OPTIONS = (
     ("grpc.min_reconnect_backoff_ms", 5000),  # also the time that one attempt to connect may take
     ("grpc.max_reconnect_backoff_ms", 5000),
 )
+_MANY_CONNECTIONS = 1 << 16
 # Streams that `close` has ended are gone long before.
 _GRACE_SECONDS = 2.0
 
@@ -91,29 +102,37 @@ class GrpcTransport(QueueTransport):
         super().__init__(rank, addresses, options=options, on_error=on_error, on_restart=on_restart)
         self._address = addresses[rank]
         self._incarnation = incarnation or new_incarnation()
+        self._tls = Certificates(options) if options.uses_tls else None
+        secret, guesses = Secret(options.cluster_token), GuessLimit()
         self._handshake = Handshake(
             rank=rank,
             addresses=addresses,
             peers=self._peers,
             incarnation=self._incarnation,
             identity=identity,
-            token=options.cluster_token,
+            secret=secret,
+            guesses=guesses,
+            encrypted=self._tls is not None,
+            on_doubt=self._ask,
             on_restart=None if on_restart is None else self._restarted,
             in_turn=in_turn,
         )
         self._heartbeat_seconds = min(options.timeout_seconds / 5, 1.0)
-        self._tls = read_tls_files(options)
         self._executor = DaemonExecutor(f"hop_tf serve rank {rank}")
+        self._strangers = Strangers()
         self._pool = pool or BufferPool()
         self._streams = StreamHandler(
             rank=rank,
             handshake=self._handshake,
             dispatcher=self._dispatcher,
             pool=self._pool,
+            executor=self._executor,
+            encrypted=self._tls is not None,
+            strangers=self._strangers,
             on_refused=self._refused,
             on_error=self._thread_failed,
         )
-        self._reports = ReportHandler(rank, options.cluster_token)
+        self._reports = ReportHandler(rank, secret, strangers=self._strangers, guesses=guesses, executor=self._executor)
         self._server: grpc.Server | None = None
         self._sockaddrs: frozenset[tuple] = frozenset()
         self._links: list[Link] = []
@@ -126,11 +145,13 @@ class GrpcTransport(QueueTransport):
         self._check_open()
         if self._server is not None:
             raise HopError(f"rank {self._rank}: the transport was started before.")
-        server = grpc.server(self._executor, handlers=[self._streams, self._reports], options=_SERVER_OPTIONS)
+        options = (*_SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", _max_connections()))
+        server = grpc.server(self._executor, handlers=[self._streams, self._reports], options=options)
         port = self._address.rpartition(":")[2]
         for host in self._hosts():
             self._bind(server, f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
         self._handshake.begin()
+        self._executor.submit(self._strangers.watch)
         server.start()
         self._server = server
         with _serving_lock:
@@ -158,6 +179,13 @@ class GrpcTransport(QueueTransport):
             "on_error": self._thread_failed,
         }
 
+    def _ask(self, peer: Peer) -> None:
+        """A stranger may have spoken in the name of `peer`: at its address there is who it is."""
+        try:
+            self.connect(peer.rank)
+        except HopError as error:
+            logging.debug("rank %d does not ask %s who it is: %s", self._rank, peer, error)
+
     def _add_link(self, link: Link) -> None:
         self._links.append(link)
         link.start()
@@ -168,6 +196,8 @@ class GrpcTransport(QueueTransport):
         # Without a time of grace, gRPC would make the peers' libraries print a line each.
         stopped = None if self._server is None else self._server.stop(grace=_GRACE_SECONDS)
         self._streams.close()
+        self._strangers.close()
+        self._executor.close()
         self._dispatcher.close(deadline)
         self._join([link.thread for link in self._links] + self._executor.threads, deadline)
         if stopped is not None:
@@ -179,10 +209,7 @@ class GrpcTransport(QueueTransport):
     def _open_channel(self, peer: Peer) -> grpc.Channel:
         if self._tls is None:
             return grpc.insecure_channel(peer.address, _CHANNEL_OPTIONS)
-        credentials = grpc.ssl_channel_credentials(
-            self._tls.root_certificates, self._tls.private_key, self._tls.certificate_chain
-        )
-        return grpc.secure_channel(peer.address, credentials, _CHANNEL_OPTIONS)
+        return grpc.secure_channel(peer.address, self._tls.for_channel(), _CHANNEL_OPTIONS)
 
     # Binding.
 
@@ -191,12 +218,7 @@ class GrpcTransport(QueueTransport):
             if self._tls is None:
                 server.add_insecure_port(address)
             else:
-                credentials = grpc.ssl_server_credentials(
-                    [(self._tls.private_key, self._tls.certificate_chain)],
-                    self._tls.root_certificates,
-                    require_client_auth=True,
-                )
-                server.add_secure_port(address, credentials)
+                server.add_secure_port(address, self._tls.for_server())
         except RuntimeError as error:
             # gRPC has one message for all that can go wrong.
             tls = "" if self._tls is None else " (or gRPC does not accept the TLS files)"
@@ -234,6 +256,12 @@ class GrpcTransport(QueueTransport):
             f"rank {self._rank}: cannot serve on {self._address}: this process serves there already. A strategy that "
             "was made before keeps the address until its `shutdown()`: call that before making another."
         )
+
+
+def _max_connections() -> int:
+    """How many connections the server keeps: strangers shall not take the descriptors that training needs."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MANY_CONNECTIONS if limit == resource.RLIM_INFINITY else min(limit * 3 // 4, _MANY_CONNECTIONS)
 
 
 def _is_served_here(sockaddrs: set[tuple]) -> bool:

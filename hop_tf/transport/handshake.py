@@ -3,55 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-import hmac
-import itertools
-import os
-import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
-from google.protobuf.message import DecodeError
-
 from hop_tf.errors import HopError, MismatchError, PeerLostError, ProtocolError
 from hop_tf.transport import control_pb2
+from hop_tf.transport.certificates import names_host
 from hop_tf.transport.framing import MAX_LANES, PROTOCOL_VERSION
+from hop_tf.transport.incarnation import past_of, process_of
 from hop_tf.transport.peer import Peer
+from hop_tf.transport.proof import NotProvenError, Secret, Session, new_challenge, parse, seal_refusal
+from hop_tf.transport.strangers import GuessLimit
 
 # The lane of heartbeats, beside those of messages.
 CONTROL_LANE = MAX_LANES
 _PROTOCOL_FIELD = "transport.protocol"
-_BAD_TOKEN = "it refused this rank's cluster token (see CommunicationOptions.cluster_token)"
-_BAD_RANK = "it has another rank, or knows this rank under another number; check TF_CONFIG on both"
 _TOO_EARLY = "its process has not shut an earlier strategy down, as this one has"
 _TOO_LATE = "its process has shut the strategy down that this one is in, and made another one"
-_PROCESS = secrets.token_hex(8)
-_numbers = itertools.count()
-
-
-def new_incarnation() -> str:
-    """A name that no other transport has. Up to a dot, those of one process are alike."""
-    return f"{_PROCESS}-{os.getpid()}.{next(_numbers)}"
-
-
-def _process(incarnation: str) -> str:
-    return incarnation.partition(".")[0]
-
-
-@dataclasses.dataclass
-class _Past:
-    """What a process keeps of the transports that it has made at one place.
-
-    Attributes:
-      generation: That of the last one; see `Hello.generation`.
-      processes: By rank, the process that was met last.
-    """
-
-    generation: int = -1
-    processes: dict[int, str] = dataclasses.field(default_factory=dict)
-
-
-# By process (this one; in tests one passes for several), rank and cluster.
-_pasts: dict[tuple[str, int, tuple[str, ...]], _Past] = {}
+# Refusals that may pass, and change nothing.
+_PASSING = {
+    control_pb2.BAD_TOKEN: "it refused this rank's cluster token (see CommunicationOptions.cluster_token)",
+    control_pb2.BAD_RANK: "it has another rank, or knows this rank under another number; check TF_CONFIG on both",
+    control_pb2.TOO_MANY_GUESSES: "it has got many wrong cluster tokens from this host, and waits before the next one",
+    control_pb2.UNCONFIRMED: "it has met another process of this rank, and asks at this rank's address who is there",
+    control_pb2.BAD_CERTIFICATE: "this rank's certificate does not name the host that the cluster lists for it",
+}
+_UNSIGNED = (control_pb2.BAD_TOKEN, control_pb2.TOO_MANY_GUESSES)
 
 
 class RefusedError(HopError):
@@ -60,11 +37,19 @@ class RefusedError(HopError):
 
 @dataclasses.dataclass(frozen=True)
 class Greeting:
-    """An accepted hello: who will send on which lane, and the oldest message that it still has."""
+    """An accepted hello.
+
+    Attributes:
+      peer: Who will send.
+      lane: On which lane.
+      first_sequence: Number of the oldest message that it still has.
+      session: What was said.
+    """
 
     peer: Peer
     lane: int
     first_sequence: int
+    session: Session
 
 
 class Handshake:
@@ -76,7 +61,11 @@ class Handshake:
       peers: All other ranks.
       incarnation: Name of this transport, see `new_incarnation`.
       identity: Fields that must be equal on all ranks.
-      token: The secret that all ranks share, or None.
+      secret: The token that all ranks share.
+      guesses: Limits wrong ones.
+      encrypted: Whether connections protect what is sent on them by themselves.
+      on_doubt: Called, on any thread, with a peer in whose name a stranger may have spoken: begins to connect to it, if
+        nothing did before. What is found at its address counts.
       on_restart: Called, on any thread, with a peer in whose place another process has greeted. What was on its way
         between this rank and the old process is to be forgotten before it returns. None: that fails the peer. (A
         process that greets with a later transport is to wait until this one, too, has been closed.)
@@ -95,18 +84,24 @@ class Handshake:
         peers: Mapping[int, Peer],
         incarnation: str,
         identity: Mapping[str, str],
-        token: str | None,
+        secret: Secret,
+        guesses: GuessLimit,
+        encrypted: bool,
+        on_doubt: Callable[[Peer], object],
         on_restart: Callable[[Peer], None] | None = None,
         in_turn: bool = True,
     ):
         self._rank = rank
-        self._past = _pasts.setdefault((_process(incarnation), rank, tuple(addresses)), _Past())
+        self._past = past_of(incarnation, rank, addresses)
         self._in_turn = in_turn
         self._generation: int | None = None
         self._peers = peers
         self._incarnation = incarnation
         self._identity = {_PROTOCOL_FIELD: str(PROTOCOL_VERSION), **identity}
-        self._token = (token or "").encode()
+        self._secret = secret
+        self._guesses = guesses
+        self._encrypted = encrypted
+        self._on_doubt = on_doubt
         self._on_restart = on_restart
         self._meeting = threading.Lock()
         self.socket_port = 0
@@ -132,22 +127,33 @@ class Handshake:
 
     # The side that opens a stream.
 
-    def hello(self, peer: Peer, lane: int, first_sequence: int) -> bytes:
-        """The message that opens a stream to `peer`. For the arguments see `control.proto`."""
-        return control_pb2.Hello(
+    def hello(self, peer: Peer, lane: int, first_sequence: int, challenge: bytes) -> tuple[bytes, Session]:
+        """The message that opens a stream to `peer`, and the session that it begins.
+
+        Args:
+          peer: To whom.
+          lane: See `control.proto`.
+          first_sequence: See `control.proto`.
+          challenge: What the peer has said first.
+
+        Raises:
+          ProtocolError: If that is no challenge.
+        """
+        session = Session(self._secret, challenge, encrypted=self._encrypted)
+        hello = control_pb2.Hello(
             protocol_version=PROTOCOL_VERSION,
             sender=self._rank,
             receiver=peer.rank,
             lane=lane,
             incarnation=self._incarnation,
-            token=self._token,
             identity=self._identity,
             first_sequence=first_sequence,
             receiver_incarnation=peer.incarnation or "",
             generation=self._generation,
-        ).SerializeToString()
+        )
+        return session.seal_hello(hello.SerializeToString()), session
 
-    def check_reply(self, peer: Peer, data: bytes) -> int:
+    def check_reply(self, peer: Peer, data: bytes, session: Session) -> int:
         """Judges the answer to `hello`. What cannot be mended is also recorded as the peer's failure.
 
         Returns:
@@ -159,11 +165,9 @@ class Handshake:
           PeerLostError: If one of the two processes was restarted.
           ProtocolError: If that is no answer.
         """
-        reply = _parse(control_pb2.HelloReply, data)
-        if reply.refusal == control_pb2.BAD_TOKEN:
-            raise RefusedError(_BAD_TOKEN)
-        if reply.refusal == control_pb2.BAD_RANK:
-            raise RefusedError(_BAD_RANK)
+        reply = _open_reply(data, session)
+        if reply.refusal in _PASSING:
+            raise RefusedError(_PASSING[reply.refusal])
         if reply.refusal == control_pb2.TOO_EARLY:
             peer.heard()  # Its earlier training may take a while.
             peer.reached()
@@ -188,29 +192,66 @@ class Handshake:
 
     # The side that is greeted.
 
-    def check_hello(self, data: bytes) -> Greeting:
+    def challenge(self) -> tuple[bytes, Session]:
+        """What this side says first on a new connection, and the session that it begins."""
+        challenge = new_challenge()
+        return challenge, Session(self._secret, challenge, encrypted=self._encrypted)
+
+    def check_hello(
+        self, data: bytes, session: Session, source: str, certificate_names: frozenset[str] | None
+    ) -> Greeting:
         """Judges a hello. A peer that proves to be in the cluster and disagrees has its failure recorded.
+
+        Args:
+          data: The hello.
+          session: That of `challenge`.
+          source: Where it comes from, see `source_of`.
+          certificate_names: Names in the certificate of the other side; None without TLS.
 
         Raises:
           HelloRefusedError: If it is refused; holds the answer to send.
           ProtocolError: If that is no hello.
         """
-        hello = _parse(control_pb2.Hello, data)
-        if not hmac.compare_digest(hello.token, self._token):
-            raise HelloRefusedError("wrong cluster token", self._reply(control_pb2.BAD_TOKEN))
+        hello = self._authenticate(data, session, source)
+        try:
+            return self._judge(hello, session, certificate_names)
+        except HelloRefusedError as error:
+            error.reply = session.seal_reply(error.reply)
+            raise
+
+    def _authenticate(self, data: bytes, session: Session, source: str) -> control_pb2.Hello:
+        """The hello, if whoever sends it knows the token. Others are told nothing but that."""
+        if not self._guesses.take(source):
+            reply = control_pb2.HelloReply(refusal=control_pb2.TOO_MANY_GUESSES).SerializeToString()
+            raise HelloRefusedError("too many wrong cluster tokens came from there", seal_refusal(reply))
+        try:
+            body = session.open_hello(data)
+        except NotProvenError as error:
+            reply = control_pb2.HelloReply(refusal=control_pb2.BAD_TOKEN).SerializeToString()
+            raise HelloRefusedError(str(error), seal_refusal(reply)) from None
+        self._guesses.give_back(source)
+        return parse(control_pb2.Hello, body)
+
+    def _judge(self, hello: control_pb2.Hello, session: Session, certificate_names: frozenset[str] | None) -> Greeting:
         peer = self._peers.get(hello.sender)
         if peer is None or hello.lane > CONTROL_LANE:
             problem = f"impossible rank {hello.sender} or lane {hello.lane}"
             raise HelloRefusedError(problem, self._reply(control_pb2.BAD_RANK))
+        if certificate_names is not None and not names_host(certificate_names, peer.host):
+            names = ", ".join(sorted(certificate_names)) or "no host"
+            problem = f"it passes as {peer}, and has a certificate for {names}"
+            raise HelloRefusedError(problem, self._reply(control_pb2.BAD_CERTIFICATE))
         # What earlier strategies of the two processes disagree on is of no matter.
         if hello.receiver_incarnation not in ("", self._incarnation):
-            is_same = _process(hello.receiver_incarnation) == _process(self._incarnation)
+            is_same = process_of(hello.receiver_incarnation) == process_of(self._incarnation)
             problem = f"{peer} takes this {'strategy' if is_same else 'process'} for an earlier one"
             raise (OtherStrategyError if is_same else HelloRefusedError)(
                 problem, self._reply(control_pb2.OTHER_PROCESS)
             )
         if not hello.receiver_incarnation and peer.incarnation != hello.incarnation:
             self._check_generation(peer, hello)
+        if not self._secret and certificate_names is None:
+            self._check_plausible(peer, hello)
         self._check_identity(peer, {**hello.identity, _PROTOCOL_FIELD: str(hello.protocol_version)})
         if hello.receiver != self._rank:
             problem = f"{peer} takes this rank for rank {hello.receiver}"
@@ -220,7 +261,17 @@ class Handshake:
         except PeerLostError as error:
             raise HelloRefusedError(str(error), self._reply(control_pb2.RESTARTED)) from error
         self._join_generation(hello)
-        return Greeting(peer, hello.lane, hello.first_sequence)
+        return Greeting(peer, hello.lane, hello.first_sequence, session)
+
+    def _check_plausible(self, peer: Peer, hello: control_pb2.Hello) -> None:
+        """Raises HelloRefusedError where nothing shows that another process speaks for a peer that was met.
+
+        If it was really restarted, this rank's own connection to its address finds that out; then this one is let in.
+        """
+        if peer.failure is None and not peer.has_been(hello.incarnation):
+            self._on_doubt(peer)
+            problem = f"it passes as another process of {peer} than the one that was met"
+            raise HelloRefusedError(problem, self._reply(control_pb2.UNCONFIRMED))
 
     def _check_generation(self, peer: Peer, hello: control_pb2.Hello) -> None:
         """Raises OtherStrategyError if `peer` is in another strategy than this rank. They have not met in this one."""
@@ -228,13 +279,15 @@ class Handshake:
             problem = f"{peer} has shut a strategy down that this rank has not, and made another one"
             raise OtherStrategyError(problem, self._reply(control_pb2.TOO_EARLY))
         # A process that was started again has made fewer, and joins the others in theirs.
-        if self._lead_of(hello) < 0 and self._past.processes.get(peer.rank) in (None, _process(hello.incarnation)):
+        if self._lead_of(hello) < 0 and self._past.processes.get(peer.rank) in (None, process_of(hello.incarnation)):
             problem = f"{peer} has not shut a strategy down that this rank has"
             raise OtherStrategyError(problem, self._reply(control_pb2.TOO_LATE))
 
     def _is_later(self, peer: Peer, theirs: control_pb2.Hello | control_pb2.HelloReply) -> bool:
         """Whether the process of `peer` has made this transport after the one that belongs to this rank's."""
-        is_same_process = peer.incarnation is not None and _process(peer.incarnation) == _process(theirs.incarnation)
+        is_same_process = peer.incarnation is not None and process_of(peer.incarnation) == process_of(
+            theirs.incarnation
+        )
         return (is_same_process and peer.incarnation != theirs.incarnation) or self._lead_of(theirs) > 0
 
     def _meet(self, peer: Peer, incarnation: str) -> None:
@@ -246,7 +299,7 @@ class Handshake:
         with self._meeting:
             if not peer.is_incarnation(incarnation):
                 self._replace(peer, incarnation)
-            self._past.processes[peer.rank] = _process(incarnation)
+            self._past.processes[peer.rank] = process_of(incarnation)
 
     def _replace(self, peer: Peer, incarnation: str) -> None:
         if self._on_restart is None:
@@ -256,13 +309,15 @@ class Handshake:
         self._on_restart(peer)
         peer.introduce()
 
-    def accept(self, received_sequence: int) -> bytes:
+    def accept(self, greeting: Greeting, received_sequence: int) -> bytes:
         """The answer that accepts a hello; see `control.proto`."""
-        return self._reply(
-            control_pb2.ACCEPTED,
-            received_sequence=received_sequence,
-            socket_port=self.socket_port,
-            interface_addresses=self.interface_addresses,
+        return greeting.session.seal_reply(
+            self._reply(
+                control_pb2.ACCEPTED,
+                received_sequence=received_sequence,
+                socket_port=self.socket_port,
+                interface_addresses=self.interface_addresses,
+            )
         )
 
     def _check_identity(self, peer: Peer, theirs: Mapping[str, str]) -> None:
@@ -318,8 +373,12 @@ class OtherStrategyError(HelloRefusedError):
     """A hello was refused because one of the two ranks is not done with an earlier strategy, which is no mistake."""
 
 
-def _parse(message_type, data: bytes):
+def _open_reply(data: bytes, session: Session) -> control_pb2.HelloReply:
+    """The answer to a hello. Who does not know the token may refuse, and do nothing else."""
     try:
-        return message_type.FromString(data)
-    except (DecodeError, ValueError) as error:
-        raise ProtocolError(f"a malformed {message_type.DESCRIPTOR.name}: {error}.") from error
+        return parse(control_pb2.HelloReply, session.open_reply(data))
+    except NotProvenError as error:
+        reply = parse(control_pb2.HelloReply, error.body)
+        if reply.refusal not in _UNSIGNED:
+            raise RefusedError("it did not prove that it knows the cluster token") from None
+        return reply

@@ -12,6 +12,7 @@ from hop_tf.errors import HopError
 from hop_tf.transport.handshake import Handshake
 from hop_tf.transport.outbox import Outbox
 from hop_tf.transport.peer import Peer
+from hop_tf.transport.proof import Session
 
 _FIRST_BACKOFF_SECONDS = 0.02
 _MAX_BACKOFF_SECONDS = 0.5
@@ -97,12 +98,12 @@ class Link(abc.ABC):
             if self._closed.is_set():
                 end_stream()
 
-    def _hello(self) -> bytes:
-        return self._handshake.hello(self._peer, self._lane, self._outbox.first_sequence)
+    def _hello(self, challenge: bytes) -> tuple[bytes, Session]:
+        return self._handshake.hello(self._peer, self._lane, self._outbox.first_sequence, challenge)
 
-    def _accepted(self, reply: bytes) -> int:
+    def _accepted(self, reply: bytes, session: Session) -> int:
         """The answer to the greeting has come; returns the outbox's epoch. A `Peer.link_down` must follow."""
-        epoch = self._outbox.resume(self._handshake.check_reply(self._peer, reply))
+        epoch = self._outbox.resume(self._handshake.check_reply(self._peer, reply, session))
         self._peer.link_up()
         self._peer.reached(self._lane)
         self._backoff_seconds = _FIRST_BACKOFF_SECONDS

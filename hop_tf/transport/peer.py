@@ -52,6 +52,11 @@ class Peer:
         return f"rank {self.rank} at {self.address}"
 
     @property
+    def host(self) -> str:
+        """The name or IP address in `address`."""
+        return self.address.rpartition(":")[0].strip("[]")
+
+    @property
     def failure(self) -> Exception | None:
         """See `PeerStatus`."""
         return self._failure
@@ -105,6 +110,11 @@ class Peer:
             if self._incarnation is None:
                 self._incarnation = self._introduced = incarnation
             return self._incarnation == incarnation
+
+    def has_been(self, incarnation: str) -> bool:
+        """Whether that is the process that was met, or was before; True if none was met."""
+        with self._lock:
+            return self._incarnation in (None, incarnation) or incarnation in self._former_incarnations
 
     def replace(self, incarnation: str) -> bool:
         """Takes a new process for this peer; False if that one was itself replaced before. `introduce` follows."""

@@ -1,41 +1,82 @@
-"""Reports of a running rank, for whoever supervises the job: served on the rank's own address, and read-only."""
+"""Reports of a running rank, for whoever supervises the job: served on the rank's own address, and read-only.
+
+A reader proves that it knows the cluster token as a rank does that connects (`proof.py`), in a call of its own.
+"""
 
 from __future__ import annotations
 
-import hmac
 import json
-from collections.abc import Callable, Mapping
+import queue
+from collections.abc import Callable, Iterator, Mapping
 
 import grpc
+
+from hop_tf.errors import ProtocolError
+from hop_tf.transport.grpc_server import DaemonExecutor
+from hop_tf.transport.proof import NotProvenError, Secret, Session, new_challenge
+from hop_tf.transport.strangers import GuessLimit, Strangers, source_of
 
 REPORT_METHOD = "/hop_tf.Supervision/Report"
 
 
 class ReportHandler(grpc.GenericRpcHandler):
-    """Answers a request, whose bytes are the cluster token, with the rank's report as JSON.
+    """Answers those who know the cluster token with the rank's report as JSON.
 
     Args:
       rank: This rank.
-      token: The secret that all ranks share, or None.
+      secret: The token.
+      strangers: Those who have not proven yet that they know it.
+      guesses: Limits wrong proofs.
+      executor: Runs the thread of each call.
 
     Attributes:
       report: Returns the counters. None: there are none yet.
     """
 
-    def __init__(self, rank: int, token: str | None):
+    def __init__(
+        self, rank: int, secret: Secret, *, strangers: Strangers, guesses: GuessLimit, executor: DaemonExecutor
+    ):
         self._rank = rank
-        self._token = (token or "").encode()
+        self._secret = secret
+        self._strangers = strangers
+        self._guesses = guesses
+        self._executor = executor
         self.report: Callable[[], Mapping[str, object]] | None = None
-        self._rpc = grpc.unary_unary_rpc_method_handler(self._serve)
+        self._rpc = grpc.stream_stream_rpc_method_handler(self._serve)
 
     def service(self, handler_call_details):
-        return self._rpc if handler_call_details.method == REPORT_METHOD else None
+        """The call's handler; None, which takes no thread, where there are too many."""
+        if handler_call_details.method != REPORT_METHOD or not self._strangers.expect():
+            return None
+        if self._executor.try_reserve():
+            return self._rpc
+        self._strangers.expect_less()
+        return None
 
-    def _serve(self, request: bytes, context: grpc.ServicerContext) -> bytes:
-        if not hmac.compare_digest(request, self._token):
-            context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong cluster token")
+    def _serve(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        source = source_of(context.peer())
+        challenge = new_challenge()
+        session = Session(self._secret, challenge, encrypted=False)
+        stranger = self._strangers.enter(source, context.cancel)
+        try:
+            yield challenge
+            hello = next(requests, b"")
+        finally:
+            self._strangers.leave(stranger)
+        if stranger.problem:
+            context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, stranger.problem)
+        self._authenticate(hello, session, source, context)
         report = {} if self.report is None else self.report()
-        return json.dumps({"rank": self._rank, **report}, default=float).encode()
+        yield session.seal_reply(json.dumps({"rank": self._rank, **report}, default=float).encode())
+
+    def _authenticate(self, hello: bytes, session: Session, source: str, context: grpc.ServicerContext) -> None:
+        if not self._guesses.take(source):
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many wrong cluster tokens came from this host")
+        try:
+            session.open_hello(hello)
+        except (NotProvenError, ProtocolError):
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong cluster token")
+        self._guesses.give_back(source)
 
 
 class ReportReader:
@@ -49,22 +90,32 @@ class ReportReader:
 
     def __init__(self, address: str, token: str | None = None, credentials: grpc.ChannelCredentials | None = None):
         self.address = address
-        self._token = (token or "").encode()
+        self._secret = Secret(token)
         options = (("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1))
         if credentials is None:
             self._channel = grpc.insecure_channel(address, options)
         else:
             self._channel = grpc.secure_channel(address, credentials, options)
-        self._call = self._channel.unary_unary(REPORT_METHOD)
+        self._call = self._channel.stream_stream(REPORT_METHOD)
 
     def read(self, timeout_seconds: float) -> dict[str, object]:
         """The rank's report.
 
         Raises:
           grpc.RpcError: If the rank cannot be reached, or refuses.
-          ValueError: If the answer is no report.
+          ValueError: If the answer is no report, or comes from someone who does not know the token.
         """
-        report = json.loads(self._call(self._token, timeout=timeout_seconds))
+        requests = queue.SimpleQueue()
+        call = self._call(iter(requests.get, None), timeout=timeout_seconds)
+        try:
+            session = Session(self._secret, next(call, b""), encrypted=False)
+            requests.put(session.seal_hello(b""))
+            report = json.loads(session.open_reply(next(call, b"")))
+        except (NotProvenError, ProtocolError) as error:
+            raise ValueError(f"{self.address} answered with no report: {error}") from error
+        finally:
+            requests.put(None)
+            call.cancel()
         if not isinstance(report, dict):
             raise ValueError(f"{self.address} answered with no report.")
         return report

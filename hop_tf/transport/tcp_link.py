@@ -12,6 +12,7 @@ from hop_tf.errors import HopError, ProtocolError
 from hop_tf.transport.connection import Connection
 from hop_tf.transport.framing import FrameKind, encode
 from hop_tf.transport.grpc_link import GrpcLink
+from hop_tf.transport.proof import Session
 
 _CONNECT_TIMEOUT_SECONDS = 5.0
 # A peer that has accepted the connection answers at once, unless it is frozen.
@@ -118,7 +119,7 @@ class TcpLink(GrpcLink):
             made, self._made = self._made, None
             return made
 
-    def _accepted(self, reply: bytes) -> int:
+    def _accepted(self, reply: bytes, session: Session) -> int:
         # Now it is known that the peer is there, and only its sockets cannot be reached.
         if self._problem is not None and self._interface is None:
             logging.info("No socket to %s, %s. Lane %d goes over gRPC.", self._peer, self._problem, self._lane)
@@ -130,7 +131,7 @@ class TcpLink(GrpcLink):
                 self._problem,
                 self._lane,
             )
-        return super()._accepted(reply)
+        return super()._accepted(reply, session)
 
     def _target(self, port: int) -> tuple[str, int]:
         """Where the connection goes: to that port of the peer, or to its interface of this lane."""
@@ -147,16 +148,21 @@ class TcpLink(GrpcLink):
     def _use(self, connection: Connection) -> None:
         self._stream_begins(connection.end)
         connection.set_timeout(_GREETING_TIMEOUT_SECONDS)
-        connection.write(encode(FrameKind.HELLO, body=self._hello()))
-        reply = connection.read_frame()
-        if reply is None or reply.kind != FrameKind.HELLO_REPLY:
-            raise ProtocolError(f"{self._peer} did not answer a greeting.")
-        epoch = self._accepted(reply.header)
+        hello, session = self._hello(self._read_greeting(connection, FrameKind.CHALLENGE))
+        connection.write(encode(FrameKind.HELLO, body=hello))
+        epoch = self._accepted(self._read_greeting(connection, FrameKind.HELLO_REPLY), session)
         try:
+            connection.protect(sent=session.checksums("client"), received=session.checksums("server"))
             connection.set_timeout(None)
             self._exchange(connection, epoch)
         finally:
             self._peer.link_down()
+
+    def _read_greeting(self, connection: Connection, kind: FrameKind) -> bytes:
+        frame = connection.read_frame()
+        if frame is None or frame.kind != kind:
+            raise ProtocolError(f"{self._peer} did not greet.")
+        return frame.header
 
     def _exchange(self, connection: Connection, epoch: int) -> None:
         problems: list[Exception] = []

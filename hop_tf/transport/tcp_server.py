@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 import threading
 from collections.abc import Callable
@@ -18,10 +19,18 @@ from hop_tf.transport.grpc_server import DaemonExecutor
 from hop_tf.transport.handshake import CONTROL_LANE, Greeting, Handshake, HelloRefusedError
 from hop_tf.transport.inbox import Dispatcher, Inbox, make_message
 from hop_tf.transport.peer import Peer
+from hop_tf.transport.strangers import GREETING_SECONDS, Stranger, Strangers, source_of
 
-_HELLO_TIMEOUT_SECONDS = 10.0
-# Connections that have not said hello; each costs a thread.
-_MAX_STRANGERS = 64
+# What `accept` tells when it is short of something, or the network was before: it may go on soon.
+_PASSING_ERRORS = frozenset(
+    getattr(errno, name)
+    for name in (
+        *("EMFILE", "ENFILE", "ENOBUFS", "ENOMEM", "ECONNABORTED", "EINTR", "EAGAIN", "EPERM", "EPROTO", "ENOPROTOOPT"),
+        *("ENETDOWN", "EHOSTDOWN", "ENONET", "EHOSTUNREACH", "EOPNOTSUPP", "ENETUNREACH", "ETIMEDOUT"),
+    )
+)
+_ACCEPT_PAUSE_SECONDS = 0.1
+_LOG_PERIOD_SECONDS = 10
 
 
 class TcpServer:
@@ -30,6 +39,7 @@ class TcpServer:
     Args:
       host: Address to serve on; the operating system chooses the port.
       executor: Runs a thread for every connection.
+      strangers: Those who have not greeted yet.
       handshake: Judges greetings.
       dispatcher: Where messages go.
       pool: Where payloads are put.
@@ -42,6 +52,7 @@ class TcpServer:
         host: str,
         *,
         executor: DaemonExecutor,
+        strangers: Strangers,
         handshake: Handshake,
         dispatcher: Dispatcher,
         pool: BufferPool,
@@ -52,6 +63,7 @@ class TcpServer:
         self._socket = socket.create_server((host, 0), family=family)
         self.port = self._socket.getsockname()[1]
         self._executor = executor
+        self._strangers = strangers
         self._handshake = handshake
         self._dispatcher = dispatcher
         self._pool = pool
@@ -61,13 +73,14 @@ class TcpServer:
         self._closed = False
         self._connections: set[Connection] = set()
         self._lanes: dict[tuple[int, int], Connection] = {}
-        self._num_strangers = 0
+        self._ended = threading.Event()
         executor.submit(self._accept)
 
     def close(self) -> None:
         """Gives the port back and ends all connections."""
         with self._lock:
             self._closed = True
+            self._ended.set()
             connections = list(self._connections)
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # Ends `accept`; `close` alone does not.
@@ -77,12 +90,24 @@ class TcpServer:
 
     def _accept(self) -> None:
         try:
-            while True:
-                with contextlib.suppress(ConnectionAbortedError):
-                    self._welcome(*self._socket.accept())
+            while not self._closed:
+                try:
+                    accepted, address = self._socket.accept()
+                except OSError as error:
+                    if self._closed or error.errno not in _PASSING_ERRORS:
+                        raise
+                    self._pause(str(error))
+                else:
+                    self._welcome(accepted, address)
         except Exception as error:
             if not self._closed:
                 self._on_error(error)
+
+    def _pause(self, problem: str) -> None:
+        logging.log_every_n_seconds(
+            logging.WARNING, "Port %d accepts no connection for now: %s.", _LOG_PERIOD_SECONDS, self.port, problem
+        )
+        self._ended.wait(_ACCEPT_PAUSE_SECONDS)
 
     def _welcome(self, accepted: socket.socket, address: tuple) -> None:
         try:
@@ -90,19 +115,25 @@ class TcpServer:
         except OSError:  # It is broken already.
             accepted.close()
             return
-        with self._lock:
-            welcome = not self._closed and self._num_strangers < _MAX_STRANGERS
-            if welcome:
-                self._connections.add(connection)
-                self._num_strangers += 1
-        if welcome:
-            self._executor.submit(self._serve, connection, f"{address[0]}:{address[1]}")
-        else:
+        if not self._strangers.expect():
             connection.close()
+            return
+        if not self._executor.try_reserve():
+            self._strangers.expect_less()
+            connection.close()
+            self._pause("the system allows no more threads")
+            return
+        name = f"{address[0]}:{address[1]}"
+        stranger = self._strangers.enter(source_of(name), connection.end)
+        with self._lock:
+            self._connections.add(connection)
+        if self._closed:
+            connection.end()
+        self._executor.submit(self._serve, connection, stranger, name)
 
-    def _serve(self, connection: Connection, address: str) -> None:
+    def _serve(self, connection: Connection, stranger: Stranger, address: str) -> None:
         try:
-            greeting = self._greet(connection)
+            greeting = self._greet(connection, stranger)
             self._receive(connection, greeting)
         except HelloRefusedError as error:
             self._on_refused(address, error)
@@ -119,20 +150,25 @@ class TcpServer:
                 self._connections.discard(connection)
             connection.close()
 
-    def _greet(self, connection: Connection) -> Greeting:
+    def _greet(self, connection: Connection, stranger: Stranger) -> Greeting:
+        challenge, session = self._handshake.challenge()
         try:
-            connection.set_timeout(_HELLO_TIMEOUT_SECONDS)
+            connection.set_timeout(GREETING_SECONDS)
+            connection.write(encode(FrameKind.CHALLENGE, body=challenge))
             frame = connection.read_frame()
-            if frame is None:
-                raise ConnectionAbortedError("it was closed before a greeting")  # As by a rank that leaves just then.
-            if frame.kind != FrameKind.HELLO:
-                raise ProtocolError("a connection must begin with HELLO.")
-            greeting = self._handshake.check_hello(frame.header)
-        except TimeoutError as error:
-            raise ProtocolError("no hello came in time.") from error
+        except OSError as error:
+            if stranger.problem:
+                raise ProtocolError(stranger.problem) from error
+            raise
         finally:
-            with self._lock:
-                self._num_strangers -= 1
+            self._strangers.leave(stranger)
+        if stranger.problem:
+            raise ProtocolError(stranger.problem)
+        if frame is None:
+            raise ConnectionAbortedError("it was closed before a greeting")  # As by a rank that leaves just then.
+        if frame.kind != FrameKind.HELLO:
+            raise ProtocolError("a connection must begin with HELLO.")
+        greeting = self._handshake.check_hello(frame.header, session, stranger.source, None)
         if greeting.lane == CONTROL_LANE:
             raise ProtocolError(f"{greeting.peer} opened the control lane on a socket.")
         return greeting
@@ -143,7 +179,8 @@ class TcpServer:
         self._replace_earlier(connection, greeting)
         greeting.peer.link_up()
         try:
-            connection.write(encode(FrameKind.HELLO_REPLY, body=self._handshake.accept(received_sequence)))
+            connection.write(encode(FrameKind.HELLO_REPLY, body=self._handshake.accept(greeting, received_sequence)))
+            connection.protect(sent=greeting.session.checksums("server"), received=greeting.session.checksums("client"))
             connection.set_timeout(None)
             lane = _Lane(connection, greeting.peer, inbox, epoch, self._pool)
             while lane.take_message():
@@ -171,20 +208,17 @@ class _Lane:
 
     def take_message(self) -> bool:
         """Reads, delivers and acknowledges one message; False at the end of the stream."""
-        frame = self._connection.read_frame()
-        if frame is None:
+        received = self._connection.read_message(self._take_buffer, self._peer.heard)
+        if received is None:
             return False
-        self._peer.heard()
-        message = make_message(self._peer, frame, self._read_payload(frame.payload_bytes))
+        frame, payload = received
+        payload.flags.writeable = False
+        message = make_message(self._peer, frame, payload)
         if not self._inbox.accept(self._epoch, frame.sequence, message):
             return False
         if frame.ack_requested:
             self._connection.write(encode(FrameKind.ACKNOWLEDGE, sequence=frame.sequence))
         return True
 
-    def _read_payload(self, num_bytes: int) -> np.ndarray:
-        buffer = take_buffer(self._pool, num_bytes)
-        for _ in self._connection.read_payload(buffer):
-            self._peer.heard()
-        buffer.flags.writeable = False
-        return buffer
+    def _take_buffer(self, num_bytes: int) -> np.ndarray:
+        return take_buffer(self._pool, num_bytes)

@@ -43,6 +43,7 @@ class TcpTransport(GrpcTransport):
             server = TcpServer(
                 host,
                 executor=self._executor,
+                strangers=self._strangers,
                 handshake=self._handshake,
                 dispatcher=self._dispatcher,
                 pool=self._pool,

@@ -1,4 +1,4 @@
-// The C interface of hop_tf's kernels: quantile sketch, 8-bit blocks, 16-bit truncation.
+// The C interface of hop_tf's kernels: quantile sketch, 8-bit blocks, 16-bit truncation, hash of blocks.
 //
 // Plain memory in, plain memory out; no dependency but the C++ library. Arrays need no alignment. Inputs and outputs
 // must not overlap unless it says so. Functions may be called from any number of threads at once, and their results
@@ -94,6 +94,18 @@ HOP_TF_EXPORT HopTfStatus HopTfTruncate16Decode(const uint16_t* halves, int64_t 
 // accumulator[i] += the float32 that halves[i] is decoded to.
 HOP_TF_EXPORT HopTfStatus HopTfTruncate16Accumulate(const uint16_t* halves, int64_t num_values, float* accumulator,
                                                     int num_threads);
+
+// A hash of each block of 4096 bytes, for checksums of messages: NH (Black et al., "UMAC", 1999). With x the block's
+// 32-bit words (the lowest byte first), it is the sum, modulo 2^64, of (x[i] + key[i]) * (x[i + 8] + key[i + 8]) over
+// those i whose remainder modulo 16 is below 8; sums with the key are modulo 2^32. With a random key two different
+// blocks have the same digest with a probability of at most 2^-32. The digests must stay secret.
+//
+// data        num_blocks * 4096 bytes.
+// key         1024 random words.
+// digests     one for each block.
+#define HOP_TF_HASH_BLOCK_BYTES 4096
+HOP_TF_EXPORT HopTfStatus HopTfBlockHash(const uint8_t* data, int64_t num_blocks, const uint32_t* key,
+                                         uint64_t* digests);
 
 // How many threads `num_threads` = 0 means here.
 HOP_TF_EXPORT int HopTfNumCores(void);

@@ -6,12 +6,16 @@ from hypothesis import strategies as st
 from hop_tf.errors import ProtocolError
 from hop_tf.tensors.buffers import BufferPool
 from hop_tf.transport import framing
+from hop_tf.transport.checksum import CHECKSUM_BYTES, Checksums, NoChecksums
 from hop_tf.transport.framing import Assembler, FrameKind, Outgoing
+
+KEY = bytes(range(32))
 
 
 def encode(*, sequence=1, queue=b"queue", header=b"", payload=(), ack_requested=False):
     num_bytes = len(header) + sum(part.nbytes for part in payload)
-    return list(framing.encode_message(Outgoing(sequence, queue, header, payload, num_bytes, ack_requested)))
+    message = Outgoing(sequence, queue, header, payload, num_bytes, ack_requested)
+    return list(framing.encode_message(message, Checksums(KEY)))
 
 
 def head(**fields):
@@ -47,8 +51,8 @@ class FramingTest(absltest.TestCase):
         first, *chunks = encode(
             sequence=sequence, queue=queue, header=header, payload=payload, ack_requested=ack_requested
         )
-        frame = framing.decode(first)
-        assembler = Assembler(self.pool, frame)
+        assembler = Assembler(self.pool, first, Checksums(KEY))
+        frame = assembler.frame
         for chunk in chunks:
             self.assertFalse(assembler.complete)
             self.assertLessEqual(len(chunk), framing.CHUNK_BYTES)
@@ -66,7 +70,7 @@ class FramingTest(absltest.TestCase):
     @given(st.binary(max_size=100), st.booleans())
     def test_random_bytes_are_refused(self, data, with_magic):
         if with_magic:
-            data = b"hopT\x01" + data
+            data = b"hopT" + bytes([framing.PROTOCOL_VERSION]) + data
         try:
             frame = framing.decode(data)
         except ProtocolError:
@@ -94,7 +98,7 @@ class FramingTest(absltest.TestCase):
                 framing.decode(data)
 
     def test_chunks_that_do_not_fit_are_refused(self):
-        assembler = Assembler(self.pool, framing.decode(head(payload=10) + b"1234"))
+        assembler = Assembler(self.pool, head(payload=10) + b"1234", NoChecksums())
         for chunk in (b"", b"1234567"):
             with self.assertRaisesRegex(ProtocolError, "where 6 are missing"):
                 assembler.add(chunk)
@@ -107,7 +111,33 @@ class FramingTest(absltest.TestCase):
                 raise OSError("Cannot allocate memory")
 
         with self.assertRaisesRegex(ProtocolError, "no memory for a message of 10 bytes: Cannot allocate memory"):
-            Assembler(Exhausted(), framing.decode(head(payload=10)))
+            Assembler(Exhausted(), head(payload=10), NoChecksums())
+
+    @given(st.integers(0, 3 * framing.CHUNK_BYTES), st.data())
+    @settings(max_examples=30, deadline=None)
+    def test_a_message_that_was_changed_is_refused(self, size, data):
+        frames = encode(header=b"header", payload=[np.zeros(size, np.uint8)])
+        which = data.draw(st.integers(0, len(frames) - 1))
+        where = data.draw(st.integers(0, len(frames[which]) - 1))
+        changed = bytearray(frames[which])
+        changed[where] ^= 1 << data.draw(st.integers(0, 7))
+        frames[which] = bytes(changed)
+        with self.assertRaises(ProtocolError):
+            assembler = Assembler(self.pool, frames[0], Checksums(KEY))
+            for chunk in frames[1:]:
+                assembler.add(chunk)
+            self.assertFalse(assembler.complete)  # Its length was changed.
+            raise ProtocolError("more would have to come")
+
+    def test_the_checksum_may_fall_into_a_chunk_of_its_own(self):
+        start = len(encode()[0]) - CHECKSUM_BYTES
+        for missing in range(CHECKSUM_BYTES + 2):
+            first, *chunks = encode(payload=[np.ones(framing.CHUNK_BYTES - start - missing, np.uint8)])
+            assembler = Assembler(self.pool, first, Checksums(KEY))
+            for chunk in chunks:
+                assembler.add(chunk)
+            self.assertTrue(assembler.complete)
+            self.assertLen(chunks, int(missing < CHECKSUM_BYTES))
 
 
 if __name__ == "__main__":

@@ -11,8 +11,16 @@ import numpy as np
 from absl.testing import absltest
 
 from hop_tf.options import CommunicationOptions
-from hop_tf.testing.transports import DEADLINE_SECONDS, Collector, TransportTestMixin, split_address, wait_until
-from hop_tf.transport import GrpcTransport, control_pb2, framing, grpc_server
+from hop_tf.testing.transports import (
+    DEADLINE_SECONDS,
+    TransportTestMixin,
+    make_hello,
+    parse_reply,
+    split_address,
+    wait_until,
+)
+from hop_tf.transport import GrpcTransport, control_pb2, framing, grpc_server, strangers
+from hop_tf.transport.checksum import NoChecksums
 from hop_tf.transport.framing import FrameKind
 from hop_tf.transport.grpc_link import METHOD
 
@@ -68,7 +76,7 @@ class GarbageTest(TransportTestMixin, absltest.TestCase):
         self.assertTrue(first.status(1).connected)
 
     def test_garbage_instead_of_a_greeting(self):
-        first, second = self.start()
+        first, second = self.start(incarnation="known")
         self.check_works(second, first)
         bad_rank = {"sender": (2, 0, 2**32 - 1), "receiver": (1, 2**32 - 1), "lane": (17, 2**32 - 1)}
         greetings = [
@@ -76,20 +84,15 @@ class GarbageTest(TransportTestMixin, absltest.TestCase):
             b"garbage",
             framing.encode(FrameKind.PING),
             framing.encode(FrameKind.HELLO, body=b"\xff" * 20),
-            _message(),
-            *(
-                framing.encode(
-                    FrameKind.HELLO, body=_hello(**{"sender": 1, "receiver": 0, field: value}).SerializeToString()
-                )
-                for field, values in bad_rank.items()
-                for value in values
-            ),
+            b"".join(framing.encode_message(_message(), NoChecksums())),
+            *({field: value} for field, values in bad_rank.items() for value in values),
         ]
         for count, data in enumerate(greetings):
             with self.subTest(data=data), _stream(first) as (send, call):
-                send(data)
+                challenge = framing.decode(next(call)).header
+                send(data if isinstance(data, bytes) else make_hello(challenge, **data)[0])
                 with contextlib.suppress(grpc.RpcError):
-                    reply = control_pb2.HelloReply.FromString(framing.decode(next(call)).header)
+                    reply = parse_reply(framing.decode(next(call)).header)
                     self.assertEqual(reply.refusal, control_pb2.BAD_RANK)
                 with contextlib.suppress(grpc.RpcError):
                     self.assertEmpty(list(call))
@@ -100,10 +103,10 @@ class GarbageTest(TransportTestMixin, absltest.TestCase):
     def test_a_stranger_without_the_token_cannot_take_a_peers_place(self):
         first, second = self.start(options=CommunicationOptions(cluster_token="secret"))
         self.check_works(second, first)
-        with _stream(first) as (send, call):
-            send(framing.encode(FrameKind.HELLO, body=_hello(sender=1, receiver=0, token=b"guess").SerializeToString()))
-            reply = control_pb2.HelloReply.FromString(framing.decode(next(call)).header)
-            self.assertEqual(reply.refusal, control_pb2.BAD_TOKEN)
+        for token in (None, "guess"):
+            with _stream(first) as (send, call):
+                reply, _ = _greet(send, call, token)
+                self.assertEqual(reply, control_pb2.HelloReply(refusal=control_pb2.BAD_TOKEN))  # Nothing else.
         self.assertIsNone(first.status(1).failure)
         self.check_works(second, first)
 
@@ -111,26 +114,32 @@ class GarbageTest(TransportTestMixin, absltest.TestCase):
         first, second = self.start(incarnation="known")
         collector = self.register(first)
         self.check_works(second, first)
-        queue_not_utf8 = framing._HEAD.pack(b"hopT", 1, FrameKind.MESSAGE, 0, 1, 0, 0, 2) + b"\xff\xff"
-        long_payload = framing._HEAD.pack(b"hopT", 1, FrameKind.MESSAGE, 0, 1, 2**60, 0, 1) + b"q"
-        short_payload = framing._HEAD.pack(b"hopT", 1, FrameKind.MESSAGE, 0, 1, 5, 0, 1) + b"q"
+
+        def head(payload, queue):
+            return (
+                framing._HEAD.pack(b"hopT", framing.PROTOCOL_VERSION, FrameKind.MESSAGE, 0, 1, payload, 0, len(queue))
+                + queue
+            )
+
+        short_payload = head(5, b"q")
         cases = {
             "empty": [b""],
             "random": [b"garbage" * 10],
-            "a second hello": [framing.encode(FrameKind.HELLO)],
-            "a ping": [framing.encode(FrameKind.PING)],
-            "no queue": [framing._HEAD.pack(b"hopT", 1, FrameKind.MESSAGE, 0, 1, 0, 0, 0)],
-            "queue is not UTF-8": [queue_not_utf8],
-            "payload beyond its limit": [long_payload],
-            "chunk beyond the payload": [short_payload, b"123456"],
+            "a second hello": framing.encode(FrameKind.HELLO),
+            "a ping": framing.encode(FrameKind.PING),
+            "no queue": head(0, b""),
+            "queue is not UTF-8": head(0, b"\xff\xff"),
+            "payload beyond its limit": head(2**60, b"q"),
+            "chunk beyond the payload": [short_payload, b"12345678901234"],
             "empty chunk": [short_payload, b""],
-            "sequence number 2 before 1": [_message(sequence=2)],
+            "sequence number 2 before 1": framing.encode_start(_message(sequence=2)),
+            "wrong checksum": [framing.encode_start(_message()) + bytes(8)],
         }
         for count, (name, frames) in enumerate(cases.items()):
             with self.subTest(name), _stream(first) as (send, call):
-                send(framing.encode(FrameKind.HELLO, body=_hello(sender=1, receiver=0, lane=7).SerializeToString()))
-                self.assertEqual(framing.decode(next(call)).kind, FrameKind.HELLO_REPLY)
-                for frame in frames:
+                _, session = _greet(send, call, lane=7)
+                checksums = session.checksums("client")
+                for frame in [frames + checksums.of(frames)] if isinstance(frames, bytes) else frames:
                     send(frame)
                 with self.assertRaises(grpc.RpcError) as caught:
                     next(call)
@@ -143,40 +152,30 @@ class GarbageTest(TransportTestMixin, absltest.TestCase):
     def test_messages_on_the_control_lane_are_refused(self):
         (first, _) = self.start(incarnation="known")
         with _stream(first) as (send, call):
-            send(framing.encode(FrameKind.HELLO, body=_hello(sender=1, receiver=0, lane=16).SerializeToString()))
-            self.assertEqual(framing.decode(next(call)).kind, FrameKind.HELLO_REPLY)
-            send(_message())
+            _, session = _greet(send, call, lane=16)
+            send(b"".join(framing.encode_message(_message(), session.checksums("client"))))
             with self.assertRaises(grpc.RpcError):
                 next(call)
 
     def test_streams_that_say_nothing_are_closed(self):
         first, second = self.start()
-        with unittest.mock.patch.object(grpc_server, "_HELLO_TIMEOUT_SECONDS", 0.0), _stream(first) as (_, call):
-            errors = Collector()
-
-            def read():
-                try:
-                    next(call)
-                except grpc.RpcError as error:
-                    errors(error)
-
-            reader = threading.Thread(target=read)
-            reader.start()
-            wait_until(lambda: first._streams._strangers)
-            self.check_works(second, first)
-            errors.wait(1)
-            reader.join(DEADLINE_SECONDS)
-
-
-def _hello(**fields):
-    identity = {**TransportTestMixin.identity, "transport.protocol": str(framing.PROTOCOL_VERSION)}
-    fields = {"protocol_version": framing.PROTOCOL_VERSION, "incarnation": "known", "first_sequence": 1, **fields}
-    return control_pb2.Hello(identity=identity, **fields)
+        with unittest.mock.patch.object(strangers, "GREETING_SECONDS", 0.01), _stream(first) as (_, call):
+            self.assertEqual(framing.decode(next(call)).kind, FrameKind.CHALLENGE)
+            with self.assertRaises(grpc.RpcError):
+                next(call)
+        wait_until(lambda: first.counters()["connections_refused"] == 1)
+        self.check_works(second, first)
 
 
 def _message(sequence=1):
-    (frame,) = framing.encode_message(framing.Outgoing(sequence, b"queue", b"", [], 0))
-    return frame
+    return framing.Outgoing(sequence, b"queue", b"", [], 0)
+
+
+def _greet(send, call, token=None, **fields):
+    """Says hello; returns the answer and the session."""
+    hello, session = make_hello(framing.decode(next(call)).header, token, **fields)
+    send(hello)
+    return parse_reply(framing.decode(next(call)).header), session
 
 
 @contextlib.contextmanager

@@ -81,9 +81,9 @@ class RefusalTest(TransportTestMixin, absltest.TestCase):
         check_hello, streams_closed = refuser._handshake.check_hello, threading.Event()
         close_streams = refuser._streams.close
 
-        def check_and_close(data):
+        def check_and_close(*args):
             try:
-                return check_hello(data)
+                return check_hello(*args)
             finally:  # As where a strategy is shut down because of that.
                 closing = threading.Thread(target=refuser.close)
                 closing.start()

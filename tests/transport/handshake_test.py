@@ -14,8 +14,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from hop_tf.errors import MismatchError
 from hop_tf.options import CommunicationOptions
-from hop_tf.testing.transports import TransportTestMixin, wait_until
+from hop_tf.testing.transports import DEADLINE_SECONDS, TransportTestMixin, wait_until
 from hop_tf.transport import GrpcTransport, TcpTransport
+from hop_tf.transport.certificates import names_host
 
 
 class GreetingTest(TransportTestMixin, absltest.TestCase):
@@ -208,8 +209,8 @@ class TlsTest(TransportTestMixin, absltest.TestCase):
     def setUpClass(cls):
         super().setUpClass()
         folder = Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
-        cls.ours = _make_certificates(folder, "ours")
-        cls.others = _make_certificates(folder, "others")
+        cls.ours, cls.evil = _make_certificates(folder, "ours", ipaddress.ip_address("127.0.0.1"), "evil.example")
+        (cls.others,) = _make_certificates(folder, "others", ipaddress.ip_address("127.0.0.1"))
 
     def test_ranks_with_certificates_talk(self):
         first, second = self.start(options=CommunicationOptions(**self.ours, cluster_token="secret"))
@@ -234,6 +235,57 @@ class TlsTest(TransportTestMixin, absltest.TestCase):
                 self.check_works(first, second)
                 self.check_works(second, first)
 
+    def test_a_certificate_for_another_host_is_refused_and_the_others_go_on(self):
+        """Though the authority is the same: whoever has a certificate of it could pass as any rank."""
+        addresses = self.addresses(3)
+        ours = CommunicationOptions(**self.ours)
+        first, second = (self.start_at(rank, addresses[:2], options=ours) for rank in (0, 1))
+        self.check_works(second, first)
+        self.check_works(first, second)
+        with self.assertLogs("absl", "WARNING") as logs:
+            evil = self.start_at(1, (addresses[0], addresses[2]), options=CommunicationOptions(**self.evil))
+            evil.connect(0)
+            wait_until(lambda: "certificate does not name the host" in evil.status(0).last_problem)
+        self.assertRegex(logs.output[0], f"it passes as rank 1 at {addresses[1]}, and has a certificate for evil.examp")
+        self.assertIsNone(first.status(1).failure)
+        self.check_works(first, second)
+        self.check_works(second, first)
+
+    def test_certificates_that_are_renewed(self):
+        """New connections use them, and no rank has to start again."""
+        folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
+        renewed = {name: folder / name for name in self.ours}
+
+        def write(source):
+            for name, path in renewed.items():
+                new = path.with_suffix(".new")
+                new.write_bytes(source[name].read_bytes())
+                new.replace(path)
+
+        write(self.ours)
+        addresses = self.addresses(3)
+        first = self.start_at(0, addresses, options=CommunicationOptions(**renewed))
+        second = self.start_at(1, addresses, options=CommunicationOptions(**self.ours))
+        self.check_works(second, first)
+        renewed["tls_private_key"].write_text("half of a key")
+        first.send(1, "queue")  # Over a new connection, with what there was before.
+        self.assertTrue(first.flush(1, DEADLINE_SECONDS))
+        write(self.others)
+        third = self.start_at(2, addresses, options=CommunicationOptions(**self.others))
+        self.check_works(third, first)
+        self.check_works(first, third)
+
+
+class CertificateNamesTest(absltest.TestCase):
+    def test_names_host(self):
+        names = frozenset(["Rank-1.Example.org", "*.pods.example", "10.0.0.7", "2001:db8::7"])
+        for host in ("rank-1.example.org", "rank-1.example.org.", "a.pods.example", "10.0.0.7", "2001:0db8:0::7"):
+            self.assertTrue(names_host(names, host), host)
+        for host in ("example.org", "rank-2.example.org", "pods.example", "a.b.pods.example", "10.0.0.8", "localhost"):
+            self.assertFalse(names_host(names, host), host)
+        self.assertFalse(names_host(frozenset(), "10.0.0.7"))
+        self.assertFalse(names_host(frozenset(["*.0.0.7"]), "10.0.0.7"))
+
 
 class TcpGreetingTest(GreetingTest):
     member = TcpTransport
@@ -248,10 +300,10 @@ class TcpTlsTest(TlsTest):
         self.assertEqual(first._handshake.socket_port, 0)
 
 
-def _make_certificates(folder, name):
-    """An authority and a certificate for 127.0.0.1; returns `CommunicationOptions`' arguments."""
+def _make_certificates(folder, name, *hosts):
+    """An authority, and a certificate of it for each host; yields `CommunicationOptions`' arguments for each."""
     now = datetime.datetime.now(datetime.UTC)
-    authority_key, key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
+    authority_key = ec.generate_private_key(ec.SECP256R1())
     authority_name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, f"{name} authority")])
 
     def builder(subject, public_key):
@@ -270,21 +322,24 @@ def _make_certificates(folder, name):
         .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
         .sign(authority_key, hashes.SHA256())
     )
-    certificate = (
-        builder(x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)]), key.public_key())
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
-        .sign(authority_key, hashes.SHA256())
-    )
     pem = serialization.Encoding.PEM
-    contents = {
-        "tls_root_certificates": authority.public_bytes(pem),
-        "tls_certificate_chain": certificate.public_bytes(pem),
-        "tls_private_key": key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()),
-    }
-    paths = {option: folder / f"{name}_{option}.pem" for option in contents}
-    for option, content in contents.items():
-        paths[option].write_bytes(content)
-    return paths
+    for number, host in enumerate(hosts):
+        key = ec.generate_private_key(ec.SECP256R1())
+        alternative = x509.DNSName(host) if isinstance(host, str) else x509.IPAddress(host)
+        certificate = (
+            builder(x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)]), key.public_key())
+            .add_extension(x509.SubjectAlternativeName([alternative]), critical=False)
+            .sign(authority_key, hashes.SHA256())
+        )
+        contents = {
+            "tls_root_certificates": authority.public_bytes(pem),
+            "tls_certificate_chain": certificate.public_bytes(pem),
+            "tls_private_key": key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()),
+        }
+        paths = {option: folder / f"{name}_{number}_{option}.pem" for option in contents}
+        for option, content in contents.items():
+            paths[option].write_bytes(content)
+        yield paths
 
 
 if __name__ == "__main__":

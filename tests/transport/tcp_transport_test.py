@@ -11,8 +11,17 @@ from absl.testing import absltest
 
 from hop_tf.errors import HopError
 from hop_tf.options import CommunicationOptions
-from hop_tf.testing.transports import DEADLINE_SECONDS, Proxy, TransportTestMixin, split_address, wait_until
-from hop_tf.transport import GrpcTransport, TcpTransport, control_pb2, framing, tcp_link, tcp_server
+from hop_tf.testing.transports import (
+    DEADLINE_SECONDS,
+    Proxy,
+    TransportTestMixin,
+    make_hello,
+    parse_reply,
+    split_address,
+    wait_until,
+)
+from hop_tf.transport import GrpcTransport, TcpTransport, control_pb2, framing, strangers, tcp_link
+from hop_tf.transport.checksum import Checksums
 from hop_tf.transport.connection import SO_MAX_PACING_RATE, Connection
 from hop_tf.transport.framing import FrameKind
 from hop_tf.transport.tcp_link import TcpLink
@@ -27,16 +36,17 @@ class TcpTransportTest(TransportTestMixin, absltest.TestCase):
         self.addCleanup(end.close)
         return end
 
-    def hello(self, **fields):
-        identity = {**self.identity, "transport.protocol": str(framing.PROTOCOL_VERSION)}
-        fields = {"protocol_version": framing.PROTOCOL_VERSION, "incarnation": "known", "first_sequence": 1, **fields}
-        hello = control_pb2.Hello(identity=identity, sender=1, receiver=0, **fields)
-        return framing.encode(FrameKind.HELLO, body=hello.SerializeToString())
+    def greet(self, end, token=None, **fields):
+        """Says hello; returns the answer and the session."""
+        hello, session = make_hello(Connection(end).read_frame().header, token, **fields)
+        end.sendall(hello)
+        return parse_reply(Connection(end).read_frame().header), session
 
     def check_ends(self, end):
-        """Nothing comes from a connection any more."""
+        """Nothing comes from a connection any more but a challenge."""
         with contextlib.suppress(ConnectionError):
-            self.assertEmpty(end.recv(1))
+            while data := end.recv(1000):
+                self.assertEqual(framing.decode(data).kind, FrameKind.CHALLENGE)
 
     def test_messages_travel_over_the_socket(self):
         addresses = self.addresses(2)
@@ -109,6 +119,29 @@ class TcpTransportTest(TransportTestMixin, absltest.TestCase):
         Connection(end).limit_rate(1e6)
         self.assertEqual(end.setsockopt.call_args.args[1], SO_MAX_PACING_RATE)
 
+    def test_a_large_message_is_whole_where_the_system_takes_a_part(self):
+        """What the last call leaves over is sent, too, wherever it was cut."""
+        payload = np.arange(100_000, dtype=np.uint8)
+        message = framing.Outgoing(1, b"queue", b"header", [payload], payload.nbytes + 6)
+        start, sums = framing.encode_start(message), []
+        for num_taken in (1, payload.nbytes - 1, payload.nbytes, payload.nbytes + 3, payload.nbytes + 8):
+            sent = bytearray()
+
+            def sendmsg(pieces, sent=sent, num_taken=num_taken):
+                sent += b"".join(pieces)[:num_taken]
+                return num_taken
+
+            end = unittest.mock.Mock()
+            end.sendall.side_effect = lambda data, flags=0, sent=sent: sent.extend(data)
+            end.sendmsg.side_effect = sendmsg
+            connection = Connection(end)
+            connection.protect(sent=Checksums(bytes(32)), received=Checksums(bytes(32)))
+            connection.write_message(message)
+            self.assertEqual(sent[: len(start)], start)
+            self.assertEqual(sent[len(start) : -8], payload.tobytes())
+            sums.append(bytes(sent[-8:]))
+        self.assertLen(set(sums), 1)
+
     def test_talks_with_a_peer_without_sockets(self):
         addresses = self.addresses(2)
         first = TcpTransport(0, addresses, identity=self.identity)
@@ -176,9 +209,8 @@ class TcpTransportTest(TransportTestMixin, absltest.TestCase):
         first, second = self.start(options=CommunicationOptions(cluster_token="secret"))
         self.check_works(second, first)
         end = self.connect(first)
-        end.sendall(self.hello(token=b"guess"))
-        frame = Connection(end).read_frame()
-        self.assertEqual(control_pb2.HelloReply.FromString(frame.header).refusal, control_pb2.BAD_TOKEN)
+        reply, _ = self.greet(end, "guess")
+        self.assertEqual(reply, control_pb2.HelloReply(refusal=control_pb2.BAD_TOKEN))
         self.check_ends(end)
         self.assertEqual(first.counters()["connections_refused"], 1)
         self.assertIsNone(first.status(1).failure)
@@ -193,7 +225,6 @@ class TcpTransportTest(TransportTestMixin, absltest.TestCase):
                 np.random.default_rng(1).bytes(100_000),
                 framing.encode(FrameKind.PING),
                 framing.encode(FrameKind.HELLO, body=b"\xff" * 20),
-                self.hello(lane=16),
             )
         ):
             with self.subTest(data=data[:20]):
@@ -203,6 +234,14 @@ class TcpTransportTest(TransportTestMixin, absltest.TestCase):
                     end.shutdown(socket.SHUT_WR)
                 self.check_ends(end)
                 wait_until(lambda count=count: first.counters()["connections_refused"] == count + 1)
+        self.check_works(second, first)
+
+    def test_the_control_lane_is_refused(self):
+        first, second = self.start(incarnation="known")
+        end = self.connect(first)
+        end.sendall(make_hello(Connection(end).read_frame().header, lane=16)[0])
+        self.check_ends(end)
+        wait_until(lambda: first.counters()["connections_refused"] == 1)
         self.check_works(second, first)
 
     def test_garbage_on_a_lane(self):
@@ -221,13 +260,13 @@ class TcpTransportTest(TransportTestMixin, absltest.TestCase):
             "payload beyond its limit": head(payload=2**60) + b"q",
             "header beyond its limit": head(header=2**31) + b"q",
             "sequence number 2 before 1": head(sequence=2) + b"q",
+            "wrong checksum": head() + b"q" + bytes(8),
         }
         for count, (name, data) in enumerate(cases.items()):
             with self.subTest(name):
                 end = self.connect(first)
-                end.sendall(self.hello(lane=7))
-                self.assertEqual(Connection(end).read_frame().kind, FrameKind.HELLO_REPLY)
-                end.sendall(data)
+                _, session = self.greet(end, lane=7)
+                end.sendall(data + (b"" if name == "wrong checksum" else session.checksums("client").of(data)))
                 self.check_ends(end)
                 wait_until(lambda count=count: first.counters()["connections_refused"] == count + 1)
         self.assertEmpty(collector.messages)
@@ -244,7 +283,7 @@ class TcpTransportTest(TransportTestMixin, absltest.TestCase):
         self.check_works(second, first)
 
     def test_connections_that_say_nothing_are_closed(self):
-        with unittest.mock.patch.object(tcp_server, "_HELLO_TIMEOUT_SECONDS", 0.01):
+        with unittest.mock.patch.object(strangers, "GREETING_SECONDS", 0.01):
             first, second = self.start()
             self.check_ends(self.connect(first))
             wait_until(lambda: first.counters()["connections_refused"] == 1)
@@ -255,8 +294,7 @@ class TcpTransportTest(TransportTestMixin, absltest.TestCase):
         ends = []
         for _ in range(3):
             ends.append(self.connect(first))
-            ends[-1].sendall(self.hello(lane=7))
-            self.assertEqual(Connection(ends[-1]).read_frame().kind, FrameKind.HELLO_REPLY)
+            self.assertEqual(self.greet(ends[-1], lane=7)[0].refusal, control_pb2.ACCEPTED)
         for end in ends[:-1]:
             self.check_ends(end)
 

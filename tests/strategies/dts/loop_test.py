@@ -93,7 +93,7 @@ class LoopTest(tf.test.TestCase, parameterized.TestCase):
         self.assertGreater(np.abs(np.subtract(*velocities)).max(), 0.01)
 
     def test_ranks_that_have_made_fewer_steps(self):
-        """They wait for the others, and have no part in the windows that these make alone; their weights do not count."""
+        """They wait for the others, have no part in the windows that these make alone, and get their weights."""
 
         def run(strategy):
             loop = _Loop(strategy, momentum=0.0)

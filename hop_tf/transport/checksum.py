@@ -1,0 +1,115 @@
+"""`Checksums`: whether frames come from the other side of a connection, whole and in order.
+
+A checksum is a keyed BLAKE2b of 64 bits over the frame's number, its beginning, and its payload. BLAKE2b takes a second
+for each GB, so of the payload it gets a fast keyed hash of each full block (`BlockHash`), and what is left over. Who
+does not know the key guesses a frame's checksum with a probability of 2^-64, and changes the blocks of one that is sent
+without changing its checksum with one of 2^-32. Each attempt ends the connection, and its key with it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+from hop_tf.errors import ProtocolError
+from hop_tf.ops.hashing import BLOCK_BYTES, KEY_BYTES, BlockHash
+
+CHECKSUM_BYTES = 8
+
+
+class Checksums:
+    """Those of the frames that one side of a connection sends.
+
+    Args:
+      key: 32 bytes that both sides of the connection know, for this direction only.
+
+    Attributes:
+      num_bytes: Length of one.
+    """
+
+    num_bytes = CHECKSUM_BYTES
+
+    def __init__(self, key: bytes):
+        self._keyed = hashlib.blake2b(key=key, digest_size=CHECKSUM_BYTES)
+        self._blocks = BlockHash(hashlib.shake_128(key).digest(KEY_BYTES))
+        self._num_frames = 0
+
+    def begin(self, start: bytes) -> Checksum:
+        """That of the next frame, which begins with `start`; its payload is to be added."""
+        return Checksum(self._begin(start), self._blocks)
+
+    def of(self, frame: bytes) -> bytes:
+        """That of the next frame, which has no payload."""
+        return self._begin(frame).digest()
+
+    def _begin(self, start: bytes):
+        running = self._keyed.copy()
+        running.update(self._num_frames.to_bytes(8, "little") + start)
+        self._num_frames += 1
+        return running
+
+
+class Checksum:
+    """The checksum of one frame, while its payload goes by."""
+
+    def __init__(self, running, blocks: BlockHash):
+        self._running = running
+        self._blocks = blocks
+        self._rest = bytearray()
+
+    def add(self, data: np.ndarray) -> None:
+        """Adds bytes of the payload: a flat uint8 array."""
+        if self._rest:
+            missing = BLOCK_BYTES - len(self._rest)
+            self._rest += data[:missing].tobytes()
+            data = data[missing:]
+            if len(self._rest) < BLOCK_BYTES:
+                return
+            block, self._rest = self._rest, bytearray()
+            self._running.update(self._blocks.digests(np.frombuffer(block, np.uint8)))
+        num_full = data.size - data.size % BLOCK_BYTES
+        if num_full:
+            self._running.update(self._blocks.digests(data[:num_full]))
+        if num_full < data.size:
+            self._rest += data[num_full:].tobytes()
+
+    def value(self) -> bytes:
+        """The checksum. Nothing may be added any more."""
+        self._running.update(self._rest)
+        return self._running.digest()
+
+
+class NoChecksums:
+    """In the place of checksums where the connection has its own, as with TLS: they are empty.
+
+    Attributes:
+      num_bytes: See `Checksums`.
+    """
+
+    num_bytes = 0
+
+    def begin(self, start: bytes) -> NoChecksums:
+        """See `Checksums`."""
+        del start
+        return self
+
+    def of(self, frame: bytes) -> bytes:
+        """See `Checksums`."""
+        del frame
+        return b""
+
+    def add(self, data: np.ndarray) -> None:
+        """See `Checksum`."""
+
+    def value(self) -> bytes:
+        """See `Checksum`."""
+        return b""
+
+
+def check_equal(received: bytes, expected: bytes) -> None:
+    """Raises ProtocolError where a frame's checksum is wrong."""
+    if received != expected:
+        raise ProtocolError(
+            "a frame has a wrong checksum: it was changed or inserted on its way. The connection is made anew."
+        )
