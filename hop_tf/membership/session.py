@@ -256,6 +256,16 @@ class Membership(Waiting):
             self.notify(newcomer, LEAVE_QUEUE, leave.SerializeToString())
         self.notify(newcomer, _READY, ready.SerializeToString())
 
+    def tell_of_lost(self, rank: int) -> None:
+        """Tells a rank which ones this one takes for lost: it knows before it gets what is sent to it next on lane 0.
+
+        Does not block for long.
+        """
+        with self.monitor:
+            leaves = [self._departures.leave_of(*lost).SerializeToString() for lost in self._departures.lost().items()]
+        for leave in leaves:
+            self.notify(rank, LEAVE_QUEUE, leave)
+
     @property
     def present_incarnation(self) -> int:
         """This rank's incarnation as others know it."""
