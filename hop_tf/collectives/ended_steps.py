@@ -166,8 +166,10 @@ class EndedSteps:
         return self._membership.session, operation.step
 
     def close(self) -> None:
-        """Answers no more."""
+        """Answers no more, and forgets the means."""
         self._membership.transport.unregister(self._queue)
+        with self._membership.monitor:
+            self._ended = dataclasses.replace(self._ended, means=())
 
     # Messages.
 
