@@ -235,6 +235,11 @@ class AllReduce(abc.ABC):
     def _reduce(self, operation: Operation, vector: Vector, values: np.ndarray, result: np.ndarray) -> None:
         """Sends and receives chunks until `result` holds the mean."""
 
+    def settle(self, deadline: float) -> None:
+        """Waits until nobody can need what this rank has of its last step; see `EndedSteps.settle`."""
+        if self._ended_steps is not None:
+            self._ended_steps.settle(deadline)
+
     def close(self) -> None:
         """Takes no more messages."""
         self._mailbox.close()

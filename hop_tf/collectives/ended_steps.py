@@ -14,7 +14,8 @@ takes what all have to send in it, also the one that asks, which sends nothing o
 
 Hence all ranks that go on have the same means of a step. Each contribution is in them once, or, that of a lost rank,
 perhaps not at all. The last step's means are enough to answer: nobody ends the next step before all that are left have
-ended this one. They are kept when the next session has begun, too: a rank that has ended early may be asked then.
+ended this one. They are kept when the next session has begun, too: a rank that has ended early may be asked then. And
+no process ends before the others have ended its last step (`settle`).
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ from hop_tf.transport.base import BULK_LANE, Message
 # What it is, session, step, and a number: that of the question, or of means, that of their ranks.
 _HEADER = struct.Struct("<BqqI")
 _Place = tuple[int, int]  # Session, step.
+# How often a rank that is about to end asks whether the others have ended the step.
+_PERIOD_SECONDS = 0.25
 
 
 class _Kind(enum.IntEnum):
@@ -52,6 +55,7 @@ class _Ended:
     """A step that this rank has ended: where, with which ranks, and its means, which nobody writes to."""
 
     place: _Place
+    ranks: Sequence[int]
     digest: int
     means: Sequence[np.ndarray]
 
@@ -69,9 +73,9 @@ class EndedSteps:
         self._membership = membership
         self._pool = pool
         self._queue = f"ended_steps/{name}"
-        self._ended = _Ended((0, -1), 0, ())
+        self._ended = _Ended((0, -1), (), 0, ())
         # What this rank asks about, in which attempt; the number of its latest question, and who has answered what.
-        self._asked: tuple[_Place, int] | None = None
+        self._asked: Operation | None = None
         self._number = 0
         self._answers: dict[int, bool] = {}
         membership.transport.register(self._queue, self._on_message)
@@ -89,7 +93,7 @@ class EndedSteps:
         copies = [self._copy(mean) for mean in means] if len(operation.ranks) > 1 else []  # Alone, nobody asks.
         with self._membership.monitor:
             operation.check_ranks()
-            self._ended = _Ended(self._place_of(operation), operation.digest, copies)
+            self._ended = _Ended(self._place_of(operation), operation.ranks, operation.digest, copies)
 
     def _copy(self, mean: np.ndarray) -> np.ndarray:
         copy = self._pool.take(mean.nbytes).view(mean.dtype)
@@ -133,13 +137,18 @@ class EndedSteps:
         rank = self._membership.rank
         with self._membership.monitor:
             others = sorted(set(operation.present()) - {rank}, key=lambda other: (other < rank, other))
-            self._asked = place, operation.digest
-            self._number += 1
-            self._answers.clear()
+            self._asked = operation
         for other in others:
             self._membership.tell_of_lost(other)  # It knows when it answers: that comes on the same lane.
-            self._membership.notify(other, self._queue, _HEADER.pack(_Kind.QUESTION, *place, self._number))
+        self._send_question(place, others)
         return others
+
+    def _send_question(self, place: _Place, ranks: Sequence[int]) -> None:
+        with self._membership.monitor:
+            self._number += 1
+            self._answers.clear()
+        for rank in ranks:
+            self._membership.notify(rank, self._queue, _HEADER.pack(_Kind.QUESTION, *place, self._number))
 
     def _unanswered(self, others: Sequence[int]) -> list[int]:
         """Whose answer is awaited: nobody's once one has ended the step."""
@@ -164,6 +173,29 @@ class EndedSteps:
 
     def _place_of(self, operation: Operation) -> _Place:
         return self._membership.session, operation.step
+
+    def settle(self, deadline: float) -> None:
+        """Waits until all that are left have ended the last step that this rank has: they may need its means for that.
+
+        Args:
+          deadline: On the monitor's clock. It waits no longer.
+
+        Blocks: while others are in that step, which has all that this rank was to send; so until they have noticed that
+          another one is lost.
+        """
+        membership, ended = self._membership, self._ended
+
+        def awaited() -> list[int]:
+            if membership.failure is not None or membership.session != ended.place[0]:
+                return []
+            others = [rank for rank in ended.ranks if rank != membership.rank and membership.departure(rank) is None]
+            return [rank for rank in others if membership.listens(rank) and not self._answers.get(rank)]
+
+        with membership.monitor:
+            self._answers.clear()
+        while (others := awaited()) and membership.monitor.now() < deadline:
+            self._send_question(ended.place, others)
+            membership.wait_until(lambda: not awaited(), _PERIOD_SECONDS)
 
     def close(self) -> None:
         """Answers no more, and forgets the means."""
@@ -191,12 +223,10 @@ class EndedSteps:
         """Answers, without the monitor where there may be no room for means."""
         with self._membership.monitor:
             ended = self._ended
-        if ended.place > place:
-            return  # The others have gone on without the one that asks, which will hear of that.
         if kind == _Kind.QUESTION:
-            answer = _Kind.ENDED if ended.place == place else _Kind.NOT_ENDED
+            answer = _Kind.ENDED if ended.place >= place else _Kind.NOT_ENDED
             self._membership.notify(asker, self._queue, _HEADER.pack(answer, *place, number))
-        else:
+        elif ended.place == place:  # Else the others have gone on without the one that asks, which will hear of that.
             header = _HEADER.pack(_Kind.MEANS, *place, ended.digest)
             self._membership.send(
                 asker, self._queue, header, ended.means, BULK_LANE, step=place[1], interruptible=False
@@ -205,12 +235,13 @@ class EndedSteps:
     def _on_means(self, message: Message, place: _Place, digest: int) -> None:
         """Ends the step that this rank asks about, unless the sender was lost."""
         departure = self._membership.departure(message.sender)
-        if self._asked is None or self._asked[0] != place or (departure is not None and departure.lost):
+        asked = self._asked
+        if asked is None or self._place_of(asked) != place or (departure is not None and departure.lost):
             return
-        if self._asked[1] != digest:
+        if asked.digest != digest:
             raise ProtocolError(
                 f"rank {self._membership.rank}: rank {message.sender} has ended step {place[1]} with other ranks than "
                 "those that this rank has sent its part to."
             )
         self._asked = None
-        self._ended = _Ended(place, digest, [message.payload])
+        self._ended = _Ended(place, asked.ranks, digest, [message.payload])

@@ -21,6 +21,7 @@ _GROUP = "group"
 _NUM_RANKS = 4
 _NUM_STEPS = 3
 _DETECTION_SECONDS = 0.002
+_LIMIT_SECONDS = 100.0
 _KINDS = {
     "mesh": ("mesh", codecs.Identity()),
     "ring": ("ring", codecs.Identity()),
@@ -100,6 +101,13 @@ class Job:
         except HopError as error:
             self.errors[rank] = error
         membership.leave(sent_rounds={_GROUP: sent}, reason="")
+        # Its process ends, as of a script that does nothing more.
+        reduction.settle(_LIMIT_SECONDS)
+        membership.flush(_LIMIT_SECONDS)
+        membership.leave(sent_rounds={}, reason="its process ended", final=True)
+        membership.flush(_LIMIT_SECONDS)
+        reduction.close()
+        self.cluster.close(rank)
 
     # What goes wrong.
 
@@ -112,8 +120,9 @@ class Job:
             self.dead.add(rank)
 
     def interrupt(self, rank):
-        self.interrupted.add(rank)
-        self.cluster.memberships[rank].interrupt()
+        if not self.cluster.memberships[rank].has_left:
+            self.interrupted.add(rank)
+            self.cluster.memberships[rank].interrupt()
 
     # What came of it.
 
