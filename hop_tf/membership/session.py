@@ -362,6 +362,9 @@ class Membership(Waiting):
         leave = parse(membership_pb2.Leave, message)
         if not 0 <= leave.rank < self.world_size:
             raise ProtocolError(f"rank {message.sender} announced that rank {leave.rank} leaves: no such rank.")
+        end = self._departures.end_of(message.sender)
+        if leave.lost and end is not None and end.lost:
+            return  # Who was frozen, and goes on, has heard nothing of others for as long as they of it.
         if leave.rank == self.rank and leave.lost:
             if self._begun_session and leave.incarnation == self.incarnation:  # Else it is about an earlier process.
                 self.is_given_up = True
