@@ -18,7 +18,8 @@ promised: an empty message tells the others.
 
 When a rank leaves, the others agree on the first step that it has no part in (`Membership.delivers`), and begin that
 one again without it where they had begun. A rank that has sent a mean, or a sparse vector, ends the step before it
-leaves, for others may have what they need; before that, nobody can.
+leaves, for others may have what they need; before that, nobody can. When a rank is lost, which no step is ended before,
+the others find out whether one of them has ended it with that rank: see `hop_tf.collectives.ended_steps`.
 
 References:
   Thakur, Rabenseifner, Gropp. Optimization of Collective Communication Operations in MPICH. IJHPCA 2005.
@@ -36,6 +37,7 @@ from typing import ClassVar
 import numpy as np
 
 from hop_tf.codecs import Codec, Sparse
+from hop_tf.collectives.ended_steps import EndedSteps
 from hop_tf.collectives.operation import Mailbox, Operation, RanksChanged
 from hop_tf.collectives.vectors import SparseVector, Vector, make_vector
 from hop_tf.errors import ProtocolError
@@ -65,6 +67,8 @@ class AllReduce(abc.ABC):
       pool: Where large arrays come from.
       chunk_values: Values of a chunk; equal on all ranks.
       lane: What messages travel on whose way no network tells. Default None: as for `Transport.send`.
+      recovers: Whether the others go on, with equal means, when a rank is lost within a step, where `membership` does.
+        A copy of the last means is kept for that. Default False: those that lack what it was to send raise.
     """
 
     passes_sums: ClassVar[bool] = True
@@ -80,12 +84,14 @@ class AllReduce(abc.ABC):
         pool: BufferPool,
         chunk_values: int = CHUNK_VALUES,
         lane: int | None = None,
+        recovers: bool = False,
     ):
         self._membership = membership
         self._name = name
         self._pool = pool
         self._lane = lane
         self._mailbox = Mailbox(membership, f"all_reduce/{name}")
+        self._ended_steps = EndedSteps(membership, name, pool) if recovers else None
         self._vectors = [
             make_vector(size, np.dtype(dtype), codec, chunk_values, pool, self.passes_sums)
             for size, dtype, codec in zip(sizes, dtypes, codecs, strict=True)
@@ -148,13 +154,18 @@ class AllReduce(abc.ABC):
                 is_committed=is_committed,
                 training_step=training_step,
                 is_first=attempt == 0,
+                recovers=self._ended_steps is not None,
                 lane=self._lane,
             )
             try:
                 means = [self._mean(operation, index, values, codec_step) for index, values in enumerate(vectors)]
+                if self._ended_steps is not None:
+                    self._ended_steps.end(operation, means)
             except RanksChanged:
                 is_committed = operation.is_committed  # For those that may have the mean of an earlier attempt.
-                continue
+                means = self._recovered(operation, vectors)
+                if means is None:
+                    continue
             except ValueError as error:
                 raise ProtocolError(
                     f"rank {self._membership.rank}: in step {training_step} a part of the mean {self._name!r} could "
@@ -165,6 +176,24 @@ class AllReduce(abc.ABC):
             with self._membership.monitor:
                 self._mailbox.forget(step)
             return means
+
+    def _recovered(self, operation: Operation, vectors: Sequence[np.ndarray]) -> list[np.ndarray] | None:
+        """The means of an attempt that has failed here, if another rank has them; they are this rank's to write to."""
+        # Before a rank has committed nobody has a mean with it, and where none was lost nobody lacks what others have.
+        if self._ended_steps is None or not operation.is_committed or not operation.is_broken_by_loss():
+            return None
+        data = self._ended_steps.find(operation)
+        if data is None:
+            return None
+        if data.nbytes != sum(values.nbytes for values in vectors):
+            raise ProtocolError(f"{data.nbytes} bytes came where the means {self._name!r} were expected.")
+        means = []
+        for values in vectors:
+            mean = self._pool.take(values.nbytes)
+            np.copyto(mean, data[: values.nbytes])
+            means.append(mean.view(values.dtype))
+            data = data[values.nbytes :]
+        return means
 
     def _mean(self, operation: Operation, index: int, values: np.ndarray, codec_step: int) -> np.ndarray:
         vector = self._vectors[index]
@@ -206,9 +235,16 @@ class AllReduce(abc.ABC):
     def _reduce(self, operation: Operation, vector: Vector, values: np.ndarray, result: np.ndarray) -> None:
         """Sends and receives chunks until `result` holds the mean."""
 
+    def settle(self, deadline: float) -> None:
+        """Waits until nobody can need what this rank has of its last step; see `EndedSteps.settle`."""
+        if self._ended_steps is not None:
+            self._ended_steps.settle(deadline)
+
     def close(self) -> None:
         """Takes no more messages."""
         self._mailbox.close()
+        if self._ended_steps is not None:
+            self._ended_steps.close()
 
 
 class MeshAllReduce(AllReduce):

@@ -19,7 +19,7 @@ _Key = tuple[int, int, int, int]  # Sender, vector, turn, chunk.
 
 
 class RanksChanged(Exception):
-    """A rank that was to take part has left."""
+    """A rank that was to take part has left, or was lost."""
 
 
 class Operation:
@@ -29,6 +29,8 @@ class Operation:
       ranks: The ranks, in order.
       index: This rank's place in `ranks`.
       step: Number of the step.
+      training_step: What errors call it.
+      digest: A number that stands for the ranks.
       vector: Number of the vector that is at work.
       is_committed: Whether others may have a mean of the step.
 
@@ -47,6 +49,7 @@ class Operation:
         is_committed: bool,
         training_step: int,
         is_first: bool,
+        recovers: bool = False,
         lane: int | None = None,
     ):
         self._membership = membership
@@ -54,18 +57,21 @@ class Operation:
         self.step = step
         self._delivers = delivers
         self._before_commit = before_commit
-        self._training_step = training_step
+        self.training_step = training_step
         self._lane = lane
         membership.check()  # Who is alone waits for nobody, and would not hear that the job has ended.
         with membership.monitor:
-            self.ranks = self._present()
-            self._ended = self._may_end_without_this(is_first)
+            self.ranks = self.present()
+            # Who recovers begins an attempt when it knows that nobody has ended another one.
+            self._ended = [] if recovers else self._may_end_without_this(is_first)
         self.index = self.ranks.index(membership.rank)
-        self._attempt = (step, zlib.crc32(np.array(self.ranks, np.int32).tobytes()))
+        self.digest = zlib.crc32(np.array(self.ranks, np.int32).tobytes())
+        self._attempt = (step, self.digest)
         self.vector = 0
         self.is_committed = is_committed
 
-    def _present(self) -> list[int]:
+    def present(self) -> list[int]:
+        """The ranks that take part as far as this rank knows now. Called with the monitor held, as is `check_ranks`."""
         rank = self._membership.rank
         return [r for r in range(self._membership.world_size) if r == rank or self._delivers(r, self.step)]
 
@@ -97,7 +103,7 @@ class Operation:
             header,
             [data],
             self._lane if lane is None else lane,
-            step=self._training_step,
+            step=self.training_step,
             interruptible=not self.is_committed,
         )
 
@@ -130,7 +136,7 @@ class Operation:
 
     def _wait(self, missing: Callable[[], list[int]]) -> None:
         def awaited() -> list[int]:
-            if self._present() != self.ranks:
+            if self.present() != self.ranks:
                 return []
             ranks = missing()
             self._check_ended(ranks)
@@ -139,7 +145,7 @@ class Operation:
         self._membership.wait(
             awaited,
             operation="receive a part of the mean",
-            step=self._training_step,
+            step=self.training_step,
             interruptible=not self.is_committed,
         )
 
@@ -148,14 +154,23 @@ class Operation:
         for rank in awaited:
             if rank in self._ended and self._membership.departure(rank) is not None:
                 raise PeerLostError(
-                    f"rank {self._membership.rank}: rank {rank} has ended step {self._training_step} without this one, "
+                    f"rank {self._membership.rank}: rank {rank} has ended step {self.training_step} without this one, "
                     "which had not joined by then, or lacks what a rank that was lost has sent to others."
                 )
 
-    def _still_there(self, keys: Collection[_Key]) -> Collection[_Key]:
-        """The same keys; raises if a rank that was to take part has left."""
-        if self._present() != self.ranks:
+    def check_ranks(self) -> None:
+        """Raises RanksChanged if a rank that was to take part has left, or was lost."""
+        if self.present() != self.ranks:
             raise RanksChanged
+
+    def is_broken_by_loss(self) -> bool:
+        """Whether a rank that was to take part was lost."""
+        departures = [self._membership.departure(rank) for rank in self.ranks]
+        return any(departure is not None and departure.lost for departure in departures)
+
+    def _still_there(self, keys: Collection[_Key]) -> Collection[_Key]:
+        """The same keys; raises as `check_ranks` does."""
+        self.check_ranks()
         return keys
 
 

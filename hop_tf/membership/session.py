@@ -266,6 +266,16 @@ class Membership(Waiting):
             self.notify(newcomer, LEAVE_QUEUE, leave.SerializeToString())
         self.notify(newcomer, _READY, ready.SerializeToString())
 
+    def tell_of_lost(self, rank: int) -> None:
+        """Tells a rank which ones this one takes for lost: it knows before it gets what is sent to it next on lane 0.
+
+        Does not block for long.
+        """
+        with self.monitor:
+            leaves = [self._departures.leave_of(*lost).SerializeToString() for lost in self._departures.lost().items()]
+        for leave in leaves:
+            self.notify(rank, LEAVE_QUEUE, leave)
+
     @property
     def present_incarnation(self) -> int:
         """This rank's incarnation as others know it."""
@@ -362,6 +372,9 @@ class Membership(Waiting):
         leave = parse(membership_pb2.Leave, message)
         if not 0 <= leave.rank < self.world_size:
             raise ProtocolError(f"rank {message.sender} announced that rank {leave.rank} leaves: no such rank.")
+        end = self._departures.end_of(message.sender)
+        if leave.lost and end is not None and end.lost:
+            return  # Who was frozen, and goes on, has heard nothing of others for as long as they of it.
         if leave.rank == self.rank and leave.lost:
             if self._begun_session and leave.incarnation == self.incarnation:  # Else it is about an earlier process.
                 self.is_given_up = True

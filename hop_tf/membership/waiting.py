@@ -350,10 +350,11 @@ class Waiting(abc.ABC):
     def flush(self, deadline: float) -> None:
         """Gives what was sent time to arrive where somebody still listens; until `deadline`, on the monitor's clock."""
         for peer in (*self.peers, *self.servers):
-            while self._listens(peer) and self.monitor.now() < deadline:
+            while self.listens(peer) and self.monitor.now() < deadline:
                 if self.transport.flush(peer, _FLUSH_PERIOD_SECONDS):
                     break
 
-    def _listens(self, peer: int) -> bool:
+    def listens(self, peer: int) -> bool:
+        """Whether a peer is connected, and was heard of lately."""
         status = self.transport.status(peer)
         return status.connected and not status.was_silent_for(self._options.timeout_seconds)

@@ -101,6 +101,10 @@ class AveragingExchange(Exchange):
             "codec_seconds": sum(reduction.codec_seconds for reduction in self._reductions),
         }
 
+    def settle(self, deadline: float) -> None:
+        for reduction in self._reductions:
+            reduction.settle(deadline)
+
     def close(self) -> None:
         for reduction in self._reductions:
             reduction.close()

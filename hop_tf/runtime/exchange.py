@@ -126,6 +126,13 @@ class Exchange(abc.ABC):
         """What it shows of this moment: the largest of the groups that are."""
         return {}
 
+    def settle(self, deadline: float) -> None:
+        """Waits until nobody can need what this rank has, whose process is about to end. Default: nobody can.
+
+        Args:
+          deadline: On the monitor's clock. It waits no longer.
+        """
+
     def close(self) -> None:
         """Stops taking messages."""
 

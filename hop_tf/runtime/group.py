@@ -66,7 +66,9 @@ class ExchangeContext:
         """What these are when the group's first step is about to change them."""
         return [*(variable.read_value() for variable in self.trained), *self.carried.known()]
 
-    def make_all_reduce(self, name: str, packing: Packing, codec: Codec, algorithm: str) -> AllReduce:
+    def make_all_reduce(
+        self, name: str, packing: Packing, codec: Codec, algorithm: str, *, recovers: bool | None = None
+    ) -> AllReduce:
         """Makes an all-reduce of buckets. Those that are exact, and those of float64, do not pass through `codec`.
 
         Args:
@@ -74,6 +76,7 @@ class ExchangeContext:
           packing: The buckets.
           codec: What float32, bfloat16 and float16 are encoded with.
           algorithm: As for `hop_tf.collectives.get_algorithm`.
+          recovers: As of `AllReduce`. Default: where ranks go on without a lost one.
         """
         dtypes = [dtype.as_numpy_dtype for dtype in packing.dtypes]
         takes_codec = [
@@ -87,6 +90,7 @@ class ExchangeContext:
             dtypes=dtypes,
             codecs=[codec if takes else Identity(dtype=d) for takes, d in zip(takes_codec, dtypes, strict=True)],
             pool=self.pool,
+            recovers=self.membership.continue_without_lost if recovers is None else recovers,
         )
 
 

@@ -116,10 +116,19 @@ class Joining:
 
         Returns:
           The exchange.
+
+        Raises:
+          PeerLostError: If this process was started again, and the scheme lets nobody join.
         """
         with self._monitor:  # Of newcomers it must hear before it takes a message of theirs.
             exchange = make_exchange()
             if not isinstance(exchange, Joiner):
+                if self._membership.joining:
+                    exchange.close()
+                    raise PeerLostError(
+                        f"rank {self._membership.rank} was started again, and cannot join: the others train on without "
+                        "it, and under their strategy nobody takes part again. Start all ranks again to train with it."
+                    )
                 return exchange
             self._exchanges[group] = exchange
             joins = [join for join in self._joins.values() if group in join.first_steps and self._is_present(join)]

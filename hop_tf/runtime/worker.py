@@ -258,6 +258,8 @@ class Worker:
         try:
             self.end_session(self.membership.failure or error)
             deadline = self.membership.monitor.now() + self._options.progress_timeout_seconds
+            for group in self._groups:
+                group.exchange.settle(deadline)
             # Whoever hears the farewell has all that was sent before, on whatever lane.
             self.membership.flush(deadline)
             self.membership.leave(sent_rounds={}, reason=reason, final=True)

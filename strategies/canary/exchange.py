@@ -111,7 +111,8 @@ class CanaryExchange(Exchange, Joiner):
         window = settings.max_in_flight + depth - 1
         self._flow_control = FlowControl(membership, self._peers, self._contributions, self._threads, window)
         self._ending = Ending(membership, self._peers, self._contributions, self._channel, self._flow_control)
-        self._final = context.make_all_reduce("final", whole, Identity(), "mesh")
+        # Ranks join meanwhile: which of them take part is agreed on before.
+        self._final = context.make_all_reduce("final", whole, Identity(), "mesh", recovers=False)
         self._num_dropped = self._num_late = 0
         with tf.init_scope(), tf.device("/cpu:0"):
             self.start_step = tf.Variable(0, dtype=tf.int64, trainable=False, name="hop_tf_start_step")

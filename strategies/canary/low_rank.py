@@ -114,6 +114,11 @@ class LowRankMean:
                 self._basis[number] = factors[number]
         return result
 
+    def settle(self, deadline: float) -> None:
+        """As `AllReduce.settle`."""
+        for reduction in self._reductions:
+            reduction.settle(deadline)
+
     def close(self) -> None:
         """Takes no more messages."""
         for reduction in self._reductions:

@@ -60,10 +60,6 @@ class CanarySettings:
                 "`min_colayers` must be None or 0 with consistency='async', which drops nothing. "
                 f"Received: min_colayers={self.min_colayers}."
             )
-        if self.on_peer_loss == "continue" and self.is_synchronous:
-            raise ValueError(
-                "`on_peer_loss` must be 'raise' or None with consistency='bsp'. Received: on_peer_loss='continue'."
-            )
         if self.low_rank is not None and not self.is_synchronous:
             raise ValueError(
                 "`low_rank` needs consistency='bsp': ranks find the factors of their mean gradient together. "

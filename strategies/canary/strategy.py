@@ -116,6 +116,9 @@ class CanaryStrategy(ExchangeStrategy):
         the same script is started again as that rank, its first `fit` passes over the steps that it has missed, takes
         weights and optimizer slots from the rank that is furthest, and goes on from there; it raises `PeerLostError` if
         the others have ended without it. So does one that cannot end as a rank has died in the moment in which all end.
+        With "bsp", its gradients of the step in which it was lost are in the mean of a colayer on all of the others, or
+        on none, and a copy of each last mean is kept for that; in a BCube that is not whole any more the mean is made
+        as on a mesh. A rank that is started again cannot join, and raises; so does `strategy.reduce` in a custom loop.
         Default None: "raise" for "bsp", else "continue".
       min_ranks: Where others go on: how many ranks must be left, neither lost nor failed. With fewer, a rank raises
         `PeerLostError`, since others may train on, on the other side of a cut. Default None: more than half of the

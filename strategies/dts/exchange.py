@@ -24,6 +24,7 @@ class DTSSettings:
     codec: codecs.Codec
     algorithm: str
     outer_optimizer: str = "None"
+    on_peer_loss: str = "raise"
 
     @property
     def schedule(self) -> Schedule:

@@ -61,8 +61,9 @@ class DTSStrategy(ExchangeStrategy):
 
     Changes of moving statistics are averaged along, never through a codec. Steps in which gradients are accumulated are
     no steps of a window. One that loss scaling leaves out is a change of zero. The others go on without a rank that
-    ends early; its last window is averaged with their next one. When a rank is lost, all raise. In a custom loop
-    `synchronize` first merges all windows, of all models; the next step begins a window, and `warmup_steps` anew.
+    ends early; its last window is averaged with their next one. `on_peer_loss` says what happens when a rank is lost.
+    In a custom loop `synchronize` first merges all windows, of all models; the next step begins a window, and
+    `warmup_steps` anew.
 
     Args:
       delay: D, the number of steps that a window's messages may take without anybody waiting; at least 0. Up to
@@ -83,6 +84,15 @@ class DTSStrategy(ExchangeStrategy):
         see `outer_optimizer` below. It is none of Keras's loss scaling, `use_ema` or gradient accumulation, and does
         nothing in a world of one. Default None.
       algorithm: "mesh" (few messages after each other) or "ring" (few connections). Default "mesh".
+      on_peer_loss: "raise": when a rank dies or cannot be reached, all ranks raise `PeerLostError`. "continue": from
+        the first step on, the others train on without it. Of the windows that are under way when it is lost, each is
+        averaged with it on all of the others, or on none: what is merged stays equal to the bit. For each window that
+        may be under way a rank keeps a copy of the last mean. A second `fit`, `synchronize`, `gather_reports`, and in a
+        custom loop `strategy.reduce` and `gather` take all ranks, and raise; so does everything before the first step.
+        If the rank is started again, it raises: it cannot join the others. Default None: "raise".
+      min_ranks: Where others go on: how many ranks must be left, neither lost nor failed. With fewer, a rank raises
+        `PeerLostError`, since others may train on, on the other side of a cut. Default None: more than half of the
+        ranks; 1 where there are two.
       cluster_resolver: Where the cluster is described. Default: `TF_CONFIG`.
       communication_options: Deadlines, credentials, records. Default: `CommunicationOptions()`.
 
@@ -110,18 +120,22 @@ class DTSStrategy(ExchangeStrategy):
         codec: codecs.Codec | str | None = None,
         outer_optimizer: keras.optimizers.Optimizer | None = None,
         algorithm: str = "mesh",
+        on_peer_loss: str | None = None,
+        min_ranks: int | None = None,
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
         communication_options: CommunicationOptions | None = None,
     ):
         check_integer("delay", delay, at_least=0, at_most=_MAX_STEPS)
         check_integer("interval", interval, at_least=1, at_most=_MAX_STEPS)
         check_choice("algorithm", algorithm, sorted(ALGORITHMS))
+        check_choice("on_peer_loss", on_peer_loss, (None, "raise", "continue"))
         self._settings = DTSSettings(
             delay=int(delay),
             interval=int(interval),
             codec=codecs.get(codec),
             algorithm=algorithm,
             outer_optimizer=_checked_outer_optimizer(outer_optimizer),
+            on_peer_loss=on_peer_loss or "raise",
         )
         num_windows = self._settings.schedule.num_slots
         if num_windows > MAX_WINDOWS:
@@ -137,6 +151,8 @@ class DTSStrategy(ExchangeStrategy):
             communication_options=communication_options,
             identity=identity_of(self._settings),
             neighbors=range(cluster.world_size),
+            continue_without_lost=self._settings.on_peer_loss == "continue",
+            min_ranks=min_ranks,
         )
         self._outer_optimizer = None if outer_optimizer is None else self._copy(outer_optimizer)
 

@@ -23,6 +23,7 @@ class PipeSGDSettings:
     warmup_steps: int = 0
     algorithm: str = "mesh"
     compensation: str = "replay"
+    on_peer_loss: str = "raise"
 
     @property
     def delay(self) -> int:

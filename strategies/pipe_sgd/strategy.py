@@ -76,8 +76,9 @@ class PipeSGDStrategy(ExchangeStrategy):
 
     Changes of moving statistics are averaged along, never through a codec. Gradients are clipped before they are
     averaged (under a `LossScaleOptimizer`, after). Sparse gradients travel as dense ones. The others go on without a
-    rank that ends early; `synchronize(model)` makes weights, slots and step counts the same before another `fit`. When
-    a rank is lost, all raise. In a custom loop `synchronize` first merges all means that are under way.
+    rank that ends early; `synchronize(model)` makes weights, slots and step counts the same before another `fit`.
+    `on_peer_loss` says what happens when a rank is lost. In a custom loop `synchronize` first merges all means that are
+    under way.
 
     Args:
       pipeline_width: K, the number of steps that are under way at a time; at least 1. Default 2.
@@ -95,6 +96,15 @@ class PipeSGDStrategy(ExchangeStrategy):
       warmup_steps: So many updates of the first `fit` after `compile` are made with K = 1. It takes
         `compensation="none"`: with a replay early gradients are not late. Default 0.
       algorithm: "mesh" (few messages after each other) or "ring" (few connections). Default "mesh".
+      on_peer_loss: "raise": when a rank dies or cannot be reached, all ranks raise `PeerLostError`. "continue": from
+        the first step on, the others train on without it. In the step in which it was lost its gradient is in the mean
+        on all of them, or on none: what is merged stays equal to the bit. Each rank keeps a copy of the last mean for
+        that. A second `fit`, `synchronize`, `gather_reports`, and in a custom loop `strategy.reduce` and `gather` take
+        all ranks, and raise; so does everything before the first step. If the rank is started again, it raises: it
+        cannot join the others. Default None: "raise".
+      min_ranks: Where others go on: how many ranks must be left, neither lost nor failed. With fewer, a rank raises
+        `PeerLostError`, since others may train on, on the other side of a cut. Default None: more than half of the
+        ranks; 1 where there are two.
       cluster_resolver: Where the cluster is described. Default: `TF_CONFIG`.
       communication_options: Deadlines, credentials, records. Default: `CommunicationOptions()`.
 
@@ -122,6 +132,8 @@ class PipeSGDStrategy(ExchangeStrategy):
         compensation: str = "replay",
         warmup_steps: int = 0,
         algorithm: str = "mesh",
+        on_peer_loss: str | None = None,
+        min_ranks: int | None = None,
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
         communication_options: CommunicationOptions | None = None,
     ):
@@ -130,6 +142,7 @@ class PipeSGDStrategy(ExchangeStrategy):
         check_integer("warmup_steps", warmup_steps, at_least=0)
         check_choice("algorithm", algorithm, sorted(ALGORITHMS))
         check_choice("compensation", compensation, _COMPENSATIONS)
+        check_choice("on_peer_loss", on_peer_loss, (None, "raise", "continue"))
         if warmup_steps and compensation != "none":
             raise ValueError(
                 "`warmup_steps` must be 0 unless compensation='none': a replay makes no gradient late. "
@@ -148,6 +161,7 @@ class PipeSGDStrategy(ExchangeStrategy):
             warmup_steps=int(warmup_steps),
             algorithm=algorithm,
             compensation=compensation,
+            on_peer_loss=on_peer_loss or "raise",
         )
         self.keeps_assignments = not self._settings.replays
         cluster = training_cluster(cluster_resolver, "PipeSGDStrategy")
@@ -157,6 +171,8 @@ class PipeSGDStrategy(ExchangeStrategy):
             communication_options=communication_options,
             identity=identity_of(self._settings),
             neighbors=range(cluster.world_size),
+            continue_without_lost=self._settings.on_peer_loss == "continue",
+            min_ranks=min_ranks,
         )
 
     def make_exchange(self, context: ExchangeContext) -> PipeSGDExchange:

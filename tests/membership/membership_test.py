@@ -255,6 +255,30 @@ class SessionTest(tf.test.TestCase):
             with self.assertRaisesRegex(errors.PeerLostError, "to average takes all ranks, and rank 3 was lost"):
                 membership.require_all("to average")
 
+    def test_a_lost_rank_is_not_believed_that_others_are_lost(self):
+        """A process that was frozen, and goes on, has heard nothing of the others for as long as they of it."""
+        cluster = VirtualCluster(3, continue_without_lost=True)
+
+        def accuse(sender, rank):
+            leave = membership_pb2.Leave(rank=rank, session=1, final=True, lost=True, reason="silent")
+            for membership in cluster.memberships:
+                if membership.rank != sender:
+                    message = Message(sender, "membership/leave", leave.SerializeToString(), np.empty(0, np.uint8))
+                    membership.transport._handlers["membership/leave"](message)
+
+        def body(rank):
+            cluster.memberships[rank].begin_session()
+            cluster.scheduler.sleep(1.0)
+            if rank == 2:
+                accuse(2, 1)
+                accuse(0, 1)
+                accuse(1, 0)
+                accuse(1, 2)
+
+        cluster.run(body)
+        self.assertEqual([membership.departed() for membership in cluster.memberships], [{1}, set(), {1}])
+        self.assertEqual([membership.failure is None for membership in cluster.memberships], [True, False, True])
+
     def test_a_newcomer_hears_of_the_end_of_a_later_incarnation(self):
         """Rank 2 was lost, joined as incarnation 1 and ended; what a newcomer hears first does not matter."""
         end = membership_pb2.Leave(rank=2, session=1, incarnation=1, final=True, reason="done")

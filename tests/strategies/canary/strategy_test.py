@@ -458,7 +458,6 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
         ),
         ({"codec": "zip"}, "`codec` must be one of .* Received: codec='zip'."),
         ({"on_peer_loss": "wait"}, "`on_peer_loss` must be one of None, raise, continue."),
-        ({"consistency": "bsp", "on_peer_loss": "continue"}, "`on_peer_loss` must be 'raise' or None with"),
         ({"algorithm": "bcube:3,2"}, "`algorithm` must have as many ranks as the cluster"),
         (
             {"interfaces": ["127.0.0.1", "127.0.0.2"]},

@@ -1,0 +1,247 @@
+"""`EndedSteps`: how ranks go on together when one is lost in the middle of an all-reduce.
+
+A rank may be lost when some have all they need to end a step with it, and others do not. What those have ended counts:
+the others take their means. If nobody who is left has ended the step, all begin it again without the lost rank. Each
+rank whose attempt at a step is broken by a loss finds out which it is:
+
+    tells all others that take part whom it takes for lost, and asks them whether they have ended the step
+    takes the means of one that has; where all have not, begins the step again
+    asks all once more if one that takes part goes meanwhile
+
+The answer "not ended" is final. Who knows that a rank is lost ends no attempt with that one any more (`end`), and takes
+no means from it (`_on_means`). So from then on a step can be ended in an attempt without the lost rank only; and that
+takes what all have to send in it, also the one that asks, which sends nothing of the kind before all have answered.
+
+Hence all ranks that go on have the same means of a step. Each contribution is in them once, or, that of a lost rank,
+perhaps not at all. The last step's means are enough to answer: nobody ends the next step before all that are left have
+ended this one. They are kept when the next session has begun, too: a rank that has ended early may be asked then. And
+no process ends before the others have ended its last step (`settle`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import struct
+from collections.abc import Callable, Collection, Sequence
+
+import numpy as np
+
+from hop_tf.collectives.operation import Operation
+from hop_tf.errors import ProtocolError
+from hop_tf.membership import Membership
+from hop_tf.tensors.buffers import BufferPool
+from hop_tf.transport.base import BULK_LANE, Message
+
+# What it is, session, step, and a number: that of the question, or of means, that of their ranks.
+_HEADER = struct.Struct("<BqqI")
+_Place = tuple[int, int]  # Session, step.
+# How often a rank that is about to end asks whether the others have ended the step.
+_PERIOD_SECONDS = 0.25
+
+
+class _Kind(enum.IntEnum):
+    """What a message is: "have you ended this step?", the answers to it, "give me its means", and these."""
+
+    QUESTION = 0
+    NOT_ENDED = 1
+    ENDED = 2
+    REQUEST = 3
+    MEANS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ended:
+    """A step that this rank has ended: where, with which ranks, and its means, which nobody writes to."""
+
+    place: _Place
+    ranks: Sequence[int]
+    digest: int
+    means: Sequence[np.ndarray]
+
+
+class EndedSteps:
+    """The last step that this rank has ended, and whether others have ended the one that it is in.
+
+    Args:
+      membership: Waiting and transport.
+      name: That of the all-reduce.
+      pool: Where copies of means come from.
+    """
+
+    def __init__(self, membership: Membership, name: str, pool: BufferPool):
+        self._membership = membership
+        self._pool = pool
+        self._queue = f"ended_steps/{name}"
+        self._ended = _Ended((0, -1), (), 0, ())
+        # What this rank asks about, in which attempt; the number of its latest question, and who has answered what.
+        self._asked: Operation | None = None
+        self._number = 0
+        self._answers: dict[int, bool] = {}
+        membership.transport.register(self._queue, self._on_message)
+
+    def end(self, operation: Operation, means: Sequence[np.ndarray]) -> None:
+        """This rank has all means of a step: it has ended it, unless a rank that takes part has gone before.
+
+        Args:
+          operation: The attempt.
+          means: The means; copied, as callers may write to theirs.
+
+        Raises:
+          RanksChanged: If a rank that was to take part has gone.
+        """
+        copies = [self._copy(mean) for mean in means] if len(operation.ranks) > 1 else []  # Alone, nobody asks.
+        with self._membership.monitor:
+            operation.check_ranks()
+            self._ended = _Ended(self._place_of(operation), operation.ranks, operation.digest, copies)
+
+    def _copy(self, mean: np.ndarray) -> np.ndarray:
+        copy = self._pool.take(mean.nbytes).view(mean.dtype)
+        np.copyto(copy, mean)
+        return copy
+
+    def find(self, operation: Operation) -> np.ndarray | None:
+        """The means of a step whose attempt a loss has broken here.
+
+        Args:
+          operation: The attempt.
+
+        Returns:
+          The bytes of all means, read-only, if somebody who is left has ended the step; then so has this rank. Else
+          None: those that are left may begin it again.
+
+        Blocks: until all ranks that take part have answered, or one of them has sent the means.
+
+        Raises:
+          HopError: As `Membership.wait` does.
+          ProtocolError: If the step was ended with other ranks than those of the attempt.
+        """
+        place = self._place_of(operation)
+        while True:
+            others = self._ask(operation, place)
+            self._wait(operation, place, others, self._unanswered)
+            with self._membership.monitor:
+                giver = next((rank for rank in others if self._answers.get(rank)), None)
+            if giver is not None:
+                self._membership.notify(giver, self._queue, _HEADER.pack(_Kind.REQUEST, *place, 0))
+                self._wait(operation, place, others, lambda others, giver=giver: [giver])
+            with self._membership.monitor:
+                if self._ended.place == place:
+                    return self._ended.means[0]
+                if self._takes_part_still(operation, others):
+                    self._asked = None
+                    return None
+
+    def _ask(self, operation: Operation, place: _Place) -> list[int]:
+        """Asks all others that take part: these, beginning with the next rank, so that not all take the same means."""
+        rank = self._membership.rank
+        with self._membership.monitor:
+            others = sorted(set(operation.present()) - {rank}, key=lambda other: (other < rank, other))
+            self._asked = operation
+        for other in others:
+            self._membership.tell_of_lost(other)  # It knows when it answers: that comes on the same lane.
+        self._send_question(place, others)
+        return others
+
+    def _send_question(self, place: _Place, ranks: Sequence[int]) -> None:
+        with self._membership.monitor:
+            self._number += 1
+            self._answers.clear()
+        for rank in ranks:
+            self._membership.notify(rank, self._queue, _HEADER.pack(_Kind.QUESTION, *place, self._number))
+
+    def _unanswered(self, others: Sequence[int]) -> list[int]:
+        """Whose answer is awaited: nobody's once one has ended the step."""
+        return [] if any(self._answers.values()) else [rank for rank in others if rank not in self._answers]
+
+    def _wait(
+        self, operation: Operation, place: _Place, others: Sequence[int], awaited: Callable[[Sequence[int]], list[int]]
+    ) -> None:
+        """Waits until nobody is awaited, this rank has the means, or somebody who takes part has gone."""
+
+        def missing() -> list[int]:
+            is_over = self._ended.place == place or not self._takes_part_still(operation, others)
+            return [] if is_over else awaited(others)
+
+        self._membership.wait(
+            missing, operation="hear who has ended the step", step=operation.training_step, interruptible=False
+        )
+
+    def _takes_part_still(self, operation: Operation, others: Collection[int]) -> bool:
+        """Whether all others that were asked do."""
+        return set(operation.present()) == {self._membership.rank, *others}
+
+    def _place_of(self, operation: Operation) -> _Place:
+        return self._membership.session, operation.step
+
+    def settle(self, deadline: float) -> None:
+        """Waits until all that are left have ended the last step that this rank has: they may need its means for that.
+
+        Args:
+          deadline: On the monitor's clock. It waits no longer.
+
+        Blocks: while others are in that step, which has all that this rank was to send; so until they have noticed that
+          another one is lost.
+        """
+        membership, ended = self._membership, self._ended
+
+        def awaited() -> list[int]:
+            if membership.failure is not None or membership.session != ended.place[0]:
+                return []
+            others = [rank for rank in ended.ranks if rank != membership.rank and membership.departure(rank) is None]
+            return [rank for rank in others if membership.listens(rank) and not self._answers.get(rank)]
+
+        with membership.monitor:
+            self._answers.clear()
+        while (others := awaited()) and membership.monitor.now() < deadline:
+            self._send_question(ended.place, others)
+            membership.wait_until(lambda: not awaited(), _PERIOD_SECONDS)
+
+    def close(self) -> None:
+        """Answers no more, and forgets the means."""
+        self._membership.transport.unregister(self._queue)
+        with self._membership.monitor:
+            self._ended = dataclasses.replace(self._ended, means=())
+
+    # Messages.
+
+    def _on_message(self, message: Message) -> None:
+        if len(message.header) != _HEADER.size or message.header[0] not in list(_Kind):
+            raise message.unexpected()
+        kind, session, step, number = _HEADER.unpack(message.header)
+        if kind in (_Kind.QUESTION, _Kind.REQUEST):
+            self._answer(message.sender, (session, step), kind, number)
+            return
+        with self._membership.monitor:
+            if kind == _Kind.MEANS:
+                self._on_means(message, (session, step), number)
+            elif number == self._number:
+                self._answers[message.sender] = kind == _Kind.ENDED
+            self._membership.monitor.notify_all()
+
+    def _answer(self, asker: int, place: _Place, kind: int, number: int) -> None:
+        """Answers, without the monitor where there may be no room for means."""
+        with self._membership.monitor:
+            ended = self._ended
+        if kind == _Kind.QUESTION:
+            answer = _Kind.ENDED if ended.place >= place else _Kind.NOT_ENDED
+            self._membership.notify(asker, self._queue, _HEADER.pack(answer, *place, number))
+        elif ended.place == place:  # Else the others have gone on without the one that asks, which will hear of that.
+            header = _HEADER.pack(_Kind.MEANS, *place, ended.digest)
+            self._membership.send(
+                asker, self._queue, header, ended.means, BULK_LANE, step=place[1], interruptible=False
+            )
+
+    def _on_means(self, message: Message, place: _Place, digest: int) -> None:
+        """Ends the step that this rank asks about, unless the sender was lost."""
+        departure = self._membership.departure(message.sender)
+        asked = self._asked
+        if asked is None or self._place_of(asked) != place or (departure is not None and departure.lost):
+            return
+        if asked.digest != digest:
+            raise ProtocolError(
+                f"rank {self._membership.rank}: rank {message.sender} has ended step {place[1]} with other ranks than "
+                "those that this rank has sent its part to."
+            )
+        self._asked = None
+        self._ended = _Ended(place, asked.ranks, digest, [message.payload])

@@ -1,0 +1,248 @@
+"""All-reduces of ranks that go on without a lost one, on a virtual clock: whenever that is, the same means on all."""
+
+import functools
+import itertools
+import struct
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from absl.testing import parameterized
+
+from hop_tf import codecs
+from hop_tf.collectives import get_algorithm
+from hop_tf.errors import HopError, ProtocolError
+from hop_tf.membership import Interrupted
+from hop_tf.simulate.virtual import VirtualCluster
+from hop_tf.testing.logs import logging_disabled
+from hop_tf.transport.base import Message
+
+_GROUP = "group"
+_NUM_RANKS = 4
+_NUM_STEPS = 3
+_DETECTION_SECONDS = 0.002
+_LIMIT_SECONDS = 100.0
+_KINDS = {
+    "mesh": ("mesh", codecs.Identity()),
+    "ring": ("ring", codecs.Identity()),
+    "bcube": ("bcube:2,2", codecs.Identity()),
+    "mesh with feedback": ("mesh", codecs.Int8(error_feedback=True)),
+    "ring with feedback": ("ring", codecs.Int8(error_feedback=True)),
+    "sparse with feedback": ("mesh", codecs.TopK(ratio=0.05, error_feedback=True)),
+}
+_NUM_PARTS = 8
+
+
+class Job:
+    """Ranks that average two vectors step by step, and go on without those that are lost.
+
+    Args:
+      kind: Of `_KINDS`.
+      seed: Of the durations of messages and of what is computed between steps.
+      num_steps: Of each rank.
+
+    Attributes:
+      means: means[rank, step]: what a rank has got.
+      errors: What has ended a rank's job.
+      dead: Ranks that were killed.
+      interrupted: Ranks that were to leave.
+      num_events_of_start: How many events there were until all ranks had begun.
+    """
+
+    def __init__(self, kind, *, seed=0, num_steps=(_NUM_STEPS,) * _NUM_RANKS):
+        random = np.random.default_rng(seed)
+        self.cluster = VirtualCluster(
+            _NUM_RANKS,
+            # Now and then one is on its way for longer than it takes until all know of a loss.
+            lambda sender, receiver, num_bytes: random.exponential(0.03 if random.random() < 0.1 else 0.001),
+            continue_without_lost=True,
+            detection_seconds=_DETECTION_SECONDS,
+        )
+        self._pauses = random.exponential(0.002, (_NUM_RANKS, max(num_steps)))
+        self._algorithm, self._codec = _KINDS[kind]
+        self._num_steps = num_steps
+        self.means, self.errors = {}, {}
+        self.dead, self.interrupted = set(), set()
+        self.num_events_of_start = 0
+
+    def run(self):
+        self.cluster.run(self._run_rank)
+        return self
+
+    def _run_rank(self, rank):
+        membership, sent = self.cluster.memberships[rank], 0
+        reduction = get_algorithm(self._algorithm)(
+            membership,
+            "test",
+            sizes=[500, 3],
+            dtypes=[np.float32, np.float64],
+            codecs=[self._codec, codecs.Identity(dtype=np.float64)],
+            pool=self.cluster.pool,
+            chunk_values=64,
+            recovers=True,
+        )
+        try:
+            reduction.reset(membership.session + 1)
+            membership.begin_session()
+            self.num_events_of_start = self.cluster.scheduler.num_events
+            for step in range(self._num_steps[rank]):
+                self.cluster.scheduler.sleep(self._pauses[rank, step])
+                means = reduction.mean(
+                    step,
+                    [_values(rank, step), np.full(3, rank, np.float64)],
+                    lambda other, step: membership.delivers(other, _GROUP, step),
+                )
+                self.means[rank, step] = [mean.copy() for mean in means]
+                for mean in means:
+                    mean.fill(np.nan)  # A caller may write to what it gets.
+                sent = step + 1
+        except Interrupted:
+            pass
+        except HopError as error:
+            self.errors[rank] = error
+        membership.leave(sent_rounds={_GROUP: sent}, reason="")
+        # Its process ends, as of a script that does nothing more.
+        reduction.settle(_LIMIT_SECONDS)
+        membership.flush(_LIMIT_SECONDS)
+        membership.leave(sent_rounds={}, reason="its process ended", final=True)
+        membership.flush(_LIMIT_SECONDS)
+        reduction.close()
+        self.cluster.close(rank)
+
+    # What goes wrong.
+
+    def before_event(self, number, act, *arguments):
+        self.cluster.scheduler.call_before_event(number, functools.partial(act, *arguments))
+        return self
+
+    def kill(self, rank, reaches=None):
+        if self.cluster.kill(rank, reaches):
+            self.dead.add(rank)
+
+    def interrupt(self, rank):
+        if not self.cluster.memberships[rank].has_left:
+            self.interrupted.add(rank)
+            self.cluster.memberships[rank].interrupt()
+
+    # What came of it.
+
+    def num_made(self, rank):
+        return len([step for each, step in self.means if each == rank])
+
+
+def _values(rank, step):
+    return np.random.default_rng([rank, step]).normal(size=500).astype(np.float32)
+
+
+@functools.cache
+def _events(kind, **arguments):
+    """The events between the start of all ranks and the end."""
+    job = Job(kind, **arguments).run()
+    return range(job.num_events_of_start, job.cluster.scheduler.num_events)
+
+
+@functools.cache
+def _means_where_they_end(kind, num_steps):
+    """What comes of it where ranks leave of themselves, at the ends of steps."""
+    return Job(kind, num_steps=num_steps).run().means
+
+
+class EndedStepsTest(tf.test.TestCase, parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.enter_context(logging_disabled())
+
+    def check(self, kind, job, num_steps=(_NUM_STEPS,) * _NUM_RANKS):
+        """All that are left have made all steps, as if the others had left of themselves at the end of some step.
+
+        Returns:
+          How many steps each has had a part in.
+        """
+        self.assertEmpty(job.errors)
+        gone = sorted(job.dead | job.interrupted)
+        left = [rank for rank in range(_NUM_RANKS) if rank not in gone]
+        for rank in left:
+            self.assertEqual(job.num_made(rank), num_steps[rank])
+        # A rank may be in a step with the others that it has not ended, and have ended one that they have made anew.
+        made = {rank: job.num_made(rank) for rank in gone}
+        ways = [range(max(0, made[rank] - 1), min(num_steps[rank], made[rank] + 1) + 1) for rank in gone]
+        for numbers in itertools.product(*ways):
+            of_ranks = list(num_steps)
+            for rank, number in zip(gone, numbers, strict=True):
+                of_ranks[rank] = number
+            expected = _means_where_they_end(kind, tuple(of_ranks))
+            if all(
+                np.array_equal(mean, other)
+                for rank in left
+                for step in range(num_steps[rank])
+                for mean, other in zip(job.means[rank, step], expected[rank, step], strict=True)
+            ):
+                return tuple(of_ranks)
+        raise AssertionError(f"ranks {left} have got means that are none of legal sets of ranks.")
+
+    @parameterized.product(part=list(range(_NUM_PARTS)), kind=list(_KINDS))
+    @pytest.mark.stress(after=len(_KINDS))
+    def test_goes_on_without_a_rank_that_is_killed(self, kind, part):
+        """At any event: what it has sent last reaches all, nobody, or one of the others."""
+        num_steps = set()
+        for event in _events(kind, seed=part)[part % 4 :: 4]:
+            rank, turn = event // 4 % _NUM_RANKS, event % 3
+            reaches = (None, (), ((rank + 1) % _NUM_RANKS,))[turn]
+            with self.subTest(event=event, rank=rank, reaches=reaches):
+                job = Job(kind, seed=part)
+                job.before_event(event, job.kill, rank, reaches).run()
+                num_steps.add(min(self.check(kind, job)))
+        self.assertGreater(len(num_steps), 2)
+
+    @parameterized.product(part=list(range(_NUM_PARTS)), kind=list(_KINDS))
+    @pytest.mark.stress(after=len(_KINDS))
+    def test_goes_on_without_two_ranks_that_are_killed(self, kind, part):
+        """The second one soon after the first one: while the others find out who has ended the step, too."""
+        random = np.random.default_rng(part)
+        events = _events(kind, seed=part)
+        for event in events[part % 6 :: 6]:
+            first, second = random.permutation(_NUM_RANKS)[:2]
+            reaches = [np.flatnonzero(random.random(_NUM_RANKS) < 0.5).tolist() for _ in range(2)]
+            later = event + int(random.integers(0, 60))
+            with self.subTest(events=(event, later), ranks=(first, second), reaches=reaches):
+                job = Job(kind, seed=part)
+                job.before_event(event, job.kill, int(first), reaches[0])
+                job.before_event(later, job.kill, int(second), reaches[1]).run()
+                self.check(kind, job)
+
+    @parameterized.product(part=list(range(_NUM_PARTS)), kind=list(_KINDS))
+    @pytest.mark.stress(after=len(_KINDS))
+    def test_a_rank_is_killed_and_another_one_leaves(self, kind, part):
+        """By itself, as it is interrupted or as it makes fewer steps."""
+        random = np.random.default_rng(part)
+        num_steps = (3, 2, 3, 3)
+        events = _events(kind, seed=part, num_steps=num_steps)
+        for event in events[part % 6 :: 6]:
+            killed, interrupted = (int(rank) for rank in random.permutation(_NUM_RANKS)[:2])
+            later = event + int(random.integers(-30, 30))
+            with self.subTest(events=(event, later), killed=killed, interrupted=interrupted):
+                job = Job(kind, seed=part, num_steps=num_steps)
+                job.before_event(event, job.kill, killed, ())
+                if interrupted:
+                    job.before_event(max(later, events.start), job.interrupt, interrupted)
+                self.check(kind, job.run(), num_steps)
+
+    def test_refuses_what_cannot_be(self):
+        job = Job("mesh")
+        handlers = {}
+        take_handler = job.cluster.memberships[0].transport.register
+
+        def register(queue, handler):
+            handlers[queue] = handler
+            take_handler(queue, handler)
+
+        job.cluster.memberships[0].transport.register = register
+        job.run()
+        for header in (b"short", struct.pack("<BqqI", 9, 1, 0, 0)):
+            message = Message(1, "ended_steps/test", header, np.zeros(0, np.uint8))
+            with self.assertRaisesRegex(ProtocolError, "rank 1 sent an unexpected message"):
+                handlers["ended_steps/test"](message)
+
+
+if __name__ == "__main__":
+    tf.test.main()
