@@ -7,6 +7,7 @@ Nothing here depends on how long something takes, but for the bound of the whole
 """
 
 import dataclasses
+import functools
 import json
 import os
 import random
@@ -41,6 +42,14 @@ _MEMBERS = {
         lambda **arguments: hop_tf.HopStrategy(topology="complete", num_backup_workers=1, **arguments),
         goes_on_without_lost=True,
     ),
+    **{
+        f"{name}_continue": dataclasses.replace(
+            MEMBERS[name],
+            make=functools.partial(MEMBERS[name].make, on_peer_loss="continue"),
+            goes_on_without_lost=True,
+        )
+        for name in ("pipe_sgd", "dts", "canary_synchronous")
+    },
 }
 # What happens to the victim, and whether the others lose it.
 _KINDS = {
@@ -212,7 +221,7 @@ class RandomFaultsTest(tf.test.TestCase, parameterized.TestCase):
             self.assertTrue(all(np.isfinite(each).all() for each in value["weights"]))
             if member.is_in_lock_step:
                 self.assertEqual(value["steps"], _NUM_STEPS * _NUM_EPOCHS)
-        if member.is_in_lock_step and not loses:
+        if member.is_in_lock_step and not raises:
             for result in others[1:]:
                 self.assertAllEqual(result.value["weights"][0], others[0].value["weights"][0])
 
