@@ -179,9 +179,10 @@ class Worker:
             self.membership.begin_session(draw_seed(self.membership.session + 1), claims)
 
     def _retire_groups(self) -> None:
-        """Ends the groups of optimizers that are gone, as after a new `compile`."""
+        """Ends the groups of optimizers that are gone, as after a new `compile`; when nobody needs them any more."""
         for group in [group for group in self._groups if group.optimizer() is None]:
             self._groups.remove(group)
+            group.exchange.settle(self.membership.monitor.now() + self._options.progress_timeout_seconds)
             self._joining.detach(group.name)
             self._retired_counters.update(group.exchange.counters())
             group.close()
