@@ -22,9 +22,14 @@ class BlockHash:
     Args:
       key: 4096 random bytes.
 
+    Attributes:
+      block_bytes: Length of a block.
+
     Raises:
       ValueError: If there are more or fewer.
     """
+
+    block_bytes = BLOCK_BYTES
 
     def __init__(self, key: bytes):
         if len(key) != KEY_BYTES:

@@ -9,11 +9,15 @@ without changing its checksum with one of 2^-32. Each attempt ends the connectio
 from __future__ import annotations
 
 import hashlib
+import importlib
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hop_tf.errors import ProtocolError
-from hop_tf.ops.hashing import BLOCK_BYTES, KEY_BYTES, BlockHash
+
+if TYPE_CHECKING:
+    from hop_tf.ops.hashing import BlockHash
 
 CHECKSUM_BYTES = 8
 
@@ -32,7 +36,9 @@ class Checksums:
 
     def __init__(self, key: bytes):
         self._keyed = hashlib.blake2b(key=key, digest_size=CHECKSUM_BYTES)
-        self._blocks = BlockHash(hashlib.shake_128(key).digest(KEY_BYTES))
+        # Not before a connection is made: it brings TensorFlow, which takes seconds to import.
+        hashing = importlib.import_module("hop_tf.ops.hashing")
+        self._blocks = hashing.BlockHash(hashlib.shake_128(key).digest(hashing.KEY_BYTES))
         self._num_frames = 0
 
     def begin(self, start: bytes) -> Checksum:
@@ -61,14 +67,14 @@ class Checksum:
     def add(self, data: np.ndarray) -> None:
         """Adds bytes of the payload: a flat uint8 array."""
         if self._rest:
-            missing = BLOCK_BYTES - len(self._rest)
+            missing = self._blocks.block_bytes - len(self._rest)
             self._rest += data[:missing].tobytes()
             data = data[missing:]
-            if len(self._rest) < BLOCK_BYTES:
+            if len(self._rest) < self._blocks.block_bytes:
                 return
             block, self._rest = self._rest, bytearray()
             self._running.update(self._blocks.digests(np.frombuffer(block, np.uint8)))
-        num_full = data.size - data.size % BLOCK_BYTES
+        num_full = data.size - data.size % self._blocks.block_bytes
         if num_full:
             self._running.update(self._blocks.digests(data[:num_full]))
         if num_full < data.size:
