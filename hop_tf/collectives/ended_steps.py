@@ -226,7 +226,8 @@ class EndedSteps:
         if kind == _Kind.QUESTION:
             answer = _Kind.ENDED if ended.place >= place else _Kind.NOT_ENDED
             self._membership.notify(asker, self._queue, _HEADER.pack(answer, *place, number))
-        elif ended.place == place:  # Else the others have gone on without the one that asks, which will hear of that.
+        elif ended.place == place and ended.means:
+            # Else the others have gone on without the one that asks, or this rank closes: it will hear of that.
             header = _HEADER.pack(_Kind.MEANS, *place, ended.digest)
             self._membership.send(
                 asker, self._queue, header, ended.means, BULK_LANE, step=place[1], interruptible=False
