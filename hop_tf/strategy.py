@@ -363,9 +363,9 @@ def _check_json(name: str, value: object) -> None:
 
 def _shut_down_at_exit(method: weakref.WeakMethod) -> None:
     """Shuts a strategy down; with the exception that ends the program, as it may have ended a custom loop."""
-    shut_down = method()
+    shut_down, is_interactive = method(), hasattr(sys, "ps1")  # There the last exception may be an old one.
     if shut_down is not None:
-        shut_down(getattr(sys, "last_value", None))
+        shut_down(None if is_interactive else getattr(sys, "last_value", None))
 
 
 def _call_weakly(method: weakref.WeakMethod) -> Any:

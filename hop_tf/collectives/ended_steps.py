@@ -138,15 +138,18 @@ class EndedSteps:
         with self._membership.monitor:
             others = sorted(set(operation.present()) - {rank}, key=lambda other: (other < rank, other))
             self._asked = operation
+            self._begin_question()
         for other in others:
             self._membership.tell_of_lost(other)  # It knows when it answers: that comes on the same lane.
         self._send_question(place, others)
         return others
 
+    def _begin_question(self) -> None:
+        """Answers to former questions do not count any more. The monitor must be held."""
+        self._number += 1
+        self._answers.clear()
+
     def _send_question(self, place: _Place, ranks: Sequence[int]) -> None:
-        with self._membership.monitor:
-            self._number += 1
-            self._answers.clear()
         for rank in ranks:
             self._membership.notify(rank, self._queue, _HEADER.pack(_Kind.QUESTION, *place, self._number))
 
@@ -192,7 +195,7 @@ class EndedSteps:
             return [rank for rank in others if membership.listens(rank) and not self._answers.get(rank)]
 
         with membership.monitor:
-            self._answers.clear()
+            self._begin_question()  # Once: the way may be longer than the time until it is put again.
         while (others := awaited()) and membership.monitor.now() < deadline:
             self._send_question(ended.place, others)
             membership.wait_until(lambda: not awaited(), _PERIOD_SECONDS)

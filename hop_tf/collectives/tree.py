@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hop_tf.errors import PeerLostError, ProtocolError
+from hop_tf.errors import PeerFailedError, PeerLostError, ProtocolError
 from hop_tf.membership import Membership, tree_neighbors
 from hop_tf.tensors import payloads
 from hop_tf.transport.base import BULK_LANE, Message
@@ -154,9 +154,8 @@ class TreeCollectives:
             for sender in awaited if in_session else ():
                 departure = self._membership.departure(sender)
                 if departure is not None:
-                    raise PeerLostError(
-                        f"rank {self._membership.rank}: rank {sender} left before {queue!r}: {departure.reason}"
-                    )
+                    kind = PeerFailedError if departure.failed else PeerLostError
+                    raise kind(f"rank {self._membership.rank}: rank {sender} left before {queue!r}: {departure.reason}")
             return awaited
 
         for sender in senders:  # From now on its silence counts.

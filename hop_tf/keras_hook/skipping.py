@@ -50,6 +50,7 @@ class StepSkipping:
     def begin_session(self) -> None:
         """Forgets what was left to be passed over when the last session ended."""
         self._num_left.assign(0)
+        self._is_behind.assign(False)
 
     def note(self, optimizer: Any, *, in_fit: bool) -> None:
         """The step that is being traced updates by `optimizer`, and is one of `fit`, or not.

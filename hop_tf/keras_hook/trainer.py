@@ -92,7 +92,7 @@ def _wrapped(method: Callable, is_fit: bool) -> Callable:
         if not is_fit:
             if hooks in _fits.hooks:  # Validation.
                 hooks.end_epoch()
-                if hooks.is_behind:
+                if hooks.is_behind and method.__name__ == "evaluate" and given.get("return_dict"):
                     return {}  # Of weights that the others' will soon take the place of.
             with hooks.keras_call():
                 return method(self, *args, **kwargs)

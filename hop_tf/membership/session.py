@@ -207,7 +207,7 @@ class Membership(Waiting):
           PeerFailedError: If a rank that has failed was to make it, too, and ranks do not go on without a lost one.
         """
         with self.monitor:
-            self.num_rounds = number + 1
+            self.num_rounds = max(self.num_rounds, number + 1)  # Threads, and groups, do not make theirs in order.
             for rank in () if self.continue_without_lost else sorted(self.departed()):
                 departure = self.departure(rank)
                 if departure.failed and departure.num_rounds <= number:

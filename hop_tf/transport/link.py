@@ -82,6 +82,8 @@ class Link(abc.ABC):
 
     def _wait_needed(self) -> bool:
         """Waits until there is something to send; False if there never will be."""
+        if self._outbox.is_empty:
+            self._peer.reached(self._lane)  # Nothing is tried in vain any more.
         return self._outbox.wait_message()
 
     def _pause(self, problem: str) -> None:

@@ -75,6 +75,12 @@ class Outbox:
             return self._first_sequence()
 
     @property
+    def is_empty(self) -> bool:
+        """Whether nothing is kept."""
+        with self._condition:
+            return not self._kept
+
+    @property
     def load(self) -> tuple[int, int]:
         """How many bytes are kept, and the number of the last message."""
         with self._condition:

@@ -124,6 +124,8 @@ class Peer:
             self._former_incarnations.add(self._incarnation)
             self._incarnation = incarnation
             self._socket_port = None
+            self._trying_since.clear()
+            self._unreached_by_seconds, self._problem_there = 0.0, ""
             return True
 
     def introduce(self) -> None:

@@ -40,28 +40,31 @@ class Job:
       kind: Of `_KINDS`.
       seed: Of the durations of messages and of what is computed between steps.
       num_steps: Of each rank.
+      link_seconds: Of a message, where it is not drawn; see `VirtualCluster`.
 
     Attributes:
       means: means[rank, step]: what a rank has got.
       errors: What has ended a rank's job.
       dead: Ranks that were killed.
       interrupted: Ranks that were to leave.
+      settled_at: When a rank could end.
       num_events_of_start: How many events there were until all ranks had begun.
     """
 
-    def __init__(self, kind, *, seed=0, num_steps=(_NUM_STEPS,) * _NUM_RANKS):
+    def __init__(self, kind, *, seed=0, num_steps=(_NUM_STEPS,) * _NUM_RANKS, link_seconds=None):
         random = np.random.default_rng(seed)
         self.cluster = VirtualCluster(
             _NUM_RANKS,
             # Now and then one is on its way for longer than it takes until all know of a loss.
-            lambda sender, receiver, num_bytes: random.exponential(0.03 if random.random() < 0.1 else 0.001),
+            link_seconds
+            or (lambda sender, receiver, num_bytes: random.exponential(0.03 if random.random() < 0.1 else 0.001)),
             continue_without_lost=True,
             detection_seconds=_DETECTION_SECONDS,
         )
         self._pauses = random.exponential(0.002, (_NUM_RANKS, max(num_steps)))
         self._algorithm, self._codec = _KINDS[kind]
         self._num_steps = num_steps
-        self.means, self.errors = {}, {}
+        self.means, self.errors, self.settled_at = {}, {}, {}
         self.dead, self.interrupted = set(), set()
         self.num_events_of_start = 0
 
@@ -103,6 +106,7 @@ class Job:
         membership.leave(sent_rounds={_GROUP: sent}, reason="")
         # Its process ends, as of a script that does nothing more.
         reduction.settle(_LIMIT_SECONDS)
+        self.settled_at[rank] = self.cluster.scheduler.now
         membership.flush(_LIMIT_SECONDS)
         membership.leave(sent_rounds={}, reason="its process ended", final=True)
         membership.flush(_LIMIT_SECONDS)
@@ -226,6 +230,12 @@ class EndedStepsTest(tf.test.TestCase, parameterized.TestCase):
                 if interrupted:
                     job.before_event(max(later, events.start), job.interrupt, interrupted)
                 self.check(kind, job.run(), num_steps)
+
+    def test_ends_over_long_links(self):
+        """Where an answer takes longer than a rank waits until it asks again."""
+        job = Job("mesh", num_steps=(1, 30, 30, 30), link_seconds=lambda sender, receiver, num_bytes: 0.7).run()
+        self.assertEmpty(job.errors)
+        self.assertLess(job.settled_at[0], job.settled_at[1] / 2)  # It need not wait until the others leave.
 
     def test_refuses_what_cannot_be(self):
         job = Job("mesh")

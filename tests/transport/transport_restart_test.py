@@ -27,7 +27,8 @@ class RestartTest(TransportTestMixin, parameterized.TestCase):
         first, former = self.start_pair(member)
         former.close()
         for index in range(5):
-            first.send(1, "old", bytes([index]), [np.zeros(100_000, np.uint8)])
+            first.send(1, "old", bytes([index]), [np.zeros(100_000, np.uint8)], lane=1)
+        wait_until(lambda: first.status(1).unreached_seconds > 0)
         latter = self.start_at(1, self.all_addresses[:2])
         old, new = self.register(latter, "old"), self.register(latter, "new")
         received = self.register(first, "new")
@@ -39,6 +40,9 @@ class RestartTest(TransportTestMixin, parameterized.TestCase):
         self.assertEmpty(old.messages)
         self.assertIsNone(first.status(1).failure)
         self.assertLen(received.messages, 1)
+        # Lane 1 has nothing to bring to the new one: nothing is tried in vain.
+        wait_until(lambda: first.status(1).unreached_seconds == 0)
+        wait_until(lambda: latter.status(0).unreached_by_seconds == 0)
 
     @parameterized.parameters(GrpcTransport, TcpTransport)
     def test_the_former_process_cannot_come_back(self, member):
