@@ -302,10 +302,10 @@ class ThreadsTest(tf.test.TestCase):
         failed = threading.Event()
 
         class Late(ExchangeRunner):
-            def _answer(self, number, outgoing, is_step):
+            def _answer(self, number, outgoing, *arguments):
                 if outgoing.step == 0:
                     failed.wait(_DEADLINE_SECONDS)
-                super()._answer(number, outgoing, is_step)
+                super()._answer(number, outgoing, *arguments)
 
         def on_error(error):
             self.errors.append(error)
