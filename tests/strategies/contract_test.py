@@ -569,10 +569,18 @@ class ContractTest(_OfAllMembers):
     def test_values_that_are_not_finite(self, name):
         """They are told of, with the rank that sends them first; or they are an error of all, where that is wanted."""
 
-        def train(strategy):
+        def train(strategy, waits=False):
+            membership = strategy.training.worker.membership
+
+            def wait(batch, logs):  # Where ranks wait for nobody, rank 0 might have ended before rank 1 fails.
+                if waits and (strategy.rank, batch) == (0, 3):
+                    membership.wait_until(lambda: membership.departure(1), 60.0)
+
             x, _ = _data()
             x.reshape(_STEPS, NUM_RANKS, -1)[2:, 1] = np.nan  # Of rank 1, from the third step on.
-            return error_of(_fit, _compiled(strategy), x=x), strategy.report()["nonfinite_steps"]
+            callback = keras.callbacks.LambdaCallback(on_train_batch_end=wait)
+            error = error_of(_fit, _compiled(strategy), x=x, callbacks=[callback])
+            return error, strategy.report()["nonfinite_steps"]
 
         with self.assertLogs(level="WARNING") as logs:
             self.assertEqual([error for error, _ in self.run_ranks(name, train)], [None, None])
@@ -581,7 +589,7 @@ class ContractTest(_OfAllMembers):
         self.assertLen({line.partition(", step")[0] for line in told}, len(told))  # Once for each rank.
 
         options = hop_tf.CommunicationOptions(timeout_seconds=60, on_nonfinite="raise")
-        of_ranks = MEMBERS[name].run(train, options=options)
+        of_ranks = MEMBERS[name].run(functools.partial(train, waits=True), options=options)
         for error, _ in of_ranks:
             self.assertIsInstance(error, HopError)
             self.assertIn("rank 1, step", str(error))
