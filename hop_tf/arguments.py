@@ -32,6 +32,11 @@ def check_boolean(name: str, value: object) -> None:
         raise ValueError(f"`{name}` must be True or False. Received: {name}={value!r}.")
 
 
+def check_on_peer_loss(value: object) -> None:
+    """Raises ValueError unless `value` says what is done when a rank is lost; None: what is the strategy's default."""
+    check_choice("on_peer_loss", value, (None, "raise", "continue"))
+
+
 def check_share(name: str, value: object) -> None:
     """Raises ValueError unless `value` is a number from 0 to 1."""
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)

@@ -72,7 +72,7 @@ class Restarts:
         return has_failed and (task in self._due or not self._reason_to_give_up(task))
 
     def poll(self) -> None:
-        """Looks at all processes. To be called again and again; blocks for half a second at most."""
+        """Looks at all processes. To be called again and again; blocks while a process is started again."""
         if not self._limit:
             return
         for task, process in self._processes.items():

@@ -209,6 +209,10 @@ class BackupAgreement:
         """Whether a rank has such a callback; `owners` are the claims of all."""
         return _CLAIM in owners
 
+    @property
+    def _has_atomic_ones(self) -> bool:
+        return isinstance(self._callback, AtomicBackupAndRestore) and bool(self._callback._backups())
+
     def own(self) -> bytes:
         """What this rank can go on from, for the others.
 
@@ -218,7 +222,7 @@ class BackupAgreement:
         if self._callback is None or "://" in os.fspath(self._callback.backup_dir):
             return json.dumps([_START]).encode()
         folder = pathlib.Path(self._callback.backup_dir)
-        if isinstance(self._callback, AtomicBackupAndRestore) and self._callback._backups():
+        if self._has_atomic_ones:
             return json.dumps(self._callback.positions()).encode()
         _check_files(folder)
         return json.dumps([_position_of(folder)]).encode()
@@ -237,7 +241,7 @@ class BackupAgreement:
         positions = [[tuple(each) for each in json.loads(data)] for data in of_ranks]
         common = set.intersection(*map(set, positions))
         if common:
-            if isinstance(self._callback, AtomicBackupAndRestore) and self._callback._backups():
+            if self._has_atomic_ones:
                 self._callback.choose(max(common))
         elif in_lock_step:
             known = "; ".join(f"rank {rank}: {_describe(each)}" for rank, each in enumerate(positions))

@@ -133,12 +133,8 @@ class StreamHandler(grpc.GenericRpcHandler):
 
     def service(self, handler_call_details):
         """The stream's handler. None where that is refused, which gRPC answers with UNIMPLEMENTED and no thread."""
-        if handler_call_details.method != METHOD or not self._strangers.expect():
-            return None
-        if self._executor.try_reserve():
-            return self._rpc
-        self._strangers.expect_less()
-        return None
+        is_admitted = handler_call_details.method == METHOD and self._strangers.admit(self._executor.try_reserve)
+        return self._rpc if is_admitted else None
 
     def close(self) -> None:
         """Ends all streams."""

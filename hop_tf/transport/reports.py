@@ -46,12 +46,8 @@ class ReportHandler(grpc.GenericRpcHandler):
 
     def service(self, handler_call_details):
         """The call's handler; None, which takes no thread, where there are too many."""
-        if handler_call_details.method != REPORT_METHOD or not self._strangers.expect():
-            return None
-        if self._executor.try_reserve():
-            return self._rpc
-        self._strangers.expect_less()
-        return None
+        is_admitted = handler_call_details.method == REPORT_METHOD and self._strangers.admit(self._executor.try_reserve)
+        return self._rpc if is_admitted else None
 
     def _serve(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         source = source_of(context.peer())

@@ -66,6 +66,19 @@ class Strangers:
             self._num_expected += 1
             return True
 
+    def admit(self, try_reserve: Callable[[], bool]) -> bool:
+        """Keeps a place for a connection that enters soon, and a thread; False where one of the two is missing.
+
+        Args:
+          try_reserve: Reserves the thread; tells whether there is one.
+        """
+        if not self.expect():
+            return False
+        if try_reserve():
+            return True
+        self.expect_less()
+        return False
+
     def expect_less(self) -> None:
         """One that was expected does not come."""
         with self._changed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from hop_tf import codecs
-from hop_tf.arguments import check_choice, check_integer
+from hop_tf.arguments import check_choice, check_integer, check_on_peer_loss
 from hop_tf.collectives import Network, get_network
 from hop_tf.options import CommunicationOptions
 from hop_tf.strategies.canary.exchange import AsyncSettings
@@ -39,7 +39,7 @@ class CanarySettings:
 
     def __post_init__(self):
         check_choice("consistency", self.consistency, _CONSISTENCIES)
-        check_choice("on_peer_loss", self.on_peer_loss, (None, "raise", "continue"))
+        check_on_peer_loss(self.on_peer_loss)
         check_integer("num_colayers", self.num_colayers, at_least=1)
         check_integer("max_staleness", self.max_staleness, at_least=0)
         check_integer("max_in_flight", self.max_in_flight, at_least=2)

@@ -23,7 +23,7 @@ import keras
 import tensorflow as tf
 
 from hop_tf import codecs
-from hop_tf.arguments import check_choice, check_integer, identity_of
+from hop_tf.arguments import check_choice, check_integer, check_on_peer_loss, identity_of
 from hop_tf.collectives import ALGORITHMS
 from hop_tf.keras_hook.optimizers import iterations_variable, tf_variables
 from hop_tf.options import CommunicationOptions
@@ -128,7 +128,7 @@ class DTSStrategy(ExchangeStrategy):
         check_integer("delay", delay, at_least=0, at_most=_MAX_STEPS)
         check_integer("interval", interval, at_least=1, at_most=_MAX_STEPS)
         check_choice("algorithm", algorithm, sorted(ALGORITHMS))
-        check_choice("on_peer_loss", on_peer_loss, (None, "raise", "continue"))
+        check_on_peer_loss(on_peer_loss)
         self._settings = DTSSettings(
             delay=int(delay),
             interval=int(interval),

@@ -7,12 +7,11 @@ import dataclasses
 import numpy as np
 from absl import logging
 
-from hop_tf.arguments import check_choice, check_integer, is_integer
+from hop_tf.arguments import check_choice, check_integer, check_on_peer_loss, is_integer
 from hop_tf.topology import Topology
 
 _UPDATE_ORDERS = ("parallel", "serial")
 _SYNCHRONIZATIONS = ("queues", "notify_ack")
-_ON_PEER_LOSS = (None, "raise", "continue")
 # With NOTIFY-ACK a rank is at most so many iterations ahead of an out-neighbor (section 3.3).
 _NOTIFY_ACK_GAP = 2
 # For each iteration of the gap a queue is made, which takes half a millisecond.
@@ -74,7 +73,7 @@ class HopSettings:
         check_integer("max_staleness", self.max_staleness, at_least=0)
         check_choice("update_order", self.update_order, _UPDATE_ORDERS)
         check_choice("synchronization", self.synchronization, _SYNCHRONIZATIONS)
-        check_choice("on_peer_loss", self.on_peer_loss, _ON_PEER_LOSS)
+        check_on_peer_loss(self.on_peer_loss)
         if self.skip is not None:
             self._check_skip()
         if self.uses_notify_ack and self.tolerates_stragglers:

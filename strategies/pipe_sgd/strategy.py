@@ -31,7 +31,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from hop_tf import codecs
-from hop_tf.arguments import check_choice, check_integer, identity_of
+from hop_tf.arguments import check_choice, check_integer, check_on_peer_loss, identity_of
 from hop_tf.collectives import ALGORITHMS
 from hop_tf.keras_hook.optimizers import (
     gradient_accumulation_steps,
@@ -142,7 +142,7 @@ class PipeSGDStrategy(ExchangeStrategy):
         check_integer("warmup_steps", warmup_steps, at_least=0)
         check_choice("algorithm", algorithm, sorted(ALGORITHMS))
         check_choice("compensation", compensation, _COMPENSATIONS)
-        check_choice("on_peer_loss", on_peer_loss, (None, "raise", "continue"))
+        check_on_peer_loss(on_peer_loss)
         if warmup_steps and compensation != "none":
             raise ValueError(
                 "`warmup_steps` must be 0 unless compensation='none': a replay makes no gradient late. "
