@@ -1,6 +1,7 @@
 """How fast two processes on this machine exchange messages, beside what its sockets can do.
 
     python benchmarks/benchmark_transport.py --sizes=4096,1048576,104857600 --rounds=5
+    python benchmarks/benchmark_transport.py --members=tcp,tcp_unchecked  # what checksums cost
 
 For each size: one way (rank 0 to rank 1) and both ways at once. GB/s counts the payload of one direction. Processor
 seconds are those of both processes together, for each GB that was moved in either direction. Latency is half of a
@@ -27,10 +28,19 @@ from hop_tf.transport import GrpcTransport, TcpTransport, Transport
 
 _SIZES = flags.DEFINE_list("sizes", ["4096", "65536", "1048576", "16777216", "104857600"], "Payload sizes in bytes.")
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Rounds; medians over them are shown.", lower_bound=1)
-_MEMBERS = flags.DEFINE_list("members", ["tcp", "grpc", "socket"], "What to measure.")
+_MEMBERS = flags.DEFINE_list("members", ["tcp", "grpc", "socket"], "What to measure; also tcp_unchecked.")
 _BYTES_PER_ROUND = flags.DEFINE_integer("bytes_per_round", 400 << 20, "About how much to move in each measurement.")
 
-_TRANSPORTS = {"grpc": GrpcTransport, "tcp": TcpTransport}
+
+class UncheckedTcpTransport(TcpTransport):
+    """Frames without checksums, to see what these cost."""
+
+    def __init__(self, *arguments, **keywords):
+        super().__init__(*arguments, **keywords)
+        self._handshake._encrypted = True  # As where the connection has checksums of its own.
+
+
+_TRANSPORTS = {"grpc": GrpcTransport, "tcp": TcpTransport, "tcp_unchecked": UncheckedTcpTransport}
 _TIMEOUT_SECONDS = 120.0
 _MAX_MESSAGES = 2000
 _NUM_ROUND_TRIPS = 200
