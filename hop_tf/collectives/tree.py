@@ -29,14 +29,25 @@ class TreeCollectives:
         self._membership = membership
         self._transport = membership.transport
         self._parent, self._children = tree_neighbors(membership.rank, membership.world_size)
+        self._sent: dict[str, int] = {}
 
-    def broadcast(self, name: str, payload: Sequence[np.ndarray], in_session: bool = True) -> np.ndarray | None:
+    def begin_session(self) -> None:
+        """The rank is about to enter a session: its operations count from 0."""
+        self._sent.clear()
+
+    @property
+    def sent_rounds(self) -> dict[str, int]:
+        """What `Membership.leave` needs: how many operations of the session this rank has sent its part of, by name."""
+        return dict(self._sent)
+
+    def broadcast(self, name: str, payload: Sequence[np.ndarray], number: int | None = None) -> np.ndarray | None:
         """Gives every rank the bytes of rank 0.
 
         Args:
-          name: Names this one operation; equal on all ranks, never used twice.
+          name: Names this one operation; equal on all ranks, never used twice, or for others of a `number` only.
           payload: What rank 0 sends; elsewhere it is ignored. Must not be written to afterwards.
-          in_session: Whether a rank that has left the running session takes no part any more.
+          number: Which operation of that name this is in the running session, from 0: who has left the session before
+            it has sent takes no part. Default: an operation beside sessions.
 
         Returns:
           On rank 0 None; elsewhere rank 0's bytes, 1-D uint8, read-only and 64-byte aligned.
@@ -48,10 +59,9 @@ class TreeCollectives:
         """
         received = None
         if self._parent is not None:
-            received = self._receive(f"broadcast/{name}", [self._parent], in_session)[self._parent]
+            received = self._receive(f"broadcast/{name}", [self._parent], number)[self._parent]
             payload = [received]
-        for child in self._children:
-            self._transport.send(child, f"broadcast/{name}", payload=payload, lane=BULK_LANE)
+        self._send(f"broadcast/{name}", self._children, payload, number)
         return received
 
     def mean(self, name: str, arrays: Sequence[np.ndarray], counts: bool = True) -> list[np.ndarray]:
@@ -79,13 +89,12 @@ class TreeCollectives:
             for total, part in zip(sums, _split(up[child], sums), strict=True):
                 total += part
         if self._parent is not None:
-            self._transport.send(self._parent, f"reduce/{name}", payload=sums, lane=BULK_LANE)
+            self._send(f"reduce/{name}", [self._parent], sums)
             down = self._receive(f"mean/{name}", [self._parent])[self._parent]
             means = _split(down, sums)
         else:
             means = [total / number for total in sums]
-        for child in self._children:
-            self._transport.send(child, f"mean/{name}", payload=means, lane=BULK_LANE)
+        self._send(f"mean/{name}", self._children, means)
         return [mean.astype(a.dtype) for mean, a in zip(means[:-1], arrays, strict=True)]
 
     def gather(self, name: str, value: object) -> list | None:
@@ -105,16 +114,16 @@ class TreeCollectives:
           HopError: As `Membership.wait` does.
         """
         # What JSON cannot hold is refused on every rank.
-        gathered = self._gather(name, np.frombuffer(json.dumps(value).encode(), np.uint8), in_session=False)
+        gathered = self._gather(name, np.frombuffer(json.dumps(value).encode(), np.uint8))
         return None if gathered is None else [json.loads(data.tobytes()) for data in gathered]
 
-    def all_gather(self, name: str, data: bytes, in_session: bool = True) -> list[bytes]:
+    def all_gather(self, name: str, data: bytes, number: int | None = None) -> list[bytes]:
         """Gives every rank what each of them has.
 
         Args:
-          name: Names this one operation; equal on all ranks, never used twice.
+          name: As in `broadcast`.
           data: What this rank has.
-          in_session: Whether a rank that has left the running session takes no part any more.
+          number: As in `broadcast`.
 
         Returns:
           What the ranks have, in their order.
@@ -124,24 +133,36 @@ class TreeCollectives:
         Raises:
           HopError: As `Membership.wait` does; also if a neighbor in the tree leaves before it has sent.
         """
-        gathered = self._gather(name, np.frombuffer(data, np.uint8), in_session)
-        received = self.broadcast(name, payloads.join(gathered) if gathered else (), in_session)
+        gathered = self._gather(name, np.frombuffer(data, np.uint8), number)
+        received = self.broadcast(name, payloads.join(gathered) if gathered else (), number)
         return [part.tobytes() for part in (gathered if received is None else payloads.split(received))]
 
-    def _gather(self, name: str, data: np.ndarray, in_session: bool) -> list[np.ndarray] | None:
+    def _gather(self, name: str, data: np.ndarray, number: int | None = None) -> list[np.ndarray] | None:
         """On rank 0 what the ranks have, in their order; elsewhere None."""
         known = {self._membership.rank: data}
-        for payload in self._receive(f"gather/{name}", self._children, in_session).values():
+        for payload in self._receive(f"gather/{name}", self._children, number).values():
             ranks, *parts = payloads.split(payload)
             known.update(zip(ranks.view(_RANK).tolist(), parts, strict=True))
         if self._parent is None:
             return [known[rank] for rank in range(self._membership.world_size)]
         payload = payloads.join([np.array([*known], _RANK), *known.values()])
-        self._transport.send(self._parent, f"gather/{name}", payload=payload, lane=BULK_LANE)
+        self._send(f"gather/{name}", [self._parent], payload, number)
         return None
 
-    def _receive(self, queue: str, senders: Sequence[int], in_session: bool = False) -> dict[int, np.ndarray]:
+    def _queue(self, group: str, number: int | None) -> str:
+        return group if number is None else f"{group}/{self._membership.session}.{number}"
+
+    def _send(
+        self, group: str, receivers: Sequence[int], payload: Sequence[np.ndarray], number: int | None = None
+    ) -> None:
+        for receiver in receivers:
+            self._transport.send(receiver, self._queue(group, number), payload=payload, lane=BULK_LANE)
+        if number is not None:
+            self._sent[group] = number + 1
+
+    def _receive(self, group: str, senders: Sequence[int], number: int | None = None) -> dict[int, np.ndarray]:
         """One message from each sender."""
+        queue = self._queue(group, number)
         inbox: dict[int, Message] = {}
 
         def on_message(message: Message) -> None:
@@ -151,9 +172,10 @@ class TreeCollectives:
 
         def missing() -> list[int]:
             awaited = [sender for sender in senders if sender not in inbox]
-            for sender in awaited if in_session else ():
-                departure = self._membership.departure(sender)
-                if departure is not None:
+            for sender in awaited if number is not None else ():
+                # What was sent on another lane may be overtaken by the news that its sender has left.
+                if not self._membership.delivers(sender, group, number):
+                    departure = self._membership.departure(sender)
                     kind = PeerFailedError if departure.failed else PeerLostError
                     raise kind(f"rank {self._membership.rank}: rank {sender} left before {queue!r}: {departure.reason}")
             return awaited

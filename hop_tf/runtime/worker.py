@@ -171,6 +171,7 @@ class Worker:
             group.exchange.reset(self.membership.session + 1)
             group.step.assign(0)
         self._joining.counts[_IN_SESSION] = self._num_gathered = 0
+        self._collectives.begin_session()
         self.all_gather.reset()
         self.first_batches.reset()
         self.metrics.reset(self.membership.session + 1, takes_part=averages_metrics)
@@ -223,6 +224,7 @@ class Worker:
         self.membership.leave(
             sent_rounds={
                 QUEUE: self.metrics.sent_rounds,
+                **self._collectives.sent_rounds,
                 **{group.name: group.exchange.sent_rounds for group in self._groups},
             },
             reason="" if error is None else f"{type(error).__name__}: {error}",
@@ -326,7 +328,7 @@ class Worker:
         name = f"{self._num_groups}-{digest:08x}"
         self._num_groups += 1
         signature = sign(name, describe_optimizer(optimizer), specs, num_batches)
-        self._compare(self._next_in_session(), signature)
+        self._compare(_IN_SESSION, signature, self._next_in_session())
         context = ExchangeContext(
             name,
             self.membership.session,
@@ -384,8 +386,9 @@ class Worker:
         new = [variable for variable in self._state.add(variables) if tf.compat.v1.is_variable_initialized(variable)]
         if not new or self.joining:  # Who joins takes the values of now.
             return
-        self._compare(self._next_in_session(), sign("initial values", "", [spec_of(v) for v in new]))
-        received = self._collectives.broadcast(self._next_in_session(), read(new))
+        signature = sign("initial values", "", [spec_of(v) for v in new])
+        self._compare(_IN_SESSION, signature, self._next_in_session())
+        received = self._collectives.broadcast(_IN_SESSION, read(new), self._next_in_session())
         if received is not None:
             write(new, received)
 
@@ -405,13 +408,13 @@ class Worker:
         try:
             signature = sign("average", "", [spec_of(v) for v in floats])
             with _all_ranks_call("`strategy.synchronize`"):
-                self._compare(self._next_called(), signature, in_session=False)
+                self._compare(self._next_called(), signature)
         except MismatchError as error:  # Others agree with rank 0, and would wait for this rank.
             self.membership.leave(sent_rounds={}, reason=f"MismatchError: {error}", abort=True)
             raise
         arrays = [np.asarray(v.read_value()) for v in floats]
         with _all_ranks_call("`strategy.synchronize`"):
-            numbers = self._collectives.all_gather(self._next_called(), str(self.membership.num_rounds).encode(), False)
+            numbers = self._collectives.all_gather(self._next_called(), str(self.membership.num_rounds).encode())
             counts = self._counts(list(map(int, numbers)))
             means = self._collectives.mean(self._next_called(), arrays, counts)
         for variable, mean in zip(floats, means, strict=True):
@@ -442,9 +445,9 @@ class Worker:
     def _all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Called by a thread of its own, for one value after the other, in the program's order."""
         if not self._in_session:
-            return self._collectives.all_gather(self._next_called(), data, in_session=False)
+            return self._collectives.all_gather(self._next_called(), data)
         self._num_gathered += 1
-        return self._collectives.all_gather(f"{self.membership.session}.gathered.{self._num_gathered}", data)
+        return self._collectives.all_gather("gathered", data, self._num_gathered - 1)
 
     def make_all_reduce(self, algorithm: str, num_values: int) -> AllReduce:
         """Makes an all-reduce of a float32 vector, for measurements. A collective; the caller closes it."""
@@ -468,19 +471,19 @@ class Worker:
         """How many values these bytes are."""
         return sum(sum(group.packing_of_variables.sizes) for group in self._groups)
 
-    def _next_in_session(self) -> str:
+    def _next_in_session(self) -> int:
         self._joining.counts[_IN_SESSION] += 1
-        return f"{self.membership.session}.{self._joining.counts[_IN_SESSION]}"
+        return self._joining.counts[_IN_SESSION] - 1
 
     def _next_called(self) -> str:
         self._joining.counts[_CALLED] += 1
         return f"called {self._joining.counts[_CALLED]}"
 
-    def _compare(self, name: str, mine: bytes, in_session: bool = True) -> None:
-        """Raises `MismatchError` unless rank 0 has the same signature. `name` is that of the collective."""
+    def _compare(self, name: str, mine: bytes, number: int | None = None) -> None:
+        """Raises `MismatchError` unless rank 0 has the same signature. For name and number see `TreeCollectives`."""
         if self.joining:
             return
-        received = self._collectives.broadcast(name, [np.frombuffer(mine, np.uint8)], in_session=in_session)
+        received = self._collectives.broadcast(name, [np.frombuffer(mine, np.uint8)], number)
         if received is not None:
             compare(self.membership, mine, 0, received.tobytes())
 

@@ -76,10 +76,8 @@ class TreeCollectivesTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(1, 2, 6)
     def test_all_gather(self, world_size):
         data = [bytes(range(rank)) for rank in range(world_size)]
-        for in_session in (False, True):
-            results = _run(
-                world_size, lambda collectives, rank, it=in_session: collectives.all_gather("a", data[rank], it)
-            )
+        for number in (None, 0):
+            results = _run(world_size, lambda collectives, rank, it=number: collectives.all_gather("a", data[rank], it))
             self.assertEqual(results, [data] * world_size)
 
     def test_arrays_of_another_size_are_an_error(self):
@@ -95,10 +93,32 @@ class TreeCollectivesTest(tf.test.TestCase, parameterized.TestCase):
             if rank == 0:
                 membership.leave(sent_rounds={}, reason="ValueError: bad data")
             else:
-                TreeCollectives(membership).broadcast("b", [])
+                TreeCollectives(membership).broadcast("b", [], number=0)
 
-        with self.assertRaisesRegex(PeerLostError, "rank 0 left before 'broadcast/b': ValueError: bad data"):
+        with self.assertRaisesRegex(PeerLostError, "rank 0 left before 'broadcast/b/1.0': ValueError: bad data"):
             cluster.run(body)
+
+    def test_what_was_sent_may_come_after_the_news_that_its_sender_has_left(self):
+        cluster = VirtualCluster(3, lambda sender, receiver, num_bytes: 2.0 if num_bytes > 1000 else 1.0)
+        values = np.arange(1000, dtype=np.float32)
+        received = {}
+
+        def body(rank):
+            membership = cluster.memberships[rank]
+            membership.begin_session()
+            collectives = TreeCollectives(membership)
+            for number in range(2 if rank else 1):
+                try:
+                    received[rank, number] = collectives.broadcast("b", [values], number)
+                except PeerLostError as error:
+                    received[rank, number] = str(error)
+            if rank == 0:
+                membership.leave(sent_rounds=collectives.sent_rounds, reason="")
+
+        cluster.run(body)
+        for rank in (1, 2):
+            self.assertAllEqual(received[rank, 0].view(np.float32), values)
+            self.assertIn("rank 0 left before 'broadcast/b/1.1'", received[rank, 1])
 
 
 class AbsenceTest(TransportTestMixin, tf.test.TestCase):

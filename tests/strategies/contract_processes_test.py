@@ -61,7 +61,8 @@ class ContractProcessesTest(tf.test.TestCase, parameterized.TestCase):
         member = MEMBERS[name]
         with MultiProcessRunner(_train, _NUM_RANKS, num_ps=member.num_ps, args=(name,), timeout_seconds=120) as runner:
             results = runner.join().raise_for_errors(except_ranks=[_VICTIM])
-        self.assertEqual(results[_VICTIM].exit_code, -signal.SIGKILL)
+        outputs = "\n".join(result.output for result in results)
+        self.assertEqual(results[_VICTIM].exit_code, -signal.SIGKILL, msg=outputs)
         self.assertIn(f"('KeyboardInterrupt: ', {_LAST_STEP + 1})", results[_VICTIM].output)
         for rank in {*range(_NUM_RANKS)} - {_VICTIM}:
             after_interrupt, after_kill = results[rank].value
