@@ -37,10 +37,10 @@ class SessionQueue:
         """Stops taking messages."""
         self._membership.transport.unregister(self._name)
 
-    def send(self, rank: int, header: bytes, *arguments, incarnation: int | None = None, **keywords) -> None:
+    def send(self, rank: int, header: bytes, *arguments, incarnation: int | None = None, **keywords) -> bool:
         """Sends as `Membership.send` does, to this queue of `rank`; default incarnation: the one that is known now."""
         head = _HEAD.pack(self.session, self._membership.incarnation_of(rank) if incarnation is None else incarnation)
-        self._membership.send(rank, self._name, head + header, *arguments, **keywords)
+        return self._membership.send(rank, self._name, head + header, *arguments, **keywords)
 
     def _on_message(self, message: Message) -> None:
         if len(message.header) < _HEAD.size:

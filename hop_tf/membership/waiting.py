@@ -256,7 +256,8 @@ class Waiting(abc.ABC):
         *,
         step: int | None = None,
         interruptible: bool = True,
-    ) -> None:
+        supersedes: bool = False,
+    ) -> bool:
         """Sends a message of a step, or drops it where the peer has left the session that this rank is in.
 
         Args:
@@ -267,6 +268,10 @@ class Waiting(abc.ABC):
           lane: Of the message.
           step: The step. As in `wait`, where ranks go on without a lost one, they do so within a step.
           interruptible: As in `wait`.
+          supersedes: As for `Transport.send`.
+
+        Returns:
+          Whether an older message has given way to this one.
 
         Blocks: as `Transport.send`. That the peer leaves or is lost, that this rank leaves the session, and whatever
           ends the job end it too; the last one is raised by the next `wait`.
@@ -289,7 +294,7 @@ class Waiting(abc.ABC):
                 raise problem
 
         try:
-            self.transport.send(peer, queue, header, payload, lane, check=check)
+            return self.transport.send(peer, queue, header, payload, lane, check=check, supersedes=supersedes)
         except _NoUse:
             pass
         except PeerLostError as error:
@@ -297,6 +302,7 @@ class Waiting(abc.ABC):
                 self._note_cause(peer, error)
                 raise
             self._go_on_without(peer, incarnation, error)
+        return False
 
     def _can_go_on_without(self, peer: int, step: int | None) -> bool:
         return step is not None and self.continue_without_lost and peer not in self.servers

@@ -105,6 +105,7 @@ def simulate_hop(
     num_steps: int | Sequence[int],
     compute: ComputeEmulation | Callable[[int], Iterator[float]],
     link_seconds: Callable[[int, int, int], float] | None = None,
+    sending_seconds: Callable[[int, int, int], float] | None = None,
     problem: Problem | None = None,
     hosts: Sequence[str] | None = None,
     faults: Sequence[Fault] = (),
@@ -119,6 +120,9 @@ def simulate_hop(
       compute: How long each training step takes: the launcher's emulation, or `compute(rank)`, which gives an iterator
         of seconds, one for each step that the rank makes. Iterations that are jumped over take none.
       link_seconds: `link_seconds(sender, receiver, num_bytes)` is how long a message takes. Default: no time.
+      sending_seconds: `sending_seconds(sender, receiver, num_bytes)` is for how long a message keeps its link busy
+        before that, and others to the same rank wait: bytes over bandwidth. Tokens do not wait behind updates. Default:
+        no time. As models are small here, take the bytes of yours.
       problem: What is trained. Default: nothing, as where only speed matters.
       hosts: The host of each rank, for a hierarchical topology.
       faults: Ranks that die, and are started again. The others hear of a death after two seconds, or by the restart.
@@ -139,6 +143,7 @@ def simulate_hop(
         num_steps=_steps_of_each(num_steps, world_size),
         compute=compute,
         link_seconds=link_seconds,
+        sending_seconds=sending_seconds,
         problem=problem or _NOTHING_TO_LEARN,
     )
     for fault in faults:
@@ -180,6 +185,7 @@ class Job:
         link_seconds: Callable[[int, int, int], float] | None,
         problem: Problem,
         tracing_seconds: Callable[[int], float] | None = None,
+        sending_seconds: Callable[[int, int, int], float] | None = None,
     ):
         settings.check_topology(topology)
         self._topology = topology
@@ -195,6 +201,7 @@ class Job:
             lambda rank: {*topology.in_neighbors(rank), *topology.out_neighbors(rank)},
             continue_without_lost=settings.continues_without_lost,
             detection_seconds=_DETECTION_SECONDS,
+            sending_seconds=sending_seconds,
         )
         self._ranks = [self._make_rank(rank) for rank in range(topology.world_size)]
 

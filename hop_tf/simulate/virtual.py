@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import math
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -75,6 +77,8 @@ class VirtualTransport(Transport):
       network: All ranks' transports; this one adds itself, or replaces that of an earlier process.
       link_seconds: `link_seconds(sender, receiver, num_bytes)` is how long a message takes; infinity: it never arrives.
         Messages to one peer on one lane keep their order: nor does what follows it there.
+      sending_seconds: `sending_seconds(sender, receiver, num_bytes)` is for how long the link is busy with a message,
+        before `link_seconds` begin. Messages on one lane leave one after the other. Default: none is.
       detection_seconds: How long a rank must be dead until others can know it.
       on_restart: See `QueueTransport`.
       pool: Where the arrays of messages come from. Default: a pool of its own.
@@ -88,6 +92,7 @@ class VirtualTransport(Transport):
         scheduler: Scheduler,
         network: dict[int, VirtualTransport],
         link_seconds: Callable[[int, int, int], float],
+        sending_seconds: Callable[[int, int, int], float] | None = None,
         detection_seconds: float = 0.0,
         on_restart: Callable[[int], None] | None = None,
         pool: BufferPool | None = None,
@@ -97,6 +102,10 @@ class VirtualTransport(Transport):
         self._scheduler = scheduler
         self._network = network
         self._link_seconds = link_seconds
+        self._sending_seconds = sending_seconds
+        # By peer and lane: what has not left yet, and when the link is free again.
+        self._waiting: dict[tuple[int, int | None], collections.deque[_Sending]] = {}
+        self._free_at: dict[tuple[int, int | None], float] = {}
         self._detection_seconds = detection_seconds
         self._on_restart = on_restart
         self._incarnation = 1 + network[rank]._incarnation if rank in network else 0
@@ -110,7 +119,7 @@ class VirtualTransport(Transport):
         self._held: dict[str, list[Message]] = {}
         self._last_arrival: dict[tuple[int, int], float] = {}
         self._latest_arrival: dict[int, float] = {}  # Whatever the lane.
-        self._kept: list[tuple[Message, int]] = []  # For a peer that was never there, until it is.
+        self._kept: list[tuple[_Sending, int]] = []  # For a peer that was never there, until it is.
         self._pool = pool or BufferPool()
         self._counters = dict.fromkeys(("bytes_sent", "bytes_received", "messages_sent", "messages_received"), 0)
         network[rank] = self
@@ -119,8 +128,8 @@ class VirtualTransport(Transport):
 
     def _bring_kept(self) -> None:
         kept, self._kept = self._kept, []
-        for message, peer in kept:
-            self._scheduler.call_at(self._scheduler.now, lambda m=message, p=peer: self._bring(m, p, None))
+        for sending, peer in kept:
+            self._scheduler.call_at(self._scheduler.now, lambda s=sending, p=peer: self._bring(s, p, None))
 
     @property
     def rank(self) -> int:
@@ -176,35 +185,51 @@ class VirtualTransport(Transport):
         lane: int | None = 0,
         *,
         check: Callable[[], None] | None = None,
-    ) -> None:
+        supersedes: bool = False,
+    ) -> bool:
         """See `Transport`. Never blocks."""
         del check
-        data = self._joined(payload) if payload else _NOTHING
-        num_bytes = len(header) + data.nbytes
+        message = Message(self._rank, queue, header, self._joined(payload) if payload else _NOTHING)
+        waiting = self._waiting.setdefault((peer, lane), collections.deque())
+        while waiting and waiting[0].leaves <= self._scheduler.now:
+            waiting.popleft()
+        for older in waiting if supersedes else ():
+            if older.message.queue == queue:
+                older.message = message
+                return True
+        num_bytes = len(header) + message.payload.nbytes
         self._count("sent", num_bytes)
-        link_seconds = self._link_seconds(self._rank, peer, num_bytes)
-        if link_seconds != math.inf:
-            check_seconds("link_seconds", link_seconds, f" from rank {self._rank} to rank {peer}")
-        arrival = self._scheduler.now + link_seconds
+        sending = _Sending(message, max(self._scheduler.now, self._free_at.get((peer, lane), 0.0)))
+        if self._sending_seconds is not None:
+            self._free_at[peer, lane] = sending.leaves + self._seconds("sending_seconds", peer, num_bytes)
+            waiting.append(sending)
+        arrival = self._free_at.get((peer, lane), self._scheduler.now) + self._seconds("link_seconds", peer, num_bytes)
         if lane is not None:
             arrival = max(arrival, self._last_arrival.get((peer, lane), 0.0))
             self._last_arrival[peer, lane] = arrival
         self._latest_arrival[peer] = max(arrival, self._latest_arrival.get(peer, 0.0))
-        if arrival == math.inf:
-            return
-        message = Message(self._rank, queue, header, data)
-        receiver = self._peers.get(peer)
-        self._scheduler.call_at(arrival, lambda: self._bring(message, peer, receiver))
+        if arrival != math.inf:
+            receiver = self._peers.get(peer)
+            self._scheduler.call_at(arrival, lambda: self._bring(sending, peer, receiver))
+        return False
 
-    def _bring(self, message: Message, peer: int, receiver: VirtualTransport | None) -> None:
+    def _seconds(self, name: str, peer: int, num_bytes: int) -> float:
+        seconds = getattr(self, f"_{name}")(self._rank, peer, num_bytes)
+        if name != "link_seconds" or seconds != math.inf:
+            check_seconds(name, seconds, f" from rank {self._rank} to rank {peer}")
+        return seconds
+
+    def _bring(self, sending: _Sending, peer: int, receiver: VirtualTransport | None) -> None:
         if (self._reaches is not None and peer not in self._reaches) or self._cut_at(peer) is not None:
+            return
+        if self._died_at is not None and self._died_at < sending.leaves:
             return
         receiver = receiver or self._network[peer]
         if receiver._died_at is None:
             self._meet(receiver)  # Who is connected knows with which process.
-            receiver._receive(self, message)
+            receiver._receive(self, sending.message)
         elif peer not in self._peers:
-            self._kept.append((message, peer))
+            self._kept.append((sending, peer))
 
     def _cut_at(self, peer: int) -> float | None:
         return self._cuts.get(frozenset((self._rank, peer)))
@@ -272,6 +297,14 @@ class VirtualTransport(Transport):
         """See `Transport`."""
 
 
+@dataclasses.dataclass(eq=False)
+class _Sending:
+    """A message, and when it leaves."""
+
+    message: Message
+    leaves: float
+
+
 _NOTHING = np.empty(0, np.uint8)
 _NOTHING.flags.writeable = False
 
@@ -286,6 +319,7 @@ class VirtualCluster:
     Args:
       world_size: Number of ranks.
       link_seconds: See `VirtualTransport`. Default: messages take no time.
+      sending_seconds: See `VirtualTransport`.
       peers: `peers(rank)`: the ranks that a rank deals with. Default: all.
       continue_without_lost: See `Membership`.
       min_ranks: See `Membership`.
@@ -313,7 +347,9 @@ class VirtualCluster:
         options: CommunicationOptions = _WITHOUT_DEADLINES,
         limit_seconds: float | None = None,
         num_servers: int = 0,
+        sending_seconds: Callable[[int, int, int], float] | None = None,
     ):
+        self._sending_seconds = sending_seconds
         self._options = options
         self._has_limit = limit_seconds is not None
         self.scheduler = Scheduler(math.inf if limit_seconds is None else limit_seconds)
@@ -394,6 +430,7 @@ class VirtualCluster:
             scheduler=self.scheduler,
             network=self._network,
             link_seconds=self._link_seconds,
+            sending_seconds=self._sending_seconds,
             detection_seconds=self._detection_seconds,
             on_restart=on_restart,
             pool=self.pool,

@@ -148,7 +148,8 @@ class Transport(abc.ABC):
         lane: int | None = 0,
         *,
         check: Callable[[], None] | None = None,
-    ) -> None:
+        supersedes: bool = False,
+    ) -> bool:
         """Queues one message for `peer`; connects first where there is no link yet.
 
         Messages to one peer on one lane arrive in the order in which they were sent, each at most once, also when
@@ -156,8 +157,14 @@ class Transport(abc.ABC):
         is so long that one connection does not fill it, they are spread over several. The payload is the concatenation
         of the arrays' bytes; it is read after `send` has returned, so the arrays must never be written to again.
 
+        A message that `supersedes` takes the place, on this lane, of one to the same queue whose sending has not begun.
+        So one waits at most, beside what is on its way, however slow the peer is.
+
+        Returns:
+          Whether an older message has given way to this one, and is never sent.
+
         Blocks: while too much is queued for this lane (until the peer takes it, the peer is lost, `close`, or `check`,
-        which is called now and then meanwhile, raises).
+        which is called now and then meanwhile, raises). A message that `supersedes` never blocks.
 
         Raises:
           HopError: If the transport is closed or the peer has failed for good.

@@ -61,6 +61,7 @@ class Outgoing:
       payload: Flat uint8 arrays.
       num_bytes: Length of header and payload.
       ack_requested: Whether the sender has reason to wait for the acknowledgement.
+      was_taken: Whether a connection has begun to send it: the peer may have received it.
     """
 
     sequence: int
@@ -69,6 +70,7 @@ class Outgoing:
     payload: Sequence[np.ndarray]
     num_bytes: int
     ack_requested: bool = False
+    was_taken: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -49,7 +49,8 @@ class Outbox:
 
     Args:
       max_messages: Most messages that are kept.
-      max_bytes: Most bytes that are kept; one message of any size always is.
+      max_bytes: Most bytes that are kept; beside them one message of any size, and one to each queue where messages
+        supersede each other.
 
     Attributes:
       max_bytes_per_second: How fast messages should leave at most. Default infinite.
@@ -86,7 +87,15 @@ class Outbox:
         with self._condition:
             return self._kept_bytes, self._last_sequence
 
-    def put(self, queue: bytes, header: bytes, payload: Sequence[np.ndarray], check: Callable[[float], None]) -> None:
+    def put(
+        self,
+        queue: bytes,
+        header: bytes,
+        payload: Sequence[np.ndarray],
+        check: Callable[[float], None],
+        *,
+        supersedes: bool = False,
+    ) -> bool:
         """Adds a message.
 
         Args:
@@ -94,8 +103,13 @@ class Outbox:
           header: Its header.
           payload: Flat uint8 arrays.
           check: Called with the seconds waited so far; raises when it is no use to wait longer.
+          supersedes: Whether one to the same queue that nobody has begun to send gives way to it. There is room for it
+            then: of such messages one waits at most.
 
-        Blocks: while too much is kept; `acknowledge`, `close` or `check` end that.
+        Returns:
+          Whether another one has given way.
+
+        Blocks: while too much is kept; `acknowledge`, `close` or `check` end that. Not where it `supersedes`.
 
         Raises:
           HopError: If the outbox is closed, or what `check` raises.
@@ -103,15 +117,21 @@ class Outbox:
         num_bytes = len(header) + sum(array.nbytes for array in payload)
         start = time.monotonic()
         with self._condition:
-            while not self._has_room(num_bytes):
+            older = self._find_waiting(queue) if supersedes else None
+            while not supersedes and not self._has_room(num_bytes):
                 check(time.monotonic() - start)
                 self._condition.wait(_CHECK_PERIOD_SECONDS)
             if self._closed:
                 raise HopError("the transport is closed.")
-            self._last_sequence += 1
-            self._kept.append(Outgoing(self._last_sequence, queue, header, payload, num_bytes))
+            if older is None:
+                self._last_sequence += 1
+                self._kept.append(Outgoing(self._last_sequence, queue, header, payload, num_bytes))
+            else:
+                self._kept_bytes -= older.num_bytes
+                older.header, older.payload, older.num_bytes = header, payload, num_bytes
             self._kept_bytes += num_bytes
             self._condition.notify_all()
+            return older is not None
 
     def resume(self, received_sequence: int) -> int:
         """Begins a new connection to a peer that has received everything up to `received_sequence`.
@@ -143,6 +163,7 @@ class Outbox:
             if self._ended(epoch) or self._num_taken == len(self._kept):
                 return None
             message = self._kept[self._num_taken]
+            message.was_taken = True
             self._num_taken += 1
             message.ack_requested = (
                 self._num_taken == len(self._kept)
@@ -200,6 +221,15 @@ class Outbox:
         if self._closed or not self._kept:
             return True
         return len(self._kept) < self._max_messages and self._kept_bytes + num_bytes <= self._max_bytes
+
+    def _find_waiting(self, queue: bytes) -> Outgoing | None:
+        """The message to `queue` that no connection has taken. There is one at most where all of them supersede."""
+        for message in reversed(self._kept):
+            if message.was_taken:
+                return None
+            if message.queue == queue:
+                return message
+        return None
 
     def _first_sequence(self) -> int:
         return self._kept[0].sequence if self._kept else self._last_sequence + 1

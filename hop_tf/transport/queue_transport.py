@@ -98,7 +98,8 @@ class QueueTransport(Transport):
         lane: int | None = 0,
         *,
         check: Callable[[], None] | None = None,
-    ) -> None:
+        supersedes: bool = False,
+    ) -> bool:
         arrays, name = flatten(payload), queue.encode()
         lane = self._emptiest_lane(peer, sum(array.nbytes for array in arrays)) if lane is None else lane
         check_message(name, header, arrays, lane)
@@ -110,12 +111,15 @@ class QueueTransport(Transport):
                 check()
             self._check_can_send(peer, waited_seconds)
 
-        self._outbox(peer, lane).put(name, header, arrays, check_all)
+        has_superseded = self._outbox(peer, lane).put(name, header, arrays, check_all, supersedes=supersedes)
+        if has_superseded:
+            return True
         with self._lock:
             self._messages_sent += 1
             num_bytes = len(header) + sum(array.nbytes for array in arrays)
             self._bytes_sent += num_bytes
             self._bytes_by_lane[lane] += num_bytes
+        return False
 
     def flush(self, peer: int, timeout_seconds: float) -> bool:
         deadline = time.monotonic() + timeout_seconds

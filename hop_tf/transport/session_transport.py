@@ -52,8 +52,8 @@ class SessionTransport(Transport):
         for queue in tuple(self._queues):
             self.unregister(queue)
 
-    def send(self, peer: int, queue: str, *args, **kwargs) -> None:
-        self._transport.send(peer, self._prefix + queue, *args, **kwargs)
+    def send(self, peer: int, queue: str, *args, **kwargs) -> bool:
+        return self._transport.send(peer, self._prefix + queue, *args, **kwargs)
 
     def flush(self, peer: int, timeout_seconds: float) -> bool:
         return self._transport.flush(peer, timeout_seconds)

@@ -132,7 +132,16 @@ class HopExchange(Exchange, Joiner):
             if self._pacing.known_iteration(j) > k + self._settings.max_staleness:
                 self._num_withheld += 1  # It would come too late (section 6.2).
                 continue
-            self._queue.send(j, ITERATION.pack(k), x, lane=BULK_LANE, incarnation=incarnation, step=k)
+            # Where stragglers are tolerated, nobody needs every update: what a slow link has not begun to send may go.
+            self._num_withheld += self._queue.send(
+                j,
+                ITERATION.pack(k),
+                x,
+                lane=BULK_LANE,
+                incarnation=incarnation,
+                step=k,
+                supersedes=self._settings.tolerates_stragglers,
+            )
         self._sent_rounds = k + 1
 
     def _recv_and_reduce(self, x: Sequence[np.ndarray], k: int) -> tuple[np.ndarray, ...]:

@@ -10,7 +10,6 @@ import abc
 import struct
 from collections.abc import Mapping, Sequence
 
-from hop_tf.collectives import BULK_LANE
 from hop_tf.membership import SessionQueue
 from hop_tf.runtime.group import ExchangeContext
 from hop_tf.strategies.hop.settings import HopSettings
@@ -87,7 +86,8 @@ class Pacing(abc.ABC):
         for j in self._present(self._in_neighbors):
             incarnation = incarnations.get(j)  # It is taken out when it joins, which may be now.
             if incarnation is not None:
-                self._queue.send(j, ITERATION.pack(k), lane=BULK_LANE, incarnation=incarnation, step=k)
+                # On lane 0: behind an update on a slow link it would hold a rank up that needs no such update.
+                self._queue.send(j, ITERATION.pack(k), incarnation=incarnation, step=k)
 
     def _present(self, ranks: Sequence[int]) -> list[int]:
         return [j for j in ranks if self._membership.departure(j) is None]

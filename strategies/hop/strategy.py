@@ -65,7 +65,8 @@ class HopStrategy(ExchangeStrategy):
     statistics) are averaged along. Optimizer slots stay local.
 
     `report()` counts beside what is common to all strategies: `late_updates`, which came too late or were superseded
-    unused; `withheld_updates`, which were not sent because they would have come too late; `jumps`, and the
+    unused; `withheld_updates`, which were not sent: they would have come too late, or, with backup workers or
+    staleness, a newer one was there before the link was free; `jumps`, and the
     `skipped_iterations` in them.
 
     Args:

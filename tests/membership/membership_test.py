@@ -488,7 +488,7 @@ class _FullTransport(_FakeTransport):
     def register(self, queue, handler):
         self.handlers[queue] = handler
 
-    def send(self, peer, queue, header=b"", payload=(), lane=0, *, check=None):
+    def send(self, peer, queue, header=b"", payload=(), lane=0, *, check=None, supersedes=False):
         self.sent.append((peer, queue))
         while peer == 1 and check is not None:
             self._monitor.wait(0.25)

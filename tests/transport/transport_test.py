@@ -264,6 +264,27 @@ class MessageContract(TransportTestMixin):
         self.assertLen(sent, 2 * MAX_MESSAGES)
         self.assertTrue(sender.flush(1, DEADLINE_SECONDS))
 
+    def test_what_supersedes_takes_the_place_of_what_waits(self):
+        """And neither blocks nor takes the place of messages to other queues, or of what is being sent."""
+        sender, receiver = self.start()
+        gate, collector = self.make_gate(), self.register(receiver)
+        receiver.register("gate", gate)
+        sender.send(1, "gate")
+        self.assertTrue(gate.entered.wait(DEADLINE_SECONDS))
+        superseded, payload = [], np.zeros(8 << 20, np.uint8)  # More than a socket takes.
+        for index in range(2 * MAX_MESSAGES):
+            if index == 10:
+                sender.send(1, "queue", b"other")
+            superseded.append(sender.send(1, "newest", number(index), [payload], supersedes=True))
+        newest = self.register(receiver, "newest")
+        gate.opened.set()
+        self.assertTrue(sender.flush(1, DEADLINE_SECONDS))
+        self.assertEqual([message.header for message in collector.wait(1)], [b"other"])
+        kept = [index for index, given_way in enumerate(superseded[1:]) if not given_way] + [len(superseded) - 1]
+        self.assertEqual([message.header for message in newest.messages], [number(index) for index in kept])
+        self.assertLess(len(kept), 10)
+        self.assertEqual(sender.counters()["messages_sent"], len(kept) + 2)
+
     def test_check_ends_a_blocked_send(self):
         sender, receiver = self.start()
         gate = self.make_gate()

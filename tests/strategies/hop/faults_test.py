@@ -123,6 +123,7 @@ class _Case:
             )
             for _ in range(int(rng.integers(1, 5)))
         ]
+        self.is_narrow = bool(rng.random() < 0.5)  # Then messages wait for each other.
         self._rng = rng
 
     def run(self):
@@ -132,6 +133,9 @@ class _Case:
             num_steps=self.num_steps,
             compute=lambda rank: iter(self.durations[rank]),
             link_seconds=lambda sender, receiver, num_bytes: 2 * self._rng.random() * self.links[sender, receiver],
+            sending_seconds=(lambda sender, receiver, num_bytes: self.links[sender, receiver])
+            if self.is_narrow
+            else None,
             tracing_seconds=lambda rank: self.tracing_seconds[rank],
         )
         for fault in self.faults:
