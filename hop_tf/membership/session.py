@@ -401,20 +401,29 @@ class Membership(Waiting):
         self.monitor.notify_all()
         return True
 
+    def _too_few_without(self, num_unheard: int) -> str:
+        num_left = self.world_size - len(self._missing()) - num_unheard
+        if num_left >= self._min_ranks:
+            return ""
+        return f"{num_left} of {self.world_size} ranks are left, fewer than {self._min_ranks} (see min_ranks)."
+
+    def _missing(self) -> dict[int, str]:
+        """By rank that is lost or has failed, why."""
+        departures = {rank: self.departure(rank) for rank in sorted(self.departed())}
+        return {rank: each.reason for rank, each in departures.items() if each.lost or each.failed}
+
     def _note_missing(self, leave: membership_pb2.Leave, what: str) -> None:
         """Says that a rank is missing; fails where too few are left: they may be those that were cut off."""
         if self._failure is not None or self._left is not None:
             return  # This rank does not go on itself.
-        departures = {rank: self.departure(rank) for rank in sorted(self.departed())}
-        missing = {rank: each.reason for rank, each in departures.items() if each.lost or each.failed}
-        num_left = self.world_size - len(missing)
-        if num_left < self._min_ranks:
+        missing = self._missing()
+        if too_few := self._too_few_without(0):
             reasons = "; ".join(f"rank {rank}: {reason}" for rank, reason in missing.items())
+            self.is_given_up = True  # Whoever trains on does so without this rank.
             self.fail(
                 PeerLostError(
-                    f"rank {self.rank}: {num_left} of {self.world_size} ranks are left, fewer than {self._min_ranks} "
-                    f"(see min_ranks). Others may train on, on the other side of a cut. Missing are {reasons}. "
-                    "Start these ranks again."
+                    f"rank {self.rank}: {too_few} Others may train on, on the other side of a cut. Missing are "
+                    f"{reasons}. Start these ranks again."
                 )
             )
             return
@@ -425,7 +434,7 @@ class Membership(Waiting):
             what,
             leave.reason if leave.reason.endswith(".") else f"{leave.reason}.",
             self.world_size,
-            " This rank trains alone now." if num_left == 1 else "",
+            " This rank trains alone now." if len(missing) == self.world_size - 1 else "",
         )
 
     def _forward(self, leave: membership_pb2.Leave, learned_from: int | None = None) -> None:

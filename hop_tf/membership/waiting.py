@@ -13,7 +13,7 @@ from hop_tf.membership import membership_pb2
 from hop_tf.membership.departures import Departure, Departures
 from hop_tf.membership.monitor import Monitor
 from hop_tf.options import CommunicationOptions
-from hop_tf.transport.base import Transport
+from hop_tf.transport.base import PeerStatus, Transport
 from hop_tf.transport.deadlines import REFUSED_SECONDS, problem_of
 
 # Silence, unlike messages, wakes nobody: how often a waiting rank looks at it.
@@ -210,7 +210,7 @@ class Waiting(abc.ABC):
                         continue
                     end = self._departures.end_of(peer)
                     is_known = end is not None and end.lost  # And still it is waited for: there is no going on.
-                    if is_known or not self._can_go_on_without(peer, step) or not isinstance(error, PeerLostError):
+                    if is_known or not self._goes_on_after(peer, step, error):
                         self._note_cause(peer, error)
                         raise error
                     return self._depart(peer, error)
@@ -233,8 +233,9 @@ class Waiting(abc.ABC):
     def _problem(self, peer: int, waited: float, operation: str, step: int | None) -> Exception | None:
         """Why to wait no longer; None if there is hope."""
         end = self._departures.end_of(peer)
-        return problem_of(
-            self.transport.status(peer),
+        status = self.transport.status(peer)
+        error = problem_of(
+            status,
             None if end is None else end.reason,
             waited,
             self._options,
@@ -243,6 +244,39 @@ class Waiting(abc.ABC):
             operation=operation,
             step=step,
         )
+        if status.failure is None and isinstance(error, PeerLostError) and self._can_go_on_without(peer, step):
+            return self._doubt(status, error)
+        return error
+
+    def _doubt(self, status: PeerStatus, error: PeerLostError) -> Exception | None:
+        """Whether a silent peer is lost, or this rank: one that hears too few of the others to go on with is cut off.
+
+        It may still speak. So it tells nobody that they are lost, and says that it has failed itself.
+
+        Returns:
+          `error`, if enough others are heard; None while that is not certain; that this rank is cut off.
+        """
+        limit_seconds = self._options.timeout_seconds
+        present = [peer for peer in self.peers if self.departure(peer) is None]
+        # A rank that is there is heard several times in half of the time.
+        unheard = [peer for peer in present if self.transport.status(peer).silent_seconds > limit_seconds / 2]
+        too_few = self._too_few_without(len(unheard))
+        if not too_few or not status.was_silent_for(limit_seconds):
+            return error
+        if not all(self.transport.status(peer).was_silent_for(limit_seconds) for peer in unheard):
+            return None
+        self.is_given_up = True
+        self.fail(
+            PeerLostError(
+                f"rank {self.rank}: ranks {unheard} were not heard for {limit_seconds:g} s. {too_few} This rank may be "
+                f"the one that is cut off. {error}"
+            )
+        )
+        return self._failure
+
+    @abc.abstractmethod
+    def _too_few_without(self, num_unheard: int) -> str:
+        """What is to be said where, without so many more ranks, too few are left to go on; else nothing."""
 
     # Sending.
 
@@ -298,11 +332,14 @@ class Waiting(abc.ABC):
         except _NoUse:
             pass
         except PeerLostError as error:
-            if not self._can_go_on_without(peer, step):
+            if not self._goes_on_after(peer, step, error):
                 self._note_cause(peer, error)
                 raise
             self._go_on_without(peer, incarnation, error)
         return False
+
+    def _goes_on_after(self, peer: int, step: int | None, error: Exception) -> bool:
+        return not self.is_given_up and isinstance(error, PeerLostError) and self._can_go_on_without(peer, step)
 
     def _can_go_on_without(self, peer: int, step: int | None) -> bool:
         return step is not None and self.continue_without_lost and peer not in self.servers

@@ -82,7 +82,7 @@ class VirtualTransport(Transport):
       detection_seconds: How long a rank must be dead until others can know it.
       on_restart: See `QueueTransport`.
       pool: Where the arrays of messages come from. Default: a pool of its own.
-      cuts: Since when links are down, by the two ranks. See `VirtualCluster.cut`.
+      cuts: Since when links are down, by sender and receiver. See `VirtualCluster.cut`.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class VirtualTransport(Transport):
         detection_seconds: float = 0.0,
         on_restart: Callable[[int], None] | None = None,
         pool: BufferPool | None = None,
-        cuts: Mapping[frozenset[int], float] = types.MappingProxyType({}),
+        cuts: Mapping[tuple[int, int], float] = types.MappingProxyType({}),
     ):
         self._rank = rank
         self._scheduler = scheduler
@@ -220,7 +220,7 @@ class VirtualTransport(Transport):
         return seconds
 
     def _bring(self, sending: _Sending, peer: int, receiver: VirtualTransport | None) -> None:
-        if (self._reaches is not None and peer not in self._reaches) or self._cut_at(peer) is not None:
+        if (self._reaches is not None and peer not in self._reaches) or (self._rank, peer) in self._cuts:
             return
         if self._died_at is not None and self._died_at < sending.leaves:
             return
@@ -230,9 +230,6 @@ class VirtualTransport(Transport):
             receiver._receive(self, sending.message)
         elif peer not in self._peers:
             self._kept.append((sending, peer))
-
-    def _cut_at(self, peer: int) -> float | None:
-        return self._cuts.get(frozenset((self._rank, peer)))
 
     def _joined(self, payload: Sequence[np.ndarray]) -> np.ndarray:
         parts = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in payload]
@@ -277,7 +274,7 @@ class VirtualTransport(Transport):
     def status(self, peer: int) -> PeerStatus:
         """See `Transport`."""
         met, died_at = peer in self._peers, self._network[peer]._died_at
-        if (cut_at := self._cut_at(peer)) is not None:
+        if (cut_at := self._cuts.get((peer, self._rank))) is not None:
             incarnation = self._peers[peer].incarnation if met else None
             return PeerStatus(f"virtual:{peer}", False, self._scheduler.now - cut_at, incarnation)
         is_dead = died_at is not None and self._scheduler.now >= max(died_at, self._born_at) + self._detection_seconds
@@ -360,7 +357,7 @@ class VirtualCluster:
         self._min_ranks = min_ranks
         self._detection_seconds = detection_seconds
         self._network: dict[int, VirtualTransport] = {}
-        self._cuts: dict[frozenset[int], float] = {}
+        self._cuts: dict[tuple[int, int], float] = {}
         self._processes: dict[int, list[Process]] = {}  # The rank's own one is the first.
         self._num_servers = num_servers
         self.memberships: list[Membership] = []
@@ -383,9 +380,16 @@ class VirtualCluster:
         self._processes[rank].append(self.scheduler.spawn(f"{name} of rank {rank}", body))
         return _Thread()
 
-    def cut(self, rank: int, other: int) -> None:
-        """Nothing that these ranks send to each other arrives from now on. Each is silent to the other one."""
-        self._cuts[frozenset((rank, other))] = self.scheduler.now
+    def cut(self, rank: int, other: int, one_way: bool = False) -> None:
+        """Nothing that these ranks send to each other arrives from now on. Each is silent to the other one.
+
+        Args:
+          rank: A rank.
+          other: Another one.
+          one_way: Whether what `other` sends still arrives, and only `rank` is silent. Default False.
+        """
+        for pair in [(rank, other)] if one_way else [(rank, other), (other, rank)]:
+            self._cuts[pair] = self.scheduler.now
 
     def kill(self, rank: int, reaches: Collection[int] | None = None) -> bool:
         """Ends the process of a rank now, wherever it is; False if it has ended. Called as an event.

@@ -17,14 +17,17 @@ _CUT_AT, _ENDS_AT = 2.0, 100.0
 _OPTIONS = CommunicationOptions(timeout_seconds=10, progress_timeout_seconds=1000)
 
 
-def _train(sides, min_ranks, leaves=()):
-    """What each rank's waiting for all others raises. The sides are cut from each other at `_CUT_AT`."""
+def _train(sides, min_ranks, leaves=(), one_way=False):
+    """What each rank's waiting for all others raises.
+
+    The sides are cut from each other at `_CUT_AT`. One way: nothing reaches the later ones from the earlier ones.
+    """
     world_size = sum(map(len, sides))
     cluster = VirtualCluster(
         world_size, continue_without_lost=True, min_ranks=min_ranks, options=_OPTIONS, limit_seconds=2 * _ENDS_AT
     )
     pairs = [pair for one, other in itertools.combinations(sides, 2) for pair in itertools.product(one, other)]
-    cluster.scheduler.call_at(_CUT_AT, lambda: [cluster.cut(*pair) for pair in pairs])
+    cluster.scheduler.call_at(_CUT_AT, lambda: [cluster.cut(*pair, one_way) for pair in pairs])
     cluster.scheduler.call_at(_ENDS_AT, cluster._wake_all)
     errors = {}
 
@@ -39,10 +42,11 @@ def _train(sides, min_ranks, leaves=()):
 
     def body(rank):
         errors[rank] = error_of(train, cluster.memberships[rank])
-        reason = "ValueError: no data" if rank in leaves else ""
-        cluster.memberships[rank].leave(
-            sent_rounds={}, reason=reason, failed=rank in leaves, abort=errors[rank] is not None
-        )
+        membership, reason = cluster.memberships[rank], str(errors[rank] or "")
+        if rank in leaves:
+            reason = "ValueError: no data"
+        abort = errors[rank] is not None and not membership.is_given_up
+        membership.leave(sent_rounds={}, reason=reason, failed=bool(reason), abort=abort)
 
     cluster.run(body)
     return errors
@@ -63,8 +67,23 @@ class MinRanksTest(tf.test.TestCase, parameterized.TestCase):
             if error is not None:
                 self.assertIsInstance(error, PeerLostError)
                 self.assertRegex(str(error), f"ranks are left, fewer than {min_ranks} \\(see min_ranks\\)|was lost")
-        if not expected:
-            self.assertTrue(any("Missing are rank" in str(error) for error in errors.values()))
+
+    @parameterized.parameters(([(0, 1), (2,)], 2), ([(0, 1, 2), (3, 4)], 3))
+    def test_who_hears_too_few_ends_and_nobody_else(self, sides, min_ranks):
+        """Though it can tell the others that it has lost them."""
+        errors = _train(sides, min_ranks, one_way=True)
+        for rank, error in errors.items():
+            if rank in sides[0]:
+                self.assertIsNone(error)
+            else:
+                self.assertRegex(
+                    str(error), f"ranks .* were not heard for 10 s.* {len(sides[1])} of .* one that is cut off"
+                )
+
+    def test_who_hears_enough_goes_on_where_one_cannot_speak(self):
+        errors = _train([(2,), (0, 1)], 2, one_way=True)
+        self.assertEqual([errors[0], errors[1]], [None, None])
+        self.assertRegex(str(errors[2]), "the others went on without this rank")
 
     def test_ranks_that_have_failed_are_missing_too(self):
         errors = _train([(0, 1, 2, 3)], 3, leaves=(1, 2))
