@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import json
+import math
 import os
 import statistics
 import threading
@@ -59,22 +59,25 @@ def _number(item: pytest.Item) -> int:
 
 
 def pytest_terminal_summary(terminalreporter) -> None:
-    """A table of the random faults: what happened how often, and how long ranks stood still at most."""
-    faults = collections.defaultdict(list)  # By kind: whether a case has failed, and for how many seconds.
-    for outcome, reports in terminalreporter.stats.items():
+    """A table of the random faults: what was seen, how long ranks stood still, and when one that came back went on."""
+    by_kind = collections.defaultdict(list)
+    for reports in terminalreporter.stats.values():
         for report in reports:
-            for name, value in getattr(report, "user_properties", ()):
+            for name, seen in getattr(report, "user_properties", ()):
                 if name == "fault" and report.when == "call":
-                    fault = json.loads(value)
-                    faults[fault["kind"]].append((outcome == "failed", fault["seconds"]))
-    if not faults:
+                    by_kind[seen["kind"]].append(seen)
+    if not by_kind:
         return
     terminalreporter.section("random faults")
-    terminalreporter.line(f"{'kind':<12}{'cases':>8}{'failed':>8}{'median stop, s':>16}{'longest, s':>12}")
-    for kind, cases in sorted(faults.items()):
-        seconds = [each for _, each in cases]
-        numbers = f"{len(cases):>8}{sum(failed for failed, _ in cases):>8}"
-        terminalreporter.line(f"{kind:<12}{numbers}{statistics.median(seconds):>16.2f}{max(seconds):>12.2f}")
+    counts = ("hangs", "wrong", "leaks")
+    header = "".join(f"{name:>7}" for name in ("cases", *counts))
+    terminalreporter.line(f"{'kind':<12}{header}{'stop, s: median':>18}{'longest':>9}{'back after, s: longest':>24}")
+    for kind, cases in sorted(by_kind.items()):
+        numbers = "".join(f"{number:>7}" for number in (len(cases), *(sum(case[c] for case in cases) for c in counts)))
+        stops = [case["stop"] for case in cases if "stop" in case] or [math.nan]
+        back = max((case["return"] for case in cases if "return" in case), default=None)
+        seconds = f"{statistics.median(stops):>18.2f}{max(stops):>9.2f}{'' if back is None else f'{back:.2f}':>24}"
+        terminalreporter.line(f"{kind:<12}{numbers}{seconds}")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -8,33 +8,36 @@ Nothing here depends on how long something takes, but for the bound of the whole
 
 import dataclasses
 import functools
-import json
 import os
 import random
-import signal
-import socket
+import re
+import tempfile
 import threading
 import time
 
 import keras
 import numpy as np
+import psutil
 import pytest
 import tensorflow as tf
 from absl.testing import absltest, parameterized
+from faults.kinds import KINDS, LINKS, TIMEOUT_SECONDS, TOKEN, FailingLinks, files_again, happen, happen_within
 
 import hop_tf
 from hop_tf.errors import HopError
-from hop_tf.testing import MultiProcessRunner
+from hop_tf.testing import MultiProcessError, MultiProcessRunner, network
 from support import MEMBERS, Member
 
 _SEED = int(os.environ.get("HOP_TF_SCHEDULE_SEED", "0"))
 _NUM_RANKS = 3
 _NUM_STEPS = 60
 _NUM_EPOCHS = 2
+_NUM_EPOCHS_WITH_RESTART = 8  # It takes a while until the rank is back.
 _BATCH_SIZE = 6
-_TIMEOUT_SECONDS = 5.0
 _CASE_SECONDS = 120.0
 _STEP_SECONDS = 0.03  # Emulated: what is drawn happens in the middle of the training.
+_LEFT_SECONDS = 10.0
+_STEP = "step [0-9]+"
 _LAST_MOMENT = 100  # The step at which something happens, at the latest.
 _MEMBERS = {
     **{name: member for name, member in MEMBERS.items() if name != "own"},
@@ -51,16 +54,8 @@ _MEMBERS = {
         for name in ("pipe_sgd", "dts", "canary_synchronous")
     },
 }
-# What happens to the victim, and whether the others lose it.
-_KINDS = {
-    "kill": True,
-    "freeze": True,
-    "exception": True,
-    "exit": True,
-    "pause": False,  # For less than the timeout.
-    "garbage": False,  # Strangers send it to the victim's port.
-    "strangers": False,  # They connect, and say nothing.
-}
+# Where a rank that was started again joins the others.
+_LET_JOIN = ("hop_tolerant", "canary", "shat")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +64,7 @@ class _Case:
 
     Attributes:
       name: The strategy's, in `_MEMBERS`.
-      kind: One of `_KINDS`.
+      kind: One of `KINDS`.
       victim: To which rank.
       step: When the victim has made so many steps.
       delay: How many seconds later.
@@ -81,12 +76,16 @@ class _Case:
     step: int
     delay: float
 
+    @property
+    def num_epochs(self):
+        return _NUM_EPOCHS_WITH_RESTART if self.kind == "restart" else _NUM_EPOCHS
+
     @classmethod
     def draw(cls, kind, number):
         rng = random.Random(f"{_SEED}/{kind}/{number}")
         names = list(_MEMBERS)
         return cls(
-            name=names[(number + _SEED) % len(names)],
+            name=names[(number + list(KINDS).index(kind) + _SEED) % len(names)],  # `make test` tries each of them.
             kind=kind,
             victim=rng.randrange(_NUM_RANKS),
             step=rng.randrange(1, _LAST_MOMENT),
@@ -107,133 +106,139 @@ class _Progress(keras.callbacks.Callback):
         self.num_steps += 1
         print(f"step {self.num_steps} at {time.monotonic()}", flush=True)
         if self.num_steps == self._happens:
-            if self._kind == "exception":
-                raise MemoryError("on purpose")
-            if self._kind == "exit":
-                raise SystemExit(3)
+            happen_within(self._kind)
 
 
-def _train(case):
-    """What `fit` raised, when; how many steps were made; and the loss before and after."""
+def _train(case, directory):
+    """What `fit` raised, how many steps were made, the loss, the weights, and what is left after all is closed."""
     case = _Case(**case)
-    options = hop_tf.CommunicationOptions(timeout_seconds=_TIMEOUT_SECONDS, cluster_token="secret")
-    strategy = _MEMBERS[case.name].make(communication_options=options)
+    options = hop_tf.CommunicationOptions(
+        timeout_seconds=TIMEOUT_SECONDS,
+        cluster_token=TOKEN,
+        log_dir=os.path.join(directory, "logs"),
+    )
+    resolver = FailingLinks(directory).resolver() if case.kind in LINKS else None
+    strategy = _MEMBERS[case.name].make(cluster_resolver=resolver, communication_options=options)
     with strategy.scope():
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, kernel_initializer="zeros")])
         model.compile(keras.optimizers.SGD(0.02), "mse")
     x = np.random.default_rng(0).normal(size=(_BATCH_SIZE * _NUM_STEPS, 4)).astype("float32")
     y = x @ np.array([[1.0], [-2.0], [0.5], [3.0]], "float32")
+    fit = functools.partial(model.fit, x, y, batch_size=_BATCH_SIZE, epochs=case.num_epochs, shuffle=False, verbose=0)
     progress, error = _Progress(strategy, case), ""
-    try:
-        model.fit(x, y, batch_size=_BATCH_SIZE, epochs=_NUM_EPOCHS, shuffle=False, verbose=0, callbacks=[progress])
-    except HopError as raised:
-        error = f"{type(raised).__name__}: {raised}"
-    print(f"ended at {time.monotonic()}", flush=True)
-    loss = float(np.mean((model(x, training=False).numpy() - y) ** 2))
-    weights = model.get_weights()
-    strategy.shutdown()
-    return {"error": error, "steps": progress.num_steps, "loss": loss, "weights": weights}
+    with files_again():
+        try:
+            fit(callbacks=[progress])
+        except HopError as raised:
+            error = f"{type(raised).__name__}: {raised}"
+        print(f"ended at {time.monotonic()}", flush=True)
+        loss = float(np.mean((model(x, training=False).numpy() - y) ** 2))
+        weights = model.get_weights()
+        strategy.shutdown()
+    return {"error": error, "steps": progress.num_steps, "loss": loss, "weights": weights, "left": _left()}
 
 
-def _disturb(runner, case, addresses):
-    """Lets it happen. Returns when it did."""
-    if case.kind in ("exception", "exit"):
-        return None
-    time.sleep(case.delay)
-    now = time.monotonic()
-    match case.kind:
-        case "kill":
-            runner.kill(case.victim)
-        case "freeze":
-            runner.pause(case.victim)
-        case "pause":
-            runner.pause(case.victim)
-            time.sleep(_TIMEOUT_SECONDS / 3)
-            runner.resume(case.victim)
-        case "garbage":
-            _send(addresses[case.victim], random.Random(case.step).randbytes(3000), num_connections=20)
-        case "strangers":
-            _send(addresses[case.victim], b"", num_connections=100)
-    return now
+def _left():
+    """Threads and sockets of hop_tf, which end soon after `shutdown`."""
+    deadline = time.monotonic() + _LEFT_SECONDS
+    while True:
+        threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("hop_tf")]
+        listening = [
+            str(each.laddr) for each in psutil.Process().net_connections() if each.status == psutil.CONN_LISTEN
+        ]
+        if not (threads or listening) or time.monotonic() > deadline:
+            return threads + listening
+        time.sleep(0.05)
 
 
-def _send(address, data, num_connections):
-    host, _, port = address.rpartition(":")
-    sockets = []
-    try:
-        for _ in range(num_connections):
-            sockets.append(socket.create_connection((host, int(port)), 5.0))
-            sockets[-1].sendall(data)
-        time.sleep(0.3)
-    except OSError:
-        pass  # The other side has closed it.
-    finally:
-        for each in sockets:
-            each.close()
-
-
-def _moments(output, what):
-    return [float(line.rpartition(" ")[2]) for line in output.splitlines() if line.startswith(what)]
+def _moments(output, pattern):
+    return [float(seconds) for seconds in re.findall(rf"^{pattern} at ([0-9.]+)$", output, re.MULTILINE)]
 
 
 class RandomFaultsTest(tf.test.TestCase, parameterized.TestCase):
     @pytest.fixture(autouse=True)
     def _records(self, record_property):
-        self._record = record_property
+        self.seen = {"hangs": 0, "wrong": 0, "leaks": 0}
+        record_property("fault", self.seen)  # For the table, which is made when all tests have ended.
 
-    @parameterized.parameters(*((kind, number) for number in range(len(_MEMBERS)) for kind in _KINDS))
-    @pytest.mark.stress(after=len(_KINDS))
+    @parameterized.parameters(*((kind, number) for number in range(len(_MEMBERS)) for kind in KINDS))
+    @pytest.mark.stress(after=len(KINDS))
     def test_no_hang_no_wrong_result(self, kind, number):
         case = _Case.draw(kind, number)
         print(case)
+        self.seen |= {"kind": kind, "strategy": case.name}
+        try:
+            results, disturbed_at = self._run(case)
+        except MultiProcessError:
+            self.seen["hangs"] = 1
+            raise
+        self._note_times(case, results, disturbed_at)
+        self.seen["wrong"] = 1  # Unless nothing below is found.
+        self._check(case, results)
+        self.seen["wrong"] = 0
+        left = {result.task: result.value["left"] for result in results.workers if result.value is not None}
+        self.seen["leaks"] = int(any(left.values()))
+        self.assertFalse(any(left.values()), msg=left)
+
+    def _run(self, case):
+        """What became of the workers, and when it happened."""
         member = _MEMBERS[case.name]
+        directory = self.enter_context(tempfile.TemporaryDirectory())
+        proxy = self.enter_context(network.Proxy(_NUM_RANKS + member.num_ps))
         with MultiProcessRunner(
             _train,
             _NUM_RANKS,
             num_ps=member.num_ps,
-            args=(dataclasses.asdict(case),),
+            args=(dataclasses.asdict(case), directory),
             env={"HOP_TF_STEP_SECONDS": str(_STEP_SECONDS)},
             timeout_seconds=_CASE_SECONDS,
         ) as runner:
+            if case.kind in LINKS:
+                FailingLinks(directory).connect(runner, proxy)
             runner.wait_for_output(case.victim, f"^step {case.step} ")
-            disturbed_at = _disturb(runner, case, runner.addresses)
+            time.sleep(case.delay)
+            disturbed_at = happen(case.kind, case.victim, runner, proxy, random.Random(case.step))
             if case.kind == "freeze":  # It stays so until the others have ended.
-                thread = threading.Timer(3 * _TIMEOUT_SECONDS, lambda: runner.kill(case.victim))
+                thread = threading.Timer(3 * TIMEOUT_SECONDS, lambda: runner.kill(case.victim))
                 thread.start()
                 self.addCleanup(thread.join)
             results = runner.join()
-        loses = _KINDS[case.kind]
-        self._check(case, member, results, loses)
-        self._note(case, results, disturbed_at, loses)
+        if disturbed_at is None:
+            disturbed_at = _moments(results[case.victim].output, _STEP)[-1]
+        return results, disturbed_at
 
-    def _check(self, case, member, results, loses):
-        others = [results[rank] for rank in range(_NUM_RANKS) if rank != case.victim or not loses]
-        codes = {"kill": -signal.SIGKILL, "freeze": -signal.SIGKILL, "exception": 1, "exit": 3}
-        self.assertEqual(results[case.victim].exit_code, codes.get(case.kind, 0))
+    def _check(self, case, results):
+        member, kind = _MEMBERS[case.name], KINDS[case.kind]
+        joins = case.kind == "restart" and case.name in _LET_JOIN
+        others = [results[rank] for rank in range(_NUM_RANKS) if rank != case.victim]
+        self.assertEqual(results[case.victim].exit_code, kind.exit_code, msg=results[case.victim].output)
         self.assertEqual([result.exit_code for result in others], [0] * len(others))
-        raises = loses and not member.goes_on_without_lost
-        for value in (result.value for result in others):
-            if raises:
+        if kind.raises or (case.kind == "restart" and not joins):
+            self.assertNotEmpty(results[case.victim].value["error"])
+        values = [result.value for result in others]
+        if kind.loses and not member.goes_on_without_lost:
+            for value in values:
                 self.assertRegex(value["error"], f"^Peer(Lost|Failed)Error: .*rank {case.victim}")
-                continue
+            return
+        if joins or not kind.loses:
+            values.append(results[case.victim].value)
+        for value in values:
             self.assertEqual(value["error"], "")
             self.assertLess(value["loss"], 5.0)  # 14 at the beginning.
             self.assertTrue(all(np.isfinite(each).all() for each in value["weights"]))
             if member.is_in_lock_step:
-                self.assertEqual(value["steps"], _NUM_STEPS * _NUM_EPOCHS)
-        if member.is_in_lock_step and not raises:
-            for result in others[1:]:
-                self.assertAllEqual(result.value["weights"][0], others[0].value["weights"][0])
+                self.assertEqual(value["steps"], _NUM_STEPS * case.num_epochs)
+                self.assertAllEqual(value["weights"][0], values[0]["weights"][0])
 
-    def _note(self, case, results, disturbed_at, loses):
-        """For the table: how long it took until the others had noticed, or went on."""
-        if disturbed_at is None:
-            disturbed_at = _moments(results[case.victim].output, "step")[-1]
+    def _note_times(self, case, results, disturbed_at):
+        """How long it took until another rank had noticed, or went on; and until one that came back made a step."""
         other = results[(case.victim + 1) % _NUM_RANKS].output
-        moments = [at for at in (*_moments(other, "step"), *_moments(other, "ended")) if at > disturbed_at]
+        moments = [at for at in _moments(other, f"(?:{_STEP}|ended)") if at > disturbed_at]
         gaps = np.diff([disturbed_at, *sorted(moments)])
-        seconds = float(gaps.max()) if gaps.size else 0.0
-        self._record("fault", json.dumps({"kind": case.kind, "strategy": case.name, "seconds": round(seconds, 2)}))
+        self.seen["stop"] = float(gaps.max()) if gaps.size else 0.0
+        first_steps = _moments(results[case.victim].output, _STEP)[:1]
+        if case.kind == "restart" and first_steps:
+            self.seen["return"] = first_steps[0] - disturbed_at
 
 
 if __name__ == "__main__":

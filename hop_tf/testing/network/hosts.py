@@ -60,7 +60,7 @@ class Hosts:
         self._check_hosts(host)
         yield
 
-    def stall(self, host: int, seconds: float, other: int | None = None) -> None:
+    def stall(self, host: int, seconds: float, other: int | None = None, *, direction: str = "both") -> None:
         """Holds everything back that is on the way from or to a host, for that long from now.
 
         What fits into the queue arrives afterwards, in order.
@@ -69,22 +69,23 @@ class Hosts:
           host: The host.
           seconds: How long.
           other: Only what is on the way from or to this one.
+          direction: "from" for what comes from the host only, "to" for what is on the way to it. Default "both".
 
         Raises:
-          ValueError: If a host does not exist or `seconds` is negative.
+          ValueError: If a host or a direction does not exist or `seconds` is negative.
           RuntimeError: If the network has no relay.
         """
         if not 0 <= seconds < math.inf:
             raise ValueError(f"`seconds` must be finite and not negative. Received: seconds={seconds}.")
-        self._order("stall", host, other, seconds)
+        self._order("stall", host, other, direction, seconds)
 
-    def cut(self, host: int, other: int | None = None) -> None:
+    def cut(self, host: int, other: int | None = None, *, direction: str = "both") -> None:
         """Drops everything that is on the way from or to a host (or between two), until `restore`. See `stall`."""
-        self._order("cut", host, other)
+        self._order("cut", host, other, direction)
 
-    def restore(self, host: int, other: int | None = None) -> None:
+    def restore(self, host: int, other: int | None = None, *, direction: str = "both") -> None:
         """Undoes `cut`."""
-        self._order("restore", host, other)
+        self._order("restore", host, other, direction)
 
     def close(self) -> None:
         """Kills every process of every host and removes the network. May be called twice."""
@@ -118,10 +119,14 @@ class Hosts:
         """Does what `Path.fail` does, to directed pairs of hosts."""
         raise NotImplementedError
 
-    def _order(self, kind: str, host: int, other: int | None, seconds: float = 0.0) -> None:
+    def _order(self, kind: str, host: int, other: int | None, direction: str, seconds: float = 0.0) -> None:
         self._check_hosts(host, *([] if other is None else [other]))
         others = range(self.num_hosts) if other is None else [other]
-        self._fail(kind, [pair for b in others for pair in {(host, b), (b, host)}], seconds)
+        pairs = {"from": [(host, b) for b in others], "to": [(b, host) for b in others]}
+        pairs["both"] = sorted({*pairs["from"], *pairs["to"]})
+        if direction not in pairs:
+            raise ValueError(f"`direction` must be one of {', '.join(sorted(pairs))}. Received: {direction!r}.")
+        self._fail(kind, pairs[direction], seconds)
 
     def _check_hosts(self, *hosts: int) -> None:
         for host in hosts:
