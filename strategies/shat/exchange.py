@@ -14,9 +14,10 @@ from hop_tf.keras_hook.optimizers import check_loss_scaling
 from hop_tf.runtime.exchange import Exchange, Incoming, Outgoing
 from hop_tf.runtime.group import ExchangeContext
 from hop_tf.runtime.joining import Joiner
+from hop_tf.strategies.shat.requests import Request
 from hop_tf.strategies.shat.server import parameter_server_pb2 as pb
 from hop_tf.strategies.shat.server.server import PUSH
-from hop_tf.strategies.shat.servers import Answers, Request, Servers
+from hop_tf.strategies.shat.servers import Answers, Servers
 from hop_tf.strategies.shat.settings import ShatSettings
 from hop_tf.strategies.shat.shards import ShardView, make_shards
 from hop_tf.strategies.shat.state import GroupState

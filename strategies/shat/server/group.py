@@ -94,6 +94,7 @@ class ServedGroup:
         self._carried = [index for index, exact in enumerate(packing.exact) if exact]
         self._lock = threading.Lock()
         self._session = 1
+        self._has_ended = False
         self._workers: dict[int, Participant] = {}
         self._processes: dict[int, str] = {}  # Also of workers that left.
         self._pushed: dict[int, Gradient] = {}
@@ -183,19 +184,25 @@ class ServedGroup:
         if values is not None and not self._statistics:
             self._means = values  # Nobody else's are there to go on with.
 
+    def end(self) -> None:
+        """Takes no more pushes: `state` is the last one."""
+        with self._lock:
+            self._has_ended = True
+
     # Pushes.
 
     def push(self, worker: int, gradient: Gradient) -> list[Answer]:
         """Takes a push; returns the answers that are due now, to whomever.
 
-        One of another session than the running one is dropped: its worker has left that, and awaits no answer.
+        One of another session than the running one is dropped: its worker has left that, and awaits no answer. So is
+        one that comes after `end`: another process answers it, if one takes the place of this one.
 
         Raises:
           ForgottenError: If the worker takes no part.
           ProtocolError: If it has left a push out.
         """
         with self._lock:
-            if gradient.session != self._session:
+            if self._has_ended or gradient.session != self._session:
                 return []
             known = self._workers.get(worker)
             if known is None:

@@ -154,6 +154,14 @@ class ParameterServer:
             for name, group in groups.items():
                 self._snapshots.write(name, group, final=final)
 
+    def end(self) -> None:
+        """Takes no more pushes, and writes what has changed since the last snapshots."""
+        with self._lock:
+            groups = [configured.group for configured in self._groups.values()]
+        for group in groups:
+            group.end()
+        self.take_snapshots(final=True)
+
     # Workers that come and go.
 
     def _enter(self, session: int) -> None:

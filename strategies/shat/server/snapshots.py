@@ -35,7 +35,8 @@ class SnapshotOptions:
 
     Attributes:
       directory: Where each server writes a file for each optimizer, `ps_<index>_<group>`. It must be there when a
-        server is started again, on whatever machine. Default None: no snapshots.
+        server is started again, on whatever machine: within `timeout_seconds`, the training goes on. Default None: no
+        snapshots.
       every_seconds: Longest time between two, where there were pushes. The first push of each `fit` is written at once,
         before it is answered. Default 60.
       every_pushes: Most pushes between two; None for no limit. Default None.
