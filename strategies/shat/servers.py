@@ -46,7 +46,6 @@ class Servers:
       shards: The same.
       session: The running session.
       is_configured: Whether the servers keep the group.
-      assigned_session: The last session before which this rank has given them another model; 0 if it never has.
     """
 
     def __init__(self, context: ExchangeContext, shards: Sequence[ShardView]):
@@ -55,7 +54,6 @@ class Servers:
         self.shards = shards
         self.session = context.session
         self.is_configured = False
-        self.assigned_session = 0
         # What each server was told to keep, without states once a push was answered; those that have forgotten it.
         self._configurations: dict[int, Configuration] = {}
         self._is_new = True
@@ -213,7 +211,9 @@ class Servers:
           configuration: Describes it to a server.
           sources: The other ranks that the servers have their state from.
         """
-        self._is_new = True
+        with self._membership.monitor:
+            self._is_new = True
+            self._received[CONFIGURE] = {}
         request = self._configure_request(self.shards, sources)
         for shard in self.shards:
             shard.training = ""
@@ -222,6 +222,8 @@ class Servers:
         for rank in sources:
             self._membership.transport.connect(rank)
         answers = self._check_configured(self.receive(request))
+        for shard in self.shards:
+            shard.num_assigned = answers[shard.server][0].num_assigned
         self.is_configured = True
         return answers
 
@@ -344,10 +346,10 @@ class Servers:
         if not answer.is_resumed:
             return  # It has begun anew.
         rank, name = self._membership.rank, self.name(shard.server)
-        if answer.snapshot_session < self.session == self.assigned_session:
+        if answer.num_assigned < shard.num_assigned:
             raise HopError(
-                f"rank {rank}: {name} was started again, and its snapshot is older than this `fit`: it lacks the model "
-                "that was changed before it. Start the job again."
+                f"rank {rank}: {name} was started again, and its snapshot is older than the model that it was given "
+                "before this `fit`. Start the job again."
             )
         num_lost = max(0, shard.num_pushes - answer.num_pushes)
         logging.warning(

@@ -39,6 +39,7 @@ class ShardView:
       has_snapshots: Whether the server writes any, and so may die and be started again.
       training: The server's name of the training; "" before it has told.
       num_pushes: How many pushes of all workers it had applied when it has answered last.
+      num_assigned: How often it was given another model.
       clock: This worker's clock there, as it has said then.
       num_restarts: How often it was started again, and has gone on from a snapshot.
       num_pushes_lost: Pushes that were lost thereby, of all workers, as far as this one knows of them.
@@ -62,7 +63,7 @@ class ShardView:
         self.snapshot_error = ""
         self.has_snapshots = False
         self.training = ""
-        self.num_pushes = self.clock = 0
+        self.num_pushes = self.num_assigned = self.clock = 0
         self.num_restarts = self.num_pushes_lost = 0
 
     def describe(self, common: pb.Configure, decay: Sequence[bool]) -> pb.Configure:

@@ -141,10 +141,10 @@ class GroupState:
         if digest != self._known_model:
             self._known_model = digest
             self._servers.resume()  # Those that were started again know no group to assign to.
-            self._servers.assigned_session = self._servers.session
             header = pb.Assign(group=self._context.group, session=self._servers.session).SerializeToString()
             for shard in self._servers.shards:
                 payload = payloads.join(shard.cut(buckets))
+                shard.num_assigned += 1
                 self._membership.send(shard.server, ASSIGN, header, payload, lane=BULK_LANE)
 
     def keep_model(self) -> None:

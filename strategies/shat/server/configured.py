@@ -36,8 +36,8 @@ class ConfiguredGroup:
       retired: Workers that have no use for it any more.
       has_state: Whether it has one.
       is_under_way: Whether that is another one than the workers have.
-      resumed: The number of pushes and the session of the snapshot with which this process goes on in the place of an
-        earlier one, in the midst of a training; else None.
+      num_resumed: How many pushes the snapshot has seen with which this process goes on in the place of an earlier
+        one, in the midst of a training; else None.
       signature: What tells whether a snapshot is of the same model.
     """
 
@@ -54,7 +54,7 @@ class ConfiguredGroup:
         self.waiting: list[int] = []
         self.retired: set[int] = set()
         self.has_state = self.is_under_way = False
-        self.resumed: tuple[int, int] | None = None
+        self.num_resumed: int | None = None
         self.signature = pb.Configure(pieces=configure.pieces).SerializeToString(deterministic=True)
 
     def restore(self, state: ShardState | None) -> None:
@@ -86,7 +86,7 @@ class ConfiguredGroup:
             self.group.training = _new_name()
             self.group.begin_session(workers, session)
             return
-        self.resumed = state.num_pushes, state.progress.session
+        self.num_resumed = state.num_pushes
         self.group.go_on(state.progress, workers)
         if session > state.progress.session:
             self.group.begin_session(workers, session)
@@ -96,22 +96,21 @@ class ConfiguredGroup:
         self.retired.discard(worker)  # That was another process.
         if not configure.resumes:
             self.waiting.append(worker)
-        if self.resumed is not None:
+        if self.num_resumed is not None:
             return self.group.take_up(worker, configure.process, configure.num_answered, configure.clock)
         self.group.join(worker, configure.process)
         return []
 
     def describe(self, session: int) -> pb.Configured:
         """The answer to a worker that has configured the group in that session."""
-        num_pushes, snapshot_session = self.resumed or (0, 0)
         return pb.Configured(
             session=session,
             is_under_way=self.is_under_way,
             num_steps_before=self.group.num_steps_before,
             training=self.group.training,
-            is_resumed=self.resumed is not None,
-            num_pushes=num_pushes,
-            snapshot_session=snapshot_session,
+            is_resumed=self.num_resumed is not None,
+            num_pushes=self.num_resumed or 0,
+            num_assigned=self.group.num_assigned,
         )
 
     def begin(self, state: ShardState) -> None:
@@ -122,7 +121,7 @@ class ConfiguredGroup:
     def go_on_with_new_workers(self) -> None:
         """All workers are new processes: what the former ones have taught it is not theirs, and goes on."""
         self.has_state = self.is_under_way = self.group.num_pushes > 0
-        self.group.training, self.resumed = _new_name(), None
+        self.group.training, self.num_resumed = _new_name(), None
 
     def take_waiting(self) -> list[int]:
         """Those to whom to tell the state. Whoever asks later finds it under way."""

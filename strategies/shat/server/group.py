@@ -83,6 +83,7 @@ class ServedGroup:
 
     Attributes:
       training: Names the training; "" for one that has no name.
+      num_assigned: How often the model was replaced in it.
       num_pushes: Pushes that were applied.
       num_steps_before: The most that one worker had sent when the session began.
     """
@@ -101,6 +102,7 @@ class ServedGroup:
         self._statistics: dict[int, list[np.ndarray]] = {}
         self._means: list[np.ndarray] = []
         self.training = ""
+        self.num_assigned = 0
         self.num_pushes = 0
         self._num_steps = 0
         self.num_steps_before = 0
@@ -144,6 +146,7 @@ class ServedGroup:
             self.training = progress.training
             self._session = progress.session
             self.num_steps_before = progress.num_steps_before
+            self.num_assigned = progress.num_assigned
             self._processes = {worker: known.process for worker, known in progress.workers.items()}
             self._workers = {
                 worker: dataclasses.replace(known) for worker, known in progress.workers.items() if worker in workers
@@ -305,13 +308,13 @@ class ServedGroup:
 
     def _progress(self) -> Progress:
         workers = {worker: dataclasses.replace(known) for worker, known in self._workers.items()}
-        return Progress(self.training, self._session, self.num_steps_before, workers)
+        return Progress(self.training, self._session, self.num_steps_before, self.num_assigned, workers)
 
     @property
-    def life(self) -> tuple[str, int]:
-        """The training and the session: what a snapshot of another one lacks is more than some pushes."""
+    def life(self) -> tuple[str, int, int]:
+        """See `Progress.life`."""
         with self._lock:
-            return self.training, self._session
+            return self._progress().life
 
     def assign(self, state: ShardState) -> None:
         """Begins with that state."""
@@ -326,6 +329,7 @@ class ServedGroup:
         """Goes on with another model, and the optimizer as it is."""
         with self._lock:
             self._assign(buckets)
+            self.num_assigned += 1
 
     def _assign(self, buckets: Sequence[np.ndarray]) -> None:
         self._latest = _nothing

@@ -51,13 +51,20 @@ class Progress:
       training: Its name, which no other one has.
       session: The running session.
       num_steps_before: The most that one worker had sent when the session began.
+      num_assigned: How often rank 0 has given another model.
       workers: Those that take part in it.
     """
 
     training: str = ""
     session: int = 0
     num_steps_before: int = 0
+    num_assigned: int = 0
     workers: Mapping[int, Participant] = dataclasses.field(default_factory=dict)
+
+    @property
+    def life(self) -> tuple[str, int, int]:
+        """Two states of one life differ by pushes only."""
+        return self.training, self.session, self.num_assigned
 
     def to_message(self) -> pb.Progress:
         """For a file."""
@@ -65,6 +72,7 @@ class Progress:
             training=self.training,
             session=self.session,
             num_steps_before=self.num_steps_before,
+            num_assigned=self.num_assigned,
             workers=[
                 pb.Participant(rank=rank, **dataclasses.asdict(worker)) for rank, worker in sorted(self.workers.items())
             ],
@@ -75,4 +83,4 @@ class Progress:
         """What `to_message` has described."""
         names = [field.name for field in dataclasses.fields(Participant)]
         workers = {each.rank: Participant(**{name: getattr(each, name) for name in names}) for each in message.workers}
-        return cls(message.training, message.session, message.num_steps_before, workers)
+        return cls(message.training, message.session, message.num_steps_before, message.num_assigned, workers)

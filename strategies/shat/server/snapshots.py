@@ -76,7 +76,7 @@ class _History:
 
     num_pushes: int
     tried: tuple[int, float]
-    life: tuple[str, int] = ("", 0)
+    life: tuple[str, int, int] = ("", 0, 0)
     num_failures: int = 0
     error: str = ""
 
@@ -144,8 +144,7 @@ class Snapshots:
                 "another directory."
             )
         state = ShardState.from_parts(parts, packing)
-        life = (state.progress.training, state.progress.session)
-        self._histories[group] = _History(state.num_pushes, (state.num_pushes, time.monotonic()), life)
+        self._histories[group] = _History(state.num_pushes, (state.num_pushes, time.monotonic()), state.progress.life)
         logging.info("the server goes on from %s, after %d pushes.", path, state.num_pushes)
         return state
 
@@ -178,10 +177,10 @@ class Snapshots:
             self._writing.release()
 
     def write_first(self, name: str, group: ServedGroup) -> None:
-        """Writes the first state of a training or session. Blocks until it is on the disk, whoever writes it.
+        """Writes the first state of a life (see `Progress.life`). Blocks until it is on the disk, whoever writes it.
 
         Called before a push is answered. So whatever a worker was answered is in a snapshot, or comes after one, of the
-        same training and session.
+        same life.
         """
         if self._histories[name].life != group.life:
             self.write(name, group, waits=True)
@@ -208,7 +207,7 @@ class Snapshots:
                 f"the one after {history.num_pushes} pushes stays" if history.num_pushes else "there is none yet",
             )
         history.tried = (state.num_pushes, time.monotonic())
-        history.life = (state.progress.training, state.progress.session)
+        history.life = state.progress.life
 
     def _is_due(self, group: ServedGroup, history: _History) -> bool:
         if history.life != group.life:

@@ -344,11 +344,14 @@ class ServerRestartTest(tf.test.TestCase, parameterized.TestCase):
         model, _ = worker.push(0, 1.0)
         self.assertAllEqual(model, np.full(NUM_VALUES, 7.0 - RATE))
         worker.exchange.reset(3)
+        (server,) = threads.servers
+        worker.push(0, 1.0)
+        server.take_snapshots(final=True)  # It is of this session, and lacks the model all the same.
         worker.variable.assign(np.full(NUM_VALUES, 9.0, np.float32))
         worker.exchange.state.offer()
-        self.assertTrue(_becomes_true(lambda: _group(threads.servers[0])._session == 3))
+        self.assertTrue(_becomes_true(lambda: _group(server).num_assigned == 2))
         self.assertEqual(threads.restart_server(0), [True])
-        self._fails(worker, "its snapshot is older than this `fit`.*Start the job again", step=0)
+        self._fails(worker, "its snapshot is older than the model that it was given.*Start the job again")
 
     @parameterized.parameters("async", "ssp", "bsp")
     def test_each_push_counts_once_or_is_lost_with_servers_that_die_at_any_time(self, consistency):
@@ -371,16 +374,15 @@ class ServerRestartTest(tf.test.TestCase, parameterized.TestCase):
                     steps[rank] = step + 1
                     if rank == 0 and step in due:
                         restarts.append(threads.restart_server(0))
-                # Nobody waits for who has made all its steps.
-                worker.exchange._membership.session = 1
-                worker.exchange._membership.leave(sent_rounds={}, reason="")
 
             due = set(generator.sample(range(num_steps - 1), 6))
             threads.run(body)
         self.assertEqual(restarts, [[True] * num_workers] * 6)
         self.assertEqual(steps, [num_steps] * num_workers)
         self.assertNotEmpty(lost)
-        self.assertEqual(_group(threads.servers[0]).num_pushes, num_workers * num_steps - len(lost))
+        # A worker that has made all its steps may tell the new server a moment later what it was answered.
+        group = _group(threads.servers[0])
+        self.assertTrue(_becomes_true(lambda: group.num_pushes == num_workers * num_steps - len(lost)))
 
 
 if __name__ == "__main__":
