@@ -99,6 +99,7 @@ _SERVER = """
     snapshots = None
     if os.environ.get("SNAPSHOTS"):
         snapshots = hop_tf.SnapshotOptions(directory="snapshots", every_pushes=1)
+    options = hop_tf.CommunicationOptions(timeout_seconds=200)  # To start a process takes long on a busy machine.
     strategy = hop_tf.SHATParameterServerStrategy(snapshots=snapshots, communication_options=options)
 
     def call(num_steps):

@@ -74,7 +74,7 @@ def _run_with_restarts(snapshot_dir, consistency="async", every_pushes=10):
     strategy = hop_tf.SHATParameterServerStrategy(
         consistency=consistency,
         snapshots=hop_tf.SnapshotOptions(directory=snapshot_dir, every_pushes=every_pushes),
-        communication_options=hop_tf.CommunicationOptions(timeout_seconds=_TIMEOUT_SECONDS),
+        communication_options=hop_tf.CommunicationOptions(timeout_seconds=3 * _TIMEOUT_SECONDS),
     )
     model = _model(strategy)
     x = np.ones((_BATCH_SIZE * _NUM_STEPS, 4), "float32")
