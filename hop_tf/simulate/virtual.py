@@ -114,6 +114,7 @@ class VirtualTransport(Transport):
         self._reaches: Collection[int] | None = None
         self._peers: dict[int, VirtualTransport] = {}
         self._cuts = cuts
+        self._may_return: set[int] = set()
         self._handlers: dict[str, Handler] = {}
         self._retired: set[str] = set()
         self._held: dict[str, list[Message]] = {}
@@ -284,7 +285,12 @@ class VirtualTransport(Transport):
             silent_seconds=math.inf if is_dead and not met else 0.0,
             incarnation=self._peers[peer].incarnation if met else None,
             refused_seconds=math.inf if is_dead and met else 0.0,
+            may_return=peer in self._may_return,
         )
+
+    def expect_return(self, peer: int) -> None:
+        """See `Transport`."""
+        self._may_return.add(peer)
 
     def counters(self) -> Mapping[str, int]:
         """See `Transport`."""

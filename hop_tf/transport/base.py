@@ -59,6 +59,7 @@ class PeerStatus:
       unreached_seconds: For how long this rank has tried in vain to open a connection to it. It may be heard meanwhile.
       unreached_by_seconds: For how long it has tried in vain to open one to this rank, by what it says.
       problem_there: Why, in its words.
+      may_return: Whether another process may take its place: see `Transport.expect_return`.
     """
 
     address: str
@@ -72,6 +73,7 @@ class PeerStatus:
     unreached_seconds: float = 0.0
     unreached_by_seconds: float = 0.0
     problem_there: str = ""
+    may_return: bool = False
 
     @property
     def ever_connected(self) -> bool:
@@ -177,6 +179,13 @@ class Transport(abc.ABC):
     @abc.abstractmethod
     def status(self, peer: int) -> PeerStatus:
         """What is known of `peer` now."""
+
+    def expect_return(self, peer: int) -> None:
+        """The process of `peer` may die and be started again: until it was silent for long, it is not lost.
+
+        That nobody listens where it did, is no reason then to give it up. Default: it has no effect.
+        """
+        del peer
 
     @abc.abstractmethod
     def counters(self) -> Mapping[str, int]:

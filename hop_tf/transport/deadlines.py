@@ -12,6 +12,7 @@ REFUSED_SECONDS = 2.0
 _HANDOVER_SECONDS = 5.0
 _PROGRESS_ADVICE = "Check that rank's log: it is alive but does not deliver (see progress_timeout_seconds)."
 _LOST_ADVICE = "Check whether that process runs and can be reached (see timeout_seconds)."
+_RETURN_ADVICE = "It was not started again in time (see timeout_seconds). Start the whole job again."
 _ONE_WAY_ADVICE = "Check firewalls, and with TLS the certificate, in that direction (see timeout_seconds)."
 
 
@@ -66,11 +67,12 @@ def _find(
         if waited <= _HANDOVER_SECONDS:
             return None
         return PeerLostError, f"it has ended: {ended}", "Start the job again."
-    if status.was_refused_for(REFUSED_SECONDS):
+    if status.was_refused_for(REFUSED_SECONDS) and not status.may_return:
         return PeerLostError, "nobody listens there any more", _LOST_ADVICE
     if status.was_silent_for(options.timeout_seconds):
         if status.ever_connected:
-            return PeerLostError, f"silent for {status.silent_seconds:.1f} s{problem}", _LOST_ADVICE
+            advice = _RETURN_ADVICE if status.may_return else _LOST_ADVICE
+            return PeerLostError, f"silent for {status.silent_seconds:.1f} s{problem}", advice
         # Within a step, only a rank that has just joined has never met a peer.
         error = DeadlineExceededError if step is None else PeerLostError
         return error, f"it never appeared{problem}", _LOST_ADVICE

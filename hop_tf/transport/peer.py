@@ -23,6 +23,9 @@ class Peer:
     Args:
       rank: Its rank.
       address: "host:port".
+
+    Attributes:
+      may_return: See `Transport.expect_return`.
     """
 
     def __init__(self, rank: int, address: str):
@@ -42,6 +45,7 @@ class Peer:
         self._trying_since: dict[int, float] = {}
         self._unreached_by_seconds = 0.0
         self._problem_there = ""
+        self.may_return = False
         self._socket_port: int | None = None
         self._round_trip_seconds: float | None = None
         self._least_round_trip_seconds: float | None = None
@@ -225,4 +229,5 @@ class Peer:
                 unreached_seconds=self._unreached_seconds(),
                 unreached_by_seconds=self._unreached_by_seconds,
                 problem_there=self._problem_there,
+                may_return=self.may_return,
             )

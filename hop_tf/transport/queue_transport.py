@@ -130,6 +130,9 @@ class QueueTransport(Transport):
     def status(self, peer: int) -> PeerStatus:
         return self._peer(peer).status(self._failure)
 
+    def expect_return(self, peer: int) -> None:
+        self._peer(peer).may_return = True
+
     def counters(self) -> Mapping[str, int]:
         with self._lock, self._dispatcher.condition:
             return {

@@ -61,6 +61,9 @@ class SessionTransport(Transport):
     def status(self, peer: int) -> PeerStatus:
         return self._transport.status(peer)
 
+    def expect_return(self, peer: int) -> None:
+        self._transport.expect_return(peer)
+
     def bytes_by_lane(self) -> Mapping[int, int]:
         return self._transport.bytes_by_lane()
 

@@ -14,9 +14,10 @@ from hop_tf.keras_hook.optimizers import check_loss_scaling
 from hop_tf.runtime.exchange import Exchange, Incoming, Outgoing
 from hop_tf.runtime.group import ExchangeContext
 from hop_tf.runtime.joining import Joiner
+from hop_tf.strategies.shat.requests import Request
 from hop_tf.strategies.shat.server import parameter_server_pb2 as pb
 from hop_tf.strategies.shat.server.server import PUSH
-from hop_tf.strategies.shat.servers import Answers, Request, Servers
+from hop_tf.strategies.shat.servers import Answers, Servers
 from hop_tf.strategies.shat.settings import ShatSettings
 from hop_tf.strategies.shat.shards import ShardView, make_shards
 from hop_tf.strategies.shat.state import GroupState
@@ -58,7 +59,7 @@ class ShatExchange(Exchange, Joiner):
         self._latest: dict[int, tuple[int, float]] = {}
 
     def reset(self, session: int) -> None:
-        self._servers.session = session
+        self._servers.begin_session(session)
         self._sent_rounds = 0
 
     def close(self) -> None:
@@ -211,12 +212,16 @@ class ShatExchange(Exchange, Joiner):
 
         Returns:
           `communicate_seconds`, from a push to its answer; `snapshot_failures`, how often servers could not write a
-          snapshot, as far as their answers have told; and for each server with a shard `shard_<s>_bytes_sent` and
-          `shard_<s>_bytes_received`, without headers.
+          snapshot, as far as their answers have told; `server_restarts`, how often one was started again and went on
+          from a snapshot; `pushes_lost`, how many pushes, of all workers, servers have lost thereby, as far as this one
+          knows of them; and for each server with a shard `shard_<s>_bytes_sent` and `shard_<s>_bytes_received`, without
+          headers.
         """
         totals: dict[str, float] = {
             "communicate_seconds": self._communicate_seconds,
             "snapshot_failures": sum(shard.num_snapshot_failures for shard in self.shards),
+            "server_restarts": sum(shard.num_restarts for shard in self.shards),
+            "pushes_lost": sum(shard.num_pushes_lost for shard in self.shards),
         }
         for shard in self.shards:
             totals[f"shard_{shard.index}_bytes_sent"] = shard.bytes_sent

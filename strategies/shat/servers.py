@@ -9,14 +9,17 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
+from absl import logging
 
 from hop_tf.collectives import BULK_LANE
 from hop_tf.errors import HopError, MismatchError, PeerLostError
-from hop_tf.membership import parse
+from hop_tf.membership import Interrupted, parse
 from hop_tf.runtime.group import ExchangeContext
+from hop_tf.strategies.shat.requests import Configuration, Request
 from hop_tf.strategies.shat.server import parameter_server_pb2 as pb
 from hop_tf.strategies.shat.server.server import CONFIGURE, CONFIGURED, PREFIX, PULL, PULLED, PUSH, REPLY
 from hop_tf.strategies.shat.shards import ShardView
+from hop_tf.tensors import payloads
 from hop_tf.transport.base import Message
 
 # For each queue of requests, that of the answers, without the group, and their type.
@@ -28,37 +31,12 @@ _RETRY_SECONDS = 10.0
 Answers = dict[int, tuple[object, np.ndarray]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """What some servers are asked, each of which answers.
-
-    Attributes:
-      queue: Where servers take it: CONFIGURE, PUSH or PULL of `hop_tf.strategies.shat.server.server`.
-      operation: What is awaited, for error messages.
-      message: `message(shard, is_missing)` gives header and payload; `is_missing` is False where the server may have
-        got the request before.
-      is_answer: Whether what a server has answered is about this request.
-      shards: What the servers that are asked keep.
-      sources: Ranks that servers wait for: while an answer is missing they must be there, or leave properly.
-      step: The training step, where it is of one.
-      retries: Whether to ask again where an answer takes long.
-    """
-
-    queue: str
-    operation: str
-    message: Callable[[ShardView, bool], tuple[bytes, Sequence[np.ndarray]]]
-    is_answer: Callable[[object], bool]
-    shards: Sequence[ShardView]
-    sources: Sequence[int] = ()
-    step: int | None = None
-    retries: bool = False
-
-
 class Servers:
     """The servers of a group.
 
-    Until the first push is answered, a worker has all that a server needs that was restarted: it configures that one
-    again, and then repeats its request.
+    A server that was restarted is configured again, and then gets the request once more that is under way. Until the
+    first push is answered, a worker has all that it needs to begin anew. From then on it needs a snapshot, and is told
+    which pushes were answered: what it has applied of the others is in the snapshot, and the rest is lost.
 
     Args:
       context: Membership and name of the group.
@@ -76,17 +54,26 @@ class Servers:
         self.shards = shards
         self.session = context.session
         self.is_configured = False
-        # What each server was told to keep, until the first push is answered, and in which session; those that have
-        # forgotten it since.
-        self._configurations: dict[int, Sequence[np.ndarray]] = {}
-        self._configuration_session = 0
+        # What each server was told to keep, without states once a push was answered; those that have forgotten it.
+        self._configurations: dict[int, Configuration] = {}
+        self._is_new = True
         self._restarted: set[int] = set()
+        # In the session: how many pushes were answered, and whether the servers may have heard of it from this rank.
+        self._num_answered = 0
+        self._has_entered = False
         # Of each server that has answered what it keeps: whether that came from a snapshot.
         self._is_under_way: dict[int, bool] = {}
         self._received: dict[str, Answers] = {queue: {} for queue in _ANSWERS}
         self._retry_seconds = _RETRY_SECONDS
         for queue in _ANSWERS:
             self._membership.transport.register(self._answers_to(queue), functools.partial(self._on_answer, queue))
+
+    def begin_session(self, session: int) -> None:
+        """This rank is about to enter a session."""
+        with self._membership.monitor:
+            self.session, self._num_answered, self._has_entered = session, 0, False
+            for shard in self.shards:
+                shard.clock = 0
 
     def close(self) -> None:
         """Takes no more answers."""
@@ -126,6 +113,7 @@ class Servers:
 
     def send(self, request: Request, shard: ShardView, is_missing: bool = True) -> None:
         """Sends a request to a server; `is_missing` as in `Request.message`."""
+        self._has_entered = True
         header, payload = request.message(shard, is_missing)
         self._membership.send(shard.server, request.queue, header, payload, lane=BULK_LANE, step=request.step)
 
@@ -184,10 +172,19 @@ class Servers:
             missing = {shard: shard not in absent for shard in request.shards if shard in absent or shard in lacking}
             if not missing:
                 self._received[request.queue] = {}
+                if request.queue == PUSH:
+                    self._note_answers(request, received)
                 return received, {}
             for shard in missing:
                 received.pop(shard.server, None)
             return {}, missing
+
+    def _note_answers(self, request: Request, answers: Answers) -> None:
+        """Remembers what a server is to be told that is started again. The monitor must be held."""
+        self._num_answered = request.step + 1
+        for shard in self.shards:
+            reply, _ = answers[shard.server]
+            shard.num_pushes, shard.clock = reply.num_pushes, reply.clock
 
     def _absent(self, request: Request) -> list[ShardView]:
         """Servers that have not answered. The monitor must be held."""
@@ -207,21 +204,26 @@ class Servers:
 
     # Configuration, and servers that were restarted.
 
-    def configure(self, payload_of: Callable[[ShardView], Sequence[np.ndarray]], sources: Sequence[int]) -> Answers:
+    def configure(self, configuration: Callable[[ShardView], Configuration], sources: Sequence[int]) -> Answers:
         """Tells the servers what to keep, and takes their state; blocks and raises as `GroupState.configure`.
 
         Args:
-          payload_of: Describes it to a server.
+          configuration: Describes it to a server.
           sources: The other ranks that the servers have their state from.
         """
-        self._configuration_session = self.session
+        with self._membership.monitor:
+            self._is_new = True
+            self._received[CONFIGURE] = {}
         request = self._configure_request(self.shards, sources)
         for shard in self.shards:
-            self._configurations[shard.server] = payload_of(shard)
+            shard.training = ""
+            self._configurations[shard.server] = configuration(shard)
             self.send(request, shard)
         for rank in sources:
             self._membership.transport.connect(rank)
         answers = self._check_configured(self.receive(request))
+        for shard in self.shards:
+            shard.num_assigned = answers[shard.server][0].num_assigned
         self.is_configured = True
         return answers
 
@@ -229,18 +231,38 @@ class Servers:
         return Request(
             queue=CONFIGURE,
             operation="receive state",
-            message=lambda shard, is_missing: (b"", self._configurations[shard.server]),
-            is_answer=lambda answer: answer.session == self._configuration_session,
+            message=lambda shard, is_missing: (b"", self._configuration(shard)),
+            is_answer=lambda answer: answer.session == self.session,
             shards=shards,
             sources=sources,
         )
+
+    def _configuration(self, shard: ShardView) -> Sequence[np.ndarray]:
+        """The payload that configures a server now."""
+        configuration = self._configurations[shard.server]
+        with self._membership.monitor:
+            now = pb.Configure(session=self.session, training=shard.training)
+            now.MergeFrom(configuration.description)
+            if not self._is_new:
+                now.resumes, now.has_left = True, self._membership.has_left
+                now.num_answered, now.clock = self._num_answered, shard.clock
+                now.has_state = now.joins = False
+        description = np.frombuffer(now.SerializeToString(deterministic=True), np.uint8)
+        return payloads.join([description, *configuration.state])
 
     def _check_configured(self, answers: Answers) -> Answers:
         for server, (answer, _) in answers.items():
             if answer.error:
                 error = MismatchError if answer.is_mismatch else HopError
                 raise error(f"rank {self._membership.rank}: {self.name(server)}: {answer.error}")
-        self._is_under_way |= {server: answer.is_under_way for server, (answer, _) in answers.items()}
+            if not answer.is_resumed:
+                self._is_under_way[server] = answer.is_under_way
+            if answer.has_snapshots:
+                self._membership.transport.expect_return(server)
+        for shard in self.shards:
+            if shard.server in answers:
+                answer, _ = answers[shard.server]
+                shard.training, shard.has_snapshots = answer.training, answer.has_snapshots
         self._check_snapshots()
         return answers
 
@@ -259,16 +281,34 @@ class Servers:
 
     def goes_on_with(self, server: int) -> bool:
         """See `Exchange.goes_on_with`."""
-        if all(shard.server != server for shard in self.shards):
+        shard = next((shard for shard in self.shards if shard.server == server), None)
+        if shard is None or not self._configurations:
             return True  # It keeps nothing that it could have lost.
         with self._membership.monitor:
-            if self._configurations:
-                self._restarted.add(server)
-                self._membership.monitor.notify_all()
-            return bool(self._configurations) or not self.is_configured
+            if not (self._is_new or shard.has_snapshots):
+                return False
+            self._restarted.add(server)
+            self._forget_answers(server)
+            self._membership.monitor.notify_all()
+            is_new = self._is_new
+        if self._has_entered and not is_new:
+            self._announce(shard)
+        return True
+
+    def _announce(self, shard: ShardView) -> None:
+        """Tells a server at once how far this rank is: it may have no request for long, and others may wait for it."""
+        try:
+            self.send(self._configure_request([shard]), shard)
+        except (HopError, Interrupted) as error:  # The next request finds out, if there is one.
+            logging.info("rank %d: could not configure %s: %s", self._membership.rank, self.name(shard.server), error)
+
+    def resume(self) -> None:
+        """Configures servers again that were restarted; blocks and raises as `configure`."""
+        with self.giving_up_alone():
+            self._configure_again(self._take_restarted(self.shards))
 
     def reconfigure(self, request: Request) -> list[ShardView]:
-        """Configures servers again that were restarted; blocks and raises as `configure`.
+        """Configures those servers of a request again that were restarted; blocks and raises as `configure`.
 
         Args:
           request: What they are to be sent next. What they have answered to it before does not count.
@@ -276,29 +316,66 @@ class Servers:
         Returns:
           What they keep.
         """
-        with self._membership.monitor:
-            restarted = self._restarted_of(request)  # Others are for the request that this one is part of.
-            self._restarted -= restarted
-        shards = [shard for shard in self.shards if shard.server in restarted]
-        if shards and request.queue != CONFIGURE:
-            # They take no push before they have rank 0's state.
-            self._check_configured(self.call(self._configure_request(shards)))
+        shards = self._take_restarted(request.shards)  # Others are for the request that this one is part of.
+        if request.queue != CONFIGURE:
+            self._configure_again(shards)  # They take no push before they have a state.
         with self._membership.monitor:
             for shard in shards:
-                self._received[request.queue].pop(shard.server, None)
+                self._forget_answers(shard.server)
         return shards
 
+    def _take_restarted(self, of: Sequence[ShardView]) -> list[ShardView]:
+        with self._membership.monitor:
+            shards = [shard for shard in of if shard.server in self._restarted]
+            self._restarted -= {shard.server for shard in shards}
+        return shards
+
+    def _configure_again(self, shards: Sequence[ShardView]) -> None:
+        if shards:
+            answers = self._check_configured(self.call(self._configure_request(shards)))
+            for shard in shards:
+                self._note_restart(shard, answers[shard.server][0])
+
+    def _forget_answers(self, server: int) -> None:
+        """What it has answered before does not count. The monitor must be held."""
+        for received in self._received.values():
+            received.pop(server, None)
+
+    def _note_restart(self, shard: ShardView, answer: pb.Configured) -> None:
+        """Says what is lost where a server goes on from a snapshot."""
+        if not answer.is_resumed:
+            return  # It has begun anew.
+        rank, name = self._membership.rank, self.name(shard.server)
+        if answer.num_assigned < shard.num_assigned:
+            raise HopError(
+                f"rank {rank}: {name} was started again, and its snapshot is older than the model that it was given "
+                "before this `fit`. Start the job again."
+            )
+        num_lost = max(0, shard.num_pushes - answer.num_pushes)
+        logging.warning(
+            "rank %d: %s was started again, and goes on from its snapshot of %d pushes. %d later ones that this rank "
+            "knows of are lost.",
+            *(rank, name, answer.num_pushes, num_lost),
+        )
+        shard.num_restarts += 1
+        shard.num_pushes_lost += num_lost
+        shard.num_pushes = answer.num_pushes
+
     def end_configuration(self) -> None:
-        """A push was answered: from now on, a server that is restarted has lost what it has learned.
+        """A push was answered: from now on, a server that is restarted has lost what it has learned since its snapshot.
 
         Raises:
-          PeerLostError: If one was restarted since.
+          PeerLostError: If one was restarted since that writes none.
         """
+        if not self._is_new:
+            return
         with self._membership.monitor:
-            self._configurations.clear()
+            self._is_new = False
+            self._configurations = {s: dataclasses.replace(c, state=()) for s, c in self._configurations.items()}
             self._received[CONFIGURE] = {}  # Nobody takes one that came late: its `fit` was interrupted.
-            if self._restarted:
-                raise PeerLostError(
-                    f"rank {self._membership.rank}: a parameter server was restarted right after it had answered the "
-                    "first push, and has lost that. Start the job again."
-                )
+            lost = [shard for shard in self.shards if shard.server in self._restarted and not shard.has_snapshots]
+        if lost:
+            raise PeerLostError(
+                f"rank {self._membership.rank}: a parameter server was restarted right after it had answered the "
+                "first push, and has lost that. Start the job again."
+            )

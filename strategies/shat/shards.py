@@ -36,6 +36,13 @@ class ShardView:
       bytes_received: Of answers.
       num_snapshot_failures: Snapshots that the server could not write, as it has said last.
       snapshot_error: Why the last one could not be written; else empty.
+      has_snapshots: Whether the server writes any, and so may die and be started again.
+      training: The server's name of the training; "" before it has told.
+      num_pushes: How many pushes of all workers it had applied when it has answered last.
+      num_assigned: How often it was given another model.
+      clock: This worker's clock there, as it has said then.
+      num_restarts: How often it was started again, and has gone on from a snapshot.
+      num_pushes_lost: Pushes that were lost thereby, of all workers, as far as this one knows of them.
     """
 
     def __init__(
@@ -54,8 +61,12 @@ class ShardView:
         self.bytes_sent = self.bytes_received = 0
         self.num_snapshot_failures = 0
         self.snapshot_error = ""
+        self.has_snapshots = False
+        self.training = ""
+        self.num_pushes = self.num_assigned = self.clock = 0
+        self.num_restarts = self.num_pushes_lost = 0
 
-    def describe(self, common: pb.Configure, decay: Sequence[bool]) -> bytes:
+    def describe(self, common: pb.Configure, decay: Sequence[bool]) -> pb.Configure:
         """What the server is to keep."""
         description = pb.Configure()
         description.CopyFrom(common)
@@ -67,7 +78,7 @@ class ShardView:
                 decays=decay[piece.index],
                 is_carried=spec.exact,
             )
-        return description.SerializeToString(deterministic=True)
+        return description
 
     def cut(self, buckets: Sequence[np.ndarray]) -> list[np.ndarray]:
         """The shard's part of buckets."""

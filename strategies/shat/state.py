@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from hop_tf.arguments import identity_of
 from hop_tf.collectives import BULK_LANE
 from hop_tf.errors import HopError
@@ -17,11 +15,12 @@ from hop_tf.keras_hook.optimizers import (
 )
 from hop_tf.membership import Membership
 from hop_tf.runtime.group import ExchangeContext
+from hop_tf.strategies.shat.requests import Configuration, Request
 from hop_tf.strategies.shat.server import parameter_server_pb2 as pb
 from hop_tf.strategies.shat.server import wire
 from hop_tf.strategies.shat.server.server import ASSIGN, BEGIN, PULL, RETIRE
 from hop_tf.strategies.shat.server.state import ShardState
-from hop_tf.strategies.shat.servers import Answers, Request, Servers
+from hop_tf.strategies.shat.servers import Answers, Servers
 from hop_tf.strategies.shat.settings import ShatSettings
 from hop_tf.strategies.shat.shards import ShardView
 from hop_tf.strategies.shat.variables import GroupVariables
@@ -60,19 +59,17 @@ class GroupState:
           HopError: If a server cannot do it, or has found no snapshot where another one has.
         """
         context, optimizer, is_first = self._context, self._context.optimizer(), self._membership.rank == 0
-        description = self._describe(has_state=is_first and not joins)
+        description = self._describe(has_state=is_first and not joins, joins=joins)
         decay = [*decays(optimizer, context.trained), *(False for _ in context.carried.variables)]
         state = None
         if description.has_state:
             state = self._variables.model(), self._variables.slots(), num_updates(optimizer)
 
-        def payload_of(shard: ShardView) -> list[np.ndarray]:
-            parts = [np.frombuffer(shard.describe(description, decay), np.uint8)]
-            if state is not None:
-                parts += shard.state_of(*state).to_parts()
-            return payloads.join(parts)
+        def configuration(shard: ShardView) -> Configuration:
+            parts = () if state is None else shard.state_of(*state).to_parts()
+            return Configuration(shard.describe(description, decay), parts)
 
-        answers = self._servers.configure(payload_of, sources=() if joins or is_first else (0,))
+        answers = self._servers.configure(configuration, sources=() if joins or is_first else (0,))
         states = self._take_over(answers)
         if joins:
             set_num_updates(optimizer, max(state.num_steps for state in states))
@@ -80,14 +77,15 @@ class GroupState:
             # Not what others have made of the session meanwhile: this rank is to make all of its steps.
             set_num_updates(optimizer, max(answer.num_steps_before for answer, _ in answers.values()))
 
-    def _describe(self, *, has_state: bool) -> pb.Configure:
+    def _describe(self, *, has_state: bool, joins: bool) -> pb.Configure:
         return pb.Configure(
             group=self._context.group,
-            session=self._servers.session,
             settings=identity_of(self._settings),
             optimizer=serialized_for_server(self._context.optimizer()),
             codec=wire.codec_to_json(self._settings.codec),
             has_state=has_state,
+            joins=joins,
+            process=self._membership.transport.incarnation,
         )
 
     def pull(self, *, after_offers: bool = False, finalizes: bool = False) -> None:
@@ -129,6 +127,8 @@ class GroupState:
     def _take_over(self, answers: Answers) -> list[ShardState]:
         """Assigns the servers' state to the variables."""
         states = [shard.decode_state(answers[shard.server][1]) for shard in self._servers.shards]
+        for shard, state in zip(self._servers.shards, states, strict=True):
+            shard.num_pushes = state.num_pushes
         self._known_model = self._variables.digest(self._variables.write(states))
         return states
 
@@ -140,9 +140,11 @@ class GroupState:
         digest = self._variables.digest(buckets)
         if digest != self._known_model:
             self._known_model = digest
+            self._servers.resume()  # Those that were started again know no group to assign to.
             header = pb.Assign(group=self._context.group, session=self._servers.session).SerializeToString()
             for shard in self._servers.shards:
                 payload = payloads.join(shard.cut(buckets))
+                shard.num_assigned += 1
                 self._membership.send(shard.server, ASSIGN, header, payload, lane=BULK_LANE)
 
     def keep_model(self) -> None:

@@ -74,8 +74,10 @@ class SHATParameterServerStrategy(ExchangeStrategy):
 
     A script that is started on a task of type `ps` serves where it makes this strategy, and ends there, with exit code
     0, when the workers are done; so does `python -m hop_tf serve`. The others do not wait for a worker that dies. One
-    that is started again takes the servers' model (with `fit` and one optimizer). A server that is lost is an error on
-    all workers. Started again, together with the workers, it goes on from its last snapshot.
+    that is started again takes the servers' model (with `fit` and one optimizer). A server that writes snapshots and is
+    lost is waited for: started again within `timeout_seconds`, it goes on from the last one, and what it had learned
+    since is lost. Otherwise a server that is lost is an error on all workers. Started again together with the workers,
+    servers go on from their snapshots, too.
 
     When `fit` ends on a rank, its model, moving statistics and optimizer slots become those of the servers at that
     moment. `synchronize(model)`, which all ranks call, gives all of them the servers' final model. Where rank 0's model
@@ -210,7 +212,9 @@ class SHATParameterServerStrategy(ExchangeStrategy):
         Returns:
           Beside what `ExchangeStrategy.report` returns: alpha and c of the latest push, the means over all shards;
           `communicate_seconds`, and for each server with a shard `shard_<s>_bytes_sent` and `shard_<s>_bytes_received`;
-          `snapshot_failures`, how often servers could not write a snapshot.
+          `snapshot_failures`, how often servers could not write a snapshot; `server_restarts`, how often one was
+          started again and went on from a snapshot; `pushes_lost`, how many pushes that this rank knows of were lost
+          thereby.
         """
         latest = [each for group in self.training.groups for each in group.exchange.latest]
         others, weight = np.mean(latest, axis=0) if latest else (0.0, 0.0)

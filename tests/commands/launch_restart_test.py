@@ -1,4 +1,4 @@
-"""`hop_tf launch --restart` with training: all ranks begin anew, or one joins the others."""
+"""`hop_tf launch --restart` with training: all ranks begin anew, or one joins the others, or a server comes back."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import tempfile
 import textwrap
 from unittest import mock
 
+import keras
+import numpy as np
 from absl.testing import absltest
 
 import hop_tf
@@ -25,9 +27,11 @@ _HEADER = """
     import numpy as np
     import hop_tf
 
-    rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
-    is_first = not os.path.exists(f"started_{rank}")
-    open(f"started_{rank}", "w").close()
+    task = json.loads(os.environ["TF_CONFIG"])["task"]
+    rank, name = task["index"], f"{task['type']}_{task['index']}"
+    is_first = not os.path.exists(f"started_{name}")
+    with open(f"started_{name}", "w") as file:
+        file.write(str(os.getpid()))
     options = hop_tf.CommunicationOptions(timeout_seconds=60)
     x = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
 
@@ -91,6 +95,22 @@ _JOINS = """
 """
 
 
+_SERVER = """
+    snapshots = None
+    if os.environ.get("SNAPSHOTS"):
+        snapshots = hop_tf.SnapshotOptions(directory="snapshots", every_pushes=1)
+    options = hop_tf.CommunicationOptions(timeout_seconds=200)  # To start a process takes long on a busy machine.
+    strategy = hop_tf.SHATParameterServerStrategy(snapshots=snapshots, communication_options=options)
+
+    def call(num_steps):
+        if rank == 0 and is_first and num_steps == 11:
+            with open("started_ps_0") as file:
+                os.kill(int(file.read()), getattr(signal, os.environ["SIGNAL"]))
+
+    fit(make_model(strategy), call, 3)
+"""
+
+
 class LaunchRestartTest(absltest.TestCase):
     def setUp(self):
         super().setUp()
@@ -98,22 +118,27 @@ class LaunchRestartTest(absltest.TestCase):
         root = os.path.dirname(os.path.abspath(hop_tf.__path__[0]))
         self.enter_context(mock.patch.dict(os.environ, PYTHONPATH=root, TF_CPP_MIN_LOG_LEVEL="3"))
 
-    def run_job(self, code, *flags):
-        """The exit code, the results of both ranks, and launch.json."""
+    def run_job(self, code, *flags, num_workers=2):
+        """The exit code, the results of all ranks, and launch.json."""
         folder = tempfile.mkdtemp(dir=self.directory)
         script, log_dir = os.path.join(folder, "script.py"), os.path.join(folder, "logs")
         with open(script, "w") as file:
             file.write(textwrap.dedent(_HEADER) + textwrap.dedent(code))
         stream = io.StringIO()
-        flags = [f"--log_dir={log_dir}", f"--timeout_seconds={_TIMEOUT_SECONDS}", "--num_workers=2", *flags]
+        flags = [
+            f"--log_dir={log_dir}",
+            f"--timeout_seconds={_TIMEOUT_SECONDS}",
+            f"--num_workers={num_workers}",
+            *flags,
+        ]
         with contextlib.redirect_stdout(stream), contextlib.chdir(folder):
             exit_code = command_line.main(["launch", *flags, script])
         output = stream.getvalue()
         with open(os.path.join(log_dir, "launch.json")) as file:
             summary = json.load(file)
         found = {rank: json.loads(result) for rank, result in re.findall(r"\[worker (\d)\] result (.*)", output)}
-        self.assertLen(found, 2, output)
-        return exit_code, [found["0"], found["1"]], summary
+        self.assertLen(found, num_workers, output)
+        return exit_code, [found[str(rank)] for rank in range(num_workers)], summary
 
     def test_a_job_whose_ranks_all_fail_with_one_begins_anew(self):
         _, undisturbed, _ = self.run_job(_ALL_FAIL)
@@ -131,6 +156,37 @@ class LaunchRestartTest(absltest.TestCase):
         self.assertEqual(exit_code, 0)
         self.assertEqual([epochs for epochs, _ in results], [list(range(50))] * 2)
         self.assertEqual([task["restarts"] for task in summary["tasks"]], [0, 1])
+
+    def _expected(self):
+        """What one worker learns in plain Keras."""
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.01, momentum=0.9), "mse")
+        x = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
+        model.fit(x, x[:, :1], batch_size=8, epochs=3, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    def _run_with_server(self, **environment):
+        """The exit code, the weights, and how often the worker and the server were started again."""
+        with mock.patch.dict(os.environ, environment):
+            exit_code, (result,), summary = self.run_job(_SERVER, "--restart=1", "--num_ps=1", num_workers=1)
+        worker, server = (task["restarts"] for task in summary["tasks"])
+        return exit_code, result[1], worker, server
+
+    def test_a_server_with_snapshots_comes_back_into_the_training(self):
+        exit_code, weights, *restarts = self._run_with_server(SNAPSHOTS="1", SIGNAL="SIGTERM")
+        self.assertEqual(exit_code, 0)
+        self.assertEqual(restarts, [0, 1])
+        for mine, expected in zip(weights, self._expected(), strict=True):
+            np.testing.assert_allclose(mine, expected, rtol=1e-4)
+
+    def test_with_a_server_without_snapshots_the_job_begins_anew(self):
+        exit_code, weights, num_worker_restarts, num_server_restarts = self._run_with_server(SIGNAL="SIGKILL")
+        self.assertEqual(exit_code, 0)
+        self.assertEqual(num_worker_restarts, 1)
+        self.assertGreaterEqual(num_server_restarts, 1)
+        for mine, expected in zip(weights, self._expected(), strict=True):
+            np.testing.assert_allclose(mine, expected, rtol=1e-4)
 
 
 if __name__ == "__main__":

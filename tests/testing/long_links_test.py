@@ -68,6 +68,14 @@ class DeadlineTest(parameterized.TestCase):
         self.assertIsInstance(self.problem(silent_seconds=0.0, refused_seconds=2.1), PeerLostError)
         self.assertIsNone(self.problem(silent_seconds=0.0, refused_seconds=2.1, round_trip_seconds=0.277))
 
+    def test_a_peer_that_may_return_is_waited_for_as_one_that_is_silent(self):
+        self.assertIsNone(self.problem(silent_seconds=9.0, refused_seconds=8.0, may_return=True))
+        error = self.problem(silent_seconds=10.1, refused_seconds=9.1, may_return=True)
+        self.assertIsInstance(error, PeerLostError)
+        self.assertIn("silent for 10.1 s). It was not started again in time (see timeout_seconds).", str(error))
+        peer = Peer(1, "host:123")
+        self.assertFalse(peer.status().may_return)
+
     def test_round_trips(self):
         peer = Peer(1, "host:123")
         self.assertEqual(peer.status().round_trip_seconds, 0.0)

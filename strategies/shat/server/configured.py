@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import secrets
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
 
-from hop_tf.errors import MismatchError
+from hop_tf.errors import HopError, MismatchError
 from hop_tf.strategies.shat.server import parameter_server_pb2 as pb
 from hop_tf.strategies.shat.server import wire
 from hop_tf.strategies.shat.server.consistency import Consistency
 from hop_tf.strategies.shat.server.encoding import Encoding
-from hop_tf.strategies.shat.server.group import Gradient, ServedGroup
+from hop_tf.strategies.shat.server.group import Answer, Gradient, ServedGroup
 from hop_tf.strategies.shat.server.shard import Shard
 from hop_tf.strategies.shat.server.state import ShardState
 from hop_tf.tensors import payloads
@@ -35,6 +36,8 @@ class ConfiguredGroup:
       retired: Workers that have no use for it any more.
       has_state: Whether it has one.
       is_under_way: Whether that is another one than the workers have.
+      num_resumed: How many pushes the snapshot has seen with which this process goes on in the place of an earlier
+        one, in the midst of a training; else None.
       signature: What tells whether a snapshot is of the same model.
     """
 
@@ -51,6 +54,7 @@ class ConfiguredGroup:
         self.waiting: list[int] = []
         self.retired: set[int] = set()
         self.has_state = self.is_under_way = False
+        self.num_resumed: int | None = None
         self.signature = pb.Configure(pieces=configure.pieces).SerializeToString(deterministic=True)
 
     def restore(self, state: ShardState | None) -> None:
@@ -69,6 +73,46 @@ class ConfiguredGroup:
             self.begin(state)
             self.is_under_way = True
 
+    def enter(self, configure: pb.Configure, state: ShardState | None, workers: Collection[int], session: int) -> None:
+        """Enters the running session: that of a new training, or of the one that the snapshot was written in.
+
+        Args:
+          configure: From the first worker that this process hears of.
+          state: What `restore` has taken over.
+          workers: Those that take part in the session.
+          session: The session.
+        """
+        if state is None or not _is_of_its_training(state, configure):
+            self.group.training = _new_name()
+            self.group.begin_session(workers, session)
+            return
+        self.num_resumed = state.num_pushes
+        self.group.go_on(state.progress, workers)
+        if session > state.progress.session:
+            self.group.begin_session(workers, session)
+
+    def take_in(self, worker: int, configure: pb.Configure) -> list[Answer]:
+        """A worker takes part from now on. Returns the answers that are due now."""
+        self.retired.discard(worker)  # That was another process.
+        if not configure.resumes:
+            self.waiting.append(worker)
+        if self.num_resumed is not None:
+            return self.group.take_up(worker, configure.process, configure.num_answered, configure.clock)
+        self.group.join(worker, configure.process)
+        return []
+
+    def describe(self, session: int) -> pb.Configured:
+        """The answer to a worker that has configured the group in that session."""
+        return pb.Configured(
+            session=session,
+            is_under_way=self.is_under_way,
+            num_steps_before=self.group.num_steps_before,
+            training=self.group.training,
+            is_resumed=self.num_resumed is not None,
+            num_pushes=self.num_resumed or 0,
+            num_assigned=self.group.num_assigned,
+        )
+
     def begin(self, state: ShardState) -> None:
         """Begins with a state."""
         self.group.assign(state)
@@ -77,11 +121,20 @@ class ConfiguredGroup:
     def go_on_with_new_workers(self) -> None:
         """All workers are new processes: what the former ones have taught it is not theirs, and goes on."""
         self.has_state = self.is_under_way = self.group.num_pushes > 0
+        self.group.training, self.num_resumed = _new_name(), None
 
     def take_waiting(self) -> list[int]:
         """Those to whom to tell the state. Whoever asks later finds it under way."""
         waiting, self.waiting = self.waiting, []
         return waiting
+
+    def check_goes_on(self, configure: pb.Configure) -> None:
+        """Raises HopError where a worker has had answers of an earlier process, and this one knows nothing of them."""
+        if configure.resumes and configure.training != self.group.training:
+            raise HopError(
+                "it was started again, and has no snapshot of this training that it could go on from: what it had "
+                "learned is lost. Start the job again: servers go on from the last snapshots, if there are any."
+            )
 
     def compare(self, worker: int, configure: pb.Configure) -> None:
         """Raises MismatchError where a worker wants something else than the first one."""
@@ -114,6 +167,16 @@ class ConfiguredGroup:
     def view(self, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Buckets that were not encoded."""
         return Encoding.plain(self.packing).decode(parts)
+
+
+def _is_of_its_training(state: ShardState, configure: pb.Configure) -> bool:
+    """Whether a worker takes part in the training that a state belongs to, or joins those that do."""
+    training = state.progress.training
+    return bool(training) and (configure.joins or configure.training == training)
+
+
+def _new_name() -> str:
+    return secrets.token_hex(8)
 
 
 def _names(slots: Mapping[tuple[str, int | None], np.ndarray]) -> str:

@@ -33,12 +33,12 @@ class Consistency(abc.ABC):
         return Asynchronous() if consistency == "async" else BulkSynchronous()
 
     @abc.abstractmethod
-    def to_apply(self, pushed: Collection[int], workers: Collection[int]) -> bool:
-        """Whether to apply now the mean of what was pushed and not yet applied.
+    def to_apply(self, pushed: Collection[int], clocks: Mapping[int, int]) -> Collection[int]:
+        """Whose pushes to apply now, by their mean; nobody's if it is not yet time.
 
         Args:
-          pushed: Whose pushes these are.
-          workers: All that take part.
+          pushed: Whose pushes are there and not yet applied.
+          clocks: How many pushes of each worker that takes part were applied.
         """
 
     @abc.abstractmethod
@@ -55,8 +55,8 @@ class Consistency(abc.ABC):
 class Asynchronous(Consistency):
     """Each push is applied and answered at once (ASP, Hogwild)."""
 
-    def to_apply(self, pushed: Collection[int], workers: Collection[int]) -> bool:
-        return bool(pushed)
+    def to_apply(self, pushed: Collection[int], clocks: Mapping[int, int]) -> Collection[int]:
+        return pushed
 
     def may_answer(self, worker: int, clocks: Mapping[int, int]) -> bool:
         return True
@@ -75,8 +75,8 @@ class StaleSynchronous(Consistency):
 
     max_staleness: int
 
-    def to_apply(self, pushed: Collection[int], workers: Collection[int]) -> bool:
-        return bool(pushed)
+    def to_apply(self, pushed: Collection[int], clocks: Mapping[int, int]) -> Collection[int]:
+        return pushed
 
     def may_answer(self, worker: int, clocks: Mapping[int, int]) -> bool:
         return clocks[worker] - min(clocks.values()) <= self.max_staleness
@@ -84,10 +84,16 @@ class StaleSynchronous(Consistency):
 
 @dataclasses.dataclass(frozen=True)
 class BulkSynchronous(Consistency):
-    """The mean of all workers' pushes is applied at once when all are there (PS-Sync)."""
+    """The mean of all workers' pushes is applied at once when all are there (PS-Sync).
 
-    def to_apply(self, pushed: Collection[int], workers: Collection[int]) -> bool:
-        return bool(pushed) and set(workers) <= set(pushed)
+    Clocks differ only where a server goes on from a snapshot that lacks an update which it had answered to some. The
+    others then repeat their pushes of that update, and those that are ahead wait for the next one.
+    """
+
+    def to_apply(self, pushed: Collection[int], clocks: Mapping[int, int]) -> Collection[int]:
+        least = min(clocks.values(), default=0)
+        due = {worker for worker, clock in clocks.items() if clock == least}
+        return due if due <= set(pushed) else ()
 
     def may_answer(self, worker: int, clocks: Mapping[int, int]) -> bool:
         return True

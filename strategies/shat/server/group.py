@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
 
 from hop_tf.errors import ProtocolError
 from hop_tf.strategies.shat.server.consistency import Consistency
+from hop_tf.strategies.shat.server.progress import Participant, Progress
 from hop_tf.strategies.shat.server.shard import Shard
 from hop_tf.strategies.shat.server.state import ShardState, weakly
 from hop_tf.tensors.buffers import BufferPool
@@ -52,6 +53,8 @@ class Answer:
       num_workers: n.
       is_missing: Whether the push has not arrived: it is to be sent again.
       session: Of the push.
+      num_pushes: Pushes that were applied, of all workers.
+      clock: The worker's.
     """
 
     worker: int
@@ -61,25 +64,8 @@ class Answer:
     num_workers: int = 0
     is_missing: bool = False
     session: int = 1
-
-
-@dataclasses.dataclass
-class _Worker:
-    """What is known of a worker that takes part.
-
-    Attributes:
-      sequence: Number of its last push that was applied.
-      clock: The same, for a worker that joins late as if it had pushed as often as the slowest one.
-      num_others: c.
-      last_num_others: c of the last answer.
-      waits: Whether its last push was applied and is not answered.
-    """
-
-    sequence: int = 0
+    num_pushes: int = 0
     clock: int = 0
-    num_others: int = 0
-    last_num_others: int = 0
-    waits: bool = False
 
 
 class ServedGroup:
@@ -96,6 +82,8 @@ class ServedGroup:
       pool: Where means are put. Default: a pool of its own.
 
     Attributes:
+      training: Names the training; "" for one that has no name.
+      num_assigned: How often the model was replaced in it.
       num_pushes: Pushes that were applied.
       num_steps_before: The most that one worker had sent when the session began.
     """
@@ -107,10 +95,14 @@ class ServedGroup:
         self._carried = [index for index, exact in enumerate(packing.exact) if exact]
         self._lock = threading.Lock()
         self._session = 1
-        self._workers: dict[int, _Worker] = {}
+        self._has_ended = False
+        self._workers: dict[int, Participant] = {}
+        self._processes: dict[int, str] = {}  # Also of workers that left.
         self._pushed: dict[int, Gradient] = {}
         self._statistics: dict[int, list[np.ndarray]] = {}
         self._means: list[np.ndarray] = []
+        self.training = ""
+        self.num_assigned = 0
         self.num_pushes = 0
         self._num_steps = 0
         self.num_steps_before = 0
@@ -124,17 +116,53 @@ class ServedGroup:
         with self._lock:
             self._session = session
             self.num_steps_before = self._num_steps
-            self._workers = {worker: _Worker() for worker in workers}
+            self._workers = {worker: Participant(self._processes.get(worker, "")) for worker in workers}
             self._pushed.clear()
             self._statistics = {worker: v for worker, v in self._statistics.items() if worker in self._workers}
             self._latest = _nothing
 
-    def join(self, worker: int) -> None:
-        """A worker takes part from now on; nothing if it did."""
+    def join(self, worker: int, process: str = "") -> None:
+        """A worker takes part from now on; nothing if that process of it did."""
         with self._lock:
-            if worker not in self._workers:
-                clock = min((other.clock for other in self._workers.values()), default=0)
-                self._workers[worker] = _Worker(clock=clock)
+            self._join(worker, process)
+
+    def _join(self, worker: int, process: str) -> Participant:
+        self._processes[worker] = process
+        known = self._workers.get(worker)
+        if known is None or known.process not in ("", process):
+            clock = min((each.clock for other, each in self._workers.items() if other != worker), default=0)
+            known = self._workers[worker] = Participant(clock=clock)
+        known.process = process
+        return known
+
+    # Another process served the group before this one.
+
+    def go_on(self, progress: Progress, workers: Collection[int]) -> None:
+        """Goes on with a training, in the state that was assigned; of its workers, with these.
+
+        What they have pushed since is not known here: `take_up` follows.
+        """
+        with self._lock:
+            self.training = progress.training
+            self._session = progress.session
+            self.num_steps_before = progress.num_steps_before
+            self.num_assigned = progress.num_assigned
+            self._processes = {worker: known.process for worker, known in progress.workers.items()}
+            self._workers = {
+                worker: dataclasses.replace(known) for worker, known in progress.workers.items() if worker in workers
+            }
+
+    def take_up(self, worker: int, process: str, num_answered: int, clock: int) -> list[Answer]:
+        """A worker goes on to take part; for the arguments see `Participant`.
+
+        Returns:
+          The answers that are due now.
+        """
+        with self._lock:
+            known = self._join(worker, process)
+            known.take_up(num_answered, clock)
+            self._num_steps = max(self._num_steps, self.num_steps_before + known.clock)
+            return self._advance()
 
     def remove(self, worker: int, *, is_lost: bool) -> list[Answer]:
         """A worker takes part no more.
@@ -159,19 +187,25 @@ class ServedGroup:
         if values is not None and not self._statistics:
             self._means = values  # Nobody else's are there to go on with.
 
+    def end(self) -> None:
+        """Takes no more pushes: `state` is the last one."""
+        with self._lock:
+            self._has_ended = True
+
     # Pushes.
 
     def push(self, worker: int, gradient: Gradient) -> list[Answer]:
         """Takes a push; returns the answers that are due now, to whomever.
 
-        One of another session than the running one is dropped: its worker has left that, and awaits no answer.
+        One of another session than the running one is dropped: its worker has left that, and awaits no answer. So is
+        one that comes after `end`: another process answers it, if one takes the place of this one.
 
         Raises:
           ForgottenError: If the worker takes no part.
           ProtocolError: If it has left a push out.
         """
         with self._lock:
-            if gradient.session != self._session:
+            if self._has_ended or gradient.session != self._session:
                 return []
             known = self._workers.get(worker)
             if known is None:
@@ -192,8 +226,9 @@ class ServedGroup:
 
     def _advance(self) -> list[Answer]:
         """Applies and answers what is due."""
-        if self._consistency.to_apply(self._pushed.keys(), self._workers.keys()):
-            self._apply()
+        clocks = {worker: known.clock for worker, known in self._workers.items()}
+        if workers := self._consistency.to_apply(self._pushed.keys(), clocks):
+            self._apply(workers)
         clocks = {worker: known.clock for worker, known in self._workers.items()}
         due = [
             worker
@@ -203,10 +238,10 @@ class ServedGroup:
         buckets = self._read() if due else []
         return [self._answer_now(worker, buckets) for worker in due]
 
-    def _apply(self) -> None:
+    def _apply(self, workers: Collection[int]) -> None:
         self._latest = _nothing
         # In the order of the ranks: sums come out the same whoever was first.
-        pushed = {worker: self._pushed.pop(worker) for worker in sorted(self._pushed)}
+        pushed = {worker: self._pushed.pop(worker) for worker in sorted(workers)}
         applied = {worker: gradient for worker, gradient in pushed.items() if gradient.is_applied}
         if applied:
             rate = next(iter(applied.values())).rate  # Of several (bsp), the lowest rank's.
@@ -234,6 +269,8 @@ class ServedGroup:
             num_others,
             num_workers=len(self._workers),
             session=self._session,
+            num_pushes=self.num_pushes,
+            clock=self._workers[worker].clock,
         )
 
     def _read(self) -> list[np.ndarray]:
@@ -266,7 +303,18 @@ class ServedGroup:
                 num_pushes=self.num_pushes,
                 num_steps=self._num_steps,
                 iterations=self._shard.iterations,
+                progress=self._progress(),
             )
+
+    def _progress(self) -> Progress:
+        workers = {worker: dataclasses.replace(known) for worker, known in self._workers.items()}
+        return Progress(self.training, self._session, self.num_steps_before, self.num_assigned, workers)
+
+    @property
+    def life(self) -> tuple[str, int, int]:
+        """See `Progress.life`."""
+        with self._lock:
+            return self._progress().life
 
     def assign(self, state: ShardState) -> None:
         """Begins with that state."""
@@ -281,6 +329,7 @@ class ServedGroup:
         """Goes on with another model, and the optimizer as it is."""
         with self._lock:
             self._assign(buckets)
+            self.num_assigned += 1
 
     def _assign(self, buckets: Sequence[np.ndarray]) -> None:
         self._latest = _nothing

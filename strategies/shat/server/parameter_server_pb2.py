@@ -14,7 +14,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n-strategies/shat/server/parameter_server.proto\x12\x17hop_tf.parameter_server\"X\n\x06Tensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\x12\x0e\n\x06\x64\x65\x63\x61ys\x18\x04 \x01(\x08\x12\x12\n\nis_carried\x18\x05 \x01(\x08\"\x86\x02\n\tConfigure\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0f\n\x07session\x18\x02 \x01(\x03\x12\x42\n\x08settings\x18\x03 \x03(\x0b\x32\x30.hop_tf.parameter_server.Configure.SettingsEntry\x12\x11\n\toptimizer\x18\x04 \x01(\t\x12/\n\x06pieces\x18\x05 \x03(\x0b\x32\x1f.hop_tf.parameter_server.Tensor\x12\r\n\x05\x63odec\x18\x06 \x01(\t\x12\x11\n\thas_state\x18\x07 \x01(\x08\x1a/\n\rSettingsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"q\n\nConfigured\x12\x0f\n\x07session\x18\x01 \x01(\x03\x12\r\n\x05\x65rror\x18\x02 \x01(\t\x12\x13\n\x0bis_mismatch\x18\x03 \x01(\x08\x12\x14\n\x0cis_under_way\x18\x04 \x01(\x08\x12\x18\n\x10num_steps_before\x18\x05 \x01(\x03\"n\n\x04Push\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0f\n\x07session\x18\x02 \x01(\x03\x12\x10\n\x08sequence\x18\x03 \x01(\x03\x12\x0c\n\x04rate\x18\x04 \x01(\x01\x12\x12\n\nis_applied\x18\x05 \x01(\x08\x12\x12\n\nasks_again\x18\x06 \x01(\x08\"\xa8\x02\n\x05Reply\x12\x0f\n\x07session\x18\x01 \x01(\x03\x12\x10\n\x08sequence\x18\x02 \x01(\x03\x12\x12\n\nnum_others\x18\x03 \x01(\x03\x12\x13\n\x0bnum_workers\x18\x04 \x01(\x03\x12\x12\n\nis_missing\x18\x05 \x01(\x08\x12\r\n\x05\x65rror\x18\x06 \x01(\t\x12\x14\n\x0cis_forgotten\x18\x07 \x01(\x08\x12\x1d\n\x15num_snapshot_failures\x18\x08 \x01(\x03\x12\x16\n\x0esnapshot_error\x18\t \x01(\t\x12\x36\n\x04lost\x18\n \x03(\x0b\x32(.hop_tf.parameter_server.Reply.LostEntry\x1a+\n\tLostEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"6\n\x04Pull\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x03\x12\x0f\n\x07session\x18\x03 \x01(\x03\"\'\n\x06Pulled\x12\x0e\n\x06number\x18\x01 \x01(\x03\x12\r\n\x05\x65rror\x18\x02 \x01(\t\"(\n\x06\x41ssign\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0f\n\x07session\x18\x02 \x01(\x03\"\x18\n\x05\x42\x65gin\x12\x0f\n\x07session\x18\x01 \x01(\x03\"\x17\n\x06Retire\x12\r\n\x05group\x18\x01 \x01(\t\"p\n\x05State\x12,\n\x05slots\x18\x01 \x03(\x0b\x32\x1d.hop_tf.parameter_server.Slot\x12\x12\n\nnum_pushes\x18\x02 \x01(\x03\x12\x11\n\tnum_steps\x18\x03 \x01(\x03\x12\x12\n\niterations\x18\x04 \x01(\x03\"A\n\x04Slot\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05piece\x18\x02 \x01(\x05\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\r\n\x05shape\x18\x04 \x03(\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n-strategies/shat/server/parameter_server.proto\x12\x17hop_tf.parameter_server\"X\n\x06Tensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\x12\x0e\n\x06\x64\x65\x63\x61ys\x18\x04 \x01(\x08\x12\x12\n\nis_carried\x18\x05 \x01(\x08\"\x80\x03\n\tConfigure\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0f\n\x07session\x18\x02 \x01(\x03\x12\x42\n\x08settings\x18\x03 \x03(\x0b\x32\x30.hop_tf.parameter_server.Configure.SettingsEntry\x12\x11\n\toptimizer\x18\x04 \x01(\t\x12/\n\x06pieces\x18\x05 \x03(\x0b\x32\x1f.hop_tf.parameter_server.Tensor\x12\r\n\x05\x63odec\x18\x06 \x01(\t\x12\x11\n\thas_state\x18\x07 \x01(\x08\x12\x10\n\x08training\x18\x08 \x01(\t\x12\x0f\n\x07resumes\x18\t \x01(\x08\x12\r\n\x05joins\x18\n \x01(\x08\x12\x10\n\x08has_left\x18\x0b \x01(\x08\x12\x0f\n\x07process\x18\x0c \x01(\t\x12\x14\n\x0cnum_answered\x18\r \x01(\x03\x12\r\n\x05\x63lock\x18\x0e \x01(\x03\x1a/\n\rSettingsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xd8\x01\n\nConfigured\x12\x0f\n\x07session\x18\x01 \x01(\x03\x12\r\n\x05\x65rror\x18\x02 \x01(\t\x12\x13\n\x0bis_mismatch\x18\x03 \x01(\x08\x12\x14\n\x0cis_under_way\x18\x04 \x01(\x08\x12\x18\n\x10num_steps_before\x18\x05 \x01(\x03\x12\x10\n\x08training\x18\x06 \x01(\t\x12\x15\n\rhas_snapshots\x18\x07 \x01(\x08\x12\x12\n\nis_resumed\x18\x08 \x01(\x08\x12\x12\n\nnum_pushes\x18\t \x01(\x03\x12\x14\n\x0cnum_assigned\x18\n \x01(\x03\"n\n\x04Push\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0f\n\x07session\x18\x02 \x01(\x03\x12\x10\n\x08sequence\x18\x03 \x01(\x03\x12\x0c\n\x04rate\x18\x04 \x01(\x01\x12\x12\n\nis_applied\x18\x05 \x01(\x08\x12\x12\n\nasks_again\x18\x06 \x01(\x08\"\xcb\x02\n\x05Reply\x12\x0f\n\x07session\x18\x01 \x01(\x03\x12\x10\n\x08sequence\x18\x02 \x01(\x03\x12\x12\n\nnum_others\x18\x03 \x01(\x03\x12\x13\n\x0bnum_workers\x18\x04 \x01(\x03\x12\x12\n\nis_missing\x18\x05 \x01(\x08\x12\r\n\x05\x65rror\x18\x06 \x01(\t\x12\x14\n\x0cis_forgotten\x18\x07 \x01(\x08\x12\x1d\n\x15num_snapshot_failures\x18\x08 \x01(\x03\x12\x16\n\x0esnapshot_error\x18\t \x01(\t\x12\x36\n\x04lost\x18\n \x03(\x0b\x32(.hop_tf.parameter_server.Reply.LostEntry\x12\x12\n\nnum_pushes\x18\x0b \x01(\x03\x12\r\n\x05\x63lock\x18\x0c \x01(\x03\x1a+\n\tLostEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"6\n\x04Pull\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x03\x12\x0f\n\x07session\x18\x03 \x01(\x03\"\'\n\x06Pulled\x12\x0e\n\x06number\x18\x01 \x01(\x03\x12\r\n\x05\x65rror\x18\x02 \x01(\t\"(\n\x06\x41ssign\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0f\n\x07session\x18\x02 \x01(\x03\"\x18\n\x05\x42\x65gin\x12\x0f\n\x07session\x18\x01 \x01(\x03\"\x17\n\x06Retire\x12\r\n\x05group\x18\x01 \x01(\t\"\xa5\x01\n\x05State\x12,\n\x05slots\x18\x01 \x03(\x0b\x32\x1d.hop_tf.parameter_server.Slot\x12\x12\n\nnum_pushes\x18\x02 \x01(\x03\x12\x11\n\tnum_steps\x18\x03 \x01(\x03\x12\x12\n\niterations\x18\x04 \x01(\x03\x12\x33\n\x08progress\x18\x05 \x01(\x0b\x32!.hop_tf.parameter_server.Progress\"\x94\x01\n\x08Progress\x12\x10\n\x08training\x18\x01 \x01(\t\x12\x0f\n\x07session\x18\x02 \x01(\x03\x12\x18\n\x10num_steps_before\x18\x03 \x01(\x03\x12\x14\n\x0cnum_assigned\x18\x04 \x01(\x03\x12\x35\n\x07workers\x18\x05 \x03(\x0b\x32$.hop_tf.parameter_server.Participant\"\x89\x01\n\x0bParticipant\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x0f\n\x07process\x18\x02 \x01(\t\x12\x10\n\x08sequence\x18\x03 \x01(\x03\x12\r\n\x05\x63lock\x18\x04 \x01(\x03\x12\x12\n\nnum_others\x18\x05 \x01(\x03\x12\x17\n\x0flast_num_others\x18\x06 \x01(\x03\x12\r\n\x05waits\x18\x07 \x01(\x08\"A\n\x04Slot\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05piece\x18\x02 \x01(\x05\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\r\n\x05shape\x18\x04 \x03(\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -28,29 +28,33 @@ if _descriptor._USE_C_DESCRIPTORS == False:
   _globals['_TENSOR']._serialized_start=74
   _globals['_TENSOR']._serialized_end=162
   _globals['_CONFIGURE']._serialized_start=165
-  _globals['_CONFIGURE']._serialized_end=427
-  _globals['_CONFIGURE_SETTINGSENTRY']._serialized_start=380
-  _globals['_CONFIGURE_SETTINGSENTRY']._serialized_end=427
-  _globals['_CONFIGURED']._serialized_start=429
-  _globals['_CONFIGURED']._serialized_end=542
-  _globals['_PUSH']._serialized_start=544
-  _globals['_PUSH']._serialized_end=654
-  _globals['_REPLY']._serialized_start=657
-  _globals['_REPLY']._serialized_end=953
-  _globals['_REPLY_LOSTENTRY']._serialized_start=910
-  _globals['_REPLY_LOSTENTRY']._serialized_end=953
-  _globals['_PULL']._serialized_start=955
-  _globals['_PULL']._serialized_end=1009
-  _globals['_PULLED']._serialized_start=1011
-  _globals['_PULLED']._serialized_end=1050
-  _globals['_ASSIGN']._serialized_start=1052
-  _globals['_ASSIGN']._serialized_end=1092
-  _globals['_BEGIN']._serialized_start=1094
-  _globals['_BEGIN']._serialized_end=1118
-  _globals['_RETIRE']._serialized_start=1120
-  _globals['_RETIRE']._serialized_end=1143
-  _globals['_STATE']._serialized_start=1145
-  _globals['_STATE']._serialized_end=1257
-  _globals['_SLOT']._serialized_start=1259
-  _globals['_SLOT']._serialized_end=1324
+  _globals['_CONFIGURE']._serialized_end=549
+  _globals['_CONFIGURE_SETTINGSENTRY']._serialized_start=502
+  _globals['_CONFIGURE_SETTINGSENTRY']._serialized_end=549
+  _globals['_CONFIGURED']._serialized_start=552
+  _globals['_CONFIGURED']._serialized_end=768
+  _globals['_PUSH']._serialized_start=770
+  _globals['_PUSH']._serialized_end=880
+  _globals['_REPLY']._serialized_start=883
+  _globals['_REPLY']._serialized_end=1214
+  _globals['_REPLY_LOSTENTRY']._serialized_start=1171
+  _globals['_REPLY_LOSTENTRY']._serialized_end=1214
+  _globals['_PULL']._serialized_start=1216
+  _globals['_PULL']._serialized_end=1270
+  _globals['_PULLED']._serialized_start=1272
+  _globals['_PULLED']._serialized_end=1311
+  _globals['_ASSIGN']._serialized_start=1313
+  _globals['_ASSIGN']._serialized_end=1353
+  _globals['_BEGIN']._serialized_start=1355
+  _globals['_BEGIN']._serialized_end=1379
+  _globals['_RETIRE']._serialized_start=1381
+  _globals['_RETIRE']._serialized_end=1404
+  _globals['_STATE']._serialized_start=1407
+  _globals['_STATE']._serialized_end=1572
+  _globals['_PROGRESS']._serialized_start=1575
+  _globals['_PROGRESS']._serialized_end=1723
+  _globals['_PARTICIPANT']._serialized_start=1726
+  _globals['_PARTICIPANT']._serialized_end=1863
+  _globals['_SLOT']._serialized_start=1865
+  _globals['_SLOT']._serialized_end=1930
 # @@protoc_insertion_point(module_scope)

@@ -39,9 +39,11 @@ _NOT_TRAINED = (
 
 
 class ParameterServer:
-    """Serves shards to workers. Nothing here blocks, but for a moment on other pushes to the same shard.
+    """Serves shards to workers.
 
-    What takes long (to make a group, to write it to a file) is done without the server's lock, for which all wait.
+    Nothing here blocks, but for a moment on other pushes to the same shard; the first answers of a session wait for a
+    snapshot. What takes long (to make a group, to write it to a file) is done without the server's lock, for which all
+    wait.
 
     Memory, in vectors as long as what it keeps of the model, with W workers and an optimizer that has s slots (SGD 0,
     Adam 2): (1 + s) + max(W + 1, s + 2). That is the state; then a push or an answer of each worker, and both of the
@@ -152,6 +154,14 @@ class ParameterServer:
             for name, group in groups.items():
                 self._snapshots.write(name, group, final=final)
 
+    def end(self) -> None:
+        """Takes no more pushes, and writes what has changed since the last snapshots."""
+        with self._lock:
+            groups = [configured.group for configured in self._groups.values()]
+        for group in groups:
+            group.end()
+        self.take_snapshots(final=True)
+
     # Workers that come and go.
 
     def _enter(self, session: int) -> None:
@@ -209,7 +219,7 @@ class ParameterServer:
         parts = payloads.split(message.payload)
         configure = parse(pb.Configure, dataclasses.replace(message, header=parts[0].tobytes()))
         with self._lock:
-            if self._has_gone(message.sender, configure.session):
+            if not configure.has_left and self._has_gone(message.sender, configure.session):
                 return  # Its farewell has overtaken this.
             if message.sender in self._restarted and self._have_all_restarted(configure.session):
                 self._last_left.clear()  # These were other processes.
@@ -220,7 +230,7 @@ class ParameterServer:
             making = self._making[configure.group]
         try:
             with making:
-                configured, ready = self._configure(message.sender, configure, parts[1:])
+                configured, ready, answers = self._configure(message.sender, configure, parts[1:])
         except Exception as error:  # Whatever keeps the group from being made here is the worker's to raise.
             logging.exception("the server cannot configure group %s for rank %d.", configure.group, message.sender)
             text = str(error) if isinstance(error, HopError) else f"{type(error).__name__}: {error}"
@@ -228,6 +238,9 @@ class ParameterServer:
                 self._refuse(worker, configure, text, isinstance(error, MismatchError))
             return
         self._tell_state(configure, configured, ready)
+        if configure.resumes:
+            self._tell_configured(message.sender, configure, configured)
+        self._send_answers(configure.group, configured, answers)
 
     def _have_all_restarted(self, session: int) -> bool:
         """Whether all workers were started again, as one that enters `session` was. The lock must be held.
@@ -241,16 +254,14 @@ class ParameterServer:
         with_slots = configured.is_under_way or configured.group.num_pushes > 0
         state = configured.group.state(with_slots=with_slots) if workers else None
         for worker in workers:
-            self._send(
-                worker,
-                f"{PREFIX}/{configure.group}/{CONFIGURED}",
-                pb.Configured(
-                    session=configure.session,
-                    is_under_way=configured.is_under_way,
-                    num_steps_before=configured.group.num_steps_before,
-                ),
-                state.to_parts(),
-            )
+            self._tell_configured(worker, configure, configured, state.to_parts())
+
+    def _tell_configured(
+        self, worker: int, configure: pb.Configure, configured: ConfiguredGroup, parts: Sequence[np.ndarray] = ()
+    ) -> None:
+        answer = configured.describe(configure.session)
+        answer.has_snapshots = self._snapshots is not None
+        self._send(worker, f"{PREFIX}/{configure.group}/{CONFIGURED}", answer, parts)
 
     def _has_gone(self, worker: int, session: int) -> bool:
         """Whether a worker has ended, or left that session. The lock must be held."""
@@ -259,21 +270,28 @@ class ParameterServer:
 
     def _configure(
         self, worker: int, configure: pb.Configure, parts: Sequence[np.ndarray]
-    ) -> tuple[ConfiguredGroup, list[int]]:
+    ) -> tuple[ConfiguredGroup, list[int], list[Answer]]:
         """Makes the group, unless it is there, and begins with rank 0's state or the snapshot's.
 
         Returns:
-          The group, and whom to tell its state.
+          The group, whom to tell its state, and the answers to pushes that are due now.
         """
         configured = self._find_or_make(worker, configure)
+        configured.check_goes_on(configure)
         configured.compare(worker, configure)
+        answers = []
         with self._lock:
-            if not self._has_gone(worker, configure.session):  # It may have left meanwhile.
-                self._take_in(worker, configure, configured)
+            if configure.resumes and configure.session < self._session:
+                pass  # It tells of a session that is over.
+            elif configure.has_left:
+                self._left.add(worker)
+                answers = configured.group.remove(worker, is_lost=False)
+            elif not self._has_gone(worker, configure.session):  # It may have left meanwhile.
+                answers = self._take_in(worker, configure, configured)
         if configure.has_state and not configured.has_state:
             configured.begin(ShardState.from_parts(parts, configured.packing))
         with self._lock:
-            return configured, configured.take_waiting() if configured.has_state else []
+            return configured, configured.take_waiting() if configured.has_state else [], answers
 
     def _find_or_make(self, worker: int, configure: pb.Configure) -> ConfiguredGroup:
         """The group; its lock in `_making` must be held."""
@@ -283,27 +301,28 @@ class ParameterServer:
                 raise MismatchError(_NOT_TRAINED)  # Nobody would give the model.
         if configured is not None:
             return configured
-        configured = ConfiguredGroup(configure, self._pool)
+        configured, state = ConfiguredGroup(configure, self._pool), None
         if self._snapshots is not None:
-            configured.restore(self._snapshots.read(configure.group, configured.signature, configured.packing))
+            state = self._snapshots.read(configure.group, configured.signature, configured.packing)
+            configured.restore(state)
         with self._lock:
             workers = [w for w in self.present if w not in self._left or w == worker]
-            configured.group.begin_session(workers, self._session)
+            configured.enter(configure, state, workers, self._session)
+            configured.check_goes_on(configure)  # Else who may begin anew would find the group here.
             self._groups[configure.group] = configured
         return configured
 
-    def _take_in(self, worker: int, configure: pb.Configure, configured: ConfiguredGroup) -> None:
-        """A worker takes part in the group, and waits for its state. The lock must be held."""
+    def _take_in(self, worker: int, configure: pb.Configure, configured: ConfiguredGroup) -> list[Answer]:
+        """A worker takes part in the group, and may wait for its state. The lock must be held."""
         self._left.discard(worker)
         self._restarted.discard(worker)
         if self._lost.pop(worker, None) is not None:
             logging.info("the server goes on with rank %d, which is there after all.", worker)
-        configured.group.join(worker)
-        configured.retired.discard(worker)  # That was another process.
-        configured.waiting.append(worker)
+        answers = configured.take_in(worker, configure)
         has_state = configured.has_state or configure.has_state
         if not has_state and (_FIRST in self._left or _FIRST not in self.present):
             raise HopError(_NO_STATE)
+        return answers
 
     def _take_waiting(self, group: str) -> list[int]:
         with self._lock:
@@ -367,7 +386,12 @@ class ParameterServer:
             self._snapshots.write(push.group, configured.group)
 
     def _send_answers(self, name: str, configured: ConfiguredGroup, answers: Sequence[Answer]) -> None:
-        num_failures, error = self._snapshots.failures(name) if self._snapshots is not None else (0, "")
+        if not answers:
+            return
+        num_failures, error = 0, ""
+        if self._snapshots is not None:
+            self._snapshots.write_first(name, configured.group)
+            num_failures, error = self._snapshots.failures(name)
         for answer in answers:
             reply = pb.Reply(
                 session=answer.session,
@@ -378,6 +402,8 @@ class ParameterServer:
                 num_snapshot_failures=num_failures,
                 snapshot_error=error,
                 lost=self.lost,
+                num_pushes=answer.num_pushes,
+                clock=answer.clock,
             )
             self._send(answer.worker, f"{PREFIX}/{name}/{REPLY}", reply, answer.buckets)
 

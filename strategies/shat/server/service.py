@@ -115,7 +115,7 @@ class _Service:
                     self._look_at(worker)
                 self._server.take_snapshots()
         finally:
-            self._server.take_snapshots(final=True)
+            self._server.end()
         if not self._server.has_served:
             reasons = "; ".join(self._server.lost.values())
             raise PeerLostError(f"rank {self._transport.rank}: all workers were lost: {reasons}")

@@ -35,8 +35,10 @@ class SnapshotOptions:
 
     Attributes:
       directory: Where each server writes a file for each optimizer, `ps_<index>_<group>`. It must be there when a
-        server is started again, on whatever machine. Default None: no snapshots.
-      every_seconds: Longest time between two, where there were pushes. The first push is written at once. Default 60.
+        server is started again, on whatever machine: within `timeout_seconds`, the training goes on. Default None: no
+        snapshots.
+      every_seconds: Longest time between two, where there were pushes. The first push of each `fit` is written at once,
+        before it is answered. Default 60.
       every_pushes: Most pushes between two; None for no limit. Default None.
 
     Raises:
@@ -67,12 +69,14 @@ class _History:
     Attributes:
       num_pushes: How many pushes the last complete one has seen.
       tried: The number of pushes at the last attempt to write one, and when that was.
+      life: `ServedGroup.life` then.
       num_failures: Attempts that have failed.
       error: Why the last one has; "" if it has not.
     """
 
     num_pushes: int
     tried: tuple[int, float]
+    life: tuple[str, int, int] = ("", 0, 0)
     num_failures: int = 0
     error: str = ""
 
@@ -106,6 +110,10 @@ class Snapshots:
         self._signatures: dict[str, bytes] = {}
         self._histories: dict[str, _History] = {}
 
+    def path(self, group: str) -> pathlib.Path:
+        """The file of a group."""
+        return self._directory / f"ps_{self._index}_{group}"
+
     def read(self, group: str, signature: bytes, packing: Packing) -> ShardState | None:
         """The state of a group that was written before; None if none was.
 
@@ -125,7 +133,7 @@ class Snapshots:
         self._signatures[group] = signature
         # Due with the first push: where one server dies before it has any, the others' are of no use.
         self._histories[group] = _History(0, (0, -math.inf))
-        path = self._path(group)
+        path = self.path(group)
         if not path.exists():
             self._check_others(group)
             return None
@@ -136,7 +144,7 @@ class Snapshots:
                 "another directory."
             )
         state = ShardState.from_parts(parts, packing)
-        self._histories[group] = _History(state.num_pushes, (state.num_pushes, time.monotonic()))
+        self._histories[group] = _History(state.num_pushes, (state.num_pushes, time.monotonic()), state.progress.life)
         logging.info("the server goes on from %s, after %d pushes.", path, state.num_pushes)
         return state
 
@@ -150,17 +158,32 @@ class Snapshots:
                 "another directory."
             )
 
-    def write(self, name: str, group: ServedGroup, *, final: bool = False) -> None:
+    def write(self, name: str, group: ServedGroup, *, final: bool = False, waits: bool = False) -> None:
         """Writes a group's state if its time has come and nobody else writes, or, if `final`, if it has changed.
 
         Where it cannot be written, that is logged, and `failures` tells.
+
+        Args:
+          name: The group's.
+          group: The group.
+          final: Whether to write it before its time.
+          waits: Whether to wait where somebody else writes.
         """
-        if not self._writing.acquire(blocking=final):
+        if not self._writing.acquire(blocking=final or waits):
             return
         try:
             self._write(name, group, final)
         finally:
             self._writing.release()
+
+    def write_first(self, name: str, group: ServedGroup) -> None:
+        """Writes the first state of a life (see `Progress.life`). Blocks until it is on the disk, whoever writes it.
+
+        Called before a push is answered. So whatever a worker was answered is in a snapshot, or comes after one, of the
+        same life.
+        """
+        if self._histories[name].life != group.life:
+            self.write(name, group, waits=True)
 
     def failures(self, name: str) -> tuple[int, str]:
         """How many snapshots of a group could not be written, and why the last one could not; "" if it could."""
@@ -173,10 +196,10 @@ class Snapshots:
             return
         state = group.state(with_slots=True)
         try:
-            self._replace(self._path(name), [np.frombuffer(self._signatures[name], np.uint8), *state.to_parts()])
+            self._replace(self.path(name), [np.frombuffer(self._signatures[name], np.uint8), *state.to_parts()])
             history.num_pushes, history.error = state.num_pushes, ""
         except OSError as error:
-            history.error = f"{self._path(name)}: {error.strerror or error}"
+            history.error = f"{self.path(name)}: {error.strerror or error}"
             history.num_failures += 1
             logging.error(
                 "the server cannot write its snapshot %s. Training goes on; %s.",
@@ -184,15 +207,15 @@ class Snapshots:
                 f"the one after {history.num_pushes} pushes stays" if history.num_pushes else "there is none yet",
             )
         history.tried = (state.num_pushes, time.monotonic())
+        history.life = state.progress.life
 
     def _is_due(self, group: ServedGroup, history: _History) -> bool:
+        if history.life != group.life:
+            return True
         tried_pushes, tried_at = history.tried
         every_pushes = self._options.every_pushes
         is_due = time.monotonic() - tried_at >= self._options.every_seconds
         return is_due or (every_pushes is not None and group.num_pushes - tried_pushes >= every_pushes)
-
-    def _path(self, group: str) -> pathlib.Path:
-        return self._directory / f"ps_{self._index}_{group}"
 
     def _replace(self, path: pathlib.Path, parts: list[np.ndarray]) -> None:
         payload = payloads.join(parts)

@@ -12,6 +12,7 @@ from google.protobuf.message import DecodeError
 
 from hop_tf.errors import ProtocolError
 from hop_tf.strategies.shat.server.parameter_server_pb2 import Slot, State
+from hop_tf.strategies.shat.server.progress import Progress
 from hop_tf.tensors import payloads
 from hop_tf.tensors.packing import Packing
 
@@ -28,6 +29,7 @@ class ShardState:
       num_pushes: Pushes that were applied.
       num_steps: The most that one worker has sent.
       iterations: The optimizer's count of updates.
+      progress: Which pushes it has seen.
     """
 
     buckets: Sequence[np.ndarray]
@@ -35,6 +37,7 @@ class ShardState:
     num_pushes: int = 0
     num_steps: int = 0
     iterations: int = 0
+    progress: Progress = dataclasses.field(default_factory=Progress)
 
     def to_parts(self) -> list[np.ndarray]:
         """The parts of a payload or file."""
@@ -43,7 +46,11 @@ class ShardState:
             for (name, piece), array in self.slots.items()
         ]
         manifest = State(
-            slots=slots, num_pushes=self.num_pushes, num_steps=self.num_steps, iterations=self.iterations
+            slots=slots,
+            num_pushes=self.num_pushes,
+            num_steps=self.num_steps,
+            iterations=self.iterations,
+            progress=self.progress.to_message(),
         ).SerializeToString()
         return [np.frombuffer(manifest, np.uint8), *self.buckets, *self.slots.values()]
 
@@ -80,6 +87,7 @@ class ShardState:
             num_pushes=state.num_pushes,
             num_steps=state.num_steps,
             iterations=state.iterations,
+            progress=Progress.from_message(state.progress),
         )
 
 

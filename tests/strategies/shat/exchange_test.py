@@ -1,12 +1,10 @@
 """Workers and servers of SHAT without training: threads over a network that breaks, and a virtual clock."""
 
 import collections
-import contextlib
 import dataclasses
 import random
 import threading
 import time
-import weakref
 from unittest import mock
 
 import keras
@@ -16,81 +14,22 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 from hop_tf.errors import DeadlineExceededError, HopError, MismatchError, PeerLostError
-from hop_tf.membership import Membership, waiting
+from hop_tf.membership import waiting
 from hop_tf.membership.monitor import ThreadMonitor
 from hop_tf.options import CommunicationOptions
-from hop_tf.runtime.averaging import LateChanges
-from hop_tf.runtime.exchange import Outgoing
-from hop_tf.runtime.group import ExchangeContext
-from hop_tf.runtime.replica_state import spec_of
 from hop_tf.simulate import VirtualCluster
 from hop_tf.strategies.shat import servers as shat_servers
-from hop_tf.strategies.shat.exchange import ShatExchange
 from hop_tf.strategies.shat.server import parameter_server_pb2 as pb
 from hop_tf.strategies.shat.server import server as server_module
 from hop_tf.strategies.shat.server import sharding
 from hop_tf.strategies.shat.server.configured import ConfiguredGroup
 from hop_tf.strategies.shat.server.group import ServedGroup
 from hop_tf.strategies.shat.server.server import PUSH, REPLY, ParameterServer
-from hop_tf.strategies.shat.settings import ShatSettings
 from hop_tf.strategies.shat.state import announce_offers
 from hop_tf.tensors import payloads
-from hop_tf.tensors.buffers import BufferPool
-from hop_tf.tensors.packing import Packing, TensorSpec
-from hop_tf.transport import InProcessNetwork, InProcessTransport
+from hop_tf.transport import InProcessTransport
 from hop_tf.transport.base import Message
-
-_NUM_VALUES = 100
-_RATE = 0.5
-_GROUP = "0-group"
-_OPTIONS = CommunicationOptions(timeout_seconds=30)
-_SETTINGS = ShatSettings(
-    mixing="shat", sharding="memory", consistency="async", max_staleness=16, min_mixing=0.0, log_base=np.e, codec=None
-)
-
-
-class _Worker:
-    """A rank's variable and exchange."""
-
-    def __init__(
-        self,
-        membership,
-        settings=_SETTINGS,
-        make_optimizer=lambda: keras.optimizers.SGD(_RATE),
-        carried=(),
-        group=_GROUP,
-    ):
-        self.variable = keras.Variable(np.ones(_NUM_VALUES, "float32"), name="w")
-        self.optimizer = make_optimizer()
-        self.optimizer.build([self.variable])
-        trained, carried = [self.variable.value], list(carried)
-        self.packing = Packing(
-            [
-                *map(spec_of, trained),
-                *(dataclasses.replace(spec_of(variable), exact=True) for variable in carried),
-                TensorSpec("beside", (max(2, len(membership.servers)),), tf.float32, exact=True),
-            ]
-        )
-        context = ExchangeContext(
-            group,
-            1,
-            self.packing,
-            membership,
-            BufferPool(),
-            optimizer=weakref.ref(self.optimizer),
-            trained=trained,
-            carried=LateChanges(carried, [variable.read_value() for variable in carried]),
-        )
-        self.exchange = ShatExchange(context, settings)
-
-    def push(self, step, value, rate=_RATE, is_applied=True):
-        """Pushes a constant gradient; returns the servers' model, and the weight of each."""
-        buckets = self.packing.zeros()
-        buckets[0][:_NUM_VALUES] = value
-        bucket, where = self.packing.place(len(self.packing.specs) - 1)
-        buckets[bucket][where][:2] = rate, is_applied
-        incoming = self.exchange.step(Outgoing(step, 0, tuple(buckets)))
-        return incoming.buckets[0][:_NUM_VALUES], incoming.buckets[bucket][where.start :]
+from shat_threads import GROUP, NUM_VALUES, RATE, SETTINGS, ShatThreads, ShatWorker
 
 
 class _Lossy(InProcessTransport):
@@ -107,60 +46,6 @@ class _Lossy(InProcessTransport):
         super().send(peer, queue, *args, **kwargs)
         if fate < 0.12:
             super().send(peer, queue, *args, **kwargs)
-
-
-class _Threads(contextlib.ExitStack):
-    """Workers and servers in the threads of this process."""
-
-    def __init__(self, num_workers, num_servers, transport=InProcessTransport, settings=None, **worker_arguments):
-        super().__init__()
-        self.network = InProcessNetwork(num_workers + num_servers)
-        self.errors, self.servers = [], []
-        transports = [
-            transport(rank, self.network, options=_OPTIONS, on_error=self.errors.append)
-            for rank in range(num_workers + num_servers)
-        ]
-        for each in transports:
-            self.callback(each.close)
-            each.start()
-        self.servers = [ParameterServer(transport=each, num_workers=num_workers) for each in transports[num_workers:]]
-        memberships = [self._membership(each, num_workers, num_servers) for each in transports[:num_workers]]
-        settings = settings or [_SETTINGS] * num_workers
-        self.workers = [_Worker(m, each, **worker_arguments) for m, each in zip(memberships, settings, strict=True)]
-
-    def _membership(self, transport, num_workers, num_servers):
-        return Membership(
-            transport=transport,
-            monitor=ThreadMonitor(),
-            options=_OPTIONS,
-            world_size=num_workers,
-            peers=(),
-            continue_without_lost=True,
-            servers=range(num_workers, num_workers + num_servers),
-        )
-
-    def run(self, body):
-        """Calls `body(rank, worker)` for each worker on a thread of its own; raises what one of them raises."""
-        failures = []
-
-        def call(rank, worker):
-            try:
-                body(rank, worker)
-            except BaseException as error:
-                failures.append(error)
-
-        threads = [threading.Thread(target=call, args=each, daemon=True) for each in enumerate(self.workers)]
-        for thread in threads:
-            thread.start()
-        deadline = time.monotonic() + 200
-        while any(thread.is_alive() for thread in threads):
-            if failures or self.errors:
-                break
-            if time.monotonic() > deadline:
-                raise AssertionError("a worker hangs")
-            time.sleep(0.01)
-        if failures or self.errors:
-            raise (failures or self.errors)[0]
 
 
 class _ConnectionResets:
@@ -209,14 +94,14 @@ class ExactlyOnceTest(tf.test.TestCase, parameterized.TestCase):
     @pytest.mark.stress(after=1)
     def test_pushes_while_connections_break(self, num_pushes):
         num_workers, num_servers = 4, 1
-        with _Threads(num_workers, num_servers) as threads:
+        with ShatThreads(num_workers, num_servers) as threads:
             with _ConnectionResets(threads, num_workers, num_servers) as resets:
                 total = _train(threads, num_pushes)
             self.assertGreater(resets.num_resets, num_pushes / 100)
             for worker in threads.workers:
                 worker.exchange.state.pull()
                 # Sums of multiples of 1/4 that are not large are exact in float32.
-                self.assertAllEqual(worker.variable, np.full(_NUM_VALUES, 1.0 - total))
+                self.assertAllEqual(worker.variable, np.full(NUM_VALUES, 1.0 - total))
             for server in threads.servers:
                 (configured,) = server._groups.values()
                 self.assertEqual(configured.group.num_pushes, num_workers * num_pushes)
@@ -240,11 +125,11 @@ class ExactlyOnceTest(tf.test.TestCase, parameterized.TestCase):
             mock.patch.object(shat_servers, "_RETRY_SECONDS", 0.01),
             mock.patch.object(waiting, "_LIVENESS_PERIOD_SECONDS", 0.01),  # How soon a retry is seen to be due.
             mock.patch.object(ServedGroup, "push", counted),
-            _Threads(num_workers, num_servers, _Lossy) as threads,
+            ShatThreads(num_workers, num_servers, _Lossy) as threads,
         ):
             total = _train(threads, num_pushes)
             threads.workers[0].exchange.state.pull()
-            self.assertAllEqual(threads.workers[0].variable, np.full(_NUM_VALUES, 1.0 - total))
+            self.assertAllEqual(threads.workers[0].variable, np.full(NUM_VALUES, 1.0 - total))
             for server in threads.servers:
                 self.assertEqual(_pushes(server), num_workers * num_pushes)
         for what in ("new", "again", "asked for", "missing"):
@@ -254,7 +139,7 @@ class ExactlyOnceTest(tf.test.TestCase, parameterized.TestCase):
 class ConfigureTest(tf.test.TestCase, parameterized.TestCase):
     def _errors(self, settings):
         errors = []
-        with _Threads(2, 1, settings=settings) as threads:
+        with ShatThreads(2, 1, settings=settings) as threads:
 
             def body(rank, worker):
                 try:
@@ -266,7 +151,7 @@ class ConfigureTest(tf.test.TestCase, parameterized.TestCase):
         return errors
 
     def test_workers_that_disagree(self):
-        error, *_ = self._errors([_SETTINGS, dataclasses.replace(_SETTINGS, mixing="asp")])
+        error, *_ = self._errors([SETTINGS, dataclasses.replace(SETTINGS, mixing="asp")])
         self.assertIsInstance(error, MismatchError)
         self.assertRegex(str(error), r"rank . disagrees on option 'mixing': '.*' there, '.*' elsewhere")
         self.assertIn("'asp'", str(error))
@@ -276,35 +161,35 @@ class ConfigureTest(tf.test.TestCase, parameterized.TestCase):
         class Mine(keras.optimizers.SGD):
             pass
 
-        settings = dataclasses.replace(_SETTINGS, sharding="layer")
-        with _Threads(1, 1) as threads:
+        settings = dataclasses.replace(SETTINGS, sharding="layer")
+        with ShatThreads(1, 1) as threads:
             membership = threads.workers[0].exchange._membership
             threads.workers[0].exchange.close()
-            worker = _Worker(membership, settings, lambda: Mine(_RATE))
+            worker = ShatWorker(membership, settings, lambda: Mine(RATE))
             with self.assertRaisesRegex(HopError, "Mine"):
                 worker.exchange.state.configure(joins=False)
 
     @parameterized.parameters("Lamb", "Muon", "Adafactor")
     def test_optimizers_of_whole_tensors_are_not_divided(self, name):
         make = lambda: getattr(keras.optimizers, name)()  # noqa: E731
-        with _Threads(1, 2) as threads:
+        with ShatThreads(1, 2) as threads:
             membership = threads.workers[0].exchange._membership
             with self.assertRaisesRegex(ValueError, f"`sharding` must be 'layer' or 'none' with {name}.*'memory'"):
-                _Worker(membership, _SETTINGS, make)
-            _Worker(membership, dataclasses.replace(_SETTINGS, sharding="layer"), make)
+                ShatWorker(membership, SETTINGS, make)
+            ShatWorker(membership, dataclasses.replace(SETTINGS, sharding="layer"), make)
 
     def test_a_group_that_is_made_keeps_no_push_waiting(self):
         """Rank 1's second group is made until rank 0 has been answered in the first one."""
         answered = threading.Event()
 
         def make(configure, pool):
-            if configure.group != _GROUP and not answered.wait(20):
+            if configure.group != GROUP and not answered.wait(20):
                 raise HopError("a push to the other group has waited for this one to be made")
             return ConfiguredGroup(configure, pool)
 
-        with _Threads(2, 1) as threads:
+        with ShatThreads(2, 1) as threads:
             threads.run(lambda rank, worker: worker.exchange.state.configure(joins=False))
-            second = [_Worker(worker.exchange._membership, group="1-group") for worker in threads.workers]
+            second = [ShatWorker(worker.exchange._membership, group="1-group") for worker in threads.workers]
 
             def body(rank, worker):
                 if rank == 1:
@@ -320,30 +205,30 @@ class ConfigureTest(tf.test.TestCase, parameterized.TestCase):
                 threads.run(body)
             for worker, total in ((threads.workers[1], 1.0), (second[1], 4.0)):
                 worker.exchange.state.pull()
-                self.assertAllEqual(worker.variable, np.full(_NUM_VALUES, 1.0 - total * _RATE))
+                self.assertAllEqual(worker.variable, np.full(NUM_VALUES, 1.0 - total * RATE))
 
     def test_who_joins_takes_the_server_s_model_and_schedule(self):
-        with _Threads(2, 2) as threads:
+        with ShatThreads(2, 2) as threads:
             second = threads.workers[1]
             for worker in threads.workers:
                 worker.optimizer.iterations.assign(100)  # As when a model is loaded that was trained before.
             _train_and_join_again(threads)
-            self.assertAllEqual(second.variable, np.full(_NUM_VALUES, 1.0 - 10 * _RATE))
+            self.assertAllEqual(second.variable, np.full(NUM_VALUES, 1.0 - 10 * RATE))
             self.assertEqual(int(second.optimizer.iterations), 105)
             model, _ = second.push(0, 1.0)
-            self.assertAllEqual(model, np.full(_NUM_VALUES, 1.0 - 11 * _RATE))
+            self.assertAllEqual(model, np.full(NUM_VALUES, 1.0 - 11 * RATE))
 
     @parameterized.parameters(16, 32, 1 << 20)
     def test_who_joins_takes_the_server_s_slots(self, piece_values):
         """With those of its own first step, and the servers' count of steps, Adam's would be 3 times too long."""
         self.enterContext(mock.patch.object(sharding, "_MAX_PIECE_VALUES", piece_values))
-        settings = [_SETTINGS] * 2
-        with _Threads(2, 2, settings=settings, make_optimizer=lambda: keras.optimizers.Adam(_RATE)) as threads:
+        settings = [SETTINGS] * 2
+        with ShatThreads(2, 2, settings=settings, make_optimizer=lambda: keras.optimizers.Adam(RATE)) as threads:
             first, second = threads.workers
             _train_and_join_again(threads)
             # 10 equal gradients: m = 1 - 0.9^10, v = 1 - 0.999^10.
-            self.assertAllClose(second.optimizer._momentums[0], np.full(_NUM_VALUES, 1 - 0.9**10), rtol=1e-5)
-            self.assertAllClose(second.optimizer._velocities[0], np.full(_NUM_VALUES, 1 - 0.999**10), rtol=1e-4)
+            self.assertAllClose(second.optimizer._momentums[0], np.full(NUM_VALUES, 1 - 0.9**10), rtol=1e-5)
+            self.assertAllClose(second.optimizer._velocities[0], np.full(NUM_VALUES, 1 - 0.999**10), rtol=1e-4)
             first.exchange.state.pull()
             self.assertAllEqual(first.optimizer._momentums[0], second.optimizer._momentums[0])
 
@@ -394,7 +279,7 @@ class RetryTest(tf.test.TestCase):
                 buckets = packing.zeros()
                 worker.exchange._servers._received[PUSH][1] = reply, np.concatenate(payloads.join(buckets))
 
-        with _Threads(1, 1) as threads:
+        with ShatThreads(1, 1) as threads:
             (worker,) = threads.workers
             packing = worker.exchange.shards[0].packing
             monitor = worker.exchange._membership.monitor = _Clock(answer)
@@ -419,7 +304,7 @@ class RetryTest(tf.test.TestCase):
             reply = pb.Reply(session=1, sequence=num_sent, num_workers=1)
             worker.exchange._servers._received[PUSH][1] = reply, np.concatenate(payloads.join(packing.zeros()))
 
-        with _Threads(1, 1) as threads:
+        with ShatThreads(1, 1) as threads:
             (worker,) = threads.workers
             packing = worker.exchange.shards[0].packing
             worker.exchange._membership.monitor = _Clock(answer)
@@ -435,7 +320,7 @@ class SessionsTest(tf.test.TestCase):
     def setUp(self):
         super().setUp()
         options = CommunicationOptions(timeout_seconds=30, progress_timeout_seconds=10)
-        self.enterContext(mock.patch(f"{__name__}._OPTIONS", options))
+        self.enterContext(mock.patch("shat_threads.OPTIONS", options))
 
     def _leave(self, threads, rank, session):
         """The server hears that `rank` leaves."""
@@ -446,23 +331,23 @@ class SessionsTest(tf.test.TestCase):
         self.assertTrue(_comes_true(lambda: rank in server._left))
 
     def test_who_leaves_a_session_before_its_first_message_is_not_waited_for(self):
-        settings = dataclasses.replace(_SETTINGS, consistency="bsp")
-        with _Threads(2, 1, settings=[settings] * 2) as threads:
+        settings = dataclasses.replace(SETTINGS, consistency="bsp")
+        with ShatThreads(2, 1, settings=[settings] * 2) as threads:
             self._leave(threads, 1, session=1)
             first = threads.workers[0]
             first.exchange.state.configure(joins=False)
             model, _ = first.push(0, 2.0)
-            self.assertAllEqual(model, np.full(_NUM_VALUES, 1.0 - 2 * _RATE))
+            self.assertAllEqual(model, np.full(NUM_VALUES, 1.0 - 2 * RATE))
             self._leave(threads, 0, session=1)
             self._leave(threads, 1, session=2)
             first.exchange.reset(2)
             model, _ = first.push(0, 1.0)
-            self.assertAllEqual(model, np.full(_NUM_VALUES, 1.0 - 3 * _RATE))
+            self.assertAllEqual(model, np.full(NUM_VALUES, 1.0 - 3 * RATE))
 
     def test_who_leaves_the_next_session_while_others_are_in_this_one(self):
         """As where its second `fit` is interrupted at once: others are answered, and do not wait for it then."""
-        settings = dataclasses.replace(_SETTINGS, consistency="bsp")
-        with _Threads(2, 1, settings=[settings] * 2) as threads:
+        settings = dataclasses.replace(SETTINGS, consistency="bsp")
+        with ShatThreads(2, 1, settings=[settings] * 2) as threads:
             threads.run(lambda rank, worker: worker.exchange.state.configure(joins=False))
             for session in (1, 2):
                 self._leave(threads, 1, session)
@@ -470,24 +355,24 @@ class SessionsTest(tf.test.TestCase):
             for session in (1, 2):
                 first.exchange.reset(session)
                 model, _ = first.push(0, 1.0)
-                self.assertAllEqual(model, np.full(_NUM_VALUES, 1.0 - session * _RATE))
+                self.assertAllEqual(model, np.full(NUM_VALUES, 1.0 - session * RATE))
 
     def test_a_later_session_begins_with_what_rank_0_has_assigned_or_without_it(self):
-        with _Threads(2, 2) as threads:
+        with ShatThreads(2, 2) as threads:
             first, second = threads.workers
             threads.run(lambda rank, worker: worker.exchange.state.configure(joins=False))
             self._pulls_when(threads, 2, lambda: self._offer(first, 5.0))
-            self.assertAllEqual(second.variable, np.full(_NUM_VALUES, 5.0))
+            self.assertAllEqual(second.variable, np.full(NUM_VALUES, 5.0))
             # It may offer first, or be lost, before or after others have asked.
             self._begin_session(threads, 3)
             self._offer(first, 7.0)
             second.exchange.state.pull(after_offers=True)
-            self.assertAllEqual(second.variable, np.full(_NUM_VALUES, 7.0))
+            self.assertAllEqual(second.variable, np.full(NUM_VALUES, 7.0))
             second.variable.assign(0 * second.variable)
             self._pulls_when(threads, 4, lambda: [server.forget(0, "the test says so") for server in threads.servers])
             self._begin_session(threads, 5)
             second.exchange.state.pull(after_offers=True)
-            self.assertAllEqual(second.variable, np.full(_NUM_VALUES, 7.0))
+            self.assertAllEqual(second.variable, np.full(NUM_VALUES, 7.0))
 
     def _begin_session(self, threads, session):
         for worker in threads.workers:
@@ -495,7 +380,7 @@ class SessionsTest(tf.test.TestCase):
             worker.exchange.reset(session)
 
     def _offer(self, worker, value):
-        worker.variable.assign(np.full(_NUM_VALUES, value, np.float32))
+        worker.variable.assign(np.full(NUM_VALUES, value, np.float32))
         worker.exchange.state.offer()
         announce_offers(worker.exchange._membership)
 
@@ -514,7 +399,7 @@ class SessionsTest(tf.test.TestCase):
 
     def test_a_push_that_the_next_session_overtakes_is_dropped(self):
         """The server has found that it is of the running session; that one ends before the group has the push."""
-        with _Threads(1, 1) as threads:
+        with ShatThreads(1, 1) as threads:
             (server,), (worker,) = threads.servers, threads.workers
             worker.exchange.state.configure(joins=False)
             (configured,) = server._groups.values()
@@ -526,16 +411,16 @@ class SessionsTest(tf.test.TestCase):
                 return gradient_of(push, payload)
 
             payload = payloads.join([np.ones(size, np.float32) for size in configured.packing.sizes])
-            push = pb.Push(group=_GROUP, session=1, sequence=1, rate=_RATE, is_applied=True).SerializeToString()
+            push = pb.Push(group=GROUP, session=1, sequence=1, rate=RATE, is_applied=True).SerializeToString()
             with mock.patch.object(configured, "gradient_of", overtaken):
                 server._on_push(Message(0, PUSH, push, np.concatenate(payload)))
             self.assertEqual(configured.group.num_pushes, 0)
             worker.exchange.reset(2)
             model, _ = worker.push(0, 3.0)
-            self.assertAllEqual(model, np.full(_NUM_VALUES, 1.0 - 3 * _RATE))
+            self.assertAllEqual(model, np.full(NUM_VALUES, 1.0 - 3 * RATE))
 
     def test_who_comes_when_it_was_given_up_takes_part(self):
-        with _Threads(1, 1) as threads:
+        with ShatThreads(1, 1) as threads:
             (server,), (worker,) = threads.servers, threads.workers
             server.forget(0, "it never appeared")
             self.assertTrue(server.is_done)
@@ -544,7 +429,7 @@ class SessionsTest(tf.test.TestCase):
             self.assertEqual(server.present, [0])
 
     def test_a_group_is_kept_for_who_was_started_again_after_it_had_retired_it(self):
-        with _Threads(2, 1) as threads:
+        with ShatThreads(2, 1) as threads:
             (server,), (first, second) = threads.servers, threads.workers
             threads.run(lambda rank, worker: worker.exchange.state.configure(joins=False))
             (configured,) = server._groups.values()
@@ -555,10 +440,10 @@ class SessionsTest(tf.test.TestCase):
             first.exchange.state.retire()
             self.assertTrue(_comes_true(lambda: 0 in configured.retired))
             model, _ = second.push(0, 1.0)
-            self.assertAllEqual(model, np.full(_NUM_VALUES, 1.0 - _RATE))
+            self.assertAllEqual(model, np.full(NUM_VALUES, 1.0 - RATE))
 
     def test_workers_that_were_all_started_again_begin_to_count_sessions_anew(self):
-        with _Threads(2, 1) as threads:
+        with ShatThreads(2, 1) as threads:
             (server,), workers = threads.servers, threads.workers
             self._train_in_session_3(threads)
             workers[0].push(0, 1.0)
@@ -566,32 +451,32 @@ class SessionsTest(tf.test.TestCase):
             threads.run(lambda rank, worker: worker.exchange.state.configure(joins=False))
             self.assertEqual([int(worker.optimizer.iterations) for worker in workers], [1, 1])  # Of the servers' steps.
             model, _ = workers[1].push(0, 1.0)
-            self.assertAllEqual(model, np.full(_NUM_VALUES, 1.0 - 2 * _RATE))
+            self.assertAllEqual(model, np.full(NUM_VALUES, 1.0 - 2 * RATE))
 
     def test_who_is_started_again_when_the_others_have_left_trains_without_them(self):
-        settings = dataclasses.replace(_SETTINGS, consistency="bsp")
-        with _Threads(2, 1, settings=[settings] * 2) as threads:
+        settings = dataclasses.replace(SETTINGS, consistency="bsp")
+        with ShatThreads(2, 1, settings=[settings] * 2) as threads:
             threads.run(lambda rank, worker: worker.exchange.state.configure(joins=False))
             self._leave(threads, 1, session=1)
             threads.servers[0].restarted(0)
             first = threads.workers[0]
             first.exchange.state.configure(joins=True)
             model, _ = first.push(0, 1.0)
-            self.assertAllEqual(model, np.full(_NUM_VALUES, 1.0 - _RATE))
+            self.assertAllEqual(model, np.full(NUM_VALUES, 1.0 - RATE))
 
     def test_who_is_started_again_with_another_model_is_told(self):
         """Nobody would give the servers that one's values."""
-        with _Threads(2, 1) as threads:
+        with ShatThreads(2, 1) as threads:
             threads.run(lambda rank, worker: worker.exchange.state.configure(joins=False))
             threads.workers[0].push(0, 1.0)
             threads.servers[0].restarted(1)
-            other = _Worker(threads.workers[1].exchange._membership, group="0-other")
+            other = ShatWorker(threads.workers[1].exchange._membership, group="0-other")
             with self.assertRaisesRegex(
                 MismatchError, r"rank 1: ps 0 at \S+: this process was started again, and would train"
             ):
                 other.exchange.state.configure(joins=True)
             model, _ = threads.workers[0].push(1, 1.0)
-            self.assertAllEqual(model, np.full(_NUM_VALUES, 1.0 - 2 * _RATE))
+            self.assertAllEqual(model, np.full(NUM_VALUES, 1.0 - 2 * RATE))
 
     def _start_again(self, server, workers):
         for rank, worker in enumerate(workers):
@@ -604,7 +489,7 @@ class SessionsTest(tf.test.TestCase):
         threads.run(lambda rank, worker: worker.exchange.state.configure(joins=False))
 
     def test_the_server_hears_of_one_of_the_new_processes_when_another_one_has_configured_it(self):
-        with _Threads(2, 1) as threads:
+        with ShatThreads(2, 1) as threads:
             (server,), workers = threads.servers, threads.workers
             self._train_in_session_3(threads)
             workers[0].push(0, 1.0)
@@ -614,24 +499,24 @@ class SessionsTest(tf.test.TestCase):
                 worker.exchange.state.configure(joins=False)
             for number, worker in enumerate(workers, 2):
                 model, _ = worker.push(0, 1.0)
-                self.assertAllEqual(model, np.full(_NUM_VALUES, 1.0 - number * _RATE))
+                self.assertAllEqual(model, np.full(NUM_VALUES, 1.0 - number * RATE))
 
     def test_workers_that_were_all_started_again_before_the_first_push_begin_with_rank_0_s_new_model(self):
-        with _Threads(2, 1) as threads:
+        with ShatThreads(2, 1) as threads:
             (server,), workers = threads.servers, threads.workers
             self._train_in_session_3(threads)
             self._start_again(server, workers)
-            workers[0].variable.assign(np.full(_NUM_VALUES, 5.0, np.float32))
+            workers[0].variable.assign(np.full(NUM_VALUES, 5.0, np.float32))
             threads.run(lambda rank, worker: worker.exchange.state.configure(joins=False))
-            self.assertAllEqual(workers[1].variable, np.full(_NUM_VALUES, 5.0))
+            self.assertAllEqual(workers[1].variable, np.full(NUM_VALUES, 5.0))
 
     def test_rank_0_has_gone_before_it_has_given_its_model(self):
-        with _Threads(2, 1) as threads:
+        with ShatThreads(2, 1) as threads:
             threads.servers[0].forget(0, "the test says so")
             self._fails_to_configure(threads.workers[1])
 
     def test_rank_0_goes_before_it_has_given_its_model(self):
-        with _Threads(2, 1) as threads:
+        with ShatThreads(2, 1) as threads:
             (server,) = threads.servers
 
             def forget():
@@ -667,14 +552,14 @@ class RestartedServerTest(tf.test.TestCase):
         return [worker.exchange.goes_on_with(len(threads.workers) + index) for worker in threads.workers]
 
     def test_is_initialized_again_before_the_first_push_is_answered(self):
-        settings = dataclasses.replace(_SETTINGS, consistency="bsp")
-        with _Threads(2, 2, settings=[settings] * 2) as threads:
+        settings = dataclasses.replace(SETTINGS, consistency="bsp")
+        with ShatThreads(2, 2, settings=[settings] * 2) as threads:
             servers = threads.servers
             self.assertEqual(self._restart(threads, 0), [True, True])  # Nothing was sent yet.
 
             def body(rank, worker):
                 if rank == 0:
-                    worker.variable.assign(np.full(_NUM_VALUES, 3.0, np.float32))
+                    worker.variable.assign(np.full(NUM_VALUES, 3.0, np.float32))
                     # The other one waits for this rank's model; then it has pushed, and this one is about to.
                     self.assertTrue(_comes_true(lambda: _waiting(servers[0])))
                     self.assertEqual(self._restart(threads, 0), [True, True])
@@ -686,7 +571,7 @@ class RestartedServerTest(tf.test.TestCase):
                 else:
                     worker.exchange.state.configure(joins=False)
                 model, _ = worker.push(0, float(rank))
-                self.assertAllEqual(model, np.full(_NUM_VALUES, 3.0 - 0.5 * _RATE))
+                self.assertAllEqual(model, np.full(NUM_VALUES, 3.0 - 0.5 * RATE))
                 worker.push(1, 1.0)
 
             threads.run(body)
@@ -694,18 +579,18 @@ class RestartedServerTest(tf.test.TestCase):
             self.assertEqual(self._restart(threads, 0), [False, False])
 
     def test_is_initialized_again_in_a_later_session(self):
-        with _Threads(1, 1) as threads:
+        with ShatThreads(1, 1) as threads:
             (worker,) = threads.workers
             worker.exchange.state.configure(joins=False)
             worker.exchange.reset(2)  # After a `fit` that has ended before its first push.
             self.assertEqual(self._restart(threads, 0), [True])
             model, _ = worker.push(0, 1.0)
-            self.assertAllEqual(model, np.full(_NUM_VALUES, 1.0 - _RATE, np.float32))
+            self.assertAllEqual(model, np.full(NUM_VALUES, 1.0 - RATE, np.float32))
 
     def test_does_not_wait_to_be_told_again_that_rank_0_has_begun(self):
         """The process that it has told is gone; rank 1 has not begun yet, and asks the new one."""
         options = CommunicationOptions(timeout_seconds=30, progress_timeout_seconds=10)
-        with mock.patch(f"{__name__}._OPTIONS", options), _Threads(2, 1) as threads:
+        with ShatThreads(2, 1, options=options) as threads:
             threads.run(lambda rank, worker: worker.exchange.state.configure(joins=False))
             for worker in threads.workers:
                 worker.exchange._membership.session = 2
@@ -716,17 +601,17 @@ class RestartedServerTest(tf.test.TestCase):
 
             def body(rank, worker):
                 if rank:
-                    worker.variable.assign(np.zeros(_NUM_VALUES, np.float32))
+                    worker.variable.assign(np.zeros(NUM_VALUES, np.float32))
                     worker.exchange.state.pull(after_offers=True)
                 else:
                     worker.push(0, 0.0)
 
             threads.run(body)
-            self.assertAllEqual(threads.workers[1].variable, np.ones(_NUM_VALUES))
+            self.assertAllEqual(threads.workers[1].variable, np.ones(NUM_VALUES))
 
     def test_another_one_is_initialized_again_that_was_restarted_meanwhile(self):
         """While the first one is configured: the request that is under way is repeated to both."""
-        with _Threads(1, 2) as threads:
+        with ShatThreads(1, 2) as threads:
             (worker,) = threads.workers
             worker.exchange.state.configure(joins=False)
             servers = worker.exchange._servers
@@ -742,20 +627,20 @@ class RestartedServerTest(tf.test.TestCase):
             with mock.patch.object(servers, "receive", meanwhile):
                 worker.exchange.state.pull()
             self.assertLen(requests, 3)
-            self.assertAllEqual(worker.variable, np.ones(_NUM_VALUES))
+            self.assertAllEqual(worker.variable, np.ones(NUM_VALUES))
             model, _ = worker.push(0, 1.0)
-            self.assertAllEqual(model, np.full(_NUM_VALUES, 1.0 - _RATE, np.float32))
+            self.assertAllEqual(model, np.full(NUM_VALUES, 1.0 - RATE, np.float32))
 
     def test_one_that_keeps_nothing_has_lost_nothing(self):
-        settings = dataclasses.replace(_SETTINGS, sharding="none")
-        with _Threads(1, 2, settings=[settings]) as threads:
+        settings = dataclasses.replace(SETTINGS, sharding="none")
+        with ShatThreads(1, 2, settings=[settings]) as threads:
             (worker,) = threads.workers
             worker.exchange.state.configure(joins=False)
             self.assertEqual(self._restart(threads, 1), [True])
             worker.push(0, 1.0)
             self.assertEqual(self._restart(threads, 1), [True])
             model, _ = worker.push(1, 1.0)
-            self.assertAllEqual(model, np.full(_NUM_VALUES, 1.0 - 2 * _RATE))
+            self.assertAllEqual(model, np.full(NUM_VALUES, 1.0 - 2 * RATE))
             self.assertEqual(self._restart(threads, 0), [False])
 
 
@@ -779,7 +664,7 @@ def _pushes(server):
 class LostTest(tf.test.TestCase):
     def test_a_lost_server_is_an_error(self):
         options = CommunicationOptions(timeout_seconds=1)
-        with mock.patch(f"{__name__}._OPTIONS", options), _Threads(1, 2) as threads:
+        with ShatThreads(1, 2, options=options) as threads:
             (worker,) = threads.workers
             worker.exchange.state.configure(joins=False)
             worker.push(0, 1.0)
@@ -789,8 +674,8 @@ class LostTest(tf.test.TestCase):
 
     def test_who_waits_for_a_slow_worker_is_told_that_it_is_not_the_server(self):
         options = CommunicationOptions(timeout_seconds=30, progress_timeout_seconds=1)
-        settings = dataclasses.replace(_SETTINGS, consistency="bsp")
-        with mock.patch(f"{__name__}._OPTIONS", options), _Threads(2, 1, settings=[settings] * 2) as threads:
+        settings = dataclasses.replace(SETTINGS, consistency="bsp")
+        with ShatThreads(2, 1, settings=[settings] * 2, options=options) as threads:
             threads.run(lambda rank, worker: worker.exchange.state.configure(joins=False))
             with self.assertRaisesRegex(
                 DeadlineExceededError, r"push 1 \(which comes when slower workers have pushed\) on"
@@ -799,14 +684,14 @@ class LostTest(tf.test.TestCase):
 
     def test_without_rank_0_servers_have_no_state(self):
         options = CommunicationOptions(timeout_seconds=1)
-        with mock.patch(f"{__name__}._OPTIONS", options), _Threads(2, 1) as threads:
+        with ShatThreads(2, 1, options=options) as threads:
             threads.network.kill(0)
             with self.assertRaisesRegex(HopError, r"rank 1: receive state on rank 0 at .* failed after 1\.\d s"):
                 threads.workers[1].exchange.state.configure(joins=False)
 
     def test_the_others_go_on_without_a_lost_worker(self):
-        settings = dataclasses.replace(_SETTINGS, consistency="bsp")
-        with _Threads(2, 1, settings=[settings] * 2) as threads:
+        settings = dataclasses.replace(SETTINGS, consistency="bsp")
+        with ShatThreads(2, 1, settings=[settings] * 2) as threads:
 
             def body(rank, worker):
                 worker.exchange.state.configure(joins=False)
@@ -817,7 +702,7 @@ class LostTest(tf.test.TestCase):
 
             threads.run(body)
             threads.workers[0].exchange.state.pull()
-            self.assertAllEqual(threads.workers[0].variable, np.full(_NUM_VALUES, 1 - _RATE * (0.5 + 4)))
+            self.assertAllEqual(threads.workers[0].variable, np.full(NUM_VALUES, 1 - RATE * (0.5 + 4)))
             self.assertEqual(threads.workers[0].exchange._membership.num_lost, 1)
             with self.assertRaisesRegex(PeerLostError, "goes on without rank 1"):
                 threads.workers[1].push(1, 1.0)
@@ -834,7 +719,7 @@ class VirtualTimeTest(tf.test.TestCase, parameterized.TestCase):
         answers = []
 
         def body(rank):
-            worker = _Worker(cluster.memberships[rank], settings)
+            worker = ShatWorker(cluster.memberships[rank], settings)
             worker.exchange.state.configure(joins=False)
             for step in range(num_steps):
                 cluster.scheduler.sleep(seconds_of(rank, step))
@@ -846,7 +731,7 @@ class VirtualTimeTest(tf.test.TestCase, parameterized.TestCase):
 
     def test_the_weight_tells_how_far_behind_a_worker_is(self):
         """Rank 0 takes 10 times as long: with n = 4, c is 30 for it, and 2 or 3 for the others (Equation 4)."""
-        answers = self._run(4, 12, _SETTINGS, lambda rank, step: 10.0 if rank == 0 else 1.0 + 0.001 * rank)
+        answers = self._run(4, 12, SETTINGS, lambda rank, step: 10.0 if rank == 0 else 1.0 + 0.001 * rank)
         slow = [weight for _, rank, step, weight in answers if rank == 0 and step == 0]
         self.assertAllClose(slow, [1 - 4 / 27 / np.log(4)], atol=0.05)
         fast = {round(weight, 6) for _, rank, step, weight in answers if rank and 0 < step < 8}
@@ -861,19 +746,19 @@ class VirtualTimeTest(tf.test.TestCase, parameterized.TestCase):
         def body(rank):
             membership = cluster.memberships[rank]
             membership.begin_session()
-            worker = _Worker(membership)
+            worker = ShatWorker(membership)
             worker.exchange.state.configure(joins=False)
             models[rank], _ = worker.push(0, 1.0)
             membership.leave(sent_rounds={}, reason="done", final=True)
 
         cluster.run(body)
         for rank in range(2):
-            self.assertAllEqual(models[rank], np.full(_NUM_VALUES, 1.0 - (1 + rank) * _RATE))
+            self.assertAllEqual(models[rank], np.full(NUM_VALUES, 1.0 - (1 + rank) * RATE))
 
     @parameterized.parameters(0, 2)
     def test_staleness_bounds_the_distance_under_random_delays(self, staleness):
         generator = np.random.default_rng(staleness)
-        settings = dataclasses.replace(_SETTINGS, consistency="ssp", max_staleness=staleness)
+        settings = dataclasses.replace(SETTINGS, consistency="ssp", max_staleness=staleness)
         delays = generator.exponential(size=(3, 20))
         answers = self._run(
             3, 20, settings, lambda rank, step: delays[rank, step], lambda *_: generator.uniform(0, 0.3)

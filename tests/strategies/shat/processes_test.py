@@ -44,13 +44,15 @@ def _model(strategy, loss=lambda y, y_pred: tf.reduce_sum(y_pred, -1)):
     return model
 
 
-def _run(snapshot_dir=None, num_epochs=_NUM_EPOCHS, every_pushes=10, consistency="async"):
+def _run(
+    snapshot_dir=None, num_epochs=_NUM_EPOCHS, every_pushes=10, consistency="async", timeout_seconds=_TIMEOUT_SECONDS
+):
     """Trains on ones, so that each push takes `_RATE` off each weight: the number of pushes is in the weights."""
     os.environ["HOP_TF_STEP_SECONDS"] = str(_STEP_SECONDS)
     strategy = hop_tf.SHATParameterServerStrategy(
         consistency=consistency,
         snapshots=snapshot_dir and hop_tf.SnapshotOptions(directory=snapshot_dir, every_pushes=every_pushes),
-        communication_options=hop_tf.CommunicationOptions(timeout_seconds=_TIMEOUT_SECONDS),
+        communication_options=hop_tf.CommunicationOptions(timeout_seconds=timeout_seconds),
     )
     model = _model(strategy)
     x = np.ones((_BATCH_SIZE * _NUM_STEPS, 4), "float32")
@@ -64,6 +66,25 @@ def _run(snapshot_dir=None, num_epochs=_NUM_EPOCHS, every_pushes=10, consistency
     strategy.shutdown()
     weights = model.get_weights()[0]
     return float(-weights.mean() / _RATE), float(np.ptp(weights)), report["steps"], error
+
+
+def _run_with_restarts(snapshot_dir, consistency="async", every_pushes=10):
+    """Trains as `_run`, and tells what became of the servers, and how the loss went."""
+    os.environ["HOP_TF_STEP_SECONDS"] = str(_STEP_SECONDS)
+    strategy = hop_tf.SHATParameterServerStrategy(
+        consistency=consistency,
+        snapshots=hop_tf.SnapshotOptions(directory=snapshot_dir, every_pushes=every_pushes),
+        communication_options=hop_tf.CommunicationOptions(timeout_seconds=3 * _TIMEOUT_SECONDS),
+    )
+    model = _model(strategy)
+    x = np.ones((_BATCH_SIZE * _NUM_STEPS, 4), "float32")
+    history = model.fit(x, x, batch_size=_BATCH_SIZE, epochs=_NUM_EPOCHS, verbose=0, callbacks=[_Announce()])
+    strategy.synchronize(model)
+    report = strategy.report()
+    strategy.shutdown()
+    # How many pushes the weights of each server have seen: the servers have equally many.
+    pushes = np.unique(np.round(-model.get_weights()[0] / _RATE, 2))
+    return pushes.tolist(), history.history["loss"], report["server_restarts"], report["pushes_lost"]
 
 
 def _stop(gates, name):
@@ -124,6 +145,18 @@ def _train_until_it_fails(consistency, num_epochs, fault=""):
     print("is gone", flush=True)
 
 
+def _restart_server(runner, index):
+    """Starts a server again as soon as it has ended."""
+    deadline = time.monotonic() + _TIMEOUT_SECONDS
+    while True:
+        try:
+            return runner.restart(index, task_type="ps")
+        except RuntimeError:  # It still runs.
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+
+
 class ShatProcessesTest(tf.test.TestCase, parameterized.TestCase):
     @pytest.mark.stress
     def test_servers_end_when_the_workers_are_done(self):
@@ -164,13 +197,14 @@ class ShatProcessesTest(tf.test.TestCase, parameterized.TestCase):
     def test_a_server_that_ends_is_an_error_and_its_next_incarnation_goes_on(self, signum, every_pushes, most_lost):
         directory = self.enterContext(tempfile.TemporaryDirectory())
         exit_code = -signum if signum == signal.SIGKILL else 128 + signum
-        with MultiProcessRunner(_run, num_workers=2, num_ps=2, args=(directory, 50, every_pushes)) as runner:
+        args = (directory, 50, every_pushes, "async", _IMPATIENT_SECONDS)
+        with MultiProcessRunner(_run, num_workers=2, num_ps=2, args=args) as runner:
             runner.wait_for_output(0, "step 30")
             runner.send_signal(1, signum, task_type="ps")
             results = runner.join()
         self.assertEqual([result.exit_code for result in results.ps], [0, exit_code])
         for *_, error in results.values:
-            self.assertRegex(error, "^PeerLostError: .*(ps 1 at|gave up)")
+            self.assertRegex(error, r"^PeerLostError: .*(ps 1 at \S+ failed .* not started again in time|gave up)")
         num_steps = [num_steps for _, _, num_steps, _ in results.values]
         with MultiProcessRunner(_run, num_workers=2, num_ps=2, args=(directory, 1)) as runner:
             results = runner.join().raise_for_errors()
@@ -180,6 +214,42 @@ class ShatProcessesTest(tf.test.TestCase, parameterized.TestCase):
         before = num_pushes - 2 * _NUM_STEPS
         self.assertBetween(before, sum(num_steps) - most_lost - 3, sum(num_steps) + 2)
         self.assertLess(spread / _RATE, most_lost + 3)
+
+    @parameterized.parameters(
+        (signal.SIGKILL, "async"), (signal.SIGTERM, "async"), (signal.SIGKILL, "bsp"), (signal.SIGKILL, "ssp")
+    )
+    @pytest.mark.stress(after=1)
+    def test_a_server_that_is_started_again_goes_on_with_the_training(self, signum, consistency):
+        directory = self.enterContext(tempfile.TemporaryDirectory())
+        args = (directory, consistency)
+        with MultiProcessRunner(_run_with_restarts, num_workers=2, num_ps=2, args=args) as runner:
+            runner.wait_for_output(0, "step 30")
+            runner.send_signal(1, signum, task_type="ps")
+            _restart_server(runner, 1)
+            runner.wait_for_output(0, "ps 1 at .* was started again, and goes on from its snapshot of [1-9]")
+            results = runner.join().raise_for_errors()
+        num_steps = _NUM_STEPS * _NUM_EPOCHS
+        num_updates = num_steps if consistency == "bsp" else 2 * num_steps
+        for _, losses, num_restarts, _ in results.values:
+            self.assertEqual(num_restarts, 1)
+            self.assertLess(losses[-1], losses[0])
+        (pushes, *_, known), (others, *_, known_by_other) = results.values
+        self.assertEqual(pushes, others)
+        self.assertAllClose(pushes[-1], num_updates, atol=0.1)
+        # A rank knows of those before its last answer, and repeats what was not answered.
+        num_lost = max(known, known_by_other) / (2 if consistency == "bsp" else 1)
+        self.assertAllClose(num_updates - pushes[0], num_lost, atol=2.1)
+        self.assertLessEqual(num_lost, 0 if signum == signal.SIGTERM else 12)
+
+    def test_a_server_that_is_started_again_without_snapshots_is_an_error(self):
+        with MultiProcessRunner(_run, num_workers=2, num_ps=1, args=(None, 50)) as runner:
+            for rank in range(2):
+                runner.wait_for_output(rank, "step 10")
+            runner.kill(0, task_type="ps")
+            runner.restart(0, task_type="ps")
+            results = runner.join()
+        for *_, error in results.values:
+            self.assertRegex(error, "^PeerLostError: .*(nobody listens there|was restarted, and has lost what)")
 
     @pytest.mark.stress
     def test_a_server_that_is_restarted_before_the_first_push_is_initialized_again(self):

@@ -103,13 +103,13 @@ class ShatSettingsTest(tf.test.TestCase, parameterized.TestCase):
 class ConsistencyTest(tf.test.TestCase):
     def test_asynchronous_never_waits(self):
         policy = Consistency.make("async", 0)
-        self.assertTrue(policy.to_apply({1}, {0, 1, 2}))
-        self.assertFalse(policy.to_apply((), {0}))
+        self.assertEqual(policy.to_apply({1}, {0: 3, 1: 9, 2: 3}), {1})
+        self.assertEmpty(policy.to_apply((), {0: 1}))
         self.assertTrue(policy.may_answer(1, {0: 0, 1: 1000}))
 
     def test_stale_synchronous_holds_who_is_further_ahead(self):
         policy = Consistency.make("ssp", 2)
-        self.assertTrue(policy.to_apply({1}, {0, 1}))
+        self.assertEqual(policy.to_apply({1}, {0: 3, 1: 9}), {1})
         answered = [policy.may_answer(1, {0: 3, 1: clock}) for clock in range(3, 8)]
         self.assertEqual(answered, [True, True, True, False, False])
         self.assertTrue(policy.may_answer(0, {0: 3, 1: 7}))
@@ -117,10 +117,16 @@ class ConsistencyTest(tf.test.TestCase):
 
     def test_bulk_synchronous_waits_for_all_that_take_part(self):
         policy = Consistency.make("bsp", 0)
-        self.assertFalse(policy.to_apply({0, 2}, {0, 1, 2}))
-        self.assertTrue(policy.to_apply({0, 2, 1}, {0, 1, 2}))
-        self.assertTrue(policy.to_apply({0, 2}, {0, 2}))
-        self.assertFalse(policy.to_apply((), ()))
+        self.assertEmpty(policy.to_apply({0, 2}, {0: 5, 1: 5, 2: 5}))
+        self.assertEqual(policy.to_apply({0, 2, 1}, {0: 5, 1: 5, 2: 5}), {0, 1, 2})
+        self.assertEqual(policy.to_apply({0, 2}, {0: 5, 2: 5}), {0, 2})
+        self.assertEmpty(policy.to_apply((), {}))
+
+    def test_bulk_synchronous_applies_first_what_others_repeat(self):
+        """After a server has gone on from a snapshot that lacks an update which it had answered to rank 1."""
+        policy = Consistency.make("bsp", 0)
+        self.assertEmpty(policy.to_apply({1}, {0: 4, 1: 5}))
+        self.assertEqual(policy.to_apply({0, 1}, {0: 4, 1: 5}), {0})
 
 
 if __name__ == "__main__":
