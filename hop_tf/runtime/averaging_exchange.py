@@ -9,11 +9,14 @@ import numpy as np
 
 from hop_tf.codecs import Codec, Identity
 from hop_tf.collectives import AllReduce
+from hop_tf.runtime.admissions import Admissions
 from hop_tf.runtime.exchange import Exchange, Incoming, Outgoing
 from hop_tf.runtime.group import ExchangeContext
+from hop_tf.runtime.joiner import LockStepJoiner
+from hop_tf.tensors import payloads
 
 
-class AveragingExchange(Exchange):
+class AveragingExchange(Exchange, LockStepJoiner):
     """Averages what each step hands out over the ranks that take part in it, by all-reduce.
 
     What comes back for a step is the mean of its buckets. A rank that has left is not waited for; the mean is then that
@@ -25,6 +28,8 @@ class AveragingExchange(Exchange):
       reductions: What averages; a scheme may take turns with several. Default: one, of `context.packing`.
       codec: What the default one encodes with. Default: nothing.
       algorithm: That of the default one; see `hop_tf.collectives.get_algorithm`. Default "mesh".
+      admissions: Who takes part from which step on, where ranks that were started again do. Default: they do not.
+      votes_place: In which bucket their votes travel, and where there; see `Admissions.spec`.
     """
 
     def __init__(
@@ -34,7 +39,11 @@ class AveragingExchange(Exchange):
         *,
         codec: Codec | None = None,
         algorithm: str = "mesh",
+        admissions: Admissions | None = None,
+        votes_place: tuple[int, slice] | None = None,
     ):
+        self.admissions = admissions
+        self._votes_place = votes_place
         self._group = context.group
         self._membership = context.membership
         self._reductions = reductions or [
@@ -47,6 +56,8 @@ class AveragingExchange(Exchange):
         self._sent_rounds = 0
         for reduction in self._reductions:
             reduction.reset(session)
+        if self.admissions is not None:
+            self.admissions.reset(session)
 
     def step(self, outgoing: Outgoing) -> Incoming:
         means = self.mean(outgoing.step, outgoing.buckets)
@@ -59,6 +70,7 @@ class AveragingExchange(Exchange):
         *,
         turn: int | None = None,
         reduction: int = 0,
+        votes_of: int | None = None,
         **arguments,
     ) -> list[np.ndarray]:
         """The mean of these buckets over the ranks.
@@ -68,6 +80,8 @@ class AveragingExchange(Exchange):
           buckets: The buckets.
           turn: How many means the reduction has made before. Default: `number`.
           reduction: Which one averages.
+          votes_of: The step for which ranks vote beside these values; what comes back there is `Admissions.decide`.
+            Default: there are no votes.
           **arguments: Further ones of `AllReduce.mean`.
 
         Returns:
@@ -76,16 +90,50 @@ class AveragingExchange(Exchange):
         Blocks: until all ranks that take part have handed out theirs.
         """
         start = time.perf_counter()
+        if votes_of is not None:
+            buckets = self._with_votes(buckets)
         means = self._reductions[reduction].mean(
             number if turn is None else turn,
             buckets,
-            lambda rank, _: self._membership.delivers(rank, self._group, number),
+            lambda rank, _: self._takes_part(rank, number),
             **arguments,
         )
         self._communicate_seconds[reduction] += time.perf_counter() - start
         with self._membership.monitor:
             self._sent_rounds = max(self._sent_rounds, number + 1)
+        if votes_of is not None:
+            bucket, where = self._votes_place
+            first_steps = self.admissions.decide(means[bucket][where], votes_of)
+            means[bucket][where] = np.concatenate([first_steps, np.zeros_like(first_steps)])
         return means
+
+    def _with_votes(self, buckets: Sequence[np.ndarray]) -> list[np.ndarray]:
+        buckets, (bucket, where) = list(buckets), self._votes_place
+        buckets[bucket] = buckets[bucket].copy()
+        buckets[bucket][where] = self.admissions.votes().ravel()
+        return buckets
+
+    def _takes_part(self, rank: int, number: int) -> bool:
+        if self.admissions is not None:
+            return self.admissions.takes_part(rank, number)
+        return self._membership.delivers(rank, self._group, number)
+
+    # Ranks that join late.
+
+    def begin_at(self, step: int) -> None:
+        self._sent_rounds = step * max(1, len(self.parts))
+        for reduction in self._reductions:
+            reduction.begin_at(step)
+
+    def common_state(self) -> list[np.ndarray]:
+        of_reductions = (payloads.join(reduction.common_state()) for reduction in self._reductions)
+        return [self.admissions.table(), *(np.concatenate(each) for each in of_reductions)]
+
+    def take_common_state(self, parts: Sequence[np.ndarray]) -> None:
+        table, *of_reductions = parts
+        self.admissions.take_table(table)
+        for reduction, part in zip(self._reductions, of_reductions, strict=True):
+            reduction.take_common_state(payloads.split(part))
 
     def no_op(self, outgoing: Outgoing) -> Incoming:
         """This rank's own buckets, as if it were alone."""
@@ -106,5 +154,7 @@ class AveragingExchange(Exchange):
             reduction.settle(deadline)
 
     def close(self) -> None:
+        if self.admissions is not None:
+            self.admissions.close()
         for reduction in self._reductions:
             reduction.close()

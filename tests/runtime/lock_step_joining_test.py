@@ -1,0 +1,264 @@
+"""Ranks in lock step that are killed and started again, on a virtual clock: whenever that is, all have the same means.
+
+In each step, a process hands out 1 in a place of its own. So a mean tells who has a part in it.
+"""
+
+import functools
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from absl.testing import parameterized
+
+from hop_tf.errors import DeadlineExceededError, PeerLostError
+from hop_tf.runtime.admissions import Admissions
+from hop_tf.runtime.averaging_exchange import AveragingExchange
+from hop_tf.runtime.exchange import Incoming
+from hop_tf.runtime.group import ExchangeContext
+from hop_tf.runtime.joiner import State
+from hop_tf.runtime.joining import Joining
+from hop_tf.runtime.replica_state import sign
+from hop_tf.simulate.virtual import VirtualCluster
+from hop_tf.tensors.packing import Packing, TensorSpec
+from hop_tf.testing.logs import logging_disabled
+
+_GROUP = "group"
+_NUM_RANKS = 4
+_NUM_STEPS = 16
+_MAX_PROCESSES = 4  # Of a rank.
+_DETECTION_SECONDS = 0.002
+_LIMIT_SECONDS = 100.0
+_NUM_PARTS = 8
+_PACKING = Packing(
+    [TensorSpec("parts", (_NUM_RANKS, _MAX_PROCESSES), tf.float64), Admissions.spec(_NUM_RANKS)],
+)
+
+
+class _Exchange(AveragingExchange):
+    def __init__(self, context, algorithm, delay):
+        admissions = Admissions(context.membership, _GROUP, context.session, num_segments=1, lead=delay + 1)
+        super().__init__(context, algorithm=algorithm, admissions=admissions, votes_place=_PACKING.place(1))
+
+    def step(self, outgoing):
+        raise NotImplementedError
+
+    def mean_of(self, step, buckets):
+        return Incoming(step, 0, tuple(self.mean(step, buckets, votes_of=step)))
+
+
+class Job:
+    """Ranks that average step by step, and merge means `delay` steps late.
+
+    Attributes:
+      means: means[rank, incarnation][step]: what a process has got.
+      ended: By rank and incarnation, what a process that has made all steps has merged.
+      first_steps: By rank and incarnation, the step that a process has begun with.
+      late: Processes that came when the others had ended.
+    """
+
+    def __init__(self, *, algorithm="mesh", delay=1, seed=0):
+        random = np.random.default_rng(seed)
+        self.cluster = VirtualCluster(
+            _NUM_RANKS,
+            lambda sender, receiver, num_bytes: random.exponential(0.02 if random.random() < 0.1 else 0.001),
+            continue_without_lost=True,
+            detection_seconds=_DETECTION_SECONDS,
+        )
+        self.algorithm, self.delay = algorithm, delay
+        self.pauses = random.exponential(0.004, (_NUM_RANKS, _NUM_STEPS))
+        self.means, self.ended, self.first_steps, self.late = {}, {}, {}, []
+        self.dead = set()
+        self.num_events_of_start = 0
+        self.ranks = [_Rank(self, rank) for rank in range(_NUM_RANKS)]
+
+    def run(self):
+        self.cluster.run(lambda rank: self.ranks[rank].train())
+        return self
+
+    def kill_before_event(self, number, rank, reaches=None, restart_seconds=0.01):
+        self.cluster.scheduler.call_before_event(number, lambda: self._kill(rank, reaches, restart_seconds))
+
+    def _kill(self, rank, reaches, restart_seconds):
+        if self.cluster.kill(rank, reaches):
+            self.dead.add(self.ranks[rank].name)
+            scheduler = self.cluster.scheduler
+            scheduler.call_at(scheduler.now + restart_seconds, lambda: self._restart(rank))
+
+    def _restart(self, rank):
+        self.cluster.restart(rank)
+        self.ranks[rank] = _Rank(self, rank, was_restarted=True)
+        self.cluster.start(rank, self.ranks[rank].train)
+
+
+class _Rank(State):
+    """One process of a rank: what the training graph does around an exchange."""
+
+    def __init__(self, job, rank, was_restarted=False):
+        self._job, self._rank, self._was_restarted = job, rank, was_restarted
+        self._clock = job.cluster.scheduler
+        self._membership = job.cluster.memberships[rank]
+        self._joining = Joining(self._membership, self, timeout_seconds=0.5)
+        self._merged = np.zeros((_NUM_RANKS, _MAX_PROCESSES))
+        self._under_way = []
+        self._meet_at = 0
+        self._exchange = None
+        self._takes_part = False
+
+    @property
+    def name(self):
+        return self._rank, self._membership.present_incarnation
+
+    def signature(self, groups):
+        return sign(groups, "", _PACKING.specs)
+
+    def read(self):
+        return [self._merged.copy().reshape(-1)]
+
+    def write(self, payload):
+        self._merged = payload.copy().view(np.float64).reshape(self._merged.shape)
+
+    def train(self):
+        try:
+            self._train()
+        except (PeerLostError, DeadlineExceededError) as error:
+            # Others have ended, or are dead when it begins.
+            assert self._was_restarted and not self._takes_part, error
+            self._job.late.append(self.name)
+            self._membership.leave(sent_rounds={}, reason=str(error), final=True)
+            self._job.cluster.close(self._rank)
+
+    def _train(self):
+        self._membership.begin_session()
+        context = ExchangeContext(_GROUP, self._membership.session, _PACKING, self._membership, self._job.cluster.pool)
+        make_exchange = functools.partial(_Exchange, context, self._job.algorithm, self._job.delay)
+        self._exchange = self._joining.attach(_GROUP, make_exchange)
+        if not self._was_restarted:
+            self._job.num_events_of_start = self._clock.num_events
+        step = int(self._membership.joining)
+        while self._was_restarted and (num_skipped := self._joining.catch_up(_GROUP, step)):
+            self._clock.sleep(0.0002 * num_skipped)
+            step += num_skipped
+        self._job.first_steps[self.name] = step
+        self._takes_part = True
+        while step < _NUM_STEPS:
+            self._make_step(step)
+            step += 1
+            if step == self._meet_at:
+                self._merge(leave=0)
+                self._joining.meet(_GROUP, step)
+        self._merge(leave=0)
+        self._job.ended[self.name] = self._merged
+        self._end()
+
+    def _make_step(self, step):
+        self._clock.sleep(self._job.pauses[self._rank, step])
+        self._joining.at_step(step)
+        (bucket,) = _PACKING.zeros()
+        _, where = _PACKING.place(0)
+        own = np.zeros((_NUM_RANKS, _MAX_PROCESSES))
+        own[self.name] = 1
+        bucket[where] = own.reshape(-1)
+        mean = self._exchange.mean_of(step, (bucket,)).buckets[0]
+        self._job.means.setdefault(self.name, {})[step] = mean[where].reshape(own.shape).copy()
+        self._under_way.append(mean)
+        self._merge(leave=self._job.delay)
+
+    def _merge(self, leave):
+        (_, where), (_, where_votes) = _PACKING.place(0), _PACKING.place(1)
+        while len(self._under_way) > leave:
+            mean = self._under_way.pop(0)
+            self._merged = self._merged + mean[where].reshape(self._merged.shape)
+            self._meet_at = max(self._meet_at, int(mean[where_votes].max()))
+
+    def _end(self):
+        """Its process ends, as of a script that does nothing more."""
+        self._membership.leave(sent_rounds={_GROUP: self._exchange.sent_rounds}, reason="")
+        self._joining.end_session()
+        self._exchange.settle(_LIMIT_SECONDS)
+        self._membership.flush(_LIMIT_SECONDS)
+        self._membership.leave(sent_rounds={}, reason="its process ended", final=True)
+        self._membership.flush(_LIMIT_SECONDS)
+        self._exchange.close()
+        self._job.cluster.close(self._rank)
+
+
+@functools.cache
+def _num_events(**arguments):
+    """The events until all ranks have begun, and until the end."""
+    job = Job(**arguments).run()
+    return job.num_events_of_start, job.cluster.scheduler.num_events
+
+
+class LockStepJoiningTest(tf.test.TestCase, parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.enter_context(logging_disabled())
+
+    def check(self, job):
+        """Means are equal to the bit, and those of who was there; so is what all have merged.
+
+        Returns:
+          How many processes have joined.
+        """
+        total = np.zeros((_NUM_RANKS, _MAX_PROCESSES))
+        takes_part = {}
+        for step in range(_NUM_STEPS):
+            means = {name: of_steps[step] for name, of_steps in job.means.items() if step in of_steps}
+            alive = {name: mean for name, mean in means.items() if name not in job.dead}
+            mean = next(iter((alive or means).values()))
+            for other in alive.values():
+                self.assertAllEqual(mean, other)
+            parts = {(int(rank), int(process)) for rank, process in np.argwhere(mean)}
+            self.assertContainsSubset(alive, parts)
+            expected = np.zeros_like(mean)
+            for part in parts:
+                expected[part] = 1 / len(parts)
+            self.assertAllClose(mean, expected, rtol=1e-12)
+            total += mean
+            for part in parts:
+                takes_part.setdefault(part, []).append(step)
+        for name, steps in takes_part.items():  # From its first step on, in all.
+            self.assertEqual(steps, list(range(job.first_steps[name], steps[-1] + 1)))
+            self.assertTrue(name in job.dead or steps[-1] == _NUM_STEPS - 1)
+        merged = [each for name, each in job.ended.items() if name not in job.dead]
+        self.assertNotEmpty(merged)
+        for each in merged:
+            self.assertAllEqual(each, merged[0])
+            self.assertAllClose(each, total, rtol=1e-12)
+        return sum(incarnation > 0 for _, incarnation in job.ended)
+
+    @parameterized.product(part=list(range(_NUM_PARTS)), algorithm=["mesh", "ring", "bcube:2,2"], delay=[0, 1, 3])
+    @pytest.mark.stress(after=9)
+    def test_joins_whenever_it_was_killed(self, part, algorithm, delay):
+        first, last = _num_events(algorithm=algorithm, delay=delay, seed=part)
+        num_joined = 0
+        for event in range(first + part, last, 19):
+            rank, turn = event // 19 % _NUM_RANKS, event % 3
+            reaches = (None, (), ((rank + 1) % _NUM_RANKS,))[turn]
+            with self.subTest(event=event, rank=rank, reaches=reaches):
+                job = Job(algorithm=algorithm, delay=delay, seed=part)
+                job.kill_before_event(event, rank, reaches, restart_seconds=(0.0, 0.01, 0.03)[event % 3])
+                num_joined += self.check(job.run())
+        self.assertGreater(num_joined, 0)
+
+    @parameterized.product(part=list(range(_NUM_PARTS)), delay=[0, 1])
+    @pytest.mark.stress(after=2)
+    def test_another_one_is_killed_meanwhile(self, part, delay):
+        """Or the same one again: whoever gives its state, at every event while one joins."""
+        random = np.random.default_rng(part)
+        first, last = _num_events(delay=delay, seed=part)
+        num_joined = 0
+        event = first + int(random.integers(0, (last - first) // 3))
+        for later in range(event + 1 + part % 5, event + (last - first) // 2, 5):
+            ranks = random.integers(0, _NUM_RANKS, 2).tolist()
+            reaches = [np.flatnonzero(random.random(_NUM_RANKS) < 0.5).tolist() for _ in range(2)]
+            with self.subTest(events=(event, later), ranks=ranks, reaches=reaches):
+                job = Job(delay=delay, seed=part)
+                job.kill_before_event(event, ranks[0], reaches[0])
+                job.kill_before_event(later, ranks[1], reaches[1])
+                num_joined += self.check(job.run())
+        self.assertGreater(num_joined, 0)
+
+
+if __name__ == "__main__":
+    tf.test.main()
