@@ -37,15 +37,32 @@ class Admissions:
       membership: Of the rank.
       group: Name of the exchange group.
       session: The running one.
-      num_segments: How many rounds a step has.
-      lead: A newcomer takes part so many steps after the one in whose mean all have known it; at least 1.
+      num_segments: How many rounds a step has. Default 1.
+      interval: How many steps a round has, where these are more. Default 1.
+      lead: A newcomer takes part so many steps after the one in whose mean all have known it: a multiple of `interval`,
+        at least 1.
+
+    Attributes:
+      meet_at: int64 variable: the step before which all ranks meet those that join, as far as the graph knows.
     """
 
-    def __init__(self, membership: Membership, group: str, session: int, *, num_segments: int, lead: int):
+    def __init__(
+        self,
+        membership: Membership,
+        group: str,
+        session: int,
+        *,
+        num_segments: int = 1,
+        interval: int = 1,
+        lead: int,
+    ):
         self._membership = membership
         self._group = group
         self._num_segments = num_segments
+        self._interval = interval
         self._lead = lead
+        with tf.init_scope(), tf.device("/cpu:0"):
+            self.meet_at = tf.Variable(0, dtype=tf.int64, trainable=False, name="hop_tf_meet_at")
         self._first_steps: dict[_Process, int] = {}
         self._known: set[_Process] = set()
         self._own_first_step: int | None = None
@@ -54,15 +71,16 @@ class Admissions:
         self._queue.start(self._on_message)
 
     @staticmethod
-    def spec(world_size: int) -> TensorSpec:
-        """What travels beside a step's values."""
-        return TensorSpec(SPEC_NAME, (2, world_size), tf.float64)
+    def spec(world_size: int, dtype: tf.DType = tf.float64, *, exact: bool = False) -> TensorSpec:
+        """What travels beside a step's values; dtype and `exact` say in which bucket."""
+        return TensorSpec(SPEC_NAME, (2, world_size), dtype, exact)
 
     def reset(self, session: int) -> None:
         """Prepares for step 0 of a session, in which all take part."""
         with self._membership.monitor:
             self._queue.session = session
             self._begin()
+        self.meet_at.assign(0)
 
     def _begin(self) -> None:
         self._known.clear()
@@ -76,7 +94,7 @@ class Admissions:
     def takes_part(self, rank: int, number: int) -> bool:
         """Whether `rank` takes part in a round. With the monitor held."""
         first = self._first_steps.get((rank, self._membership.incarnation_of(rank)))
-        has_begun = first is not None and number >= first * self._num_segments
+        has_begun = first is not None and number * self._interval >= first * self._num_segments
         return has_begun and self._membership.delivers(rank, self._group, number)
 
     def note(self, rank: int) -> None:
@@ -101,28 +119,34 @@ class Admissions:
 
         Args:
           mean: The mean of the votes of `step`.
-          step: The step.
+          step: The step, or the first one of a round of several.
 
         Returns:
-          For each rank that is admitted, its first step; 0 for the others.
+          For each rank that is admitted, how many steps after this one it begins; 0 for the others.
         """
-        of_ranks, of_squares = mean.reshape(2, -1)
+        of_ranks, of_squares = mean.reshape(2, -1).astype(np.float64)
         num_ranks = len(of_ranks)
         # Where one has handed out another number, the variance is 1 / (2 n) at least.
         is_known_to_all = (of_ranks > 0.5) & (of_squares - of_ranks**2 < 0.25 / num_ranks)
         newcomers = [(int(rank), round(float(of_ranks[rank]))) for rank in np.flatnonzero(is_known_to_all)]
-        first_steps = np.zeros(num_ranks)
+        distances = np.zeros(num_ranks)
         if not newcomers:
-            return first_steps
+            return distances
         with self._membership.monitor:
             latest = max(self._first_steps.values())  # All meet there already, if it is still to come.
             first_step = latest if latest > step else step + self._lead
             self._first_steps.update(dict.fromkeys(newcomers, first_step))
         for rank, incarnation in newcomers:
-            first_steps[rank] = first_step
+            distances[rank] = first_step - step
             logging.info("rank %d: rank %d takes part from step %d on.", self._membership.rank, rank, first_step)
             self._queue.send(rank, _HEADER.pack(first_step), incarnation=incarnation, step=step, interruptible=False)
-        return first_steps
+        return distances
+
+    def note_meeting(self, distances: tf.Tensor, step: tf.Tensor) -> None:
+        """Emits the ops that note what `decide` has returned for a step: the graph takes that later."""
+        distance = tf.cast(tf.reduce_max(distances), tf.int64)
+        meet_at = tf.where(distance > 0, step + distance, 0)
+        self.meet_at.assign(tf.maximum(self.meet_at, meet_at))
 
     def newcomers_of(self, step: int) -> list[int]:
         """Ranks that are there, and whose first step this is. With the monitor held."""

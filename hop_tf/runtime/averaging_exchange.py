@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 
@@ -50,10 +51,10 @@ class AveragingExchange(Exchange, LockStepJoiner):
             context.make_all_reduce("mean", context.packing, codec or Identity(), algorithm)
         ]
         self._communicate_seconds = [0.0] * len(self._reductions)
-        self._sent_rounds = 0
+        self._sent_rounds = self._num_decided = 0
 
     def reset(self, session: int) -> None:
-        self._sent_rounds = 0
+        self._sent_rounds = self._num_decided = 0
         for reduction in self._reductions:
             reduction.reset(session)
         if self.admissions is not None:
@@ -80,8 +81,8 @@ class AveragingExchange(Exchange, LockStepJoiner):
           buckets: The buckets.
           turn: How many means the reduction has made before. Default: `number`.
           reduction: Which one averages.
-          votes_of: The step for which ranks vote beside these values; what comes back there is `Admissions.decide`.
-            Default: there are no votes.
+          votes_of: Number of the step, or of the round of several, for which ranks vote beside these values; what comes
+            back there is that of `Admissions.decide`. Default: there are no votes.
           **arguments: Further ones of `AllReduce.mean`.
 
         Returns:
@@ -102,10 +103,18 @@ class AveragingExchange(Exchange, LockStepJoiner):
         with self._membership.monitor:
             self._sent_rounds = max(self._sent_rounds, number + 1)
         if votes_of is not None:
-            bucket, where = self._votes_place
-            first_steps = self.admissions.decide(means[bucket][where], votes_of)
-            means[bucket][where] = np.concatenate([first_steps, np.zeros_like(first_steps)])
+            self._decide(means, votes_of)
         return means
+
+    def _decide(self, means: Sequence[np.ndarray], number: int) -> None:
+        """Admits newcomers, when that is decided for all rounds before: several may be under way."""
+        bucket, where = self._votes_place
+        self._membership.wait_until(lambda: self._num_decided >= number, timeout_seconds=math.inf)
+        distances = self.admissions.decide(means[bucket][where], number * self.steps_per_round)
+        means[bucket][where] = np.concatenate([distances, np.zeros_like(distances)])
+        with self._membership.monitor:
+            self._num_decided = number + 1
+            self._membership.monitor.notify_all()
 
     def _with_votes(self, buckets: Sequence[np.ndarray]) -> list[np.ndarray]:
         buckets, (bucket, where) = list(buckets), self._votes_place
@@ -121,7 +130,8 @@ class AveragingExchange(Exchange, LockStepJoiner):
     # Ranks that join late.
 
     def begin_at(self, step: int) -> None:
-        self._sent_rounds = step * max(1, len(self.parts))
+        self._num_decided = step // self.steps_per_round
+        self._sent_rounds = self._num_decided * max(1, len(self.parts))
         for reduction in self._reductions:
             reduction.begin_at(step)
 

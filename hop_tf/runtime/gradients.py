@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from hop_tf.codecs import Codec
 from hop_tf.collectives import AllReduce
-from hop_tf.keras_hook.optimizers import has_schedule, tf_variables, unscaled, weight_decays
+from hop_tf.keras_hook.optimizers import has_schedule, unscaled, weight_decays
 from hop_tf.runtime.admissions import Admissions, find_spec
 from hop_tf.runtime.averaging_exchange import AveragingExchange
 from hop_tf.runtime.exchange import Incoming, Outgoing
@@ -38,7 +38,6 @@ class GradientExchange(AveragingExchange):
       rate: The learning rate.
       members: For each segment, the indices of its variables.
       parts: For each segment, the packing of its variables.
-      meet_at: int64 variable: the step before which all ranks meet those that join; None where none can.
     """
 
     def __init__(
@@ -63,10 +62,6 @@ class GradientExchange(AveragingExchange):
             admissions=None if place is None else _make_admissions(context, len(self.parts), lead=delay + 1),
             votes_place=votes_place,
         )
-        self.meet_at: tf.Variable | None = None
-        if self.admissions is not None:
-            with tf.init_scope(), tf.device("/cpu:0"):
-                self.meet_at = tf.Variable(0, dtype=tf.int64, trainable=False, name="hop_tf_meet_at")
         self._exact = context.packing.exact
         optimizer = context.optimizer()
         if adopts_rate is None:
@@ -87,8 +82,6 @@ class GradientExchange(AveragingExchange):
     def reset(self, session: int) -> None:
         super().reset(session)
         self.carried.reset()
-        if self.meet_at is not None:
-            self.meet_at.assign(0)
 
     def begin_at(self, step: int) -> None:
         super().begin_at(step)
@@ -140,11 +133,14 @@ def submit_gradients(group: Group, gradients: Sequence) -> list[tf.Tensor]:
     return outgoing
 
 
-def take_means(group: Group, take: Callable[[int], Sequence[tf.Tensor]]) -> tuple[list[tf.Tensor], tf.Tensor]:
+def take_means(
+    group: Group, step: tf.Tensor, take: Callable[[int], Sequence[tf.Tensor]]
+) -> tuple[list[tf.Tensor], tf.Tensor]:
     """Emits the ops that take a step's means, and add the changes of carried variables.
 
     Args:
       group: The group.
+      step: The step.
       take: Takes the tensors of a segment.
 
     Returns:
@@ -157,27 +153,7 @@ def take_means(group: Group, take: Callable[[int], Sequence[tf.Tensor]]) -> tupl
             means[index] = mean
     *means, rates = means
     if exchange.admissions is not None:
-        *means, first_steps = means
-        exchange.meet_at.assign(tf.maximum(exchange.meet_at, tf.cast(tf.reduce_max(first_steps), tf.int64)))
+        *means, distances = means
+        exchange.admissions.note_meeting(distances, step)
     exchange.carried.add(means[group.num_trained :])
     return means[: group.num_trained], exchange.rate.adopt(group.optimizer(), rates)
-
-
-def meet_newcomers(group: Group, settle: Callable[[], None] = lambda: None) -> None:
-    """Emits, at the end of a step, what all ranks do before the first step of those that join: they give their state.
-
-    Args:
-      group: The group, with a `GradientExchange`.
-      settle: Emits what makes the state equal on all ranks, and of nothing that is under way. Default: it is so anyhow.
-    """
-    exchange = group.exchange
-    if exchange.admissions is None:
-        return
-
-    def meet() -> tf.Tensor:
-        settle()
-        exchange.meet_at.assign(0)
-        state = [*group.variables, *tf_variables(group.optimizer().variables)]
-        return group.meet([variable.read_value() for variable in state])
-
-    tf.cond(tf.equal(group.step, exchange.meet_at), meet, lambda: tf.constant(0, tf.int64))

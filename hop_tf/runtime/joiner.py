@@ -57,9 +57,11 @@ class LockStepJoiner(Joiner):
 
     Attributes:
       admissions: Who takes part from which step on; None where nobody joins.
+      steps_per_round: How many training steps are one for `Joining.at_step`.
     """
 
     admissions: Admissions | None = None
+    steps_per_round: int = 1
 
     @property
     def lets_join(self) -> bool:

@@ -183,7 +183,7 @@ class Joining:
                     f"{list(self._membership.peers)} trains any more."
                 )
             with self._monitor:
-                self._monitor.wait(_RETRY_SECONDS)
+                self._monitor.wait(_RETRY_SECONDS, deadline)
 
     def _take_state(self, peer: int, position: int) -> tuple[int, np.ndarray] | None:
         """Takes over `peer`'s state; None if the peer has gone.
@@ -291,8 +291,10 @@ class Joining:
         self._membership.begin_round(step)
         with self._monitor:
             self._step = step
-            if any(isinstance(exchange, LockStepJoiner) for exchange in self._exchanges.values()):
-                return  # They get it where all meet.
+            for exchange in self._exchanges.values():
+                if isinstance(exchange, LockStepJoiner):
+                    self._step = (step + 1) * exchange.steps_per_round - 1
+                    return  # They get it where all meet.
             asking, self._asking_for_state = self._asking_for_state, []
         if asking:
             self._give_state(asking, step)

@@ -41,12 +41,12 @@ from hop_tf.options import CommunicationOptions, checked_options
 from hop_tf.runtime.exchange import Exchange
 from hop_tf.runtime.gradients import (
     GradientExchange,
-    meet_newcomers,
     specs_beside,
     submit_gradients,
     take_means,
 )
 from hop_tf.runtime.group import ExchangeContext, Group
+from hop_tf.runtime.meeting import meet_newcomers
 from hop_tf.strategies.canary import colayers
 from hop_tf.strategies.canary.exchange import CanaryExchange
 from hop_tf.strategies.canary.low_rank import LowRankMean, is_factorized
@@ -223,7 +223,8 @@ class CanaryStrategy(ExchangeStrategy):
     def before_update(self, group: Group, values: Sequence[tf.Tensor], gradients: list) -> tuple[list, Any]:
         if self._settings.is_synchronous:
             outgoing = submit_gradients(group, gradients)
-            means, _ = take_means(group, lambda segment: group.collect(outgoing, segment)[0])
+            step = group.step.read_value()
+            means, _ = take_means(group, step, lambda segment: group.collect(outgoing, segment)[0])
             return scaled(group.optimizer(), means), None
         _check_averages(group.optimizer())
         return gradients, SlotsBefore(group.optimizer(), group.trained) if self._settings.drops else None

@@ -43,8 +43,9 @@ from hop_tf.keras_hook.optimizers import (
     use_ema,
 )
 from hop_tf.options import CommunicationOptions
-from hop_tf.runtime.gradients import meet_newcomers, specs_beside, submit_gradients, take_means
+from hop_tf.runtime.gradients import specs_beside, submit_gradients, take_means
 from hop_tf.runtime.group import ExchangeContext, Group
+from hop_tf.runtime.meeting import meet_newcomers
 from hop_tf.strategies.pipe_sgd.exchange import PipeSGDExchange, PipeSGDSettings
 from hop_tf.strategy import ExchangeStrategy, training_cluster
 from hop_tf.tensors.packing import Packing, TensorSpec
@@ -230,7 +231,7 @@ class PipeSGDStrategy(ExchangeStrategy):
             # with rank 0's learning rate, so that weights have decayed alike.
             exchange.pipelined_from.assign(1)
             is_synchronous = True
-        means, rate = take_means(group, take_due)
+        means, rate = take_means(group, self._due(group, group.step.read_value()), take_due)
         if is_synchronous:
             return scaled(group.optimizer(), means), None
         exchange.replay.begin_once()
@@ -257,7 +258,7 @@ class PipeSGDStrategy(ExchangeStrategy):
             return
 
         def merge(t: tf.Tensor) -> tf.Tensor:
-            means, rate = take_means(group, lambda segment: self._take(group, t, segment))
+            means, rate = take_means(group, t, lambda segment: self._take(group, t, segment))
             exchange.replay.merge(means, rate)
             return t + 1
 
@@ -276,10 +277,14 @@ class PipeSGDStrategy(ExchangeStrategy):
         delay = group.exchange.delay
         if delay == 0:
             return group.take(t, segment)
-        start = group.exchange.pipelined_from
-        due = tf.where(t < start, t, t - delay)
+        start, due = group.exchange.pipelined_from, self._due(group, t)
         fills = tf.logical_and(t >= start, due < start)
         return tf.cond(fills, lambda: _zeros(group.exchange.parts[segment]), lambda: group.take(due, segment))
+
+    def _due(self, group: Group, t: tf.Tensor) -> tf.Tensor:
+        """The step whose mean is taken in step t, if any."""
+        exchange = group.exchange
+        return tf.where(t < exchange.pipelined_from, t, t - exchange.delay)
 
     def common_optimizers(self, group: Group) -> Sequence[tuple]:
         return [(group.optimizer(), list(slots_of(group.optimizer(), group.trained).values()))]
@@ -293,7 +298,8 @@ class PipeSGDStrategy(ExchangeStrategy):
         exchange, count = group.exchange, iterations_variable(group.optimizer())
         num_batches = int(count)
         for t in exchange.in_flight(int(group.step)):
-            means, rate = take_means(group, functools.partial(self._take, group, tf.constant(t, tf.int64)))
+            t = tf.constant(t, tf.int64)
+            means, rate = take_means(group, t, functools.partial(self._take, group, t))
             if exchange.replay is not None:
                 exchange.replay.merge(means, rate)
         if exchange.replay is not None and gradient_accumulation_steps(group.optimizer()) > 1:

@@ -132,6 +132,13 @@ class LaunchRestartTest(absltest.TestCase):
         self.assertEqual([epochs for epochs, _ in results], [list(range(50))] * 2)
         self.assertEqual([task["restarts"] for task in summary["tasks"]], [0, 1])
 
+    def test_a_killed_rank_joins_others_in_lock_step(self):
+        code = _JOINS.replace("HopStrategy", "PipeSGDStrategy")
+        exit_code, [(epochs, weights), of_newcomer], summary = self.run_job(code, "--restart=1")
+        self.assertEqual((exit_code, epochs), (0, list(range(50))))
+        self.assertEqual(of_newcomer, [epochs, weights])  # To the bit.
+        self.assertEqual([task["restarts"] for task in summary["tasks"]], [0, 1])
+
 
 if __name__ == "__main__":
     absltest.main()

@@ -10,15 +10,18 @@ import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
+from hop_tf import codecs
 from hop_tf.errors import DeadlineExceededError, PeerLostError
 from hop_tf.runtime.admissions import Admissions
 from hop_tf.runtime.averaging_exchange import AveragingExchange
-from hop_tf.runtime.exchange import Incoming
+from hop_tf.runtime.exchange import Incoming, Outgoing
 from hop_tf.runtime.group import ExchangeContext
 from hop_tf.runtime.joiner import State
 from hop_tf.runtime.joining import Joining
 from hop_tf.runtime.replica_state import sign
-from hop_tf.simulate.virtual import VirtualCluster
+from hop_tf.simulate.virtual import VirtualCluster, VirtualMonitor
+from hop_tf.strategies.dts.exchange import DTSExchange, DTSSettings
+from hop_tf.strategies.dts.windows import Schedule
 from hop_tf.tensors.packing import Packing, TensorSpec
 from hop_tf.testing.logs import logging_disabled
 
@@ -32,31 +35,50 @@ _NUM_PARTS = 8
 _PACKING = Packing(
     [TensorSpec("parts", (_NUM_RANKS, _MAX_PROCESSES), tf.float64), Admissions.spec(_NUM_RANKS)],
 )
+_SCHEDULES = {
+    "at once": Schedule(delay=0, interval=1),
+    "next step": Schedule(delay=1, interval=1),
+    "late": Schedule(delay=3, interval=1),
+    "windows": Schedule(delay=3, interval=2),
+}
 
 
-class _Exchange(AveragingExchange):
-    def __init__(self, context, algorithm, delay):
-        admissions = Admissions(context.membership, _GROUP, context.session, num_segments=1, lead=delay + 1)
+class _InTurn(AveragingExchange):
+    """As those that average gradients: one mean after the other, some steps late."""
+
+    def __init__(self, context, algorithm, schedule):
+        admissions = Admissions(context.membership, _GROUP, context.session, lead=schedule.num_slots)
         super().__init__(context, algorithm=algorithm, admissions=admissions, votes_place=_PACKING.place(1))
 
     def step(self, outgoing):
-        raise NotImplementedError
+        return Incoming(outgoing.step, 0, tuple(self.mean(outgoing.step, outgoing.buckets, votes_of=outgoing.step)))
 
-    def mean_of(self, step, buckets):
-        return Incoming(step, 0, tuple(self.mean(step, buckets, votes_of=step)))
+
+def _at_the_same_time(context, algorithm, schedule):
+    """As DTS: windows of steps, several at a time."""
+    settings = DTSSettings(
+        delay=schedule.delay, interval=schedule.interval, codec=codecs.Identity(), algorithm=algorithm
+    )
+    return DTSExchange(context, settings)
 
 
 class Job:
-    """Ranks that average step by step, and merge means `delay` steps late.
+    """Ranks that average window by window, and merge means some steps late.
+
+    Args:
+      make_exchange: Of a rank.
+      algorithm: Of the all-reduce.
+      schedule: When windows end, and are merged.
+      seed: Of the durations of messages and steps.
 
     Attributes:
-      means: means[rank, incarnation][step]: what a process has got.
+      means: means[rank, incarnation][window]: what a process has got.
       ended: By rank and incarnation, what a process that has made all steps has merged.
       first_steps: By rank and incarnation, the step that a process has begun with.
       late: Processes that came when the others had ended.
     """
 
-    def __init__(self, *, algorithm="mesh", delay=1, seed=0):
+    def __init__(self, *, make_exchange=_InTurn, algorithm="mesh", schedule="next step", seed=0):
         random = np.random.default_rng(seed)
         self.cluster = VirtualCluster(
             _NUM_RANKS,
@@ -64,7 +86,7 @@ class Job:
             continue_without_lost=True,
             detection_seconds=_DETECTION_SECONDS,
         )
-        self.algorithm, self.delay = algorithm, delay
+        self.make_exchange, self.algorithm, self.schedule = make_exchange, algorithm, _SCHEDULES[schedule]
         self.pauses = random.exponential(0.004, (_NUM_RANKS, _NUM_STEPS))
         self.means, self.ended, self.first_steps, self.late = {}, {}, {}, []
         self.dead = set()
@@ -99,7 +121,9 @@ class _Rank(State):
         self._membership = job.cluster.memberships[rank]
         self._joining = Joining(self._membership, self, timeout_seconds=0.5)
         self._merged = np.zeros((_NUM_RANKS, _MAX_PROCESSES))
-        self._under_way = []
+        self._first_window = 0  # That is not merged yet.
+        self._monitor = VirtualMonitor(self._clock)
+        self._results = {}  # By window.
         self._meet_at = 0
         self._exchange = None
         self._takes_part = False
@@ -130,7 +154,7 @@ class _Rank(State):
     def _train(self):
         self._membership.begin_session()
         context = ExchangeContext(_GROUP, self._membership.session, _PACKING, self._membership, self._job.cluster.pool)
-        make_exchange = functools.partial(_Exchange, context, self._job.algorithm, self._job.delay)
+        make_exchange = functools.partial(self._job.make_exchange, context, self._job.algorithm, self._job.schedule)
         self._exchange = self._joining.attach(_GROUP, make_exchange)
         if not self._was_restarted:
             self._job.num_events_of_start = self._clock.num_events
@@ -138,37 +162,56 @@ class _Rank(State):
         while self._was_restarted and (num_skipped := self._joining.catch_up(_GROUP, step)):
             self._clock.sleep(0.0002 * num_skipped)
             step += num_skipped
-        self._job.first_steps[self.name] = step
+        self._first_window = step // self._job.schedule.interval
+        self._job.first_steps[self.name] = self._first_window
         self._takes_part = True
         while step < _NUM_STEPS:
-            self._make_step(step)
+            self._clock.sleep(self._job.pauses[self._rank, step])
             step += 1
+            has_ended, ended = self._job.schedule.ended(step)
+            if has_ended:
+                self._hand_out(ended)
+            is_due, due = self._job.schedule.due(step)
+            if is_due:
+                self._merge_until(due + 1)
             if step == self._meet_at:
-                self._merge(leave=0)
+                self._merge_until(ended + 1)
                 self._joining.meet(_GROUP, step)
-        self._merge(leave=0)
+        self._merge_until(step // self._job.schedule.interval)
         self._job.ended[self.name] = self._merged
         self._end()
 
-    def _make_step(self, step):
-        self._clock.sleep(self._job.pauses[self._rank, step])
-        self._joining.at_step(step)
+    def _hand_out(self, window):
         (bucket,) = _PACKING.zeros()
         _, where = _PACKING.place(0)
         own = np.zeros((_NUM_RANKS, _MAX_PROCESSES))
         own[self.name] = 1
         bucket[where] = own.reshape(-1)
-        mean = self._exchange.mean_of(step, (bucket,)).buckets[0]
-        self._job.means.setdefault(self.name, {})[step] = mean[where].reshape(own.shape).copy()
-        self._under_way.append(mean)
-        self._merge(leave=self._job.delay)
+        step = functools.partial(self._step, Outgoing(window, 0, (bucket,)))
+        if self._exchange.num_threads == 1:
+            step()
+        else:
+            self._job.cluster.start_thread(self._rank, f"window {window}", step)
 
-    def _merge(self, leave):
+    def _step(self, outgoing):
+        self._joining.at_step(outgoing.step)
+        (mean,) = self._exchange.step(outgoing).buckets
+        _, where = _PACKING.place(0)
+        self._job.means.setdefault(self.name, {})[outgoing.step] = mean[where].reshape(self._merged.shape).copy()
+        self._results[outgoing.step] = mean
+        self._monitor.notify_all()
+
+    def _merge_until(self, end):
         (_, where), (_, where_votes) = _PACKING.place(0), _PACKING.place(1)
-        while len(self._under_way) > leave:
-            mean = self._under_way.pop(0)
+        interval = self._job.schedule.interval
+        for window in range(self._first_window, end):
+            while window not in self._results:
+                self._monitor.wait(0.0)
+            mean = self._results.pop(window)
             self._merged = self._merged + mean[where].reshape(self._merged.shape)
-            self._meet_at = max(self._meet_at, int(mean[where_votes].max()))
+            if (distance := int(mean[where_votes].max())) > 0:
+                self._meet_at = max(self._meet_at, window * interval + distance)
+        self._first_window = max(self._first_window, end)
 
     def _end(self):
         """Its process ends, as of a script that does nothing more."""
@@ -182,10 +225,21 @@ class _Rank(State):
         self._job.cluster.close(self._rank)
 
 
+_KINDS = {
+    "mesh at once": {"schedule": "at once"},
+    "mesh": {},
+    "mesh late": {"schedule": "late"},
+    "ring": {"algorithm": "ring"},
+    "bcube": {"algorithm": "bcube:2,2"},
+    "windows": {"make_exchange": _at_the_same_time, "schedule": "windows"},
+    "windows of one step": {"make_exchange": _at_the_same_time, "algorithm": "ring", "schedule": "late"},
+}
+
+
 @functools.cache
-def _num_events(**arguments):
+def _num_events(kind, seed):
     """The events until all ranks have begun, and until the end."""
-    job = Job(**arguments).run()
+    job = Job(**_KINDS[kind], seed=seed).run()
     return job.num_events_of_start, job.cluster.scheduler.num_events
 
 
@@ -202,7 +256,8 @@ class LockStepJoiningTest(tf.test.TestCase, parameterized.TestCase):
         """
         total = np.zeros((_NUM_RANKS, _MAX_PROCESSES))
         takes_part = {}
-        for step in range(_NUM_STEPS):
+        num_windows = _NUM_STEPS // job.schedule.interval
+        for step in range(num_windows):
             means = {name: of_steps[step] for name, of_steps in job.means.items() if step in of_steps}
             alive = {name: mean for name, mean in means.items() if name not in job.dead}
             mean = next(iter((alive or means).values()))
@@ -217,9 +272,12 @@ class LockStepJoiningTest(tf.test.TestCase, parameterized.TestCase):
             total += mean
             for part in parts:
                 takes_part.setdefault(part, []).append(step)
-        for name, steps in takes_part.items():  # From its first step on, in all.
-            self.assertEqual(steps, list(range(job.first_steps[name], steps[-1] + 1)))
-            self.assertTrue(name in job.dead or steps[-1] == _NUM_STEPS - 1)
+        for name, steps in takes_part.items():
+            # From its first window on, in all; of those that were under way when it was lost, in some.
+            is_dead, first = name in job.dead, job.first_steps[name]
+            end = steps[-1] + 1 - job.schedule.num_slots if is_dead else num_windows
+            self.assertContainsSubset(range(first, end), steps)
+            self.assertGreaterEqual(steps[0], first)
         merged = [each for name, each in job.ended.items() if name not in job.dead]
         self.assertNotEmpty(merged)
         for each in merged:
@@ -227,33 +285,33 @@ class LockStepJoiningTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(each, total, rtol=1e-12)
         return sum(incarnation > 0 for _, incarnation in job.ended)
 
-    @parameterized.product(part=list(range(_NUM_PARTS)), algorithm=["mesh", "ring", "bcube:2,2"], delay=[0, 1, 3])
-    @pytest.mark.stress(after=9)
-    def test_joins_whenever_it_was_killed(self, part, algorithm, delay):
-        first, last = _num_events(algorithm=algorithm, delay=delay, seed=part)
+    @parameterized.product(part=list(range(_NUM_PARTS)), kind=list(_KINDS))
+    @pytest.mark.stress(after=len(_KINDS))
+    def test_joins_whenever_it_was_killed(self, part, kind):
+        first, last = _num_events(kind, seed=part)
         num_joined = 0
         for event in range(first + part, last, 19):
             rank, turn = event // 19 % _NUM_RANKS, event % 3
             reaches = (None, (), ((rank + 1) % _NUM_RANKS,))[turn]
             with self.subTest(event=event, rank=rank, reaches=reaches):
-                job = Job(algorithm=algorithm, delay=delay, seed=part)
+                job = Job(**_KINDS[kind], seed=part)
                 job.kill_before_event(event, rank, reaches, restart_seconds=(0.0, 0.01, 0.03)[event % 3])
                 num_joined += self.check(job.run())
         self.assertGreater(num_joined, 0)
 
-    @parameterized.product(part=list(range(_NUM_PARTS)), delay=[0, 1])
-    @pytest.mark.stress(after=2)
-    def test_another_one_is_killed_meanwhile(self, part, delay):
+    @parameterized.product(part=list(range(_NUM_PARTS)), kind=["mesh at once", "mesh late", "windows"])
+    @pytest.mark.stress(after=3)
+    def test_another_one_is_killed_meanwhile(self, part, kind):
         """Or the same one again: whoever gives its state, at every event while one joins."""
         random = np.random.default_rng(part)
-        first, last = _num_events(delay=delay, seed=part)
+        first, last = _num_events(kind, seed=part)
         num_joined = 0
         event = first + int(random.integers(0, (last - first) // 3))
         for later in range(event + 1 + part % 5, event + (last - first) // 2, 5):
             ranks = random.integers(0, _NUM_RANKS, 2).tolist()
             reaches = [np.flatnonzero(random.random(_NUM_RANKS) < 0.5).tolist() for _ in range(2)]
             with self.subTest(events=(event, later), ranks=ranks, reaches=reaches):
-                job = Job(delay=delay, seed=part)
+                job = Job(**_KINDS[kind], seed=part)
                 job.kill_before_event(event, ranks[0], reaches[0])
                 job.kill_before_event(later, ranks[1], reaches[1])
                 num_joined += self.check(job.run())

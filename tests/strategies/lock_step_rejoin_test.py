@@ -26,10 +26,15 @@ _RATE = 0.02
 _MEMBERS = {
     "pipe_sgd": (hop_tf.PipeSGDStrategy, {}),
     "canary": (hop_tf.CanaryStrategy, {"consistency": "bsp", "codec": None}),
+    "dts": (hop_tf.DTSStrategy, {"delay": 5, "interval": 3}),
     "pipe_sgd_sync": (hop_tf.PipeSGDStrategy, {"pipeline_width": 1}),
     "pipe_sgd_ring": (
         hop_tf.PipeSGDStrategy,
         {"pipeline_width": 3, "algorithm": "ring", "codec": "int8", "num_segments": 2},
+    ),
+    "dts_outer": (
+        hop_tf.DTSStrategy,
+        {"delay": 6, "interval": 2, "codec": "top_k", "outer_optimizer": keras.optimizers.SGD(0.7, momentum=0.9)},
     ),
     "canary_low_rank": (hop_tf.CanaryStrategy, {"consistency": "bsp", "algorithm": "tree", "low_rank": 2}),
 }
@@ -91,22 +96,25 @@ def _run(name, mark):
     progress = _Progress(strategy, pathlib.Path(mark))
     arguments = {"batch_size": _BATCH_SIZE, "shuffle": False, "verbose": 0}
     model.fit(x, y, epochs=_NUM_EPOCHS, callbacks=[progress], **arguments)
-    first = _state(model)
+    first = _state(strategy, model)
     model.fit(x, y, epochs=1, **arguments)
-    second = _state(model)
+    second = _state(strategy, model)
     report = strategy.report()
     strategy.shutdown()
     return progress.num_steps, first, second, report
 
 
-def _state(model):
-    """Weights that are trained, slots, and the count of steps."""
+def _state(strategy, model):
+    """What is equal on all ranks, to the bit: under DTS, each has slots of its own."""
+    if isinstance(strategy, hop_tf.DTSStrategy):
+        outer = strategy.outer_optimizer
+        return [weights.numpy() for weights in [*model.weights, *(outer.variables if outer else ())]]
     return [variable.numpy() for variable in [*model.trainable_variables, *model.optimizer.variables]]
 
 
 class LockStepRejoinTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(*_MEMBERS)
-    @pytest.mark.stress(after=2)
+    @pytest.mark.stress(after=3)
     def test_joins_and_all_are_equal(self, name):
         drawn = random.Random(f"{_SEED}/{name}")
         victim, last_step = drawn.randrange(_NUM_RANKS), drawn.randrange(3, _NUM_STEPS // 2)

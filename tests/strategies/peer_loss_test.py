@@ -32,7 +32,7 @@ _MEMBERS = {
     ),
     "canary_low_rank": (hop_tf.CanaryStrategy, {"consistency": "bsp", "algorithm": "tree", "low_rank": 2}),
 }
-_LETS_NOBODY_JOIN = ("dts", "dts_outer", "pipe_sgd_as_printed")
+_LETS_NOBODY_JOIN = ("pipe_sgd_as_printed",)
 
 
 class _Progress(keras.callbacks.Callback):
