@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import collections
 import struct
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
@@ -141,13 +142,16 @@ class Joining:
         if not self._membership.joining:
             return 0
         while True:
-            steps = self._ask(position)
-            leader = max(steps, key=steps.get)
-            num_behind = steps[leader] + 1 - position
+            replies = self._ask(position)
+            leader = max(replies, key=lambda rank: replies[rank].step)
+            num_behind = replies[leader].step + 1 - position
             if num_behind > _NEAR_STEPS and self._num_approaches < _MAX_APPROACHES:
                 self._num_approaches += 1
                 return num_behind
             if isinstance(exchange, LockStepJoiner):
+                self._check_digest(
+                    leader, replies[leader]
+                )  # Once the others count on this rank, its errors are theirs.
                 self._enter(group, position)
                 return self._arrive(group, position)
             if (given := self._take_state(leader, position)) is not None:
@@ -167,16 +171,23 @@ class Joining:
         self._enter(group, 0)
         logging.info("rank %d: joins.", self._membership.rank)
 
-    def _ask(self, position: int) -> dict[int, int]:
-        """How far the present peers are; at least one is."""
+    def _check_digest(self, peer: int, reply: membership_pb2.StateReply) -> None:
+        if reply.signature_digest != zlib.crc32(self._signature()):
+            raise MismatchError(
+                f"rank {self._membership.rank} was started again and cannot join: rank {peer} trains another model, or "
+                "with another optimizer, or more of them. Start the same script again. It joins in its first `fit`."
+            )
+
+    def _ask(self, position: int) -> dict[int, membership_pb2.StateReply]:
+        """Where the present peers that train are; at least one does."""
         deadline = self._monitor.now() + self._timeout_seconds
         while True:
             # Those that were lost may be joining as well.
             self._membership.wait_until(self._present, deadline - self._monitor.now())
             replies = self._request(self._present(), membership_pb2.StateRequest(), position)
-            steps = {rank: reply.step for rank, (reply, _) in replies.items() if reply.step != _NOT_THERE}
-            if steps:
-                return steps
+            train = {rank: reply for rank, (reply, _) in replies.items() if reply.step != _NOT_THERE}
+            if train:
+                return train
             if self._monitor.now() >= deadline:
                 raise PeerLostError(
                     f"rank {self._membership.rank} was started again and cannot join: none of its peers "
@@ -357,7 +368,8 @@ class Joining:
                 self._asking_for_state.append(message.sender)
                 self._monitor.notify_all()
                 return
-        reply = membership_pb2.StateReply(step=step, counts=self.counts)
+            digest = 0 if step == _NOT_THERE else zlib.crc32(self._signature())
+        reply = membership_pb2.StateReply(step=step, counts=self.counts, signature_digest=digest)
         self._membership.notify(message.sender, _REPLY, reply.SerializeToString())
 
     def _on_reply(self, message: Message) -> None:

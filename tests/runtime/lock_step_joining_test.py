@@ -11,7 +11,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 from hop_tf import codecs
-from hop_tf.errors import DeadlineExceededError, PeerLostError
+from hop_tf.errors import DeadlineExceededError, MismatchError, PeerLostError
 from hop_tf.runtime.admissions import Admissions
 from hop_tf.runtime.averaging_exchange import AveragingExchange
 from hop_tf.runtime.exchange import Incoming, Outgoing
@@ -70,15 +70,16 @@ class Job:
       algorithm: Of the all-reduce.
       schedule: When windows end, and are merged.
       seed: Of the durations of messages and steps.
+      newcomers_train: The optimizer of processes that were started again.
 
     Attributes:
       means: means[rank, incarnation][window]: what a process has got.
       ended: By rank and incarnation, what a process that has made all steps has merged.
       first_steps: By rank and incarnation, the step that a process has begun with.
-      late: Processes that came when the others had ended.
+      errors: What has ended processes that were started again: they came too late, or disagree.
     """
 
-    def __init__(self, *, make_exchange=_InTurn, algorithm="mesh", schedule="next step", seed=0):
+    def __init__(self, *, make_exchange=_InTurn, algorithm="mesh", schedule="next step", seed=0, newcomers_train="sgd"):
         random = np.random.default_rng(seed)
         self.cluster = VirtualCluster(
             _NUM_RANKS,
@@ -87,9 +88,10 @@ class Job:
             detection_seconds=_DETECTION_SECONDS,
         )
         self.make_exchange, self.algorithm, self.schedule = make_exchange, algorithm, _SCHEDULES[schedule]
+        self.newcomers_train = newcomers_train
         self.pauses = random.exponential(0.004, (_NUM_RANKS, _NUM_STEPS))
-        self.means, self.ended, self.first_steps, self.late = {}, {}, {}, []
-        self.dead = set()
+        self.means, self.ended, self.first_steps = {}, {}, {}
+        self.dead, self.errors = set(), []
         self.num_events_of_start = 0
         self.ranks = [_Rank(self, rank) for rank in range(_NUM_RANKS)]
 
@@ -133,7 +135,7 @@ class _Rank(State):
         return self._rank, self._membership.present_incarnation
 
     def signature(self, groups):
-        return sign(groups, "", _PACKING.specs)
+        return sign(groups, self._job.newcomers_train if self._was_restarted else "sgd", _PACKING.specs)
 
     def read(self):
         return [self._merged.copy().reshape(-1)]
@@ -144,10 +146,10 @@ class _Rank(State):
     def train(self):
         try:
             self._train()
-        except (PeerLostError, DeadlineExceededError) as error:
-            # Others have ended, or are dead when it begins.
+        except (PeerLostError, DeadlineExceededError, MismatchError) as error:
+            # Others have ended, or are dead when it begins; or it has disagreed.
+            self._job.errors.append(error)
             assert self._was_restarted and not self._takes_part, error
-            self._job.late.append(self.name)
             self._membership.leave(sent_rounds={}, reason=str(error), final=True)
             self._job.cluster.close(self._rank)
 
@@ -316,6 +318,14 @@ class LockStepJoiningTest(tf.test.TestCase, parameterized.TestCase):
                 job.kill_before_event(later, ranks[1], reaches[1])
                 num_joined += self.check(job.run())
         self.assertGreater(num_joined, 0)
+
+    def test_one_that_trains_something_else_does_no_harm(self):
+        job = Job(newcomers_train="adam")
+        job.kill_before_event(_num_events("mesh", 0)[0] + 50, 2)
+        self.assertEqual(self.check(job.run()), 0)
+        (error,) = job.errors
+        self.assertIsInstance(error, MismatchError)
+        self.assertRegex(str(error), "rank 2 was started again and cannot join: rank . trains another model")
 
 
 if __name__ == "__main__":
