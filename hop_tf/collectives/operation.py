@@ -27,6 +27,7 @@ class Operation:
 
     Attributes:
       ranks: The ranks, in order.
+      incarnations: Which process each of them is.
       index: This rank's place in `ranks`.
       step: Number of the step.
       training_step: What errors call it.
@@ -62,11 +63,11 @@ class Operation:
         membership.check()  # Who is alone waits for nobody, and would not hear that the job has ended.
         with membership.monitor:
             self.ranks = self.present()
-            self._incarnations = self._incarnations_now()
+            self.incarnations = self._incarnations_now()
             # Who recovers begins an attempt when it knows that nobody has ended another one.
             self._ended = [] if recovers else self._may_end_without_this(is_first)
         self.index = self.ranks.index(membership.rank)
-        self.digest = zlib.crc32(np.array([self.ranks, self._incarnations], np.int32).tobytes())
+        self.digest = zlib.crc32(np.array([self.ranks, self.incarnations], np.int32).tobytes())
         self._attempt = (step, self.digest)
         self.vector = 0
         self.is_committed = is_committed
@@ -82,7 +83,7 @@ class Operation:
         return [known.get(rank, 0) for rank in self.ranks]
 
     def _has_changed(self) -> bool:
-        return self.present() != self.ranks or self._incarnations_now() != self._incarnations
+        return self.present() != self.ranks or self._incarnations_now() != self.incarnations
 
     def _may_end_without_this(self, is_first: bool) -> list[int]:
         """Those that have left before this attempt; and, before this rank has sent a mean, those that leave in it.
@@ -176,7 +177,7 @@ class Operation:
         """Whether a rank that was to take part was lost, be it that it was started again since."""
         departures = [self._membership.departure(rank) for rank in self.ranks]
         is_lost = any(departure is not None and departure.lost for departure in departures)
-        return is_lost or self._incarnations_now() != self._incarnations
+        return is_lost or self._incarnations_now() != self.incarnations
 
     def _still_there(self, keys: Collection[_Key]) -> Collection[_Key]:
         """The same keys; raises as `check_ranks` does."""

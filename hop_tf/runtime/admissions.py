@@ -14,13 +14,13 @@ next step. The newcomer takes part from the step that is `lead` later, where the
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from hop_tf.errors import PeerLostError, ProtocolError
+from hop_tf.errors import ProtocolError
 from hop_tf.membership import Membership, SessionQueue
 from hop_tf.tensors.packing import TensorSpec
 from hop_tf.transport.base import Message
@@ -43,6 +43,7 @@ class Admissions:
         at least 1.
 
     Attributes:
+      own_first_step: That of this rank, which was started again; None until another one has told.
       meet_at: int64 variable: the step before which all ranks meet those that join, as far as the graph knows.
     """
 
@@ -65,7 +66,7 @@ class Admissions:
             self.meet_at = tf.Variable(0, dtype=tf.int64, trainable=False, name="hop_tf_meet_at")
         self._first_steps: dict[_Process, int] = {}
         self._known: set[_Process] = set()
-        self._own_first_step: int | None = None
+        self.own_first_step: int | None = None
         self._queue = SessionQueue(membership, f"admissions/{group}", session)
         self._begin()
         self._queue.start(self._on_message)
@@ -84,7 +85,7 @@ class Admissions:
 
     def _begin(self) -> None:
         self._known.clear()
-        self._own_first_step = None
+        self.own_first_step = None
         ranks = range(self._membership.world_size)
         known = self._membership.incarnations
         self._first_steps = {(rank, known.get(rank, 0)): 0 for rank in ranks}
@@ -156,26 +157,23 @@ class Admissions:
 
     # What a newcomer does.
 
-    def wait_for_first_step(self) -> int:
-        """The first step of this rank, which others know of.
+    def wait_for_first_step(self, ranks: Iterable[int]) -> None:
+        """Waits until `own_first_step` is there, or none of some ranks that train is left to agree on it.
 
         Blocks: until one of them has told.
 
         Raises:
-          PeerLostError: If nobody is left.
+          HopError: As `Membership.wait` does.
         """
         membership = self._membership
+        with membership.monitor:
+            processes = [(rank, membership.incarnation_of(rank)) for rank in ranks]
 
         def missing() -> list[int]:
-            others = [rank for rank in membership.peers if membership.departure(rank) is None]
-            return others if self._own_first_step is None else []
+            is_told = self.own_first_step is not None
+            return [] if is_told else [process[0] for process in processes if self._is_there(process)]
 
         membership.wait(missing, operation="be admitted", step=membership.num_rounds)
-        if self._own_first_step is None:
-            raise PeerLostError(
-                f"rank {membership.rank} was started again and cannot join: the others have ended before it could."
-            )
-        return self._own_first_step
 
     def table(self) -> np.ndarray:
         """Who takes part from which step on, for a newcomer: rows of rank, incarnation, step."""
@@ -196,12 +194,12 @@ class Admissions:
         if len(message.header) != _HEADER.size:
             raise message.unexpected()
         (step,) = _HEADER.unpack(message.header)
-        if self._own_first_step not in (None, step):
+        if self.own_first_step not in (None, step):
             raise ProtocolError(
                 f"rank {self._membership.rank}: rank {message.sender} lets it begin with step {step}, "
-                f"another rank with {self._own_first_step}."
+                f"another rank with {self.own_first_step}."
             )
-        self._own_first_step = step
+        self.own_first_step = step
 
 
 def find_spec(specs: Sequence[TensorSpec]) -> int | None:

@@ -218,7 +218,8 @@ class Joining:
     def _arrive(self, group: str, position: int) -> int:
         """As `catch_up`, where ranks are in lock step, and the others know of this one."""
         exchange = self._exchanges[group]
-        step = exchange.admissions.wait_for_first_step()
+        while (step := exchange.admissions.own_first_step) is None:
+            exchange.admissions.wait_for_first_step(self._ask(position))
         if step > position:
             return step - position
         given = None

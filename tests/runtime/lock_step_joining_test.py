@@ -319,6 +319,20 @@ class LockStepJoiningTest(tf.test.TestCase, parameterized.TestCase):
                 num_joined += self.check(job.run())
         self.assertGreater(num_joined, 0)
 
+    def test_two_that_come_when_the_others_end(self):
+        """They do not wait for each other; nor does a process that has ended wait for them."""
+        for kind in ("mesh", "windows"):
+            first, last = _num_events(kind, 0)
+            num_late = 0
+            for event in range(first + (last - first) // 3, last, (last - first) // 25):
+                with self.subTest(kind=kind, event=event):
+                    job = Job(**_KINDS[kind], seed=0)
+                    job.kill_before_event(event, 1)
+                    job.kill_before_event(event + 10, 2)
+                    self.check(job.run())
+                    num_late += len(job.errors) > 1
+            self.assertGreater(num_late, 0)
+
     def test_one_that_trains_something_else_does_no_harm(self):
         job = Job(newcomers_train="adam")
         job.kill_before_event(_num_events("mesh", 0)[0] + 50, 2)
