@@ -16,6 +16,8 @@ vectors in pieces (see `vectors.goes_sparse`), they are averaged as above instea
 its values. So they are, too, in a step in which the vector of a rank turns out to be longer than the codec has
 promised: an empty message tells the others.
 
+A rank that was started again takes part from a step on that the caller says on all ranks, by `delivers`.
+
 When a rank leaves, the others agree on the first step that it has no part in (`Membership.delivers`), and begin that
 one again without it where they had begun. A rank that has sent a mean, or a sparse vector, ends the step before it
 leaves, for others may have what they need; before that, nobody can. When a rank is lost, which no step is ended before,
@@ -101,6 +103,17 @@ class AllReduce(abc.ABC):
         """Prepares for step 0 of `session`. What codecs have lost is not forgotten."""
         with self._membership.monitor:
             self._mailbox.clear(session)
+
+    def begin_at(self, step: int) -> None:
+        """This rank takes part from `step` on, as a process that was started again. With the monitor held."""
+        self._mailbox.begin_at(step)
+
+    def common_state(self) -> Sequence[np.ndarray]:
+        """What is equal on all ranks between two steps, and a newcomer has to take over: nothing."""
+        return ()
+
+    def take_common_state(self, parts: Sequence[np.ndarray]) -> None:
+        """Takes over the bytes of what `common_state` has given on another rank."""
 
     @property
     def codec_seconds(self) -> float:

@@ -52,10 +52,11 @@ class _Kind(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class _Ended:
-    """A step that this rank has ended: where, with which ranks, and its means, which nobody writes to."""
+    """A step that this rank has ended: where, with which processes, and its means, which nobody writes to."""
 
     place: _Place
     ranks: Sequence[int]
+    incarnations: Sequence[int]
     digest: int
     means: Sequence[np.ndarray]
 
@@ -73,7 +74,7 @@ class EndedSteps:
         self._membership = membership
         self._pool = pool
         self._queue = f"ended_steps/{name}"
-        self._ended = _Ended((0, -1), (), 0, ())
+        self._ended = _Ended((0, -1), (), (), 0, ())
         # What this rank asks about, in which attempt; the number of its latest question, and who has answered what.
         self._asked: Operation | None = None
         self._number = 0
@@ -93,7 +94,9 @@ class EndedSteps:
         copies = [self._copy(mean) for mean in means] if len(operation.ranks) > 1 else []  # Alone, nobody asks.
         with self._membership.monitor:
             operation.check_ranks()
-            self._ended = _Ended(self._place_of(operation), operation.ranks, operation.digest, copies)
+            self._ended = _Ended(
+                self._place_of(operation), operation.ranks, operation.incarnations, operation.digest, copies
+            )
 
     def _copy(self, mean: np.ndarray) -> np.ndarray:
         copy = self._pool.take(mean.nbytes).view(mean.dtype)
@@ -191,8 +194,13 @@ class EndedSteps:
         def awaited() -> list[int]:
             if membership.failure is not None or membership.session != ended.place[0]:
                 return []
-            others = [rank for rank in ended.ranks if rank != membership.rank and membership.departure(rank) is None]
-            return [rank for rank in others if membership.listens(rank) and not self._answers.get(rank)]
+            others = [
+                rank
+                for rank, incarnation in zip(ended.ranks, ended.incarnations, strict=True)
+                if rank != membership.rank and membership.incarnation_of(rank) == incarnation
+            ]
+            there = [rank for rank in others if membership.departure(rank) is None]
+            return [rank for rank in there if membership.listens(rank) and not self._answers.get(rank)]
 
         with membership.monitor:
             self._begin_question()  # Once: the way may be longer than the time until it is put again.
@@ -248,4 +256,4 @@ class EndedSteps:
                 "those that this rank has sent its part to."
             )
         self._asked = None
-        self._ended = _Ended(place, asked.ranks, digest, [message.payload])
+        self._ended = _Ended(place, asked.ranks, asked.incarnations, digest, [message.payload])

@@ -12,9 +12,9 @@ from hop_tf.errors import PeerLostError, ProtocolError
 from hop_tf.membership import Membership, SessionQueue
 from hop_tf.transport.base import Message
 
-# Step, the ranks that take part, vector, turn, chunk.
+# Step, the processes that take part, vector, turn, chunk.
 _HEADER = struct.Struct("<qIIII")
-_Attempt = tuple[int, int]  # Step, the ranks that take part.
+_Attempt = tuple[int, int]  # Step, the processes that take part.
 _Key = tuple[int, int, int, int]  # Sender, vector, turn, chunk.
 
 
@@ -27,10 +27,11 @@ class Operation:
 
     Attributes:
       ranks: The ranks, in order.
+      incarnations: Which process each of them is.
       index: This rank's place in `ranks`.
       step: Number of the step.
       training_step: What errors call it.
-      digest: A number that stands for the ranks.
+      digest: A number that stands for the ranks, and their processes.
       vector: Number of the vector that is at work.
       is_committed: Whether others may have a mean of the step.
 
@@ -62,10 +63,11 @@ class Operation:
         membership.check()  # Who is alone waits for nobody, and would not hear that the job has ended.
         with membership.monitor:
             self.ranks = self.present()
+            self.incarnations = self._incarnations_now()
             # Who recovers begins an attempt when it knows that nobody has ended another one.
             self._ended = [] if recovers else self._may_end_without_this(is_first)
         self.index = self.ranks.index(membership.rank)
-        self.digest = zlib.crc32(np.array(self.ranks, np.int32).tobytes())
+        self.digest = zlib.crc32(np.array([self.ranks, self.incarnations], np.int32).tobytes())
         self._attempt = (step, self.digest)
         self.vector = 0
         self.is_committed = is_committed
@@ -74,6 +76,14 @@ class Operation:
         """The ranks that take part as far as this rank knows now. Called with the monitor held, as is `check_ranks`."""
         rank = self._membership.rank
         return [r for r in range(self._membership.world_size) if r == rank or self._delivers(r, self.step)]
+
+    def _incarnations_now(self) -> list[int]:
+        """Which processes the ranks of this attempt are."""
+        known = self._membership.incarnations
+        return [known.get(rank, 0) for rank in self.ranks]
+
+    def _has_changed(self) -> bool:
+        return self.present() != self.ranks or self._incarnations_now() != self.incarnations
 
     def _may_end_without_this(self, is_first: bool) -> list[int]:
         """Those that have left before this attempt; and, before this rank has sent a mean, those that leave in it.
@@ -136,7 +146,7 @@ class Operation:
 
     def _wait(self, missing: Callable[[], list[int]]) -> None:
         def awaited() -> list[int]:
-            if self.present() != self.ranks:
+            if self._has_changed():
                 return []
             ranks = missing()
             self._check_ended(ranks)
@@ -160,13 +170,14 @@ class Operation:
 
     def check_ranks(self) -> None:
         """Raises RanksChanged if a rank that was to take part has left, or was lost."""
-        if self.present() != self.ranks:
+        if self._has_changed():
             raise RanksChanged
 
     def is_broken_by_loss(self) -> bool:
-        """Whether a rank that was to take part was lost."""
+        """Whether a rank that was to take part was lost, be it that it was started again since."""
         departures = [self._membership.departure(rank) for rank in self.ranks]
-        return any(departure is not None and departure.lost for departure in departures)
+        is_lost = any(departure is not None and departure.lost for departure in departures)
+        return is_lost or self._incarnations_now() != self.incarnations
 
     def _still_there(self, keys: Collection[_Key]) -> Collection[_Key]:
         """The same keys; raises as `check_ranks` does."""
@@ -180,6 +191,7 @@ class Mailbox:
     def __init__(self, membership: Membership, name: str):
         self.queue = SessionQueue(membership, name, membership.session)
         self._first_step = 0
+        self._has_begun = not membership.joining
         self._messages: dict[_Attempt, dict[_Key, np.ndarray]] = {}
         self.queue.start(self._on_message)
 
@@ -198,7 +210,13 @@ class Mailbox:
     def clear(self, session: int) -> None:
         self.queue.session = session
         self._first_step = 0
+        self._has_begun = True
         self._messages.clear()
+
+    def begin_at(self, step: int) -> None:
+        """This rank takes part from `step` on, as a process that was started again; so may others that sent already."""
+        self.forget(step - 1)
+        self._has_begun = True
 
     def close(self) -> None:
         self.queue.close()
@@ -208,7 +226,7 @@ class Mailbox:
             raise message.unexpected()
         step, ranks, vector, turn, chunk = _HEADER.unpack(message.header)
         # Nobody ends a step without this rank: others are in this step or the next one.
-        if step > self._first_step + 1:
+        if step > self._first_step + 1 and self._has_begun:
             raise ProtocolError(f"rank {message.sender} is at step {step}, this rank at {self._first_step}.")
         if step >= self._first_step:
             self._messages.setdefault((step, ranks), {})[message.sender, vector, turn, chunk] = message.payload

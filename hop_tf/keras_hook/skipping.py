@@ -36,6 +36,7 @@ class StepSkipping:
             self._is_behind = tf.Variable(False, trainable=False, name="hop_tf_is_behind")
             self._has_no_metrics = tf.Variable(False, trainable=False, name="hop_tf_has_no_metrics")
         self._catch_up: Callable[[Any], tf.Tensor] | None = None
+        self._takes_count = False
         self._passes_over_first = False
         self._optimizer: Any = None  # Of the step that was traced last.
         self._metrics: list[tf.Variable] = []  # The floating-point ones.
@@ -70,13 +71,16 @@ class StepSkipping:
             )
         self._optimizer = optimizer
 
-    def begin_by_skipping(self, catch_up: Callable[[Any], tf.Tensor]) -> None:
+    def begin_by_skipping(self, catch_up: Callable[[Any], tf.Tensor], *, takes_count: bool = False) -> None:
         """Passes over the steps of the first update, and then of as many as `catch_up` says, until that is none.
 
         Args:
           catch_up: Given the optimizer, emits ops that return an int64 scalar. They may change any variable.
+          takes_count: Whether the optimizer goes on to count from what `catch_up` has made of its iterations. Default:
+            from the number of steps that were passed over.
         """
         self._catch_up = catch_up
+        self._takes_count = takes_count
         self._passes_over_first = True
         with tf.init_scope():  # Now, and not in every step.
             self._is_behind.assign(True)
@@ -147,6 +151,8 @@ class StepSkipping:
         num_updates = self._catch_up(self._optimizer)
         self.skip(num_updates)
         self._is_behind.assign(num_updates > 0)
+        if self._takes_count:
+            return
         with tf.control_dependencies([num_updates]):
             iterations.assign(num_passed)  # Not another rank's.
 

@@ -269,12 +269,17 @@ class Membership(Waiting):
     def tell_of_lost(self, rank: int) -> None:
         """Tells a rank which ones this one takes for lost: it knows before it gets what is sent to it next on lane 0.
 
-        Does not block for long.
+        Former processes of ranks that take part again are lost, too. Does not block for long.
         """
         with self.monitor:
-            leaves = [self._departures.leave_of(*lost).SerializeToString() for lost in self._departures.lost().items()]
+            lost = self._departures.lost()
+            leaves = [self._departures.leave_of(*each) for each in lost.items()]
+            former = Departure({}, "it was started again", final=True, lost=True, num_rounds=self.num_rounds)
+            for other, incarnation in self._departures.incarnations.items():
+                if incarnation and other not in lost:
+                    leaves.append(self._departures.leave_of(other, former, incarnation=incarnation - 1))
         for leave in leaves:
-            self.notify(rank, LEAVE_QUEUE, leave)
+            self.notify(rank, LEAVE_QUEUE, leave.SerializeToString())
 
     @property
     def present_incarnation(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 
@@ -9,11 +10,14 @@ import numpy as np
 
 from hop_tf.codecs import Codec, Identity
 from hop_tf.collectives import AllReduce
+from hop_tf.runtime.admissions import Admissions
 from hop_tf.runtime.exchange import Exchange, Incoming, Outgoing
 from hop_tf.runtime.group import ExchangeContext
+from hop_tf.runtime.joiner import LockStepJoiner
+from hop_tf.tensors import payloads
 
 
-class AveragingExchange(Exchange):
+class AveragingExchange(Exchange, LockStepJoiner):
     """Averages what each step hands out over the ranks that take part in it, by all-reduce.
 
     What comes back for a step is the mean of its buckets. A rank that has left is not waited for; the mean is then that
@@ -25,6 +29,8 @@ class AveragingExchange(Exchange):
       reductions: What averages; a scheme may take turns with several. Default: one, of `context.packing`.
       codec: What the default one encodes with. Default: nothing.
       algorithm: That of the default one; see `hop_tf.collectives.get_algorithm`. Default "mesh".
+      admissions: Who takes part from which step on, where ranks that were started again do. Default: they do not.
+      votes_place: In which bucket their votes travel, and where there; see `Admissions.spec`.
     """
 
     def __init__(
@@ -34,19 +40,25 @@ class AveragingExchange(Exchange):
         *,
         codec: Codec | None = None,
         algorithm: str = "mesh",
+        admissions: Admissions | None = None,
+        votes_place: tuple[int, slice] | None = None,
     ):
+        self.admissions = admissions
+        self._votes_place = votes_place
         self._group = context.group
         self._membership = context.membership
         self._reductions = reductions or [
             context.make_all_reduce("mean", context.packing, codec or Identity(), algorithm)
         ]
         self._communicate_seconds = [0.0] * len(self._reductions)
-        self._sent_rounds = 0
+        self._sent_rounds = self._num_decided = 0
 
     def reset(self, session: int) -> None:
-        self._sent_rounds = 0
+        self._sent_rounds = self._num_decided = 0
         for reduction in self._reductions:
             reduction.reset(session)
+        if self.admissions is not None:
+            self.admissions.reset(session)
 
     def step(self, outgoing: Outgoing) -> Incoming:
         means = self.mean(outgoing.step, outgoing.buckets)
@@ -59,6 +71,7 @@ class AveragingExchange(Exchange):
         *,
         turn: int | None = None,
         reduction: int = 0,
+        votes_of: int | None = None,
         **arguments,
     ) -> list[np.ndarray]:
         """The mean of these buckets over the ranks.
@@ -68,6 +81,8 @@ class AveragingExchange(Exchange):
           buckets: The buckets.
           turn: How many means the reduction has made before. Default: `number`.
           reduction: Which one averages.
+          votes_of: Number of the step, or of the round of several, for which ranks vote beside these values; what comes
+            back there is that of `Admissions.decide`. Default: there are no votes.
           **arguments: Further ones of `AllReduce.mean`.
 
         Returns:
@@ -76,16 +91,59 @@ class AveragingExchange(Exchange):
         Blocks: until all ranks that take part have handed out theirs.
         """
         start = time.perf_counter()
+        if votes_of is not None:
+            buckets = self._with_votes(buckets)
         means = self._reductions[reduction].mean(
             number if turn is None else turn,
             buckets,
-            lambda rank, _: self._membership.delivers(rank, self._group, number),
+            lambda rank, _: self._takes_part(rank, number),
             **arguments,
         )
         self._communicate_seconds[reduction] += time.perf_counter() - start
         with self._membership.monitor:
             self._sent_rounds = max(self._sent_rounds, number + 1)
+        if votes_of is not None:
+            self._decide(means, votes_of)
         return means
+
+    def _decide(self, means: Sequence[np.ndarray], number: int) -> None:
+        """Admits newcomers, when that is decided for all rounds before: several may be under way."""
+        bucket, where = self._votes_place
+        self._membership.wait_until(lambda: self._num_decided >= number, timeout_seconds=math.inf)
+        distances = self.admissions.decide(means[bucket][where], number * self.steps_per_round)
+        means[bucket][where] = np.concatenate([distances, np.zeros_like(distances)])
+        with self._membership.monitor:
+            self._num_decided = number + 1
+            self._membership.monitor.notify_all()
+
+    def _with_votes(self, buckets: Sequence[np.ndarray]) -> list[np.ndarray]:
+        buckets, (bucket, where) = list(buckets), self._votes_place
+        buckets[bucket] = buckets[bucket].copy()
+        buckets[bucket][where] = self.admissions.votes().ravel()
+        return buckets
+
+    def _takes_part(self, rank: int, number: int) -> bool:
+        if self.admissions is not None:
+            return self.admissions.takes_part(rank, number)
+        return self._membership.delivers(rank, self._group, number)
+
+    # Ranks that join late.
+
+    def begin_at(self, step: int) -> None:
+        self._num_decided = step // self.steps_per_round
+        self._sent_rounds = self._num_decided * max(1, len(self.parts))
+        for reduction in self._reductions:
+            reduction.begin_at(step)
+
+    def common_state(self) -> list[np.ndarray]:
+        of_reductions = (payloads.join(reduction.common_state()) for reduction in self._reductions)
+        return [self.admissions.table(), *(np.concatenate(each) for each in of_reductions)]
+
+    def take_common_state(self, parts: Sequence[np.ndarray]) -> None:
+        table, *of_reductions = parts
+        self.admissions.take_table(table)
+        for reduction, part in zip(self._reductions, of_reductions, strict=True):
+            reduction.take_common_state(payloads.split(part))
 
     def no_op(self, outgoing: Outgoing) -> Incoming:
         """This rank's own buckets, as if it were alone."""
@@ -106,5 +164,7 @@ class AveragingExchange(Exchange):
             reduction.settle(deadline)
 
     def close(self) -> None:
+        if self.admissions is not None:
+            self.admissions.close()
         for reduction in self._reductions:
             reduction.close()

@@ -23,8 +23,8 @@ from hop_tf.runtime.joining import Joining
 from hop_tf.tensors.fifo import enqueue_arrays
 from hop_tf.tensors.packing import Packing
 
-# Segment of what is no step: a rank that was started again asks where the others are.
-CATCH_UP = -1
+# Segments of what is no step: a rank that was started again asks where the others are; ranks in lock step meet it.
+CATCH_UP, MEETING = -1, -2
 
 _END_OF_SESSION = -1
 _POISON = -1
@@ -148,7 +148,8 @@ class ExchangeRunner:
       packing: The buckets that go out, and come back.
       exchange: The scheme.
       on_error: Called on a communication thread with whatever `Exchange.step` raised.
-      joining: Hears of every step; answers to segment `CATCH_UP`, where the step is the number of those passed over.
+      joining: Hears of every step; answers to the segments `CATCH_UP`, where the step is the number of those passed
+        over, and `MEETING`, where it is the one that follows.
       on_nonfinite: Called on a communication thread with the number of a step whose values are not finite, before they
         are handed to the scheme. It may raise.
     """
@@ -354,13 +355,17 @@ class ExchangeRunner:
         if not self._interrupted:
             try:
                 if outgoing.segment == CATCH_UP:
-                    return self._caught_up(outgoing, self._joining.catch_up(self._name, outgoing.step))
+                    return self._answer_of(outgoing, self._joining.catch_up(self._name, outgoing.step))
+                if outgoing.segment == MEETING:
+                    self._joining.meet(self._name, outgoing.step)
+                    return self._answer_of(outgoing, 0)
                 if outgoing.segment == 0:
                     self._joining.at_step(outgoing.step)
                 return self._exchange.step(outgoing)
             except Interrupted:
                 self._interrupted = True
-        return self._caught_up(outgoing, 0) if outgoing.segment == CATCH_UP else self._exchange.no_op(outgoing)
+        is_step = outgoing.segment not in (CATCH_UP, MEETING)
+        return self._exchange.no_op(outgoing) if is_step else self._answer_of(outgoing, 0)
 
-    def _caught_up(self, outgoing: Outgoing, num_skipped: int) -> Incoming:
-        return Incoming(outgoing.step, CATCH_UP, self._nothing, num_skipped)
+    def _answer_of(self, outgoing: Outgoing, num_skipped: int) -> Incoming:
+        return Incoming(outgoing.step, outgoing.segment, self._nothing, num_skipped)

@@ -10,17 +10,19 @@ import tensorflow as tf
 from hop_tf.codecs import Codec
 from hop_tf.collectives import AllReduce
 from hop_tf.keras_hook.optimizers import has_schedule, unscaled, weight_decays
+from hop_tf.runtime.admissions import Admissions, find_spec
 from hop_tf.runtime.averaging_exchange import AveragingExchange
 from hop_tf.runtime.exchange import Incoming, Outgoing
 from hop_tf.runtime.group import ExchangeContext, Group
 from hop_tf.runtime.rates import CommonRate
-from hop_tf.tensors.packing import Packing
+from hop_tf.tensors.packing import Packing, TensorSpec
 
 
 class GradientExchange(AveragingExchange):
     """Averages gradients, segment by segment. Changes of carried variables, and the learning rate, travel beside.
 
-    The last tensor of the packing is the rate (`CommonRate.spec`).
+    The last tensors of the packing are those of `specs_beside`. Where these admit ranks that were started again, the
+    end of a step is `meet_newcomers`.
 
     Args:
       context: Membership, packing and buffers of the group.
@@ -29,6 +31,7 @@ class GradientExchange(AveragingExchange):
       algorithm: See `hop_tf.collectives.get_algorithm`.
       adopts_rate: Whether the first rank's learning rate can take the place of a rank's own. Default: where weights
         have not decayed by that one before. Never where the rate has a schedule.
+      delay: How many steps late a mean is applied. Default 0.
 
     Attributes:
       carried: The changes of the variables that are carried along.
@@ -45,14 +48,19 @@ class GradientExchange(AveragingExchange):
         codec: Codec,
         algorithm: str,
         adopts_rate: bool | None = None,
+        delay: int = 0,
     ):
         self.members = members
         self.parts = [context.packing.part(indices) for indices in members]
         self.max_in_flight = len(self.parts)
         self.carried = context.carried
+        place = find_spec(context.packing.specs)
+        self._votes_segment, votes_place = (None, None) if place is None else self._place_of(place)
         super().__init__(
             context,
             [self._make_mean(context, str(number), part, codec, algorithm) for number, part in enumerate(self.parts)],
+            admissions=None if place is None else _make_admissions(context, len(self.parts), lead=delay + 1),
+            votes_place=votes_place,
         )
         self._exact = context.packing.exact
         optimizer = context.optimizer()
@@ -75,10 +83,15 @@ class GradientExchange(AveragingExchange):
         super().reset(session)
         self.carried.reset()
 
+    def begin_at(self, step: int) -> None:
+        super().begin_at(step)
+        self.carried.reset()
+
     def step(self, outgoing: Outgoing) -> Incoming:
         t, segment = outgoing.step, outgoing.segment
         number = t * len(self.parts) + segment
-        means = self.mean(number, outgoing.buckets, turn=t, reduction=segment)
+        votes_of = t if segment == self._votes_segment else None
+        means = self.mean(number, outgoing.buckets, turn=t, reduction=segment, votes_of=votes_of)
         for mean, own, exact in zip(means, outgoing.buckets, self._exact, strict=True):
             if exact:  # What the variable has become since then stays.
                 mean -= own
@@ -89,6 +102,15 @@ class GradientExchange(AveragingExchange):
 
     def no_op(self, outgoing: Outgoing) -> Incoming:
         return Incoming(outgoing.step, outgoing.segment, tuple(np.zeros_like(values) for values in outgoing.buckets))
+
+
+def _make_admissions(context: ExchangeContext, num_segments: int, lead: int) -> Admissions:
+    return Admissions(context.membership, context.group, context.session, num_segments=num_segments, lead=lead)
+
+
+def specs_beside(world_size: int, *, admits: bool) -> list[TensorSpec]:
+    """What travels beside a step's gradients; `admits`: ranks that were started again are to take part."""
+    return [*([Admissions.spec(world_size)] if admits else []), CommonRate.spec(world_size)]
 
 
 def submit_gradients(group: Group, gradients: Sequence) -> list[tf.Tensor]:
@@ -102,17 +124,23 @@ def submit_gradients(group: Group, gradients: Sequence) -> list[tf.Tensor]:
       What is handed out: gradients without the loss scale, changes of the carried variables, and the learning rate.
     """
     optimizer, exchange = group.optimizer(), group.exchange
-    outgoing = [*unscaled(optimizer, gradients), *exchange.carried.take(), exchange.rate.own(optimizer)]
+    outgoing = [*unscaled(optimizer, gradients), *exchange.carried.take()]
+    if exchange.admissions is not None:  # The exchange fills them in.
+        outgoing.append(tf.zeros(group.packing.specs[-2].shape, tf.float64))
+    outgoing.append(exchange.rate.own(optimizer))
     for segment, members in enumerate(exchange.members):
         group.submit([outgoing[index] for index in members], segment)
     return outgoing
 
 
-def take_means(group: Group, take: Callable[[int], Sequence[tf.Tensor]]) -> tuple[list[tf.Tensor], tf.Tensor]:
+def take_means(
+    group: Group, step: tf.Tensor, take: Callable[[int], Sequence[tf.Tensor]]
+) -> tuple[list[tf.Tensor], tf.Tensor]:
     """Emits the ops that take a step's means, and add the changes of carried variables.
 
     Args:
       group: The group.
+      step: The step.
       take: Takes the tensors of a segment.
 
     Returns:
@@ -124,5 +152,8 @@ def take_means(group: Group, take: Callable[[int], Sequence[tf.Tensor]]) -> tupl
         for index, mean in zip(members, take(segment), strict=True):
             means[index] = mean
     *means, rates = means
+    if exchange.admissions is not None:
+        *means, distances = means
+        exchange.admissions.note_meeting(distances, step)
     exchange.carried.add(means[group.num_trained :])
     return means[: group.num_trained], exchange.rate.adopt(group.optimizer(), rates)

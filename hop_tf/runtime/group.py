@@ -15,7 +15,7 @@ from hop_tf.collectives import AllReduce, get_algorithm
 from hop_tf.keras_hook.optimizers import constrain
 from hop_tf.membership import Membership
 from hop_tf.runtime.averaging import LateChanges
-from hop_tf.runtime.exchange import CATCH_UP, Exchange, ExchangeRunner
+from hop_tf.runtime.exchange import CATCH_UP, MEETING, Exchange, ExchangeRunner
 from hop_tf.runtime.report import StepStatistics
 from hop_tf.tensors.buffers import BufferPool
 from hop_tf.tensors.fifo import Fifo, MakeFifo
@@ -205,10 +205,25 @@ class Group:
         Returns:
           int64 scalar: how many further steps are to be passed over; see `Joining.catch_up`.
         """
-        self.signal(CATCH_UP)
-        _, num_skipped = self.runner.collect(self.step.read_value(), CATCH_UP, [0] * len(self.packing.sizes))
+        num_skipped = self._ask(CATCH_UP)
         self.step.assign_add(num_skipped)
         return num_skipped
+
+    def meet(self, state: Sequence[tf.Tensor]) -> tf.Tensor:
+        """Emits the ops with which a rank meets, between two steps, those that take part from the next one on.
+
+        Args:
+          state: What the step before has made of all variables: others get that.
+
+        Returns:
+          int64 scalar, without a meaning.
+        """
+        return self._ask(MEETING, state)
+
+    def _ask(self, segment: int, computed: Sequence = ()) -> tf.Tensor:
+        self.signal(segment, computed)
+        _, answer = self.runner.collect(self.step.read_value(), segment, [0] * len(self.packing.sizes))
+        return answer
 
     def end_step(self, num_skipped: tf.Tensor | int = 0) -> None:
         """Emits the op that ends this step, and passes over the next `num_skipped` of the scheme's steps."""

@@ -5,12 +5,17 @@ asks how far they are. When it is near, it takes the state of the peer that is f
 one's next step k, and announces to everyone that it enters step k + 1. Each of its peers makes room for it and answers
 with the step that it is in itself: what that peer sends in later steps, it sends to the newcomer too. When all present
 peers have answered, the newcomer is one of them. Nobody waits for it before, and nobody stops.
+
+Where ranks are in lock step, all have to begin with it in the same step, and their state has to be its own. So it first
+announces that it is there. The others agree on its first step (see `hop_tf.runtime.admissions`), and tell it. It passes
+over the steps before. The others wait before that step (`meet`), until it has the state that is equal on all of them.
 """
 
 from __future__ import annotations
 
-import abc
 import collections
+import struct
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
@@ -20,13 +25,17 @@ from absl import logging
 from hop_tf.collectives import BULK_LANE
 from hop_tf.errors import HopError, MismatchError, PeerLostError
 from hop_tf.membership import Membership, membership_pb2, parse
+from hop_tf.runtime.joiner import Joiner, LockStepJoiner, State
 from hop_tf.runtime.replica_state import compare
+from hop_tf.tensors import payloads
 from hop_tf.transport.base import Message
 
 _JOIN = "joining/join"
 _WELCOME = "joining/welcome"
 _REQUEST = "joining/request"
 _REPLY = "joining/reply"
+_ARRIVED = "joining/arrived"
+_ARRIVAL = struct.Struct("<qq")  # Session, incarnation of the sender.
 # Passing over so many steps takes a moment, for which the others may have to wait.
 _NEAR_STEPS = 16
 # Ranks whose steps take no longer than to pass over one cannot be caught up with.
@@ -35,42 +44,6 @@ _RETRY_SECONDS = 0.1
 _NOT_THERE = -1
 
 _Exchange = TypeVar("_Exchange")
-
-
-class State(abc.ABC):
-    """What a newcomer takes from another rank."""
-
-    @abc.abstractmethod
-    def signature(self, groups: str) -> bytes:
-        """What it consists of, beside these exchange groups; see `hop_tf.runtime.replica_state.sign`."""
-
-    @abc.abstractmethod
-    def read(self) -> list[np.ndarray]:
-        """Its arrays. Nobody writes to them afterwards."""
-
-    @abc.abstractmethod
-    def write(self, payload: np.ndarray) -> None:
-        """Takes over the arrays that another rank has read, joined as bytes."""
-
-
-class Joiner(abc.ABC):
-    """What an exchange does about newcomers. All are called with the rank's monitor held."""
-
-    @abc.abstractmethod
-    def begin_at(self, step: int) -> None:
-        """This rank is to enter `step` of the running session, without having made the steps before."""
-
-    @abc.abstractmethod
-    def meet(self, rank: int, step: int) -> None:
-        """Rank `rank` is in `step`, and sends to this rank what belongs to later ones. Follows `begin_at`."""
-
-    @abc.abstractmethod
-    def admit(self, rank: int, step: int) -> int:
-        """Rank `rank` is to enter `step`, as another process than before.
-
-        Returns:
-          The step that this rank is in; what belongs to later ones it sends to the newcomer.
-        """
 
 
 class Joining:
@@ -96,6 +69,7 @@ class Joining:
         self._asking_for_state: list[int] = []
         self._replies: dict[int, tuple[membership_pb2.StateReply, np.ndarray]] = {}
         self._welcomed: set[int] = set()
+        self._arrived: dict[int, int] = {}  # The incarnation of each rank that has told last that it has the state.
         self._joins: dict[int, membership_pb2.Join] = {}  # The latest one of every rank that has joined.
         self._num_approaches = 0
         self.counts: collections.Counter[str] = collections.Counter()
@@ -104,6 +78,7 @@ class Joining:
             _WELCOME: self._on_welcome,
             _REQUEST: self._on_request,
             _REPLY: self._on_reply,
+            _ARRIVED: self._on_arrived,
         }.items():
             self._transport.register(queue, handler)
 
@@ -122,7 +97,7 @@ class Joining:
         """
         with self._monitor:  # Of newcomers it must hear before it takes a message of theirs.
             exchange = make_exchange()
-            if not isinstance(exchange, Joiner):
+            if not (isinstance(exchange, Joiner) and exchange.lets_join):
                 if self._membership.joining:
                     exchange.close()
                     raise PeerLostError(
@@ -161,17 +136,26 @@ class Joining:
           PeerLostError: If nobody is left.
           MismatchError: If the others train something else.
         """
+        exchange = self._exchanges.get(group)
+        if isinstance(exchange, LockStepJoiner) and not self._membership.joining:
+            return self._arrive(group, position)
         if not self._membership.joining:
             return 0
         while True:
-            steps = self._ask(position)
-            leader = max(steps, key=steps.get)
-            num_behind = steps[leader] + 1 - position
+            replies = self._ask(position)
+            leader = max(replies, key=lambda rank: replies[rank].step)
+            num_behind = replies[leader].step + 1 - position
             if num_behind > _NEAR_STEPS and self._num_approaches < _MAX_APPROACHES:
                 self._num_approaches += 1
                 return num_behind
-            if (step := self._take_state(leader, position)) is not None:
-                start = max(position, step + 1)
+            if isinstance(exchange, LockStepJoiner):
+                self._check_digest(
+                    leader, replies[leader]
+                )  # Once the others count on this rank, its errors are theirs.
+                self._enter(group, position)
+                return self._arrive(group, position)
+            if (given := self._take_state(leader, position)) is not None:
+                start = max(position, given[0] + 1)
                 self._enter(group, start)
                 logging.info("rank %d: joins at step %d.", self._membership.rank, start)
                 return start - position
@@ -187,26 +171,37 @@ class Joining:
         self._enter(group, 0)
         logging.info("rank %d: joins.", self._membership.rank)
 
-    def _ask(self, position: int) -> dict[int, int]:
-        """How far the present peers are; at least one is."""
+    def _check_digest(self, peer: int, reply: membership_pb2.StateReply) -> None:
+        if reply.signature_digest != zlib.crc32(self._signature()):
+            raise MismatchError(
+                f"rank {self._membership.rank} was started again and cannot join: rank {peer} trains another model, or "
+                "with another optimizer, or more of them. Start the same script again. It joins in its first `fit`."
+            )
+
+    def _ask(self, position: int) -> dict[int, membership_pb2.StateReply]:
+        """Where the present peers that train are; at least one does."""
         deadline = self._monitor.now() + self._timeout_seconds
         while True:
             # Those that were lost may be joining as well.
             self._membership.wait_until(self._present, deadline - self._monitor.now())
             replies = self._request(self._present(), membership_pb2.StateRequest(), position)
-            steps = {rank: reply.step for rank, (reply, _) in replies.items() if reply.step != _NOT_THERE}
-            if steps:
-                return steps
+            train = {rank: reply for rank, (reply, _) in replies.items() if reply.step != _NOT_THERE}
+            if train:
+                return train
             if self._monitor.now() >= deadline:
                 raise PeerLostError(
                     f"rank {self._membership.rank} was started again and cannot join: none of its peers "
                     f"{list(self._membership.peers)} trains any more."
                 )
             with self._monitor:
-                self._monitor.wait(_RETRY_SECONDS)
+                self._monitor.wait(_RETRY_SECONDS, deadline)
 
-    def _take_state(self, peer: int, position: int) -> int | None:
-        """Takes over `peer`'s state; returns the step at whose start it was. None if the peer has gone."""
+    def _take_state(self, peer: int, position: int) -> tuple[int, np.ndarray] | None:
+        """Takes over `peer`'s state; None if the peer has gone.
+
+        Returns:
+          The step at whose start it was, and the bytes that the exchange has added.
+        """
         replies = self._request([peer], membership_pb2.StateRequest(wants_state=True), position)
         if peer not in replies or not replies[peer][0].has_state:
             return None
@@ -216,9 +211,31 @@ class Joining:
             compare(self._membership, self._signature(), peer, signature.tobytes())
         except MismatchError as error:
             raise MismatchError(f"{error} A rank that was started again joins in its first `fit`.") from None
-        self._state.write(arrays)
+        self._state.write(arrays[: reply.state_bytes])
         self.counts = collections.Counter(dict(reply.counts))
-        return reply.step
+        return reply.step, arrays[reply.state_bytes :]
+
+    def _arrive(self, group: str, position: int) -> int:
+        """As `catch_up`, where ranks are in lock step, and the others know of this one."""
+        exchange = self._exchanges[group]
+        while (step := exchange.admissions.own_first_step) is None:
+            exchange.admissions.wait_for_first_step(self._ask(position))
+        if step > position:
+            return step - position
+        given = None
+        while given is None:
+            giver = min(self._ask(position))
+            given = self._take_state(giver, position)
+        _, added = given
+        with self._monitor:
+            exchange.take_common_state(payloads.split(added))
+            exchange.begin_at(step)
+            self._step = step - 1
+        arrival = _ARRIVAL.pack(self._membership.session, self._membership.incarnation)
+        self._membership.notify_peers(_ARRIVED, arrival)
+        logging.info("rank %d: joins at step %d.", self._membership.rank, step)
+        self.meet(group, step)  # Others may join there, too.
+        return 0
 
     def _signature(self) -> bytes:
         with self._monitor:
@@ -230,11 +247,14 @@ class Joining:
         """Asks; returns the answers of those that have not gone meanwhile."""
         with self._monitor:
             self._replies = {}
+            asked = {peer: self._membership.incarnation_of(peer) for peer in peers}
         for peer in peers:
             self._membership.send(peer, _REQUEST, request.SerializeToString(), step=position)
 
         def missing() -> list[int]:
-            return [peer for peer in self._present() if peer in peers and peer not in self._replies]
+            # Another process of a peer that has joined meanwhile was not asked.
+            there = [peer for peer in self._present() if asked.get(peer) == self._membership.incarnation_of(peer)]
+            return [peer for peer in there if peer not in self._replies]
 
         self._membership.wait(missing, operation="receive state", step=position)
         with self._monitor:
@@ -242,11 +262,13 @@ class Joining:
         return replies
 
     def _enter(self, group: str, step: int) -> None:
-        membership = self._membership
+        """Takes part from `step` on; in lock step, from one on that the others will tell."""
+        membership, exchange = self._membership, self._exchanges[group]
         with self._monitor:
             self._welcomed = set()
-            self._step = step - 1
-            self._exchanges[group].begin_at(step)
+            if not isinstance(exchange, LockStepJoiner):
+                self._step = step - 1
+                exchange.begin_at(step)
             membership.joined()
         join = membership_pb2.Join(
             rank=membership.rank,
@@ -281,14 +303,54 @@ class Joining:
         self._membership.begin_round(step)
         with self._monitor:
             self._step = step
+            for exchange in self._exchanges.values():
+                if isinstance(exchange, LockStepJoiner):
+                    self._step = (step + 1) * exchange.steps_per_round - 1
+                    return  # They get it where all meet.
             asking, self._asking_for_state = self._asking_for_state, []
-        if not asking:
-            return
-        signature = np.frombuffer(self._signature(), np.uint8)
-        reply = membership_pb2.StateReply(step=step, has_state=True, signature_bytes=signature.size, counts=self.counts)
-        arrays = [signature, *self._state.read()]
-        for rank in asking:
-            self._membership.send_to_newcomer(rank, _REPLY, reply.SerializeToString(), arrays, lane=BULK_LANE)
+        if asking:
+            self._give_state(asking, step)
+
+    def meet(self, group: str, step: int) -> None:
+        """All steps before `step` are made, and merged: who takes part from this one on gets the state.
+
+        Blocks: until all that do have it, or are lost.
+
+        Raises:
+          HopError: As `Membership.wait` does.
+        """
+        exchange = self._exchanges[group]
+
+        def awaited() -> list[int]:
+            incarnation_of = self._membership.incarnation_of
+            newcomers = exchange.admissions.newcomers_of(step)
+            return [rank for rank in newcomers if self._arrived.get(rank) != incarnation_of(rank)]
+
+        def asking() -> list[int]:
+            return [rank for rank in awaited() if rank in self._asking_for_state]
+
+        while True:
+            operation = "bring a rank that was started again to this step"
+            self._membership.wait(lambda: [] if asking() else awaited(), operation=operation, step=step)
+            with self._monitor:
+                ranks = asking()
+                self._asking_for_state = [rank for rank in self._asking_for_state if rank not in ranks]
+            if not ranks:
+                return
+            self._give_state(ranks, step, payloads.join(exchange.common_state()))
+
+    def _give_state(self, ranks: Sequence[int], step: int, added: Sequence[np.ndarray] = ()) -> None:
+        signature, arrays = np.frombuffer(self._signature(), np.uint8), self._state.read()
+        reply = membership_pb2.StateReply(
+            step=step,
+            has_state=True,
+            signature_bytes=signature.size,
+            state_bytes=sum(array.nbytes for array in arrays),
+            counts=self.counts,
+        )
+        for rank in ranks:
+            payload = [signature, *arrays, *added]
+            self._membership.send_to_newcomer(rank, _REPLY, reply.SerializeToString(), payload, lane=BULK_LANE)
 
     def end_session(self) -> None:
         """This rank trains no more; who asks for its state hears of that by its departure."""
@@ -305,14 +367,25 @@ class Joining:
             step = _NOT_THERE if self._membership.joining else self._step
             if request.wants_state and step != _NOT_THERE:
                 self._asking_for_state.append(message.sender)
+                self._monitor.notify_all()
                 return
-        reply = membership_pb2.StateReply(step=step, counts=self.counts)
+            digest = 0 if step == _NOT_THERE else zlib.crc32(self._signature())
+        reply = membership_pb2.StateReply(step=step, counts=self.counts, signature_digest=digest)
         self._membership.notify(message.sender, _REPLY, reply.SerializeToString())
 
     def _on_reply(self, message: Message) -> None:
         reply = parse(membership_pb2.StateReply, message)
         with self._monitor:
             self._replies[message.sender] = reply, message.payload
+            self._monitor.notify_all()
+
+    def _on_arrived(self, message: Message) -> None:
+        if len(message.header) != _ARRIVAL.size:
+            raise message.unexpected()
+        session, incarnation = _ARRIVAL.unpack(message.header)
+        with self._monitor:
+            if session == self._membership.session:
+                self._arrived[message.sender] = incarnation
             self._monitor.notify_all()
 
     def _on_join(self, message: Message) -> None:

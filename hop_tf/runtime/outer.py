@@ -25,11 +25,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from hop_tf.keras_hook.optimizers import clipped
 from hop_tf.keras_hook.updates import update
 from hop_tf.runtime.averaging import LateChanges, Latest
+from hop_tf.tensors import payloads
 
 
 class OuterSteps:
@@ -60,11 +62,23 @@ class OuterSteps:
         self.optimizer = optimizer
         self._changes = LateChanges(variables, values)
         self._own = Latest(variables, max_newer)
-        with tf.init_scope():
+        # Names are the same where the step is traced within a condition, as that of a rank that joins.
+        with tf.init_scope(), tf.name_scope(""):
             merged = [_merged(variable, value) for variable, value in zip(variables, values, strict=True)]
             if optimizer is not None:
                 optimizer.build(merged[:num_trained])
         self._merged = [variable.value for variable in merged]
+
+    def merged(self) -> list[np.ndarray]:
+        """What is merged, as arrays that nobody writes to."""
+        return [np.asarray(each.read_value()) for each in self._merged]
+
+    def begin_with(self, merged: Sequence[np.ndarray]) -> None:
+        """Takes over what is merged on another rank: variables are that, and nothing is under way."""
+        for each, variable, values in zip(self._merged, self._variables, merged, strict=True):
+            each.assign(payloads.view(values.copy(), each.dtype.as_numpy_dtype, each.shape))
+            variable.assign(tf.cast(each, variable.dtype))
+        self._changes.reset()
 
     def begin(self) -> None:
         """Emits the ops that take the variables as they are for what is merged: nothing is under way."""

@@ -63,6 +63,9 @@ class Scheme(abc.ABC):
           int64 scalar: how many training steps are to be passed over (see `Incoming.num_skipped`).
         """
 
+    def end_step(self, group: Group) -> None:
+        """Emits what the scheme does when all of a step is done, also what follows the update."""
+
     def specs_beside(self) -> Sequence[TensorSpec]:
         """What travels beside a group's variables."""
         return ()

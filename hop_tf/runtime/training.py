@@ -210,12 +210,12 @@ class TrainingRun(TrainingHooks):
 
     def begin_epoch(self) -> None:
         """Lets the scheme look at what callbacks have changed since the last epoch."""
-        for group in self.groups:
+        for group in () if self.is_behind else self.groups:
             self._scheme.begin_epoch(group)
 
     def end_epoch(self) -> None:
         """Lets the scheme do what validation and callbacks count on."""
-        for group in self.groups:
+        for group in () if self.is_behind else self.groups:
             self._scheme.end_epoch(group)
 
     def average_metrics(self, logs: dict, num_steps: int) -> None:
@@ -235,7 +235,7 @@ class TrainingRun(TrainingHooks):
         self._phase = Phase.FINISHED
         if self._averages_metrics:
             self.worker.metrics.end()
-        for group in self.groups:
+        for group in () if self.is_behind and self._scheme.in_lock_step else self.groups:
             self._scheme.finish_training(group)
 
     # Data.
@@ -307,6 +307,9 @@ class TrainingRun(TrainingHooks):
                 f"Check that train_step calls optimizer.apply. Keras {keras.__version__}, TensorFlow {tf.__version__}."
             )
         _refuse_assignments(trace.assigned_after_update(), type(self._scheme).__name__)
+        with trace.when_data_is_here():
+            for group in [group for group in self.groups if group.name in trace.states]:
+                self._scheme.end_step(group)
 
     def exchange(self, optimizer, trace: StepTrace, gradients: list, variables: list[tf.Variable]) -> list:
         """Runs the scheme's half of the graph; returns the gradients to apply."""
@@ -446,7 +449,7 @@ class TrainingRun(TrainingHooks):
             self._skipping = self._skipping or StepSkipping(
                 f"rank {self._rank} was started again: to join the running job, it passes over the steps it has missed."
             )
-            self._skipping.begin_by_skipping(self._catch_up)
+            self._skipping.begin_by_skipping(self._catch_up, takes_count=self._scheme.in_lock_step)
         return self._skipping is not None
 
     def _catch_up(self, optimizer) -> tf.Tensor:

@@ -13,7 +13,8 @@ from hop_tf.emulation import ComputeEmulation
 from hop_tf.errors import DeadlineExceededError, PeerLostError
 from hop_tf.runtime.exchange import Incoming, Outgoing
 from hop_tf.runtime.group import ExchangeContext
-from hop_tf.runtime.joining import Joining, State
+from hop_tf.runtime.joiner import State
+from hop_tf.runtime.joining import Joining
 from hop_tf.runtime.replica_state import sign
 from hop_tf.simulate.rejoining import catch_up
 from hop_tf.simulate.virtual import VirtualCluster

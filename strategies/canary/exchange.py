@@ -15,7 +15,7 @@ from hop_tf.membership import SessionQueue
 from hop_tf.runtime.averaging import LateChanges
 from hop_tf.runtime.exchange import Exchange, Incoming, Outgoing
 from hop_tf.runtime.group import ExchangeContext
-from hop_tf.runtime.joining import Joiner
+from hop_tf.runtime.joiner import Joiner
 from hop_tf.strategies.canary.contributions import Contributions
 from hop_tf.strategies.canary.encoding import PieceEncoding
 from hop_tf.strategies.canary.ending import Ending

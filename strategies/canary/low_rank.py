@@ -27,6 +27,7 @@ import tensorflow as tf
 from hop_tf.codecs import Codec
 from hop_tf.collectives import AllReduce
 from hop_tf.runtime.group import ExchangeContext
+from hop_tf.tensors import payloads
 from hop_tf.tensors.packing import Packing, TensorSpec
 
 # Smaller kernels, and those that factors do not make that much smaller, travel as they are.
@@ -113,6 +114,21 @@ class LowRankMean:
                 self._lost[number] = matrices[number] - bases[number] @ own[number].T
                 self._basis[number] = factors[number]
         return result
+
+    def begin_at(self, step: int) -> None:
+        """As `AllReduce.begin_at`."""
+        for reduction in self._reductions:
+            reduction.begin_at(step)
+
+    def common_state(self) -> Sequence[np.ndarray]:
+        """As `AllReduce.common_state`: where the next step begins to look for factors."""
+        return self._basis
+
+    def take_common_state(self, parts: Sequence[np.ndarray]) -> None:
+        """As `AllReduce.take_common_state`."""
+        self._basis = [
+            payloads.view(part.copy(), np.float32, basis.shape) for part, basis in zip(parts, self._basis, strict=True)
+        ]
 
     def settle(self, deadline: float) -> None:
         """As `AllReduce.settle`."""

@@ -39,9 +39,14 @@ from hop_tf.collectives import AllReduce
 from hop_tf.keras_hook.optimizers import ema_overwrite_frequency, scaled, slots_of
 from hop_tf.options import CommunicationOptions, checked_options
 from hop_tf.runtime.exchange import Exchange
-from hop_tf.runtime.gradients import GradientExchange, submit_gradients, take_means
+from hop_tf.runtime.gradients import (
+    GradientExchange,
+    specs_beside,
+    submit_gradients,
+    take_means,
+)
 from hop_tf.runtime.group import ExchangeContext, Group
-from hop_tf.runtime.rates import CommonRate
+from hop_tf.runtime.meeting import meet_newcomers
 from hop_tf.strategies.canary import colayers
 from hop_tf.strategies.canary.exchange import CanaryExchange
 from hop_tf.strategies.canary.low_rank import LowRankMean, is_factorized
@@ -118,7 +123,8 @@ class CanaryStrategy(ExchangeStrategy):
         the others have ended without it. So does one that cannot end as a rank has died in the moment in which all end.
         With "bsp", its gradients of the step in which it was lost are in the mean of a colayer on all of the others, or
         on none, and a copy of each last mean is kept for that; in a BCube that is not whole any more the mean is made
-        as on a mesh. A rank that is started again cannot join, and raises; so does `strategy.reduce` in a custom loop.
+        as on a mesh. A rank that is started again joins between two steps, with weights that are equal to the others'.
+        After a loss, `strategy.reduce` in a custom loop raises.
         Default None: "raise" for "bsp", else "continue".
       min_ranks: Where others go on: how many ranks must be left, neither lost nor failed. With fewer, a rank raises
         `PeerLostError`, since others may train on, on the other side of a cut. Default None: more than half of the
@@ -189,7 +195,9 @@ class CanaryStrategy(ExchangeStrategy):
         )
 
     def specs_beside(self) -> Sequence[TensorSpec]:
-        return [CommonRate.spec(self.world_size)] if self._settings.is_synchronous else []
+        if not self._settings.is_synchronous:
+            return []
+        return specs_beside(self.world_size, admits=self._settings.on_peer_loss == "continue")
 
     def make_exchange(self, context: ExchangeContext) -> Exchange:
         settings = self._settings
@@ -197,7 +205,7 @@ class CanaryStrategy(ExchangeStrategy):
         specs = context.packing.specs[: len(context.packing.specs) - num_beside]
         members = colayers.bundle(specs, settings.num_colayers)
         if settings.is_synchronous:
-            members[-1].append(len(specs))
+            members[-1].extend(range(len(specs), len(specs) + num_beside))
             return SynchronousExchange(context, members, settings)
         for variable in context.trained:
             if variable.dtype not in (tf.float32, tf.float64):
@@ -215,7 +223,8 @@ class CanaryStrategy(ExchangeStrategy):
     def before_update(self, group: Group, values: Sequence[tf.Tensor], gradients: list) -> tuple[list, Any]:
         if self._settings.is_synchronous:
             outgoing = submit_gradients(group, gradients)
-            means, _ = take_means(group, lambda segment: group.collect(outgoing, segment)[0])
+            step = group.step.read_value()
+            means, _ = take_means(group, step, lambda segment: group.collect(outgoing, segment)[0])
             return scaled(group.optimizer(), means), None
         _check_averages(group.optimizer())
         return gradients, SlotsBefore(group.optimizer(), group.trained) if self._settings.drops else None
@@ -239,6 +248,10 @@ class CanaryStrategy(ExchangeStrategy):
             with tf.control_dependencies([num_skipped]):
                 slots.restore(exchange.colayers, exchange.num_left.read_value())
         return num_skipped
+
+    def end_step(self, group: Group) -> None:
+        if self._settings.is_synchronous:
+            meet_newcomers(group)
 
     def common_optimizers(self, group: Group) -> Sequence[tuple]:
         if not self._settings.is_synchronous:

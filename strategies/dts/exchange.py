@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import keras
+import numpy as np
+import tensorflow as tf
 
 from hop_tf import codecs
+from hop_tf.runtime.admissions import Admissions, find_spec
 from hop_tf.runtime.averaging_exchange import AveragingExchange
 from hop_tf.runtime.exchange import Incoming, Outgoing
 from hop_tf.runtime.group import ExchangeContext
@@ -48,6 +52,7 @@ class DTSExchange(AveragingExchange):
     Attributes:
       outer: The half in the graph.
       first_iteration: How many training steps the optimizer had seen when the running `fit` began.
+      first_window: int64 variable: windows before that one are merged.
     """
 
     def __init__(
@@ -57,7 +62,8 @@ class DTSExchange(AveragingExchange):
         outer_optimizer: keras.optimizers.Optimizer | None = None,
     ):
         self.first_iteration = 0
-        self._interval = settings.interval
+        self._interval = self.steps_per_round = settings.interval
+        self._schedule = settings.schedule
         num_slots = settings.schedule.num_slots
         self.max_in_flight = self.num_threads = num_slots
         self.outer = OuterSteps(
@@ -73,11 +79,49 @@ class DTSExchange(AveragingExchange):
         reductions = [
             context.make_all_reduce(str(slot), context.packing, codec, settings.algorithm) for slot in range(num_slots)
         ]
-        super().__init__(context, reductions)
+        place = find_spec(context.packing.specs)
+        admissions = None
+        if place is not None:
+            admissions = Admissions(
+                context.membership,
+                context.group,
+                context.session,
+                interval=settings.interval,
+                lead=num_slots * settings.interval,
+            )
+        super().__init__(
+            context,
+            reductions,
+            admissions=admissions,
+            votes_place=None if place is None else context.packing.place(place),
+        )
+        with tf.init_scope(), tf.device("/cpu:0"):
+            self.first_window = tf.Variable(0, dtype=tf.int64, trainable=False, name="hop_tf_first_window")
 
     def reset(self, session: int) -> None:
         super().reset(session)
+        self.first_window.assign(0)
         self.outer.begin()
+
+    def begin_at(self, step: int) -> None:
+        window = step // self._interval
+        self._sent_rounds = self._num_decided = window
+        for slot, reduction in enumerate(self._reductions):
+            reduction.begin_at(-((slot - window) // self.num_threads))  # Its first turn that is not before.
+        self.first_window.assign(window)
+
+    def common_state(self) -> list[np.ndarray]:
+        return [*self.outer.merged(), *super().common_state()]
+
+    def take_common_state(self, parts: Sequence[np.ndarray]) -> None:
+        num_variables = len(parts) - 1 - len(self._reductions)
+        super().take_common_state(parts[num_variables:])
+        self.outer.begin_with(parts[:num_variables])
+
+    def under_way(self, num_steps: int) -> range:
+        """The windows that have ended when so many steps were made, and are not merged."""
+        windows = self._schedule.under_way(num_steps)
+        return range(max(windows.start, int(self.first_window)), windows.stop)
 
     def step(self, outgoing: Outgoing) -> Incoming:
         window = outgoing.step
@@ -90,6 +134,7 @@ class DTSExchange(AveragingExchange):
             before_commit=lambda: self._commit(window),
             training_step=(window + 1) * self._interval - 1,
             codec_step=window,
+            votes_of=None if self.admissions is None else window,
         )
         return Incoming(window, 0, tuple(means))
 

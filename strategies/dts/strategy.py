@@ -27,7 +27,9 @@ from hop_tf.arguments import check_choice, check_integer, check_on_peer_loss, id
 from hop_tf.collectives import ALGORITHMS
 from hop_tf.keras_hook.optimizers import iterations_variable, tf_variables
 from hop_tf.options import CommunicationOptions
+from hop_tf.runtime.admissions import Admissions
 from hop_tf.runtime.group import ExchangeContext, Group
+from hop_tf.runtime.meeting import meet_newcomers
 from hop_tf.runtime.replica_state import describe_optimizer
 from hop_tf.strategies.dts.exchange import DTSExchange, DTSSettings
 from hop_tf.strategies.dts.windows import largest
@@ -89,7 +91,9 @@ class DTSStrategy(ExchangeStrategy):
         averaged with it on all of the others, or on none: what is merged stays equal to the bit. For each window that
         may be under way a rank keeps a copy of the last mean. A second `fit`, `synchronize`, `gather_reports`, and in a
         custom loop `strategy.reduce` and `gather` take all ranks, and raise; so does everything before the first step.
-        If the rank is started again, it raises: it cannot join the others. Default None: "raise".
+        If the same script is started again as that rank, its first `fit` passes over the steps that it has missed, and
+        it joins the others at the end of a window, when all windows are merged, with what is merged, and the optimizer
+        slots of one of them; that takes one optimizer, and no `run_eagerly`. Default None: "raise".
       min_ranks: Where others go on: how many ranks must be left, neither lost nor failed. With fewer, a rank raises
         `PeerLostError`, since others may train on, on the other side of a cut. Default None: more than half of the
         ranks; 1 where there are two.
@@ -167,7 +171,10 @@ class DTSStrategy(ExchangeStrategy):
         return self._outer_optimizer
 
     def specs_beside(self) -> Sequence[TensorSpec]:
-        return [TensorSpec("hop_tf_counts", (1,), tf.float32, exact=True)]
+        counts = TensorSpec("hop_tf_counts", (1,), tf.float32, exact=True)
+        if self._settings.on_peer_loss != "continue":
+            return [counts]
+        return [Admissions.spec(self.world_size, tf.float32, exact=True), counts]
 
     def make_exchange(self, context: ExchangeContext) -> DTSExchange:
         for variable in context.trained:
@@ -218,24 +225,41 @@ class DTSStrategy(ExchangeStrategy):
         has_ended, ended = schedule.ended(num_steps)
         _when(has_ended, lambda: self._hand_out(group, ended))
         is_due, due = schedule.due(num_steps)
-        _when(is_due, lambda: self._merge(group, due, schedule.num_newer))
+        _when(is_due & (due >= group.exchange.first_window), lambda: self._merge(group, due, schedule.num_newer))
         return tf.constant(0, tf.int64)
 
     def _hand_out(self, group: Group, window: tf.Tensor, *, counts: bool = True, everything: bool = False) -> None:
         selection = None if everything else self._settings.selection
         choose = functools.partial(largest, selection, window) if selection else None
         changes = group.exchange.outer.take(choose)
+        if group.exchange.admissions is not None:  # The exchange fills them in.
+            changes = [*changes, tf.zeros([2, self.world_size])]
         group.submit([*changes, tf.constant([float(counts)])], step=window)
 
     def _merge(self, group: Group, window: tf.Tensor, num_newer: int) -> None:
         (*means, share), _ = group.collect([], step=window)
+        if (admissions := group.exchange.admissions) is not None:
+            *means, distances = means
+            admissions.note_meeting(distances, window * self._settings.interval)
         group.exchange.outer.merge(means, num_newer, share[0])
+
+    def end_step(self, group: Group) -> None:
+        meet_newcomers(group, lambda: self._settle(group))
+
+    def _settle(self, group: Group) -> None:
+        """Emits the ops that merge, at the end of a window, all that are under way."""
+        num_windows = group.step // self._settings.interval
+        for num_newer in reversed(range(self._settings.schedule.num_slots - 1)):
+            window = num_windows - 1 - num_newer
+            merge = functools.partial(self._merge, group, window, num_newer)
+            _when(window >= group.exchange.first_window, merge)
+        group.exchange.first_window.assign(num_windows)
 
     def finish_training(self, group: Group) -> None:
         num_steps, num_batches = int(group.step), int(iterations_variable(group.optimizer()))
         if not num_steps and num_batches == group.exchange.first_iteration:
             return  # It has not trained; others may have dropped it.
-        under_way = self._settings.schedule.under_way(num_steps)
+        under_way = group.exchange.under_way(num_steps)
         # A last window even where no step is left: batches without an update, and callbacks, change variables. Others
         # that go on may have a whole window: then this one does not count.
         counts = num_steps % self._settings.interval > 0 or self._settings.selection is not None

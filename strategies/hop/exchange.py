@@ -12,7 +12,7 @@ from hop_tf.errors import HopError, ProtocolError
 from hop_tf.membership import SessionQueue
 from hop_tf.runtime.exchange import Exchange, Incoming, Outgoing
 from hop_tf.runtime.group import ExchangeContext
-from hop_tf.runtime.joining import Joiner
+from hop_tf.runtime.joiner import Joiner
 from hop_tf.strategies.hop.arithmetic import weighted_differences
 from hop_tf.strategies.hop.pacing import ITERATION, make_pacing
 from hop_tf.strategies.hop.reception import make_reception

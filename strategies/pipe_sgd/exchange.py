@@ -12,6 +12,9 @@ from hop_tf.runtime.group import ExchangeContext
 from hop_tf.runtime.replay import Replay
 from hop_tf.tensors.packing import Packing
 
+# A step that no `fit` comes to.
+_NEVER = 1 << 60
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PipeSGDSettings:
@@ -29,6 +32,11 @@ class PipeSGDSettings:
     def delay(self) -> int:
         """How many steps late a mean is merged."""
         return self.pipeline_width - 1
+
+    @property
+    def admits(self) -> bool:
+        """Whether ranks that were started again take part again: not where what is under way cannot be merged."""
+        return self.on_peer_loss == "continue" and (self.delay == 0 or self.replays)
 
     @property
     def replays(self) -> bool:
@@ -60,13 +68,18 @@ class PipeSGDExchange(GradientExchange):
             codec=settings.codec,
             algorithm=settings.algorithm,
             adopts_rate=adopts_rate,
+            delay=settings.delay,
         )
         self.max_in_flight = settings.pipeline_width * len(self.parts)
         self.replay = Replay(optimizer, trained, settings.delay) if settings.replays else None
         with tf.init_scope(), tf.device("/cpu:0"):
-            self.pipelined_from = tf.Variable(
-                settings.warmup_steps, dtype=tf.int64, trainable=False, name="hop_tf_pipelined_from"
-            )
+            # Nothing is under way in a rank that joins, until it has.
+            start = _NEVER if context.membership.joining else settings.warmup_steps
+            self.pipelined_from = tf.Variable(start, dtype=tf.int64, trainable=False, name="hop_tf_pipelined_from")
+
+    def begin_at(self, step: int) -> None:
+        super().begin_at(step)
+        self.begin_pipe(step)
 
     def begin_pipe(self, step: int) -> None:
         """Nothing is under way: what variables and slots are now is merged."""

@@ -26,6 +26,7 @@ back-propagation goes on.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -42,9 +43,9 @@ from hop_tf.keras_hook.optimizers import (
     use_ema,
 )
 from hop_tf.options import CommunicationOptions
-from hop_tf.runtime.gradients import submit_gradients, take_means
+from hop_tf.runtime.gradients import specs_beside, submit_gradients, take_means
 from hop_tf.runtime.group import ExchangeContext, Group
-from hop_tf.runtime.rates import CommonRate
+from hop_tf.runtime.meeting import meet_newcomers
 from hop_tf.strategies.pipe_sgd.exchange import PipeSGDExchange, PipeSGDSettings
 from hop_tf.strategy import ExchangeStrategy, training_cluster
 from hop_tf.tensors.packing import Packing, TensorSpec
@@ -100,8 +101,10 @@ class PipeSGDStrategy(ExchangeStrategy):
         the first step on, the others train on without it. In the step in which it was lost its gradient is in the mean
         on all of them, or on none: what is merged stays equal to the bit. Each rank keeps a copy of the last mean for
         that. A second `fit`, `synchronize`, `gather_reports`, and in a custom loop `strategy.reduce` and `gather` take
-        all ranks, and raise; so does everything before the first step. If the rank is started again, it raises: it
-        cannot join the others. Default None: "raise".
+        all ranks, and raise; so does everything before the first step. If the same script is started again as that
+        rank, its first `fit` passes over the steps that it has missed, and it joins the others between two steps, with
+        their weights, slots and step; that takes one optimizer, and no `run_eagerly`. With K above 1 and
+        `compensation="none"` it raises instead. Default None: "raise".
       min_ranks: Where others go on: how many ranks must be left, neither lost nor failed. With fewer, a rank raises
         `PeerLostError`, since others may train on, on the other side of a cut. Default None: more than half of the
         ranks; 1 where there are two.
@@ -193,7 +196,7 @@ class PipeSGDStrategy(ExchangeStrategy):
         return PipeSGDExchange(context, self._settings)
 
     def specs_beside(self) -> Sequence[TensorSpec]:
-        return [CommonRate.spec(self.world_size)]
+        return specs_beside(self.world_size, admits=self._settings.admits)
 
     def check_further_group(self, group: Group, others: Sequence[Group]) -> None:
         is_applied_again = any(other.optimizer() is group.optimizer() for other in others)
@@ -228,7 +231,7 @@ class PipeSGDStrategy(ExchangeStrategy):
             # with rank 0's learning rate, so that weights have decayed alike.
             exchange.pipelined_from.assign(1)
             is_synchronous = True
-        means, rate = take_means(group, take_due)
+        means, rate = take_means(group, self._due(group, group.step.read_value()), take_due)
         if is_synchronous:
             return scaled(group.optimizer(), means), None
         exchange.replay.begin_once()
@@ -245,15 +248,43 @@ class PipeSGDStrategy(ExchangeStrategy):
     def after_update(self, group: Group, state: None) -> tf.Tensor:
         return tf.constant(0, tf.int64)
 
+    def end_step(self, group: Group) -> None:
+        meet_newcomers(group, lambda: self._settle(group))
+
+    def _settle(self, group: Group) -> None:
+        """Emits the ops that merge all that is under way, and begin with an empty pipe."""
+        exchange = group.exchange
+        if exchange.replay is None:
+            return
+
+        def merge(t: tf.Tensor) -> tf.Tensor:
+            means, rate = take_means(group, t, lambda segment: self._take(group, t, segment))
+            exchange.replay.merge(means, rate)
+            return t + 1
+
+        now = group.step.read_value()
+        start = tf.maximum(now - exchange.delay, exchange.pipelined_from)
+        tf.while_loop(lambda t: t < now, merge, [start])
+        exchange.pipelined_from.assign(now)
+
+    def _take(self, group: Group, t: tf.Tensor, segment: int) -> list[tf.Tensor]:
+        """Takes the mean of step t."""
+        buckets, _ = group.take(t, segment)
+        return group.exchange.parts[segment].unpack(buckets)
+
     def _take_due(self, group: Group, t: tf.Tensor, segment: int) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Takes the mean of step t - (K - 1); of t during warm-up; zeros while the pipe fills."""
         delay = group.exchange.delay
         if delay == 0:
             return group.take(t, segment)
-        start = group.exchange.pipelined_from
-        due = tf.where(t < start, t, t - delay)
+        start, due = group.exchange.pipelined_from, self._due(group, t)
         fills = tf.logical_and(t >= start, due < start)
         return tf.cond(fills, lambda: _zeros(group.exchange.parts[segment]), lambda: group.take(due, segment))
+
+    def _due(self, group: Group, t: tf.Tensor) -> tf.Tensor:
+        """The step whose mean is taken in step t, if any."""
+        exchange = group.exchange
+        return tf.where(t < exchange.pipelined_from, t, t - exchange.delay)
 
     def common_optimizers(self, group: Group) -> Sequence[tuple]:
         return [(group.optimizer(), list(slots_of(group.optimizer(), group.trained).values()))]
@@ -267,12 +298,8 @@ class PipeSGDStrategy(ExchangeStrategy):
         exchange, count = group.exchange, iterations_variable(group.optimizer())
         num_batches = int(count)
         for t in exchange.in_flight(int(group.step)):
-
-            def take(segment: int, t: int = t) -> list[tf.Tensor]:
-                buckets, _ = group.take(tf.constant(t, tf.int64), segment)
-                return exchange.parts[segment].unpack(buckets)
-
-            means, rate = take_means(group, take)
+            t = tf.constant(t, tf.int64)
+            means, rate = take_means(group, t, functools.partial(self._take, group, t))
             if exchange.replay is not None:
                 exchange.replay.merge(means, rate)
         if exchange.replay is not None and gradient_accumulation_steps(group.optimizer()) > 1:

@@ -13,7 +13,7 @@ from hop_tf.errors import PeerLostError, ProtocolError
 from hop_tf.keras_hook.optimizers import check_loss_scaling
 from hop_tf.runtime.exchange import Exchange, Incoming, Outgoing
 from hop_tf.runtime.group import ExchangeContext
-from hop_tf.runtime.joining import Joiner
+from hop_tf.runtime.joiner import Joiner
 from hop_tf.strategies.shat.requests import Request
 from hop_tf.strategies.shat.server import parameter_server_pb2 as pb
 from hop_tf.strategies.shat.server.server import PUSH

@@ -188,6 +188,13 @@ class LaunchRestartTest(absltest.TestCase):
         for mine, expected in zip(weights, self._expected(), strict=True):
             np.testing.assert_allclose(mine, expected, rtol=1e-4)
 
+    def test_a_killed_rank_joins_others_in_lock_step(self):
+        code = _JOINS.replace("HopStrategy", "PipeSGDStrategy")
+        exit_code, [(epochs, weights), of_newcomer], summary = self.run_job(code, "--restart=1")
+        self.assertEqual((exit_code, epochs), (0, list(range(50))))
+        self.assertEqual(of_newcomer, [epochs, weights])  # To the bit.
+        self.assertEqual([task["restarts"] for task in summary["tasks"]], [0, 1])
+
 
 if __name__ == "__main__":
     absltest.main()

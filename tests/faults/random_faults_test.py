@@ -55,7 +55,7 @@ _MEMBERS = {
     },
 }
 # Where a rank that was started again joins the others.
-_LET_JOIN = ("hop_tolerant", "canary", "shat")
+_LET_JOIN = ("hop_tolerant", "canary", "shat", "pipe_sgd_continue", "dts_continue", "canary_synchronous_continue")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,7 +227,8 @@ class RandomFaultsTest(tf.test.TestCase, parameterized.TestCase):
             self.assertLess(value["loss"], 5.0)  # 14 at the beginning.
             self.assertTrue(all(np.isfinite(each).all() for each in value["weights"]))
             if member.is_in_lock_step:
-                self.assertEqual(value["steps"], _NUM_STEPS * case.num_epochs)
+                if not joins:
+                    self.assertEqual(value["steps"], _NUM_STEPS * case.num_epochs)
                 self.assertAllEqual(value["weights"][0], values[0]["weights"][0])
 
     def _note_times(self, case, results, disturbed_at):

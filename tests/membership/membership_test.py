@@ -9,7 +9,8 @@ from hop_tf import errors
 from hop_tf.membership import Interrupted, Membership, membership_pb2
 from hop_tf.membership.monitor import Monitor, ThreadMonitor
 from hop_tf.options import CommunicationOptions
-from hop_tf.runtime.joining import Joining, State
+from hop_tf.runtime.joiner import State
+from hop_tf.runtime.joining import Joining
 from hop_tf.simulate import VirtualCluster
 from hop_tf.transport.base import Message, PeerStatus, Transport
 from hop_tf.transport.in_process import InProcessNetwork, InProcessTransport

@@ -17,7 +17,8 @@ from hop_tf.collectives import get_network
 from hop_tf.errors import DeadlineExceededError, PeerLostError
 from hop_tf.runtime.exchange import Outgoing
 from hop_tf.runtime.group import ExchangeContext
-from hop_tf.runtime.joining import Joining, State
+from hop_tf.runtime.joiner import State
+from hop_tf.runtime.joining import Joining
 from hop_tf.runtime.replica_state import sign
 from hop_tf.simulate import Fault
 from hop_tf.simulate.rejoining import catch_up

@@ -1,0 +1,207 @@
+"""`Admissions`: from which step on a rank that was started again takes part, where ranks are in lock step.
+
+All ranks have to begin with a newcomer in the same step. They agree by what they average anyhow. Beside the values of a
+step, each rank hands out which newcomers it knows:
+
+    votes[0, r] = i        where rank r is there as incarnation i, and takes no part yet; else 0
+    votes[1, r] = i^2
+
+In the mean over the ranks, (mean of i)^2 is the mean of i^2 only if all have handed out the same i. As the mean of a
+step is equal on all ranks, also where one is lost meanwhile, all find the same; and each has it before it begins the
+next step. The newcomer takes part from the step that is `lead` later, where the state is one that it can take over.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from hop_tf.errors import ProtocolError
+from hop_tf.membership import Membership, SessionQueue
+from hop_tf.tensors.packing import TensorSpec
+from hop_tf.transport.base import Message
+
+SPEC_NAME = "hop_tf_newcomers"
+_HEADER = struct.Struct("<q")
+_Process = tuple[int, int]  # Rank, incarnation.
+
+
+class Admissions:
+    """Who takes part in the steps of one exchange. What is not said otherwise is called without the monitor.
+
+    Args:
+      membership: Of the rank.
+      group: Name of the exchange group.
+      session: The running one.
+      num_segments: How many rounds a step has. Default 1.
+      interval: How many steps a round has, where these are more. Default 1.
+      lead: A newcomer takes part so many steps after the one in whose mean all have known it: a multiple of `interval`,
+        at least 1.
+
+    Attributes:
+      own_first_step: That of this rank, which was started again; None until another one has told.
+      meet_at: int64 variable: the step before which all ranks meet those that join, as far as the graph knows.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        group: str,
+        session: int,
+        *,
+        num_segments: int = 1,
+        interval: int = 1,
+        lead: int,
+    ):
+        self._membership = membership
+        self._group = group
+        self._num_segments = num_segments
+        self._interval = interval
+        self._lead = lead
+        with tf.init_scope(), tf.device("/cpu:0"):
+            self.meet_at = tf.Variable(0, dtype=tf.int64, trainable=False, name="hop_tf_meet_at")
+        self._first_steps: dict[_Process, int] = {}
+        self._known: set[_Process] = set()
+        self.own_first_step: int | None = None
+        self._queue = SessionQueue(membership, f"admissions/{group}", session)
+        self._begin()
+        self._queue.start(self._on_message)
+
+    @staticmethod
+    def spec(world_size: int, dtype: tf.DType = tf.float64, *, exact: bool = False) -> TensorSpec:
+        """What travels beside a step's values; dtype and `exact` say in which bucket."""
+        return TensorSpec(SPEC_NAME, (2, world_size), dtype, exact)
+
+    def reset(self, session: int) -> None:
+        """Prepares for step 0 of a session, in which all take part."""
+        with self._membership.monitor:
+            self._queue.session = session
+            self._begin()
+        self.meet_at.assign(0)
+
+    def _begin(self) -> None:
+        self._known.clear()
+        self.own_first_step = None
+        ranks = range(self._membership.world_size)
+        known = self._membership.incarnations
+        self._first_steps = {(rank, known.get(rank, 0)): 0 for rank in ranks}
+
+    # What the others do.
+
+    def takes_part(self, rank: int, number: int) -> bool:
+        """Whether `rank` takes part in a round. With the monitor held."""
+        first = self._first_steps.get((rank, self._membership.incarnation_of(rank)))
+        has_begun = first is not None and number * self._interval >= first * self._num_segments
+        return has_begun and self._membership.delivers(rank, self._group, number)
+
+    def note(self, rank: int) -> None:
+        """The present process of `rank` is to take part. With the monitor held."""
+        self._known.add((rank, self._membership.incarnation_of(rank)))
+
+    def _is_there(self, process: _Process) -> bool:
+        rank, incarnation = process
+        return self._membership.departure(rank) is None and self._membership.incarnation_of(rank) == incarnation
+
+    def votes(self) -> np.ndarray:
+        """What this rank hands out beside the values of a step."""
+        votes = np.zeros((2, self._membership.world_size))
+        with self._membership.monitor:
+            for rank, incarnation in self._known - self._first_steps.keys():
+                if self._is_there((rank, incarnation)):
+                    votes[:, rank] = incarnation, incarnation**2
+        return votes
+
+    def decide(self, mean: np.ndarray, step: int) -> np.ndarray:
+        """Admits those whom all ranks know. Called in the order of steps.
+
+        Args:
+          mean: The mean of the votes of `step`.
+          step: The step, or the first one of a round of several.
+
+        Returns:
+          For each rank that is admitted, how many steps after this one it begins; 0 for the others.
+        """
+        of_ranks, of_squares = mean.reshape(2, -1).astype(np.float64)
+        num_ranks = len(of_ranks)
+        # Where one has handed out another number, the variance is 1 / (2 n) at least.
+        is_known_to_all = (of_ranks > 0.5) & (of_squares - of_ranks**2 < 0.25 / num_ranks)
+        newcomers = [(int(rank), round(float(of_ranks[rank]))) for rank in np.flatnonzero(is_known_to_all)]
+        distances = np.zeros(num_ranks)
+        if not newcomers:
+            return distances
+        with self._membership.monitor:
+            latest = max(self._first_steps.values())  # All meet there already, if it is still to come.
+            first_step = latest if latest > step else step + self._lead
+            self._first_steps.update(dict.fromkeys(newcomers, first_step))
+        for rank, incarnation in newcomers:
+            distances[rank] = first_step - step
+            logging.info("rank %d: rank %d takes part from step %d on.", self._membership.rank, rank, first_step)
+            self._queue.send(rank, _HEADER.pack(first_step), incarnation=incarnation, step=step, interruptible=False)
+        return distances
+
+    def note_meeting(self, distances: tf.Tensor, step: tf.Tensor) -> None:
+        """Emits the ops that note what `decide` has returned for a step: the graph takes that later."""
+        distance = tf.cast(tf.reduce_max(distances), tf.int64)
+        meet_at = tf.where(distance > 0, step + distance, 0)
+        self.meet_at.assign(tf.maximum(self.meet_at, meet_at))
+
+    def newcomers_of(self, step: int) -> list[int]:
+        """Ranks that are there, and whose first step this is. With the monitor held."""
+        return [
+            process[0] for process, first in self._first_steps.items() if first == step > 0 and self._is_there(process)
+        ]
+
+    # What a newcomer does.
+
+    def wait_for_first_step(self, ranks: Iterable[int]) -> None:
+        """Waits until `own_first_step` is there, or none of some ranks that train is left to agree on it.
+
+        Blocks: until one of them has told.
+
+        Raises:
+          HopError: As `Membership.wait` does.
+        """
+        membership = self._membership
+        with membership.monitor:
+            processes = [(rank, membership.incarnation_of(rank)) for rank in ranks]
+
+        def missing() -> list[int]:
+            is_told = self.own_first_step is not None
+            return [] if is_told else [process[0] for process in processes if self._is_there(process)]
+
+        membership.wait(missing, operation="be admitted", step=membership.num_rounds)
+
+    def table(self) -> np.ndarray:
+        """Who takes part from which step on, for a newcomer: rows of rank, incarnation, step."""
+        with self._membership.monitor:
+            rows = [(*process, first) for process, first in self._first_steps.items()]
+        return np.array(rows, np.int64)
+
+    def take_table(self, data: np.ndarray) -> None:
+        """Takes over what another rank has given, in bytes. With the monitor held."""
+        rows = data.copy().view(np.int64).reshape(-1, 3).tolist()
+        self._first_steps = {(rank, incarnation): first for rank, incarnation, first in rows}
+
+    def close(self) -> None:
+        """Takes no more messages."""
+        self._queue.close()
+
+    def _on_message(self, message: Message) -> None:
+        if len(message.header) != _HEADER.size:
+            raise message.unexpected()
+        (step,) = _HEADER.unpack(message.header)
+        if self.own_first_step not in (None, step):
+            raise ProtocolError(
+                f"rank {self._membership.rank}: rank {message.sender} lets it begin with step {step}, "
+                f"another rank with {self.own_first_step}."
+            )
+        self.own_first_step = step
+
+
+def find_spec(specs: Sequence[TensorSpec]) -> int | None:
+    """The index of what `Admissions.spec` has made; None where newcomers are not admitted."""
+    return next((index for index, spec in enumerate(specs) if spec.name == SPEC_NAME), None)

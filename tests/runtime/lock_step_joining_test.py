@@ -1,0 +1,346 @@
+"""Ranks in lock step that are killed and started again, on a virtual clock: whenever that is, all have the same means.
+
+In each step, a process hands out 1 in a place of its own. So a mean tells who has a part in it.
+"""
+
+import functools
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from absl.testing import parameterized
+
+from hop_tf import codecs
+from hop_tf.errors import DeadlineExceededError, MismatchError, PeerLostError
+from hop_tf.runtime.admissions import Admissions
+from hop_tf.runtime.averaging_exchange import AveragingExchange
+from hop_tf.runtime.exchange import Incoming, Outgoing
+from hop_tf.runtime.group import ExchangeContext
+from hop_tf.runtime.joiner import State
+from hop_tf.runtime.joining import Joining
+from hop_tf.runtime.replica_state import sign
+from hop_tf.simulate.virtual import VirtualCluster, VirtualMonitor
+from hop_tf.strategies.dts.exchange import DTSExchange, DTSSettings
+from hop_tf.strategies.dts.windows import Schedule
+from hop_tf.tensors.packing import Packing, TensorSpec
+from hop_tf.testing.logs import logging_disabled
+
+_GROUP = "group"
+_NUM_RANKS = 4
+_NUM_STEPS = 16
+_MAX_PROCESSES = 4  # Of a rank.
+_DETECTION_SECONDS = 0.002
+_LIMIT_SECONDS = 100.0
+_NUM_PARTS = 8
+_PACKING = Packing(
+    [TensorSpec("parts", (_NUM_RANKS, _MAX_PROCESSES), tf.float64), Admissions.spec(_NUM_RANKS)],
+)
+_SCHEDULES = {
+    "at once": Schedule(delay=0, interval=1),
+    "next step": Schedule(delay=1, interval=1),
+    "late": Schedule(delay=3, interval=1),
+    "windows": Schedule(delay=3, interval=2),
+}
+
+
+class _InTurn(AveragingExchange):
+    """As those that average gradients: one mean after the other, some steps late."""
+
+    def __init__(self, context, algorithm, schedule):
+        admissions = Admissions(context.membership, _GROUP, context.session, lead=schedule.num_slots)
+        super().__init__(context, algorithm=algorithm, admissions=admissions, votes_place=_PACKING.place(1))
+
+    def step(self, outgoing):
+        return Incoming(outgoing.step, 0, tuple(self.mean(outgoing.step, outgoing.buckets, votes_of=outgoing.step)))
+
+
+def _at_the_same_time(context, algorithm, schedule):
+    """As DTS: windows of steps, several at a time."""
+    settings = DTSSettings(
+        delay=schedule.delay, interval=schedule.interval, codec=codecs.Identity(), algorithm=algorithm
+    )
+    return DTSExchange(context, settings)
+
+
+class Job:
+    """Ranks that average window by window, and merge means some steps late.
+
+    Args:
+      make_exchange: Of a rank.
+      algorithm: Of the all-reduce.
+      schedule: When windows end, and are merged.
+      seed: Of the durations of messages and steps.
+      newcomers_train: The optimizer of processes that were started again.
+
+    Attributes:
+      means: means[rank, incarnation][window]: what a process has got.
+      ended: By rank and incarnation, what a process that has made all steps has merged.
+      first_steps: By rank and incarnation, the step that a process has begun with.
+      errors: What has ended processes that were started again: they came too late, or disagree.
+    """
+
+    def __init__(self, *, make_exchange=_InTurn, algorithm="mesh", schedule="next step", seed=0, newcomers_train="sgd"):
+        random = np.random.default_rng(seed)
+        self.cluster = VirtualCluster(
+            _NUM_RANKS,
+            lambda sender, receiver, num_bytes: random.exponential(0.02 if random.random() < 0.1 else 0.001),
+            continue_without_lost=True,
+            detection_seconds=_DETECTION_SECONDS,
+        )
+        self.make_exchange, self.algorithm, self.schedule = make_exchange, algorithm, _SCHEDULES[schedule]
+        self.newcomers_train = newcomers_train
+        self.pauses = random.exponential(0.004, (_NUM_RANKS, _NUM_STEPS))
+        self.means, self.ended, self.first_steps = {}, {}, {}
+        self.dead, self.errors = set(), []
+        self.num_events_of_start = 0
+        self.ranks = [_Rank(self, rank) for rank in range(_NUM_RANKS)]
+
+    def run(self):
+        self.cluster.run(lambda rank: self.ranks[rank].train())
+        return self
+
+    def kill_before_event(self, number, rank, reaches=None, restart_seconds=0.01):
+        self.cluster.scheduler.call_before_event(number, lambda: self._kill(rank, reaches, restart_seconds))
+
+    def _kill(self, rank, reaches, restart_seconds):
+        if self.cluster.kill(rank, reaches):
+            self.dead.add(self.ranks[rank].name)
+            scheduler = self.cluster.scheduler
+            scheduler.call_at(scheduler.now + restart_seconds, lambda: self._restart(rank))
+
+    def _restart(self, rank):
+        self.cluster.restart(rank)
+        self.ranks[rank] = _Rank(self, rank, was_restarted=True)
+        self.cluster.start(rank, self.ranks[rank].train)
+
+
+class _Rank(State):
+    """One process of a rank: what the training graph does around an exchange."""
+
+    def __init__(self, job, rank, was_restarted=False):
+        self._job, self._rank, self._was_restarted = job, rank, was_restarted
+        self._clock = job.cluster.scheduler
+        self._membership = job.cluster.memberships[rank]
+        self._joining = Joining(self._membership, self, timeout_seconds=0.5)
+        self._merged = np.zeros((_NUM_RANKS, _MAX_PROCESSES))
+        self._first_window = 0  # That is not merged yet.
+        self._monitor = VirtualMonitor(self._clock)
+        self._results = {}  # By window.
+        self._meet_at = 0
+        self._exchange = None
+        self._takes_part = False
+
+    @property
+    def name(self):
+        return self._rank, self._membership.present_incarnation
+
+    def signature(self, groups):
+        return sign(groups, self._job.newcomers_train if self._was_restarted else "sgd", _PACKING.specs)
+
+    def read(self):
+        return [self._merged.copy().reshape(-1)]
+
+    def write(self, payload):
+        self._merged = payload.copy().view(np.float64).reshape(self._merged.shape)
+
+    def train(self):
+        try:
+            self._train()
+        except (PeerLostError, DeadlineExceededError, MismatchError) as error:
+            # Others have ended, or are dead when it begins; or it has disagreed.
+            self._job.errors.append(error)
+            assert self._was_restarted and not self._takes_part, error
+            self._membership.leave(sent_rounds={}, reason=str(error), final=True)
+            self._job.cluster.close(self._rank)
+
+    def _train(self):
+        self._membership.begin_session()
+        context = ExchangeContext(_GROUP, self._membership.session, _PACKING, self._membership, self._job.cluster.pool)
+        make_exchange = functools.partial(self._job.make_exchange, context, self._job.algorithm, self._job.schedule)
+        self._exchange = self._joining.attach(_GROUP, make_exchange)
+        if not self._was_restarted:
+            self._job.num_events_of_start = self._clock.num_events
+        step = int(self._membership.joining)
+        while self._was_restarted and (num_skipped := self._joining.catch_up(_GROUP, step)):
+            self._clock.sleep(0.0002 * num_skipped)
+            step += num_skipped
+        self._first_window = step // self._job.schedule.interval
+        self._job.first_steps[self.name] = self._first_window
+        self._takes_part = True
+        while step < _NUM_STEPS:
+            self._clock.sleep(self._job.pauses[self._rank, step])
+            step += 1
+            has_ended, ended = self._job.schedule.ended(step)
+            if has_ended:
+                self._hand_out(ended)
+            is_due, due = self._job.schedule.due(step)
+            if is_due:
+                self._merge_until(due + 1)
+            if step == self._meet_at:
+                self._merge_until(ended + 1)
+                self._joining.meet(_GROUP, step)
+        self._merge_until(step // self._job.schedule.interval)
+        self._job.ended[self.name] = self._merged
+        self._end()
+
+    def _hand_out(self, window):
+        (bucket,) = _PACKING.zeros()
+        _, where = _PACKING.place(0)
+        own = np.zeros((_NUM_RANKS, _MAX_PROCESSES))
+        own[self.name] = 1
+        bucket[where] = own.reshape(-1)
+        step = functools.partial(self._step, Outgoing(window, 0, (bucket,)))
+        if self._exchange.num_threads == 1:
+            step()
+        else:
+            self._job.cluster.start_thread(self._rank, f"window {window}", step)
+
+    def _step(self, outgoing):
+        self._joining.at_step(outgoing.step)
+        (mean,) = self._exchange.step(outgoing).buckets
+        _, where = _PACKING.place(0)
+        self._job.means.setdefault(self.name, {})[outgoing.step] = mean[where].reshape(self._merged.shape).copy()
+        self._results[outgoing.step] = mean
+        self._monitor.notify_all()
+
+    def _merge_until(self, end):
+        (_, where), (_, where_votes) = _PACKING.place(0), _PACKING.place(1)
+        interval = self._job.schedule.interval
+        for window in range(self._first_window, end):
+            while window not in self._results:
+                self._monitor.wait(0.0)
+            mean = self._results.pop(window)
+            self._merged = self._merged + mean[where].reshape(self._merged.shape)
+            if (distance := int(mean[where_votes].max())) > 0:
+                self._meet_at = max(self._meet_at, window * interval + distance)
+        self._first_window = max(self._first_window, end)
+
+    def _end(self):
+        """Its process ends, as of a script that does nothing more."""
+        self._membership.leave(sent_rounds={_GROUP: self._exchange.sent_rounds}, reason="")
+        self._joining.end_session()
+        self._exchange.settle(_LIMIT_SECONDS)
+        self._membership.flush(_LIMIT_SECONDS)
+        self._membership.leave(sent_rounds={}, reason="its process ended", final=True)
+        self._membership.flush(_LIMIT_SECONDS)
+        self._exchange.close()
+        self._job.cluster.close(self._rank)
+
+
+_KINDS = {
+    "mesh at once": {"schedule": "at once"},
+    "mesh": {},
+    "mesh late": {"schedule": "late"},
+    "ring": {"algorithm": "ring"},
+    "bcube": {"algorithm": "bcube:2,2"},
+    "windows": {"make_exchange": _at_the_same_time, "schedule": "windows"},
+    "windows of one step": {"make_exchange": _at_the_same_time, "algorithm": "ring", "schedule": "late"},
+}
+
+
+@functools.cache
+def _num_events(kind, seed):
+    """The events until all ranks have begun, and until the end."""
+    job = Job(**_KINDS[kind], seed=seed).run()
+    return job.num_events_of_start, job.cluster.scheduler.num_events
+
+
+class LockStepJoiningTest(tf.test.TestCase, parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.enter_context(logging_disabled())
+
+    def check(self, job):
+        """Means are equal to the bit, and those of who was there; so is what all have merged.
+
+        Returns:
+          How many processes have joined.
+        """
+        total = np.zeros((_NUM_RANKS, _MAX_PROCESSES))
+        takes_part = {}
+        num_windows = _NUM_STEPS // job.schedule.interval
+        for step in range(num_windows):
+            means = {name: of_steps[step] for name, of_steps in job.means.items() if step in of_steps}
+            alive = {name: mean for name, mean in means.items() if name not in job.dead}
+            mean = next(iter((alive or means).values()))
+            for other in alive.values():
+                self.assertAllEqual(mean, other)
+            parts = {(int(rank), int(process)) for rank, process in np.argwhere(mean)}
+            self.assertContainsSubset(alive, parts)
+            expected = np.zeros_like(mean)
+            for part in parts:
+                expected[part] = 1 / len(parts)
+            self.assertAllClose(mean, expected, rtol=1e-12)
+            total += mean
+            for part in parts:
+                takes_part.setdefault(part, []).append(step)
+        for name, steps in takes_part.items():
+            # From its first window on, in all; of those that were under way when it was lost, in some.
+            is_dead, first = name in job.dead, job.first_steps[name]
+            end = steps[-1] + 1 - job.schedule.num_slots if is_dead else num_windows
+            self.assertContainsSubset(range(first, end), steps)
+            self.assertGreaterEqual(steps[0], first)
+        merged = [each for name, each in job.ended.items() if name not in job.dead]
+        self.assertNotEmpty(merged)
+        for each in merged:
+            self.assertAllEqual(each, merged[0])
+            self.assertAllClose(each, total, rtol=1e-12)
+        return sum(incarnation > 0 for _, incarnation in job.ended)
+
+    @parameterized.product(part=list(range(_NUM_PARTS)), kind=list(_KINDS))
+    @pytest.mark.stress(after=len(_KINDS))
+    def test_joins_whenever_it_was_killed(self, part, kind):
+        first, last = _num_events(kind, seed=part)
+        num_joined = 0
+        for event in range(first + part, last, 19):
+            rank, turn = event // 19 % _NUM_RANKS, event % 3
+            reaches = (None, (), ((rank + 1) % _NUM_RANKS,))[turn]
+            with self.subTest(event=event, rank=rank, reaches=reaches):
+                job = Job(**_KINDS[kind], seed=part)
+                job.kill_before_event(event, rank, reaches, restart_seconds=(0.0, 0.01, 0.03)[event % 3])
+                num_joined += self.check(job.run())
+        self.assertGreater(num_joined, 0)
+
+    @parameterized.product(part=list(range(_NUM_PARTS)), kind=["mesh at once", "mesh late", "windows"])
+    @pytest.mark.stress(after=3)
+    def test_another_one_is_killed_meanwhile(self, part, kind):
+        """Or the same one again: whoever gives its state, at every event while one joins."""
+        random = np.random.default_rng(part)
+        first, last = _num_events(kind, seed=part)
+        num_joined = 0
+        event = first + int(random.integers(0, (last - first) // 3))
+        for later in range(event + 1 + part % 5, event + (last - first) // 2, 5):
+            ranks = random.integers(0, _NUM_RANKS, 2).tolist()
+            reaches = [np.flatnonzero(random.random(_NUM_RANKS) < 0.5).tolist() for _ in range(2)]
+            with self.subTest(events=(event, later), ranks=ranks, reaches=reaches):
+                job = Job(**_KINDS[kind], seed=part)
+                job.kill_before_event(event, ranks[0], reaches[0])
+                job.kill_before_event(later, ranks[1], reaches[1])
+                num_joined += self.check(job.run())
+        self.assertGreater(num_joined, 0)
+
+    def test_two_that_come_when_the_others_end(self):
+        """They do not wait for each other; nor does a process that has ended wait for them."""
+        for kind in ("mesh", "windows"):
+            first, last = _num_events(kind, 0)
+            num_late = 0
+            for event in range(first + (last - first) // 3, last, (last - first) // 25):
+                with self.subTest(kind=kind, event=event):
+                    job = Job(**_KINDS[kind], seed=0)
+                    job.kill_before_event(event, 1)
+                    job.kill_before_event(event + 10, 2)
+                    self.check(job.run())
+                    num_late += len(job.errors) > 1
+            self.assertGreater(num_late, 0)
+
+    def test_one_that_trains_something_else_does_no_harm(self):
+        job = Job(newcomers_train="adam")
+        job.kill_before_event(_num_events("mesh", 0)[0] + 50, 2)
+        self.assertEqual(self.check(job.run()), 0)
+        (error,) = job.errors
+        self.assertIsInstance(error, MismatchError)
+        self.assertRegex(str(error), "rank 2 was started again and cannot join: rank . trains another model")
+
+
+if __name__ == "__main__":
+    tf.test.main()
