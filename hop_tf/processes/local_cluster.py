@@ -85,7 +85,7 @@ def thread_limits(num_workers: int) -> dict[str, str]:
 
 
 class PortReservation:
-    """Distinct free TCP ports on the loopback interface, held until the processes that use them start.
+    """Distinct free TCP ports, by default on the loopback interface, held until the processes that use them start.
 
     The ports lie below the range from which the system serves outgoing connections, so that between `release` and
     the moment at which the new owner binds its port, no connection takes it by chance. Another reservation cannot
@@ -93,6 +93,7 @@ class PortReservation:
 
     Args:
       count: Number of ports.
+      host: Name or address of this machine on which they are to be free.
 
     Attributes:
       ports: The port numbers.
@@ -101,7 +102,9 @@ class PortReservation:
       ProcessError: If there are not so many free ports.
     """
 
-    def __init__(self, count: int):
+    def __init__(self, count: int, host: str = _HOST):
+        self._host = host
+        self._family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._names = contextlib.ExitStack()
         self._sockets = contextlib.ExitStack()
         candidates = _candidate_ports()
@@ -130,8 +133,8 @@ class PortReservation:
         for port in candidates:
             with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
                 name = stack.enter_context(_hold_name(port))
-                bound = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
-                bound.bind((_HOST, port))
+                bound = stack.enter_context(socket.socket(self._family, socket.SOCK_STREAM))
+                bound.bind((self._host, port))
                 stack.pop_all()
                 self._names.enter_context(name)
                 self._sockets.enter_context(bound)
