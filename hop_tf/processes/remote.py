@@ -95,7 +95,7 @@ def _run(order: dict, owner: FileIO) -> int:
         )
         os.close(write_end)
         # Copied, so that no process that is left over can keep the connection.
-        output = threading.Thread(target=_copy, args=(read_end,), daemon=True)
+        output = threading.Thread(target=_copy, args=(read_end,), name="hop_tf_copy", daemon=True)
         output.start()
         watch = _Watch(owner, process, server)
         while process.running and not watch.owner_is_gone:
@@ -123,7 +123,7 @@ class _Watch:
         self._server = server
         self._heard = time.monotonic()
         self._at_end = False
-        threading.Thread(target=self._run, daemon=True).start()
+        threading.Thread(target=self._run, name="hop_tf_owner", daemon=True).start()
 
     @property
     def owner_is_gone(self) -> bool:

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import getpass
 import io
 import json
 import os
-import shlex
-import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,11 +22,10 @@ import hop_tf
 from hop_tf import __main__ as command_line
 from hop_tf.commands import launch, launch_supervisor  # noqa: F401  (tells that processes are started)
 from hop_tf.processes.local_cluster import PortReservation
+from sshd import MAX_LOGINS, Sshd
 
 _DEADLINE_SECONDS = 120.0
 _HOSTS = "--hosts=127.0.0.1,127.0.0.2"
-_PRIVILEGE_SEPARATION = "/run/sshd"
-
 # Takes the arguments of ssh, and runs the command here, as sshd does: without a terminal, from another directory.
 _FAKE_SSH = """\
 #!/bin/sh
@@ -63,68 +58,6 @@ _TRAIN = """
     model.fit(x, x[:, :1], batch_size=16, epochs=2, verbose=0)
     print("weights", strategy.world_size, model.get_weights()[0].ravel().tolist())
 """
-
-
-class _Sshd:
-    """A server of this test's own, with keys of its own, on a free port of 127.0.0.1 and 127.0.0.2."""
-
-    def __init__(self, directory):
-        self._stack = contextlib.ExitStack()
-        self._directory = directory
-        reservation = self._stack.enter_context(PortReservation(1))
-        self.port = reservation.ports[0]
-        for name in ("host", "user"):
-            path = os.path.join(directory, name)
-            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", path], check=True)
-        config = os.path.join(directory, "sshd_config")
-        with open(config, "w") as file:
-            file.write(
-                f"ListenAddress 127.0.0.1:{self.port}\nListenAddress 127.0.0.2:{self.port}\n"
-                f"HostKey {directory}/host\nAuthorizedKeysFile {directory}/user.pub\n"
-                "PidFile none\nStrictModes no\nUsePAM no\nPasswordAuthentication no\nPermitRootLogin yes\n"
-                "MaxStartups 100\n"
-            )
-        if os.geteuid() == 0 and not os.path.isdir(_PRIVILEGE_SEPARATION):
-            os.mkdir(_PRIVILEGE_SEPARATION)
-            self._stack.callback(os.rmdir, _PRIVILEGE_SEPARATION)
-        reservation.release()
-        self._log = os.path.join(directory, "sshd.log")
-        program = shutil.which("sshd") or "/usr/sbin/sshd"  # It must be started by its whole path.
-        self._process = subprocess.Popen([program, "-D", "-E", self._log, "-f", config])
-        try:
-            self._wait_until_up()
-        except BaseException:
-            self.close()
-            raise
-
-    @staticmethod
-    def is_there():
-        """Whether all that it takes is installed."""
-        return bool((shutil.which("sshd") or os.path.exists("/usr/sbin/sshd")) and shutil.which("ssh"))
-
-    @property
-    def command(self):
-        """The ssh command that reaches it."""
-        options = {"StrictHostKeyChecking": "no", "UserKnownHostsFile": "/dev/null", "LogLevel": "ERROR"}
-        words = ["ssh", "-F", "none", "-p", str(self.port), "-i", os.path.join(self._directory, "user")]
-        for name, value in options.items():
-            words += ["-o", f"{name}={value}"]
-        return shlex.join([*words, "-l", getpass.getuser()])
-
-    def close(self):
-        self._process.terminate()
-        self._process.wait()
-        self._stack.close()
-
-    def _wait_until_up(self):
-        deadline = time.monotonic() + _DEADLINE_SECONDS
-        while True:
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.2", self.port)):
-                return
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                with open(self._log) as log:
-                    raise AssertionError(f"sshd does not serve: {log.read()}")
-            time.sleep(0.05)
 
 
 class _HostsTestCase(parameterized.TestCase):
@@ -411,13 +344,17 @@ class SshdTest(_HostsTestCase):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        if not _Sshd.is_there():
+        if not Sshd.is_there():
             raise unittest.SkipTest("sshd or ssh is not installed (Debian: openssh-server)")
         directory = tempfile.TemporaryDirectory()
         cls.addClassCleanup(directory.cleanup)
-        sshd = _Sshd(directory.name)
+        sshd = Sshd(directory.name)
         cls.addClassCleanup(sshd.close)
         cls.ssh = sshd.command
+
+    def test_more_ranks_than_may_log_in_at_a_time(self):
+        exit_code, output = self.launch(f"--hosts=127.0.0.1:{2 * MAX_LOGINS}", self.write_script("pass"))
+        self.assertEqual(exit_code, 0, output)
 
     def test_a_login_that_is_refused(self):
         ssh = self.ssh.replace("/user ", "/host ")

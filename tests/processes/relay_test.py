@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from io import FileIO
 from unittest import mock
 
@@ -45,6 +46,13 @@ class RelayTest(parameterized.TestCase):
         self.assertEqual(done.returncode, 255)
         self.assertEqual(done.stderr, "hop_tf launch: sh has failed, or lost the connection (exit code 255)\n")
 
+    def test_who_is_turned_away_comes_again(self):
+        path = os.path.join(self.enter_context(tempfile.TemporaryDirectory()), "mark")
+        turned_away = "echo 'kex_exchange_identification: Connection closed by remote host' >&2; exit 255"
+        done = _relay(f"if [ -e {path} ]; then head -n 1; exit 4; fi; touch {path}; {turned_away}")
+        self.assertEqual((done.returncode, done.stdout), (4, "the order\n"))
+        self.assertIn("hop_tf launch: that machine is busy; tries again in", done.stderr)
+
     def test_an_ssh_that_is_killed(self):
         self.assertEqual(_relay("kill -9 $$").returncode, 137)
 
@@ -77,8 +85,17 @@ class RemoteTest(absltest.TestCase):
     def owner(self):
         """What a launcher would write to, and the input that comes of it."""
         read_end, write_end = os.pipe()
-        self.addCleanup(os.close, write_end)
-        return self.enter_context(FileIO(read_end)), write_end
+        owner = FileIO(read_end)
+        self.addCleanup(self._close, owner, write_end)
+        return owner, write_end
+
+    @staticmethod
+    def _close(owner, write_end):
+        os.close(write_end)
+        for thread in threading.enumerate():
+            if thread.name == "hop_tf_owner":
+                thread.join(_DEADLINE_SECONDS)
+        owner.close()
 
     def test_silence_is_the_end(self):
         owner, write_end = self.owner()
