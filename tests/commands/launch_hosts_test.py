@@ -25,8 +25,10 @@ from hop_tf.processes.local_cluster import PortReservation
 from sshd import MAX_LOGINS, Sshd
 
 _DEADLINE_SECONDS = 120.0
+# Less than the silence after which a launcher counts as gone: its end is noticed before.
+_END_SECONDS = 45.0
 _HOSTS = "--hosts=127.0.0.1,127.0.0.2"
-# Takes the arguments of ssh, and runs the command here, as sshd does: without a terminal, from another directory.
+# Takes the arguments of ssh, and runs the command here, as sshd does: from another directory, in a session of its own.
 _FAKE_SSH = """\
 #!/bin/sh
 while [ $# -gt 0 ]; do
@@ -38,7 +40,7 @@ while [ $# -gt 0 ]; do
 done
 shift
 cd /
-exec env -u TF_CONFIG -u HOP_TF_HERE sh -c "$*"
+exec setsid env -u TF_CONFIG -u HOP_TF_HERE sh -c "$*"
 """
 
 _TRAIN = """
@@ -123,7 +125,7 @@ class _HostsTestCase(parameterized.TestCase):
         return [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
 
     def wait_until_gone(self, processes):
-        deadline = time.monotonic() + _DEADLINE_SECONDS
+        deadline = time.monotonic() + _END_SECONDS
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 while process.status() != psutil.STATUS_ZOMBIE:
@@ -140,22 +142,23 @@ class _HostsTestCase(parameterized.TestCase):
 
     def test_what_processes_get(self):
         script = self.write_script("""
-            names = ("HOP_TF_HERE", "GIVEN", "PASSED", "OMP_NUM_THREADS", "PYTHONUNBUFFERED")
+            names = ("HOP_TF_HERE", "GIVEN", "PASSED", "HOP_TF_PLAN", "OMP_NUM_THREADS", "PYTHONUNBUFFERED")
             cluster = json.loads(os.environ["TF_CONFIG"])["cluster"]
             print(json.dumps([os.getcwd(), sys.argv[1:], [os.environ.get(name) for name in names], cluster]))
         """)
         odd = ["--flag", "two words", 'it\'s "$HOME" `x` \\ *', "ü"]
-        with mock.patch.dict(os.environ, HOP_TF_HERE="1", PASSED="the 'same'"):
+        with mock.patch.dict(os.environ, HOP_TF_HERE="1", PASSED="the 'same'", HOP_TF_PLAN="1"):
             exit_code, output = self.launch("--num_ps=1", "--env", "GIVEN=x=y", "-x", "PASSED", script, *odd)
         self.assertEqual(exit_code, 0, output)
         port = int(self.first_port.partition("=")[2])
         cluster = {"worker": [f"127.0.0.1:{port}", f"127.0.0.2:{port}"], "ps": [f"127.0.0.1:{port + 1}"]}
         for name in ("worker_0", "worker_1", "ps_0"):
             with open(os.path.join(self.log_dir, f"{name}.log")) as log:
-                directory, arguments, variables, found = json.loads(log.read())
+                last = log.read().splitlines()[-1]  # Before it, sshd may have turned the connection away.
+            directory, arguments, variables, found = json.loads(last)
             self.assertEqual((directory, arguments, found), (os.path.realpath(self.work_dir), odd, cluster))
-            self.assertEqual(variables[:3], [None, "x=y", "the 'same'"])
-            self.assertEqual(variables[3:], [str(_num_cores()), "1"])
+            self.assertEqual(variables[:4], [None, "x=y", "the 'same'", "1"])
+            self.assertEqual(variables[4:], [str(_num_cores()), "1"])
         self.assertIn("[launch] 2 workers, 1 parameter server on 127.0.0.1, 127.0.0.2; logs in", output)
         self.assertNotIn("cores", output)
 
