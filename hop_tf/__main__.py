@@ -12,7 +12,7 @@ from hop_tf.version import __version__
 
 # Each command is a module with `main(argv) -> int`, imported when it is asked for.
 _COMMANDS = {
-    "launch": ("hop_tf.commands.launch", "start a training script on several workers of this machine"),
+    "launch": ("hop_tf.commands.launch", "start a training script on several workers, here or over ssh"),
     "supervise": ("hop_tf.commands.supervise", "show what the ranks of a running job do"),
     "plan": ("hop_tf.commands.plan", "start it, measure, and tell which settings of Pipe-SGD and DTS suit it"),
     "serve": ("hop_tf.commands.serve", "be a parameter server, until the workers are done"),

@@ -1,11 +1,9 @@
-"""`hop_tf launch`: starts a training script once per worker on this machine and sees the job through."""
+"""`hop_tf launch`: starts a training script once per worker, here or on other machines, and sees the job through."""
 
 from __future__ import annotations
 
-import argparse
 import collections
 import contextlib
-import dataclasses
 import glob
 import os
 import re
@@ -17,9 +15,11 @@ import time
 from collections.abc import Iterator, Sequence
 
 from hop_tf.commands import launch_report
+from hop_tf.commands.launch_options import LaunchOptions, make_parser, read_options
 from hop_tf.commands.launch_supervisor import Limits, Restarts, Supervisor
-from hop_tf.emulation import STEP_TIMES_PATH, ComputeEmulation, Slowdown
+from hop_tf.emulation import STEP_TIMES_PATH
 from hop_tf.processes.group import Process, ProcessServer
+from hop_tf.processes.hosts import Command, host_commands
 from hop_tf.processes.local_cluster import PortReservation, ProcessError, Task, make_tasks, task_environments
 from hop_tf.processes.output import Console, OutputReader, TaskOutput
 from hop_tf.processes.output_filter import OutputFilter, is_left_out
@@ -32,70 +32,13 @@ _NOTHING = re.compile(r"(?!)")
 # What the names of files have in between, of processes that were started again.
 _RESTARTS = ".restart*"
 
-_DESCRIPTION = """\
-Starts a training script once per worker on this machine, each with its own TF_CONFIG, and sees the job through.
-
-Lines of all processes are printed with the process's name, and written to a log file each. The first process that
-fails is named at the end, its exit code (128 + signal number if a signal ended it) becomes the launcher's, and the
-others are ended, unless --keep_going or --restart is given. The job is done when all workers are: parameter servers
-are ended then. Ctrl-C is passed on to all processes; a second one ends them. No process survives the launcher.
-"""
-_EPILOG = """\
-Each worker is given its share of the cores (OMP_NUM_THREADS, TF_NUM_INTRAOP_THREADS, TF_NUM_INTEROP_THREADS) and,
-where there are several GPUs, one of them in turn (CUDA_VISIBLE_DEVICES). What is set already is respected. Parameter
-servers get no GPU.
-"""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LaunchOptions:
-    """What to launch.
-
-    Attributes:
-      script: Path of the training script.
-      script_arguments: Its arguments.
-      num_workers: Number of workers, at least 1.
-      num_ps: Number of parameter servers, which run the same script.
-      log_dir: Directory for logs and `launch.json`; None for a new temporary one.
-      timeout_seconds: Time after which the whole job is ended; None for no limit.
-      python: The Python interpreter.
-      emulation: Emulated compute, or None.
-      keep_going: Whether the other processes run on when one fails.
-      restart: How many times each process is started again after it has failed; the others run on.
-
-    Raises:
-      ValueError: If a value is out of range, the script is missing, or a slowdown names a rank that does not exist.
-    """
-
-    script: str
-    script_arguments: tuple[str, ...] = ()
-    num_workers: int
-    num_ps: int = 0
-    log_dir: str | None = None
-    timeout_seconds: float | None = None
-    python: str = sys.executable
-    emulation: ComputeEmulation | None = None
-    keep_going: bool = False
-    restart: int = 0
-
-    def __post_init__(self):
-        if self.restart < 0:
-            raise ValueError(f"`restart` must not be negative. Received: restart={self.restart}.")
-        make_tasks(num_workers=self.num_workers, num_ps=self.num_ps)
-        if self.timeout_seconds is not None and not self.timeout_seconds > 0:
-            raise ValueError(f"`timeout_seconds` must be positive. Received: timeout_seconds={self.timeout_seconds}.")
-        if not os.path.isfile(self.script):
-            raise ValueError(f"`script` must be a file. Received: script={self.script!r}.")
-        if self.emulation is not None:
-            self.emulation.check_world_size(self.num_workers)
-
 
 def main(argv: Sequence[str], command: str = "launch") -> int:
     """Runs `hop_tf launch` with the arguments `argv`, for `command`; returns the exit code."""
-    parser = _make_parser(command)
+    parser = make_parser(command)
     arguments = parser.parse_args(argv)
     try:
-        options = _read_options(arguments)
+        options = read_options(arguments)
     except ValueError as error:
         parser.error(str(error))
     try:
@@ -103,71 +46,6 @@ def main(argv: Sequence[str], command: str = "launch") -> int:
     except (ProcessError, OSError) as error:
         print(f"hop_tf {command}: {error}", file=sys.stderr)
         return 1
-
-
-def _make_parser(command: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=f"hop_tf {command}",
-        usage=f"hop_tf {command} [flags] script.py [script arguments]",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("--num_workers", type=int, required=True, help="number of workers")
-    add("--num_ps", type=int, default=0, help="number of parameter servers (default: %(default)s)")
-    add("--log_dir", help="directory for logs and launch.json (default: a new temporary one)")
-    add(
-        "--keep_going",
-        action="store_true",
-        help="let the other processes run on when one fails, as for ranks that train on without a lost one",
-    )
-    add(
-        "--restart",
-        type=int,
-        default=0,
-        metavar="TIMES",
-        help="start each process again that fails, so many times, while the others run on (default: %(default)s)",
-    )
-    add("--timeout_seconds", type=float, help="end the whole job after this time, with exit code 124")
-    add("--python", default=sys.executable, help="Python interpreter of the processes (default: this one)")
-    add("--step_seconds", type=float, help="emulate compute: a training step takes at least this long, asleep")
-    add(
-        "--slowdown",
-        action="append",
-        default=[],
-        metavar="3:4x|random:6x",
-        help="emulated steps of rank 3 take 4 times as long; any step 6 times with probability 1/num_workers",
-    )
-    add("--seed", type=int, default=0, help="seed of the random slowdown (default: %(default)s)")
-    add("script", help="the training script")
-    add("script_arguments", nargs=argparse.REMAINDER, help="its arguments")
-    return parser
-
-
-def _read_options(arguments: argparse.Namespace) -> LaunchOptions:
-    return LaunchOptions(
-        script=arguments.script,
-        script_arguments=tuple(arguments.script_arguments),
-        num_workers=arguments.num_workers,
-        num_ps=arguments.num_ps,
-        log_dir=arguments.log_dir,
-        timeout_seconds=arguments.timeout_seconds,
-        python=arguments.python,
-        emulation=_read_emulation(arguments),
-        keep_going=arguments.keep_going,
-        restart=arguments.restart,
-    )
-
-
-def _read_emulation(arguments: argparse.Namespace) -> ComputeEmulation | None:
-    if arguments.step_seconds is None:
-        if arguments.slowdown:
-            raise ValueError(f"`slowdown` must go with `step_seconds`. Received: slowdown={arguments.slowdown[0]}.")
-        return None
-    slowdowns = [Slowdown.parse(text) for texts in arguments.slowdown for text in texts.split(",")]
-    return ComputeEmulation(step_seconds=arguments.step_seconds, slowdowns=tuple(slowdowns), seed=arguments.seed)
 
 
 class _Launcher:
@@ -181,7 +59,7 @@ class _Launcher:
         self._console = Console(sys.stdout)
         self._filter = OutputFilter()
         self._filtering = threading.Lock()
-        self._environments: dict[Task, dict[str, str]] = {}
+        self._commands: dict[Task, Command] = {}
         # Of each task, its process and that one's output, and how former ones have ended.
         self._processes: dict[Task, Process] = {}
         self._outputs: dict[Task, TaskOutput] = {}
@@ -195,7 +73,7 @@ class _Launcher:
         started = time.monotonic()
         self._meter.sample()
         with contextlib.closing(self._console):
-            self._say(f"{_count(self._tasks)}; logs in {self._log_dir}")
+            self._say(f"{_count(self._tasks)}{_describe_hosts(self._options)}; logs in {self._log_dir}")
             self._remove_former_files()
             with _received_signals() as signals:
                 supervisor = self._run_processes(signals)
@@ -205,7 +83,7 @@ class _Launcher:
                 outcome=supervisor.outcome,
                 signum=signals[0] if signals else None,
                 emulation=self._options.emulation,
-                processor_use=self._meter.measure(self._paths("step_times")),
+                processor_use=self._meter.measure(self._paths("step_times")) if self._options.is_local else None,
             )
             for path in self._paths("step_times"):
                 os.remove(path)
@@ -226,9 +104,7 @@ class _Launcher:
         with contextlib.ExitStack() as stack:
             readers = stack.enter_context(contextlib.ExitStack())
             server = stack.enter_context(contextlib.closing(ProcessServer()))
-            ports = stack.enter_context(PortReservation(len(self._tasks)))
-            self._environments = task_environments(self._tasks, ports.ports, self._base_environment())
-            ports.release()
+            self._commands = self._make_commands(stack)
             self._start(self._tasks, server, readers)
             options = self._options
             restarts = Restarts(
@@ -252,10 +128,10 @@ class _Launcher:
         self._outputs.update({task: self._open_output(task) for task in tasks})
         outputs = [self._outputs[task] for task in tasks]
         readers.callback(OutputReader(outputs, show=self._show).close)
-        command = [self._options.python, self._options.script, *self._options.script_arguments]
         for task, output in zip(tasks, outputs, strict=True):
-            environment = {**self._environments[task], **self._emulation_environment(task)}
-            self._processes[task] = server.start(argv=command, environment=environment, output=output.write_end)
+            command = self._commands[task]
+            environment = {**command.environment, **self._emulation_environment(task)}
+            self._processes[task] = server.start(argv=command.argv, environment=environment, output=output.write_end)
             output.close_write_end()
 
     def _start_again(self, task: Task, server: ProcessServer, readers: contextlib.ExitStack) -> None:
@@ -275,9 +151,26 @@ class _Launcher:
         """Waits for a moment until all is read that an ended process has printed."""
         self._outputs[task].wait_for(_NOTHING, _OUTPUT_SECONDS)
 
-    def _base_environment(self) -> dict[str, str]:
+    def _make_commands(self, stack: contextlib.ExitStack) -> dict[Task, Command]:
+        """How to start each task; on this machine, ports are reserved until `stack` is closed."""
+        options = self._options
         # Lines are to be seen when they are printed, and a crash in native code is to tell where.
-        return {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", **os.environ}
+        defaults = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+        if options.hosts is not None:
+            return host_commands(
+                self._tasks,
+                options.hosts,
+                python=options.python,
+                script=options.script,
+                arguments=options.script_arguments,
+                environment={**defaults, **options.environment},
+            )
+        ports = stack.enter_context(PortReservation(len(self._tasks)))
+        base = {**defaults, **os.environ, **options.environment}
+        environments = task_environments(self._tasks, ports.ports, base)
+        ports.release()
+        argv = [options.python, options.script, *options.script_arguments]
+        return {task: Command(argv, environment) for task, environment in environments.items()}
 
     def _emulation_environment(self, task: Task) -> dict[str, str]:
         if self._options.emulation is None or task.type != "worker":
@@ -361,3 +254,7 @@ def _count(tasks: Sequence[Task]) -> str:
     numbers = collections.Counter(task.type for task in tasks)
     names = {"worker": "worker", "ps": "parameter server"}
     return ", ".join(f"{number} {names[name]}{'s' * (number > 1)}" for name, number in numbers.items())
+
+
+def _describe_hosts(options: LaunchOptions) -> str:
+    return "" if options.hosts is None else f" on {', '.join(host.name for host in options.hosts.hosts)}"

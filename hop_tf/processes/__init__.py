@@ -1,1 +1,1 @@
-"""Processes of this machine: starting, watching, and ending them."""
+"""Processes, of this machine and over ssh: starting, watching, and ending them."""

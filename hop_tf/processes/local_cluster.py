@@ -57,11 +57,11 @@ def make_tasks(*, num_workers: int, num_ps: int = 0) -> tuple[Task, ...]:
     return (*(Task("worker", index) for index in range(num_workers)), *(Task("ps", index) for index in range(num_ps)))
 
 
-def make_tf_configs(tasks: Sequence[Task], ports: Sequence[int]) -> dict[Task, str]:
-    """Returns each task's value of `TF_CONFIG`, for a cluster on this machine with one port per task."""
+def make_tf_configs(tasks: Sequence[Task], addresses: Sequence[str]) -> dict[Task, str]:
+    """Returns each task's value of `TF_CONFIG`, for a cluster with one "host:port" per task."""
     cluster: dict[str, list[str]] = {}
-    for task, port in zip(tasks, ports, strict=True):
-        cluster.setdefault(task.type, []).append(f"{_HOST}:{port}")
+    for task, address in zip(tasks, addresses, strict=True):
+        cluster.setdefault(task.type, []).append(address)
     return {task: json.dumps({"cluster": cluster, "task": {"type": task.type, "index": task.index}}) for task in tasks}
 
 
@@ -85,7 +85,7 @@ def thread_limits(num_workers: int) -> dict[str, str]:
 
 
 class PortReservation:
-    """Distinct free TCP ports on the loopback interface, held until the processes that use them start.
+    """Distinct free TCP ports, by default on the loopback interface, held until the processes that use them start.
 
     The ports lie below the range from which the system serves outgoing connections, so that between `release` and
     the moment at which the new owner binds its port, no connection takes it by chance. Another reservation cannot
@@ -93,6 +93,7 @@ class PortReservation:
 
     Args:
       count: Number of ports.
+      host: Name or address of this machine on which they are to be free.
 
     Attributes:
       ports: The port numbers.
@@ -101,7 +102,9 @@ class PortReservation:
       ProcessError: If there are not so many free ports.
     """
 
-    def __init__(self, count: int):
+    def __init__(self, count: int, host: str = _HOST):
+        self._host = host
+        self._family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._names = contextlib.ExitStack()
         self._sockets = contextlib.ExitStack()
         candidates = _candidate_ports()
@@ -130,8 +133,8 @@ class PortReservation:
         for port in candidates:
             with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
                 name = stack.enter_context(_hold_name(port))
-                bound = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
-                bound.bind((_HOST, port))
+                bound = stack.enter_context(socket.socket(self._family, socket.SOCK_STREAM))
+                bound.bind((self._host, port))
                 stack.pop_all()
                 self._names.enter_context(name)
                 self._sockets.enter_context(bound)
@@ -172,22 +175,30 @@ def task_environments(
       base: Variables to start from. What the user set there about threads and GPUs stays.
 
     Returns:
-      `base` with `TF_CONFIG`, the limits of `thread_limits`, and a GPU per worker as `gpu_assignments` has it.
-      Parameter servers get none.
+      What `share_of_machine` has, and `TF_CONFIG`.
     """
-    configs = make_tf_configs(tasks, ports)
+    configs = make_tf_configs(tasks, [f"{_HOST}:{port}" for port in ports])
     num_workers = sum(task.type == "worker" for task in tasks)
-    gpus = gpu_assignments(num_workers, base)
-    no_gpu = {"CUDA_VISIBLE_DEVICES": "-1"} if _visible_gpus(base) else {}
+    indices = {task: task.index if task.type == "worker" else None for task in tasks}
     return {
-        task: {
-            **thread_limits(num_workers),
-            **base,
-            **(gpus[task.index] if task.type == "worker" else no_gpu),
-            "TF_CONFIG": configs[task],
-        }
+        task: {**share_of_machine(base, num_workers=num_workers, index=indices[task]), "TF_CONFIG": configs[task]}
         for task in tasks
     }
+
+
+def share_of_machine(base: Mapping[str, str], *, num_workers: int, index: int | None) -> dict[str, str]:
+    """Returns `base` with the limits of `thread_limits`, and the GPU that `gpu_assignments` has for a worker.
+
+    Args:
+      base: Variables to start from. What is set there about threads and GPUs stays.
+      num_workers: Number of workers on this machine.
+      index: The worker's number among these; None for a parameter server, which gets no GPU.
+    """
+    if index is not None:
+        gpu = gpu_assignments(num_workers, base)[index]
+    else:
+        gpu = {"CUDA_VISIBLE_DEVICES": "-1"} if _visible_gpus(base) else {}
+    return {**thread_limits(num_workers), **base, **gpu}
 
 
 def gpu_assignments(num_workers: int, base: Mapping[str, str]) -> list[dict[str, str]]:

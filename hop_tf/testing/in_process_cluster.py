@@ -87,6 +87,8 @@ class InProcessCluster:
         try:
             for rank in range(self._num_workers):
                 strategies.append(self._make_strategy(self._resolver(network, "worker", rank)))
+            for index, server in enumerate(servers):
+                server.wait_until_it_serves(lambda number=self._num_workers + index: network.serves(number))
             return self._run(fn, strategies)
         finally:
             for strategy in strategies:
@@ -125,6 +127,12 @@ class _Server:
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"hop_tf ps {resolver.task_id}", daemon=True)
         self._thread.start()
+
+    def wait_until_it_serves(self, serves: Callable[[], bool]) -> None:
+        """Ranks that are done before would say so to nobody. Returns also where it has failed, or is late."""
+        deadline = time.monotonic() + _SERVER_SECONDS
+        while self._thread.is_alive() and not serves() and time.monotonic() < deadline:
+            time.sleep(0.005)
 
     def join(self) -> None:
         """Waits until it has served; raises what it has raised."""

@@ -70,6 +70,11 @@ class InProcessNetwork:
                 del self._transports[transport.rank]
             self._changed.notify_all()
 
+    def serves(self, rank: int) -> bool:
+        """Whether a transport serves as that rank now."""
+        with self._changed:
+            return rank in self._transports
+
     def want(self, rank: int, other: int) -> None:
         """One of the two wants the connection."""
         with self._changed:

@@ -602,7 +602,7 @@ class ArgumentsTest(_LaunchTestCase):
     @parameterized.parameters(
         (["--num_workers=0"], "`num_workers` must be at least 1. Received: num_workers=0."),
         (["--num_workers=two"], "--num_workers: invalid int value: 'two'"),
-        ([], "the following arguments are required: --num_workers"),
+        ([], "--num_workers is required, or --hosts."),
         (["--num_workers=1", "--num_ps=-1"], "`num_ps` must not be negative. Received: num_ps=-1."),
         (["--num_workers=1", "--restart=-1"], "`restart` must not be negative. Received: restart=-1."),
         (["--num_workers=1", "--timeout_seconds=0"], "`timeout_seconds` must be positive."),

@@ -25,7 +25,7 @@ class TasksTest(parameterized.TestCase):
 
     def test_tf_config_describes_the_cluster_and_the_task(self):
         tasks = local_cluster.make_tasks(num_workers=2, num_ps=1)
-        configs = local_cluster.make_tf_configs(tasks, [11001, 11002, 11003])
+        configs = local_cluster.make_tf_configs(tasks, [f"127.0.0.1:{port}" for port in (11001, 11002, 11003)])
         cluster = {"worker": ["127.0.0.1:11001", "127.0.0.1:11002"], "ps": ["127.0.0.1:11003"]}
         self.assertEqual(
             json.loads(configs[Task("worker", 1)]), {"cluster": cluster, "task": {"type": "worker", "index": 1}}
@@ -33,7 +33,7 @@ class TasksTest(parameterized.TestCase):
         self.assertEqual(json.loads(configs[Task("ps", 0)])["task"], {"type": "ps", "index": 0})
 
     def test_without_servers_the_cluster_has_no_such_tasks(self):
-        configs = local_cluster.make_tf_configs(local_cluster.make_tasks(num_workers=1), [11001])
+        configs = local_cluster.make_tf_configs(local_cluster.make_tasks(num_workers=1), ["127.0.0.1:11001"])
         self.assertEqual(json.loads(configs[Task("worker", 0)])["cluster"], {"worker": ["127.0.0.1:11001"]})
 
 

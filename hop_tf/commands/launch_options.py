@@ -1,0 +1,220 @@
+"""What `hop_tf launch` is told: its options, and what they mean together."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+
+from hop_tf.emulation import ComputeEmulation, Slowdown
+from hop_tf.options import PLAN_VARIABLE
+from hop_tf.processes.hosts import DEFAULT_FIRST_PORT, HostOptions, parse_hosts, place_tasks
+from hop_tf.processes.local_cluster import make_tasks
+
+_DESCRIPTION = """\
+Starts a training script once per worker, each with its own TF_CONFIG, and sees the job through: on this machine, or
+with --hosts on several ones, over ssh.
+
+Lines of all processes are printed with the process's name, and written to a log file each. The first process that
+fails is named at the end, its exit code (128 + signal number if a signal ended it) becomes the launcher's, and the
+others are ended, unless --keep_going or --restart is given. The job is done when all workers are: parameter servers
+are ended then. Ctrl-C is passed on to all processes; a second one ends them. No process survives the launcher.
+"""
+_EPILOG = """\
+Each worker is given its share of the cores (OMP_NUM_THREADS, TF_NUM_INTRAOP_THREADS, TF_NUM_INTEROP_THREADS) and,
+where there are several GPUs, one of them in turn (CUDA_VISIBLE_DEVICES). What is set already is respected. Parameter
+servers get no GPU.
+
+With --hosts, nothing is copied: the working directory, the script and the interpreter must be at the same paths on all
+machines, and ssh must log in without a question. Processes there get no variables of this one but those of --env.
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LaunchOptions:
+    """What to launch.
+
+    Attributes:
+      script: Path of the training script.
+      script_arguments: Its arguments.
+      num_workers: Number of workers, at least 1.
+      num_ps: Number of parameter servers, which run the same script.
+      log_dir: Directory for logs and `launch.json`; None for a new temporary one.
+      timeout_seconds: Time after which the whole job is ended; None for no limit.
+      python: The Python interpreter.
+      emulation: Emulated compute, or None.
+      keep_going: Whether the other processes run on when one fails.
+      restart: How many times each process is started again after it has failed; the others run on.
+      hosts: The machines, which have `num_workers` together; None for this one.
+      environment: Variables to set for all processes.
+
+    Raises:
+      ValueError: If a value is out of range, the script is missing, a slowdown names a rank that does not exist, or
+        options do not go together.
+    """
+
+    script: str
+    script_arguments: tuple[str, ...] = ()
+    num_workers: int
+    num_ps: int = 0
+    log_dir: str | None = None
+    timeout_seconds: float | None = None
+    python: str = sys.executable
+    emulation: ComputeEmulation | None = None
+    keep_going: bool = False
+    restart: int = 0
+    hosts: HostOptions | None = None
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self):
+        if self.restart < 0:
+            raise ValueError(f"`restart` must not be negative. Received: restart={self.restart}.")
+        tasks = make_tasks(num_workers=self.num_workers, num_ps=self.num_ps)
+        if self.hosts is not None:
+            if self.hosts.num_workers != self.num_workers:
+                raise ValueError(
+                    "`num_workers` must be the number of workers on all `hosts`, or be left out. "
+                    f"Received: num_workers={self.num_workers}, and {self.hosts.num_workers} on the hosts."
+                )
+            place_tasks(tasks, self.hosts)
+        if self.timeout_seconds is not None and not self.timeout_seconds > 0:
+            raise ValueError(f"`timeout_seconds` must be positive. Received: timeout_seconds={self.timeout_seconds}.")
+        if not os.path.isfile(self.script):
+            raise ValueError(f"`script` must be a file. Received: script={self.script!r}.")
+        if self.emulation is not None:
+            if not self.is_local:
+                raise ValueError(
+                    "`step_seconds` must not go with `hosts` other than this machine: how busy the cores of others "
+                    "are, on which emulated steps depend, is not known here. "
+                    f"Received: step_seconds={self.emulation.step_seconds}."
+                )
+            self.emulation.check_world_size(self.num_workers)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all processes run on this machine."""
+        return self.hosts is None or self.hosts.all_local
+
+
+def make_parser(command: str) -> argparse.ArgumentParser:
+    """The parser of the arguments of `command`."""
+    parser = argparse.ArgumentParser(
+        prog=f"hop_tf {command}",
+        usage=f"hop_tf {command} [flags] script.py [script arguments]",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--num_workers", type=int, help="number of workers (required without --hosts)")
+    add("--hosts", metavar="a,b:4", help="machines to start workers on, with numbers of workers (default: one on each)")
+    add(
+        "--first_port",
+        type=int,
+        help=f"with --hosts: port of the first process of each machine (default: {DEFAULT_FIRST_PORT})",
+    )
+    add("--ssh", help="with --hosts: the ssh command with options, as 'ssh -p 2222 -i key' (default: ssh)")
+    add(
+        "--env",
+        "-x",
+        action="append",
+        default=[],
+        metavar="NAME[=value]",
+        help="a variable for all processes, with a value, or that which it has here; may be repeated",
+    )
+    add("--num_ps", type=int, default=0, help="number of parameter servers (default: %(default)s)")
+    add("--log_dir", help="directory for logs and launch.json (default: a new temporary one)")
+    add(
+        "--keep_going",
+        action="store_true",
+        help="let the other processes run on when one fails, as for ranks that train on without a lost one",
+    )
+    add(
+        "--restart",
+        type=int,
+        default=0,
+        metavar="TIMES",
+        help="start each process again that fails, so many times, while the others run on (default: %(default)s)",
+    )
+    add("--timeout_seconds", type=float, help="end the whole job after this time, with exit code 124")
+    add("--python", default=sys.executable, help="Python interpreter of the processes (default: this one's path)")
+    add("--step_seconds", type=float, help="emulate compute: a training step takes at least this long, asleep")
+    add(
+        "--slowdown",
+        action="append",
+        default=[],
+        metavar="3:4x|random:6x",
+        help="emulated steps of rank 3 take 4 times as long; any step 6 times with probability 1/num_workers",
+    )
+    add("--seed", type=int, default=0, help="seed of the random slowdown (default: %(default)s)")
+    add("script", help="the training script")
+    add("script_arguments", nargs=argparse.REMAINDER, help="its arguments")
+    return parser
+
+
+def read_options(arguments: argparse.Namespace) -> LaunchOptions:
+    """The options in parsed arguments.
+
+    Raises:
+      ValueError: If they are not valid.
+    """
+    hosts = _read_hosts(arguments)
+    num_workers = arguments.num_workers
+    if num_workers is None:
+        if hosts is None:
+            raise ValueError("--num_workers is required, or --hosts.")
+        num_workers = hosts.num_workers
+    return LaunchOptions(
+        script=arguments.script,
+        script_arguments=tuple(arguments.script_arguments),
+        num_workers=num_workers,
+        num_ps=arguments.num_ps,
+        log_dir=arguments.log_dir,
+        timeout_seconds=arguments.timeout_seconds,
+        python=arguments.python,
+        emulation=_read_emulation(arguments),
+        keep_going=arguments.keep_going,
+        restart=arguments.restart,
+        hosts=hosts,
+        environment=_read_environment(arguments.env),
+    )
+
+
+def _read_hosts(arguments: argparse.Namespace) -> HostOptions | None:
+    if arguments.hosts is None:
+        for name in ("first_port", "ssh"):
+            if getattr(arguments, name) is not None:
+                raise ValueError(f"`{name}` must go with `hosts`. Received: {name}={getattr(arguments, name)}.")
+        return None
+    try:
+        ssh = tuple(shlex.split("ssh" if arguments.ssh is None else arguments.ssh))
+    except ValueError as error:
+        raise ValueError(f"`ssh` must be a command: {error}. Received: ssh={arguments.ssh!r}.") from error
+    first_port = DEFAULT_FIRST_PORT if arguments.first_port is None else arguments.first_port
+    return HostOptions(hosts=parse_hosts(arguments.hosts), first_port=first_port, ssh=ssh)
+
+
+def _read_environment(texts: list[str]) -> dict[str, str]:
+    """Variables for all processes: those of the user, and the one that `hop_tf plan` sets."""
+    environment = {name: os.environ[name] for name in (PLAN_VARIABLE,) if name in os.environ}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not name or name == "TF_CONFIG":
+            raise ValueError(f"`env` must be NAME or NAME=value, and not TF_CONFIG. Received: env={text!r}.")
+        if not equals and name not in os.environ:
+            raise ValueError(f"`env` must name a variable that is set, or give its value. Received: env={text!r}.")
+        environment[name] = value if equals else os.environ[name]
+    return environment
+
+
+def _read_emulation(arguments: argparse.Namespace) -> ComputeEmulation | None:
+    if arguments.step_seconds is None:
+        if arguments.slowdown:
+            raise ValueError(f"`slowdown` must go with `step_seconds`. Received: slowdown={arguments.slowdown[0]}.")
+        return None
+    slowdowns = [Slowdown.parse(text) for texts in arguments.slowdown for text in texts.split(",")]
+    return ComputeEmulation(step_seconds=arguments.step_seconds, slowdowns=tuple(slowdowns), seed=arguments.seed)
