@@ -7,6 +7,8 @@
 
 accuracy    Table 2: ENSEMBLE, ASP, SHAT-Root and SHAT with 2 to 16 workers, on a virtual clock (`shat_accuracy.py`).
             Each with that of --learning_rates which is best on data that is held out, and the largest stable one.
+rates       The learning rate and momentum that training alone stands, with 2 to 16 workers: Algorithm 1 beside what
+            `SHATParameterServerStrategy` does by default (`shat_rates.py`).
 stragglers  Figure 5: one worker is 2, 10 or 100 times slower than the others, on the same clock.
 sharding    Figure 6: the throughput of workers with --num_servers servers, without sharding, by layers and by values.
             Workers and servers are processes, hosts of an emulated network (`network.py`, which needs root). --links
@@ -34,6 +36,7 @@ import numpy as np
 import ranks
 import results
 import shat_accuracy
+import shat_rates
 from absl import app, flags, logging
 
 import hop_tf
@@ -41,7 +44,7 @@ from hop_tf.emulation import ComputeEmulation
 from hop_tf.testing import network
 
 _EXPERIMENTS = flags.DEFINE_list(
-    "experiments", ["accuracy", "stragglers", "sharding", "death", "memory"], "What to run."
+    "experiments", ["accuracy", "rates", "stragglers", "sharding", "death", "memory"], "What to run."
 )
 _QUICK = flags.DEFINE_bool("quick", False, "Small sizes for all that is not given: whether it works, in a minute.")
 _FOLDER = flags.DEFINE_string("folder", None, "Where to write CSV and PNG files.")
@@ -218,6 +221,7 @@ def main(argv: list[str]) -> None:
                 flags.FLAGS[name].value = value
     experiments = {
         "accuracy": shat_accuracy.run_accuracy,
+        "rates": shat_rates.run_rates,
         "stragglers": shat_accuracy.run_stragglers,
         "sharding": _run_sharding,
         "death": _run_death,

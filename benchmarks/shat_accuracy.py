@@ -40,11 +40,11 @@ _MODELS_USED = flags.DEFINE_list("models", ["residual", "vgg"], "What is trained
 _METHODS_USED = flags.DEFINE_list(
     "methods", ["ensemble", "asp", "shat_root", "shat"], "Or inverse (1 / n), or a number."
 )
-_WORLD_SIZES = flags.DEFINE_list("world_sizes", ["2", "4", "8", "16"], "Numbers of workers.")
+WORLD_SIZES = flags.DEFINE_list("world_sizes", ["2", "4", "8", "16"], "Numbers of workers.")
 _SLOWDOWNS = flags.DEFINE_list("slowdowns", ["1", "2", "10", "100"], "How much slower one worker is in `stragglers`.")
 _STRAGGLER_WORKERS = flags.DEFINE_integer("straggler_workers", None, "Of `stragglers`. Default: the most.", 1)
-_EPOCHS = flags.DEFINE_float("epochs", 5.0, "So many times as many samples as there are, of all workers.")
-_SEEDS = flags.DEFINE_integer("seeds", 3, "Trainings of each kind.", lower_bound=1)
+EPOCHS = flags.DEFINE_float("epochs", 5.0, "So many times as many samples as there are, of all workers.")
+SEEDS = flags.DEFINE_integer("seeds", 3, "Trainings of each kind.", lower_bound=1)
 _BATCH_SIZE = flags.DEFINE_integer("batch_size", 32, "Samples of a push.", lower_bound=1)
 _LEARNING_RATES = flags.DEFINE_list("learning_rates", ["0.05"], "Each method has that which suits it best.")
 _DECAY = flags.DEFINE_enum("decay", "none", ["none", "cosine"], "How learning rates fall, to 0, over the training.")
@@ -105,7 +105,7 @@ class Trained:
 def run_accuracy(folder: str | None) -> None:
     """Table 2."""
     data, trained = _load(), []
-    print(f"\naccuracy, {_about(data)}; mean over {_SEEDS.value} seeds [learning rate; largest stable one]")
+    print(f"\naccuracy, {_about(data)}; mean over {SEEDS.value} seeds [learning rate; largest stable one]")
     print(f"  {'model':10} {'workers':>7} " + " ".join(f"{method:>22}" for method in _METHODS_USED.value))
     titles = [
         "model",
@@ -119,10 +119,10 @@ def run_accuracy(folder: str | None) -> None:
         "held out",
     ]
     with results.table(folder, "shat_accuracy", titles) as add:
-        for model, num_workers in itertools.product(_MODELS_USED.value, map(int, _WORLD_SIZES.value)):
+        for model, num_workers in itertools.product(_MODELS_USED.value, map(int, WORLD_SIZES.value)):
             shown = []
             for method in _METHODS_USED.value:
-                for rate, seed in itertools.product(map(float, _LEARNING_RATES.value), range(_SEEDS.value)):
+                for rate, seed in itertools.product(map(float, _LEARNING_RATES.value), range(SEEDS.value)):
                     found = _train(Case(model, method, num_workers, rate, seed), data)
                     trained.append(found)
                     row = (found.accuracy, found.accuracies[-1], found.workers, found.held_out)
@@ -138,7 +138,7 @@ def _draw_accuracy(folder: str, trained: Sequence[Trained]) -> None:
     with results.figure(folder, "shat_accuracy", len(_MODELS_USED.value)) as all_axes:
         for axes, model in zip(all_axes, _MODELS_USED.value, strict=True):
             for method in _METHODS_USED.value:
-                sizes = list(map(int, _WORLD_SIZES.value))
+                sizes = list(map(int, WORLD_SIZES.value))
                 axes.plot(sizes, [_chosen(trained, model, method, n)[0] for n in sizes], marker="o", label=method)
             axes.set(xlabel="workers", ylabel="accuracy", title=model, xscale="log")
             axes.legend()
@@ -147,7 +147,7 @@ def _draw_accuracy(folder: str, trained: Sequence[Trained]) -> None:
 def run_stragglers(folder: str | None) -> None:
     """Figure 5."""
     data, trained = _load(), []
-    num_workers = _STRAGGLER_WORKERS.value or max(map(int, _WORLD_SIZES.value))
+    num_workers = _STRAGGLER_WORKERS.value or max(map(int, WORLD_SIZES.value))
     print(f"\none slow worker of {num_workers}, {_about(data)}; accuracy after as many pushes, and the time of these")
     print(f"  {'model':10} {'method':>10} " + " ".join(f"{'x' + text:>18}" for text in _SLOWDOWNS.value))
     methods = [method for method in _METHODS_USED.value if method != "ensemble"]
@@ -157,7 +157,7 @@ def run_stragglers(folder: str | None) -> None:
             shown = []
             for slowdown in map(float, _SLOWDOWNS.value):
                 found = []
-                for seed in range(_SEEDS.value):
+                for seed in range(SEEDS.value):
                     found.append(_train(Case(model, method, num_workers, rate, seed, slowdown), data, _NUM_EVALUATIONS))
                     for time, accuracy in zip(found[-1].times, found[-1].accuracies, strict=True):
                         add((model, method, slowdown, seed, time, accuracy))
@@ -196,7 +196,7 @@ def _chosen(trained: Sequence[Trained], model: str, method: str, num_workers: in
 
 
 def _about(data: _Data) -> str:
-    what = f"{_DATASET.value}, {len(data.train[0])} samples, {_EPOCHS.value:g} epochs"
+    what = f"{_DATASET.value}, {len(data.train[0])} samples, {EPOCHS.value:g} epochs"
     return f"{what}, momentum {_MOMENTUM.value:g}, decay {_DECAY.value}"
 
 
@@ -210,7 +210,7 @@ def _train(case: Case, data: _Data, num_evaluations: int = 1) -> Trained:
     initial = problem.values_of(_MODELS[case.model](shape))
     group = problem.make_group(case.num_workers, initial)
     settings = _settings(case)
-    num_pushes = int(_EPOCHS.value * len(data.train[0]) / _BATCH_SIZE.value)
+    num_pushes = int(EPOCHS.value * len(data.train[0]) / _BATCH_SIZE.value)
     evaluations = {num_pushes * (k + 1) // num_evaluations for k in range(num_evaluations)}
     batches = [_batches(data.train, rank, case) for rank in range(case.num_workers)]
     weights = [initial] * case.num_workers
@@ -268,6 +268,7 @@ def _settings(case: Case) -> ShatSettings:
         mixing = float(case.method)
     return ShatSettings(
         mixing=mixing,
+        pushes="gradients",
         sharding="none",
         consistency="async",
         max_staleness=16,

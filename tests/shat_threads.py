@@ -30,7 +30,14 @@ RATE = 0.5
 GROUP = "0-group"
 OPTIONS = CommunicationOptions(timeout_seconds=30)
 SETTINGS = ShatSettings(
-    mixing="shat", sharding="memory", consistency="async", max_staleness=16, min_mixing=0.0, log_base=np.e, codec=None
+    mixing="shat",
+    pushes="gradients",
+    sharding="memory",
+    consistency="async",
+    max_staleness=16,
+    min_mixing=0.0,
+    log_base=np.e,
+    codec=None,
 )
 
 

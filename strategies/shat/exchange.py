@@ -14,6 +14,7 @@ from hop_tf.keras_hook.optimizers import check_loss_scaling
 from hop_tf.runtime.exchange import Exchange, Incoming, Outgoing
 from hop_tf.runtime.group import ExchangeContext
 from hop_tf.runtime.joiner import Joiner
+from hop_tf.strategies.shat.pushes import NUM_BESIDE, GradientPushes, StepPushes
 from hop_tf.strategies.shat.requests import Request
 from hop_tf.strategies.shat.server import parameter_server_pb2 as pb
 from hop_tf.strategies.shat.server.server import PUSH
@@ -22,10 +23,6 @@ from hop_tf.strategies.shat.settings import ShatSettings
 from hop_tf.strategies.shat.shards import ShardView, make_shards
 from hop_tf.strategies.shat.state import GroupState
 from hop_tf.tensors import payloads
-
-# What travels beside the variables: to the servers, the learning rate and whether gradients are applied; from them, the
-# weight alpha of each.
-NUM_BESIDE = 2
 
 
 class ShatExchange(Exchange, Joiner):
@@ -36,6 +33,7 @@ class ShatExchange(Exchange, Joiner):
       settings: Those of the strategy.
 
     Attributes:
+      pushes: What is pushed in a step.
       shards: What each server that has something to keep does keep.
       state: What the servers and this rank give each other between steps.
       last_session: The session of the latest push; 0 before the first one.
@@ -45,11 +43,17 @@ class ShatExchange(Exchange, Joiner):
     """
 
     def __init__(self, context: ExchangeContext, settings: ShatSettings):
-        check_loss_scaling(context.optimizer())
+        optimizer = context.optimizer()
+        settings.check_optimizer(optimizer)
+        self._pushes_steps = settings.pushes_steps_of(optimizer)
+        if not self._pushes_steps:
+            check_loss_scaling(optimizer)
         self._context = context
         self._membership = context.membership
         self._packing = context.packing
         self._settings = settings
+        self.pushes = (StepPushes if self._pushes_steps else GradientPushes)(len(context.membership.servers))
+        self._num_workers = context.membership.world_size  # Less those that were lost, not those that ended.
         self.shards = make_shards(context, settings)
         self._servers = Servers(context, self.shards)
         self.state = GroupState(context, settings, self._servers)
@@ -87,6 +91,8 @@ class ShatExchange(Exchange, Joiner):
 
     def _step(self, outgoing: Outgoing) -> Incoming:
         rate, is_applied = self._beside(outgoing.buckets)[:NUM_BESIDE]
+        if self._pushes_steps:
+            rate = self._settings.share(self._num_workers)
         push = self._make_push(outgoing.step, rate, bool(is_applied))
         self._servers.reconfigure(push)
         for shard in self.shards:
@@ -148,6 +154,7 @@ class ShatExchange(Exchange, Joiner):
             weight = self._settings.weight(reply.num_others, reply.num_workers)  # Line 7.
             self._beside(buckets)[shard.index] = weight
             self._latest[shard.index] = (reply.num_others, weight)
+            self._num_workers = self._membership.world_size - len(reply.lost)
             self._note_snapshots(shard, reply)
             self._membership.hear_of_lost(shard.server, reply.lost)
         return Incoming(outgoing.step, outgoing.segment, tuple(buckets))

@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
+from typing import Any
 
 from hop_tf import codecs
 from hop_tf.arguments import check_choice, check_integer, check_share
+from hop_tf.keras_hook.optimizers import use_ema
 from hop_tf.strategies.shat.server.consistency import Consistency
 from hop_tf.strategies.shat.server.sharding import SHARDINGS
 
+_PUSHES = ("steps", "gradients")
 _RULES = ("shat", "shat_root")
 # Equation 3 has these as its ends: Hogwild, and training alone.
 _CONSTANTS = {"asp": 1.0, "ensemble": 0.0}
@@ -67,6 +70,7 @@ class ShatSettings:
     """
 
     mixing: str | float
+    pushes: str | None
     sharding: str
     consistency: str
     max_staleness: int
@@ -80,6 +84,8 @@ class ShatSettings:
         else:
             check_share("mixing", self.mixing)
             object.__setattr__(self, "mixing", float(self.mixing))
+        if self.pushes is not None:
+            check_choice("pushes", self.pushes, _PUSHES)
         check_choice("sharding", self.sharding, SHARDINGS)
         Consistency.make(self.consistency, self.max_staleness)
         if self.min_mixing is not None:
@@ -90,6 +96,30 @@ class ShatSettings:
             raise ValueError(
                 f"`codec` must be one that sends something for every value. Received: codec={self.codec!r}."
             )
+
+    @property
+    def keeps_own_models(self) -> bool:
+        """Whether each worker keeps its model when `fit` ends."""
+        return self.mixing == "ensemble" and self.consistency != "bsp"
+
+    def pushes_steps_of(self, optimizer: Any) -> bool:
+        """Whether workers push what this optimizer of theirs has changed, and not gradients."""
+        if self.pushes is not None:
+            return self.pushes == "steps"
+        # The servers' mean of all gradients is synchronous training, and they keep averages of what they have made.
+        return self.consistency != "bsp" and not use_ema(optimizer)
+
+    def check_optimizer(self, optimizer: Any) -> None:
+        """Raises ValueError where the optimizer does not go with the settings."""
+        if self.pushes == "steps" and use_ema(optimizer):
+            raise ValueError(
+                "`pushes` must be 'gradients' with `use_ema`: the servers keep the averages of weights, and make no "
+                f"steps of the optimizer where workers push theirs. Received: pushes='steps' with {optimizer!r}."
+            )
+
+    def share(self, n: int) -> float:
+        """The part of a worker's step that the servers add, where there are n: under "bsp" they take the mean."""
+        return 1.0 if self.consistency == "bsp" else 1.0 / n
 
     def weight(self, c: int, n: int) -> float:
         """Weight for a worker of n; c as in `mixing_weight`."""

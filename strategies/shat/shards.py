@@ -148,11 +148,13 @@ def make_shards(context: ExchangeContext, settings: ShatSettings) -> list[ShardV
       ValueError: If the optimizer does not go with the settings.
     """
     optimizer, servers = context.optimizer(), context.membership.servers
-    _check_sharding(optimizer_class(optimizer), settings.sharding, len(servers))
+    is_divisible = settings.pushes_steps_of(optimizer) or is_elementwise(optimizer_class(optimizer))
+    if not is_divisible:
+        _check_sharding(optimizer_class(optimizer), settings.sharding, len(servers))
     num_trained, specs = len(context.trained), context.packing.specs
     layers = [path.rpartition("/")[0] for path in paths(optimizer, context.trained)]
     plan = plan_shards(specs[:num_trained], layers, len(servers), settings.sharding)
-    if is_elementwise(optimizer_class(optimizer)):
+    if is_divisible:
         plan = [divide(pieces) for pieces in plan]
     carried = range(num_trained, num_trained + len(context.carried.variables))
     plan[0].extend(Piece(index, 0, specs[index].num_elements) for index in carried)
@@ -164,7 +166,7 @@ def make_shards(context: ExchangeContext, settings: ShatSettings) -> list[ShardV
 
 
 def _check_sharding(optimizer: type, sharding: str, num_servers: int) -> None:
-    if sharding == "memory" and num_servers > 1 and not is_elementwise(optimizer):
+    if sharding == "memory" and num_servers > 1:
         raise ValueError(
             f"`sharding` must be 'layer' or 'none' with {optimizer.__name__}: an optimizer that may look at a whole "
             "tensor cannot update parts of it on several servers. Received: sharding='memory'."

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import keras
+
 from hop_tf.arguments import identity_of
 from hop_tf.collectives import BULK_LANE
 from hop_tf.errors import HopError
@@ -42,6 +44,7 @@ class GroupState:
         self._settings = settings
         self._servers = servers
         self._variables = GroupVariables(context, servers.shards)
+        self._pushes_steps = settings.pushes_steps_of(context.optimizer())
         self._num_pulls = 0
         # The digest of the model that is the servers', as far as this rank knows.
         self._known_model = 0
@@ -60,10 +63,13 @@ class GroupState:
         """
         context, optimizer, is_first = self._context, self._context.optimizer(), self._membership.rank == 0
         description = self._describe(has_state=is_first and not joins, joins=joins)
-        decay = [*decays(optimizer, context.trained), *(False for _ in context.carried.variables)]
+        decay = [False] * len(context.packing.specs)
+        if not self._pushes_steps:
+            decay[: len(context.trained)] = decays(optimizer, context.trained)
         state = None
         if description.has_state:
-            state = self._variables.model(), self._variables.slots(), num_updates(optimizer)
+            slots = {} if self._pushes_steps else self._variables.slots()
+            state = self._variables.model(), slots, num_updates(optimizer)
 
         def configuration(shard: ShardView) -> Configuration:
             parts = () if state is None else shard.state_of(*state).to_parts()
@@ -78,10 +84,12 @@ class GroupState:
             set_num_updates(optimizer, max(answer.num_steps_before for answer, _ in answers.values()))
 
     def _describe(self, *, has_state: bool, joins: bool) -> pb.Configure:
+        # Gradient descent with what a step has changed adds that.
+        optimizer = keras.optimizers.SGD() if self._pushes_steps else self._context.optimizer()
         return pb.Configure(
             group=self._context.group,
             settings=identity_of(self._settings),
-            optimizer=serialized_for_server(self._context.optimizer()),
+            optimizer=serialized_for_server(optimizer),
             codec=wire.codec_to_json(self._settings.codec),
             has_state=has_state,
             joins=joins,

@@ -13,13 +13,14 @@ Learning. Applied Sciences 12(1), 2022. Algorithm 1:
      8  w = (1 - alpha) w + alpha w_server   (Equation 3)
 
 The local step is in Equation 2; Algorithm 1 leaves it out, but without it training alone (alpha = 0) would not train.
-The server's line 21 is a step of the user's optimizer. The part of a model that a server keeps has its own c and alpha.
-What is said of the paper's Equation 4 stands at `mixing_weight`.
+With `pushes="gradients"` the server's line 21 is a step of the user's optimizer. So n workers make n full steps in the
+time of one, which neither the learning rate nor the momentum of synchronous training stands. By default a worker sends
+its own step in line 5 instead, and the server adds it, divided by n. The part of a model that a server keeps has its
+own c and alpha. What is said of the paper's Equation 4 stands at `mixing_weight`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -30,25 +31,16 @@ import tensorflow as tf
 from hop_tf import codecs
 from hop_tf.cluster import Cluster
 from hop_tf.errors import ClusterConfigError
-from hop_tf.keras_hook.optimizers import (
-    averages_of,
-    clipped,
-    descent_of,
-    ema_overwrite_frequency,
-    learning_rate,
-    loss_scale,
-    unscaled,
-    weight_decays,
-)
+from hop_tf.keras_hook.optimizers import averages_of, ema_overwrite_frequency
 from hop_tf.options import CommunicationOptions
 from hop_tf.runtime.group import ExchangeContext, Group
-from hop_tf.strategies.shat.exchange import NUM_BESIDE, ShatExchange
+from hop_tf.strategies.shat.exchange import ShatExchange
+from hop_tf.strategies.shat.pushes import NUM_BESIDE, PushedStep
 from hop_tf.strategies.shat.server.service import serve
 from hop_tf.strategies.shat.server.snapshots import SnapshotOptions
 from hop_tf.strategies.shat.settings import ShatSettings, mixing_weight
 from hop_tf.strategies.shat.state import announce_offers
 from hop_tf.strategy import ExchangeStrategy
-from hop_tf.tensors.finite import are_finite
 from hop_tf.tensors.packing import TensorSpec
 
 __all__ = ["SHATParameterServerStrategy", "ShatExchange", "mixing_weight"]
@@ -57,20 +49,20 @@ __all__ = ["SHATParameterServerStrategy", "ShatExchange", "mixing_weight"]
 class SHATParameterServerStrategy(ExchangeStrategy):
     """Training with parameter servers: the tasks of type `ps`.
 
-    Each worker pushes its gradient to the servers, makes a step of its own, and mixes what they answer into its model:
+    Each worker makes a step of its own optimizer, pushes it to the servers, and mixes what they answer into its model:
 
-        w = (1 - alpha) (w - local step)  +  alpha w_server
+        w_server = w_server - local step / n
+        w        = (1 - alpha) (w - local step)  +  alpha w_server
 
-    At the learning rate and momentum that synchronous training stands, it loses accuracy, by several points with a
-    momentum of 0.9: n workers make n updates in the time of one step, each with a gradient of an older model. With
-    momentum take a rate that is n times smaller, or less momentum. `consistency="bsp"` is synchronous and loses
-    nothing.
+    No worker waits for another one. n workers together move the servers' model as far as synchronous training does, at
+    its learning rate and momentum; n are all workers but those that were lost. Optimizer slots stay each worker's own.
 
-    The servers run the user's own Keras optimizer, with weight decay and `use_ema`, once for every push, with the
-    learning rate of the worker. Gradients are clipped and accumulated on the worker; those that loss scaling leaves out
-    are not applied. The local step is that of the worker's optimizer; where that is SGD with momentum m, it is
-    lr / (1 - m) times the gradient. Constraints apply to the worker's model, not to the servers'. `mixing=1/n`, a
-    constant, is the robust choice with momentum, and for 16 workers and more.
+    With `pushes="gradients"`, the paper's rule, a worker pushes its gradient, and the servers make a step of the user's
+    Keras optimizer for every push, with weight decay and `use_ema`, and with the learning rate of the worker. n workers
+    then make n full steps in the time of one: take a rate that is n times smaller, or less momentum, and `mixing=1/n`
+    with momentum. Gradients are clipped and accumulated on the worker; those that loss scaling leaves out are not
+    applied. The local step is that of the worker's optimizer; where that is SGD with momentum m, it is lr / (1 - m)
+    times the gradient. Constraints apply to the worker's model, not to the servers'.
 
     A script that is started on a task of type `ps` serves where it makes this strategy, and ends there, with exit code
     0, when the workers are done; so does `python -m hop_tf serve`. The others do not wait for a worker that dies. One
@@ -79,13 +71,16 @@ class SHATParameterServerStrategy(ExchangeStrategy):
     since is lost. Otherwise a server that is lost is an error on all workers. Started again together with the workers,
     servers go on from their snapshots, too.
 
-    When `fit` ends on a rank, its model, moving statistics and optimizer slots become those of the servers at that
-    moment. `synchronize(model)`, which all ranks call, gives all of them the servers' final model. Where rank 0's model
+    When `fit` ends on a rank, its model, moving statistics and (if gradients are pushed) optimizer slots become those
+    of the servers at that moment; with `mixing="ensemble"` it keeps its own model. `synchronize(model)`, which all
+    ranks call, gives all of them the servers' final model. A later `fit` begins with that. Where rank 0's model
     was changed before a `fit`, or by a callback in `on_train_begin`, the servers and the other ranks take it.
 
     Args:
       mixing: The weight alpha of the servers' model: "shat" or "shat_root" (see `mixing_weight` in this module), "asp"
         (1), "ensemble" (0), or a number from 0 to 1. Default "shat".
+      pushes: "steps": what the worker's optimizer has changed; "gradients": see above. Default None: "gradients" with
+        `consistency="bsp"`, which is then exact, and with an optimizer that has `use_ema`; else "steps".
       sharding: "memory": each server keeps equally many values, and large layers are divided; "layer": equally many
         layers; "none": the first server keeps everything. Default "memory".
       consistency: "async": no worker waits; "ssp": a worker waits if it is more than `max_staleness` pushes ahead of
@@ -106,7 +101,7 @@ class SHATParameterServerStrategy(ExchangeStrategy):
     Raises:
       SystemExit: On a task of type `ps`, with code 0, when the workers are done.
       TypeError: If `codec` or `snapshots` is something else.
-      ValueError: If an argument is out of range.
+      ValueError: If an argument is out of range; in the first step, if the optimizer does not go with `pushes`.
       ClusterConfigError: If the cluster description is not valid, or has several workers and no `ps` task.
       HopError: If this rank's address cannot be bound.
       PeerLostError: On a task of type `ps`, if all workers were lost.
@@ -125,6 +120,7 @@ class SHATParameterServerStrategy(ExchangeStrategy):
         self,
         *,
         mixing: str | float = "shat",
+        pushes: str | None = None,
         sharding: str = "memory",
         consistency: str = "async",
         max_staleness: int = 16,
@@ -137,6 +133,7 @@ class SHATParameterServerStrategy(ExchangeStrategy):
     ):
         self._settings = ShatSettings(
             mixing=mixing,
+            pushes=pushes,
             sharding=sharding,
             consistency=consistency,
             max_staleness=max_staleness,
@@ -174,7 +171,7 @@ class SHATParameterServerStrategy(ExchangeStrategy):
         )
 
     def synchronize(self, model: keras.Model) -> None:
-        """Gives `model` the servers' weights and its optimizer their slots; equal to the bit on all ranks afterwards.
+        """Gives `model` the servers' weights, equal to the bit on all ranks afterwards; so are slots that servers keep.
 
         With `use_ema`, the weights are the servers' averages, as at the end of `fit`.
 
@@ -241,32 +238,15 @@ class SHATParameterServerStrategy(ExchangeStrategy):
                 "one alike on all ranks, the others have done already. Start the whole job again."
             )
 
-    def before_update(self, group: Group, values: Sequence[tf.Tensor], gradients: list) -> tuple[list, _Step]:
-        optimizer = group.optimizer()
-        del values
-        own = unscaled(optimizer, gradients)
-        is_applied = tf.constant(True)
-        if loss_scale(optimizer) is not None:
-            is_applied = are_finite(own)
-            own = clipped(optimizer, own)  # Else they have been clipped.
-        rate = learning_rate(optimizer)
-        beside = tf.stack([tf.cast(rate, tf.float32), tf.cast(is_applied, tf.float32)])
-        outgoing = [*own, *(variable.read_value() for variable in group.carried), self._padded(beside)]
-        group.submit(outgoing)  # Line 5.
-        before = [variable.read_value() for variable in group.trained]  # Weight decay was there.
-        return gradients, _Step(before, own, rate, is_applied, outgoing)
+    def before_update(self, group: Group, values: Sequence[tf.Tensor], gradients: list) -> tuple[list, PushedStep]:
+        return gradients, group.exchange.pushes.begin(group, values, gradients)
 
-    def _padded(self, beside: tf.Tensor) -> tf.Tensor:
-        return tf.pad(beside, [[0, max(NUM_BESIDE, self._num_servers) - NUM_BESIDE]])
-
-    def after_update(self, group: Group, state: _Step) -> tf.Tensor:
-        received, _ = group.collect(state.outgoing)  # Line 6.
+    def after_update(self, group: Group, state: PushedStep) -> tf.Tensor:
+        local, outgoing = group.exchange.pushes.finish(group, state)
+        received, _ = group.collect(outgoing)  # Line 6.
         weights = received[-1]
-        local = self._local_model(group, state)
         for index, variable in enumerate(group.trained):
-            weight = group.exchange.spread(weights, index)
-            mixed = _mix(local[index], received[index], weight)
-            variable.assign(mixed)  # Line 8.
+            variable.assign(_mix(local[index], received[index], group.exchange.spread(weights, index)))  # Line 8.
         for variable, change in zip(group.carried, received[group.num_trained : -1], strict=True):
             variable.assign_add(change)
         if ema_overwrite_frequency(group.optimizer()):
@@ -274,22 +254,6 @@ class SHATParameterServerStrategy(ExchangeStrategy):
             for average, variable in zip(averages_of(group.optimizer(), group.trained), group.trained, strict=True):
                 average.assign(variable)
         return tf.constant(0, tf.int64)
-
-    def _local_model(self, group: Group, step: _Step) -> list[tf.Tensor]:
-        """The worker's model after its own step (Equation 2)."""
-        optimizer = group.optimizer()
-        descent = descent_of(optimizer, group.trained)
-        if descent is None or not descent.momentum:
-            return [variable.read_value() for variable in group.trained]
-        # In the long run, what a gradient does to the server's weights.
-        rate = tf.cast(step.rate, tf.float32)
-        scales = [tf.cast(rate / (1.0 - descent.momentum), before.dtype) for before in step.before]
-        # Under loss scaling, weight decay comes after the exchange.
-        decays = weight_decays(optimizer, group.trained) if loss_scale(optimizer) is not None else [0.0] * len(scales)
-        return [
-            tf.where(step.is_applied, before * tf.cast(1 - rate * decay, before.dtype) - scale * gradient, before)
-            for before, decay, scale, gradient in zip(step.before, decays, scales, step.gradients, strict=True)
-        ]
 
     def break_off(self, group: Group) -> None:
         if group.exchange.sent_rounds:
@@ -309,27 +273,12 @@ class SHATParameterServerStrategy(ExchangeStrategy):
                 group.exchange.state.pull(after_offers=True)
 
     def finish_training(self, group: Group) -> None:
-        if group.exchange.sent_rounds:  # Others may keep older values of the same variables.
+        if not group.exchange.sent_rounds:  # Others may keep older values of the same variables.
+            return
+        if self._settings.keeps_own_models:
+            group.exchange.state.keep_model()
+        else:
             group.exchange.state.pull()
-
-
-@dataclasses.dataclass(frozen=True)
-class _Step:
-    """What is known of a step before its update.
-
-    Attributes:
-      before: The variables that are trained.
-      gradients: Theirs.
-      rate: The learning rate.
-      is_applied: bool scalar: whether the gradients are used.
-      outgoing: What was handed out.
-    """
-
-    before: Sequence[tf.Tensor]
-    gradients: Sequence[tf.Tensor]
-    rate: tf.Tensor
-    is_applied: tf.Tensor
-    outgoing: Sequence[tf.Tensor]
 
 
 def _mix(local: tf.Tensor, server: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:

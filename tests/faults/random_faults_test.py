@@ -21,9 +21,9 @@ import psutil
 import pytest
 import tensorflow as tf
 from absl.testing import absltest, parameterized
-from faults.kinds import KINDS, LINKS, TIMEOUT_SECONDS, TOKEN, FailingLinks, files_again, happen, happen_within
 
 import hop_tf
+from faults.kinds import KINDS, LINKS, TIMEOUT_SECONDS, TOKEN, FailingLinks, files_again, happen, happen_within
 from hop_tf.errors import HopError
 from hop_tf.testing import MultiProcessError, MultiProcessRunner, network
 from support import MEMBERS, Member

@@ -683,6 +683,7 @@ def _canary_synchronous(context):
 def _shat(consistency):
     settings = ShatSettings(
         mixing="shat",
+        pushes="gradients",
         sharding="memory",
         consistency=consistency,
         max_staleness=16,

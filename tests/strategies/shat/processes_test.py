@@ -50,6 +50,7 @@ def _run(
     """Trains on ones, so that each push takes `_RATE` off each weight: the number of pushes is in the weights."""
     os.environ["HOP_TF_STEP_SECONDS"] = str(_STEP_SECONDS)
     strategy = hop_tf.SHATParameterServerStrategy(
+        pushes="gradients",
         consistency=consistency,
         snapshots=snapshot_dir and hop_tf.SnapshotOptions(directory=snapshot_dir, every_pushes=every_pushes),
         communication_options=hop_tf.CommunicationOptions(timeout_seconds=timeout_seconds),
@@ -72,6 +73,7 @@ def _run_with_restarts(snapshot_dir, consistency="async", every_pushes=10):
     """Trains as `_run`, and tells what became of the servers, and how the loss went."""
     os.environ["HOP_TF_STEP_SECONDS"] = str(_STEP_SECONDS)
     strategy = hop_tf.SHATParameterServerStrategy(
+        pushes="gradients",
         consistency=consistency,
         snapshots=hop_tf.SnapshotOptions(directory=snapshot_dir, every_pushes=every_pushes),
         communication_options=hop_tf.CommunicationOptions(timeout_seconds=3 * _TIMEOUT_SECONDS),
@@ -99,7 +101,7 @@ def _stop(gates, name):
 def _stop_before_the_first_push(gates):
     """Trains as `_run`; stops before servers hear of a model, and again when they keep it and nothing was pushed."""
     strategy = hop_tf.SHATParameterServerStrategy(
-        communication_options=hop_tf.CommunicationOptions(timeout_seconds=_TIMEOUT_SECONDS)
+        pushes="gradients", communication_options=hop_tf.CommunicationOptions(timeout_seconds=_TIMEOUT_SECONDS)
     )
     steps = itertools.count()
 
@@ -126,6 +128,7 @@ def _train_until_it_fails(consistency, num_epochs, fault=""):
     if is_server and fault == "absent":
         return
     strategy = hop_tf.SHATParameterServerStrategy(
+        pushes="gradients",
         consistency=consistency,
         max_staleness=3,
         communication_options=hop_tf.CommunicationOptions(

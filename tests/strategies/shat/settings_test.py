@@ -14,6 +14,7 @@ from hop_tf.strategies.shat.settings import ShatSettings, mixing_weight
 def _settings(**changes):
     defaults = {
         "mixing": "shat",
+        "pushes": None,
         "sharding": "memory",
         "consistency": "async",
         "max_staleness": 16,

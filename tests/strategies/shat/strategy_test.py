@@ -30,10 +30,12 @@ _NUM_STEPS = _NUM_ROWS // _BATCH_SIZE
 _RATE = 0.05
 
 
-def _cluster(num_workers=_NUM_WORKERS, num_ps=2, **settings):
+def _cluster(num_workers=_NUM_WORKERS, num_ps=2, pushes="gradients", **settings):
+    """Where servers make the optimizer's steps, unless `settings` say otherwise."""
+
     def make_strategy(cluster_resolver):
         return hop_tf.SHATParameterServerStrategy(
-            cluster_resolver=cluster_resolver, communication_options=_OPTIONS, **settings
+            pushes=pushes, cluster_resolver=cluster_resolver, communication_options=_OPTIONS, **settings
         )
 
     return InProcessCluster(num_workers, make_strategy, num_ps=num_ps, timeout_seconds=120)
