@@ -177,7 +177,10 @@ class TreeCollectives:
                 if not self._membership.delivers(sender, group, number):
                     departure = self._membership.departure(sender)
                     kind = PeerFailedError if departure.failed else PeerLostError
-                    raise kind(f"rank {self._membership.rank}: rank {sender} left before {queue!r}: {departure.reason}")
+                    reason = departure.reason or (
+                        "it has made all its steps. Ranks must make equally many where values of all are asked for."
+                    )
+                    raise kind(f"rank {self._membership.rank}: rank {sender} left before {queue!r}: {reason}")
             return awaited
 
         for sender in senders:  # From now on its silence counts.

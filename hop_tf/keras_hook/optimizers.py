@@ -138,6 +138,43 @@ def set_num_updates(optimizer: Any, number: int) -> None:
     iterations.assign(tf.maximum(iterations, number * gradient_accumulation_steps(optimizer)))
 
 
+def shift_schedule(optimizer: Any, number: int) -> None:
+    """Lets a schedule go on where so many updates were made, if it has made fewer, and not the count of updates.
+
+    For an optimizer whose slots begin anew: with a larger count, Adam would take them for complete, and make steps that
+    are several times too long.
+    """
+    inner = innermost(optimizer)
+    schedule = inner._learning_rate
+    missing = number * gradient_accumulation_steps(optimizer) - int(iterations_variable(optimizer))
+    if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule) and missing > 0:
+        inner._learning_rate = LaterSchedule(schedule, missing)
+
+
+@keras.saving.register_keras_serializable(package="hop_tf")
+class LaterSchedule(keras.optimizers.schedules.LearningRateSchedule):
+    """A schedule that is further than the optimizer's count.
+
+    Args:
+      schedule: The schedule.
+      num_steps: By so many steps.
+    """
+
+    def __init__(self, schedule: keras.optimizers.schedules.LearningRateSchedule, num_steps: int):
+        self._schedule, self._num_steps = schedule, num_steps
+
+    def __call__(self, step):
+        return self._schedule(step + self._num_steps)
+
+    def get_config(self) -> dict:
+        schedule = keras.saving.serialize_keras_object(self._schedule)
+        return {"schedule": schedule, "num_steps": self._num_steps}
+
+    @classmethod
+    def from_config(cls, config: dict) -> LaterSchedule:
+        return cls(keras.saving.deserialize_keras_object(config["schedule"]), config["num_steps"])
+
+
 def slots_of(optimizer: Any, variables: Sequence[tf.Variable]) -> dict[tuple[str, int | None], tf.Variable]:
     """What a built optimizer remembers from one update to the next, apart from its count of updates.
 

@@ -415,7 +415,8 @@ class Membership(Waiting):
     def _missing(self) -> dict[int, str]:
         """By rank that is lost or has failed, why."""
         departures = {rank: self.departure(rank) for rank in sorted(self.departed())}
-        return {rank: each.reason for rank, each in departures.items() if each.lost or each.failed}
+        # One may have joined again meanwhile.
+        return {rank: each.reason for rank, each in departures.items() if each and (each.lost or each.failed)}
 
     def _note_missing(self, leave: membership_pb2.Leave, what: str) -> None:
         """Says that a rank is missing; fails where too few are left: they may be those that were cut off."""

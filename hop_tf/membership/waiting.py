@@ -217,6 +217,8 @@ class Waiting(abc.ABC):
                 self.monitor.wait(_LIVENESS_PERIOD_SECONDS)
 
     def _note_cause(self, peer: int, error: Exception) -> None:
+        if self.is_given_up:
+            self.fail(error)
         if isinstance(error, PeerLostError):
             self._cause = self._cause or f"{self._name_of(peer)} was lost: {error}"
 
@@ -266,13 +268,10 @@ class Waiting(abc.ABC):
         if not all(self.transport.status(peer).was_silent_for(limit_seconds) for peer in unheard):
             return None
         self.is_given_up = True
-        self.fail(
-            PeerLostError(
-                f"rank {self.rank}: ranks {unheard} were not heard for {limit_seconds:g} s. {too_few} This rank may be "
-                f"the one that is cut off. {error}"
-            )
+        return PeerLostError(
+            f"rank {self.rank}: ranks {unheard} were not heard for {limit_seconds:g} s. {too_few} This rank may be the "
+            f"one that is cut off. {error}"
         )
-        return self._failure
 
     @abc.abstractmethod
     def _too_few_without(self, num_unheard: int) -> str:

@@ -139,7 +139,7 @@ class TrainingRun(TrainingHooks):
                     _refuse_to_restore(callbacks)
                 yield
                 self.finish_training()  # Without an optimizer of its own, a model does not tell of its last step.
-                if self.worker.joining:
+                if self.is_behind:
                     raise HopError(
                         f"rank {self._rank} was started again, and its `fit` has ended before it was where "
                         "the others are: it has not trained. Give all ranks the same number of epochs and steps."

@@ -26,7 +26,7 @@ from hop_tf.tensors import payloads
 
 
 class ShatExchange(Exchange, Joiner):
-    """Pushes gradients to the servers, and brings their model and its weight back.
+    """Pushes steps or gradients to the servers, and brings their model and its weight back.
 
     Args:
       context: Membership, packing and buffers of the group.

@@ -14,6 +14,7 @@ from hop_tf.keras_hook.optimizers import (
     num_updates,
     serialized_for_server,
     set_num_updates,
+    shift_schedule,
 )
 from hop_tf.membership import Membership
 from hop_tf.runtime.group import ExchangeContext
@@ -77,11 +78,12 @@ class GroupState:
 
         answers = self._servers.configure(configuration, sources=() if joins or is_first else (0,))
         states = self._take_over(answers)
+        go_on_after = shift_schedule if self._pushes_steps else set_num_updates  # The slots that belong to it are lost.
         if joins:
-            set_num_updates(optimizer, max(state.num_steps for state in states))
+            go_on_after(optimizer, max(state.num_steps for state in states))
         elif any(answer.is_under_way for answer, _ in answers.values()):
             # Not what others have made of the session meanwhile: this rank is to make all of its steps.
-            set_num_updates(optimizer, max(answer.num_steps_before for answer, _ in answers.values()))
+            go_on_after(optimizer, max(answer.num_steps_before for answer, _ in answers.values()))
 
     def _describe(self, *, has_state: bool, joins: bool) -> pb.Configure:
         # Gradient descent with what a step has changed adds that.

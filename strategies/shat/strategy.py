@@ -266,7 +266,8 @@ class SHATParameterServerStrategy(ExchangeStrategy):
             return
         if self.is_chief:
             announce_offers(self.training.worker.membership)
-            return
+            if not self._settings.keeps_own_models:  # Else its model is not the servers' yet.
+                return
         # Groups that have variables in common: the one that was trained last has their values.
         for group in sorted(groups, key=lambda group: group.exchange.last_session):
             if group.exchange.is_configured:  # It is not where its first `fit` was broken off early.

@@ -67,8 +67,9 @@ class ConfiguredGroup:
             slots = self._shard.slots()
             if state.slots.keys() != slots.keys():
                 raise MismatchError(
-                    "the snapshot is of another optimizer. Remove it, or choose another directory. Received: "
-                    f"{_names(state.slots)} in the snapshot, {_names(slots)} in the optimizer."
+                    "the snapshot is of another optimizer, or of another `pushes` of SHATParameterServerStrategy: with "
+                    "'steps', the default, servers keep no slots. Give the strategy the same ones, or choose another "
+                    f"directory. Received: {_names(state.slots)} in the snapshot, {_names(slots)} in the optimizer."
                 )
             self.begin(state)
             self.is_under_way = True

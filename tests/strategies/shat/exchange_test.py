@@ -232,6 +232,18 @@ class ConfigureTest(tf.test.TestCase, parameterized.TestCase):
             first.exchange.state.pull()
             self.assertAllEqual(first.optimizer._momentums[0], second.optimizer._momentums[0])
 
+    def test_slots_of_a_worker_that_joins_begin_anew_where_steps_are_pushed(self):
+        """With the servers' count of steps, Adam would take them for complete; a schedule goes on."""
+        settings = [dataclasses.replace(SETTINGS, pushes="steps")] * 2
+        schedule = keras.optimizers.schedules.PolynomialDecay(1.0, 10, end_learning_rate=0.0)
+        with ShatThreads(2, 2, settings=settings, make_optimizer=lambda: keras.optimizers.Adam(schedule)) as threads:
+            second = threads.workers[1].optimizer
+            _train_and_join_again(threads)
+            self.assertEqual(int(second.iterations), 0)
+            self.assertAllClose(second.learning_rate, 0.5)  # After 5 of 10 steps.
+            copy = keras.optimizers.deserialize(keras.optimizers.serialize(second))
+            self.assertAllClose(copy.learning_rate, 0.5)
+
 
 def _train_and_join_again(threads):
     """Two workers push five gradients of 1 each; then the second one is started again, and joins."""

@@ -133,6 +133,24 @@ class StepsTest(tf.test.TestCase, parameterized.TestCase):
         for weight in _run(functools.partial(_train_sum, True), 2, mixing="ensemble"):
             self.assertAllClose(weight, own.mean(axis=0), atol=1e-5)
 
+    def test_a_second_fit_of_an_ensemble_begins_with_the_servers_model(self):
+        def train(strategy):
+            with strategy.scope():
+                model = Sum()
+                model.compile(keras.optimizers.SGD(_RATE), _mean_output)
+            _fit(model)
+            strategy.gather_reports()  # All have made their steps.
+            x, y = _data()
+            begins = keras.callbacks.LambdaCallback(
+                on_train_batch_begin=lambda batch, logs: started.append(model.get_weights())
+            )
+            started = []
+            model.fit(x[:_BATCH_SIZE], y[:_BATCH_SIZE], _BATCH_SIZE, shuffle=False, verbose=0, callbacks=[begins])
+            return started[0][0]
+
+        first, second = _run(train, 2, mixing="ensemble")
+        self.assertAllClose(first, second, atol=1e-6)
+
     def test_averages_of_weights_are_the_servers(self):
         def make():
             return keras.optimizers.SGD(_RATE, use_ema=True)
