@@ -13,6 +13,7 @@ from unittest import mock
 
 import keras
 import numpy as np
+import pytest
 from absl.testing import absltest
 
 import hop_tf
@@ -188,6 +189,7 @@ class LaunchRestartTest(absltest.TestCase):
         for mine, expected in zip(weights, self._expected(), strict=True):
             np.testing.assert_allclose(mine, expected, rtol=1e-4)
 
+    @pytest.mark.stress
     def test_a_killed_rank_joins_others_in_lock_step(self):
         code = _JOINS.replace("HopStrategy", "PipeSGDStrategy")
         exit_code, [(epochs, weights), of_newcomer], summary = self.run_job(code, "--restart=1")
