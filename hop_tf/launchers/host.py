@@ -188,7 +188,7 @@ class Host:
 
     def _admit(self, guest: _Guest, body: bytes) -> None:
         if self._secret and not self._guesses.take(guest.source):
-            raise HopError("too many wrong cluster tokens from this host")
+            raise ProtocolError("too many wrong cluster tokens from this host")  # It may try again.
         try:
             hello = messages.Hello.from_bytes(guest.session.open_hello(body))
         except NotProvenError as error:

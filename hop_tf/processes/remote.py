@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from io import FileIO
 
 from hop_tf.processes.group import Process, ProcessServer
@@ -23,7 +23,7 @@ from hop_tf.processes.relay import SILENCE_SECONDS
 # As shells have it, of what cannot be started.
 _CANNOT_START = 127
 _POLL_SECONDS = 1.0
-# How long output may still be on its way after the process has ended.
+# When for so long nothing comes after the process has ended, who still holds its output is left over.
 _OUTPUT_SECONDS = 2.0
 
 
@@ -95,23 +95,43 @@ def _run(order: dict, owner: FileIO) -> int:
         )
         os.close(write_end)
         # Copied, so that no process that is left over can keep the connection.
-        output = threading.Thread(target=_copy, args=(read_end,), name="hop_tf_copy", daemon=True)
+        output = _Copy(read_end)
         output.start()
         watch = _Watch(owner, process, server)
         while process.running and not watch.owner_is_gone:
             server.wait_until(lambda: not process.running or watch.owner_is_gone, _POLL_SECONDS)
         server.remove([process])
-        output.join(_OUTPUT_SECONDS)
+        output.finish(lambda: watch.owner_is_gone)
     if process.exit_code is None:  # The system is slow to take it away.
         return _CANNOT_START
     return process.exit_code if process.exit_code >= 0 else 128 - process.exit_code
 
 
-def _copy(read_end: int) -> None:
-    with contextlib.suppress(OSError):  # Nobody reads any more: then the input has ended, too.
-        while data := os.read(read_end, 65536):
-            while data:
-                data = data[os.write(1, data) :]
+class _Copy(threading.Thread):
+    """Copies what the process prints to this one's output."""
+
+    def __init__(self, read_end: int):
+        super().__init__(name="hop_tf_copy", daemon=True)
+        self._read_end = read_end
+        self._num_reads = 0
+        self._is_writing = False
+
+    def run(self) -> None:
+        with contextlib.suppress(OSError):  # Nobody reads any more: then the input has ended, too.
+            while data := os.read(self._read_end, 65536):
+                self._num_reads += 1
+                self._is_writing = True
+                while data:
+                    data = data[os.write(1, data) :]
+                self._is_writing = False
+
+    def finish(self, is_gone: Callable[[], bool]) -> None:
+        """Waits for the last output, over whatever slow link, but not for what a process prints that is left over."""
+        while self.is_alive() and not is_gone():
+            num_reads = self._num_reads
+            self.join(_OUTPUT_SECONDS)
+            if not self._is_writing and self._num_reads == num_reads:
+                return
 
 
 class _Watch:
