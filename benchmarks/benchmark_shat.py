@@ -110,7 +110,8 @@ def _serve_case(case: Mapping, rank: int) -> list[float] | int:
     os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": task})
     before = _peak_bytes()
     try:
-        strategy = hop_tf.SHATParameterServerStrategy(sharding=case["sharding"])
+        # The paper's rule: servers that run the optimizer have most to do, and to keep.
+        strategy = hop_tf.SHATParameterServerStrategy(pushes="gradients", sharding=case["sharding"])
     except SystemExit:
         return _peak_bytes() - before
     with strategy.scope():

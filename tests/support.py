@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import pathlib
 import runpy
+import subprocess
 from collections.abc import Callable, Mapping
 
 import keras
@@ -151,6 +152,15 @@ class StopRank1(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         if self._rank == 1 and batch == self._batch:
             self.model.stop_training = True
+
+
+def start_program(test, command, **arguments):
+    """Starts a program whose output `test` reads; it is killed when the test has ended."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **arguments)
+    test.addCleanup(process.stdout.close)
+    test.addCleanup(process.wait)
+    test.addCleanup(process.kill)
+    return process
 
 
 class AbortOnRank1(keras.callbacks.Callback):

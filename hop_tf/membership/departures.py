@@ -67,8 +67,8 @@ class Departures:
 
     def ranks(self) -> set[int]:
         """Ranks that take part in the running session no more."""
-        # Copies: whoever looks without the monitor must not meet a change.
-        return {rank for session, rank in list(self._left) if session == self.session} | {*list(self._gone)}
+        # Of a copy: whoever looks without the monitor must not meet a change.
+        return {rank for session, rank in list(self._left) if session == self.session} | set(self._gone)
 
     def lost(self) -> dict[int, Departure]:
         """Ranks that were lost and have not joined again."""

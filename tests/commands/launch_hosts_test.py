@@ -7,7 +7,6 @@ import io
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import textwrap
@@ -23,6 +22,7 @@ from hop_tf import __main__ as command_line
 from hop_tf.commands import launch, launch_supervisor  # noqa: F401  (tells that processes are started)
 from hop_tf.processes.local_cluster import PortReservation
 from sshd import MAX_LOGINS, Sshd
+from support import start_program
 
 _DEADLINE_SECONDS = 120.0
 # Less than the silence after which a launcher counts as gone: its end is noticed before.
@@ -100,16 +100,7 @@ class _HostsTestCase(parameterized.TestCase):
 
     def start(self, *flags):
         """Starts the launcher as a program."""
-        process = subprocess.Popen(
-            [sys.executable, "-m", "hop_tf", *self.arguments(flags)],
-            cwd=self.work_dir,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self.addCleanup(process.stdout.close)
-        self.addCleanup(process.wait)
-        self.addCleanup(process.kill)
-        return process
+        return start_program(self, [sys.executable, "-m", "hop_tf", *self.arguments(flags)], cwd=self.work_dir)
 
     def summary(self):
         with open(os.path.join(self.log_dir, "launch.json")) as file:

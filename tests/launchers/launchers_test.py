@@ -14,6 +14,7 @@ from absl.testing import absltest, parameterized
 import hop_tf
 from hop_tf.processes.group import ProcessServer  # noqa: F401  (tells that processes are started)
 from hop_tf.processes.local_cluster import PortReservation
+from support import start_program
 
 _TIMEOUT_SECONDS = 240
 _SCRIPT = """
@@ -56,18 +57,8 @@ class LaunchersTest(parameterized.TestCase):
         )
 
     def start(self, command, **variables):
-        process = subprocess.Popen(
-            command,
-            cwd=self.directory,
-            env={**self.environment, **variables},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        self.addCleanup(process.stdout.close)
-        self.addCleanup(process.wait)
-        self.addCleanup(process.kill)
-        return process
+        environment = {**self.environment, **variables}
+        return start_program(self, command, cwd=self.directory, env=environment, stderr=subprocess.STDOUT)
 
     def check(self, processes):
         for process in processes:
