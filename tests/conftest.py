@@ -13,12 +13,14 @@ import os
 import statistics
 import threading
 from collections.abc import Iterator
+from unittest import mock
 
 import keras  # noqa: F401  (keras and tensorflow set environment variables when they are first imported)
 import psutil
 import pytest
 import tensorflow  # noqa: F401
 
+from hop_tf.simulate.scheduler import DeadlockError, Scheduler
 from hop_tf.testing import start_fork_server, stop_fork_server
 
 # What ends by itself (a joined pool's worker, a terminated process) gets this long to do so.
@@ -58,16 +60,58 @@ def _number(item: pytest.Item) -> int:
     return int(digits or 0)
 
 
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Notes how many schedules a test ran on the virtual clock, and in how many somebody waited for ever."""
+    num_schedules = num_hangs = 0
+    run = Scheduler.run
+
+    def counted(scheduler):
+        nonlocal num_schedules, num_hangs
+        num_schedules += 1
+        try:
+            run(scheduler)
+        except DeadlockError:
+            num_hangs += 1
+            raise
+
+    with mock.patch.object(Scheduler, "run", counted):
+        yield
+    if num_schedules:
+        item.user_properties.append(("schedules", (num_schedules, num_hangs)))
+
+
 def pytest_terminal_summary(terminalreporter) -> None:
-    """A table of the random faults: what was seen, how long ranks stood still, and when one that came back went on."""
-    by_kind = collections.defaultdict(list)
+    """Two tables, of what ran: schedules on the virtual clock, and random faults of processes."""
+    schedules, faults = collections.defaultdict(list), collections.defaultdict(list)
     for reports in terminalreporter.stats.values():
         for report in reports:
-            for name, seen in getattr(report, "user_properties", ()):
-                if name == "fault" and report.when == "call":
-                    by_kind[seen["kind"]].append(seen)
-    if not by_kind:
-        return
+            for name, seen in getattr(report, "user_properties", ()) if report.when == "call" else ():
+                if name == "schedules":
+                    num_schedules, num_hangs = seen
+                    counts = num_schedules, num_hangs * report.failed, report.failed  # A test may want to see a hang.
+                    schedules[report.nodeid.partition("::")[0]].append(counts)
+                elif name == "fault":
+                    faults[seen["kind"]].append(seen)
+    if schedules:
+        _write_schedules(terminalreporter, schedules)
+    if faults:
+        _write_faults(terminalreporter, faults)
+
+
+def _write_schedules(terminalreporter, by_file: dict[str, list[tuple[int, int, bool]]]) -> None:
+    """How many schedules each file ran, how many of them never ended, and how many tests found a result wrong."""
+    terminalreporter.section("schedules on the virtual clock")
+    width = max(map(len, by_file))
+    terminalreporter.line(f"{'file':<{width}}{'schedules':>11}{'hangs':>7}{'failed tests':>14}")
+    rows = {file: [sum(column) for column in zip(*seen, strict=True)] for file, seen in sorted(by_file.items())}
+    rows["all"] = [sum(column) for column in zip(*rows.values(), strict=True)]
+    for file, (num_schedules, num_hangs, num_failed) in rows.items():
+        terminalreporter.line(f"{file:<{width}}{num_schedules:>11}{num_hangs:>7}{num_failed:>14}")
+
+
+def _write_faults(terminalreporter, by_kind: dict[str, list[dict]]) -> None:
+    """What was seen of each kind, how long ranks stood still, and when one that came back went on."""
     terminalreporter.section("random faults")
     counts = ("hangs", "wrong", "leaks")
     header = "".join(f"{name:>7}" for name in ("cases", *counts))

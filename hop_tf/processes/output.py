@@ -93,6 +93,7 @@ class TaskOutput:
         self._changed = threading.Condition()
         self._lines: collections.deque[str] = collections.deque(maxlen=num_kept_lines)
         self._at_end = False
+        self._log_failed = False
         self._log = open(log_path, "w", encoding="utf-8", errors="backslashreplace", buffering=1)  # noqa: SIM115
         self._read_end, self._write_end = os.pipe()
 
@@ -170,7 +171,9 @@ class TaskOutput:
             self._log.writelines(f"{line}\n" for line in lines)
         except OSError as error:
             # A full disk must not stop the reading: the process would block at its next print.
-            logging.log_first_n(logging.ERROR, "Cannot write to %s: %s.", 1, self.log_path, error)
+            if not self._log_failed:
+                logging.error("Cannot write to %s: %s.", self.log_path, error)
+            self._log_failed = True
 
 
 class OutputReader:

@@ -76,14 +76,17 @@ class TaskOutputTest(absltest.TestCase):
         self.assertIsNone(output.wait_for(re.compile("never"), 3600))
 
     def test_a_full_disk_does_not_stop_the_reading(self):
-        output = self._open()
-        with mock.patch.object(output, "_log") as log, self.assertLogs("absl", "ERROR") as logs:
-            log.writelines.side_effect = OSError("disk full")
-            self.assertEqual(output.receive(b"a\n"), ["a"])
-        self.assertIn("disk full", logs.output[0])
+        for name in "worker 0", "worker 1":  # Each file is named, also when another one was before.
+            output = self._open(name=name)
+            with mock.patch.object(output, "_log") as log, self.assertLogs("absl", "ERROR") as logs:
+                log.writelines.side_effect = OSError("disk full")
+                self.assertEqual(output.receive(b"a\n"), ["a"])
+                self.assertEqual(output.receive(b"b\n"), ["b"])
+            self.assertLen(logs.output, 1)
+            self.assertIn("disk full", logs.output[0])
 
-    def _open(self, **kwargs):
-        output = TaskOutput(name="worker 0", log_path=self.log_path, **kwargs)
+    def _open(self, *, name="worker 0", **kwargs):
+        output = TaskOutput(name=name, log_path=self.log_path, **kwargs)
         self.addCleanup(output.close)
         return output
 
