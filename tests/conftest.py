@@ -86,7 +86,8 @@ def pytest_terminal_summary(terminalreporter) -> None:
     schedules, faults = collections.defaultdict(list), collections.defaultdict(list)
     for reports in terminalreporter.stats.values():
         for report in reports:
-            for name, seen in getattr(report, "user_properties", ()) if report.when == "call" else ():
+            is_call = getattr(report, "when", None) == "call"  # Of others there is nothing to count, or no report.
+            for name, seen in report.user_properties if is_call else ():
                 if name == "schedules":
                     num_schedules, num_hangs = seen
                     counts = num_schedules, num_hangs * report.failed, report.failed  # A test may want to see a hang.

@@ -268,11 +268,13 @@ class CanarySession:
         """Averages a tensor over ranks.
 
         The ranks that take part call it equally often, whatever others do. What those of a cube send is on the lane,
-        and so the interface, of the cube's level.
+        and so the interface, of the cube's level. The paper's example passes both `cube` and `piece_level`, and does not
+        say what the two mean together: here either of them says who takes part.
 
         Args:
           tensor: Array of floating-point values, of the same shape and dtype on all ranks that take part.
-          cube: <level, index> of a cube of a BCube that this rank is in. Default None: as `piece_level` says.
+          cube: <level, index> of a cube of a BCube that this rank is in: its ranks take part. Default None: as
+            `piece_level` says.
           piece_level: Over how many levels of a BCube pieces are exchanged: the ranks that differ in the digits of the
             lowest `piece_level` levels only take part. Default None: all ranks.
           iteration: If given, the gradient exchange index notes that the ranks' gradients of this iteration are merged.
@@ -284,14 +286,19 @@ class CanarySession:
         Blocks: until all of them have called it.
 
         Raises:
-          ValueError: If this rank is not in the cube, there is no such level, iteration or colayer, or the tensor has
-            other values, such as integers.
+          ValueError: If this rank is not in the cube, there is no such level, iteration or colayer, both `cube` and
+            `piece_level` are given, or the tensor has other values, such as integers.
           MismatchError: If one of these ranks calls something else.
           HopError: If a rank is lost.
         """
         if iteration is not None:
             check_integer("iteration", iteration, at_least=0)
             check_integer("colayer", colayer, at_least=0, at_most=self._num_colayers - 1)
+        if cube is not None and piece_level is not None:
+            raise ValueError(
+                "`cube` and `piece_level` both say which ranks take part: give one of them. "
+                f"Received: cube={cube!r}, piece_level={piece_level!r}."
+            )
         ranks, algorithm, lane = self._ranks_of(cube), str(self._network), None
         if cube is not None:
             algorithm, lane = "mesh", _lane_of(cube)

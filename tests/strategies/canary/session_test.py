@@ -375,6 +375,7 @@ class CanarySessionTest(TransportTestMixin, tf.test.TestCase, parameterized.Test
         ({"cube": (0,)}, r"`cube` must be .* Received: cube=\(0,\)."),
         ({"cube": 3}, "`cube` must be .* Received: cube=3."),
         ({"cube": ("a", 0)}, "`cube` must be .* Received: cube="),
+        ({"cube": (0, 0), "piece_level": 2}, r"give one of them. Received: cube=\(0, 0\), piece_level=2."),
         ({"piece_level": 3}, "`piece_level` must be at most 2. Received: piece_level=3."),
         ({"iteration": 0, "colayer": 1}, "`colayer` must be an integer of at least 0 and at most 0. .* colayer=1."),
         ({"iteration": 0, "colayer": -1}, "`colayer` must be an integer of at least 0"),
