@@ -48,6 +48,15 @@ class Codec(abc.ABC):
         return 1
 
     @property
+    def is_lossy(self) -> bool:
+        """Whether what is decoded may differ from what was encoded."""
+        return True
+
+    def with_error_feedback(self, error_feedback: bool) -> Codec:
+        """The same codec with error feedback, if it loses something, or without."""
+        return dataclasses.replace(self, error_feedback=error_feedback and self.is_lossy)
+
+    @property
     def for_sums(self) -> Codec:
         """What encodes sums of several ranks' values that are passed on."""
         return self

@@ -41,6 +41,10 @@ class Identity(Codec):
         object.__setattr__(self, "dtype", dtype.name)
 
     @property
+    def is_lossy(self) -> bool:
+        return False
+
+    @property
     def bytes_per_value(self) -> int:
         return np.dtype(self.dtype).itemsize
 

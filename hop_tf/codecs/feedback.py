@@ -62,6 +62,11 @@ class ErrorFeedback:
             decoded /= scale
         return data, decoded
 
+    def take(self) -> np.ndarray:
+        """What is kept, which is kept no more."""
+        residual, self._residual = self._residual, np.zeros_like(self._residual)
+        return residual
+
     def keep(self, lost: np.ndarray, where: slice) -> None:
         """Keeps what the piece `where` has lost for that of the next vector."""
         if np.isfinite(lost).all():

@@ -16,7 +16,6 @@ import numpy as np
 
 from hop_tf.arguments import check_integer
 from hop_tf.codecs.base import Codec, get
-from hop_tf.codecs.dense import Identity
 from hop_tf.tensors.buffers import BufferPool
 
 # An index is sent as its place in a block, which 16 bits tell.
@@ -77,15 +76,15 @@ class Sparse(Codec):
         if not is_number or not 0 < self.ratio <= 1:
             raise ValueError(f"`ratio` must be a number above 0 and at most 1. Received: ratio={self.ratio!r}.")
         check_integer("warmup_steps", self.warmup_steps, at_least=0)
-        if self.error_feedback and not self._is_lossy(values):
-            raise ValueError("`error_feedback` must be False where nothing is lost. Received: error_feedback=True.")
         object.__setattr__(self, "values", values)
+        if self.error_feedback and not self.is_lossy:
+            raise ValueError("`error_feedback` must be False where nothing is lost. Received: error_feedback=True.")
         object.__setattr__(self, "ratio", float(self.ratio))
         object.__setattr__(self, "warmup_steps", int(self.warmup_steps))
 
-    @staticmethod
-    def _is_lossy(values: Codec) -> bool:
-        return not isinstance(values, Identity)
+    @property
+    def is_lossy(self) -> bool:
+        return self.values.is_lossy
 
     @property
     def bytes_per_value(self) -> float:
@@ -94,7 +93,7 @@ class Sparse(Codec):
     @property
     def dense(self) -> Codec:
         """The codec for vectors of which everything is sent: `values`, with this one's error feedback."""
-        return dataclasses.replace(self.values, error_feedback=self.error_feedback and Sparse._is_lossy(self.values))
+        return self.values.with_error_feedback(self.error_feedback)
 
     def ratio_at(self, step: int) -> float:
         """The share of the values that is sent in a step, which counts from 0 in every `fit`. See `TopK`."""
@@ -215,13 +214,13 @@ class TopK(Sparse):
 
     ratio: float = 0.01
 
-    @staticmethod
-    def _is_lossy(values: Codec) -> bool:
+    @property
+    def is_lossy(self) -> bool:
         return True
 
     def selected(self) -> Sparse:
         """The codec for vectors in which the selection was made already: all other values are zero."""
-        feedback = self.error_feedback and Sparse._is_lossy(self.values)
+        feedback = self.error_feedback and self.values.is_lossy
         return Sparse(values=self.values, ratio=self.ratio, warmup_steps=self.warmup_steps, error_feedback=feedback)
 
     def share_of(self, values: np.ndarray) -> float:

@@ -105,6 +105,10 @@ class Vector:
                 self._feedback.keep(lost, where)
         self._lost_pieces.clear()
 
+    def take_residual(self) -> np.ndarray | None:
+        """What error feedback would add to the next vector, and adds no more. None where nothing is kept."""
+        return None if self._feedback is None else self._feedback.take()
+
     def _sum(self, own: np.ndarray, parts: Sequence[np.ndarray]) -> np.ndarray:
         total = self._codec_of_parts.add(parts[0], own, self._pool)
         for data in parts[1:]:
@@ -195,6 +199,13 @@ class SparseVector(Vector):
         if self._sparse_codec.error_feedback and np.isfinite(mean).all():
             self._lost = self._lost_in_attempt
         self._lost_in_attempt = None
+
+    def take_residual(self) -> np.ndarray | None:
+        residual, lost = super().take_residual(), self._lost
+        self._lost = None
+        if residual is not None and lost is not None:
+            residual += lost
+        return lost if residual is None else residual
 
 
 def goes_sparse(codec: Sparse, num_ranks: int) -> bool:

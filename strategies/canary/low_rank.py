@@ -6,10 +6,12 @@ One step of subspace iteration finds them, and begins where the step before has 
     M_i = gradient of rank i + E_i
     P   = mean of M_i Q', with Q' of the step before; then orthonormal columns
     Q   = mean of M_i^T P
-    E_i = M_i - P (M_i^T P)^T              what is lost stays for the next step
+    E_i = M_i - P (M_i^T P - e_i)^T        what is lost stays for the next step
 
-Both means are all-reduces of factors, which the codec shortens further. The paper factorizes by singular values, which
-costs more than the step it saves, and loses what is left out. Ranks find factors together: so training is synchronous.
+Both means are all-reduces of factors, which the codec shortens further. e_i is what the codec has lost of Q on rank i.
+It becomes a part of E_i, since the next step has another P. Of P nothing has to be kept: any columns will do. The paper
+factorizes by singular values, which costs more than the step it saves, and loses what is left out. Ranks find factors
+together: so training is synchronous.
 
 References:
   Vogels, Karimireddy, Jaggi. PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization. NeurIPS
@@ -66,8 +68,12 @@ class LowRankMean:
             for axis in (0, 1)
         )
         self._reductions = [
-            context.make_all_reduce(f"{name}/{what}", packing, codec, algorithm)
-            for what, packing in (("rest", self._rest), ("p", self._p), ("q", self._q))
+            context.make_all_reduce(f"{name}/{what}", packing, codec_of_part, algorithm)
+            for what, packing, codec_of_part in (
+                ("rest", self._rest, codec),
+                ("p", self._p, codec.with_error_feedback(False)),
+                ("q", self._q, codec.with_error_feedback(True)),
+            )
         ]
         self._lost = [np.zeros(spec.shape, np.float32) for spec in specs]
         self._basis = [_first_basis(spec, rank) for spec in specs]
@@ -108,10 +114,12 @@ class LowRankMean:
         bases = [_orthonormal(each) for each in self._factors(self._p, mean(p, _joined(self._p, products)))]
         own = [matrix.T @ basis for matrix, basis in zip(matrices, bases, strict=True)]
         factors = self._factors(self._q, mean(q, _joined(self._q, own)))
+        lost_factors = self._factors(self._q, _zeros_for_none(q.take_residuals(), self._q))
         for number, kernel in enumerate(self._kernels):
             self._matrix(result, kernel)[:] = bases[number] @ factors[number].T
             if np.isfinite(factors[number]).all():  # Else all ranks keep what they had.
-                self._lost[number] = matrices[number] - bases[number] @ own[number].T
+                sent = own[number] - lost_factors[number]
+                self._lost[number] = matrices[number] - bases[number] @ sent.T
                 self._basis[number] = factors[number]
         return result
 
@@ -172,6 +180,12 @@ def _joined(packing: Packing, factors: Sequence[np.ndarray]) -> list[np.ndarray]
         bucket, where = packing.place(index)
         buckets[bucket][where] = factor.ravel()
     return buckets
+
+
+def _zeros_for_none(residuals: Sequence[np.ndarray | None], packing: Packing) -> list[np.ndarray]:
+    """One vector for each bucket: zeros where nothing is lost."""
+    zeros = packing.zeros()
+    return [zero if residual is None else residual for zero, residual in zip(zeros, residuals, strict=True)]
 
 
 def _first_basis(spec: TensorSpec, rank: int) -> np.ndarray:

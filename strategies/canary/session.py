@@ -268,8 +268,8 @@ class CanarySession:
         """Averages a tensor over ranks.
 
         The ranks that take part call it equally often, whatever others do. What those of a cube send is on the lane,
-        and so the interface, of the cube's level. The paper's example passes both `cube` and `piece_level`, and does not
-        say what the two mean together: here either of them says who takes part.
+        and so the interface, of the cube's level. The paper's example passes both `cube` and `piece_level`, and does
+        not say what the two mean together: here one of them says who takes part.
 
         Args:
           tensor: Array of floating-point values, of the same shape and dtype on all ranks that take part.

@@ -111,6 +111,20 @@ class LowRankMeanTest(tf.test.TestCase, parameterized.TestCase):
         first = np.linalg.norm(means[0, 0][1].reshape(_M, _K) - kernel) / np.linalg.norm(kernel)
         self.assertGreater(first, 0.3)
 
+    @parameterized.parameters(codecs.Int8(), codecs.Truncate16(), codecs.Int8(error_feedback=True))
+    def test_what_the_codec_loses_comes_later(self, codec):
+        """Where factors suffice, what is left to come is what the last steps have lost, after however many steps."""
+        rng = np.random.default_rng(0)
+        # Of one sign: what is lost of each step would add up.
+        kernel = (rng.random((_M, 2)) @ rng.random((2, _K))).astype(np.float32)
+        left = {}
+        for num_steps in 4, 64:
+            gradients = [[(np.zeros(_K, np.float32), kernel)] * num_steps] * 2
+            means = self._means(2, gradients, rank=2, codec=codec)
+            total = sum(means[0, step][1].astype(np.float64) for step in range(num_steps)).reshape(_M, _K)
+            left[num_steps] = np.linalg.norm(total - num_steps * kernel)
+        self.assertLess(left[64], 2 * left[4])
+
     def test_goes_on_without_a_rank_that_is_interrupted(self):
         """Whenever that happens: all three of a step's means are of the same ranks."""
         gradients = self._draw(3, 2, true_rank=2)
