@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 import pathlib
 import runpy
 import subprocess
@@ -14,6 +15,8 @@ import hop_tf
 from hop_tf.errors import HopError
 from hop_tf.testing import InProcessCluster
 
+# Whether this is `make stress`, which tries every event where `make test` tries some.
+IS_STRESS = "HOP_TF_SCHEDULE_SEED" in os.environ
 NUM_RANKS = 2  # Of `Member.run`.
 _EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 _WAIT_SECONDS = 60.0

@@ -4,7 +4,6 @@ In each step, a process hands out 1 in a place of its own. So a mean tells who h
 """
 
 import functools
-import os
 
 import numpy as np
 import pytest
@@ -25,6 +24,7 @@ from hop_tf.strategies.dts.exchange import DTSExchange, DTSSettings
 from hop_tf.strategies.dts.windows import Schedule
 from hop_tf.tensors.packing import Packing, TensorSpec
 from hop_tf.testing.logs import logging_disabled
+from support import IS_STRESS
 
 _GROUP = "group"
 _NUM_RANKS = 4
@@ -228,7 +228,8 @@ class _Rank(State):
         self._job.cluster.close(self._rank)
 
 
-_STRIDE = 19 if "HOP_TF_SCHEDULE_SEED" in os.environ else 57  # Events from one death to the next.
+_STRIDE = 19 if IS_STRESS else 6 * 19 + 1  # Events from one death to the next.
+_LATER_STRIDE = 5 if IS_STRESS else 16  # And of the second one.
 _KINDS = {
     "mesh at once": {"schedule": "at once"},
     "mesh": {},
@@ -311,7 +312,7 @@ class LockStepJoiningTest(tf.test.TestCase, parameterized.TestCase):
         first, last = _num_events(kind, seed=part)
         num_joined = 0
         event = first + int(random.integers(0, (last - first) // 3))
-        for later in range(event + 1 + part % 5, event + (last - first) // 2, 5):
+        for later in range(event + 1 + part % 5, event + (last - first) // 2, _LATER_STRIDE):
             ranks = random.integers(0, _NUM_RANKS, 2).tolist()
             reaches = [np.flatnonzero(random.random(_NUM_RANKS) < 0.5).tolist() for _ in range(2)]
             with self.subTest(events=(event, later), ranks=ranks, reaches=reaches):

@@ -28,7 +28,7 @@ from hop_tf.strategies.canary.gei import Thresholds, ranks_of
 from hop_tf.strategies.canary.layout import Layout
 from hop_tf.tensors.packing import Packing, TensorSpec
 
-_NUM_SCHEDULES = int(os.environ.get("HOP_TF_NUM_SCHEDULES", "80"))
+_NUM_SCHEDULES = int(os.environ.get("HOP_TF_NUM_SCHEDULES", "40"))
 _GROUP, _SESSION = "simulated", 1
 _DETECTION_SECONDS = 2.0
 _ATTEMPT_SECONDS = 0.5
