@@ -132,7 +132,7 @@ class HopExchange(Exchange, Joiner):
             if self._pacing.known_iteration(j) > k + self._settings.max_staleness:
                 self._num_withheld += 1  # It would come too late (section 6.2).
                 continue
-            # Where stragglers are tolerated, nobody needs every update: what a slow link has not begun to send may go.
+            # Who tolerates stragglers needs not every update: what a slow link has not begun to send may go.
             self._num_withheld += self._queue.send(
                 j,
                 ITERATION.pack(k),
@@ -140,7 +140,7 @@ class HopExchange(Exchange, Joiner):
                 lane=BULK_LANE,
                 incarnation=incarnation,
                 step=k,
-                supersedes=self._settings.tolerates_stragglers,
+                supersedes=self._settings.is_tolerated_by(j),
             )
         self._sent_rounds = k + 1
 

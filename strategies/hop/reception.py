@@ -59,8 +59,8 @@ class Reception(abc.ABC):
 class TaggedReception(Reception):
     """Updates of iteration k itself, from all in-neighbors but `num_backup_workers`; more, where they are there.
 
-    Without backup workers, each has its weight of the mixing matrix; the weight of a neighbor that has ended goes to
-    the rank itself. With backup workers, what was received counts alike, the own parameters included (Figure 8).
+    Where this rank has no backup workers, each has its weight of the mixing matrix; the weight of a neighbor that has
+    ended goes to the rank itself. Else what was received counts alike, the own parameters included (Figure 8).
 
     Args:
       settings: Of Hop.
@@ -70,7 +70,7 @@ class TaggedReception(Reception):
 
     def __init__(self, settings: HopSettings, weights: Mapping[int, float], context: ExchangeContext):
         self._weights = weights
-        self._num_backup_workers = settings.num_backup_workers
+        self._num_backup_workers = settings.num_backup_workers_of(context.membership.rank)
         self._queue = UpdateQueue(
             dtypes=context.packing.dtypes,
             num_senders=len(weights),
@@ -133,7 +133,7 @@ class NewestReception(Reception):
 
     def __init__(self, settings: HopSettings, senders: Sequence[int], context: ExchangeContext):
         self._max_staleness = settings.max_staleness
-        self._num_backup_workers = settings.num_backup_workers
+        self._num_backup_workers = settings.num_backup_workers_of(context.membership.rank)
         self._queue = NewestUpdates(dtypes=context.packing.dtypes, senders=senders, make_fifo=context.make_fifo)
 
     def put(self, update: Update) -> None:

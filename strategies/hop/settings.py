@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 from absl import logging
@@ -60,7 +61,7 @@ class HopSettings:
     """
 
     max_iteration_gap: int = 8
-    num_backup_workers: int = 0
+    num_backup_workers: int | Sequence[int] = 0
     max_staleness: int = 0
     skip: SkipIterations | None = None
     update_order: str = "parallel"
@@ -69,7 +70,7 @@ class HopSettings:
 
     def __post_init__(self):
         self._check_gap()
-        check_integer("num_backup_workers", self.num_backup_workers, at_least=0)
+        self._check_backup_workers()
         check_integer("max_staleness", self.max_staleness, at_least=0)
         check_choice("update_order", self.update_order, _UPDATE_ORDERS)
         check_choice("synchronization", self.synchronization, _SYNCHRONIZATIONS)
@@ -98,6 +99,17 @@ class HopSettings:
                 f"Received: max_iteration_gap={self.max_iteration_gap!r}."
             )
 
+    def _check_backup_workers(self) -> None:
+        number = self.num_backup_workers
+        of_ranks = list(number) if isinstance(number, Sequence) and not isinstance(number, str) else [number]
+        if not of_ranks or not all(is_integer(each) and each >= 0 for each in of_ranks):
+            raise ValueError(
+                "`num_backup_workers` must be an integer of at least 0, or a list of these, one for each rank. "
+                f"Received: num_backup_workers={number!r}."
+            )
+        if isinstance(number, Sequence):
+            object.__setattr__(self, "num_backup_workers", tuple(number))
+
     def _check_skip(self) -> None:
         if not isinstance(self.skip, SkipIterations):
             raise ValueError(f"`skip` must be a hop_tf.SkipIterations or None. Received: skip={self.skip!r}.")
@@ -105,24 +117,38 @@ class HopSettings:
             raise ValueError(
                 "`skip` must come with backup workers or staleness: without, a straggler's neighbors wait for every "
                 "one of its updates, and it is never behind enough to jump. "
-                f"Received: skip={self.skip}, num_backup_workers=0, max_staleness=0."
+                f"Received: skip={self.skip}, num_backup_workers={self.num_backup_workers}, max_staleness=0."
             )
         if self.skip.trigger > self.max_iteration_gap:
             raise ValueError(
                 "`trigger` of `skip` must be at most max_iteration_gap: no rank falls further behind, so it would "
                 f"never jump. Received: skip={self.skip}, max_iteration_gap={self.max_iteration_gap}."
             )
-        if not self.num_backup_workers and self.skip.trigger > self.max_staleness + 1:
+        if not self.has_backup_workers and self.skip.trigger > self.max_staleness + 1:
             raise ValueError(
                 "`trigger` of `skip` must be at most max_staleness + 1 without backup workers: a neighbor that is so "
                 "far ahead waits for the straggler's update, which then would never jump. "
-                f"Received: skip={self.skip}, max_staleness={self.max_staleness}, num_backup_workers=0."
+                f"Received: skip={self.skip}, max_staleness={self.max_staleness}, "
+                f"num_backup_workers={self.num_backup_workers}."
             )
+
+    def num_backup_workers_of(self, rank: int) -> int:
+        """N_buw(i): of how many in-neighbors that rank need not wait."""
+        return self.num_backup_workers if is_integer(self.num_backup_workers) else self.num_backup_workers[rank]
+
+    @property
+    def has_backup_workers(self) -> bool:
+        """Whether some rank has backup workers."""
+        return bool(np.any(self.num_backup_workers))
 
     @property
     def tolerates_stragglers(self) -> bool:
-        """Whether a rank can go on without every neighbor's update of the iteration."""
-        return bool(self.num_backup_workers or self.max_staleness)
+        """Whether some rank can go on without every neighbor's update of the iteration."""
+        return bool(self.has_backup_workers or self.max_staleness)
+
+    def is_tolerated_by(self, rank: int) -> bool:
+        """Whether that rank can."""
+        return bool(self.num_backup_workers_of(rank) or self.max_staleness)
 
     @property
     def uses_notify_ack(self) -> bool:
@@ -143,15 +169,23 @@ class HopSettings:
         """Raises ValueError where the mechanisms do not fit the graph; warns where they do not use its weights."""
         if topology.world_size == 1:
             return
-        num_in = [len(topology.in_neighbors(rank)) + 1 for rank in range(topology.world_size)]
-        if self.num_backup_workers >= min(num_in):
+        ranks = range(topology.world_size)
+        if not is_integer(self.num_backup_workers) and len(self.num_backup_workers) != len(ranks):
             raise ValueError(
-                "`num_backup_workers` must be less than every rank's number of in-neighbors, itself included "
-                "(N_buw(i) < |N_in(i)|, Figure 8). "
-                f"Received: num_backup_workers={self.num_backup_workers}, where rank {int(np.argmin(num_in))} has "
-                f"{min(num_in)} in {topology!r}."
+                f"`num_backup_workers` must be one number, or one for each of the {len(ranks)} ranks. "
+                f"Received: num_backup_workers={self.num_backup_workers}."
             )
-        if self.tolerates_stragglers and any(_has_weights_of_its_own(topology, rank) for rank in range(len(num_in))):
+        num_in = [len(topology.in_neighbors(rank)) + 1 for rank in ranks]
+        too_many = [rank for rank in ranks if self.num_backup_workers_of(rank) >= num_in[rank]]
+        if too_many:
+            rank = min(too_many, key=lambda rank: num_in[rank])
+            raise ValueError(
+                "`num_backup_workers` must be less than a rank's number of in-neighbors, itself included "
+                "(N_buw(i) < |N_in(i)|, Figure 8). "
+                f"Received: num_backup_workers={self.num_backup_workers}, where rank {rank} has {num_in[rank]} in "
+                f"{topology!r}."
+            )
+        if self.tolerates_stragglers and any(_has_weights_of_its_own(topology, rank) for rank in ranks):
             logging.warning(
                 "%r has unequal weights, which backup workers and staleness do not use: updates of an iteration count "
                 "alike. Ranks with more neighbors then contribute more to what all agree on.",

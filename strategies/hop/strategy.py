@@ -78,8 +78,9 @@ class HopStrategy(ExchangeStrategy):
       max_iteration_gap: Most steps a rank may be ahead of an out-neighbor (the paper's max_ig), from 1 to 1000. A
         rank keeps up to `(1 + max_iteration_gap) * |N_in|` updates in memory. NOTIFY-ACK does not use it. Default 8.
       num_backup_workers: A rank waits for the updates of all in-neighbors but so many, and averages what it has got
-        with equal weights (Figure 8). Less than the smallest number of in-neighbors plus one. Default 0: it waits for
-        all, and weights are those of the topology.
+        with equal weights (Figure 8). One number for all ranks, or a list with one for each (the paper's N_buw(i)): a
+        rank of a fast machine whose neighbors are slow may have more. Less than a rank's number of in-neighbors plus
+        one. Default 0: it waits for all, and weights are those of the topology.
       max_staleness: Iterations by which an update that is used may be older than the rank's own (Figure 9). A rank
         waits only for neighbors of which it has nothing so new, and averages the newest updates that came since it last
         did, weighted by iteration (Equation 2). With backup workers it waits for all such neighbors but so many.
@@ -122,7 +123,7 @@ class HopStrategy(ExchangeStrategy):
         *,
         topology: str | Topology | np.ndarray | object = "ring_based",
         max_iteration_gap: int = 8,
-        num_backup_workers: int = 0,
+        num_backup_workers: int | Sequence[int] = 0,
         max_staleness: int = 0,
         skip: SkipIterations | None = None,
         update_order: str = "parallel",

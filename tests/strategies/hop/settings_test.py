@@ -34,6 +34,9 @@ class HopSettingsTest(tf.test.TestCase, parameterized.TestCase):
         ({"max_iteration_gap": None, "max_staleness": 2}, "also where nobody is meant to wait: a rank has room for"),
         ({"num_backup_workers": -1}, "`num_backup_workers` must be an integer of at least 0"),
         ({"num_backup_workers": 0.5}, "`num_backup_workers` must be an integer of at least 0"),
+        ({"num_backup_workers": []}, "`num_backup_workers` must be an integer of at least 0, or a list of these"),
+        ({"num_backup_workers": [1, -1]}, r"one for each rank. Received: num_backup_workers=\[1, -1\]."),
+        ({"num_backup_workers": (0, 0), "skip": SkipIterations()}, "`skip` must come with backup workers or staleness"),
         ({"max_staleness": -2}, "`max_staleness` must be an integer of at least 0"),
         ({"max_staleness": None}, "`max_staleness` must be an integer of at least 0"),
         ({"update_order": "random"}, "`update_order` must be one of parallel, serial"),
@@ -109,6 +112,16 @@ class TopologyTest(tf.test.TestCase, parameterized.TestCase):
             HopSettings(**settings).check_topology(topology)
         if warns:
             self.assertIn("has unequal weights, which backup workers and staleness do not use", logs.output[0])
+
+    def test_a_number_for_each_rank(self):
+        settings = HopSettings(num_backup_workers=[1, 0, 2])
+        self.assertEqual([settings.num_backup_workers_of(rank) for rank in range(3)], [1, 0, 2])
+        self.assertEqual([settings.is_tolerated_by(rank) for rank in range(3)], [True, False, True])
+        settings.check_topology(resolve("complete", 3))
+        with self.assertRaisesRegex(ValueError, r"one for each of the 4 ranks. Received: .*=\(1, 0, 2\)"):
+            settings.check_topology(resolve("complete", 4))
+        with self.assertRaisesRegex(ValueError, r"must be less.*=\(1, 0, 3\), where rank 2 has 3 in Topology"):
+            HopSettings(num_backup_workers=[1, 0, 3]).check_topology(resolve("complete", 3))
 
     def test_alone_any_number_will_do(self):
         HopSettings(num_backup_workers=3).check_topology(resolve("complete", 1))

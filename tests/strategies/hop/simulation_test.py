@@ -33,6 +33,9 @@ def _settings(rng, topology):
     staleness = int(rng.choice([0, 0, 1, 2, 5]))
     fewest = min(len(topology.in_neighbors(rank)) for rank in range(topology.world_size))
     backup = min(int(rng.choice([0, 0, 1, 2])), fewest)
+    if backup and rng.random() < 0.5:  # Each rank has its own number: at least one has some.
+        backup = [int(rng.integers(0, len(topology.in_neighbors(rank)) + 1)) for rank in range(topology.world_size)]
+        backup[rng.integers(topology.world_size)] = fewest
     settings = {"max_iteration_gap": max_ig, "max_staleness": staleness, "num_backup_workers": backup}
     settings["update_order"] = str(rng.choice(["parallel", "parallel", "serial"]))
     if (staleness or backup) and max_ig >= 2 and rng.random() < 0.6:
@@ -127,7 +130,7 @@ class _Reference:
         settings = schedule.settings
         self.max_ig = settings["max_iteration_gap"]
         self.staleness = settings["max_staleness"]
-        self.num_backup = settings["num_backup_workers"]
+        self.num_backup = np.broadcast_to(settings["num_backup_workers"], schedule.topology.world_size)
         self.skip = settings.get("skip")
         self.serial = settings["update_order"] == "serial"
         self.notify_ack = settings.get("synchronization") == "notify_ack"
@@ -216,7 +219,7 @@ class _Reference:
         if self.notify_ack:
             yield lambda: all(self.ended[j, i] or self.acknowledged[j, i] >= k - 1 for j in self.n_out[i])
         self._send(i, k, x)
-        tolerates_stragglers = self.staleness or self.num_backup
+        tolerates_stragglers = self.staleness or self.num_backup.any()
         if tolerates_stragglers and not self.serial:
             yield from self._until(done)
         yield lambda: self._can_reduce(i, k)
@@ -264,7 +267,7 @@ class _Reference:
         else:
             here = {sender for sender, iteration, _ in self.received[i] if iteration == k}
             lacking = [j for j in self.n_in[i] if j not in here and not self._has_ended_before(j, i, k)]
-        return len(lacking) <= self.num_backup
+        return len(lacking) <= self.num_backup[i]
 
     def _has_ended_before(self, j, i, k):
         return self.ended[j, i] and self.schedule.num_steps <= k
@@ -287,7 +290,7 @@ class _Reference:
         if self.staleness:  # Equation 2; the own parameters are of iteration k.
             weights = {j: iteration - (k - self.staleness) + 1 for j, (iteration, _) in used.items()}
             weights[i] = self.staleness + 1
-        elif self.num_backup:  # Figure 8, line 13.
+        elif self.num_backup[i]:  # Figure 8, line 13.
             weights = dict.fromkeys([*used, i], 1)
         else:  # The mixing matrix; the rank itself stands in for those that have ended.
             weights = {j: self.w[j, i] for j in used}
