@@ -135,7 +135,7 @@ class KindTest(parameterized.TestCase):
             delay_ranks.parse_kind(label)
 
 
-@unittest.skipIf(importlib.util.find_spec("matplotlib") is None, "needs the extra `examples`: matplotlib")
+@unittest.skipIf(importlib.util.find_spec("matplotlib") is None, "needs the extra `benchmarks`: matplotlib")
 class RunTest(parameterized.TestCase):
     @_needs_sources
     @parameterized.parameters((["synchronous"],), (["synchronous", "shat"],))

@@ -15,6 +15,7 @@ import unittest
 from unittest import mock
 
 import psutil
+import pytest
 from absl.testing import absltest, parameterized
 
 import hop_tf
@@ -284,6 +285,10 @@ class FakeSshTest(_HostsTestCase):
         with open(self.ssh, "w") as file:
             file.write(_FAKE_SSH)
         os.chmod(self.ssh, 0o755)
+
+    @pytest.mark.stress  # sshd shows it, too.
+    def test_trains(self):
+        super().test_trains()
 
     def test_an_ssh_that_fails(self):
         exit_code, output = self.launch("--ssh=sh -c 'echo no route >&2; exit 255'", self.write_script("pass"))

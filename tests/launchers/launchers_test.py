@@ -9,6 +9,7 @@ import sys
 import tempfile
 import textwrap
 
+import pytest
 from absl.testing import absltest, parameterized
 
 import hop_tf
@@ -77,6 +78,7 @@ class LaunchersTest(parameterized.TestCase):
         self.check([self.start([sys.executable, self.script], RANK=str(rank), **master) for rank in range(2)])
 
     @parameterized.parameters("mpirun.openmpi", "mpirun.mpich")
+    @pytest.mark.stress(after=1)
     def test_mpirun(self, program):
         if shutil.which(program) is None:
             self.skipTest(f"{program} is not installed")
