@@ -2,8 +2,8 @@
 #
 #   make demo       four processes train scikit-learn's digits
 #   make test       the test suite; PYTEST_ARGS="-k topology" runs a part of it
-#   make stress     the multi-process tests, REPEAT times with other deaths, and the others with all their variants and
-#                   10,000 random schedules
+#   make stress     the multi-process tests, REPEAT times with other deaths; and the others with all their variants, more
+#                   than 10,000 schedules on the virtual clock among them, SCHEDULES of each kind that is drawn
 #   make benchmark  what the core and the transport cost; nothing else should run on the machine
 #   make docs       the documentation, into build/docs; warnings are errors
 #   make lint       ruff's checks and format
@@ -15,6 +15,7 @@
 PYTHON ?= python3
 PYTEST_ARGS ?=
 REPEAT ?= 20
+SCHEDULES ?= 1000
 # Three files at a time, also on two cores: most tests wait now and then. In the order of tests/conftest.py.
 PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 BAZEL ?= bazel
@@ -40,7 +41,7 @@ stress: $(INSTALLED)
 		echo "run $$run of $(REPEAT)"; \
 		HOP_TF_SCHEDULE_SEED=$$run $(BIN)/pytest -q $(PARALLEL) --durations=0 -m multi_process $(PYTEST_ARGS) || exit 1; \
 	done
-	HOP_TF_SCHEDULE_SEED=0 HOP_TF_NUM_SCHEDULES=10000 \
+	HOP_TF_SCHEDULE_SEED=0 HOP_TF_NUM_SCHEDULES=$(SCHEDULES) \
 		$(BIN)/pytest -q --timeout=7200 $(PARALLEL) -m "not multi_process" $(PYTEST_ARGS)
 
 benchmark: $(INSTALLED)

@@ -1,7 +1,6 @@
 """Ranks of Hop that die and come back, in simulation: nobody waits for ever, and all who are left train to the end.
 
-`HOP_TF_NUM_SCHEDULES` says how many schedules are drawn, a tenth of them with deaths. From 1000 on, every rank is also
-killed at every event of the small jobs below, else some are at some.
+`HOP_TF_NUM_SCHEDULES` says how many schedules are drawn.
 """
 
 import collections
@@ -23,10 +22,10 @@ from hop_tf.strategies.hop.settings import HopSettings
 from hop_tf.tensors import fifo as queues
 from hop_tf.testing.logs import logging_disabled
 from hop_tf.topology import resolve
+from support import IS_STRESS
 
-_NUM_SCHEDULES = int(os.environ.get("HOP_TF_NUM_SCHEDULES", "80"))
-_NUM_RANDOM = max(50, _NUM_SCHEDULES // 10)
-_IS_FULL = _NUM_SCHEDULES >= 1000
+_NUM_SCHEDULES = int(os.environ.get("HOP_TF_NUM_SCHEDULES", "50"))
+_STRIDE = 5 if IS_STRESS else 37  # Events from one death to the next, in the small jobs.
 _TARGET = np.arange(1, 4)
 _MODES = {
     "standard": {"on_peer_loss": "continue"},
@@ -159,7 +158,7 @@ class RandomFaultsTest(tf.test.TestCase):
     def test_all_who_are_left_train_to_the_end(self):
         self.enter_context(logging_disabled())
         num_finished = num_back = 0
-        for seed in range(_NUM_RANDOM):
+        for seed in range(_NUM_SCHEDULES):
             case = _Case(seed)
             with self.subTest(seed=seed, mode=case.mode, faults=case.faults):
                 try:
@@ -175,8 +174,8 @@ class RandomFaultsTest(tf.test.TestCase):
                 num_finished += 1
                 num_back += len(job.newcomers)
         # Not nearly all of it fell apart or came too late.
-        self.assertGreater(num_finished, 0.7 * _NUM_RANDOM)
-        self.assertGreater(num_back, 0.5 * _NUM_RANDOM)
+        self.assertGreater(num_finished, 0.7 * _NUM_SCHEDULES)
+        self.assertGreater(num_back, 0.5 * _NUM_SCHEDULES)
 
     def _check_parameters(self, case, job, result, finished):
         for rank, step, x in job.newcomers:
@@ -209,15 +208,15 @@ class EveryStateTest(tf.test.TestCase, parameterized.TestCase):
         job = self._run(mode, topology)
         num_events = job.cluster.scheduler.num_events
         outcomes = set()
-        for number in range(1, num_events, 1 if _IS_FULL else 37):
-            for victim in range(4) if _IS_FULL else [number % 4]:
-                for turn, restart_seconds in enumerate((None, 0.3, 4.0)):
-                    # What it has sent last reaches all, nobody, or one of its neighbors.
-                    reaches = (None, [], [(victim + 1) % 4])[(number + turn) % 3]
-                    death = victim, restart_seconds, reaches
-                    with self.subTest(event=number, death=death):
-                        may_fail = number <= job.num_events_to_begin
-                        outcomes.add(self._result_of(mode, topology, number, death, may_fail))
+        for number in range(1, num_events, _STRIDE):
+            victim = number % 4
+            for turn, restart_seconds in enumerate((None, 0.3, 4.0)):
+                # What it has sent last reaches all, nobody, or one of its neighbors.
+                reaches = (None, [], [(victim + 1) % 4])[(number + turn) % 3]
+                death = victim, restart_seconds, reaches
+                with self.subTest(event=number, death=death):
+                    may_fail = number <= job.num_events_to_begin
+                    outcomes.add(self._result_of(mode, topology, number, death, may_fail))
         self.assertLessEqual(outcomes, {"finished", "not started"})
         self.assertIn("finished", outcomes)
 
