@@ -5,9 +5,7 @@
 #include <climits>
 #include <cmath>
 #include <cstdlib>
-#include <exception>
 #include <fstream>
-#include <mutex>
 #include <new>
 #include <system_error>
 #include <thread>
@@ -41,28 +39,6 @@ int CountCores() {
   }
   return std::max(std::min(cores, CoresOfQuota()), 1);
 }
-
-// The first exception of several threads.
-class Failure {
- public:
-  template <typename Function>
-  void Guard(const Function& function) {
-    try {
-      function();
-    } catch (...) {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      if (!first_) first_ = std::current_exception();
-    }
-  }
-
-  void Rethrow() const {
-    if (first_) std::rethrow_exception(first_);
-  }
-
- private:
-  std::mutex mutex_;
-  std::exception_ptr first_;
-};
 
 // Threads beside the calling one. All calls of a process together have no more than there are cores.
 class Threads {
@@ -112,15 +88,21 @@ void ParallelFor(int64_t num_items, int num_parts, int64_t granularity,
                  const std::function<void(int part, int64_t begin, int64_t end)>& body) {
   const int64_t num_grains = (num_items + granularity - 1) / granularity;
   const auto boundary = [&](int part) { return std::min(num_grains * part / num_parts * granularity, num_items); };
-  Failure failure;
-  const auto run = [&](int part) { failure.Guard([&] { body(part, boundary(part), boundary(part + 1)); }); };
+  std::atomic<bool> lacks_memory{false};
+  const auto run = [&](int part) {
+    try {
+      body(part, boundary(part), boundary(part + 1));
+    } catch (const std::bad_alloc&) {
+      lacks_memory = true;
+    }
+  };
   Threads threads(num_parts - 1);
   int part = 1;
   while (part < num_parts && threads.Start(run, part)) ++part;
   for (; part < num_parts; ++part) run(part);
   run(0);
   threads.Join();
-  failure.Rethrow();
+  if (lacks_memory) throw std::bad_alloc();
 }
 
 }  // namespace hop_tf
