@@ -7,6 +7,8 @@
 #   make benchmark  what the core and the transport cost; nothing else should run on the machine
 #   make docs       the documentation, into build/docs; warnings are errors
 #   make lint       ruff's checks and format
+#   make dist       the source distribution and a wheel for most Linux systems, into dist; CXX chooses the compiler
+#   make matrix     what depends on versions, with each Python, TensorFlow and Keras that is supported: hours
 #   make bazel      builds and tests everything with Bazel, offline
 #   make clean      removes the virtual environment and everything that was built
 #
@@ -24,11 +26,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo test stress benchmark docs lint bazel clean
+.PHONY: help demo test stress benchmark docs lint dist matrix bazel clean
 .DELETE_ON_ERROR:
 
 help:
-	@sed -n '3,13s/^# \{0,1\}//p' Makefile
+	@sed -n '3,15s/^# \{0,1\}//p' Makefile
 
 demo: $(INSTALLED)
 	TF_CPP_MIN_LOG_LEVEL=1 $(BIN)/python -m hop_tf launch --num_workers=4 examples/digits.py
@@ -57,6 +59,18 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
+# TensorFlow's library comes with TensorFlow, and is not to be packed into the wheel.
+dist: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --editable '.[release]'
+	rm -rf dist
+	HOP_TF_REQUIRE_NATIVE=1 $(BIN)/python -m build --outdir dist
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --exclude libtensorflow_framework.so.2 --wheel-dir dist dist/*-linux_*.whl
+	rm dist/*-linux_*.whl
+
+matrix: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --editable '.[release]'
+	$(BIN)/nox
+
 # Debian packages a Bazel that needs no download. The first command installs it where that is possible.
 bazel: $(INSTALLED)
 	@command -v $(BAZEL) > /dev/null || { [ "$$(id -u)" = 0 ] && apt-get update && apt-get install -y bazel-bootstrap; } || \
@@ -65,7 +79,7 @@ bazel: $(INSTALLED)
 	HOP_TF_PYTHON=$(abspath $(BIN)/python) $(BAZEL) test //...
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info .nox .pytest_cache .ruff_cache .hypothesis
 	rm -f ops/*.so bazel-bin bazel-out bazel-testlogs bazel-$(notdir $(CURDIR))
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -94,6 +95,9 @@ def _native_libraries(wheel):
         return {name for name in archive.namelist() if name.endswith((".so", ".so.2"))}
 
 
+_needs_compiler = unittest.skipIf(shutil.which(os.environ.get("CXX", "g++")) is None, "needs a C++ compiler")
+
+
 class PackagingTest(absltest.TestCase):
     @classmethod
     def setUpClass(cls):
@@ -112,7 +116,9 @@ class PackagingTest(absltest.TestCase):
         self.assertEqual(metadata["Version"], __version__)
         self.assertEqual(metadata["License-Expression"], "Apache-2.0")
         self.assertEqual(metadata["Description-Content-Type"], "text/markdown")
-        self.assertCountEqual(metadata.get_all("Provides-Extra"), ["cpu", "gpu", "docs", "test", "examples"])
+        self.assertCountEqual(
+            metadata.get_all("Provides-Extra"), ["cpu", "gpu", "benchmarks", "docs", "examples", "release", "test"]
+        )
 
     def test_tensorflow_is_only_an_extra(self):
         tensorflow = [line for line in self.distribution.requires if line.startswith("tensorflow")]
@@ -131,7 +137,16 @@ class PackagingTest(absltest.TestCase):
     def test_the_wheel_is_for_any_python(self):
         self.assertIn("Tag: py3-none-linux_", self.distribution.read_text("WHEEL"))
 
-    @unittest.skipIf(shutil.which(os.environ.get("CXX", "g++")) is None, "needs a C++ compiler")
+    @_needs_compiler
+    def test_native_libraries_need_no_new_system(self):
+        """Else the wheel would be one for few systems: see `make dist`."""
+        for library in self.site_packages.glob("hop_tf/ops/*.so"):
+            needed = re.findall(rb"(GLIBC|GLIBCXX|CXXABI)_([0-9.]+)", library.read_bytes())
+            for name, version in needed:
+                newest = {b"GLIBC": (2, 31), b"GLIBCXX": (3, 4, 28), b"CXXABI": (1, 3, 12)}[name]  # Of Debian 11.
+                self.assertLessEqual(tuple(map(int, version.split(b"."))), newest, (library, name))
+
+    @_needs_compiler
     def test_native_libraries(self):
         self.assertEqual(_native_libraries(self.wheel), {"hop_tf/ops/libhop_tf_kernels.so", "hop_tf/ops/hop_tf_ops.so"})
         path = os.pathsep.join([str(self.site_packages), os.environ.get("PYTHONPATH", "")])

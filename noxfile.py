@@ -1,0 +1,23 @@
+"""Tests hop_tf with every Python, TensorFlow and Keras that it promises to work with: `make matrix`.
+
+Each session has a virtual environment of its own, with hop_tf as users install it. What depends on these versions is
+tested; arguments behind `--` replace that, as in `nox -s "tests-3.12(tensorflow='2.20', keras='3.12')" -- tests/ops`.
+"""
+
+import nox
+
+nox.options.error_on_missing_interpreters = True
+_NEWEST = "newest"
+_VERSIONS = [(tensorflow, keras) for tensorflow in ("2.20", "2.21") for keras in ("3.12", _NEWEST)]
+# The hooks into Keras, TensorFlow's operations, all strategies' promises, and the wheel.
+_TESTS = ("tests/keras_hook", "tests/ops", "tests/strategies/contract_test.py", "tests/packaging_test.py")
+
+
+@nox.session(python=["3.11", "3.12", "3.13"])
+@nox.parametrize("tensorflow,keras", _VERSIONS)
+def tests(session: nox.Session, tensorflow: str, keras: str) -> None:
+    """Runs `_TESTS` with one version of each."""
+    versions = [f"tensorflow-cpu=={tensorflow}.*", "keras" if keras == _NEWEST else f"keras=={keras}.*"]
+    session.install(".[cpu,test,examples]", *versions, env={"HOP_TF_CUDA": "0", "HOP_TF_REQUIRE_NATIVE": "1"})
+    arguments = session.posargs or _TESTS
+    session.run("pytest", "-q", "-n", "3", "--dist", "loadfile", *arguments, env={"TF_CPP_MIN_LOG_LEVEL": "3"})
