@@ -3,7 +3,8 @@
     python -m hop_tf launch --num_workers=4 examples/digits.py
 
 Each process is one rank of a ring. The model code is plain Keras; the strategy is the one line that differs from a
-program for one process. Started without the launcher, the same script trains alone.
+program for one process. Started without the launcher, the same script trains alone; started by Slurm, mpirun and
+others, it trains with the other processes there (see docs/launch.md).
 """
 
 import argparse
@@ -70,7 +71,7 @@ def main():
     keras.utils.set_random_seed(0)  # The same on all ranks: they draw disjoint parts of each shuffled batch.
     x_train, x_test, y_train, y_test = load_data()
 
-    strategy = hop_tf.HopStrategy(topology=args.topology)
+    strategy = hop_tf.HopStrategy(topology=args.topology, cluster_resolver=hop_tf.cluster_from_environment())
     with strategy.scope():
         model = build_model()
         model.compile(

@@ -11,6 +11,7 @@ from absl import logging
 
 from hop_tf.cluster import Cluster
 from hop_tf.errors import HopError
+from hop_tf.launchers.names import check_own_name
 from hop_tf.options import DATA_PLANES, CommunicationOptions
 from hop_tf.strategies.shat.server.service import serve
 from hop_tf.strategies.shat.server.snapshots import SnapshotOptions
@@ -32,7 +33,10 @@ def main(argv: Sequence[str]) -> int:
         parser.error(str(error))
     logging.set_verbosity(logging.INFO)
     try:
-        serve(Cluster.from_resolver(), options=options, snapshots=snapshots)
+        cluster = Cluster.from_resolver()
+        if cluster.task_type == "ps":
+            check_own_name(cluster.all_addresses, cluster.number, options.timeout_seconds)
+        serve(cluster, options=options, snapshots=snapshots)
     except (HopError, OSError) as error:
         print(f"hop_tf serve: {type(error).__name__}: {error}", file=sys.stderr)
         return 1

@@ -13,6 +13,7 @@ from hop_tf.arguments import check_integer, check_seconds
 from hop_tf.cluster import Cluster
 from hop_tf.errors import ClusterConfigError
 from hop_tf.launchers import variables
+from hop_tf.launchers.names import check_own_name
 from hop_tf.launchers.rendezvous import meet
 from hop_tf.launchers.slurm import read_slurm
 from hop_tf.launchers.variables import Place
@@ -32,6 +33,7 @@ def cluster_from_environment(
     Known are, in this order:
 
     - `TF_CONFIG`, also as `hop_tf launch` sets it;
+    - HOP_TF_ADDRESSES, for an Indexed Job of Kubernetes, or set by hand;
     - torchrun, or whatever sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT;
     - Open MPI's `mpirun`;
     - Slurm's `srun`;
@@ -42,7 +44,11 @@ def cluster_from_environment(
     `mpirun` and torchrun do not tell where the others are. So process 0 listens at MASTER_ADDR and MASTER_PORT (29500
     by default under `mpirun`; one more under torchrun, if that listens there itself; HOP_TF_RENDEZVOUS_PORT goes before
     both), and the others tell it their addresses: that in HOP_TF_HOST, or the one they connect from, with a free port.
-    This takes place once: a second call in a process gives the same.
+    This takes place once: a second call in a process gives the same. Under Slurm, processes meet so in jobs of several
+    components and with `--distribution=plane`, on the node of task 0.
+
+    Otherwise this process waits until its own name is known on its machine. The name must not stand for a loopback
+    address there, unless those of all others do.
 
     Where the launcher tells a process's number on its machine, and the machine has several GPUs, the process is given
     one of them, in turn (CUDA_VISIBLE_DEVICES is set): call this before TensorFlow uses a GPU.
@@ -53,27 +59,27 @@ def cluster_from_environment(
       cluster_token: A secret that all processes share, with which they prove to each other that they belong together
         when they meet. For the training itself, `CommunicationOptions` has it. Default None: that in the environment
         variable HOP_TF_CLUSTER_TOKEN, if there is one.
-      timeout_seconds: How long to wait for the others to meet. Default 60.
+      timeout_seconds: How long to wait for the others to meet, or for the name. Default 60.
 
     Returns:
       A resolver, for the argument `cluster_resolver` of strategies.
 
     Raises:
       ClusterConfigError: If variables are missing, malformed or contradict each other, or processes do.
-      DeadlineExceededError: If others are not there in time. It names them.
+      DeadlineExceededError: If others are not there in time, which it names, or the own name is not known.
       HopError: If a port cannot be had, or others use another token.
       ValueError: If an argument is out of range.
 
-    Blocks: under `mpirun` and torchrun until all processes call this, for at most `timeout_seconds`; else not.
+    Blocks: where processes meet until all call this, else until the own name is known; at most `timeout_seconds`.
     """
     check_integer("num_ps", num_ps, at_least=0)
     check_seconds("timeout_seconds", timeout_seconds)
     if os.environ.get("TF_CONFIG", "").strip() not in ("", "{}"):
-        return _from_tf_config(num_ps)
+        return _from_tf_config(num_ps, timeout_seconds)
     place = find_place(os.environ)
     if place is None or place.num_processes == 1:
         launcher = "no known launcher" if place is None else f"{place.launcher}, for one process"
-        logging.warning("hop_tf: started by %s: this process trains alone.", launcher)
+        logging.warning("hop_tf: started by %s: this process trains alone.%s", launcher, _note_on_slurm(place))
         return tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec({}))
     if num_ps >= place.num_processes:
         raise ClusterConfigError(
@@ -82,6 +88,8 @@ def cluster_from_environment(
         )
     if place.addresses is None:
         place = dataclasses.replace(place, addresses=tuple(_meet(place, num_ps, cluster_token, timeout_seconds)))
+    else:
+        check_own_name(place.addresses, place.number, timeout_seconds)
     return _resolver(place, num_ps)
 
 
@@ -91,7 +99,7 @@ def find_place(environ: Mapping[str, str]) -> Place | None:
     Raises:
       ClusterConfigError: If variables are missing, malformed or contradict each other.
     """
-    place = variables.read_torchrun(environ) or variables.read_open_mpi(environ)
+    place = variables.read_addresses(environ) or variables.read_torchrun(environ) or variables.read_open_mpi(environ)
     if place is not None:
         return place
     slurm = read_slurm(environ)
@@ -104,7 +112,13 @@ def find_place(environ: Mapping[str, str]) -> Place | None:
     return place
 
 
-def _from_tf_config(num_ps: int) -> tf.distribute.cluster_resolver.ClusterResolver:
+def _note_on_slurm(place: Place | None) -> str:
+    """What to do where Slurm has started this process, but not for each task: a batch script runs once."""
+    num_tasks = os.environ.get("SLURM_NTASKS", "1")
+    return "" if place is not None or num_tasks == "1" else f" This Slurm job has {num_tasks} tasks: use srun."
+
+
+def _from_tf_config(num_ps: int, timeout_seconds: float) -> tf.distribute.cluster_resolver.ClusterResolver:
     resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
     cluster = Cluster.from_resolver(resolver)
     if num_ps not in (0, len(cluster.servers)) and len(cluster.all_addresses) > 1:
@@ -112,6 +126,8 @@ def _from_tf_config(num_ps: int) -> tf.distribute.cluster_resolver.ClusterResolv
             "`num_ps` must be 0 or the number of tasks of type 'ps' in TF_CONFIG. "
             f"Received: num_ps={num_ps}, and {len(cluster.servers)} such tasks."
         )
+    if len(cluster.all_addresses) > 1:
+        check_own_name(cluster.all_addresses, cluster.number, timeout_seconds)
     _log("who has set TF_CONFIG", cluster.task_type, cluster.task_id, cluster.all_addresses, cluster.number)
     return resolver
 

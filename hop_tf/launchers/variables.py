@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 
 from hop_tf.errors import ClusterConfigError
+from hop_tf.launchers.hosts import expand_hosts
 
 # Where rank 0 waits for the others, if MASTER_PORT is not set: PyTorch's default.
 _DEFAULT_MASTER_PORT = 29500
@@ -15,6 +17,10 @@ _RENDEZVOUS_PORT = "HOP_TF_RENDEZVOUS_PORT"
 # "True" where torchrun itself listens on MASTER_PORT.
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 _LARGEST_PORT = 65535
+_ADDRESSES = "HOP_TF_ADDRESSES"
+# This process's place in it: the second one is set in the pods of an Indexed Job of Kubernetes.
+_NUMBERS = ("HOP_TF_NUMBER", "JOB_COMPLETION_INDEX")
+_ADDRESS = re.compile(r"[^\s:]+:\d{1,5}", re.ASCII)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,6 +44,38 @@ class Place:
     num_local: int | None = None
     addresses: tuple[str, ...] | None = None
     master: tuple[str, int] | None = None
+
+
+def read_addresses(environ: Mapping[str, str]) -> Place | None:
+    """The place in HOP_TF_ADDRESSES, which lists "host:port" of all; None without it.
+
+    Which of them this process is, HOP_TF_NUMBER tells, or else the JOB_COMPLETION_INDEX of Kubernetes.
+
+    Raises:
+      ClusterConfigError: If variables are missing, malformed or contradict each other.
+    """
+    if not _has(environ, _ADDRESSES):
+        return None
+    addresses = tuple(expand_hosts(environ[_ADDRESSES]))
+    wrong = [address for address in addresses if not _ADDRESS.fullmatch(address)]
+    if wrong or len(set(addresses)) < len(addresses):
+        raise ClusterConfigError(
+            f"{_ADDRESSES} must list each host:port once, like 'train-[0-3].train:7400'. "
+            f"Received: {describe(environ, (_ADDRESSES,))}."
+        )
+    name = next((name for name in _NUMBERS if _has(environ, name)), None)
+    if name is None or read_number(environ, name) >= len(addresses):
+        raise ClusterConfigError(
+            f"With {_ADDRESSES}, {_NUMBERS[0]} must tell which of them this process is, below {len(addresses)}; the "
+            f"pods of an Indexed Job have {_NUMBERS[1]} by themselves. "
+            f"Received: {describe(environ, (_ADDRESSES, *_NUMBERS))}."
+        )
+    return Place(
+        launcher=f"who has set {_ADDRESSES}",
+        number=read_number(environ, name),
+        num_processes=len(addresses),
+        addresses=addresses,
+    )
 
 
 def read_torchrun(environ: Mapping[str, str]) -> Place | None:

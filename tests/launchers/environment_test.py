@@ -23,6 +23,10 @@ _CONFIG = json.dumps({"cluster": {"worker": ["a:1", "b:1"], "ps": ["c:1"]}, "tas
 
 
 class EnvironmentTest(tf.test.TestCase, parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.check_own_name = self.enter_context(mock.patch.object(environment, "check_own_name"))
+
     def cluster(self, variables, **arguments):
         """The cluster, with these variables and no others; and what the log says."""
         with mock.patch.dict(os.environ, variables, clear=True), self.assertLogs("absl", "INFO") as logs:
@@ -50,6 +54,15 @@ class EnvironmentTest(tf.test.TestCase, parameterized.TestCase):
         cluster, said = self.cluster({"TF_CONFIG": _CONFIG, **_SLURM, **_RANK}, num_ps=num_ps)
         self.assertEqual((cluster.addresses, cluster.rank), (("a:1", "b:1"), 1))
         self.assertIn("TF_CONFIG: this is worker 1 of 3 processes, at b:1", said)
+        self.check_own_name.assert_called_once_with(("a:1", "b:1", "c:1"), 1, 60.0)
+
+    def test_addresses_go_before_other_launchers(self):
+        variables = {"HOP_TF_ADDRESSES": "train-[0-3].train:7400", "JOB_COMPLETION_INDEX": "2"}
+        cluster, said = self.cluster({**variables, **_SLURM, **_RANK}, num_ps=1, timeout_seconds=7)
+        self.assertEqual(cluster.addresses, ("train-0.train:7400", "train-1.train:7400", "train-2.train:7400"))
+        self.assertEqual((cluster.ps_addresses, cluster.rank), (("train-3.train:7400",), 2))
+        self.assertIn("started by who has set HOP_TF_ADDRESSES: this is worker 2 of 4", said)
+        self.check_own_name.assert_called_once_with(tuple(f"train-{i}.train:7400" for i in range(4)), 2, 7)
 
     def test_the_number_of_servers_contradicts_tf_config(self):
         with self.assertRaisesRegex(ClusterConfigError, "Received: num_ps=2, and 1 such tasks"):
@@ -64,6 +77,12 @@ class EnvironmentTest(tf.test.TestCase, parameterized.TestCase):
         cluster, said = self.cluster(variables, num_ps=1)
         self.assertEqual((cluster.world_size, cluster.rank), (1, 0))
         self.assertIn("started by no known launcher: this process trains alone", said)
+
+    def test_a_batch_script_of_slurm_without_srun(self):
+        variables = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}
+        cluster, said = self.cluster(variables)
+        self.assertEqual((cluster.world_size, cluster.rank), (1, 0))
+        self.assertIn("trains alone. This Slurm job has 4 tasks: use srun.", said)
 
     def test_a_launcher_of_one_process(self):
         cluster, said = self.cluster({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"})

@@ -1,9 +1,11 @@
 """The environment variables of Slurm."""
 
+import itertools
+
 from absl.testing import absltest, parameterized
 
 from hop_tf.errors import ClusterConfigError
-from hop_tf.launchers import slurm
+from hop_tf.launchers import hosts, slurm
 
 _STEP = {
     "SLURM_JOB_ID": "1000",
@@ -15,6 +17,8 @@ _STEP = {
     "SLURM_NODEID": "1",
     "SLURM_LOCALID": "1",
 }
+# What `srun --distribution=plane=1` sets for the task.
+_PLANE = {"SLURM_DISTRIBUTION": "plane", "SLURM_NODEID": "3", "SLURM_LOCALID": "0", "SLURMD_NODENAME": "node02"}
 
 
 class HostsTest(parameterized.TestCase):
@@ -33,18 +37,18 @@ class HostsTest(parameterized.TestCase):
         ("x[1,2,3],y[4],z", ["x1", "x2", "x3", "y4", "z"]),
         (" a,b\n", ["a", "b"]),
     )
-    def test_expands(self, text, hosts):
-        self.assertEqual(slurm.expand_hosts(text), hosts)
+    def test_expands(self, text, expected):
+        self.assertEqual(hosts.expand_hosts(text), expected)
 
     @parameterized.parameters("", ",", "a,,b", "a[1-2", "a]", "a[[1]]", "a[1-2],", "[")
     def test_refuses(self, text):
         with self.assertRaisesRegex(ClusterConfigError, "A list of nodes must be like.*Received: "):
-            slurm.expand_hosts(text)
+            hosts.expand_hosts(text)
 
     @parameterized.parameters("a[]", "a[x]", "a[3-1]", "a[1-]", "a[-2]", "a[1--2]", "a[1,]", "a[²]")
     def test_refuses_ranges(self, text):
         with self.assertRaisesRegex(ClusterConfigError, "Ranges must be like"):
-            slurm.expand_hosts(text)
+            hosts.expand_hosts(text)
 
     @parameterized.parameters(("1", [1]), ("2(x3),1", [2, 2, 2, 1]), ("4,2(x2)", [4, 2, 2]), ("16(x1)", [16]))
     def test_counts(self, text, counts):
@@ -87,12 +91,53 @@ class ReadTest(parameterized.TestCase):
         self.assertStartsWith(place.addresses[3], "big:")
         self.assertStartsWith(place.addresses[4], "node01:")
 
-    def test_ports_of_steps_and_jobs_differ(self):
+    def test_ports_of_steps_jobs_and_restarts_differ(self):
+        names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
         ports = {
-            slurm.read_slurm({**_STEP, "SLURM_JOB_ID": job, "SLURM_STEP_ID": step}).addresses[0]
-            for job, step in (("1000", "0"), ("1000", "1"), ("1002", "0"))
+            slurm.read_slurm({**_STEP, **dict(zip(names, map(str, numbers), strict=True))}).addresses[0]
+            for numbers in itertools.product(range(1000, 1008), range(3), range(3))
         }
-        self.assertLen(ports, 3)
+        self.assertLen(ports, 8 * 3 * 3)
+
+    def test_a_plane_of_tasks_meets(self):
+        place = slurm.read_slurm({**_STEP, **_PLANE, "HOP_TF_FIRST_PORT": "3000"})
+        self.assertEqual((place.addresses, place.master), (None, ("node01", 3000)))
+        self.assertEqual((place.number, place.num_processes, place.local_number, place.num_local), (3, 7, 0, 2))
+
+    def test_a_plane_on_one_node_need_not_meet(self):
+        variables = {"SLURM_STEP_NODELIST": "a", "SLURM_STEP_TASKS_PER_NODE": "7", "SLURM_LOCALID": "3"}
+        place = slurm.read_slurm({**_STEP, **_PLANE, **variables, "SLURM_NODEID": "0"})
+        self.assertLen(place.addresses, 7)
+
+    @parameterized.parameters("HET", "PACK")  # As Slurm 22.05 writes it; older ones know the second name only.
+    def test_components_meet_where_the_first_one_is(self, name):
+        """Variables are those of `srun -w node2 -n2 : -w node1 -n1`, where `cyclic` is what Slurm says of it."""
+        environ = {
+            "SLURM_STEP_NODELIST": "node[1-2]",
+            "SLURM_STEP_TASKS_PER_NODE": "1,2",
+            "SLURM_DISTRIBUTION": "cyclic",
+            "SLURM_HET_SIZE": "2",
+            f"SLURM_JOB_NODELIST_{name}_GROUP_0": "node2",
+            f"SLURM_JOB_NODELIST_{name}_GROUP_1": "node1",
+            "HOP_TF_FIRST_PORT": "3000",
+        }
+        for number, own in enumerate((("node2", 0, 2), ("node2", 1, 2), ("node1", 0, 1))):
+            variables = {"SLURM_PROCID": str(number), "SLURMD_NODENAME": own[0], "SLURM_LOCALID": str(own[1])}
+            place = slurm.read_slurm({**environ, **variables})
+            self.assertEqual((place.number, place.num_processes, place.master), (number, 3, ("node2", 3000)))
+            self.assertEqual((place.local_number, place.num_local), own[1:])
+        alone = {**environ, "SLURM_STEP_NODELIST": "node1", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_PROCID": "0"}
+        self.assertEqual(slurm.read_slurm(alone).master, ("node1", 3000))
+        del environ[f"SLURM_JOB_NODELIST_{name}_GROUP_0"], environ[f"SLURM_JOB_NODELIST_{name}_GROUP_1"]
+        with self.assertRaisesRegex(ClusterConfigError, "SLURM_JOB_NODELIST_HET_GROUP_0 and so on must name nodes"):
+            slurm.read_slurm({**environ, "SLURM_PROCID": "0"})
+
+    def test_refuses_orders_that_do_not_tell_where_task_0_is(self):
+        for number in range(7):  # On all tasks, also those that are where they would be in blocks.
+            with self.assertRaisesRegex(
+                ClusterConfigError, "by block, cyclic or plane.*SLURM_DISTRIBUTION='arbitrary'"
+            ):
+                slurm.read_slurm({**_STEP, "SLURM_DISTRIBUTION": "arbitrary", "SLURM_PROCID": str(number)})
 
     @parameterized.parameters(
         ("12000-12003,13000", ("12000", "12001")),

@@ -10,6 +10,7 @@ _TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "
 _OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "3", "MASTER_ADDR": "node0"}
 _PMI = {"PMI_RANK": "0", "PMI_SIZE": "2", "MASTER_ADDR": "node0"}
 _PMIX = {"PMIX_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node0"}
+_ADDRESSES = {"HOP_TF_ADDRESSES": "train-[0-1].train:7400,other:1", "JOB_COMPLETION_INDEX": "1"}
 _SLURM = {"SLURM_PROCID": "1", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
 
 
@@ -32,8 +33,21 @@ class FindPlaceTest(parameterized.TestCase):
         self.assertEqual(place.master, master)
         self.assertIsNone(place.addresses)
 
+    @parameterized.parameters(
+        (_ADDRESSES, 1), ({**_ADDRESSES, "HOP_TF_NUMBER": "2"}, 2), ({**_ADDRESSES, "HOP_TF_NUMBER": ""}, 1)
+    )
+    def test_addresses(self, environ, number):
+        place = find_place(environ)
+        self.assertEqual((place.number, place.num_processes), (number, 3))
+        self.assertEqual(place.addresses, ("train-0.train:7400", "train-1.train:7400", "other:1"))
+
     def test_nothing(self):
-        for environ in ({}, {"SLURM_JOB_ID": "4"}, {"RANK": "", "MASTER_ADDR": "a", "MASTER_PORT": "1"}):
+        for environ in (
+            {},
+            {"SLURM_JOB_ID": "4"},
+            {"JOB_COMPLETION_INDEX": "1"},
+            {"RANK": "", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+        ):
             self.assertIsNone(find_place(environ))
 
     def test_one_process_needs_no_master(self):
@@ -49,6 +63,7 @@ class FindPlaceTest(parameterized.TestCase):
             self.assertEqual((place.local_number, place.num_local), (1, 2))
 
     @parameterized.parameters(
+        ({**_ADDRESSES, **_TORCHRUN, **_OPEN_MPI, **_SLURM}, "who has set HOP_TF_ADDRESSES"),
         ({**_TORCHRUN, **_OPEN_MPI, **_SLURM}, "torchrun"),
         ({**_OPEN_MPI, **_SLURM}, "mpirun (Open MPI)"),  # Slurm's are those of the daemon that mpirun has started.
         ({**_SLURM, "PMI_RANK": "1", "PMI_SIZE": "2"}, "srun (Slurm)"),  # srun --mpi=pmi2
@@ -81,6 +96,12 @@ class FindPlaceTest(parameterized.TestCase):
             "MASTER_ADDR must name the host of process 0.*mpirun -x MASTER_ADDR=<host>",
         ),
         ({**_PMI, "MASTER_ADDR": ""}, "-genv MASTER_ADDR <host>"),
+        ({"HOP_TF_ADDRESSES": "a:1,b:1"}, "HOP_TF_NUMBER must tell which.*no HOP_TF_NUMBER, no JOB_COMPLETION_INDEX"),
+        ({**_ADDRESSES, "HOP_TF_NUMBER": "3"}, "below 3.*HOP_TF_NUMBER='3'"),
+        ({**_ADDRESSES, "HOP_TF_NUMBER": "x"}, "HOP_TF_NUMBER='x'"),
+        ({**_ADDRESSES, "HOP_TF_ADDRESSES": "a,b:1"}, "must list each host:port once, like.*'a,b:1'"),
+        ({**_ADDRESSES, "HOP_TF_ADDRESSES": "a:1,a:1"}, "must list each host:port once"),
+        ({**_ADDRESSES, "HOP_TF_ADDRESSES": "a:1,,b:1"}, "no empty part"),
     )
     def test_refuses(self, environ, message):
         with self.assertRaisesRegex(ClusterConfigError, message):

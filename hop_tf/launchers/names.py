@@ -1,0 +1,77 @@
+"""The names by which processes go: a process listens on what its own name stands for on its machine."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import time
+from collections.abc import Sequence
+
+from absl import logging
+
+from hop_tf.errors import ClusterConfigError, DeadlineExceededError
+
+_PAUSE_SECONDS = 0.5
+
+
+def check_own_name(addresses: Sequence[str], number: int, timeout_seconds: float) -> None:
+    """Waits until this process's own name is known, and checks that others reach what it stands for.
+
+    Where machines get their names as they start (Kubernetes), a name may be known some seconds later only. Some systems
+    let a machine's own name stand for a loopback address, such as 127.0.1.1 in /etc/hosts.
+
+    Args:
+      addresses: "host:port" of all processes.
+      number: This one's place among them.
+      timeout_seconds: How long to wait.
+
+    Raises:
+      DeadlineExceededError: If the name is still not known then.
+      ClusterConfigError: If it stands for a loopback address, which others with addresses of other kinds do not reach.
+
+    Blocks: until the name is known, for at most `timeout_seconds`.
+    """
+    hosts = [_host(address) for address in addresses]
+    own = _wait_for(hosts[number], timeout_seconds)
+    if not _are_loopback(own):
+        return
+    for other in dict.fromkeys(hosts):
+        found = _look_up(other) if other != hosts[number] else own
+        if isinstance(found, set) and not _are_loopback(found):
+            raise ClusterConfigError(
+                f"{hosts[number]}, the name of this process's machine, must stand for an address that others reach, as "
+                f"{other} does ({', '.join(sorted(found))}). Received: {', '.join(sorted(own))}, a loopback address. "
+                f"See /etc/hosts on this machine, and `getent hosts {hosts[number]}`."
+            )
+
+
+def _wait_for(host: str, timeout_seconds: float) -> set[str]:
+    deadline = time.monotonic() + timeout_seconds
+    is_told = False
+    while isinstance(found := _look_up(host), OSError):
+        if time.monotonic() >= deadline:
+            raise DeadlineExceededError(
+                f"waited {timeout_seconds:g} s until this process's own name, {host}, is known on its machine: "
+                f"{found.strerror}. Names in the cluster description must be those by which machines know each other."
+            ) from found
+        if not is_told:
+            logging.warning("hop_tf: %s, this process's own name, is not known yet: %s.", host, found.strerror)
+            is_told = True
+        time.sleep(min(_PAUSE_SECONDS, max(0.0, deadline - time.monotonic())))
+    return found
+
+
+def _look_up(host: str) -> set[str] | OSError:
+    """The numeric addresses of a name; the error if there are none."""
+    try:
+        return {sockaddr[0] for *_, sockaddr in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except OSError as error:
+        return error
+
+
+def _are_loopback(found: set[str]) -> bool:
+    return all(ipaddress.ip_address(each).is_loopback for each in found)
+
+
+def _host(address: str) -> str:
+    return address.rpartition(":")[0].strip("[]")
