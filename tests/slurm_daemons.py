@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import subprocess
 import time
 
 import psutil
 
+import private_network
+
 NODES = ("node1", "node2")
 GPUS_PER_NODE = 2
 _CONTROLLER = "controller"
-_PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "scontrol", "unshare", "nsenter", "setpriv", "ip")
+_PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "scontrol", "sinfo")
 _DEADLINE_SECONDS = 60.0
 _POLL_SECONDS = 0.1
 # Only processes in the namespaces reach the daemons, so they need no munge. A job that is queued again starts
@@ -48,22 +49,13 @@ NodeName=node2 NodeAddr=node2 NodeHostname=node2 Port=6819 CPUs=8 Gres=gpu:{gpus
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 _ADDRESSES = {_CONTROLLER: "10.0.0.1", "node1": "10.0.0.2", "node2": "10.0.0.3"}
-# What is started by this ends with the one who has started it.
-_BOUND = ("setpriv", "--pdeathsig", "KILL")
-_NETWORK = ("--net", "--mount", "--uts")
 # With their first process, all processes of this namespace end.
 _PROCESSES = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
 
 
 def reason_to_skip():
     """Why there can be no cluster here; an empty text if there can."""
-    missing = [program for program in _PROGRAMS if shutil.which(program) is None]
-    if missing:
-        return f"needs slurm-wlm, util-linux and iproute2: no {', '.join(missing)}"
-    if os.geteuid() != 0:
-        return "needs root, to start Slurm's daemons in namespaces"
-    tried = subprocess.run([*_PROCESSES, "--net", "true"], capture_output=True, text=True)
-    return f"needs namespaces: {tried.stderr.strip()}" if tried.returncode else ""
+    return private_network.reason_to_skip(*_PROGRAMS)
 
 
 class SlurmCluster:
@@ -80,12 +72,8 @@ class SlurmCluster:
         self._daemons = {}
         self._environment = {**os.environ, "SLURM_CONF": os.path.join(directory, "slurm.conf")}
         self._write_files()
-        commands = ["ip link set lo up", *(f"ip address add {address} dev lo" for address in _ADDRESSES.values())]
-        commands += [f"mount --bind {directory}/hosts /etc/hosts", f"hostname {_CONTROLLER}", "exec sleep infinity"]
-        self._holder = subprocess.Popen([*_BOUND, "unshare", *_NETWORK, "sh", "-c", " && ".join(commands)])
+        self._network = private_network.PrivateNetwork(directory, _ADDRESSES)
         try:
-            self._wait_for_network()
-            self._inside = (*_BOUND, "nsenter", "--target", str(self._holder.pid), *_NETWORK, f"--wd={directory}")
             self._start(_CONTROLLER, "slurmctld", "-D", "-c")
             for node in NODES:
                 self.start_node(node)
@@ -97,7 +85,7 @@ class SlurmCluster:
     def run(self, *command, **variables):
         """What a command prints that is run on the controller; it must succeed."""
         completed = subprocess.run(
-            [*self._inside, *command],
+            [*self._network.inside, *command],
             capture_output=True,
             env=self._environment | variables,
             text=True,
@@ -138,25 +126,17 @@ class SlurmCluster:
         for daemon in self._daemons.values():
             _end(daemon)
         self._daemons.clear()
-        self._holder.kill()
-        self._holder.wait()
+        self._network.close()
 
     def _start(self, name, *command):
         """Starts a daemon in a process namespace of its own, where a shell waits for what the daemon leaves behind."""
         with open(os.path.join(self._directory, f"{name}.out"), "ab") as output:
             self._daemons[name] = subprocess.Popen(
-                [*self._inside, *_PROCESSES, "sh", "-c", '"$@" & wait', name, *command],
+                [*self._network.inside, *_PROCESSES, "sh", "-c", '"$@" & wait', name, *command],
                 env=self._environment,
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
-
-    def _wait_for_network(self):
-        deadline = time.monotonic() + _DEADLINE_SECONDS
-        while psutil.Process(self._holder.pid).name() != "sleep":
-            if self._holder.poll() is not None or time.monotonic() > deadline:
-                raise AssertionError(f"no namespaces: their first process has ended with {self._holder.poll()}")
-            time.sleep(0.01)
 
     def _write_files(self):
         path = os.path.join
@@ -164,7 +144,6 @@ class SlurmCluster:
         files = {
             "slurm.conf": _CONFIG.format(controller=_CONTROLLER, directory=self._directory, gpus=GPUS_PER_NODE),
             "gres.conf": f"Name=gpu File={self._directory}/gpu[0-{GPUS_PER_NODE - 1}]\n",
-            "hosts": "127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for name, address in _ADDRESSES.items()),
         }
         for name, text in files.items():
             with open(path(self._directory, name), "w") as file:
