@@ -13,6 +13,7 @@ from absl.testing import parameterized
 
 import hop_tf
 from hop_tf.commands import serve
+from hop_tf.errors import DeadlineExceededError
 
 
 def _run(*arguments, tf_config=None):
@@ -65,6 +66,15 @@ class ServeTest(tf.test.TestCase, parameterized.TestCase):
         self.assertRegex(
             output, r"ClusterConfigError: The cluster must have a `worker` or `chief` task\. Received: .*ps"
         )
+
+    def test_waits_until_its_name_is_known(self):
+        config = {"cluster": {"worker": ["a:1"], "ps": ["b:2", "c:3"]}, "task": {"type": "ps", "index": 1}}
+        unknown = DeadlineExceededError("c is not known")
+        with mock.patch.object(serve, "check_own_name", side_effect=unknown) as check:
+            code, output = _run("--timeout_seconds=7", tf_config=config)
+        check.assert_called_once_with(("a:1", "b:2", "c:3"), 2, 7.0)
+        self.assertEqual(code, 1)
+        self.assertIn("DeadlineExceededError: c is not known", output)
 
     def test_serves_on_tasks_of_type_ps_only(self):
         config = {"cluster": {"worker": ["localhost:1"], "ps": ["localhost:2"]}, "task": {"type": "worker", "index": 0}}

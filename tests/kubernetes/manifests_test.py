@@ -100,6 +100,14 @@ class ClusterTest(parameterized.TestCase):
             names.add(cluster.number)
         self.assertEqual(names, set(range(len(read[0][1].all_addresses))))
 
+    @parameterized.parameters(*_MANIFESTS)
+    def test_liveness_probes_ask_the_pod_itself(self, name):
+        for pod, cluster in self.clusters(name):
+            if cluster.task_type == "ps":  # A server that hangs is noticed by the workers.
+                continue
+            command = pod.container["livenessProbe"]["exec"]["command"][-1].replace("$HOSTNAME", pod.hostname)
+            self.assertEndsWith(command, f' "{cluster.all_addresses[cluster.number]}"')
+
     @parameterized.parameters("indexed_job.yaml", "shat.yaml")
     def test_services_lead_to_the_pods(self, name):
         objects = pods.read(name)
