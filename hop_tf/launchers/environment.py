@@ -47,8 +47,8 @@ def cluster_from_environment(
     This takes place once: a second call in a process gives the same. Under Slurm, processes meet so in jobs of several
     components and with `--distribution=plane`, on the node of task 0.
 
-    Otherwise this process waits until its own name is known on its machine. The name must not stand for a loopback
-    address there, unless those of all others do.
+    Otherwise this process waits until its own name is known on its machine. Unless it is "localhost", it must not stand
+    for a loopback address there where those of others do not.
 
     Where the launcher tells a process's number on its machine, and the machine has several GPUs, the process is given
     one of them, in turn (CUDA_VISIBLE_DEVICES is set): call this before TensorFlow uses a GPU.

@@ -33,7 +33,8 @@ def check_own_name(addresses: Sequence[str], number: int, timeout_seconds: float
     """
     hosts = [_host(address) for address in addresses]
     own = _wait_for(hosts[number], timeout_seconds)
-    if not _are_loopback(own):
+    # An address of this kind, or "localhost", is meant so: the others may be other names of this machine.
+    if hosts[number] in (*own, "localhost") or not _are_loopback(own):
         return
     for other in dict.fromkeys(hosts):
         found = _look_up(other) if other != hosts[number] else own

@@ -40,6 +40,10 @@ class NamesTest(parameterized.TestCase):
     def test_all_may_be_on_one_machine(self):
         self.check({"node1": ("127.0.0.1", "::1"), "node2": ("127.0.0.2",)})
 
+    def test_loopback_addresses_that_are_meant_so(self):
+        for own in ("localhost", "127.0.0.1"):
+            self.check({"node1": ("10.0.0.1",), own: ("127.0.0.1",)}, ("node1:7400", f"{own}:7400"))
+
     def test_others_need_not_be_known_yet(self):
         self.check({"node1": _UNKNOWN, "node2": ("127.0.0.1",)})
 
