@@ -16,6 +16,7 @@ import kubernetes_pods as pods
 from hop_tf.cluster import Cluster
 from hop_tf.launchers import environment
 
+_ROOT = pathlib.Path(__file__).parents[2]
 _SCHEMAS = json.loads(pathlib.Path(__file__).with_name("schemas.json").read_text())
 _KINDS = {
     ("v1", "Service"): "io.k8s.api.core.v1.Service",
@@ -139,10 +140,27 @@ class ClusterTest(parameterized.TestCase):
         self.assertEqual([cluster.task_type for _, cluster in read], ["ps"] * 2 + ["worker"] * 4)
 
 
-class DocsTest(absltest.TestCase):
+class ImageTest(parameterized.TestCase):
+    """To build an image takes minutes and a registry, so no test does it."""
+
+    def test_copies_what_is_there(self):
+        text = (_ROOT / "Dockerfile").read_text()
+        lines = [line.split() for line in text.splitlines() if line.startswith("COPY ") and "--from" not in line]
+        copied = {path for words in lines for path in words[1:-1]}
+        self.assertContainsSubset({"hop_tf", "ops", "strategies", "examples"}, copied)
+        for path in copied:
+            self.assertTrue((_ROOT / path).exists(), path)
+
+    @parameterized.parameters(*_MANIFESTS)
+    def test_the_docs_build_the_images(self, name):
+        page = (_ROOT / "docs" / "kubernetes.md").read_text()
+        for pod in pods.pods_of(pods.read(name)):
+            self.assertIn(f"docker build -t {pod.container['image']} ", page)
+            self.assertEqual(pod.spec["securityContext"]["runAsUser"], 1000)
+
     def test_yaml_in_the_docs_is_valid(self):
-        text = (pods.FOLDER.parents[1] / "docs" / "kubernetes.md").read_text()
-        blocks = [block.partition("```")[0] for block in text.split("```yaml\n")[1:]]
+        page = (_ROOT / "docs" / "kubernetes.md").read_text()
+        blocks = [block.partition("```")[0] for block in page.split("```yaml\n")[1:]]
         self.assertNotEmpty(blocks)
         for block in blocks:
             yaml.safe_load(block)
