@@ -11,6 +11,7 @@ import tempfile
 import time
 import unittest
 
+import pytest
 import yaml
 from absl.testing import absltest
 
@@ -25,6 +26,7 @@ _REASON = private_network.reason_to_skip("openssl")
 _TOKEN = "a secret"
 
 
+@pytest.mark.stress
 @unittest.skipIf(_REASON, _REASON)
 class PodsTest(absltest.TestCase):
     def setUp(self):

@@ -11,6 +11,7 @@ import tempfile
 import textwrap
 import unittest
 
+import pytest
 from absl.testing import absltest, parameterized
 
 import slurm_daemons
@@ -129,6 +130,7 @@ class StepsTest(_SlurmTest):
         return places
 
 
+@pytest.mark.stress
 @unittest.skipIf(_REASON, _REASON)
 class JobsTest(_SlurmTest):
     def setUp(self):
