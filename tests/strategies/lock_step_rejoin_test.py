@@ -114,7 +114,7 @@ def _state(strategy, model):
 
 class LockStepRejoinTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(*_MEMBERS)
-    @pytest.mark.stress(after=3)
+    @pytest.mark.stress(after=1)
     def test_joins_and_all_are_equal(self, name):
         drawn = random.Random(f"{_SEED}/{name}")
         victim, last_step = drawn.randrange(_NUM_RANKS), drawn.randrange(3, _NUM_STEPS // 2)
