@@ -1,0 +1,147 @@
+"""The programs in examples/, each on real ranks: they learn, exchange what they should, and end as they say."""
+
+import dataclasses
+import hashlib
+import os
+import pathlib
+import runpy
+import sys
+import tempfile
+from collections.abc import Mapping
+
+from absl.testing import absltest, parameterized
+
+from hop_tf.testing import MultiProcessRunner
+
+_EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """How an example is started, and what its ranks must show.
+
+    Attributes:
+      arguments: Of the program.
+      num_workers: Number of ranks.
+      num_ps: Number of parameter servers.
+      environment: Variables of the processes.
+      loss: What must fall: its name in the history.
+      metric: What must be good in the end.
+      above: How good it must be, at least.
+      below: How good it must be, at most.
+      is_equal: Whether what is trained is equal on all ranks in the end, to the bit.
+      saves: A file that rank 0 leaves, and no other rank.
+      prints: What rank 0 must print, as a regular expression.
+    """
+
+    arguments: tuple[str, ...] = ("--synthetic", "--epochs=2")
+    num_workers: int = 2
+    num_ps: int = 0
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    loss: str = "loss"
+    metric: str = "val_accuracy"
+    above: float = 0.5
+    below: float = 1.0
+    is_equal: bool = True
+    saves: str | None = None
+    prints: str = "."
+
+
+_CASES = {
+    "image_classification": Case(
+        ("--synthetic", "--epochs=2", "--batch_size=32"),
+        metric="accuracy",
+        above=0.3,  # Chance is 0.1.
+        saves="image_classification.keras",
+    ),
+    "text_classification": Case(above=0.75),  # Chance is 0.5.
+    "gan": Case(loss="d_loss", metric="d_loss", above=0, below=1.3, saves="gan_15.png"),  # By chance: 1.39.
+    "custom_loop": Case(("--epochs=3",), metric="loss", above=0, below=0.5, prints=r"on new points: 0\.[89]"),
+    "fine_tuning": Case(
+        prints=r"exchanged 4880 of the model's 271370 values",
+        saves="fine_tuning.keras",
+    ),
+    "time_series": Case(("--days=60", "--epochs=2"), metric="val_mae", above=0, below=0.7, prints="mean error: "),
+    "recommender": Case(
+        ("--synthetic", "--epochs=4"), num_ps=1, metric="val_loss", above=0, below=0.05, prints=r"error: 0\.0"
+    ),
+    "slow_worker": Case(
+        ("--epochs=2",),
+        num_workers=3,
+        environment={"HOP_TF_STEP_SECONDS": "0.02", "HOP_TF_SLOWDOWN": "1:4x"},
+        prints=r"accuracy of the averaged model: (0\.[5-9]|1)",
+    ),
+    "several_interfaces": Case(
+        ("--epochs=2",),
+        num_workers=4,
+        environment={"HOP_TF_INTERFACES": "127.0.0.1,127.0.0.2"},
+        loss="val_loss",  # A rank that passes over an epoch has no loss of it.
+        prints="bytes_sent_on_lane_2",
+    ),
+}
+
+
+def _run(path, arguments, folder):
+    """What a rank's program has come to. A server's program ends within."""
+    os.chdir(tempfile.mkdtemp(dir=folder))  # Where it saves.
+    sys.argv[:] = [path, *arguments]
+    names = runpy.run_path(path, run_name="__main__")
+    strategy, model = names["strategy"], names["model"]
+    result = {
+        "history": names["history"].history if "history" in names else {"loss": names["losses"]},
+        "trained": hashlib.sha256(b"".join(v.numpy().tobytes() for v in model.trainable_variables)).hexdigest(),
+        "report": strategy.report(),
+        "files": os.listdir(),
+    }
+    strategy.shutdown()
+    return result
+
+
+def _results(name):
+    case = _CASES[name]
+    with tempfile.TemporaryDirectory() as folder:
+        runner = MultiProcessRunner(
+            _run,
+            case.num_workers,
+            num_ps=case.num_ps,
+            args=(str(_EXAMPLES / f"{name}.py"), case.arguments, folder),
+            env=case.environment,
+            timeout_seconds=240,
+        )
+        with runner:
+            return runner.join().raise_for_errors()
+
+
+class ExamplesTest(parameterized.TestCase):
+    @parameterized.parameters(*(name for name in _CASES if name not in ("slow_worker", "several_interfaces")))
+    def test_example(self, name):
+        self._check(name)
+
+    def test_slow_worker(self):
+        """It makes fewer steps than the others, which do not wait for it."""
+        steps = [report["steps"] for report in self._check("slow_worker")]
+        self.assertLess(steps[1], min(steps[0], steps[2]))
+
+    def test_several_interfaces(self):
+        """Both carry about the same. What is sent once, at the start, is on the first one."""
+        for report in self._check("several_interfaces"):
+            first, second = (report[f"bytes_sent_on_lane_{lane}"] for lane in (1, 2))
+            self.assertBetween(second, 0.5 * first, 1.5 * first)
+
+    def _check(self, name):
+        """Runs an example, and returns the ranks' reports."""
+        case, results = _CASES[name], _results(name)
+        for rank, value in enumerate(results.values):
+            history = value["history"]
+            self.assertLess(history[case.loss][-1], history[case.loss][0])
+            self.assertBetween(history[case.metric][-1], case.above, case.below)
+            self.assertGreater(value["report"]["steps"], 0)
+            self.assertGreater(value["report"]["bytes_sent"], 0)
+            self.assertEqual(case.saves in value["files"], case.saves is not None and rank == 0)
+        self.assertEqual(len({value["trained"] for value in results.values}) == 1, case.is_equal)
+        self.assertRegex(results[0].output, case.prints)
+        return [value["report"] for value in results.values]
+
+
+if __name__ == "__main__":
+    absltest.main()
