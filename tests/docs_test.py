@@ -1,4 +1,4 @@
-"""The README and the pages in docs/: links lead somewhere, code is code, and the names in it exist."""
+"""The READMEs and the pages in docs/: links lead somewhere, code is code, and the names in it exist."""
 
 import ast
 import functools
@@ -12,7 +12,10 @@ from absl.testing import absltest, parameterized
 import hop_tf
 
 _ROOT = pathlib.Path(__file__).parents[1]
-_PAGES = [_ROOT / "README.md", _ROOT / "benchmarks" / "README.md", *sorted((_ROOT / "docs").rglob("*.md"))]
+_PAGES = [
+    *(_ROOT / folder / "README.md" for folder in ("", "benchmarks", "examples")),
+    *sorted((_ROOT / "docs").rglob("*.md")),
+]
 _LINK = re.compile(r"\[[^\]]+\]\(([^)\s]+)\)")
 _BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _QUOTED = re.compile(r"(?<!`)`([^`\n]+)`(?!`)|^\.\. auto\w+:: (.+)$", re.MULTILINE)
@@ -63,6 +66,13 @@ class DocsTest(parameterized.TestCase):
 
     def test_finds_the_pages(self):
         self.assertGreater(len(_PAGES), 10)
+
+    def test_every_example_is_on_the_map(self):
+        text = (_ROOT / "examples" / "README.md").read_text()
+        files = [path.name for pattern in ("*.py", "*.ipynb") for path in (_ROOT / "examples").glob(pattern)]
+        self.assertGreater(len(files), 10)
+        for name in files:
+            self.assertIn(f"`{name}`", text)
 
     def test_readme_is_short(self):
         self.assertLessEqual(len((_ROOT / "README.md").read_text().splitlines()), 150)
