@@ -1,6 +1,7 @@
 """Trains scikit-learn's handwritten digits on several processes.
 
-    python -m hop_tf launch --num_workers=4 examples/digits.py
+    python -m hop_tf launch --num_workers=4 examples/digits.py                         # on one machine
+    python -m hop_tf launch --hosts=node1,node2:3 examples/digits.py                   # on several, over ssh
 
 Each process is one rank of a ring. The model code is plain Keras; the strategy is the one line that differs from a
 program for one process. Started without the launcher, the same script trains alone; started by Slurm, mpirun and

@@ -79,7 +79,8 @@ strategy = hop_tf.PipeSGDStrategy(codec="int8")  # Reads TF_CONFIG, which the la
 steps_per_epoch = len(x_train) // args.batch_size
 with strategy.scope():
     model = build_model()
-    schedule = keras.optimizers.schedules.CosineDecay(0.1, args.epochs * steps_per_epoch)
+    rate = 0.1 * args.batch_size / 128
+    schedule = keras.optimizers.schedules.CosineDecay(rate, args.epochs * steps_per_epoch)
     model.compile(
         optimizer=keras.optimizers.SGD(schedule, momentum=0.9, weight_decay=5e-4),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),

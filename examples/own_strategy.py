@@ -1,6 +1,7 @@
 """A strategy of your own in a few lines: local SGD, for which hop_tf brings the rest.
 
-    python -m hop_tf launch --num_workers=4 examples/own_strategy.py
+    python -m hop_tf launch --num_workers=4 examples/own_strategy.py                   # on one machine
+    python -m hop_tf launch --hosts=node1,node2:3 examples/own_strategy.py             # on several, over ssh
 
 Each rank trains alone for `period` steps. Then all ranks average what these steps have changed. (Stich. Local SGD
 Converges Fast and Communicates Little. ICLR 2019.)

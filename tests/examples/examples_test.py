@@ -1,5 +1,6 @@
 """The programs in examples/, each on real ranks: they learn, exchange what they should, and end as they say."""
 
+import ast
 import dataclasses
 import hashlib
 import os
@@ -113,6 +114,12 @@ def _results(name):
 
 
 class ExamplesTest(parameterized.TestCase):
+    @parameterized.parameters(*_CASES, "digits", "own_strategy", "two_sites")
+    def test_says_how_to_start_it(self, name):
+        description = ast.get_docstring(ast.parse((_EXAMPLES / f"{name}.py").read_text()))
+        self.assertRegex(description, rf"python .*examples/{name}\.py")
+        self.assertRegex(description, rf"(?s)(--hosts=|TF_CONFIG=).*examples/{name}\.py")
+
     @parameterized.parameters(*(name for name in _CASES if name not in ("slow_worker", "several_interfaces")))
     def test_example(self, name):
         self._check(name)
