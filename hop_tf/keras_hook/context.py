@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 
 import tensorflow as tf
 from tensorflow.python.distribute import one_device_strategy
@@ -29,6 +30,17 @@ def refuse_xla() -> None:
         )
 
 
+def _refuse_keras_2(merge_fn: Callable) -> None:
+    """Raises ValueError where an optimizer of Keras 2 is about to update: ranks would begin with different models."""
+    function = getattr(merge_fn, "func", merge_fn)  # Within a functools.partial.
+    if (getattr(function, "__module__", None) or "").partition(".")[0] == "tf_keras":
+        raise ValueError(
+            "models and optimizers under hop_tf must be of Keras 3. Unset TF_USE_LEGACY_KERAS, which makes tf.keras "
+            "Keras 2, or `import keras`, which is Keras 3 in any case. "
+            f"Received: an update that calls {function.__qualname__} of {function.__module__}."
+        )
+
+
 class _ReplicaContext(one_device_strategy._OneDeviceReplicaContext):
     """The replica context of a training step: sees the optimizer's update."""
 
@@ -38,6 +50,7 @@ class _ReplicaContext(one_device_strategy._OneDeviceReplicaContext):
         self._trace = trace
 
     def merge_call(self, merge_fn, args=(), kwargs=None):
+        _refuse_keras_2(merge_fn)
         name = getattr(merge_fn, "__qualname__", "")
         if name.endswith(_LOSS_SCALED_UPDATE):
             return self._loss_scaled_update(merge_fn, args, kwargs)
