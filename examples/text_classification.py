@@ -21,8 +21,8 @@ parser.add_argument("--batch_size", type=int, default=64, help="of all ranks tog
 parser.add_argument("--synthetic", action="store_true", help="train on generated reviews")
 args = parser.parse_args()
 
-VOCABULARY = 20_000  # The most frequent words.
-LENGTH = 40 if args.synthetic else 200  # Words of a review.
+# The number of words, of which the most frequent ones count, and the length of a review.
+VOCABULARY, LENGTH = (100, 40) if args.synthetic else (20_000, 200)
 
 keras.utils.set_random_seed(0)
 

@@ -18,30 +18,35 @@ _PAGES = pathlib.Path(__file__).parents[2] / "docs" / "migration"
 _LINE = re.compile(r"^\| `(strategy = .+)` \| `(strategy = .+)` \|$", re.MULTILINE)
 _PROGRAM = re.compile(r"^## A whole program\n.*?^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _NUM_WORKERS = 2
+_NUM_STEPS = 3 * 16  # Of each of the programs.
 
 
-def _run(program, arguments=()):
-    """What a program has come to, which is run in a folder of its own."""
+def _run(programs, arguments=()):
+    """What each of these programs has come to. They are run one after the other."""
+    return [_run_program(program, arguments) for program in programs]
+
+
+def _run_program(program, arguments):
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         path = os.path.join(folder, "program.py")
         pathlib.Path(path).write_text(program)
         sys.argv[:] = [path, *arguments]
         names = runpy.run_path(path, run_name="__main__")
-        strategy, model = (
-            names["strategy"],
-            next(names[name] for name in ("multi_worker_model", "model") if name in names),
-        )
-        history, weights, files = names["history"].history, model.get_weights(), os.listdir(folder)
+        strategy = names["strategy"]
+        model = names["model"] if "model" in names else names["multi_worker_model"]
+        result = {"history": names["history"].history, "weights": model.get_weights(), "files": os.listdir(folder)}
         strategy.shutdown()
         os.chdir("/")
-    return {"history": history, "weights": weights, "files": files, "steps": strategy.report()["steps"]}
+    return {**result, "steps": strategy.report()["steps"]}
 
 
-def _train(program, *arguments, num_ps=0):
-    args = (program, arguments)
+def _train(programs, *arguments, num_ps=0):
+    """For each program, what each rank has come to; and what rank 0 has printed."""
+    args = (programs, arguments)
     with MultiProcessRunner(_run, _NUM_WORKERS, num_ps=num_ps, args=args, timeout_seconds=240) as runner:
-        return runner.join().raise_for_errors()
+        results = runner.join().raise_for_errors()
+    return [*zip(*results.values, strict=True)], results[0].output
 
 
 class MigrationTest(parameterized.TestCase):
@@ -52,35 +57,36 @@ class MigrationTest(parameterized.TestCase):
         self.assertEqual(program.splitlines().count(before), 1)
         program = "import hop_tf\n" + program.replace(before, after)
         with tempfile.TemporaryDirectory() as folder:
-            results = _train(program, folder)
+            (ranks,), output = _train([program], folder)
             self.assertCountEqual(os.listdir(folder), ["model.keras", "checkpoint"])
             saved = keras.models.load_model(os.path.join(folder, "model.keras"))
             self.assertNotEmpty(os.listdir(os.path.join(folder, "checkpoint")))
-        for value in results.values:
-            self.assertEqual(value["steps"], 3 * 16)
-            self._check_learned(value, results[0].value)
-            self.assertGreater(value["history"]["accuracy"][-1], 0.5)  # Chance is 0.1.
-            np.testing.assert_array_equal(value["weights"][0], saved.get_weights()[0])
-        self.assertIn("rank 1 trains on other data than rank 0", results[0].output)  # As the page says.
+        self._check_learned(ranks)
+        for rank in ranks:
+            self.assertGreater(rank["history"]["accuracy"][-1], 0.5)  # Chance is 0.1.
+            np.testing.assert_array_equal(rank["weights"][0], saved.get_weights()[0])
+        self.assertIn("rank 1 trains on other data than rank 0", output)  # As the page says.
 
-    @parameterized.parameters("multi_worker_mirrored", "horovod", "single_gpu", "parameter_server")
-    def test_program_of_the_page(self, name):
-        (program,) = _PROGRAM.findall((_PAGES / f"{name}.md").read_text())
-        results = _train(program, num_ps=name == "parameter_server")
-        for rank, value in enumerate(results.values):
-            self.assertEqual(value["steps"], 3 * 16)
-            self._check_learned(value, results[0].value)
-            self.assertEqual("model.keras" in value["files"], rank == 0)
-            self.assertNotIn("trains on other data", results[rank].output)
+    @parameterized.parameters((["multi_worker_mirrored", "horovod", "single_gpu"], 0), (["parameter_server"], 1))
+    def test_programs_of_the_pages(self, names, num_ps):
+        programs = [program for name in names for program in _PROGRAM.findall((_PAGES / f"{name}.md").read_text())]
+        self.assertLen(programs, len(names))
+        results, output = _train(programs, num_ps=num_ps)
+        for ranks in results:
+            self._check_learned(ranks)
+            self.assertEqual(["model.keras" in rank["files"] for rank in ranks], [True, False])
+        self.assertNotIn("trains on other data", output)
 
     def test_finds_the_pages(self):
         self.assertLen(list(_PAGES.glob("*.md")), 4)
 
-    def _check_learned(self, value, of_rank_0):
-        """Losses have fallen, and weights are equal to the bit."""
-        self.assertLess(value["history"]["loss"][-1], value["history"]["loss"][0])
-        for mine, other in zip(value["weights"], of_rank_0["weights"], strict=True):
-            self.assertEqual(mine.tobytes(), other.tobytes())
+    def _check_learned(self, ranks):
+        """All steps were made, losses have fallen, and weights are equal to the bit."""
+        for rank in ranks:
+            self.assertEqual(rank["steps"], _NUM_STEPS)
+            self.assertLess(rank["history"]["loss"][-1], rank["history"]["loss"][0])
+            for mine, other in zip(rank["weights"], ranks[0]["weights"], strict=True):
+                self.assertEqual(mine.tobytes(), other.tobytes())
 
 
 if __name__ == "__main__":
