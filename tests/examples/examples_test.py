@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 
+import pytest
 from absl.testing import absltest, parameterized
 
 from hop_tf.testing import MultiProcessRunner
@@ -120,7 +121,9 @@ class ExamplesTest(parameterized.TestCase):
         self.assertRegex(description, rf"python .*examples/{name}\.py")
         self.assertRegex(description, rf"(?s)(--hosts=|TF_CONFIG=).*examples/{name}\.py")
 
-    @parameterized.parameters(*(name for name in _CASES if name not in ("slow_worker", "several_interfaces")))
+    # The larger ones are run by `make stress`.
+    @parameterized.parameters(*(name for name in reversed(_CASES) if name not in ("slow_worker", "several_interfaces")))
+    @pytest.mark.stress(after=4)
     def test_example(self, name):
         self._check(name)
 
@@ -129,6 +132,7 @@ class ExamplesTest(parameterized.TestCase):
         steps = [report["steps"] for report in self._check("slow_worker")]
         self.assertLess(steps[1], min(steps[0], steps[2]))
 
+    @pytest.mark.stress
     def test_several_interfaces(self):
         """Both carry about the same. What is sent once, at the start, is on the first one."""
         for report in self._check("several_interfaces"):

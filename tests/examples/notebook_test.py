@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 
+import pytest
 from absl.testing import absltest
 
 from hop_tf.testing import MultiProcessRunner
@@ -48,6 +49,7 @@ def _run_command(command):
 
 
 class NotebookTest(absltest.TestCase):
+    @pytest.mark.stress
     def test_cells(self):
         notebook = json.loads(_NOTEBOOK.read_text())
         code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
