@@ -1,5 +1,7 @@
 """Sphinx's settings: `make docs` builds the site into build/docs."""
 
+import importlib.util
+
 from hop_tf.version import __version__
 
 project = "hop_tf"
@@ -13,3 +15,5 @@ myst_heading_anchors = 3
 napoleon_custom_sections = [("Blocks", "returns_style")]
 autodoc_typehints = "none"  # The docstrings say it in words.
 autodoc_member_order = "bysource"
+# What hop_tf.integrations needs, where it is not installed.
+autodoc_mock_imports = [name for name in ("ray",) if importlib.util.find_spec(name) is None]

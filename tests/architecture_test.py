@@ -59,7 +59,12 @@ class ArchitectureTest(absltest.TestCase):
 
     def test_finds_all(self):
         self.assertContainsSubset(
-            {"hop_tf.strategy", "hop_tf.strategies.hop.exchange", "hop_tf.ops.native", "hop_tf.runtime.training"},
+            {
+                "hop_tf.strategy",
+                "hop_tf.strategies.hop.exchange",
+                "hop_tf.ops.native",
+                "hop_tf.integrations.ray.backend",
+            },
             self.modules,
         )
 
@@ -83,16 +88,29 @@ class ArchitectureTest(absltest.TestCase):
         ]
         self.assertEmpty(found)
 
-    def test_private_parts_of_keras_and_tensorflow_are_known_in_one_folder(self):
-        private = ("keras.src", "tensorflow.python")
-        found = []
+    def test_integrations_are_imported_by_users_alone(self):
+        found = [
+            (one, other)
+            for one, other in self.arrows
+            if _room(other) == "hop_tf.integrations" and _room(one) != "hop_tf.integrations"
+        ]
+        self.assertEmpty(found)
+
+    def rooms_that_import(self, *prefixes):
+        found = set()
         for module, path in self.modules.items():
             for node in ast.walk(ast.parse(path.read_text())):
                 names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
                 names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-                found += [module for name, prefix in itertools.product(names, private) if name.startswith(prefix)]
-        self.assertNotEmpty(found)
-        self.assertEqual({_room(module) for module in found}, {"hop_tf.keras_hook"})
+                if any(f"{name}.".startswith(f"{prefix}.") for name, prefix in itertools.product(names, prefixes)):
+                    found.add(_room(module))
+        return found
+
+    def test_private_parts_of_keras_and_tensorflow_are_known_in_one_folder(self):
+        self.assertEqual(self.rooms_that_import("keras.src", "tensorflow.python"), {"hop_tf.keras_hook"})
+
+    def test_what_extras_bring_is_imported_by_integrations_alone(self):
+        self.assertEqual(self.rooms_that_import("ray"), {"hop_tf.integrations"})
 
 
 if __name__ == "__main__":

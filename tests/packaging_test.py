@@ -1,6 +1,7 @@
 """The wheel holds what it should, and hop_tf is importable from it and from a bare source tree."""
 
 import importlib.metadata
+import importlib.util
 import json
 import os
 import re
@@ -55,7 +56,13 @@ def _installed_files():
 
 
 def _modules():
-    return {file: path for file, path in _installed_files().items() if file.endswith(".py")}
+    """The files that can be imported here: those for Ray where it is installed."""
+    has_ray = importlib.util.find_spec("ray") is not None
+    return {
+        file: path
+        for file, path in _installed_files().items()
+        if file.endswith(".py") and (has_ray or not file.startswith("hop_tf/integrations/ray/"))
+    }
 
 
 def _module_name(file):
@@ -117,7 +124,8 @@ class PackagingTest(absltest.TestCase):
         self.assertEqual(metadata["License-Expression"], "Apache-2.0")
         self.assertEqual(metadata["Description-Content-Type"], "text/markdown")
         self.assertCountEqual(
-            metadata.get_all("Provides-Extra"), ["cpu", "gpu", "benchmarks", "docs", "examples", "release", "test"]
+            metadata.get_all("Provides-Extra"),
+            ["cpu", "gpu", "benchmarks", "docs", "examples", "ray", "release", "test"],
         )
 
     def test_tensorflow_is_only_an_extra(self):
@@ -198,13 +206,25 @@ class SourceTest(absltest.TestCase):
             _build("build_wheel", self.source, self.temporary / "none", CXX=missing, HOP_TF_REQUIRE_NATIVE="1")
 
 
-class WithoutTensorFlowTest(absltest.TestCase):
-    def test_names_the_extras(self):
-        code = "import sys; sys.modules['tensorflow'] = None; import hop_tf; hop_tf.HopStrategy"
+class MissingTest(absltest.TestCase):
+    """What an extra would have installed is not there."""
+
+    def run_without(self, package, code):
+        code = f"import sys; sys.modules[{package!r}] = None; {code}"
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+        return subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+        )
+
+    def test_names_the_extras_of_tensorflow(self):
+        run = self.run_without("tensorflow", "import hop_tf; hop_tf.HopStrategy")
         self.assertEqual(run.returncode, 1)
         self.assertIn("hop_tf needs TensorFlow: install it with one of the extras, hop_tf[cpu]", run.stderr)
+
+    def test_names_the_extra_of_ray(self):
+        run = self.run_without("ray", "import hop_tf, hop_tf.integrations; import hop_tf.integrations.ray")
+        self.assertEqual(run.returncode, 1)
+        self.assertIn("hop_tf.integrations.ray needs Ray Train: pip install 'hop_tf[ray]'", run.stderr)
 
 
 if __name__ == "__main__":

@@ -190,6 +190,23 @@ def _position_of(folder: pathlib.Path) -> Position:
     return metadata["epoch"], metadata.get("batch", 0)
 
 
+def restore(model: keras.Model, weights: str | os.PathLike) -> None:
+    """Loads weights, and what the optimizer remembers, into a model whose `fit` begins, as `BackupAndRestore` does.
+
+    Args:
+      model: It is built.
+      weights: A file that `model.save` or `model.save_weights` has written.
+    """
+    if model.optimizer is not None and not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+    model.load_weights(weights)
+
+
+def begin_at_epoch(model: keras.Model, epoch: int | None) -> None:
+    """Has a `fit` that begins go on with that epoch, whatever its `initial_epoch` is; None: a later `fit` does not."""
+    model._initial_epoch = epoch
+
+
 class BackupAgreement:
     """Has all ranks go on from backups of the same epoch: one may have died before it made its last one.
 

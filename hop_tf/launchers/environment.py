@@ -19,8 +19,6 @@ from hop_tf.launchers.slurm import read_slurm
 from hop_tf.launchers.variables import Place
 from hop_tf.processes.local_cluster import PortReservation, gpu_assignments
 
-_TOKEN_VARIABLE = "HOP_TF_CLUSTER_TOKEN"
-
 # What came of a rendezvous: it takes place once in the life of a process, whose port is kept meanwhile.
 _met: dict[tuple[Place, int], tuple[list[str], PortReservation]] = {}
 
@@ -134,7 +132,7 @@ def _from_tf_config(num_ps: int, timeout_seconds: float) -> tf.distribute.cluste
 
 def _meet(place: Place, num_ps: int, token: str | None, timeout_seconds: float) -> list[str]:
     if (place, num_ps) not in _met:
-        token = token or os.environ.get(_TOKEN_VARIABLE) or None
+        token = token or os.environ.get(variables.TOKEN_VARIABLE) or None
         _met[place, num_ps] = meet(place, num_ps=num_ps, token=token, timeout_seconds=timeout_seconds)
     return _met[place, num_ps][0]
 

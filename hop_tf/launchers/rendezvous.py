@@ -15,7 +15,7 @@ from hop_tf.processes.local_cluster import PortReservation
 from hop_tf.transport.proof import NotProvenError, Session
 from hop_tf.transport.strangers import GREETING_SECONDS
 
-_HOST_VARIABLE = "HOP_TF_HOST"
+HOST_VARIABLE = "HOP_TF_HOST"
 _CONNECT_SECONDS = 5.0
 _FIRST_PAUSE_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 1.0
@@ -47,10 +47,10 @@ def meet(place: Place, *, num_ps: int, token: str | None, timeout_seconds: float
     if place.number == 0:
         host = Host(place.master, num_processes=place.num_processes, num_ps=num_ps, token=token)
         with contextlib.closing(host), contextlib.ExitStack() as stack:
-            name = os.environ.get(_HOST_VARIABLE) or place.master[0]
-            own = name if os.environ.get(_HOST_VARIABLE) else host.listening_on
-            port = stack.enter_context(_reserve(own))
-            addresses = host.gather(_join(name, port.ports[0]), deadline, timeout_seconds)
+            name = os.environ.get(HOST_VARIABLE) or place.master[0]
+            own = name if os.environ.get(HOST_VARIABLE) else host.listening_on
+            port = stack.enter_context(reserve_port(own))
+            addresses = host.gather(join_address(name, port.ports[0]), deadline, timeout_seconds)
             stack.pop_all()
             return addresses, port
     return _Guest(place, num_ps, token).ask(deadline, timeout_seconds)
@@ -86,9 +86,9 @@ class _Guest:
     def _try(self, deadline: float, stack: contextlib.ExitStack) -> list[str]:
         with socket.create_connection(self._place.master, _until(deadline, _CONNECT_SECONDS)) as connection:
             if self._port is None:
-                host = os.environ.get(_HOST_VARIABLE) or connection.getsockname()[0]
-                self._port = stack.enter_context(_reserve(host))
-                self._address = _join(host, self._port.ports[0])
+                host = os.environ.get(HOST_VARIABLE) or connection.getsockname()[0]
+                self._port = stack.enter_context(reserve_port(host))
+                self._address = join_address(host, self._port.ports[0])
             greeting_deadline = min(deadline, time.monotonic() + GREETING_SECONDS)
             challenge = _receive(connection, messages.MAX_HELLO_BYTES, greeting_deadline)
             session = Session(self._secret, challenge, encrypted=False)
@@ -125,17 +125,27 @@ class _Guest:
         )
 
     def _where(self) -> str:
-        return _join(*self._place.master)
+        return join_address(*self._place.master)
 
 
-def _reserve(host: str) -> PortReservation:
-    """A free port of this machine. It is released for the strategy to take; no other job gets it meanwhile."""
+def reserve_port(host: str) -> PortReservation:
+    """A free port of this machine. It is released for the strategy to take; no other job gets it meanwhile.
+
+    Args:
+      host: Name or address of this machine, on which it will be listened on.
+
+    Returns:
+      The reservation, to be kept until the port is in use.
+
+    Raises:
+      ClusterConfigError: If the machine cannot listen on it.
+    """
     try:
         with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
             pass
     except OSError as error:
         raise ClusterConfigError(
-            f"{_HOST_VARIABLE} must be a name or an address of this process's machine. Received: {host!r}, on which it "
+            f"{HOST_VARIABLE} must be a name or an address of this process's machine. Received: {host!r}, on which it "
             f"cannot listen: {error}."
         ) from error
     reservation = PortReservation(1, host)
@@ -163,5 +173,6 @@ def _until(deadline: float, at_most: float = float("inf")) -> float:
     return seconds
 
 
-def _join(host: str, port: int) -> str:
+def join_address(host: str, port: int) -> str:
+    """A host and a port as "host:port", IPv6 in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

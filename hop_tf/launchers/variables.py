@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from hop_tf.errors import ClusterConfigError
 from hop_tf.launchers.hosts import expand_hosts
 
+# The secret that the processes of a job share, if there is one.
+TOKEN_VARIABLE = "HOP_TF_CLUSTER_TOKEN"
 # Where rank 0 waits for the others, if MASTER_PORT is not set: PyTorch's default.
 _DEFAULT_MASTER_PORT = 29500
 _MASTER_ADDR = "MASTER_ADDR"
