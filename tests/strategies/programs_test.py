@@ -180,7 +180,7 @@ def _of_ranks(program, name, **settings):
 
 class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.product(program=list(_PROGRAMS), name=list(MEMBERS))
-    @pytest.mark.stress(after=len(MEMBERS) - 1)
+    @pytest.mark.stress(after=len(MEMBERS) - 2)
     def test_trains(self, program, name):
         reason = _REFUSED.get((program, name))
         if reason is not None:

@@ -150,7 +150,7 @@ class RefusalsTest(tf.test.TestCase, parameterized.TestCase):
         hop_tf.HopStrategy(max_iteration_gap=np.int64(3)).shutdown()
 
     @parameterized.parameters(
-        ({"topology": "ring", "num_backup_workers": 3}, "`num_backup_workers` must be less than every rank's number"),
+        ({"topology": "ring", "num_backup_workers": 3}, "`num_backup_workers` must be less than a rank's number"),
         ({"topology": nx.Graph([(0, 1), (2, 3)])}, "`graph` must be strongly connected"),
         ({"synchronization": "notify_ack", "max_staleness": 1}, "`synchronization` must be 'queues' with backup"),
     )

@@ -4,6 +4,7 @@ import functools
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -104,6 +105,7 @@ def _own_models(num_workers):
 
 class StepsTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(*_OPTIMIZERS)
+    @pytest.mark.stress(after=3)
     def test_a_lone_worker_trains_as_keras_does(self, name):
         expected = _fit(_make_model(_OPTIMIZERS[name]))
         (weights,) = _run(functools.partial(_train, _OPTIMIZERS[name]), 1, num_ps=2)
