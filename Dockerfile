@@ -33,8 +33,8 @@ COPY --from=wheel /wheels /wheels
 RUN pip install --no-cache-dir "$(echo /wheels/*.whl)[${DEVICE},examples]"
 WORKDIR /opt/hop_tf
 COPY examples examples
-# Programs need no rights. Volumes are mounted for the same group (`fsGroup`).
-RUN useradd --uid 1000 --create-home train
+# Programs need no rights but to write where they are. Volumes are mounted for the same group (`fsGroup`).
+RUN useradd --uid 1000 --create-home train && chown train:train /opt/hop_tf
 USER 1000
 ENV PYTHONUNBUFFERED=1
 # It passes SIGTERM on, which Python would not heed as the first process.

@@ -59,11 +59,12 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# TensorFlow's library comes with TensorFlow, and is not to be packed into the wheel.
+# TensorFlow's library comes with TensorFlow, and is not to be packed into the wheel. Kernels for GPUs need a newer system
+# than most: who wants them builds from the source distribution.
 dist: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --editable '.[release]'
 	rm -rf dist
-	HOP_TF_REQUIRE_NATIVE=1 $(BIN)/python -m build --outdir dist
+	HOP_TF_CUDA=0 HOP_TF_REQUIRE_NATIVE=1 $(BIN)/python -m build --outdir dist
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --exclude libtensorflow_framework.so.2 --wheel-dir dist dist/*-linux_*.whl
 	rm dist/*-linux_*.whl
 

@@ -13,6 +13,14 @@ _VERSIONS = [(tensorflow, keras) for tensorflow in ("2.20", "2.21") for keras in
 _TESTS = ("tests/keras_hook", "tests/ops", "tests/strategies/contract_test.py", "tests/packaging_test.py")
 
 
+@nox.session(python="3.12")
+def extras(session: nox.Session) -> None:
+    """Runs what needs packages that `make test` does without: Ray, and Keras 2."""
+    session.install(".[cpu,test,examples,ray]", "tf_keras", env={"HOP_TF_CUDA": "0", "HOP_TF_REQUIRE_NATIVE": "1"})
+    arguments = session.posargs or ("tests/integrations", "tests/keras_hook/keras_2_test.py", "tests/docs_test.py")
+    session.run("pytest", "-q", *arguments, env={"TF_CPP_MIN_LOG_LEVEL": "3", "HOP_TF_SCHEDULE_SEED": "0"})
+
+
 @nox.session(python=["3.11", "3.12", "3.13"])
 @nox.parametrize("tensorflow,keras", _VERSIONS)
 def tests(session: nox.Session, tensorflow: str, keras: str) -> None:

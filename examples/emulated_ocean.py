@@ -19,6 +19,8 @@ parser.add_argument("--round_trip_seconds", type=float, default=0.2, help="time 
 parser.add_argument("--megabits", type=float, default=100, help="rate of each host's link, in Mbit/s")
 parser.add_argument("command", nargs=argparse.REMAINDER, help="the script and its arguments")
 args = parser.parse_args()
+if not args.command:
+    parser.error("a script is needed, such as examples/two_sites.py")
 
 links = {"round_trip_seconds": args.round_trip_seconds, "bandwidth_bits_per_second": args.megabits * 1e6}
 with network.EmulatedNetwork(2, **links) as ocean:

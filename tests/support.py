@@ -15,7 +15,7 @@ import hop_tf
 from hop_tf.errors import HopError
 from hop_tf.testing import InProcessCluster
 
-# Whether this is `make stress`, which tries every event where `make test` tries some.
+# Whether this is `make stress`, which tries many events where `make test` tries some.
 IS_STRESS = "HOP_TF_SCHEDULE_SEED" in os.environ
 NUM_RANKS = 2  # Of `Member.run`.
 _EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"

@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <atomic>
+#include <charconv>
 #include <climits>
 #include <cmath>
 #include <cstdlib>
+#include <cstring>
 #include <fstream>
 #include <new>
 #include <system_error>
@@ -34,7 +36,8 @@ int CountCores() {
 #endif
   for (const char* name : {"TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS"}) {
     const char* text = std::getenv(name);
-    const int limit = text != nullptr ? std::atoi(text) : 0;
+    int limit = 0;  // As what is no number leaves it.
+    if (text != nullptr) std::from_chars(text, text + std::strlen(text), limit);
     if (limit > 0) cores = std::min(cores, limit);
   }
   return std::max(std::min(cores, CoresOfQuota()), 1);

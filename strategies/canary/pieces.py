@@ -75,8 +75,7 @@ class PieceThread:
       channel: Sends messages.
       peers: Who is there.
       resync: What keeps replicas together.
-      max_bytes: With more than so many bytes to be worked off, those kept for a rank that has yet to be met among them,
-        others are told to wait; with half of them, to go on.
+      max_bytes: With more than so many bytes to be worked off, others are told to wait; with half of them, to go on.
     """
 
     def __init__(
@@ -240,16 +239,12 @@ class PieceThread:
         """Takes what was kept, in the order in which it has come."""
         early, self._early = self._early, []
         for each in early:
-            with self._monitor:
-                self.num_bytes -= each[-1].nbytes
             self._handle(*each)
 
     def _handle(self, layout: Layout, piece: Piece, header: Header, sender: int, payload: np.ndarray) -> None:
         """Takes a message, or keeps it while a rank has yet to be met: what is passed on to that one would be lost."""
         if self._peers.is_ahead(layout.key):
             self._early.append((layout, piece, header, sender, payload))
-            with self._monitor:
-                self.num_bytes += payload.nbytes
         elif header.kind is MessageKind.UP:
             self._add(layout, piece, sender, header.contributions, data=payload)
         elif header.kind in (MessageKind.DOWN, MessageKind.MARKED_DOWN):

@@ -152,6 +152,8 @@ def _host_of(address: str) -> str:
 class _Backend(Backend):
     """Ray calls it where it watches the workers."""
 
+    has_replica_groups = False  # All workers are started again together.
+
     def __init__(self):
         self._job: _Job | None = None
 
