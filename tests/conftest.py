@@ -84,16 +84,18 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 def pytest_terminal_summary(terminalreporter) -> None:
     """Two tables, of what ran: schedules on the virtual clock, and random faults of processes."""
     schedules, faults = collections.defaultdict(list), collections.defaultdict(list)
-    for reports in terminalreporter.stats.values():
-        for report in reports:
-            is_call = getattr(report, "when", None) == "call"  # Of others there is nothing to count, or no report.
-            for name, seen in report.user_properties if is_call else ():
-                if name == "schedules":
-                    num_schedules, num_hangs = seen
-                    counts = num_schedules, num_hangs * report.failed, report.failed  # A test may want to see a hang.
-                    schedules[report.nodeid.partition("::")[0]].append(counts)
-                elif name == "fault":
-                    faults[seen["kind"]].append(seen)
+    reports = [each for of_kind in terminalreporter.stats.values() for each in of_kind]
+    reports = [each for each in reports if getattr(each, "when", None) == "call"]  # With those of subtests.
+    failed = {report.nodeid for report in reports if report.failed}
+    for report in reports:
+        for name, seen in report.user_properties:
+            if name == "schedules":
+                num_schedules, num_hangs = seen
+                has_failed = report.nodeid in failed
+                counts = num_schedules, num_hangs * has_failed, has_failed  # A test may want to see a hang.
+                schedules[report.nodeid.partition("::")[0]].append(counts)
+            elif name == "fault":
+                faults[seen["kind"]].append(seen)
     if schedules:
         _write_schedules(terminalreporter, schedules)
     if faults:
