@@ -115,14 +115,14 @@ class AllReduce(abc.ABC):
     def take_common_state(self, parts: Sequence[np.ndarray]) -> None:
         """Takes over the bytes of what `common_state` has given on another rank."""
 
-    def take_residuals(self) -> list[np.ndarray | None]:
+    def take_residuals(self) -> list[np.ndarray]:
         """What error feedback would add to this rank's vectors of the next step, and adds no more.
 
         For schemes that keep it in another form. Together with all means so far, times the number of ranks, the
         residuals of all ranks are the sum of all vectors so far.
 
         Returns:
-          Of each vector: None where its codec keeps nothing.
+          Of each vector, in float32: zeros where its codec has no error feedback.
         """
         return [vector.take_residual() for vector in self._vectors]
 

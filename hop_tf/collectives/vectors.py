@@ -105,9 +105,9 @@ class Vector:
                 self._feedback.keep(lost, where)
         self._lost_pieces.clear()
 
-    def take_residual(self) -> np.ndarray | None:
-        """What error feedback would add to the next vector, and adds no more. None where nothing is kept."""
-        return None if self._feedback is None else self._feedback.take()
+    def take_residual(self) -> np.ndarray:
+        """What error feedback would add to the next vector, and adds no more; zeros without error feedback."""
+        return np.zeros(self._size, np.float32) if self._feedback is None else self._feedback.take()
 
     def _sum(self, own: np.ndarray, parts: Sequence[np.ndarray]) -> np.ndarray:
         total = self._codec_of_parts.add(parts[0], own, self._pool)
@@ -200,12 +200,12 @@ class SparseVector(Vector):
             self._lost = self._lost_in_attempt
         self._lost_in_attempt = None
 
-    def take_residual(self) -> np.ndarray | None:
-        residual, lost = super().take_residual(), self._lost
-        self._lost = None
-        if residual is not None and lost is not None:
-            residual += lost
-        return lost if residual is None else residual
+    def take_residual(self) -> np.ndarray:
+        residual = super().take_residual()
+        if self._lost is not None:
+            residual += self._lost
+            self._lost = None
+        return residual
 
 
 def goes_sparse(codec: Sparse, num_ranks: int) -> bool:

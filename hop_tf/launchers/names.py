@@ -14,6 +14,11 @@ from hop_tf.errors import ClusterConfigError, DeadlineExceededError
 _PAUSE_SECONDS = 0.5
 
 
+def host_of(address: str) -> str:
+    """The host of "host:port", an IPv6 address without its brackets."""
+    return address.rpartition(":")[0].strip("[]")
+
+
 def check_own_name(addresses: Sequence[str], number: int, timeout_seconds: float) -> None:
     """Waits until this process's own name is known, and checks that others reach what it stands for.
 
@@ -31,7 +36,7 @@ def check_own_name(addresses: Sequence[str], number: int, timeout_seconds: float
 
     Blocks: until the name is known, for at most `timeout_seconds`.
     """
-    hosts = [_host(address) for address in addresses]
+    hosts = [host_of(address) for address in addresses]
     own = _wait_for(hosts[number], timeout_seconds)
     # An address of this kind, or "localhost", is meant so: the others may be other names of this machine.
     if hosts[number] in (*own, "localhost") or not _are_loopback(own):
@@ -72,7 +77,3 @@ def _look_up(host: str) -> set[str] | OSError:
 
 def _are_loopback(found: set[str]) -> bool:
     return all(ipaddress.ip_address(each).is_loopback for each in found)
-
-
-def _host(address: str) -> str:
-    return address.rpartition(":")[0].strip("[]")

@@ -114,7 +114,7 @@ class LowRankMean:
         bases = [_orthonormal(each) for each in self._factors(self._p, mean(p, _joined(self._p, products)))]
         own = [matrix.T @ basis for matrix, basis in zip(matrices, bases, strict=True)]
         factors = self._factors(self._q, mean(q, _joined(self._q, own)))
-        lost_factors = self._factors(self._q, _zeros_for_none(q.take_residuals(), self._q))
+        lost_factors = self._factors(self._q, q.take_residuals())
         for number, kernel in enumerate(self._kernels):
             self._matrix(result, kernel)[:] = bases[number] @ factors[number].T
             if np.isfinite(factors[number]).all():  # Else all ranks keep what they had.
@@ -180,12 +180,6 @@ def _joined(packing: Packing, factors: Sequence[np.ndarray]) -> list[np.ndarray]
         bucket, where = packing.place(index)
         buckets[bucket][where] = factor.ravel()
     return buckets
-
-
-def _zeros_for_none(residuals: Sequence[np.ndarray | None], packing: Packing) -> list[np.ndarray]:
-    """One vector for each bucket: zeros where nothing is lost."""
-    zeros = packing.zeros()
-    return [zero if residual is None else residual for zero, residual in zip(zeros, residuals, strict=True)]
 
 
 def _first_basis(spec: TensorSpec, rank: int) -> np.ndarray:

@@ -13,6 +13,7 @@ from hop_tf.arguments import check_choice, check_integer
 from hop_tf.errors import HopError
 from hop_tf.integrations.ray import worker
 from hop_tf.integrations.ray.servers import Servers
+from hop_tf.launchers.names import host_of
 from hop_tf.launchers.variables import TOKEN_VARIABLE
 from hop_tf.options import CommunicationOptions, checked_options
 from hop_tf.processes.local_cluster import make_tasks, make_tf_configs
@@ -100,7 +101,7 @@ class _Job:
         self.servers = servers
         self._token = secrets.token_urlsafe(32)
         self._name = secrets.token_hex(8)
-        self._hosts = [_host_of(address) for address in addresses]
+        self._hosts = [host_of(address) for address in addresses]
         all_addresses = [*addresses, *(servers.addresses if servers else ())]
         tasks = make_tasks(num_workers=len(addresses), num_ps=len(all_addresses) - len(addresses))
         configs = make_tf_configs(tasks, all_addresses)
@@ -143,10 +144,6 @@ class _Job:
                 "the last checkpoint."
             )
         ray.get(self.set_up(worker_group, 0, rank, is_rejoining=True))
-
-
-def _host_of(address: str) -> str:
-    return address.rpartition(":")[0].strip("[]")
 
 
 class _Backend(Backend):
