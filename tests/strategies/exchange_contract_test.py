@@ -337,8 +337,9 @@ class Averages(Training):
             np.testing.assert_array_equal(mean, other._means[session, step].get(index, mean))
 
     def _is_lost(self):
-        """Whether others may have gone on without it."""
-        return self.run.member.continues and (self.rank in self.run.died or self.error is not None)
+        """Whether others may have gone on without it; it may have heard of that when it had ended."""
+        is_gone = self.rank in self.run.died or self.error is not None or self.membership.is_given_up
+        return self.run.member.continues and is_gone
 
     def _takes_part(self, session, step, index):
         """All do, unless one says, by leaving, that it does not: where one is lost and all raise, there is no mean."""

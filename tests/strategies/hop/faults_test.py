@@ -60,6 +60,7 @@ class _ObservedJob(Job):
     Attributes:
       newcomers: (rank, step, parameters) of each rank's first step after a restart.
       num_events_to_begin: Events until all ranks were in their first step.
+      result: What `run` has returned.
     """
 
     def __init__(self, *, settings, num_steps, **arguments):
@@ -68,9 +69,13 @@ class _ObservedJob(Job):
         self.newcomers = []
         self.num_events_to_begin = 0
         self._is_serial = settings.update_order == "serial"
-        self._states = collections.defaultdict(list)  # By step.
+        self._states = collections.defaultdict(list)  # By step; with the times.
         self._restarted = set()
         self._waiting = set(range(len(num_steps)))
+
+    def run(self):
+        self.result = super().run()
+        return self.result
 
     def _restart(self, rank):
         super()._restart(rank)
@@ -80,7 +85,8 @@ class _ObservedJob(Job):
         """A third of the way: after 12 steps less than a hundredth is left of it."""
         self._note(rank, step, x)
         change = ((_TARGET - x) / 3).astype(np.float32)
-        self._states[step].append(x + change if self._is_serial else x)  # What others are given in this step.
+        given = x + change if self._is_serial else x  # To those that ask for it.
+        self._states[step].append((self.cluster.scheduler.now, given))
         return change
 
     def _note(self, rank, step, x):
@@ -92,9 +98,12 @@ class _ObservedJob(Job):
             self.num_events_to_begin = self.cluster.scheduler.num_events
 
     def began_elsewhere(self, step, x):
-        """Whether `x` is what some rank had in the step before `step`; earlier, if the furthest one ended then."""
-        steps = {step - 1, *(last - 1 for last in self._num_steps if last < step)} if step > 1 else [0]
-        return any(np.array_equal(x, state) for earlier in steps for state in self._states[earlier])
+        """Whether `x` is what some rank had in the step before `step`; or earlier, if the furthest one ended then."""
+        states = [state for _, state in self._states[max(step - 1, 0)]]
+        first_end = np.nanmin(self.result.finished_seconds, initial=np.inf)
+        for earlier in range(step - 1):
+            states += [state for seconds, state in self._states[earlier] if seconds > first_end]
+        return any(np.array_equal(x, state) for state in states)
 
 
 class _Case:
@@ -139,7 +148,8 @@ class _Case:
         )
         for fault in self.faults:
             job.schedule(fault)
-        return job, job.run()
+        job.run()
+        return job
 
     def falls_apart(self, error):
         """Whether that error says so, and is right, as networkx sees it."""
@@ -162,27 +172,27 @@ class RandomFaultsTest(tf.test.TestCase):
             case = _Case(seed)
             with self.subTest(seed=seed, mode=case.mode, faults=case.faults):
                 try:
-                    job, result = case.run()
+                    job = case.run()
                 except HopError as error:
                     self.assertTrue(case.falls_apart(error), error)
                     continue
                 dead = {fault.rank for fault in case.faults}
-                finished = set(np.flatnonzero(np.isfinite(result.finished_seconds)))
+                finished = set(np.flatnonzero(np.isfinite(job.result.finished_seconds)))
                 self.assertGreaterEqual(finished, set(range(case.world_size)) - dead)
-                self._check_parameters(case, job, result, finished)
-                self._check_bounds(case, result, dead)
+                self._check_parameters(case, job, finished)
+                self._check_bounds(case, job.result, dead)
                 num_finished += 1
                 num_back += len(job.newcomers)
         # Not nearly all of it fell apart or came too late.
         self.assertGreater(num_finished, 0.7 * _NUM_SCHEDULES)
         self.assertGreater(num_back, 0.5 * _NUM_SCHEDULES)
 
-    def _check_parameters(self, case, job, result, finished):
+    def _check_parameters(self, case, job, finished):
         for rank, step, x in job.newcomers:
             self.assertTrue(job.began_elsewhere(step, x), f"rank {rank} began step {step} with {x}")
         whole = [rank for rank in sorted(finished) if case.num_steps[rank] == 40]
         for rank in whole:  # Nobody, where all died before one of them was there again.
-            self.assertAllClose(result.parameters[rank], _TARGET, atol=0.3)
+            self.assertAllClose(job.result.parameters[rank], _TARGET, atol=0.3)
 
     def _check_bounds(self, case, result, dead):
         """Those of memory, and of the gap between neighbors: those that were there all the time."""
@@ -246,7 +256,7 @@ class EveryStateTest(tf.test.TestCase, parameterized.TestCase):
         )
         if number is not None:
             job.cluster.scheduler.call_before_event(number, lambda: job.kill(*death))
-        job.result = job.run()
+        job.run()
         return job
 
 
