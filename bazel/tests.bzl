@@ -4,7 +4,7 @@ def hop_tf_tests(srcs, data, deps):
     """Makes a py_test of each test file, named like the file without its ending.
 
     Args:
-      srcs: The test files. Each runs by itself, as `python <file>`.
+      srcs: The test files. pytest runs each by itself.
       data: Files that the tests read.
       deps: Libraries that the tests import.
     """
@@ -13,8 +13,9 @@ def hop_tf_tests(srcs, data, deps):
             name = src[:-len(".py")],
             size = "medium",
             timeout = "long",
-            srcs = [src],
+            srcs = [src, "//bazel:run_tests.py"],
+            args = ["$(rootpath %s)" % src],
             data = data,
-            main = src,
+            main = "//bazel:run_tests.py",
             deps = deps,
         )

@@ -1,0 +1,11 @@
+"""Runs a test file by pytest, with the options and the conftest.py of `make test`. Bazel starts this program."""
+
+import os
+import sys
+
+import pytest
+
+if __name__ == "__main__":
+    report = os.environ.get("XML_OUTPUT_FILE")
+    options = ["-p", "no:cacheprovider", *([f"--junit-xml={report}"] if report else [])]
+    sys.exit(pytest.main([*options, *sys.argv[1:]]))
