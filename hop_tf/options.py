@@ -20,6 +20,8 @@ _ON_NONFINITE = ("warn", "raise")
 _INTERFACES = "HOP_TF_INTERFACES"
 # Whether ranks measure their links when their first `fit` has ended, and rank 0 prints a plan: see `hop_tf plan`.
 PLAN_VARIABLE = "HOP_TF_PLAN"
+# A file for the stacks of this process's threads, should it wait for long: the launcher names one.
+STACKS_VARIABLE = "HOP_TF_STACKS"
 _DURATIONS = ("timeout_seconds", "progress_timeout_seconds", "report_interval_seconds")
 TLS_FILES = ("tls_certificate_chain", "tls_private_key", "tls_root_certificates")
 

@@ -18,6 +18,7 @@ from hop_tf.commands import launch_report
 from hop_tf.commands.launch_options import LaunchOptions, make_parser, read_options
 from hop_tf.commands.launch_supervisor import Limits, Restarts, Supervisor
 from hop_tf.emulation import STEP_TIMES_PATH
+from hop_tf.options import STACKS_VARIABLE
 from hop_tf.processes.group import Process, ProcessServer
 from hop_tf.processes.hosts import Command, host_commands
 from hop_tf.processes.local_cluster import PortReservation, ProcessError, Task, make_tasks, task_environments
@@ -130,7 +131,7 @@ class _Launcher:
         readers.callback(OutputReader(outputs, show=self._show).close)
         for task, output in zip(tasks, outputs, strict=True):
             command = self._commands[task]
-            environment = {**command.environment, **self._emulation_environment(task)}
+            environment = {**command.environment, **self._file_environment(task)}
             self._processes[task] = server.start(argv=command.argv, environment=environment, output=output.write_end)
             output.close_write_end()
 
@@ -172,10 +173,14 @@ class _Launcher:
         argv = [options.python, options.script, *options.script_arguments]
         return {task: Command(argv, environment) for task, environment in environments.items()}
 
-    def _emulation_environment(self, task: Task) -> dict[str, str]:
-        if self._options.emulation is None or task.type != "worker":
+    def _file_environment(self, task: Task) -> dict[str, str]:
+        """Where a process on this machine writes what the report is about."""
+        if not self._options.is_local or task.type != "worker":
             return {}
-        return {**self._options.emulation.to_environment(), STEP_TIMES_PATH: self._path(task, "step_times")}
+        paths = {STACKS_VARIABLE: self._path(task, "stacks")}
+        if self._options.emulation is None:
+            return paths
+        return {**paths, **self._options.emulation.to_environment(), STEP_TIMES_PATH: self._path(task, "step_times")}
 
     def _open_output(self, task: Task) -> TaskOutput:
         return TaskOutput(name=str(task), log_path=self._path(task, "log"), num_kept_lines=1)
@@ -192,7 +197,8 @@ class _Launcher:
 
     def _remove_former_files(self) -> None:
         """Those of an earlier job with this directory that this one may not overwrite."""
-        for path in (*self._paths("step_times"), *self._paths("log", [_RESTARTS])):
+        former = (*self._paths("step_times"), *self._paths("stacks"), *self._paths("log", [_RESTARTS]))
+        for path in former:
             os.remove(path)
 
     def _report_task(self, task: Task, ended_by_launcher: bool) -> launch_report.TaskReport:
@@ -204,6 +210,7 @@ class _Launcher:
             end_time=process.end_time,
             ended_by_launcher=ended_by_launcher,
             log_path=output.log_path,
+            stacks_path=path if os.path.exists(path := self._path(task, "stacks")) else None,
             last_words=self._last_words(output, process.exit_code),
             earlier=tuple(self._earlier[task]),
         )

@@ -104,6 +104,7 @@ class TaskReport:
       ended_by_launcher: Whether it ended only after the launcher had signalled it.
       log_path: Its log file.
       last_words: The exception that ended it, else the last line that it printed; one line, which may be empty.
+      stacks_path: The stacks of its threads, where it waited for others for long; else None.
       earlier: How its former processes ended, where it was started again.
     """
 
@@ -114,6 +115,7 @@ class TaskReport:
     ended_by_launcher: bool
     log_path: str
     last_words: str
+    stacks_path: str | None = None
     earlier: tuple[TaskReport, ...] = ()
 
     @property
@@ -181,6 +183,9 @@ class JobReport:
         lines += self._processor_lines()
         if (first := self.first_failure) and self.outcome in (Outcome.FAILED, Outcome.COMPLETED):
             lines.append(f"first failure: {first.task}, {first.how}; its log is {first.log_path}")
+        if self.outcome is not Outcome.COMPLETED:
+            stacks = [report.stacks_path for report in self.tasks if report.stacks_path is not None]
+            lines += [f"waited for others for long; the stacks of threads are in {', '.join(stacks)}"] if stacks else []
         validity = {True: "", False: " (INVALID)", None: " (validity unknown)"}[self.valid]
         lines.append(f"{self.outcome.value} after {self.seconds:.1f} s, exit code {self.exit_code}{validity}")
         return lines
@@ -250,6 +255,7 @@ def _describe_process(report: TaskReport) -> dict:
         "ended_by_launcher": report.ended_by_launcher,
         "seconds": round(report.seconds, 3),
         "log_path": report.log_path,
+        "stacks_path": report.stacks_path,
     }
 
 

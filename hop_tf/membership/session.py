@@ -42,6 +42,7 @@ class Membership(Waiting):
       continue_without_lost: Whether, within a step, a lost rank is one that has left. Otherwise it is an error.
       min_ranks: How many ranks, this one included, have to be left, neither lost nor failed; else it raises. Default 1.
       servers: Parameter servers, which are no ranks, hear of departures, and are an error when lost.
+      on_stall: See `Waiting`. Default: nobody is told.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Membership(Waiting):
         continue_without_lost: bool = False,
         min_ranks: int = 1,
         servers: Sequence[int] = (),
+        on_stall: Callable[[str], None] | None = None,
     ):
         rank = transport.rank
         self._parent, self._children = tree_neighbors(rank, world_size)
@@ -66,6 +68,7 @@ class Membership(Waiting):
             peers=sorted({*peers, *tree} - {rank}),
             servers=servers,
             continue_without_lost=continue_without_lost,
+            on_stall=on_stall,
         )
         self.world_size = world_size
         self._min_ranks = min_ranks

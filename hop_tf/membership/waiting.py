@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
@@ -20,6 +21,8 @@ from hop_tf.transport.deadlines import REFUSED_SECONDS, problem_of
 _LIVENESS_PERIOD_SECONDS = 0.25
 # How often a rank that waits for its last messages to arrive looks whether the receiver still listens.
 _FLUSH_PERIOD_SECONDS = 0.1
+# Waiting for this part of `progress_timeout_seconds`, or for `timeout_seconds`, is worth a word.
+_STALL_SHARE = 0.25
 
 
 class Interrupted(Exception):
@@ -43,6 +46,8 @@ class Waiting(abc.ABC):
       peers: Ranks that this one deals with directly.
       servers: Parameter servers, which are no ranks.
       continue_without_lost: Whether, within a step, a lost rank is one that has left. Otherwise it is an error.
+      on_stall: Told, without the monitor held, what the rank has waited for since long ago: for a quarter of
+        `progress_timeout_seconds`, or for `timeout_seconds` if that is less. Once, also where several threads wait.
     """
 
     def __init__(
@@ -54,6 +59,7 @@ class Waiting(abc.ABC):
         peers: Sequence[int],
         servers: Sequence[int],
         continue_without_lost: bool,
+        on_stall: Callable[[str], None] | None,
     ):
         self.rank = transport.rank
         self.peers = tuple(peers)
@@ -69,6 +75,9 @@ class Waiting(abc.ABC):
         # What has ended the job first, for the others' errors: who is lost, and not who notices.
         self._cause = ""
         self._interrupted = False
+        self._on_stall = on_stall
+        self._stall_seconds = min(_STALL_SHARE * options.progress_timeout_seconds, options.timeout_seconds)
+        self._told_at = -math.inf
 
     @property
     @abc.abstractmethod
@@ -165,8 +174,13 @@ class Waiting(abc.ABC):
           Interrupted: If this rank leaves the session itself.
         """
         start = self.monitor.now() if since is None else since
-        while (lost := self._wait(missing, start, operation, step, interruptible)) is not None:
-            self._forward(lost, learned_from=None)
+        tells_at = start + self._stall_seconds if self._on_stall else math.inf
+        while (event := self._wait(missing, start, operation, step, interruptible, tells_at)) is not None:
+            if isinstance(event, membership_pb2.Leave):
+                self._forward(event, learned_from=None)
+            else:
+                tells_at = math.inf
+                self._on_stall(event)
 
     def wait_until(self, condition: Callable[[], object], timeout_seconds: float) -> bool:
         """Waits for something that no particular rank is to bring about.
@@ -193,9 +207,13 @@ class Waiting(abc.ABC):
             return True
 
     def _wait(
-        self, missing, start: float, operation: str, step: int | None, interruptible: bool
-    ) -> membership_pb2.Leave | None:
-        """Waits until nobody is missing, or a rank is lost; returns what to tell the others of that one."""
+        self, missing, start: float, operation: str, step: int | None, interruptible: bool, tells_at: float
+    ) -> membership_pb2.Leave | str | None:
+        """Waits until nobody is missing, or a rank is lost, or until `tells_at`.
+
+        Returns:
+          What to tell the others of a rank that is lost; what to tell of a stall; None: nobody is missing.
+        """
         with self.monitor:
             while True:
                 self.check()  # Even if nobody is awaited: a rank that gave up is awaited no more.
@@ -214,7 +232,21 @@ class Waiting(abc.ABC):
                         self._note_cause(peer, error)
                         raise error
                     return self._depart(peer, error)
+                if self.monitor.now() >= tells_at:
+                    tells_at = math.inf
+                    # Other threads that wait as well have nothing to add.
+                    if self.monitor.now() >= self._told_at + self._stall_seconds:
+                        self._told_at = self.monitor.now()
+                        return self._describe_stall(awaited, self.monitor.now() - start, operation, step)
                 self.monitor.wait(_LIVENESS_PERIOD_SECONDS)
+
+    def _describe_stall(self, awaited: Collection[int], waited: float, operation: str, step: int | None) -> str:
+        peers = ", ".join(f"{self._name_of(peer)} ({_liveness(self.transport.status(peer))})" for peer in awaited)
+        where = "" if step is None else f", step {step}"
+        return (
+            f"rank {self.rank}{where}: {operation}: it has waited {waited:.0f} s for {peers}. It waits on: "
+            f"{self._options.progress_timeout_seconds:g} s for one that is heard (see progress_timeout_seconds)."
+        )
 
     def _note_cause(self, peer: int, error: Exception) -> None:
         if self.is_given_up:
@@ -400,3 +432,7 @@ class Waiting(abc.ABC):
         """Whether a peer is connected, and was heard of lately."""
         status = self.transport.status(peer)
         return status.connected and not status.was_silent_for(self._options.timeout_seconds)
+
+
+def _liveness(status: PeerStatus) -> str:
+    return f"heard {status.silent_seconds:.1f} s ago" if status.connected else "not connected"

@@ -35,6 +35,7 @@ from hop_tf.runtime.joining import Joining
 from hop_tf.runtime.metrics import QUEUE, MetricMeans
 from hop_tf.runtime.replica_state import ReplicaState, compare, describe_optimizer, read, sign, spec_of, write
 from hop_tf.runtime.report import StepStatistics
+from hop_tf.runtime.stalls import StallReport
 from hop_tf.tensors.buffers import BufferPool
 from hop_tf.tensors.packing import Packing, TensorSpec
 from hop_tf.transport import GrpcTransport, TcpTransport, Transport
@@ -125,6 +126,7 @@ class Worker:
             continue_without_lost=continue_without_lost,
             min_ranks=min_ranks,
             servers=servers,
+            on_stall=StallReport(options, cluster.rank),
         )
         self._collectives = TreeCollectives(self.membership)
         self._groups: list[Group] = []

@@ -106,6 +106,7 @@ class JobReportTest(parameterized.TestCase):
                         "ended_by_launcher": False,
                         "seconds": 4.0,
                         "log_path": "/logs/worker_0.log",
+                        "stacks_path": None,
                         "restarts": 1,
                         "earlier": [
                             {
@@ -114,6 +115,7 @@ class JobReportTest(parameterized.TestCase):
                                 "ended_by_launcher": False,
                                 "seconds": 4.0,
                                 "log_path": "/logs/worker_0.log",
+                                "stacks_path": None,
                             }
                         ],
                     }

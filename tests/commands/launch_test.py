@@ -105,6 +105,20 @@ class LaunchTest(_LaunchTestCase):
         self.assertIn(f"[launch] first failure: worker 1, exit code 3; its log is {path}", lines)
         self.assertEqual(self.summary()["first_failure"], "worker 1")
 
+    def test_says_where_the_stacks_of_those_are_that_waited_for_long(self):
+        """Where nothing has failed, nobody wants to read them. Those of an earlier job are not taken for this one's."""
+        script = self.write_script("""
+            if task["index"] != 1 and len(sys.argv) > 1:
+                open(os.environ["HOP_TF_STACKS"], "w").close()
+            sys.exit(sys.argv[1] if len(sys.argv) > 1 else 0)
+        """)
+        for arguments, are_named in ((["3"], True), ([], False)):
+            _, lines = self.launch("--num_workers=3", script, *arguments)
+            paths = [os.path.join(self.log_dir, f"worker_{rank}.stacks") for rank in (0, 2)]
+            line = f"[launch] waited for others for long; the stacks of threads are in {', '.join(paths)}"
+            self.assertEqual(line in lines, are_named)
+            self.assertEqual(self.summary()["tasks"][2]["stacks_path"], paths[1] if are_named else None)
+
     def test_shows_a_failure_that_ranks_share_once(self):
         script = self.write_script("""
             print("I0000 00:00:1795629139.897575    2246 port.cc:153] oneDNN custom operations are on.")

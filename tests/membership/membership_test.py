@@ -476,6 +476,45 @@ class DeadlineTest(tf.test.TestCase):
         self.assertEqual(self.waited, 0)
 
 
+class StallTest(tf.test.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.told = []
+        self.membership = Membership(
+            transport=_FakeTransport(PeerStatus("host:123", True, silent_seconds=0.25, incarnation="known")),
+            monitor=_SteppingMonitor(),
+            options=CommunicationOptions(timeout_seconds=40, progress_timeout_seconds=100),
+            world_size=2,
+            peers=[1],
+            on_stall=lambda text: self.told.append((self.membership.monitor.now(), text)),
+        )
+
+    def _wait(self, seconds, operation="receive update"):
+        end = self.membership.monitor.now() + seconds
+        self.membership.wait(lambda: [1] if self.membership.monitor.now() < end else [], operation=operation, step=12)
+
+    def test_is_told_once_and_after_a_quarter_of_the_deadline(self):
+        self._wait(90)
+        ((seconds, text),) = self.told
+        self.assertEqual(seconds, 25)
+        self.assertIn("rank 0, step 12: receive update: it has waited 25 s for rank 1 (heard 0.2 s ago)", text)
+        self.assertIn("100 s", text)
+
+    def test_short_waiting_is_none(self):
+        for _ in range(5):
+            self._wait(20)
+        self.assertEmpty(self.told)
+
+    def test_others_that_wait_meanwhile_add_nothing(self):
+        """Each of several threads would say the same."""
+        with mock.patch.object(self.membership, "_told_at", 0.0):
+            self._wait(24)
+            self._wait(24.75, "as another thread that began later")
+            self.assertEmpty(self.told)
+        self._wait(30)
+        self.assertLen(self.told, 1)
+
+
 class _FullTransport(_FakeTransport):
     """There is never room for a message to rank 1. Others take theirs."""
 

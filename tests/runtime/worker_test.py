@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import gc
+import os
 import socket
 import threading
 from unittest import mock
@@ -16,9 +17,9 @@ from absl.testing import parameterized
 
 import hop_tf
 from hop_tf.cluster import Cluster
-from hop_tf.errors import HopError, MismatchError, PeerFailedError, PeerLostError
+from hop_tf.errors import DeadlineExceededError, HopError, MismatchError, PeerFailedError, PeerLostError
 from hop_tf.membership import membership_pb2
-from hop_tf.options import CommunicationOptions
+from hop_tf.options import STACKS_VARIABLE, CommunicationOptions
 from hop_tf.processes.local_cluster import PortReservation
 from hop_tf.runtime.exchange import Exchange, Incoming
 from hop_tf.runtime.report import StepStatistics
@@ -181,6 +182,27 @@ class StuckTest(_TwoRanksTestCase):
         self.assertFalse(self.workers[0].in_session)
         with self.assertRaisesRegex(PeerLostError, "rank 0 gave up"):
             self.workers[1].membership.wait(lambda: [0], operation="hear of it")
+
+
+class StallTest(_TwoRanksTestCase):
+    options = CommunicationOptions(timeout_seconds=_DEADLINE_SECONDS, progress_timeout_seconds=2.0)
+
+    def setUp(self):
+        path = os.path.join(self.get_temp_dir(), "stacks")
+        self.enter_context(mock.patch.dict(os.environ, {STACKS_VARIABLE: path}))
+        super().setUp()
+        self.path = path
+
+    def test_who_waits_for_long_says_for_whom_and_where(self):
+        with self.assertLogs("absl", "WARNING") as logs, self.assertRaises(DeadlineExceededError):
+            self.workers[0].membership.wait(lambda: [1], operation="receive update", step=3)
+        (message,) = [record.getMessage() for record in logs.records if record.levelname == "WARNING"]
+        self.assertRegex(message, r"rank 0, step 3: receive update: it has waited \d s for rank 1 .*stacks")
+        self.assertIn(self.path, message)
+        with open(self.path) as file:
+            stacks = file.read()
+        self.assertIn("receive update", stacks)
+        self.assertIn(f'File "{__file__}"', stacks)  # This thread's: it is in `wait`.
 
 
 class SlowTest(_TwoRanksTestCase):

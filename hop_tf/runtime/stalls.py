@@ -1,0 +1,50 @@
+"""`StallReport`: what a rank tells that waits for others for long."""
+
+from __future__ import annotations
+
+import datetime
+import faulthandler
+import os
+import pathlib
+
+from absl import logging
+
+from hop_tf.options import STACKS_VARIABLE, CommunicationOptions
+
+
+class StallReport:
+    """Logs what the rank waits for, and writes the stacks of all threads of its process to a file.
+
+    The file is the one that the launcher names. Without the launcher it is `stacks.txt` in the rank's folder of
+    `CommunicationOptions.log_dir`; without that, there are no stacks.
+
+    Args:
+      options: `log_dir`.
+      rank: This rank.
+    """
+
+    def __init__(self, options: CommunicationOptions, rank: int):
+        self._path: pathlib.Path | None = None
+        if path := os.environ.get(STACKS_VARIABLE):
+            self._path = pathlib.Path(path)
+        elif options.log_dir is not None:
+            self._path = pathlib.Path(options.log_dir) / f"rank_{rank}" / "stacks.txt"
+
+    def __call__(self, text: str) -> None:
+        """Tells of a stall that `text` describes. A disk that cannot be written to is no reason to end training."""
+        if self._path is None:
+            logging.warning("%s", text)
+            return
+        try:
+            self._write(text)
+        except OSError as error:
+            logging.warning("%s The stacks of its threads cannot be written to %s: %s", text, self._path, error)
+        else:
+            logging.warning("%s The stacks of its threads are in %s", text, self._path)
+
+    def _write(self, text: str) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self._path, "a") as file:
+            print(f"{datetime.datetime.now():%Y-%m-%d %H:%M:%S} {text}", file=file, flush=True)
+            faulthandler.dump_traceback(file)
+            print(file=file)
