@@ -78,6 +78,7 @@ class Waiting(abc.ABC):
         self._on_stall = on_stall
         self._stall_seconds = min(_STALL_SHARE * options.progress_timeout_seconds, options.timeout_seconds)
         self._told_at = -math.inf
+        self._awaited: dict[object, frozenset[int]] = {}  # By call of `wait` that is under way.
 
     @property
     @abc.abstractmethod
@@ -109,6 +110,12 @@ class Waiting(abc.ABC):
     def delivers(self, rank: int, group: str, number: int) -> bool:
         """Whether what `rank` sends in round `number` of `group` has come or may still come; see `Exchange`."""
         return self._departures.delivers(rank, group, number)
+
+    @property
+    def awaited(self) -> list[int]:
+        """The ranks, and servers, that this rank waits for at this moment."""
+        with self.monitor:
+            return sorted(set().union(*self._awaited.values()))
 
     # What ends all waiting.
 
@@ -175,12 +182,17 @@ class Waiting(abc.ABC):
         """
         start = self.monitor.now() if since is None else since
         tells_at = start + self._stall_seconds if self._on_stall else math.inf
-        while (event := self._wait(missing, start, operation, step, interruptible, tells_at)) is not None:
-            if isinstance(event, membership_pb2.Leave):
-                self._forward(event, learned_from=None)
-            else:
-                tells_at = math.inf
-                self._on_stall(event)
+        call = object()
+        try:
+            while (event := self._wait(call, missing, start, operation, step, interruptible, tells_at)) is not None:
+                if isinstance(event, membership_pb2.Leave):
+                    self._forward(event, learned_from=None)
+                else:
+                    tells_at = math.inf
+                    self._on_stall(event)
+        finally:
+            with self.monitor:
+                self._awaited.pop(call, None)
 
     def wait_until(self, condition: Callable[[], object], timeout_seconds: float) -> bool:
         """Waits for something that no particular rank is to bring about.
@@ -207,7 +219,7 @@ class Waiting(abc.ABC):
             return True
 
     def _wait(
-        self, missing, start: float, operation: str, step: int | None, interruptible: bool, tells_at: float
+        self, call, missing, start: float, operation: str, step: int | None, interruptible: bool, tells_at: float
     ) -> membership_pb2.Leave | str | None:
         """Waits until nobody is missing, or a rank is lost, or until `tells_at`.
 
@@ -238,6 +250,7 @@ class Waiting(abc.ABC):
                     if self.monitor.now() >= self._told_at + self._stall_seconds:
                         self._told_at = self.monitor.now()
                         return self._describe_stall(awaited, self.monitor.now() - start, operation, step)
+                self._awaited[call] = frozenset(awaited)
                 self.monitor.wait(_LIVENESS_PERIOD_SECONDS)
 
     def _describe_stall(self, awaited: Collection[int], waited: float, operation: str, step: int | None) -> str:

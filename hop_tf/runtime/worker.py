@@ -492,8 +492,8 @@ class Worker:
     # Records.
 
     def serve_reports(self, report: Callable[[], Mapping[str, object]]) -> None:
-        """See `Transport.serve_reports`."""
-        self._transport.serve_reports(report)
+        """See `Transport.serve_reports`; with the ranks that this one waits for at that moment."""
+        self._transport.serve_reports(lambda: {**report(), "waits_for": self.membership.awaited})
 
     def counters(self) -> dict[str, float]:
         """Totals and gauges for `strategy.report()`. See `Exchange.counters` and `Exchange.gauges`."""

@@ -89,6 +89,7 @@ class SupervisorTest(TransportTestMixin, tf.test.TestCase, parameterized.TestCas
             "proportion": 44,
             "overtime_drops": 55,
             "wait_seconds": 6.6,
+            "waits_for": [2, 5],
             "bytes_received": 7.7e6,
             "bytes_sent": 1e6,
             "bytes_sent_on_lane_0": 2e6,
@@ -105,6 +106,7 @@ class SupervisorTest(TransportTestMixin, tf.test.TestCase, parameterized.TestCas
             "colayers sent": "44",
             "overtime drops": "55",
             "waited": "6.6 s",
+            "waits for": "2, 5",
             "sent by lane": "8.8 9.9 MB",
             "received": "7.7 MB",
         }

@@ -500,6 +500,17 @@ class StallTest(tf.test.TestCase):
         self.assertIn("rank 0, step 12: receive update: it has waited 25 s for rank 1 (heard 0.2 s ago)", text)
         self.assertIn("100 s", text)
 
+    def test_who_is_awaited_is_known_meanwhile(self):
+        awaited = []
+
+        def missing():
+            awaited.append(self.membership.awaited)
+            return [1] if len(awaited) < 3 else []
+
+        self.membership.wait(missing, operation="receive update")
+        self.assertEqual(awaited, [[], [1], [1]])
+        self.assertEmpty(self.membership.awaited)
+
     def test_short_waiting_is_none(self):
         for _ in range(5):
             self._wait(20)
