@@ -13,9 +13,11 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from typing import TextIO
 
 from hop_tf.commands import launch_report
 from hop_tf.commands.launch_options import LaunchOptions, make_parser, read_options
+from hop_tf.commands.launch_progress import TableConsole, WaitWatch
 from hop_tf.commands.launch_supervisor import Limits, Restarts, Supervisor
 from hop_tf.emulation import STEP_TIMES_PATH
 from hop_tf.options import STACKS_VARIABLE
@@ -57,7 +59,6 @@ class _Launcher:
         self._tasks = make_tasks(num_workers=options.num_workers, num_ps=options.num_ps)
         self._log_dir = _make_log_dir(options.log_dir)
         self._meter = launch_report.ProcessorMeter()
-        self._console = Console(sys.stdout)
         self._filter = OutputFilter()
         self._filtering = threading.Lock()
         self._commands: dict[Task, Command] = {}
@@ -65,6 +66,7 @@ class _Launcher:
         self._processes: dict[Task, Process] = {}
         self._outputs: dict[Task, TaskOutput] = {}
         self._earlier: dict[Task, list[launch_report.TaskReport]] = {task: [] for task in self._tasks}
+        self._console = self._make_console(sys.stdout)
 
     def run(self) -> int:
         """Runs the job. Returns the exit code.
@@ -94,6 +96,17 @@ class _Launcher:
             self._say(f"logs in {self._log_dir}")
         return report.exit_code
 
+    def _make_console(self, stream: TextIO) -> Console:
+        """One with a live table, on a terminal."""
+        if not self._options.is_verbose and stream.isatty():
+            with contextlib.suppress(ImportError):
+                return TableConsole(
+                    stream,
+                    names=map(str, self._tasks),
+                    unfinished=lambda: {output.name: output.unfinished for output in list(self._outputs.values())},
+                )
+        return Console(stream)
+
     def _write_summary(self, report: launch_report.JobReport) -> None:
         path = os.path.join(self._log_dir, "launch.json")
         try:
@@ -107,6 +120,9 @@ class _Launcher:
             server = stack.enter_context(contextlib.closing(ProcessServer()))
             self._commands = self._make_commands(stack)
             self._start(self._tasks, server, readers)
+            if isinstance(self._console, TableConsole) and self._options.is_local:
+                configs = {task: command.environment["TF_CONFIG"] for task, command in self._commands.items()}
+                stack.enter_context(WaitWatch(configs, self._console.progress))
             options = self._options
             restarts = Restarts(
                 options.restart,
@@ -222,6 +238,9 @@ class _Launcher:
         return exception or ("" if is_left_out(last) else last)
 
     def _show(self, output: TaskOutput, line: str) -> None:
+        if self._options.is_verbose:
+            self._console.write(output.name, line)
+            return
         with self._filtering:
             for shown in self._filter.feed(output.name, line):
                 self._console.write(output.name, shown)

@@ -50,6 +50,7 @@ class LaunchOptions:
       restart: How many times each process is started again after it has failed; the others run on.
       hosts: The machines, which have `num_workers` together; None for this one.
       environment: Variables to set for all processes.
+      is_verbose: Whether all that processes print is shown as it comes.
 
     Raises:
       ValueError: If a value is out of range, the script is missing, a slowdown names a rank that does not exist, or
@@ -68,6 +69,7 @@ class LaunchOptions:
     restart: int = 0
     hosts: HostOptions | None = None
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    is_verbose: bool = False
 
     def __post_init__(self):
         if self.restart < 0:
@@ -140,6 +142,7 @@ def make_parser(command: str) -> argparse.ArgumentParser:
         metavar="TIMES",
         help="start each process again that fails, so many times, while the others run on (default: %(default)s)",
     )
+    add("--verbose", action="store_true", help="print all lines of all processes: no live table, nothing left out")
     add("--timeout_seconds", type=float, help="end the whole job after this time, with exit code 124")
     add("--python", default=sys.executable, help="Python interpreter of the processes (default: this one's path)")
     add("--step_seconds", type=float, help="emulate compute: a training step takes at least this long, asleep")
@@ -181,6 +184,7 @@ def read_options(arguments: argparse.Namespace) -> LaunchOptions:
         restart=arguments.restart,
         hosts=hosts,
         environment=_read_environment(arguments.env),
+        is_verbose=arguments.verbose,
     )
 
 

@@ -293,5 +293,8 @@ class Console:
 
     def _print(self, line: str) -> None:
         encoding = self._stream.encoding or "utf-8"
-        self._stream.write(line.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+        self._write(line.encode(encoding, "backslashreplace").decode(encoding))
         self._num_printed += 1
+
+    def _write(self, line: str) -> None:
+        self._stream.write(f"{line}\n")
