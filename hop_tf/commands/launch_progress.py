@@ -19,8 +19,8 @@ from hop_tf.processes.local_cluster import Task
 from hop_tf.processes.output import Console
 
 _EPOCH = re.compile(r"Epoch (\d+(?:/\d+)?)$")
-# Step, bar, seconds that are left or have passed, time of a step, metrics.
-_STEP = re.compile(r" *(\d+/(?:\d+|Unknown)) *━* *\S+ (\d+)(s|ms|us)/step((?: - .+)?)$")
+# Step, bar (with `verbose=2` none), seconds that are left or have passed, time of a step, metrics.
+_STEP = re.compile(r" *(\d+/(?:\d+|Unknown)) *(?:━*|-) *\S+ (?:- )?(\d+)(s|ms|us)/step((?: - .+)?)$")
 _UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 _TITLES = ("", "epoch", "step", "steps/s", "metrics", "waits for")
 _REFRESHES_PER_SECOND = 2
@@ -103,6 +103,8 @@ class TableConsole(Console):
     def _draw(self):
         for name, line in self._unfinished().items():
             self.progress[name].take(line)
+        if not any(any(progress.cells) for progress in self.progress.values()):
+            return ""
         table = self._make_table(*_TITLES)
         for name, progress in self.progress.items():
             table.add_row(name, *progress.cells)

@@ -47,6 +47,12 @@ class ProgressTest(parameterized.TestCase):
             ],
         )
 
+    def test_one_line_per_epoch(self):
+        """With `verbose=2`."""
+        progress = Progress()
+        self.assertTrue(progress.take("22/22 - 11s - 500ms/step - accuracy: 0.6137 - val_loss: 0.9590"))
+        self.assertEqual(progress.cells, ("", "22/22", "2", "accuracy: 0.6137 - val_loss: 0.9590", ""))
+
     def test_data_of_unknown_length(self):
         progress = Progress()
         self.assertTrue(progress.take("     12/Unknown 3s 16ms/step - loss: 0.1"))
