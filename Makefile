@@ -1,7 +1,7 @@
 # `make demo` and `make test` set up all they need: a virtual environment in .venv with hop_tf and its dependencies.
 #
 #   make demo       four processes train scikit-learn's digits
-#   make test       the test suite; PYTEST_ARGS="-k topology" runs a part of it
+#   make test       the test suite without its slow tests; TESTS=all runs those, too, PYTEST_ARGS="-k topology" a part
 #   make stress     the multi-process tests, REPEAT times with other deaths; and the others with all their variants, more
 #                   than 10,000 schedules on the virtual clock among them, SCHEDULES of each kind that is drawn
 #   make benchmark  what the core and the transport cost; nothing else should run on the machine
@@ -16,6 +16,7 @@
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
+TESTS ?= quick
 REPEAT ?= 20
 SCHEDULES ?= 1000
 # Three files at a time, also on two cores: most tests wait now and then. In the order of tests/conftest.py.
@@ -36,7 +37,7 @@ demo: $(INSTALLED)
 	TF_CPP_MIN_LOG_LEVEL=1 $(BIN)/python -m hop_tf launch --num_workers=4 examples/digits.py
 
 test: $(INSTALLED)
-	$(BIN)/pytest $(PARALLEL) $(PYTEST_ARGS)
+	$(if $(filter all,$(TESTS)),,HOP_TF_QUICK_TESTS=1) $(BIN)/pytest $(PARALLEL) $(PYTEST_ARGS)
 
 stress: $(INSTALLED)
 	for run in $$(seq $(REPEAT)); do \

@@ -1,4 +1,6 @@
-"""Marks the tests that start processes, skips those of `make stress`, and fails a test that leaves something behind.
+"""Marks the tests that start processes, skips what is not wanted, and fails a test that leaves something behind.
+
+`make test` skips slow tests, which `make test TESTS=all` runs, as `.ci/run` does. Both skip those of `make stress`.
 
 That is: threads, processes, or changed environment variables. A test class or module may hold such things in
 `setUpClass` and release them in `tearDownClass`: the check runs around every test, and once more around every module.
@@ -39,19 +41,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # Their files take longest for the number of their tests: where several files run at a time, none of them is last.
     items.sort(key=lambda item: item.get_closest_marker("multi_process") is None)
     if "HOP_TF_SCHEDULE_SEED" not in os.environ:
-        _skip_stress(items)
+        _skip(items, "stress", "a part of `make stress`")
+    if "HOP_TF_QUICK_TESTS" in os.environ:
+        _skip(items, "slow", "a part of `make test TESTS=all`")
 
 
-def _skip_stress(items: list[pytest.Item]) -> None:
+def _skip(items: list[pytest.Item], name: str, reason: str) -> None:
     cases = collections.defaultdict(list)  # By marker: the cases of a test share theirs.
     for item in items:
-        marker = item.get_closest_marker("stress")
+        marker = item.get_closest_marker(name)
         if marker is not None:
             cases[id(marker)].append(item)
     for of_test in cases.values():
         of_test.sort(key=_number)
-        for item in of_test[of_test[0].get_closest_marker("stress").kwargs.get("after", 0) :]:
-            item.add_marker(pytest.mark.skip(reason="a part of `make stress`"))
+        for item in of_test[of_test[0].get_closest_marker(name).kwargs.get("after", 0) :]:
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def _number(item: pytest.Item) -> int:

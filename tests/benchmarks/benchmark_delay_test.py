@@ -89,6 +89,7 @@ class BatchesTest(tf.test.TestCase):
             self.assertAllEqual(x[:, 0], expected)
             self.assertAllEqual(y, expected % 10)
 
+    @pytest.mark.slow
     def test_augmented_images_are_the_same_moved_or_mirrored(self):
         image = np.random.default_rng(0).uniform(1, 2, (16, 16, 3)).astype(np.float32)
         data, rows = _data(100, np.broadcast_to(image, (100, 16, 16, 3))), _order()[:2]

@@ -188,6 +188,7 @@ class EndedStepsTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.product(part=list(range(_NUM_PARTS)), kind=list(_KINDS))
     @pytest.mark.stress(after=len(_KINDS))
+    @pytest.mark.slow(after=2)
     def test_goes_on_without_a_rank_that_is_killed(self, kind, part):
         """At any event: what it has sent last reaches all, nobody, or one of the others."""
         num_steps = set()
@@ -202,6 +203,7 @@ class EndedStepsTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.product(part=list(range(_NUM_PARTS)), kind=list(_KINDS))
     @pytest.mark.stress(after=len(_KINDS))
+    @pytest.mark.slow(after=3)
     def test_goes_on_without_two_ranks_that_are_killed(self, kind, part):
         """The second one soon after the first one: while the others find out who has ended the step, too."""
         random = np.random.default_rng(part)
@@ -218,6 +220,7 @@ class EndedStepsTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.product(part=list(range(_NUM_PARTS)), kind=list(_KINDS))
     @pytest.mark.stress(after=len(_KINDS))
+    @pytest.mark.slow(after=2)
     def test_a_rank_is_killed_and_another_one_leaves(self, kind, part):
         """By itself, as it is interrupted or as it makes fewer steps."""
         random = np.random.default_rng(part)

@@ -141,6 +141,7 @@ class LaunchRestartTest(absltest.TestCase):
         self.assertLen(found, num_workers, output)
         return exit_code, [found[str(rank)] for rank in range(num_workers)], summary
 
+    @pytest.mark.slow
     def test_a_job_whose_ranks_all_fail_with_one_begins_anew(self):
         exit_code, results, summary = self.run_job(_ALL_FAIL, "--restart=3")
         self.assertEqual(exit_code, 0)
@@ -150,6 +151,7 @@ class LaunchRestartTest(absltest.TestCase):
         self.assertEqual(first[0], (1, None))
         self.assertEqual(second[0], (-9, "SIGKILL"))
 
+    @pytest.mark.slow
     def test_a_killed_rank_joins_the_others(self):
         exit_code, results, summary = self.run_job(_JOINS, "--restart=1")
         self.assertEqual(exit_code, 0)
@@ -173,6 +175,7 @@ class LaunchRestartTest(absltest.TestCase):
         worker, server = (task["restarts"] for task in summary["tasks"])
         return exit_code, result[1], worker, server
 
+    @pytest.mark.slow
     def test_a_server_with_snapshots_comes_back_into_the_training(self):
         exit_code, weights, *restarts = self._run_with_server(SNAPSHOTS="1", SIGNAL="SIGTERM")
         self.assertEqual(exit_code, 0)

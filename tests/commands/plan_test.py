@@ -11,6 +11,7 @@ from unittest import mock
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -91,6 +92,7 @@ def _error(call):
 
 
 class MeasureTest(tf.test.TestCase, parameterized.TestCase):
+    @pytest.mark.slow
     def test_measures(self):
         def run(strategy):
             errors = [_error(lambda: timing.measure(strategy))]
@@ -156,6 +158,7 @@ class MeasureTest(tf.test.TestCase, parameterized.TestCase):
         cluster = FakeCluster(p, lambda algorithm, num_values, turn: 1e-3 + 1e-9 * num_values)
         self.assertGreater(cluster.measure(reduce_seconds_per_byte=1e-8).network.seconds_per_byte, 0)
 
+    @pytest.mark.slow
     def test_all_raise_where_one_has_no_steps(self):
         def run(strategy):
             _train(strategy)
@@ -167,6 +170,7 @@ class MeasureTest(tf.test.TestCase, parameterized.TestCase):
         for error in InProcessCluster(3, _make_strategy).run(run):
             self.assertIn("needs the durations of some steps of every rank", error)
 
+    @pytest.mark.slow
     def test_values_of_two_bytes(self):
         """Without a codec they travel as they are; a codec makes as much of a value as it does of float32."""
 
@@ -252,6 +256,7 @@ class PlanTest(tf.test.TestCase):
         self.assertRegex(text, r"recommended +4 +4 +identity +mesh +37\.500 MB +1200\.2 ms +300\.0 ms +100%")
         self.assertIn("Synchronous SGD computes for 0.3 s a step, and waits for 1.2 s.", text)
 
+    @pytest.mark.slow
     def test_is_shown_after_the_first_fit(self):
         """By rank 0, under any strategy."""
 

@@ -124,9 +124,11 @@ class ExamplesTest(parameterized.TestCase):
     # The larger ones are run by `make stress`.
     @parameterized.parameters(*(name for name in reversed(_CASES) if name not in ("slow_worker", "several_interfaces")))
     @pytest.mark.stress(after=4)
+    @pytest.mark.slow
     def test_example(self, name):
         self._check(name)
 
+    @pytest.mark.slow
     def test_slow_worker(self):
         """It makes fewer steps than the others, which do not wait for it."""
         steps = [report["steps"] for report in self._check("slow_worker")]

@@ -9,6 +9,7 @@ import tempfile
 
 import keras
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from hop_tf.testing import MultiProcessRunner
@@ -50,6 +51,7 @@ def _train(programs, *arguments, num_ps=0):
 
 
 class MigrationTest(parameterized.TestCase):
+    @pytest.mark.slow
     def test_tutorial(self):
         """One line of it changes: the one that the page names."""
         ((before, after),) = _LINE.findall((_PAGES / "multi_worker_mirrored.md").read_text())
@@ -68,6 +70,7 @@ class MigrationTest(parameterized.TestCase):
         self.assertIn("rank 1 trains on other data than rank 0", output)  # As the page says.
 
     @parameterized.parameters((["multi_worker_mirrored", "horovod", "single_gpu"], 0), (["parameter_server"], 1))
+    @pytest.mark.slow
     def test_programs_of_the_pages(self, names, num_ps):
         programs = [program for name in names for program in _PROGRAM.findall((_PAGES / f"{name}.md").read_text())]
         self.assertLen(programs, len(names))

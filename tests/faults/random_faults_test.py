@@ -166,6 +166,7 @@ class RandomFaultsTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(*((kind, number) for number in range(len(_MEMBERS)) for kind in _KINDS))
     @pytest.mark.stress(after=len(KINDS) - len(_OF_OTHER_TESTS))
+    @pytest.mark.slow
     def test_no_hang_no_wrong_result(self, kind, number):
         case = _Case.draw(kind, number)
         print(case)

@@ -139,6 +139,7 @@ class AtomicBackupAndRestoreTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters("latest.weights.h5", "training_metadata.json", "checksums.json")
     @pytest.mark.stress(after=1)
+    @pytest.mark.slow
     def test_a_damaged_backup_is_left_out(self, name):
         self.stop(self.make(), _StopAt(3))
         path = self.folder / "backup_3" / name

@@ -192,6 +192,7 @@ def _hold_gradients_until_the_neighbor_has_sent(mode):
 class SendTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters("steps_per_execution", "graph")
     @pytest.mark.stress(after=1)
+    @pytest.mark.slow
     def test_parameters_leave_while_gradients_are_held_back(self, mode):
         """Each rank holds its gradients of step k back until the other's x_k is there: both must have left before."""
         with MultiProcessRunner(_hold_gradients_until_the_neighbor_has_sent, num_workers=2, args=(mode,)) as runner:

@@ -45,6 +45,7 @@ def _fit_twice(strategy):
 
 
 class SessionTest(tf.test.TestCase):
+    @pytest.mark.slow
     def test_what_was_left_to_skip_is_forgotten_when_the_next_fit_begins(self):
         with mock.patch.object(HopExchange, "step", _step):
             steps = InProcessCluster(2, _make_strategy).run(_fit_twice)

@@ -12,6 +12,7 @@ import tempfile
 import unittest
 
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 _CUDA = pathlib.Path(__file__).resolve().parents[2] / "ops" / "cuda"
@@ -261,6 +262,7 @@ class ArraysTest(parameterized.TestCase):
 
 @_needs_nvcc
 class LibraryTest(absltest.TestCase):
+    @pytest.mark.slow
     def test_exports_the_functions_of_the_header_only(self):
         declared = set(re.findall(r"\b(HopTfCuda\w+)\(", (_CUDA / "hop_tf_cuda.h").read_text()))
         symbols = subprocess.run(

@@ -234,6 +234,7 @@ class _OpsTestCase(tf.test.TestCase, parameterized.TestCase):
 
 class QuantileSketchTest(_OpsTestCase):
     @_for_implementations(*_every_case())
+    @pytest.mark.slow(after=47)
     def test_equals_the_reference(self, implementation, values):
         for spacing in (0.5, 1.0, 1 / 3):
             codes, bucket_values = implementation.quantile_sketch_encode(values, spacing)

@@ -292,6 +292,7 @@ class LockStepJoiningTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.product(part=list(range(_NUM_PARTS)), kind=list(_KINDS))
     @pytest.mark.stress(after=len(_KINDS))
+    @pytest.mark.slow(after=4)
     def test_joins_whenever_it_was_killed(self, part, kind):
         first, last = _num_events(kind, seed=part)
         num_joined = 0
@@ -306,6 +307,7 @@ class LockStepJoiningTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.product(part=list(range(_NUM_PARTS)), kind=["mesh at once", "mesh late", "windows"])
     @pytest.mark.stress(after=3)
+    @pytest.mark.slow(after=1)
     def test_another_one_is_killed_meanwhile(self, part, kind):
         """Or the same one again: whoever gives its state, at every event while one joins."""
         random = np.random.default_rng(part)
@@ -322,6 +324,7 @@ class LockStepJoiningTest(tf.test.TestCase, parameterized.TestCase):
                 num_joined += self.check(job.run())
         self.assertGreater(num_joined, 0)
 
+    @pytest.mark.slow
     def test_two_that_come_when_the_others_end(self):
         """They do not wait for each other; nor does a process that has ended wait for them."""
         for kind in ("mesh", "windows"):

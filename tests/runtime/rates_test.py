@@ -67,6 +67,7 @@ class RatesTest(tf.test.TestCase, parameterized.TestCase):
         )
     )
     @pytest.mark.stress(after=2)
+    @pytest.mark.slow(after=1)
     def test_a_callback_of_one_rank(self, strategy, callback, rank):
         """Training is that of rank 0, whoever else has another rate."""
 

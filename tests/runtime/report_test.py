@@ -17,6 +17,7 @@ from unittest import mock
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -241,6 +242,7 @@ class _TensorBoard:
 
 @unittest.skipIf(importlib.util.find_spec("tensorboard") is None, "needs the package tensorboard")
 class TensorBoardTest(tf.test.TestCase):
+    @pytest.mark.slow
     def test_shows_the_counters_of_every_rank(self):
         directory = self.enter_context(tempfile.TemporaryDirectory())
         log_dir = os.path.join(directory, "logs")

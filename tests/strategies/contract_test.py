@@ -399,6 +399,7 @@ class ContractTest(_OfAllMembers):
 
     @parameterized.product(source=list(_SOURCES), name=list(MEMBERS))
     @pytest.mark.stress(after=_MOST + 1)
+    @pytest.mark.slow(after=2)
     def test_ranks_share_each_batch(self, name, source):
         def train(strategy):
             model = _compiled(strategy, lambda: _linear(Recorder))
@@ -424,6 +425,7 @@ class ContractTest(_OfAllMembers):
             self.assertEqual(rows, [6.0])
 
     @_all_members
+    @pytest.mark.slow(after=1)
     def test_weights_of_samples_and_classes(self, name):
         def train(strategy):
             model = _compiled(strategy)
@@ -440,6 +442,7 @@ class ContractTest(_OfAllMembers):
 
     @parameterized.product(how=({"run_eagerly": True}, {"steps_per_execution": 2}), name=list(MEMBERS))
     @pytest.mark.stress(after=_MOST)
+    @pytest.mark.slow(after=1)
     def test_ways_to_run_steps(self, name, how):
         if name == "canary" and how.get("run_eagerly"):
             self.skipTest("What is late cannot be passed over in eager steps: its synchronous form is tested.")
@@ -458,6 +461,7 @@ class ContractTest(_OfAllMembers):
         self.assert_equal_weights([weights for *_, weights in of_ranks])
 
     @_all_members
+    @pytest.mark.slow(after=1)
     def test_several_optimizers(self, name):
         def train(strategy):
             model = _compiled(strategy, TwoOptimizers, optimizer=lambda: keras.optimizers.SGD(0.02))
@@ -475,6 +479,7 @@ class ContractTest(_OfAllMembers):
         self.assert_equal_weights([after for _, after in of_ranks])
 
     @_all_members
+    @pytest.mark.slow(after=2)
     def test_a_decorated_train_step(self, name):
         def train(strategy):
             model = _compiled(strategy, InAFunction)
@@ -487,6 +492,7 @@ class ContractTest(_OfAllMembers):
             self.assert_steps(name, steps, 2 * _STEPS)
 
     @_all_members
+    @pytest.mark.slow(after=2)
     def test_accumulated_gradients(self, name):
         def train(strategy):
             model = _compiled(
@@ -503,6 +509,7 @@ class ContractTest(_OfAllMembers):
             self.assertEqual(steps, 1)  # Updates are counted.
 
     @_all_members
+    @pytest.mark.slow(after=2)
     def test_mixed_precision_with_clipping(self, name):
         def make_model():
             inputs = keras.Input((3,))
@@ -537,6 +544,7 @@ class ContractTest(_OfAllMembers):
         self.assertEqual(str(second), "broken on purpose")
 
     @_all_members
+    @pytest.mark.slow(after=1)
     def test_an_exception_on_one_rank(self, name):
         """It is what a lost rank is: an error of all, or the others go on and say so."""
 
@@ -566,6 +574,7 @@ class ContractTest(_OfAllMembers):
             self.assertRegex(str(first), "rank 0: rank 1 has failed, .* without it: ZeroDivisionError")
 
     @_all_members
+    @pytest.mark.slow(after=1)
     def test_values_that_are_not_finite(self, name):
         """They are told of, with the rank that sends them first; or they are an error of all, where that is wanted."""
 
@@ -683,6 +692,7 @@ class ContractTest(_OfAllMembers):
     # A world of one.
 
     @parameterized.parameters(*(name for name, member in MEMBERS.items() if not member.num_ps))
+    @pytest.mark.slow(after=3)
     def test_a_world_of_one_trains_as_plain_keras(self, name):
         def train(strategy):
             model = _compiled(strategy)

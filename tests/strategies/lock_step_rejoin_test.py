@@ -115,6 +115,7 @@ def _state(strategy, model):
 class LockStepRejoinTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(*_MEMBERS)
     @pytest.mark.stress(after=1)
+    @pytest.mark.slow
     def test_joins_and_all_are_equal(self, name):
         drawn = random.Random(f"{_SEED}/{name}")
         victim, last_step = drawn.randrange(_NUM_RANKS), drawn.randrange(3, _NUM_STEPS // 2)

@@ -77,6 +77,7 @@ def _trained_alone(compute_loss):
 
 class TutorialTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(*_LOSSES)
+    @pytest.mark.slow(after=1)
     def test_equals_one_process(self, compute_loss):
         expected = _trained_alone(compute_loss)
         for result in MEMBERS["pipe_sgd"].run(functools.partial(_train, compute_loss), pipeline_width=1):
@@ -84,6 +85,7 @@ class TutorialTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.product(compute_loss=_LOSSES, name=list(MEMBERS))
     @pytest.mark.stress(after=len(MEMBERS))
+    @pytest.mark.slow(after=2)
     def test_tells_the_loss_of_the_whole_batch(self, name, compute_loss):
         run = functools.partial(MEMBERS[name].run, functools.partial(_train, compute_loss))
         if not MEMBERS[name].is_in_lock_step:

@@ -82,6 +82,7 @@ def _run(name, mark):
 class PeerLossTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(*_MEMBERS)
     @pytest.mark.stress(after=2)
+    @pytest.mark.slow
     def test_goes_on_without_a_rank_that_is_killed(self, name):
         """A second training takes all ranks. Where it cannot join when it is started again, it says so."""
         with self._start(name) as runner:
@@ -95,6 +96,7 @@ class PeerLossTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(*_MEMBERS)
     @pytest.mark.stress(after=1)
+    @pytest.mark.slow
     def test_goes_on_without_a_rank_that_is_frozen(self, name):
         """When that goes on, it hears that it is lost, or takes the others for that: these do not listen to it."""
         with self._start(name) as runner:

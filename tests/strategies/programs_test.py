@@ -181,6 +181,7 @@ def _of_ranks(program, name, **settings):
 class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.product(program=list(_PROGRAMS), name=list(MEMBERS))
     @pytest.mark.stress(after=len(MEMBERS) - 2)
+    @pytest.mark.slow(after=2)
     def test_trains(self, program, name):
         reason = _REFUSED.get((program, name))
         if reason is not None:
@@ -199,6 +200,7 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
                     self.assertAllClose(np.linalg.norm(other, axis=0), [1.0], rtol=1e-5)
 
     @parameterized.parameters(*_PROGRAMS)
+    @pytest.mark.slow(after=2)
     def test_two_ranks_train_as_one_process(self, program):
         for _, weights in _of_ranks(program, "pipe_sgd", pipeline_width=1):
             self.assertAllClose(weights, _trained_alone(program), rtol=1e-4, atol=1e-4)

@@ -39,6 +39,7 @@ def _files(folder):
 class SharedPathsTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(*MEMBERS)
     @pytest.mark.stress(after=2)
+    @pytest.mark.slow(after=1)
     def test_every_rank_has_its_own(self, name):
         folder = pathlib.Path(self.get_temp_dir())
         for num_epochs, epochs in ((1, [0]), (2, [1])):  # The second time each goes on from its backup.
@@ -61,6 +62,7 @@ class SharedPathsTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual([path for path in _files(folder) if ".bkp" not in path], sorted(of_rank_0 + of_rank_1))
         self.assertLen((folder / "rank_1" / "log.csv").read_text().splitlines(), 3)
 
+    @pytest.mark.slow
     def test_atomic_backups_have_a_folder_for_each_rank(self):
         folder = pathlib.Path(self.get_temp_dir()) / "backup"
 
@@ -81,6 +83,7 @@ class SharedPathsTest(tf.test.TestCase, parameterized.TestCase):
 
         return MEMBERS[name].run(train)
 
+    @pytest.mark.slow
     def test_ranks_go_on_from_the_newest_backup_that_all_have(self):
         folder = pathlib.Path(self.get_temp_dir())
         self._fit_with_backups(folder, 3)
@@ -89,6 +92,7 @@ class SharedPathsTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual(self._fit_with_backups(folder, 4), [epochs, epochs])
             shutil.rmtree(folder / "backup" / "backup_4")  # And now the other one.
 
+    @pytest.mark.slow
     def test_ranks_begin_anew_where_one_has_died_before_its_first_backup(self):
         folder = pathlib.Path(self.get_temp_dir())
         self._fit_with_backups(folder, 1)
@@ -107,6 +111,7 @@ class SharedPathsTest(tf.test.TestCase, parameterized.TestCase):
         with self.assertRaisesRegex(MismatchError, error):
             self._fit_with_backups(folder, 4, kind=kind)
 
+    @pytest.mark.slow
     def test_ranks_without_a_common_backup_take_their_own_where_updates_differ(self):
         folder = pathlib.Path(self.get_temp_dir())
         self._fit_with_backups(folder, 3, name="hop")

@@ -10,6 +10,7 @@ from unittest import mock
 import keras
 import networkx as nx
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -79,6 +80,7 @@ def count_rows():
 
 
 class TwoRanksTest(tf.test.TestCase):
+    @pytest.mark.slow
     def test_one_optimizer_may_update_variables_in_parts(self):
         with MultiProcessRunner(train_parts_with_one_optimizer, num_workers=2) as runner:
             ranks = runner.join().raise_for_errors().values

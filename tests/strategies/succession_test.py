@@ -6,6 +6,7 @@ import time
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import hop_tf
@@ -53,6 +54,7 @@ _STRATEGIES = (
 
 
 class SuccessionTest(tf.test.TestCase):
+    @pytest.mark.slow
     def test_each_meets_its_like(self):
         with MultiProcessRunner(_run, num_workers=_NUM_WORKERS, timeout_seconds=120) as runner:
             values = runner.join().raise_for_errors().values

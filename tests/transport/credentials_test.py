@@ -13,6 +13,7 @@ from pathlib import Path
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -110,6 +111,7 @@ class CredentialsTest(tf.test.TestCase):
         ports.release()
         self.addresses = [f"127.0.0.1:{port}" for port in ports.ports]
 
+    @pytest.mark.slow
     def test_strangers_are_refused_and_training_goes_on(self):
         certificates, gate = _make_certificates(self.directory), f"{self.directory}/gate"
         args = (self.addresses, certificates | {"cluster_token": _TOKEN}, gate)

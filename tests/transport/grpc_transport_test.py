@@ -13,6 +13,7 @@ from unittest import mock
 
 import grpc
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 import hop_tf
@@ -108,6 +109,7 @@ class RefusalTest(TransportTestMixin, absltest.TestCase):
 class GarbageTest(TransportTestMixin, absltest.TestCase):
     member = GrpcTransport
 
+    @pytest.mark.slow
     def test_calls_end_without_the_garbage_collector(self):
         """Those that are left to it when the interpreter ends may wait for a lock that nobody will release."""
         gc.collect()
@@ -203,6 +205,7 @@ class BrokenConnectionTest(TransportTestMixin, absltest.TestCase):
         self.assertEqual([message.header for message in collector.wait(2)], [b"before", b"during"])
         self.assertIsNone(sender.status(1).failure)
 
+    @pytest.mark.slow
     def test_a_frozen_process_is_silent(self):
         addresses = self.addresses(2)
         options = CommunicationOptions(timeout_seconds=0.5)
@@ -338,6 +341,7 @@ class ExitTest(TransportTestMixin, absltest.TestCase):
             transport.send(1, 'queue')
         """)
 
+    @pytest.mark.slow
     def test_exception(self):
         self.check_exits("transport.start(); transport.send(2, 'queue'); transport.flush(2, 30); sys.exit(3)", code=3)
 

@@ -9,6 +9,7 @@ import itertools
 import os
 
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -250,6 +251,7 @@ class FaultsTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllEqual(job.finals[rank], job.finals[ended[0]], msg=msg)
             self.assertTrue(np.isfinite(job.finals[rank]).all(), msg=msg)
 
+    @pytest.mark.slow
     def test_nothing_is_merged_twice(self):
         # 195: others tell of a newcomer before it does itself, and before the restart of its rank is noticed.
         # 1621: a newcomer's state holds what was merged among others before it has joined.
@@ -355,6 +357,7 @@ class FaultsTest(tf.test.TestCase, parameterized.TestCase):
         job.schedule(Fault(rank=1, seconds=seconds, restart_seconds=0.1, reaches=[]))
         self._assert_all_end_alike(job.run(), f"{seconds} s")
 
+    @pytest.mark.slow
     def test_with_a_lossy_codec_and_resyncs(self):
         # 594: nobody waits for those that have died, though for what was to come by way of them.
         # 866: a root hears of a layout last that all others have told of before.

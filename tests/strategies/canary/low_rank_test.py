@@ -150,6 +150,7 @@ class LowRankMeanTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class FitTest(tf.test.TestCase):
+    @pytest.mark.slow
     def test_beside_moving_statistics(self):
         """They are in a bucket of which colayers of large kernels have nothing. Of few examples factors are exact."""
         num_steps, width = 3, 256

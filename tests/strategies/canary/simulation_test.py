@@ -255,6 +255,7 @@ class ExactSumTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(sorted(lanes), list(range(1, 1 + num_interfaces)))
         self.assertAllClose(list(lanes.values()), [lanes[1]] * num_interfaces, rtol=0.1)
 
+    @pytest.mark.slow
     def test_random_schedules(self):
         for seed in range(_NUM_SCHEDULES):
             rng = np.random.default_rng([4, seed])

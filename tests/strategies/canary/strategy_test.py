@@ -220,6 +220,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
         {"algorithm": "bcube:2,2", "sync_interval": 3},
     )
     @pytest.mark.stress(after=2)
+    @pytest.mark.slow(after=1)
     def test_every_contribution_counts_once(self, steps_per_execution=1, run_eagerly=False, num_unused=0, **settings):
         """What a rank has learned is in the weights of all, once; a slow one passes over what it has missed."""
 
@@ -305,6 +306,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(applied[::-1], np.cumsum(momentum ** np.arange(num_sent)), rtol=1e-4)
         self.assertGreater(results[1][1]["overtime_drops"], 0)
 
+    @pytest.mark.slow
     def test_several_fits(self):
         results = _cluster(2, codec=None).run(lambda strategy: _train_one_hot(strategy, num_fits=3))
         for own, _ in results:
@@ -312,6 +314,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
         kept = sum(report["steps"] - report["overtime_drops"] for _, report in results)
         self.assertEqual(np.sum(results[0][0]), kept)
 
+    @pytest.mark.slow
     def test_a_rank_that_stops_early_waits_for_the_others(self):
         """Nobody has to go on without it."""
 
@@ -365,6 +368,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllEqual(weights[0], weights[1])
         self.assertAllGreaterEqual(weights[0][:12], 0.0)  # The kernel; biases are not constrained.
 
+    @pytest.mark.slow
     def test_moving_statistics(self):
         """Those of all ranks are in the mean, and all end with the same."""
         x = np.repeat(np.arange(2.0), 64).reshape(64, 2, order="F").astype(np.float32)

@@ -123,6 +123,7 @@ class LoopTest(tf.test.TestCase, parameterized.TestCase):
         for last in _cluster(2, delay=3, interval=2).run(run):
             self.assertAllClose(last, expected, rtol=1e-5, atol=1e-5)
 
+    @pytest.mark.slow
     def test_moving_statistics_that_are_averaged_are_no_change(self):
         """Steps of `train_on_batch` carry them along."""
         random = np.random.default_rng(0)

@@ -180,6 +180,7 @@ class OuterTest(tf.test.TestCase, parameterized.TestCase):
 
         self.check_equal(_cluster(3, delay=2, interval=2).run(run))
 
+    @pytest.mark.slow
     def test_after_a_rank_that_ended_early(self):
         """`synchronize` averages what the outer optimizer knows, too."""
 

@@ -275,6 +275,7 @@ class EqualTest(tf.test.TestCase, parameterized.TestCase):
         (2, "decay", {"delay": 1, "interval": 1, "codec": "truncate16"}),
     )
     @pytest.mark.stress(after=1)
+    @pytest.mark.slow
     def test_to_the_bit(self, world_size, name, settings):
         results = _cluster(world_size, **settings).run(lambda s: _network(s, _OPTIMIZERS[name][0]))
         self.check(results)
@@ -488,6 +489,7 @@ class OptimizersTest(tf.test.TestCase, parameterized.TestCase):
 class TopKTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(codecs.TopK(ratio=0.1, warmup_steps=3), codecs.TopK(ratio=0.25))
     @pytest.mark.stress(after=1)
+    @pytest.mark.slow
     def test_loses_nothing(self, codec):
         """However late a value was sent, the result is that of synchronous SGD."""
         make_optimizer = _decaying(momentum=0.9, weight_decay=0.5)

@@ -2,6 +2,7 @@
 
 import networkx as nx
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 from hypothesis import given, settings
@@ -86,6 +87,7 @@ class HopExchangeTest(tf.test.TestCase, parameterized.TestCase):
 
     @settings(max_examples=40, deadline=None)
     @given(seed=st.integers(0, 2**31), max_iteration_gap=st.integers(1, 5))
+    @pytest.mark.slow
     def test_gap_stays_within_theorem_2(self, seed, max_iteration_gap):
         rng = np.random.default_rng(seed)
         topology = _random_topology(rng)

@@ -165,6 +165,7 @@ class _Case:
 
 
 class RandomFaultsTest(tf.test.TestCase):
+    @pytest.mark.slow
     def test_all_who_are_left_train_to_the_end(self):
         self.enter_context(logging_disabled())
         num_finished = num_back = 0
@@ -213,6 +214,7 @@ class EveryStateTest(tf.test.TestCase, parameterized.TestCase):
         *(("directed", mode) for mode in _MODES if "skip" in mode or "backup" in mode),
     )
     @pytest.mark.stress(after=len(_MODES))
+    @pytest.mark.slow(after=5)
     def test_no_state_is_a_trap(self, topology, mode):
         self.enter_context(logging_disabled())
         job = self._run(mode, topology)

@@ -8,6 +8,7 @@ import tempfile
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import hop_tf
@@ -157,6 +158,7 @@ def _early_stopping_on_one_rank(strategy):
     return {"num_epochs": len(history["loss"]), "weights": model.get_weights()}
 
 
+@pytest.mark.slow
 class HopFitCallbacksTest(tf.test.TestCase):
     @classmethod
     def setUpClass(cls):

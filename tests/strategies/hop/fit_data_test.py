@@ -7,6 +7,7 @@ import warnings
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -131,6 +132,7 @@ def _fit_shuffled_arrays(strategy):
     return _fit(strategy, x, np.zeros((33, 2)), batch_size=_BATCH_SIZE, shuffle=True)
 
 
+@pytest.mark.slow
 class HopFitDataTest(tf.test.TestCase, parameterized.TestCase):
     @classmethod
     def setUpClass(cls):

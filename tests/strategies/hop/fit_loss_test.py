@@ -66,6 +66,7 @@ class HopFitLossTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(weights, np.arange(4), atol=0.1)
             self.assertIn(f"takes all ranks, and rank {_LOST} was lost", error)
 
+    @pytest.mark.slow
     def test_goes_on_without_a_killed_rank(self):
         self._check_goes_on("standard")
 

@@ -9,6 +9,7 @@ import copy
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -280,6 +281,7 @@ def _largest_difference(weights, others):
     return max(np.abs(a - b).max() for a, b in zip(weights, others, strict=True))
 
 
+@pytest.mark.slow
 class HopFitModelsTest(tf.test.TestCase, parameterized.TestCase):
     @classmethod
     def setUpClass(cls):

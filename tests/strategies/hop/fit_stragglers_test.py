@@ -199,6 +199,7 @@ class InStepTest(tf.test.TestCase, parameterized.TestCase):
         ("notify_ack_and_adamw", _NOTIFY_ACK, "parallel", ["adamw"]),
     )
     @pytest.mark.stress(after=1)
+    @pytest.mark.slow
     def test_equals_the_reference(self, settings, order, optimizers):
         values = _join(_run_in_step, settings, optimizers)
         for name in optimizers:
@@ -208,6 +209,7 @@ class InStepTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class BackupTest(tf.test.TestCase):
+    @pytest.mark.slow
     def test_every_rank_learns_from_others(self):
         """Each update of the weight is -0.1 times a mean of 1, 2 and 3, weighted somehow."""
         values = _join(_run_backup)
@@ -223,6 +225,7 @@ class BackupTest(tf.test.TestCase):
 
 
 class SkippingTest(tf.test.TestCase, parameterized.TestCase):
+    @pytest.mark.slow
     def test_a_straggler_passes_over_steps(self):
         self._check_passes_over(_BACKUP_AND_SKIP, ["graph", "loss_scaling"])
 

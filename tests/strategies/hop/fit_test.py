@@ -8,6 +8,7 @@ import contextlib
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -188,6 +189,7 @@ def _function_in_a_loop(strategy):
     return "none"
 
 
+@pytest.mark.slow
 class HopFitTest(tf.test.TestCase, parameterized.TestCase):
     @classmethod
     def setUpClass(cls):

@@ -5,6 +5,7 @@ import os
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import hop_tf
@@ -87,6 +88,7 @@ def _fit(strategy, loss):
     return {"initial": initial, "final": model.get_weights()[0]}
 
 
+@pytest.mark.slow
 class HopFitTopologyTest(tf.test.TestCase):
     @classmethod
     def setUpClass(cls):

@@ -331,6 +331,7 @@ class ReferenceTest(tf.test.TestCase):
 
 
 class BoundsTest(tf.test.TestCase, parameterized.TestCase):
+    @pytest.mark.slow
     def test_gaps_and_memory_stay_within_table_1(self):
         num_reached = 0
         for seed in range(_NUM_SCHEDULES):
@@ -422,6 +423,7 @@ class WorthTest(tf.test.TestCase, parameterized.TestCase):
         ("double_ring", (1.3, 1.4, 1.45, 1.7)),
     )
     @pytest.mark.stress(after=1)
+    @pytest.mark.slow
     def test_random_slowdowns(self, topology, required):
         ratios = []
         for seed in range(3):
@@ -440,6 +442,7 @@ class WorthTest(tf.test.TestCase, parameterized.TestCase):
         result = hop_tf.simulate.hop(topology=topology, world_size=16, num_steps=80, compute=compute, **settings)
         return result.iterations_per_second.mean()
 
+    @pytest.mark.slow
     def test_hundreds_of_ranks(self):
         result = hop_tf.simulate.hop(
             topology="ring_based", world_size=120, num_steps=5, compute=lambda rank: iter([1.0 + (rank == 9)] * 5)

@@ -210,6 +210,7 @@ class ReplayTest(tf.test.TestCase, parameterized.TestCase):
         *((name, 2 + (number + turn) % 3) for turn in range(3) for number, name in enumerate(sorted(_OPTIMIZERS)))
     )
     @pytest.mark.stress(after=3)
+    @pytest.mark.slow(after=1)
     def test_equals_the_reference(self, name, width):
         world_size = {2: 2, 3: 3, 4: 2}[width]
         results = _cluster(world_size, pipeline_width=width).run(lambda strategy: _train(strategy, name))
@@ -286,6 +287,7 @@ class ReplayTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters((1, 3), (5, 2))
     @pytest.mark.stress(after=1)
+    @pytest.mark.slow
     def test_gradient_accumulation(self, repeats, epochs):
         """Epochs end between two updates: what is merged there is not complete, and no batch counts twice."""
 
@@ -418,6 +420,7 @@ class ReplayTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(first[epoch][0], 900 * np.mean((x @ state.w - y) ** 2), rtol=1e-4)
             state = dataclasses.replace(state, w=0.5 * state.w, m=0.5 * state.m)
 
+    @pytest.mark.slow
     def test_a_second_fit_and_a_rank_that_ends_early(self):
         """`synchronize` makes weights, slots and numbers of steps alike again."""
 

@@ -172,6 +172,7 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
         {"world_size": 5, "width": 2, "warmup_steps": 3},
     )
     @pytest.mark.stress(after=1)
+    @pytest.mark.slow
     def test_equals_algorithm_1(self, world_size, width, warmup_steps=0, **settings):
         cluster = _cluster(world_size, pipeline_width=width, warmup_steps=warmup_steps, **settings)
         expected = _algorithm_1(world_size, width, warmup_steps, 2)

@@ -92,6 +92,7 @@ def _train(threads, num_pushes):
 class ExactlyOnceTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(500, 2500)
     @pytest.mark.stress(after=1)
+    @pytest.mark.slow
     def test_pushes_while_connections_break(self, num_pushes):
         num_workers, num_servers = 4, 1
         with ShatThreads(num_workers, num_servers) as threads:

@@ -174,6 +174,7 @@ class ShatProcessesTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters("async", "bsp")
     @pytest.mark.stress(after=1)
+    @pytest.mark.slow
     def test_a_killed_worker_is_not_waited_for_and_joins_again(self, consistency):
         args = (None, _NUM_EPOCHS, None, consistency)
         with MultiProcessRunner(_run, num_workers=3, num_ps=1, args=args) as runner:
@@ -197,6 +198,7 @@ class ShatProcessesTest(tf.test.TestCase, parameterized.TestCase):
     # first interval has the snapshot of the first push.
     @parameterized.parameters((signal.SIGKILL, 10, 10), (signal.SIGTERM, 10, 0), (signal.SIGKILL, _FOREVER, _FOREVER))
     @pytest.mark.stress(after=1)
+    @pytest.mark.slow
     def test_a_server_that_ends_is_an_error_and_its_next_incarnation_goes_on(self, signum, every_pushes, most_lost):
         directory = self.enterContext(tempfile.TemporaryDirectory())
         exit_code = -signum if signum == signal.SIGKILL else 128 + signum
@@ -222,6 +224,7 @@ class ShatProcessesTest(tf.test.TestCase, parameterized.TestCase):
         (signal.SIGKILL, "async"), (signal.SIGTERM, "async"), (signal.SIGKILL, "bsp"), (signal.SIGKILL, "ssp")
     )
     @pytest.mark.stress(after=1)
+    @pytest.mark.slow
     def test_a_server_that_is_started_again_goes_on_with_the_training(self, signum, consistency):
         directory = self.enterContext(tempfile.TemporaryDirectory())
         args = (directory, consistency)
@@ -244,6 +247,7 @@ class ShatProcessesTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllClose(num_updates - pushes[0], num_lost, atol=2.1)
         self.assertLessEqual(num_lost, 0 if signum == signal.SIGTERM else 12)
 
+    @pytest.mark.slow
     def test_a_server_that_is_started_again_without_snapshots_is_an_error(self):
         with MultiProcessRunner(_run, num_workers=2, num_ps=1, args=(None, 50)) as runner:
             for rank in range(2):
@@ -273,6 +277,7 @@ class ShatProcessesTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(weights, np.full((4, 9), -2 * _NUM_STEPS * _RATE), rtol=1e-4)
 
     @pytest.mark.stress(after=1)
+    @pytest.mark.slow
     def test_a_killed_server_is_an_error_within_the_deadline(self):
         """Twice as long as it is configured where round trips are long; not `progress_timeout_seconds`, an hour."""
         with MultiProcessRunner(_run, num_workers=2, num_ps=2, args=(None, 50)) as runner:
@@ -287,6 +292,7 @@ class ShatProcessesTest(tf.test.TestCase, parameterized.TestCase):
             self.assertRegex(error, pattern)
             self.assertLess(float(re.search(pattern + r"(\S+) s ", error)[1]), 2 * _TIMEOUT_SECONDS)
 
+    @pytest.mark.slow
     def test_a_frozen_server_is_an_error(self):
         with MultiProcessRunner(_train_until_it_fails, 2, num_ps=1, args=("async", _FOREVER)) as runner:
             for rank in range(2):
@@ -309,6 +315,7 @@ class ShatProcessesTest(tf.test.TestCase, parameterized.TestCase):
         ("absent", r"DeadlineExceededError: rank \d: .* on ps 0 at 127.*\(it never appeared"),
         ("token", r"DeadlineExceededError: rank \d: .* on ps 0 at 127"),
     )
+    @pytest.mark.slow(after=1)
     def test_a_server_that_was_not_started_or_is_of_another_job_is_an_error(self, fault, error):
         with MultiProcessRunner(_train_until_it_fails, 2, num_ps=1, args=("async", 1, fault)) as runner:
             for rank in range(2):

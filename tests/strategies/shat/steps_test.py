@@ -127,6 +127,7 @@ class StepsTest(tf.test.TestCase, parameterized.TestCase):
         for weight in _run(train, 2, consistency=consistency, codec=codec):
             self.assertAllClose(weight, own.mean(axis=0), atol=1e-5 if codec is None else 2e-3)
 
+    @pytest.mark.slow
     def test_an_ensemble_has_a_model_for_each_worker(self):
         own = _own_models(2)
         self.assertGreater(np.abs(own[0] - own[1]).max(), 0.05)

@@ -201,6 +201,7 @@ class BulkSynchronousTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(_slots(loaded), _slots(expected_model), rtol=2e-5, atol=2e-6)
         self.assertAllEqual(results[0][0][-1][0], results[1][0][-1][0])
 
+    @pytest.mark.slow
     def test_moving_statistics_are_averaged(self):
         def make_model():
             return _make_model(keras.optimizers.SGD(0.0), layers=[keras.layers.BatchNormalization(momentum=0.8)])
@@ -379,6 +380,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(found[0], w, rtol=1e-4, atol=1e-5)
         self.assertAllClose(final, server, rtol=1e-4, atol=1e-5)
 
+    @pytest.mark.slow
     def test_a_lone_worker_trains_as_plain_keras_over_several_fits(self):
         """Also where its weights were changed in between, and averages of weights are kept."""
 
@@ -487,6 +489,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
         lambda: keras.optimizers.SGD(_RATE, momentum=0.9, weight_decay=0.1, clipnorm=0.5),
     )
     @pytest.mark.stress(after=1)
+    @pytest.mark.slow
     def test_loss_scaling_changes_nothing(self, make_inner):
         """Of clipping and decay, neither on the worker (which trains alone here) nor on the server."""
         for settings in ({"mixing": "ensemble"}, {"consistency": "bsp"}):
@@ -572,6 +575,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, "to join a running job after a restart, a step must update by one"):
             _cluster(num_workers=1, num_ps=1).run(train)
 
+    @pytest.mark.slow
     def test_models_that_share_layers_are_trained_in_turn(self):
         """What one of them has learned, the other goes on from, and nothing brings older values back."""
 
@@ -618,6 +622,7 @@ class SettingsTest(tf.test.TestCase):
                 lambda strategy: _trained(strategy, lambda: _make_model("sgd"))
             )
 
+    @pytest.mark.slow
     def test_workers_and_saved_models_have_the_slots_of_a_snapshot(self):
         """A worker's own step is that of its copy of the optimizer: before the first one it has the servers' slots."""
         directory = self.enterContext(tempfile.TemporaryDirectory())
@@ -689,6 +694,7 @@ class SettingsTest(tf.test.TestCase):
             num_steps = _cluster(num_ps=1, snapshots=snapshots).run(train)
         self.assertEqual(num_steps, [2 * _NUM_STEPS] * _NUM_WORKERS)
 
+    @pytest.mark.slow
     def test_a_snapshot_that_one_server_lacks_is_an_error(self):
         directory = self.enterContext(tempfile.TemporaryDirectory())
         snapshots = hop_tf.SnapshotOptions(directory=directory, every_seconds=1e6)
@@ -737,6 +743,7 @@ class SettingsTest(tf.test.TestCase):
         with self.assertRaisesRegex(HopError, error):
             _cluster(snapshots=snapshots).run(lambda strategy: _trained(strategy, lambda: _make_model("sgd"))[0])
 
+    @pytest.mark.slow
     def test_a_damaged_snapshot_is_an_error_that_names_the_server(self):
         directory = self.enterContext(tempfile.TemporaryDirectory())
         snapshots = hop_tf.SnapshotOptions(directory=directory)
