@@ -8,16 +8,15 @@ import ipaddress
 import json
 import numbers
 import os
-import re
 from collections.abc import Callable
 
 import tensorflow as tf
 
 from hop_tf.errors import ClusterConfigError
+from hop_tf.transport.addresses import LARGEST_PORT, is_address
 from hop_tf.transport.base import Transport
 
 _TASK_TYPES = ("chief", "worker", "ps")
-_ADDRESS = re.compile(r"(?P<host>[^\s/@:\[\]]+|\[[^\s/@\[\]]+\]):(?P<port>[0-9]{1,5})")
 # `localhost` is one of these addresses, or both.
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
@@ -183,10 +182,9 @@ def _addresses(tasks, task_type: str) -> tuple[str, ...]:
             raise ClusterConfigError(f"Tasks of type {task_type!r} must be numbered from 0. Received: {tasks}.")
         tasks = [tasks[index] for index in range(len(tasks))]
     for address in tasks:
-        found = _ADDRESS.fullmatch(address)
-        if not found or not 0 < int(found["port"]) < 65536:
+        if not is_address(address):
             raise ClusterConfigError(
-                "Addresses must be 'host:port', without a scheme, IPv6 in brackets, ports from 1 to 65535. "
+                f"Addresses must be 'host:port', without a scheme, IPv6 in brackets, ports from 1 to {LARGEST_PORT}. "
                 f"Received: {task_type}={address!r}."
             )
     return tuple(tasks)

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 
 from hop_tf.errors import ClusterConfigError
 
+# More than any job has: a slip in a range is an error, and takes no memory.
+MAX_HOSTS = 65_536
+
 _OUTER_COMMA = re.compile(r",(?![^\[]*\])")
 _BRACKETS = re.compile(r"\[([^\[\]]*)\]")
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?", re.ASCII)
+_RANGE = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?", re.ASCII)
 
 
 def expand_hosts(text: str) -> list[str]:
     """The hosts of a list as Slurm writes it: "node[01-03,07],other5" are node01, node02, node03, node07 and other5.
 
+    An IPv6 address keeps its brackets: "[fd00::1]:7400" is one.
+
     Raises:
-      ClusterConfigError: If it is none.
+      ClusterConfigError: If it is none, or there are more than `MAX_HOSTS`.
     """
     hosts: list[str] = []
     for part in _OUTER_COMMA.split(text.strip()):
@@ -26,7 +32,8 @@ def expand_hosts(text: str) -> list[str]:
                 "A list of nodes must be like 'node[01-03,07],other5', with brackets in pairs and no empty part. "
                 f"Received: {text!r}."
             )
-        choices = [expand_ranges(piece) if index % 2 else [piece] for index, piece in enumerate(pieces)]
+        choices = [_expand_brackets(piece) if index % 2 else [piece] for index, piece in enumerate(pieces)]
+        check_count(len(hosts) + math.prod(map(len, choices)), text)
         hosts += ["".join(choice) for choice in itertools.product(*choices)]
     return hosts
 
@@ -35,7 +42,7 @@ def expand_ranges(text: str) -> list[str]:
     """The numbers of ranges: "01-03,7" are 01, 02, 03 and 7, as wide as they are written.
 
     Raises:
-      ClusterConfigError: If these are none.
+      ClusterConfigError: If these are none, or more than `MAX_HOSTS`.
     """
     numbers: list[str] = []
     for part in text.split(","):
@@ -43,5 +50,26 @@ def expand_ranges(text: str) -> list[str]:
         first, last = (found[1], found[2] or found[1]) if found else ("1", "0")
         if int(first) > int(last):
             raise ClusterConfigError(f"Ranges must be like '01-03,07', upwards. Received: {text!r}.")
+        check_count(len(numbers) + int(last) - int(first) + 1, text)
         numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
     return numbers
+
+
+def check_count(count: int, text: str) -> None:
+    """Refuses more hosts, or processes, than any job has.
+
+    Args:
+      count: How many there are.
+      text: What says so, for the error.
+
+    Raises:
+      ClusterConfigError: If there are more than `MAX_HOSTS`.
+    """
+    if count > MAX_HOSTS:
+        raise ClusterConfigError(
+            f"There must be at most {MAX_HOSTS} hosts or processes. Received: {count}, by {text!r}."
+        )
+
+
+def _expand_brackets(text: str) -> list[str]:
+    return [f"[{text}]"] if ":" in text else expand_ranges(text)

@@ -10,13 +10,9 @@ from collections.abc import Sequence
 from absl import logging
 
 from hop_tf.errors import ClusterConfigError, DeadlineExceededError
+from hop_tf.transport.addresses import host_of
 
 _PAUSE_SECONDS = 0.5
-
-
-def host_of(address: str) -> str:
-    """The host of "host:port", an IPv6 address without its brackets."""
-    return address.rpartition(":")[0].strip("[]")
 
 
 def check_own_name(addresses: Sequence[str], number: int, timeout_seconds: float) -> None:
@@ -32,16 +28,21 @@ def check_own_name(addresses: Sequence[str], number: int, timeout_seconds: float
 
     Raises:
       DeadlineExceededError: If the name is still not known then.
-      ClusterConfigError: If it stands for a loopback address, which others with addresses of other kinds do not reach.
+      ClusterConfigError: If it stands for a loopback address, which others with addresses of other kinds do not reach;
+        or a name that is looked up cannot be one.
 
-    Blocks: until the name is known, for at most `timeout_seconds`.
+    Blocks: until the name is known, for at most `timeout_seconds`, in which those of others are looked up as well. What
+    is asked last takes as long as the system's resolver does.
     """
     hosts = [host_of(address) for address in addresses]
-    own = _wait_for(hosts[number], timeout_seconds)
+    deadline = time.monotonic() + timeout_seconds
+    own = _wait_for(hosts[number], deadline, timeout_seconds)
     # An address of this kind, or "localhost", is meant so: the others may be other names of this machine.
     if hosts[number] in (*own, "localhost") or not _are_loopback(own):
         return
     for other in dict.fromkeys(hosts):
+        if time.monotonic() >= deadline:
+            return  # Each may take seconds where name servers do not answer.
         found = _look_up(other) if other != hosts[number] else own
         if isinstance(found, set) and not _are_loopback(found):
             raise ClusterConfigError(
@@ -51,8 +52,7 @@ def check_own_name(addresses: Sequence[str], number: int, timeout_seconds: float
             )
 
 
-def _wait_for(host: str, timeout_seconds: float) -> set[str]:
-    deadline = time.monotonic() + timeout_seconds
+def _wait_for(host: str, deadline: float, timeout_seconds: float) -> set[str]:
     is_told = False
     while isinstance(found := _look_up(host), OSError):
         if time.monotonic() >= deadline:
@@ -68,11 +68,19 @@ def _wait_for(host: str, timeout_seconds: float) -> set[str]:
 
 
 def _look_up(host: str) -> set[str] | OSError:
-    """The numeric addresses of a name; the error if there are none."""
+    """The numeric addresses of a name; the error if there are none.
+
+    Raises:
+      ClusterConfigError: If it cannot be a name.
+    """
     try:
         return {sockaddr[0] for *_, sockaddr in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     except OSError as error:
         return error
+    except UnicodeError as error:  # Python encodes names before it asks.
+        raise ClusterConfigError(
+            f"The parts of a host's name between its dots must have 1 to 63 characters. Received: {host!r}."
+        ) from error
 
 
 def _are_loopback(found: set[str]) -> bool:

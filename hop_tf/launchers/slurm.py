@@ -7,8 +7,9 @@ import re
 from collections.abc import Mapping, Sequence
 
 from hop_tf.errors import ClusterConfigError
-from hop_tf.launchers.hosts import expand_hosts, expand_ranges
+from hop_tf.launchers.hosts import check_count, expand_hosts, expand_ranges
 from hop_tf.launchers.variables import Place, describe, read_number
+from hop_tf.transport.addresses import LARGEST_PORT
 
 _LAUNCHER = "srun (Slurm)"
 _RANK = "SLURM_PROCID"
@@ -24,7 +25,6 @@ _FIRST_PORT = "HOP_TF_FIRST_PORT"
 
 # Ports of steps without reserved ones: each step has a slot, below the ports that systems give to outgoing connections.
 _LOWEST_PORT, _PORTS_OF_A_SLOT, _NUM_SLOTS = 10240, 256, 88
-_LARGEST_PORT = 65535
 # How many slots further the next job, step, and start is: jobs with numbers that are near, such as those of an array,
 # may share nodes, so the first steps and restarts of nine of them have slots of their own.
 _STRIDES = {"SLURM_JOB_ID": 1, "SLURM_STEP_ID": 9, "SLURM_RESTART_COUNT": 27}
@@ -32,7 +32,7 @@ _STRIDES = {"SLURM_JOB_ID": 1, "SLURM_STEP_ID": 9, "SLURM_RESTART_COUNT": 27}
 # Orders of tasks that are known here: "pack" and "nopack" are said of "block".
 _BLOCK, _CYCLIC = ("", "block", "pack", "nopack", "*"), ("cyclic",)
 
-_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?", re.ASCII)
+_COUNT = re.compile(r"(\d{1,18})(?:\(x(\d{1,18})\))?", re.ASCII)
 
 
 def read_slurm(environ: Mapping[str, str]) -> Place | None:
@@ -82,12 +82,14 @@ def expand_counts(text: str) -> list[int]:
     """The tasks of each node: "2(x3),1" are 2, 2, 2 and 1.
 
     Raises:
-      ClusterConfigError: If these are none.
+      ClusterConfigError: If these are none, or more tasks than a job has.
     """
     found = [_COUNT.fullmatch(part) for part in text.strip().split(",")]
     if not all(found):
         raise ClusterConfigError(f"{_COUNTS} must be like '2(x3),1'. Received: {_COUNTS}={text!r}.")
-    return [count for each in found for count in [int(each[1])] * int(each[2] or 1)]
+    repeats = [(int(each[1]), int(each[2] or 1)) for each in found]
+    check_count(sum(max(count, 1) * times for count, times in repeats), text)
+    return [count for count, times in repeats for _ in range(times)]
 
 
 def lay_out(counts: Sequence[int], distribution: str) -> list[tuple[int, int]]:
@@ -173,14 +175,14 @@ def _ports(environ: Mapping[str, str], count: int) -> list[int]:
             )
         return ports[:count]
     if environ.get(_FIRST_PORT):
-        first = read_number(environ, _FIRST_PORT, _LARGEST_PORT)
+        first = read_number(environ, _FIRST_PORT, LARGEST_PORT)
     else:
         slot = sum(stride * read_number(environ, name) for name, stride in _STRIDES.items() if name in environ)
         slot %= _NUM_SLOTS
         first = _LOWEST_PORT + slot * _PORTS_OF_A_SLOT
-    if not 0 < first <= _LARGEST_PORT + 1 - count:
+    if not 0 < first <= LARGEST_PORT + 1 - count:
         raise ClusterConfigError(
-            f"{count} ports, one for each task of a node, must lie from {_FIRST_PORT} to {_LARGEST_PORT}. "
+            f"{count} ports, one for each task of a node, must lie from {_FIRST_PORT} to {LARGEST_PORT}. "
             f"Received: {describe(environ, (_FIRST_PORT,))}."
         )
     return list(range(first, first + count))

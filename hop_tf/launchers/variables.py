@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Mapping
 
 from hop_tf.errors import ClusterConfigError
 from hop_tf.launchers.hosts import expand_hosts
+from hop_tf.transport.addresses import LARGEST_PORT, is_address
 
 # The secret that the processes of a job share, if there is one.
 TOKEN_VARIABLE = "HOP_TF_CLUSTER_TOKEN"
@@ -18,11 +18,9 @@ _MASTER_PORT = "MASTER_PORT"
 _RENDEZVOUS_PORT = "HOP_TF_RENDEZVOUS_PORT"
 # "True" where torchrun itself listens on MASTER_PORT.
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-_LARGEST_PORT = 65535
 _ADDRESSES = "HOP_TF_ADDRESSES"
 # This process's place in it: the second one is set in the pods of an Indexed Job of Kubernetes.
 _NUMBERS = ("HOP_TF_NUMBER", "JOB_COMPLETION_INDEX")
-_ADDRESS = re.compile(r"[^\s:]+:\d{1,5}", re.ASCII)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,11 +57,10 @@ def read_addresses(environ: Mapping[str, str]) -> Place | None:
     if not _has(environ, _ADDRESSES):
         return None
     addresses = tuple(expand_hosts(environ[_ADDRESSES]))
-    wrong = [address for address in addresses if not _ADDRESS.fullmatch(address)]
-    if wrong or len(set(addresses)) < len(addresses):
+    if not all(map(is_address, addresses)) or len(set(addresses)) < len(addresses):
         raise ClusterConfigError(
-            f"{_ADDRESSES} must list each host:port once, like 'train-[0-3].train:7400'. "
-            f"Received: {describe(environ, (_ADDRESSES,))}."
+            f"{_ADDRESSES} must list each host:port once, like 'train-[0-3].train:7400' or '[fd00::1]:7400', ports "
+            f"from 1 to {LARGEST_PORT}. Received: {describe(environ, (_ADDRESSES,))}."
         )
     name = next((name for name in _NUMBERS if _has(environ, name)), None)
     if name is None or read_number(environ, name) >= len(addresses):
@@ -192,15 +189,15 @@ def _read_master(environ: Mapping[str, str], launcher: str) -> tuple[str, int]:
             f"(`-genv {_MASTER_ADDR} <host>` of MPICH)."
         )
     if _has(environ, _RENDEZVOUS_PORT):
-        port_name, port = _RENDEZVOUS_PORT, read_number(environ, _RENDEZVOUS_PORT, _LARGEST_PORT)
+        port_name, port = _RENDEZVOUS_PORT, read_number(environ, _RENDEZVOUS_PORT, LARGEST_PORT)
     elif _has(environ, _MASTER_PORT):
-        port_name, port = _MASTER_PORT, read_number(environ, _MASTER_PORT, _LARGEST_PORT)
+        port_name, port = _MASTER_PORT, read_number(environ, _MASTER_PORT, LARGEST_PORT)
         port += environ.get(_AGENT_STORE) == "True"
     else:
         port_name, port = _MASTER_PORT, _DEFAULT_MASTER_PORT
-    if not 0 < port <= _LARGEST_PORT:
+    if not 0 < port <= LARGEST_PORT:
         raise ClusterConfigError(
-            f"{port_name} must give a port from 1 to {_LARGEST_PORT}. Received: {describe(environ, (port_name,))}."
+            f"{port_name} must give a port from 1 to {LARGEST_PORT}. Received: {describe(environ, (port_name,))}."
         )
     return environ[_MASTER_ADDR].strip().strip("[]"), port
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from absl import logging
 
 from hop_tf.errors import ProtocolError
+from hop_tf.transport.addresses import host_of
 from hop_tf.transport.base import PeerStatus
 
 # How much a new measurement counts in the round trip, as in TCP.
@@ -58,7 +59,7 @@ class Peer:
     @property
     def host(self) -> str:
         """The name or IP address in `address`."""
-        return self.address.rpartition(":")[0].strip("[]")
+        return host_of(self.address)
 
     @property
     def failure(self) -> Exception | None:

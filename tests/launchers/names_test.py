@@ -20,7 +20,7 @@ class NamesTest(parameterized.TestCase):
             asked.append(host)
             found = known[host]
             found = found.pop(0) if isinstance(found, list) else found
-            if isinstance(found, OSError):
+            if isinstance(found, Exception):
                 raise found
             return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in found]
 
@@ -46,6 +46,20 @@ class NamesTest(parameterized.TestCase):
 
     def test_others_need_not_be_known_yet(self):
         self.check({"node1": _UNKNOWN, "node2": ("127.0.0.1",)})
+
+    def test_others_are_looked_up_in_the_same_time(self):
+        """With 0 seconds none of them is: no lookup begins after the deadline."""
+        self.assertEqual(self.check({"node2": ("127.0.1.1",)}, timeout_seconds=0), ["node2"])
+
+    @parameterized.parameters("a..b", "a" * 64)
+    def test_what_is_no_name(self, host):
+        with self.assertRaisesRegex(ClusterConfigError, f"1 to 63 characters. Received: '{host}'"):
+            names.check_own_name([f"{host}:7400"], 0, 60.0)
+
+    def test_another_name_is_none(self):
+        known = {"a..b": UnicodeError("label empty or too long"), "node2": ("127.0.1.1",)}
+        with self.assertRaisesRegex(ClusterConfigError, "1 to 63 characters. Received: 'a..b'"):
+            self.check(known, ("a..b:7400", "node2:7400"))
 
     def test_one_of_several_addresses_is_no_loopback_one(self):
         self.check({"node2": ("127.0.1.1", "10.0.0.2")})

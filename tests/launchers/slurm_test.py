@@ -45,9 +45,14 @@ class HostsTest(parameterized.TestCase):
         with self.assertRaisesRegex(ClusterConfigError, "A list of nodes must be like.*Received: "):
             hosts.expand_hosts(text)
 
-    @parameterized.parameters("a[]", "a[x]", "a[3-1]", "a[1-]", "a[-2]", "a[1--2]", "a[1,]", "a[²]")
+    @parameterized.parameters("a[]", "a[x]", "a[3-1]", "a[1-]", "a[-2]", "a[1--2]", "a[1,]", "a[²]", f"a[{'9' * 5000}]")
     def test_refuses_ranges(self, text):
         with self.assertRaisesRegex(ClusterConfigError, "Ranges must be like"):
+            hosts.expand_hosts(text)
+
+    @parameterized.parameters("a[1-65537]", "a[0-299]b[0-299]", "a[1-60000],b[1-60000]", f"a[1-{10**17}]")
+    def test_refuses_more_than_a_job_has(self, text):
+        with self.assertRaisesRegex(ClusterConfigError, "at most 65536 hosts or processes. Received: "):
             hosts.expand_hosts(text)
 
     @parameterized.parameters(("1", [1]), ("2(x3),1", [2, 2, 2, 1]), ("4,2(x2)", [4, 2, 2]), ("16(x1)", [16]))
@@ -57,6 +62,11 @@ class HostsTest(parameterized.TestCase):
     @parameterized.parameters("", "x", "2(3)", "2(x)", "2,,1", "-1", "2(x3", "1.5")
     def test_refuses_counts(self, text):
         with self.assertRaisesRegex(ClusterConfigError, "must be like '2"):
+            slurm.expand_counts(text)
+
+    @parameterized.parameters("1(x999999999)", "999999999", "0(x999999999)")
+    def test_refuses_more_tasks_than_a_job_has(self, text):
+        with self.assertRaisesRegex(ClusterConfigError, "at most 65536 hosts or processes. Received: 999999999"):
             slurm.expand_counts(text)
 
 

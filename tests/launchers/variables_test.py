@@ -41,6 +41,10 @@ class FindPlaceTest(parameterized.TestCase):
         self.assertEqual((place.number, place.num_processes), (number, 3))
         self.assertEqual(place.addresses, ("train-0.train:7400", "train-1.train:7400", "other:1"))
 
+    def test_addresses_of_ipv6(self):
+        place = find_place({"HOP_TF_ADDRESSES": "[fd00::1]:7400,n[1-2]:65535,[fe80::2%eth0]:1", "HOP_TF_NUMBER": "0"})
+        self.assertEqual(place.addresses, ("[fd00::1]:7400", "n1:65535", "n2:65535", "[fe80::2%eth0]:1"))
+
     def test_nothing(self):
         for environ in (
             {},
@@ -102,6 +106,10 @@ class FindPlaceTest(parameterized.TestCase):
         ({**_ADDRESSES, "HOP_TF_ADDRESSES": "a,b:1"}, "must list each host:port once, like.*'a,b:1'"),
         ({**_ADDRESSES, "HOP_TF_ADDRESSES": "a:1,a:1"}, "must list each host:port once"),
         ({**_ADDRESSES, "HOP_TF_ADDRESSES": "a:1,,b:1"}, "no empty part"),
+        ({**_ADDRESSES, "HOP_TF_ADDRESSES": "a:0,b:1"}, "ports from 1 to 65535.*'a:0,b:1'"),
+        ({**_ADDRESSES, "HOP_TF_ADDRESSES": "a:65536,b:1"}, "ports from 1 to 65535. Received"),
+        ({**_ADDRESSES, "HOP_TF_ADDRESSES": "fd00::1:7400,b:1"}, r"or '\[fd00::1\]:7400'"),
+        ({**_ADDRESSES, "HOP_TF_ADDRESSES": "n[1-999999999]:1"}, "at most 65536 hosts.*Received: 999999999, by"),
     )
     def test_refuses(self, environ, message):
         with self.assertRaisesRegex(ClusterConfigError, message):

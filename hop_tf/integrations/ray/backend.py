@@ -13,10 +13,10 @@ from hop_tf.arguments import check_choice, check_integer
 from hop_tf.errors import HopError
 from hop_tf.integrations.ray import worker
 from hop_tf.integrations.ray.servers import Servers
-from hop_tf.launchers.names import host_of
 from hop_tf.launchers.variables import TOKEN_VARIABLE
 from hop_tf.options import CommunicationOptions, checked_options
 from hop_tf.processes.local_cluster import make_tasks, make_tf_configs
+from hop_tf.transport.addresses import host_of
 
 
 class ClusterConfig(BackendConfig):
