@@ -8,7 +8,7 @@
 #   make docs       the documentation, into build/docs; warnings are errors
 #   make lint       ruff's checks and format
 #   make dist       the source distribution and a wheel for most Linux systems, into dist; CXX chooses the compiler
-#   make matrix     what depends on versions, with each Python, TensorFlow and Keras that is supported: hours
+#   make matrix     that wheel, with each Python, TensorFlow and Keras that is supported: hours
 #   make bazel      builds and tests everything with Bazel, offline
 #   make clean      removes the virtual environment and everything that was built
 #
@@ -69,8 +69,7 @@ dist: $(INSTALLED)
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --exclude libtensorflow_framework.so.2 --wheel-dir dist dist/*-linux_*.whl
 	rm dist/*-linux_*.whl
 
-matrix: $(INSTALLED)
-	$(BIN)/python -m pip install --quiet --editable '.[release]'
+matrix: dist
 	$(BIN)/nox
 
 # Debian packages a Bazel that needs no download. The first command installs it where that is possible.

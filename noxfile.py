@@ -1,8 +1,11 @@
 """Tests hop_tf with every Python, TensorFlow and Keras that it promises to work with: `make matrix`.
 
-Each session has a virtual environment of its own, with hop_tf as users install it. What depends on these versions is
-tested; arguments behind `--` replace that, as in `nox -s "tests-3.12(tensorflow='2.20', keras='3.12')" -- tests/ops`.
+Each session has a virtual environment of its own, with the wheel that `make dist` has built: it is one for all of these
+versions. What depends on them is tested; arguments behind `--` replace that, as in
+`nox -s "tests-3.12(tensorflow='2.20', keras='3.12')" -- tests/ops`.
 """
+
+import pathlib
 
 import nox
 
@@ -16,7 +19,7 @@ _TESTS = ("tests/keras_hook", "tests/ops", "tests/strategies/contract_test.py", 
 @nox.session(python="3.12")
 def extras(session: nox.Session) -> None:
     """Runs what needs packages that `make test` does without: Ray, and Keras 2."""
-    session.install(".[cpu,test,examples,ray]", "tf_keras", env={"HOP_TF_CUDA": "0", "HOP_TF_REQUIRE_NATIVE": "1"})
+    _install(session, "cpu,test,examples,ray", "tf_keras")
     arguments = session.posargs or ("tests/integrations", "tests/keras_hook/keras_2_test.py", "tests/docs_test.py")
     session.run("pytest", "-q", *arguments, env={"TF_CPP_MIN_LOG_LEVEL": "3", "HOP_TF_SCHEDULE_SEED": "0"})
 
@@ -26,6 +29,14 @@ def extras(session: nox.Session) -> None:
 def tests(session: nox.Session, tensorflow: str, keras: str) -> None:
     """Runs `_TESTS` with one version of each."""
     versions = [f"tensorflow-cpu=={tensorflow}.*", "keras" if keras == _NEWEST else f"keras=={keras}.*"]
-    session.install(".[cpu,test,examples]", *versions, env={"HOP_TF_CUDA": "0", "HOP_TF_REQUIRE_NATIVE": "1"})
+    _install(session, "cpu,test,examples", *versions)
     arguments = session.posargs or _TESTS
     session.run("pytest", "-q", "-n", "3", "--dist", "loadfile", *arguments, env={"TF_CPP_MIN_LOG_LEVEL": "3"})
+
+
+def _install(session: nox.Session, extras: str, *others: str) -> None:
+    """Installs the released wheel with these extras, and others in one go, so that pip fits all versions together."""
+    wheels = list(pathlib.Path("dist").glob("*-manylinux*.whl"))
+    if len(wheels) != 1:
+        session.error(f"dist must hold one wheel, of `make dist`. Received: {[wheel.name for wheel in wheels]}.")
+    session.install(f"hop_tf[{extras}] @ {wheels[0].absolute().as_uri()}", *others)
