@@ -152,6 +152,20 @@ def _candidate_ports():
     return iter(ports)
 
 
+def hold_port(port: int) -> contextlib.AbstractContextManager:
+    """Keeps a port from the reservations of other jobs, whether it is in use or not. To be closed.
+
+    Raises:
+      ProcessError: If another job has reserved it.
+    """
+    try:
+        return _hold_name(port)
+    except OSError as error:
+        raise ProcessError(
+            f"Port {port} of this machine is reserved for another job. End that, or start anew."
+        ) from error
+
+
 def _hold_name(port: int):
     if not sys.platform.startswith("linux"):
         return contextlib.nullcontext()

@@ -1,5 +1,6 @@
 """The parts of hop_tf.integrations.ray, without a cluster."""
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -14,6 +15,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 import hop_tf
+from hop_tf.processes.local_cluster import PortReservation, ProcessError, hold_port
 
 _HAS_RAY = importlib.util.find_spec("ray") is not None
 if _HAS_RAY:
@@ -126,6 +128,25 @@ class ReportCheckpointCallbackTest(parameterized.TestCase):
             _, epochs = _fit([ReportCheckpointCallback()], epochs=5)
         self.assertEqual(epochs, [3, 4])
 
+    def test_a_fit_that_raises_leaves_no_epoch_behind(self):
+        class Failing(keras.callbacks.Callback):
+            def on_train_batch_begin(self, batch, logs=None):
+                raise OSError("failed on purpose")
+
+        _fit([ReportCheckpointCallback()], epochs=3)
+        failing = Failing()
+        with self.assertRaisesRegex(OSError, "failed on purpose"):
+            _fit([ReportCheckpointCallback(), failing], epochs=5)
+        history = failing.model.fit(np.ones((8, 4)), np.ones((8, 1)), epochs=2, verbose=0)
+        self.assertEqual(history.epoch, [0, 1])
+
+    def test_a_checkpoint_of_another_kind(self):
+        (self.folder / "other").mkdir()
+        (self.folder / "other" / "weights").touch()
+        self.checkpoint = ray.train.Checkpoint(self.folder / "other")
+        with self.assertRaisesRegex(hop_tf.errors.HopError, r"training_state.json. Received: one with \['weights'\]"):
+            _fit([ReportCheckpointCallback()], epochs=1)
+
     def test_other_ranks_follow(self):
         """What has ended their part is raised in `fit`: else rank 0 would wait for ever."""
 
@@ -178,6 +199,7 @@ class _Group:
         with (
             unittest.mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1"}, clear=True),
             unittest.mock.patch.object(worker, "_attempt", None),
+            unittest.mock.patch.object(worker, "_port", contextlib.nullcontext()),  # As after `reserve_address`.
         ):
             function(environment, **keywords)
             self.environments[index] = dict(os.environ)
@@ -231,6 +253,19 @@ class BackendTest(parameterized.TestCase):
         started.on_shutdown(one, config)
         started.on_start(one, config)
         self.assertEqual(one.environments[0], self.group.environments[2])
+
+    def test_a_process_that_is_started_again_keeps_its_port(self):
+        """No other job's: it listens there later only."""
+        self.enter_context(unittest.mock.patch.object(worker, "_port", None))
+        with PortReservation(1) as first:
+            (port,) = first.ports
+        config = {"cluster": {"worker": ["a:1"], "ps": [f"b:{port}"]}, "task": {"type": "ps", "index": 0}}
+        worker.keep_port({"TF_CONFIG": json.dumps(config)})
+        with contextlib.closing(worker._port):
+            worker.keep_port({})  # It has one.
+            with self.assertRaisesRegex(ProcessError, f"Port {port} .* is reserved for another job"):
+                hold_port(port)
+        hold_port(port).close()
 
     def test_a_worker_elsewhere_cannot_take_its_place(self):
         started, config = self.start("worker")

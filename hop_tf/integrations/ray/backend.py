@@ -28,7 +28,8 @@ class ClusterConfig(BackendConfig):
 
     - `TF_CONFIG`, with a port of its node that is free, and is kept for it;
     - HOP_TF_CLUSTER_TOKEN, a secret of this job, for `CommunicationOptions(cluster_token=...)`;
-    - limits of TensorFlow's threads, so that the workers of a node share its cores, and no GPU where the trainer's
+    - limits of TensorFlow's threads, so that the workers of a node share its cores (OMP_NUM_THREADS is Ray's, and
+      limits hop_tf's kernels: the CPUs that a worker asks for), and no GPU where the trainer's
       `ScalingConfig` asks for none. What is set already stays.
 
     Unlike Ray's, it does not set TF_USE_LEGACY_KERAS.

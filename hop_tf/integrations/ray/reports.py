@@ -6,11 +6,13 @@ import json
 import pathlib
 import tempfile
 import threading
+from typing import Any
 
 import keras
 import ray.train
 
 from hop_tf.arguments import check_boolean, check_integer
+from hop_tf.errors import HopError
 from hop_tf.integrations.ray.worker import current_attempt
 from hop_tf.keras_hook.backups import begin_at_epoch, restore
 
@@ -44,6 +46,7 @@ class ReportCheckpointCallback(keras.callbacks.Callback):
     Raises:
       ValueError: If an argument is out of range.
       RuntimeError: In `fit`, if this is no worker of Ray Train.
+      HopError: In `fit`, if the last checkpoint is none of this callback's.
 
     Blocks: at the end of an epoch, on rank 0, until the checkpoint is in Ray's storage and all workers have begun their
     `fit`. While Ray starts a single worker again, that takes until it joins.
@@ -69,6 +72,7 @@ class ReportCheckpointCallback(keras.callbacks.Callback):
             _follow()
 
     def on_epoch_begin(self, epoch, logs=None):
+        begin_at_epoch(self.model, None)  # This `fit` has read it. A later one begins anew, also if this one raises.
         if self._initial_epoch is None:
             self._initial_epoch = epoch
 
@@ -85,7 +89,7 @@ class ReportCheckpointCallback(keras.callbacks.Callback):
             ray.train.report(self._metrics, checkpoint=ray.train.Checkpoint.from_directory(directory))
 
     def on_train_end(self, logs=None):
-        begin_at_epoch(self.model, None)
+        begin_at_epoch(self.model, None)  # No epoch was left.
         if _rank() == 0 and self._metrics:
             # When this one begins on the other ranks, what they say to the one before has reached Ray.
             ray.train.report(self._metrics)
@@ -97,7 +101,7 @@ class ReportCheckpointCallback(keras.callbacks.Callback):
             return
         with checkpoint.as_directory() as directory:
             folder = pathlib.Path(directory)
-            state = json.loads((folder / _STATE).read_text())
+            state = _read_state(folder)
             if attempt is None or not attempt.is_rejoining:
                 restore(self.model, folder / (_WEIGHTS if (folder / _WEIGHTS).exists() else _MODEL))
         began_with_it = attempt is None or state["attempt"] != attempt.name
@@ -117,6 +121,17 @@ class ReportCheckpointCallback(keras.callbacks.Callback):
             "attempt": attempt.name if attempt else None,
         }
         (folder / _STATE).write_text(json.dumps(state))
+
+
+def _read_state(folder: pathlib.Path) -> dict[str, Any]:
+    try:
+        return json.loads((folder / _STATE).read_text())
+    except FileNotFoundError as error:
+        raise HopError(
+            f"the last checkpoint of this run must be one of ReportCheckpointCallback, with {_STATE}. Received: one "
+            f"with {sorted(path.name for path in folder.iterdir())}. Report no checkpoints of your own beside the "
+            "callback, and begin with another `RunConfig(name=...)`. Other weights are to be loaded before `fit`."
+        ) from error
 
 
 def _rank() -> int:

@@ -13,7 +13,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hop_tf.errors import DeadlineExceededError
-from hop_tf.integrations.ray.worker import reserve_address
+from hop_tf.integrations.ray.worker import keep_port, reserve_address
 from hop_tf.launchers.variables import TOKEN_VARIABLE
 from hop_tf.options import CommunicationOptions
 
@@ -33,6 +33,7 @@ class _ParameterServer:
 
     def serve(self, environment: dict[str, str], options: CommunicationOptions, snapshots: Any) -> None:
         """Serves until the workers are done. Ray calls it again in a process that it has started again."""
+        keep_port(environment)
         os.environ.update(environment)
         from hop_tf.cluster import Cluster  # TensorFlow must see the variables.
         from hop_tf.strategies.shat.server.service import serve

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 import os
 from collections.abc import Mapping
 
@@ -10,7 +12,7 @@ import ray
 import ray.train
 
 from hop_tf.launchers.rendezvous import HOST_VARIABLE, join_address, reserve_port
-from hop_tf.processes.local_cluster import PortReservation, thread_limits
+from hop_tf.processes.local_cluster import hold_port, thread_limits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Attempt:
 
 # Of this process: a worker's serves one attempt. The port is kept for the strategy until the process ends.
 _attempt: Attempt | None = None
-_port: PortReservation | None = None
+_port: contextlib.AbstractContextManager | None = None
 
 
 def current_attempt() -> Attempt | None:
@@ -57,8 +59,21 @@ def reserve_address() -> str:
     """
     global _port
     host = own_host()
-    _port = reserve_port(host)
-    return join_address(host, _port.ports[0])
+    _port = reservation = reserve_port(host)
+    return join_address(host, reservation.ports[0])
+
+
+def keep_port(environment: Mapping[str, str]) -> None:
+    """Keeps the port that TF_CONFIG gives this process, if it does not yet: Ray has started it again in this place.
+
+    Raises:
+      ProcessError: If another job has reserved it since the process before has died.
+    """
+    global _port
+    if _port is None:
+        config = json.loads(environment["TF_CONFIG"])
+        address = config["cluster"][config["task"]["type"]][config["task"]["index"]]
+        _port = hold_port(int(address.rpartition(":")[2]))
 
 
 def set_up(environment: Mapping[str, str], num_local: int, num_gpus: float, attempt: Attempt) -> None:
@@ -71,8 +86,12 @@ def set_up(environment: Mapping[str, str], num_local: int, num_gpus: float, atte
       num_local: How many workers share this machine's cores.
       num_gpus: How many GPUs Ray has reserved for this worker; below 1, it shares one.
       attempt: What it belongs to.
+
+    Raises:
+      ProcessError: If another job has reserved its port, while the worker before it was lost.
     """
     global _attempt
+    keep_port(environment)
     _attempt = attempt
     os.environ.update({**thread_limits(num_local), **_gpu_defaults(num_gpus), **os.environ, **environment})
 
