@@ -24,7 +24,8 @@ class Identity(Codec):
     """Leaves float32 as it is.
 
     Args:
-      dtype: The type of the values: any floating-point type. `decode` and `accumulate` convert to that of their array.
+      dtype: The type of what is sent: any floating-point type, to which float32 is rounded if it has 16 bits. `decode`
+        and `accumulate` convert to that of their array.
     """
 
     name: ClassVar[str] = "identity"
@@ -33,16 +34,16 @@ class Identity(Codec):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.error_feedback:
-            raise ValueError("`error_feedback` must be False where nothing is lost. Received: error_feedback=True.")
         dtype = np.dtype(self.dtype)
         if not tf.as_dtype(dtype).is_floating:
             raise ValueError(f"`dtype` must be a floating-point type. Received: dtype={self.dtype!r}.")
         object.__setattr__(self, "dtype", dtype.name)
+        if self.error_feedback and not self.is_lossy:
+            raise ValueError("`error_feedback` must be False where nothing is lost. Received: error_feedback=True.")
 
     @property
     def is_lossy(self) -> bool:
-        return False
+        return self.bytes_per_value < 4
 
     @property
     def bytes_per_value(self) -> int:
@@ -51,7 +52,7 @@ class Identity(Codec):
     @property
     def for_sums(self) -> Codec:
         # The sum of what fits into 16 bits need not fit, and is not to be rounded at every rank on its way.
-        return self if self.bytes_per_value >= 4 else Identity()
+        return Identity() if self.is_lossy else self
 
     def encode(self, values: np.ndarray, pool: BufferPool) -> np.ndarray:
         return np.ascontiguousarray(values, self.dtype).view(np.uint8)

@@ -204,6 +204,15 @@ class CodecsTest(tf.test.TestCase, parameterized.TestCase):
         codec.decode(codec.encode(doubles, self.pool), out)
         self.assertAllEqual(out, doubles)
 
+    @parameterized.parameters("float16", "bfloat16")
+    def test_identity_of_16_bits_loses_something(self, dtype):
+        codec = codecs.Identity(dtype=dtype)
+        self.assertTrue(np.any(self.round_trip(codec, _gradients()) != _gradients()))
+        self.assertTrue(codec.is_lossy)
+        self.assertTrue(codec.with_error_feedback(True).error_feedback)
+        self.assertTrue(codecs.TopK(values=codec, error_feedback=True).selected().error_feedback)
+        self.assertFalse(codecs.Identity(dtype="float64").is_lossy)
+
     @parameterized.parameters((False, 2.0**-7), (True, 2.0**-8))
     def test_truncate16(self, round_to_nearest, bound):
         values = _gradients()
@@ -383,10 +392,10 @@ class CodecsTest(tf.test.TestCase, parameterized.TestCase):
 
     # Error feedback.
 
-    @parameterized.parameters("truncate16", "int8", "sketch", "top_k")
-    def test_error_feedback(self, name):
+    @parameterized.parameters("truncate16", "int8", "sketch", "top_k", codecs.Identity(dtype="float16"))
+    def test_error_feedback(self, codec):
         """With e <- (values + e) - decode(encode(values + e)), written out."""
-        codec = codecs.get(name)
+        codec = codecs.get(codec)
         feedback = codecs.ErrorFeedback(codec, 5000)
         residual = np.zeros(5000, np.float32)
         for step in range(5):
