@@ -1,6 +1,7 @@
 """The environment variables of Slurm."""
 
 import itertools
+import pathlib
 
 from absl.testing import absltest, parameterized
 
@@ -68,6 +69,16 @@ class HostsTest(parameterized.TestCase):
     def test_refuses_more_tasks_than_a_job_has(self, text):
         with self.assertRaisesRegex(ClusterConfigError, "at most 65536 hosts or processes. Received: 999999999"):
             slurm.expand_counts(text)
+
+
+class ScriptsTest(absltest.TestCase):
+    def test_they_differ_in_options_and_comments_alone(self):
+        """Each is to be copied, and Slurm copies it to the node without what lies beside it."""
+        folder = pathlib.Path(__file__).parents[2] / "examples" / "slurm"
+        cpu, gpu = ((folder / f"{name}.sbatch").read_text().splitlines() for name in ("cpu", "gpu"))
+        commands = [[line for line in lines if not line.startswith("#")] for lines in (cpu, gpu)]
+        self.assertNotEmpty(commands[0])
+        self.assertEqual(*commands)
 
 
 class LayoutTest(parameterized.TestCase):
