@@ -12,21 +12,28 @@ random     Every rank is 6 times slower with probability 1/n in each step (Figur
 server     A synchronous parameter server, `SHATParameterServerStrategy(consistency="bsp")`, and the standard form on
            ring_based, with and without these slowdowns (Figure 13).
 straggler  One rank is always 4 times slower (Figures 18 and 19): standard, one backup worker, jumps of up to 2 and 10.
-machines   8 workers on 3 machines (Figures 20 and 21), standard form, these slowdowns: all-to-all inside a machine, and
-           a ring between machines, of one rank each, or of all; and ring_based over all. Printed with their spectral
-           gaps. All processes are on this machine: links cost nothing.
 death      One of 8 workers is killed and started again, with one backup worker: the others' speed from its death on,
            relative to a run without; how long it takes to join; and how good its own model is in the end.
-accuracy   Only when asked for: `random` and `straggler` with real gradients in simulated ranks, so that there is time
-           for --num_steps=1500; the accuracy of the averaged model, means over --num_seeds seeds, and how far they lie
-           from that of the homogeneous runs.
 
-Printed for each run of the others: iterations per second (mean over ranks, jumps included, the first 5 left out), the
-same by `hop_tf.simulate` from the same slowdowns, and the ratio of both; both relative to the standard form, in
-`machines` to ring_based; the time that an iteration takes those that are not slow themselves; the loss when the fastest
-run had ended, mean and standard error over ranks; and the accuracy of the averaged model at the end. Times count from
-the first 5 steps of the first rank: before, graphs are traced. Curves of loss against time and steps go to CSV and PNG
-files.
+Printed for each run: iterations per second (mean over ranks, jumps included, the first 5 left out), the same by
+`hop_tf.simulate` from the same slowdowns, and the ratio of both; both relative to the standard form; the time that an
+iteration takes those that are not slow themselves; the loss when the fastest run had ended, mean and standard error
+over ranks; and the accuracy of the averaged model at the end. Times count from the first 5 steps of the first rank:
+before, graphs are traced. Curves of loss against time and steps go to CSV and PNG files.
+
+What follows runs on the virtual clock of `hop_tf.simulate`, and only when asked for:
+
+accuracy   `random` and `straggler` with real gradients in simulated ranks, so that there is time for --num_steps=1500;
+           the accuracy of the averaged model, means over --num_seeds seeds, and how far they lie from that of the
+           homogeneous runs.
+learning   `random`, on --topologies, the learning rate as it is: loss and accuracy of the averaged model on the test
+           data when the fastest run has ended, and when a quarter and half of that time are over.
+machines   The same for 8 workers on 3 machines (Figures 20 and 21), standard form: all-to-all inside a machine and a
+           ring between machines, of one rank each, or of as many as there are; and ring_based over all. A machine's
+           link is busy with one update for each of --update_shares of a step, and all edges that leave the machine, or
+           enter it, share the link.
+slow_link  A link in the place of a rank: from rank 0 to rank 1 an update takes each of --slow_links steps.
+           Iterations per second of all mechanisms, beside those with one rank that is 4 times slower.
 
 Task cnn: a small convolutional network on Fashion-MNIST, from `keras.datasets` (which KERAS_HOME may hold already).
 Task svm: a linear model with log loss on a9a, a LIBSVM file.
@@ -34,11 +41,12 @@ Task svm: a linear model with log loss on a9a, a LIBSVM file.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import os
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import hop_accuracy
 import keras
@@ -54,8 +62,8 @@ from hop_tf.emulation import ComputeEmulation, Slowdown
 from hop_tf.testing import MultiProcessRunner
 from hop_tf.topology import Topology, resolve
 
-_EXPERIMENTS = flags.DEFINE_list("experiments", ["random", "server", "straggler", "machines", "death"], "What to run.")
-_TOPOLOGIES = flags.DEFINE_list("topologies", ["ring_based"], "Graphs of the experiment `random`.")
+_EXPERIMENTS = flags.DEFINE_list("experiments", ["random", "server", "straggler", "death"], "What to run.")
+_TOPOLOGIES = flags.DEFINE_list("topologies", ["ring_based"], "Graphs of `random`, `learning` and `slow_link`.")
 _RUNS = flags.DEFINE_list("runs", None, "Only these of each experiment, by their labels: homogeneous,standard.")
 _TASK = flags.DEFINE_enum("task", "cnn", ["cnn", "svm"], "What is trained.")
 _NUM_WORKERS = flags.DEFINE_integer("num_workers", 16, "Ranks, except in `machines` and `death`.", lower_bound=4)
@@ -64,11 +72,13 @@ _BATCH_SIZE = flags.DEFINE_integer("batch_size", 8, "Rows that a rank takes in a
 _STEP_SECONDS = flags.DEFINE_float("step_seconds", 0.3, "Least duration of a step.", lower_bound=0.0)
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the random slowdowns.")
 _NUM_SEEDS = flags.DEFINE_integer("num_seeds", 3, "Trainings of each kind in `accuracy`.", lower_bound=1)
+_UPDATE_SHARES = flags.DEFINE_list("update_shares", ["0", "0.3", "1"], "Of `machines`.")
+_SLOW_LINKS = flags.DEFINE_list("slow_links", ["1", "2", "4", "8"], "Of `slow_link`.")
 _FOLDER = flags.DEFINE_string("folder", None, "Where to write CSV and PNG files.")
 _A9A = flags.DEFINE_string("a9a", None, "The file a9a, for --task=svm.")
 
-_NAMES = ("random", "server", "straggler", "machines", "death", "accuracy")
-_STANDARD = ("standard", "ring_based")  # What an experiment's other runs are compared with.
+_NAMES = ("random", "server", "straggler", "death", "accuracy", "learning", "machines", "slow_link")
+_STANDARD = "standard"  # What an experiment's other runs are compared with.
 _STEPS_PER_POINT = 5  # Curves have a point for so many steps.
 _TIMEOUT_SECONDS = 3600.0
 
@@ -87,10 +97,15 @@ _FOR_A_STRAGGLER = {
     "backup 1, skip 10": {"num_backup_workers": 1, "skip": _SKIP(max_jump=10)},
 }
 _VICTIM = 3
-_MACHINES = ("a", "a", "a", "b", "b", "b", "c", "c")  # Of Figure 21: 8 workers on 3 machines.
-# All-to-all inside a machine, and from each rank to one in each of the others.
-_INSIDE = [(0, 1), (0, 2), (1, 2), (3, 4), (3, 5), (4, 5), (6, 7)]
-_COUNTERPARTS = nx.Graph([*_INSIDE, (0, 3), (1, 4), (2, 5), (3, 6), (4, 7), (0, 6), (1, 7)])
+_NOTIFY_ACK = {"synchronization": "notify_ack"}
+_MACHINES = tuple("aaaabbcc")  # Of Figure 21: 8 workers on 3 machines. Only so do its spectral gaps come out.
+_INSIDE = [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3), (4, 5), (6, 7)]
+_GRAPHS = {
+    "(a) ring_based": Topology.ring_based(len(_MACHINES)),
+    "(b) ring of one each": Topology.from_networkx(nx.Graph([*_INSIDE, (0, 4), (0, 6), (4, 6)])),
+    "(c) hierarchical": Topology.hierarchical(_MACHINES),
+}
+_HEADER_BYTES = 24  # What is longer is an update.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +119,7 @@ class Run:
       slowdowns: Who is slow.
       settings: Arguments of `HopStrategy`.
       has_server: Whether a parameter server takes the place of the graph, but for the simulation.
+      sending_seconds: As of `hop_tf.simulate.hop`.
     """
 
     experiment: str
@@ -112,6 +128,7 @@ class Run:
     slowdowns: tuple[Slowdown, ...]
     settings: Mapping
     has_server: bool = False
+    sending_seconds: Callable[[int, int, int], float] | None = None
 
     @property
     def compute(self) -> ComputeEmulation:
@@ -138,24 +155,29 @@ def _runs(experiments: Collection[str]) -> Iterator[Run]:
         for label, settings in _FOR_A_STRAGGLER.items():
             yield Run("straggler", label, topology, (Slowdown(num_workers // 3, 4.0),), settings)
     if "machines" in experiments:
-        graphs = {
-            "ring_based": resolve("ring_based", len(_MACHINES)),
-            "ring of machines": Topology.hierarchical(_MACHINES),
-            "counterparts": resolve(_COUNTERPARTS, len(_MACHINES)),
-        }
-        for label, topology in graphs.items():
-            print(f"{label}: {topology.describe()}, edges {_edges(topology)}")
-            yield Run("machines", label, topology, (Slowdown(None, 6.0),), {})
+        for share in map(float, _UPDATE_SHARES.value):
+            for label, topology in _GRAPHS.items():
+                busy = _shared_links(topology, share * _STEP_SECONDS.value)
+                yield Run(f"machines, updates of {share:g} steps", label, topology, (), {}, sending_seconds=busy)
+
+
+def _shared_links(topology: Topology, update_seconds: float) -> Callable[[int, int, int], float]:
+    """`sending_seconds` of machines whose links carry an update in so many seconds, and several at once in turn."""
+    crossing = [(a, b) for a, b in topology.to_networkx().edges if _MACHINES[a] != _MACHINES[b]]
+    num_leaving = collections.Counter(_MACHINES[a] for a, _ in crossing)  # As many enter.
+
+    def sending_seconds(sender: int, receiver: int, num_bytes: int) -> float:
+        a, b = _MACHINES[sender], _MACHINES[receiver]
+        is_free = a == b or num_bytes <= _HEADER_BYTES
+        return 0.0 if is_free else update_seconds * max(num_leaving[a], num_leaving[b])
+
+    return sending_seconds
 
 
 def _grouped(experiments: Collection[str]) -> Iterator[list[Run]]:
     chosen = (run for run in _runs(experiments) if _RUNS.value is None or run.label in _RUNS.value)
     for _, runs in itertools.groupby(chosen, key=lambda run: run.experiment):
         yield list(runs)
-
-
-def _edges(topology: Topology) -> str:
-    return " ".join(f"{a}-{b}" for a, b in nx.Graph(topology.to_networkx()).edges)
 
 
 # What runs in the processes.
@@ -371,18 +393,8 @@ def _measure_accuracy(runs: Sequence[Run]) -> None:
     for run in runs:
         accuracies = []
         for seed in range(_NUM_SEEDS.value):
-            keras.utils.set_random_seed(seed)
-            model = _MODELS[_TASK.value]()
-            hop_accuracy.train(
-                model,
-                data,
-                topology=run.topology,
-                compute=dataclasses.replace(run.compute, seed=seed),
-                settings=run.settings,
-                num_steps=_NUM_STEPS.value,
-                batch_size=_BATCH_SIZE.value,
-                seed=seed,
-            )
+            model, training = _train_simulated(run, data, seed)
+            model.set_weights(training.weights())
             accuracies.append(model.evaluate(*test, batch_size=512, verbose=0)[1])
         if run.label == "homogeneous":
             of_homogeneous = np.mean(accuracies)
@@ -390,8 +402,74 @@ def _measure_accuracy(runs: Sequence[Run]) -> None:
         print(f"{run.label:20} {np.mean(accuracies):8.4f} {difference:+8.4f}   of seeds:", *np.round(accuracies, 4))
 
 
+def _train_simulated(run: Run, data, seed: int, decays: bool = True) -> tuple[keras.Model, hop_accuracy.Training]:
+    keras.utils.set_random_seed(seed)
+    model = _MODELS[_TASK.value]()
+    training = hop_accuracy.train(
+        model,
+        data,
+        topology=run.topology,
+        compute=dataclasses.replace(run.compute, seed=seed),
+        settings=run.settings,
+        num_steps=_NUM_STEPS.value,
+        batch_size=_BATCH_SIZE.value,
+        seed=seed,
+        decays=decays,
+        sending_seconds=run.sending_seconds,
+    )
+    return model, training
+
+
+def _measure_learning(runs: Sequence[Run]) -> None:
+    """Loss and accuracy against time, on the virtual clock. The fastest run says when one looks."""
+    data, test = _load(_TASK.value, _A9A.value)
+    trained = [_train_simulated(run, data, _SEED.value, decays=False) for run in runs]
+    end = min(training.seconds for _, training in trained)
+    compared = next((index for index, run in enumerate(runs) if run.label == _STANDARD), 0)
+    moments = [end / 4, end / 2, end]
+    print(f"\n{runs[0].experiment}; {_NUM_STEPS.value} iterations; loss and accuracy after so many seconds")
+    print(f"{'':20} {'gap':>7} {'it/s':>8} {'speed':>6}" + "".join(f"{moment:16.1f}" for moment in moments))
+    for run, (model, training) in zip(runs, trained, strict=True):
+        shown = []
+        for moment in moments:
+            model.set_weights(training.weights_at(moment))
+            shown.append("{:8.3f} {:7.4f}".format(*model.evaluate(*test, batch_size=512, verbose=0)))
+        speed = np.mean(training.simulation.iterations_per_second)
+        over = trained[compared][1].seconds / training.seconds
+        print(
+            f"{run.label:20} {run.topology.spectral_gap:7.4f} {speed:8.3f} {over:6.2f}",
+            *shown,
+            flush=True,
+        )
+
+
+def _measure_slow_link(name: str) -> None:
+    """Iterations per second, of ranks whose steps take one second, on the virtual clock."""
+    topology = resolve(name, _NUM_WORKERS.value)
+    kinds = {**_MECHANISMS, "NOTIFY-ACK": _NOTIFY_ACK}
+    print(f"\nslow_link, {topology.describe()}: iterations in the time of a step, mean over ranks")
+    titles = [f"link {steps}" for steps in _SLOW_LINKS.value] + ["rank 4x"]
+    print(f"{'':20}" + "".join(f"{title:>10}" for title in titles))
+    for label, settings in kinds.items():
+        cases = [((), float(steps)) for steps in _SLOW_LINKS.value] + [((Slowdown(0, 4.0),), 0.0)]
+        speeds = []
+        for slowdowns, steps in cases:
+            result = hop_tf.simulate.hop(
+                topology=topology,
+                world_size=topology.world_size,
+                num_steps=_NUM_STEPS.value,
+                compute=ComputeEmulation(step_seconds=1.0, slowdowns=slowdowns),
+                sending_seconds=lambda sender, receiver, num_bytes, steps=steps: (
+                    steps if (sender, receiver) == (0, 1) and num_bytes > _HEADER_BYTES else 0.0
+                ),
+                **settings,
+            )
+            speeds.append(np.mean(result.iterations_per_second))
+        print(f"{label:20}" + "".join(f"{speed:10.2f}" for speed in speeds), flush=True)
+
+
 def _print(measured: Sequence[Result]) -> None:
-    standard = next((each for each in measured if each.run.label in _STANDARD), None)
+    standard = next((each for each in measured if each.run.label == _STANDARD), None)
     end = min(each.curve[-1, 0] for each in measured)
     print(f"\n{measured[0].run.experiment}, {measured[0].run.topology.describe()}; loss after {end:.1f} s")
     print(
@@ -425,7 +503,7 @@ def _write(experiment: str, curves: Mapping[str, np.ndarray], folder: str) -> No
 
 def main(argv: Sequence[str]) -> None:
     del argv
-    logging.set_verbosity(logging.WARNING)  # Simulated ranks would tell when they leave.
+    logging.set_verbosity(logging.ERROR)  # Simulated ranks would tell when they leave.
     if _NUM_STEPS.value % _STEPS_PER_POINT:
         raise app.UsageError(f"--num_steps must be a multiple of {_STEPS_PER_POINT}. Received: {_NUM_STEPS.value}.")
     if _TASK.value == "svm" and not (_A9A.value and os.path.exists(_A9A.value)):
@@ -433,7 +511,7 @@ def main(argv: Sequence[str]) -> None:
     for name in _EXPERIMENTS.value:
         if name not in _NAMES:
             raise app.UsageError(f"--experiments must be among {', '.join(_NAMES)}. Received: {name!r}.")
-    for runs in _grouped(_EXPERIMENTS.value):
+    for runs in _grouped({"random", "server", "straggler"}.intersection(_EXPERIMENTS.value)):
         measured = [_measure(run) for run in runs]
         _print(measured)
         if _FOLDER.value:
@@ -442,7 +520,13 @@ def main(argv: Sequence[str]) -> None:
         _measure_death()
     if "accuracy" in _EXPERIMENTS.value:
         for runs in _grouped(["random", "straggler"]):
-            _measure_accuracy([run for run in runs if not run.has_server])
+            _measure_accuracy(runs)
+    for experiment, runs_of in (("learning", "random"), ("machines", "machines")):
+        for runs in _grouped([runs_of] if experiment in _EXPERIMENTS.value else []):
+            _measure_learning(runs)
+    if "slow_link" in _EXPERIMENTS.value:
+        for name in _TOPOLOGIES.value:
+            _measure_slow_link(name)
 
 
 if __name__ == "__main__":

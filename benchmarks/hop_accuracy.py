@@ -2,16 +2,58 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
+import gradients
 import keras
 import numpy as np
 import tensorflow as tf
 
 import hop_tf
 from hop_tf.emulation import ComputeEmulation
+from hop_tf.tensors.packing import Packing, TensorSpec
 from hop_tf.topology import Topology
+
+_STEPS_PER_RECORD = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """What has come of a training.
+
+    Attributes:
+      simulation: When ranks made their iterations, and where they ended.
+      recorded: For each rank its weights in every fifth iteration, but those that it has jumped over.
+      packing: Where the weights lie in these vectors.
+    """
+
+    simulation: hop_tf.simulate.HopSimulation
+    recorded: Sequence[Mapping[int, np.ndarray]]
+    packing: Packing
+
+    @property
+    def seconds(self) -> float:
+        """When ranks had made all iterations, in virtual time, mean over ranks."""
+        return float(np.mean(self.simulation.finished_seconds))
+
+    def weights_at(self, seconds: float) -> list[np.ndarray]:
+        """The mean of what the ranks had recorded last then."""
+        entered = self.simulation.entered_seconds
+        latest = [
+            values[max((step for step in values if entered[rank, step] <= seconds), default=0)]
+            for rank, values in enumerate(self.recorded)
+        ]
+        return self._unpack(np.mean(latest, axis=0))
+
+    def weights(self) -> list[np.ndarray]:
+        """The mean of what the ranks ended with."""
+        return self._unpack(self.simulation.parameters.mean(0))
+
+    def _unpack(self, values: np.ndarray) -> list[np.ndarray]:
+        return [weight.numpy() for weight in self.packing.unpack([values])]
 
 
 def train(
@@ -24,12 +66,13 @@ def train(
     num_steps: int,
     batch_size: int,
     seed: int,
-) -> None:
-    """Trains at all ranks, and gives `model` the mean of their weights.
+    decays: bool = True,
+    sending_seconds: Callable[[int, int, int], float] | None = None,
+) -> Training:
+    """Trains at all ranks.
 
     Args:
-      model: A compiled model, whose weights are all trained and whose optimizer is SGD. It says where all ranks begin;
-        its learning rate falls to 0 along a cosine.
+      model: A compiled model, whose weights are all trained and whose optimizer is SGD. It says where all ranks begin.
       data: Inputs and targets. Every rank draws from all of them.
       topology: The ranks.
       compute: How long steps take.
@@ -37,38 +80,37 @@ def train(
       num_steps: Iterations of each rank.
       batch_size: Of a rank.
       seed: Of the draws.
+      decays: Whether the learning rate falls to 0 along a cosine. Default True.
+      sending_seconds: As of `hop_tf.simulate.hop`. Default: no time.
+
+    Returns:
+      The training.
     """
     x, y = data
     weights = model.trainable_variables
-    sizes = [int(np.prod(weight.shape)) for weight in weights]
+    packing = Packing([TensorSpec(weight.path, tuple(weight.shape), tf.float32) for weight in weights])
+    gradient_at = gradients.flat_gradient(model, weights, packing)
     rate, momentum = float(model.optimizer.learning_rate), model.optimizer.momentum
-
-    @tf.function
-    def gradient_at(values: tf.Tensor, rows: tf.Tensor, targets: tf.Tensor) -> tf.Tensor:
-        for weight, part in zip(weights, tf.split(values, sizes), strict=True):
-            weight.assign(tf.reshape(part, weight.shape))
-        with tf.GradientTape() as tape:
-            loss = model.compute_loss(rows, targets, model(rows, training=True))
-        gradients = tape.gradient(loss, [weight.value for weight in weights])
-        return tf.concat([tf.reshape(gradient, [-1]) for gradient in gradients], 0)
-
-    velocities = np.zeros((topology.world_size, sum(sizes)), np.float32)
+    velocities = np.zeros((topology.world_size, packing.sizes[0]), np.float32)
+    recorded = collections.defaultdict(dict)
 
     def change(rank: int, step: int, values: np.ndarray) -> np.ndarray:
+        if step % _STEPS_PER_RECORD == 0:
+            recorded[rank][step] = values
         rows = np.random.default_rng([seed, rank, step]).choice(len(x), batch_size)
-        gradient = gradient_at(tf.constant(values), tf.constant(x[rows]), tf.constant(y[rows])).numpy()
-        rate_now = rate * (1 + math.cos(math.pi * step / num_steps)) / 2
+        _, gradient = gradient_at(values, x[rows], y[rows])
+        rate_now = rate * (1 + math.cos(math.pi * step / num_steps)) / 2 if decays else rate
         velocities[rank] = momentum * velocities[rank] - rate_now * gradient
         return velocities[rank].copy()
 
-    initial = np.concatenate([np.ravel(weight) for weight in model.get_weights()])
+    (initial,) = packing.pack(weights)
     result = hop_tf.simulate.hop(
         topology=topology,
         world_size=topology.world_size,
         num_steps=num_steps,
         compute=compute,
-        problem=hop_tf.simulate.Problem(initial, change),
+        problem=hop_tf.simulate.Problem(initial.numpy(), change),
+        sending_seconds=sending_seconds,
         **settings,
     )
-    parts = np.split(result.parameters.mean(0), np.cumsum(sizes)[:-1])
-    model.set_weights([part.reshape(weight.shape) for part, weight in zip(parts, weights, strict=True)])
+    return Training(result, [recorded[rank] for rank in range(topology.world_size)], packing)
