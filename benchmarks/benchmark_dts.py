@@ -9,6 +9,8 @@ scaling    Scaling efficiency, which is the speed of n ranks over n times that o
            one rank is timed beside each row, before and after it: the shorter of its steps counts. Required of `both`
            at 100 Mbit/s, and of `both top_k` at 10 Mbit/s: 0.9 at 277 ms and 0.85 at 1000 ms.
 sites      The same between Tokyo, Oregon, London and Ohio (`network.site_delays`).
+latencies  Only when asked for: scaling efficiency of synchronous training and of each of --settings by `hop_tf.timing`,
+           for each of --round_trips. Nothing is run: `tests/strategies/dts/plan_test.py` holds the exchange to it.
 accuracy   A small residual network, trained with the same global batches, on the test data. Ranks are simulated.
 
 The timed members: `synchronous` and `ring` are `PipeSGDStrategy(pipeline_width=1)` over a mesh and over a ring;
@@ -337,6 +339,29 @@ def _sites() -> Iterator[Timed]:
         yield from timed
 
 
+def _latencies() -> None:
+    settings = [tuple(map(int, each.split(":"))) for each in dts_accuracy.SETTINGS.value]
+    members = [
+        Member(_SYNCHRONOUS),
+        *(Member(f"D={delay} p={interval}", delay, interval) for delay, interval in settings),
+    ]
+    round_trips = list(map(float, _ROUND_TRIPS.value))
+    for link in map(float, _LINKS.value):
+        print(f"\n{link / 1e6:g} Mbit/s, {_NUM_VALUES.value} values, a step of {_STEP_SECONDS.value:g} s; efficiency")
+        print(f"  {'':18}" + "".join(f"{1e3 * each:8g} ms" for each in round_trips))
+        for member in members:
+            efficiencies = [
+                member.predict(
+                    timing.NetworkCosts(latency_seconds=round_trip / 2, seconds_per_byte=8 / link),
+                    timing.Step(forward_seconds=_STEP_SECONDS.value),
+                    world_size=_WORLD_SIZE.value,
+                    num_bytes=4 * _NUM_VALUES.value,
+                )[0]
+                for round_trip in round_trips
+            ]
+            print(f"  {member.label:18}" + "".join(f"{each:11.2f}" for each in efficiencies))
+
+
 def _write(name: str, timed: Sequence[Timed]) -> None:
     titles = [field.name for field in dataclasses.fields(Timed)]
     results.write_table(_FOLDER.value, f"dts_{name}", titles, map(dataclasses.astuple, timed))
@@ -367,6 +392,8 @@ def main(argv) -> None:
         found = [*timed[name]()]
         if _FOLDER.value:
             _write(name, found)
+    if "latencies" in _EXPERIMENTS.value:
+        _latencies()
     if "accuracy" in _EXPERIMENTS.value:
         dts_accuracy.run(_WORLD_SIZE.value, _FOLDER.value)
 

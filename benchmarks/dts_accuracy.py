@@ -26,7 +26,9 @@ _CIFAR10 = flags.DEFINE_string(
     "cifar10", None, "An .npz file with x_train, y_train, x_test, y_test; else Keras's data."
 )
 _NUM_ROWS = flags.DEFINE_integer("num_rows", 20_000, "Images to train with, at most.", lower_bound=1)
-_SETTINGS = flags.DEFINE_list("settings", ["4:4", "8:8", "12:8", "20:12"], "D:p of the trainings for accuracy.")
+SETTINGS = flags.DEFINE_list(
+    "settings", ["4:4", "8:8", "12:8", "20:12"], "D:p of the trainings for accuracy, and of `latencies`."
+)
 _CODECS = flags.DEFINE_multi_enum("codecs", ["identity"], ["identity", "top_k"], "Codecs of these trainings.")
 _EPOCHS = flags.DEFINE_integer("epochs", 30, "Epochs of a training.", lower_bound=2)
 _AUGMENT = flags.DEFINE_bool("augment", False, "Whether images are mirrored and moved at random, as in the paper.")
@@ -78,7 +80,7 @@ def run(world_size: int, folder: str | None) -> None:
 def _kinds() -> Mapping[str, Mapping]:
     """The settings of each kind of training, by labels."""
     kinds = {_SYNCHRONOUS: {"delay": 0, "interval": 1}}
-    for settings, codec in itertools.product(_SETTINGS.value, _CODECS.value):
+    for settings, codec in itertools.product(SETTINGS.value, _CODECS.value):
         delay, interval = map(int, settings.split(":"))
         label = f"D={delay} p={interval} {codec}".removesuffix(" identity")
         selection = codecs.get(codec) if codec == codecs.TopK.name else None
