@@ -23,6 +23,13 @@ equal_time  Real training of --seconds with an emulated computation, where all r
             BML. Required: at least -0.5, and at least 5 with the slow one.
 convergence Synchronous training in simulated ranks, with gradients sketched in none, half or all of the steps (Figure
             22): accuracy on the test data. Required: within 0.3 points of none. (`canary_accuracy.py`)
+overtime    One simulated rank so slow that s and p come into play: what it drops and pulls, and what is learned, also
+            where it alone has the images of a class. (`canary_overtime.py`)
+scales      What sketches cost, one for a colayer or one for a tensor, where the scales of tensors' gradients differ.
+            (`canary_scales.py`)
+colayers    What it would be worth to divide layers into colayers by their time, and not by bytes: computed.
+            (`canary_colayers.py`)
+ako         Partial gradient exchange as another baseline: accuracy, and how long steps take. (`canary_ako.py`)
 
 BML, the baseline of the paper, is `consistency="bsp", codec=None` on a BCube: of two levels where the number of ranks
 is a square, else of one. Steps are those that a rank has made, without the ones that it has passed over.
@@ -40,6 +47,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import canary_accuracy
+import canary_ako
+import canary_colayers
+import canary_overtime
+import canary_scales
 import keras
 import numpy as np
 import ranks
@@ -405,6 +416,29 @@ def _convergence() -> None:
     canary_accuracy.run(_WORLD_SIZE.value, _EPOCHS.value, _LEARNING_RATE.value, _SEEDS.value, _OUTPUT.value)
 
 
+def _overtime() -> None:
+    canary_overtime.run(
+        _WORLD_SIZE.value,
+        _LEARNING_RATE.value,
+        _MOMENTUM.value,
+        _ACCURACY_ROWS.value,
+        _SEEDS.value,
+        _OUTPUT.value,
+    )
+
+
+def _scales() -> None:
+    canary_scales.run(_WORLD_SIZE.value, _EPOCHS.value, _SEEDS.value, _OUTPUT.value)
+
+
+def _colayers() -> None:
+    canary_colayers.run(_OUTPUT.value)
+
+
+def _ako() -> None:
+    canary_ako.run(_WORLD_SIZE.value, _EPOCHS.value, _SEEDS.value, _OUTPUT.value)
+
+
 _RUN = {
     "traffic": _traffic,
     "straggler": _straggler,
@@ -413,6 +447,10 @@ _RUN = {
     "accuracy": _accuracy,
     "equal_time": _equal_time,
     "convergence": _convergence,
+    "overtime": _overtime,
+    "scales": _scales,
+    "colayers": _colayers,
+    "ako": _ako,
 }
 
 

@@ -20,9 +20,7 @@ from hop_tf import codecs
 from hop_tf.tensors.buffers import BufferPool
 
 _DATASET = flags.DEFINE_enum("dataset", "fashion_mnist", ["fashion_mnist", "cifar10"], "Of `convergence`.")
-_CIFAR10 = flags.DEFINE_string(
-    "cifar10", None, "An .npz file with x_train, y_train, x_test, y_test; else Keras's data."
-)
+CIFAR10 = flags.DEFINE_string("cifar10", None, "An .npz file with x_train, y_train, x_test, y_test; else Keras's data.")
 _SHARES = flags.DEFINE_list("shares", ["0", "0.5", "1"], "Shares of the steps in which gradients are sketched.")
 _NUM_ROWS = flags.DEFINE_integer("num_rows", 20_000, "Images to train with in `convergence`, at most.", lower_bound=1)
 BATCH_SIZE = flags.DEFINE_integer(
@@ -42,7 +40,7 @@ def run(world_size: int, epochs: int, learning_rate: float, num_seeds: int, fold
       num_seeds: Trainings of each kind.
       folder: Where to write; None for nowhere.
     """
-    data = images.load(_DATASET.value, _CIFAR10.value, _NUM_ROWS.value)
+    data = images.load(_DATASET.value, CIFAR10.value, _NUM_ROWS.value)
     print(
         f"\nconvergence, {_DATASET.value}, {len(data[0][0])} rows, {epochs} epochs, {world_size} ranks; sketched steps"
     )
@@ -99,7 +97,7 @@ def _train(part: images.Part, world_size: int, epochs: int, learning_rate: float
         optimizer.apply([tf.reshape(part, weight.shape) for part, weight in zip(parts, weights, strict=True)], weights)
 
     generator = np.random.default_rng(seed)
-    all_reduce = _AllReduce(world_size)
+    all_reduce = AllReduce(world_size)
     for epoch in range(epochs):
         losses = []
         for rows in np.array_split(generator.permutation(len(x))[: num_batches * BATCH_SIZE.value], num_batches):
@@ -110,7 +108,7 @@ def _train(part: images.Part, world_size: int, epochs: int, learning_rate: float
         yield epoch, float(np.mean(losses)), model
 
 
-class _AllReduce:
+class AllReduce:
     """The mean that a mesh of ranks finds, each of which sums up a piece: what it sends and takes is encoded."""
 
     def __init__(self, world_size: int):
