@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import fractions
+import hashlib
 import math
 import numbers
 from collections.abc import Sequence
@@ -42,6 +44,60 @@ def check_share(name: str, value: object) -> None:
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not is_number or not 0 <= value <= 1:
         raise ValueError(f"`{name}` must be a number from 0 to 1. Received: {name}={value!r}.")
+
+
+# The sum of whole numbers in proportion to shares: a product with a number of rows is an int64.
+_MAX_TOTAL = 1 << 31
+
+
+def checked_batch_shares(value: object, world_size: int) -> tuple[int, ...] | str | None:
+    """The shares of ranks in a batch, in whole numbers; "auto", or None for equal ones, as they are.
+
+    Args:
+      value: What the strategy was given: one positive number for each rank, "auto" or None. In a world of one, a list
+        may be of any length.
+      world_size: Number of ranks.
+
+    Raises:
+      ValueError: If it is something else.
+    """
+    if value is None or (isinstance(value, str) and value == "auto"):
+        return value
+    of_ranks = list(value) if isinstance(value, Sequence | np.ndarray) and not isinstance(value, str) else []
+    if not of_ranks or not all(_is_positive(each) for each in of_ranks):
+        raise ValueError(
+            "`batch_shares` must be a list with a positive, finite number for each rank, such as [3, 1], or 'auto', or "
+            f"None for equal shares. Received: batch_shares={value!r}."
+        )
+    if world_size > 1 and len(of_ranks) != world_size:
+        raise ValueError(
+            f"`batch_shares` must have one number for each of the {world_size} ranks. Received: batch_shares={value!r}."
+        )
+    return _in_whole_numbers(of_ranks if world_size > 1 else [1])
+
+
+def describe_batch_shares(shares: tuple[int, ...] | str | None) -> str:
+    """What ranks compare of what `checked_batch_shares` returns: short, however many they are."""
+    text = str(shares)
+    return text if len(text) <= 100 else f"of {len(shares)} ranks, {hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def _is_positive(value: object) -> bool:
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return is_number and 0 < value < math.inf
+
+
+def _in_whole_numbers(shares: Sequence[float]) -> tuple[int, ...]:
+    """The least whole numbers in the same proportions; of decimals as they are written: 0.7 is 7 / 10."""
+    exact = [fractions.Fraction(repr(float(share))) for share in shares]
+    denominator = math.lcm(*(share.denominator for share in exact))
+    whole = [int(share * denominator) for share in exact]
+    divisor = math.gcd(*whole)
+    whole = [each // divisor for each in whole]
+    total = sum(whole)
+    if total > _MAX_TOTAL:
+        whole = [max(1, each * (_MAX_TOTAL - len(whole)) // total) for each in whole]
+    return tuple(whole)
 
 
 def check_seconds(name: str, value: float, where: str = "") -> None:

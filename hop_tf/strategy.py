@@ -15,12 +15,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hop_tf.arguments import check_integer
+from hop_tf.arguments import check_integer, checked_batch_shares, describe_batch_shares
 from hop_tf.cluster import Cluster
 from hop_tf.collectives import AllReduce
 from hop_tf.errors import ClusterConfigError
 from hop_tf.keras_hook.context import Extended
 from hop_tf.keras_hook.optimizers import iterations_variable
+from hop_tf.keras_hook.shares import BatchShares
 from hop_tf.keras_hook.trace import is_built
 from hop_tf.keras_hook.trainer import forget_cluster, register_cluster, wrap_trainer
 from hop_tf.options import PLAN_VARIABLE, CommunicationOptions, checked_options
@@ -55,8 +56,12 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
       servers: The parameter servers, by their places in the cluster.
       joins_at_once: Whether a rank that was started again trains from its first step on, with what `begin_group` gives
         it. Otherwise it passes over the steps that the others have made, and takes the state of one of them.
+      batch_shares: What part of each global batch a rank takes: a list with a positive number for each rank, or "auto",
+        in proportion to measured speeds. A scheme weighs what it averages by `training.num_rows`. Default None: all
+        parts are equal, and nothing is weighed.
 
     Raises:
+      ValueError: If `batch_shares` is something else.
       HopError: If this rank's address cannot be bound.
       RuntimeError: If Keras does not run on TensorFlow.
     """
@@ -74,12 +79,15 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
         min_ranks: int | None = None,
         servers: Sequence[int] = (),
         joins_at_once: bool = False,
+        batch_shares: Sequence[float] | str | None = None,
     ):
         if keras.backend.backend() != "tensorflow":
             raise RuntimeError(
                 f"hop_tf needs Keras on the TensorFlow backend. Received: KERAS_BACKEND={keras.backend.backend()}."
             )
         min_ranks = _checked_min_ranks(min_ranks, 1 if servers else cluster.world_size, continue_without_lost)
+        batch_shares = checked_batch_shares(batch_shares, cluster.world_size)
+        shares = None if batch_shares is None else BatchShares(batch_shares, cluster.rank, cluster.world_size)
         wrap_trainer()
         self._cluster = cluster
         self._resolver = cluster_resolver or tf.distribute.cluster_resolver.TFConfigClusterResolver()
@@ -92,13 +100,14 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
             joins_at_once=joins_at_once,
             after_fit=self._show_plan,
             write_report=lambda: self._writer.write(),
+            shares=shares,
         )
         device = "/gpu:0" if tf.config.list_physical_devices("GPU") else "/cpu:0"
         super().__init__(Extended(self, device, self.training))
         self._shows_plan = os.environ.get(PLAN_VARIABLE) == "1"
         self._writer = ReportWriter(self.report, self._options, self.rank)
         if not servers:  # They do not know it.
-            identity = {**identity, "min_ranks": str(min_ranks)}
+            identity = {**identity, "min_ranks": str(min_ranks), "batch_shares": describe_batch_shares(batch_shares)}
         if cluster.world_size > 1 or servers:
             try:
                 self.training.worker = Worker(
@@ -110,6 +119,7 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
                     continue_without_lost=continue_without_lost,
                     min_ranks=min_ranks,
                     servers=servers,
+                    shares=shares,
                 )
             except BaseException:
                 self._writer.close()
@@ -144,6 +154,12 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
     def is_chief(self) -> bool:
         """Whether this is rank 0, which writes what only one rank should write."""
         return self.rank == 0
+
+    @property
+    def batch_shares(self) -> tuple[float, ...]:
+        """The part of each global batch that each rank takes; they add up to 1. With "auto", as ranks have agreed."""
+        shares = [1] * self.world_size if self.training.shares is None else self.training.shares.of_ranks
+        return tuple(share / sum(shares) for share in shares)
 
     def synchronize(self, model: keras.Model) -> None:
         """Averages the floating-point weights of `model` over all ranks; equal to the bit afterwards.
@@ -278,12 +294,20 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
 
         Args:
           dataset_fn: Takes a `tf.distribute.InputContext`, which knows the number of ranks, this rank, and the batch
-            size of a rank (`get_per_replica_batch_size(global_batch_size)`).
+            size of a rank (`get_per_replica_batch_size(global_batch_size)`: in proportion, with `batch_shares`).
           options: Ignored: there is one device.
 
         Returns:
           The dataset.
+
+        Raises:
+          ValueError: With `batch_shares="auto"`: the function is called once, and shares change.
         """
+        if self.training.shares is not None and self.training.shares.is_automatic:
+            raise ValueError(
+                "`batch_shares` must be a list, or None, where a function makes each rank's data: it is called once, "
+                "and hop_tf divides no batch of them. Received: batch_shares='auto'."
+            )
         dataset = super().distribute_datasets_from_function(dataset_fn, options)
         self.training.data.take_whole(dataset)
         return dataset

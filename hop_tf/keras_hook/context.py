@@ -70,6 +70,25 @@ class _ReplicaContext(one_device_strategy._OneDeviceReplicaContext):
         self._hooks.after_update(merge_fn.__self__, self._trace, variables)
         return result
 
+    def all_reduce(self, reduce_op, value, options=None):
+        rows = self._hooks.num_rows
+        if rows is None or any(isinstance(each, tf.IndexedSlices) for each in tf.nest.flatten(value)):
+            return super().all_reduce(reduce_op, value, options)
+        # What others make of this rank's value changes their losses, which weigh as much as their rows; and what comes
+        # back for it weighs as much as this rank's, as all of its gradient does.
+        reduce = super().all_reduce
+
+        @tf.custom_gradient
+        def weighted(*values):
+            def gradient(*of_results):
+                of_results = [each * tf.cast(rows, each.dtype) for each in of_results]
+                return [each / tf.cast(rows, each.dtype) for each in reduce(reduce_op, of_results, options)]
+
+            return reduce(reduce_op, list(values), options), gradient
+
+        results = weighted(*tf.nest.flatten(value))
+        return tf.nest.pack_sequence_as(value, tf.nest.flatten(results))
+
     def _exchange(self, optimizer, gradients: list, variables: list[tf.Variable]) -> list:
         """Exchanges this replica's gradients: those of its part of the loss, times the number of parts."""
         scale = self.strategy.num_replicas_in_sync
@@ -144,7 +163,11 @@ class Extended(one_device_strategy.OneDeviceExtended):
         self._trace = StepTrace(fn, (args, kwargs))
         try:
             self.hooks.enter_step(self._trace)
-            with tf.device(self._device), _ReplicaContext(strategy, self.hooks, self._trace):
+            with (
+                tf.device(self._device),
+                tf.control_dependencies(self._trace.comes_first),
+                _ReplicaContext(strategy, self.hooks, self._trace),
+            ):
                 result = fn(*args, **kwargs)
             self.hooks.leave_step(self._trace)
             return result

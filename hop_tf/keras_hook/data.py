@@ -12,6 +12,8 @@ import tensorflow as tf
 from tensorflow.python.data.experimental.ops import distribute
 from tensorflow.python.distribute import input_ops
 
+from hop_tf.keras_hook.shares import BatchShares, equal_slice
+
 
 class _Sharding(enum.Enum):
     """How ranks share a dataset."""
@@ -31,19 +33,23 @@ class DataSharding:
       rank: This rank.
       world_size: Number of ranks.
       note_first: Called with a digest of the first batch of the training data, in each epoch.
+      shares: What part of each batch a rank takes. Default: all take equal parts.
 
     Attributes:
       num_batches: Of an epoch of the training data that ranks share in the running `fit`; 0 if it is not known.
       num_steps: Of an epoch of the running or last `fit` on this rank; 0 if it is not known, None before that is asked.
     """
 
-    def __init__(self, rank: int, world_size: int, note_first: Callable[[int], None]):
+    def __init__(
+        self, rank: int, world_size: int, note_first: Callable[[int], None], shares: BatchShares | None = None
+    ):
         self.num_batches = 0
         self.num_steps: int | None = None
         self._counts_next = False
         self._rank = rank
         self._world_size = world_size
         self._note_first = note_first
+        self._shares = shares
         self._of_next = _Sharding.NONE
         self._whole: weakref.WeakSet[tf.data.Dataset] = weakref.WeakSet()
         self._inside_keras = 0
@@ -108,10 +114,10 @@ class DataSharding:
         if sharding is _Sharding.BY_POLICY and policy not in by_slices:
             if self._inside_keras and policy is tf.data.experimental.AutoShardPolicy.OFF:
                 _check_endless(dataset)
-            return shard_by_policy(dataset, self._rank, self._world_size)
+            return shard_by_policy(dataset, self._rank, self._world_size, self._shares)
         self._counts_next = self._inside_keras > 0
         note_first = self._note_first if self._inside_keras else None
-        return slice_global_batches(dataset, self._rank, self._world_size, note_first)
+        return slice_global_batches(dataset, self._rank, self._world_size, note_first, self._shares)
 
 
 def _check_endless(dataset: tf.data.Dataset) -> None:
@@ -126,13 +132,17 @@ def _check_endless(dataset: tf.data.Dataset) -> None:
 
 
 def slice_global_batches(
-    dataset: tf.data.Dataset, rank: int, world_size: int, note_first: Callable[[int], None] | None = None
+    dataset: tf.data.Dataset,
+    rank: int,
+    world_size: int,
+    note_first: Callable[[int], None] | None = None,
+    shares: BatchShares | None = None,
 ) -> tf.data.Dataset:
     """Keeps this rank's slice of every global batch.
 
     Rank r of N takes the rows n * r // N up to max(n * (r + 1) // N, n * r // N + 1) of a batch of n rows: contiguous
     slices that differ by at most one row. A batch with fewer rows than ranks is shared, so that no rank sees an empty
-    batch and all ranks take the same number of steps.
+    batch and all ranks take the same number of steps. With `shares`, slices are in proportion to these.
 
     Args:
       dataset: Yields global batches: any structure of tensors, also sparse or ragged, with the batch as first
@@ -140,6 +150,7 @@ def slice_global_batches(
       rank: This rank.
       world_size: Number of ranks.
       note_first: Called with a digest of the first global batch of each epoch, on a thread of TensorFlow's.
+      shares: What part a rank takes. Default: all take equal parts.
 
     Returns:
       A dataset of the same cardinality.
@@ -152,11 +163,12 @@ def slice_global_batches(
         if note_first is not None:
             tf.cond(tf.equal(index, 0), lambda: _note_digest(batch, note_first), lambda: None)
         num_rows = _num_rows(leaves[0])
-        start = num_rows * rank // world_size
-        end = tf.maximum(num_rows * (rank + 1) // world_size, start + 1)
+        start, end = equal_slice(num_rows, rank, world_size) if shares is None else shares.slice_of(num_rows)
         return tf.nest.map_structure(lambda leaf: _rows(leaf, start, end), batch)
 
     numbered = dataset.enumerate()
+    if shares is not None and shares.is_automatic:  # What is sliced is trained on next: all ranks change in one step.
+        return numbered.map(slice_batch).with_options(_without_prefetching())
     if _must_not_run_ahead(dataset):
         return numbered.map(slice_batch)
     sliced = numbered.map(slice_batch, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
@@ -186,6 +198,14 @@ def _must_not_run_ahead(dataset: tf.data.Dataset) -> bool:
     return options.autotune.enabled is False and options.threading.private_threadpool_size == 1
 
 
+def _without_prefetching() -> tf.data.Options:
+    """Options with which TensorFlow takes batches when they are asked for."""
+    options = tf.data.Options()
+    options.experimental_optimization.inject_prefetch = False
+    options.experimental_optimization.map_parallelization = False
+    return options
+
+
 def without_autotuning(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Turns tf.data's autotuner off for `dataset`, unless the user's options turned it on or off.
 
@@ -203,6 +223,12 @@ def without_autotuning(dataset: tf.data.Dataset) -> tf.data.Dataset:
 def _is_optional(leaf) -> bool:
     """Keras hands over absent parts of a batch (no sample weights, say) as empty optionals."""
     return isinstance(leaf, tf.experimental.Optional)
+
+
+def num_rows_of(batch: Any) -> tf.Tensor | None:
+    """Emits the op that counts the rows of a batch, a structure of tensors: int64 scalar; None if it has no tensor."""
+    leaves = [leaf for leaf in tf.nest.flatten(batch) if not _is_optional(leaf)]
+    return _num_rows(leaves[0]) if leaves else None
 
 
 def _num_rows(leaf) -> tf.Tensor:
@@ -223,7 +249,9 @@ def _rows(leaf, start: tf.Tensor, end: tf.Tensor):
     return leaf[start:end]
 
 
-def shard_by_policy(dataset: tf.data.Dataset, rank: int, world_size: int) -> tf.data.Dataset:
+def shard_by_policy(
+    dataset: tf.data.Dataset, rank: int, world_size: int, shares: BatchShares | None = None
+) -> tf.data.Dataset:
     """Takes a rank's part of a dataset by its `AutoShardPolicy`, as `MultiWorkerMirroredStrategy` does."""
     batch_size = int(distribute.compute_batch_size(dataset))
     if batch_size < 0:
@@ -231,5 +259,21 @@ def shard_by_policy(dataset: tf.data.Dataset, rank: int, world_size: int) -> tf.
             "A dataset with an AutoShardPolicy must be batched with `Dataset.batch`, so that its global batch can be "
             f"divided. Received: element_spec={dataset.element_spec}."
         )
-    dataset = dataset.rebatch(distribute.batch_sizes_for_worker(batch_size, world_size, 1, rank))
-    return input_ops.auto_shard_dataset(dataset, world_size, rank, world_size)
+    if shares is None:
+        batch_sizes = distribute.batch_sizes_for_worker(batch_size, world_size, 1, rank)
+    else:
+        batch_sizes = _shared_batch_size(dataset, batch_size, shares)
+    return input_ops.auto_shard_dataset(dataset.rebatch(batch_sizes), world_size, rank, world_size)
+
+
+def _shared_batch_size(dataset: tf.data.Dataset, batch_size: int, shares: BatchShares) -> tf.Tensor:
+    """This rank's part of the batch size, where each rank reads all of the data."""
+    policy = dataset.options().experimental_distribute.auto_shard_policy
+    if shares.is_automatic or policy is not tf.data.experimental.AutoShardPolicy.OFF:
+        raise ValueError(
+            "`batch_shares` must be None with this AutoShardPolicy: ranks take files, which are divided equally, or "
+            "batches of one size. With AUTO or DATA, hop_tf divides each batch by the shares; with OFF, a list of "
+            f"shares works. Received: {policy}, batch_shares={shares}."
+        )
+    start, end = shares.slice_of(tf.constant(batch_size, tf.int64))
+    return end - start

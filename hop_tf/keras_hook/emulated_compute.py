@@ -30,7 +30,7 @@ class EmulatedCompute:
         self._durations = durations
         self._step_times = step_times
         with tf.init_scope(), tf.device("/cpu:0"):
-            self._started = tf.queue.FIFOQueue(2, [tf.float64], shapes=[[]])
+            self._started = tf.queue.FIFOQueue(2, [tf.float64, tf.float64], shapes=[[], []])
             self._elapsed = tf.queue.FIFOQueue(2, [tf.bool], shapes=[[]])
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hop_tf emulated compute", daemon=True)
@@ -44,12 +44,13 @@ class EmulatedCompute:
             return None
         return cls(emulation.step_durations(rank, world_size), StepTimes.from_environment(os.environ))
 
-    def delay(self, started_at: tf.Tensor, gradients: list) -> list:
+    def delay(self, started_at: tf.Tensor, gradients: list, times: tf.Tensor | float = 1.0) -> list:
         """Emits the ops that hold `gradients` back until the step's emulated time is over.
 
         Args:
           started_at: float64 scalar: `tf.timestamp()` at the start of the step.
           gradients: Tensors, `tf.IndexedSlices` or None.
+          times: float64 scalar: how many times as long the step takes, as it has that many times as many rows.
 
         Returns:
           The same gradients, later.
@@ -60,7 +61,7 @@ class EmulatedCompute:
             self._has_started = True
             self._thread.start()
         with tf.device("/cpu:0"):
-            started = self._started.enqueue(started_at)
+            started = self._started.enqueue([started_at, tf.cast(times, tf.float64)])
             # Run eagerly, enqueue has no operation to depend on: it has been done.
             with tf.control_dependencies([] if started is None else [started]):
                 elapsed = self._elapsed.dequeue()
@@ -83,11 +84,11 @@ class EmulatedCompute:
     def _run(self) -> None:
         while True:
             try:
-                started_at = float(self._started.dequeue())
+                started_at, times = map(float, self._started.dequeue())
             except (tf.errors.OutOfRangeError, tf.errors.CancelledError):
                 return
             self._mark()
-            self._closing.wait(max(0.0, started_at + next(self._durations) - time.time()))
+            self._closing.wait(max(0.0, started_at + times * next(self._durations) - time.time()))
             self._elapsed.enqueue(True)
 
     def _mark(self) -> None:

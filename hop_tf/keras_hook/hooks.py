@@ -96,6 +96,15 @@ class TrainingHooks(abc.ABC):
         """Called when an epoch of `fit` is about to begin, after the callbacks' `on_epoch_begin`."""
 
     @abc.abstractmethod
+    def end_batch(self, num_steps: int) -> None:
+        """Called when `fit` has made steps, before callbacks are asked; an epoch has so many by now."""
+
+    @property
+    @abc.abstractmethod
+    def num_rows(self) -> tf.Tensor | None:
+        """What the step that is traced weighs in sums over ranks: its rows; None where all ranks weigh the same."""
+
+    @abc.abstractmethod
     def end_epoch(self) -> None:
         """Called when `fit` has made the last step of an epoch, before it validates and asks callbacks; also twice."""
 

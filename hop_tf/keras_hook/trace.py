@@ -12,6 +12,8 @@ import tensorflow as tf
 from tensorflow.python.framework import auto_control_deps_utils
 from tensorflow.python.ops import control_flow_v2_func_graphs
 
+from hop_tf.keras_hook.data import num_rows_of
+
 _CONTROL_FLOW_GRAPHS = (
     control_flow_v2_func_graphs.CondBranchFuncGraph,
     control_flow_v2_func_graphs.WhileBodyFuncGraph,
@@ -55,6 +57,7 @@ class StepTrace:
 
     Attributes:
       model: The model whose `train_step` is `fn`; None for any other function.
+      comes_first: What is done before all else of the step.
       started_at: `tf.timestamp()` at the start of the step, where somebody wants to know.
       num_updates: Optimizer updates seen so far.
       states: For each exchange group, what its scheme keeps from before the update for after it.
@@ -62,6 +65,7 @@ class StepTrace:
 
     def __init__(self, fn: Callable, arguments: Any = ()):
         self.model = trained_model(fn)
+        self.comes_first: list[tf.Tensor] = []
         self.started_at: tf.Tensor | None = None
         self.num_updates = 0
         self.states: dict[str, Any] = {}
@@ -76,6 +80,10 @@ class StepTrace:
     def when_data_is_here(self) -> contextlib.AbstractContextManager:
         """What is emitted in this context runs when the step's batch is there: see `when_here`."""
         return when_here(self._arguments)
+
+    def num_rows(self) -> tf.Tensor | None:
+        """Emits the op that counts the rows of the step's batch: int64 scalar; None if it has no tensor."""
+        return num_rows_of(self._arguments)
 
     def refuse_nested_function(self) -> None:
         """Raises ValueError within a tf.function in the step: it is traced more than once, and cached apart."""

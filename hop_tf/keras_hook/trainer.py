@@ -153,6 +153,7 @@ class _First(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         self._num_steps = batch + 1
+        self._hooks.end_batch(self._num_steps)
 
     def on_epoch_end(self, epoch, logs=None):
         self._hooks.end_epoch()

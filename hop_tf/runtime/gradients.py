@@ -21,6 +21,13 @@ from hop_tf.tensors.packing import Packing, TensorSpec
 class GradientExchange(AveragingExchange):
     """Averages gradients, segment by segment. Changes of carried variables, and the learning rate, travel beside.
 
+    Where ranks have slices of different sizes, each hands out its gradients times its rows, and its rows in segment 0:
+
+        mean = (sum of rows[r] gradient[r] over r) / (sum of rows[r] over r)
+
+    The sum of the rows is that of the ranks that were there in segment 0. If one is lost between two segments of a
+    step, the later ones are divided by a sum in which it still is, alike on all ranks.
+
     The last tensors of the packing are those of `specs_beside`. Where these admit ranks that were started again, the
     end of a step is `meet_newcomers`.
 
@@ -38,6 +45,7 @@ class GradientExchange(AveragingExchange):
       rate: The learning rate.
       members: For each segment, the indices of its variables.
       parts: For each segment, the packing of its variables.
+      weighs_rows: Whether ranks count in proportion to their rows.
     """
 
     def __init__(
@@ -54,6 +62,10 @@ class GradientExchange(AveragingExchange):
         self.parts = [context.packing.part(indices) for indices in members]
         self.max_in_flight = len(self.parts)
         self.carried = context.carried
+        rows = _find_rows(context.packing.specs)
+        self.weighs_rows = rows is not None
+        self._rows_place = self._place_of(rows)[1] if self.weighs_rows else None
+        self._own_scale = 1.0
         place = find_spec(context.packing.specs)
         self._votes_segment, votes_place = (None, None) if place is None else self._place_of(place)
         super().__init__(
@@ -92,9 +104,12 @@ class GradientExchange(AveragingExchange):
         number = t * len(self.parts) + segment
         votes_of = t if segment == self._votes_segment else None
         means = self.mean(number, outgoing.buckets, turn=t, reduction=segment, votes_of=votes_of)
+        if self.weighs_rows and segment == 0:
+            bucket, where = self._rows_place
+            self._own_scale = float(means[bucket][where][0] / outgoing.buckets[bucket][where][0])
         for mean, own, exact in zip(means, outgoing.buckets, self._exact, strict=True):
             if exact:  # What the variable has become since then stays.
-                mean -= own
+                mean -= own if self._own_scale == 1.0 else own * own.dtype.type(self._own_scale)
         if segment == self._rate_segment:
             bucket, where = self._rate_place
             self.rate.check(means[bucket][where], t)
@@ -108,28 +123,57 @@ def _make_admissions(context: ExchangeContext, num_segments: int, lead: int) -> 
     return Admissions(context.membership, context.group, context.session, num_segments=num_segments, lead=lead)
 
 
-def specs_beside(world_size: int, *, admits: bool) -> list[TensorSpec]:
-    """What travels beside a step's gradients; `admits`: ranks that were started again are to take part."""
-    return [*([Admissions.spec(world_size)] if admits else []), CommonRate.spec(world_size)]
+_ROWS = TensorSpec("hop_tf_rows", (1,), tf.float64)
 
 
-def submit_gradients(group: Group, gradients: Sequence) -> list[tf.Tensor]:
+def specs_beside(world_size: int, *, admits: bool, weighs_rows: bool = False) -> list[TensorSpec]:
+    """What travels beside a step's gradients.
+
+    Args:
+      world_size: Number of ranks.
+      admits: Whether ranks that were started again are to take part.
+      weighs_rows: Whether ranks count in proportion to their rows. Default False.
+    """
+    rows, newcomers = [_ROWS] * weighs_rows, [Admissions.spec(world_size)] * admits
+    return [*rows, *newcomers, CommonRate.spec(world_size)]
+
+
+def _find_rows(specs: Sequence[TensorSpec]) -> int | None:
+    return next((index for index, spec in enumerate(specs) if spec == _ROWS), None)
+
+
+def with_rows_first(members: Sequence[list[int]], specs: Sequence[TensorSpec]) -> list[list[int]]:
+    """Segments in which the ranks' rows, where these travel, are in the first one: others are divided by their sum."""
+    rows = _find_rows(specs)
+    if rows is None:
+        return list(members)
+    first, *others = [[index for index in segment if index != rows] for segment in members]
+    return [[*first, rows], *others]
+
+
+def submit_gradients(group: Group, gradients: Sequence, rows: tf.Tensor | None = None) -> list[tf.Tensor]:
     """Emits the ops that hand out a step's gradients, for a group with a `GradientExchange`.
 
     Args:
       group: The group.
       gradients: As the optimizer got them.
+      rows: How many rows they are the mean of; scalar. None where ranks do not weigh theirs.
 
     Returns:
-      What is handed out: gradients without the loss scale, changes of the carried variables, and the learning rate.
+      This rank's own: gradients without the loss scale, changes of the carried variables, and the learning rate.
     """
     optimizer, exchange = group.optimizer(), group.exchange
     outgoing = [*unscaled(optimizer, gradients), *exchange.carried.take()]
+    sent = outgoing.copy()
+    if exchange.weighs_rows:
+        sent = [tensor * tf.cast(rows, tensor.dtype) for tensor in outgoing]
+        outgoing.append(tf.reshape(tf.cast(rows, tf.float64), [1]))
     if exchange.admissions is not None:  # The exchange fills them in.
         outgoing.append(tf.zeros(group.packing.specs[-2].shape, tf.float64))
     outgoing.append(exchange.rate.own(optimizer))
+    sent += outgoing[len(sent) :]
     for segment, members in enumerate(exchange.members):
-        group.submit([outgoing[index] for index in members], segment)
+        group.submit([sent[index] for index in members], segment)
     return outgoing
 
 
@@ -155,5 +199,9 @@ def take_means(
     if exchange.admissions is not None:
         *means, distances = means
         exchange.admissions.note_meeting(distances, step)
+    if exchange.weighs_rows:
+        *means, rows = means
+        factor = tf.math.divide_no_nan(tf.constant(1.0, rows.dtype), rows[0])  # There are none while a pipe fills.
+        means = [mean * tf.cast(factor, mean.dtype) for mean in means]
     exchange.carried.add(means[group.num_trained :])
     return means[: group.num_trained], exchange.rate.adopt(group.optimizer(), rates)

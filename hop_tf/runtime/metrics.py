@@ -63,11 +63,12 @@ class MetricMeans:
         self._num_steps = num_steps
         self._send(0, num_steps, self._others)
 
-    def mean(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    def mean(self, metrics: Mapping[str, Any], weight: float = 1.0) -> dict[str, Any]:
         """The means of some metrics over the ranks.
 
         Args:
           metrics: This rank's.
+          weight: Positive; the weight of this rank's in the means.
 
         Returns:
           The means; equal to the bit on all ranks that make as many steps in an epoch. What is no number, and no array
@@ -87,17 +88,18 @@ class MetricMeans:
                 "rank %d: metrics are not averaged over all ranks. This one makes %d steps in an epoch, the others %s.",
                 *(self._membership.rank, self._num_steps, num_steps),
             )
-        self._send(number, own, alike)
+        self._send(number, [weight, own], alike)
         received = self._receive(number, alike)
         with self._membership.monitor:
             del self._received[number]
-        of_ranks = [of_rank for _, of_rank in sorted([(self._membership.rank, own), *received.items()])]
+        of_ranks = [of_rank for _, of_rank in sorted([(self._membership.rank, [weight, own]), *received.items()])]
         means = {}
         for name in own:
-            values = [np.asarray(each[name]) for each in of_ranks if name in each]
+            known = [(each[name], weight) for weight, each in of_ranks if name in each]
+            values, weights = [np.asarray(value) for value, _ in known], [weight for _, weight in known]
             if all(value.shape == values[0].shape for value in values):
-                mean = np.mean(values, axis=0)
-                means[name] = mean if mean.ndim else float(mean)
+                mean = np.average(values, axis=0, weights=weights) if np.ptp(weights) else np.mean(values, axis=0)
+                means[name] = mean if np.ndim(mean) else float(mean)
         return means
 
     def end(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 
@@ -20,12 +21,14 @@ from hop_tf.keras_hook.hooks import TrainingHooks
 from hop_tf.keras_hook.interrupts import on_keyboard_interrupt
 from hop_tf.keras_hook.optimizers import gradient_accumulation_steps, innermost, loss_scale, tf_variables
 from hop_tf.keras_hook.shared_paths import CallbackPaths, flat_callbacks
+from hop_tf.keras_hook.shares import BatchShares
 from hop_tf.keras_hook.skipping import StepSkipping
 from hop_tf.keras_hook.trace import StepTrace, is_built
 from hop_tf.keras_hook.updates import follows_weights
 from hop_tf.runtime.group import Group
 from hop_tf.runtime.report import StepStatistics
 from hop_tf.runtime.scheme import Scheme
+from hop_tf.runtime.shares import WARMUP_STEPS, RowStatistics
 from hop_tf.runtime.worker import Worker
 
 
@@ -48,11 +51,13 @@ class TrainingRun(TrainingHooks):
       joins_at_once: See `ExchangeStrategy`.
       after_fit: Called when a `fit` has ended well.
       write_report: Called when a `fit` has ended, in any way.
+      shares: What part of a batch each rank takes. Default: all parts are equal, and no rank weighs its rows.
 
     Attributes:
       worker: This rank among the others; None in a world of one without servers: then steps are left as they are.
       data: How training data is shared out.
       statistics: Steps and waiting times.
+      shares: What part of a batch each rank takes; None where all parts are equal.
     """
 
     def __init__(
@@ -65,6 +70,7 @@ class TrainingRun(TrainingHooks):
         joins_at_once: bool,
         after_fit: Callable[[], None],
         write_report: Callable[[], None],
+        shares: BatchShares | None = None,
     ):
         self._scheme = scheme
         self._after_fit = after_fit
@@ -73,7 +79,8 @@ class TrainingRun(TrainingHooks):
         self._world_size = world_size
         self._joins_at_once = joins_at_once
         self.worker: Worker | None = None
-        self.data = DataSharding(rank, world_size, lambda digest: self.worker.first_batches.note(digest))
+        self.shares = shares if world_size > 1 else None
+        self.data = DataSharding(rank, world_size, lambda digest: self.worker.first_batches.note(digest), self.shares)
         self.statistics = StepStatistics()
         self._emulated_compute = EmulatedCompute.from_environment(rank, world_size)
         # For each optimizer, by the identities of the variables that it updates together.
@@ -83,6 +90,8 @@ class TrainingRun(TrainingHooks):
         self._skipping = StepSkipping(skips_steps) if skips_steps and world_size > 1 else None
         self._is_catching_up = False
         self._averages_metrics = self._must_average_metrics = False  # In the running `fit`.
+        self._rows_before = 0.0  # The epoch that is under way.
+        self._num_epochs, self._has_warmed_up = 0, False  # That have begun in the running `fit`.
 
     @property
     def groups(self) -> list[Group]:
@@ -131,6 +140,7 @@ class TrainingRun(TrainingHooks):
                 paths.divide(self._rank, self.worker.membership.owners)
                 if backups.is_needed(self.worker.membership.owners) and not self.worker.joining:
                     backups.agree(self.worker.share(backups.own()), in_lock_step=self._scheme.in_lock_step)
+                self._begin_shares()
                 # A process that was started again passes over epochs that are gone.
                 self._averages_metrics = self._averages_metrics and not self.worker.joining
                 if self._skipping is not None:
@@ -196,6 +206,36 @@ class TrainingRun(TrainingHooks):
         if not self.worker.in_session:
             self.worker.begin_session()
 
+    # Shares of a batch.
+
+    @functools.cached_property
+    def _rows(self) -> RowStatistics:
+        """Of the rows that are weighed."""
+        return RowStatistics()
+
+    @property
+    def num_rows(self) -> tf.Tensor | None:
+        """Those of the step, where ranks weigh theirs; see `BatchShares`."""
+        return None if self.shares is None else self.shares.rows
+
+    def _begin_shares(self) -> None:
+        self._num_epochs, self._has_warmed_up = 0, False
+        if self.shares is not None:
+            self._rows_before = float(self._rows.total)
+        if self.worker.share_agreement is not None:
+            self.worker.share_agreement.takes_part = not self.worker.joining
+
+    def _agree_on_shares(self, position: int) -> None:
+        agreement = self.worker.share_agreement
+        if agreement is not None and not self.is_behind:
+            agreement.agree(position, self._rows.take_seconds_per_row())
+
+    def end_batch(self, num_steps: int) -> None:
+        """Lets ranks agree on shares, when they have made the first steps of a `fit`."""
+        if self._num_epochs == 1 and not self._has_warmed_up and num_steps >= WARMUP_STEPS:
+            self._has_warmed_up = True
+            self._agree_on_shares(1)
+
     def begin_training(self) -> None:
         """Lets the scheme look at what has changed between two fits, and by callbacks."""
         if self._averages_metrics:
@@ -209,7 +249,10 @@ class TrainingRun(TrainingHooks):
         self._scheme.begin_training(self.groups)
 
     def begin_epoch(self) -> None:
-        """Lets the scheme look at what callbacks have changed since the last epoch."""
+        """Lets ranks agree on shares, and the scheme look at what callbacks have changed since the last epoch."""
+        if self.worker is not None and self._num_epochs:
+            self._agree_on_shares(2 * self._num_epochs)
+        self._num_epochs += 1
         for group in () if self.is_behind else self.groups:
             self._scheme.begin_epoch(group)
 
@@ -222,11 +265,18 @@ class TrainingRun(TrainingHooks):
         """Puts the means over the ranks in the place of this rank's metrics, where ranks average them."""
         if not self._averages_metrics or not self.data.num_steps:
             return
-        if num_steps == self.data.num_steps:
-            logs.update(self.worker.metrics.mean(logs))
+        if num_steps >= self.data.num_steps:  # More, where `steps_per_execution` does not divide them.
+            logs.update(self.worker.metrics.mean(logs, self._take_weight()))
         else:  # Its data have ended, or somebody has stopped it: others may need further steps to end their epoch.
             self._averages_metrics = False
             self.worker.metrics.end()
+
+    def _take_weight(self) -> float:
+        """What this rank weighs in the means of an epoch's metrics: the rows that it has trained on."""
+        if self.shares is None:
+            return 1.0
+        before, self._rows_before = self._rows_before, float(self._rows.total)
+        return max(1.0, self._rows_before - before)
 
     def finish_training(self) -> None:
         """Lets the scheme do, once in a `fit`, what is left when the last step has been made."""
@@ -268,7 +318,8 @@ class TrainingRun(TrainingHooks):
     @property
     def input_context(self) -> tf.distribute.InputContext:
         """This rank among the input pipelines of `distribute_datasets_from_function`."""
-        return tf.distribute.InputContext(
+        return _InputContext(
+            shares=self.shares,
             num_input_pipelines=self._world_size,
             input_pipeline_id=self._rank,
             num_replicas_in_sync=self._world_size,
@@ -278,13 +329,15 @@ class TrainingRun(TrainingHooks):
 
     def enter_step(self, trace: StepTrace) -> None:
         """Gives the model rank 0's initial values, before its first step."""
+        if self.shares is not None:
+            self._begin_rows(trace)
         if self.worker is not None and trace.model is not None and is_built(trace.model):
             refuse_xla()  # Before other ranks are asked for anything.
             optimizer = getattr(trace.model, "optimizer", None)
             slots = optimizer.variables if optimizer is not None and optimizer.built else ()
             with tf.init_scope():
                 self._require_session()
-                self.worker.broadcast_initial_values(tf_variables(trace.model.weights, slots))
+                self.worker.broadcast_initial_values(tf_variables(trace.model.weights, slots, self._changing_shares()))
             trace.read_untrained()
             with trace.when_data_is_here():
                 self.statistics.count_start()
@@ -294,6 +347,21 @@ class TrainingRun(TrainingHooks):
         if tf.executing_eagerly():
             for group in self.groups:
                 self._scheme.begin_eager_step(group)
+
+    def _begin_rows(self, trace: StepTrace) -> None:
+        """Counts the rows of a model's step; in a custom loop losses weigh them."""
+        rows = None if trace.model is None else trace.num_rows()
+        self.shares.begin_step(rows)
+        if rows is None:
+            return
+        with trace.when_data_is_here():
+            self._rows.count(rows)
+            if self.shares.is_automatic:
+                trace.comes_first.append(self._rows.begin_step())
+
+    def _changing_shares(self) -> list[tf.Variable]:
+        """What a process that was started again takes over."""
+        return [self.shares.variable] if self.shares is not None and self.shares.is_automatic else []
 
     def leave_step(self, trace: StepTrace) -> None:
         """Raises if a step trained a model and no update was seen: nothing would be exchanged, silently."""
@@ -324,9 +392,12 @@ class TrainingRun(TrainingHooks):
             self.statistics.count_step()
         trace.num_updates += 1
         if self._emulated_compute is not None and trace.started_at is not None:
-            gradients = self._emulated_compute.delay(trace.started_at, gradients)
+            times = 1.0 if self.shares is None else self.shares.times_equal
+            gradients = self._emulated_compute.delay(trace.started_at, gradients, times)
         if self.worker is None:
             return gradients
+        if self.shares is not None and self.shares.is_automatic and trace.num_updates == 1 and trace.model is not None:
+            self._rows.end_step(self.shares.rows, gradients)
         if self._passes_over_steps():
             self._skipping.note(optimizer, in_fit=self._phase is not Phase.OUTSIDE and trace.model is not None)
         group = self._group_of(optimizer, trace, variables)
@@ -455,6 +526,21 @@ class TrainingRun(TrainingHooks):
     def _catch_up(self, optimizer) -> tf.Tensor:
         (group,) = self._groups[optimizer].values()
         return group.catch_up()
+
+
+class _InputContext(tf.distribute.InputContext):
+    """One that knows the shares of ranks in a batch."""
+
+    def __init__(self, *, shares: BatchShares | None, **arguments):
+        super().__init__(**arguments)
+        self._shares = shares
+
+    def get_per_replica_batch_size(self, global_batch_size):
+        """The number of rows of this rank in a global batch."""
+        if self._shares is None:
+            return super().get_per_replica_batch_size(global_batch_size)
+        start, end = self._shares.slice_of(tf.constant(global_batch_size, tf.int64))
+        return int(end - start)
 
 
 def _refuse_to_restore(callbacks) -> None:

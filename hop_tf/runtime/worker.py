@@ -21,6 +21,7 @@ from hop_tf.cluster import Cluster
 from hop_tf.codecs import Identity
 from hop_tf.collectives import AllReduce, TreeCollectives, get_algorithm
 from hop_tf.errors import DeadlineExceededError, HopError, MismatchError, PeerFailedError, PeerLostError
+from hop_tf.keras_hook.shares import BatchShares
 from hop_tf.keras_hook.shuffling import draw_seed
 from hop_tf.membership import Membership
 from hop_tf.membership.monitor import ThreadMonitor
@@ -35,6 +36,8 @@ from hop_tf.runtime.joining import Joining
 from hop_tf.runtime.metrics import QUEUE, MetricMeans
 from hop_tf.runtime.replica_state import ReplicaState, compare, describe_optimizer, read, sign, spec_of, write
 from hop_tf.runtime.report import StepStatistics
+from hop_tf.runtime.shares import QUEUE as SHARES_QUEUE
+from hop_tf.runtime.shares import ShareAgreement
 from hop_tf.runtime.stalls import StallReport
 from hop_tf.tensors.buffers import BufferPool
 from hop_tf.tensors.packing import Packing, TensorSpec
@@ -82,11 +85,13 @@ class Worker:
       continue_without_lost: See `Membership`.
       min_ranks: See `Membership`.
       servers: See `Membership`.
+      shares: What part of a batch a rank takes; where these change, ranks agree on them. Default: all parts are equal.
 
     Attributes:
       membership: Who takes part.
       all_gather: Gives every rank each one's value of a tensor. A collective.
       metrics: Means of metrics over the ranks of the session.
+      share_agreement: Brings all ranks the same shares of a batch; None where these do not change.
       first_batches: Whether ranks train on the same data.
       finite_check: Whether this rank sends values that are not finite.
 
@@ -105,6 +110,7 @@ class Worker:
         continue_without_lost: bool = False,
         min_ranks: int = 1,
         servers: Sequence[int] = (),
+        shares: BatchShares | None = None,
     ):
         self._options = options
         self._make_exchange = make_exchange
@@ -137,6 +143,8 @@ class Worker:
         self.all_gather = AllGather(cluster.world_size, self._all_gather_bytes, self._on_error)
         self._num_gathered = 0
         self.metrics = MetricMeans(self.membership)
+        is_automatic = shares is not None and shares.is_automatic
+        self.share_agreement = ShareAgreement(self.membership, shares) if is_automatic else None
         self.first_batches = FirstBatches(self.membership)
         self.finite_check = FiniteCheck(self.membership, raises=options.on_nonfinite == "raise")
         self._in_session = False
@@ -177,6 +185,8 @@ class Worker:
         self.all_gather.reset()
         self.first_batches.reset()
         self.metrics.reset(self.membership.session + 1, takes_part=averages_metrics)
+        if self.share_agreement is not None:
+            self.share_agreement.reset(self.membership.session + 1)
         self._in_session = True  # Others count on this rank from now on, also where it fails to enter.
         with _all_ranks_call("`fit`, or a custom loop's first step"):
             self.membership.begin_session(draw_seed(self.membership.session + 1), claims)
@@ -226,6 +236,7 @@ class Worker:
         self.membership.leave(
             sent_rounds={
                 QUEUE: self.metrics.sent_rounds,
+                SHARES_QUEUE: 0 if self.share_agreement is None else self.share_agreement.sent_rounds,
                 **self._collectives.sent_rounds,
                 **{group.name: group.exchange.sent_rounds for group in self._groups},
             },

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -69,6 +69,8 @@ class CanaryExchange(Exchange, Joiner):
       context: Membership, packing and buffers of the group.
       members: For each colayer, the indices of its variables.
       settings: The rest.
+      part_of: What this rank's step is multiplied by on its way to some ranks, itself included: over these, the
+        factors add up to 1. Default: 1 over their number.
 
     Attributes:
       members: For each colayer, the indices of its variables.
@@ -81,7 +83,14 @@ class CanaryExchange(Exchange, Joiner):
       replica: The weights and what was merged into them.
     """
 
-    def __init__(self, context: ExchangeContext, members: Sequence[Sequence[int]], settings: AsyncSettings):
+    def __init__(
+        self,
+        context: ExchangeContext,
+        members: Sequence[Sequence[int]],
+        settings: AsyncSettings,
+        part_of: Callable[[Collection[int]], float] = lambda ranks: 1 / len(ranks),
+    ):
+        self._part_of = part_of
         self._group = context.group
         self._membership = membership = context.membership
         self._monitor = membership.monitor
@@ -218,15 +227,16 @@ class CanaryExchange(Exchange, Joiner):
             self._num_dropped += 1
             return
         layout = self._contributions.layout
+        part = self._part_of(layout.ranks)
         for piece in layout.by_colayer[colayer]:
-            self._contribute(layout, piece, buckets[piece.bucket], k)
+            self._contribute(layout, piece, buckets[piece.bucket], k, part)
         self._contributions.add(colayer)
         self._num_left += 1
 
-    def _contribute(self, layout: Layout, piece: Piece, bucket: np.ndarray, k: int) -> None:
+    def _contribute(self, layout: Layout, piece: Piece, bucket: np.ndarray, k: int, part: float) -> None:
         """Sends a piece of a colayer on its way, or adds it to what others send here; until then it stands in."""
         self.replica.stand_in(layout, piece, self.replica.encoding.own(piece, bucket))
-        values, data = self.replica.encoding.cut(piece, bucket, 1 / len(layout.ranks))
+        values, data = self.replica.encoding.cut(piece, bucket, part)
         if piece.parent is None or piece.children:
             self._threads[piece.thread].contribute(layout, piece, k, values=values, data=data)
             return

@@ -44,6 +44,7 @@ from hop_tf.runtime.gradients import (
     specs_beside,
     submit_gradients,
     take_means,
+    with_rows_first,
 )
 from hop_tf.runtime.group import ExchangeContext, Group
 from hop_tf.runtime.meeting import meet_newcomers
@@ -129,6 +130,12 @@ class CanaryStrategy(ExchangeStrategy):
       min_ranks: Where others go on: how many ranks must be left, neither lost nor failed. With fewer, a rank raises
         `PeerLostError`, since others may train on, on the other side of a cut. Default None: more than half of the
         ranks; 1 where there are two.
+      batch_shares: What part of each global batch a rank takes: a list with a positive number for each rank, such as
+        [3, 1], or "auto": in proportion to speeds, which ranks measure and agree on at the beginning of each epoch, and
+        after the first 16 steps of a `fit`. With "bsp", mean gradients count each rank as often as it has rows in the
+        step. Otherwise a rank's step goes to the others times its part, in the place of 1 / n: the sum moves the
+        replicas as far as one step of the whole batch does. Its own stands in at its full size. Default None: all parts
+        are equal.
       cluster_resolver: Where the cluster is described. Default: `TF_CONFIG`.
       communication_options: Deadlines, credentials, records. Default: `CommunicationOptions()`.
 
@@ -158,6 +165,7 @@ class CanaryStrategy(ExchangeStrategy):
         interfaces: Sequence[str] | None = None,
         on_peer_loss: str | None = None,
         min_ranks: int | None = None,
+        batch_shares: Sequence[float] | str | None = None,
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
         communication_options: CommunicationOptions | None = None,
     ):
@@ -187,6 +195,7 @@ class CanaryStrategy(ExchangeStrategy):
             cluster=cluster,
             cluster_resolver=cluster_resolver,
             communication_options=options,
+            batch_shares=batch_shares,
             identity={**identity_of(self._settings), "number of interfaces": str(len(options.interfaces or ()))},
             neighbors=range(cluster.world_size),
             skips_steps=_SKIPS if not self._settings.is_synchronous else "",
@@ -197,7 +206,8 @@ class CanaryStrategy(ExchangeStrategy):
     def specs_beside(self) -> Sequence[TensorSpec]:
         if not self._settings.is_synchronous:
             return []
-        return specs_beside(self.world_size, admits=self._settings.on_peer_loss == "continue")
+        admits, weighs_rows = self._settings.on_peer_loss == "continue", self.training.shares is not None
+        return specs_beside(self.world_size, admits=admits, weighs_rows=weighs_rows)
 
     def make_exchange(self, context: ExchangeContext) -> Exchange:
         settings = self._settings
@@ -206,14 +216,16 @@ class CanaryStrategy(ExchangeStrategy):
         members = colayers.bundle(specs, settings.num_colayers)
         if settings.is_synchronous:
             members[-1].extend(range(len(specs), len(specs) + num_beside))
-            return SynchronousExchange(context, members, settings)
+            return SynchronousExchange(context, with_rows_first(members, context.packing.specs), settings)
         for variable in context.trained:
             if variable.dtype not in (tf.float32, tf.float64):
                 raise ValueError(
                     "variables that are trained must be float32 or float64 unless consistency='bsp': the rounding of "
                     f"smaller ones lets ranks drift apart. Received: {variable.name} of {variable.dtype}."
                 )
-        return CanaryExchange(context, members, settings.asynchronous(len(members)))
+        shares = self.training.shares
+        arguments = {} if shares is None else {"part_of": shares.part_of}
+        return CanaryExchange(context, members, settings.asynchronous(len(members)), **arguments)
 
     def begin_training(self, groups: Sequence[Group]) -> None:
         if not self._settings.is_synchronous:
@@ -222,7 +234,7 @@ class CanaryStrategy(ExchangeStrategy):
 
     def before_update(self, group: Group, values: Sequence[tf.Tensor], gradients: list) -> tuple[list, Any]:
         if self._settings.is_synchronous:
-            outgoing = submit_gradients(group, gradients)
+            outgoing = submit_gradients(group, gradients, self.training.num_rows)
             step = group.step.read_value()
             means, _ = take_means(group, step, lambda segment: group.collect(outgoing, segment)[0])
             return scaled(group.optimizer(), means), None

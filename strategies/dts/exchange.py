@@ -41,6 +41,26 @@ class DTSSettings:
         return self.codec if isinstance(self.codec, codecs.TopK) else None
 
 
+class WindowRows:
+    """How many rows a rank has trained on in a window; of one without a step, in the one before."""
+
+    def __init__(self):
+        self._now, self._before = (
+            tf.Variable(value, dtype=tf.float32, trainable=False, name="hop_tf_window_rows") for value in (0.0, 1.0)
+        )
+
+    def add(self, rows: tf.Tensor) -> None:
+        """Emits the op that counts a step's rows."""
+        self._now.assign_add(tf.cast(rows, tf.float32))
+
+    def take(self) -> tf.Tensor:
+        """Emits the ops that end a window; returns its rows."""
+        rows = tf.where(self._now > 0, self._now, self._before)
+        self._before.assign(rows)
+        self._now.assign(0.0)
+        return rows
+
+
 class DTSExchange(AveragingExchange):
     """Averages windows, several at a time.
 
@@ -53,6 +73,7 @@ class DTSExchange(AveragingExchange):
       outer: The half in the graph.
       first_iteration: How many training steps the optimizer had seen when the running `fit` began.
       first_window: int64 variable: windows before that one are merged.
+      rows: What this rank has trained on since it has handed out a window.
     """
 
     def __init__(
@@ -97,6 +118,7 @@ class DTSExchange(AveragingExchange):
         )
         with tf.init_scope(), tf.device("/cpu:0"):
             self.first_window = tf.Variable(0, dtype=tf.int64, trainable=False, name="hop_tf_first_window")
+            self.rows = WindowRows()
 
     def reset(self, session: int) -> None:
         super().reset(session)

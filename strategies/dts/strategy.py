@@ -97,6 +97,11 @@ class DTSStrategy(ExchangeStrategy):
       min_ranks: Where others go on: how many ranks must be left, neither lost nor failed. With fewer, a rank raises
         `PeerLostError`, since others may train on, on the other side of a cut. Default None: more than half of the
         ranks; 1 where there are two.
+      batch_shares: What part of each global batch a rank takes: a list with a positive number for each rank, such as
+        [3, 1], or "auto": in proportion to speeds, which ranks measure and agree on at the beginning of each epoch, and
+        after the first 16 steps of a `fit`. A mean change counts each rank as often as it has trained on rows in the
+        window: as a change is about minus the rate times a sum of mean gradients, each row counts the same, and with
+        delay 0, interval 1 and SGD that is synchronous training. Default None: all parts are equal.
       cluster_resolver: Where the cluster is described. Default: `TF_CONFIG`.
       communication_options: Deadlines, credentials, records. Default: `CommunicationOptions()`.
 
@@ -126,6 +131,7 @@ class DTSStrategy(ExchangeStrategy):
         algorithm: str = "mesh",
         on_peer_loss: str | None = None,
         min_ranks: int | None = None,
+        batch_shares: Sequence[float] | str | None = None,
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
         communication_options: CommunicationOptions | None = None,
     ):
@@ -153,6 +159,7 @@ class DTSStrategy(ExchangeStrategy):
             cluster=cluster,
             cluster_resolver=cluster_resolver,
             communication_options=communication_options,
+            batch_shares=batch_shares,
             identity=identity_of(self._settings),
             neighbors=range(cluster.world_size),
             continue_without_lost=self._settings.on_peer_loss == "continue",
@@ -222,6 +229,8 @@ class DTSStrategy(ExchangeStrategy):
 
     def after_update(self, group: Group, state: None) -> tf.Tensor:
         num_steps, schedule = group.step.read_value() + 1, self._settings.schedule
+        if self.training.num_rows is not None:
+            group.exchange.rows.add(self.training.num_rows)
         has_ended, ended = schedule.ended(num_steps)
         _when(has_ended, lambda: self._hand_out(group, ended))
         is_due, due = schedule.due(num_steps)
@@ -231,10 +240,13 @@ class DTSStrategy(ExchangeStrategy):
     def _hand_out(self, group: Group, window: tf.Tensor, *, counts: bool = True, everything: bool = False) -> None:
         selection = None if everything else self._settings.selection
         choose = functools.partial(largest, selection, window) if selection else None
-        changes = group.exchange.outer.take(choose)
+        changes, weight = group.exchange.outer.take(choose), tf.constant([float(counts)])
+        if self.training.shares is not None and counts:
+            rows = group.exchange.rows.take()
+            changes, weight = [change * tf.cast(rows, change.dtype) for change in changes], weight * rows
         if group.exchange.admissions is not None:  # The exchange fills them in.
             changes = [*changes, tf.zeros([2, self.world_size])]
-        group.submit([*changes, tf.constant([float(counts)])], step=window)
+        group.submit([*changes, weight], step=window)
 
     def _merge(self, group: Group, window: tf.Tensor, num_newer: int) -> None:
         (*means, share), _ = group.collect([], step=window)

@@ -104,6 +104,12 @@ class HopStrategy(ExchangeStrategy):
       min_ranks: Where others go on: how many ranks must be left, neither lost nor failed. With fewer, a rank raises
         `PeerLostError`, since others may train on, on the other side of a cut. Default None: more than half of the
         ranks; 1 where there are two.
+      batch_shares: What part of each global batch a rank takes: a list with a positive number for each rank, such as
+        [3, 1], or "auto": in proportion to speeds, which ranks measure and agree on at the beginning of each epoch, and
+        after the first 16 steps of a `fit`. Parameters are averaged with the weights of the topology, which keep their
+        mean over the ranks. That mean then is to move by the steps of the ranks, each in proportion to its rows; so
+        what a rank's optimizer adds is multiplied by n times its part, n for the number of ranks. Weight decay, and
+        moving statistics, are not. Default None: all parts are equal.
       cluster_resolver: Where the cluster is described. Default: `TF_CONFIG`.
       communication_options: Deadlines, credentials, records. Default: `CommunicationOptions()`.
 
@@ -130,6 +136,7 @@ class HopStrategy(ExchangeStrategy):
         synchronization: str = "queues",
         on_peer_loss: str | None = None,
         min_ranks: int | None = None,
+        batch_shares: Sequence[float] | str | None = None,
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
         communication_options: CommunicationOptions | None = None,
     ):
@@ -152,6 +159,7 @@ class HopStrategy(ExchangeStrategy):
             cluster=cluster,
             cluster_resolver=cluster_resolver,
             communication_options=communication_options,
+            batch_shares=batch_shares,
             identity={**identity_of(self._settings), "topology": _describe(topology, self._topology)},
             neighbors={*self._topology.in_neighbors(cluster.rank), *self._topology.out_neighbors(cluster.rank)},
             skips_steps="" if skip is None else "HopStrategy, unless skip=None, passes over iterations.",
@@ -167,18 +175,29 @@ class HopStrategy(ExchangeStrategy):
     def make_exchange(self, context: ExchangeContext) -> HopExchange:
         return HopExchange(context, topology=self._topology, settings=self._settings)
 
-    def before_update(self, group: Group, values: Sequence[tf.Tensor], gradients: list) -> tuple[list, tf.Tensor]:
-        if self._settings.update_order == "serial":
-            return gradients, tf.constant(0, tf.int64)
-        return gradients, self._average(group, values, gradients)
+    def before_update(self, group: Group, values: Sequence[tf.Tensor], gradients: list) -> tuple[list, tuple]:
+        num_skipped = tf.constant(0, tf.int64)
+        if self._settings.update_order == "parallel":
+            num_skipped = self._average(group, values, gradients)
+        before = [] if self.training.shares is None else _read(group.trained)
+        return gradients, (num_skipped, before)
 
-    def after_update(self, group: Group, num_skipped: tf.Tensor) -> tf.Tensor:
+    def after_update(self, group: Group, state: tuple[tf.Tensor, Sequence[tf.Tensor]]) -> tf.Tensor:
+        num_skipped, before = state
+        if before:
+            self._weigh_step(group, before)
         if self._settings.update_order == "serial":
             values = _read(group.variables)
             num_skipped = self._average(group, values, values)
         if self._settings.skip is not None:
             tf.cond(num_skipped > 0, lambda: self._renew(group), lambda: num_skipped)
         return num_skipped
+
+    def _weigh_step(self, group: Group, before: Sequence[tf.Tensor]) -> None:
+        """Multiplies what the optimizer has added by n times this rank's part of a batch."""
+        more = self.training.shares.times_equal - 1
+        for variable, value in zip(group.trained, before, strict=True):
+            variable.assign_add((variable - value) * tf.cast(more, variable.dtype))
 
     def _average(self, group: Group, values: Sequence[tf.Tensor], computed: Sequence) -> tf.Tensor:
         """Lines 11, 13, 14: adds (reduced - sent), so that what the optimizer did before, such as decay, stays."""

@@ -7,7 +7,7 @@ import dataclasses
 import tensorflow as tf
 
 from hop_tf import codecs
-from hop_tf.runtime.gradients import GradientExchange
+from hop_tf.runtime.gradients import GradientExchange, with_rows_first
 from hop_tf.runtime.group import ExchangeContext
 from hop_tf.runtime.replay import Replay
 from hop_tf.tensors.packing import Packing
@@ -64,7 +64,7 @@ class PipeSGDExchange(GradientExchange):
         adopts_rate = True if settings.replays else None if settings.delay == 0 else False
         super().__init__(
             context,
-            _segments(context.packing, settings.num_segments),
+            with_rows_first(_segments(context.packing, settings.num_segments), context.packing.specs),
             codec=settings.codec,
             algorithm=settings.algorithm,
             adopts_rate=adopts_rate,

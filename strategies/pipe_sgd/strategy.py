@@ -108,6 +108,11 @@ class PipeSGDStrategy(ExchangeStrategy):
       min_ranks: Where others go on: how many ranks must be left, neither lost nor failed. With fewer, a rank raises
         `PeerLostError`, since others may train on, on the other side of a cut. Default None: more than half of the
         ranks; 1 where there are two.
+      batch_shares: What part of each global batch a rank takes: a list with a positive number for each rank, such as
+        [3, 1], or "auto": in proportion to speeds, which ranks measure and agree on at the beginning of each epoch, and
+        after the first 16 steps of a `fit`. A mean counts each rank as often as it has rows in the step, g = sum of n_i
+        g_i / sum of n_i, so that it is that of the whole batch, whatever the shares. A rank's own gradient stands in at
+        its full size. Default None: all parts are equal.
       cluster_resolver: Where the cluster is described. Default: `TF_CONFIG`.
       communication_options: Deadlines, credentials, records. Default: `CommunicationOptions()`.
 
@@ -137,6 +142,7 @@ class PipeSGDStrategy(ExchangeStrategy):
         algorithm: str = "mesh",
         on_peer_loss: str | None = None,
         min_ranks: int | None = None,
+        batch_shares: Sequence[float] | str | None = None,
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
         communication_options: CommunicationOptions | None = None,
     ):
@@ -172,6 +178,7 @@ class PipeSGDStrategy(ExchangeStrategy):
             cluster=cluster,
             cluster_resolver=cluster_resolver,
             communication_options=communication_options,
+            batch_shares=batch_shares,
             identity=identity_of(self._settings),
             neighbors=range(cluster.world_size),
             continue_without_lost=self._settings.on_peer_loss == "continue",
@@ -196,7 +203,8 @@ class PipeSGDStrategy(ExchangeStrategy):
         return PipeSGDExchange(context, self._settings)
 
     def specs_beside(self) -> Sequence[TensorSpec]:
-        return specs_beside(self.world_size, admits=self._settings.admits)
+        admits, weighs_rows = self._settings.admits, self.training.shares is not None
+        return specs_beside(self.world_size, admits=admits, weighs_rows=weighs_rows)
 
     def check_further_group(self, group: Group, others: Sequence[Group]) -> None:
         is_applied_again = any(other.optimizer() is group.optimizer() for other in others)
@@ -220,7 +228,7 @@ class PipeSGDStrategy(ExchangeStrategy):
 
     def before_update(self, group: Group, values: Sequence[tf.Tensor], gradients: list) -> tuple[list, None]:
         exchange = group.exchange
-        outgoing = submit_gradients(group, gradients)  # Line 10.
+        outgoing = submit_gradients(group, gradients, self.training.num_rows)  # Line 10.
 
         def take_due(segment: int) -> list[tf.Tensor]:  # Line 3.
             return group.collect(outgoing, segment, lambda t, segment: self._take_due(group, t, segment))[0]

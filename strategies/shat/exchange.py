@@ -11,6 +11,7 @@ from absl import logging
 
 from hop_tf.errors import PeerLostError, ProtocolError
 from hop_tf.keras_hook.optimizers import check_loss_scaling
+from hop_tf.keras_hook.shares import BatchShares
 from hop_tf.runtime.exchange import Exchange, Incoming, Outgoing
 from hop_tf.runtime.group import ExchangeContext
 from hop_tf.runtime.joiner import Joiner
@@ -31,6 +32,7 @@ class ShatExchange(Exchange, Joiner):
     Args:
       context: Membership, packing and buffers of the group.
       settings: Those of the strategy.
+      shares: What part of a batch each worker takes. Default: all parts are equal.
 
     Attributes:
       pushes: What is pushed in a step.
@@ -42,7 +44,7 @@ class ShatExchange(Exchange, Joiner):
       ValueError: If the optimizer does not go with the settings.
     """
 
-    def __init__(self, context: ExchangeContext, settings: ShatSettings):
+    def __init__(self, context: ExchangeContext, settings: ShatSettings, shares: BatchShares | None = None):
         optimizer = context.optimizer()
         settings.check_optimizer(optimizer)
         self._pushes_steps = settings.pushes_steps_of(optimizer)
@@ -52,8 +54,11 @@ class ShatExchange(Exchange, Joiner):
         self._membership = context.membership
         self._packing = context.packing
         self._settings = settings
-        self.pushes = (StepPushes if self._pushes_steps else GradientPushes)(len(context.membership.servers))
-        self._num_workers = context.membership.world_size  # Less those that were lost, not those that ended.
+        self._shares = shares
+        make_pushes = StepPushes if self._pushes_steps else GradientPushes
+        takes_mean = settings.consistency == "bsp"
+        self.pushes = make_pushes(len(context.membership.servers), shares, takes_mean=takes_mean)
+        self._workers = list(range(context.membership.world_size))  # Without those that were lost, not that ended.
         self.shards = make_shards(context, settings)
         self._servers = Servers(context, self.shards)
         self.state = GroupState(context, settings, self._servers)
@@ -90,10 +95,8 @@ class ShatExchange(Exchange, Joiner):
         return incoming
 
     def _step(self, outgoing: Outgoing) -> Incoming:
-        rate, is_applied = self._beside(outgoing.buckets)[:NUM_BESIDE]
-        if self._pushes_steps:
-            rate = self._settings.share(self._num_workers)
-        push = self._make_push(outgoing.step, rate, bool(is_applied))
+        rate, is_applied, *rows = self._beside(outgoing.buckets)[: NUM_BESIDE + (self._shares is not None)]
+        push = self._make_push(outgoing.step, self._rate(rate), bool(is_applied), float(rows[0]) if rows else 0.0)
         self._servers.reconfigure(push)
         for shard in self.shards:
             shard.encode(outgoing.buckets, is_applied=bool(is_applied))
@@ -105,13 +108,23 @@ class ShatExchange(Exchange, Joiner):
         self._servers.end_configuration()
         return self._merge(outgoing, answers)
 
-    def _make_push(self, step: int, rate: float, is_applied: bool) -> Request:
+    def _rate(self, rate: float) -> float:
+        """What the servers multiply a push by; with shares, those of the workers that are left add up to 1."""
+        if self._pushes_steps:
+            rate = float(rate) * self._settings.share(len(self._workers))
+        num_all = self._membership.world_size
+        if self._shares is not None and len(self._workers) < num_all and self._settings.consistency != "bsp":
+            rate = float(rate) * len(self._workers) / (num_all * self._shares.total_part(self._workers))
+        return rate
+
+    def _make_push(self, step: int, rate: float, is_applied: bool, weight: float) -> Request:
         push = pb.Push(
             group=self._context.group,
             session=self._servers.session,
             sequence=step + 1,
             rate=rate,
             is_applied=is_applied,
+            weight=weight,
         )
 
         def message(shard: ShardView, is_missing: bool) -> tuple[bytes, Sequence[np.ndarray]]:
@@ -154,7 +167,7 @@ class ShatExchange(Exchange, Joiner):
             weight = self._settings.weight(reply.num_others, reply.num_workers)  # Line 7.
             self._beside(buckets)[shard.index] = weight
             self._latest[shard.index] = (reply.num_others, weight)
-            self._num_workers = self._membership.world_size - len(reply.lost)
+            self._workers = [rank for rank in range(self._membership.world_size) if rank not in reply.lost]
             self._note_snapshots(shard, reply)
             self._membership.hear_of_lost(shard.server, reply.lost)
         return Incoming(outgoing.step, outgoing.segment, tuple(buckets))

@@ -9,12 +9,18 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from hop_tf.keras_hook.optimizers import clipped, descent_of, learning_rate, loss_scale, unscaled, weight_decays
+from hop_tf.keras_hook.shares import BatchShares
 from hop_tf.runtime.group import Group
 from hop_tf.tensors.finite import are_finite
 
-# What travels beside the variables: to the servers, the learning rate and whether gradients are applied; from them, the
-# weight alpha of each.
+# What travels beside the variables: to the servers, the learning rate, whether gradients are applied, and where workers
+# weigh them the rows that they are of; from them, the weight alpha of each.
 NUM_BESIDE = 2
+
+
+def num_beside(num_servers: int, *, weighs_rows: bool) -> int:
+    """How many numbers travel beside."""
+    return max(NUM_BESIDE + weighs_rows, num_servers)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,10 +47,14 @@ class Pushes(abc.ABC):
 
     Args:
       num_servers: Number of parameter servers.
+      shares: What part of a batch each worker takes. Default: all parts are equal.
+      takes_mean: Whether servers take the mean of all workers' pushes, weighed by rows. Default False: each counts.
     """
 
-    def __init__(self, num_servers: int):
-        self._num_beside = max(NUM_BESIDE, num_servers)
+    def __init__(self, num_servers: int, shares: BatchShares | None = None, *, takes_mean: bool = False):
+        self._shares = shares
+        self._takes_mean = takes_mean
+        self._num_beside = num_beside(num_servers, weighs_rows=shares is not None)
 
     @abc.abstractmethod
     def begin(self, group: Group, values: Sequence[tf.Tensor], gradients: list) -> PushedStep:
@@ -57,8 +67,12 @@ class Pushes(abc.ABC):
     def _submit(
         self, group: Group, pushed: Sequence[tf.Tensor], rate: tf.Tensor, is_applied: tf.Tensor
     ) -> list[tf.Tensor]:
-        beside = tf.stack([tf.cast(rate, tf.float32), tf.cast(is_applied, tf.float32)])
-        beside = tf.pad(beside, [[0, self._num_beside - NUM_BESIDE]])
+        beside = [rate, is_applied]
+        if self._shares is not None:
+            times = 1.0 if self._takes_mean else self._shares.times_equal
+            beside = [tf.cast(rate, tf.float64) * times, is_applied, self._shares.rows]
+        beside = tf.stack([tf.cast(each, tf.float32) for each in beside])
+        beside = tf.pad(beside, [[0, self._num_beside - beside.shape[0]]])
         outgoing = [*pushed, *(variable.read_value() for variable in group.carried), beside]
         group.submit(outgoing)  # Line 5.
         return outgoing

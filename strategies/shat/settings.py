@@ -77,6 +77,7 @@ class ShatSettings:
     min_mixing: float | None
     log_base: float
     codec: codecs.Codec
+    batch_shares: str = "None"  # For the servers, which see to it that workers agree.
 
     def __post_init__(self):
         if isinstance(self.mixing, str):

@@ -29,13 +29,14 @@ import numpy as np
 import tensorflow as tf
 
 from hop_tf import codecs
+from hop_tf.arguments import checked_batch_shares, describe_batch_shares
 from hop_tf.cluster import Cluster
 from hop_tf.errors import ClusterConfigError
 from hop_tf.keras_hook.optimizers import averages_of, ema_overwrite_frequency
 from hop_tf.options import CommunicationOptions
 from hop_tf.runtime.group import ExchangeContext, Group
 from hop_tf.strategies.shat.exchange import ShatExchange
-from hop_tf.strategies.shat.pushes import NUM_BESIDE, PushedStep
+from hop_tf.strategies.shat.pushes import PushedStep, num_beside
 from hop_tf.strategies.shat.server.service import serve
 from hop_tf.strategies.shat.server.snapshots import SnapshotOptions
 from hop_tf.strategies.shat.settings import ShatSettings, mixing_weight
@@ -95,6 +96,12 @@ class SHATParameterServerStrategy(ExchangeStrategy):
         a name ("truncate16", "int8", "sketch"). Default None.
       snapshots: When and where servers write snapshots: a `hop_tf.SnapshotOptions`. Of no matter to workers. Default
         None: nowhere.
+      batch_shares: What part of each global batch a rank takes: a list with a positive number for each rank, such as
+        [3, 1], or "auto": in proportion to speeds, which ranks measure and agree on at the beginning of each epoch, and
+        after the first 16 steps of a `fit`. A push counts in proportion: the servers add a step times the worker's
+        part, in the place of 1 / n, and make a step of a pushed gradient with n times the part of the learning rate;
+        with "bsp", their means count each worker as often as it has rows. Workers make their own steps at full size.
+        Default None: all parts are equal.
       cluster_resolver: Where the cluster is described. Default: `TF_CONFIG`.
       communication_options: Deadlines, credentials, records. Default: `CommunicationOptions()`.
 
@@ -128,9 +135,11 @@ class SHATParameterServerStrategy(ExchangeStrategy):
         log_base: float = math.e,
         codec: codecs.Codec | str | None = None,
         snapshots: SnapshotOptions | None = None,
+        batch_shares: Sequence[float] | str | None = None,
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
         communication_options: CommunicationOptions | None = None,
     ):
+        cluster = Cluster.from_resolver(cluster_resolver)
         self._settings = ShatSettings(
             mixing=mixing,
             pushes=pushes,
@@ -140,13 +149,13 @@ class SHATParameterServerStrategy(ExchangeStrategy):
             min_mixing=min_mixing,
             log_base=log_base,
             codec=codec,
+            batch_shares=describe_batch_shares(checked_batch_shares(batch_shares, cluster.world_size)),
         )
         if not isinstance(snapshots, SnapshotOptions | None):
             raise TypeError(
                 "`snapshots` must be a hop_tf.SnapshotOptions, as SnapshotOptions(directory=...), or None. "
                 f"Received: snapshots={snapshots!r}."
             )
-        cluster = Cluster.from_resolver(cluster_resolver)
         if cluster.task_type == "ps":
             serve(cluster, options=communication_options, snapshots=snapshots)
             raise SystemExit(0)
@@ -163,6 +172,7 @@ class SHATParameterServerStrategy(ExchangeStrategy):
             cluster=cluster,
             cluster_resolver=cluster_resolver,
             communication_options=communication_options,
+            batch_shares=batch_shares,
             identity={},  # The servers compare the settings, which they need not be given.
             neighbors=(),
             continue_without_lost=True,
@@ -218,10 +228,10 @@ class SHATParameterServerStrategy(ExchangeStrategy):
         return {**super().report(), "pushes_by_others": float(others), "mixing_weight": float(weight)}
 
     def make_exchange(self, context: ExchangeContext) -> ShatExchange:
-        return ShatExchange(context, self._settings)
+        return ShatExchange(context, self._settings, self.training.shares)
 
     def specs_beside(self) -> Sequence[TensorSpec]:
-        size = max(NUM_BESIDE, self._num_servers)
+        size = num_beside(self._num_servers, weighs_rows=self.training.shares is not None)
         return [TensorSpec("hop_tf/beside", (size,), tf.float32, exact=True)]
 
     def begin_group(self, group: Group) -> None:

@@ -163,7 +163,7 @@ class ConfiguredGroup:
     def gradient_of(self, push: pb.Push, payload: np.ndarray) -> Gradient:
         """What a push brings."""
         buckets = None if push.asks_again else self._encoding.decode(payloads.split(payload))
-        return Gradient(push.sequence, buckets, push.rate, push.is_applied, push.session)
+        return Gradient(push.sequence, buckets, push.rate, push.is_applied, push.session, push.weight or 1.0)
 
     def view(self, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Buckets that were not encoded."""

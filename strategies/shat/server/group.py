@@ -32,6 +32,7 @@ class Gradient:
       rate: The learning rate.
       is_applied: Whether to apply it.
       session: The session. Default: the first.
+      weight: What it counts as much as in means of several.
     """
 
     sequence: int
@@ -39,6 +40,7 @@ class Gradient:
     rate: float
     is_applied: bool = True
     session: int = 1
+    weight: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +101,7 @@ class ServedGroup:
         self._workers: dict[int, Participant] = {}
         self._processes: dict[int, str] = {}  # Also of workers that left.
         self._pushed: dict[int, Gradient] = {}
-        self._statistics: dict[int, list[np.ndarray]] = {}
+        self._statistics: dict[int, Gradient] = {}
         self._means: list[np.ndarray] = []
         self.training = ""
         self.num_assigned = 0
@@ -185,7 +187,7 @@ class ServedGroup:
     def _forget_statistics(self, worker: int) -> None:
         values = self._statistics.pop(worker, None)
         if values is not None and not self._statistics:
-            self._means = values  # Nobody else's are there to go on with.
+            self._means = values.buckets  # Nobody else's are there to go on with.
 
     def end(self) -> None:
         """Takes no more pushes: `state` is the last one."""
@@ -221,7 +223,8 @@ class ServedGroup:
             self._pushed[worker] = gradient
             self._latest = _nothing
             if self._carried:
-                self._statistics[worker] = [np.array(gradient.buckets[index]) for index in self._carried]
+                values = [np.array(gradient.buckets[index]) for index in self._carried]
+                self._statistics[worker] = dataclasses.replace(gradient, buckets=values)
             return self._advance()
 
     def _advance(self) -> list[Answer]:
@@ -245,7 +248,7 @@ class ServedGroup:
         applied = {worker: gradient for worker, gradient in pushed.items() if gradient.is_applied}
         if applied:
             rate = next(iter(applied.values())).rate  # Of several (bsp), the lowest rank's.
-            self._shard.apply(self._mean([gradient.buckets for gradient in applied.values()]), rate)
+            self._shard.apply(self._mean(list(applied.values())), rate)
         self.num_pushes += len(applied)
         for worker, known in self._workers.items():
             known.num_others += len(applied.keys() - {worker})
@@ -337,13 +340,23 @@ class ServedGroup:
         self._statistics.clear()
         self._means = [np.array(buckets[index]) for index in self._carried]
 
-    def _mean(self, vectors: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
-        """The mean of each bucket, summed in float32 at least; the only vector itself where there is one."""
-        return list(vectors[0]) if len(vectors) == 1 else [self._mean_of(each) for each in zip(*vectors, strict=True)]
+    def _mean(self, gradients: Sequence[Gradient]) -> list[np.ndarray]:
+        """The mean of each bucket, summed in float32 at least; the only push itself where there is one."""
+        if len(gradients) == 1:
+            return list(gradients[0].buckets)
+        weights = [gradient.weight for gradient in gradients]
+        weights = None if len(set(weights)) == 1 else [weight / sum(weights) for weight in weights]
+        return [self._mean_of(each, weights) for each in zip(*(g.buckets for g in gradients), strict=True)]
 
-    def _mean_of(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
+    def _mean_of(self, arrays: Sequence[np.ndarray], weights: Sequence[float] | None) -> np.ndarray:
+        """The mean of some arrays; with weights, which add up to 1, it is their sum."""
         dtype = np.promote_types(arrays[0].dtype, np.float32)
         total = self._pool.take(arrays[0].size * dtype.itemsize).view(dtype)
+        if weights is not None:
+            np.multiply(arrays[0], weights[0], out=total, dtype=dtype)
+            for array, weight in zip(arrays[1:], weights[1:], strict=True):
+                total += array * dtype.type(weight)
+            return total.astype(arrays[0].dtype, copy=False)
         np.add(arrays[0], arrays[1], out=total, dtype=dtype)
         for array in arrays[2:]:
             total += array

@@ -1,0 +1,110 @@
+"""`BatchShares`: what part of each global batch a rank takes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Sequence
+
+import tensorflow as tf
+
+AUTO = "auto"
+
+
+class BatchShares:
+    """Divides global batches in proportion to a share of each rank, by whole rows.
+
+    With C[r] for the sum of the shares of ranks below r, and C for that of all, rank r of N takes the rows from
+    n C[r] // C up to n C[r + 1] // C of a batch of n rows. Where that leaves a rank without a row, it takes the next
+    one, and those behind it begin later. A batch with fewer rows than ranks is shared equally: some ranks take the same
+    row. So all ranks know each other's slices, given the shares.
+
+    Args:
+      given: A share for each rank, in whole numbers, of which the sum is at most 2^31; or `AUTO`: equal shares, until
+        others are assigned.
+      rank: This rank.
+      world_size: N.
+
+    Attributes:
+      is_automatic: Whether shares change.
+      rows: float64 scalar: how many rows the training step has that is being traced (or, eagerly, run). That is what
+        the step weighs in means over ranks. 1 in a custom loop, whose losses weigh their rows themselves.
+      times_equal: float64 scalar: how many times an equal share this rank's share is, in that step; 1 in a custom loop.
+    """
+
+    def __init__(self, given: Sequence[int] | str, rank: int, world_size: int):
+        self.is_automatic = given == AUTO
+        self._rank = rank
+        self._world_size = world_size
+        self._given = [1] * world_size if self.is_automatic else list(given)
+        self.rows: tf.Tensor | float = 1.0
+        self.times_equal: tf.Tensor | float = 1.0
+
+    @functools.cached_property
+    def variable(self) -> tf.Variable:
+        """The shares, where they change. Not made in the constructor: programs may still choose their devices."""
+        with tf.init_scope(), tf.device("/cpu:0"):
+            return tf.Variable(self._given, dtype=tf.int64, trainable=False, name="hop_tf_batch_shares")
+
+    def __str__(self) -> str:
+        return AUTO if self.is_automatic else str(self._given)
+
+    def assign(self, shares: Sequence[int]) -> None:
+        """Changes the shares, for batches that are taken from now on."""
+        self.variable.assign(shares)
+
+    @property
+    def of_ranks(self) -> list[int]:
+        """The shares as they are."""
+        return self.variable.numpy().tolist() if self.is_automatic else self._given
+
+    def part_of(self, ranks: Collection[int]) -> float:
+        """This rank's share in that of some ranks together, which it is one of."""
+        shares = self.of_ranks
+        return shares[self._rank] / sum(shares[rank] for rank in ranks)
+
+    def total_part(self, ranks: Collection[int]) -> float:
+        """What part of a batch some ranks take together."""
+        shares = self.of_ranks
+        return sum(shares[rank] for rank in ranks) / sum(shares)
+
+    def _read(self) -> tf.Tensor:
+        return self.variable.read_value() if self.is_automatic else tf.constant(self._given, tf.int64)
+
+    def begin_step(self, rows: tf.Tensor | None) -> None:
+        """Emits the ops for what is known of a step.
+
+        Args:
+          rows: int64 scalar: how many rows of its batch this rank has; None in a custom loop.
+        """
+        self.rows = self.times_equal = tf.constant(1.0, tf.float64)
+        if rows is not None:
+            shares = tf.cast(self._read(), tf.float64)
+            self.rows = tf.cast(rows, tf.float64)
+            self.times_equal = self._world_size * shares[self._rank] / tf.reduce_sum(shares)
+
+    def slice_of(self, num_rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Emits the ops that compute this rank's slice of a batch.
+
+        Args:
+          num_rows: int64 scalar: n.
+
+        Returns:
+          int64 scalars: its first row, and the one behind its last.
+        """
+        rank, world_size = self._rank, self._world_size
+        ends = tf.cumsum(self._read())
+        bounds = tf.concat([[tf.constant(0, tf.int64)], num_rows * ends // ends[-1]], axis=0)
+
+        def bound(r: int) -> tf.Tensor:  # Each is behind the one before, and leaves enough rows for the ranks behind.
+            first = r + tf.reduce_max(bounds[: r + 1] - tf.range(r + 1, dtype=tf.int64))
+            return tf.minimum(first, num_rows - (world_size - r))
+
+        start, end = equal_slice(num_rows, rank, world_size)
+        has_enough = num_rows >= world_size
+        return tf.where(has_enough, bound(rank), start), tf.where(has_enough, bound(rank + 1), end)
+
+
+def equal_slice(num_rows: tf.Tensor, rank: int, world_size: int) -> tuple[tf.Tensor, tf.Tensor]:
+    """Emits the ops that compute a rank's slice where all shares are equal; see `BatchShares.slice_of`."""
+    start = num_rows * rank // world_size
+    return start, tf.maximum(num_rows * (rank + 1) // world_size, start + 1)

@@ -1,0 +1,221 @@
+"""What ranks measure of the rows that they train on, and how they agree on shares of a batch by that.
+
+A rank measures how long a step takes from its batch to its gradients, waiting for nobody. When all have made some
+steps, and again whenever an epoch begins, each tells rank 0 its seconds for a row. Rank 0 makes shares in proportion to
+the ranks' speeds, and gives all the same ones. As all wait for that between two steps, all change in the same step.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from hop_tf.keras_hook.shares import BatchShares
+from hop_tf.membership import Membership, SessionQueue
+from hop_tf.transport.base import Message
+
+QUEUE = "batch_shares"
+
+# Steps after which ranks agree for the first time in a `fit`, and fewest that are enough to measure.
+WARMUP_STEPS = 16
+_MIN_STEPS = 4
+# Steps that the median duration is of.
+_NUM_LATEST = 64
+# What shares that were measured add up to, and the change of one below which it is not worth one.
+_TOTAL = 1 << 16
+_TOLERANCE = 0.03
+
+_MEASURED = struct.Struct("<qd")  # The position, and seconds for a row; 0 if that is not known.
+_POSITION = struct.Struct("<q")  # In a decision the shares follow.
+_SHARE = np.dtype("<i8")
+
+
+class RowStatistics:
+    """Rows trained on, and the time that they take, counted by the training graph.
+
+    Attributes:
+      total: How many rows this rank has trained on; float64 variable.
+    """
+
+    def __init__(self):
+        with tf.init_scope(), tf.device("/cpu:0"):
+            self.total = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="hop_tf_rows")
+            self._started_at = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="hop_tf_rows_started_at")
+            self._number = tf.Variable(0, dtype=tf.int64, trainable=False, name="hop_tf_rows_number")
+            latest = tf.zeros([_NUM_LATEST], tf.float64)
+            self._latest = tf.Variable(latest, trainable=False, name="hop_tf_seconds_for_a_row")
+
+    def count(self, rows: tf.Tensor) -> None:
+        """Emits the op that counts a step's rows."""
+        self.total.assign_add(tf.cast(rows, tf.float64))
+
+    # The clock is read in functions: see `hop_tf.runtime.report`.
+
+    def begin_step(self) -> tf.Tensor:
+        """Emits the op that notes that a step begins: its batch is there. The rest of it should come after this."""
+        with tf.device("/cpu:0"):
+            return self._record_start()
+
+    def end_step(self, rows: tf.Tensor, gradients: Sequence) -> None:
+        """Emits the op that notes that the gradients of a step with so many rows are there."""
+        ready = [each for each in tf.nest.flatten(gradients, expand_composites=True) if each is not None]
+        rows = tf.cast(rows, tf.float64)  # Within the context, this would wait in the place of what follows.
+        with tf.device("/cpu:0"), tf.control_dependencies([] if tf.executing_eagerly() else ready):
+            self._record_end(rows)
+
+    @tf.function
+    def _record_start(self) -> tf.Tensor:
+        now = tf.timestamp()
+        self._started_at.assign(now)
+        return now
+
+    @tf.function
+    def _record_end(self, rows: tf.Tensor) -> None:
+        seconds = (tf.timestamp() - self._started_at) / rows
+        self._latest.scatter_nd_update([[self._number % _NUM_LATEST]], [seconds])
+        self._number.assign_add(1)
+
+    def take_seconds_per_row(self) -> float:
+        """The median of the steps since this was asked last; 0.0, and they stay, where these are too few."""
+        number = int(self._number)
+        if number < _MIN_STEPS:
+            return 0.0
+        self._number.assign(0)
+        return float(np.median(self._latest.numpy()[:number]))
+
+
+def shares_of(seconds_per_row: Mapping[int, float], shares: Sequence[int]) -> list[int]:
+    """Shares in proportion to the ranks' speeds, in whole numbers.
+
+    Args:
+      seconds_per_row: Those of the ranks that are there; 0.0 if one is not known.
+      shares: The present ones. Those of ranks that are not there stay; and all, where speeds are not known, or none
+        would change by much.
+
+    Returns:
+      The shares.
+    """
+    if not all(seconds_per_row.values()):
+        return list(shares)
+    speeds = {rank: 1 / seconds for rank, seconds in seconds_per_row.items()}
+    parts = np.asarray(shares) / sum(shares)
+    known = list(speeds)
+    new = parts.copy()
+    new[known] = np.array([*speeds.values()]) / sum(speeds.values()) * parts[known].sum()
+    if np.all(np.abs(new / parts - 1) <= _TOLERANCE):
+        return list(shares)
+    return [max(1, round(_TOTAL * part)) for part in new]
+
+
+class ShareAgreement:
+    """Brings all ranks the shares that rank 0 makes of what they have measured.
+
+    Where in a `fit` ranks agree is a *position*: 1 after the first steps of the first epoch, and 2 e when epoch e
+    begins. A rank that has left is not waited for, and nobody waits for rank 0 when that has: shares stay as they are.
+    A process that was started again takes no part in the running `fit`; it takes shares that come.
+
+    Args:
+      membership: Waiting and transport.
+      shares: What is agreed on.
+
+    Attributes:
+      takes_part: Whether this rank tells what it has measured, in the running session.
+      sent_rounds: The position behind the last one that this rank has sent to others in the running session.
+    """
+
+    def __init__(self, membership: Membership, shares: BatchShares):
+        self._membership = membership
+        self._shares = shares
+        self._others = [rank for rank in range(membership.world_size) if rank != membership.rank]
+        self._queue = SessionQueue(membership, QUEUE, membership.session)
+        self._measured: dict[int, tuple[int, float]] = {}  # The latest position, and seconds for a row, of each rank.
+        self._decided: tuple[int, list[int]] = (0, [])
+        self._incarnations: dict[int, int] = {}
+        self.takes_part = True
+        self.sent_rounds = 0
+        self._queue.start(self._on_message)
+
+    def reset(self, session: int) -> None:
+        """Forgets everything, for a session that this rank is about to enter."""
+        with self._membership.monitor:
+            self._queue.session = session
+            self._measured.clear()
+            self._decided = (0, [])
+            self._incarnations = {rank: self._membership.incarnation_of(rank) for rank in self._others}
+            self.sent_rounds = 0
+
+    def agree(self, position: int, seconds_per_row: float) -> None:
+        """Assigns the shares that all ranks get; between two steps.
+
+        Args:
+          position: See above.
+          seconds_per_row: What this rank has measured; 0.0 if it has not.
+
+        Blocks: until all ranks that take part have come here, and rank 0's answer is there.
+
+        Raises:
+          HopError: As `Membership.wait` does.
+        """
+        if self.takes_part and self._membership.rank == 0:
+            self._decide(position, seconds_per_row)
+        elif self.takes_part:
+            self._send(0, _MEASURED.pack(position, seconds_per_row), position)
+            self._wait(lambda: [0] if self._decided[0] < position and self._counts(0, position) else [], position)
+        self._assign()
+
+    def _decide(self, position: int, seconds_per_row: float) -> None:
+        def missing() -> list[int]:
+            known = self._measured
+            return [r for r in self._others if known.get(r, (0,))[0] < position and self._counts(r, position)]
+
+        self._wait(missing, position)
+        with self._membership.monitor:
+            of_ranks = {0: seconds_per_row, **{rank: seconds for rank, (_, seconds) in self._measured.items()}}
+            of_ranks = {rank: seconds for rank, seconds in of_ranks.items() if rank == 0 or self._is_there(rank)}
+            present = [rank for rank in self._others if self._membership.departure(rank) is None]
+        self._decided = position, shares_of(of_ranks, self._shares.of_ranks)
+        data = _POSITION.pack(position) + np.array(self._decided[1], _SHARE).tobytes()
+        for rank in present:
+            self._send(rank, data, position)
+
+    def _assign(self) -> None:
+        with self._membership.monitor:
+            _, shares = self._decided
+        if shares and shares != self._shares.of_ranks:
+            self._shares.assign(shares)
+            parts = ", ".join(f"{share / sum(shares):.3f}" for share in shares)
+            logging.info("rank %d: ranks take these parts of a batch from now on: %s.", self._membership.rank, parts)
+
+    def _send(self, rank: int, header: bytes, position: int) -> None:
+        if self._counts(rank, position) or self._membership.rank == 0:
+            self._membership.transport.connect(rank)  # From now on its silence counts.
+            self._queue.send(rank, header, step=position)
+        with self._membership.monitor:
+            self.sent_rounds = position + 1
+
+    def _wait(self, missing, position: int) -> None:
+        self._membership.wait(missing, operation="agree on batch shares", step=position)
+
+    def _is_there(self, rank: int) -> bool:
+        return self._membership.incarnation_of(rank) == self._incarnations[rank] and (
+            self._membership.departure(rank) is None
+        )
+
+    def _counts(self, rank: int, position: int) -> bool:
+        """Whether `rank` takes part. With the monitor held, or where a race does no harm."""
+        is_new = self._membership.incarnation_of(rank) != self._incarnations[rank]
+        return not is_new and self._membership.delivers(rank, QUEUE, position)
+
+    def _on_message(self, message: Message) -> None:
+        header = message.header
+        if message.sender == 0 and len(header) == _POSITION.size + self._membership.world_size * _SHARE.itemsize:
+            (position,) = _POSITION.unpack_from(header)
+            self._decided = position, np.frombuffer(header, _SHARE, offset=_POSITION.size).tolist()
+        elif self._membership.rank == 0 and len(header) == _MEASURED.size:
+            self._measured[message.sender] = _MEASURED.unpack(header)
+        else:
+            raise message.unexpected()
