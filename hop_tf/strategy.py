@@ -211,11 +211,14 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
           (time for which steps had their gradients and still waited for other ranks), `compute_seconds` (the median of
           the latest steps' durations, without what they waited; both stay 0 with `run_eagerly`), `ranks_lost` and
           `ranks_left` (how often another rank was lost, or left by an exception, and this one went on),
-          `nonfinite_steps` (see `CommunicationOptions.on_nonfinite`), `bytes_sent`, `bytes_received`, `messages_sent`,
+          `nonfinite_steps` (see `CommunicationOptions.on_nonfinite`), `batch_share` (the part of each batch that this
+          rank takes; where there are `batch_shares`), `bytes_sent`, `bytes_received`, `messages_sent`,
           `messages_received`, `connections_refused`, `bytes_sent_on_lane_<k>` (small messages are on lane 0, arrays on
           lane 1, and on one more for each further interface), and the scheme's own.
         """
         totals = {"rank": self.rank, **self.training.statistics.counters()}
+        if self.training.shares is not None:
+            totals["batch_share"] = self.batch_shares[self.rank]
         return {**totals, **(self._worker.counters() if self._worker else {})}
 
     def gather_reports(self, **extra) -> list[dict] | None:

@@ -131,11 +131,10 @@ class CanaryStrategy(ExchangeStrategy):
         `PeerLostError`, since others may train on, on the other side of a cut. Default None: more than half of the
         ranks; 1 where there are two.
       batch_shares: What part of each global batch a rank takes: a list with a positive number for each rank, such as
-        [3, 1], or "auto": in proportion to speeds, which ranks measure and agree on at the beginning of each epoch, and
-        after the first 16 steps of a `fit`. With "bsp", mean gradients count each rank as often as it has rows in the
-        step. Otherwise a rank's step goes to the others times its part, in the place of 1 / n: the sum moves the
-        replicas as far as one step of the whole batch does. Its own stands in at its full size. Default None: all parts
-        are equal.
+        [3, 1], or "auto": in proportion to speeds, which ranks measure and agree on (see `docs/data.md`). With "bsp",
+        mean gradients count each rank as often as it has rows in the step. Otherwise a rank's step goes to the others
+        times its part, in the place of 1 / n: the sum moves the replicas as far as one step of the whole batch does.
+        Its own stands in at its full size. Default None: all parts are equal.
       cluster_resolver: Where the cluster is described. Default: `TF_CONFIG`.
       communication_options: Deadlines, credentials, records. Default: `CommunicationOptions()`.
 

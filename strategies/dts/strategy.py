@@ -98,10 +98,10 @@ class DTSStrategy(ExchangeStrategy):
         `PeerLostError`, since others may train on, on the other side of a cut. Default None: more than half of the
         ranks; 1 where there are two.
       batch_shares: What part of each global batch a rank takes: a list with a positive number for each rank, such as
-        [3, 1], or "auto": in proportion to speeds, which ranks measure and agree on at the beginning of each epoch, and
-        after the first 16 steps of a `fit`. A mean change counts each rank as often as it has trained on rows in the
-        window: as a change is about minus the rate times a sum of mean gradients, each row counts the same, and with
-        delay 0, interval 1 and SGD that is synchronous training. Default None: all parts are equal.
+        [3, 1], or "auto": in proportion to speeds, which ranks measure and agree on (see `docs/data.md`). A mean change
+        counts each rank as often as it has trained on rows in the window: as a change is about minus the rate times a
+        sum of mean gradients, each row counts the same, and with delay 0, interval 1 and SGD that is synchronous
+        training. Default None: all parts are equal.
       cluster_resolver: Where the cluster is described. Default: `TF_CONFIG`.
       communication_options: Deadlines, credentials, records. Default: `CommunicationOptions()`.
 

@@ -105,11 +105,11 @@ class HopStrategy(ExchangeStrategy):
         `PeerLostError`, since others may train on, on the other side of a cut. Default None: more than half of the
         ranks; 1 where there are two.
       batch_shares: What part of each global batch a rank takes: a list with a positive number for each rank, such as
-        [3, 1], or "auto": in proportion to speeds, which ranks measure and agree on at the beginning of each epoch, and
-        after the first 16 steps of a `fit`. Parameters are averaged with the weights of the topology, which keep their
-        mean over the ranks. That mean then is to move by the steps of the ranks, each in proportion to its rows; so
-        what a rank's optimizer adds is multiplied by n times its part, n for the number of ranks. Weight decay, and
-        moving statistics, are not. Default None: all parts are equal.
+        [3, 1], or "auto": in proportion to speeds, which ranks measure and agree on (see `docs/data.md`). Parameters
+        are averaged with the weights of the topology, which keep their mean over the ranks. That mean then is to move
+        by the steps of the ranks, each in proportion to its rows; so what a rank's optimizer adds is multiplied by n
+        times its part, n for the number of ranks. Weight decay, and moving statistics, are not. Default None: all parts
+        are equal.
       cluster_resolver: Where the cluster is described. Default: `TF_CONFIG`.
       communication_options: Deadlines, credentials, records. Default: `CommunicationOptions()`.
 

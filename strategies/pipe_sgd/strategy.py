@@ -109,10 +109,9 @@ class PipeSGDStrategy(ExchangeStrategy):
         `PeerLostError`, since others may train on, on the other side of a cut. Default None: more than half of the
         ranks; 1 where there are two.
       batch_shares: What part of each global batch a rank takes: a list with a positive number for each rank, such as
-        [3, 1], or "auto": in proportion to speeds, which ranks measure and agree on at the beginning of each epoch, and
-        after the first 16 steps of a `fit`. A mean counts each rank as often as it has rows in the step, g = sum of n_i
-        g_i / sum of n_i, so that it is that of the whole batch, whatever the shares. A rank's own gradient stands in at
-        its full size. Default None: all parts are equal.
+        [3, 1], or "auto": in proportion to speeds, which ranks measure and agree on (see `docs/data.md`). A mean counts
+        each rank as often as it has rows in the step, g = sum of n_i g_i / sum of n_i, so that it is that of the whole
+        batch, whatever the shares. A rank's own gradient stands in at its full size. Default None: all parts are equal.
       cluster_resolver: Where the cluster is described. Default: `TF_CONFIG`.
       communication_options: Deadlines, credentials, records. Default: `CommunicationOptions()`.
 

@@ -97,11 +97,10 @@ class SHATParameterServerStrategy(ExchangeStrategy):
       snapshots: When and where servers write snapshots: a `hop_tf.SnapshotOptions`. Of no matter to workers. Default
         None: nowhere.
       batch_shares: What part of each global batch a rank takes: a list with a positive number for each rank, such as
-        [3, 1], or "auto": in proportion to speeds, which ranks measure and agree on at the beginning of each epoch, and
-        after the first 16 steps of a `fit`. A push counts in proportion: the servers add a step times the worker's
-        part, in the place of 1 / n, and make a step of a pushed gradient with n times the part of the learning rate;
-        with "bsp", their means count each worker as often as it has rows. Workers make their own steps at full size.
-        Default None: all parts are equal.
+        [3, 1], or "auto": in proportion to speeds, which ranks measure and agree on (see `docs/data.md`). A push counts
+        in proportion: the servers add a step times the worker's part, in the place of 1 / n, and make a step of a
+        pushed gradient with n times the part of the learning rate; with "bsp", their means count each worker as often
+        as it has rows. Workers make their own steps at full size. Default None: all parts are equal.
       cluster_resolver: Where the cluster is described. Default: `TF_CONFIG`.
       communication_options: Deadlines, credentials, records. Default: `CommunicationOptions()`.
 

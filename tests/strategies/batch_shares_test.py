@@ -297,7 +297,7 @@ class AutomaticTest(tf.test.TestCase, parameterized.TestCase):
             model.fit(x, x[:, :1], batch_size=batch_size, epochs=2, shuffle=False, verbose=0)
             return strategy.batch_shares, model
 
-        with _emulated(0.03, "1:3x"):
+        with _emulated(0.05, "1:3x"):
             (shares, fast), (others, slow) = _STRATEGIES[name].run(train, batch_shares="auto")
         self.assertEqual(shares, others)
         self.assertAllClose(shares, [0.75, 0.25], rtol=0.1)
