@@ -76,11 +76,12 @@ class BatchShares:
         Args:
           rows: int64 scalar: how many rows of its batch this rank has; None in a custom loop.
         """
-        self.rows = self.times_equal = tf.constant(1.0, tf.float64)
+        self.rows = self.times_equal = 1.0
         if rows is not None:
-            shares = tf.cast(self._read(), tf.float64)
-            self.rows = tf.cast(rows, tf.float64)
-            self.times_equal = self._world_size * shares[self._rank] / tf.reduce_sum(shares)
+            with tf.device("/cpu:0"):
+                shares = tf.cast(self._read(), tf.float64)
+                self.rows = tf.cast(rows, tf.float64)
+                self.times_equal = self._world_size * shares[self._rank] / tf.reduce_sum(shares)
 
     def slice_of(self, num_rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Emits the ops that compute this rank's slice of a batch.

@@ -8,7 +8,7 @@ the ranks' speeds, and gives all the same ones. As all wait for that between two
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -29,6 +29,8 @@ _NUM_LATEST = 64
 _TOTAL = 1 << 16
 _TOLERANCE = 0.03
 
+# The position of a rank that agrees no more.
+_ENDED = 1 << 62
 _MEASURED = struct.Struct("<qd")  # The position, and seconds for a row; 0 if that is not known.
 _POSITION = struct.Struct("<q")  # In a decision the shares follow.
 _SHARE = np.dtype("<i8")
@@ -167,6 +169,15 @@ class ShareAgreement:
             self._wait(lambda: [0] if self._decided[0] < position and self._counts(0, position) else [], position)
         self._assign()
 
+    def end(self) -> None:
+        """This rank agrees no more in this session: it may have to wait for others, which must not wait for it."""
+        if not self.takes_part:
+            return
+        if self._membership.rank == 0:
+            self._tell(_ENDED, self._shares.of_ranks, self.sent_rounds)
+        else:
+            self._send(0, _MEASURED.pack(_ENDED, 0.0), self.sent_rounds)
+
     def _decide(self, position: int, seconds_per_row: float) -> None:
         def missing() -> list[int]:
             known = self._measured
@@ -174,13 +185,18 @@ class ShareAgreement:
 
         self._wait(missing, position)
         with self._membership.monitor:
-            of_ranks = {0: seconds_per_row, **{rank: seconds for rank, (_, seconds) in self._measured.items()}}
-            of_ranks = {rank: seconds for rank, seconds in of_ranks.items() if rank == 0 or self._is_there(rank)}
+            of_ranks = {rank: seconds for rank, (at, seconds) in self._measured.items() if at < _ENDED}
+            of_ranks = {rank: seconds for rank, seconds in of_ranks.items() if self._is_there(rank)}
+        self._decided = position, shares_of({0: seconds_per_row, **of_ranks}, self._shares.of_ranks)
+        self._tell(*self._decided, position)
+
+    def _tell(self, position: int, shares: Sequence[int], number: int) -> None:
+        """Tells all what rank 0 has decided."""
+        header = _POSITION.pack(position) + np.array(shares, _SHARE).tobytes()
+        with self._membership.monitor:
             present = [rank for rank in self._others if self._membership.departure(rank) is None]
-        self._decided = position, shares_of(of_ranks, self._shares.of_ranks)
-        data = _POSITION.pack(position) + np.array(self._decided[1], _SHARE).tobytes()
         for rank in present:
-            self._send(rank, data, position)
+            self._send(rank, header, number)
 
     def _assign(self) -> None:
         with self._membership.monitor:
@@ -190,20 +206,19 @@ class ShareAgreement:
             parts = ", ".join(f"{share / sum(shares):.3f}" for share in shares)
             logging.info("rank %d: ranks take these parts of a batch from now on: %s.", self._membership.rank, parts)
 
-    def _send(self, rank: int, header: bytes, position: int) -> None:
-        if self._counts(rank, position) or self._membership.rank == 0:
+    def _send(self, rank: int, header: bytes, number: int) -> None:
+        if self._membership.rank == 0 or self._counts(rank, number):
             self._membership.transport.connect(rank)  # From now on its silence counts.
-            self._queue.send(rank, header, step=position)
+            self._queue.send(rank, header, step=number)
         with self._membership.monitor:
-            self.sent_rounds = position + 1
+            self.sent_rounds = number + 1
 
-    def _wait(self, missing, position: int) -> None:
+    def _wait(self, missing: Callable[[], list[int]], position: int) -> None:
         self._membership.wait(missing, operation="agree on batch shares", step=position)
 
     def _is_there(self, rank: int) -> bool:
-        return self._membership.incarnation_of(rank) == self._incarnations[rank] and (
-            self._membership.departure(rank) is None
-        )
+        is_new = self._membership.incarnation_of(rank) != self._incarnations[rank]
+        return not is_new and self._membership.departure(rank) is None
 
     def _counts(self, rank: int, position: int) -> bool:
         """Whether `rank` takes part. With the monitor held, or where a race does no harm."""

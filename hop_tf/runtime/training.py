@@ -285,6 +285,8 @@ class TrainingRun(TrainingHooks):
         self._phase = Phase.FINISHED
         if self._averages_metrics:
             self.worker.metrics.end()
+        if self.worker.share_agreement is not None:
+            self.worker.share_agreement.end()
         for group in () if self.is_behind and self._scheme.in_lock_step else self.groups:
             self._scheme.finish_training(group)
 

@@ -76,6 +76,29 @@ class ShareAgreementTest(parameterized.TestCase):
         self.assertAlmostEqual(first[2] / first[0], 2.0, places=3)
 
     @parameterized.parameters(0, 1)
+    def test_a_rank_that_has_ended_may_wait_for_the_others(self, ended):
+        """As it does for those that are to merge its last window."""
+
+        def body(agreement, shares, rank, cluster):
+            agreement.agree(1, 1.0 + rank)
+            if rank == ended:
+                agreement.end()
+                cluster.memberships[rank].wait_until(lambda: len(done) == 2, 1e9)
+                return shares.of_ranks
+            agreement.agree(2, 2.0)
+            agreement.agree(4, 2.0)
+            done.add(rank)
+            with cluster.memberships[ended].monitor:
+                cluster.memberships[ended].monitor.notify_all()
+            return shares.of_ranks
+
+        done = set()
+        results = _run(3, body)
+        left = [shares for rank, shares in enumerate(results) if rank != ended]
+        self.assertEqual(left[0], left[1])
+        self.assertEqual(results[ended] == left[0], ended == 0)
+
+    @parameterized.parameters(0, 1)
     def test_a_lost_rank_is_not_waited_for(self, lost):
         def body(agreement, shares, rank, cluster):
             agreement.agree(1, 1.0 + rank)

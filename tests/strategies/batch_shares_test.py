@@ -14,7 +14,7 @@ from absl.testing import parameterized
 import hop_tf
 from hop_tf.emulation import ComputeEmulation, Slowdown
 from hop_tf.errors import MismatchError
-from support import MEMBERS, NUM_RANKS, Member, linear_loss
+from support import MEMBERS, NUM_RANKS, Member, StopRank1, linear_loss
 
 _RATE = 0.05
 _NUM_ROWS, _BATCH_SIZE = 237, 100  # The last batch has 37 rows: 27 and 10, or 28 and 9, where ranks share it.
@@ -78,14 +78,14 @@ class SynchronousTest(tf.test.TestCase, parameterized.TestCase):
             for name, values in history.items():
                 self.assertAllClose(its_history[name], values, rtol=1e-5, atol=1e-6)
 
-    @parameterized.product(name=[*_SYNCHRONOUS], optimizer=[*_OPTIMIZERS])
+    @parameterized.product(name=[*_SYNCHRONOUS], optimizer=[*_OPTIMIZERS])  # The first two: Pipe-SGD.
     @pytest.mark.stress(after=2)
     def test_equals_one_device(self, name, optimizer):
         """Weights, and logs; with sample weights, and a smaller last batch."""
         self.check(_SYNCHRONOUS[name], lambda: _network(_OPTIMIZERS[optimizer]()), _SHARES)
 
     @parameterized.parameters(*_SYNCHRONOUS)
-    @pytest.mark.stress(after=1)
+    @pytest.mark.stress
     def test_batch_normalization_of_the_whole_batch_equals_one_device(self, name):
         """A rank's loss depends on the other's rows."""
         self.check(_SYNCHRONOUS[name], lambda: _network("sgd", synchronized=True), [1, 4])
@@ -117,6 +117,7 @@ class SynchronousTest(tf.test.TestCase, parameterized.TestCase):
         for of_rank in _SYNCHRONOUS[name].run(train, batch_shares=_SHARES):
             self.assertAllClose(of_rank, (mean, variance), rtol=1e-4, atol=1e-5)
 
+    @pytest.mark.stress
     def test_a_pipeline_is_that_of_the_whole_batch(self):
         """Means arrive a step late: the same as with one device, whose replay lacks nothing. With a linear loss."""
         x, y, _ = _data()
@@ -188,6 +189,26 @@ class Recorder(keras.Sequential):
         """Of a linear loss, in each step."""
         return [np.mean(x.astype(np.float64) * y, axis=0)[:, None] for x, y in self.batches]
 
+    @pytest.mark.stress
+    def test_data_of_a_function_count_by_rows(self):
+        x, y, _ = (each[:200] for each in _data())
+
+        def train(strategy):
+            part = slice(0, 150) if strategy.rank == 0 else slice(150, 200)
+
+            def make_dataset(context):
+                dataset = tf.data.Dataset.from_tensor_slices((x[part], y[part]))
+                return dataset.batch(context.get_per_replica_batch_size(100))
+
+            with strategy.scope():
+                model = _linear_model(keras.optimizers.SGD(_RATE))
+            model.fit(strategy.distribute_datasets_from_function(make_dataset), verbose=0)
+            return model.get_weights()[0]
+
+        expected = -_RATE * 2 * np.mean(x.astype(np.float64) * y, axis=0)[:, None]  # In two steps, of a linear loss.
+        for of_rank in _SYNCHRONOUS["pipe_sgd"].run(train, batch_shares=_SHARES):
+            self.assertAllClose(of_rank, expected, rtol=0, atol=1e-5)
+
 
 class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
     """NumPy is the reference."""
@@ -226,8 +247,8 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(own, kernel, rtol=0, atol=1e-5)
             self.assertAllClose(mean, np.mean(kernels, axis=0), rtol=0, atol=1e-5)
 
-    @parameterized.parameters((0, 1), (0, 2), (3, 2))
-    @pytest.mark.stress(after=2)
+    @parameterized.parameters((3, 2), (0, 1), (0, 2))
+    @pytest.mark.stress(after=1)
     def test_dts_takes_means_of_changes_by_rows(self, delay, interval):
         """In 6 steps: windows that are whole when `fit` ends; with a linear loss changes do not depend on weights."""
         member = Member(lambda **arguments: hop_tf.DTSStrategy(delay=delay, interval=interval, **arguments))
@@ -241,6 +262,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
         for own, _, _ in found:
             self.assertAllClose(own, expected, rtol=0, atol=1e-5)
 
+    @pytest.mark.stress
     def test_dts_of_single_steps_is_synchronous_training(self):
         member = Member(lambda **arguments: hop_tf.DTSStrategy(delay=0, interval=1, **arguments))
         weights, _ = _fit(_network(keras.optimizers.SGD(_RATE)))
@@ -284,7 +306,7 @@ def _emulated(step_seconds, *slowdowns):
 
 class AutomaticTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(*_STRATEGIES)
-    @pytest.mark.stress(after=2)
+    @pytest.mark.stress(after=1)
     def test_finds_shares_of_a_rank_that_is_three_times_slower(self, name):
         """Within 10 %, in 30 steps, without another trace; each row is in one slice, also when shares change."""
         num_rows, batch_size = 15 * 64, 64
@@ -326,6 +348,22 @@ class AutomaticTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(fast, [4] * 16 + [fast[-1]] * 8)
         self.assertEqual([a + b for a, b in zip(fast, slow, strict=True)], [8] * 24)
         self.assertBetween(fast[-1], 5, 6)
+
+    @parameterized.parameters(0, 1)
+    @pytest.mark.stress
+    def test_a_rank_may_end_early(self, stopped):
+        """The others average its last window with theirs, and do not wait for it when their next epoch begins."""
+        x = np.ones((10 * 8, 5), np.float32)
+
+        def train(strategy):
+            with strategy.scope():
+                model = _linear_model("sgd")
+            stop = StopRank1(rank=1 if strategy.rank == stopped else 0, batch=5)
+            model.fit(x, x[:, :1], batch_size=8, epochs=3, callbacks=[stop], verbose=0)
+            return strategy.report()["steps"]
+
+        steps = _STRATEGIES["dts"].run(train, batch_shares="auto")
+        self.assertEqual([steps[stopped], steps[1 - stopped]], [6, 30])
 
     def test_a_custom_loop_and_data_of_a_function_have_no_automatic_shares(self):
         def train(strategy):

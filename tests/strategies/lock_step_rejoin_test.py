@@ -36,6 +36,8 @@ _MEMBERS = {
         hop_tf.DTSStrategy,
         {"delay": 6, "interval": 2, "codec": "top_k", "outer_optimizer": keras.optimizers.SGD(0.7, momentum=0.9)},
     ),
+    "pipe_sgd_shares": (hop_tf.PipeSGDStrategy, {"batch_shares": [3, 1, 2]}),
+    "dts_measured_shares": (hop_tf.DTSStrategy, {"batch_shares": "auto"}),
     "canary_low_rank": (hop_tf.CanaryStrategy, {"consistency": "bsp", "algorithm": "tree", "low_rank": 2}),
 }
 # Those whose weights are plain SGD with the means of gradients at these.
