@@ -148,7 +148,7 @@ def with_rows_first(members: Sequence[list[int]], specs: Sequence[TensorSpec]) -
     if rows is None:
         return list(members)
     first, *others = [[index for index in segment if index != rows] for segment in members]
-    return [[*first, rows], *others]
+    return [[*first, rows], *filter(None, others)]
 
 
 def submit_gradients(group: Group, gradients: Sequence, rows: tf.Tensor | None = None) -> list[tf.Tensor]:

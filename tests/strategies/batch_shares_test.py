@@ -26,7 +26,7 @@ _OPTIMIZERS = {
 # Where ranks apply the same mean gradients.
 _SYNCHRONOUS = {
     "pipe_sgd": Member(lambda **arguments: hop_tf.PipeSGDStrategy(pipeline_width=1, **arguments)),
-    "segments": Member(lambda **arguments: hop_tf.PipeSGDStrategy(pipeline_width=1, num_segments=2, **arguments)),
+    "segments": Member(lambda **arguments: hop_tf.PipeSGDStrategy(pipeline_width=1, num_segments=9, **arguments)),
     "ring": Member(
         lambda **arguments: hop_tf.PipeSGDStrategy(
             pipeline_width=1, algorithm="ring", on_peer_loss="continue", **arguments
@@ -319,9 +319,12 @@ class AutomaticTest(tf.test.TestCase, parameterized.TestCase):
             model.fit(x, x[:, :1], batch_size=batch_size, epochs=2, shuffle=False, verbose=0)
             return strategy.batch_shares, model
 
-        with _emulated(0.05, "1:3x"):
-            (shares, fast), (others, slow) = _STRATEGIES[name].run(train, batch_shares="auto")
-        self.assertEqual(shares, others)
+        shares, num_rounds = (0.0, 1.0), 0
+        while abs(shares[1] / 0.25 - 1) > 0.1 and num_rounds < 4:  # What else the machine does may disturb one.
+            num_rounds += 1
+            with _emulated(0.05, "1:3x"):
+                (shares, fast), (others, slow) = _STRATEGIES[name].run(train, batch_shares="auto")
+            self.assertEqual(shares, others)
         self.assertAllClose(shares, [0.75, 0.25], rtol=0.1)
         self.assertEqual([fast.num_traces, slow.num_traces], [1, 1])
         if name == "canary":  # It passes over batches.
@@ -392,13 +395,13 @@ class SpeedTest(tf.test.TestCase):
         num_steps, seconds, most_rounds = 12, 0.06, 5
         x = np.ones((num_steps * 8, 5), np.float32)
 
-        def duration_of(shares, *emulation):
+        def step_seconds_of(shares, *emulation):
             def train(strategy):
                 with strategy.scope():
                     model = _linear_model("sgd")
                 times = _Times()
                 model.fit(x, x[:, :1], batch_size=8, callbacks=[times], verbose=0)
-                return times.at[-1] - times.at[1]
+                return np.median(np.diff(times.at[1:]))
 
             with _emulated(*emulation):
                 return max(_STRATEGIES["pipe_sgd"].run(train, batch_shares=shares))
@@ -406,10 +409,10 @@ class SpeedTest(tf.test.TestCase):
         ratios = []
         while max(ratios, default=0.0) < 0.95 and len(ratios) < most_rounds:
             # Of an equal slice: 1 / 3 and 1 of a second's part here, whose mean speed is 2.
-            uneven = duration_of([3, 1], seconds / 1.5, "1:3x")
-            ratios.append(duration_of(None, seconds) / uneven)
+            uneven = step_seconds_of([3, 1], seconds / 1.5, "1:3x")
+            ratios.append(step_seconds_of(None, seconds) / uneven)
         self.assertGreaterEqual(max(ratios), 0.95)
-        without = duration_of(None, seconds / 1.5, "1:3x")
+        without = step_seconds_of(None, seconds / 1.5, "1:3x")
         self.assertLess(uneven, 0.75 * without)  # That takes twice as long.
 
 
