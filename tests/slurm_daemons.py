@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
+import tempfile
 import time
 
 import psutil
@@ -55,7 +56,21 @@ _PROCESSES = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-
 
 def reason_to_skip():
     """Why there can be no cluster here; an empty text if there can."""
-    return private_network.reason_to_skip(*_PROGRAMS)
+    return private_network.reason_to_skip(*_PROGRAMS) or _reason_without_devices()
+
+
+def _reason_without_devices():
+    """As within the sandbox of a build system."""
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            _make_device(os.path.join(directory, "device"))
+        except OSError as error:
+            return f"cannot make device files: {error.strerror}"
+    return ""
+
+
+def _make_device(path):
+    os.mknod(path, 0o020600, os.makedev(1, 3))
 
 
 class SlurmCluster:
@@ -149,7 +164,7 @@ class SlurmCluster:
             with open(path(self._directory, name), "w") as file:
                 file.write(text)
         for number in range(GPUS_PER_NODE):  # Slurm wants devices, and does not use them.
-            os.mknod(path(self._directory, f"gpu{number}"), 0o020600, os.makedev(1, 3))
+            _make_device(path(self._directory, f"gpu{number}"))
 
     def _logs(self):
         texts = []
