@@ -37,7 +37,7 @@ _COLUMNS: tuple[tuple[str, Callable[[Mapping], str]], ...] = (
     ("colayers sent", lambda report: _count(report, "proportion")),
     ("overtime drops", lambda report: _count(report, "overtime_drops")),
     ("waited", lambda report: f"{report.get('wait_seconds', 0.0):.1f} s"),
-    ("waits for", lambda report: ", ".join(map(str, report.get("waits_for", ())))),
+    ("waits for", lambda report: ", ".join(map(str, report.get("waits_for", ()))) or "-"),
     ("sent by lane", lambda report: " ".join(f"{value / 1e6:.1f}" for value in _lanes(report)) + " MB"),
     ("received", lambda report: f"{report.get('bytes_received', 0) / 1e6:.1f} MB"),
 )
