@@ -13,6 +13,7 @@ from hop_tf.version import __version__
 # Each command is a module with `main(argv) -> int`, imported when it is asked for.
 _COMMANDS = {
     "launch": ("hop_tf.commands.launch", "start a training script on several workers, here or over ssh"),
+    "timeline": ("hop_tf.commands.timeline", "write one trace of all ranks, from what they have recorded"),
     "supervise": ("hop_tf.commands.supervise", "show what the ranks of a running job do"),
     "plan": ("hop_tf.commands.plan", "start it, measure, and tell which settings of Pipe-SGD and DTS suit it"),
     "serve": ("hop_tf.commands.serve", "be a parameter server, until the workers are done"),
@@ -28,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
       The exit code.
     """
-    commands = "\n".join(f"  {name:<10}{summary}" for name, (_, summary) in _COMMANDS.items())
+    commands = "\n".join(f"  {name:<11}{summary}" for name, (_, summary) in _COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="hop_tf",
         description="Distributed training of Keras models.",

@@ -61,10 +61,11 @@ class CommunicationOptions:
         `strategy.report()` counts such steps as `nonfinite_steps`); "raise" raises a `HopError` before they are sent,
         and ends the job. Not together with a `LossScaleOptimizer`, whose gradients overflow now and then, and are left
         out then. Default "warn".
-      log_dir: Directory for TensorBoard records of `strategy.report()`; each rank writes a run `rank_<r>` below it.
+      log_dir: Directory for records of what each rank does: `strategy.report()` for TensorBoard, and its events for
+        `hop_tf timeline`. Each rank writes a run `rank_<r>` below it, and each parameter server `ps_<s>`.
         If its disk is full or cannot be written to, training goes on without records, with a warning. Default None: no
         records.
-      report_interval_seconds: Time between two such records. Default 5.
+      report_interval_seconds: Time between two reports for TensorBoard. Default 5.
 
     Raises:
       TypeError: If an argument has another type.

@@ -25,6 +25,7 @@ from hop_tf.keras_hook.shares import BatchShares
 from hop_tf.keras_hook.trace import is_built
 from hop_tf.keras_hook.trainer import forget_cluster, register_cluster, wrap_trainer
 from hop_tf.options import PLAN_VARIABLE, CommunicationOptions, checked_options
+from hop_tf.records import make_recorder
 from hop_tf.runtime.report import ReportWriter, static_identity
 from hop_tf.runtime.scheme import Scheme
 from hop_tf.runtime.training import TrainingRun
@@ -105,7 +106,19 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
         device = "/gpu:0" if tf.config.list_physical_devices("GPU") else "/cpu:0"
         super().__init__(Extended(self, device, self.training))
         self._shows_plan = os.environ.get(PLAN_VARIABLE) == "1"
-        self._writer = ReportWriter(self.report, self._options, self.rank)
+        self._recorder = None
+        if cluster.world_size > 1 or servers:
+            self._recorder = make_recorder(
+                self._options.log_dir,
+                f"rank_{self.rank}",
+                rank=self.rank,
+                number=cluster.number,
+                num_ranks=cluster.world_size,
+                num_servers=len(servers),
+                strategy=type(self).__name__,
+            )
+        self.training.statistics.recorder = self._recorder
+        self._writer = ReportWriter(self.report, self._options, self.rank, self._recorder)
         if not servers:  # They do not know it.
             identity = {**identity, "min_ranks": str(min_ranks), "batch_shares": describe_batch_shares(batch_shares)}
         if cluster.world_size > 1 or servers:
@@ -120,9 +133,11 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
                     min_ranks=min_ranks,
                     servers=servers,
                     shares=shares,
+                    recorder=self._recorder,
                 )
             except BaseException:
                 self._writer.close()
+                self._close_records()
                 raise
             register_cluster(self)
             report = weakref.WeakMethod(self.report)
@@ -291,6 +306,11 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
         if self._worker is not None:
             forget_cluster(self)
         self.training.close(error)
+        self._close_records()
+
+    def _close_records(self) -> None:
+        if self._recorder is not None:
+            self._recorder.close()
 
     def distribute_datasets_from_function(self, dataset_fn, options=None):
         """Returns the dataset that `dataset_fn(input_context)` makes for this rank; `fit` uses it as it is.

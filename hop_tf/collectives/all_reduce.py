@@ -98,6 +98,8 @@ class AllReduce(abc.ABC):
             make_vector(size, np.dtype(dtype), codec, chunk_values, pool, self.passes_sums)
             for size, dtype, codec in zip(sizes, dtypes, codecs, strict=True)
         ]
+        for vector in self._vectors:
+            vector.recorder = membership.recorder
 
     def reset(self, session: int) -> None:
         """Prepares for step 0 of `session`. What codecs have lost is not forgotten."""

@@ -12,7 +12,11 @@ import numpy as np
 
 from hop_tf.codecs import Codec, ErrorFeedback, Sparse
 from hop_tf.codecs.base import float32_copy, take_float32
+from hop_tf.records import Kind, Recorder
 from hop_tf.tensors.buffers import BufferPool
+
+# What takes less is not recorded: of small vectors there would be more events than of all else.
+_LEAST_SECONDS = 2e-5
 
 
 def _timed(method: Callable) -> Callable:
@@ -22,7 +26,10 @@ def _timed(method: Callable) -> Callable:
         try:
             return method(self, *args)
         finally:
-            self.seconds += time.perf_counter() - start
+            seconds = time.perf_counter() - start
+            self.seconds += seconds
+            if self.recorder is not None and self.recorder.is_on and seconds > _LEAST_SECONDS:
+                self.recorder.add(Kind.ENCODE, time.time() - seconds, seconds)
 
     return call
 
@@ -32,7 +39,10 @@ class Vector:
 
     Attributes:
       seconds: Time spent on encoding, decoding and adding.
+      recorder: Told of it; None: nobody is.
     """
+
+    recorder: Recorder | None = None
 
     def __init__(
         self, size: int, dtype: np.dtype, codec: Codec, chunk_values: int, pool: BufferPool, passes_sums: bool

@@ -60,6 +60,7 @@ def _make_parser() -> argparse.ArgumentParser:
         default=60.0,
         help="silence after which a worker is lost (default: %(default)s)",
     )
+    add("--log_dir", help="directory for records of what the server does (see `hop_tf timeline`)")
     add("--data_plane", choices=DATA_PLANES, default=DATA_PLANES[0], help="how arrays travel (default: %(default)s)")
     add("--cluster_token_file", help="file that holds the secret of the job")
     for name in ("tls_certificate_chain", "tls_private_key", "tls_root_certificates"):
@@ -73,6 +74,7 @@ def _read_options(arguments: argparse.Namespace) -> tuple[CommunicationOptions, 
         timeout_seconds=arguments.timeout_seconds,
         data_plane=arguments.data_plane,
         cluster_token=token,
+        log_dir=arguments.log_dir,
         tls_certificate_chain=arguments.tls_certificate_chain,
         tls_private_key=arguments.tls_private_key,
         tls_root_certificates=arguments.tls_root_certificates,

@@ -109,6 +109,14 @@ class TrainingHooks(abc.ABC):
         """Called when `fit` has made the last step of an epoch, before it validates and asks callbacks; also twice."""
 
     @abc.abstractmethod
+    def begin_batch(self) -> None:
+        """Called when `fit` is about to run a step, or several, after the callbacks' `on_train_batch_begin`."""
+
+    @abc.abstractmethod
+    def validation(self) -> contextlib.AbstractContextManager:
+        """Surrounds `evaluate` within `fit`."""
+
+    @abc.abstractmethod
     def average_metrics(self, logs: dict[str, Any], num_steps: int) -> None:
         """Called once with an epoch's metrics, before callbacks are asked; may change them.
 

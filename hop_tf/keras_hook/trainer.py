@@ -90,11 +90,12 @@ def _wrapped(method: Callable, is_fit: bool) -> Callable:
         bound = signature.bind(self, *args, **kwargs)
         given = bound.arguments
         if not is_fit:
-            if hooks in _fits.hooks:  # Validation.
+            is_validation = hooks in _fits.hooks
+            if is_validation:
                 hooks.end_epoch()
                 if hooks.is_behind and method.__name__ == "evaluate" and given.get("return_dict"):
                     return {}  # Of weights that the others' will soon take the place of.
-            with hooks.keras_call():
+            with hooks.keras_call(), hooks.validation() if is_validation else contextlib.nullcontext():
                 return method(self, *args, **kwargs)
         _adopt_optimizers(self, strategy)
         callbacks = given.get("callbacks")
@@ -163,6 +164,8 @@ class _First(keras.callbacks.Callback):
 class _Last(keras.callbacks.Callback):
     """Tells a strategy that the callbacks before this one have begun."""
 
+    async_safe = True
+
     def __init__(self, hooks: TrainingHooks):
         super().__init__()
         self._hooks = hooks
@@ -172,6 +175,9 @@ class _Last(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch, logs=None):
         self._hooks.begin_epoch()
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self._hooks.begin_batch()
 
 
 @contextlib.contextmanager

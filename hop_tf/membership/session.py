@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TypeVar
 
@@ -14,6 +15,7 @@ from hop_tf.membership.departures import Departure
 from hop_tf.membership.monitor import Monitor
 from hop_tf.membership.waiting import Waiting
 from hop_tf.options import CommunicationOptions
+from hop_tf.records import Kind
 from hop_tf.transport.base import Message, Transport
 
 _READY = "membership/ready"
@@ -226,6 +228,7 @@ class Membership(Waiting):
             self._lost_to[server] = set(lost)
             for rank in sorted(lost.keys() - known - {self.rank}):
                 self.num_lost += 1
+                self._note_event(Kind.LOSS, rank, lost[rank])
                 logging.warning("rank %d: the servers go on without rank %d: %s", self.rank, rank, lost[rank])
 
     def missed_share(self) -> dict[int, float]:
@@ -324,6 +327,7 @@ class Membership(Waiting):
         if departure is not None and join.first_steps:
             self._missed[rank] += max(0, min(join.first_steps.values()) - departure.num_rounds)
         self._departures.begin_incarnation(rank, join.incarnation)
+        self._note_event(Kind.JOIN, rank, "")
         logging.warning("rank %d: rank %d takes part again.", self.rank, rank)
         self.monitor.notify_all()
         return True
@@ -402,12 +406,19 @@ class Membership(Waiting):
             self.fail(PeerLostError(f"rank {self.rank}: training ended because {self._cause}"))
         elif leave.lost:
             self.num_lost += 1
+            self._note_event(Kind.LOSS, leave.rank, leave.reason)
             self._note_missing(leave, "was lost")
         elif leave.reason and not leave.final and (self.continue_without_lost or not leave.failed):
             self.num_left += 1
+            self._note_event(Kind.LEAVE, leave.rank, leave.reason)
             self._note_missing(leave, "has left")
         self.monitor.notify_all()
         return True
+
+    def _note_event(self, kind: Kind, rank: int, reason: str) -> None:
+        if self.recorder is not None:
+            self.recorder.add(kind, time.time(), peer=rank)
+            self.recorder.add_line(kind.name.lower(), rank=rank, reason=reason)
 
     def _too_few_without(self, num_unheard: int) -> str:
         num_left = self.world_size - len(self._missing()) - num_unheard

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import math
+import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
@@ -14,6 +15,7 @@ from hop_tf.membership import membership_pb2
 from hop_tf.membership.departures import Departure, Departures
 from hop_tf.membership.monitor import Monitor
 from hop_tf.options import CommunicationOptions
+from hop_tf.records import Kind
 from hop_tf.transport.base import PeerStatus, Transport
 from hop_tf.transport.deadlines import REFUSED_SECONDS, problem_of
 
@@ -66,6 +68,7 @@ class Waiting(abc.ABC):
         self.servers = tuple(servers)
         self.monitor = monitor
         self.transport = transport
+        self.recorder = transport.recorder
         self.continue_without_lost = continue_without_lost
         # How many rounds of the running session this rank has begun; see `Membership.begin_round`.
         self.num_rounds = 0
@@ -226,12 +229,16 @@ class Waiting(abc.ABC):
         Returns:
           What to tell the others of a rank that is lost; what to tell of a stall; None: nobody is missing.
         """
+        begin, last = 0.0, -1
         with self.monitor:
             while True:
                 self.check()  # Even if nobody is awaited: a rank that gave up is awaited no more.
                 awaited = missing()
                 if not awaited:
+                    self._note_wait(begin, last, operation)
                     return None
+                if self.recorder is not None and self.recorder.is_on:
+                    begin, last = begin or time.time(), next(iter(awaited))
                 if interruptible:
                     self._check_interrupted()
                 for peer in awaited:
@@ -249,9 +256,14 @@ class Waiting(abc.ABC):
                     # Other threads that wait as well have nothing to add.
                     if self.monitor.now() >= self._told_at + self._stall_seconds:
                         self._told_at = self.monitor.now()
+                        self._note_wait(begin, last, operation)
                         return self._describe_stall(awaited, self.monitor.now() - start, operation, step)
                 self._awaited[call] = frozenset(awaited)
                 self.monitor.wait(_LIVENESS_PERIOD_SECONDS)
+
+    def _note_wait(self, begin: float, peer: int, operation: str) -> None:
+        if begin:
+            self.recorder.add(Kind.WAIT, begin, time.time() - begin, peer=peer, name=operation)
 
     def _describe_stall(self, awaited: Collection[int], waited: float, operation: str, step: int | None) -> str:
         peers = ", ".join(f"{self._name_of(peer)} ({_liveness(self.transport.status(peer))})" for peer in awaited)

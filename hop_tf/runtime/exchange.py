@@ -12,6 +12,7 @@ import abc
 import contextlib
 import dataclasses
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -19,6 +20,7 @@ import tensorflow as tf
 
 from hop_tf.errors import HopError
 from hop_tf.membership import Interrupted
+from hop_tf.records import Kind, Recorder
 from hop_tf.runtime.joining import Joining
 from hop_tf.tensors.fifo import enqueue_arrays
 from hop_tf.tensors.packing import Packing
@@ -63,10 +65,12 @@ class Exchange(abc.ABC):
       max_in_flight: How many elements the graph may hand out before it takes the first one's result.
       num_threads: How many calls of `step` may be under way at the same time. Their results are delivered in order.
       parts: Where each segment of a step holds some of the variables only: their packings. Otherwise empty.
+      steps_per_round: What is handed out for `Outgoing.step` is of so many training steps.
     """
 
     max_in_flight: int = 1
     num_threads: int = 1
+    steps_per_round: int = 1
     parts: Sequence[Packing] = ()
 
     @abc.abstractmethod
@@ -126,6 +130,13 @@ class Exchange(abc.ABC):
         """What it shows of this moment: the largest of the groups that are."""
         return {}
 
+    def outcomes(self) -> Mapping[str, int]:
+        """What has become of updates since this was made, by the names of `hop_tf.records.events.OUTCOMES`.
+
+        How many steps were passed over need not be told: `Incoming.num_skipped` has.
+        """
+        return {}
+
     def settle(self, deadline: float) -> None:
         """Waits until nobody can need what this rank has, whose process is about to end. Default: nobody can.
 
@@ -152,6 +163,7 @@ class ExchangeRunner:
         over, and `MEETING`, where it is the one that follows.
       on_nonfinite: Called on a communication thread with the number of a step whose values are not finite, before they
         are handed to the scheme. It may raise.
+      recorder: Told of the steps; None: nobody is.
     """
 
     def __init__(
@@ -163,6 +175,7 @@ class ExchangeRunner:
         on_error: Callable[[BaseException], None],
         joining: Joining,
         on_nonfinite: Callable[[int], None] = lambda step: None,
+        recorder: Recorder | None = None,
     ):
         self._name = name
         self._joining = joining
@@ -170,6 +183,8 @@ class ExchangeRunner:
         self._exchange = exchange
         self._on_error = on_error
         self._on_nonfinite = on_nonfinite
+        self._recorder = recorder
+        self._outcomes: Mapping[str, int] = {}
         self._quiet = threading.Event()
         self._interrupted = False
         # The number of what has failed, and why; the earliest, where several have.
@@ -287,6 +302,8 @@ class ExchangeRunner:
             step, segment, are_finite, *buckets = self._outbox.dequeue()
             outgoing = Outgoing(int(step), int(segment), tuple(np.asarray(bucket) for bucket in buckets))
             self._num_taken += 1
+            if self._recorder is not None and outgoing.segment >= 0 and outgoing.step != _END_OF_SESSION:
+                self._recorder.begin_step(outgoing.step * self._exchange.steps_per_round)
             return self._num_taken, outgoing, self._begin(outgoing), bool(are_finite)
 
     def _begin(self, outgoing: Outgoing) -> bool:
@@ -307,7 +324,7 @@ class ExchangeRunner:
             if is_step and self._failure_until(number) is None:
                 if not are_finite:
                     self._on_nonfinite(outgoing.step)
-                incoming = self._step(outgoing)
+                incoming = self._step(outgoing) if self._recorder is None else self._recorded_step(outgoing)
         except (tf.errors.OutOfRangeError, tf.errors.CancelledError):
             pass  # `close` closed the queues.
         except BaseException as raised:
@@ -366,6 +383,27 @@ class ExchangeRunner:
                 self._interrupted = True
         is_step = outgoing.segment not in (CATCH_UP, MEETING)
         return self._exchange.no_op(outgoing) if is_step else self._answer_of(outgoing, 0)
+
+    def _recorded_step(self, outgoing: Outgoing) -> Incoming | None:
+        recorder, begin = self._recorder, time.time()
+        is_on, step = recorder.is_on, recorder.step
+        incoming = self._step(outgoing)
+        if is_on:
+            seconds = time.time() - begin
+            recorder.add(
+                Kind.EXCHANGE, begin, seconds, step=step, name=self._name, number=outgoing.segment & 0xFFFFFFFF
+            )
+            self._record_outcomes(step, 0 if incoming is None else incoming.num_skipped)
+        return incoming
+
+    def _record_outcomes(self, step: int, num_skipped: int) -> None:
+        outcomes = self._exchange.outcomes()
+        new = {name: count - self._outcomes.get(name, 0) for name, count in outcomes.items()}
+        new |= {"skipped": num_skipped, "jumps": int(num_skipped > 0)}
+        for name, number in new.items():
+            if number > 0:
+                self._recorder.add(Kind.OUTCOME, time.time(), step=step, name=name, number=number)
+        self._outcomes = outcomes
 
     def _answer_of(self, outgoing: Outgoing, num_skipped: int) -> Incoming:
         return Incoming(outgoing.step, outgoing.segment, self._nothing, num_skipped)

@@ -134,7 +134,7 @@ class Group:
 
     def signal(self, segment: int, computed: Sequence = ()) -> None:
         """Emits the op that hands a segment without values to the scheme, as soon as `computed` is there."""
-        with tf.control_dependencies(_tensors(computed)):
+        with tf.control_dependencies(tensors_of(computed)):
             nothing = [tf.zeros([0], dtype) for dtype in self.packing.dtypes]
             self.runner.submit(self.step.read_value(), segment, nothing)
 
@@ -158,7 +158,7 @@ class Group:
           One tensor per variable (of the segment), and int64 scalar: how many training steps are to be passed over
           after this one.
         """
-        computed = _tensors(computed)
+        computed = tensors_of(computed)
         with tf.control_dependencies(computed):
             buckets, num_skipped = (take or self.take)(self.step.read_value() if step is None else step, segment)
         self.statistics.count_wait(computed, buckets)
@@ -235,5 +235,6 @@ class Group:
         self.runner.close()
 
 
-def _tensors(computed: Sequence) -> list[tf.Tensor]:
+def tensors_of(computed: Sequence) -> list[tf.Tensor]:
+    """The tensors in a structure in which some may be None."""
     return [each for each in tf.nest.flatten(computed, expand_composites=True) if each is not None]

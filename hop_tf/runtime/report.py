@@ -5,7 +5,7 @@ from __future__ import annotations
 import pathlib
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 
 import numpy as np
@@ -14,12 +14,15 @@ from absl import logging
 
 from hop_tf.cluster import Cluster
 from hop_tf.options import CommunicationOptions
+from hop_tf.records import Kind, Recorder
 from hop_tf.version import __version__
 
 # Ranks may differ in the patch level of these, not in more.
 _COMPARED_PACKAGES = ("tensorflow", "keras")
 # Steps that the median duration is of.
 _NUM_LATEST = 64
+# Steps whose times are kept until the recorder asks for them, which it does twice a second.
+_NUM_KEPT = 2048
 
 
 def static_identity(strategy: str, cluster: Cluster, scheme: Mapping[str, str]) -> dict[str, str]:
@@ -48,11 +51,17 @@ def _minor_version(package: str) -> str:
 
 
 class StepStatistics:
-    """Steps taken and time waited, counted by the training graph itself."""
+    """Steps taken and time waited, counted by the training graph itself.
+
+    Attributes:
+      recorder: Gets the times of each step; None: nobody does.
+    """
 
     def __init__(self):
+        self.recorder: Recorder | None = None
         self._lock = threading.Lock()
         self._state: _StepState | None = None
+        self._num_recorded = 0
 
     def count_step(self) -> None:
         """Emits the op that counts a step."""
@@ -63,6 +72,17 @@ class StepStatistics:
         if not tf.executing_eagerly():
             with tf.device("/cpu:0"):
                 self._get_state().record_start()
+
+    def count_gradients(self, gradients: Sequence[tf.Tensor], step: tf.Tensor) -> None:
+        """Emits the op that notes, for the recorder, when a step has its gradients. Notes nothing in eager execution.
+
+        Args:
+          gradients: What has to be there.
+          step: int64 scalar: the step of the session.
+        """
+        if self.recorder is not None and not tf.executing_eagerly():
+            with tf.device("/cpu:0"), tf.control_dependencies(gradients):
+                self._get_state().times.record_gradients(step)
 
     def count_wait(self, ready: Sequence[tf.Tensor], done: Sequence[tf.Tensor]) -> None:
         """Emits the ops that count the time from `ready` (gradients) to `done` (what others sent); 0 if negative.
@@ -92,8 +112,22 @@ class StepStatistics:
         with self._lock:
             if self._state is None:
                 with tf.init_scope(), tf.device("/cpu:0"):
-                    self._state = _StepState()
+                    self._state = _StepState(keeps_times=self.recorder is not None)
+                if self.recorder is not None:
+                    self.recorder.add_source(self._events)
             return self._state
+
+    def _events(self, is_final: bool) -> Iterator[tuple]:
+        """The events of the steps that have ended since the last call: see `Recorder.add_source`."""
+        recorder, times, num_starts = self.recorder, self._state.times, self._state.num_starts
+        first = max(self._num_recorded, num_starts - _NUM_KEPT + 1)
+        last = num_starts - (not is_final)  # Else one is under way.
+        self._num_recorded = max(last, self._num_recorded)
+        for step, started, ready, done, waited in times.read(first, last) if last > first else ():
+            if ready and recorder.records(step):
+                yield recorder.event(Kind.COMPUTE, started, ready - started, step=step)
+                if waited > 0:
+                    yield recorder.event(Kind.RESULT, done - waited, waited, step=step)
 
 
 class _StepState:
@@ -104,7 +138,7 @@ class _StepState:
     variables are ordered by those variables only. So the clock is read in functions.
     """
 
-    def __init__(self):
+    def __init__(self, keeps_times: bool = False):
         self.steps = tf.Variable(0, dtype=tf.int64, trainable=False, name="hop_tf_steps")
         self.wait_seconds = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="hop_tf_wait_seconds")
         self.ready_at = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="hop_tf_ready_at")
@@ -112,6 +146,12 @@ class _StepState:
         self._waited_before = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="hop_tf_waited_before")
         self._num_starts = tf.Variable(0, dtype=tf.int64, trainable=False, name="hop_tf_starts")
         self._latest = tf.Variable(tf.zeros([_NUM_LATEST], tf.float64), trainable=False, name="hop_tf_latest_steps")
+        self.times = _StepTimes(self._num_starts) if keeps_times else None
+
+    @property
+    def num_starts(self) -> int:
+        """How many steps have begun."""
+        return int(self._num_starts)
 
     @tf.function
     def record_start(self) -> None:
@@ -120,6 +160,8 @@ class _StepState:
         self._latest.scatter_nd_update([[self._num_starts % _NUM_LATEST]], [duration])
         self._started_at.assign(now)
         self._waited_before.assign(waited)
+        if self.times is not None:
+            self.times.begin(now)
         self._num_starts.assign_add(1)
 
     def compute_seconds(self) -> float:
@@ -135,7 +177,56 @@ class _StepState:
 
     @tf.function
     def add_wait(self) -> None:
-        self.wait_seconds.assign_add(tf.maximum(tf.timestamp() - self.ready_at, 0.0))
+        now = tf.timestamp()
+        waited = tf.maximum(now - self.ready_at, 0.0)
+        self.wait_seconds.assign_add(waited)
+        if self.times is not None:
+            self.times.add_wait(now, waited)
+
+
+class _StepTimes:
+    """The times of the latest steps, in variables: what the graph notes costs no Python.
+
+    Each of its functions has variables of its own, so that none of them waits for another one: see `_StepState`.
+
+    Args:
+      num_starts: int64 variable: how many steps have begun.
+    """
+
+    def __init__(self, num_starts: tf.Variable):
+        self._num_starts = num_starts
+        self._started, self._ready, self._done, self._waited = (
+            tf.Variable(tf.zeros([_NUM_KEPT], tf.float64), trainable=False, name=f"hop_tf_{name}")
+            for name in ("started", "ready", "done", "waited")
+        )
+        self._steps = tf.Variable(tf.zeros([_NUM_KEPT], tf.int64), trainable=False, name="hop_tf_step_numbers")
+
+    def begin(self, now: tf.Tensor) -> None:
+        """Emits the ops that begin the row of a step, before it is counted."""
+        self._started.scatter_nd_update([[self._num_starts % _NUM_KEPT]], [now])
+
+    @tf.function
+    def record_gradients(self, step: tf.Tensor) -> None:
+        where = [[(self._num_starts - 1) % _NUM_KEPT]]
+        self._ready.scatter_nd_update(where, [tf.timestamp()])
+        self._steps.scatter_nd_update(where, [step])
+
+    def add_wait(self, now: tf.Tensor, waited: tf.Tensor) -> None:
+        """Emits the ops that note until when a step has waited, and how long in all, where it waits several times."""
+        row = (self._num_starts - 1) % _NUM_KEPT
+        # Gathered and not indexed, which would copy the whole variable when it is changed next.
+        is_first = tf.gather(self._done, row) < tf.gather(self._started, row)
+        before = tf.where(is_first, tf.zeros_like(waited), tf.gather(self._waited, row))
+        self._done.scatter_nd_update([[row]], [now])
+        self._waited.scatter_nd_update([[row]], [before + waited])
+
+    def read(self, first: int, last: int) -> Iterator[tuple[int, float, float, float, float]]:
+        """Of each row: step, start, when gradients (0.0: never) and result were there, and the seconds waited."""
+        where = np.arange(first, last) % _NUM_KEPT
+        columns = [v.numpy()[where] for v in (self._steps, self._started, self._ready, self._done, self._waited)]
+        for step, started, ready, done, waited in zip(*(column.tolist() for column in columns), strict=True):
+            is_ready, is_done = ready >= started, done >= started  # Else they are of the step that had the row before.
+            yield step, started, ready * is_ready, done, waited * is_done
 
 
 class ReportWriter:
@@ -147,9 +238,17 @@ class ReportWriter:
       report: Returns the counters.
       options: `log_dir` (None: nothing is written) and `report_interval_seconds`.
       rank: This rank.
+      recorder: Gets them now and then; None: nobody does.
     """
 
-    def __init__(self, report: Callable[[], Mapping[str, float]], options: CommunicationOptions, rank: int):
+    def __init__(
+        self,
+        report: Callable[[], Mapping[str, float]],
+        options: CommunicationOptions,
+        rank: int,
+        recorder: Recorder | None = None,
+    ):
+        self._recorder = recorder
         self._report = report
         self._interval_seconds = options.report_interval_seconds
         self._stop = threading.Event()
@@ -177,6 +276,8 @@ class ReportWriter:
             except Exception:
                 logging.exception("could not make a report for TensorBoard")
                 return
+            if self._recorder is not None:
+                self._recorder.add_now_and_then("report", {name: float(value) for name, value in counters.items()})
             try:
                 self._write(counters)
             except tf.errors.OpError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 
@@ -25,7 +26,8 @@ from hop_tf.keras_hook.shares import BatchShares
 from hop_tf.keras_hook.skipping import StepSkipping
 from hop_tf.keras_hook.trace import StepTrace, is_built
 from hop_tf.keras_hook.updates import follows_weights
-from hop_tf.runtime.group import Group
+from hop_tf.records import Kind
+from hop_tf.runtime.group import Group, tensors_of
 from hop_tf.runtime.report import StepStatistics
 from hop_tf.runtime.scheme import Scheme
 from hop_tf.runtime.shares import WARMUP_STEPS, RowStatistics
@@ -92,6 +94,7 @@ class TrainingRun(TrainingHooks):
         self._averages_metrics = self._must_average_metrics = False  # In the running `fit`.
         self._rows_before = 0.0  # The epoch that is under way.
         self._num_epochs, self._has_warmed_up = 0, False  # That have begun in the running `fit`.
+        self._batch_began_at = 0.0
 
     @property
     def groups(self) -> list[Group]:
@@ -231,7 +234,10 @@ class TrainingRun(TrainingHooks):
             agreement.agree(position, self._rows.take_seconds_per_row())
 
     def end_batch(self, num_steps: int) -> None:
-        """Lets ranks agree on shares, when they have made the first steps of a `fit`."""
+        """Records the step; lets ranks agree on shares, when they have made the first steps of a `fit`."""
+        recorder = self.statistics.recorder
+        if recorder is not None and recorder.is_on:
+            recorder.add(Kind.STEP, self._batch_began_at, time.time() - self._batch_began_at)
         if self._num_epochs == 1 and not self._has_warmed_up and num_steps >= WARMUP_STEPS:
             self._has_warmed_up = True
             self._agree_on_shares(1)
@@ -260,6 +266,19 @@ class TrainingRun(TrainingHooks):
         """Lets the scheme do what validation and callbacks count on."""
         for group in () if self.is_behind else self.groups:
             self._scheme.end_epoch(group)
+
+    def begin_batch(self) -> None:
+        """Notes the time, for the recorder."""
+        if self.statistics.recorder is not None:
+            self._batch_began_at = time.time()
+
+    @contextlib.contextmanager
+    def validation(self) -> Iterator[None]:
+        """Records how long it takes."""
+        recorder, begin = self.statistics.recorder, time.time()
+        yield
+        if recorder is not None and recorder.is_on:
+            recorder.add(Kind.VALIDATION, begin, time.time() - begin)
 
     def average_metrics(self, logs: dict, num_steps: int) -> None:
         """Puts the means over the ranks in the place of this rank's metrics, where ranks average them."""
@@ -408,6 +427,7 @@ class TrainingRun(TrainingHooks):
             self._scheme.check_further_group(group, others)
         trace.claim(group.variables)
         values = [trace.value_at_start(variable) for variable in group.variables]
+        self.statistics.count_gradients(tensors_of(gradients), group.step.read_value())
         gradients, trace.states[group.name] = self._scheme.before_update(group, values, gradients)
         return gradients
 

@@ -26,6 +26,7 @@ from hop_tf.keras_hook.shuffling import draw_seed
 from hop_tf.membership import Membership
 from hop_tf.membership.monitor import ThreadMonitor
 from hop_tf.options import CommunicationOptions
+from hop_tf.records import Recorder
 from hop_tf.runtime.all_gather import AllGather
 from hop_tf.runtime.averaging import LateChanges
 from hop_tf.runtime.exchange import Exchange, ExchangeRunner
@@ -86,6 +87,7 @@ class Worker:
       min_ranks: See `Membership`.
       servers: See `Membership`.
       shares: What part of a batch a rank takes; where these change, ranks agree on them. Default: all parts are equal.
+      recorder: Told of what happens on this rank; None: nobody is.
 
     Attributes:
       membership: Who takes part.
@@ -111,8 +113,10 @@ class Worker:
         min_ranks: int = 1,
         servers: Sequence[int] = (),
         shares: BatchShares | None = None,
+        recorder: Recorder | None = None,
     ):
         self._options = options
+        self._recorder = recorder
         self._make_exchange = make_exchange
         self._pool = BufferPool()
         self._transport = make_transport(
@@ -122,6 +126,7 @@ class Worker:
             pool=self._pool,
             on_error=self._on_error,
             on_restart=self._on_restart if continue_without_lost else None,
+            recorder=recorder,
         )
         self.membership = Membership(
             transport=self._transport,
@@ -177,6 +182,8 @@ class Worker:
         if self._closed:
             raise HopError("the strategy was shut down. Create a new one to train again.")
         self._retire_groups()
+        if self._recorder is not None:
+            self._recorder.begin_session(self.membership.session + 1)
         for group in self._groups:
             group.exchange.reset(self.membership.session + 1)
             group.step.assign(0)
@@ -360,6 +367,7 @@ class Worker:
             on_error=self._on_error,
             joining=self._joining,
             on_nonfinite=self.finite_check.note,
+            recorder=self._recorder,
         )
         with tf.init_scope(), tf.device("/cpu:0"):
             # A rank that is joining passes over one step before it asks where the others are.

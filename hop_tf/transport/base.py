@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from hop_tf.errors import ProtocolError
+from hop_tf.records import Recorder
 
 # Where arrays travel: they would delay the small messages of lane 0.
 BULK_LANE = 1
@@ -108,7 +109,12 @@ class Transport(abc.ABC):
 
     Threads: `send` may be called from any thread. Handlers run on the transport's threads, one at a time per
     (sender, lane); a handler that blocks stops only that sender's lane (back-pressure), never the server.
+
+    Attributes:
+      recorder: Told of what happens on this rank; None: nobody is.
     """
+
+    recorder: Recorder | None = None
 
     @property
     @abc.abstractmethod

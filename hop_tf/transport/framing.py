@@ -20,7 +20,7 @@ from hop_tf.errors import ProtocolError
 from hop_tf.tensors.buffers import BufferPool
 from hop_tf.transport.checksum import Checksums, NoChecksums, check_equal
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 CHUNK_BYTES = 1 << 20
 MAX_QUEUE_BYTES = 255
 MAX_HEADER_BYTES = 1 << 16
@@ -32,6 +32,7 @@ _MAGIC = b"hopT"
 _HEAD = struct.Struct("<4sBBHQQIH")
 HEAD_BYTES = _HEAD.size
 _ACK_REQUESTED = 1
+_RECORDED = 2
 _NOTHING = BufferPool().take(0)
 
 
@@ -62,6 +63,9 @@ class Outgoing:
       num_bytes: Length of header and payload.
       ack_requested: Whether the sender has reason to wait for the acknowledgement.
       was_taken: Whether a connection has begun to send it: the peer may have received it.
+      is_recorded: Whether the sender records it, so that the receiver is to do so, too.
+      step: The step that it was sent in; for records.
+      put_at: When it was sent, `time.time()`; for records.
     """
 
     sequence: int
@@ -71,6 +75,9 @@ class Outgoing:
     num_bytes: int
     ack_requested: bool = False
     was_taken: bool = False
+    is_recorded: bool = False
+    step: int = -1
+    put_at: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +92,7 @@ class Frame:
       payload_bytes: Length of the whole payload.
       inline: What came with the frame behind the header, on a gRPC stream: of the payload and the checksum.
       ack_requested: Whether the sender wants to know when the message has been received.
+      is_recorded: Whether the sender records it.
     """
 
     kind: FrameKind
@@ -94,6 +102,7 @@ class Frame:
     payload_bytes: int = 0
     inline: memoryview | bytes = b""
     ack_requested: bool = False
+    is_recorded: bool = False
 
 
 def encode(kind: FrameKind, *, sequence: int = 0, body: bytes = b"") -> bytes:
@@ -109,7 +118,7 @@ def encode(kind: FrameKind, *, sequence: int = 0, body: bytes = b"") -> bytes:
 
 def encode_start(message: Outgoing) -> bytes:
     """The beginning of a message's frame, up to the payload."""
-    flags = _ACK_REQUESTED if message.ack_requested else 0
+    flags = _ACK_REQUESTED * message.ack_requested | _RECORDED * message.is_recorded
     lengths = (message.num_bytes - len(message.header), len(message.header), len(message.queue))
     head = _HEAD.pack(_MAGIC, PROTOCOL_VERSION, FrameKind.MESSAGE, flags, message.sequence, *lengths)
     return b"".join((head, message.queue, message.header))
@@ -142,6 +151,7 @@ class Head:
 
     kind: FrameKind
     ack_requested: bool
+    is_recorded: bool
     sequence: int
     payload_bytes: int
     header_bytes: int
@@ -157,6 +167,7 @@ class Head:
             payload_bytes=self.payload_bytes,
             inline=inline,
             ack_requested=self.ack_requested,
+            is_recorded=self.is_recorded,
         )
 
 
@@ -171,12 +182,13 @@ def decode_head(data: bytes) -> Head:
     magic, version, kind, flags, sequence, payload_bytes, header_bytes, queue_bytes = _HEAD.unpack_from(data)
     if magic != _MAGIC or version != PROTOCOL_VERSION:
         raise ProtocolError(f"a frame must begin with {_MAGIC!r}, version {PROTOCOL_VERSION}. Received: {data[:5]!r}.")
-    if kind not in _KINDS or flags & ~_ACK_REQUESTED:
+    if kind not in _KINDS or flags & ~(_ACK_REQUESTED | _RECORDED):
         raise ProtocolError(f"a frame has unknown kind {kind} or flags {flags}.")
     if queue_bytes > MAX_QUEUE_BYTES or header_bytes > MAX_HEADER_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
         lengths = f"queue {queue_bytes}, header {header_bytes}, payload {payload_bytes}"
         raise ProtocolError(f"a frame has lengths beyond the limits: {lengths}.")
-    return Head(FrameKind(kind), bool(flags & _ACK_REQUESTED), sequence, payload_bytes, header_bytes, queue_bytes)
+    requested, recorded = bool(flags & _ACK_REQUESTED), bool(flags & _RECORDED)
+    return Head(FrameKind(kind), requested, recorded, sequence, payload_bytes, header_bytes, queue_bytes)
 
 
 def decode(data: bytes, checksum_bytes: int = 0) -> Frame:

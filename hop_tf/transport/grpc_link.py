@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +12,8 @@ from collections.abc import Callable, Iterator
 import grpc
 
 from hop_tf.errors import ProtocolError
+from hop_tf.records import Recorder
+from hop_tf.records.clocks import offset_of
 from hop_tf.transport.checksum import Checksums, NoChecksums
 from hop_tf.transport.framing import Frame, FrameKind, decode, decode_checked, encode, encode_message
 from hop_tf.transport.link import Link
@@ -19,6 +22,8 @@ from hop_tf.transport.peer import Peer
 from hop_tf.transport.proof import Session
 
 METHOD = "/hop_tf.Transport/Stream"
+# An answer to a heartbeat begins with `time.time()` of who has answered.
+CLOCK = struct.Struct("<d")
 _PROBE_SECONDS, _PROBE_ROUND_TRIPS = 1.0, 3
 # The first heartbeats follow each other quickly: how long the way is shall be known early, and one may be delayed here.
 _FIRST_PAUSES_SECONDS = (0.0, 0.02, 0.05)
@@ -35,13 +40,20 @@ class GrpcLink(Link):
       open_channel: Makes a channel to a peer.
       heartbeat_seconds: Send heartbeats at this interval, though few where the peer was heard in the last half of it;
         None on lanes that carry messages.
+      recorder: Told how far the peer's clock is off; None: nobody is.
       **arguments: See `Link`.
     """
 
     def __init__(
-        self, *, open_channel: Callable[[Peer], grpc.Channel], heartbeat_seconds: float | None = None, **arguments
+        self,
+        *,
+        open_channel: Callable[[Peer], grpc.Channel],
+        heartbeat_seconds: float | None = None,
+        recorder: Recorder | None = None,
+        **arguments,
     ):
         super().__init__(**arguments)
+        self._recorder = recorder
         self._open_channel = open_channel
         self._heartbeat_seconds = heartbeat_seconds
         self._was_unavailable = False
@@ -139,11 +151,20 @@ class GrpcLink(Link):
         if frame.kind == FrameKind.ACKNOWLEDGE:
             self._outbox.acknowledge(connection.epoch, frame.sequence)
         elif frame.kind == FrameKind.PONG and connection.pinged_at:
-            self._peer.record_round_trip(time.monotonic() - connection.pinged_at.popleft())
-            self._peer.record_complaint(frame.header.decode(errors="replace"))
+            self._take_pong(frame.header, time.monotonic() - connection.pinged_at.popleft())
         else:
             raise ProtocolError(f"{self._peer} answered with an unexpected {frame.kind.name}.")
         self._peer.heard()
+
+    def _take_pong(self, answer: bytes, round_trip_seconds: float) -> None:
+        if len(answer) < CLOCK.size:
+            raise ProtocolError(f"{self._peer} answered to a heartbeat with {answer!r}.")
+        self._peer.record_round_trip(round_trip_seconds)
+        self._peer.record_complaint(answer[CLOCK.size :].decode(errors="replace"))
+        if self._recorder is not None:
+            (clock,) = CLOCK.unpack_from(answer)
+            offset = offset_of(clock, time.time(), round_trip_seconds)
+            self._recorder.note_clock(self._peer.rank, offset, round_trip_seconds)
 
     def _take_greeting(self, frame: Frame, connection: _Connection) -> None:
         if frame.kind == FrameKind.CHALLENGE and connection.session is None:

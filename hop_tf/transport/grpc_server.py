@@ -6,6 +6,7 @@ import collections
 import concurrent.futures
 import queue
 import threading
+import time
 from collections.abc import Callable, Generator, Iterator
 
 import grpc
@@ -15,7 +16,7 @@ from hop_tf.tensors.buffers import BufferPool
 from hop_tf.transport.certificates import certificate_names
 from hop_tf.transport.checksum import Checksums, NoChecksums
 from hop_tf.transport.framing import Assembler, Frame, FrameKind, decode, decode_checked, encode
-from hop_tf.transport.grpc_link import METHOD
+from hop_tf.transport.grpc_link import CLOCK, METHOD
 from hop_tf.transport.handshake import CONTROL_LANE, Greeting, Handshake, HelloRefusedError
 from hop_tf.transport.inbox import Dispatcher, Inbox, make_message
 from hop_tf.transport.peer import Peer
@@ -228,7 +229,7 @@ def _answer_heartbeats(peer: Peer, requests: Iterator[bytes], checksums: Checksu
         if decode_checked(data, checksums).kind != FrameKind.PING:
             raise ProtocolError(f"{peer} sent something other than PING on the control lane.")
         peer.heard()
-        yield encode(FrameKind.PONG, body=peer.complaint().encode())
+        yield encode(FrameKind.PONG, body=CLOCK.pack(time.time()) + peer.complaint().encode())
 
 
 class _Stream:
@@ -255,4 +256,5 @@ class _Stream:
         """Delivers the completed message; False if this connection has been replaced."""
         payload = self._assembler.payload()
         self._assembler = None
-        return self._inbox.accept(self._epoch, frame.sequence, make_message(self._peer, frame, payload))
+        message = make_message(self._peer, frame, payload)
+        return self._inbox.accept(self._epoch, frame.sequence, message, frame.is_recorded)

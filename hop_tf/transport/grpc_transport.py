@@ -16,6 +16,7 @@ from absl import logging
 
 from hop_tf.errors import HopError
 from hop_tf.options import CommunicationOptions
+from hop_tf.records import Recorder
 from hop_tf.tensors.buffers import BufferPool
 from hop_tf.transport.certificates import Certificates
 from hop_tf.transport.framing import CHUNK_BYTES
@@ -81,6 +82,7 @@ class GrpcTransport(QueueTransport):
       pool: Where received payloads are put together. Default: a pool of its own.
       on_error: See `QueueTransport`.
       on_restart: See `QueueTransport`.
+      recorder: See `QueueTransport`.
       in_turn: Whether all ranks make transports in this cluster in the same order, so that they can tell by the number
         of those before which one a peer is in. Default True.
     """
@@ -96,10 +98,11 @@ class GrpcTransport(QueueTransport):
         pool: BufferPool | None = None,
         on_error: Callable[[BaseException], None] | None = None,
         on_restart: Callable[[int], None] | None = None,
+        recorder: Recorder | None = None,
         in_turn: bool = True,
     ):
         options = options or CommunicationOptions()
-        super().__init__(rank, addresses, options=options, on_error=on_error, on_restart=on_restart)
+        super().__init__(rank, addresses, options=options, on_error=on_error, on_restart=on_restart, recorder=recorder)
         self._address = addresses[rank]
         self._incarnation = incarnation or new_incarnation()
         self._tls = Certificates(options) if options.uses_tls else None
@@ -163,7 +166,11 @@ class GrpcTransport(QueueTransport):
     def _watch(self, peer: Peer) -> None:
         outbox = Outbox()  # Stays empty.
         self._add_link(
-            GrpcLink(heartbeat_seconds=self._heartbeat_seconds, **self._arguments(peer, CONTROL_LANE, outbox))
+            GrpcLink(
+                heartbeat_seconds=self._heartbeat_seconds,
+                recorder=self.recorder,
+                **self._arguments(peer, CONTROL_LANE, outbox),
+            )
         )
 
     def _open_lane(self, peer: Peer, lane: int, outbox: Outbox) -> None:

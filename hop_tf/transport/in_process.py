@@ -10,6 +10,7 @@ import numpy as np
 
 from hop_tf.errors import HopError
 from hop_tf.options import CommunicationOptions
+from hop_tf.records import Recorder
 from hop_tf.tensors.buffers import BufferPool
 from hop_tf.transport.base import Message, PeerStatus
 from hop_tf.transport.framing import Outgoing
@@ -121,6 +122,7 @@ class InProcessTransport(QueueTransport):
       pool: Where copied payloads are put. Default: a pool of its own.
       on_error: See `QueueTransport`.
       on_restart: See `QueueTransport`. Threads are not restarted: it is never called.
+      recorder: See `QueueTransport`.
     """
 
     def __init__(
@@ -132,9 +134,12 @@ class InProcessTransport(QueueTransport):
         pool: BufferPool | None = None,
         on_error: Callable[[BaseException], None] | None = None,
         on_restart: Callable[[int], None] | None = None,
+        recorder: Recorder | None = None,
     ):
         options = options or CommunicationOptions()
-        super().__init__(rank, network.addresses, options=options, on_error=on_error, on_restart=on_restart)
+        super().__init__(
+            rank, network.addresses, options=options, on_error=on_error, on_restart=on_restart, recorder=recorder
+        )
         self._network = network
         self._pool = pool or BufferPool()
         self._links: list[_Link] = []
@@ -199,8 +204,8 @@ class _Link:
             inbox_epoch, received_sequence = inbox.begin(self.outbox.first_sequence)
             epoch = self.outbox.resume(received_sequence)
             while self._is_connected_to(receiver) and (message := self.outbox.take(epoch)) is not None:
-                sequence, message = message.sequence, self._convert(message)
-                if not inbox.accept(inbox_epoch, sequence, message):
+                sequence, is_recorded, message = message.sequence, message.is_recorded, self._convert(message)
+                if not inbox.accept(inbox_epoch, sequence, message, is_recorded):
                     break
                 del message
                 self.outbox.acknowledge(epoch, sequence)

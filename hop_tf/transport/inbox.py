@@ -10,6 +10,7 @@ from collections.abc import Callable
 import numpy as np
 
 from hop_tf.errors import HopError, ProtocolError
+from hop_tf.records import Kind, Recorder
 from hop_tf.transport.base import Handler, Message
 from hop_tf.transport.framing import Frame, FrameKind
 from hop_tf.transport.peer import Peer
@@ -38,10 +39,18 @@ class Dispatcher:
     Args:
       on_error: Called with what a handler raised.
       max_held_messages: How many messages an inbox holds for queues without a handler; then its sender must wait.
+      recorder: Told of the messages that their senders record; None: nobody is.
     """
 
-    def __init__(self, *, on_error: Callable[[BaseException], None], max_held_messages: int = MAX_HELD_MESSAGES):
+    def __init__(
+        self,
+        *,
+        on_error: Callable[[BaseException], None],
+        max_held_messages: int = MAX_HELD_MESSAGES,
+        recorder: Recorder | None = None,
+    ):
         self.condition = threading.Condition()
+        self.recorder = recorder
         self.closed = False
         self.max_held_messages = max_held_messages
         self.num_messages = 0
@@ -55,7 +64,7 @@ class Dispatcher:
     def inbox(self, sender: int, lane: int) -> Inbox:
         """The inbox of what `sender` sends on `lane`."""
         with self.condition:
-            return self._inboxes.setdefault((sender, lane), Inbox(self))
+            return self._inboxes.setdefault((sender, lane), Inbox(self, sender, lane))
 
     def begin_again(self, sender: int) -> None:
         """Another process than before sends from now on; what is held of the old one is dropped."""
@@ -118,8 +127,10 @@ class Inbox:
     one that `register` starts for messages held until then. Whoever delivers takes the oldest message first.
     """
 
-    def __init__(self, dispatcher: Dispatcher):
+    def __init__(self, dispatcher: Dispatcher, sender: int, lane: int):
         self._dispatcher = dispatcher
+        self._sender = sender
+        self._lane = lane
         self._condition = dispatcher.condition
         self._delivering = threading.Lock()
         self._held: dict[str, collections.deque[Message]] = {}
@@ -155,8 +166,14 @@ class Inbox:
         self._epoch += 1
         self._condition.notify_all()
 
-    def accept(self, epoch: int, sequence: int, message: Message) -> bool:
+    def accept(self, epoch: int, sequence: int, message: Message, is_recorded: bool = False) -> bool:
         """Takes the next message of connection `epoch` and delivers it; drops it if it was received before.
+
+        Args:
+          epoch: As returned by `begin`.
+          sequence: Number of the message.
+          message: The message.
+          is_recorded: Whether its sender records it.
 
         Returns:
           False if another connection has begun or the transport was closed: then it was not taken.
@@ -181,10 +198,33 @@ class Inbox:
                 return True
             self._held.setdefault(message.queue, collections.deque()).append(message)
             self._num_held += 1
-        queue = message.queue
+        queue, num_bytes = message.queue, len(message.header) + message.payload.nbytes
         del message  # The handler alone decides how long it lives.
-        self.drain(queue)
+        recorder = self._dispatcher.recorder
+        if recorder is None:
+            self.drain(queue)
+        else:
+            self._deliver_recorded(recorder, queue, sequence, num_bytes, is_recorded)
         return True
+
+    def _deliver_recorded(
+        self, recorder: Recorder, queue: str, sequence: int, num_bytes: int, is_recorded: bool
+    ) -> None:
+        if recorder.follows:
+            recorder.is_on = is_recorded
+        begin = time.time()
+        self.drain(queue)
+        if is_recorded:
+            recorder.add(
+                Kind.RECEIVE,
+                begin,
+                time.time() - begin,
+                peer=self._sender,
+                lane=self._lane,
+                name=queue,
+                num_bytes=num_bytes,
+                number=sequence,
+            )
 
     def holds(self, queue: str) -> bool:
         """Whether messages for `queue` wait here. The dispatcher's condition must be held."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from hop_tf.errors import HopError, ProtocolError
+from hop_tf.records import Kind, Recorder
 from hop_tf.transport.framing import MAX_HEADER_BYTES, MAX_LANES, MAX_PAYLOAD_BYTES, MAX_QUEUE_BYTES, Outgoing
 
 MAX_MESSAGES = 1024
@@ -51,12 +52,23 @@ class Outbox:
       max_messages: Most messages that are kept.
       max_bytes: Most bytes that are kept; beside them one message of any size, and one to each queue where messages
         supersede each other.
+      recorder: Told of each message that was sent; None: nobody is.
+      peer: The receiver, for records; so is the lane.
+      lane: The lane.
 
     Attributes:
       max_bytes_per_second: How fast messages should leave at most. Default infinite.
     """
 
-    def __init__(self, *, max_messages: int = MAX_MESSAGES, max_bytes: int = MAX_BYTES):
+    def __init__(
+        self,
+        *,
+        max_messages: int = MAX_MESSAGES,
+        max_bytes: int = MAX_BYTES,
+        recorder: Recorder | None = None,
+        peer: int = -1,
+        lane: int = 0,
+    ):
         self.max_bytes_per_second = math.inf
         self._max_messages = max_messages
         self._max_bytes = max_bytes
@@ -68,6 +80,11 @@ class Outbox:
         self._epoch = 0
         self._closed = False
         self._dropped = False
+        self._recorder = recorder
+        self._peer = peer
+        self._lane = lane
+        # What the running connection is sending, if that is recorded, and since when.
+        self._sending: tuple[Outgoing, float] | None = None
 
     @property
     def first_sequence(self) -> int:
@@ -125,10 +142,14 @@ class Outbox:
                 raise HopError("the transport is closed.")
             if older is None:
                 self._last_sequence += 1
-                self._kept.append(Outgoing(self._last_sequence, queue, header, payload, num_bytes))
+                message = Outgoing(self._last_sequence, queue, header, payload, num_bytes)
+                self._kept.append(message)
             else:
-                self._kept_bytes -= older.num_bytes
-                older.header, older.payload, older.num_bytes = header, payload, num_bytes
+                message = older
+                self._kept_bytes -= message.num_bytes
+                message.header, message.payload, message.num_bytes = header, payload, num_bytes
+            if self._recorder is not None:
+                self._note_put(message)
             self._kept_bytes += num_bytes
             self._condition.notify_all()
             return older is not None
@@ -146,6 +167,7 @@ class Outbox:
             if received_sequence < self._first_sequence() - 1:
                 raise ProtocolError("the peer has forgotten messages that it had acknowledged.")
             self._drop(received_sequence)
+            self._sending = None
             self._num_taken = 0
             self._epoch += 1
             self._condition.notify_all()
@@ -159,6 +181,8 @@ class Outbox:
         Blocks: until there is one.
         """
         with self._condition:
+            if self._sending is not None:
+                self._note_sent()
             self._condition.wait_for(lambda: self._ended(epoch) or self._num_taken < len(self._kept), timeout_seconds)
             if self._ended(epoch) or self._num_taken == len(self._kept):
                 return None
@@ -170,6 +194,8 @@ class Outbox:
                 or message.num_bytes >= _BYTES_PER_ACK
                 or message.sequence % _MESSAGES_PER_ACK == 0
             )
+            if message.is_recorded:
+                self._sending = (message, time.time())
             return message
 
     def wait_message(self) -> bool:
@@ -233,6 +259,27 @@ class Outbox:
 
     def _first_sequence(self) -> int:
         return self._kept[0].sequence if self._kept else self._last_sequence + 1
+
+    def _note_put(self, message: Outgoing) -> None:
+        message.is_recorded, message.step = self._recorder.is_on, self._recorder.step
+        message.put_at = time.time() if message.is_recorded else 0.0
+
+    def _note_sent(self) -> None:
+        """Who takes the next message has sent the one before."""
+        message, begin = self._sending
+        self._sending = None
+        self._recorder.add(
+            Kind.SEND,
+            begin,
+            time.time() - begin,
+            step=message.step,
+            peer=self._peer,
+            lane=self._lane,
+            name=message.queue,
+            num_bytes=message.num_bytes,
+            number=message.sequence,
+            queued=begin - message.put_at,
+        )
 
     def _ended(self, epoch: int) -> bool:
         return self._closed or self._epoch != epoch

@@ -13,6 +13,7 @@ from absl import logging
 
 from hop_tf.errors import HopError
 from hop_tf.options import CommunicationOptions
+from hop_tf.records import Recorder
 from hop_tf.transport.base import BULK_LANE, Handler, PeerStatus, Transport
 from hop_tf.transport.deadlines import problem_of
 from hop_tf.transport.handshake import OtherStrategyError
@@ -38,6 +39,7 @@ class QueueTransport(Transport):
       on_restart: Called, on any thread, with a rank in whose place another process has greeted, before anything of it
         is delivered; what was on its way to the old process, or came from it, is forgotten. None: a peer that was
         restarted has failed. Members whose ranks are no processes ignore it.
+      recorder: Told of messages and clocks; None: nobody is.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class QueueTransport(Transport):
         options: CommunicationOptions,
         on_error: Callable[[BaseException], None] | None = None,
         on_restart: Callable[[int], None] | None = None,
+        recorder: Recorder | None = None,
     ):
         if not 0 <= rank < len(addresses):
             raise ValueError(f"`rank` must be in [0, {len(addresses)}). Received: rank={rank}.")
@@ -56,7 +59,8 @@ class QueueTransport(Transport):
         self._on_error = on_error
         self._on_restart = on_restart
         self._peers = {peer: Peer(peer, address) for peer, address in enumerate(addresses) if peer != rank}
-        self._dispatcher = Dispatcher(on_error=self._thread_failed)
+        self.recorder = recorder
+        self._dispatcher = Dispatcher(on_error=self._thread_failed, recorder=recorder)
         self._lock = threading.Lock()
         self._outboxes: dict[tuple[int, int], Outbox] = {}
         self._watched: set[int] = set()
@@ -213,7 +217,7 @@ class QueueTransport(Transport):
         with self._lock:
             self._check_open()
             if (peer, lane) not in self._outboxes:
-                outbox = self._outboxes[peer, lane] = Outbox()
+                outbox = self._outboxes[peer, lane] = Outbox(recorder=self.recorder, peer=peer, lane=lane)
                 self._open_lane(self._peers[peer], lane, outbox)
             return self._outboxes[peer, lane]
 

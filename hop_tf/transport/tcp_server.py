@@ -214,7 +214,7 @@ class _Lane:
         frame, payload = received
         payload.flags.writeable = False
         message = make_message(self._peer, frame, payload)
-        if not self._inbox.accept(self._epoch, frame.sequence, message):
+        if not self._inbox.accept(self._epoch, frame.sequence, message, frame.is_recorded):
             return False
         if frame.ack_requested:
             self._connection.write(encode(FrameKind.ACKNOWLEDGE, sequence=frame.sequence))

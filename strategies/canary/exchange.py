@@ -351,6 +351,14 @@ class CanaryExchange(Exchange, Joiner):
     def sent_rounds(self) -> int:
         return self._sent_rounds
 
+    def outcomes(self) -> Mapping[str, int]:
+        late = self._num_late + self.replica.num_late + sum(thread.num_late for thread in self._threads)
+        return {
+            "late": late,
+            "dropped": self._num_dropped + self._contributions.num_lost,
+            "merged": sum(thread.num_messages for thread in self._threads),
+        }
+
     def counters(self) -> Mapping[str, float]:
         """What became of contributions.
 
@@ -364,15 +372,14 @@ class CanaryExchange(Exchange, Joiner):
           full, here or elsewhere; and `window_waits`: those that began late as too many of this rank's own had not come
           back merged (`max_in_flight`).
         """
+        outcomes = self.outcomes()
         return {
             "overtime_drops": self._num_dropped,
             "contributions_lost": self._contributions.num_lost,
-            "contributions_late": self._num_late
-            + self.replica.num_late
-            + sum(thread.num_late for thread in self._threads),
+            "contributions_late": outcomes["late"],
             "pulls": self._pulling.num_pulls,
             "pulls_rejected": self._pulling.num_rejected,
-            "messages_merged": sum(thread.num_messages for thread in self._threads),
+            "messages_merged": outcomes["merged"],
             "duplicates": self.replica.num_duplicates,
             "resyncs": sum(thread.num_resyncs for thread in self._threads),
             "inbox_waits": self._flow_control.num_waits,

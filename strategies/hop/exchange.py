@@ -219,10 +219,16 @@ class HopExchange(Exchange, Joiner):
         """The most updates ever that were received and not yet used; at most (1 + max_ig) * |N_in|."""
         return self._most_updates
 
+    def outcomes(self) -> Mapping[str, int]:
+        return {
+            "late": self._queue.num_dropped + self._num_late + self._reception.num_late,
+            "dropped": self._num_withheld,
+        }
+
     def counters(self) -> Mapping[str, float]:
         """What became of updates and iterations; see `HopStrategy`."""
         return {
-            "late_updates": self._queue.num_dropped + self._num_late + self._reception.num_late,
+            "late_updates": self.outcomes()["late"],
             "withheld_updates": self._num_withheld,
             "jumps": self._num_jumps,
             "skipped_iterations": self._num_skipped,

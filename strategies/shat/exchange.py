@@ -227,6 +227,12 @@ class ShatExchange(Exchange, Joiner):
     def sent_rounds(self) -> int:
         return self._sent_rounds
 
+    def outcomes(self) -> Mapping[str, int]:
+        return {
+            "dropped": sum(shard.num_pushes_lost for shard in self.shards),
+            "retried": self._servers.num_retries,
+        }
+
     def counters(self) -> Mapping[str, float]:
         """What went to and came from each server, and where the communication thread's time goes.
 

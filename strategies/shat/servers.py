@@ -46,6 +46,7 @@ class Servers:
       shards: The same.
       session: The running session.
       is_configured: Whether the servers keep the group.
+      num_retries: How often a request was sent again.
     """
 
     def __init__(self, context: ExchangeContext, shards: Sequence[ShardView]):
@@ -54,6 +55,7 @@ class Servers:
         self.shards = shards
         self.session = context.session
         self.is_configured = False
+        self.num_retries = 0
         # What each server was told to keep, without states once a push was answered; those that have forgotten it.
         self._configurations: dict[int, Configuration] = {}
         self._is_new = True
@@ -141,6 +143,7 @@ class Servers:
                 break
             for shard, is_missing in missing.items():
                 self.send(request, shard, is_missing)
+            self.num_retries += len(missing)
             has_repeated = True
             if not all(missing.values()):
                 # Where answers are only slow, one for each time that they were asked for would slow them down more.

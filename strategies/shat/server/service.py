@@ -13,6 +13,7 @@ from absl import logging
 from hop_tf.cluster import Cluster
 from hop_tf.errors import ClusterConfigError, PeerLostError
 from hop_tf.options import CommunicationOptions
+from hop_tf.records import make_recorder
 from hop_tf.runtime.report import static_identity
 from hop_tf.runtime.worker import make_transport
 from hop_tf.strategies.shat.server.server import ParameterServer
@@ -84,6 +85,16 @@ class _Service:
         self._failures: list[BaseException] = []
         self._wake = threading.Event()
         pool = BufferPool()
+        self._recorder = make_recorder(
+            options.log_dir,
+            f"ps_{cluster.task_id}",
+            number=cluster.number,
+            num_ranks=cluster.world_size,
+            num_servers=len(cluster.servers),
+            strategy=STRATEGY,
+        )
+        if self._recorder is not None:
+            self._recorder.follows = True
         self._transport: Transport = make_transport(
             cluster,
             options,
@@ -91,6 +102,7 @@ class _Service:
             pool=pool,
             on_error=self._on_error,
             on_restart=self._on_restart,
+            recorder=self._recorder,
             in_turn=False,  # Workers may have trained without it before.
         )
         self._server = ParameterServer(
@@ -99,7 +111,11 @@ class _Service:
             pool=pool,
             snapshots=Snapshots(snapshots, cluster.task_id) if snapshots.directory is not None else None,
         )
-        self._transport.start()
+        try:
+            self._transport.start()
+        except BaseException:
+            self._close_records()
+            raise
         logging.info("serves as ps %d for %d workers.", cluster.task_id, cluster.world_size)
         for worker in self._server.present:
             self._transport.connect(worker)
@@ -144,3 +160,8 @@ class _Service:
     def close(self) -> None:
         """Ends all connections."""
         self._transport.close()
+        self._close_records()
+
+    def _close_records(self) -> None:
+        if self._recorder is not None:
+            self._recorder.close()

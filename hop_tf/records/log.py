@@ -1,0 +1,262 @@
+"""The files of a job, read again: what each process did, on one clock, and which message went where."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import os
+import pathlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from hop_tf.records.clocks import Clocks, Sample
+from hop_tf.records.events import EVENT, FORMAT, NONE, Kind
+
+# A message may seem to have come so much before it was sent: the two readings are made by different threads.
+_LEAST_TOLERANCE_SECONDS = 1e-3
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessLog:
+    """What one process did.
+
+    Attributes:
+      number: Its place in the cluster: ranks, then parameter servers.
+      about: What the file says of it: `rank`, `num_ranks`, `num_servers`, `strategy`, `host`, `pid` and others.
+      events: Rows of `EVENT`, by their begin, on the clock of the job's first process.
+      names: What numbers in `name` mean.
+      lines: The other lines of text, in order, their `time` on that clock, too.
+      clock_error_seconds: By how much the times may be wrong.
+    """
+
+    number: int
+    about: Mapping[str, object]
+    events: np.ndarray
+    names: Mapping[int, str]
+    lines: Sequence[Mapping]
+    clock_error_seconds: float
+
+    @property
+    def is_server(self) -> bool:
+        """Whether it is a parameter server."""
+        return self.number >= int(self.about["num_ranks"])
+
+    @property
+    def name(self) -> str:
+        """How people call it."""
+        return f"ps {self.number - int(self.about['num_ranks'])}" if self.is_server else f"rank {self.number}"
+
+    def of_kind(self, kind: Kind) -> np.ndarray:
+        """The events of a kind."""
+        return self.events[self.events["kind"] == kind]
+
+    def text(self, event: np.void) -> str:
+        """The name in an event."""
+        return self.names.get(int(event["name"]), "")
+
+
+@dataclasses.dataclass(frozen=True)
+class Transfer:
+    """A message that was sent and has come; times in seconds on the clock of the job's first process.
+
+    Attributes:
+      sender: The sender's place in `JobLog.processes`.
+      receiver: The receiver's.
+      lane: The lane.
+      number: Of the message on its lane.
+      queue: Name of its queue, without numbers.
+      num_bytes: Header and payload.
+      session: The sender's session.
+      step: The sender's step; NONE where it makes none.
+      put_at: When it was handed to the transport.
+      sent_at: When its connection began to send it.
+      come_at: When it had come as a whole.
+    """
+
+    sender: int
+    receiver: int
+    lane: int
+    number: int
+    queue: str
+    num_bytes: int
+    session: int
+    step: int
+    put_at: float
+    sent_at: float
+    come_at: float
+
+
+@dataclasses.dataclass(frozen=True)
+class JobLog:
+    """What all processes of a job did.
+
+    Attributes:
+      processes: Those that have left files, in the order of their numbers; a rank that was started again is there
+        several times.
+      transfers: The messages of which both ends are recorded, in the order in which they came.
+      num_unmatched: Messages of which one end only is: what was on its way when the files ended, or a process died.
+    """
+
+    processes: Sequence[ProcessLog]
+    transfers: Sequence[Transfer]
+    num_unmatched: int
+
+    @property
+    def ranks(self) -> list[ProcessLog]:
+        """The processes that train."""
+        return [process for process in self.processes if not process.is_server]
+
+
+def read_job(log_dir: str | os.PathLike) -> JobLog:
+    """Reads what a job's ranks have recorded.
+
+    Args:
+      log_dir: `CommunicationOptions.log_dir` of the job; where several jobs had the same one, the last of them counts.
+
+    Raises:
+      ValueError: If there is nothing that can be read.
+    """
+    paths = sorted(pathlib.Path(log_dir).glob("*/events.*.jsonl"))
+    raw = [each for each in map(_read_process, paths) if each is not None]
+    if not raw:
+        raise ValueError(
+            f"`log_dir` must be a directory in which ranks have recorded events, as with "
+            f"CommunicationOptions(log_dir=...). Received: {os.fspath(log_dir)!r}, where there are none."
+        )
+    raw = sorted(_last_job(raw), key=lambda each: (each.number, each.start))
+    clocks = Clocks({index: str(each.about["clock"]) for index, each in enumerate(raw)}, dict(_clock_samples(raw)))
+    processes = [each.aligned(clocks, index) for index, each in enumerate(raw)]
+    return JobLog(processes, *_match(processes))
+
+
+@dataclasses.dataclass
+class _Raw:
+    """A process's files as they are."""
+
+    about: dict
+    lines: list[dict]
+    events: np.ndarray
+
+    @property
+    def number(self) -> int:
+        return int(self.about["number"])
+
+    @property
+    def start(self) -> float:
+        return float(self.about["time"])
+
+    @property
+    def end(self) -> float:
+        times = [line["time"] for line in self.lines if "time" in line]
+        last = float((self.events["begin"] + self.events["seconds"]).max()) if self.events.size else self.start
+        return max([self.start, last, *times])
+
+    def aligned(self, clocks: Clocks, key: int) -> ProcessLog:
+        events = self.events.copy()
+        events["begin"] = clocks.align(key, events["begin"])
+        lines = [
+            {**line, "time": float(clocks.align(key, np.array(line["time"])))} if "time" in line else line
+            for line in self.lines
+        ]
+        names = {0: "", **{line["number"]: line["text"] for line in self.lines if line["kind"] == "name"}}
+        error = clocks.errors[str(self.about["clock"])]
+        events = events[np.argsort(events["begin"], kind="stable")]
+        return ProcessLog(self.number, self.about, events, names, lines, error)
+
+
+def _read_process(path: pathlib.Path) -> _Raw | None:
+    """What a process has written; None if that is nothing yet."""
+    lines = list(_read_lines(path))
+    if not lines or lines[0].get("kind") != "process":
+        return None
+    about = lines[0]
+    if about.get("format") != FORMAT:
+        raise ValueError(f"{path} has format {about.get('format')}, and this hop_tf reads format {FORMAT}.")
+    rows = path.with_suffix(".bin")
+    data = rows.read_bytes() if rows.exists() else b""
+    # A process that was killed may have written a part of its last row.
+    events = np.frombuffer(data[: len(data) // EVENT.itemsize * EVENT.itemsize], EVENT)
+    return _Raw(about, lines[1:], events)
+
+
+def _read_lines(path: pathlib.Path) -> Iterator[dict]:
+    for line in path.read_text(errors="replace").splitlines():
+        try:
+            yield json.loads(line)
+        except ValueError:
+            return  # The last one of a process that was killed.
+
+
+def _last_job(processes: Sequence[_Raw]) -> list[_Raw]:
+    """Of jobs that ran one after the other, the last one: a process begins one if all before it have ended."""
+    job: list[_Raw] = []
+    for process in sorted(processes, key=lambda each: each.start):
+        if job and process.start > max(each.end for each in job):
+            job = []
+        job.append(process)
+    return job
+
+
+def _clock_samples(processes: Sequence[_Raw]) -> Iterator[tuple[tuple[int, int], list[Sample]]]:
+    by_number = {process.number: index for index, process in enumerate(processes)}
+    for index, process in enumerate(processes):
+        samples = collections.defaultdict(list)
+        for line in process.lines:
+            if line["kind"] == "clock" and line["peer"] in by_number:
+                sample = Sample(line["time"], line["offset"], line["round_trip"])
+                samples[index, by_number[line["peer"]]].append(sample)
+        yield from samples.items()
+
+
+def _match(processes: Sequence[ProcessLog]) -> tuple[list[Transfer], int]:
+    """The messages of which both ends are there, and the number of those of which one is missing.
+
+    A number is used again where a process was restarted, and a message is sent again where a connection broke: what
+    has come is what was sent last before.
+    """
+    sent = collections.defaultdict(list)
+    for index, process in enumerate(processes):
+        for event in process.of_kind(Kind.SEND):
+            sent[process.number, int(event["peer"]), int(event["lane"]), int(event["number"])].append((index, event))
+    transfers = []
+    num_ends = sum(map(len, sent.values()))
+    for index, process in enumerate(processes):
+        for event in process.of_kind(Kind.RECEIVE):
+            num_ends += 1
+            key = (int(event["peer"]), process.number, int(event["lane"]), int(event["number"]))
+            transfer = _take_sent(processes, sent[key], index, event)
+            if transfer is not None:
+                transfers.append(transfer)
+    return sorted(transfers, key=lambda each: each.come_at), num_ends - 2 * len(transfers)
+
+
+def _take_sent(
+    processes: Sequence[ProcessLog], sent: list[tuple[int, np.void]], receiver: int, come: np.void
+) -> Transfer | None:
+    for place, (sender, event) in reversed(list(enumerate(sent))):
+        errors = processes[sender].clock_error_seconds + processes[receiver].clock_error_seconds
+        is_before = event["begin"] <= come["begin"] + max(errors, _LEAST_TOLERANCE_SECONDS)
+        if is_before and event["num_bytes"] == come["num_bytes"]:
+            del sent[: place + 1]
+            return Transfer(
+                sender=sender,
+                receiver=receiver,
+                lane=int(event["lane"]),
+                number=int(event["number"]),
+                queue=processes[sender].text(event),
+                num_bytes=int(event["num_bytes"]),
+                session=int(event["session"]),
+                step=int(event["step"]),
+                put_at=float(event["begin"] - event["queued"]),
+                sent_at=float(event["begin"]),
+                come_at=float(come["begin"]),
+            )
+    return None
+
+
+def steps_of(process: ProcessLog) -> Iterable[tuple[int, int]]:
+    """The sessions and steps that a process has recorded, in order."""
+    events = process.of_kind(Kind.COMPUTE)
+    return sorted({(int(s), int(k)) for s, k in zip(events["session"], events["step"], strict=True) if k != NONE})

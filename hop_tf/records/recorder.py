@@ -1,0 +1,325 @@
+"""`Recorder`: a rank's events on their way to its files.
+
+A rank has two files for each process that it was: `events.<n>.bin`, rows of `EVENT`, for what is frequent; and
+`events.<n>.jsonl`, a JSON object a line, for what is rare or has text. Whatever was written can be read, also when the
+process was killed.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import pathlib
+import platform
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+from absl import logging
+
+from hop_tf.records.events import FORMAT, NONE, PACKER, Kind
+from hop_tf.records.sampling import is_recorded, is_recorded_session
+
+# Some 100 bytes of memory each: 7 MB.
+MAX_BUFFERED = 1 << 16
+# All that a process writes, whatever the rule of `sampling` allows.
+MAX_BYTES = 64 << 20
+_PERIOD_SECONDS = 0.5
+# A name is one of a few, but for numbers in it. Others share a place.
+_MAX_NAMES = 256
+_OTHER = "(other)"
+_MAX_CACHED = 4096
+# What is written now and then is written more rarely the longer a job runs: so a file grows with the logarithm.
+_FIRST_PERIOD_SECONDS = 5.0
+_SHARE_OF_ELAPSED = 1 / 64
+
+# An event as `PACKER` takes it.
+Event = tuple
+
+
+def make_recorder(log_dir: str | os.PathLike | None, folder: str, **about: object) -> Recorder | None:
+    """Makes the recorder of this process; None without a directory, or where that cannot be written to.
+
+    Args:
+      log_dir: `CommunicationOptions.log_dir`.
+      folder: Name of the rank's folder below it.
+      **about: As of `Recorder`.
+    """
+    if log_dir is None:
+        return None
+    try:
+        return Recorder(pathlib.Path(log_dir) / folder, **about)
+    except OSError as error:
+        _warn(pathlib.Path(log_dir) / folder, error)
+        return None
+
+
+def _warn(path: pathlib.Path, error: OSError) -> None:
+    logging.warning(
+        "No events are recorded from now on: the files in %s (`log_dir`) cannot be written to: %s. Training goes on.",
+        path,
+        error.strerror or error,
+    )
+
+
+class Recorder:
+    """Takes events from any thread, and writes them on a thread of its own.
+
+    `add` appends to a buffer and takes a microsecond. When the buffer is full, events are dropped, and their number is
+    written. A disk that is full, read-only or gone ends the records, with one warning, and not the training.
+
+    Args:
+      folder: Directory of the rank's files. It is made where it does not exist.
+      **about: What readers are to know of the process, such as `rank`; JSON.
+
+    Attributes:
+      is_on: Whether events of the present step are recorded. Ask it before what costs something, such as the time.
+      step: The step of the session that the rank is in.
+      session: The running session.
+      follows: Whether it records what belongs to messages that others record: for a server, which makes no steps.
+
+    Raises:
+      OSError: If the files cannot be made.
+    """
+
+    def __init__(self, folder: pathlib.Path, **about: object):
+        self.is_on = True
+        self.step = NONE
+        self.session = 0
+        self.follows = False
+        self._folder = folder
+        self._buffer: collections.deque[Event] = collections.deque()
+        self._num_dropped = 0
+        self._sources: list[Callable[[bool], Iterable[Event]]] = []
+        self._names: dict[str | bytes, int] = {"": 0}
+        self._name_numbers: dict[str, int] = {"": 0}
+        self._new_lines: collections.deque[dict] = collections.deque()
+        self._clocks: dict[int, tuple[float, float, float]] = {}
+        self._started_at = time.time()
+        self._due: dict[str, float] = {}
+        self._num_bytes = 0
+        self._is_session_recorded = True
+        self._is_over = False
+        self._lock = threading.RLock()
+        self._stop = threading.Event()
+        folder.mkdir(parents=True, exist_ok=True)
+        self._rows, self._lines = _open_new(folder)
+        self._new_lines.append({"kind": "process", "format": FORMAT, **_describe_process(), **about})
+        self._thread = threading.Thread(target=self._run, name="hop_tf records", daemon=True)
+        self._thread.start()
+
+    # Where the rank is.
+
+    def begin_session(self, session: int) -> None:
+        """The rank is about to enter a session, whose steps count from 0."""
+        self.flush(is_final=True)  # What is on its way belongs to the one before.
+        self.step = NONE - 1  # None of a session.
+        self.session, self._is_session_recorded = session & 0xFFFF, is_recorded_session(session)
+        self.begin_step(NONE)
+        self.add(Kind.SESSION, time.time(), number=session)
+
+    def begin_step(self, step: int) -> None:
+        """The rank's communication begins a step."""
+        if step != self.step:
+            self.step, self.is_on = step, self.records(step)
+
+    def records(self, step: int) -> bool:
+        """Whether a step of the running session is recorded."""
+        return self._is_session_recorded and not self._is_over and is_recorded(step)
+
+    # What is recorded.
+
+    def add(
+        self,
+        kind: int,
+        begin: float,
+        seconds: float = 0.0,
+        *,
+        step: int | None = None,
+        peer: int = NONE,
+        lane: int = 0,
+        name: str | bytes = "",
+        num_bytes: int = 0,
+        number: int = 0,
+        queued: float = 0.0,
+    ) -> None:
+        """Adds an event, whether `is_on` or not.
+
+        Args:
+          kind: What it is; here, too, what the others mean.
+          begin: `time.time()` when it began.
+          seconds: How long it took.
+          step: The step that it belongs to. Default: the one that the rank is in.
+          peer: The other rank.
+          lane: Of a message.
+          name: Of the queue, or what is awaited. Numbers in it are left out: names are few.
+          num_bytes: Of a message.
+          number: Of a message on its lane, or as the kind says.
+          queued: Seconds that a message has waited for its turn.
+        """
+        if len(self._buffer) >= MAX_BUFFERED:
+            self._num_dropped += 1
+            return
+        place = self._names.get(name)
+        if place is None:
+            place = self._place_of(name)
+        step = self.step if step is None else step
+        number &= 0xFFFFFFFF
+        self._buffer.append((begin, num_bytes, seconds, step, number, queued, place, peer, kind, lane, self.session))
+
+    def event(self, kind: int, begin: float, seconds: float, *, step: int) -> Event:
+        """An event without a name, for what `add_source` takes."""
+        return (begin, 0, seconds, step, 0, 0.0, 0, NONE, kind, 0, self.session)
+
+    def add_line(self, kind: str, **values: object) -> None:
+        """Adds a line of JSON: for what is rare."""
+        self._new_lines.append({"kind": kind, "time": time.time(), **values})
+
+    def add_now_and_then(self, kind: str, values: Mapping[str, object]) -> None:
+        """Adds a line of JSON, unless one of that kind came lately: at most 64 while a job's age doubles."""
+        if self._is_due(kind):
+            self.add_line(kind, **values)
+
+    def note_clock(self, peer: int, offset_seconds: float, round_trip_seconds: float) -> None:
+        """A heartbeat was answered, with the peer's clock. Of several, that with the shortest round trip is written.
+
+        Args:
+          peer: Who has answered.
+          offset_seconds: The peer's clock less this one's, by `clocks.offset_of`.
+          round_trip_seconds: Until the answer had come: half of that is the largest error.
+        """
+        with self._lock:
+            known = self._clocks.get(peer)
+            if known is None or round_trip_seconds <= known[2]:
+                self._clocks[peer] = (time.time(), offset_seconds, round_trip_seconds)
+
+    def add_source(self, source: Callable[[bool], Iterable[Event]]) -> None:
+        """Asks `source(is_final)` for further events whenever it writes: for what counts by itself, such as the graph.
+
+        `is_final` says that no step is under way.
+        """
+        with self._lock:
+            self._sources.append(source)
+
+    def _place_of(self, name: str | bytes) -> int:
+        with self._lock:
+            text = re.sub(r"\d+-[0-9a-f]{8}|\d+", "#", name if isinstance(name, str) else name.decode(errors="replace"))
+            place = self._name_numbers.get(text)
+            if place is None:
+                text = text if len(self._name_numbers) < _MAX_NAMES else _OTHER
+                place = self._name_numbers.setdefault(text, len(self._name_numbers))
+                self._new_lines.append({"kind": "name", "number": place, "text": text})
+            if len(self._names) >= _MAX_CACHED:
+                self._names.clear()
+            self._names[name] = place
+            return place
+
+    def _is_due(self, kind: str) -> bool:
+        now = time.time()
+        if now < self._due.get(kind, 0.0):
+            return False
+        self._due[kind] = now + max(_FIRST_PERIOD_SECONDS, (now - self._started_at) * _SHARE_OF_ELAPSED)
+        return True
+
+    # Writing.
+
+    def flush(self, is_final: bool = False) -> None:
+        """Writes all that was added before; `is_final` as in `add_source`."""
+        with self._lock:
+            if self._rows is None:
+                self._buffer.clear()
+                self._new_lines.clear()
+                return
+            try:
+                self._write(is_final)
+            except OSError as error:
+                self._end()
+                _warn(self._folder, error)
+
+    def _write(self, is_final: bool) -> None:
+        for source in self._sources:
+            self._buffer.extend(source(is_final))
+        if self._clocks and (is_final or self._is_due("clock")):
+            for peer, (when, offset, round_trip) in self._clocks.items():
+                line = {"kind": "clock", "time": when, "peer": peer, "offset": offset, "round_trip": round_trip}
+                self._new_lines.append(line)
+            self._clocks.clear()
+        if self._num_dropped:
+            self._new_lines.append({"kind": "dropped", "time": time.time(), "events": self._num_dropped})
+            self._num_dropped = 0
+        rows = b"".join(PACKER.pack(*self._buffer.popleft()) for _ in range(len(self._buffer)))
+        lines = [json.dumps(self._new_lines.popleft(), default=float) for _ in range(len(self._new_lines))]
+        text = "".join(f"{line}\n" for line in lines).encode()
+        if self._num_bytes + len(rows) + len(text) > MAX_BYTES:
+            self._is_over, self.is_on, rows = True, False, b""
+            text = json.dumps({"kind": "full", "time": time.time(), "bytes": self._num_bytes}).encode() + b"\n"
+            self._write_bytes(rows, text)
+            self._end()
+            return
+        self._write_bytes(rows, text)
+
+    def _write_bytes(self, rows: bytes, text: bytes) -> None:
+        # Names before the rows that refer to them.
+        for file, data in ((self._lines, text), (self._rows, rows)):
+            self._num_bytes += len(data)
+            while data:  # A write may stop in the middle, where a disk is about to be full.
+                data = data[file.write(data) :]
+
+    def _end(self) -> None:
+        self._is_over, self.is_on = True, False
+        self._stop.set()
+        rows, lines = self._rows, self._lines
+        self._rows = self._lines = None
+        for file in (rows, lines):
+            file.close()
+
+    def _run(self) -> None:
+        while not self._stop.wait(_PERIOD_SECONDS):
+            try:
+                self.flush()
+            except Exception:
+                logging.exception("could not record events")
+                return
+
+    def close(self) -> None:
+        """Writes what is left and ends the thread. Idempotent."""
+        self._stop.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+        with self._lock:
+            if self._rows is not None:
+                self._new_lines.append({"kind": "end", "time": time.time()})
+                self.flush(is_final=True)
+            if self._rows is not None:
+                self._end()
+
+
+def _open_new(folder: pathlib.Path):
+    """Files with the first number that is free: a rank may have been several processes."""
+    number = 0
+    while True:
+        try:
+            rows = open(folder / f"events.{number}.bin", "xb", buffering=0)  # noqa: SIM115
+        except FileExistsError:
+            number += 1
+        else:
+            break
+    try:
+        return rows, open(folder / f"events.{number}.jsonl", "xb", buffering=0)
+    except OSError:
+        rows.close()
+        raise
+
+
+def _describe_process() -> dict[str, object]:
+    return {"time": time.time(), "pid": os.getpid(), "host": platform.node(), "clock": _clock_name()}
+
+
+def _clock_name() -> str:
+    """Names the clock: processes with the same one need not be aligned. Those of one system have the same."""
+    try:
+        return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return platform.node()

@@ -1,0 +1,85 @@
+"""How files are read again: which jobs, on which clock, and which end of a message belongs to which."""
+
+import pathlib
+import tempfile
+import time
+from unittest import mock
+
+from absl.testing import absltest
+
+from hop_tf.records import Kind, make_recorder, recorder
+from hop_tf.records.log import read_job
+
+
+class LogTest(absltest.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.directory = self.enter_context(tempfile.TemporaryDirectory())
+
+    def make(self, rank, clock="clock"):
+        with mock.patch.object(recorder, "_clock_name", lambda: clock):
+            made = make_recorder(self.directory, f"rank_{rank}", number=rank, num_ranks=2, num_servers=0, strategy="S")
+        self.addCleanup(made.close)
+        return made
+
+    def test_the_last_job_counts(self):
+        for _ in range(2):
+            made = [self.make(rank) for rank in range(2)]
+            for each in made:
+                each.close()
+        job = read_job(self.directory)
+        self.assertLen(job.processes, 2)
+        self.assertLen(list(pathlib.Path(self.directory).glob("*/events.*.jsonl")), 4)
+
+    def test_a_process_that_was_started_again_is_of_the_same_job(self):
+        other, former = self.make(0), self.make(1)
+        former.close()
+        made = self.make(1)
+        made.close()
+        other.close()
+        self.assertEqual(
+            [process.name for process in read_job(self.directory).processes], ["rank 0", "rank 1", "rank 1"]
+        )
+
+    def test_a_message_that_was_sent_again(self):
+        """The connection broke when the first one was under way; the number was used by another process before."""
+        sender, receiver = self.make(0), self.make(1)
+        now = time.time()
+        message = {"lane": 1, "name": "queue", "num_bytes": 10, "number": 1}
+        for begin in (now, now + 1, now + 2, now + 9):
+            sender.add(Kind.SEND, begin, peer=1, step=int(begin - now), **message)
+        receiver.add(Kind.RECEIVE, now + 0.5, peer=0, **message)
+        receiver.add(Kind.RECEIVE, now + 3, peer=0, **message)
+        for each in (sender, receiver):
+            each.close()
+        job = read_job(self.directory)
+        self.assertEqual([each.step for each in job.transfers], [0, 2])
+        self.assertEqual(job.num_unmatched, 2)
+
+    def test_two_clocks(self):
+        """Rank 1's clock is 100 s ahead, by heartbeats of both."""
+        one, other = self.make(0, "a"), self.make(1, "b")
+        one.note_clock(1, 100.0, 0.01)
+        one.note_clock(1, 250.0, 0.9)  # Its round trip is longer.
+        other.note_clock(0, -100.004, 0.02)
+        now = time.time()
+        one.add(Kind.SEND, now, peer=1, number=1)
+        other.add(Kind.RECEIVE, now + 100.05, peer=0, number=1)
+        for each in (one, other):
+            each.close()
+        job = read_job(self.directory)
+        (transfer,) = job.transfers
+        self.assertAlmostEqual(transfer.come_at - transfer.sent_at, 0.05, delta=0.005)
+        self.assertEqual(job.processes[0].clock_error_seconds, 0.0)
+        self.assertAlmostEqual(job.processes[1].clock_error_seconds, 0.005)
+
+    def test_another_format(self):
+        self.make(0).close()
+        (path,) = pathlib.Path(self.directory).glob("rank_0/events.0.jsonl")
+        path.write_text(path.read_text().replace('"format": 1', '"format": 99'))
+        with self.assertRaisesRegex(ValueError, "has format 99, and this hop_tf reads format 1"):
+            read_job(self.directory)
+
+
+if __name__ == "__main__":
+    absltest.main()

@@ -1,0 +1,197 @@
+"""What a recorder writes, how much of it, and what it does when it cannot."""
+
+import json
+import pathlib
+import tempfile
+import threading
+import time
+from unittest import mock
+
+from absl.testing import absltest, parameterized
+
+from disks import mounted_disk
+from hop_tf.records import Kind, make_recorder, recorder
+from hop_tf.records.events import EVENT, NONE, PACKER
+from hop_tf.records.log import read_job
+from hop_tf.records.sampling import most_recorded
+
+_ABOUT = {"number": 0, "rank": 0, "num_ranks": 1, "num_servers": 0, "strategy": "S"}
+
+
+class RecorderTest(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.directory = self.enter_context(tempfile.TemporaryDirectory())
+
+    def make(self):
+        made = make_recorder(self.directory, "rank_0", **_ABOUT)
+        self.addCleanup(made.close)
+        return made
+
+    def files(self, suffix):
+        return sorted(pathlib.Path(self.directory).glob(f"rank_0/events.*.{suffix}"))
+
+    def test_a_row_is_what_it_is_packed_as(self):
+        self.assertEqual(EVENT.itemsize, PACKER.size)
+
+    def test_none_without_a_directory(self):
+        before = threading.active_count()
+        self.assertIsNone(make_recorder(None, "rank_0"))
+        self.assertEqual(threading.active_count(), before)
+
+    def test_what_is_added_can_be_read(self):
+        made = self.make()
+        made.begin_session(1)
+        made.begin_step(3)
+        now = time.time()
+        made.add(Kind.SEND, now, 0.5, peer=2, lane=1, name=b"updates/7", num_bytes=1 << 40, number=9, queued=0.25)
+        made.add(Kind.WAIT, now + 1, 2.0, peer=5, name="receive update 12")
+        made.add_line("loss", rank=1, reason="gone")
+        made.close()
+        (process,) = read_job(self.directory).processes
+        session, sent, wait = process.events
+        self.assertEqual((Kind(session["kind"]), session["number"], session["step"]), (Kind.SESSION, 1, NONE))
+        self.assertEqual(sent["begin"], now)
+        fields = ("seconds", "step", "session", "peer", "lane", "num_bytes", "number", "queued")
+        self.assertEqual([sent[field] for field in fields], [0.5, 3, 1, 2, 1, 1 << 40, 9, 0.25])
+        self.assertEqual(process.text(sent), "updates/#")
+        self.assertEqual(process.text(wait), "receive update #")
+        self.assertEqual([line["kind"] for line in process.lines if line["kind"] != "name"], ["loss", "end"])
+        self.assertEqual(process.about["strategy"], "S")
+
+    def test_is_on_in_the_steps_of_the_rule(self):
+        made = self.make()
+        made.begin_session(1)
+        self.assertTrue(made.is_on)
+        for step, expected in ((0, True), (1023, True), (1024, True), (1056, False), (1088, True), (0, True)):
+            made.begin_step(step)
+            self.assertEqual(made.is_on, expected, step)
+        made.begin_session(10)  # A session that is left out.
+        self.assertFalse(made.is_on)
+        made.begin_step(0)
+        self.assertFalse(made.is_on)
+
+    def test_a_full_buffer_drops_events_and_says_how_many(self):
+        with mock.patch.object(recorder, "MAX_BUFFERED", 10):
+            made = self.make()
+            with made._lock:  # Nothing is written meanwhile.
+                for _ in range(15):
+                    made.add(Kind.STEP, time.time())
+            made.close()
+        (process,) = read_job(self.directory).processes
+        self.assertLen(process.events, 10)
+        self.assertEqual([line["events"] for line in process.lines if line["kind"] == "dropped"], [5])
+
+    def test_names_are_few(self):
+        made = self.make()
+        for number in range(1000):
+            made.add(Kind.WAIT, time.time(), name="x" * number)
+        made.close()
+        (process,) = read_job(self.directory).processes
+        self.assertLen(process.names, 257)
+        self.assertEqual(process.text(process.events[-1]), "(other)")
+
+    def test_what_comes_now_and_then_comes_more_rarely(self):
+        """Two hours of reports every 5 s: one for each 5 s at first, and then 64 at most while the age doubles."""
+        made = self.make()
+        started = made._started_at
+        for seconds in range(0, 7200, 5):
+            with mock.patch.object(time, "time", return_value=started + seconds):
+                made.add_now_and_then("report", {})
+        made.close()
+        number = sum(json.loads(line)["kind"] == "report" for line in self.files("jsonl")[0].read_text().splitlines())
+        self.assertBetween(number, 64, 64 + 64 * 5)  # 320 s, and then 22.5 times that.
+
+    def test_sources(self):
+        made = self.make()
+        asked = []
+
+        def source(is_final):
+            asked.append(is_final)
+            return [made.event(Kind.COMPUTE, 5.0, 1.0, step=2)] if is_final else []
+
+        made.add_source(source)
+        made.flush()
+        made.close()
+        (process,) = read_job(self.directory).processes
+        self.assertLen(process.events, 1)
+        self.assertEqual((asked[0], asked[-1]), (False, True))
+
+    def test_another_process_has_other_files(self):
+        self.make().close()
+        self.make().close()
+        self.assertEqual([path.name for path in self.files("jsonl")], ["events.0.jsonl", "events.1.jsonl"])
+
+    def test_a_process_that_was_killed_has_left_a_part_of_a_row(self):
+        made = self.make()
+        made.add(Kind.STEP, time.time())
+        made.close()
+        (rows,), (lines,) = self.files("bin"), self.files("jsonl")
+        rows.write_bytes(rows.read_bytes() + b"part")
+        lines.write_text(lines.read_text() + '{"kind": "re')
+        self.assertLen(read_job(self.directory).processes[0].events, 1)
+
+    def test_nothing_to_read(self):
+        with self.assertRaisesRegex(ValueError, "`log_dir` must be a directory in which .* Received: "):
+            read_job(self.directory)
+
+    @parameterized.parameters({}, {"num_inodes": 1}, {"is_read_only": True})
+    def test_a_disk_that_cannot_be_written_to_is_one_warning(self, **disk):
+        self.enter_context(mounted_disk(self.directory, **disk))
+        with self.assertLogs("absl", "WARNING") as logs:
+            made = make_recorder(self.directory, "rank_0", **_ABOUT)
+            for _ in range(100) if made is not None else ():
+                for _ in range(1000):
+                    made.add(Kind.STEP, time.time())
+                made.flush()
+            if made is not None:
+                self.assertFalse(made.is_on)
+                made.close()
+        (line,) = logs.output
+        self.assertIn(f"the files in {self.directory}/rank_0 (`log_dir`) cannot be written to: ", line)
+        self.assertNotIn("hop_tf records", [thread.name for thread in threading.enumerate()])
+
+
+class SizeTest(absltest.TestCase):
+    """How large files become: `docs/see.md` promises it."""
+
+    def test_a_million_steps(self):
+        """8 messages out and in, 8 waits and 4 other events in each step that is recorded."""
+        directory = self.enter_context(tempfile.TemporaryDirectory())
+        made = make_recorder(directory, "rank_0", **_ABOUT)
+        self.addCleanup(made.close)
+        made.begin_session(1)
+        num_events = 0
+        for step in range(1_000_000):
+            made.begin_step(step)
+            if made.is_on:
+                for kind in [*[Kind.SEND, Kind.RECEIVE, Kind.WAIT] * 8, *[Kind.STEP] * 4]:
+                    made.add(kind, 0.0)
+                    num_events += 1
+                if len(made._buffer) > recorder.MAX_BUFFERED - 100:
+                    made.flush()
+        made.close()
+        (rows,) = pathlib.Path(directory).glob("rank_0/events.0.bin")
+        self.assertEqual(rows.stat().st_size, (num_events + 1) * PACKER.size)
+        self.assertLessEqual(num_events, most_recorded(1_000_000) * 28)
+        self.assertLess(rows.stat().st_size, 7 << 20)
+
+    def test_never_more_than_the_limit(self):
+        directory = self.enter_context(tempfile.TemporaryDirectory())
+        with mock.patch.object(recorder, "MAX_BYTES", 10_000):
+            made = make_recorder(directory, "rank_0", **_ABOUT)
+            for _ in range(50):
+                for _ in range(20):
+                    made.add(Kind.STEP, 0.0)
+                made.flush()
+            self.assertFalse(made.is_on)
+            made.begin_step(1)
+            self.assertFalse(made.is_on)
+            made.close()
+        size = sum(path.stat().st_size for path in pathlib.Path(directory).glob("rank_0/events.*"))
+        self.assertBetween(size, 9_000, 10_200)  # With the line that says so.
+        self.assertIn("full", [line["kind"] for line in read_job(directory).processes[0].lines])
+
+
+if __name__ == "__main__":
+    absltest.main()
