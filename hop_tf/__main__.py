@@ -14,6 +14,7 @@ from hop_tf.version import __version__
 _COMMANDS = {
     "launch": ("hop_tf.commands.launch", "start a training script on several workers, here or over ssh"),
     "timeline": ("hop_tf.commands.timeline", "write one trace of all ranks, from what they have recorded"),
+    "diagnose": ("hop_tf.commands.diagnose", "say where the time of a job went, and what would help"),
     "supervise": ("hop_tf.commands.supervise", "show what the ranks of a running job do"),
     "plan": ("hop_tf.commands.plan", "start it, measure, and tell which settings of Pipe-SGD and DTS suit it"),
     "serve": ("hop_tf.commands.serve", "be a parameter server, until the workers are done"),

@@ -15,11 +15,12 @@ import platform
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
+import numpy as np
 from absl import logging
 
-from hop_tf.records.events import FORMAT, NONE, PACKER, Kind
+from hop_tf.records.events import EVENT, FORMAT, NONE, PACKER, Kind
 from hop_tf.records.sampling import is_recorded, is_recorded_session
 
 # Some 100 bytes of memory each: 7 MB.
@@ -92,7 +93,7 @@ class Recorder:
         self._folder = folder
         self._buffer: collections.deque[Event] = collections.deque()
         self._num_dropped = 0
-        self._sources: list[Callable[[bool], Iterable[Event]]] = []
+        self._sources: list[Callable[[bool], np.ndarray]] = []
         self._names: dict[str | bytes, int] = {"": 0}
         self._name_numbers: dict[str, int] = {"": 0}
         self._new_lines: collections.deque[dict] = collections.deque()
@@ -169,9 +170,11 @@ class Recorder:
         number &= 0xFFFFFFFF
         self._buffer.append((begin, num_bytes, seconds, step, number, queued, place, peer, kind, lane, self.session))
 
-    def event(self, kind: int, begin: float, seconds: float, *, step: int) -> Event:
-        """An event without a name, for what `add_source` takes."""
-        return (begin, 0, seconds, step, 0, 0.0, 0, NONE, kind, 0, self.session)
+    def make_events(self, count: int, kind: int = 0) -> np.ndarray:
+        """So many events of the running session, to be filled: an array of `EVENT`."""
+        events = np.zeros(count, EVENT)
+        events["kind"], events["peer"], events["session"] = kind, NONE, self.session
+        return events
 
     def add_line(self, kind: str, **values: object) -> None:
         """Adds a line of JSON: for what is rare."""
@@ -195,10 +198,10 @@ class Recorder:
             if known is None or round_trip_seconds <= known[2]:
                 self._clocks[peer] = (time.time(), offset_seconds, round_trip_seconds)
 
-    def add_source(self, source: Callable[[bool], Iterable[Event]]) -> None:
+    def add_source(self, source: Callable[[bool], np.ndarray]) -> None:
         """Asks `source(is_final)` for further events whenever it writes: for what counts by itself, such as the graph.
 
-        `is_final` says that no step is under way.
+        `is_final` says that no step is under way. It returns what `make_events` has made.
         """
         with self._lock:
             self._sources.append(source)
@@ -239,8 +242,7 @@ class Recorder:
                 _warn(self._folder, error)
 
     def _write(self, is_final: bool) -> None:
-        for source in self._sources:
-            self._buffer.extend(source(is_final))
+        from_sources = b"".join(source(is_final).tobytes() for source in self._sources)
         if self._clocks and (is_final or self._is_due("clock")):
             for peer, (when, offset, round_trip) in self._clocks.items():
                 line = {"kind": "clock", "time": when, "peer": peer, "offset": offset, "round_trip": round_trip}
@@ -249,7 +251,8 @@ class Recorder:
         if self._num_dropped:
             self._new_lines.append({"kind": "dropped", "time": time.time(), "events": self._num_dropped})
             self._num_dropped = 0
-        rows = b"".join(PACKER.pack(*self._buffer.popleft()) for _ in range(len(self._buffer)))
+        buffered = (PACKER.pack(*self._buffer.popleft()) for _ in range(len(self._buffer)))
+        rows = b"".join((from_sources, *buffered))
         lines = [json.dumps(self._new_lines.popleft(), default=float) for _ in range(len(self._new_lines))]
         text = "".join(f"{line}\n" for line in lines).encode()
         if self._num_bytes + len(rows) + len(text) > MAX_BYTES:

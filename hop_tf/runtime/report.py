@@ -5,7 +5,7 @@ from __future__ import annotations
 import pathlib
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 
 import numpy as np
@@ -117,17 +117,27 @@ class StepStatistics:
                     self.recorder.add_source(self._events)
             return self._state
 
-    def _events(self, is_final: bool) -> Iterator[tuple]:
+    def _events(self, is_final: bool) -> np.ndarray:
         """The events of the steps that have ended since the last call: see `Recorder.add_source`."""
-        recorder, times, num_starts = self.recorder, self._state.times, self._state.num_starts
-        first = max(self._num_recorded, num_starts - _NUM_KEPT + 1)
-        last = num_starts - (not is_final)  # Else one is under way.
+        recorder, state = self.recorder, self._state
+        last = state.num_starts - (not is_final)  # Else one is under way.
+        first = max(self._num_recorded, last - _NUM_KEPT + 1)
         self._num_recorded = max(last, self._num_recorded)
-        for step, started, ready, done, waited in times.read(first, last) if last > first else ():
-            if ready and recorder.records(step):
-                yield recorder.event(Kind.COMPUTE, started, ready - started, step=step)
-                if waited > 0:
-                    yield recorder.event(Kind.RESULT, done - waited, waited, step=step)
+        if last <= first:
+            return recorder.make_events(0)
+        steps, started, ready, done, waited = state.times.read(first, last)
+        is_kept = (ready >= started) & np.array([recorder.records(step) for step in steps.tolist()], bool)
+        computed = _make_events(recorder, Kind.COMPUTE, steps, started, ready - started, is_kept)
+        results = _make_events(recorder, Kind.RESULT, steps, done - waited, waited, is_kept & (waited > 0))
+        return np.concatenate([computed, results])
+
+
+def _make_events(
+    recorder: Recorder, kind: Kind, steps: np.ndarray, begins: np.ndarray, seconds: np.ndarray, where: np.ndarray
+) -> np.ndarray:
+    events = recorder.make_events(np.count_nonzero(where), kind)
+    events["step"], events["begin"], events["seconds"] = steps[where], begins[where], seconds[where]
+    return events
 
 
 class _StepState:
@@ -178,10 +188,9 @@ class _StepState:
     @tf.function
     def add_wait(self) -> None:
         now = tf.timestamp()
-        waited = tf.maximum(now - self.ready_at, 0.0)
-        self.wait_seconds.assign_add(waited)
+        total = self.wait_seconds.assign_add(tf.maximum(now - self.ready_at, 0.0))
         if self.times is not None:
-            self.times.add_wait(now, waited)
+            self.times.add_wait(now, total)
 
 
 class _StepTimes:
@@ -200,33 +209,40 @@ class _StepTimes:
             for name in ("started", "ready", "done", "waited")
         )
         self._steps = tf.Variable(tf.zeros([_NUM_KEPT], tf.int64), trainable=False, name="hop_tf_step_numbers")
+        self._total = 0.0  # How long steps have waited until the last row that was read.
 
     def begin(self, now: tf.Tensor) -> None:
         """Emits the ops that begin the row of a step, before it is counted."""
-        self._started.scatter_nd_update([[self._num_starts % _NUM_KEPT]], [now])
+        self._put(self._started, self._num_starts, now)
 
     @tf.function
     def record_gradients(self, step: tf.Tensor) -> None:
-        where = [[(self._num_starts - 1) % _NUM_KEPT]]
-        self._ready.scatter_nd_update(where, [tf.timestamp()])
-        self._steps.scatter_nd_update(where, [step])
+        self._put(self._ready, self._num_starts - 1, tf.timestamp())
+        self._put(self._steps, self._num_starts - 1, step)
 
-    def add_wait(self, now: tf.Tensor, waited: tf.Tensor) -> None:
-        """Emits the ops that note until when a step has waited, and how long in all, where it waits several times."""
-        row = (self._num_starts - 1) % _NUM_KEPT
-        # Gathered and not indexed, which would copy the whole variable when it is changed next.
-        is_first = tf.gather(self._done, row) < tf.gather(self._started, row)
-        before = tf.where(is_first, tf.zeros_like(waited), tf.gather(self._waited, row))
-        self._done.scatter_nd_update([[row]], [now])
-        self._waited.scatter_nd_update([[row]], [before + waited])
+    def add_wait(self, now: tf.Tensor, total: tf.Tensor) -> None:
+        """Emits the ops that note until when a step has waited, and how long all steps until then have in all."""
+        self._put(self._done, self._num_starts - 1, now)
+        self._put(self._waited, self._num_starts - 1, total)
 
-    def read(self, first: int, last: int) -> Iterator[tuple[int, float, float, float, float]]:
-        """Of each row: step, start, when gradients (0.0: never) and result were there, and the seconds waited."""
+    def _put(self, variable: tf.Variable, number: tf.Tensor, value: tf.Tensor) -> None:
+        variable.scatter_update(tf.IndexedSlices(value, number % _NUM_KEPT))
+
+    def read(self, first: int, last: int) -> tuple[np.ndarray, ...]:
+        """The rows from `first` up to `last`.
+
+        Returns:
+          Of each row: the step; when it began; when its gradients were there, or earlier if they never were; when it
+          had waited, and how long.
+        """
         where = np.arange(first, last) % _NUM_KEPT
-        columns = [v.numpy()[where] for v in (self._steps, self._started, self._ready, self._done, self._waited)]
-        for step, started, ready, done, waited in zip(*(column.tolist() for column in columns), strict=True):
-            is_ready, is_done = ready >= started, done >= started  # Else they are of the step that had the row before.
-            yield step, started, ready * is_ready, done, waited * is_done
+        variables = (self._steps, self._started, self._ready, self._done, self._waited)
+        steps, started, ready, done, totals = (variable.numpy()[where] for variable in variables)
+        has_waited = done >= started  # Else the row still has what is of another step.
+        totals = np.maximum.accumulate(np.where(has_waited, totals, self._total))
+        waited = np.diff(totals, prepend=self._total)
+        self._total = float(totals[-1])
+        return steps, started, ready, done, waited
 
 
 class ReportWriter:

@@ -108,7 +108,7 @@ class RecorderTest(parameterized.TestCase):
 
         def source(is_final):
             asked.append(is_final)
-            return [made.event(Kind.COMPUTE, 5.0, 1.0, step=2)] if is_final else []
+            return made.make_events(int(is_final), Kind.COMPUTE)
 
         made.add_source(source)
         made.flush()

@@ -1,0 +1,125 @@
+"""`Steps`: how long the parts of a rank's steps took."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from hop_tf.records.events import NONE, Kind
+from hop_tf.records.log import ProcessLog
+from hop_tf.records.sampling import is_recorded
+
+# The first steps of a session, in which graphs are traced and ranks meet, say nothing of the others.
+_FIRST_STEPS = 3
+# The parts of a step, and how people call them.
+PARTS = {
+    "compute": "computing",
+    "input": "the input pipeline",
+    "callbacks": "callbacks",
+    "validation": "validation",
+    "other": "the update and what else is between steps",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    """The steps of a rank, from the begin of each to that of the next one. Arrays with an element for each step.
+
+        seconds  =  compute + result + validation + callbacks + input + other
+
+    Attributes:
+      keys: Session and step; int array [steps, 2].
+      begin: When they began.
+      seconds: How long they took.
+      compute: Until the gradients were there.
+      result: How long the step then waited for other ranks.
+      input: How long Keras waited for the next step's batch.
+      callbacks: Between Keras's steps, without validation.
+      validation: In `evaluate` meanwhile.
+      other: What is left: the update, and where Keras's loop does not run, all that comes between.
+      exchange: How long the communication of the step took, hidden or not.
+    """
+
+    keys: np.ndarray
+    begin: np.ndarray
+    seconds: np.ndarray
+    compute: np.ndarray
+    result: np.ndarray
+    input: np.ndarray
+    callbacks: np.ndarray
+    validation: np.ndarray
+    other: np.ndarray
+    exchange: np.ndarray
+
+    @property
+    def own(self) -> np.ndarray:
+        """How long the rank would have taken if it had waited for nobody."""
+        return self.seconds - self.result
+
+    def part(self, name: str) -> np.ndarray:
+        """One of `PARTS`."""
+        return getattr(self, name)
+
+
+def steps_of(process: ProcessLog) -> Steps:
+    """The steps of a rank of which the next one is recorded, too."""
+    computed = process.of_kind(Kind.COMPUTE)
+    computed = computed[computed["step"] != NONE]
+    first, following = computed[:-1], computed[1:]
+    is_followed = (first["session"] == following["session"]) & np.array(
+        [is_recorded(int(k) + 1) for k in first["step"]], bool
+    )
+    is_warm = first["step"] >= min(_FIRST_STEPS, len(computed) // 4)
+    first, following = first[is_followed & is_warm], following[is_followed & is_warm]
+    seconds = following["begin"] - first["begin"]
+    called, ended, is_first = _calls(process, computed)
+    place = np.searchsorted(computed["begin"], first["begin"])
+    is_gap = is_first[place + 1] if place.size else np.zeros(0, bool)
+    gap_begin, gap_end = ended[place], called[place + 1] if place.size else np.zeros(0)
+    validation = np.where(is_gap, _overlaps(process.of_kind(Kind.VALIDATION), gap_begin, gap_end), 0.0)
+    callbacks = np.where(is_gap, np.maximum(gap_end - gap_begin - validation, 0.0), 0.0)
+    waited = np.where(is_gap, following["begin"] - gap_end, 0.0)
+    result = _of_steps(process.of_kind(Kind.RESULT), first)
+    known = first["seconds"] + result + validation + callbacks + waited
+    return Steps(
+        keys=np.stack([first["session"], first["step"]], axis=1).astype(np.int64),
+        begin=first["begin"],
+        seconds=seconds,
+        compute=first["seconds"].astype(np.float64),
+        result=result,
+        input=waited,
+        callbacks=callbacks,
+        validation=validation,
+        other=np.maximum(seconds - known, 0.0),
+        exchange=_of_steps(process.of_kind(Kind.EXCHANGE), first),
+    )
+
+
+def _calls(process: ProcessLog, computed: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """When Keras called and ended what each step was in, and whether it was the first one in there."""
+    calls = process.of_kind(Kind.STEP)
+    if not calls.size:
+        return computed["begin"], computed["begin"], np.zeros(len(computed), bool)
+    place = np.searchsorted(calls["begin"], computed["begin"], side="right") - 1
+    ends = calls["begin"] + calls["seconds"]
+    is_within = (place >= 0) & (computed["begin"] <= ends[place])
+    is_first = is_within & (np.diff(place, prepend=-1) > 0)
+    return calls["begin"][place], ends[place], is_first
+
+
+def _of_steps(events: np.ndarray, steps: np.ndarray) -> np.ndarray:
+    """The seconds of events, summed up for each step."""
+    sums: dict[tuple[int, int], float] = {}
+    for session, step, seconds in zip(events["session"], events["step"], events["seconds"], strict=True):
+        sums[session, step] = sums.get((session, step), 0.0) + float(seconds)
+    return np.array([sums.get((s, k), 0.0) for s, k in zip(steps["session"], steps["step"], strict=True)], np.float64)
+
+
+def _overlaps(events: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """For each interval, how much of it the events cover."""
+    total = np.zeros(len(begins))
+    for event in events:
+        begin, end = event["begin"], event["begin"] + event["seconds"]
+        total += np.clip(np.minimum(ends, end) - np.maximum(begins, begin), 0.0, None)
+    return total

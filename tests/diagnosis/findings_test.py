@@ -1,0 +1,116 @@
+"""The rules of `diagnose`, on records of a closed form, whose causes are known."""
+
+import contextlib
+import io
+import tempfile
+
+import numpy as np
+import pytest
+from absl.testing import absltest, parameterized
+
+from hop_tf.commands import diagnose as command
+from hop_tf.diagnosis import diagnose
+from hop_tf.records import make_recorder
+from hop_tf.records.log import read_job
+from synthetic_jobs import SyntheticJob
+
+_NUM_SEEDS = 20
+
+
+def _usual(seed):
+    """A job without a fault: what is drawn of it."""
+    generator = np.random.default_rng([seed, 1])
+    compute = generator.uniform(0.03, 0.1)
+    return {
+        "seed": seed,
+        "num_ranks": int(generator.integers(3, 6)),
+        "usual_compute": compute,
+        "usual_latency": generator.uniform(1e-4, 1.5e-3),
+        "usual_rate": 1_000_000 / (compute * generator.uniform(0.01, 0.06)),
+    }
+
+
+def _fault(kind, usual):
+    """The same with a fault: the arguments of the job, and what is to be named."""
+    generator = np.random.default_rng([usual["seed"], 2])
+    rank = int(generator.integers(usual["num_ranks"]))
+    link = frozenset(map(int, generator.choice(usual["num_ranks"], 2, replace=False)))
+    name, way = f"rank {rank}", " - ".join(f"rank {end}" for end in sorted(link))
+    compute = usual["usual_compute"]
+    return {
+        "slow": ({"compute": {rank: 3 * compute}}, ("compute", name, True)),
+        "now and then": ({"now_and_then": {rank: (0.15, 5.0)}}, ("compute", name, False)),
+        "bandwidth": ({"rate": {link: usual["usual_rate"] / 10}}, ("bandwidth", way, True)),
+        "latency": ({"latency": {link: 10 * usual["usual_latency"]}}, ("latency", way, True)),
+        "input": ({"input": {rank: generator.uniform(0.5, 2) * compute}}, ("input", name, True)),
+        "callbacks": ({"callbacks": {rank: generator.uniform(0.5, 2) * compute}}, ("callbacks", name, True)),
+    }[kind]
+
+
+class FindingsTest(parameterized.TestCase):
+    def diagnose(self, **arguments):
+        """What is found, and how long a step takes."""
+        with tempfile.TemporaryDirectory() as directory:
+            seconds = SyntheticJob(**arguments).write(directory)
+            return diagnose(read_job(directory)), seconds
+
+    @parameterized.product(
+        seed=list(range(_NUM_SEEDS)), kind=["slow", "now and then", "bandwidth", "latency", "input", "callbacks"]
+    )
+    @pytest.mark.stress(after=12)
+    def test_names_the_cause(self, seed, kind):
+        usual = _usual(seed)
+        if kind == "latency":
+            usual["usual_latency"] = np.random.default_rng(seed).uniform(1e-3, 2e-3)  # Ten times that is worth a word.
+        fault, expected = _fault(kind, usual)
+        diagnosis, seconds = self.diagnose(**{**usual, **fault})
+        finding = diagnosis.findings[0]
+        self.assertEqual((finding.kind, finding.where, finding.is_always), expected, diagnosis.lines)
+        self.assertIn(finding.where, finding.text)
+        self.assertAlmostEqual(diagnosis.step_seconds, seconds, delta=0.05 * seconds)
+        _, mended = self.diagnose(**usual)
+        self.assertAlmostEqual(finding.step_seconds, mended, delta=0.15 * mended)
+
+    @parameterized.parameters(*range(_NUM_SEEDS))
+    @pytest.mark.stress(after=2)
+    def test_nothing_to_gain(self, seed):
+        diagnosis, _ = self.diagnose(**_usual(seed))
+        self.assertEmpty(diagnosis.findings)
+        self.assertStartsWith(diagnosis.lines[-1], "There is nothing to gain: 9")
+
+    def test_communication_that_is_alike_everywhere(self):
+        usual = _usual(0)
+        diagnosis, seconds = self.diagnose(**{**usual, "usual_rate": 1_000_000 / usual["usual_compute"]})
+        (finding,) = diagnosis.findings
+        self.assertEqual(finding.kind, "communication")
+        self.assertAlmostEqual(finding.share, usual["usual_compute"] / seconds, delta=0.1)
+
+    def test_sentences(self):
+        """Rank 2 computes 150 ms, the others 50; links carry 1 MB in 5 ms, 1 ms late."""
+        with tempfile.TemporaryDirectory() as directory:
+            SyntheticJob(seed=0, compute={2: 0.15}).write(directory)
+            out = io.StringIO()
+            with contextlib.redirect_stdout(out):
+                self.assertEqual(command.main([directory]), 0)
+        text = out.getvalue()
+        # 150 ms, a half for the slowest of the others' last 2.5 %, 6 ms on the way, 0.8 ms between steps.
+        self.assertRegex(text, r"A step takes 15\d ms, the mean of \d+ recorded steps\.")
+        self.assertRegex(text, r"rank 0: 3\d% computing, 6\d% waiting for others \(6\d% for rank 2\)\.")
+        self.assertRegex(text, r"rank 2: 9\d% computing")
+        self.assertRegex(text, r"The slowest link is rank \d - rank \d, 1\.6e\+03 Mbit/s\.")
+        self.assertRegex(text, r"The longest round trip is rank \d - rank \d, 2 ms\.")
+        self.assertRegex(
+            text, r"rank 2 takes [23]\.\d times as long as the others for its own part of a step, in every"
+        )
+        self.assertRegex(text, r"As fast as the others, a step would take 5\d\.\d ms\.")
+
+    def test_too_few_steps(self):
+        with tempfile.TemporaryDirectory() as directory:
+            make_recorder(directory, "rank_0", number=0, num_ranks=1, num_servers=0).close()
+            with self.assertRaisesRegex(ValueError, "too few steps are recorded.*Received: records of rank 0"):
+                diagnose(read_job(directory))
+            self.assertEqual(command.main([directory]), 1)
+
+
+if __name__ == "__main__":
+    absltest.main()

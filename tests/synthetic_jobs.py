@@ -1,0 +1,103 @@
+"""Records of jobs that never ran: each rank sends its update to all others in every step, and waits for theirs.
+
+A step of rank r begins at b(r). With what it computes c, the one-way latency L and rate R of a link, and B bytes,
+
+    ready(r)  =  b(r) + c(r)
+    done(r)   =  max over q of  ready(q) + L(q, r) + B / R(q, r),  and ready(r)
+    next b(r) =  done(r) + update + callbacks(r) + input(r)
+"""
+
+import dataclasses
+import itertools
+
+import numpy as np
+
+from hop_tf.records import Kind, make_recorder
+
+_SMALL_BYTES = 64
+_FIRST_TIME = 1.7e9
+
+
+@dataclasses.dataclass(kw_only=True)
+class SyntheticJob:
+    """What ranks do. Seconds and bytes.
+
+    Attributes:
+      seed: Of what is drawn.
+      num_ranks: How many.
+      num_steps: How many each makes.
+      compute: How long computing takes, by rank; it varies by 5 %.
+      input: How long a rank waits for its batch.
+      callbacks: What lies between its steps.
+      now_and_then: By rank, how often a step computes longer, and how many times as long.
+      latency: Of a link, one way; by its ends where it is another one.
+      rate: Of a link, bytes per second; likewise.
+      num_bytes: Of an update.
+    """
+
+    seed: int
+    num_ranks: int = 4
+    num_steps: int = 80
+    compute: dict = dataclasses.field(default_factory=dict)
+    input: dict = dataclasses.field(default_factory=dict)
+    callbacks: dict = dataclasses.field(default_factory=dict)
+    now_and_then: dict = dataclasses.field(default_factory=dict)
+    latency: dict = dataclasses.field(default_factory=dict)
+    rate: dict = dataclasses.field(default_factory=dict)
+    num_bytes: int = 1_000_000
+    usual_compute: float = 0.05
+    usual_latency: float = 1e-3
+    usual_rate: float = 200e6
+
+    def write(self, log_dir):
+        """Writes the records; returns how long a step takes in the mean."""
+        ranks = range(self.num_ranks)
+        about = {"num_ranks": self.num_ranks, "num_servers": 0, "strategy": "S"}
+        recorders = [make_recorder(log_dir, f"rank_{rank}", number=rank, **about) for rank in ranks]
+        for recorder in recorders:
+            recorder.session = 1
+        generator = np.random.default_rng(self.seed)
+        begins = [_FIRST_TIME + self._input(rank) for rank in ranks]
+        for step in range(self.num_steps):
+            computes = [self._compute(rank, generator) for rank in ranks]
+            begins = self._step(recorders, step, begins, computes)
+        for recorder in recorders:
+            recorder.close()
+        return (begins[0] - _FIRST_TIME) / self.num_steps
+
+    def _compute(self, rank, generator):
+        often, factor = self.now_and_then.get(rank, (0.0, 1.0))
+        usual = self.compute.get(rank, self.usual_compute) * generator.uniform(0.975, 1.025)
+        return usual * (factor if generator.random() < often else 1.0)
+
+    def _input(self, rank):
+        return self.input.get(rank, 2e-4)
+
+    def _step(self, recorders, step, begins, computes):
+        ranks = range(self.num_ranks)
+        ready = [begin + compute for begin, compute in zip(begins, computes, strict=True)]
+        come = {}
+        for sender, receiver in itertools.permutations(ranks, 2):
+            link = frozenset((sender, receiver))
+            latency = self.latency.get(link, self.usual_latency)
+            way = {"lane": 1, "num_bytes": self.num_bytes, "number": step + 1, "step": step, "name": "update"}
+            small = {**way, "lane": 0, "num_bytes": _SMALL_BYTES}
+            come[sender, receiver] = ready[sender] + latency + self.num_bytes / self.rate.get(link, self.usual_rate)
+            for message, when in ((small, ready[sender] + latency), (way, come[sender, receiver])):
+                recorders[sender].add(Kind.SEND, ready[sender], 1e-5, peer=receiver, **message)
+                recorders[receiver].add(Kind.RECEIVE, when, 1e-5, peer=sender, **message)
+        following = []
+        for rank, recorder in enumerate(recorders):
+            last = max((other for other in ranks if other != rank), key=lambda other, rank=rank: come[other, rank])
+            done = max(ready[rank], come[last, rank])
+            ended = done + 5e-4
+            called = begins[rank] - self._input(rank)
+            waited = {"begin": ready[rank], "seconds": done - ready[rank], "step": step}
+            recorder.add(Kind.STEP, called, ended - called, step=step)
+            recorder.add(Kind.COMPUTE, begins[rank], computes[rank], step=step)
+            recorder.add(Kind.EXCHANGE, **waited)
+            if done > ready[rank]:
+                recorder.add(Kind.RESULT, **waited)
+                recorder.add(Kind.WAIT, **waited, peer=last, name="receive update")
+            following.append(ended + self.callbacks.get(rank, 1e-4) + self._input(rank))
+        return following
