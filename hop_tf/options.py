@@ -6,6 +6,7 @@ import dataclasses
 import ipaddress
 import numbers
 import os
+import re
 import ssl
 import sys
 import threading
@@ -22,6 +23,8 @@ _INTERFACES = "HOP_TF_INTERFACES"
 PLAN_VARIABLE = "HOP_TF_PLAN"
 # A file for the stacks of this process's threads, should it wait for long: the launcher names one.
 STACKS_VARIABLE = "HOP_TF_STACKS"
+# Which steps of each rank TensorFlow's profiler looks at, as "10:12": see `hop_tf launch --profile_steps`.
+PROFILE_VARIABLE = "HOP_TF_PROFILE_STEPS"
 _DURATIONS = ("timeout_seconds", "progress_timeout_seconds", "report_interval_seconds")
 TLS_FILES = ("tls_certificate_chain", "tls_private_key", "tls_root_certificates")
 
@@ -160,6 +163,21 @@ def read_tls_files(options: CommunicationOptions) -> TlsFiles | None:
             f"Received: tls_private_key={key}, tls_certificate_chain={chain}."
         ) from error
     return TlsFiles(*(contents[name] for name in TLS_FILES))
+
+
+def parse_profile_steps(text: str) -> tuple[int, int]:
+    """Reads "10:12", the first and the last step.
+
+    Raises:
+      ValueError: If it is none, or the last one is before the first one.
+    """
+    match = re.fullmatch(r"(\d+):(\d+)", text)
+    if match is None or int(match[1]) > int(match[2]):
+        raise ValueError(
+            "`profile_steps` must be the first and the last step, counted from 0, as 10:12. "
+            f"Received: profile_steps={text!r}."
+        )
+    return int(match[1]), int(match[2])
 
 
 def _read(name: str, path: str | os.PathLike) -> bytes:

@@ -26,6 +26,7 @@ from hop_tf.keras_hook.trace import is_built
 from hop_tf.keras_hook.trainer import forget_cluster, register_cluster, wrap_trainer
 from hop_tf.options import PLAN_VARIABLE, CommunicationOptions, checked_options
 from hop_tf.records import make_recorder
+from hop_tf.runtime.profiling import StepProfiler
 from hop_tf.runtime.report import ReportWriter, static_identity
 from hop_tf.runtime.scheme import Scheme
 from hop_tf.runtime.training import TrainingRun
@@ -118,6 +119,7 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
                 strategy=type(self).__name__,
             )
         self.training.statistics.recorder = self._recorder
+        self.training.profiler = StepProfiler.from_environment(self._options, self.rank)
         self._writer = ReportWriter(self.report, self._options, self.rank, self._recorder)
         if not servers:  # They do not know it.
             identity = {**identity, "min_ranks": str(min_ranks), "batch_shares": describe_batch_shares(batch_shares)}

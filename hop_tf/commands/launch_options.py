@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 
 from hop_tf.emulation import ComputeEmulation, Slowdown
-from hop_tf.options import PLAN_VARIABLE
+from hop_tf.options import PLAN_VARIABLE, PROFILE_VARIABLE, parse_profile_steps
 from hop_tf.processes.hosts import DEFAULT_FIRST_PORT, HostOptions, parse_hosts, place_tasks
 from hop_tf.processes.local_cluster import make_tasks
 
@@ -154,6 +154,11 @@ def make_parser(command: str) -> argparse.ArgumentParser:
         help="emulated steps of rank 3 take 4 times as long; any step 6 times with probability 1/num_workers",
     )
     add("--seed", type=int, default=0, help="seed of the random slowdown (default: %(default)s)")
+    add(
+        "--profile_steps",
+        metavar="10:12",
+        help="run TensorFlow's profiler in these steps of each rank, into its CommunicationOptions(log_dir=...)",
+    )
     add("script", help="the training script")
     add("script_arguments", nargs=argparse.REMAINDER, help="its arguments")
     return parser
@@ -183,7 +188,7 @@ def read_options(arguments: argparse.Namespace) -> LaunchOptions:
         keep_going=arguments.keep_going,
         restart=arguments.restart,
         hosts=hosts,
-        environment=_read_environment(arguments.env),
+        environment={**_read_environment(arguments.env), **_profile_environment(arguments.profile_steps)},
         is_verbose=arguments.verbose,
     )
 
@@ -213,6 +218,13 @@ def _read_environment(texts: list[str]) -> dict[str, str]:
             raise ValueError(f"`env` must name a variable that is set, or give its value. Received: env={text!r}.")
         environment[name] = value if equals else os.environ[name]
     return environment
+
+
+def _profile_environment(text: str | None) -> dict[str, str]:
+    if text is None:
+        return {}
+    parse_profile_steps(text)
+    return {PROFILE_VARIABLE: text}
 
 
 def _read_emulation(arguments: argparse.Namespace) -> ComputeEmulation | None:

@@ -28,6 +28,7 @@ from hop_tf.keras_hook.trace import StepTrace, is_built
 from hop_tf.keras_hook.updates import follows_weights
 from hop_tf.records import Kind
 from hop_tf.runtime.group import Group, tensors_of
+from hop_tf.runtime.profiling import StepProfiler
 from hop_tf.runtime.report import StepStatistics
 from hop_tf.runtime.scheme import Scheme
 from hop_tf.runtime.shares import WARMUP_STEPS, RowStatistics
@@ -60,6 +61,7 @@ class TrainingRun(TrainingHooks):
       data: How training data is shared out.
       statistics: Steps and waiting times.
       shares: What part of a batch each rank takes; None where all parts are equal.
+      profiler: Profiles some steps; None: no step is profiled.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class TrainingRun(TrainingHooks):
         self.shares = shares if world_size > 1 else None
         self.data = DataSharding(rank, world_size, lambda digest: self.worker.first_batches.note(digest), self.shares)
         self.statistics = StepStatistics()
+        self.profiler: StepProfiler | None = None
         self._emulated_compute = EmulatedCompute.from_environment(rank, world_size)
         # For each optimizer, by the identities of the variables that it updates together.
         self._groups: weakref.WeakKeyDictionary[object, dict[tuple[int, ...], Group]] = weakref.WeakKeyDictionary()
@@ -114,6 +117,8 @@ class TrainingRun(TrainingHooks):
         """Leaves the cluster for good; `error` is what has ended a custom loop, if anything did."""
         if self._emulated_compute is not None:
             self._emulated_compute.close()
+        if self.profiler is not None:
+            self.profiler.close()
         if self.worker is not None:
             self.worker.close("its process ended", error)
 
@@ -238,6 +243,8 @@ class TrainingRun(TrainingHooks):
         recorder = self.statistics.recorder
         if recorder is not None and recorder.is_on:
             recorder.add(Kind.STEP, self._batch_began_at, time.time() - self._batch_began_at)
+        if self.profiler is not None:
+            self.profiler.end_batch()
         if self._num_epochs == 1 and not self._has_warmed_up and num_steps >= WARMUP_STEPS:
             self._has_warmed_up = True
             self._agree_on_shares(1)
@@ -269,6 +276,8 @@ class TrainingRun(TrainingHooks):
 
     def begin_batch(self) -> None:
         """Notes the time, for the recorder."""
+        if self.profiler is not None:
+            self.profiler.begin_batch()
         if self.statistics.recorder is not None:
             self._batch_began_at = time.time()
 

@@ -1,0 +1,62 @@
+"""`StepProfiler`: runs TensorFlow's profiler for some steps of `fit`."""
+
+from __future__ import annotations
+
+import os
+
+import tensorflow as tf
+from absl import logging
+
+from hop_tf.options import PROFILE_VARIABLE, CommunicationOptions, parse_profile_steps
+
+
+class StepProfiler:
+    """Profiles some steps of a process, into the folder of its other records, where TensorBoard finds them.
+
+    Args:
+      folder: Where to.
+      first: The first step, counted from 0 over all calls of `fit`; with `steps_per_execution`, the first execution.
+      last: The last one.
+    """
+
+    def __init__(self, folder: str, first: int, last: int):
+        self._folder = folder
+        self._first, self._last = first, last
+        self._num_begun = 0
+        self._is_running = False
+
+    @classmethod
+    def from_environment(cls, options: CommunicationOptions, rank: int) -> StepProfiler | None:
+        """What `hop_tf launch --profile_steps` asks for; None if nothing, or there is no `log_dir` to write to."""
+        text = os.environ.get(PROFILE_VARIABLE)
+        if not text:
+            return None
+        first, last = parse_profile_steps(text)
+        if options.log_dir is None:
+            logging.warning("rank %d: no step is profiled: CommunicationOptions(log_dir=...) says where to.", rank)
+            return None
+        return cls(os.path.join(options.log_dir, f"rank_{rank}"), first, last)
+
+    def begin_batch(self) -> None:
+        """A step is about to be made."""
+        if self._num_begun == self._first:
+            try:
+                tf.profiler.experimental.start(self._folder)
+                self._is_running = True
+            except tf.errors.OpError as error:  # Another one runs, as that of a TensorBoard callback.
+                logging.warning("Steps are not profiled: %s", error.message)
+        self._num_begun += 1
+
+    def end_batch(self) -> None:
+        """It has been made."""
+        if self._is_running and self._num_begun > self._last:
+            self.close()
+
+    def close(self) -> None:
+        """Ends profiling, if it is under way, and writes what there is. Idempotent."""
+        if self._is_running:
+            self._is_running = False
+            try:
+                tf.profiler.experimental.stop()
+            except tf.errors.OpError as error:
+                logging.warning("The profile in %s cannot be written: %s", self._folder, error.message)
