@@ -33,6 +33,7 @@ class SyntheticJob:
       latency: Of a link, one way; by its ends where it is another one.
       rate: Of a link, bytes per second; likewise.
       num_bytes: Of an update.
+      num_values: What ranks say of the variables.
     """
 
     seed: int
@@ -45,6 +46,7 @@ class SyntheticJob:
     latency: dict = dataclasses.field(default_factory=dict)
     rate: dict = dataclasses.field(default_factory=dict)
     num_bytes: int = 1_000_000
+    num_values: int = 0
     usual_compute: float = 0.05
     usual_latency: float = 1e-3
     usual_rate: float = 200e6
@@ -56,6 +58,8 @@ class SyntheticJob:
         recorders = [make_recorder(log_dir, f"rank_{rank}", number=rank, **about) for rank in ranks]
         for recorder in recorders:
             recorder.session = 1
+            if self.num_values:
+                recorder.add_line("group", num_values=self.num_values)
         generator = np.random.default_rng(self.seed)
         begins = [_FIRST_TIME + self._input(rank) for rank in ranks]
         for step in range(self.num_steps):

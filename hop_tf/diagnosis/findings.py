@@ -10,6 +10,7 @@ import numpy as np
 
 from hop_tf.diagnosis.blame import find_blame
 from hop_tf.diagnosis.links import Link, measure_links
+from hop_tf.diagnosis.predictions import best_plan
 from hop_tf.diagnosis.steps import PARTS, Steps, steps_of
 from hop_tf.records.events import Kind
 from hop_tf.records.log import JobLog, ProcessLog
@@ -106,6 +107,8 @@ class _Job:
         lines = [*self._summary(), *self._link_lines(), *self._outcome_lines()]
         if findings:
             lines += [each.text for each in findings[:2]]
+            if any(each.kind in ("bandwidth", "latency", "communication") for each in findings[:2]):
+                lines += self._prediction()
         else:
             computing = np.mean([np.sum(each.compute) / np.sum(each.seconds) for each in self._steps.values()])
             lines.append(f"There is nothing to gain: {computing:.0%} of a step is computing, alike on all ranks.")
@@ -246,6 +249,15 @@ class _Job:
             "the links and predicts the step of each setting."
         )
         yield Finding("communication", "all ranks", True, share, self._step_seconds * (1 - share), text)
+
+    def _prediction(self) -> Iterator[str]:
+        plan = best_plan(self._job, self._steps, self._links)
+        if plan is not None and plan.step_seconds < (1 - _LEAST_SHARE) * self._step_seconds:
+            settings = f"codec={plan.codec!r}, pipeline_width={plan.pipeline_width}, algorithm={plan.algorithm!r}"
+            yield (
+                f"By the timing model, PipeSGDStrategy({settings}) would take {_duration(plan.step_seconds)} a step "
+                f"where encoding costs little, now {_duration(self._step_seconds)}."
+            )
 
     def _share_of_link(self, ends: tuple[int, int], index: int) -> float:
         blame = self._blame[index]

@@ -13,7 +13,7 @@ from hop_tf.records.log import JobLog, Transfer
 
 # What a message of so many bytes takes says how long the way is; of so many, how wide.
 _SMALL_BYTES = 4 << 10
-_LARGE_BYTES = 64 << 10
+LARGE_BYTES = 64 << 10
 # Threads may be late: the way is as long as the fastest tenth of the messages say.
 _FAST_PERCENT = 10
 
@@ -59,7 +59,7 @@ def _rate(transfers: Sequence[Transfer], latency: float) -> float:
     for each in transfers:  # In the order in which they came.
         begin = max(each.sent_at + (0.0 if math.isnan(latency) else latency), last.get(each.lane, -math.inf))
         last[each.lane] = each.come_at
-        if each.num_bytes >= _LARGE_BYTES and each.come_at > begin:
+        if each.num_bytes >= LARGE_BYTES and each.come_at > begin:
             num_bytes, seconds = num_bytes + each.num_bytes, seconds + each.come_at - begin
     return num_bytes / seconds if seconds else math.nan
 

@@ -11,6 +11,6 @@
 """
 
 from hop_tf.records.events import Kind
-from hop_tf.records.recorder import Recorder, make_recorder
+from hop_tf.records.recorder import Recorder, make_recorder, recorded
 
-__all__ = ["Kind", "Recorder", "make_recorder"]
+__all__ = ["Kind", "Recorder", "make_recorder", "recorded"]

@@ -8,6 +8,7 @@ process was killed.
 from __future__ import annotations
 
 import collections
+import contextlib
 import json
 import os
 import pathlib
@@ -15,7 +16,7 @@ import platform
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 from absl import logging
@@ -63,6 +64,17 @@ def _warn(path: pathlib.Path, error: OSError) -> None:
         path,
         error.strerror or error,
     )
+
+
+@contextlib.contextmanager
+def recorded(recorder: Recorder | None, kind: int) -> Iterator[None]:
+    """Records how long what it surrounds takes, where events are recorded."""
+    if recorder is None or not recorder.is_on:
+        yield
+        return
+    begin = time.time()
+    yield
+    recorder.add(kind, begin, time.time() - begin)
 
 
 class Recorder:

@@ -384,6 +384,10 @@ class Worker:
             statistics=statistics,
         )
         self._groups.append(group)
+        if self._recorder is not None:
+            of_variables = group.packing_of_variables
+            num_values = sum(of_variables.sizes)
+            self._recorder.add_line("group", name=name, num_bytes=of_variables.num_bytes, num_values=num_values)
         return group
 
     def join_at_once(self, group: Group) -> None:

@@ -22,6 +22,7 @@ import numpy as np
 
 from hop_tf.errors import ProtocolError
 from hop_tf.membership import Membership
+from hop_tf.records import Kind, recorded
 from hop_tf.strategies.canary.layout import Layout, Piece
 from hop_tf.strategies.canary.messages import Channel, Header, MessageKind
 from hop_tf.strategies.canary.peers import Peers
@@ -309,7 +310,8 @@ class PieceThread:
     def _forward(self, layout: Layout, piece: Piece, pending: _Sum) -> None:
         contributions, total = tuple(pending.contributions), pending.total
         pending.begin_next()
-        data = self._replica.encoding.encode(piece, total)
+        with recorded(self._membership.recorder, Kind.ENCODE):
+            data = self._replica.encoding.encode(piece, total)
         if piece.parent is not None:
             header = self._channel.header(MessageKind.UP, layout.key, piece.index, contributions=contributions)
             self._channel.send(piece.parent, header, [data], piece.parent_level)

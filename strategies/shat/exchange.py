@@ -12,6 +12,7 @@ from absl import logging
 from hop_tf.errors import PeerLostError, ProtocolError
 from hop_tf.keras_hook.optimizers import check_loss_scaling
 from hop_tf.keras_hook.shares import BatchShares
+from hop_tf.records import Kind, recorded
 from hop_tf.runtime.exchange import Exchange, Incoming, Outgoing
 from hop_tf.runtime.group import ExchangeContext
 from hop_tf.runtime.joiner import Joiner
@@ -99,7 +100,8 @@ class ShatExchange(Exchange, Joiner):
         push = self._make_push(outgoing.step, self._rate(rate), bool(is_applied), float(rows[0]) if rows else 0.0)
         self._servers.reconfigure(push)
         for shard in self.shards:
-            shard.encode(outgoing.buckets, is_applied=bool(is_applied))
+            with recorded(self._membership.recorder, Kind.ENCODE):
+                shard.encode(outgoing.buckets, is_applied=bool(is_applied))
             self._servers.send(push, shard)  # Line 5.
         self._sent_rounds = outgoing.step + 1
         self.last_session = self._servers.session
@@ -160,7 +162,8 @@ class ShatExchange(Exchange, Joiner):
             reply, payload = answers[shard.server]
             shard.encoded = []
             shard.bytes_received += payload.nbytes
-            shard.put(shard.decode(payload), buckets)
+            with recorded(self._membership.recorder, Kind.ENCODE):
+                shard.put(shard.decode(payload), buckets)
             for bucket, where in shard.ranges:
                 if self._packing.exact[bucket]:
                     buckets[bucket][where] -= outgoing.buckets[bucket][where]

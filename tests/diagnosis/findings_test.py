@@ -2,12 +2,14 @@
 
 import contextlib
 import io
+import re
 import tempfile
 
 import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
+from hop_tf import timing
 from hop_tf.commands import diagnose as command
 from hop_tf.diagnosis import diagnose
 from hop_tf.records import make_recorder
@@ -84,6 +86,17 @@ class FindingsTest(parameterized.TestCase):
         (finding,) = diagnosis.findings
         self.assertEqual(finding.kind, "communication")
         self.assertAlmostEqual(finding.share, usual["usual_compute"] / seconds, delta=0.1)
+
+    def test_what_the_model_predicts(self):
+        """A rank sends 1 MB to each of three others at the same time; 60 MB/s in all. Gradients are 4 MB."""
+        costs = timing.NetworkCosts(latency_seconds=1e-3, seconds_per_byte=1 / 60e6)
+        step = timing.Step(update_seconds=0.8e-3, forward_seconds=0.05 / 3, backward_seconds=0.05 * 2 / 3)
+        plan = timing.recommend(costs, step, world_size=4, num_bytes=4e6)
+        diagnosis, _ = self.diagnose(seed=0, usual_rate=20e6, num_values=1_000_000)
+        settings = r"PipeSGDStrategy\(codec='(\w+)', pipeline_width=(\d).* would take ([\d.]+) ms"
+        found = re.search(settings, diagnosis.lines[-1])
+        self.assertEqual((found[1], int(found[2])), (plan.codec, plan.pipeline_width))
+        self.assertAlmostEqual(float(found[3]) / 1e3, plan.step_seconds, delta=0.15 * plan.step_seconds)
 
     def test_sentences(self):
         """Rank 2 computes 150 ms, the others 50; links carry 1 MB in 5 ms, 1 ms late."""
