@@ -42,7 +42,7 @@ class Finding:
     Attributes:
       kind: "compute", "input", "callbacks", "validation" or "other", of a rank; "bandwidth" or "latency" of a link; or
         "communication", of all links alike.
-      where: The rank or link, as "rank 3" or "rank 0 - rank 2"; "all ranks".
+      where: The rank or link, as "rank 3", "rank 0 - rank 2", "all links of rank 3" or "all ranks".
       is_always: Whether in every step; False: now and then.
       share: The share of all ranks' time that it costs.
       step_seconds: How long a step would take if that were as it is elsewhere; nan where that is not known.
@@ -214,30 +214,49 @@ class _Job:
         return float(np.mean(slowest) + np.mean(result.min(axis=0)))
 
     def _slow_links(self) -> Iterator[Finding]:
-        for ends, link in self._links.items():
-            others = [each for other, each in self._links.items() if other != ends]
-            if not others:
-                return
-            # Others wait for the ranks at its ends, which begin their steps later: it costs what those wait for it.
-            share = max(self._share_of_link(ends, index) for index in self._blame)
-            rate = _median([each.bytes_per_second for each in others])
-            round_trip = _median([each.round_trip_seconds for each in others])
-            if link.bytes_per_second * _SLOW_LINK < rate:
-                kind, factor = "bandwidth", rate / link.bytes_per_second
-                what = f"carries {link.bytes_per_second * 8e-6:.3g} Mbit/s, the others {rate * 8e-6:.3g}"
-                advice = "Send less over it: a codec, such as `codec='int8'`, or a topology that leaves it out."
-            elif link.round_trip_seconds > max(_SLOW_LINK * round_trip, _LEAST_ROUND_TRIP_SECONDS):
-                kind, factor = "latency", link.round_trip_seconds / round_trip
-                what = f"takes {_duration(link.round_trip_seconds)} there and back, the others {_duration(round_trip)}"
-                advice = "Wait less often for it: DTSStrategy, a wider pipeline of PipeSGDStrategy, or HopStrategy."
-            else:
-                continue
-            expected = self._step_seconds * (1 - share * (1 - 1 / factor))
-            text = (
-                f"The link {self._way(link)} {what}, and ranks wait {share:.0%} of a step for it. If it were like the "
-                f"others, a step would take {_duration(expected)} or less. {advice}"
-            )
-            yield Finding(kind, self._way(link), True, share, expected, text)
+        # What most links, or those between others where all of a rank are slow, are like.
+        rate = _quantile([each.bytes_per_second for each in self._links.values()], 75, "higher")
+        round_trip = _quantile([each.round_trip_seconds for each in self._links.values()], 25, "lower")
+        narrow = [each for each in self._links.values() if each.bytes_per_second * _SLOW_LINK < rate]
+        least = max(_SLOW_LINK * round_trip, _LEAST_ROUND_TRIP_SECONDS)
+        long = [each for each in self._links.values() if each.round_trip_seconds > least and each not in narrow]
+        for links in self._by_process(narrow):
+            slowest = min(each.bytes_per_second for each in links)
+            what = f"{slowest * 8e-6:.3g} Mbit/s go over {self._ways(links)}, over the others {rate * 8e-6:.3g}."
+            advice = "Send less over it: a codec, such as `codec='int8'`, or a topology that leaves it out."
+            yield self._slow_link("bandwidth", links, what, rate / slowest, advice)
+        for links in self._by_process(long):
+            longest = max(each.round_trip_seconds for each in links)
+            usual = _duration(round_trip)
+            what = f"A round trip of {self._ways(links)} takes {_duration(longest)}, of the others {usual}."
+            advice = "Wait less often for it: DTSStrategy, a wider pipeline of PipeSGDStrategy, or HopStrategy."
+            yield self._slow_link("latency", links, what, longest / round_trip, advice)
+
+    def _by_process(self, slow: Sequence[Link]) -> Iterator[Sequence[Link]]:
+        """Slow links by their cause: all of a process together, whose machine may have one, and others one by one."""
+        left = list(slow)
+        for index in range(len(self._job.processes)):
+            of_process = [link for ends, link in self._links.items() if index in ends]
+            if len(of_process) > 1 and all(link in left for link in of_process):
+                left = [link for link in left if link not in of_process]
+                yield of_process
+        yield from ([link] for link in left)
+
+    def _slow_link(self, kind: str, links: Sequence[Link], what: str, factor: float, advice: str) -> Finding:
+        # Others wait for the ranks at its ends, which begin their steps later: it costs what those wait for it.
+        share = max(sum(self._share_of_link(each.ends, index) for each in links) for index in self._blame)
+        expected = self._step_seconds * (1 - share * (1 - 1 / factor))
+        text = (
+            f"{what} Ranks wait {share:.0%} of a step for what is on its way there. Like the others, a step would take "
+            f"{_duration(expected)} or less. {advice}"
+        )
+        return Finding(kind, self._ways(links), True, share, expected, text)
+
+    def _ways(self, links: Sequence[Link]) -> str:
+        if len(links) == 1:
+            return self._way(links[0])
+        (common,) = set.intersection(*(set(each.ends) for each in links))
+        return f"all links of {self._name(common)}"
 
     def _communication(self) -> Iterator[Finding]:
         """What is on its way where all links are alike."""
@@ -290,9 +309,9 @@ def _common(steps: Mapping[int, Steps]) -> tuple[np.ndarray, np.ndarray] | None:
     return own, result
 
 
-def _median(values: Sequence[float]) -> float:
+def _quantile(values: Sequence[float], percent: float, method: str) -> float:
     known = [value for value in values if not math.isnan(value)]
-    return float(np.median(known)) if known else math.nan
+    return float(np.percentile(known, percent, method=method)) if known else math.nan
 
 
 def _duration(seconds: float) -> str:

@@ -87,6 +87,15 @@ class FindingsTest(parameterized.TestCase):
         self.assertEqual(finding.kind, "communication")
         self.assertAlmostEqual(finding.share, usual["usual_compute"] / seconds, delta=0.1)
 
+    @parameterized.parameters(3, 5)
+    def test_a_rank_whose_links_are_all_slow(self, num_ranks):
+        links = [frozenset((1, other)) for other in range(num_ranks) if other != 1]
+        diagnosis, _ = self.diagnose(seed=0, num_ranks=num_ranks, rate=dict.fromkeys(links, 20e6))
+        (finding,) = diagnosis.findings
+        self.assertEqual((finding.kind, finding.where), ("bandwidth", "all links of rank 1"))
+        _, mended = self.diagnose(seed=0, num_ranks=num_ranks)
+        self.assertAlmostEqual(finding.step_seconds, mended, delta=0.15 * mended)
+
     def test_what_the_model_predicts(self):
         """A rank sends 1 MB to each of three others at the same time; 60 MB/s in all. Gradients are 4 MB."""
         costs = timing.NetworkCosts(latency_seconds=1e-3, seconds_per_byte=1 / 60e6)
