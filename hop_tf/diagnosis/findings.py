@@ -23,6 +23,8 @@ _ALWAYS = 1.15
 _SLOW_STEP = 1.5
 # A link is slow if its rate, or round trip, is so many times worse than those of the others.
 _SLOW_LINK = 3.0
+# What a message may take longer than connections need to become fast.
+_SPARE = 1.5
 # Shorter round trips are those of threads, not of a link.
 _LEAST_ROUND_TRIP_SECONDS = 2e-3
 _ADVICE = {
@@ -217,9 +219,16 @@ class _Job:
         # What most links, or those between others where all of a rank are slow, are like.
         rate = _quantile([each.bytes_per_second for each in self._links.values()], 75, "higher")
         round_trip = _quantile([each.round_trip_seconds for each in self._links.values()], 25, "lower")
-        narrow = [each for each in self._links.values() if each.bytes_per_second * _SLOW_LINK < rate]
         least = max(_SLOW_LINK * round_trip, _LEAST_ROUND_TRIP_SECONDS)
-        long = [each for each in self._links.values() if each.round_trip_seconds > least and each not in narrow]
+        long = [each for each in self._links.values() if each.round_trip_seconds > least]
+        narrow = [each for each in self._links.values() if each.bytes_per_second * _SLOW_LINK < rate]
+        # Over a long link, connections take their time until they are fast: that is no want of bandwidth.
+        narrow = [
+            each
+            for each in narrow
+            if each not in long or each.message_seconds > _SPARE * (each.start_seconds + each.message_bytes / rate)
+        ]
+        long = [each for each in long if each not in narrow]
         for links in self._by_process(narrow):
             slowest = min(each.bytes_per_second for each in links)
             what = f"{slowest * 8e-6:.3g} Mbit/s go over {self._ways(links)}, over the others {rate * 8e-6:.3g}."

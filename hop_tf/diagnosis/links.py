@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -18,19 +18,35 @@ LARGE_BYTES = 64 << 10
 _FAST_PERCENT = 10
 
 
+# What a TCP connection that was idle sends at once; with each round trip it doubles.
+_FIRST_WINDOW_BYTES = 14_600
+
+
 @dataclasses.dataclass(frozen=True)
 class Link:
     """The way between two processes, both directions.
 
     Attributes:
       ends: Their places in `JobLog.processes`.
-      round_trip_seconds: Of a small message there and one back; nan where none went.
-      bytes_per_second: Of large messages, in the slower direction; nan where none went.
+      round_trip_seconds: Of a small message there and one back, or of a heartbeat; nan where none went.
+      message_bytes: Mean length of large messages, in the slower direction; nan where none went.
+      message_seconds: How long one took.
     """
 
     ends: tuple[int, int]
     round_trip_seconds: float
-    bytes_per_second: float
+    message_bytes: float
+    message_seconds: float
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Of large messages; nan where none went."""
+        return self.message_bytes / self.message_seconds
+
+    @property
+    def start_seconds(self) -> float:
+        """How long a connection takes until it has as much under way as a large message, if the link carries all."""
+        return self.round_trip_seconds * math.log2(1 + self.message_bytes / _FIRST_WINDOW_BYTES)
 
 
 def measure_links(job: JobLog) -> dict[tuple[int, int], Link]:
@@ -39,9 +55,16 @@ def measure_links(job: JobLog) -> dict[tuple[int, int], Link]:
     for transfer in job.transfers:
         ways[transfer.sender, transfer.receiver].append(transfer)
     latencies = {way: _latency(transfers) for way, transfers in ways.items()}
-    rates = {way: _rate(transfers, latencies[way]) for way, transfers in ways.items()}
-    ends = sorted({(min(way), max(way)) for way in ways})
-    return {each: Link(each, _round_trip(each, latencies), _slower(each, rates)) for each in ends}
+    messages = {way: _large_message(transfers, latencies[way]) for way, transfers in ways.items()}
+    heartbeats = _heartbeats(job)
+    links = {}
+    for ends in sorted({(min(way), max(way)) for way in ways}):
+        there, back = (latencies.get(way, math.nan) for way in (ends, ends[::-1]))
+        round_trips = [each for each in (there + back, heartbeats.get(ends, math.nan)) if not math.isnan(each)]
+        known = [messages[way] for way in (ends, ends[::-1]) if messages.get(way) is not None]
+        slower = min(known, key=lambda message: message[0] / message[1], default=(math.nan, math.nan))
+        links[ends] = Link(ends, min(round_trips, default=math.nan), *slower)
+    return links
 
 
 def _latency(transfers: Sequence[Transfer]) -> float:
@@ -50,25 +73,30 @@ def _latency(transfers: Sequence[Transfer]) -> float:
     return float(np.percentile(seconds, _FAST_PERCENT)) if seconds else math.nan
 
 
-def _rate(transfers: Sequence[Transfer], latency: float) -> float:
-    """Of large messages: a lane carries one after the other, so that one may have waited for the one before it.
+def _heartbeats(job: JobLog) -> dict[tuple[int, int], float]:
+    """The shortest round trips of heartbeats, which wait behind no other message, by ends."""
+    place = {process.number: index for index, process in enumerate(job.processes)}
+    shortest: dict[tuple[int, int], float] = {}
+    for index, process in enumerate(job.processes):
+        for line in process.lines:
+            if line["kind"] == "clock" and line["peer"] in place:
+                ends = (min(index, place[line["peer"]]), max(index, place[line["peer"]]))
+                shortest[ends] = min(line["round_trip"], shortest.get(ends, math.inf))
+    return shortest
 
-    seconds of message i  =  come(i) - max(sent(i) + latency, come(i - 1))
+
+def _large_message(transfers: Sequence[Transfer], latency: float) -> tuple[float, float] | None:
+    """Length and seconds of a large message, in the mean; None where none went.
+
+    A lane carries one after the other, so that one may have waited for the one before it:
+
+        seconds of message i  =  come(i) - max(sent(i) + latency, come(i - 1))
     """
-    num_bytes, seconds, last = 0, 0.0, {}
+    lengths, durations, last = [], [], {}
     for each in transfers:  # In the order in which they came.
         begin = max(each.sent_at + (0.0 if math.isnan(latency) else latency), last.get(each.lane, -math.inf))
         last[each.lane] = each.come_at
         if each.num_bytes >= LARGE_BYTES and each.come_at > begin:
-            num_bytes, seconds = num_bytes + each.num_bytes, seconds + each.come_at - begin
-    return num_bytes / seconds if seconds else math.nan
-
-
-def _round_trip(ends: tuple[int, int], latencies: Mapping[tuple[int, int], float]) -> float:
-    there, back = (latencies.get(way, math.nan) for way in (ends, ends[::-1]))
-    return there + back
-
-
-def _slower(ends: tuple[int, int], rates: Mapping[tuple[int, int], float]) -> float:
-    known = [rates[way] for way in (ends, ends[::-1]) if not math.isnan(rates.get(way, math.nan))]
-    return min(known, default=math.nan)
+            lengths.append(each.num_bytes)
+            durations.append(each.come_at - begin)
+    return (float(np.mean(lengths)), float(np.mean(durations))) if lengths else None
