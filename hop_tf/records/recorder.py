@@ -252,6 +252,9 @@ class Recorder:
             except OSError as error:
                 self._end()
                 _warn(self._folder, error)
+            except Exception:  # Records are not worth a training.
+                self._end()
+                logging.exception("Events are not recorded from now on.")
 
     def _write(self, is_final: bool) -> None:
         from_sources = b"".join(source(is_final).tobytes() for source in self._sources)
@@ -292,11 +295,7 @@ class Recorder:
 
     def _run(self) -> None:
         while not self._stop.wait(_PERIOD_SECONDS):
-            try:
-                self.flush()
-            except Exception:
-                logging.exception("could not record events")
-                return
+            self.flush()
 
     def close(self) -> None:
         """Writes what is left and ends the thread. Idempotent."""

@@ -117,6 +117,15 @@ class RecorderTest(parameterized.TestCase):
         self.assertLen(process.events, 1)
         self.assertEqual((asked[0], asked[-1]), (False, True))
 
+    def test_a_source_that_fails_ends_the_records_and_nothing_else(self):
+        made = self.make()
+        made.add_source(lambda is_final: 1 / 0)
+        with self.assertLogs("absl", "ERROR") as logs:
+            made.flush()
+            made.close()
+        self.assertLen(logs.output, 1)
+        self.assertFalse(made.is_on)
+
     def test_another_process_has_other_files(self):
         self.make().close()
         self.make().close()
