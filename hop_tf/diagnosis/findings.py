@@ -28,8 +28,9 @@ _SPARE = 1.5
 # Shorter round trips are those of threads, not of a link.
 _LEAST_ROUND_TRIP_SECONDS = 2e-3
 _ADVICE = {
-    "compute": "Give that rank less to compute or a faster machine, or take a strategy that waits for no single rank: "
-    "HopStrategy with `num_backup_workers` or `skip`, asynchronous CanaryStrategy, or SHATParameterServerStrategy.",
+    "compute": "Give that rank less to compute (`batch_shares`) or a faster machine, or take a strategy that waits for "
+    "no single rank: HopStrategy with `num_backup_workers` or `skip`, asynchronous CanaryStrategy, or "
+    "SHATParameterServerStrategy.",
     "input": "Speed its input pipeline up: `prefetch`, `cache`, `num_parallel_calls` of `map`, or a faster disk.",
     "callbacks": "Make its callbacks cheaper, or call them more rarely.",
     "validation": "Validate on fewer batches, or more rarely: `validation_steps`, `validation_freq`, on all ranks.",

@@ -265,7 +265,7 @@ class Outbox:
         message.put_at = time.time() if message.is_recorded else 0.0
 
     def _note_sent(self) -> None:
-        """Who takes the next message has sent the one before."""
+        """Who takes the next message has sent the one before, and so has who is told that it was received."""
         message, begin = self._sending
         self._sending = None
         self._recorder.add(
@@ -287,6 +287,8 @@ class Outbox:
     def _drop(self, sequence: int) -> None:
         if sequence > self._last_sequence:
             raise ProtocolError(f"message {sequence} was acknowledged, but only {self._last_sequence} were sent.")
+        if self._sending is not None and self._sending[0].sequence <= sequence:
+            self._note_sent()
         while self._kept and self._kept[0].sequence <= sequence:
             self._kept_bytes -= self._kept.popleft().num_bytes
             self._num_taken = max(0, self._num_taken - 1)
