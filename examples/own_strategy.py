@@ -20,15 +20,17 @@ class LocalSGDStrategy(ExchangeStrategy):
 
     Args:
       period: Steps between two averages. Default 8.
+      devices: This process's devices. Default: all GPUs that it sees, or one CPU.
       cluster_resolver: Where the cluster is described. Default: TF_CONFIG.
       communication_options: Deadlines, credentials, records.
     """
 
-    def __init__(self, *, period=8, cluster_resolver=None, communication_options=None):
+    def __init__(self, *, period=8, devices=None, cluster_resolver=None, communication_options=None):
         self._period = period
         cluster = training_cluster(cluster_resolver, "LocalSGDStrategy")
         super().__init__(
             cluster=cluster,
+            devices=devices,
             cluster_resolver=cluster_resolver,
             communication_options=communication_options,
             identity={"period": str(period)},  # Ranks that differ in it are refused.

@@ -10,7 +10,7 @@ import re
 import ssl
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hop_tf.arguments import check_choice
@@ -25,6 +25,8 @@ PLAN_VARIABLE = "HOP_TF_PLAN"
 STACKS_VARIABLE = "HOP_TF_STACKS"
 # Which steps of each rank TensorFlow's profiler looks at, as "10:12": see `hop_tf launch --profile_steps`.
 PROFILE_VARIABLE = "HOP_TF_PROFILE_STEPS"
+# How many devices a worker is to have: so many of its machine's GPUs, or, without GPUs, logical devices of a processor.
+DEVICES_VARIABLE = "HOP_TF_DEVICES_PER_WORKER"
 _DURATIONS = ("timeout_seconds", "progress_timeout_seconds", "report_interval_seconds")
 TLS_FILES = ("tls_certificate_chain", "tls_private_key", "tls_root_certificates")
 
@@ -208,6 +210,20 @@ def checked_options(
             f"`{argument}` must be a hop_tf.CommunicationOptions or None. Received: {argument}={options!r}."
         )
     return options
+
+
+def devices_per_worker(environ: Mapping[str, str]) -> int | None:
+    """What `DEVICES_VARIABLE` says; None where it is not set.
+
+    Raises:
+      ValueError: If it is no positive integer.
+    """
+    text = environ.get(DEVICES_VARIABLE, "").strip()
+    if not text:
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"{DEVICES_VARIABLE} must be a positive integer. Received: {DEVICES_VARIABLE}={text!r}.")
+    return int(text)
 
 
 def _checked_interfaces(interfaces: Sequence[str] | None) -> tuple[str, ...] | None:

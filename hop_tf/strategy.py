@@ -19,7 +19,7 @@ from hop_tf.arguments import check_integer, checked_batch_shares, describe_batch
 from hop_tf.cluster import Cluster
 from hop_tf.collectives import AllReduce
 from hop_tf.errors import ClusterConfigError
-from hop_tf.keras_hook.context import Extended
+from hop_tf.keras_hook.devices import make_extended
 from hop_tf.keras_hook.optimizers import iterations_variable
 from hop_tf.keras_hook.shares import BatchShares
 from hop_tf.keras_hook.trace import is_built
@@ -34,7 +34,7 @@ from hop_tf.runtime.worker import Worker
 
 
 class ExchangeStrategy(tf.distribute.Strategy, Scheme):
-    """Base of the strategies: one replica in this process, which exchanges with other processes' replicas.
+    """Base of the strategies: this process is a rank, which exchanges with other processes.
 
     Subclasses give an `Exchange` (`make_exchange`) and its half of the training graph (`before_update` and
     `after_update`).
@@ -61,9 +61,10 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
       batch_shares: What part of each global batch a rank takes: a list with a positive number for each rank, or "auto",
         in proportion to measured speeds. A scheme weighs what it averages by `training.num_rows`. Default None: all
         parts are equal, and nothing is weighed.
+      devices: Of this process. Default: all GPUs that it sees, or one CPU.
 
     Raises:
-      ValueError: If `batch_shares` is something else.
+      ValueError: If `batch_shares` is something else, or a device is not there.
       HopError: If this rank's address cannot be bound.
       RuntimeError: If Keras does not run on TensorFlow.
     """
@@ -82,6 +83,7 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
         servers: Sequence[int] = (),
         joins_at_once: bool = False,
         batch_shares: Sequence[float] | str | None = None,
+        devices: Sequence[str] | None = None,
     ):
         if keras.backend.backend() != "tensorflow":
             raise RuntimeError(
@@ -104,8 +106,7 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
             write_report=lambda: self._writer.write(),
             shares=shares,
         )
-        device = "/gpu:0" if tf.config.list_physical_devices("GPU") else "/cpu:0"
-        super().__init__(Extended(self, device, self.training))
+        super().__init__(make_extended(self, self.training, devices))
         self._shows_plan = os.environ.get(PLAN_VARIABLE) == "1"
         self._recorder = None
         if cluster.world_size > 1 or servers:
@@ -320,7 +321,7 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
         Args:
           dataset_fn: Takes a `tf.distribute.InputContext`, which knows the number of ranks, this rank, and the batch
             size of a rank (`get_per_replica_batch_size(global_batch_size)`: in proportion, with `batch_shares`).
-          options: Ignored: there is one device.
+          options: Ignored.
 
         Returns:
           The dataset.

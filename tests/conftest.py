@@ -20,10 +20,15 @@ from unittest import mock
 import keras  # noqa: F401  (keras and tensorflow set environment variables when they are first imported)
 import psutil
 import pytest
-import tensorflow  # noqa: F401
+import tensorflow
 
 from hop_tf.simulate.scheduler import DeadlockError, Scheduler
 from hop_tf.testing import start_fork_server, stop_fork_server
+
+# Two devices, before TensorFlow is used: see `strategies/devices_test.py`.
+tensorflow.config.set_logical_device_configuration(
+    tensorflow.config.list_physical_devices("CPU")[0], [tensorflow.config.LogicalDeviceConfiguration()] * 2
+)
 
 # What ends by itself (a joined pool's worker, a terminated process) gets this long to do so.
 _GRACE_SECONDS = 5.0

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import os
 import pathlib
 import runpy
@@ -35,6 +36,7 @@ class Member:
       is_in_lock_step: Whether ranks wait for each other anyhow, so that values of all of them may be combined.
       is_equal_after_fit: Whether what is trained is equal on all ranks, to the bit, when `fit` has ended.
       goes_on_without_lost: Whether the others go on when a rank dies; else they raise PeerLostError.
+      num_devices: Of each rank.
       refuses: Where it cannot keep a promise: by the name of the test, what the error says that users get in its place.
     """
 
@@ -43,6 +45,7 @@ class Member:
     is_in_lock_step: bool = False
     is_equal_after_fit: bool = False
     goes_on_without_lost: bool = False
+    num_devices: int = 1
     refuses: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def run(self, fn, options=_OPTIONS, **settings):
@@ -81,6 +84,14 @@ MEMBERS = {
         is_in_lock_step=True,
         is_equal_after_fit=True,
     ),
+}
+# The same, with two devices in each rank: `conftest.py` makes these of the processor.
+TWO_DEVICES = ["CPU:0", "CPU:1"]
+ON_TWO_DEVICES = {
+    f"{name}_on_two_devices": dataclasses.replace(
+        member, make=functools.partial(member.make, devices=TWO_DEVICES), num_devices=len(TWO_DEVICES)
+    )
+    for name, member in MEMBERS.items()
 }
 
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 
 from hop_tf.emulation import ComputeEmulation, Slowdown
-from hop_tf.options import PLAN_VARIABLE, PROFILE_VARIABLE, parse_profile_steps
+from hop_tf.options import DEVICES_VARIABLE, PLAN_VARIABLE, PROFILE_VARIABLE, parse_profile_steps
 from hop_tf.processes.hosts import DEFAULT_FIRST_PORT, HostOptions, parse_hosts, place_tasks
 from hop_tf.processes.local_cluster import make_tasks
 
@@ -25,7 +25,7 @@ are ended then. Ctrl-C is passed on to all processes; a second one ends them. No
 """
 _EPILOG = """\
 Each worker is given its share of the cores (OMP_NUM_THREADS, TF_NUM_INTRAOP_THREADS, TF_NUM_INTEROP_THREADS) and,
-where there are several GPUs, one of them in turn (CUDA_VISIBLE_DEVICES). What is set already is respected. Parameter
+where there are several GPUs, its part of them (CUDA_VISIBLE_DEVICES). What is set already is respected. Parameter
 servers get no GPU.
 
 With --hosts, nothing is copied: the working directory, the script and the interpreter must be at the same paths on all
@@ -42,6 +42,8 @@ class LaunchOptions:
       script_arguments: Its arguments.
       num_workers: Number of workers, at least 1.
       num_ps: Number of parameter servers, which run the same script.
+      devices_per_worker: How many GPUs of its machine each worker gets; logical devices where there are none. None: its
+        part of the GPUs.
       log_dir: Directory for logs and `launch.json`; None for a new temporary one.
       timeout_seconds: Time after which the whole job is ended; None for no limit.
       python: The Python interpreter.
@@ -61,6 +63,7 @@ class LaunchOptions:
     script_arguments: tuple[str, ...] = ()
     num_workers: int
     num_ps: int = 0
+    devices_per_worker: int | None = None
     log_dir: str | None = None
     timeout_seconds: float | None = None
     python: str = sys.executable
@@ -74,6 +77,11 @@ class LaunchOptions:
     def __post_init__(self):
         if self.restart < 0:
             raise ValueError(f"`restart` must not be negative. Received: restart={self.restart}.")
+        if self.devices_per_worker is not None and self.devices_per_worker < 1:
+            raise ValueError(
+                "`devices_per_worker` must be a positive integer. "
+                f"Received: devices_per_worker={self.devices_per_worker}."
+            )
         tasks = make_tasks(num_workers=self.num_workers, num_ps=self.num_ps)
         if self.hosts is not None:
             if self.hosts.num_workers != self.num_workers:
@@ -129,6 +137,11 @@ def make_parser(command: str) -> argparse.ArgumentParser:
         help="a variable for all processes, with a value, or that which it has here; may be repeated",
     )
     add("--num_ps", type=int, default=0, help="number of parameter servers (default: %(default)s)")
+    add(
+        "--devices_per_worker",
+        type=int,
+        help="GPUs of each worker; without GPUs logical devices, for tests (default: a worker's part of the GPUs)",
+    )
     add("--log_dir", help="directory for logs and launch.json (default: a new temporary one)")
     add(
         "--keep_going",
@@ -181,6 +194,7 @@ def read_options(arguments: argparse.Namespace) -> LaunchOptions:
         script_arguments=tuple(arguments.script_arguments),
         num_workers=num_workers,
         num_ps=arguments.num_ps,
+        devices_per_worker=arguments.devices_per_worker,
         log_dir=arguments.log_dir,
         timeout_seconds=arguments.timeout_seconds,
         python=arguments.python,
@@ -188,9 +202,17 @@ def read_options(arguments: argparse.Namespace) -> LaunchOptions:
         keep_going=arguments.keep_going,
         restart=arguments.restart,
         hosts=hosts,
-        environment={**_read_environment(arguments.env), **_profile_environment(arguments.profile_steps)},
         is_verbose=arguments.verbose,
+        environment={
+            **_read_environment(arguments.env),
+            **_profile_environment(arguments.profile_steps),
+            **_of_devices(arguments.devices_per_worker),
+        },
     )
+
+
+def _of_devices(number: int | None) -> dict[str, str]:
+    return {} if number is None else {DEVICES_VARIABLE: str(number)}
 
 
 def _read_hosts(arguments: argparse.Namespace) -> HostOptions | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.distribute import one_device_strategy
@@ -41,7 +42,7 @@ def _refuse_keras_2(merge_fn: Callable) -> None:
         )
 
 
-class _ReplicaContext(one_device_strategy._OneDeviceReplicaContext):
+class ReplicaContext(one_device_strategy._OneDeviceReplicaContext):
     """The replica context of a training step: sees the optimizer's update."""
 
     def __init__(self, strategy: tf.distribute.Strategy, hooks: TrainingHooks, trace: StepTrace):
@@ -91,7 +92,8 @@ class _ReplicaContext(one_device_strategy._OneDeviceReplicaContext):
 
     def _exchange(self, optimizer, gradients: list, variables: list[tf.Variable]) -> list:
         """Exchanges this replica's gradients: those of its part of the loss, times the number of parts."""
-        scale = self.strategy.num_replicas_in_sync
+        is_of_loop = self.strategy.num_replicas_in_sync > 1
+        scale = self._hooks.num_loss_parts if is_of_loop else 1
         if scale > 1:
             gradients = [tf.math.scalar_mul(tf.cast(scale, gradient.dtype), gradient) for gradient in gradients]
         return self._hooks.exchange(optimizer, self._trace, gradients, variables)
@@ -124,11 +126,17 @@ class _ReplicaContext(one_device_strategy._OneDeviceReplicaContext):
         return result
 
 
-class Extended(one_device_strategy.OneDeviceExtended):
-    """One replica on one device, with hooks around training steps and training data."""
+class Extended:
+    """Hooks around training steps and training data: what strategies of one device and of several have in common.
 
-    def __init__(self, strategy: tf.distribute.Strategy, device: str, hooks: TrainingHooks):
-        super().__init__(strategy, device)
+    Args:
+      strategy: The strategy.
+      hooks: What is asked.
+      *arguments: Those of TensorFlow's class beside it.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy, hooks: TrainingHooks, *arguments: Any):
+        super().__init__(strategy, *arguments)
         self.hooks = hooks
         # The trace of the step that is being traced: Keras re-enters the replica context within a step.
         self._trace: StepTrace | None = None
@@ -143,46 +151,42 @@ class Extended(one_device_strategy.OneDeviceExtended):
         if self._trace is not None:
             self._trace.note_update()
 
+    def apply_once(self, apply: Callable[[Sequence], None], gradients: Sequence) -> None:
+        """Has an optimizer apply gradients: `apply(gradients)`, where the step that is being traced comes to that."""
+        apply(gradients)
+
     @property
     def _num_replicas_in_sync(self) -> int:
         trains_model = self._trace is not None and self._trace.model is not None  # Also by `train_on_batch`.
-        return 1 if trains_model else self.hooks.num_loss_parts
+        return 1 if trains_model else self.hooks.num_loss_parts * len(self.worker_devices)
 
     def _call_for_each_replica(self, fn, args, kwargs):
-        strategy = self._container_strategy()
         if self._trace is not None:
-            with tf.device(self._device), _ReplicaContext(strategy, self.hooks, self._trace):
-                return fn(*args, **kwargs)
+            return self._as_one(fn, args, kwargs)
         step = functools.partial(self._run_step, fn, args, kwargs)
         model = trained_model(fn)
         with made_beside_the_trace():
             return step() if model is None else self.hooks.around_step(step, (args, kwargs), model)
 
     def _run_step(self, fn, args, kwargs):
-        strategy = self._container_strategy()
         self._trace = StepTrace(fn, (args, kwargs))
         try:
             self.hooks.enter_step(self._trace)
-            with (
-                tf.device(self._device),
-                tf.control_dependencies(self._trace.comes_first),
-                _ReplicaContext(strategy, self.hooks, self._trace),
-            ):
-                result = fn(*args, **kwargs)
+            with tf.control_dependencies(self._trace.comes_first):
+                result = self._run(fn, args, kwargs)
             self.hooks.leave_step(self._trace)
             return result
         finally:
             self._trace = None
 
-    # What combines values of several replicas.
+    def _run(self, fn, args, kwargs):
+        """Runs a step on this process's devices."""
+        return self._as_one(fn, args, kwargs)
 
-    def _reduce_to(self, reduce_op, value, destinations, options):
-        del destinations, options
-        return self.hooks.reduce(reduce_op, value)
-
-    def _gather_to_implementation(self, value, destinations, axis, options):
-        del destinations, options
-        return self.hooks.gather(value, axis)
+    def _as_one(self, fn, args, kwargs):
+        """Calls what is done once in this process, on its first device, whatever its number of devices."""
+        with tf.device(self.worker_devices[0]), ReplicaContext(self._container_strategy(), self.hooks, self._trace):
+            return fn(*args, **kwargs)
 
     # Datasets stay plain `tf.data.Dataset`s, as without a strategy. TensorFlow's distributed ones iterate through a
     # MultiDeviceIterator, whose background thread was seen to use an iterator that had been deleted, and crash.
@@ -194,3 +198,15 @@ class Extended(one_device_strategy.OneDeviceExtended):
     def _distribute_datasets_from_function(self, dataset_fn, options):
         del options
         return dataset_fn(self.hooks.input_context)
+
+
+class OneDevice(Extended, one_device_strategy.OneDeviceExtended):
+    """One replica on one device."""
+
+    def _reduce_to(self, reduce_op, value, destinations, options):
+        del destinations, options
+        return self.hooks.reduce(reduce_op, value)
+
+    def _gather_to_implementation(self, value, destinations, axis, options):
+        del destinations, options
+        return self.hooks.gather(value, axis)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -277,3 +278,46 @@ def _shared_batch_size(dataset: tf.data.Dataset, batch_size: int, shares: BatchS
         )
     start, end = shares.slice_of(tf.constant(batch_size, tf.int64))
     return end - start
+
+
+def divide(batch: Any, number: int) -> tuple[list, list]:
+    """Divides a batch into contiguous parts that differ by at most one row; none is empty.
+
+    Of a batch of fewer rows than parts, some rows belong to two parts; in one of these they do not count.
+
+    Args:
+      batch: Any structure of tensors, also sparse or ragged, of arrays, and of what has no rows: None, or an optional.
+      number: How many parts.
+
+    Returns:
+      The parts, and each one's share of the rows.
+    """
+    rows = count_rows(batch)
+    if rows is None:
+        return [batch] * number, [1 / number] * number
+    bounds = [rows * index // number for index in range(number + 1)]
+    most = max if isinstance(rows, int) else tf.maximum
+    pairs = list(itertools.pairwise(bounds))
+    parts = [_part(batch, start, most(end, start + 1)) for start, end in pairs]
+    return parts, [(end - start) / rows for start, end in pairs]
+
+
+def count_rows(batch: Any) -> int | tf.Tensor | None:
+    """The number of rows of a batch, as of `divide`: an integer where it is known; None if nothing has rows."""
+    leaf = next((leaf for leaf in tf.nest.flatten(batch) if _has_rows(leaf)), None)
+    if leaf is None or leaf.shape[0] is not None:
+        return None if leaf is None else int(leaf.shape[0])
+    return _num_rows(leaf)
+
+
+def without_rows(batch: Any) -> Any:
+    """The same structure of tensors, without any row."""
+    return _part(batch, 0, 0)
+
+
+def _part(batch: Any, start: int | tf.Tensor, end: int | tf.Tensor) -> Any:
+    return tf.nest.map_structure(lambda leaf: _rows(leaf, start, end) if _has_rows(leaf) else leaf, batch)
+
+
+def _has_rows(leaf) -> bool:
+    return leaf is not None and not _is_optional(leaf)

@@ -29,6 +29,15 @@ class TrainingHooks(abc.ABC):
         """This rank's part of a dataset that is to be distributed."""
 
     @abc.abstractmethod
+    def take_whole(self, dataset: tf.data.Dataset) -> None:
+        """Called with a dataset that is this rank's part already: it is not to be divided among ranks again."""
+
+    @property
+    @abc.abstractmethod
+    def is_inside_keras(self) -> bool:
+        """Whether `fit`, `evaluate` or `predict` runs."""
+
+    @abc.abstractmethod
     def count_batches(self, number: int | None, num_steps: int | None) -> None:
         """Called when Keras has had a dataset distributed, with the numbers of its batches, and of an epoch's steps.
 
@@ -57,6 +66,11 @@ class TrainingHooks(abc.ABC):
     @abc.abstractmethod
     def exchange(self, optimizer: Any, trace: StepTrace, gradients: list, variables: list[tf.Variable]) -> list:
         """Called right before `optimizer` updates `variables`; returns the gradients that it is to apply."""
+
+    @property
+    @abc.abstractmethod
+    def replaces_gradients(self) -> bool:
+        """Whether `exchange` computes with the gradients; else it returns them."""
 
     @abc.abstractmethod
     def refuse_update(self, optimizer: Any) -> None:

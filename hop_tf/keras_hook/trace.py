@@ -71,15 +71,17 @@ class StepTrace:
         self.states: dict[str, Any] = {}
         self.inside_loss_scaling = False
         self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-        self._arguments = arguments
+        self._arguments = tf.nest.flatten(arguments)
+        self._tensors = tf.nest.flatten(arguments, expand_composites=True)
         self._at_start: dict[int, tuple[tf.Variable, tf.Tensor]] = {}
         self._claimed: set[int] = set()
         # The variables that optimizers have updated, each with the number of operations that had assigned it by then.
         self._updated: dict[int, tuple[tf.Variable, int]] = {}
+        self._alike: dict[int, int] = {}  # How often variables were assigned, by handles, when copies were alike.
 
     def when_data_is_here(self) -> contextlib.AbstractContextManager:
         """What is emitted in this context runs when the step's batch is there: see `when_here`."""
-        return when_here(self._arguments)
+        return when_here(self._tensors)
 
     def num_rows(self) -> tf.Tensor | None:
         """Emits the op that counts the rows of the step's batch: int64 scalar; None if it has no tensor."""
@@ -99,13 +101,17 @@ class StepTrace:
 
     def read_untrained(self) -> None:
         """Reads the model's untrained float weights now, before the step assigns them."""
-        # Eagerly there is no graph that tells what a step assigns: a layer that trains counts as assigning.
-        training_layers = [layer for layer in self.model._flatten_layers() if layer.trainable]
-        assigning = {id(weight) for layer in training_layers for weight in layer._non_trainable_variables}
-        for weight in self.model.non_trainable_weights:
-            variable = weight.value
-            if variable.dtype.is_floating and (self._graph is not None or id(weight) in assigning):
-                self._at_start[id(variable)] = (variable, variable.read_value())
+        for variable in self._untrained():
+            self._at_start[id(variable)] = (variable, variable.read_value())
+
+    def _untrained(self) -> list[tf.Variable]:
+        """The model's untrained float weights. Eagerly, where no graph tells what a step assigns, those that it may."""
+        weights = self.model.non_trainable_weights
+        if self._graph is None:  # A layer that trains counts as assigning.
+            training_layers = [layer for layer in self.model._flatten_layers() if layer.trainable]
+            assigning = {id(weight) for layer in training_layers for weight in layer._non_trainable_variables}
+            weights = [weight for weight in weights if id(weight) in assigning]
+        return [weight.value for weight in weights if weight.value.dtype.is_floating]
 
     def value_at_start(self, variable: tf.Variable) -> tf.Tensor:
         """The variable's value at the start of the step; trained variables do not change before the update."""
@@ -122,19 +128,44 @@ class StepTrace:
         if self._graph is None:
             return unclaimed
         counts = _num_assignments(self._graph)
-        return [variable for variable in unclaimed if counts.get(id(variable.handle), 0) > 0]
+        return [variable for variable in unclaimed if counts.get(_handle_id(variable), 0) > 0]
+
+    def assigned_on_devices(self) -> list[tf.Variable]:
+        """Untrained float variables with a copy on each device that the step has assigned since `note_alike`."""
+        if self._graph is None:
+            return [] if self.model is None else [each for each in self._untrained() if hasattr(each, "values")]
+        counts = _num_assignments(self._graph)
+        containers = [getattr(handle, "_distributed_container", lambda: None)() for handle, _ in self._graph.captures]
+        return [
+            variable
+            for variable in {id(each): each for each in containers if each is not None}.values()
+            if counts.get(_handle_id(variable), 0) > self._alike.get(_handle_id(variable), 0)
+            and variable.dtype.is_floating
+            and not variable.trainable
+            and variable.aggregation is tf.VariableAggregation.NONE
+        ]
+
+    def note_alike(self) -> None:
+        """Notes that all copies of variables are alike, as far as the step is traced."""
+        if self._graph is not None:
+            self._alike = _num_assignments(self._graph)
 
     def note_update(self, variables: Sequence[tf.Variable] = ()) -> None:
         """Notes that an optimizer has updated these variables, and has done all that it does with former ones."""
         if self._graph is not None and (variables or self._updated):
             updated = [*(variable for variable, _ in self._updated.values()), *variables]
             counts = _num_assignments(self._graph)
-            self._updated = {id(variable): (variable, counts.get(id(variable.handle), 0)) for variable in updated}
+            self._updated = {id(variable): (variable, counts.get(_handle_id(variable), 0)) for variable in updated}
 
     def assigned_after_update(self) -> list[tf.Variable]:
         """Variables that the step, as far as it is traced, has assigned since an optimizer had updated them."""
         counts = _num_assignments(self._graph) if self._updated else {}
-        return [variable for variable, before in self._updated.values() if counts.get(id(variable.handle), 0) > before]
+        return [variable for variable, before in self._updated.values() if counts.get(_handle_id(variable), 0) > before]
+
+
+def _handle_id(variable: tf.Variable) -> int:
+    """The identity of a variable's handle; of the first copy's, where each device has one."""
+    return id(getattr(variable, "values", (variable,))[0].handle)
 
 
 def _num_assignments(graph: tf.Graph) -> dict[int, int]:

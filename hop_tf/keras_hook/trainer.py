@@ -16,6 +16,7 @@ import tensorflow as tf
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer, TFEpochIterator
 from keras.src.optimizers.base_optimizer import BaseOptimizer
+from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 from tensorflow.python.distribute import distribute_lib
 
 from hop_tf.keras_hook.backups import check_backups
@@ -37,6 +38,7 @@ def wrap_trainer() -> None:
     TFEpochIterator.__init__ = _wrapped_iterator(TFEpochIterator.__init__)
     TFOptimizer._backend_update_step = _wrapped_update(TFOptimizer._backend_update_step)
     BaseOptimizer.apply = _wrapped_apply(BaseOptimizer.apply)
+    LossScaleOptimizer.apply = _applied_once(LossScaleOptimizer.apply)
     TFOptimizer._all_reduce_sum_gradients = _wrapped_all_reduce(TFOptimizer._all_reduce_sum_gradients)
     BaseOptimizer.finalize_variable_values = _wrapped_finalize(BaseOptimizer.finalize_variable_values)
 
@@ -254,6 +256,19 @@ def _wrapped_apply(method: Callable) -> Callable:
         if isinstance(self._distribution_strategy.extended, Extended):
             self._distribution_strategy.extended.note_update()
         return result
+
+    return _applied_once(apply)
+
+
+def _applied_once(method: Callable) -> Callable:
+    """Where a process has several devices, an optimizer applies the sums of their gradients, once."""
+
+    @functools.wraps(method)
+    def apply(self, grads, trainable_variables=None):
+        extended = self._distribution_strategy.extended
+        if not isinstance(extended, Extended):
+            return method(self, grads, trainable_variables)
+        return extended.apply_once(lambda sums: method(self, sums, trainable_variables), grads)
 
     return apply
 

@@ -11,6 +11,12 @@ from tensorflow.python.ops import resource_variable_ops
 
 # The priority of the creator by which `tf.function` notices the variables that its function makes.
 _TF_FUNCTION_PRIORITY = 50
+_OWN = "hop_tf_"
+
+
+def is_own(name: str | None) -> bool:
+    """Whether a variable of that name is one that a strategy keeps for itself: their names begin so."""
+    return (name or "").startswith(_OWN)
 
 
 def made_beside_the_trace() -> contextlib.AbstractContextManager:

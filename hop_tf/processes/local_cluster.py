@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from hop_tf.errors import HopError
+from hop_tf.options import DEVICES_VARIABLE, devices_per_worker
 
 _HOST = "127.0.0.1"
 _LOWEST_PORT = 10240
@@ -201,7 +202,7 @@ def task_environments(
 
 
 def share_of_machine(base: Mapping[str, str], *, num_workers: int, index: int | None) -> dict[str, str]:
-    """Returns `base` with the limits of `thread_limits`, and the GPU that `gpu_assignments` has for a worker.
+    """Returns `base` with the limits of `thread_limits`, and the GPUs that `gpu_assignments` has for a worker.
 
     Args:
       base: Variables to start from. What is set there about threads and GPUs stays.
@@ -218,16 +219,27 @@ def share_of_machine(base: Mapping[str, str], *, num_workers: int, index: int | 
 def gpu_assignments(num_workers: int, base: Mapping[str, str]) -> list[dict[str, str]]:
     """Returns the environment variables that share this machine's NVIDIA GPUs among the workers.
 
-    With several GPUs each worker sees one, in turn; which ones is up to `CUDA_VISIBLE_DEVICES`, by default all. Workers
-    that have to share a GPU take its memory as they need it, rather than all of it at their start, unless
-    `TF_FORCE_GPU_ALLOW_GROWTH` says otherwise.
+    Each worker sees its part of them, or as many as `DEVICES_VARIABLE` says; one GPU at least, and in turn where there
+    are not enough. Which GPUs there are is up to `CUDA_VISIBLE_DEVICES`, by default all. Workers that have to share a
+    GPU take its memory as they need it, rather than all of it at their start, unless `TF_FORCE_GPU_ALLOW_GROWTH` says
+    otherwise.
+
+    Raises:
+      ValueError: If a worker is to have more GPUs than there are.
     """
     visible = _visible_gpus(base)
+    number = devices_per_worker(base) or max(1, len(visible) // num_workers)
+    if visible and number > len(visible):
+        raise ValueError(
+            f"a worker cannot have more GPUs than this machine. Received: {DEVICES_VARIABLE}={number} "
+            f"(--devices_per_worker), and {len(visible)} GPUs."
+        )
     environments: list[dict[str, str]] = [{} for _ in range(num_workers)]
     for rank, environment in enumerate(environments):
-        if len(visible) > 1:
-            environment["CUDA_VISIBLE_DEVICES"] = visible[rank % len(visible)]
-        if 0 < len(visible) < num_workers:
+        if len(visible) > number:
+            own = [visible[(rank * number + index) % len(visible)] for index in range(number)]
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(own)
+        if 0 < len(visible) < num_workers * number:
             environment["TF_FORCE_GPU_ALLOW_GROWTH"] = base.get("TF_FORCE_GPU_ALLOW_GROWTH", "true")
     return environments
 

@@ -328,6 +328,15 @@ class TrainingRun(TrainingHooks):
         """This rank's part of the training data; everything, where the data is for validation or prediction."""
         return self.data.part_of(dataset)
 
+    def take_whole(self, dataset: tf.data.Dataset) -> None:
+        """See `DataSharding`."""
+        self.data.take_whole(dataset)
+
+    @property
+    def is_inside_keras(self) -> bool:
+        """See `DataSharding`."""
+        return self.data.is_inside_keras
+
     def count_batches(self, number: int | None, num_steps: int | None) -> None:
         """See `DataSharding`."""
         self.data.count_batches(number, num_steps)
@@ -409,9 +418,14 @@ class TrainingRun(TrainingHooks):
             for group in [group for group in self.groups if group.name in trace.states]:
                 self._scheme.end_step(group)
 
+    @property
+    def replaces_gradients(self) -> bool:
+        """Whether a step is not left as it is."""
+        return self.worker is not None or self._emulated_compute is not None
+
     def exchange(self, optimizer, trace: StepTrace, gradients: list, variables: list[tf.Variable]) -> list:
         """Runs the scheme's half of the graph; returns the gradients to apply."""
-        if self.worker is not None or self._emulated_compute is not None:
+        if self.replaces_gradients:
             refuse_xla()
         trace.refuse_nested_function()
         with trace.when_data_is_here():

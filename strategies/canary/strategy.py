@@ -135,6 +135,8 @@ class CanaryStrategy(ExchangeStrategy):
         mean gradients count each rank as often as it has rows in the step. Otherwise a rank's step goes to the others
         times its part, in the place of 1 / n: the sum moves the replicas as far as one step of the whole batch does.
         Its own stands in at its full size. Default None: all parts are equal.
+      devices: Names of this process's devices, as of `tf.distribute.MirroredStrategy`: a rank's batch is divided among
+        them. Ranks may have different numbers of them. Default: all GPUs that the process sees, or one CPU.
       cluster_resolver: Where the cluster is described. Default: `TF_CONFIG`.
       communication_options: Deadlines, credentials, records. Default: `CommunicationOptions()`.
 
@@ -165,6 +167,7 @@ class CanaryStrategy(ExchangeStrategy):
         on_peer_loss: str | None = None,
         min_ranks: int | None = None,
         batch_shares: Sequence[float] | str | None = None,
+        devices: Sequence[str] | None = None,
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
         communication_options: CommunicationOptions | None = None,
     ):
@@ -192,6 +195,7 @@ class CanaryStrategy(ExchangeStrategy):
             self._settings.check_interfaces(options)
         super().__init__(
             cluster=cluster,
+            devices=devices,
             cluster_resolver=cluster_resolver,
             communication_options=options,
             batch_shares=batch_shares,

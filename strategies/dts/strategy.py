@@ -102,6 +102,8 @@ class DTSStrategy(ExchangeStrategy):
         counts each rank as often as it has trained on rows in the window: as a change is about minus the rate times a
         sum of mean gradients, each row counts the same, and with delay 0, interval 1 and SGD that is synchronous
         training. Default None: all parts are equal.
+      devices: Names of this process's devices, as of `tf.distribute.MirroredStrategy`: a rank's batch is divided among
+        them. Ranks may have different numbers of them. Default: all GPUs that the process sees, or one CPU.
       cluster_resolver: Where the cluster is described. Default: `TF_CONFIG`.
       communication_options: Deadlines, credentials, records. Default: `CommunicationOptions()`.
 
@@ -132,6 +134,7 @@ class DTSStrategy(ExchangeStrategy):
         on_peer_loss: str | None = None,
         min_ranks: int | None = None,
         batch_shares: Sequence[float] | str | None = None,
+        devices: Sequence[str] | None = None,
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
         communication_options: CommunicationOptions | None = None,
     ):
@@ -157,6 +160,7 @@ class DTSStrategy(ExchangeStrategy):
         cluster = training_cluster(cluster_resolver, "DTSStrategy")
         super().__init__(
             cluster=cluster,
+            devices=devices,
             cluster_resolver=cluster_resolver,
             communication_options=communication_options,
             batch_shares=batch_shares,

@@ -110,6 +110,8 @@ class HopStrategy(ExchangeStrategy):
         by the steps of the ranks, each in proportion to its rows; so what a rank's optimizer adds is multiplied by n
         times its part, n for the number of ranks. Weight decay, and moving statistics, are not. Default None: all parts
         are equal.
+      devices: Names of this process's devices, as of `tf.distribute.MirroredStrategy`: a rank's batch is divided among
+        them. Ranks may have different numbers of them. Default: all GPUs that the process sees, or one CPU.
       cluster_resolver: Where the cluster is described. Default: `TF_CONFIG`.
       communication_options: Deadlines, credentials, records. Default: `CommunicationOptions()`.
 
@@ -137,6 +139,7 @@ class HopStrategy(ExchangeStrategy):
         on_peer_loss: str | None = None,
         min_ranks: int | None = None,
         batch_shares: Sequence[float] | str | None = None,
+        devices: Sequence[str] | None = None,
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
         communication_options: CommunicationOptions | None = None,
     ):
@@ -157,6 +160,7 @@ class HopStrategy(ExchangeStrategy):
         self._settings.check_topology(self._topology)
         super().__init__(
             cluster=cluster,
+            devices=devices,
             cluster_resolver=cluster_resolver,
             communication_options=communication_options,
             batch_shares=batch_shares,

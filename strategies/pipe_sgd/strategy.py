@@ -112,6 +112,8 @@ class PipeSGDStrategy(ExchangeStrategy):
         [3, 1], or "auto": in proportion to speeds, which ranks measure and agree on (see `docs/data.md`). A mean counts
         each rank as often as it has rows in the step, g = sum of n_i g_i / sum of n_i, so that it is that of the whole
         batch, whatever the shares. A rank's own gradient stands in at its full size. Default None: all parts are equal.
+      devices: Names of this process's devices, as of `tf.distribute.MirroredStrategy`: a rank's batch is divided among
+        them. Ranks may have different numbers of them. Default: all GPUs that the process sees, or one CPU.
       cluster_resolver: Where the cluster is described. Default: `TF_CONFIG`.
       communication_options: Deadlines, credentials, records. Default: `CommunicationOptions()`.
 
@@ -142,6 +144,7 @@ class PipeSGDStrategy(ExchangeStrategy):
         on_peer_loss: str | None = None,
         min_ranks: int | None = None,
         batch_shares: Sequence[float] | str | None = None,
+        devices: Sequence[str] | None = None,
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
         communication_options: CommunicationOptions | None = None,
     ):
@@ -175,6 +178,7 @@ class PipeSGDStrategy(ExchangeStrategy):
         cluster = training_cluster(cluster_resolver, "PipeSGDStrategy")
         super().__init__(
             cluster=cluster,
+            devices=devices,
             cluster_resolver=cluster_resolver,
             communication_options=communication_options,
             batch_shares=batch_shares,

@@ -101,6 +101,8 @@ class SHATParameterServerStrategy(ExchangeStrategy):
         in proportion: the servers add a step times the worker's part, in the place of 1 / n, and make a step of a
         pushed gradient with n times the part of the learning rate; with "bsp", their means count each worker as often
         as it has rows. Workers make their own steps at full size. Default None: all parts are equal.
+      devices: Names of this process's devices, as of `tf.distribute.MirroredStrategy`: a rank's batch is divided among
+        them. Ranks may have different numbers of them. Default: all GPUs that the process sees, or one CPU.
       cluster_resolver: Where the cluster is described. Default: `TF_CONFIG`.
       communication_options: Deadlines, credentials, records. Default: `CommunicationOptions()`.
 
@@ -135,6 +137,7 @@ class SHATParameterServerStrategy(ExchangeStrategy):
         codec: codecs.Codec | str | None = None,
         snapshots: SnapshotOptions | None = None,
         batch_shares: Sequence[float] | str | None = None,
+        devices: Sequence[str] | None = None,
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
         communication_options: CommunicationOptions | None = None,
     ):
@@ -169,6 +172,7 @@ class SHATParameterServerStrategy(ExchangeStrategy):
         self._joined_session: int | None = None  # That which this process joined after it was started again.
         super().__init__(
             cluster=cluster,
+            devices=devices,
             cluster_resolver=cluster_resolver,
             communication_options=communication_options,
             batch_shares=batch_shares,

@@ -15,14 +15,17 @@ import tensorflow as tf
 from absl.testing import absltest, parameterized
 
 import hop_tf
+import support
 from hop_tf.errors import HopError, MismatchError, PeerFailedError
-from support import MEMBERS, NUM_RANKS, AbortOnRank1, error_of
+from support import NUM_RANKS, AbortOnRank1, error_of
 
 _NUM_ROWS = 24
 _BATCH_SIZE = 4  # Of both ranks together.
 _STEPS = _NUM_ROWS // _BATCH_SIZE
-# In `make test` without the last two: the example, and Canary's synchronous form, share nearly all with others.
-_MOST = len(MEMBERS) - 2
+MEMBERS = {**support.MEMBERS, **support.ON_TWO_DEVICES}
+# In `make test` without the last two: the example, and Canary's synchronous form, share nearly all with others. Nor
+# with those on two devices, of which `devices_test.py` has a part.
+_MOST = len(support.MEMBERS) - 2
 
 
 def _all_members(test):
@@ -308,8 +311,9 @@ class OneTrainingTest(_OfAllMembers):
 
     @_all_members
     def test_a_step_is_traced_once(self, name):
-        """Although the optimizer and the metrics are built in the first step."""
-        self.assertEqual([result["traces"] for result in _one_training(name)], [1] * NUM_RANKS)
+        """Once for each device, although the optimizer and the metrics are built in the first step."""
+        traces = [result["traces"] for result in _one_training(name)]
+        self.assertEqual(traces, [MEMBERS[name].num_devices] * NUM_RANKS)
 
     @_all_members
     def test_weights_after_fit(self, name):
@@ -318,7 +322,7 @@ class OneTrainingTest(_OfAllMembers):
             self.assertLess(result["last loss"], result["loss"])
         if MEMBERS[name].is_equal_after_fit:
             self.assert_equal_weights([result["trained"] for result in of_ranks])
-        elif name == "own":
+        elif name in ("own", "own_on_two_devices"):
             self.assertAllClose(of_ranks[0]["trained"], of_ranks[1]["trained"])
 
     @_all_members
@@ -704,7 +708,11 @@ class ContractTest(_OfAllMembers):
             weights = train(alone)
         finally:
             alone.shutdown()
-        self.assert_equal_weights([weights, train(tf.distribute.OneDeviceStrategy("/cpu:0"))])
+        expected = train(tf.distribute.OneDeviceStrategy("/cpu:0"))
+        if MEMBERS[name].num_devices == 1:
+            self.assert_equal_weights([weights, expected])
+        else:
+            self.assertAllClose(weights, expected, rtol=1e-6, atol=1e-6)  # Sums of halves of batches round elsewhere.
 
 
 if __name__ == "__main__":

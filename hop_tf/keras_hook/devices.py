@@ -1,0 +1,354 @@
+"""Several devices of one process as one rank.
+
+A training step runs on each device, with the device's part of the batch, as under `tf.distribute.MirroredStrategy`:
+each device has a copy of all variables. When the step applies its gradients, these are added up over the devices. From
+there on everything is done once in the process, as if it had one device: what the optimizer does before its update, the
+exchange, and what a strategy does with weights. All copies of a variable are assigned together.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import weakref
+from collections.abc import Callable, Sequence
+
+import keras
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.distribute import distribute_lib, mirrored_strategy, values
+
+from hop_tf.keras_hook.context import Extended, OneDevice, ReplicaContext
+from hop_tf.keras_hook.data import count_rows, divide, without_rows
+from hop_tf.keras_hook.hooks import TrainingHooks
+from hop_tf.keras_hook.variables import is_own
+from hop_tf.options import DEVICES_VARIABLE, devices_per_worker
+
+# What Keras runs on a batch: methods of models, and under `predict` a function within another one.
+_KERAS_STEPS = ("train_step", "test_step")
+_PREDICT_STEP = "TensorFlowTrainer.make_predict_function.<locals>.one_step_on_data"
+
+
+class SeveralDevices(Extended, mirrored_strategy.MirroredExtended):
+    """A copy of the model on each device; one rank.
+
+    Args:
+      strategy: The strategy.
+      hooks: What is asked.
+      devices: Their names; at least two.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy, hooks: TrainingHooks, devices: Sequence[str]):
+        strategy._collective_key_base = 0  # As in `MirroredStrategy`: the class beside looks for it there.
+        # Not TensorFlow's default: when a step has failed, collective operations are of no use any more in the process.
+        self._has_nccl = _have_nccl(devices)
+        add_up = tf.distribute.NcclAllReduce() if self._has_nccl else tf.distribute.ReductionToOneDevice()
+        super().__init__(strategy, hooks, devices, add_up)
+        # What each device's gradient counts in the step that is being traced; None: they add up.
+        self._shares: Sequence | None = None
+        # What datasets of `PerReplica` values were before each batch was divided.
+        self._undivided: weakref.WeakKeyDictionary[tf.data.Dataset, tf.data.Dataset] = weakref.WeakKeyDictionary()
+
+    # Variables.
+
+    def _create_variable(self, next_creator, **kwargs):
+        if is_own(kwargs.get("name")):  # It is there once, where the strategy says.
+            return next_creator(**kwargs)
+        colocate_with = kwargs.get("colocate_with")
+        if isinstance(colocate_with, tf.Variable) and not _is_copied(colocate_with):
+            del kwargs["colocate_with"]
+            with tf.device(colocate_with.device):
+                return next_creator(**kwargs)
+        variable = super()._create_variable(next_creator, **kwargs)
+        if type(variable) is values.MirroredVariable:
+            variable.__class__ = _Copies
+        return variable
+
+    def _validate_colocate_with_variable(self, colocate_with_variable):
+        if _is_copied(colocate_with_variable):
+            super()._validate_colocate_with_variable(colocate_with_variable)
+
+    def _update(self, var, fn, args, kwargs, group):
+        if _is_copied(var):
+            return super()._update(var, fn, args, kwargs, group)
+        with tf.device(var.device), distribute_lib.UpdateContext(0):  # A strategy's own, or made outside of the scope.
+            result = fn(var, *args, **kwargs)
+        return result if group else tf.nest.map_structure(self._local_results, result)
+
+    # Steps.
+
+    def _run(self, fn, args, kwargs):
+        number, is_divided = len(self.worker_devices), _has_parts(args)
+        if is_divided or not _is_keras_step(fn):
+            rows = _rows_of_parts(args) if is_divided and self._trace.model is not None else None
+            return self._on_devices(fn, args, kwargs, rows and [each / sum(rows) for each in rows])
+        num_rows, trains = count_rows(args), self._trace.model is not None
+        is_known = not tf.is_symbolic_tensor(num_rows)
+        if not trains and is_known and (num_rows or 0) < number:
+            return self._as_one(fn, args, kwargs)
+
+        def run_on_devices():
+            with tf.device("/cpu:0"):
+                parts, shares = divide(args, number)
+            together = tf.nest.map_structure(lambda *each: _per_replica(each), *parts)
+            return self._on_devices(fn, together, kwargs, shares if trains else None)
+
+        if trains or is_known:
+            return run_on_devices()
+        # Not less than a row for each device: what a user has written need not know what the mean of nothing is.
+        return tf.cond(num_rows >= number, run_on_devices, lambda: self._on_first_device(fn, args, kwargs))
+
+    def _on_first_device(self, fn, args, kwargs):
+        """What a step of Keras's that trains nothing returns, as if it ran on all devices."""
+        result = self._as_one(fn, args, kwargs)
+        other = without_rows(result) if _is_predict_step(fn) else result
+        others = [other] * (len(self.worker_devices) - 1)
+        return tf.nest.map_structure(lambda *each: values.PerReplica(each), result, *others)
+
+    def _on_devices(self, fn, args, kwargs, shares):
+        """Runs a step on each device; `shares`: what the gradients of each count, None: they add up."""
+        self._shares = shares
+        first = self._trace.comes_first
+
+        @tf.autograph.experimental.do_not_convert
+        def on_device(*args, **kwargs):
+            with tf.control_dependencies(first):  # Each device's thread has such of its own.
+                return fn(*args, **kwargs)
+
+        try:
+            result = mirrored_strategy.MirroredExtended._call_for_each_replica(self, on_device if first else fn, args, kwargs)
+            self._make_alike()
+            return result
+        finally:
+            self._shares = None
+
+    def apply_once(self, apply: Callable[[Sequence], None], gradients: Sequence) -> None:
+        context = tf.distribute.get_replica_context()
+        if self._trace is None or context is None or isinstance(context, ReplicaContext):
+            apply(gradients)  # They have been added up, or this is no step.
+            return
+        if self._shares is not None:
+            share = self._shares[context._replica_id]
+            gradients = [None if each is None else _scaled(each, share) for each in gradients]
+
+        def merge(strategy: tf.distribute.Strategy, gradients: list) -> None:
+            self._make_alike()
+            self._as_one(apply, (self._added_up(gradients),), {})
+            self._trace.note_alike()
+
+        context.merge_call(tf.autograph.experimental.do_not_convert(merge), args=(list(gradients),))
+
+    def _added_up(self, gradients: Sequence) -> list:
+        """The sum over the devices of each gradient: on the first one, or on all, where NCCL adds up."""
+        sums = list(gradients)
+        dense = [index for index, each in enumerate(sums) if each is not None and not _is_sparse(each.values[0])]
+        if self._has_nccl:
+            pairs = [(sums[index], sums[index]) for index in dense]
+            on_all = self._cross_device_ops.batch_reduce(tf.distribute.ReduceOp.SUM, pairs)
+            for index, total in zip(dense, on_all, strict=True):
+                sums[index] = total.values[0] if self.hooks.replaces_gradients else total
+        with tf.device(self.worker_devices[0]):
+            for index, each in enumerate(gradients):
+                if each is not None and index not in dense:
+                    sums[index] = _joined(each.values)
+                elif each is not None and not self._has_nccl:
+                    sums[index] = tf.add_n(each.values)
+        return sums
+
+    def _make_alike(self) -> None:
+        """Gives all copies of moving statistics, which each device has assigned by itself, their mean."""
+        shares = self._shares or [1 / len(self.worker_devices)] * len(self.worker_devices)
+        for variable in self._trace.assigned_on_devices():
+            with tf.device(self.worker_devices[0]):
+                parts = [_scaled(each.read_value(), share) for each, share in zip(variable.values, shares, strict=True)]
+                mean = tf.add_n(parts)
+            variable.assign(mean)
+
+    # What combines values of several replicas: first those of this process.
+
+    def _reduce(self, reduce_op, value):
+        if isinstance(value, values.SyncOnReadVariable):  # So a metric is read, which belongs to this rank.
+            return super()._reduce(reduce_op, value)
+        return self.hooks.reduce(
+            reduce_op, tf.nest.map_structure(lambda each: self._of_devices(reduce_op, each), value)
+        )
+
+    def _batch_reduce_to(self, reduce_op, value_destination_pairs, options):
+        if self.hooks.num_rows is not None:
+            raise ValueError(
+                "`batch_shares` must be None where a step combines values of all ranks (`all_reduce`, or a layer with "
+                "`synchronized=True`) and a rank has several devices: gradients through that are not weighed by rows "
+                f"then. Received: {len(self.worker_devices)} devices."
+            )
+        return [self._reduce(reduce_op, value) for value, _ in value_destination_pairs]
+
+    def _of_devices(self, reduce_op, value):
+        parts = self._local_results(value)
+        if not isinstance(value, values.DistributedValues):  # Equal on all devices.
+            parts = [value] * len(self.worker_devices)
+        total = tf.add_n([tf.convert_to_tensor(part) for part in parts])
+        return total if reduce_op is tf.distribute.ReduceOp.SUM else total / tf.cast(len(parts), total.dtype)
+
+    def _gather_to_implementation(self, value, destinations, axis, options):
+        del destinations, options
+        return self.hooks.gather(tf.concat(self._local_results(value), axis), axis)
+
+    # Datasets: Keras's batches are divided in the step. Those of a loop of the user's come divided.
+
+    def _experimental_distribute_dataset(self, dataset, options):
+        part = super()._experimental_distribute_dataset(self._undivided.get(dataset, dataset), options)
+        return part if self.hooks.is_inside_keras else self._with_parts(part)
+
+    def _distribute_datasets_from_function(self, dataset_fn, options):
+        return self._with_parts(super()._distribute_datasets_from_function(dataset_fn, options))
+
+    def _with_parts(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        def divided(*batch):
+            parts, _ = divide(batch, len(self.worker_devices))
+            result = tf.nest.map_structure(lambda *each: _per_replica(each), *parts)
+            return result if isinstance(dataset.element_spec, tuple) else result[0]
+
+        with_parts = dataset.map(divided, num_parallel_calls=tf.data.AUTOTUNE)
+        self._undivided[with_parts] = dataset
+        self.hooks.take_whole(with_parts)
+        return with_parts
+
+    def _experimental_distribute_values_from_function(self, value_fn):
+        number = len(self.worker_devices)
+        contexts = [tf.distribute.experimental.ValueContext(index, number) for index in range(number)]
+        return values.PerReplica([value_fn(context) for context in contexts])
+
+
+class _Copies(values.MirroredVariable):
+    """A variable with a copy on each device. What is done once in the process assigns all of them."""
+
+    def _update_replica(self, update_fn, value, **kwargs):
+        context = tf.distribute.get_replica_context()
+        if not isinstance(context, ReplicaContext):
+            return super()._update_replica(update_fn, value, **kwargs)
+
+        def assign(strategy: tf.distribute.Strategy, value: tf.Tensor) -> object:
+            return self._update_cross_replica(update_fn, value, **kwargs)
+
+        return context.merge_call(assign, args=(value,))
+
+    def __int__(self):
+        return int(self.read_value())
+
+    def __array__(self, dtype=None, copy=None):
+        return np.array(self.read_value(), dtype=dtype, copy=copy)
+
+
+def _is_copied(variable: tf.Variable) -> bool:
+    return isinstance(variable, values.DistributedVariable)
+
+
+def _is_keras_step(fn: Callable) -> bool:
+    method = inspect.unwrap(fn)
+    is_of_model = isinstance(getattr(method, "__self__", None), keras.Model)
+    return (is_of_model and getattr(method, "__name__", "") in _KERAS_STEPS) or _is_predict_step(fn)
+
+
+def _is_predict_step(fn: Callable) -> bool:
+    return getattr(inspect.unwrap(fn), "__qualname__", "") == _PREDICT_STEP
+
+
+def _has_parts(batch) -> bool:
+    return any(isinstance(leaf, values.PerReplica) for leaf in tf.nest.flatten(batch))
+
+
+def _rows_of_parts(batch) -> list[tf.Tensor]:
+    leaf = next(leaf for leaf in tf.nest.flatten(batch) if isinstance(leaf, values.PerReplica))
+    return [count_rows(value) for value in leaf.values]
+
+
+def _have_nccl(devices: Sequence[str]) -> bool:
+    """Whether NCCL adds up over these devices: GPUs, each of them whole."""
+    num_logical, num_physical = (
+        len(get("GPU")) for get in (tf.config.list_logical_devices, tf.config.list_physical_devices)
+    )
+    return all("GPU" in device for device in devices) and num_logical == num_physical
+
+
+def _per_replica(parts: Sequence):
+    return parts[0] if parts[0] is None or isinstance(parts[0], tf.experimental.Optional) else values.PerReplica(parts)
+
+
+def _is_sparse(gradient) -> bool:
+    return isinstance(gradient, tf.IndexedSlices)
+
+
+def _joined(gradients: Sequence[tf.IndexedSlices]) -> tf.IndexedSlices:
+    parts = [tf.concat([getattr(each, name) for each in gradients], 0) for name in ("values", "indices")]
+    return tf.IndexedSlices(*parts, dense_shape=gradients[0].dense_shape)
+
+
+def _scaled(gradient, share):
+    dtype = gradient.dtype
+    return tf.math.scalar_mul(tf.cast(share, dtype), gradient)
+
+
+def make_extended(strategy: tf.distribute.Strategy, hooks: TrainingHooks, devices: Sequence[str] | None) -> Extended:
+    """What a strategy does on the devices of its process.
+
+    Args:
+      strategy: The strategy.
+      hooks: What is asked.
+      devices: Their names. Default: all GPUs that this process sees, or one CPU; where `DEVICES_VARIABLE` is set, so
+        many logical ones.
+
+    Raises:
+      ValueError: If a device is not there or is given twice, or they are of several kinds.
+    """
+    devices = _default_devices() if devices is None else _checked_devices(devices)
+    return OneDevice(strategy, hooks, devices[0]) if len(devices) == 1 else SeveralDevices(strategy, hooks, devices)
+
+
+def _default_devices() -> list[str]:
+    num_gpus = len(tf.config.list_physical_devices("GPU"))
+    if num_gpus > 1:
+        return [device.name for device in tf.config.list_logical_devices("GPU")]
+    if num_gpus == 1:
+        return ["/gpu:0"]
+    number = devices_per_worker(os.environ) or 1
+    if number > 1:
+        _make_logical_cpus(number)
+    return [f"/cpu:{index}" for index in range(number)]
+
+
+def _make_logical_cpus(number: int) -> None:
+    """Makes several devices of the processor, which share its cores.
+
+    Raises:
+      ValueError: If it is too late: TensorFlow has been used before.
+    """
+    (cpu,) = tf.config.list_physical_devices("CPU")
+    if len(tf.config.get_logical_device_configuration(cpu) or ()) >= number:
+        return
+    try:
+        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * number)
+    except RuntimeError as error:
+        raise ValueError(
+            f"logical devices were asked for (by {DEVICES_VARIABLE}, as `hop_tf launch --devices_per_worker` sets it, "
+            "on a machine without GPUs), and TensorFlow has been used before: make the strategy at the start of the "
+            f"script. Received: {DEVICES_VARIABLE}={number}. TensorFlow says: {error}"
+        ) from error
+
+
+def _checked_devices(devices: Sequence[str]) -> list[str]:
+    names = [] if isinstance(devices, str) else [getattr(device, "name", device) for device in devices]
+    try:
+        specs = [tf.DeviceSpec.from_string(name) for name in names]
+    except (TypeError, ValueError, AttributeError):
+        specs = []
+    places = [(spec.device_type, spec.device_index or 0) for spec in specs]
+    if not places or len(set(places)) < len(places) or len({kind for kind, _ in places}) > 1:
+        raise ValueError(
+            "`devices` must be a list of different devices of one kind, such as ['GPU:0', 'GPU:1']. "
+            f"Received: devices={devices!r}."
+        )
+    known = [device.name for device in tf.config.list_logical_devices()]
+    result = [f"/device:{kind}:{index}" for kind, index in places]
+    if not set(result) <= set(known):
+        raise ValueError(f"`devices` must be devices that this process sees: {known}. Received: devices={devices!r}.")
+    return result

@@ -1,0 +1,237 @@
+"""Several devices in a process: one rank, which trains as with one device that has the rank's whole batch.
+
+Without GPUs, devices are logical ones of the processor. `make stress` runs the contract of all strategies, and their
+references, with two devices in each rank (HOP_TF_DEVICES_PER_WORKER).
+"""
+
+import functools
+import os
+import pathlib
+import tempfile
+from unittest import mock
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from absl.testing import absltest, parameterized
+
+import hop_tf
+from hop_tf.keras_hook import devices
+from hop_tf.options import DEVICES_VARIABLE
+from hop_tf.testing import InProcessCluster
+from support import NUM_RANKS, TWO_DEVICES
+
+_NUM_ROWS = 24
+_BATCH_SIZE = 8  # Of all ranks.
+
+
+def _rows():
+    x = np.random.default_rng(0).normal(size=(_NUM_ROWS, 3)).astype(np.float32)
+    return x, np.tanh(x @ np.array([[1.0], [-2.0], [0.5]], np.float32))
+
+
+class OwnStep(keras.Sequential):
+    """A train_step that divides its loss by nothing."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self(x, training=True) - y))
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return self.compute_metrics(x, y, self(x))
+
+
+class TwoOptimizers(keras.Sequential):
+    """An optimizer for each layer."""
+
+    def compile(self, optimizer, **arguments):
+        super().compile(optimizer, **arguments)
+        self.other = keras.optimizers.Adam(0.02)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape(persistent=True) as tape:
+            loss = tf.reduce_mean(tf.square(self(x, training=True) - y))
+        for optimizer, layer in zip((self.optimizer, self.other), self.layers, strict=True):
+            optimizer.apply(tape.gradient(loss, layer.trainable_variables), layer.trainable_variables)
+        return self.compute_metrics(x, y, self(x))
+
+
+def _momentum(**arguments):
+    return keras.optimizers.SGD(0.05, momentum=0.9, **arguments)
+
+
+# What is trained, and how. By name: arguments of `_train`.
+_CASES = {
+    "momentum": {},
+    "adam": {"optimizer": lambda: keras.optimizers.Adam(0.02)},
+    "accumulation": {"optimizer": lambda: _momentum(gradient_accumulation_steps=2)},
+    "own_step": {"kind": OwnStep},
+    "two_optimizers": {"kind": TwoOptimizers},
+    "averages": {"optimizer": lambda: keras.optimizers.AdamW(0.02, use_ema=True, ema_overwrite_frequency=3)},
+    "loss_scale": {"optimizer": lambda: keras.optimizers.LossScaleOptimizer(_momentum())},
+    "steps_per_execution": {"steps_per_execution": 3},
+    "run_eagerly": {"run_eagerly": True},
+    "uneven_devices": {"batch_size": 6},  # Three rows a rank.
+    "nadam": {"optimizer": lambda: keras.optimizers.Nadam(0.02)},
+}
+
+
+def _train(strategy, optimizer=_momentum, kind=keras.Sequential, batch_size=_BATCH_SIZE, policy=None, **arguments):
+    """Weights, slots, the epochs' metrics, and what `evaluate` and `predict` return."""
+    with strategy.scope():
+        kernels = [keras.initializers.RandomNormal(seed=seed) for seed in (1, 2)]
+        dense = [
+            keras.layers.Dense(size, activation, kernel_initializer=kernel, dtype=policy)
+            for size, activation, kernel in zip((4, 1), ("tanh", None), kernels, strict=True)
+        ]
+        model = kind([keras.Input((3,)), *dense])
+        model.compile(optimizer(), loss="mse", metrics=["mae", keras.metrics.R2Score()], **arguments)
+    x, y = _rows()
+    history = model.fit(x, y, batch_size=batch_size, shuffle=False, epochs=2, verbose=0, validation_data=(x[:7], y[:7]))
+    slots = [variable.numpy() for variable in model.optimizer.variables]
+    evaluated = model.evaluate(x[:9], y[:9], batch_size=4, verbose=0)  # One row is left for the last batch.
+    validated = {name: of_epochs for name, of_epochs in history.history.items() if name.startswith("val_")}
+    return model.get_weights(), slots, validated, evaluated, model.predict(x[:9], batch_size=4, verbose=0)
+
+
+@functools.cache
+def _trained_by_one_device(name):
+    """Under no strategy."""
+    return _train(tf.distribute.get_strategy(), **_CASES[name])
+
+
+class DevicesTest(tf.test.TestCase, parameterized.TestCase):
+    def check(self, computed, name, tolerance=1e-5):
+        expected = _trained_by_one_device(name)
+        for mine, other in zip(tf.nest.flatten(computed), tf.nest.flatten(expected), strict=True):
+            self.assertAllClose(mine, other, rtol=tolerance, atol=tolerance)
+
+    @parameterized.parameters(*_CASES)
+    @pytest.mark.stress(after=3)
+    def test_ranks_with_two_devices_train_as_one_device_with_the_whole_batch(self, name):
+        make = _CountedDevices(dict.fromkeys(range(NUM_RANKS), TWO_DEVICES))
+        for of_rank in InProcessCluster(NUM_RANKS, make).run(functools.partial(_train, **_CASES[name])):
+            self.check(of_rank, name)
+
+    @parameterized.parameters(*_CASES)
+    @pytest.mark.stress(after=1)
+    def test_a_rank_alone_trains_as_one_device(self, name):
+        self.check(_train(hop_tf.HopStrategy(devices=TWO_DEVICES), **_CASES[name]), name)
+
+    @pytest.mark.stress
+    def test_ranks_with_different_numbers_of_devices(self):
+        make = _CountedDevices({0: TWO_DEVICES, 1: TWO_DEVICES[:1]})
+        for of_rank in InProcessCluster(NUM_RANKS, make).run(_train):
+            self.check(of_rank, "momentum")
+
+    @parameterized.parameters("momentum", "accumulation", "loss_scale")
+    @pytest.mark.stress
+    def test_sums_that_are_there_on_all_devices(self, name):
+        """As NCCL leaves them."""
+        with (
+            mock.patch.object(devices, "_have_nccl", lambda devices: True),
+            mock.patch.object(tf.distribute, "NcclAllReduce", tf.distribute.ReductionToOneDevice),
+        ):
+            alone, make = hop_tf.HopStrategy(devices=TWO_DEVICES), _CountedDevices(dict.fromkeys(range(2), TWO_DEVICES))
+            self.check(_train(alone, **_CASES[name]), name)
+            for of_rank in InProcessCluster(NUM_RANKS, make).run(functools.partial(_train, **_CASES[name])):
+                self.check(of_rank, name)
+
+    def test_bytes_on_the_wire_do_not_depend_on_the_number_of_devices(self):
+        def run(strategy):
+            with strategy.scope():
+                model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+                model.compile("sgd", "mse")
+            model.fit(*_rows(), batch_size=_BATCH_SIZE, verbose=0)
+            counts = strategy.report()
+            return counts["bytes_sent_on_lane_1"], counts["bytes_received"], counts["messages_sent"]
+
+        of_one, of_two = (
+            InProcessCluster(NUM_RANKS, _CountedDevices(dict.fromkeys(range(2), names))).run(run)
+            for names in (TWO_DEVICES[:1], TWO_DEVICES)
+        )
+        self.assertGreater(of_one[0][0], 0)
+        self.assertEqual(of_one, of_two)
+
+    def test_moving_statistics_are_means_over_devices(self):
+        """Each device normalizes by its own rows, as each rank does."""
+        x, _ = _rows()
+        strategy = hop_tf.HopStrategy(devices=TWO_DEVICES)
+        with strategy.scope():
+            layer = keras.layers.BatchNormalization(momentum=0.75)
+            model = keras.Sequential([keras.Input((3,)), layer, keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+        mean, variance = np.zeros(3), np.ones(3)
+        for batch in np.split(x, _NUM_ROWS // _BATCH_SIZE):
+            halves = np.split(batch, 2)
+            mean = 0.75 * mean + 0.25 * np.mean([half.mean(0) for half in halves], 0)
+            variance = 0.75 * variance + 0.25 * np.mean([half.var(0) for half in halves], 0)
+        model.fit(x, x[:, :1], batch_size=_BATCH_SIZE, shuffle=False, verbose=0)
+        for variable, expected in ((layer.moving_mean, mean), (layer.moving_variance, variance)):
+            for copy in variable.value.values:
+                self.assertAllClose(copy, expected, rtol=1e-5, atol=1e-5)
+
+    def test_single_batches_and_models_that_are_saved(self):
+        x, y = _rows()
+        strategy = hop_tf.PipeSGDStrategy(devices=TWO_DEVICES)
+
+        def make():
+            model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, kernel_initializer="ones")])
+            model.compile(_momentum(), "mse")
+            return model
+
+        with strategy.scope():
+            model = make()
+        expected = make()
+        for rows in (slice(0, 5), slice(5, 6)):
+            for each in (model, expected):
+                each.train_on_batch(x[rows], y[rows])
+            self.assertAllClose(model.test_on_batch(x[rows], y[rows]), expected.test_on_batch(x[rows], y[rows]))
+            self.assertAllClose(model.predict_on_batch(x[rows]), expected.predict_on_batch(x[rows]))
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder, "model.keras")
+            model.save(path)
+            self.assertAllClose(keras.models.load_model(path).get_weights(), expected.get_weights())
+            with strategy.scope():
+                loaded = keras.models.load_model(path)
+        for each in (loaded, expected):
+            each.fit(x, y, shuffle=False, verbose=0)  # With the optimizer's slots.
+        self.assertAllClose(loaded.get_weights(), expected.get_weights())
+
+    @parameterized.parameters(
+        ("CPU:0", "list of different devices"),
+        ([], "list of different devices"),
+        (["CPU:0", "/device:CPU:0"], "list of different devices"),
+        (["CPU:0", "GPU:0"], "list of different devices of one kind"),
+        ([1], "list of different devices"),
+        (["CPU:0", "CPU:7"], "devices that this process sees"),
+    )
+    def test_refuses_devices(self, names, message):
+        with self.assertRaisesRegex(ValueError, f"`devices` must be .*{message}.* Received: devices="):
+            hop_tf.HopStrategy(devices=names)
+
+    def test_as_many_devices_as_the_launcher_says(self):
+        with mock.patch.dict(os.environ, {DEVICES_VARIABLE: "2"}):
+            self.assertLen(hop_tf.HopStrategy().extended.worker_devices, 2)
+        with mock.patch.dict(os.environ, {DEVICES_VARIABLE: "3"}), self.assertRaisesRegex(ValueError, "at the start"):
+            hop_tf.HopStrategy()
+        with mock.patch.dict(os.environ, {DEVICES_VARIABLE: "x"}), self.assertRaisesRegex(ValueError, "positive"):
+            hop_tf.HopStrategy()
+        self.assertLen(hop_tf.HopStrategy().extended.worker_devices, 1)
+
+
+class _CountedDevices:
+    """Makes a rank's strategy, on its devices."""
+
+    def __init__(self, by_rank):
+        self._by_rank = by_rank
+
+    def __call__(self, cluster_resolver):
+        names = self._by_rank[cluster_resolver.task_id]
+        return hop_tf.PipeSGDStrategy(pipeline_width=1, devices=names, cluster_resolver=cluster_resolver)
+
+
+if __name__ == "__main__":
+    absltest.main()
