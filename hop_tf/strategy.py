@@ -165,7 +165,7 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
 
     @property
     def world_size(self) -> int:
-        """Number of ranks that train together. `num_replicas_in_sync` is the same, but 1 within `fit`."""
+        """Number of ranks that train together. `num_replicas_in_sync` counts their devices; within `fit` it is 1."""
         return self._cluster.world_size
 
     @property

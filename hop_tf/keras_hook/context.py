@@ -155,6 +155,10 @@ class Extended:
         """Has an optimizer apply gradients: `apply(gradients)`, where the step that is being traced comes to that."""
         apply(gradients)
 
+    def of_process(self, fn: Callable[[], Any]) -> Any:
+        """What `fn()` returns of what all devices of this process have done in the step that is being traced."""
+        return fn()
+
     @property
     def _num_replicas_in_sync(self) -> int:
         trains_model = self._trace is not None and self._trace.model is not None  # Also by `train_on_batch`.

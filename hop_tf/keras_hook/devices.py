@@ -12,6 +12,7 @@ import inspect
 import os
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import keras
 import numpy as np
@@ -96,14 +97,23 @@ class SeveralDevices(Extended, mirrored_strategy.MirroredExtended):
         if trains or is_known:
             return run_on_devices()
         # Not less than a row for each device: what a user has written need not know what the mean of nothing is.
-        return tf.cond(num_rows >= number, run_on_devices, lambda: self._on_first_device(fn, args, kwargs))
+        return tf.cond(
+            num_rows >= number,
+            lambda: tf.nest.map_structure(lambda each: self._with_rest(each, each), run_on_devices()),
+            lambda: self._on_first_device(fn, args, kwargs),
+        )
 
     def _on_first_device(self, fn, args, kwargs):
         """What a step of Keras's that trains nothing returns, as if it ran on all devices."""
         result = self._as_one(fn, args, kwargs)
-        other = without_rows(result) if _is_predict_step(fn) else result
-        others = [other] * (len(self.worker_devices) - 1)
-        return tf.nest.map_structure(lambda *each: values.PerReplica(each), result, *others)
+        rest = without_rows(result) if _is_predict_step(fn) else result
+        return tf.nest.map_structure(self._with_rest, result, rest)
+
+    def _with_rest(self, first: Any, rest: Any) -> values.PerReplica:
+        """A value of the first device and one of all others, unless there is one of each."""
+        if isinstance(first, values.PerReplica):
+            return first
+        return values.PerReplica([first, *([rest] * (len(self.worker_devices) - 1))])
 
     def _on_devices(self, fn, args, kwargs, shares):
         """Runs a step on each device; `shares`: what the gradients of each count, None: they add up."""
@@ -123,9 +133,9 @@ class SeveralDevices(Extended, mirrored_strategy.MirroredExtended):
             self._shares = None
 
     def apply_once(self, apply: Callable[[Sequence], None], gradients: Sequence) -> None:
-        context = tf.distribute.get_replica_context()
-        if self._trace is None or context is None or isinstance(context, ReplicaContext):
-            apply(gradients)  # They have been added up, or this is no step.
+        context = self._context_of_device()
+        if context is None:  # They have been added up, or this is no step.
+            apply(gradients)
             return
         if self._shares is not None:
             share = self._shares[context._replica_id]
@@ -137,6 +147,17 @@ class SeveralDevices(Extended, mirrored_strategy.MirroredExtended):
             self._trace.note_alike()
 
         context.merge_call(tf.autograph.experimental.do_not_convert(merge), args=(list(gradients),))
+
+    def of_process(self, fn: Callable[[], Any]) -> Any:
+        context = self._context_of_device()
+        if context is None:
+            return fn()
+        return context.merge_call(tf.autograph.experimental.do_not_convert(lambda strategy: fn()))
+
+    def _context_of_device(self) -> tf.distribute.ReplicaContext | None:
+        """That of the device that a step is traced for; None where it is traced for the process."""
+        context = tf.distribute.get_replica_context()
+        return None if self._trace is None or isinstance(context, ReplicaContext) else context
 
     def _added_up(self, gradients: Sequence) -> list:
         """The sum over the devices of each gradient: on the first one, or on all, where NCCL adds up."""

@@ -17,6 +17,7 @@ from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer, TFEpochIterator
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
+from keras.src.trainers.trainer import Trainer
 from tensorflow.python.distribute import distribute_lib
 
 from hop_tf.keras_hook.backups import check_backups
@@ -34,6 +35,7 @@ def wrap_trainer() -> None:
     """Wraps Keras's `fit`, `evaluate` and `predict` once; they change only for models under an `Extended`."""
     for name in ("fit", "evaluate", "predict"):
         setattr(TensorFlowTrainer, name, _wrapped(getattr(TensorFlowTrainer, name), is_fit=name == "fit"))
+    Trainer.get_metrics_result = _wrapped_metrics(Trainer.get_metrics_result)
     TensorFlowTrainer._maybe_symbolic_build = _wrapped_build(TensorFlowTrainer._maybe_symbolic_build)
     TFEpochIterator.__init__ = _wrapped_iterator(TFEpochIterator.__init__)
     TFOptimizer._backend_update_step = _wrapped_update(TFOptimizer._backend_update_step)
@@ -204,6 +206,17 @@ def _fit(hooks: TrainingHooks, x: Any, callbacks: Any) -> Iterator[None]:
             yield
         finally:
             _fits.hooks.pop()
+
+
+def _wrapped_metrics(method: Callable) -> Callable:
+    """Metrics of a step are of all devices of the process."""
+
+    @functools.wraps(method)
+    def get_metrics_result(self):
+        extended = self.distribute_strategy.extended
+        return extended.of_process(lambda: method(self)) if isinstance(extended, Extended) else method(self)
+
+    return get_metrics_result
 
 
 def _wrapped_build(method: Callable) -> Callable:

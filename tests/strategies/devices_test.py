@@ -145,14 +145,13 @@ class DevicesTest(tf.test.TestCase, parameterized.TestCase):
                 model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
                 model.compile("sgd", "mse")
             model.fit(*_rows(), batch_size=_BATCH_SIZE, verbose=0)
-            counts = strategy.report()
-            return counts["bytes_sent_on_lane_1"], counts["bytes_received"], counts["messages_sent"]
+            return strategy.report()["bytes_sent_on_lane_1"]  # All arrays.
 
         of_one, of_two = (
             InProcessCluster(NUM_RANKS, _CountedDevices(dict.fromkeys(range(2), names))).run(run)
             for names in (TWO_DEVICES[:1], TWO_DEVICES)
         )
-        self.assertGreater(of_one[0][0], 0)
+        self.assertGreater(min(of_one), 0)
         self.assertEqual(of_one, of_two)
 
     def test_moving_statistics_are_means_over_devices(self):
@@ -186,8 +185,7 @@ class DevicesTest(tf.test.TestCase, parameterized.TestCase):
             model = make()
         expected = make()
         for rows in (slice(0, 5), slice(5, 6)):
-            for each in (model, expected):
-                each.train_on_batch(x[rows], y[rows])
+            self.assertAllClose(model.train_on_batch(x[rows], y[rows]), expected.train_on_batch(x[rows], y[rows]))
             self.assertAllClose(model.test_on_batch(x[rows], y[rows]), expected.test_on_batch(x[rows], y[rows]))
             self.assertAllClose(model.predict_on_batch(x[rows]), expected.predict_on_batch(x[rows]))
         with tempfile.TemporaryDirectory() as folder:
