@@ -257,7 +257,7 @@ class _Copies(values.MirroredVariable):
         return int(self.read_value())
 
     def __array__(self, dtype=None, copy=None):
-        return np.array(self.read_value(), dtype=dtype, copy=copy)
+        return np.array(self.numpy(), dtype=dtype, copy=copy)
 
 
 def _is_copied(variable: tf.Variable) -> bool:
