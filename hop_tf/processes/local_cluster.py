@@ -225,12 +225,12 @@ def gpu_assignments(num_workers: int, base: Mapping[str, str]) -> list[dict[str,
     otherwise.
 
     Raises:
-      ValueError: If a worker is to have more GPUs than there are.
+      ProcessError: If a worker is to have more GPUs than there are.
     """
     visible = _visible_gpus(base)
     number = devices_per_worker(base) or max(1, len(visible) // num_workers)
     if visible and number > len(visible):
-        raise ValueError(
+        raise ProcessError(
             f"a worker cannot have more GPUs than this machine. Received: {DEVICES_VARIABLE}={number} "
             f"(--devices_per_worker), and {len(visible)} GPUs."
         )

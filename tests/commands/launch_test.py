@@ -68,12 +68,16 @@ class LaunchTest(_LaunchTestCase):
     """Runs the launcher in this process."""
 
     def test_every_process_runs_the_script_with_its_task(self):
-        script = self.write_script('print(os.environ["TF_CONFIG"]); print(sys.argv[1:])')
-        exit_code, lines = self.launch("--num_workers=3", "--num_ps=1", script, "--num_workers=8", "data")
+        script = self.write_script("""
+            print(os.environ["TF_CONFIG"])
+            print(sys.argv[1:], os.environ["HOP_TF_DEVICES_PER_WORKER"])
+        """)
+        flags = ["--num_workers=3", "--num_ps=1", "--devices_per_worker=2"]
+        exit_code, lines = self.launch(*flags, script, "--num_workers=8", "data")
         self.assertEqual(exit_code, 0)
         names = ["worker 0", "worker 1", "worker 2", "ps 0"]
         for name in names:
-            self.assertIn(f"[{name}] ['--num_workers=8', 'data']", lines)
+            self.assertIn(f"[{name}] ['--num_workers=8', 'data'] 2", lines)
         configs = [json.loads(self.log(name.replace(" ", "_")).splitlines()[0]) for name in names]
         self.assertEqual([f"{config['task']['type']} {config['task']['index']}" for config in configs], names)
         cluster = configs[0]["cluster"]
@@ -618,6 +622,7 @@ class ArgumentsTest(_LaunchTestCase):
         (["--num_workers=two"], "--num_workers: invalid int value: 'two'"),
         ([], "--num_workers is required, or --hosts."),
         (["--num_workers=1", "--num_ps=-1"], "`num_ps` must not be negative. Received: num_ps=-1."),
+        (["--num_workers=1", "--devices_per_worker=0"], "`devices_per_worker` must be a positive integer."),
         (["--num_workers=1", "--restart=-1"], "`restart` must not be negative. Received: restart=-1."),
         (["--num_workers=1", "--timeout_seconds=0"], "`timeout_seconds` must be positive."),
         (["--num_workers=1", "--step_seconds=0"], "`step_seconds` must be a positive number."),

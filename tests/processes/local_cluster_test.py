@@ -8,8 +8,9 @@ from unittest import mock
 
 from absl.testing import absltest, parameterized
 
+from hop_tf.options import DEVICES_VARIABLE
 from hop_tf.processes import local_cluster
-from hop_tf.processes.local_cluster import PortReservation, Task
+from hop_tf.processes.local_cluster import PortReservation, ProcessError, Task
 
 
 class TasksTest(parameterized.TestCase):
@@ -64,6 +65,24 @@ class EnvironmentTest(parameterized.TestCase):
             local_cluster.gpu_assignments(2, {"CUDA_VISIBLE_DEVICES": "0,1"}),
             [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}],
         )
+
+    @parameterized.parameters(
+        (2, "", ["0,1", "2,3"]),
+        (3, "", ["0", "1", "2"]),
+        (2, "1", ["0", "1"]),
+        (3, "2", ["0,1", "2,3", "0,1"]),
+        (1, "4", [None]),  # It sees all of them in any case.
+    )
+    def test_workers_share_the_gpus(self, num_workers, number, expected):
+        base = {"CUDA_VISIBLE_DEVICES": "0,1,2,3", DEVICES_VARIABLE: number}
+        environments = local_cluster.gpu_assignments(num_workers, base)
+        self.assertEqual([env.get("CUDA_VISIBLE_DEVICES") for env in environments], expected)
+        is_shared = num_workers * int(number or 1) > 4
+        self.assertEqual(["TF_FORCE_GPU_ALLOW_GROWTH" in env for env in environments], [is_shared] * num_workers)
+
+    def test_refuses_more_gpus_than_there_are(self):
+        with self.assertRaisesRegex(ProcessError, f"{DEVICES_VARIABLE}=3 .--devices_per_worker., and 2 GPUs"):
+            local_cluster.gpu_assignments(1, {"CUDA_VISIBLE_DEVICES": "0,1", DEVICES_VARIABLE: "3"})
 
     def test_one_gpu_is_shared(self):
         with mock.patch.object(local_cluster.glob, "glob", return_value=["/dev/nvidia0"]):
