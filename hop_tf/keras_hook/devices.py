@@ -125,8 +125,9 @@ class SeveralDevices(Extended, mirrored_strategy.MirroredExtended):
             with tf.control_dependencies(first):  # Each device's thread has such of its own.
                 return fn(*args, **kwargs)
 
+        run = on_device if first else fn
         try:
-            result = mirrored_strategy.MirroredExtended._call_for_each_replica(self, on_device if first else fn, args, kwargs)
+            result = mirrored_strategy.MirroredExtended._call_for_each_replica(self, run, args, kwargs)
             self._make_alike()
             return result
         finally:

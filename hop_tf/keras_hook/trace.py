@@ -85,6 +85,9 @@ class StepTrace:
 
     def num_rows(self) -> tf.Tensor | None:
         """Emits the op that counts the rows of the step's batch: int64 scalar; None if it has no tensor."""
+        first = next(iter(self._arguments), None)
+        if isinstance(first, tf.distribute.DistributedValues):  # Of a model's step that a user runs on several devices.
+            return tf.add_n([num_rows_of(part) for part in first.values])
         return num_rows_of(self._arguments)
 
     def refuse_nested_function(self) -> None:
