@@ -1,7 +1,7 @@
 """Several devices in a process: one rank, which trains as with one device that has the rank's whole batch.
 
-Without GPUs, devices are logical ones of the processor. `make stress` runs the contract of all strategies, and their
-references, with two devices in each rank (HOP_TF_DEVICES_PER_WORKER).
+Without GPUs, devices are logical ones of the processor. `make stress` runs the contract of all strategies with two
+devices in each rank.
 """
 
 import functools
