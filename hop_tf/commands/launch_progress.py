@@ -143,7 +143,7 @@ class WaitWatch:
         while not self._over.wait(_REPORT_SECONDS):
             # Who shows progress listens.
             for name in [name for name in self._addresses if self._progress[name].step]:
-                if not self._ask(name):
+                if not self._over.is_set() and not self._ask(name):
                     del self._addresses[name]
                     self._progress[name].waits_for = ()
 

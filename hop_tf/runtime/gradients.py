@@ -15,6 +15,7 @@ from hop_tf.runtime.averaging_exchange import AveragingExchange
 from hop_tf.runtime.exchange import Incoming, Outgoing
 from hop_tf.runtime.group import ExchangeContext, Group
 from hop_tf.runtime.rates import CommonRate
+from hop_tf.runtime.shares import refuse_float16
 from hop_tf.tensors.packing import Packing, TensorSpec
 
 
@@ -64,7 +65,10 @@ class GradientExchange(AveragingExchange):
         self.carried = context.carried
         rows = _find_rows(context.packing.specs)
         self.weighs_rows = rows is not None
-        self._rows_place = self._place_of(rows)[1] if self.weighs_rows else None
+        self._rows_place = None
+        if self.weighs_rows:
+            refuse_float16(context.packing.specs, codec)
+            self._rows_place = self._place_of(rows)[1]
         self._own_scale = 1.0
         place = find_spec(context.packing.specs)
         self._votes_segment, votes_place = (None, None) if place is None else self._place_of(place)

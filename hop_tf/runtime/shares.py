@@ -14,8 +14,10 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from hop_tf.codecs import Codec, Identity
 from hop_tf.keras_hook.shares import BatchShares
 from hop_tf.membership import Membership, SessionQueue
+from hop_tf.tensors.packing import TensorSpec
 from hop_tf.transport.base import Message
 
 QUEUE = "batch_shares"
@@ -34,6 +36,24 @@ _ENDED = 1 << 62
 _MEASURED = struct.Struct("<qd")  # The position, and seconds for a row; 0 if that is not known.
 _POSITION = struct.Struct("<q")  # In a decision the shares follow.
 _SHARE = np.dtype("<i8")
+
+
+def refuse_float16(specs: Sequence[TensorSpec], codec: Codec) -> None:
+    """Refuses to weigh by rows what travels as float16: a value times thousands of rows is often beyond its range.
+
+    Args:
+      specs: What is to travel.
+      codec: What it passes through.
+
+    Raises:
+      ValueError: If any of it travels so.
+    """
+    if codec == Identity(dtype="float16") or any(spec.dtype == tf.float16 for spec in specs):
+        raise ValueError(
+            "`batch_shares` must be None where values travel as float16: they are multiplied by rows before, which is "
+            f"often too much for its range. Take bfloat16. Received: codec={codec!r}, and variables of the types "
+            f"{sorted({spec.dtype.name for spec in specs})}."
+        )
 
 
 class RowStatistics:
@@ -179,9 +199,12 @@ class ShareAgreement:
             self._send(0, _MEASURED.pack(_ENDED, 0.0), self.sent_rounds)
 
     def _decide(self, position: int, seconds_per_row: float) -> None:
+        decided, _ = self._decided
+
         def missing() -> list[int]:
+            # Whoever waits for a decision is there, also at an earlier position: epochs may be shorter here.
             known = self._measured
-            return [r for r in self._others if known.get(r, (0,))[0] < position and self._counts(r, position)]
+            return [r for r in self._others if known.get(r, (0,))[0] <= decided and self._counts(r, position)]
 
         self._wait(missing, position)
         with self._membership.monitor:

@@ -234,7 +234,7 @@ class TrainingRun(TrainingHooks):
             self.worker.share_agreement.takes_part = not self.worker.joining
 
     def _agree_on_shares(self, position: int) -> None:
-        agreement = self.worker.share_agreement
+        agreement = None if self.worker is None else self.worker.share_agreement
         if agreement is not None and not self.is_behind:
             agreement.agree(position, self._rows.take_seconds_per_row())
 
@@ -263,7 +263,7 @@ class TrainingRun(TrainingHooks):
 
     def begin_epoch(self) -> None:
         """Lets ranks agree on shares, and the scheme look at what callbacks have changed since the last epoch."""
-        if self.worker is not None and self._num_epochs:
+        if self._num_epochs:
             self._agree_on_shares(2 * self._num_epochs)
         self._num_epochs += 1
         for group in () if self.is_behind else self.groups:

@@ -70,7 +70,7 @@ class CanaryExchange(Exchange, Joiner):
       members: For each colayer, the indices of its variables.
       settings: The rest.
       part_of: What this rank's step is multiplied by on its way to some ranks, itself included: over these, the
-        factors add up to 1. Default: 1 over their number.
+        factors add up to 1, but for the steps in which measured shares change. Default: 1 over their number.
 
     Attributes:
       members: For each colayer, the indices of its variables.

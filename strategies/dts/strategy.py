@@ -31,6 +31,7 @@ from hop_tf.runtime.admissions import Admissions
 from hop_tf.runtime.group import ExchangeContext, Group
 from hop_tf.runtime.meeting import meet_newcomers
 from hop_tf.runtime.replica_state import describe_optimizer
+from hop_tf.runtime.shares import refuse_float16
 from hop_tf.strategies.dts.exchange import DTSExchange, DTSSettings
 from hop_tf.strategies.dts.windows import largest
 from hop_tf.strategy import ExchangeStrategy, training_cluster
@@ -194,6 +195,8 @@ class DTSStrategy(ExchangeStrategy):
                     "variables that are trained must not be float64 with a codec that selects values: float64 passes "
                     f"through no codec. Received: {variable.name} of float64, codec={self._settings.codec!r}."
                 )
+        if self.training.shares is not None:
+            refuse_float16(context.packing.specs, self._settings.codec)
         if self._outer_optimizer is not None and self._outer_optimizer.built:
             self._outer_optimizer = self._copy(self._outer_optimizer)
         return DTSExchange(context, self._settings, self._outer_optimizer)

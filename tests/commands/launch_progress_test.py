@@ -102,7 +102,8 @@ class TableTest(parameterized.TestCase):
                     rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
                     print("Epoch 2/5")
                     print(f"\\x1b[1m{{rank + 3}}/9\\x1b[0m {_BAR} 1s 20ms/step - loss: 0.{{rank}}5", end="", flush=True)
-                    time.sleep(1.5)  # The table is drawn twice a second.
+                    while not os.path.exists({path!r} + ".seen"):
+                        time.sleep(0.05)
                     print("\\b" * 60 + f"\\r\\x1b[1m9/9\\x1b[0m {_BAR} 1s 20ms/step - loss: 0.{{rank}}1")
                     print(f"[a] rank {{rank}} has ended")
                 """)
@@ -117,6 +118,8 @@ class TableTest(parameterized.TestCase):
         try:
             while data := os.read(ours, 65536):
                 shown += data
+                if all(f"{rank + 3}/9".encode() in shown for rank in (0, 1)):
+                    open(f"{path}.seen", "w").close()
         except OSError:  # So a terminal ends.
             pass
         self.assertEqual(process.wait(60), 0)

@@ -62,6 +62,19 @@ class ShareAgreementTest(parameterized.TestCase):
                 for share, speed in zip(shares, speeds, strict=True):
                     self.assertAlmostEqual(share / sum(shares), speed / sum(speeds), places=4)
 
+    @parameterized.parameters(0, 1)
+    def test_first_epochs_of_other_lengths(self, shorter):
+        """One rank begins its second epoch before it has made the steps after which others agree."""
+
+        def body(agreement, shares, rank, cluster):
+            for position in (2, 4) if rank == shorter else (1, 2, 4):
+                agreement.agree(position, 1.0 + rank)
+            return shares.of_ranks
+
+        first, *others = _run(3, body)
+        self.assertEqual(others, [first, first])
+        self.assertAlmostEqual(first[0] / first[2], 3.0, places=3)
+
     def test_a_rank_that_has_left_is_not_waited_for(self):
         def body(agreement, shares, rank, cluster):
             agreement.agree(1, 1.0 + rank)

@@ -197,7 +197,7 @@ class StallTest(_TwoRanksTestCase):
         with self.assertLogs("absl", "WARNING") as logs, self.assertRaises(DeadlineExceededError):
             self.workers[0].membership.wait(lambda: [1], operation="receive update", step=3)
         (message,) = [record.getMessage() for record in logs.records if record.levelname == "WARNING"]
-        self.assertRegex(message, r"rank 0, step 3: receive update: it has waited \d s for rank 1 .*stacks")
+        self.assertRegex(message, r"rank 0, step 3: receive update: it has waited \d+ s for rank 1 .*stacks")
         self.assertIn(self.path, message)
         with open(self.path) as file:
             stacks = file.read()

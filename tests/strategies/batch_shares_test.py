@@ -14,6 +14,7 @@ from absl.testing import parameterized
 import hop_tf
 from hop_tf.emulation import ComputeEmulation, Slowdown
 from hop_tf.errors import MismatchError
+from hop_tf.runtime.shares import WARMUP_STEPS
 from support import MEMBERS, NUM_RANKS, Member, StopRank1, linear_loss
 
 _RATE = 0.05
@@ -423,10 +424,32 @@ class SettingsTest(tf.test.TestCase, parameterized.TestCase):
         self.addCleanup(strategy.shutdown)
         self.assertEqual(strategy.batch_shares, (1.0,))
 
+    @parameterized.parameters(None, "auto")
+    def test_alone_for_more_steps_than_ranks_take_to_agree(self, shares):
+        strategy = hop_tf.HopStrategy(batch_shares=shares)
+        self.addCleanup(strategy.shutdown)
+        with strategy.scope():
+            model = keras.Sequential([keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        num_rows = 2 * WARMUP_STEPS
+        model.fit(np.ones((num_rows, 2)), np.ones((num_rows, 1)), batch_size=1, epochs=2, verbose=0)
+        self.assertEqual(model.optimizer.iterations, 2 * num_rows)
+
     @parameterized.parameters(*_STRATEGIES)
     def test_arguments_are_checked(self, name):
         with self.assertRaisesRegex(ValueError, "`batch_shares` must be"):
             _STRATEGIES[name].make(batch_shares=[3, -1])
+
+    @parameterized.parameters(hop_tf.PipeSGDStrategy, hop_tf.DTSStrategy)
+    def test_float16_is_refused(self, make):
+        def train(strategy):
+            with strategy.scope():
+                model = keras.Sequential([keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+            with self.assertRaisesRegex(ValueError, "`batch_shares` must be None where values travel as float16"):
+                model.fit(np.ones((8, 2)), np.ones((8, 1)), batch_size=8, verbose=0)
+
+        Member(make).run(train, batch_shares=_SHARES, codec=hop_tf.codecs.Identity(dtype="float16"))
 
     def test_ranks_compare_them(self):
         identities = []
