@@ -12,11 +12,8 @@ import numpy as np
 
 from hop_tf.codecs import Codec, ErrorFeedback, Sparse
 from hop_tf.codecs.base import float32_copy, take_float32
-from hop_tf.records import Kind, Recorder
+from hop_tf.records import Kind, Recorder, recorded
 from hop_tf.tensors.buffers import BufferPool
-
-# What takes less is not recorded: of small vectors there would be more events than of all else.
-_LEAST_SECONDS = 2e-5
 
 
 def _timed(method: Callable) -> Callable:
@@ -24,12 +21,10 @@ def _timed(method: Callable) -> Callable:
     def call(self, *args):
         start = time.perf_counter()
         try:
-            return method(self, *args)
+            with recorded(self.recorder, Kind.ENCODE):
+                return method(self, *args)
         finally:
-            seconds = time.perf_counter() - start
-            self.seconds += seconds
-            if self.recorder is not None and self.recorder.is_on and seconds > _LEAST_SECONDS:
-                self.recorder.add(Kind.ENCODE, time.time() - seconds, seconds)
+            self.seconds += time.perf_counter() - start
 
     return call
 

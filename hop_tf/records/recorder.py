@@ -36,6 +36,8 @@ _MAX_CACHED = 4096
 # What is written now and then is written more rarely the longer a job runs: so a file grows with the logarithm.
 _FIRST_PERIOD_SECONDS = 5.0
 _SHARE_OF_ELAPSED = 1 / 64
+# What `recorded` leaves out: of small vectors there would be more events than of all else.
+_LEAST_SECONDS = 2e-5
 
 # An event as `PACKER` takes it.
 Event = tuple
@@ -68,13 +70,15 @@ def _warn(path: pathlib.Path, error: OSError) -> None:
 
 @contextlib.contextmanager
 def recorded(recorder: Recorder | None, kind: int) -> Iterator[None]:
-    """Records how long what it surrounds takes, where events are recorded."""
+    """Records how long what it surrounds takes, where events are recorded; what takes less than 20 us is left out."""
     if recorder is None or not recorder.is_on:
         yield
         return
     begin = time.time()
     yield
-    recorder.add(kind, begin, time.time() - begin)
+    seconds = time.time() - begin
+    if seconds >= _LEAST_SECONDS:
+        recorder.add(kind, begin, seconds)
 
 
 class Recorder:
@@ -115,7 +119,9 @@ class Recorder:
         self._num_bytes = 0
         self._is_session_recorded = True
         self._is_over = False
-        self._lock = threading.RLock()
+        # Communication waits for this one, which nobody holds during a write: a disk may hang.
+        self._lock = threading.RLock()  # Of names, clocks and sources.
+        self._writing = threading.RLock()  # Of the files, and of who takes from the buffers what goes there.
         self._stop = threading.Event()
         folder.mkdir(parents=True, exist_ok=True)
         self._rows, self._lines = _open_new(folder)
@@ -138,6 +144,11 @@ class Recorder:
         if step != self.step:
             self.step, self.is_on = step, self.records(step)
 
+    def follow(self, is_recorded: bool) -> None:
+        """A message has come, which its sender records or not: see `follows`."""
+        if self.follows:
+            self.is_on = is_recorded and not self._is_over
+
     def records(self, step: int) -> bool:
         """Whether a step of the running session is recorded."""
         return self._is_session_recorded and not self._is_over and is_recorded(step)
@@ -158,7 +169,7 @@ class Recorder:
         number: int = 0,
         queued: float = 0.0,
     ) -> None:
-        """Adds an event, whether `is_on` or not.
+        """Adds an event, whether `is_on` or not, unless the records have ended.
 
         Args:
           kind: What it is; here, too, what the others mean.
@@ -172,6 +183,8 @@ class Recorder:
           number: Of a message on its lane, or as the kind says.
           queued: Seconds that a message has waited for its turn.
         """
+        if self._is_over:
+            return
         if len(self._buffer) >= MAX_BUFFERED:
             self._num_dropped += 1
             return
@@ -190,6 +203,8 @@ class Recorder:
 
     def add_line(self, kind: str, **values: object) -> None:
         """Adds a line of JSON: for what is rare."""
+        if self._is_over:
+            return
         self._new_lines.append({"kind": kind, "time": time.time(), **values})
 
     def add_now_and_then(self, kind: str, values: Mapping[str, object]) -> None:
@@ -242,13 +257,13 @@ class Recorder:
 
     def flush(self, is_final: bool = False) -> None:
         """Writes all that was added before; `is_final` as in `add_source`."""
-        with self._lock:
+        with self._writing:
             if self._rows is None:
                 self._buffer.clear()
                 self._new_lines.clear()
                 return
             try:
-                self._write(is_final)
+                self._write(*self._take(is_final))
             except OSError as error:
                 self._end()
                 _warn(self._folder, error)
@@ -256,20 +271,25 @@ class Recorder:
                 self._end()
                 logging.exception("Events are not recorded from now on.")
 
-    def _write(self, is_final: bool) -> None:
-        from_sources = b"".join(source(is_final).tobytes() for source in self._sources)
-        if self._clocks and (is_final or self._is_due("clock")):
-            for peer, (when, offset, round_trip) in self._clocks.items():
-                line = {"kind": "clock", "time": when, "peer": peer, "offset": offset, "round_trip": round_trip}
-                self._new_lines.append(line)
-            self._clocks.clear()
+    def _take(self, is_final: bool) -> tuple[bytes, bytes]:
+        """The rows and the lines that were added."""
+        with self._lock:
+            sources, clocks = tuple(self._sources), {}
+            if self._clocks and (is_final or self._is_due("clock")):
+                clocks, self._clocks = self._clocks, clocks
+        from_sources = b"".join(source(is_final).tobytes() for source in sources)
+        for peer, (when, offset, round_trip) in clocks.items():
+            line = {"kind": "clock", "time": when, "peer": peer, "offset": offset, "round_trip": round_trip}
+            self._new_lines.append(line)
         if self._num_dropped:
             self._new_lines.append({"kind": "dropped", "time": time.time(), "events": self._num_dropped})
             self._num_dropped = 0
         buffered = (PACKER.pack(*self._buffer.popleft()) for _ in range(len(self._buffer)))
         rows = b"".join((from_sources, *buffered))
         lines = [json.dumps(self._new_lines.popleft(), default=float) for _ in range(len(self._new_lines))]
-        text = "".join(f"{line}\n" for line in lines).encode()
+        return rows, "".join(f"{line}\n" for line in lines).encode()
+
+    def _write(self, rows: bytes, text: bytes) -> None:
         if self._num_bytes + len(rows) + len(text) > MAX_BYTES:
             self._is_over, self.is_on, rows = True, False, b""
             text = json.dumps({"kind": "full", "time": time.time(), "bytes": self._num_bytes}).encode() + b"\n"
@@ -302,7 +322,7 @@ class Recorder:
         self._stop.set()
         if self._thread is not threading.current_thread():
             self._thread.join()
-        with self._lock:
+        with self._writing:
             if self._rows is not None:
                 self._new_lines.append({"kind": "end", "time": time.time()})
                 self.flush(is_final=True)

@@ -210,8 +210,7 @@ class Inbox:
     def _deliver_recorded(
         self, recorder: Recorder, queue: str, sequence: int, num_bytes: int, is_recorded: bool
     ) -> None:
-        if recorder.follows:
-            recorder.is_on = is_recorded
+        recorder.follow(is_recorded)
         begin = time.time()
         self.drain(queue)
         if is_recorded:

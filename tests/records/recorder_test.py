@@ -7,14 +7,16 @@ import threading
 import time
 from unittest import mock
 
+import numpy as np
 from absl.testing import absltest, parameterized
 
 from disks import mounted_disk
-from hop_tf.records import Kind, make_recorder, recorder
+from hop_tf.records import Kind, make_recorder, recorded, recorder
 from hop_tf.records.events import EVENT, NONE, PACKER
 from hop_tf.records.log import read_job
 from hop_tf.records.sampling import most_recorded
 
+_DEADLINE_SECONDS = 60.0
 _ABOUT = {"number": 0, "rank": 0, "num_ranks": 1, "num_servers": 0, "strategy": "S"}
 
 
@@ -74,7 +76,7 @@ class RecorderTest(parameterized.TestCase):
     def test_a_full_buffer_drops_events_and_says_how_many(self):
         with mock.patch.object(recorder, "MAX_BUFFERED", 10):
             made = self.make()
-            with made._lock:  # Nothing is written meanwhile.
+            with made._writing:  # Nothing is written meanwhile.
                 for _ in range(15):
                     made.add(Kind.STEP, time.time())
             made.close()
@@ -125,6 +127,55 @@ class RecorderTest(parameterized.TestCase):
             made.close()
         self.assertLen(logs.output, 1)
         self.assertFalse(made.is_on)
+
+    def test_a_disk_that_hangs_holds_up_nobody_who_adds(self):
+        hangs, opened, write = threading.Event(), threading.Event(), recorder.Recorder._write_bytes
+
+        def write_later(made, *data):
+            hangs.set()
+            opened.wait()
+            write(made, *data)
+
+        def add(made):
+            made.add(Kind.WAIT, time.time(), name="a new name")
+            made.note_clock(1, 0.5, 0.25)
+            made.add_source(lambda is_final: made.make_events(0))
+
+        with mock.patch.object(recorder.Recorder, "_write_bytes", write_later):
+            made = self.make()
+            self.addCleanup(opened.set)
+            self.assertTrue(hangs.wait(_DEADLINE_SECONDS))
+            adding = threading.Thread(target=add, args=(made,), daemon=True)
+            adding.start()
+            adding.join(_DEADLINE_SECONDS)
+            self.assertFalse(adding.is_alive())
+            opened.set()
+            made.close()
+        (process,) = read_job(self.directory).processes
+        self.assertEqual([process.text(event) for event in process.events], ["a new name"])
+        self.assertIn("clock", [line["kind"] for line in process.lines])
+
+    def test_nothing_piles_up_after_the_end(self):
+        made = self.make()
+        made.follows = True
+        made.close()
+        made.follow(True)
+        self.assertFalse(made.is_on)
+        made.add(Kind.RECEIVE, time.time(), name="a new name")
+        made.add_line("loss", rank=1)
+        self.assertEmpty(made._buffer)
+        self.assertEmpty(made._new_lines)
+
+    def test_what_takes_next_to_no_time_is_left_out(self):
+        made = self.make()
+        now = time.time()
+        for seconds in (1e-5, 1e-3):
+            clock = mock.Mock(time=mock.Mock(side_effect=[now, now + seconds]))
+            with mock.patch.object(recorder, "time", clock), recorded(made, Kind.ENCODE):
+                pass
+        made.close()
+        (process,) = read_job(self.directory).processes
+        np.testing.assert_allclose(process.events["seconds"], [1e-3], rtol=1e-3)
 
     def test_another_process_has_other_files(self):
         self.make().close()
