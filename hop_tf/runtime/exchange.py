@@ -184,7 +184,9 @@ class ExchangeRunner:
         self._on_error = on_error
         self._on_nonfinite = on_nonfinite
         self._recorder = recorder
+        # At the end of the step before, where that is recorded.
         self._outcomes: Mapping[str, int] = {}
+        self._is_counting = False
         self._quiet = threading.Event()
         self._interrupted = False
         # The number of what has failed, and why; the earliest, where several have.
@@ -387,6 +389,9 @@ class ExchangeRunner:
     def _recorded_step(self, outgoing: Outgoing) -> Incoming | None:
         recorder, begin = self._recorder, time.time()
         is_on, step = recorder.is_on, recorder.step
+        if is_on and not self._is_counting:  # What came of steps that are left out is none of this one's.
+            self._outcomes = self._exchange.outcomes()
+        self._is_counting = is_on
         incoming = self._step(outgoing)
         if is_on:
             seconds = time.time() - begin

@@ -1,5 +1,6 @@
 """ExchangeRunner: the bridge between the training graph and a scheme."""
 
+import tempfile
 import threading
 import weakref
 from unittest import mock
@@ -10,6 +11,7 @@ from absl.testing import parameterized
 
 from hop_tf.errors import HopError, PeerLostError
 from hop_tf.membership import Interrupted
+from hop_tf.records import Kind, make_recorder
 from hop_tf.runtime.exchange import CATCH_UP, Exchange, ExchangeRunner, Incoming
 from hop_tf.runtime.joining import Joining
 from hop_tf.tensors.packing import Packing, TensorSpec
@@ -43,6 +45,9 @@ class FakeExchange(Exchange):
     def sent_rounds(self):
         return len(self.steps)
 
+    def outcomes(self):
+        return {"late": len(self.steps)}  # One in each step.
+
 
 def _threads():
     return [thread for thread in threading.enumerate() if thread.name.startswith("hop_tf exchange test/")]
@@ -61,15 +66,20 @@ class ExchangeRunnerTest(tf.test.TestCase, parameterized.TestCase):
         self.errors = []
         self.exchange = FakeExchange()
         self.joining = mock.create_autospec(Joining, instance=True)
+        self.runner = self.make_runner()
+
+    def make_runner(self, recorder=None):
         specs = [TensorSpec("a", (16,), tf.float32), TensorSpec("b", (8,), tf.float64)]
-        self.runner = ExchangeRunner(
+        runner = ExchangeRunner(
             name="test",
             packing=Packing(specs),
             exchange=self.exchange,
             on_error=self.errors.append,
             joining=self.joining,
+            recorder=recorder,
         )
-        self.addCleanup(self.runner.close)
+        self.addCleanup(runner.close)
+        return runner
 
     @tf.function
     def submit(self, step):
@@ -102,6 +112,21 @@ class ExchangeRunnerTest(tf.test.TestCase, parameterized.TestCase):
             for got, value in zip(self.run_step(step), _VALUES, strict=True):
                 self.assertAllEqual(got, 2 * value)
         self.assertEqual(self.exchange.steps, [0, 1, 2])
+
+    def test_outcomes_are_of_the_recorded_step_alone(self):
+        """Steps 1056 to 1087 are left out."""
+        recorder = make_recorder(self.enter_context(tempfile.TemporaryDirectory()), "rank_0")
+        self.addCleanup(recorder.close)
+        self.runner.close()
+        self.runner = self.make_runner(recorder)
+        with mock.patch.object(recorder, "add") as add:
+            for step in (1054, 1055, 1056, 1057, 1088, 1089):
+                self.run_step(step)
+        outcomes = [call.kwargs for call in add.call_args_list if call.args[0] == Kind.OUTCOME]
+        self.assertEqual(
+            [(each["step"], each["name"], each["number"]) for each in outcomes],
+            [(step, "late", 1) for step in (1054, 1055, 1088, 1089)],
+        )
 
     def test_a_step_can_begin_again(self):
         """As in a loop that takes its batch within the step, when the data has ended."""
