@@ -94,11 +94,12 @@ def _wrapped(method: Callable, is_fit: bool) -> Callable:
         bound = signature.bind(self, *args, **kwargs)
         given = bound.arguments
         if not is_fit:
-            is_validation = hooks in _fits.hooks
-            if is_validation:
+            is_within_fit, is_evaluate = hooks in _fits.hooks, method.__name__ == "evaluate"
+            if is_within_fit:
                 hooks.end_epoch()
-                if hooks.is_behind and method.__name__ == "evaluate" and given.get("return_dict"):
+                if hooks.is_behind and is_evaluate and given.get("return_dict"):
                     return {}  # Of weights that the others' will soon take the place of.
+            is_validation = is_within_fit and is_evaluate
             with hooks.keras_call(), hooks.validation() if is_validation else contextlib.nullcontext():
                 return method(self, *args, **kwargs)
         _adopt_optimizers(self, strategy)
