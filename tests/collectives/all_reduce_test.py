@@ -596,6 +596,7 @@ class AllReduceTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(*itertools.product((True, False), _KINDS))
     @pytest.mark.stress(after=1)
+    @pytest.mark.slow
     def test_goes_on_without_two_ranks_that_are_interrupted(self, counts_commits, kind):
         """The second one while those that are left begin a step again in which others may have the first's mean."""
         algorithm, codec = kind[0], {**_SPARSE, **_SELECTION}.get(kind[1])

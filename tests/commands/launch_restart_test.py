@@ -141,7 +141,7 @@ class LaunchRestartTest(absltest.TestCase):
         self.assertLen(found, num_workers, output)
         return exit_code, [found[str(rank)] for rank in range(num_workers)], summary
 
-    @pytest.mark.slow
+    @pytest.mark.stress
     def test_a_job_whose_ranks_all_fail_with_one_begins_anew(self):
         exit_code, results, summary = self.run_job(_ALL_FAIL, "--restart=3")
         self.assertEqual(exit_code, 0)

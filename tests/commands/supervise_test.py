@@ -13,6 +13,7 @@ from unittest import mock
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -308,6 +309,7 @@ class CanaryTest(TransportTestMixin, tf.test.TestCase):
         finally:
             strategy.shutdown()
 
+    @pytest.mark.slow
     def test_what_is_shown(self):
         with futures.ThreadPoolExecutor() as executor:
             ranks = [executor.submit(self._train, rank) for rank in range(2)]

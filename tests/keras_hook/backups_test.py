@@ -111,6 +111,7 @@ class AtomicBackupAndRestoreTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters("epoch", 3, 5)
     @pytest.mark.stress(after=1)
+    @pytest.mark.slow
     def test_saves_and_restores_what_keras_does(self, save_freq):
         results = []
         for kind in (AtomicBackupAndRestore, keras.callbacks.BackupAndRestore):

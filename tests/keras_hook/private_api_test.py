@@ -270,6 +270,7 @@ class OptimizerTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.product(in_graph=(True, False), name=sorted(_OPTIMIZERS))
     @pytest.mark.stress(after=len(_OPTIMIZERS))
+    @pytest.mark.slow(after=4)
     def test_update_is_what_apply_does(self, name, in_graph):
         results = []
         for update in (updates.update, lambda optimizer, gradients, values: optimizer.apply(gradients)):

@@ -370,6 +370,7 @@ class ByteOrderTest(_OpsTestCase):
 
 class Int8Test(_OpsTestCase):
     @_for_implementations(*_every_case())
+    @pytest.mark.slow(after=47)
     def test_equals_the_reference(self, implementation, values):
         for block_size in (512, 100, 3000, None):
             codes, scales = implementation.int8_encode(values, block_size)
@@ -382,6 +383,7 @@ class Int8Test(_OpsTestCase):
             self.assertEqual(decoded.dtype, np.float32)
 
     @_for_implementations(*((f"_{name}", values) for name, values in _EDGE_CASES.items()))
+    @pytest.mark.slow(after=45)
     def test_accumulates_and_reduces_decoded_values(self, implementation, values):
         values = np.ascontiguousarray(values) if np.ndim(values) else values
         rng = np.random.default_rng(3)

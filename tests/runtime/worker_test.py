@@ -414,6 +414,7 @@ class GroupTest(_TwoRanksTestCase):
         with self.assertRaisesRegex(MismatchError, message):
             self.add_groups(lambda rank: [_variable([1.0])], lambda rank: Optimizer(momentum=(0.9, 0.5)[rank]))
 
+    @pytest.mark.slow
     def test_forgotten_groups_end_with_the_session(self):
         """As after each of five calls of `compile`: threads must not pile up, and nothing counted is lost."""
         for number in range(5):

@@ -305,6 +305,7 @@ def _emulated(step_seconds, *slowdowns):
         yield
 
 
+@pytest.mark.slow
 class AutomaticTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(*_STRATEGIES)
     @pytest.mark.stress(after=1)
@@ -387,6 +388,7 @@ class _Times(keras.callbacks.Callback):
         self.at.append(time.perf_counter())
 
 
+@pytest.mark.slow
 class SpeedTest(tf.test.TestCase):
     def test_uneven_ranks_are_as_fast_as_equal_ones_of_their_mean_speed(self):
         """A rank makes 3 rows in the time of another's one: two ranks that make 2 each are as fast.

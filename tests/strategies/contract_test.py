@@ -374,6 +374,7 @@ class OneTrainingTest(_OfAllMembers):
 
 class ContractTest(_OfAllMembers):
     @parameterized.parameters("data", "stop_training")
+    @pytest.mark.slow
     def test_an_epoch_of_fewer_steps_than_announced(self, why):
         """Who comes to its end does not wait for others, which need its next step."""
 
@@ -393,6 +394,7 @@ class ContractTest(_OfAllMembers):
 
         self.assertEqual(MEMBERS["pipe_sgd"].run(run), [2, 2 if why == "data" else 1])
 
+    @pytest.mark.slow
     def test_means_of_metrics_take_a_known_number_of_steps(self):
         def run(strategy):
             model = _compiled(strategy, lambda: _deep(Recorder))
@@ -541,6 +543,7 @@ class ContractTest(_OfAllMembers):
 
     @parameterized.parameters(*MEMBERS)
     @pytest.mark.stress(after=3)
+    @pytest.mark.slow(after=1)
     def test_an_abort_is_heard_between_steps(self, name):
         """Who is alone afterwards waits for nobody, and must raise all the same."""
 
@@ -617,6 +620,7 @@ class ContractTest(_OfAllMembers):
     # What is refused.
 
     @_all_members
+    @pytest.mark.slow(after=2)
     def test_another_model_on_one_rank(self, name):
         def train(strategy):
             return error_of(_fit, _compiled(strategy, _deep if strategy.rank else _linear))
@@ -638,6 +642,7 @@ class ContractTest(_OfAllMembers):
 
     @parameterized.parameters(*MEMBERS)
     @pytest.mark.stress(after=2)
+    @pytest.mark.slow(after=1)
     def test_an_optimizer_that_does_not_follow_the_weights(self, name):
         """Ranks that average gradients only can use it."""
         averages_gradients = _kind(name) in ("pipe_sgd", "canary_synchronous")

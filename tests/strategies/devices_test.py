@@ -111,6 +111,7 @@ class DevicesTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(*_CASES)
     @pytest.mark.stress(after=3)
+    @pytest.mark.slow(after=1)
     def test_ranks_with_two_devices_train_as_one_device_with_the_whole_batch(self, name):
         make = _CountedDevices(dict.fromkeys(range(NUM_RANKS), TWO_DEVICES))
         for of_rank in InProcessCluster(NUM_RANKS, make).run(functools.partial(_train, **_CASES[name])):

@@ -911,6 +911,7 @@ class ExchangeContractTest(tf.test.TestCase, parameterized.TestCase):
 
     @_disturbed
     @pytest.mark.stress(after=len(MEMBERS))
+    @pytest.mark.slow(after=8)
     def test_a_message_is_late(self, name, part):
         """By less than others wait: it changes when steps end, and where that does not matter, nothing else."""
         for late in _some(_undisturbed(name)[0], part):
@@ -977,6 +978,7 @@ class ExchangeContractTest(tf.test.TestCase, parameterized.TestCase):
 
     @_disturbed
     @pytest.mark.stress(after=len(MEMBERS))
+    @pytest.mark.slow(after=7)
     def test_a_rank_leaves(self, name, part):
         """The others go on; and all take part again in the next session, in which nothing of the one before is kept."""
         arguments = {"num_sessions": 2, "num_steps": 2}

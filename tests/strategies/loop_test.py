@@ -146,6 +146,7 @@ class ReductionTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual(values, [[(rank + 1) * each for each in total], [3 * 2.0, 3 * 4.0], [1.0, 1.0, 2.0]])
 
     @parameterized.parameters("pipe_sgd", "hop")
+    @pytest.mark.slow
     def test_synchronized_batch_normalization(self, name):
         def run(strategy):
             with strategy.scope():
@@ -186,6 +187,7 @@ class ReductionTest(tf.test.TestCase, parameterized.TestCase):
             for result, expected in zip(results, (200.0, 400.0), strict=True):
                 self.assertTrue(result == expected or "assertion failed" in str(result), result)
 
+    @pytest.mark.slow
     def test_a_rank_has_left(self):
         def run(strategy):
             _train(_average_loss, strategy)

@@ -206,6 +206,7 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(weights, _trained_alone(program), rtol=1e-4, atol=1e-4)
 
     @parameterized.parameters(*_PROGRAMS)
+    @pytest.mark.slow(after=3)
     def test_a_world_of_one_trains_as_plain_keras(self, program):
         strategy = hop_tf.HopStrategy()
         self.addCleanup(strategy.shutdown)

@@ -103,6 +103,7 @@ class SharedPathsTest(tf.test.TestCase, parameterized.TestCase):
         (hop_tf.callbacks.AtomicBackupAndRestore, "epoch 3, batch 0, epoch 2, batch 0"),
         (keras.callbacks.BackupAndRestore, "epoch 3, batch 0"),
     )
+    @pytest.mark.slow(after=1)
     def test_ranks_without_a_common_backup_are_an_error_where_they_make_the_same_updates(self, kind, known):
         folder = pathlib.Path(self.get_temp_dir())
         self._fit_with_backups(folder, 3, kind=kind)
@@ -118,6 +119,7 @@ class SharedPathsTest(tf.test.TestCase, parameterized.TestCase):
         shutil.rmtree(folder / "backup_rank_1")
         self.assertEqual(self._fit_with_backups(folder, 4, name="hop"), [[3], [0, 1, 2, 3]])
 
+    @pytest.mark.slow
     def test_paths_of_the_ranks_own_are_left(self):
         folder = pathlib.Path(self.get_temp_dir())
         MEMBERS["pipe_sgd"].run(lambda strategy: _train(strategy, folder / str(strategy.rank), 1))

@@ -88,6 +88,7 @@ class TwoRanksTest(tf.test.TestCase):
         for weights in ranks:
             self.assertAllClose(weights, [[3.0, 3.0], [3.0, 3.0]])
 
+    @pytest.mark.slow
     def test_a_distributed_dataset_is_sliced_once(self):
         with MultiProcessRunner(count_rows, num_workers=2) as runner:
             for rows in runner.join().raise_for_errors().values:
@@ -96,6 +97,7 @@ class TwoRanksTest(tf.test.TestCase):
 
 class OnChiefOnlyTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters("synchronize", "fit", "gather_reports")
+    @pytest.mark.slow(after=1)
     def test_what_all_ranks_have_to_call(self, what):
         def run(strategy):
             x = np.ones((4, 1), np.float32)

@@ -2,6 +2,7 @@ import gc
 import threading
 
 import numpy as np
+import pytest
 import tensorflow as tf
 
 from hop_tf.tensors.buffers import BufferPool
@@ -59,6 +60,7 @@ class BufferPoolTest(tf.test.TestCase):
                 del view
                 self.assertEqual(self.pool.live_bytes, 0)
 
+    @pytest.mark.slow
     def test_a_tensor_that_shares_the_memory_keeps_it(self):
         queue = tf.queue.FIFOQueue(1, [tf.float32])
         array = self.pool.take(4_000_000).view(np.float32)

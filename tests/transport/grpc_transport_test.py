@@ -332,6 +332,7 @@ class ExitTest(TransportTestMixin, absltest.TestCase):
     def test_dead_peer(self):
         self.check_exits("transport.start(); transport.send(1, 'queue', payload=[np.ones(1000)])")
 
+    @pytest.mark.slow
     def test_open_streams(self):
         self.check_exits("""
             transport.start()

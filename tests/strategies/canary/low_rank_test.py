@@ -125,6 +125,7 @@ class LowRankMeanTest(tf.test.TestCase, parameterized.TestCase):
             left[num_steps] = np.linalg.norm(total - num_steps * kernel)
         self.assertLess(left[64], 2 * left[4])
 
+    @pytest.mark.slow
     def test_goes_on_without_a_rank_that_is_interrupted(self):
         """Whenever that happens: all three of a step's means are of the same ranks."""
         gradients = self._draw(3, 2, true_rank=2)

@@ -114,6 +114,7 @@ class SynchronousTest(tf.test.TestCase, parameterized.TestCase):
         ("bcube:2,3", 8, _sgd),
     )
     @pytest.mark.stress(after=2)
+    @pytest.mark.slow(after=1)
     def test_equals_synchronous_training_step_by_step(self, network, world_size, make_optimizer):
         cluster = _cluster(world_size, algorithm=network, consistency="bsp", codec=None, num_colayers=3)
         # Eager steps are slower, but nothing is traced on each of many ranks.
@@ -134,6 +135,7 @@ class SynchronousTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllEqual(results[0][0], results[1][0])
         self.assertAllClose(results[0][1], _expected(_momentum)[-1], atol=0.02)
 
+    @pytest.mark.slow
     def test_a_fit_after_one_that_ended_early_on_a_rank(self):
         """`synchronize` makes velocities alike, too: updates would differ by them for good."""
 
@@ -238,6 +240,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllInSet(np.round(weights), (0, 1))
             self.assertEqual(np.sum(np.round(weights[:, rank])), report["steps"] - report["overtime_drops"])
 
+    @pytest.mark.slow
     def test_own_steps_stand_in_until_they_are_merged(self):
         """A rank computes with all of its own steps: over n where they are merged, else as they are."""
 
@@ -262,6 +265,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
                 self.assertLen(made, num_steps)
         self.assertTrue(any(np.any(np.round(weights, 3) == 3.0) for seen in results for weights, _ in seen))
 
+    @pytest.mark.slow
     def test_weights_that_a_callback_loads_are_no_change(self):
         """Training begins with them, to the bit: they do not pass through the codec."""
         loaded = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
@@ -279,6 +283,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
         for weights in _cluster(2).run(run):
             self.assertAllEqual(weights, loaded)
 
+    @pytest.mark.slow
     def test_overtime(self):
         """A rank that is behind drops what it has, takes the weights of the fastest, and counts it."""
 
@@ -292,6 +297,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
         self.assertGreater(results[1][1]["overtime_drops"], 0)
         self.assertGreater(results[1][1]["pulls"], 0)
 
+    @pytest.mark.slow
     def test_momentum_forgets_what_was_dropped(self):
         """Of each gradient there is 1 + m + m^2 + ..., a term for each step of its rank from then on, or nothing."""
         momentum, meeting = 0.5, Meeting()

@@ -108,6 +108,7 @@ class LoopTest(tf.test.TestCase, parameterized.TestCase):
         for (last,) in _cluster(2, delay=2, interval=3).run(run):
             self.assertAllClose(last, 1 - _RATE * (both + alone), rtol=1e-5, atol=1e-5)
 
+    @pytest.mark.slow
     def test_fit_after_a_loop(self):
         """It begins with what all have done in the loop, without a word from the user."""
         rows = 2 * np.ones((4, *_SHAPE[:1]), np.float32)

@@ -139,6 +139,7 @@ class OuterTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(results[0][0], expected, rtol=1e-5, atol=1e-5)
         self.check_equal(results)
 
+    @pytest.mark.slow
     def test_moving_statistics_take_the_mean(self):
         x = _problem()[0]
 
@@ -200,6 +201,7 @@ class OuterTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters("before the first step", "after a fit")
     @pytest.mark.stress(after=1)
+    @pytest.mark.slow
     def test_goes_on_from_a_checkpoint(self, when):
         """As if it had never ended; rank 0's is everybody's where training begins."""
         path = f"{self.get_temp_dir()}/{when}"

@@ -5,6 +5,7 @@ import weakref
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -105,6 +106,7 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
         # Nothing is good enough.
         {"latency_seconds": 0.5, "window_seconds": 30.0, "codec_names": ["identity"]},
     )
+    @pytest.mark.slow(after=3)
     def test_keeps_what_it_promises(self, latency_seconds, window_seconds, codec_names=timing.dts.CODECS):
         """`window_seconds` is what the bytes of a window take in float32."""
         num_bytes = 4 * _NUM_VALUES

@@ -156,6 +156,7 @@ class WindowsTest(tf.test.TestCase, parameterized.TestCase):
         (2, 7, 1, "momentum"),
     )
     @pytest.mark.stress(after=3)
+    @pytest.mark.slow(after=1)
     def test_equals_the_reference_step_by_step(self, world_size, delay, interval, name):
         make_optimizer, update = _OPTIMIZERS[name]
         results = _cluster(world_size, delay=delay, interval=interval).run(lambda s: _train(s, make_optimizer))
@@ -173,6 +174,7 @@ class WindowsTest(tf.test.TestCase, parameterized.TestCase):
         ("int8", int8, "momentum"), ("truncate16", truncate16, "adam"), ("truncate16", truncate16, "momentum")
     )
     @pytest.mark.stress(after=1)
+    @pytest.mark.slow
     def test_equals_the_reference_with_codec(self, codec, reference, name):
         """A value at the border of two codes may fall to either side: the first windows are alike but for these."""
         make_optimizer, update = _OPTIMIZERS[name]
@@ -223,6 +225,7 @@ class WindowsTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(codecs.TopK(ratio=0.25), None)
     @pytest.mark.stress(after=1)
+    @pytest.mark.slow
     def test_in_several_parts(self, codec):
         """All is merged when `fit` ends, one without a whole window too; the next one goes on with the velocity."""
 
@@ -417,6 +420,7 @@ class OptimizersTest(tf.test.TestCase, parameterized.TestCase):
         for weights in _cluster(2, delay=3, interval=5).run(run):
             self.assertAllClose(weights, [_linear_result(make) for make in make_optimizers], rtol=1e-5, atol=1e-5)
 
+    @pytest.mark.slow
     def test_several_optimizers_in_one(self):
         """What is under way in the end is merged once, though each of them says that training has ended."""
         make_optimizers = _sgd(), _sgd(momentum=0.9, nesterov=True)
@@ -548,6 +552,7 @@ class FitTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllClose(early, expected, rtol=1e-5, atol=1e-5)
         self.assertAllClose(last, expected - _RATE * total(range(9, _NUM_STEPS), 0), rtol=1e-5, atol=1e-5)
 
+    @pytest.mark.slow
     def test_a_fit_after_one_that_ended_early_on_a_rank(self):
         """It gets the others' weights; what its optimizer remembers stays its own, and its number of steps."""
 
@@ -600,6 +605,7 @@ class FitTest(tf.test.TestCase, parameterized.TestCase):
         {"interval": 3, "gradient_accumulation_steps": 2},
     )
     @pytest.mark.stress(after=1)
+    @pytest.mark.slow
     def test_moving_statistics_are_averaged(
         self, interval, gradient_accumulation_steps=None, num_batches=(_NUM_STEPS,)
     ):
@@ -628,6 +634,7 @@ class FitTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(statistics, [mean, variance], rtol=1e-5, atol=1e-5)
             self.assertAllEqual(statistics, results[0])
 
+    @pytest.mark.slow
     def test_a_broken_fit_does_not_spoil_the_next(self):
         """What was under way, and how far others were, is forgotten."""
 

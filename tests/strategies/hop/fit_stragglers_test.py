@@ -262,6 +262,7 @@ class SkippingTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class RefusedTest(tf.test.TestCase):
+    @pytest.mark.slow
     def test_a_custom_loop_cannot_skip(self):
         for message in _join(_run_refused):
             self.assertIn(

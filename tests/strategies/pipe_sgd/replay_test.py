@@ -240,6 +240,7 @@ class ReplayTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(("int8", int8), ("truncate16", truncate16))
     @pytest.mark.stress(after=1)
+    @pytest.mark.slow
     def test_equals_the_reference_with_codec(self, codec, reference):
         """A value at the border of two codes may fall to either side: the first steps are alike but for these."""
         results = _cluster(3, pipeline_width=3, codec=codec).run(lambda strategy: _train(strategy, "momentum"))
@@ -271,6 +272,7 @@ class ReplayTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.product(eagerly=(False, True), name=sorted({*_LINEAR} - {"accumulation"}))
     @pytest.mark.stress(after=1)
+    @pytest.mark.slow
     def test_optimizers(self, name, eagerly):
         """Where gradients are known beforehand a replay makes what synchronous training does."""
 
@@ -300,6 +302,7 @@ class ReplayTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(weights, expected, rtol=1e-5, atol=1e-5)
             self.assertEqual(iterations, num_batches)
 
+    @pytest.mark.slow
     def test_constraints(self):
         results = _cluster(2, pipeline_width=2).run(
             lambda s: _linear_fit(s, lambda: keras.optimizers.SGD(0.1, momentum=0.9), _nonneg).get_weights()[0]
@@ -330,6 +333,7 @@ class ReplayTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(weights, expected, rtol=1e-5, atol=1e-5)
             self.assertEqual(iterations, [8, 8])
 
+    @pytest.mark.slow
     def test_several_optimizers_in_one(self):
         def make_optimizer():
             optimizers = keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.1))
@@ -391,6 +395,7 @@ class ReplayTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual(iterations, 3)
         self.assertEqual([scale for *_, scale in results], [1024.0, 512.0])
 
+    @pytest.mark.slow
     def test_callbacks_and_validation_see_what_is_merged(self):
         """And what callbacks assign between two epochs counts, of slots, too."""
 

@@ -203,6 +203,7 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
         codecs.Truncate16(),
     )
     @pytest.mark.stress(after=1)
+    @pytest.mark.slow
     def test_weights_are_the_same_everywhere(self, codec):
         results = _cluster(3, codec=codec, algorithm="ring").run(_train_least_squares)
         for history, _ in results:
@@ -244,6 +245,7 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
                 for array, other in zip(weights, of_ranks[1][name], strict=True):
                     self.assertAllEqual(array, other)
 
+    @pytest.mark.slow
     def test_a_second_fit_begins_with_an_empty_pipe(self):
         def run(strategy):
             model = _compiled(strategy)
@@ -263,6 +265,7 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
         for weights in _cluster(2).run(run):
             self.assertAllClose(weights, model.get_weights(), rtol=1e-5, atol=1e-5)
 
+    @pytest.mark.slow
     def test_warmup_is_not_repeated(self):
         """The first `fit` is shorter than the warm-up; the second one begins with an empty pipe all the same."""
 
@@ -285,6 +288,7 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
         for weights in _cluster(2, warmup_steps=6).run(run):
             self.assertAllClose(weights, model.get_weights(), rtol=1e-5, atol=1e-5)
 
+    @pytest.mark.slow
     def test_ranks_that_ended_unequally_go_on_alike(self):
         """Whatever of the warm-up a rank has made: the next `fit` has none."""
 
@@ -334,6 +338,7 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters("adamw", "nesterov")
     @pytest.mark.stress(after=1)
+    @pytest.mark.slow
     def test_a_fit_after_one_that_ended_early_on_a_rank(self, optimizer):
         """Slots and numbers of steps are made alike: updates would differ by them for good."""
 
@@ -350,6 +355,7 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters((2, "replay"), (3, "none"))
     @pytest.mark.stress(after=1)
+    @pytest.mark.slow
     def test_one_rank_ends_early_with_means_under_way(self, width, compensation):
         """Its last gradients count on all ranks; the others go on without it."""
         num_steps = 3
@@ -372,6 +378,7 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
             num_means = (num_steps if rank == 1 else 8) - num_dropped
             self.assertAllClose(kernel, -0.1 * sum(means[:num_means]), rtol=1e-5, atol=1e-5)
 
+    @pytest.mark.slow
     def test_moving_statistics(self):
         """They are averaged, exactly whatever the codec, and follow the data of all ranks."""
 
@@ -402,6 +409,7 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllClose(means[0], means[1])
         return means[0]
 
+    @pytest.mark.slow
     def test_moving_statistics_with_gradient_accumulation(self):
         """They follow the data of steps without an update, too."""
 
@@ -424,6 +432,7 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
         for statistics in _cluster(2, pipeline_width=3).run(run):
             self.assertAllClose(statistics, [mean, variance], rtol=1e-5, atol=1e-5)
 
+    @pytest.mark.slow
     def test_overflow_on_one_rank(self):
         """All ranks leave the same update out, and go on with the same weights and loss scale."""
 
@@ -521,6 +530,7 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllClose(weights[0], expected[0], atol=0.02)
         self.assertLess(num_bytes, most_bytes)
 
+    @pytest.mark.slow
     def test_sparse_gradients(self):
         def build():
             return keras.Sequential(

@@ -6,6 +6,7 @@ import re
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 from hop_tf import codecs
@@ -118,6 +119,7 @@ def _growth():
 
 
 class ShatMemoryTest(tf.test.TestCase):
+    @pytest.mark.slow
     def test_holds_its_state_and_a_message_of_each_worker(self):
         with MultiProcessRunner(_growth, num_workers=1) as runner:
             ((growth, told),) = runner.join().raise_for_errors().values

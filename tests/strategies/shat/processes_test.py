@@ -339,6 +339,7 @@ class ShatProcessesTest(tf.test.TestCase, parameterized.TestCase):
             results = runner.join().raise_for_errors()
         self.assertEqual(results.ps[0].exit_code, 0)
 
+    @pytest.mark.slow
     def test_serves_on_the_command_line(self):
         script = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory())) / "script.py"
         script.write_text(

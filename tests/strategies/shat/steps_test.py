@@ -106,11 +106,13 @@ def _own_models(num_workers):
 class StepsTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(*_OPTIMIZERS)
     @pytest.mark.stress(after=3)
+    @pytest.mark.slow(after=1)
     def test_a_lone_worker_trains_as_keras_does(self, name):
         expected = _fit(_make_model(_OPTIMIZERS[name]))
         (weights,) = _run(functools.partial(_train, _OPTIMIZERS[name]), 1, num_ps=2)
         self.assertAllClose(weights, expected, atol=1e-5)
 
+    @pytest.mark.slow
     def test_steps_of_bsp_are_synchronous_training(self):
         """Steps of momentum are linear in gradients: their mean is the step of the mean gradient."""
         expected = _fit(_make_model(_OPTIMIZERS["momentum"]))
@@ -136,6 +138,7 @@ class StepsTest(tf.test.TestCase, parameterized.TestCase):
         for weight in _run(functools.partial(_train_sum, True), 2, mixing="ensemble"):
             self.assertAllClose(weight, own.mean(axis=0), atol=1e-5)
 
+    @pytest.mark.slow
     def test_a_second_fit_of_an_ensemble_begins_with_the_servers_model(self):
         def train(strategy):
             with strategy.scope():
@@ -154,6 +157,7 @@ class StepsTest(tf.test.TestCase, parameterized.TestCase):
         first, second = _run(train, 2, mixing="ensemble")
         self.assertAllClose(first, second, atol=1e-6)
 
+    @pytest.mark.slow
     def test_averages_of_weights_are_the_servers(self):
         def make():
             return keras.optimizers.SGD(_RATE, use_ema=True)

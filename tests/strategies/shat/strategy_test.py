@@ -175,6 +175,7 @@ class BulkSynchronousTest(tf.test.TestCase, parameterized.TestCase):
         ("average", {}),
     )
     @pytest.mark.stress(after=1)
+    @pytest.mark.slow
     def test_equals_synchronous_training_step_by_step(self, name, settings):
         def make_model():
             optimizer = _OPTIMIZERS[name]()
@@ -301,6 +302,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
         for weights in _cluster(num_ps=1, mixing=0.5).run(train):
             self.assertAllClose(weights, expected, rtol=1e-4, atol=1e-5)
 
+    @pytest.mark.slow
     def test_a_later_fit_begins_on_all_ranks_with_what_rank_0_has_changed(self):
         """Before its first step: no gradient is one at older weights, and none is lost when they are replaced."""
         begun_with, barrier = {}, threading.Barrier(_NUM_WORKERS)
@@ -653,6 +655,7 @@ class SettingsTest(tf.test.TestCase):
                 loaded = keras.saving.load_model(f"{saved}/{rank}.keras", custom_objects={"_linear_loss": _linear_loss})
                 self.assertAllClose(loaded.optimizer._momentums[0], np.full((3, 4), 1 - beta**after), rtol=1e-4)
 
+    @pytest.mark.slow
     def test_snapshots_are_gone_on_from(self):
         directory = self.enterContext(tempfile.TemporaryDirectory())
         snapshots = hop_tf.SnapshotOptions(directory=directory, every_seconds=1e6)
@@ -669,6 +672,7 @@ class SettingsTest(tf.test.TestCase):
                 self.assertEqual(num_steps, num_runs * _NUM_STEPS)
         self.assertLen(list(pathlib.Path(directory).iterdir()), 1)
 
+    @pytest.mark.slow
     def test_who_comes_late_to_a_snapshot_counts_its_own_steps(self):
         directory = self.enterContext(tempfile.TemporaryDirectory())
         snapshots = hop_tf.SnapshotOptions(directory=directory, every_seconds=1e6)
