@@ -194,8 +194,9 @@ class Waiting(abc.ABC):
                     tells_at = math.inf
                     self._on_stall(event)
         finally:
-            with self.monitor:
-                self._awaited.pop(call, None)
+            if call in self._awaited:
+                with self.monitor:
+                    del self._awaited[call]
 
     def wait_until(self, condition: Callable[[], object], timeout_seconds: float) -> bool:
         """Waits for something that no particular rank is to bring about.
