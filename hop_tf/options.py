@@ -212,6 +212,11 @@ def checked_options(
     return options
 
 
+def rank_folder(options: CommunicationOptions, rank: int) -> Path | None:
+    """Where a rank's records are, below `log_dir`; None without that."""
+    return None if options.log_dir is None else Path(options.log_dir) / f"rank_{rank}"
+
+
 def devices_per_worker(environ: Mapping[str, str]) -> int | None:
     """What `DEVICES_VARIABLE` says; None where it is not set.
 

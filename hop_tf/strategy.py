@@ -24,7 +24,7 @@ from hop_tf.keras_hook.optimizers import iterations_variable
 from hop_tf.keras_hook.shares import BatchShares
 from hop_tf.keras_hook.trace import is_built
 from hop_tf.keras_hook.trainer import forget_cluster, register_cluster, wrap_trainer
-from hop_tf.options import PLAN_VARIABLE, CommunicationOptions, checked_options
+from hop_tf.options import PLAN_VARIABLE, CommunicationOptions, checked_options, rank_folder
 from hop_tf.records import make_recorder
 from hop_tf.runtime.profiling import StepProfiler
 from hop_tf.runtime.report import ReportWriter, static_identity
@@ -111,8 +111,7 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
         self._recorder = None
         if cluster.world_size > 1 or servers:
             self._recorder = make_recorder(
-                self._options.log_dir,
-                f"rank_{self.rank}",
+                rank_folder(self._options, self.rank),
                 rank=self.rank,
                 number=cluster.number,
                 num_ranks=cluster.world_size,

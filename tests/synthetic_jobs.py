@@ -9,6 +9,7 @@ A step of rank r begins at b(r). With what it computes c, the one-way latency L 
 
 import dataclasses
 import itertools
+import pathlib
 
 import numpy as np
 
@@ -55,7 +56,7 @@ class SyntheticJob:
         """Writes the records; returns how long a step takes in the mean."""
         ranks = range(self.num_ranks)
         about = {"num_ranks": self.num_ranks, "num_servers": 0, "strategy": "S"}
-        recorders = [make_recorder(log_dir, f"rank_{rank}", number=rank, **about) for rank in ranks]
+        recorders = [make_recorder(pathlib.Path(log_dir) / f"rank_{rank}", number=rank, **about) for rank in ranks]
         for recorder in recorders:
             recorder.session = 1
             if self.num_values:

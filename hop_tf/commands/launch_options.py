@@ -206,12 +206,12 @@ def read_options(arguments: argparse.Namespace) -> LaunchOptions:
         environment={
             **_read_environment(arguments.env),
             **_profile_environment(arguments.profile_steps),
-            **_of_devices(arguments.devices_per_worker),
+            **_device_environment(arguments.devices_per_worker),
         },
     )
 
 
-def _of_devices(number: int | None) -> dict[str, str]:
+def _device_environment(number: int | None) -> dict[str, str]:
     return {} if number is None else {DEVICES_VARIABLE: str(number)}
 
 

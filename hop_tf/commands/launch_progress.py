@@ -13,10 +13,13 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from hop_tf.processes.local_cluster import Task
 from hop_tf.processes.output import Console
+
+if TYPE_CHECKING:
+    from hop_tf.transport.reports import ReportReader
 
 _EPOCH = re.compile(r"Epoch (\d+(?:/\d+)?)$")
 # Step, bar (with `verbose=2` none), seconds that are left or have passed, time of a step, metrics.
@@ -128,6 +131,7 @@ class WaitWatch:
             for task, config in configs.items()
             if task.type == "worker"
         }
+        self._readers: dict[str, ReportReader] = {}
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hop_tf_waits", daemon=True)
 
@@ -140,6 +144,13 @@ class WaitWatch:
         self._thread.join()
 
     def _run(self) -> None:
+        try:
+            self._watch()
+        finally:
+            for reader in self._readers.values():
+                reader.close()
+
+    def _watch(self) -> None:
         while not self._over.wait(_REPORT_SECONDS):
             # Who shows progress listens.
             for name in [name for name in self._addresses if self._progress[name].step]:
@@ -152,13 +163,12 @@ class WaitWatch:
 
         from hop_tf.transport.reports import ReportReader
 
-        reader = ReportReader(self._addresses[name], os.environ.get("HOP_TF_CLUSTER_TOKEN"))
+        if name not in self._readers:
+            self._readers[name] = ReportReader(self._addresses[name], os.environ.get("HOP_TF_CLUSTER_TOKEN"))
         try:
-            self._progress[name].waits_for = reader.read(_REPORT_SECONDS).get("waits_for", ())
+            self._progress[name].waits_for = self._readers[name].read(_REPORT_SECONDS).get("waits_for", ())
         except grpc.RpcError as error:
             return error.code() is grpc.StatusCode.DEADLINE_EXCEEDED  # It is busy.
         except ValueError:
             return False
-        finally:
-            reader.close()
         return True

@@ -13,7 +13,7 @@ from hop_tf.diagnosis.links import Link, measure_links
 from hop_tf.diagnosis.predictions import best_plan
 from hop_tf.diagnosis.steps import PARTS, Steps, steps_of
 from hop_tf.records.events import Kind
-from hop_tf.records.log import JobLog, ProcessLog
+from hop_tf.records.log import JobLog
 
 # What costs less than this share of a step is no reason to change anything.
 _LEAST_SHARE = 0.05
@@ -296,14 +296,10 @@ class _Job:
         return sum(len(each.begin) for each in self._steps.values())
 
     def _name(self, index: int) -> str:
-        return _name(self._job.processes[index])
+        return self._job.processes[index].name
 
     def _way(self, link: Link) -> str:
         return " - ".join(self._name(end) for end in link.ends)
-
-
-def _name(process: ProcessLog) -> str:
-    return process.name
 
 
 def _common(steps: Mapping[int, Steps]) -> tuple[np.ndarray, np.ndarray] | None:

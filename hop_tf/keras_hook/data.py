@@ -226,12 +226,6 @@ def _is_optional(leaf) -> bool:
     return isinstance(leaf, tf.experimental.Optional)
 
 
-def num_rows_of(batch: Any) -> tf.Tensor | None:
-    """Emits the op that counts the rows of a batch, a structure of tensors: int64 scalar; None if it has no tensor."""
-    leaves = [leaf for leaf in tf.nest.flatten(batch) if not _is_optional(leaf)]
-    return _num_rows(leaves[0]) if leaves else None
-
-
 def _num_rows(leaf) -> tf.Tensor:
     if isinstance(leaf, tf.SparseTensor):
         return leaf.dense_shape[0]

@@ -70,11 +70,11 @@ class BatchShares:
     def _read(self) -> tf.Tensor:
         return self.variable.read_value() if self.is_automatic else tf.constant(self._given, tf.int64)
 
-    def begin_step(self, rows: tf.Tensor | None) -> None:
+    def begin_step(self, rows: int | tf.Tensor | None) -> None:
         """Emits the ops for what is known of a step.
 
         Args:
-          rows: int64 scalar: how many rows of its batch this rank has; None in a custom loop.
+          rows: How many rows of its batch this rank has; None in a custom loop.
         """
         self.rows = self.times_equal = 1.0
         if rows is not None:

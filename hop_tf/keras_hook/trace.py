@@ -12,7 +12,7 @@ import tensorflow as tf
 from tensorflow.python.framework import auto_control_deps_utils
 from tensorflow.python.ops import control_flow_v2_func_graphs
 
-from hop_tf.keras_hook.data import num_rows_of
+from hop_tf.keras_hook.data import count_rows
 
 _CONTROL_FLOW_GRAPHS = (
     control_flow_v2_func_graphs.CondBranchFuncGraph,
@@ -83,12 +83,12 @@ class StepTrace:
         """What is emitted in this context runs when the step's batch is there: see `when_here`."""
         return when_here(self._tensors)
 
-    def num_rows(self) -> tf.Tensor | None:
-        """Emits the op that counts the rows of the step's batch: int64 scalar; None if it has no tensor."""
+    def num_rows(self) -> int | tf.Tensor | None:
+        """How many rows the step's batch has, as of `count_rows`."""
         first = next(iter(self._arguments), None)
         if isinstance(first, tf.distribute.DistributedValues):  # Of a model's step that a user runs on several devices.
-            return tf.add_n([num_rows_of(part) for part in first.values])
-        return num_rows_of(self._arguments)
+            return sum(count_rows(part) for part in first.values)
+        return count_rows(self._arguments)
 
     def refuse_nested_function(self) -> None:
         """Raises ValueError within a tf.function in the step: it is traced more than once, and cached apart."""

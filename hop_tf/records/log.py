@@ -7,12 +7,12 @@ import dataclasses
 import json
 import os
 import pathlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from hop_tf.records.clocks import Clocks, Sample
-from hop_tf.records.events import EVENT, FORMAT, NONE, Kind
+from hop_tf.records.events import EVENT, FORMAT, Kind
 
 # A message may seem to have come so much before it was sent: the two readings are made by different threads.
 _LEAST_TOLERANCE_SECONDS = 1e-3
@@ -254,9 +254,3 @@ def _take_sent(
                 come_at=float(come["begin"]),
             )
     return None
-
-
-def steps_of(process: ProcessLog) -> Iterable[tuple[int, int]]:
-    """The sessions and steps that a process has recorded, in order."""
-    events = process.of_kind(Kind.COMPUTE)
-    return sorted({(int(s), int(k)) for s, k in zip(events["session"], events["step"], strict=True) if k != NONE})

@@ -43,20 +43,19 @@ _LEAST_SECONDS = 2e-5
 Event = tuple
 
 
-def make_recorder(log_dir: str | os.PathLike | None, folder: str, **about: object) -> Recorder | None:
-    """Makes the recorder of this process; None without a directory, or where that cannot be written to.
+def make_recorder(folder: pathlib.Path | None, **about: object) -> Recorder | None:
+    """Makes the recorder of this process; None without a folder, or where that cannot be written to.
 
     Args:
-      log_dir: `CommunicationOptions.log_dir`.
-      folder: Name of the rank's folder below it.
-      **about: As of `Recorder`.
+      folder: As of `Recorder`; so is `about`.
+      **about: What readers are to know.
     """
-    if log_dir is None:
+    if folder is None:
         return None
     try:
-        return Recorder(pathlib.Path(log_dir) / folder, **about)
+        return Recorder(folder, **about)
     except OSError as error:
-        _warn(pathlib.Path(log_dir) / folder, error)
+        _warn(folder, error)
         return None
 
 
@@ -290,13 +289,12 @@ class Recorder:
         return rows, "".join(f"{line}\n" for line in lines).encode()
 
     def _write(self, rows: bytes, text: bytes) -> None:
-        if self._num_bytes + len(rows) + len(text) > MAX_BYTES:
-            self._is_over, self.is_on, rows = True, False, b""
-            text = json.dumps({"kind": "full", "time": time.time(), "bytes": self._num_bytes}).encode() + b"\n"
+        if self._num_bytes + len(rows) + len(text) <= MAX_BYTES:
             self._write_bytes(rows, text)
-            self._end()
             return
-        self._write_bytes(rows, text)
+        text = json.dumps({"kind": "full", "time": time.time(), "bytes": self._num_bytes}).encode() + b"\n"
+        self._write_bytes(b"", text)
+        self._end()
 
     def _write_bytes(self, rows: bytes, text: bytes) -> None:
         # Names before the rows that refer to them.

@@ -7,7 +7,7 @@ import os
 import tensorflow as tf
 from absl import logging
 
-from hop_tf.options import PROFILE_VARIABLE, CommunicationOptions, parse_profile_steps
+from hop_tf.options import PROFILE_VARIABLE, CommunicationOptions, parse_profile_steps, rank_folder
 
 
 class StepProfiler:
@@ -32,10 +32,11 @@ class StepProfiler:
         if not text:
             return None
         first, last = parse_profile_steps(text)
-        if options.log_dir is None:
+        folder = rank_folder(options, rank)
+        if folder is None:
             logging.warning("rank %d: no step is profiled: CommunicationOptions(log_dir=...) says where to.", rank)
             return None
-        return cls(os.path.join(options.log_dir, f"rank_{rank}"), first, last)
+        return cls(str(folder), first, last)
 
     def begin_batch(self) -> None:
         """A step is about to be made."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pathlib
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +12,7 @@ import tensorflow as tf
 from absl import logging
 
 from hop_tf.cluster import Cluster
-from hop_tf.options import CommunicationOptions
+from hop_tf.options import CommunicationOptions, rank_folder
 from hop_tf.records import Kind, Recorder
 from hop_tf.version import __version__
 
@@ -271,9 +270,9 @@ class ReportWriter:
         self._writing = threading.Lock()
         self._writer = None
         self._thread = None
-        if options.log_dir is None:
+        if (folder := rank_folder(options, rank)) is None:
             return
-        self._path = str(pathlib.Path(options.log_dir) / f"rank_{rank}")
+        self._path = str(folder)
         try:
             self._writer = tf.summary.create_file_writer(self._path)
         except tf.errors.OpError as error:

@@ -71,7 +71,7 @@ class RowStatistics:
             latest = tf.zeros([_NUM_LATEST], tf.float64)
             self._latest = tf.Variable(latest, trainable=False, name="hop_tf_seconds_for_a_row")
 
-    def count(self, rows: tf.Tensor) -> None:
+    def count(self, rows: int | tf.Tensor) -> None:
         """Emits the op that counts a step's rows."""
         self.total.assign_add(tf.cast(rows, tf.float64))
 

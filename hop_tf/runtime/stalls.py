@@ -9,7 +9,7 @@ import pathlib
 
 from absl import logging
 
-from hop_tf.options import STACKS_VARIABLE, CommunicationOptions
+from hop_tf.options import STACKS_VARIABLE, CommunicationOptions, rank_folder
 
 
 class StallReport:
@@ -27,8 +27,8 @@ class StallReport:
         self._path: pathlib.Path | None = None
         if path := os.environ.get(STACKS_VARIABLE):
             self._path = pathlib.Path(path)
-        elif options.log_dir is not None:
-            self._path = pathlib.Path(options.log_dir) / f"rank_{rank}" / "stacks.txt"
+        elif folder := rank_folder(options, rank):
+            self._path = folder / "stacks.txt"
 
     def __call__(self, text: str) -> None:
         """Tells of a stall that `text` describes. A disk that cannot be written to is no reason to end training."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import pathlib
 import re
 import tempfile
 
@@ -128,7 +129,7 @@ class FindingsTest(parameterized.TestCase):
 
     def test_too_few_steps(self):
         with tempfile.TemporaryDirectory() as directory:
-            make_recorder(directory, "rank_0", number=0, num_ranks=1, num_servers=0).close()
+            make_recorder(pathlib.Path(directory) / "rank_0", number=0, num_ranks=1, num_servers=0).close()
             with self.assertRaisesRegex(ValueError, "too few steps are recorded.*Received: records of rank 0"):
                 diagnose(read_job(directory))
             self.assertEqual(command.main([directory]), 1)

@@ -18,7 +18,9 @@ class LogTest(absltest.TestCase):
 
     def make(self, rank, clock="clock"):
         with mock.patch.object(recorder, "_clock_name", lambda: clock):
-            made = make_recorder(self.directory, f"rank_{rank}", number=rank, num_ranks=2, num_servers=0, strategy="S")
+            made = make_recorder(
+                pathlib.Path(self.directory) / f"rank_{rank}", number=rank, num_ranks=2, num_servers=0, strategy="S"
+            )
         self.addCleanup(made.close)
         return made
 

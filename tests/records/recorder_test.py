@@ -26,7 +26,7 @@ class RecorderTest(parameterized.TestCase):
         self.directory = self.enter_context(tempfile.TemporaryDirectory())
 
     def make(self):
-        made = make_recorder(self.directory, "rank_0", **_ABOUT)
+        made = make_recorder(pathlib.Path(self.directory) / "rank_0", **_ABOUT)
         self.addCleanup(made.close)
         return made
 
@@ -38,7 +38,7 @@ class RecorderTest(parameterized.TestCase):
 
     def test_none_without_a_directory(self):
         before = threading.active_count()
-        self.assertIsNone(make_recorder(None, "rank_0"))
+        self.assertIsNone(make_recorder(None))
         self.assertEqual(threading.active_count(), before)
 
     def test_what_is_added_can_be_read(self):
@@ -199,7 +199,7 @@ class RecorderTest(parameterized.TestCase):
     def test_a_disk_that_cannot_be_written_to_is_one_warning(self, **disk):
         self.enter_context(mounted_disk(self.directory, **disk))
         with self.assertLogs("absl", "WARNING") as logs:
-            made = make_recorder(self.directory, "rank_0", **_ABOUT)
+            made = make_recorder(pathlib.Path(self.directory) / "rank_0", **_ABOUT)
             for _ in range(100) if made is not None else ():
                 for _ in range(1000):
                     made.add(Kind.STEP, time.time())
@@ -218,7 +218,7 @@ class SizeTest(absltest.TestCase):
     def test_a_million_steps(self):
         """8 messages out and in, 8 waits and 4 other events in each step that is recorded."""
         directory = self.enter_context(tempfile.TemporaryDirectory())
-        made = make_recorder(directory, "rank_0", **_ABOUT)
+        made = make_recorder(pathlib.Path(directory) / "rank_0", **_ABOUT)
         self.addCleanup(made.close)
         made.begin_session(1)
         num_events = 0
@@ -239,7 +239,7 @@ class SizeTest(absltest.TestCase):
     def test_never_more_than_the_limit(self):
         directory = self.enter_context(tempfile.TemporaryDirectory())
         with mock.patch.object(recorder, "MAX_BYTES", 10_000):
-            made = make_recorder(directory, "rank_0", **_ABOUT)
+            made = make_recorder(pathlib.Path(directory) / "rank_0", **_ABOUT)
             for _ in range(50):
                 for _ in range(20):
                     made.add(Kind.STEP, 0.0)

@@ -1,5 +1,6 @@
 """ExchangeRunner: the bridge between the training graph and a scheme."""
 
+import pathlib
 import tempfile
 import threading
 import weakref
@@ -115,7 +116,7 @@ class ExchangeRunnerTest(tf.test.TestCase, parameterized.TestCase):
 
     def test_outcomes_are_of_the_recorded_step_alone(self):
         """Steps 1056 to 1087 are left out."""
-        recorder = make_recorder(self.enter_context(tempfile.TemporaryDirectory()), "rank_0")
+        recorder = make_recorder(pathlib.Path(self.enter_context(tempfile.TemporaryDirectory())))
         self.addCleanup(recorder.close)
         self.runner.close()
         self.runner = self.make_runner(recorder)

@@ -22,7 +22,8 @@ class RecordsContract(TransportTestMixin):
         super().setUp()
         self.directory = self.enter_context(tempfile.TemporaryDirectory())
         self.recorders = [
-            make_recorder(self.directory, f"rank_{rank}", number=rank, num_ranks=2, num_servers=0) for rank in range(2)
+            make_recorder(pathlib.Path(self.directory) / f"rank_{rank}", number=rank, num_ranks=2, num_servers=0)
+            for rank in range(2)
         ]
         for each in self.recorders:
             self.addCleanup(each.close)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pathlib
 import signal
 import sys
 import threading
@@ -86,8 +87,7 @@ class _Service:
         self._wake = threading.Event()
         pool = BufferPool()
         self._recorder = make_recorder(
-            options.log_dir,
-            f"ps_{cluster.task_id}",
+            None if options.log_dir is None else pathlib.Path(options.log_dir) / f"ps_{cluster.task_id}",
             number=cluster.number,
             num_ranks=cluster.world_size,
             num_servers=len(cluster.servers),
