@@ -9,7 +9,7 @@
 #   make lint       ruff's checks and format
 #   make dist       the source distribution and a wheel for most Linux systems, into dist; CXX chooses the compiler
 #   make matrix     that wheel, with each Python, TensorFlow and Keras that is supported: hours
-#   make bazel      builds and tests everything with Bazel, offline
+#   make bazel      builds everything and runs the tests with Bazel, offline; TESTS=all runs the slow tests, too
 #   make clean      removes the virtual environment and everything that was built
 #
 # PYTHON chooses the interpreter, for instance `make test PYTHON=python3.12`.
@@ -77,7 +77,7 @@ bazel: $(INSTALLED)
 	@command -v $(BAZEL) > /dev/null || { [ "$$(id -u)" = 0 ] && apt-get update && apt-get install -y bazel-bootstrap; } || \
 		{ echo "Bazel is missing. On Debian, as root: apt-get install bazel-bootstrap" >&2; exit 1; }
 	HOP_TF_PYTHON=$(abspath $(BIN)/python) $(BAZEL) build //...
-	HOP_TF_PYTHON=$(abspath $(BIN)/python) $(BAZEL) test //...
+	HOP_TF_PYTHON=$(abspath $(BIN)/python) $(BAZEL) test $(if $(filter all,$(TESTS)),,--test_env=HOP_TF_QUICK_TESTS=1) //...
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .nox .pytest_cache .ruff_cache .hypothesis
