@@ -118,8 +118,8 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
                 num_servers=len(servers),
                 strategy=type(self).__name__,
             )
-        self.training.statistics.recorder = self._recorder
-        self.training.profiler = StepProfiler.from_environment(self._options, self.rank)
+        self.training.statistics.recorder = self.training.records.recorder = self._recorder
+        self.training.records.profiler = StepProfiler.from_environment(self._options, self.rank)
         self._writer = ReportWriter(self.report, self._options, self.rank, self._recorder)
         if not servers:  # They do not know it.
             identity = {**identity, "min_ranks": str(min_ranks), "batch_shares": describe_batch_shares(batch_shares)}

@@ -47,6 +47,11 @@ def flat_callbacks(callbacks: Any) -> list:
     return [] if callbacks is None else tf.nest.flatten(getattr(callbacks, "callbacks", callbacks))
 
 
+def has_callback(callbacks: Any, kind: type) -> bool:
+    """Whether there is a callback of that class in what `fit` was given."""
+    return any(isinstance(callback, kind) for callback in flat_callbacks(callbacks))
+
+
 class CallbackPaths:
     """Where the callbacks of a `fit` write, when it is about to begin.
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import functools
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 
@@ -20,18 +18,23 @@ from hop_tf.keras_hook.data import DataSharding
 from hop_tf.keras_hook.emulated_compute import EmulatedCompute
 from hop_tf.keras_hook.hooks import TrainingHooks
 from hop_tf.keras_hook.interrupts import on_keyboard_interrupt
-from hop_tf.keras_hook.optimizers import gradient_accumulation_steps, innermost, loss_scale, tf_variables
-from hop_tf.keras_hook.shared_paths import CallbackPaths, flat_callbacks
+from hop_tf.keras_hook.optimizers import gradient_accumulation_steps, tf_variables
+from hop_tf.keras_hook.shared_paths import CallbackPaths, has_callback
 from hop_tf.keras_hook.shares import BatchShares
-from hop_tf.keras_hook.skipping import StepSkipping
 from hop_tf.keras_hook.trace import StepTrace, is_built
-from hop_tf.keras_hook.updates import follows_weights
-from hop_tf.records import Kind
 from hop_tf.runtime.group import Group, tensors_of
-from hop_tf.runtime.profiling import StepProfiler
+from hop_tf.runtime.passed_steps import PassedSteps
+from hop_tf.runtime.refusals import (
+    check_optimizer,
+    refuse_assignments,
+    refuse_to_restore,
+    refuse_update,
+    require_lock_step,
+)
 from hop_tf.runtime.report import StepStatistics
 from hop_tf.runtime.scheme import Scheme
-from hop_tf.runtime.shares import WARMUP_STEPS, RowStatistics
+from hop_tf.runtime.step_records import StepRecords
+from hop_tf.runtime.weighing import RowWeighing
 from hop_tf.runtime.worker import Worker
 
 
@@ -61,7 +64,7 @@ class TrainingRun(TrainingHooks):
       data: How training data is shared out.
       statistics: Steps and waiting times.
       shares: What part of a batch each rank takes; None where all parts are equal.
-      profiler: Profiles some steps; None: no step is profiled.
+      records: Records and profiles steps.
     """
 
     def __init__(
@@ -86,18 +89,20 @@ class TrainingRun(TrainingHooks):
         self.shares = shares if world_size > 1 else None
         self.data = DataSharding(rank, world_size, lambda digest: self.worker.first_batches.note(digest), self.shares)
         self.statistics = StepStatistics()
-        self.profiler: StepProfiler | None = None
+        self.records = StepRecords()
         self._emulated_compute = EmulatedCompute.from_environment(rank, world_size)
         # For each optimizer, by the identities of the variables that it updates together.
         self._groups: weakref.WeakKeyDictionary[object, dict[tuple[int, ...], Group]] = weakref.WeakKeyDictionary()
         self._phase = Phase.OUTSIDE
-        # What passes over steps: where the scheme may want that, and in a process that was started again.
-        self._skipping = StepSkipping(skips_steps) if skips_steps and world_size > 1 else None
-        self._is_catching_up = False
+        self._passed_steps = PassedSteps(
+            rank=rank,
+            why=skips_steps if world_size > 1 else "",
+            takes_count=scheme.in_lock_step,
+            must_catch_up=lambda: self.worker is not None and self.worker.joining and not joins_at_once,
+            catch_up=self._catch_up,
+        )
+        self._rows = None if self.shares is None else RowWeighing(self.shares)
         self._averages_metrics = self._must_average_metrics = False  # In the running `fit`.
-        self._rows_before = 0.0  # The epoch that is under way.
-        self._num_epochs, self._has_warmed_up = 0, False  # That have begun in the running `fit`.
-        self._batch_began_at = 0.0
 
     @property
     def groups(self) -> list[Group]:
@@ -117,8 +122,7 @@ class TrainingRun(TrainingHooks):
         """Leaves the cluster for good; `error` is what has ended a custom loop, if anything did."""
         if self._emulated_compute is not None:
             self._emulated_compute.close()
-        if self.profiler is not None:
-            self.profiler.close()
+        self.records.close()
         if self.worker is not None:
             self.worker.close("its process ended", error)
 
@@ -140,7 +144,7 @@ class TrainingRun(TrainingHooks):
         try:
             with self._naming_causes(), on_keyboard_interrupt(self.worker.membership.interrupt):
                 self._end_loop()
-                self._must_average_metrics = _has(callbacks, MetricAverage)
+                self._must_average_metrics = has_callback(callbacks, MetricAverage)
                 self._averages_metrics = self._scheme.in_lock_step or self._must_average_metrics
                 paths, backups = CallbackPaths(callbacks), BackupAgreement(callbacks)
                 claims = [*paths.places, *backups.claims]
@@ -148,13 +152,13 @@ class TrainingRun(TrainingHooks):
                 paths.divide(self._rank, self.worker.membership.owners)
                 if backups.is_needed(self.worker.membership.owners) and not self.worker.joining:
                     backups.agree(self.worker.share(backups.own()), in_lock_step=self._scheme.in_lock_step)
-                self._begin_shares()
+                if self._rows is not None:
+                    self._rows.begin_fit(self.worker.share_agreement, takes_part=not self.worker.joining)
                 # A process that was started again passes over epochs that are gone.
                 self._averages_metrics = self._averages_metrics and not self.worker.joining
-                if self._skipping is not None:
-                    self._skipping.begin_session()
+                self._passed_steps.begin_session()
                 if self.worker.joining and not self._joins_at_once:
-                    _refuse_to_restore(callbacks)
+                    refuse_to_restore(callbacks)
                 yield
                 self.finish_training()  # Without an optimizer of its own, a model does not tell of its last step.
                 if self.is_behind:
@@ -214,40 +218,7 @@ class TrainingRun(TrainingHooks):
         if not self.worker.in_session:
             self.worker.begin_session()
 
-    # Shares of a batch.
-
-    @functools.cached_property
-    def _rows(self) -> RowStatistics:
-        """Of the rows that are weighed."""
-        return RowStatistics()
-
-    @property
-    def num_rows(self) -> tf.Tensor | None:
-        """Those of the step, where ranks weigh theirs; see `BatchShares`."""
-        return None if self.shares is None else self.shares.rows
-
-    def _begin_shares(self) -> None:
-        self._num_epochs, self._has_warmed_up = 0, False
-        if self.shares is not None:
-            self._rows_before = float(self._rows.total)
-        if self.worker.share_agreement is not None:
-            self.worker.share_agreement.takes_part = not self.worker.joining
-
-    def _agree_on_shares(self, position: int) -> None:
-        agreement = None if self.worker is None else self.worker.share_agreement
-        if agreement is not None and not self.is_behind:
-            agreement.agree(position, self._rows.take_seconds_per_row())
-
-    def end_batch(self, num_steps: int) -> None:
-        """Records the step; lets ranks agree on shares, when they have made the first steps of a `fit`."""
-        recorder = self.statistics.recorder
-        if recorder is not None and recorder.is_on:
-            recorder.add(Kind.STEP, self._batch_began_at, time.time() - self._batch_began_at)
-        if self.profiler is not None:
-            self.profiler.end_batch()
-        if self._num_epochs == 1 and not self._has_warmed_up and num_steps >= WARMUP_STEPS:
-            self._has_warmed_up = True
-            self._agree_on_shares(1)
+    # What Keras does while it trains.
 
     def begin_training(self) -> None:
         """Lets the scheme look at what has changed between two fits, and by callbacks."""
@@ -263,9 +234,8 @@ class TrainingRun(TrainingHooks):
 
     def begin_epoch(self) -> None:
         """Lets ranks agree on shares, and the scheme look at what callbacks have changed since the last epoch."""
-        if self._num_epochs:
-            self._agree_on_shares(2 * self._num_epochs)
-        self._num_epochs += 1
+        if self._rows is not None:
+            self._rows.begin_epoch(agrees=not self.is_behind)
         for group in () if self.is_behind else self.groups:
             self._scheme.begin_epoch(group)
 
@@ -275,36 +245,28 @@ class TrainingRun(TrainingHooks):
             self._scheme.end_epoch(group)
 
     def begin_batch(self) -> None:
-        """Notes the time, for the recorder."""
-        if self.profiler is not None:
-            self.profiler.begin_batch()
-        if self.statistics.recorder is not None:
-            self._batch_began_at = time.time()
+        """See `StepRecords`."""
+        self.records.begin_batch()
 
-    @contextlib.contextmanager
-    def validation(self) -> Iterator[None]:
-        """Records how long it takes."""
-        recorder, begin = self.statistics.recorder, time.time()
-        yield
-        if recorder is not None and recorder.is_on:
-            recorder.add(Kind.VALIDATION, begin, time.time() - begin)
+    def end_batch(self, num_steps: int) -> None:
+        """Records the step; lets ranks agree on shares, when they have made the first steps of a `fit`."""
+        self.records.end_batch()
+        if self._rows is not None:
+            self._rows.end_batch(num_steps, agrees=not self.is_behind)
+
+    def validation(self) -> contextlib.AbstractContextManager:
+        """See `StepRecords`."""
+        return self.records.validation()
 
     def average_metrics(self, logs: dict, num_steps: int) -> None:
         """Puts the means over the ranks in the place of this rank's metrics, where ranks average them."""
         if not self._averages_metrics or not self.data.num_steps:
             return
         if num_steps >= self.data.num_steps:  # More, where `steps_per_execution` does not divide them.
-            logs.update(self.worker.metrics.mean(logs, self._take_weight()))
+            logs.update(self.worker.metrics.mean(logs, 1.0 if self._rows is None else self._rows.take_weight()))
         else:  # Its data have ended, or somebody has stopped it: others may need further steps to end their epoch.
             self._averages_metrics = False
             self.worker.metrics.end()
-
-    def _take_weight(self) -> float:
-        """What this rank weighs in the means of an epoch's metrics: the rows that it has trained on."""
-        if self.shares is None:
-            return 1.0
-        before, self._rows_before = self._rows_before, float(self._rows.total)
-        return max(1.0, self._rows_before - before)
 
     def finish_training(self) -> None:
         """Lets the scheme do, once in a `fit`, what is left when the last step has been made."""
@@ -313,8 +275,8 @@ class TrainingRun(TrainingHooks):
         self._phase = Phase.FINISHED
         if self._averages_metrics:
             self.worker.metrics.end()
-        if self.worker.share_agreement is not None:
-            self.worker.share_agreement.end()
+        if self._rows is not None:
+            self._rows.end_fit()
         for group in () if self.is_behind and self._scheme.in_lock_step else self.groups:
             self._scheme.finish_training(group)
 
@@ -368,8 +330,8 @@ class TrainingRun(TrainingHooks):
 
     def enter_step(self, trace: StepTrace) -> None:
         """Gives the model rank 0's initial values, before its first step."""
-        if self.shares is not None:
-            self._begin_rows(trace)
+        if self._rows is not None:
+            self._rows.begin_step(trace)
         if self.worker is not None and trace.model is not None and is_built(trace.model):
             refuse_xla()  # Before other ranks are asked for anything.
             optimizer = getattr(trace.model, "optimizer", None)
@@ -387,17 +349,6 @@ class TrainingRun(TrainingHooks):
             for group in self.groups:
                 self._scheme.begin_eager_step(group)
 
-    def _begin_rows(self, trace: StepTrace) -> None:
-        """Counts the rows of a model's step; in a custom loop losses weigh them."""
-        rows = None if trace.model is None else trace.num_rows()
-        self.shares.begin_step(rows)
-        if rows is None:
-            return
-        with trace.when_data_is_here():
-            self._rows.count(rows)
-            if self.shares.is_automatic:
-                trace.comes_first.append(self._rows.begin_step())
-
     def _changing_shares(self) -> list[tf.Variable]:
         """What a process that was started again takes over."""
         return [self.shares.variable] if self.shares is not None and self.shares.is_automatic else []
@@ -413,10 +364,15 @@ class TrainingRun(TrainingHooks):
                 "a training step was run, but hop_tf saw no optimizer update in it, so nothing would be exchanged. "
                 f"Check that train_step calls optimizer.apply. Keras {keras.__version__}, TensorFlow {tf.__version__}."
             )
-        _refuse_assignments(trace.assigned_after_update(), type(self._scheme).__name__)
+        refuse_assignments(self._scheme, trace.assigned_after_update())
         with trace.when_data_is_here():
             for group in [group for group in self.groups if group.name in trace.states]:
                 self._scheme.end_step(group)
+
+    @property
+    def num_rows(self) -> tf.Tensor | None:
+        """Those of the step, where ranks weigh theirs; see `BatchShares`."""
+        return None if self.shares is None else self.shares.rows
 
     @property
     def replaces_gradients(self) -> bool:
@@ -440,10 +396,10 @@ class TrainingRun(TrainingHooks):
             gradients = self._emulated_compute.delay(trace.started_at, gradients, times)
         if self.worker is None:
             return gradients
-        if self.shares is not None and self.shares.is_automatic and trace.num_updates == 1 and trace.model is not None:
-            self._rows.end_step(self.shares.rows, gradients)
-        if self._passes_over_steps():
-            self._skipping.note(optimizer, in_fit=self._phase is not Phase.OUTSIDE and trace.model is not None)
+        if self._rows is not None and trace.num_updates == 1:
+            self._rows.end_step(trace, gradients)
+        in_fit = self._phase is not Phase.OUTSIDE and trace.model is not None
+        self._passed_steps.note_update(optimizer, in_fit=in_fit)
         group = self._group_of(optimizer, trace, variables)
         others = [other for other in self.groups if other.name in trace.states]
         if others:
@@ -458,36 +414,20 @@ class TrainingRun(TrainingHooks):
         """The sum or mean over the ranks; see `ExchangeStrategy.reduce`."""
         if self._world_size == 1:
             return value
-        self._require_lock_step(f"a {reduce_op.name} over the ranks")
+        require_lock_step(self._scheme, f"a {reduce_op.name} over the ranks")
         return tf.nest.map_structure(lambda each: _reduced(reduce_op, self.worker.all_gather(each)), value)
 
     def gather(self, value, axis):
         """What the ranks have, one after the other along `axis`."""
         if self._world_size == 1:
             return value
-        self._require_lock_step("what all ranks have")
+        require_lock_step(self._scheme, "what all ranks have")
         return tf.nest.map_structure(lambda each: tf.concat(self.worker.all_gather(each), axis), value)
-
-    def _require_lock_step(self, what: str) -> None:
-        if not self._scheme.in_lock_step:
-            name = type(self._scheme).__name__
-            raise ValueError(
-                f"{what} was asked for, as by `strategy.reduce`, `strategy.gather`, `all_reduce`, or a layer with "
-                f"`synchronized=True`. Ranks would have to wait for the slowest of them, which {name} avoids. Use this "
-                "rank's own value; outside of `fit`, `strategy.gather_reports(loss=float(loss))` brings all ranks' to "
-                "rank 0. It works under PipeSGDStrategy, DTSStrategy, and Canary and SHAT with consistency='bsp'."
-            )
 
     def refuse_update(self, optimizer) -> None:
         """Raises ValueError: a custom loop does not go through `run`, and would train on this rank alone."""
         if self.worker is not None:
-            raise ValueError(
-                f"an optimizer made in the scope of {type(self._scheme).__name__} updated variables outside of "
-                "`strategy.run`: nothing would be exchanged, and this rank would train alone. Run the training step by "
-                "`strategy.run(train_step, args=(x, y))`, within a tf.function. An optimizer for this rank alone "
-                "belongs in the scope of another strategy, such as tf.distribute.OneDeviceStrategy('/cpu:0'). "
-                f"Received: an update by {type(optimizer).__name__}."
-            )
+            refuse_update(self._scheme, optimizer)
 
     def after_update(self, optimizer, trace: StepTrace, variables: list[tf.Variable]) -> None:
         """Runs what the scheme does after the update, and ends the group's step."""
@@ -497,8 +437,7 @@ class TrainingRun(TrainingHooks):
         with trace.when_data_is_here():
             num_skipped = self._scheme.after_update(group, trace.states[group.name])
             group.end_step(num_skipped)
-            if self._skipping is not None:
-                self._skipping.skip(num_skipped)
+            self._passed_steps.skip(num_skipped)
         if not self._scheme.keeps_assignments:
             trace.note_update(variables)
 
@@ -507,7 +446,7 @@ class TrainingRun(TrainingHooks):
         key = _key(variables)
         if key not in groups:
             self._scheme.check_new_group()
-            self._check_optimizer(optimizer)
+            check_optimizer(self._scheme, optimizer, refuses_nonfinite=self.worker.finite_check.raises)
             carried = trace.unclaimed_assigned()
             begun = tf.executing_eagerly()  # Else the step is only traced.
             with tf.init_scope():
@@ -526,47 +465,16 @@ class TrainingRun(TrainingHooks):
                 self._scheme.begin_group(groups[key])
         return groups[key]
 
-    def _check_optimizer(self, optimizer) -> None:
-        """Raises ValueError where what comes from other ranks would be gone with the optimizer's next update.
-
-        So it does where values that are not finite are an error, but come up on purpose.
-        """
-        if self.worker.finite_check.raises and loss_scale(optimizer) is not None:
-            raise ValueError(
-                "`on_nonfinite` must be 'warn' with a LossScaleOptimizer: gradients that overflow are how it finds its "
-                "scale. Received: CommunicationOptions(on_nonfinite='raise')."
-            )
-        kind = type(innermost(optimizer))
-        if self._scheme.mixes_weights and not follows_weights(kind):
-            raise ValueError(
-                f"{kind.__name__} computes weights anew from what it remembers, so that what "
-                f"{type(self._scheme).__name__} brings from other ranks would be lost. Take another optimizer; or a "
-                "strategy that averages gradients: PipeSGDStrategy, or CanaryStrategy(consistency='bsp')."
-            )
-
     # Steps that are passed over.
 
     def around_step(self, step: Callable[[], object], arguments: object, model: keras.Model) -> object:
-        """Runs the step, unless it is to be passed over."""
-        return self._skipping.run(step, arguments, model) if self._passes_over_steps() else step()
+        """See `PassedSteps`."""
+        return self._passed_steps.around_step(step, arguments, model)
 
     @property
     def is_behind(self) -> bool:
-        """Whether this rank was started again, and is not yet where the others are."""
-        if self.worker is None or self._joins_at_once:
-            return False
-        return self.worker.joining or (self._is_catching_up and self._skipping.is_behind)
-
-    def _passes_over_steps(self) -> bool:
-        """Whether steps can be passed over: the scheme may want that, or this process was started again."""
-        joins = self.worker is not None and self.worker.joining and not self._joins_at_once
-        if joins and not self._is_catching_up:
-            self._is_catching_up = True
-            self._skipping = self._skipping or StepSkipping(
-                f"rank {self._rank} was started again: to join the running job, it passes over the steps it has missed."
-            )
-            self._skipping.begin_by_skipping(self._catch_up, takes_count=self._scheme.in_lock_step)
-        return self._skipping is not None
+        """See `PassedSteps`."""
+        return self._passed_steps.is_behind
 
     def _catch_up(self, optimizer) -> tf.Tensor:
         (group,) = self._groups[optimizer].values()
@@ -586,33 +494,6 @@ class _InputContext(tf.distribute.InputContext):
             return super().get_per_replica_batch_size(global_batch_size)
         start, end = self._shares.slice_of(tf.constant(global_batch_size, tf.int64))
         return int(end - start)
-
-
-def _refuse_to_restore(callbacks) -> None:
-    """Raises ValueError where a callback would begin at a later epoch: then steps would not be the others'."""
-    if _has(callbacks, keras.callbacks.BackupAndRestore):
-        raise ValueError(
-            "a rank that was started again takes its state from the others, and passes over the steps that it has "
-            "missed: `BackupAndRestore` would begin at another step. Leave it out, or start all ranks again. "
-            f"Received: callbacks={callbacks!r}."
-        )
-
-
-def _has(callbacks, kind: type) -> bool:
-    """Whether there is a callback of that class in what `fit` was given."""
-    return any(isinstance(callback, kind) for callback in flat_callbacks(callbacks))
-
-
-def _refuse_assignments(variables: Sequence[tf.Variable], strategy: str) -> None:
-    if variables:
-        names = ", ".join(repr(getattr(variable, "path", variable.name)) for variable in variables)
-        raise ValueError(
-            "a training step assigns weights after the optimizer has updated them, as by `weight.assign(...)`. "
-            f"Under {strategy} that would be lost: updates are made again with what comes from other ranks, or on a "
-            "server. Give the layer a constraint, as in Dense(8, kernel_constraint=keras.constraints.MaxNorm(1.0)). "
-            "Or take HopStrategy, DTSStrategy, CanaryStrategy(consistency='bsp') or "
-            f"PipeSGDStrategy(pipeline_width=1). Received: an assignment to {names}."
-        )
 
 
 def _reduced(reduce_op: tf.distribute.ReduceOp, values: Sequence[tf.Tensor]) -> tf.Tensor:
