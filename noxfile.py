@@ -10,6 +10,8 @@ import pathlib
 import nox
 
 nox.options.error_on_missing_interpreters = True
+# Environments of uv share their files: twelve with TensorFlow would have 20 GB.
+nox.options.default_venv_backend = "uv|virtualenv"
 _NEWEST = "newest"
 _VERSIONS = [(tensorflow, keras) for tensorflow in ("2.20", "2.21") for keras in ("3.12", _NEWEST)]
 # The hooks into Keras, TensorFlow's operations, all strategies' promises, and the wheel.
@@ -36,7 +38,8 @@ def tests(session: nox.Session, tensorflow: str, keras: str) -> None:
     versions = [f"tensorflow-cpu=={tensorflow}.*", "keras" if keras == _NEWEST else f"keras=={keras}.*"]
     _install(session, "cpu,test,examples", *versions)
     arguments = session.posargs or _TESTS
-    session.run("pytest", "-q", "-n", "3", "--dist", "loadfile", *arguments, env={"TF_CPP_MIN_LOG_LEVEL": "3"})
+    environment = {"TF_CPP_MIN_LOG_LEVEL": "3", "HOP_TF_QUICK_TESTS": "1"}
+    session.run("pytest", "-q", "-n", "3", "--dist", "loadfile", *arguments, env=environment)
 
 
 def _install(session: nox.Session, extras: str, *others: str) -> None:

@@ -216,7 +216,7 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
         common = [each for group in groups for each in self.common_optimizers(group)]
         counts = [iterations_variable(optimizer) for optimizer, _ in common]
         means = [tf.Variable(tf.cast(count, tf.float64)) for count in counts]
-        self._worker.average([*weights, *(slot for _, slots in common for slot in slots), *means])
+        self._worker.collectives.average([*weights, *(slot for _, slots in common for slot in slots), *means])
         for count, mean in zip(counts, means, strict=True):
             count.assign(tf.cast(tf.round(mean), count.dtype))
 
@@ -262,7 +262,7 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
         if self._worker is None:
             return [report]
         self.training.require_outside_fit("gather_reports")
-        return self._worker.gather(report)
+        return self._worker.collectives.gather(report)
 
     def make_all_reduce(self, algorithm: str, num_values: int) -> AllReduce:
         """Makes an all-reduce of a float32 vector over the live links, for `hop_tf.timing.measure`. A collective.
@@ -281,7 +281,7 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
         if self._worker is None:
             raise RuntimeError("there is nothing to measure in a world of one. Start the script once for each rank.")
         self.training.require_outside_fit("measure")
-        return self._worker.make_all_reduce(algorithm, num_values)
+        return self._worker.collectives.make_all_reduce(algorithm, num_values)
 
     @property
     def num_exchanged_bytes(self) -> int:

@@ -151,7 +151,7 @@ class TrainingRun(TrainingHooks):
                 self.worker.begin_session(averages_metrics=self._averages_metrics, claims=claims)
                 paths.divide(self._rank, self.worker.membership.owners)
                 if backups.is_needed(self.worker.membership.owners) and not self.worker.joining:
-                    backups.agree(self.worker.share(backups.own()), in_lock_step=self._scheme.in_lock_step)
+                    backups.agree(self.worker.collectives.share(backups.own()), in_lock_step=self._scheme.in_lock_step)
                 if self._rows is not None:
                     self._rows.begin_fit(self.worker.share_agreement, takes_part=not self.worker.joining)
                 # A process that was started again passes over epochs that are gone.
@@ -338,7 +338,9 @@ class TrainingRun(TrainingHooks):
             slots = optimizer.variables if optimizer is not None and optimizer.built else ()
             with tf.init_scope():
                 self._require_session()
-                self.worker.broadcast_initial_values(tf_variables(trace.model.weights, slots, self._changing_shares()))
+                self.worker.collectives.broadcast_initial_values(
+                    tf_variables(trace.model.weights, slots, self._changing_shares())
+                )
             trace.read_untrained()
             with trace.when_data_is_here():
                 self.statistics.count_start()
@@ -415,14 +417,14 @@ class TrainingRun(TrainingHooks):
         if self._world_size == 1:
             return value
         require_lock_step(self._scheme, f"a {reduce_op.name} over the ranks")
-        return tf.nest.map_structure(lambda each: _reduced(reduce_op, self.worker.all_gather(each)), value)
+        return tf.nest.map_structure(lambda each: _reduced(reduce_op, self.worker.collectives.all_gather(each)), value)
 
     def gather(self, value, axis):
         """What the ranks have, one after the other along `axis`."""
         if self._world_size == 1:
             return value
         require_lock_step(self._scheme, "what all ranks have")
-        return tf.nest.map_structure(lambda each: tf.concat(self.worker.all_gather(each), axis), value)
+        return tf.nest.map_structure(lambda each: tf.concat(self.worker.collectives.all_gather(each), axis), value)
 
     def refuse_update(self, optimizer) -> None:
         """Raises ValueError: a custom loop does not go through `run`, and would train on this rank alone."""
@@ -452,7 +454,7 @@ class TrainingRun(TrainingHooks):
             with tf.init_scope():
                 values = [trace.value_at_start(each) if begun else each.read_value() for each in carried]
                 self._require_session()
-                self.worker.broadcast_initial_values([*variables, *tf_variables(optimizer.variables)])
+                self.worker.collectives.broadcast_initial_values([*variables, *tf_variables(optimizer.variables)])
                 groups[key] = self.worker.add_group(
                     optimizer=optimizer,
                     trained=variables,

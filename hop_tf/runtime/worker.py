@@ -7,27 +7,22 @@ on Keras.
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-import numpy as np
 import tensorflow as tf
 from absl import logging
 
 from hop_tf.cluster import Cluster
-from hop_tf.codecs import Identity
-from hop_tf.collectives import AllReduce, TreeCollectives, get_algorithm
-from hop_tf.errors import DeadlineExceededError, HopError, MismatchError, PeerFailedError, PeerLostError
+from hop_tf.errors import HopError, PeerFailedError, PeerLostError
 from hop_tf.keras_hook.shares import BatchShares
 from hop_tf.keras_hook.shuffling import draw_seed
 from hop_tf.membership import Membership
 from hop_tf.membership.monitor import ThreadMonitor
 from hop_tf.options import CommunicationOptions
 from hop_tf.records import Recorder
-from hop_tf.runtime.all_gather import AllGather
 from hop_tf.runtime.averaging import LateChanges
 from hop_tf.runtime.exchange import Exchange, ExchangeRunner
 from hop_tf.runtime.finite import FiniteCheck
@@ -35,7 +30,8 @@ from hop_tf.runtime.first_batches import FirstBatches
 from hop_tf.runtime.group import ExchangeContext, Group
 from hop_tf.runtime.joining import Joining
 from hop_tf.runtime.metrics import QUEUE, MetricMeans
-from hop_tf.runtime.replica_state import ReplicaState, compare, describe_optimizer, read, sign, spec_of, write
+from hop_tf.runtime.rank_collectives import RankCollectives, all_ranks_call
+from hop_tf.runtime.replica_state import ReplicaState, describe_optimizer, sign, spec_of
 from hop_tf.runtime.report import StepStatistics
 from hop_tf.runtime.shares import QUEUE as SHARES_QUEUE
 from hop_tf.runtime.shares import ShareAgreement
@@ -45,28 +41,12 @@ from hop_tf.tensors.packing import Packing, TensorSpec
 from hop_tf.transport import GrpcTransport, TcpTransport, Transport
 
 _TRANSPORTS = {"tcp": TcpTransport, "grpc": GrpcTransport}
-# Collectives are numbered within their session, as a rank may miss the rest of one; those of users apart.
-_IN_SESSION, _CALLED = "collectives in the session", "collectives called by users"
-
-# Weights of a rank that has made a smaller part of the steps that others have made are too old to be averaged with.
-_LEAST_SHARE = 0.9
 
 
 def make_transport(cluster: Cluster, options: CommunicationOptions, **arguments) -> Transport:
     """Makes the transport of this process, not started; for the other arguments see `TcpTransport`."""
     make = cluster.make_transport or _TRANSPORTS[options.data_plane]
     return make(cluster.number, cluster.all_addresses, options=options, **arguments)
-
-
-@contextlib.contextmanager
-def _all_ranks_call(what: str) -> Iterator[None]:
-    """Adds to errors of waiting what may be the cause: some ranks do not do what the others do."""
-    try:
-        yield
-    except (PeerLostError, DeadlineExceededError) as error:
-        raise type(error)(
-            f"{error} All ranks must call {what}, as often as each other and in the same order."
-        ) from error
 
 
 def _is_asked_for(error: BaseException) -> bool:
@@ -91,7 +71,7 @@ class Worker:
 
     Attributes:
       membership: Who takes part.
-      all_gather: Gives every rank each one's value of a tensor. A collective.
+      collectives: What all ranks call together.
       metrics: Means of metrics over the ranks of the session.
       share_agreement: Brings all ranks the same shares of a batch; None where these do not change.
       first_batches: Whether ranks train on the same data.
@@ -139,14 +119,12 @@ class Worker:
             servers=servers,
             on_stall=StallReport(options, cluster.rank),
         )
-        self._collectives = TreeCollectives(self.membership)
         self._groups: list[Group] = []
         self._num_groups = 0
         self._retired_counters = collections.Counter()
-        self._state = ReplicaState()
-        self._joining = Joining(self.membership, self._state, options.timeout_seconds)
-        self.all_gather = AllGather(cluster.world_size, self._all_gather_bytes, self._on_error)
-        self._num_gathered = 0
+        state = ReplicaState()
+        self._joining = Joining(self.membership, state, options.timeout_seconds)
+        self.collectives = RankCollectives(self.membership, self._joining, state, self._pool)
         self.metrics = MetricMeans(self.membership)
         is_automatic = shares is not None and shares.is_automatic
         self.share_agreement = ShareAgreement(self.membership, shares) if is_automatic else None
@@ -187,15 +165,13 @@ class Worker:
         for group in self._groups:
             group.exchange.reset(self.membership.session + 1)
             group.step.assign(0)
-        self._joining.counts[_IN_SESSION] = self._num_gathered = 0
-        self._collectives.begin_session()
-        self.all_gather.reset()
         self.first_batches.reset()
         self.metrics.reset(self.membership.session + 1, takes_part=averages_metrics)
         if self.share_agreement is not None:
             self.share_agreement.reset(self.membership.session + 1)
+        self.collectives.begin_session()
         self._in_session = True  # Others count on this rank from now on, also where it fails to enter.
-        with _all_ranks_call("`fit`, or a custom loop's first step"):
+        with all_ranks_call("`fit`, or a custom loop's first step"):
             self.membership.begin_session(draw_seed(self.membership.session + 1), claims)
 
     def _retire_groups(self) -> None:
@@ -224,6 +200,7 @@ class Worker:
         if not self._in_session:
             return
         self._in_session = False
+        self.collectives.end_session()
         if error is None:
             self._warn_of_what_is_missed()
         self.membership.interrupt()
@@ -244,7 +221,7 @@ class Worker:
             sent_rounds={
                 QUEUE: self.metrics.sent_rounds,
                 SHARES_QUEUE: 0 if self.share_agreement is None else self.share_agreement.sent_rounds,
-                **self._collectives.sent_rounds,
+                **self.collectives.sent_rounds,
                 **{group.name: group.exchange.sent_rounds for group in self._groups},
             },
             reason="" if error is None else f"{type(error).__name__}: {error}",
@@ -290,7 +267,7 @@ class Worker:
         finally:
             for group in self._groups:
                 group.close()
-            self.all_gather.close()
+            self.collectives.close()
             self._transport.close()
 
     def _on_error(self, error: BaseException) -> None:
@@ -348,7 +325,7 @@ class Worker:
         name = f"{self._num_groups}-{digest:08x}"
         self._num_groups += 1
         signature = sign(name, describe_optimizer(optimizer), specs, num_batches)
-        self._compare(_IN_SESSION, signature, self._next_in_session())
+        self.collectives.compare(signature)
         context = ExchangeContext(
             name,
             self.membership.session,
@@ -398,94 +375,6 @@ class Worker:
         self._joining.join_at_once(group.name)
         group.step.assign(0)
 
-    def broadcast_initial_values(self, variables: Iterable[tf.Variable]) -> None:
-        """Gives those variables that were not given before rank 0's values. A collective.
-
-        Args:
-          variables: The variables, in the same order on all ranks. Called outside of graphs, or in `tf.init_scope`.
-
-        Raises:
-          MismatchError: If rank 0 has other variables.
-        """
-        # Slots that an optimizer makes in the step that is being traced have no values yet. They begin alike anyhow.
-        new = [variable for variable in self._state.add(variables) if tf.compat.v1.is_variable_initialized(variable)]
-        if not new or self.joining:  # Who joins takes the values of now.
-            return
-        signature = sign("initial values", "", [spec_of(v) for v in new])
-        self._compare(_IN_SESSION, signature, self._next_in_session())
-        received = self._collectives.broadcast(_IN_SESSION, read(new), self._next_in_session())
-        if received is not None:
-            write(new, received)
-
-    def average(self, variables: Sequence[tf.Variable]) -> None:
-        """Assigns to each float variable its mean over the ranks. A collective.
-
-        Ranks that were left behind in the last session do not count, and get the mean of the others.
-
-        Blocks: until all ranks take part.
-
-        Raises:
-          MismatchError: If rank 0 has other variables.
-          PeerLostError: If a rank was lost.
-        """
-        self.membership.require_all("to average")
-        floats = [v for v in variables if v.dtype.is_floating]
-        try:
-            signature = sign("average", "", [spec_of(v) for v in floats])
-            with _all_ranks_call("`strategy.synchronize`"):
-                self._compare(self._next_called(), signature)
-        except MismatchError as error:  # Others agree with rank 0, and would wait for this rank.
-            self.membership.leave(sent_rounds={}, reason=f"MismatchError: {error}", abort=True)
-            raise
-        arrays = [np.asarray(v.read_value()) for v in floats]
-        with _all_ranks_call("`strategy.synchronize`"):
-            numbers = self._collectives.all_gather(self._next_called(), str(self.membership.num_rounds).encode())
-            counts = self._counts(list(map(int, numbers)))
-            means = self._collectives.mean(self._next_called(), arrays, counts)
-        for variable, mean in zip(floats, means, strict=True):
-            variable.assign(mean)
-
-    def _counts(self, num_rounds: Sequence[int]) -> bool:
-        """Whether this rank's values count, where ranks have made so many rounds; rank 0 says whose do not."""
-        least = _LEAST_SHARE * max(num_rounds)
-        behind = [rank for rank, number in enumerate(num_rounds) if number < least]
-        if behind and self.membership.rank == 0:
-            logging.warning(
-                "`synchronize` leaves out weights of ranks that have made a part of the last training's steps only, "
-                "and gives them the mean of the others: %s.",
-                ", ".join(f"rank {rank} {100 * num_rounds[rank] / max(num_rounds):.3g} %" for rank in behind),
-            )
-        return self.membership.rank not in behind
-
-    def gather(self, value: object) -> list | None:
-        """Brings every rank's value to rank 0. A collective; see `TreeCollectives.gather`."""
-        self.membership.require_all("to gather")
-        with _all_ranks_call("`strategy.gather_reports`"):
-            return self._collectives.gather(self._next_called(), value)
-
-    def share(self, data: bytes) -> list[bytes]:
-        """What the ranks have, in their order. A collective, right after `begin_session`."""
-        return self._all_gather_bytes(data)
-
-    def _all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Called by a thread of its own, for one value after the other, in the program's order."""
-        if not self._in_session:
-            return self._collectives.all_gather(self._next_called(), data)
-        self._num_gathered += 1
-        return self._collectives.all_gather("gathered", data, self._num_gathered - 1)
-
-    def make_all_reduce(self, algorithm: str, num_values: int) -> AllReduce:
-        """Makes an all-reduce of a float32 vector, for measurements. A collective; the caller closes it."""
-        self.membership.require_all("to measure")
-        return get_algorithm(algorithm)(
-            self.membership,
-            self._next_called(),
-            sizes=[num_values],
-            dtypes=[np.float32],
-            codecs=[Identity()],
-            pool=self._pool,
-        )
-
     @property
     def num_bytes(self) -> int:
         """Bytes of the variables that are exchanged in a step."""
@@ -495,22 +384,6 @@ class Worker:
     def num_values(self) -> int:
         """How many values these bytes are."""
         return sum(sum(group.packing_of_variables.sizes) for group in self._groups)
-
-    def _next_in_session(self) -> int:
-        self._joining.counts[_IN_SESSION] += 1
-        return self._joining.counts[_IN_SESSION] - 1
-
-    def _next_called(self) -> str:
-        self._joining.counts[_CALLED] += 1
-        return f"called {self._joining.counts[_CALLED]}"
-
-    def _compare(self, name: str, mine: bytes, number: int | None = None) -> None:
-        """Raises `MismatchError` unless rank 0 has the same signature. For name and number see `TreeCollectives`."""
-        if self.joining:
-            return
-        received = self._collectives.broadcast(name, [np.frombuffer(mine, np.uint8)], number)
-        if received is not None:
-            compare(self.membership, mine, 0, received.tobytes())
 
     # Records.
 

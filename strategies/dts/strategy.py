@@ -223,7 +223,7 @@ class DTSStrategy(ExchangeStrategy):
 
     def begin_group(self, group: Group) -> None:
         if self._outer_optimizer is not None:
-            self.training.worker.broadcast_initial_values(tf_variables(self._outer_optimizer.variables))
+            self.training.worker.collectives.broadcast_initial_values(tf_variables(self._outer_optimizer.variables))
         group.exchange.first_iteration = int(iterations_variable(group.optimizer()))
 
     def begin_training(self, groups: Sequence[Group]) -> None:

@@ -73,6 +73,13 @@ _CASES = {
         environment={"HOP_TF_STEP_SECONDS": "0.02", "HOP_TF_SLOWDOWN": "1:4x"},
         prints=r"accuracy of the averaged model: (0\.[5-9]|1)",
     ),
+    "find_the_slow_worker": Case(
+        ("--epochs=3", "--batch_shares=auto"),
+        num_workers=3,
+        environment={"HOP_TF_STEP_SECONDS": "0.05", "HOP_TF_SLOWDOWN": "1:3x"},
+        metric="accuracy",
+        prints=r"parts of a batch: rank 0 0\.[345].*, rank 1 0\.[012]",  # 3/7 and 1/7, on a quiet machine.
+    ),
     "several_interfaces": Case(
         ("--epochs=2",),
         num_workers=4,
@@ -122,7 +129,13 @@ class ExamplesTest(parameterized.TestCase):
         self.assertRegex(description, rf"(?s)(--hosts=|TF_CONFIG=).*examples/{name}\.py")
 
     # The larger ones are run by `make stress`.
-    @parameterized.parameters(*(name for name in reversed(_CASES) if name not in ("slow_worker", "several_interfaces")))
+    @parameterized.parameters(
+        *(
+            name
+            for name in reversed(_CASES)
+            if name not in ("slow_worker", "find_the_slow_worker", "several_interfaces")
+        )
+    )
     @pytest.mark.stress(after=4)
     @pytest.mark.slow
     def test_example(self, name):
@@ -133,6 +146,11 @@ class ExamplesTest(parameterized.TestCase):
         """It makes fewer steps than the others, which do not wait for it."""
         steps = [report["steps"] for report in self._check("slow_worker")]
         self.assertLess(steps[1], min(steps[0], steps[2]))
+
+    @pytest.mark.slow
+    def test_find_the_slow_worker(self):
+        """Ranks agree on a smaller part for it."""
+        self._check("find_the_slow_worker")
 
     @pytest.mark.stress
     def test_several_interfaces(self):

@@ -326,13 +326,15 @@ class SessionTest(_TwoRanksTestCase):
         """As a `fit` that has nothing left to do after a restore, on one rank."""
         variable = [_variable([float(rank)]) for rank in range(2)]
         self.begin_session()
-        self.workers[0].broadcast_initial_values([_variable([1.0])])  # Rank 0 waits for nobody.
+        self.workers[0].collectives.broadcast_initial_values([_variable([1.0])])  # Rank 0 waits for nobody.
         self.on_both(lambda rank, worker: worker.end_session(None))
-        self.on_both(lambda rank, worker: worker.average([variable[rank]]))
+        self.on_both(lambda rank, worker: worker.collectives.average([variable[rank]]))
         self.assertAllEqual(variable[0], [0.5])
         self.assertAllEqual(variable[1], [0.5])
         self.begin_session()
-        self.on_both(lambda rank, worker: worker.broadcast_initial_values([variable[rank], _variable([rank])]))
+        self.on_both(
+            lambda rank, worker: worker.collectives.broadcast_initial_values([variable[rank], _variable([rank])])
+        )
 
     def test_a_broken_job_ends_on_all_ranks(self):
         self.begin_session()
@@ -464,23 +466,23 @@ class CollectivesTest(_TwoRanksTestCase):
 
     def test_all_start_with_the_values_of_rank_0(self):
         variables = [[_variable([10.0 * rank + 1, 2.0]), _variable(rank + 5, "n")] for rank in range(2)]
-        self.on_both(lambda rank, worker: worker.broadcast_initial_values(variables[rank]))
+        self.on_both(lambda rank, worker: worker.collectives.broadcast_initial_values(variables[rank]))
         for vector, scalar in variables:
             self.assertAllEqual(vector, [1.0, 2.0])
             self.assertAllEqual(scalar, 5)
 
     def test_each_variable_takes_them_once(self):
         variables = [[_variable([float(rank)])] for rank in range(2)]
-        self.on_both(lambda rank, worker: worker.broadcast_initial_values(variables[rank]))
+        self.on_both(lambda rank, worker: worker.collectives.broadcast_initial_values(variables[rank]))
         variables[1][0].assign([7.0])
         new = [[_variable([rank + 3.0])] for rank in range(2)]
-        self.on_both(lambda rank, worker: worker.broadcast_initial_values(variables[rank] + new[rank]))
+        self.on_both(lambda rank, worker: worker.collectives.broadcast_initial_values(variables[rank] + new[rank]))
         self.assertAllEqual(variables[1][0], [7.0])
         self.assertAllEqual(new[1][0], [3.0])
 
     def test_average(self):
         variables = [[_variable([[1.0, 2.0], [3.0, 4.0 + rank]]), _variable(rank, "n")] for rank in range(2)]
-        self.on_both(lambda rank, worker: worker.average(variables[rank]))
+        self.on_both(lambda rank, worker: worker.collectives.average(variables[rank]))
         for rank, (matrix, integer) in enumerate(variables):
             self.assertAllEqual(matrix, [[1.0, 2.0], [3.0, 4.5]])
             self.assertAllEqual(integer, rank)
@@ -490,13 +492,13 @@ class CollectivesTest(_TwoRanksTestCase):
         for worker, number in zip(self.workers, num_rounds, strict=True):
             worker.membership.num_rounds = number
         variables = [[_variable([4.0 + rank])] for rank in range(2)]
-        self.on_both(lambda rank, worker: worker.average(variables[rank]))
+        self.on_both(lambda rank, worker: worker.collectives.average(variables[rank]))
         for (variable,) in variables:
             self.assertAllEqual(variable, [expected])
 
     def test_average_of_different_models_ends_on_all_ranks(self):
         variables = [[_variable([1.0])], [_variable([1.0, 2.0])]]
-        errors = self.on_both(lambda rank, worker: _error_of(lambda: worker.average(variables[rank])))
+        errors = self.on_both(lambda rank, worker: _error_of(lambda: worker.collectives.average(variables[rank])))
         self.assertIsInstance(errors[1], MismatchError)
         self.assertIsInstance(errors[0], PeerLostError)
         self.assertRegex(
@@ -504,7 +506,7 @@ class CollectivesTest(_TwoRanksTestCase):
         )
 
     def test_gather(self):
-        values = self.on_both(lambda rank, worker: worker.gather({"rank": rank}))
+        values = self.on_both(lambda rank, worker: worker.collectives.gather({"rank": rank}))
         self.assertEqual(values, [[{"rank": 0}, {"rank": 1}], None])
 
 

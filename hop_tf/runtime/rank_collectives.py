@@ -1,0 +1,185 @@
+"""`RankCollectives`: what all ranks of a job call together, beside the exchange of each step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from hop_tf.codecs import Identity
+from hop_tf.collectives import AllReduce, TreeCollectives, get_algorithm
+from hop_tf.errors import DeadlineExceededError, MismatchError, PeerLostError
+from hop_tf.membership import Membership
+from hop_tf.runtime.all_gather import AllGather
+from hop_tf.runtime.joining import Joining
+from hop_tf.runtime.replica_state import ReplicaState, compare, read, sign, spec_of, write
+from hop_tf.tensors.buffers import BufferPool
+
+# Collectives are numbered within their session, as a rank may miss the rest of one; those of users apart.
+_IN_SESSION, _CALLED = "collectives in the session", "collectives called by users"
+
+# Weights of a rank that has made a smaller part of the steps that others have made are too old to be averaged with.
+_LEAST_SHARE = 0.9
+
+
+@contextlib.contextmanager
+def all_ranks_call(what: str) -> Iterator[None]:
+    """Adds to errors of waiting what may be the cause: some ranks do not do what the others do."""
+    try:
+        yield
+    except (PeerLostError, DeadlineExceededError) as error:
+        raise type(error)(
+            f"{error} All ranks must call {what}, as often as each other and in the same order."
+        ) from error
+
+
+class RankCollectives:
+    """Collectives that a rank calls as often as the others do, in the same order.
+
+    Args:
+      membership: Who takes part.
+      joining: Takes over, in a process that was started again, how many collectives the others have called.
+      state: Gets the variables that were given initial values.
+      pool: Buffers.
+
+    Attributes:
+      all_gather: Gives every rank each one's value of a tensor, also within a graph. A collective.
+    """
+
+    def __init__(self, membership: Membership, joining: Joining, state: ReplicaState, pool: BufferPool):
+        self._membership = membership
+        self._joining = joining
+        self._state = state
+        self._pool = pool
+        self._trees = TreeCollectives(membership)
+        self._num_gathered: int | None = None  # In the session; None outside.
+        self.all_gather = AllGather(membership.world_size, self.share, membership.fail)
+
+    def begin_session(self) -> None:
+        """Forgets what the last session has called."""
+        self._joining.counts[_IN_SESSION] = self._num_gathered = 0
+        self._trees.begin_session()
+        self.all_gather.reset()
+
+    def end_session(self) -> None:
+        """From now on, what is called is called between two sessions."""
+        self._num_gathered = None
+
+    @property
+    def sent_rounds(self) -> dict[str, int]:
+        """See `TreeCollectives.sent_rounds`."""
+        return self._trees.sent_rounds
+
+    def close(self) -> None:
+        """Ends the thread of `all_gather`."""
+        self.all_gather.close()
+
+    def broadcast_initial_values(self, variables: Iterable[tf.Variable]) -> None:
+        """Gives those variables that were not given before rank 0's values. A collective.
+
+        Args:
+          variables: The variables, in the same order on all ranks. Called outside of graphs, or in `tf.init_scope`.
+
+        Raises:
+          MismatchError: If rank 0 has other variables.
+        """
+        # Slots that an optimizer makes in the step that is being traced have no values yet. They begin alike anyhow.
+        new = [variable for variable in self._state.add(variables) if tf.compat.v1.is_variable_initialized(variable)]
+        if not new or self._membership.joining:  # Who joins takes the values of now.
+            return
+        signature = sign("initial values", "", [spec_of(v) for v in new])
+        self.compare(signature)
+        received = self._trees.broadcast(_IN_SESSION, read(new), self._next_in_session())
+        if received is not None:
+            write(new, received)
+
+    def average(self, variables: Sequence[tf.Variable]) -> None:
+        """Assigns to each float variable its mean over the ranks. A collective.
+
+        Ranks that were left behind in the last session do not count, and get the mean of the others.
+
+        Blocks: until all ranks take part.
+
+        Raises:
+          MismatchError: If rank 0 has other variables.
+          PeerLostError: If a rank was lost.
+        """
+        self._membership.require_all("to average")
+        floats = [v for v in variables if v.dtype.is_floating]
+        try:
+            signature = sign("average", "", [spec_of(v) for v in floats])
+            with all_ranks_call("`strategy.synchronize`"):
+                self._compare(self._next_called(), signature)
+        except MismatchError as error:  # Others agree with rank 0, and would wait for this rank.
+            self._membership.leave(sent_rounds={}, reason=f"MismatchError: {error}", abort=True)
+            raise
+        arrays = [np.asarray(v.read_value()) for v in floats]
+        with all_ranks_call("`strategy.synchronize`"):
+            numbers = self._trees.all_gather(self._next_called(), str(self._membership.num_rounds).encode())
+            counts = self._counts(list(map(int, numbers)))
+            means = self._trees.mean(self._next_called(), arrays, counts)
+        for variable, mean in zip(floats, means, strict=True):
+            variable.assign(mean)
+
+    def _counts(self, num_rounds: Sequence[int]) -> bool:
+        """Whether this rank's values count, where ranks have made so many rounds; rank 0 says whose do not."""
+        least = _LEAST_SHARE * max(num_rounds)
+        behind = [rank for rank, number in enumerate(num_rounds) if number < least]
+        if behind and self._membership.rank == 0:
+            logging.warning(
+                "`synchronize` leaves out weights of ranks that have made a part of the last training's steps only, "
+                "and gives them the mean of the others: %s.",
+                ", ".join(f"rank {rank} {100 * num_rounds[rank] / max(num_rounds):.3g} %" for rank in behind),
+            )
+        return self._membership.rank not in behind
+
+    def gather(self, value: object) -> list | None:
+        """Brings every rank's value to rank 0. A collective; see `TreeCollectives.gather`."""
+        self._membership.require_all("to gather")
+        with all_ranks_call("`strategy.gather_reports`"):
+            return self._trees.gather(self._next_called(), value)
+
+    def share(self, data: bytes) -> list[bytes]:
+        """What the ranks have, in their order. A collective.
+
+        `all_gather` calls it on a thread of its own, for one value after the other, in the program's order.
+        """
+        if self._num_gathered is None:
+            return self._trees.all_gather(self._next_called(), data)
+        self._num_gathered += 1
+        return self._trees.all_gather("gathered", data, self._num_gathered - 1)
+
+    def make_all_reduce(self, algorithm: str, num_values: int) -> AllReduce:
+        """Makes an all-reduce of a float32 vector, for measurements. A collective; the caller closes it."""
+        self._membership.require_all("to measure")
+        return get_algorithm(algorithm)(
+            self._membership,
+            self._next_called(),
+            sizes=[num_values],
+            dtypes=[np.float32],
+            codecs=[Identity()],
+            pool=self._pool,
+        )
+
+    def compare(self, signature: bytes) -> None:
+        """Raises `MismatchError` unless rank 0 has the same signature. A collective of the session."""
+        self._compare(_IN_SESSION, signature, self._next_in_session())
+
+    def _next_in_session(self) -> int:
+        self._joining.counts[_IN_SESSION] += 1
+        return self._joining.counts[_IN_SESSION] - 1
+
+    def _next_called(self) -> str:
+        self._joining.counts[_CALLED] += 1
+        return f"called {self._joining.counts[_CALLED]}"
+
+    def _compare(self, name: str, mine: bytes, number: int | None = None) -> None:
+        """Raises `MismatchError` unless rank 0 has the same signature. For name and number see `TreeCollectives`."""
+        if self._membership.joining:
+            return
+        received = self._trees.broadcast(name, [np.frombuffer(mine, np.uint8)], number)
+        if received is not None:
+            compare(self._membership, mine, 0, received.tobytes())
