@@ -45,17 +45,17 @@ class AsyncSettings:
       thresholds: s and p.
       codec: What contributions are encoded with.
       sync_interval: Iterations between two resyncs; None: there are none.
+      max_in_flight: See `hop_tf.CanaryStrategy`.
       inbox_bytes: The most that is received and not merged on each of the network's threads before others wait.
         Default None: eight times the bytes of the weights, at least 64 MiB.
-      max_in_flight: See `hop_tf.CanaryStrategy`.
     """
 
     network: Network
     thresholds: Thresholds
     codec: Codec
     sync_interval: int | None
+    max_in_flight: int
     inbox_bytes: int | None = None
-    max_in_flight: int = 2
 
 
 class CanaryExchange(Exchange, Joiner):

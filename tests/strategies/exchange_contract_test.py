@@ -661,6 +661,7 @@ def _canary(context):
         thresholds=Thresholds(16, len(Merges.colayers)),
         codec=codecs.Identity(dtype=np.float64),
         sync_interval=None,
+        max_in_flight=2,
     )
     return CanaryExchange(context, Merges.colayers, settings)
 

@@ -61,6 +61,7 @@ class _Job:
             thresholds=Thresholds(**{"max_staleness": 16, "min_colayers": len(_MEMBERS), **thresholds}),
             codec=codec or codecs.Identity(dtype=np.float64),
             sync_interval=sync_interval,
+            max_in_flight=2,
         )
         self.packing = Packing([TensorSpec(str(i), (size,), tf.float32 if codec else tf.float64) for i in range(2)])
         self.cluster = VirtualCluster(
