@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import getpass
 import os
+import pathlib
 import shlex
 import shutil
 import socket
@@ -52,9 +53,12 @@ class Sshd:
             raise
 
     @staticmethod
-    def is_there():
-        """Whether all that it takes is installed."""
-        return bool((shutil.which("sshd") or os.path.exists("/usr/sbin/sshd")) and shutil.which("ssh"))
+    def missing():
+        """What it takes and is not there; empty if all is."""
+        if not (shutil.which("sshd") or os.path.exists("/usr/sbin/sshd")) or not shutil.which("ssh"):
+            return "sshd or ssh is not installed (Debian: openssh-server)"
+        # A sandbox such as Bazel's forbids what sshd does for each login.
+        return "sshd may not change groups here" if "deny" in pathlib.Path("/proc/self/setgroups").read_text() else ""
 
     @property
     def command(self):

@@ -343,8 +343,8 @@ class SshdTest(_HostsTestCase):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        if not Sshd.is_there():
-            raise unittest.SkipTest("sshd or ssh is not installed (Debian: openssh-server)")
+        if missing := Sshd.missing():
+            raise unittest.SkipTest(missing)
         directory = tempfile.TemporaryDirectory()
         cls.addClassCleanup(directory.cleanup)
         sshd = Sshd(directory.name)
