@@ -125,9 +125,20 @@ def _find(name: str) -> pathlib.Path | None:
     path = _FOLDER / name
     if path.exists():
         return path
-    logging.warning(
-        "hop_tf was built without %s: its kernels run as TensorFlow operations, 10 to 100 times slower. Install it "
-        "again where there is a C++ compiler (HOP_TF_REQUIRE_NATIVE=1 shows why the build leaves it out).",
-        name,
-    )
+    # Once, also where several threads ask at a time: what lacks one library lacks the others that need it.
+    logging.log_first_n(logging.WARNING, "%s", 1, _what_is_missing(name))
     return None
+
+
+def _what_is_missing(name: str) -> str:
+    slow = "its kernels run as TensorFlow operations, 10 to 100 times slower"
+    root = _FOLDER.parent
+    if (root / "setup.py").exists():  # As when hop_tf is installed, and a program is started in the source tree.
+        return (
+            f"hop_tf comes from the source tree {root}, where {name} is not built: {slow}. Build it there, by "
+            "`pip install --editable .`, or start the program in another directory: then it takes the installed hop_tf."
+        )
+    return (
+        f"hop_tf was built without {name}: {slow}. Install it again where there is a C++ compiler "
+        "(HOP_TF_REQUIRE_NATIVE=1 shows why the build leaves it out)."
+    )

@@ -742,6 +742,16 @@ class BuildTest(tf.test.TestCase):
         with mock.patch.object(native, "kernels", lambda: None):
             self.assertEqual(ops.build_info()["cuda_error"], "there are no native kernels at all")
 
+    def test_a_missing_library_is_told_with_what_to_do(self):
+        folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
+        self.enter_context(mock.patch.object(native, "_FOLDER", folder / "ops"))
+        warn = self.enter_context(mock.patch.object(native.logging, "log_first_n"))
+        for files, expected in (((), "was built without"), (("setup.py",), f"comes from the source tree {folder}, ")):
+            for name in files:
+                (folder / name).touch()
+            self.assertIsNone(native.kernels.__wrapped__())
+            self.assertIn(f"hop_tf {expected}", warn.call_args.args[-1])
+
 
 def _relative_error(decoded, values):
     values = np.asarray(values, np.float64)
