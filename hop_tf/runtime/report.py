@@ -22,6 +22,8 @@ _COMPARED_PACKAGES = ("tensorflow", "keras")
 _NUM_LATEST = 64
 # Steps whose times are kept until the recorder asks for them, which it does twice a second.
 _NUM_KEPT = 2048
+# Makes a tensor a curve of TensorBoard, as `tf.summary.scalar` does. That one fails where TensorBoard is not installed.
+_SCALAR = tf.compat.v1.SummaryMetadata(plugin_data={"plugin_name": "scalars"})
 
 
 def static_identity(strategy: str, cluster: Cluster, scheme: Mapping[str, str]) -> dict[str, str]:
@@ -302,7 +304,7 @@ class ReportWriter:
         with tf.init_scope(), self._writer.as_default(step=int(counters["steps"])):
             for name, value in counters.items():
                 if name not in ("rank", "steps"):
-                    tf.summary.scalar(f"hop_tf/{name}", value)
+                    tf.summary.write(f"hop_tf/{name}", tf.cast(value, tf.float32), metadata=_SCALAR)
         self._writer.flush()
 
     def _give_up(self, error: tf.errors.OpError) -> None:

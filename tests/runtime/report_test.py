@@ -129,6 +129,14 @@ class ReportWriterTest(tf.test.TestCase, parameterized.TestCase):
         writer.close()
         self.assertEqual(self.records(), [(5, "hop_tf/bytes_sent", 100.0), (9, "hop_tf/bytes_sent", 300.0)])
 
+    def test_writes_what_tensorboard_would_also_where_it_is_not_installed(self):
+        """TensorFlow 2.21 for processors does not bring it."""
+        with mock.patch.dict(sys.modules, {"tensorboard": None, "tensorboard.summary.v2": None}):
+            with self.assertRaisesRegex(Exception, "TensorBoard is not installed"):
+                tf.summary.scalar("name", 1.0, step=0)
+            self.make_writer(log_dir=self.directory, report_interval_seconds=3600).close()
+        self.assertEqual(self.records(), [(0, "hop_tf/bytes_sent", 0.0)])
+
     def test_close_writes_once(self):
         writer = self.make_writer(log_dir=self.directory, report_interval_seconds=3600)
         writer.close()
