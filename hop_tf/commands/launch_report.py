@@ -216,7 +216,8 @@ class JobReport:
         # A process that fails because of another may well be the first to end: what each said last tells them apart.
         same = next(task for task in self.tasks if task.exit_code != 0 and task.last_words == report.last_words)
         said = report.last_words if same is report else f"the same as {same.task}"
-        return f"{line}: {said}"
+        # What is ended by a signal does not say why: its last line is no cause.
+        return f"{line}, printed last: {said}" if report.exit_code < 0 else f"{line}: {said}"
 
     def _processor_lines(self) -> list[str]:
         if self.valid is None:

@@ -45,7 +45,7 @@ class JobReportTest(parameterized.TestCase):
             [
                 "worker 0        4.0 s  SIGTERM (ended by the launcher)",
                 "worker 1        4.0 s  exit code 1: two",
-                "worker 2        4.0 s  SIGSEGV: the same as worker 1",
+                "worker 2        4.0 s  SIGSEGV, printed last: the same as worker 1",
                 "worker 3        4.0 s  exit code 0",
                 "first failure: worker 2, SIGSEGV; its log is /logs/worker_2.log",
                 "failed after 5.0 s, exit code 139",

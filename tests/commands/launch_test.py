@@ -359,7 +359,7 @@ class RestartTest(_LaunchTestCase):
             lines,
             [
                 "[worker 1] fails for time 0",
-                said.format(0.1, 1, "SIGKILL: fails for time 0"),
+                said.format(0.1, 1, "SIGKILL, printed last: fails for time 0"),
                 "[worker 1] fails for time 1",
                 said.format(0.2, 2, "exit code 3: fails for time 1"),
                 "[worker 1] done",
