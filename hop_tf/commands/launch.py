@@ -162,7 +162,7 @@ class _Launcher:
     def _describe_end(self, task: Task) -> str:
         self._wait_for_output(task)
         report = self._report_task(task, ended_by_launcher=False)
-        return f"{report.how}: {report.last_words}" if report.last_words else report.how
+        return report.how + (report.saying(report.last_words) if report.last_words else "")
 
     def _wait_for_output(self, task: Task) -> None:
         """Waits for a moment until all is read that an ended process has printed."""

@@ -124,6 +124,11 @@ class TaskReport:
         text = f"exit code {self.exit_code}" if self.exit_code >= 0 else _signal_name(-self.exit_code)
         return f"{text} (ended by the launcher)" if self.ended_by_launcher else text
 
+    def saying(self, words: str) -> str:
+        """Appends to `how`, or to a line that ends with it, what it said last."""
+        # What is ended by a signal does not say why: its last line is no cause.
+        return f", printed last: {words}" if self.exit_code < 0 else f": {words}"
+
     @property
     def failed(self) -> bool:
         """Whether it failed, of its own accord."""
@@ -216,8 +221,7 @@ class JobReport:
         # A process that fails because of another may well be the first to end: what each said last tells them apart.
         same = next(task for task in self.tasks if task.exit_code != 0 and task.last_words == report.last_words)
         said = report.last_words if same is report else f"the same as {same.task}"
-        # What is ended by a signal does not say why: its last line is no cause.
-        return f"{line}, printed last: {said}" if report.exit_code < 0 else f"{line}: {said}"
+        return f"{line}{report.saying(said)}"
 
     def _processor_lines(self) -> list[str]:
         if self.valid is None:
