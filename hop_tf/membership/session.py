@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TypeVar
 
@@ -417,7 +416,7 @@ class Membership(Waiting):
 
     def _note_event(self, kind: Kind, rank: int, reason: str) -> None:
         if self.recorder is not None:
-            self.recorder.add(kind, time.time(), peer=rank)
+            self.recorder.add(kind, self.recorder.now(), peer=rank)
             self.recorder.add_line(kind.name.lower(), rank=rank, reason=reason)
 
     def _too_few_without(self, num_unheard: int) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import math
-import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
@@ -239,7 +238,7 @@ class Waiting(abc.ABC):
                     self._note_wait(begin, last, operation)
                     return None
                 if self.recorder is not None and self.recorder.is_on:
-                    begin, last = begin or time.time(), next(iter(awaited))
+                    begin, last = begin or self.recorder.now(), next(iter(awaited))
                 if interruptible:
                     self._check_interrupted()
                 for peer in awaited:
@@ -264,7 +263,7 @@ class Waiting(abc.ABC):
 
     def _note_wait(self, begin: float, peer: int, operation: str) -> None:
         if begin:
-            self.recorder.add(Kind.WAIT, begin, time.time() - begin, peer=peer, name=operation)
+            self.recorder.add(Kind.WAIT, begin, self.recorder.now() - begin, peer=peer, name=operation)
 
     def _describe_stall(self, awaited: Collection[int], waited: float, operation: str, step: int | None) -> str:
         peers = ", ".join(f"{self._name_of(peer)} ({_liveness(self.transport.status(peer))})" for peer in awaited)

@@ -43,17 +43,20 @@ _LEAST_SECONDS = 2e-5
 Event = tuple
 
 
-def make_recorder(folder: pathlib.Path | None, **about: object) -> Recorder | None:
+def make_recorder(
+    folder: pathlib.Path | None, *, now: Callable[[], float] = time.time, **about: object
+) -> Recorder | None:
     """Makes the recorder of this process; None without a folder, or where that cannot be written to.
 
     Args:
-      folder: As of `Recorder`; so is `about`.
+      folder: As of `Recorder`; so are the others.
+      now: The clock.
       **about: What readers are to know.
     """
     if folder is None:
         return None
     try:
-        return Recorder(folder, **about)
+        return Recorder(folder, now=now, **about)
     except OSError as error:
         _warn(folder, error)
         return None
@@ -73,9 +76,9 @@ def recorded(recorder: Recorder | None, kind: int) -> Iterator[None]:
     if recorder is None or not recorder.is_on:
         yield
         return
-    begin = time.time()
+    begin = recorder.now()
     yield
-    seconds = time.time() - begin
+    seconds = recorder.now() - begin
     if seconds >= _LEAST_SECONDS:
         recorder.add(kind, begin, seconds)
 
@@ -88,9 +91,11 @@ class Recorder:
 
     Args:
       folder: Directory of the rank's files. It is made where it does not exist.
+      now: The clock of the events: seconds since 1970. Default: the machine's. A simulation has one of its own.
       **about: What readers are to know of the process, such as `rank`; JSON.
 
     Attributes:
+      now: The clock.
       is_on: Whether events of the present step are recorded. Ask it before what costs something, such as the time.
       step: The step of the session that the rank is in.
       session: The running session.
@@ -100,7 +105,8 @@ class Recorder:
       OSError: If the files cannot be made.
     """
 
-    def __init__(self, folder: pathlib.Path, **about: object):
+    def __init__(self, folder: pathlib.Path, *, now: Callable[[], float] = time.time, **about: object):
+        self.now = now
         self.is_on = True
         self.step = NONE
         self.session = 0
@@ -113,7 +119,7 @@ class Recorder:
         self._name_numbers: dict[str, int] = {"": 0}
         self._new_lines: collections.deque[dict] = collections.deque()
         self._clocks: dict[int, tuple[float, float, float]] = {}
-        self._started_at = time.time()
+        self._started_at = now()
         self._due: dict[str, float] = {}
         self._num_bytes = 0
         self._is_session_recorded = True
@@ -124,7 +130,7 @@ class Recorder:
         self._stop = threading.Event()
         folder.mkdir(parents=True, exist_ok=True)
         self._rows, self._lines = _open_new(folder)
-        self._new_lines.append({"kind": "process", "format": FORMAT, **_describe_process(), **about})
+        self._new_lines.append({"kind": "process", "format": FORMAT, **_describe_process(now()), **about})
         self._thread = threading.Thread(target=self._run, name="hop_tf records", daemon=True)
         self._thread.start()
 
@@ -136,7 +142,7 @@ class Recorder:
         self.step = NONE - 1  # None of a session.
         self.session, self._is_session_recorded = session & 0xFFFF, is_recorded_session(session)
         self.begin_step(NONE)
-        self.add(Kind.SESSION, time.time(), number=session)
+        self.add(Kind.SESSION, self.now(), number=session)
 
     def begin_step(self, step: int) -> None:
         """The rank's communication begins a step."""
@@ -172,7 +178,7 @@ class Recorder:
 
         Args:
           kind: What it is; here, too, what the others mean.
-          begin: `time.time()` when it began.
+          begin: When it began, on the clock `now`.
           seconds: How long it took.
           step: The step that it belongs to. Default: the one that the rank is in.
           peer: The other rank.
@@ -204,7 +210,7 @@ class Recorder:
         """Adds a line of JSON: for what is rare."""
         if self._is_over:
             return
-        self._new_lines.append({"kind": kind, "time": time.time(), **values})
+        self._new_lines.append({"kind": kind, "time": self.now(), **values})
 
     def add_now_and_then(self, kind: str, values: Mapping[str, object]) -> None:
         """Adds a line of JSON, unless one of that kind came lately: at most 64 while a job's age doubles."""
@@ -222,7 +228,7 @@ class Recorder:
         with self._lock:
             known = self._clocks.get(peer)
             if known is None or round_trip_seconds <= known[2]:
-                self._clocks[peer] = (time.time(), offset_seconds, round_trip_seconds)
+                self._clocks[peer] = (self.now(), offset_seconds, round_trip_seconds)
 
     def add_source(self, source: Callable[[bool], np.ndarray]) -> None:
         """Asks `source(is_final)` for further events whenever it writes: for what counts by itself, such as the graph.
@@ -246,7 +252,7 @@ class Recorder:
             return place
 
     def _is_due(self, kind: str) -> bool:
-        now = time.time()
+        now = self.now()
         if now < self._due.get(kind, 0.0):
             return False
         self._due[kind] = now + max(_FIRST_PERIOD_SECONDS, (now - self._started_at) * _SHARE_OF_ELAPSED)
@@ -281,7 +287,7 @@ class Recorder:
             line = {"kind": "clock", "time": when, "peer": peer, "offset": offset, "round_trip": round_trip}
             self._new_lines.append(line)
         if self._num_dropped:
-            self._new_lines.append({"kind": "dropped", "time": time.time(), "events": self._num_dropped})
+            self._new_lines.append({"kind": "dropped", "time": self.now(), "events": self._num_dropped})
             self._num_dropped = 0
         buffered = (PACKER.pack(*self._buffer.popleft()) for _ in range(len(self._buffer)))
         rows = b"".join((from_sources, *buffered))
@@ -292,7 +298,7 @@ class Recorder:
         if self._num_bytes + len(rows) + len(text) <= MAX_BYTES:
             self._write_bytes(rows, text)
             return
-        text = json.dumps({"kind": "full", "time": time.time(), "bytes": self._num_bytes}).encode() + b"\n"
+        text = json.dumps({"kind": "full", "time": self.now(), "bytes": self._num_bytes}).encode() + b"\n"
         self._write_bytes(b"", text)
         self._end()
 
@@ -322,7 +328,7 @@ class Recorder:
             self._thread.join()
         with self._writing:
             if self._rows is not None:
-                self._new_lines.append({"kind": "end", "time": time.time()})
+                self._new_lines.append({"kind": "end", "time": self.now()})
                 self.flush(is_final=True)
             if self._rows is not None:
                 self._end()
@@ -345,8 +351,8 @@ def _open_new(folder: pathlib.Path):
         raise
 
 
-def _describe_process() -> dict[str, object]:
-    return {"time": time.time(), "pid": os.getpid(), "host": platform.node(), "clock": _clock_name()}
+def _describe_process(now: float) -> dict[str, object]:
+    return {"time": now, "pid": os.getpid(), "host": platform.node(), "clock": _clock_name()}
 
 
 def _clock_name() -> str:

@@ -14,6 +14,7 @@ from hop_tf.arguments import check_seconds
 from hop_tf.membership import Membership
 from hop_tf.membership.monitor import Monitor
 from hop_tf.options import CommunicationOptions
+from hop_tf.records import Kind, Recorder
 from hop_tf.simulate.scheduler import Process, Scheduler
 from hop_tf.tensors.buffers import BufferPool
 from hop_tf.transport.base import Handler, Message, PeerStatus, Transport
@@ -83,6 +84,9 @@ class VirtualTransport(Transport):
       on_restart: See `QueueTransport`.
       pool: Where the arrays of messages come from. Default: a pool of its own.
       cuts: Since when links are down, by sender and receiver. See `VirtualCluster.cut`.
+      recorder: Told of the messages whose step is recorded; None: nobody is.
+      wire_bytes: `wire_bytes(num_bytes)`: how many bytes a message stands for, where vectors are shorter than those
+        that are meant. Default: its own.
     """
 
     def __init__(
@@ -97,8 +101,12 @@ class VirtualTransport(Transport):
         on_restart: Callable[[int], None] | None = None,
         pool: BufferPool | None = None,
         cuts: Mapping[tuple[int, int], float] = types.MappingProxyType({}),
+        recorder: Recorder | None = None,
+        wire_bytes: Callable[[int], int] = int,
     ):
         self._rank = rank
+        self._wire_bytes = wire_bytes
+        self.recorder = recorder
         self._scheduler = scheduler
         self._network = network
         self._link_seconds = link_seconds
@@ -123,6 +131,7 @@ class VirtualTransport(Transport):
         self._kept: list[tuple[_Sending, int]] = []  # For a peer that was never there, until it is.
         self._pool = pool or BufferPool()
         self._counters = dict.fromkeys(("bytes_sent", "bytes_received", "messages_sent", "messages_received"), 0)
+        self._num_recorded: collections.Counter[tuple[int, int]] = collections.Counter()  # By peer and lane.
         network[rank] = self
         for other in network.values():
             other._bring_kept()
@@ -198,7 +207,7 @@ class VirtualTransport(Transport):
             if older.message.queue == queue:
                 older.message = message
                 return True
-        num_bytes = len(header) + message.payload.nbytes
+        num_bytes = self._wire_bytes(len(header) + message.payload.nbytes)
         self._count("sent", num_bytes)
         sending = _Sending(message, max(self._scheduler.now, self._free_at.get((peer, lane), 0.0)))
         if self._sending_seconds is not None:
@@ -209,10 +218,22 @@ class VirtualTransport(Transport):
             arrival = max(arrival, self._last_arrival.get((peer, lane), 0.0))
             self._last_arrival[peer, lane] = arrival
         self._latest_arrival[peer] = max(arrival, self._latest_arrival.get(peer, 0.0))
+        if self.recorder is not None and self.recorder.is_on:
+            sending.record = self._record_sending(sending, peer, lane, num_bytes)
         if arrival != math.inf:
             receiver = self._peers.get(peer)
             self._scheduler.call_at(arrival, lambda: self._bring(sending, peer, receiver))
         return False
+
+    def _record_sending(self, sending: _Sending, peer: int, lane: int | None, num_bytes: int) -> dict:
+        """Records that a message leaves; returns what is to be recorded where it comes."""
+        lane = _UNORDERED_LANE if lane is None else lane
+        self._num_recorded[peer, lane] += 1
+        now, wait = self.recorder.now(), sending.leaves - self._scheduler.now
+        message = {"lane": lane, "name": sending.message.queue, "num_bytes": num_bytes}
+        message["number"] = self._num_recorded[peer, lane]
+        self.recorder.add(Kind.SEND, now + wait, peer=peer, queued=wait, **message)
+        return message
 
     def _seconds(self, name: str, peer: int, num_bytes: int) -> float:
         seconds = getattr(self, f"_{name}")(self._rank, peer, num_bytes)
@@ -228,6 +249,8 @@ class VirtualTransport(Transport):
         receiver = receiver or self._network[peer]
         if receiver._died_at is None:
             self._meet(receiver)  # Who is connected knows with which process.
+            if sending.record and receiver.recorder is not None:
+                receiver.recorder.add(Kind.RECEIVE, receiver.recorder.now(), peer=self._rank, **sending.record)
             receiver._receive(self, sending.message)
         elif peer not in self._peers:
             self._kept.append((sending, peer))
@@ -254,7 +277,7 @@ class VirtualTransport(Transport):
         return known._incarnation <= sender._incarnation
 
     def _deliver(self, message: Message) -> None:
-        self._count("received", len(message.header) + message.payload.nbytes)
+        self._count("received", self._wire_bytes(len(message.header) + message.payload.nbytes))
         handler = self._handlers.get(message.queue)
         if handler is not None:
             handler(message)
@@ -306,8 +329,11 @@ class _Sending:
 
     message: Message
     leaves: float
+    record: Mapping | None = None  # What its receiver is to record.
 
 
+# What records call the lane of messages that may arrive in any order.
+_UNORDERED_LANE = 1
 _NOTHING = np.empty(0, np.uint8)
 _NOTHING.flags.writeable = False
 
@@ -331,6 +357,8 @@ class VirtualCluster:
       limit_seconds: See `Scheduler`. Given, who waits looks at deadlines now and then, as on real clocks. Default None:
         it does so when it is notified of something only, and who waits for ever is found at once.
       num_servers: Number of parameter servers.
+      recorders: `recorders(rank, scheduler)`: makes a rank's recorder, with the scheduler's clock. Default: none.
+      wire_bytes: See `VirtualTransport`.
 
     Attributes:
       scheduler: The clock and the processes.
@@ -351,8 +379,12 @@ class VirtualCluster:
         limit_seconds: float | None = None,
         num_servers: int = 0,
         sending_seconds: Callable[[int, int, int], float] | None = None,
+        recorders: Callable[[int, Scheduler], Recorder | None] = lambda rank, scheduler: None,
+        wire_bytes: Callable[[int], int] = int,
     ):
+        self._wire_bytes = wire_bytes
         self._sending_seconds = sending_seconds
+        self._make_recorder = recorders
         self._options = options
         self._has_limit = limit_seconds is not None
         self.scheduler = Scheduler(math.inf if limit_seconds is None else limit_seconds)
@@ -445,6 +477,8 @@ class VirtualCluster:
             on_restart=on_restart,
             pool=self.pool,
             cuts=self._cuts,
+            recorder=self._make_recorder(rank, self.scheduler),
+            wire_bytes=self._wire_bytes,
         )
 
     def _wake_all(self) -> None:

@@ -25,8 +25,8 @@ class RecorderTest(parameterized.TestCase):
         super().setUp()
         self.directory = self.enter_context(tempfile.TemporaryDirectory())
 
-    def make(self):
-        made = make_recorder(pathlib.Path(self.directory) / "rank_0", **_ABOUT)
+    def make(self, **arguments):
+        made = make_recorder(pathlib.Path(self.directory) / "rank_0", **arguments, **_ABOUT)
         self.addCleanup(made.close)
         return made
 
@@ -95,11 +95,11 @@ class RecorderTest(parameterized.TestCase):
 
     def test_what_comes_now_and_then_comes_more_rarely(self):
         """Two hours of reports every 5 s: one for each 5 s at first, and then 64 at most while the age doubles."""
-        made = self.make()
-        started = made._started_at
-        for seconds in range(0, 7200, 5):
-            with mock.patch.object(time, "time", return_value=started + seconds):
-                made.add_now_and_then("report", {})
+        now = time.time()
+        made = self.make(now=lambda: now)
+        for _ in range(0, 7200, 5):
+            made.add_now_and_then("report", {})
+            now += 5
         made.close()
         number = sum(json.loads(line)["kind"] == "report" for line in self.files("jsonl")[0].read_text().splitlines())
         self.assertBetween(number, 64, 64 + 64 * 5)  # 320 s, and then 22.5 times that.
@@ -167,12 +167,11 @@ class RecorderTest(parameterized.TestCase):
         self.assertEmpty(made._new_lines)
 
     def test_what_takes_next_to_no_time_is_left_out(self):
-        made = self.make()
         now = time.time()
+        made = self.make(now=lambda: now)
         for seconds in (1e-5, 1e-3):
-            clock = mock.Mock(time=mock.Mock(side_effect=[now, now + seconds]))
-            with mock.patch.object(recorder, "time", clock), recorded(made, Kind.ENCODE):
-                pass
+            with recorded(made, Kind.ENCODE):
+                now += seconds
         made.close()
         (process,) = read_job(self.directory).processes
         np.testing.assert_allclose(process.events["seconds"], [1e-3], rtol=1e-3)
