@@ -1,0 +1,123 @@
+"""How long simulated steps take: closed forms, and the simulation of Hop that `hop_tf.simulate.hop` has."""
+
+import itertools
+import pathlib
+import tempfile
+
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from hop_tf.diagnosis.steps import steps_of
+from hop_tf.records import Kind, make_recorder
+from hop_tf.records.log import read_job
+from hop_tf.simulate import hop
+from hop_tf.simulate.training import Links, OwnSeconds, simulate_training
+
+_WORLD_SIZE = 4
+_NUM_VALUES = 1_000_000
+_NUM_BYTES = 4 * _NUM_VALUES
+_LATENCY, _RATE = 2e-3, 400e6
+_OWN = OwnSeconds(compute=0.05, input=1e-3, update=2e-3, callbacks=3e-3)
+_BESIDE = _OWN.input + _OWN.update + _OWN.callbacks
+# Of a whole vector, and of a rank's piece of it.
+_WHOLE = _LATENCY + _NUM_BYTES / _RATE
+_PIECE = _LATENCY + _NUM_BYTES / _WORLD_SIZE / _RATE
+# Headers have bytes, too.
+_TOLERANCE = 0.01
+
+
+def _simulate(strategy, own=lambda rank: itertools.repeat(_OWN), recorders=None, num_steps=40, **settings):
+    shape = (_WORLD_SIZE, _WORLD_SIZE)
+    return simulate_training(
+        strategy,
+        settings,
+        world_size=_WORLD_SIZE,
+        num_steps=num_steps,
+        own=own,
+        links=Links(np.full(shape, _LATENCY), np.full(shape, _RATE)),
+        num_values=_NUM_VALUES,
+        **({} if recorders is None else {"recorders": recorders}),
+    )
+
+
+class TrainingTest(parameterized.TestCase):
+    @parameterized.named_parameters(
+        ("mesh", "PipeSGDStrategy", {"pipeline_width": 1}, _BESIDE + _OWN.compute + 2 * _PIECE),
+        (
+            "ring",
+            "PipeSGDStrategy",
+            {"pipeline_width": 1, "algorithm": "ring"},
+            _BESIDE + _OWN.compute + 2 * (_WORLD_SIZE - 1) * _PIECE,
+        ),
+        ("hidden", "PipeSGDStrategy", {"pipeline_width": 2}, _BESIDE + _OWN.compute),
+        ("hidden in a ring", "PipeSGDStrategy", {"algorithm": "ring"}, _BESIDE + _OWN.compute),
+        ("windows", "DTSStrategy", {"delay": 4, "interval": 4}, _BESIDE + _OWN.compute),
+        (
+            "local steps",
+            "DTSStrategy",
+            {"delay": 0, "interval": 4},
+            _BESIDE + _OWN.compute + 2 * _PIECE / 4,
+        ),
+        ("hop", "HopStrategy", {"topology": "ring"}, _BESIDE + _OWN.compute),
+        ("serial hop", "HopStrategy", {"topology": "ring", "update_order": "serial"}, _BESIDE + _OWN.compute + _WHOLE),
+    )
+    def test_a_step(self, strategy, settings, expected):
+        self.assertAlmostEqual(_simulate(strategy, **settings) / expected, 1.0, delta=_TOLERANCE)
+
+    def test_communication_that_computing_cannot_hide(self):
+        """An all-reduce in a ring takes 2 (n - 1) pieces, and with K = 2 a step takes no less."""
+        short = OwnSeconds(compute=0.01)
+        seconds = _simulate("PipeSGDStrategy", lambda rank: itertools.repeat(short), algorithm="ring")
+        self.assertAlmostEqual(seconds / (2 * (_WORLD_SIZE - 1) * _PIECE), 1.0, delta=_TOLERANCE)
+
+    @parameterized.parameters("ring", "complete")
+    def test_hop_takes_what_its_own_simulation_says(self, topology):
+        def durations(rank):
+            generator = np.random.default_rng(rank)
+            return (float(each) for each in generator.lognormal(np.log(0.05), 0.3, 100))
+
+        result = hop(
+            topology=topology,
+            world_size=_WORLD_SIZE,
+            num_steps=100,
+            compute=durations,
+            link_seconds=lambda sender, receiver, num_bytes: _WHOLE,
+        )
+        entered = result.entered_seconds
+        expected = np.mean(entered[:, -1] - entered[:, 3]) / (100 - 4)
+        seconds = _simulate("HopStrategy", lambda rank: map(OwnSeconds, durations(rank)), None, 100, topology=topology)
+        self.assertAlmostEqual(seconds / expected, 1.0, delta=_TOLERANCE)
+
+    def test_ranks_record_what_they_do(self):
+        with tempfile.TemporaryDirectory() as directory:
+            recorders = []
+
+            def make(rank, scheduler):
+                about = {"number": rank, "num_ranks": _WORLD_SIZE, "num_servers": 0, "strategy": "PipeSGDStrategy"}
+                folder = pathlib.Path(directory) / f"rank_{rank}"
+                recorders.append(make_recorder(folder, now=lambda: 1e9 + scheduler.now, **about))
+                return recorders[-1]
+
+            _simulate("PipeSGDStrategy", recorders=make, pipeline_width=1)
+            for recorder in recorders:
+                recorder.close()
+            job = read_job(directory)
+        for process in job.processes:
+            steps = steps_of(process)
+            for name, expected in (("compute", 0.05), ("input", 1e-3), ("callbacks", 3e-3), ("result", 2 * _PIECE)):
+                np.testing.assert_allclose(getattr(steps, name), expected, rtol=_TOLERANCE)
+            waits = process.of_kind(Kind.WAIT)
+            np.testing.assert_allclose(np.sum(waits["seconds"]) / 40, 2 * _PIECE, rtol=0.1)
+        large = [each for each in job.transfers if each.num_bytes > 1000]
+        self.assertLen(large, 40 * 2 * _WORLD_SIZE * (_WORLD_SIZE - 1))
+        for transfer in large:
+            self.assertAlmostEqual(transfer.num_bytes / (_NUM_BYTES / _WORLD_SIZE), 1.0, delta=_TOLERANCE)
+            self.assertAlmostEqual((transfer.come_at - transfer.sent_at) / _PIECE, 1.0, delta=_TOLERANCE)
+
+    def test_an_unknown_strategy(self):
+        with self.assertRaisesRegex(ValueError, "`strategy` must be.*Received.*Other"):
+            _simulate("Other")
+
+
+if __name__ == "__main__":
+    absltest.main()
