@@ -117,6 +117,7 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
                 num_ranks=cluster.world_size,
                 num_servers=len(servers),
                 strategy=type(self).__name__,
+                settings={**identity, "batch_shares": describe_batch_shares(batch_shares)},
             )
         self.training.statistics.recorder = self.training.records.recorder = self._recorder
         self.training.records.profiler = StepProfiler.from_environment(self._options, self.rank)

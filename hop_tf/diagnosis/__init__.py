@@ -3,12 +3,15 @@
     steps        of each rank, how long the parts of its steps took
     blame        of what ranks have waited, how much was whose
     links        how fast messages went between two processes
-    predictions  what the timing models expect of other settings
+    settings     what strategy has written the records
+    what_if      what the simulation expects of changes
+    predictions  what the timing models expect of other settings, where the job cannot be simulated
     findings     the rules, and what they say
 
 `docs/see.md` shows how to read it.
 """
 
 from hop_tf.diagnosis.findings import Diagnosis, Finding, diagnose
+from hop_tf.diagnosis.what_if import Change
 
-__all__ = ["Diagnosis", "Finding", "diagnose"]
+__all__ = ["Change", "Diagnosis", "Finding", "diagnose"]

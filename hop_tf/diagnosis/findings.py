@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -12,13 +14,14 @@ from hop_tf.diagnosis.blame import find_blame
 from hop_tf.diagnosis.links import Link, measure_links
 from hop_tf.diagnosis.predictions import best_plan
 from hop_tf.diagnosis.steps import PARTS, Steps, steps_of
+from hop_tf.diagnosis.what_if import LEAST_GAIN, Change, WhatIf
 from hop_tf.records.events import Kind
 from hop_tf.records.log import JobLog
 
 # What costs less than this share of a step is no reason to change anything.
-_LEAST_SHARE = 0.05
+LEAST_SHARE = LEAST_GAIN
 # A rank is slow in every step if its median is so many times that of the others; else it is now and then.
-_ALWAYS = 1.15
+ALWAYS = 1.15
 # A step is a slow one if it takes so many times what steps of the others do.
 _SLOW_STEP = 1.5
 # A link is slow if its rate, or round trip, is so many times worse than those of the others.
@@ -27,6 +30,10 @@ _SLOW_LINK = 3.0
 _SPARE = 1.5
 # Shorter round trips are those of threads, not of a link.
 _LEAST_ROUND_TRIP_SECONDS = 2e-3
+# The two kinds of waiting: for what others did then, and for messages that had left: communication that is not hidden.
+FOR_OTHERS, ON_ITS_WAY = "waiting for others", "waiting for what is on its way"
+# More at once would be too much to try.
+_MOST_FINDINGS = 2
 _ADVICE = {
     "compute": "Give that rank less to compute (`batch_shares`) or a faster machine, or take a strategy that waits for "
     "no single rank: HopStrategy with `num_backup_workers` or `skip`, asynchronous CanaryStrategy, or "
@@ -67,12 +74,24 @@ class Diagnosis:
     Attributes:
       step_seconds: How long a step takes, the mean over steps and ranks.
       findings: What costs time, the worst first. Empty: there is nothing to gain.
-      lines: All that there is to say, a sentence or two in a line.
+      changes: The one or two that are expected to help most, the best first. Empty where none is, or where what the job
+        does cannot be simulated.
+      facts: Where the time went, a sentence or two in a line.
+      conclusions: What costs time, and what would help; likewise.
+      shares: By name of a rank, what shares of its time were what.
     """
 
     step_seconds: float
     findings: Sequence[Finding]
-    lines: Sequence[str]
+    changes: Sequence[Change]
+    facts: Sequence[str]
+    conclusions: Sequence[str]
+    shares: Mapping[str, Mapping[str, float]]
+
+    @property
+    def lines(self) -> list[str]:
+        """All that there is to say."""
+        return [*self.facts, *self.conclusions]
 
 
 def diagnose(job: JobLog) -> Diagnosis:
@@ -100,68 +119,96 @@ class _Job:
         self._blame = find_blame(job, steps)
         self._links = measure_links(job)
         self._seconds = {index: float(np.mean(each.seconds)) for index, each in steps.items()}
-        self._step_seconds = float(np.mean(list(self._seconds.values())))
+        self._step_seconds = float(np.mean([np.sum(each.seconds) / np.sum(each.advance) for each in steps.values()]))
+
+    @functools.cached_property
+    def _what_if(self) -> WhatIf:
+        return WhatIf(self._job, self._steps, self._links, self._step_seconds)
 
     def diagnosis(self) -> Diagnosis:
-        findings = [each for each in (*self._slow_ranks(), *self._slow_links()) if each.share >= _LEAST_SHARE]
+        findings = [each for each in (*self._slow_ranks(), *self._slow_links()) if each.share >= LEAST_SHARE]
         findings.sort(key=lambda each: -each.share)
         if not findings:
-            findings = [each for each in self._communication() if each.share >= 2 * _LEAST_SHARE]
-        lines = [*self._summary(), *self._link_lines(), *self._outcome_lines()]
+            findings = [each for each in self._communication() if each.share >= 2 * LEAST_SHARE]
+        findings = findings[:_MOST_FINDINGS]
+        changes = self._what_if.changes([(each.kind, each.is_always) for each in findings])
+        facts = [*self._summary(), *self._link_lines(), *self._outcome_lines()]
         if findings:
-            lines += [each.text for each in findings[:2]]
-            if any(each.kind in ("bandwidth", "latency", "communication") for each in findings[:2]):
-                lines += self._prediction()
+            helps = [self._tell_change(each) for each in changes] or self._prediction(findings)
+            conclusions = [*(each.text for each in findings), *helps]
         else:
             computing = np.mean([np.sum(each.compute) / np.sum(each.seconds) for each in self._steps.values()])
-            lines.append(f"There is nothing to gain: {computing:.0%} of a step is computing, alike on all ranks.")
-        return Diagnosis(self._step_seconds, findings[:2], lines)
+            conclusions = [f"There is nothing to gain: {computing:.0%} of a step is computing, alike on all ranks."]
+        shares = {self._name(index): self._shares(index) for index in self._steps}
+        return Diagnosis(self._step_seconds, findings, changes, facts, conclusions, shares)
 
     # Where the time went.
 
     def _summary(self) -> Iterator[str]:
-        yield f"A step takes {_duration(self._step_seconds)}, the mean of {self._num_steps()} recorded steps."
+        yield f"A step takes {duration(self._step_seconds)}, the mean of {self._num_steps()} recorded steps."
         for index, each in self._steps.items():
-            total = float(np.sum(each.seconds))
-            parts = {text: float(np.sum(each.part(name))) / total for name, text in PARTS.items()}
-            told = [f"{share:.0%} {text}" for text, share in parts.items() if text == PARTS["compute"] or share >= 0.01]
-            waited = float(np.sum(each.result)) / total
-            hidden = max(float(np.sum(each.exchange - each.result)), 0.0) / total
+            shares = self._shares(index)
+            waited = shares.pop(FOR_OTHERS) + shares.pop(ON_ITS_WAY)
+            told = [
+                f"{share:.0%} {text}" for text, share in shares.items() if text == PARTS["compute"] or share >= 0.01
+            ]
+            hidden = max(float(np.sum(each.exchange - each.result) / np.sum(each.seconds)), 0.0)
             yield (
                 f"{self._name(index)}: {', '.join(told)}, {waited:.0%} waiting for others"
-                f"{self._for_whom(index, waited)}. Communication hides behind {min(hidden, 1.0):.0%} of the step."
+                f"{self._for_what(index, waited)}. Communication hides behind {min(hidden, 1.0):.0%} of the step."
             )
 
-    def _for_whom(self, index: int, waited: float) -> str:
+    def _shares(self, index: int) -> dict[str, float]:
+        """What share of a rank's time its own parts are, and the two kinds of waiting."""
+        steps = self._steps[index]
+        total = float(np.sum(steps.seconds))
+        waited = float(np.sum(steps.result)) / total
+        on_its_way = min(waited, self._on_its_way(index))
+        parts = {text: float(np.sum(steps.part(name))) / total for name, text in PARTS.items()}
+        return {**parts, FOR_OTHERS: waited - on_its_way, ON_ITS_WAY: on_its_way}
+
+    def _on_its_way(self, index: int) -> float:
         blame = self._blame[index]
-        others = {cause: seconds for cause, seconds in blame.own.items() if cause != index}
-        if waited < 0.01 or not others:
-            return ""
-        worst = max(others, key=others.get)
-        share = others[worst] / blame.num_steps / self._seconds[index]
-        return f" ({share:.0%} for {self._name(worst)})" if share >= 0.01 else ""
+        return sum(blame.links.values()) / blame.num_steps / self._seconds[index]
+
+    def _for_what(self, index: int, waited: float) -> str:
+        """For whom a rank waits most, and how long for what is on its way: communication that is not hidden."""
+        blame, seconds = self._blame[index], self._seconds[index]
+        shares = {cause: each / blame.num_steps / seconds for cause, each in blame.own.items() if cause != index}
+        on_its_way = self._on_its_way(index)
+        told = []
+        if shares and max(shares.values()) >= 0.01:
+            worst = max(shares, key=shares.get)
+            told.append(f"{shares[worst]:.0%} for {self._name(worst)}")
+        if on_its_way >= 0.01:
+            told.append(f"{on_its_way:.0%} for what is on its way")
+        return f" ({', '.join(told)})" if told and waited >= 0.01 else ""
 
     def _link_lines(self) -> Iterator[str]:
         if (slowest := self._slowest(lambda link: 1 / link.bytes_per_second)) is not None:
-            yield f"The slowest link is {self._way(slowest)}, {slowest.bytes_per_second * 8e-6:.3g} Mbit/s."
+            yield f"The slowest link is {self._way(slowest)}, {rate(slowest.bytes_per_second)}."
         if (longest := self._slowest(lambda link: link.round_trip_seconds)) is not None:
-            yield f"The longest round trip is {self._way(longest)}, {_duration(longest.round_trip_seconds)}."
+            yield f"The longest round trip is {self._way(longest)}, {duration(longest.round_trip_seconds)}."
 
     def _slowest(self, badness) -> Link | None:
         known = [link for link in self._links.values() if not math.isnan(badness(link))]
         return max(known, key=badness, default=None)
 
     def _outcome_lines(self) -> Iterator[str]:
-        counts: dict[str, int] = {}
+        counts: collections.Counter[str] = collections.Counter()
+        num_sent = 0
         for index in self._steps:
             process = self._job.processes[index]
+            num_sent += np.count_nonzero(process.of_kind(Kind.SEND)["lane"])  # Arrays do not travel on lane 0.
             for event in process.of_kind(Kind.OUTCOME):
-                counts[process.text(event)] = counts.get(process.text(event), 0) + int(event["number"])
-        num_steps = self._num_steps()
-        for name in ("late", "dropped", "skipped", "retried"):
-            if counts.get(name):
-                what = "steps were" if name == "skipped" else "updates were"
-                yield f"{counts[name]} {what} {name}: {counts[name] / num_steps:.2g} for each recorded step of a rank."
+                counts[process.text(event)] += int(event["number"])
+        if counts["skipped"]:
+            share = counts["skipped"] / (counts["skipped"] + self._num_steps())
+            yield f"{counts['skipped']} steps were skipped, {share:.0%} of all."
+        for name, what in (("late", "came too late"), ("dropped", "were dropped"), ("retried", "were sent again")):
+            if counts[name]:
+                share = counts[name] / max(1, num_sent + (counts[name] if name == "dropped" else 0))
+                yield f"{counts[name]} updates {what}: {share:.1%} of those that were to be sent."
 
     # What costs time.
 
@@ -184,7 +231,7 @@ class _Job:
         }
         kind = max(excesses, key=excesses.get)
         usual = float(np.median(np.concatenate([other.own for other in others])))
-        is_always = float(np.median(steps.own)) > _ALWAYS * usual
+        is_always = float(np.median(steps.own)) > ALWAYS * usual
         slow = steps.own > _SLOW_STEP * usual
         if is_always:
             times = (
@@ -193,18 +240,20 @@ class _Job:
         else:
             longer = float(np.mean(steps.own[slow])) / usual if slow.any() else 1.0
             times = f"is slow now and then: in {np.mean(slow):.0%} of its steps it takes {longer:.1f} times as long"
-        expected = self._without_slowness(index)
-        gain = "" if math.isnan(expected) else f" As fast as the others, a step would take {_duration(expected)}."
+        expected = self._without_slowness(index) if share >= LEAST_SHARE else math.nan
+        gain = "" if math.isnan(expected) else f" As fast as the others, a step would take {duration(expected)}."
         name = self._name(index)
-        cause = f"The cause is {PARTS[kind]}, {_duration(excesses[kind])} more in the mean."
+        cause = f"The cause is {PARTS[kind]}, {duration(excesses[kind])} more in the mean."
         text = f"{name} {times}. {cause}{gain} {_ADVICE[kind]}"
         return Finding(kind, name, is_always, share, expected, text)
 
     def _without_slowness(self, index: int) -> float:
-        """A step if a rank were like the others: where all wait for each other, the slowest one decides.
+        """A step if a rank were like the others; without simulation, if all wait for each other, as the slowest takes:
 
         mean over steps k of  max over ranks r of own(r, k)  +  mean of  min over r of result(r, k)
         """
+        if self._what_if.is_trusted:
+            return self._what_if.like_others(index)
         common = _common(self._steps)
         if common is None:
             return math.nan
@@ -218,29 +267,30 @@ class _Job:
 
     def _slow_links(self) -> Iterator[Finding]:
         # What most links, or those between others where all of a rank are slow, are like.
-        rate = _quantile([each.bytes_per_second for each in self._links.values()], 75, "higher")
+        usual = _quantile([each.bytes_per_second for each in self._links.values()], 75, "higher")
         round_trip = _quantile([each.round_trip_seconds for each in self._links.values()], 25, "lower")
         least = max(_SLOW_LINK * round_trip, _LEAST_ROUND_TRIP_SECONDS)
         long = [each for each in self._links.values() if each.round_trip_seconds > least]
-        narrow = [each for each in self._links.values() if each.bytes_per_second * _SLOW_LINK < rate]
+        narrow = [each for each in self._links.values() if each.bytes_per_second * _SLOW_LINK < usual]
         # Over a long link, connections take their time until they are fast: that is no want of bandwidth.
         narrow = [
             each
             for each in narrow
-            if each not in long or each.message_seconds > _SPARE * (each.start_seconds + each.message_bytes / rate)
+            if each not in long or each.message_seconds > _SPARE * (each.start_seconds + each.message_bytes / usual)
         ]
         long = [each for each in long if each not in narrow]
         for links in self._by_process(narrow):
             slowest = min(each.bytes_per_second for each in links)
-            what = f"{slowest * 8e-6:.3g} Mbit/s go over {self._ways(links)}, over the others {rate * 8e-6:.3g}."
+            what = f"{rate(slowest)} go over {self._ways(links)}, over the others {rate(usual)}."
             advice = "Send less over it: a codec, such as `codec='int8'`, or a topology that leaves it out."
-            yield self._slow_link("bandwidth", links, what, rate / slowest, advice)
+            yield self._slow_link("bandwidth", links, what, usual / slowest, advice, bytes_per_second=usual)
         for links in self._by_process(long):
             longest = max(each.round_trip_seconds for each in links)
-            usual = _duration(round_trip)
-            what = f"A round trip of {self._ways(links)} takes {_duration(longest)}, of the others {usual}."
+            what = (
+                f"A round trip of {self._ways(links)} takes {duration(longest)}, of the others {duration(round_trip)}."
+            )
             advice = "Wait less often for it: DTSStrategy, a wider pipeline of PipeSGDStrategy, or HopStrategy."
-            yield self._slow_link("latency", links, what, longest / round_trip, advice)
+            yield self._slow_link("latency", links, what, longest / round_trip, advice, round_trip_seconds=round_trip)
 
     def _by_process(self, slow: Sequence[Link]) -> Iterator[Sequence[Link]]:
         """Slow links by their cause: all of a process together, whose machine may have one, and others one by one."""
@@ -252,13 +302,19 @@ class _Job:
                 yield of_process
         yield from ([link] for link in left)
 
-    def _slow_link(self, kind: str, links: Sequence[Link], what: str, factor: float, advice: str) -> Finding:
+    def _slow_link(
+        self, kind: str, links: Sequence[Link], what: str, factor: float, advice: str, **others: float
+    ) -> Finding:
         # Others wait for the ranks at its ends, which begin their steps later: it costs what those wait for it.
         share = max(sum(self._share_of_link(each.ends, index) for each in links) for index in self._blame)
-        expected = self._step_seconds * (1 - share * (1 - 1 / factor))
+        expected = self._what_if.with_links(links, **others) if share >= LEAST_SHARE else math.nan
+        at_most = ""
+        if math.isnan(expected):
+            at_most = " or less"
+            expected = self._step_seconds * (1 - share * (1 - 1 / factor))
         text = (
             f"{what} Ranks wait {share:.0%} of a step for what is on its way there. Like the others, a step would take "
-            f"{_duration(expected)} or less. {advice}"
+            f"{duration(expected)}{at_most}. {advice}"
         )
         return Finding(kind, self._ways(links), True, share, expected, text)
 
@@ -279,13 +335,24 @@ class _Job:
         )
         yield Finding("communication", "all ranks", True, share, self._step_seconds * (1 - share), text)
 
-    def _prediction(self) -> Iterator[str]:
+    def _tell_change(self, change: Change) -> str:
+        """One sentence."""
+        skips = "; the slow rank then passes over steps" if "skip" in change.text else ""
+        return (
+            f"By simulation, {change.text} would take {duration(change.step_seconds)} a step, now "
+            f"{duration(self._step_seconds)}{skips}."
+        )
+
+    def _prediction(self, findings: Sequence[Finding]) -> Iterator[str]:
+        """Where the job cannot be simulated."""
+        if not any(each.kind in ("bandwidth", "latency", "communication") for each in findings):
+            return
         plan = best_plan(self._job, self._steps, self._links)
-        if plan is not None and plan.step_seconds < (1 - _LEAST_SHARE) * self._step_seconds:
+        if plan is not None and plan.step_seconds < (1 - LEAST_SHARE) * self._step_seconds:
             settings = f"codec={plan.codec!r}, pipeline_width={plan.pipeline_width}, algorithm={plan.algorithm!r}"
             yield (
-                f"By the timing model, PipeSGDStrategy({settings}) would take {_duration(plan.step_seconds)} a step "
-                f"where encoding costs little, now {_duration(self._step_seconds)}."
+                f"By the timing model, PipeSGDStrategy({settings}) would take {duration(plan.step_seconds)} a step "
+                f"where encoding costs little, now {duration(self._step_seconds)}."
             )
 
     def _share_of_link(self, ends: tuple[int, int], index: int) -> float:
@@ -320,7 +387,14 @@ def _quantile(values: Sequence[float], percent: float, method: str) -> float:
     return float(np.percentile(known, percent, method=method)) if known else math.nan
 
 
-def _duration(seconds: float) -> str:
-    if seconds < 1e-3:
+def duration(seconds: float) -> str:
+    """As people write it."""
+    if 0 < seconds < 1e-3:
         return f"{seconds * 1e6:.3g} us"
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def rate(bytes_per_second: float) -> str:
+    """As people write it."""
+    bits = bytes_per_second * 8
+    return f"{bits * 1e-9:.3g} Gbit/s" if bits >= 1e9 else f"{bits * 1e-6:.3g} Mbit/s"

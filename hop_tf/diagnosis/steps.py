@@ -32,6 +32,7 @@ class Steps:
       keys: Session and step; int array [steps, 2].
       begin: When they began.
       seconds: How long they took.
+      advance: By how many iterations each has led on: more than 1 where the next ones were jumped over.
       compute: Until the gradients were there.
       result: How long the step then waited for other ranks.
       input: How long Keras waited for the next step's batch.
@@ -44,6 +45,7 @@ class Steps:
     keys: np.ndarray
     begin: np.ndarray
     seconds: np.ndarray
+    advance: np.ndarray
     compute: np.ndarray
     result: np.ndarray
     input: np.ndarray
@@ -86,6 +88,7 @@ def steps_of(process: ProcessLog) -> Steps:
         keys=np.stack([first["session"], first["step"]], axis=1).astype(np.int64),
         begin=first["begin"],
         seconds=seconds,
+        advance=np.maximum(following["step"].astype(np.int64) - first["step"], 1),
         compute=first["seconds"].astype(np.float64),
         result=result,
         input=waited,

@@ -1,0 +1,49 @@
+"""A strategy's settings, as records tell them: texts, which are read as values again."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Mapping
+
+from hop_tf import codecs
+
+
+def read_settings(about: Mapping[str, object]) -> dict[str, object] | None:
+    """The arguments of the strategy that has written records.
+
+    Args:
+      about: `ProcessLog.about`.
+
+    Returns:
+      Its arguments by name, without those that no text can tell; None where the records do not tell them.
+    """
+    texts = about.get("settings")
+    if not isinstance(texts, Mapping):
+        return None
+    settings = {str(name): _read(str(text)) for name, text in texts.items()}
+    if isinstance(settings.get("topology"), str):
+        settings["topology"] = settings["topology"].split(" ")[0]  # Behind it is a digest of the graph.
+    return settings
+
+
+def _read(text: str) -> object:
+    """A value from its text: a literal, a codec or the like with literals as its arguments; else the text."""
+    try:
+        node = ast.parse(text, mode="eval").body
+    except (SyntaxError, ValueError):
+        return text
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        make = _makers().get(node.func.id)
+        if make is None:
+            return text
+        return make(**{each.arg: _read(ast.unparse(each.value)) for each in node.keywords})
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        return text
+
+
+def _makers() -> dict[str, Callable]:
+    from hop_tf.strategies.hop.settings import SkipIterations
+
+    return {each: getattr(codecs, each) for each in codecs.__all__} | {"SkipIterations": SkipIterations}

@@ -1,0 +1,286 @@
+"""`WhatIf`: how long a step would take with other settings, shares, ranks or links, by simulation.
+
+What ranks have done on their own, step by step, and how fast messages went is taken from the records. The strategies'
+own protocols then run with these on a virtual clock: see `hop_tf.simulate.training`. That is believed only where it
+finds, with the settings that the job has, about the step that was recorded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from hop_tf import codecs
+from hop_tf.arguments import checked_batch_shares
+from hop_tf.diagnosis.links import Link
+from hop_tf.diagnosis.settings import read_settings
+from hop_tf.diagnosis.steps import Steps
+from hop_tf.records.log import JobLog
+
+# By how much the simulation may miss the recorded step where anything is to be concluded from it.
+MOST_ERROR = 0.15
+# Time is no reason for a change that saves less than this share of a step.
+LEAST_GAIN = 0.05
+# A simulation makes so many steps at most, and fewer of many ranks, each of which sends to all others; it takes a
+# second then. Fewer than the least say little.
+_MOST_STEPS, _LEAST_STEPS, _MOST_PAIRS = 100, 25, 6400
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """Something to change, and what comes of it.
+
+    Attributes:
+      text: What to write, such as "PipeSGDStrategy(codec='int8')".
+      strategy: Name of the strategy.
+      settings: Its arguments.
+      batch_shares: What part of a batch each rank takes; None: equal ones.
+      step_seconds: How long a step would take, the mean over steps and ranks. Iterations that are jumped over count.
+    """
+
+    text: str
+    strategy: str
+    settings: Mapping[str, object]
+    batch_shares: Sequence[float] | None = None
+    step_seconds: float = math.nan
+
+
+class WhatIf:
+    """Simulates the job of some records with changes.
+
+    Args:
+      job: The records.
+      steps: By place in `JobLog.processes`, the steps of the ranks.
+      links: Those that `measure_links` has found.
+      step_seconds: How long a step takes.
+
+    Attributes:
+      strategy: The job's strategy.
+      settings: Its settings; None where they are not recorded.
+      is_trusted: Whether the job can be simulated, and takes then what it took.
+    """
+
+    def __init__(
+        self, job: JobLog, steps: Mapping[int, Steps], links: Mapping[tuple[int, int], Link], step_seconds: float
+    ):
+        self._steps = list(steps.values())
+        self._world_size = len(self._steps)
+        self._places = {index: place for place, index in enumerate(steps)}
+        self._links = {tuple(self._places.get(end) for end in ends): link for ends, link in links.items()}
+        about = job.ranks[0].about
+        self.strategy = str(about.get("strategy"))
+        self.settings = read_settings(about)
+        self._num_values = sum(line["num_values"] for line in job.ranks[0].lines if line["kind"] == "group")
+        self._num_steps = min(
+            _MOST_STEPS, _MOST_PAIRS // max(1, self._world_size) ** 2, *(len(each.begin) for each in self._steps)
+        )
+        is_whole = self._world_size == int(about["num_ranks"]) > 1 and not int(about["num_servers"])
+        self.is_trusted = (
+            is_whole
+            and self._num_steps >= _LEAST_STEPS
+            and self._num_values > 0
+            and self.settings is not None
+            and self.strategy in _candidates_of
+            and abs(self._present / step_seconds - 1) <= MOST_ERROR
+        )
+
+    @functools.cached_property
+    def _present(self) -> float:
+        return self._simulate()
+
+    def like_others(self, index: int) -> float:
+        """A step if a rank did on its own what others do, each taken in turn; nan where nothing is trusted.
+
+        Args:
+          index: The rank's place in `JobLog.processes`.
+        """
+        return self._simulate(own_like_others=self._places[index]) if self.is_trusted else math.nan
+
+    def with_links(self, slow: Sequence[Link], **known: float) -> float:
+        """A step if some links had another rate or latency; nan where nothing is trusted.
+
+        Args:
+          slow: The links.
+          **known: `bytes_per_second` or `round_trip_seconds` that they would have.
+        """
+        if not self.is_trusted:
+            return math.nan
+        return self._simulate(links={tuple(self._places[end] for end in link.ends): known for link in slow})
+
+    def changes(self, kinds: Sequence[tuple[str, bool]], most: int = 2) -> list[Change]:
+        """What helps most, the best first; changes that gain about the same in the order of `_candidates_of`.
+
+        Args:
+          kinds: What was found: `Finding.kind`, and `is_always`.
+          most: How many are wanted.
+        """
+        if not self.is_trusted:
+            return []
+        found = [each for each in self._simulated(kinds) if each.step_seconds < (1 - LEAST_GAIN) * self._present]
+        best: list[Change] = []
+        while found and len(best) < most:
+            shortest = min(change.step_seconds for change in found)
+            chosen = next(change for change in found if change.step_seconds <= (1 + LEAST_GAIN) * shortest)
+            best.append(chosen)
+            # A later one is worth a word if it gains as much in another way.
+            found = [each for each in found if _way(each) != _way(chosen)]
+        return best
+
+    def _simulated(self, kinds: Sequence[tuple[str, bool]]) -> Iterator[Change]:
+        """Candidates with their steps, up to one that leaves nothing to gain: later ones change training more."""
+        least = max(float(np.mean(each.own)) for each in self._steps)
+        for change in self._candidates(kinds):
+            try:
+                seconds = self._simulate(change.strategy, change.settings, change.batch_shares)
+            except ValueError:  # Where the job is too small for it, say.
+                continue
+            yield dataclasses.replace(change, step_seconds=seconds)
+            if seconds < (1 + LEAST_GAIN) * least and change.batch_shares is None:
+                return
+
+    def _candidates(self, kinds: Sequence[tuple[str, bool]]) -> Iterator[Change]:
+        for kind, is_always in kinds:
+            if kind == "compute" and is_always and self.settings.get("batch_shares") is None:
+                yield self._with_shares()
+            for strategy, settings in _candidates_of[self.strategy](kind, is_always, self.settings):
+                whole = {**(self.settings if strategy == self.strategy else {}), **settings}
+                if strategy != self.strategy or any(self.settings.get(k) != v for k, v in settings.items()):
+                    arguments = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+                    yield Change(f"{strategy}({arguments})", strategy, whole)
+
+    def _with_shares(self) -> Change:
+        speeds = np.array([1 / np.mean(each.compute) for each in self._steps])
+        percents = np.maximum(1, np.round(100 * speeds / speeds.sum())).astype(int).tolist()
+        shares = list(checked_batch_shares(percents, self._world_size))
+        return Change(f"{self.strategy}(batch_shares={shares})", self.strategy, self.settings, shares)
+
+    def _simulate(
+        self,
+        strategy: str | None = None,
+        settings: Mapping[str, object] | None = None,
+        batch_shares: Sequence[float] | None = None,
+        own_like_others: int | None = None,
+        links: Mapping[tuple[int, int], Mapping[str, float]] | None = None,
+    ) -> float:
+        from hop_tf.simulate.training import simulate_training
+
+        return simulate_training(
+            strategy or self.strategy,
+            self.settings if settings is None else settings,
+            world_size=self._world_size,
+            num_steps=self._num_steps,
+            own=lambda rank: self._own(rank, batch_shares, own_like_others),
+            links=self._all_links(links or {}),
+            num_values=self._num_values,
+        )
+
+    def _own(self, rank: int, batch_shares: Sequence[float] | None, own_like_others: int | None) -> Iterator:
+        """What a rank has done in its last recorded steps, one by one."""
+        from hop_tf.simulate.training import OwnSeconds
+
+        times_equal = 1.0 if batch_shares is None else batch_shares[rank] / np.mean(batch_shares)
+        others = [other for other in range(self._world_size) if other != rank]
+        for number in range(self._num_steps):
+            of_rank = rank if rank != own_like_others else others[number % len(others)]
+            steps = self._steps[of_rank]
+            step = len(steps.begin) - self._num_steps + number
+            yield OwnSeconds(
+                compute=float(steps.compute[step]) * times_equal,
+                input=float(steps.input[step]),
+                update=float(steps.other[step]),
+                callbacks=float(steps.callbacks[step] + steps.validation[step]),
+            )
+
+    def _all_links(self, changed: Mapping[tuple[int, int], Mapping[str, float]]):
+        """All links; those that no message has taken are like the median of the others."""
+        from hop_tf.simulate.training import Links
+
+        shape = (self._world_size, self._world_size)
+        latency = np.full(shape, _median([each.round_trip_seconds for each in self._links.values()], 0.0) / 2)
+        rate = np.full(shape, _median([each.bytes_per_second for each in self._links.values()], math.inf))
+        for ends, link in self._links.items():
+            known = {"round_trip_seconds": link.round_trip_seconds, "bytes_per_second": link.bytes_per_second}
+            known |= changed.get(ends, {})
+            for way in (ends, ends[::-1]) if None not in ends else ():
+                if not math.isnan(known["round_trip_seconds"]):
+                    latency[way] = known["round_trip_seconds"] / 2
+                if not math.isnan(known["bytes_per_second"]):
+                    rate[way] = known["bytes_per_second"]
+        return Links(latency, rate)
+
+
+def _way(change: Change) -> tuple[str, bool]:
+    return change.strategy, change.batch_shares is None
+
+
+def _median(values: Sequence[float], default: float) -> float:
+    known = [value for value in values if not math.isnan(value)]
+    return float(np.median(known)) if known else default
+
+
+# What may help, by strategy: those that change training least come first.
+
+
+def _of_pipe_sgd(kind: str, is_always: bool, settings: Mapping) -> Iterator[tuple[str, dict]]:
+    if kind in ("bandwidth", "latency", "communication"):
+        yield from _hiding_more(settings)
+        yield from _windows("PipeSGDStrategy", settings)
+    else:
+        yield from _waiting_less(kind, is_always, {})
+
+
+def _of_dts(kind: str, is_always: bool, settings: Mapping) -> Iterator[tuple[str, dict]]:
+    if kind in ("bandwidth", "latency", "communication"):
+        yield from _windows("DTSStrategy", settings)
+    else:
+        yield from _waiting_less(kind, is_always, {})
+
+
+def _of_hop(kind: str, is_always: bool, settings: Mapping) -> Iterator[tuple[str, dict]]:
+    if kind in ("bandwidth", "latency", "communication"):
+        yield "HopStrategy", {"update_order": "parallel"}
+        yield from (("PipeSGDStrategy", {"pipeline_width": 2, **each}) for each in ({}, {"codec": "int8"}))
+        yield from _windows("HopStrategy", settings)
+    else:
+        yield from _waiting_less(kind, is_always, settings)
+
+
+def _hiding_more(settings: Mapping) -> Iterator[tuple[str, dict]]:
+    """Settings of Pipe-SGD with which more is hidden, or less sent."""
+    wider = {"pipeline_width": 2} if int(settings.get("pipeline_width", 2)) == 1 else {}
+    if wider:
+        yield "PipeSGDStrategy", wider
+    if codecs.get(settings.get("codec")) == codecs.Identity():
+        for codec in ("truncate16", "int8"):
+            yield "PipeSGDStrategy", {"codec": codec}
+        if wider:
+            yield "PipeSGDStrategy", {**wider, "codec": "int8"}
+
+
+def _windows(strategy: str, settings: Mapping) -> Iterator[tuple[str, dict]]:
+    """Settings of DTS with longer windows, or longer delays."""
+    present = (int(settings.get("delay", 4)), int(settings.get("interval", 4))) if strategy == "DTSStrategy" else (0, 1)
+    for delay, interval in ((4, 4), (16, 8)):
+        if delay > present[0] and interval >= present[1]:
+            yield "DTSStrategy", {"delay": delay, "interval": interval}
+
+
+def _waiting_less(kind: str, is_always: bool, settings: Mapping) -> Iterator[tuple[str, dict]]:
+    """Settings of Hop with which ranks do not wait for a slow one."""
+    if kind != "compute":
+        return  # What is slow beside the gradients is mended where it is.
+    if not settings.get("num_backup_workers"):
+        yield "HopStrategy", {"num_backup_workers": 1}
+    if is_always and settings.get("skip") is None:
+        from hop_tf.strategies.hop.settings import SkipIterations
+
+        yield "HopStrategy", {"num_backup_workers": 1, "skip": SkipIterations()}
+    elif not settings.get("max_staleness"):
+        yield "HopStrategy", {"num_backup_workers": 1, "max_staleness": 4}
+
+
+_candidates_of = {"PipeSGDStrategy": _of_pipe_sgd, "DTSStrategy": _of_dts, "HopStrategy": _of_hop}

@@ -1,0 +1,48 @@
+"""What `diagnose` says of emulated clusters with a known fault, and whether what it expects of changes comes."""
+
+import tempfile
+
+import pytest
+from absl.testing import absltest, parameterized
+
+from emulated_clusters import draw
+from hop_tf.diagnosis import diagnose
+from hop_tf.records.log import read_job
+
+_KINDS = ("slow", "now and then", "bandwidth", "latency", "input", "callbacks", "nothing")
+# The first one is of four ranks: it is quick.
+_SEEDS = (10, *(seed for seed in range(20) if seed != 10))
+# How far what a change brings may be from what is expected of it.
+_TOLERANCE = 0.15
+
+
+class ClustersTest(parameterized.TestCase):
+    def diagnose(self, cluster):
+        """What is found, and how long a step takes."""
+        with tempfile.TemporaryDirectory() as directory:
+            seconds = cluster.run(directory)
+            return diagnose(read_job(directory)), seconds
+
+    @parameterized.parameters(*((kind, seed) for seed in _SEEDS for kind in _KINDS))
+    @pytest.mark.stress(after=len(_KINDS))
+    def test_names_the_fault(self, kind, seed):
+        cluster, expected, well = draw(kind, seed)
+        diagnosis, seconds = self.diagnose(cluster)
+        self.assertAlmostEqual(diagnosis.step_seconds / seconds, 1.0, delta=0.02, msg=diagnosis.lines)
+        if expected is None:
+            self.assertEmpty(diagnosis.findings, diagnosis.lines)
+            self.assertStartsWith(diagnosis.lines[-1], "There is nothing to gain")
+            return
+        finding = diagnosis.findings[0]
+        self.assertEqual((finding.kind, finding.where, finding.is_always), expected, diagnosis.lines)
+        self.assertAlmostEqual(finding.step_seconds / well.run(), 1.0, delta=_TOLERANCE, msg=diagnosis.lines)
+        for change in diagnosis.changes:
+            with self.subTest(change.text):
+                self.assertAlmostEqual(change.step_seconds / cluster.run(change=change), 1.0, delta=_TOLERANCE)
+        if kind not in ("input", "callbacks"):  # These are mended where they are.
+            self.assertNotEmpty(diagnosis.changes, diagnosis.lines)
+            self.assertIn(diagnosis.changes[0].text, diagnosis.lines[-len(diagnosis.changes)])
+
+
+if __name__ == "__main__":
+    absltest.main()

@@ -1,0 +1,214 @@
+"""Emulated clusters whose faults are known: strategies' own protocols on a virtual clock, recorded as real jobs are.
+
+Ranks, links, sizes, strategies and noise are drawn from a seed: computing varies by 10 % from step to step (lognormal),
+links by some 10 % from each other. `run` makes the job again with a change, on the same ranks and links.
+"""
+
+import dataclasses
+import pathlib
+
+import numpy as np
+
+from hop_tf.records import make_recorder
+from hop_tf.simulate.training import Links, OwnSeconds, simulate_training
+
+_FIRST_TIME = 1.7e9
+_JITTER = 0.1
+_PIPE_SGD, _DTS, _HOP = "PipeSGDStrategy", "DTSStrategy", "HopStrategy"
+# What hides nothing, and what hides a message behind one step's computing.
+_OPEN = (
+    (_PIPE_SGD, {"pipeline_width": 1}),
+    (_PIPE_SGD, {"pipeline_width": 1, "algorithm": "ring"}),
+    (_HOP, {"topology": "ring", "update_order": "serial"}),
+    (_HOP, {"topology": "complete", "update_order": "serial"}),
+)
+_HIDING = (
+    (_PIPE_SGD, {"pipeline_width": 2}),
+    (_PIPE_SGD, {"pipeline_width": 2, "codec": "int8"}),
+    (_HOP, {"topology": "ring"}),
+)
+# Links that are late hold nobody up: DTS has long delays, and in a directed graph, who is behind a link runs behind.
+_PATIENT = (
+    (_HOP, {"topology": "exponential"}),
+    (_DTS, {"delay": 4, "interval": 2}),
+)
+
+
+@dataclasses.dataclass(kw_only=True)
+class EmulatedCluster:
+    """A job. Seconds and bytes.
+
+    Attributes:
+      seed: Of the noise.
+      strategy: Name of the strategy; "PipeSGDStrategy", "DTSStrategy" or "HopStrategy".
+      settings: Its arguments.
+      world_size: Number of ranks.
+      num_values: Values of float32 that are exchanged.
+      compute: How long computing takes in the mean, by rank.
+      input: How long a rank waits for its batch.
+      callbacks: How long its callbacks take.
+      now_and_then: By rank, how often a step computes longer, and how many times as long.
+      latency: One way, array [n, n].
+      rate: Bytes per second, array [n, n].
+      num_steps: Steps of each rank.
+    """
+
+    seed: int
+    strategy: str
+    settings: dict
+    world_size: int
+    num_values: int
+    compute: np.ndarray
+    input: np.ndarray
+    callbacks: np.ndarray
+    latency: np.ndarray
+    rate: np.ndarray
+    now_and_then: dict = dataclasses.field(default_factory=dict)
+    num_steps: int = 60
+
+    @classmethod
+    def draw(cls, seed, *, hides=None, wire_share=(0.01, 0.04), latency_share=(0.002, 0.01)):
+        """A cluster without a fault.
+
+        Args:
+          seed: Of all that is drawn.
+          hides: Whether communication hides behind computing. Default: either.
+          wire_share: What part of a step's computing its messages, one after the other, take for their bytes.
+          latency_share: What part of it they take for the latencies of links.
+        """
+        generator = np.random.default_rng([seed, 1])
+        choices = {None: _OPEN + _HIDING + _PATIENT, False: _OPEN, True: _HIDING}[hides]
+        strategy, settings = choices[generator.integers(len(choices))]
+        world_size, num_values = int(generator.integers(4, 9)), int(generator.integers(200_000, 4_000_000))
+        compute = generator.uniform(0.03, 0.3)
+        # Messages after each other, and the bytes of one.
+        num_messages, num_bytes = 1, num_values * 4
+        if strategy != _HOP:
+            num_messages = 2 * (world_size - 1) if settings.get("algorithm") == "ring" else 2
+            num_bytes /= world_size
+        rate = num_messages * num_bytes / (compute * generator.uniform(*wire_share))
+        latency = compute * generator.uniform(*latency_share) / num_messages
+        shape = (world_size, world_size)
+        return cls(
+            seed=seed,
+            strategy=strategy,
+            settings=dict(settings),
+            world_size=world_size,
+            num_values=num_values,
+            compute=np.full(world_size, compute) * generator.uniform(0.99, 1.01, world_size),
+            input=np.full(world_size, compute * generator.uniform(0.002, 0.01)),
+            callbacks=np.full(world_size, compute * generator.uniform(0.001, 0.01)),
+            latency=_symmetric(latency * generator.uniform(0.9, 1.1, shape)),
+            rate=_symmetric(rate * generator.uniform(0.9, 1.1, shape)),
+        )
+
+    def run(self, log_dir=None, change=None):
+        """Trains, and writes records if there is a directory; returns the seconds of a step.
+
+        Args:
+          log_dir: Where records go; None: nowhere.
+          change: A `hop_tf.diagnosis.Change`. Default: none.
+        """
+        recorders = []
+
+        def make(rank, scheduler):
+            about = {"number": rank, "rank": rank, "num_ranks": self.world_size, "num_servers": 0}
+            settings = {name: repr(value) for name, value in self.settings.items()}
+            recorder = make_recorder(
+                pathlib.Path(log_dir) / f"rank_{rank}",
+                now=lambda: _FIRST_TIME + scheduler.now,
+                strategy=self.strategy,
+                settings=settings,
+                **about,
+            )
+            recorders.append(recorder)
+            return recorder
+
+        shares = np.ones(self.world_size)
+        strategy, settings = self.strategy, self.settings
+        if change is not None:
+            strategy, settings = change.strategy, change.settings
+            shares = np.array(change.batch_shares or shares) / np.mean(change.batch_shares or shares)
+        try:
+            return simulate_training(
+                strategy,
+                settings,
+                world_size=self.world_size,
+                num_steps=self.num_steps,
+                own=lambda rank: self._own(rank, shares[rank]),
+                links=Links(self.latency, self.rate),
+                num_values=self.num_values,
+                **({} if log_dir is None else {"recorders": make}),
+            )
+        finally:
+            for recorder in recorders:
+                recorder.close()
+
+    def _own(self, rank, share):
+        generator = np.random.default_rng([self.seed, 2, rank])
+        often, factor = self.now_and_then.get(rank, (0.0, 1.0))
+        while True:
+            noise, draw = generator.lognormal(0, _JITTER, 3), generator.random()
+            yield OwnSeconds(
+                compute=self.compute[rank] * share * noise[0] * (factor if draw < often else 1.0),
+                input=self.input[rank] * noise[1],
+                update=0.005 * self.compute.min(),
+                callbacks=self.callbacks[rank] * noise[2],
+            )
+
+
+def draw(kind, seed):
+    """A cluster with a fault.
+
+    Args:
+      kind: "slow", "now and then", "bandwidth", "latency", "input", "callbacks", or "nothing".
+      seed: Of all that is drawn.
+
+    Returns:
+      The cluster; the kind, place, and always or now and then, that are to be named, None where there are none; and the
+      same cluster without the fault.
+    """
+    generator = np.random.default_rng([seed, 3])
+    hides = bool(generator.integers(2)) if kind in ("bandwidth", "latency") else None
+    # A tenth of what hides has to be more than computing hides; else it is no fault.
+    shares = {}
+    if kind == "bandwidth":
+        shares = {"wire_share": (0.2, 0.35) if hides else (0.02, 0.05)}
+    if kind == "latency":
+        shares = {"latency_share": (0.15, 0.25) if hides else (0.02, 0.05)}
+    well, cluster = (EmulatedCluster.draw(seed, hides=hides, **shares) for _ in range(2))
+    rank = int(generator.integers(cluster.world_size))
+    where, is_always = f"rank {rank}", True
+    if kind == "slow":
+        cluster.compute[rank] *= 3
+    elif kind == "now and then":
+        cluster.now_and_then[rank] = (generator.uniform(0.1, 0.2), generator.uniform(4, 8))
+        is_always = False
+    elif kind in ("bandwidth", "latency"):
+        where = _spoil_link(kind, cluster, rank, generator)
+    elif kind in ("input", "callbacks"):
+        getattr(cluster, kind)[rank] += cluster.compute[rank] * generator.uniform(0.5, 2)
+    expected = (
+        None if kind == "nothing" else ("compute" if kind in ("slow", "now and then") else kind, where, is_always)
+    )
+    return cluster, expected, well
+
+
+def _spoil_link(kind, cluster, rank, generator):
+    """Makes a link ten times worse that is used; returns its name."""
+    from hop_tf.topology import resolve
+
+    others = [other for other in range(cluster.world_size) if other != rank]
+    if cluster.strategy == _HOP:
+        topology = resolve(cluster.settings["topology"], cluster.world_size)
+        others = sorted({*topology.in_neighbors(rank), *topology.out_neighbors(rank)} - {rank})
+    elif cluster.settings.get("algorithm") == "ring":
+        others = [(rank + 1) % cluster.world_size]
+    other = int(generator.choice(others))
+    matrix, factor = (cluster.rate, 0.1) if kind == "bandwidth" else (cluster.latency, 10)
+    matrix[[rank, other], [other, rank]] *= factor
+    return " - ".join(f"rank {end}" for end in sorted((rank, other)))
+
+
+def _symmetric(values):
+    return np.triu(values, 1) + np.triu(values, 1).T + np.diag(np.diag(values))
