@@ -13,17 +13,13 @@ import argparse
 import atexit
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-import grpc
-
-from hop_tf.options import CommunicationOptions, read_tls_files
+from hop_tf.commands import running_ranks
 from hop_tf.transport.reports import ReportReader
 
-_CALL_SECONDS = 2.0
 # The job has ended when no rank has answered for that long: all may be busy for a moment.
 _END_SECONDS = 5.0
 _WIDTH = 140  # Of a table that is not shown on a terminal.
@@ -46,13 +42,12 @@ _COLUMNS: tuple[tuple[str, Callable[[Mapping], str]], ...] = (
 def main(argv: Sequence[str]) -> int:
     """Runs `hop_tf supervise` with the arguments `argv`; returns the exit code."""
     arguments = _parse(argv)
-    readers = [ReportReader(address, arguments.token, arguments.credentials) for address in arguments.addresses]
     try:
-        return _watch(readers, arguments)
+        return _watch(arguments.readers, arguments)
     except (KeyboardInterrupt, BrokenPipeError):  # The latter: who has read this has seen enough.
         return 0
     finally:
-        for reader in readers:
+        for reader in arguments.readers:
             reader.close()
 
 
@@ -62,20 +57,20 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         description="Show what the ranks of a running job do. Ends when no rank answers any more.",
     )
     parser.add_argument(
-        "addresses", nargs="*", type=_address, help="host:port of the ranks, in order; default: those of TF_CONFIG"
+        "addresses",
+        nargs="*",
+        type=running_ranks.address,
+        help="host:port of the ranks, in order; default: those of TF_CONFIG",
     )
     parser.add_argument("--interval", type=float, default=1.0, help="seconds between two looks (default 1)")
     parser.add_argument("--count", type=int, default=0, help="look so many times; default 0: until the job has ended")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for the first rank (default 60)")
     parser.add_argument("--json", action="store_true", help="print a line of JSON at each look instead of a table")
-    parser.add_argument("--token", help="the cluster token; default: that in HOP_TF_CLUSTER_TOKEN, if there is one")
-    for name in ("certificate_chain", "private_key", "root_certificates"):
-        parser.add_argument(f"--tls_{name}", help="see CommunicationOptions")
+    running_ranks.add_arguments(parser)
     arguments = parser.parse_args(argv)
-    arguments.token = arguments.token or os.environ.get("HOP_TF_CLUSTER_TOKEN")
     try:
-        arguments.addresses = arguments.addresses or _addresses_of_cluster()
-        arguments.credentials = _credentials(arguments)
+        arguments.addresses = arguments.addresses or running_ranks.addresses_of_cluster()
+        arguments.readers = running_ranks.make_readers(arguments.addresses, arguments)
     except (argparse.ArgumentTypeError, TypeError, ValueError) as error:
         parser.error(str(error))
     if not arguments.addresses:
@@ -85,42 +80,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     return arguments
 
 
-def _address(text: str) -> str:
-    """`text`; raises ArgumentTypeError if it is no address: gRPC would look for something else."""
-    host, _, port = text.rpartition(":")
-    if not (host and port.isdecimal() and 0 < int(port) < 65536):
-        raise argparse.ArgumentTypeError(f"Addresses must be 'host:port', ports from 1 to 65535. Received: {text!r}.")
-    return text
-
-
-def _addresses_of_cluster() -> list[str]:
-    text = os.environ.get("TF_CONFIG") or "{}"
-    try:
-        cluster = json.loads(text).get("cluster", {})
-        addresses = [*cluster.get("chief", ()), *cluster.get("worker", ())]
-    except (AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"TF_CONFIG must be JSON with the lists of a cluster's tasks. Received: {text}") from error
-    return [_address(str(address)) for address in addresses]
-
-
-def _credentials(arguments: argparse.Namespace) -> grpc.ChannelCredentials | None:
-    files = read_tls_files(
-        CommunicationOptions(
-            tls_certificate_chain=arguments.tls_certificate_chain,
-            tls_private_key=arguments.tls_private_key,
-            tls_root_certificates=arguments.tls_root_certificates,
-        )
-    )
-    if files is None:
-        return None
-    return grpc.ssl_channel_credentials(files.root_certificates, files.private_key, files.certificate_chain)
-
-
 def _watch(readers: Sequence[ReportReader], arguments: argparse.Namespace) -> int:
     show = _show_json if arguments.json else _make_table_printer()
     num_looks, seen, silent_since = 0, False, time.monotonic()
     while True:
-        reports = _with_distances([_read(reader, rank) for rank, reader in enumerate(readers)])
+        reports = _with_distances([running_ranks.read(reader, rank) for rank, reader in enumerate(readers)])
         answered = any("problem" not in report for report in reports)
         if answered:
             seen, silent_since = True, math.inf
@@ -139,15 +103,6 @@ def _watch(readers: Sequence[ReportReader], arguments: argparse.Namespace) -> in
             if num_looks == arguments.count:
                 return 0
         time.sleep(arguments.interval)
-
-
-def _read(reader: ReportReader, rank: int) -> dict[str, object]:
-    try:
-        return reader.read(_CALL_SECONDS)
-    except grpc.RpcError as error:
-        return {"rank": rank, "problem": f"{error.code().name.lower()}: {error.details()}"}
-    except ValueError as error:
-        return {"rank": rank, "problem": str(error)}
 
 
 def _with_distances(reports: Sequence[Mapping]) -> list[dict[str, object]]:

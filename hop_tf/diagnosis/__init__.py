@@ -7,11 +7,15 @@
     what_if      what the simulation expects of changes
     predictions  what the timing models expect of other settings, where the job cannot be simulated
     findings     the rules, and what they say
+    live         what can be said of a running job without records
+    page         the same with pictures, for a browser
 
 `docs/see.md` shows how to read it.
 """
 
 from hop_tf.diagnosis.findings import Diagnosis, Finding, diagnose
+from hop_tf.diagnosis.live import diagnose_reports
+from hop_tf.diagnosis.page import make_page
 from hop_tf.diagnosis.what_if import Change
 
-__all__ = ["Change", "Diagnosis", "Finding", "diagnose"]
+__all__ = ["Change", "Diagnosis", "Finding", "diagnose", "diagnose_reports", "make_page"]

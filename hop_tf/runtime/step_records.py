@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import numbers
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from hop_tf.records import Kind
 from hop_tf.records.recorder import Recorder
@@ -43,6 +44,12 @@ class StepRecords:
         begin = time.time()
         yield
         self._add(Kind.VALIDATION, begin)
+
+    def end_epoch(self, logs: Mapping[str, object]) -> None:
+        """An epoch has ended with these metrics; those of short ones are recorded now and then."""
+        if self.recorder is not None:
+            values = {name: float(value) for name, value in logs.items() if isinstance(value, numbers.Real)}
+            self.recorder.add_now_and_then("metrics", {"values": values})
 
     def _add(self, kind: Kind, begin: float) -> None:
         if self.recorder is not None and self.recorder.is_on:

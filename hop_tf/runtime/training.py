@@ -259,7 +259,11 @@ class TrainingRun(TrainingHooks):
         return self.records.validation()
 
     def average_metrics(self, logs: dict, num_steps: int) -> None:
-        """Puts the means over the ranks in the place of this rank's metrics, where ranks average them."""
+        """Puts the means over the ranks in the place of this rank's metrics, where ranks average them; records them."""
+        self._average_metrics(logs, num_steps)
+        self.records.end_epoch(logs)
+
+    def _average_metrics(self, logs: dict, num_steps: int) -> None:
         if not self._averages_metrics or not self.data.num_steps:
             return
         if num_steps >= self.data.num_steps:  # More, where `steps_per_execution` does not divide them.
