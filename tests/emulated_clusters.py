@@ -85,7 +85,7 @@ class EmulatedCluster:
         num_messages, num_bytes = 1, num_values * 4
         if strategy != _HOP:
             num_messages = 2 * (world_size - 1) if settings.get("algorithm") == "ring" else 2
-            num_bytes /= world_size
+            num_bytes /= world_size * (4 if settings.get("codec") == "int8" else 1)
         rate = num_messages * num_bytes / (compute * generator.uniform(*wire_share))
         latency = compute * generator.uniform(*latency_share) / num_messages
         shape = (world_size, world_size)

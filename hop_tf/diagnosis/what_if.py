@@ -25,6 +25,8 @@ from hop_tf.records.log import JobLog
 MOST_ERROR = 0.15
 # Time is no reason for a change that saves less than this share of a step.
 LEAST_GAIN = 0.05
+# Kinds of findings that communication has caused.
+_OF_LINKS = ("bandwidth", "latency", "communication")
 # A simulation makes so many steps at most, and fewer of many ranks, each of which sends to all others; it takes a
 # second then. Fewer than the least say little.
 _MOST_STEPS, _LEAST_STEPS, _MOST_PAIRS = 100, 25, 6400
@@ -75,9 +77,9 @@ class WhatIf:
         self.strategy = str(about.get("strategy"))
         self.settings = read_settings(about)
         self._num_values = sum(line["num_values"] for line in job.ranks[0].lines if line["kind"] == "group")
-        self._num_steps = min(
-            _MOST_STEPS, _MOST_PAIRS // max(1, self._world_size) ** 2, *(len(each.begin) for each in self._steps)
-        )
+        # Who jumps over steps has made fewer.
+        num_recorded = max(len(each.begin) for each in self._steps)
+        self._num_steps = min(_MOST_STEPS, _MOST_PAIRS // self._world_size**2, num_recorded)
         is_whole = self._world_size == int(about["num_ranks"]) > 1 and not int(about["num_servers"])
         self.is_trusted = (
             is_whole
@@ -85,11 +87,12 @@ class WhatIf:
             and self._num_values > 0
             and self.settings is not None
             and self.strategy in _candidates_of
-            and abs(self._present / step_seconds - 1) <= MOST_ERROR
+            and abs(self.present / step_seconds - 1) <= MOST_ERROR
         )
 
     @functools.cached_property
-    def _present(self) -> float:
+    def present(self) -> float:
+        """A step with the settings that the job has."""
         return self._simulate()
 
     def like_others(self, index: int) -> float:
@@ -120,7 +123,7 @@ class WhatIf:
         """
         if not self.is_trusted:
             return []
-        found = [each for each in self._simulated(kinds) if each.step_seconds < (1 - LEAST_GAIN) * self._present]
+        found = [each for each in self._simulated(kinds) if each.step_seconds < (1 - LEAST_GAIN) * self.present]
         best: list[Change] = []
         while found and len(best) < most:
             shortest = min(change.step_seconds for change in found)
@@ -131,26 +134,30 @@ class WhatIf:
         return best
 
     def _simulated(self, kinds: Sequence[tuple[str, bool]]) -> Iterator[Change]:
-        """Candidates with their steps, up to one that leaves nothing to gain: later ones change training more."""
-        least = max(float(np.mean(each.own)) for each in self._steps)
-        for change in self._candidates(kinds):
-            try:
-                seconds = self._simulate(change.strategy, change.settings, change.batch_shares)
-            except ValueError:  # Where the job is too small for it, say.
-                continue
-            yield dataclasses.replace(change, step_seconds=seconds)
-            if seconds < (1 + LEAST_GAIN) * least and change.batch_shares is None:
-                return
-
-    def _candidates(self, kinds: Sequence[tuple[str, bool]]) -> Iterator[Change]:
+        """The candidates with their steps."""
         for kind, is_always in kinds:
-            if kind == "compute" and is_always and self.settings.get("batch_shares") is None:
-                yield self._with_shares()
-            for strategy, settings in _candidates_of[self.strategy](kind, is_always, self.settings):
-                whole = {**(self.settings if strategy == self.strategy else {}), **settings}
-                if strategy != self.strategy or any(self.settings.get(k) != v for k, v in settings.items()):
-                    arguments = ", ".join(f"{name}={value!r}" for name, value in settings.items())
-                    yield Change(f"{strategy}({arguments})", strategy, whole)
+            for change in self._candidates(kind, is_always):
+                try:
+                    seconds = self._simulate(change.strategy, change.settings, change.batch_shares)
+                except ValueError:  # Where the job is too small for it, say.
+                    continue
+                yield dataclasses.replace(change, step_seconds=seconds)
+                if kind in _OF_LINKS and seconds < (1 + LEAST_GAIN) * self._most_own:
+                    break  # No communication is left to hide, and later ones change training more.
+
+    @functools.cached_property
+    def _most_own(self) -> float:
+        """What the slowest rank does on its own in a step."""
+        return max(float(np.mean(each.own)) for each in self._steps)
+
+    def _candidates(self, kind: str, is_always: bool) -> Iterator[Change]:
+        if kind == "compute" and is_always and self.settings.get("batch_shares") is None:
+            yield self._with_shares()
+        for strategy, settings in _candidates_of[self.strategy](kind, is_always, self.settings):
+            whole = {**(self.settings if strategy == self.strategy else {}), **settings}
+            if strategy != self.strategy or any(self.settings.get(k) != v for k, v in settings.items()):
+                arguments = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+                yield Change(f"{strategy}({arguments})", strategy, whole)
 
     def _with_shares(self) -> Change:
         speeds = np.array([1 / np.mean(each.compute) for each in self._steps])
@@ -179,7 +186,7 @@ class WhatIf:
         )
 
     def _own(self, rank: int, batch_shares: Sequence[float] | None, own_like_others: int | None) -> Iterator:
-        """What a rank has done in its last recorded steps, one by one."""
+        """What a rank has done in its last recorded steps, one by one; again, where there are too few."""
         from hop_tf.simulate.training import OwnSeconds
 
         times_equal = 1.0 if batch_shares is None else batch_shares[rank] / np.mean(batch_shares)
@@ -187,7 +194,8 @@ class WhatIf:
         for number in range(self._num_steps):
             of_rank = rank if rank != own_like_others else others[number % len(others)]
             steps = self._steps[of_rank]
-            step = len(steps.begin) - self._num_steps + number
+            first = max(0, len(steps.begin) - self._num_steps)
+            step = first + number % (len(steps.begin) - first)
             yield OwnSeconds(
                 compute=float(steps.compute[step]) * times_equal,
                 input=float(steps.input[step]),
@@ -226,7 +234,7 @@ def _median(values: Sequence[float], default: float) -> float:
 
 
 def _of_pipe_sgd(kind: str, is_always: bool, settings: Mapping) -> Iterator[tuple[str, dict]]:
-    if kind in ("bandwidth", "latency", "communication"):
+    if kind in _OF_LINKS:
         yield from _hiding_more(settings)
         yield from _windows("PipeSGDStrategy", settings)
     else:
@@ -234,14 +242,14 @@ def _of_pipe_sgd(kind: str, is_always: bool, settings: Mapping) -> Iterator[tupl
 
 
 def _of_dts(kind: str, is_always: bool, settings: Mapping) -> Iterator[tuple[str, dict]]:
-    if kind in ("bandwidth", "latency", "communication"):
+    if kind in _OF_LINKS:
         yield from _windows("DTSStrategy", settings)
     else:
         yield from _waiting_less(kind, is_always, {})
 
 
 def _of_hop(kind: str, is_always: bool, settings: Mapping) -> Iterator[tuple[str, dict]]:
-    if kind in ("bandwidth", "latency", "communication"):
+    if kind in _OF_LINKS:
         yield "HopStrategy", {"update_order": "parallel"}
         yield from (("PipeSGDStrategy", {"pipeline_width": 2, **each}) for each in ({}, {"codec": "int8"}))
         yield from _windows("HopStrategy", settings)

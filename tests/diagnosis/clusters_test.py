@@ -7,7 +7,9 @@ from absl.testing import absltest, parameterized
 
 from emulated_clusters import draw
 from hop_tf.diagnosis import diagnose
+from hop_tf.records import Kind
 from hop_tf.records.log import read_job
+from hop_tf.strategies.hop.settings import SkipIterations
 
 _KINDS = ("slow", "now and then", "bandwidth", "latency", "input", "callbacks", "nothing")
 # The first one is of four ranks: it is quick.
@@ -42,6 +44,22 @@ class ClustersTest(parameterized.TestCase):
         if kind not in ("input", "callbacks"):  # These are mended where they are.
             self.assertNotEmpty(diagnosis.changes, diagnosis.lines)
             self.assertIn(diagnosis.changes[0].text, diagnosis.lines[-len(diagnosis.changes)])
+
+    def test_a_rank_that_nobody_waits_for(self):
+        """It is three times slower, and jumps over iterations."""
+        cluster, (_, where, _), _ = draw("slow", _SEEDS[0])
+        skip = {"num_backup_workers": 1, "skip": SkipIterations()}
+        cluster.strategy, cluster.settings = "HopStrategy", {"topology": "complete", **skip}
+        with tempfile.TemporaryDirectory() as directory:
+            cluster.run(directory)
+            job = read_job(directory)
+        diagnosis = diagnose(job)
+        text = "\n".join(diagnosis.facts)
+        self.assertRegex(text, rf"{where} takes [23]\.\d times as long .* and the others hardly wait for it\.")
+        self.assertStartsWith(diagnosis.lines[-1], "There is nothing to gain")
+        num_made = sum(len(process.of_kind(Kind.COMPUTE)) for process in job.ranks)
+        num_skipped = cluster.world_size * cluster.num_steps - num_made
+        self.assertIn(f"{num_skipped} steps were skipped", text)
 
 
 if __name__ == "__main__":

@@ -28,9 +28,9 @@ class _SlowCallback(keras.callbacks.Callback):
         time.sleep(2 * _STEP_SECONDS)
 
 
-def _train(log_dir, strategy_name, fault):
+def _train(log_dir, strategy_name, fault, settings):
     options = hop_tf.CommunicationOptions(log_dir=log_dir)
-    strategy = getattr(hop_tf, strategy_name)(communication_options=options)
+    strategy = getattr(hop_tf, strategy_name)(communication_options=options, **settings)
     with strategy.scope():
         model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
@@ -51,10 +51,10 @@ def _slowly(x):
 
 
 class EmulatedTest(parameterized.TestCase):
-    def diagnose(self, strategy, fault, slowdowns=()):
+    def diagnose(self, strategy, fault, slowdowns=(), **settings):
         emulation = ComputeEmulation(step_seconds=_STEP_SECONDS, slowdowns=slowdowns)
         with tempfile.TemporaryDirectory() as directory:
-            arguments = {"args": (directory, strategy, fault), "env": emulation.to_environment()}
+            arguments = {"args": (directory, strategy, fault, settings), "env": emulation.to_environment()}
             with MultiProcessRunner(_train, _NUM_RANKS, **arguments) as runner:
                 runner.join().raise_for_errors()
             job = read_job(directory)
@@ -72,6 +72,16 @@ class EmulatedTest(parameterized.TestCase):
         # All take as long as the others do then, without waiting.
         usual = np.mean([np.mean(steps_of(each).own) for each in job.ranks if each.name != finding.where])
         self.assertAlmostEqual(finding.step_seconds / usual, 1.0, delta=0.15)
+
+    @pytest.mark.stress(after=0)
+    def test_what_is_expected_of_a_change_comes(self):
+        """Without batch shares: an emulated step takes as long with whatever part of a batch."""
+        slow = (Slowdown(_SLOW_RANK, 3.0),)
+        diagnosis, _ = self.diagnose("PipeSGDStrategy", "compute", slow)
+        (change,) = (each for each in diagnosis.changes if each.batch_shares is None)
+        self.assertEqual(change.strategy, "HopStrategy")
+        changed, _ = self.diagnose(change.strategy, "compute", slow, **change.settings)
+        self.assertAlmostEqual(change.step_seconds / changed.step_seconds, 1.0, delta=0.15, msg=change.text)
 
     @pytest.mark.stress(after=0)
     def test_nothing_to_gain(self):
