@@ -252,7 +252,7 @@ class _Job:
             times = f"is slow now and then: in {np.mean(slow):.0%} of its steps it takes {longer:.1f} times as long"
         name, expected = self._name(index), self._without_slowness(index)
         if expected > (1 - LEAST_SHARE) * (self._what_if.present if self._what_if.is_trusted else self._step_seconds):
-            text = f"{name} {times}, and the others hardly wait for it."
+            text = f"{name} {times}. Without that, a step would hardly be shorter."
             return Finding(kind, name, is_always, 0.0, expected, text)
         gain = "" if math.isnan(expected) else f" As fast as the others, a step would take {duration(expected)}."
         cause = f"The cause is {PARTS[kind]}, {duration(excesses[kind])} more in the mean."
