@@ -14,7 +14,7 @@ from hop_tf.diagnosis.blame import find_blame
 from hop_tf.diagnosis.links import Link, measure_links
 from hop_tf.diagnosis.predictions import best_plan
 from hop_tf.diagnosis.steps import PARTS, Steps, steps_of
-from hop_tf.diagnosis.what_if import LEAST_GAIN, Change, WhatIf
+from hop_tf.diagnosis.what_if import LEAST_GAIN, OF_LINKS, Change, WhatIf
 from hop_tf.records.events import Kind
 from hop_tf.records.log import JobLog
 
@@ -143,7 +143,7 @@ class _Job:
         tolerated = [each.text for each in slow_ranks if each.share == 0.0]
         facts = [*self._summary(), *tolerated, *self._link_lines(), *self._outcome_lines()]
         if findings:
-            helps = [self._tell_change(each) for each in changes] or self._prediction(findings)
+            helps = [self._tell_change(each) for each in changes] or self._without_simulation(findings)
             conclusions = [*(each.text for each in findings), *helps]
         else:
             computing = np.mean([np.sum(each.compute) / np.sum(each.seconds) for each in self._steps.values()])
@@ -356,10 +356,14 @@ class _Job:
             f"{duration(self._step_seconds)}{skips}."
         )
 
-    def _prediction(self, findings: Sequence[Finding]) -> Iterator[str]:
-        """Where the job cannot be simulated."""
-        if not any(each.kind in ("bandwidth", "latency", "communication") for each in findings):
-            return
+    def _without_simulation(self, findings: Sequence[Finding]) -> Iterator[str]:
+        """What there is to say where no change was found."""
+        if self._what_if.problem:
+            yield f"What changes would bring is not simulated: {self._what_if.problem}."
+        if any(each.kind in OF_LINKS for each in findings):
+            yield from self._prediction()
+
+    def _prediction(self) -> Iterator[str]:
         plan = best_plan(self._job, self._steps, self._links)
         if plan is not None and plan.step_seconds < (1 - LEAST_SHARE) * self._step_seconds:
             settings = f"codec={plan.codec!r}, pipeline_width={plan.pipeline_width}, algorithm={plan.algorithm!r}"

@@ -26,7 +26,7 @@ MOST_ERROR = 0.15
 # Time is no reason for a change that saves less than this share of a step.
 LEAST_GAIN = 0.05
 # Kinds of findings that communication has caused.
-_OF_LINKS = ("bandwidth", "latency", "communication")
+OF_LINKS = ("bandwidth", "latency", "communication")
 # A simulation makes so many steps at most, and fewer of many ranks, each of which sends to all others; it takes a
 # second then. Fewer than the least say little.
 _MOST_STEPS, _LEAST_STEPS, _MOST_PAIRS = 100, 25, 6400
@@ -63,7 +63,7 @@ class WhatIf:
     Attributes:
       strategy: The job's strategy.
       settings: Its settings; None where they are not recorded.
-      is_trusted: Whether the job can be simulated, and takes then what it took.
+      problem: Why the job cannot be simulated, or that it does not take then what it took; empty: it does.
     """
 
     def __init__(
@@ -80,15 +80,32 @@ class WhatIf:
         # Who jumps over steps has made fewer.
         num_recorded = max(len(each.begin) for each in self._steps)
         self._num_steps = min(_MOST_STEPS, _MOST_PAIRS // self._world_size**2, num_recorded)
-        is_whole = self._world_size == int(about["num_ranks"]) > 1 and not int(about["num_servers"])
-        self.is_trusted = (
-            is_whole
-            and self._num_steps >= _LEAST_STEPS
-            and self._num_values > 0
-            and self.settings is not None
-            and self.strategy in _candidates_of
-            and abs(self.present / step_seconds - 1) <= MOST_ERROR
-        )
+        num_processes = int(about["num_ranks"]) + int(about["num_servers"])
+        self.problem = self._find_problem(num_processes, step_seconds)
+
+    @property
+    def is_trusted(self) -> bool:
+        """Whether there is no `problem`."""
+        return not self.problem
+
+    def _find_problem(self, num_processes: int, step_seconds: float) -> str:
+        if self.settings is None or not self._num_values:
+            return "the records do not tell the strategy's settings"
+        if self.strategy not in _candidates_of:
+            return f"{self.strategy} is not simulated"
+        if not self._world_size == num_processes > 1:
+            return f"steps of {self._world_size} processes are recorded, in a job of {num_processes}"
+        if self._num_steps < _LEAST_STEPS:
+            return f"too few steps are recorded, or there are too many ranks: {self._num_steps} would be simulated"
+        try:
+            present = self.present
+        except ValueError as error:  # A topology that has no name, say.
+            return str(error)
+        if abs(present / step_seconds - 1) > MOST_ERROR:
+            return (
+                f"with the settings that the job has, a simulated step takes {present / step_seconds:.0%} of its time"
+            )
+        return ""
 
     @functools.cached_property
     def present(self) -> float:
@@ -142,7 +159,7 @@ class WhatIf:
                 except ValueError:  # Where the job is too small for it, say.
                     continue
                 yield dataclasses.replace(change, step_seconds=seconds)
-                if kind in _OF_LINKS and seconds < (1 + LEAST_GAIN) * self._most_own:
+                if kind in OF_LINKS and seconds < (1 + LEAST_GAIN) * self._most_own:
                     break  # No communication is left to hide, and later ones change training more.
 
     @functools.cached_property
@@ -234,7 +251,7 @@ def _median(values: Sequence[float], default: float) -> float:
 
 
 def _of_pipe_sgd(kind: str, is_always: bool, settings: Mapping) -> Iterator[tuple[str, dict]]:
-    if kind in _OF_LINKS:
+    if kind in OF_LINKS:
         yield from _hiding_more(settings)
         yield from _windows("PipeSGDStrategy", settings)
     else:
@@ -242,14 +259,14 @@ def _of_pipe_sgd(kind: str, is_always: bool, settings: Mapping) -> Iterator[tupl
 
 
 def _of_dts(kind: str, is_always: bool, settings: Mapping) -> Iterator[tuple[str, dict]]:
-    if kind in _OF_LINKS:
+    if kind in OF_LINKS:
         yield from _windows("DTSStrategy", settings)
     else:
         yield from _waiting_less(kind, is_always, {})
 
 
 def _of_hop(kind: str, is_always: bool, settings: Mapping) -> Iterator[tuple[str, dict]]:
-    if kind in _OF_LINKS:
+    if kind in OF_LINKS:
         yield "HopStrategy", {"update_order": "parallel"}
         yield from (("PipeSGDStrategy", {"pipeline_width": 2, **each}) for each in ({}, {"codec": "int8"}))
         yield from _windows("HopStrategy", settings)

@@ -1,11 +1,12 @@
 """What `diagnose` says of emulated clusters with a known fault, and whether what it expects of changes comes."""
 
+import dataclasses
 import tempfile
 
 import pytest
 from absl.testing import absltest, parameterized
 
-from emulated_clusters import draw
+from emulated_clusters import EmulatedCluster, draw
 from hop_tf.diagnosis import diagnose
 from hop_tf.records import Kind
 from hop_tf.records.log import read_job
@@ -62,6 +63,45 @@ class ClustersTest(parameterized.TestCase):
         num_made = sum(len(process.of_kind(Kind.COMPUTE)) for process in job.ranks)
         num_skipped = cluster.world_size * cluster.num_steps - num_made
         self.assertIn(f"{num_skipped} steps were skipped", text)
+
+
+def _with_about(job, **about):
+    """The same records, which say something else of their processes."""
+    processes = [dataclasses.replace(each, about={**each.about, **about}) for each in job.processes]
+    return dataclasses.replace(job, processes=processes)
+
+
+class SimulationTest(parameterized.TestCase):
+    """Of a job with a slow rank, whose communication takes twice as long as the others compute."""
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cluster = EmulatedCluster.draw(_SEEDS[0], hides=False, wire_share=(2.0, 2.0))
+        cluster.strategy, cluster.settings = "HopStrategy", {"topology": "ring", "update_order": "serial"}
+        cluster.compute[0] *= 3
+        with tempfile.TemporaryDirectory() as directory:
+            cluster.run(directory)
+            cls.job = read_job(directory)
+
+    def test_what_changes_bring_is_told(self):
+        diagnosis = diagnose(self.job)
+        self.assertEqual(diagnosis.findings[0].where, "rank 0")
+        self.assertStartsWith(diagnosis.lines[-1], "By simulation")
+
+    @parameterized.parameters(
+        ("settings", {"topology": "mixing matrix 0123"}, "`topology` must be one of"),
+        ("strategy", "CanaryStrategy", "CanaryStrategy is not simulated"),
+        ("num_servers", 1, "steps of 4 processes are recorded, in a job of 5"),
+        ("settings", None, "the records do not tell the strategy's settings"),
+        # Now two steps are those of the slow rank and a neighbor, 3 + 1, and two messages, 2 + 2. These would be hidden.
+        ("settings", {"topology": "ring"}, "a simulated step takes 7\\d% of its time"),
+    )
+    def test_what_cannot_be_simulated(self, name, value, problem):
+        diagnosis = diagnose(_with_about(self.job, **{name: value}))
+        self.assertEqual(diagnosis.findings[0].where, "rank 0")
+        self.assertEmpty(diagnosis.changes)
+        self.assertRegex(diagnosis.lines[-1], f"What changes would bring is not simulated: .*{problem}")
 
 
 if __name__ == "__main__":
