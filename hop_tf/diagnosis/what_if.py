@@ -300,12 +300,12 @@ def _waiting_less(kind: str, is_always: bool, settings: Mapping) -> Iterator[tup
         return  # What is slow beside the gradients is mended where it is.
     if not settings.get("num_backup_workers"):
         yield "HopStrategy", {"num_backup_workers": 1}
-    if is_always and settings.get("skip") is None:
+    if not is_always and not settings.get("max_staleness"):
+        yield "HopStrategy", {"num_backup_workers": 1, "max_staleness": 4}
+    if settings.get("skip") is None:  # Else a rank that takes longer in the mean holds up all in the long run.
         from hop_tf.strategies.hop.settings import SkipIterations
 
         yield "HopStrategy", {"num_backup_workers": 1, "skip": SkipIterations()}
-    elif not settings.get("max_staleness"):
-        yield "HopStrategy", {"num_backup_workers": 1, "max_staleness": 4}
 
 
 _candidates_of = {"PipeSGDStrategy": _of_pipe_sgd, "DTSStrategy": _of_dts, "HopStrategy": _of_hop}

@@ -94,7 +94,7 @@ class SimulationTest(parameterized.TestCase):
         ("strategy", "CanaryStrategy", "CanaryStrategy is not simulated"),
         ("num_servers", 1, "steps of 4 processes are recorded, in a job of 5"),
         ("settings", None, "the records do not tell the strategy's settings"),
-        # Now two steps are those of the slow rank and a neighbor, 3 + 1, and two messages, 2 + 2. These would be hidden.
+        # Two steps are one of the slow rank, 3, and one of a neighbor, 1, and two messages, 4. These would be hidden.
         ("settings", {"topology": "ring"}, "a simulated step takes 7\\d% of its time"),
     )
     def test_what_cannot_be_simulated(self, name, value, problem):
