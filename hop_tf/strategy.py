@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from hop_tf.arguments import check_integer, checked_batch_shares, describe_batch_shares
@@ -283,6 +284,13 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
             raise RuntimeError("there is nothing to measure in a world of one. Start the script once for each rank.")
         self.training.require_outside_fit("measure")
         return self._worker.collectives.make_all_reduce(algorithm, num_values)
+
+    def latest_step_seconds(self) -> np.ndarray:
+        """How long this rank's latest steps took, at most 64, without what they waited; the last one at the end.
+
+        Times are from the start of a step to that of the next one, so that callbacks count. Empty with `run_eagerly`.
+        """
+        return self.training.statistics.latest_seconds()
 
     @property
     def num_exchanged_bytes(self) -> int:

@@ -109,6 +109,10 @@ class StepStatistics:
             "compute_seconds": self._state.compute_seconds(),
         }
 
+    def latest_seconds(self) -> np.ndarray:
+        """The durations of the latest steps, without what they waited, the last one at the end; float64 array."""
+        return np.empty(0) if self._state is None else self._state.latest_seconds()
+
     def _get_state(self) -> _StepState:
         with self._lock:
             if self._state is None:
@@ -177,10 +181,14 @@ class _StepState:
 
     def compute_seconds(self) -> float:
         """Median time from the start of a step to that of the next one, less what it waited; 0.0 if there is none."""
-        num_starts, latest = int(self._num_starts), self._latest.numpy()
-        if num_starts <= _NUM_LATEST:  # There was no step before the first one.
-            latest = latest[1:num_starts]
+        latest = self.latest_seconds()
         return float(np.median(latest)) if latest.size else 0.0
+
+    def latest_seconds(self) -> np.ndarray:
+        """These times, those of the latest step at the end."""
+        num_starts, latest = int(self._num_starts), self._latest.numpy()
+        # There was no step before the first one.
+        return latest[1:num_starts] if num_starts <= _NUM_LATEST else np.roll(latest, -(num_starts % _NUM_LATEST))
 
     @tf.function
     def record_ready(self) -> None:

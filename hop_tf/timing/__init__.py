@@ -5,6 +5,7 @@
     dts                  DTS: Table 1
     dts_recommendation   which of its settings to take
     measurement          the same for a live cluster
+    schedules            steps of ranks that are not alike
 
 All times are in seconds and all sizes in bytes. Symbols of the papers in brackets.
 """
@@ -22,6 +23,7 @@ from hop_tf.timing.pipe_sgd import (
     synchronous_step_seconds,
     unlimited_step_seconds,
 )
+from hop_tf.timing.schedules import free_running_seconds, lock_step_seconds, server_seconds
 
 __all__ = [
     "DTSPlan",
@@ -31,6 +33,8 @@ __all__ = [
     "Step",
     "bytes_per_step",
     "communication_seconds",
+    "free_running_seconds",
+    "lock_step_seconds",
     "measure",
     "non_computing_seconds",
     "pipelined_step_seconds",
@@ -40,6 +44,7 @@ __all__ = [
     "recommend_dts",
     "scaling_efficiency",
     "segmented_step_seconds",
+    "server_seconds",
     "synchronous_step_seconds",
     "unlimited_step_seconds",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -32,6 +32,8 @@ _SHARED_SECONDS = 0.05  # Many turns of ranks that share a processor.
 # The least part of a long all-reduce in which bytes are sent, whatever the noise on a busy machine says: no rate is
 # infinite.
 _MIN_SENDING_SHARE = 0.1
+# Of each rank, so many of its latest steps are looked at.
+_MAX_STEPS = 64
 # A backward pass takes about twice as long as a forward pass.
 _FORWARD_SHARE = 1 / 3
 
@@ -49,6 +51,11 @@ class Measurement:
       codec_seconds_per_byte: For each codec, with its defaults, the time that a rank encodes and decodes for, per byte
         of float32. Predictions for other settings of it take the same.
       bytes_per_value: Bytes of a value of these variables: 2 for bfloat16. Where types are mixed, the mean.
+      rank_seconds: By rank, how long its latest steps took without waiting, as many of each rank. Those of one column
+        are of the same time. Empty: all steps of all ranks take `step.seconds`.
+
+    Raises:
+      ValueError: If `rank_seconds` are not as many of each of `world_size` ranks.
     """
 
     world_size: int
@@ -57,6 +64,35 @@ class Measurement:
     step: Step
     codec_seconds_per_byte: Mapping[str, float]
     bytes_per_value: float = FLOAT32_BYTES
+    rank_seconds: Sequence[Sequence[float]] = ()
+
+    def __post_init__(self):
+        lengths = [len(each) for each in self.rank_seconds]
+        if lengths and (len(lengths) != self.world_size or min(lengths) == 0 or len(set(lengths)) > 1):
+            raise ValueError(
+                f"`rank_seconds` must be as many steps of each of world_size={self.world_size} ranks. "
+                f"Received: rank_seconds with {lengths} steps."
+            )
+
+    @property
+    def typical_step(self) -> Step:
+        """The step of a rank like most others: the median over the ranks of their median steps."""
+        if not self.rank_seconds or not self.step.seconds:
+            return self.step
+        times = float(np.median(np.median(self.rank_seconds, axis=1))) / self.step.seconds
+        return Step(**{name: times * seconds for name, seconds in dataclasses.asdict(self.step).items()})
+
+    def durations(self, num_steps: int) -> np.ndarray:
+        """Steps of all ranks, drawn from those that were measured: array [world_size, num_steps]. The same each time.
+
+        Steps that were made at the same time stay together. Nothing else is drawn twice before all are.
+        """
+        if not self.rank_seconds:
+            return np.full((self.world_size, num_steps), self.step.seconds)
+        measured, generator = np.array(self.rank_seconds, float), np.random.default_rng(0)
+        num_rounds = -(-num_steps // measured.shape[1])
+        order = np.concatenate([generator.permutation(measured.shape[1]) for _ in range(num_rounds)])
+        return measured[:, order[:num_steps]]
 
     def predict(self, **settings) -> pipe_sgd.Plan:
         """What the model says of `settings` of Pipe-SGD; see `hop_tf.timing.predict`.
@@ -125,6 +161,7 @@ def measure(strategy: ExchangeStrategy) -> Measurement:
       HopError: If a rank was lost or has ended.
     """
     compute_seconds = _compute_seconds(strategy)
+    rank_seconds = _rank_seconds(strategy)
     costs = {name: _codec_seconds_per_byte(strategy, codecs.get(name)) for name in _CODECS}
     mesh, ring = (_short_all_reduce(strategy, name) for name in ALGORITHMS)
     num_values, long_ring = _long_all_reduce(strategy, ring)
@@ -157,6 +194,7 @@ def measure(strategy: ExchangeStrategy) -> Measurement:
         ),
         # What adding costs is in gamma.
         codec_seconds_per_byte={name: max(0.0, cost - gamma) for name, cost in zip(costs, costs_of_all, strict=True)},
+        rank_seconds=rank_seconds,
     )
 
 
@@ -170,6 +208,17 @@ def _compute_seconds(strategy: ExchangeStrategy) -> float:
             "`run_eagerly`."
         )
     return seconds
+
+
+def _rank_seconds(strategy: ExchangeStrategy) -> tuple[tuple[float, ...], ...]:
+    """The latest steps of all ranks, as many of each: a rank's own row beside zeros, in the mean over the ranks."""
+    own = np.asarray(strategy.latest_step_seconds(), np.float32)[-_MAX_STEPS:]
+    rows = np.zeros((strategy.world_size, 1 + _MAX_STEPS), np.float32)
+    rows[strategy.rank, 0] = own.size
+    rows[strategy.rank, rows.shape[1] - own.size :] = own
+    of_all = strategy.world_size * np.reshape(_mean(strategy, rows.reshape(-1)), rows.shape)
+    num_steps = round(float(of_all[:, 0].min()))
+    return tuple(tuple(map(float, row)) for row in of_all[:, rows.shape[1] - num_steps :]) if num_steps else ()
 
 
 def _short_all_reduce(strategy: ExchangeStrategy, algorithm: str) -> float:

@@ -51,6 +51,7 @@ class FakeCluster:
 
     num_exchanged_bytes = 4000
     num_exchanged_values = 1000
+    rank = 0
 
     def __init__(self, world_size, seconds):
         self.world_size = world_size
@@ -60,6 +61,9 @@ class FakeCluster:
 
     def report(self):
         return {"compute_seconds": 0.25}
+
+    def latest_step_seconds(self):
+        return np.array([0.25, 0.25])
 
     def perf_counter(self):
         return self._now
