@@ -32,6 +32,7 @@ from collections.abc import Callable, Mapping
 
 import images
 import keras
+import models
 import numpy as np
 import ranks
 import tensorflow as tf
@@ -108,25 +109,10 @@ def _run_rank(case: Mapping, rank: int) -> list:
     ]
 
 
-class _Vector(keras.layers.Layer):
-    """Parameters in four parts, whose gradient costs next to nothing."""
-
-    def build(self, input_shape):
-        size = self.num_values // 4
-        self.parts = [self.add_weight(shape=(size,), initializer="zeros", name=f"part{i}") for i in range(4)]
-
-    def __init__(self, num_values: int):
-        super().__init__()
-        self.num_values = num_values
-
-    def call(self, x):
-        return x + tf.add_n([tf.reduce_sum(part) for part in self.parts])
-
-
 def _time(case: Mapping, make_strategy: Callable[..., hop_tf.PipeSGDStrategy]) -> dict:
     strategy = make_strategy()
     with strategy.scope():
-        model = keras.Sequential([keras.Input((1,)), _Vector(case["num_values"])])
+        model = keras.Sequential([keras.Input((1,)), models.Vector(case["num_values"])])
         model.compile(keras.optimizers.SGD(0.0), "mse")
     times, reports = [], []
 

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 
 import keras
+import tensorflow as tf
 
 
 def residual_network(shape: Sequence[int], seed: int) -> keras.Model:
@@ -31,3 +32,18 @@ def residual_network(shape: Sequence[int], seed: int) -> keras.Model:
     initializer = keras.initializers.GlorotUniform(seed=next(seeds))
     outputs = layers.Dense(10, activation="softmax", kernel_initializer=initializer)(layers.GlobalAveragePooling2D()(x))
     return keras.Model(inputs, outputs)
+
+
+class Vector(keras.layers.Layer):
+    """Parameters in four parts, whose gradient costs next to nothing."""
+
+    def __init__(self, num_values: int):
+        super().__init__()
+        self.num_values = num_values
+
+    def build(self, input_shape):
+        size = self.num_values // 4
+        self.parts = [self.add_weight(shape=(size,), initializer="zeros", name=f"part{i}") for i in range(4)]
+
+    def call(self, x):
+        return x + tf.add_n([tf.reduce_sum(part) for part in self.parts])

@@ -16,7 +16,7 @@ _COMMANDS = {
     "timeline": ("hop_tf.commands.timeline", "write one trace of all ranks, from what they have recorded"),
     "diagnose": ("hop_tf.commands.diagnose", "say where the time of a job went, and what would help"),
     "supervise": ("hop_tf.commands.supervise", "show what the ranks of a running job do"),
-    "plan": ("hop_tf.commands.plan", "start it, measure, and tell which settings of Pipe-SGD and DTS suit it"),
+    "plan": ("hop_tf.commands.plan", "start it, measure, and tell which strategy suits it best"),
     "serve": ("hop_tf.commands.serve", "be a parameter server, until the workers are done"),
 }
 

@@ -19,8 +19,10 @@ DATA_PLANES = ("tcp", "grpc")
 _ON_NONFINITE = ("warn", "raise")
 
 _INTERFACES = "HOP_TF_INTERFACES"
-# Whether ranks measure their links when their first `fit` has ended, and rank 0 prints a plan: see `hop_tf plan`.
+# Whether ranks measure their links when their first `fit` has ended, and rank 0 prints a plan: see `hop_tf plan`. What
+# it prints: the best settings, all, or all as JSON.
 PLAN_VARIABLE = "HOP_TF_PLAN"
+PLAN_KINDS = ("1", "all", "json")
 # A file for the stacks of this process's threads, should it wait for long: the launcher names one.
 STACKS_VARIABLE = "HOP_TF_STACKS"
 # Which steps of each rank TensorFlow's profiler looks at, as "10:12": see `hop_tf launch --profile_steps`.

@@ -16,7 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hop_tf.arguments import check_integer, checked_batch_shares, describe_batch_shares
+from hop_tf.arguments import check_choice, check_integer, checked_batch_shares, describe_batch_shares
 from hop_tf.cluster import Cluster
 from hop_tf.collectives import AllReduce
 from hop_tf.errors import ClusterConfigError
@@ -25,7 +25,7 @@ from hop_tf.keras_hook.optimizers import iterations_variable
 from hop_tf.keras_hook.shares import BatchShares
 from hop_tf.keras_hook.trace import is_built
 from hop_tf.keras_hook.trainer import forget_cluster, register_cluster, wrap_trainer
-from hop_tf.options import PLAN_VARIABLE, CommunicationOptions, checked_options, rank_folder
+from hop_tf.options import PLAN_KINDS, PLAN_VARIABLE, CommunicationOptions, checked_options, rank_folder
 from hop_tf.records import make_recorder
 from hop_tf.runtime.profiling import StepProfiler
 from hop_tf.runtime.report import ReportWriter, static_identity
@@ -108,7 +108,7 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
             shares=shares,
         )
         super().__init__(make_extended(self, self.training, devices))
-        self._shows_plan = os.environ.get(PLAN_VARIABLE) == "1"
+        self._plan_kind = _plan_kind()
         self._recorder = None
         if cluster.world_size > 1 or servers:
             self._recorder = make_recorder(
@@ -374,9 +374,18 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
 
     def _show_plan(self) -> None:
         """Does what `hop_tf plan` asks for, once."""
-        if self._shows_plan:
-            self._shows_plan = False
-            importlib.import_module("hop_tf.commands.plan").show(self)  # By its name: commands know strategies.
+        kind, self._plan_kind = self._plan_kind, None
+        if kind is not None:
+            importlib.import_module("hop_tf.commands.plan").show(self, kind)  # By its name: commands know strategies.
+
+
+def _plan_kind() -> str | None:
+    """Which plan `hop_tf plan` asks for; None: it does not."""
+    kind = os.environ.get(PLAN_VARIABLE, "")
+    if kind in ("", "0"):
+        return None
+    check_choice(PLAN_VARIABLE, kind, PLAN_KINDS)
+    return kind
 
 
 def training_cluster(resolver: tf.distribute.cluster_resolver.ClusterResolver | None, strategy: str) -> Cluster:

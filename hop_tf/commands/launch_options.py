@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import os
 import shlex
 import sys
 from collections.abc import Mapping
 
 from hop_tf.emulation import ComputeEmulation, Slowdown
-from hop_tf.options import DEVICES_VARIABLE, PLAN_VARIABLE, PROFILE_VARIABLE, parse_profile_steps
+from hop_tf.options import DEVICES_VARIABLE, PLAN_KINDS, PLAN_VARIABLE, PROFILE_VARIABLE, parse_profile_steps
 from hop_tf.processes.hosts import DEFAULT_FIRST_PORT, HostOptions, parse_hosts, place_tasks
 from hop_tf.processes.local_cluster import make_tasks
 
@@ -30,6 +31,13 @@ servers get no GPU.
 
 With --hosts, nothing is copied: the working directory, the script and the interpreter must be at the same paths on all
 machines, and ssh must log in without a question. Processes there get no variables of this one but those of --env.
+"""
+_PLAN_DESCRIPTION = """\
+Compares the five strategies for a training script, and prints the three best. It starts the script, as hop_tf launch
+does. When its first fit has ended, the ranks measure their links and steps. The options are those of hop_tf launch.
+
+With --num_parameters nothing is started, and all numbers are given: see hop_tf plan --num_parameters=1 --help.
+
 """
 
 
@@ -114,7 +122,7 @@ def make_parser(command: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"hop_tf {command}",
         usage=f"hop_tf {command} [flags] script.py [script arguments]",
-        description=_DESCRIPTION,
+        description=_PLAN_DESCRIPTION + _DESCRIPTION if command == "plan" else _DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -172,9 +180,20 @@ def make_parser(command: str) -> argparse.ArgumentParser:
         metavar="10:12",
         help="run TensorFlow's profiler in these steps of each rank, into its CommunicationOptions(log_dir=...)",
     )
+    if command == "plan":
+        add_plan_kinds(parser)
     add("script", help="the training script")
     add("script_arguments", nargs=argparse.REMAINDER, help="its arguments")
     return parser
+
+
+def add_plan_kinds(parser: argparse.ArgumentParser) -> None:
+    """Adds what `hop_tf plan` can print, as `plan_kind`: see `PLAN_KINDS`."""
+    best, everything, as_json = PLAN_KINDS
+    kinds = parser.add_mutually_exclusive_group()
+    add = functools.partial(kinds.add_argument, dest="plan_kind", action="store_const", default=best)
+    add("--all", const=everything, help="print all settings that were compared, not only the best")
+    add("--json", const=as_json, help="print all in one line of JSON")
 
 
 def read_options(arguments: argparse.Namespace) -> LaunchOptions:

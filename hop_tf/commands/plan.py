@@ -1,107 +1,111 @@
-"""`python -m hop_tf plan`: which settings of Pipe-SGD and DTS a script, its model and its links ask for.
+"""`python -m hop_tf plan`: which strategy, and which of its settings, a script, its model and its links ask for.
 
-The script is started as by `hop_tf launch`. When its first `fit` has ended, the ranks measure their links and print,
-on rank 0, what the timing models (`hop_tf.timing`) say of settings, the recommended ones first. On a cluster, setting
-the environment variable HOP_TF_PLAN=1 for every rank does the same.
+The script is started as by `hop_tf launch`. When its first `fit` has ended, the ranks measure their links and steps,
+and print, on rank 0, what the settings of `hop_tf.planning` would cost. On a cluster, setting the environment variable
+HOP_TF_PLAN=1 for every rank does the same. With `--num_parameters` nothing is started: what is measured else is given.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
+import math
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from hop_tf.commands.launch_options import add_plan_kinds, make_parser
+from hop_tf.emulation import ComputeEmulation, Slowdown
 from hop_tf.options import PLAN_VARIABLE
 
 if TYPE_CHECKING:
     from hop_tf.strategy import ExchangeStrategy
-    from hop_tf.timing import DTSPlan, Measurement, Plan
+    from hop_tf.timing import Measurement
 
-# Delays and intervals of DTS that are shown beside the recommended ones: the default, and the paper's largest.
-_DELAYS = ((4, 4), (20, 12))
+_GIVEN = "--num_parameters"
+_BYTES_PER_VALUE = 4
+_FORWARD_SHARE = 1 / 3
+_NUM_STEPS = 256  # That are drawn where slowdowns are given.
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs `hop_tf plan` with the arguments `argv`, those of `hop_tf launch`; returns the exit code."""
+    """Runs `hop_tf plan` with the arguments `argv`, of `hop_tf launch` or given numbers; returns the exit code."""
     from hop_tf.commands import launch
 
-    os.environ[PLAN_VARIABLE] = "1"
+    if any(text.partition("=")[0] == _GIVEN for text in argv):
+        return _plan_given(argv)
+    os.environ[PLAN_VARIABLE] = make_parser("plan").parse_args(argv).plan_kind
     return launch.main(argv, command="plan")
 
 
-def show(strategy: ExchangeStrategy) -> None:
+def show(strategy: ExchangeStrategy, kind: str) -> None:
     """Measures, and prints the plan on rank 0. A collective; see `hop_tf.timing.measure`."""
     from hop_tf import timing
+    from hop_tf.commands.plan_report import describe
 
     measurement = timing.measure(strategy)
     if strategy.is_chief:
-        print(describe(measurement), flush=True)
+        print(describe(measurement, kind), flush=True)
 
 
-def describe(measurement: Measurement) -> str:
-    """The plan as text: what was measured, and for each scheme a table and the reason."""
-    network = measurement.network
-    rate = 8e-6 / network.seconds_per_byte if network.seconds_per_byte else float("inf")
-    lines = [
-        f"{measurement.world_size} ranks, {measurement.num_bytes / 1e6:.1f} MB of gradients; a step computes for "
-        f"{measurement.step.seconds * 1e3:.1f} ms",
-        f"links: {rate:.0f} Mbit/s, latency {network.latency_seconds * 1e3:.2f} ms, synchronization "
-        f"{network.synchronization_seconds * 1e3:.2f} ms",
-        "",
-        *_pipe_sgd(measurement),
-        "",
-        *_dts(measurement),
-    ]
-    return "\n".join(lines)
+# Without a cluster.
 
 
-def _pipe_sgd(measurement: Measurement) -> list[str]:
-    from hop_tf.timing import pipe_sgd
-
-    best = measurement.recommend()
-    others = [
-        measurement.predict(pipeline_width=width, codec=codec)
-        for width, codec in itertools.product((1, 2), pipe_sgd.CODECS)
-    ]
-    return [
-        f"{'Pipe-SGD':12s}{'width':>6s}{'codec':>12s}{'segments':>10s}{'algorithm':>11s}{'communicate':>13s}{'step':>11s}"
-        f"{'efficiency':>12s}",
-        _row("recommended", best),
-        *(_row("", plan) for plan in others),
-        "",
-        best.reason,
-    ]
-
-
-def _row(label: str, plan: Plan) -> str:
-    return (
-        f"{label:12s}{plan.pipeline_width:6d}{plan.codec:>12s}{plan.num_segments:10d}{plan.algorithm:>11s}"
-        f"{plan.communication_seconds * 1e3:10.1f} ms{plan.step_seconds * 1e3:8.1f} ms{plan.scaling_efficiency:12.0%}"
+def _plan_given(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="hop_tf plan",
+        description="Compare strategies on links and machines that are not there yet: nothing is started.",
+        allow_abbrev=False,
     )
+    add = parser.add_argument
+    add("--num_workers", type=int, required=True, help="number of workers, at least 2")
+    add(_GIVEN, type=float, required=True, help="trained parameters, in float32, such as 25e6")
+    add("--step_seconds", type=float, required=True, help="what a step of one worker computes for")
+    add("--bits_per_second", type=float, required=True, help="rate of each machine's link, such as 1e9")
+    add("--latency_seconds", type=float, default=1e-4, help="half a round trip (default: %(default)s)")
+    add(
+        "--slowdown",
+        action="append",
+        default=[],
+        metavar="3:4x|random:6x",
+        help="steps of rank 3 take 4 times as long; any step 6 times with probability 1/num_workers",
+    )
+    add_plan_kinds(parser)
+    arguments = parser.parse_args(argv)
+    from hop_tf.commands.plan_report import describe
+
+    try:
+        measurement = _given(arguments)
+        text = describe(measurement, arguments.plan_kind)
+    except ValueError as error:
+        parser.error(str(error))
+    if arguments.plan_kind != "json":
+        text = f"Nothing was measured: all numbers are given, and codecs are taken to need no time.\n{text}"
+    print(text)
+    return 0
 
 
-def _dts(measurement: Measurement) -> list[str]:
-    from hop_tf.timing import dts
+def _given(arguments: argparse.Namespace) -> Measurement:
+    from hop_tf import timing
 
-    best = measurement.recommend_dts()
-    others = [
-        measurement.predict_dts(delay=delay, interval=interval, codec=codec)
-        for (delay, interval), codec in itertools.product(_DELAYS, dts.CODECS)
-    ]
-    return [
-        f"{'DTS':12s}{'delay':>6s}{'interval':>9s}{'codec':>12s}{'algorithm':>11s}{'sent a step':>14s}{'window':>13s}"
-        f"{'step':>11s}{'efficiency':>12s}",
-        _dts_row("recommended", best),
-        *(_dts_row("", plan) for plan in others),
-        "",
-        best.reason,
-    ]
-
-
-def _dts_row(label: str, plan: DTSPlan) -> str:
-    return (
-        f"{label:12s}{plan.delay:6d}{plan.interval:9d}{plan.codec:>12s}{plan.algorithm:>11s}"
-        f"{plan.bytes_per_step / 1e6:11.3f} MB{plan.window_seconds * 1e3:10.1f} ms{plan.step_seconds * 1e3:8.1f} ms"
-        f"{plan.scaling_efficiency:12.0%}"
+    if arguments.num_workers < 2:
+        raise ValueError(f"`num_workers` must be at least 2. Received: num_workers={arguments.num_workers}.")
+    for name in ("num_parameters", "bits_per_second"):
+        value = getattr(arguments, name)
+        if not 0 < value < math.inf:
+            raise ValueError(f"`{name}` must be positive and finite. Received: {name}={value!r}.")
+    slowdowns = tuple(Slowdown.parse(text) for texts in arguments.slowdown for text in texts.split(","))
+    emulation = ComputeEmulation(step_seconds=arguments.step_seconds, slowdowns=slowdowns)
+    ranks = range(arguments.num_workers)
+    steps = [emulation.step_durations(rank, arguments.num_workers) for rank in ranks] if slowdowns else []
+    forward_seconds = _FORWARD_SHARE * arguments.step_seconds
+    return timing.Measurement(
+        world_size=arguments.num_workers,
+        num_bytes=round(_BYTES_PER_VALUE * arguments.num_parameters),
+        network=timing.NetworkCosts(
+            latency_seconds=arguments.latency_seconds, seconds_per_byte=8 / arguments.bits_per_second
+        ),
+        step=timing.Step(forward_seconds=forward_seconds, backward_seconds=arguments.step_seconds - forward_seconds),
+        codec_seconds_per_byte=dict.fromkeys(timing.MEASURED_CODECS, 0.0),
+        rank_seconds=tuple(tuple(itertools.islice(each, _NUM_STEPS)) for each in steps),
     )

@@ -10,10 +10,17 @@
 All times are in seconds and all sizes in bytes. Symbols of the papers in brackets.
 """
 
-from hop_tf.timing.costs import NetworkCosts, Step, communication_seconds, scaling_efficiency
+from hop_tf.timing.costs import (
+    NetworkCosts,
+    Step,
+    communication_seconds,
+    scaling_efficiency,
+    sent_bytes,
+    way_of,
+)
 from hop_tf.timing.dts import DTSPlan, bytes_per_step, non_computing_seconds, predict_dts
 from hop_tf.timing.dts_recommendation import recommend_dts
-from hop_tf.timing.measurement import Measurement, measure
+from hop_tf.timing.measurement import MEASURED_CODECS, Measurement, measure
 from hop_tf.timing.pipe_sgd import (
     Plan,
     pipelined_step_seconds,
@@ -26,6 +33,7 @@ from hop_tf.timing.pipe_sgd import (
 from hop_tf.timing.schedules import free_running_seconds, lock_step_seconds, server_seconds
 
 __all__ = [
+    "MEASURED_CODECS",
     "DTSPlan",
     "Measurement",
     "NetworkCosts",
@@ -44,7 +52,9 @@ __all__ = [
     "recommend_dts",
     "scaling_efficiency",
     "segmented_step_seconds",
+    "sent_bytes",
     "server_seconds",
     "synchronous_step_seconds",
     "unlimited_step_seconds",
+    "way_of",
 ]

@@ -19,7 +19,8 @@ from hop_tf.timing.costs import ALGORITHMS, FLOAT32_BYTES, NetworkCosts, Step
 if TYPE_CHECKING:
     from hop_tf.strategy import ExchangeStrategy
 
-_CODECS = tuple(dict.fromkeys((*pipe_sgd.CODECS, *dts.CODECS, "sketch")))
+# Those whose costs are measured.
+MEASURED_CODECS = tuple(dict.fromkeys((*pipe_sgd.CODECS, *dts.CODECS, "sketch")))
 
 # A vector is long enough when its bytes take so long to send, and no less than what its messages wait for each other:
 # connections send slowly at first. Or when it has the most values.
@@ -162,7 +163,7 @@ def measure(strategy: ExchangeStrategy) -> Measurement:
     """
     compute_seconds = _compute_seconds(strategy)
     rank_seconds = _rank_seconds(strategy)
-    costs = {name: _codec_seconds_per_byte(strategy, codecs.get(name)) for name in _CODECS}
+    costs = {name: _codec_seconds_per_byte(strategy, codecs.get(name)) for name in MEASURED_CODECS}
     mesh, ring = (_short_all_reduce(strategy, name) for name in ALGORITHMS)
     num_values, long_ring = _long_all_reduce(strategy, ring)
     long_mesh = min(_all_reduce_seconds(strategy, "mesh", num_values, _NUM_LONG))

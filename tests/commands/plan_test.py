@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import io
 import itertools
+import json
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from absl.testing import parameterized
 import hop_tf
 from hop_tf import timing
 from hop_tf.commands import launch, plan
+from hop_tf.commands.plan_report import describe
 from hop_tf.testing import InProcessCluster
 from hop_tf.timing import measurement
 
@@ -26,8 +28,13 @@ _MEASUREMENT = timing.Measurement(
     num_bytes=100_000_000,
     network=timing.NetworkCosts(latency_seconds=1e-4, seconds_per_byte=8e-9),
     step=timing.Step(forward_seconds=0.1, backward_seconds=0.2),
-    codec_seconds_per_byte={"identity": 0.0, "truncate16": 1e-10, "int8": 1e-10, "top_k": 1e-10},
+    codec_seconds_per_byte={"identity": 0.0, "truncate16": 1e-10, "int8": 1e-10, "top_k": 1e-10, "sketch": 1e-10},
 )
+# Rank 2 takes three times as long; rank 0 in one step of four twice as long.
+_UNEVEN = dataclasses.replace(
+    _MEASUREMENT, rank_seconds=((0.3, 0.3, 0.6, 0.3), (0.3,) * 4, (0.9,) * 4, (0.3,) * 4), num_bytes=1_000_000
+)
+_GIVEN = ("--num_workers=4", "--num_parameters=25e6", "--step_seconds=0.3", "--bits_per_second=1e9")
 
 
 def _make_strategy(cluster_resolver):
@@ -207,8 +214,8 @@ class MeasureTest(tf.test.TestCase, parameterized.TestCase):
             with self.assertRaisesRegex(ValueError, "`codec` must be one of identity, .* Received: codec='sparse'"):
                 call(codec="sparse")
         for call in (_MEASUREMENT.recommend, _MEASUREMENT.recommend_dts):
-            with self.assertRaisesRegex(ValueError, "`codec_names` must be one of identity, .* Received: .*'sketch'"):
-                call(codec_names=["int8", "sketch"])
+            with self.assertRaisesRegex(ValueError, "`codec_names` must be one of identity, .* Received: .*'sparse'"):
+                call(codec_names=["int8", "sparse"])
 
     def test_plans_as_the_functions_say(self):
         self.assertEqual(
@@ -241,16 +248,13 @@ class MeasureTest(tf.test.TestCase, parameterized.TestCase):
 
 class PlanTest(tf.test.TestCase):
     def test_describes(self):
-        text = plan.describe(_MEASUREMENT)
+        text = describe(_MEASUREMENT, "all")
         self.assertIn("4 ranks, 100.0 MB of gradients; a step computes for 300.0 ms", text)
         self.assertIn("links: 1000 Mbit/s, latency 0.10 ms", text)
         # 2 * 3/4 * 1e8 bytes at 1 Gbit/s, and two messages' latency.
         self.assertRegex(text, r"  1 +identity +1 +mesh +1200\.2 ms +1500\.2 ms +20%")
         self.assertRegex(text, r"recommended +2 +int8 +1 +mesh +302\.5 ms +302\.5 ms +99%")
         self.assertIn("int8 shortens it to 0.3025 s.", text)
-
-    def test_describes_dts(self):
-        text = plan.describe(_MEASUREMENT)
         self.assertEqual(text.count("recommended "), 2)
         # Once in four steps 2 * 3/4 * 1e8 bytes, which take 1.2 s at 1 Gbit/s.
         self.assertRegex(text, r"  4 +4 +identity +mesh +37\.500 MB +1200\.2 ms +300\.0 ms +100%")
@@ -259,6 +263,74 @@ class PlanTest(tf.test.TestCase):
         # Four steps take 1.2 s: 0.2 ms are left, of which each of the eight steps under way waits for a part.
         self.assertRegex(text, r"recommended +4 +4 +identity +mesh +37\.500 MB +1200\.2 ms +300\.0 ms +100%")
         self.assertIn("Synchronous SGD computes for 0.3 s a step, and waits for 1.2 s.", text)
+        # All settings in one table: here 1.2 s for a pipeline of float32, and what that has cost.
+        self.assertRegex(
+            text,
+            r"PipeSGDStrategy\(pipeline_width=2\) +1200\.2 ms +1200\.2 ms +100% +150\.0 MB +400\.0 MB +"
+            r"-0\.90 to -0\.03",
+        )
+
+    def test_the_best(self):
+        text = describe(_UNEVEN)
+        self.assertIn("rank 2 takes 3.0 times as long for a step as most others", text)
+        self.assertIn("now and then a step takes longer: 6% of all steps take 2.0 times as long", text)
+        self.assertRegex(text, r"The 3 best of \d+ settings of 5 strategies")
+        self.assertRegex(
+            text, r"1\. CanaryStrategy\(\)\n   A step takes 3\d\d\.\d ms, and \d\d% of all batches are trained on"
+        )
+        self.assertIn(
+            'Accuracy, in points above synchronous training (benchmarks/README.md, "What delay costs"):', text
+        )
+        self.assertIn("perceptron -0.52", text)
+        self.assertNotIn("recommended", text)
+        self.assertIn("`--all`", text)
+
+    @pytest.mark.slow
+    def test_json(self):
+        found = json.loads(describe(_UNEVEN, "json"))
+        self.assertEqual(found["measurement"]["world_size"], 4)
+        self.assertLen(found["best"], 3)
+        calls = {each["call"]: each for each in found["predictions"]}
+        self.assertContainsSubset(found["best"], calls)
+        self.assertAllClose(calls["DTSStrategy(delay=4, interval=4)"]["step_seconds"], 0.9, rtol=0.02)
+
+    def _run(self, *arguments):
+        output, errors = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+            try:
+                return plan.main(arguments), output.getvalue()
+            except SystemExit as error:
+                return error.code, errors.getvalue()
+
+    def test_given_numbers(self):
+        """Nothing is started."""
+        code, text = self._run(*_GIVEN, "--slowdown=3:4x")
+        self.assertEqual(code, 0)
+        self.assertIn("Nothing was measured: all numbers are given", text)
+        self.assertIn("4 ranks, 100.0 MB of gradients; a step computes for 300.0 ms", text)
+        self.assertIn("rank 3 takes 4.0 times as long", text)
+
+    def test_refuses_given_numbers(self):
+        for changed, message in (
+            ("--num_workers=1", "`num_workers` must be at least 2. Received: num_workers=1"),
+            ("--num_parameters=0", "`num_parameters` must be positive and finite. Received: num_parameters=0.0"),
+            ("--bits_per_second=inf", "`bits_per_second` must be positive and finite"),
+            ("--step_seconds=0", "`step_seconds` must be a positive number"),
+            ("--latency_seconds=-1", "`latency_seconds` must not be negative"),
+            ("--slowdown=7:2x", "`slowdown` must name a rank below the number of workers, 4"),
+            ("script.py", "unrecognized arguments: script.py"),
+        ):
+            code, text = self._run(*_GIVEN, changed)
+            self.assertEqual(code, 2)
+            self.assertIn(message, text)
+
+    def test_refuses_an_unknown_kind(self):
+        message = "`HOP_TF_PLAN` must be one of 1, all, json. Received"
+        with (
+            mock.patch.dict(os.environ, {"HOP_TF_PLAN": "most"}),
+            self.assertRaisesRegex(ValueError, message),
+        ):
+            hop_tf.PipeSGDStrategy()
 
     @pytest.mark.slow
     def test_is_shown_after_the_first_fit(self):
@@ -270,7 +342,7 @@ class PlanTest(tf.test.TestCase):
         output = io.StringIO()
         with mock.patch.dict(os.environ, {"HOP_TF_PLAN": "1"}), contextlib.redirect_stdout(output):
             InProcessCluster(2, make_strategy).run(lambda strategy: [_train(strategy) for _ in range(2)])
-        self.assertEqual(output.getvalue().count("recommended "), 2)
+        self.assertEqual(output.getvalue().count("1. "), 1)
         self.assertIn("2 ranks, 0.0 MB of gradients; a step computes for ", output.getvalue())
 
     def test_command(self):
@@ -278,7 +350,9 @@ class PlanTest(tf.test.TestCase):
         with mock.patch.object(launch, "main", return_value=3) as start, mock.patch.dict(os.environ):
             self.assertEqual(plan.main(["--num_workers=2", "script.py"]), 3)
             self.assertEqual(os.environ["HOP_TF_PLAN"], "1")
-        start.assert_called_once_with(["--num_workers=2", "script.py"], command="plan")
+            self.assertEqual(plan.main(["--all", "--num_workers=2", "script.py", "--json"]), 3)
+            self.assertEqual(os.environ["HOP_TF_PLAN"], "all")
+        start.assert_any_call(["--num_workers=2", "script.py"], command="plan")
 
     def test_refuses_a_world_of_one(self):
         with mock.patch.dict(os.environ, {"HOP_TF_PLAN": "1"}):

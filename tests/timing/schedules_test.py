@@ -56,30 +56,51 @@ class LockStepTest(tf.test.TestCase, parameterized.TestCase):
 
 class FreeRunningTest(tf.test.TestCase, parameterized.TestCase):
     def test_nobody_waits_for_a_slow_rank(self):
-        """Three ranks make 96 steps meanwhile, and the slow one a quarter of these."""
+        """Three ranks make all steps, and the slow one every fourth one."""
         durations = _ALIKE * np.array([1, 1, 1, 4])[:, np.newaxis]
         step, share = timing.free_running_seconds(durations)
         self.assertAllClose((step, share), (0.3, (3 + 1 / 4) / 4), rtol=0.01)
 
     def test_all_train_on_all_where_they_are_alike(self):
-        self.assertAllClose(timing.free_running_seconds(_ALIKE, latency_seconds=0.2), (0.3, 1.0))
+        found = timing.free_running_seconds(_ALIKE, latency_seconds=0.2, pushing_seconds=0.1, sum_seconds=0.1)
+        self.assertAllClose(found, (0.3, 1.0))
 
     @parameterized.parameters(2, 4)
     def test_links_bind(self, max_in_flight):
         """Bytes leave one after the other; a merge takes long, and so many are under way."""
-        step, _ = timing.free_running_seconds(_ALIKE, sending_seconds=0.6, max_in_flight=max_in_flight)
-        self.assertAllClose(step, 0.6, rtol=0.05)
-        step, _ = timing.free_running_seconds(_ALIKE, merging_seconds=3.0, max_in_flight=max_in_flight)
-        self.assertAllClose(step, 3.0 / max_in_flight, rtol=0.1)
+        links = {"pushing_seconds": 0.3, "sum_seconds": 0.4}
+        found = timing.free_running_seconds(_ALIKE, max_in_flight=max_in_flight, **links)
+        self.assertAllClose(found, (0.7, 1.0), rtol=0.02)
+        found = timing.free_running_seconds(_ALIKE, max_in_flight=max_in_flight, latency_seconds=1.5)
+        self.assertAllClose(found, (3.0 / max_in_flight, 1.0), rtol=0.02)
+
+
+def _exact_cycle(num_workers, apart, demands):
+    """Mean value analysis of workers that are alike, worker by worker."""
+    queues = np.zeros(len(demands))
+    for number in range(1, num_workers + 1):
+        waits = np.array(demands) * (1 + queues)
+        cycle = apart + waits.sum()
+        queues = number * waits / cycle
+    return cycle
 
 
 class ServerTest(tf.test.TestCase, parameterized.TestCase):
-    @parameterized.parameters((1, 4), (2, 2), (4, 1), (8, 1))
-    def test_workers_share_the_servers(self, num_servers, factor):
+    @parameterized.parameters((1, 1), (2, 1), (4, 1), (4, 2), (16, 1), (16, 8))
+    def test_workers_share_the_servers(self, num_workers, num_servers):
         found = timing.server_seconds(
-            _ALIKE, num_servers=num_servers, pushing_seconds=0.2, answering_seconds=0.3, round_trip_seconds=0.05
+            np.full((num_workers, 5), 0.3),
+            num_servers=num_servers,
+            pushing_seconds=0.2,
+            answering_seconds=0.3,
+            round_trip_seconds=0.05,
         )
-        self.assertAllClose(found, 0.3 + 0.05 + factor * 0.5)
+        apart = 0.35 + 0.5 * (1 - 1 / num_servers)
+        expected = _exact_cycle(num_workers, apart, (0.2 / num_servers, 0.3 / num_servers))
+        self.assertAllClose(found, expected, rtol=0.05)
+        # Neither faster than a server's busiest link, nor slower than if all pushed together.
+        at_least, at_most = max(0.85, 0.3 * num_workers / num_servers), 0.35 + 0.5 * num_workers
+        self.assertBetween(found, 0.999 * at_least, 1.001 * at_most)
 
     def test_a_slow_worker_pushes_less(self):
         durations = _ALIKE * np.array([1, 1, 1, 4])[:, np.newaxis]
@@ -121,8 +142,9 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
         (timing.lock_step_seconds, {"delay": -1}, "`delay` must"),
         (timing.lock_step_seconds, {"interval": 0}, "`interval` must"),
         (timing.lock_step_seconds, {"sending_seconds": -1.0}, "`sending_seconds` must"),
+        (timing.lock_step_seconds, {"own_share": 1.5}, "`own_share` must"),
         (timing.free_running_seconds, {"max_in_flight": 0}, "`max_in_flight` must"),
-        (timing.free_running_seconds, {"merging_seconds": -1.0}, "`merging_seconds` must"),
+        (timing.free_running_seconds, {"sum_seconds": -1.0}, "`sum_seconds` must"),
         (timing.server_seconds, {"num_servers": 0, "pushing_seconds": 0, "answering_seconds": 0}, "`num_servers` must"),
     )
     def test_refuses(self, function, arguments, message):
