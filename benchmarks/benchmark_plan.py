@@ -10,6 +10,7 @@ the rank that takes longest (SHAT: the time in which workers train a batch each)
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -39,6 +40,13 @@ _CANDIDATES = flags.DEFINE_list(
 
 _WARMUP_STEPS = 6
 _SYNCHRONOUS = "PipeSGDStrategy(pipeline_width=1)"
+# A server waits for workers that are still at the candidates before.
+_OPTIONS = hop_tf.CommunicationOptions(timeout_seconds=900)
+_STRATEGIES = {
+    name: functools.partial(getattr(hop_tf, name), communication_options=_OPTIONS)
+    for name in hop_tf.__all__
+    if name.endswith("Strategy")
+}
 
 
 # In each process. The last host is the parameter server, where there is one.
@@ -60,7 +68,7 @@ def _train(case: Mapping, turn: int, call: str, number: int) -> tuple[float, tim
     task = {"type": "ps", "index": 0} if is_server else {"type": "worker", "index": number}
     os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": task})
     try:
-        strategy = eval(f"hop_tf.{call}", {"hop_tf": hop_tf})
+        strategy = eval(call, {"hop_tf": hop_tf, **_STRATEGIES})
     except SystemExit:  # The server's, when the workers are done.
         return np.nan, None
     with strategy.scope():
