@@ -63,14 +63,13 @@ def _measured(measurement: Measurement) -> Iterator[str]:
 def _slow_ranks(measurement: Measurement) -> Iterator[str]:
     if not measurement.rank_seconds:
         return
-    steps = np.array(measurement.rank_seconds)
-    usual = np.median(steps, axis=1)
-    times = usual / np.median(usual)
+    steps, times = np.array(measurement.rank_seconds), measurement.slowness
     for rank in np.flatnonzero(times > _SLOW_RANK):
         yield f"rank {rank} takes {times[rank]:.1f} times as long for a step as most others"
-    is_slow = steps > _SLOW_STEP * usual[:, np.newaxis]
+    usual = np.median(steps, axis=1, keepdims=True)
+    is_slow = steps > _SLOW_STEP * usual
     if is_slow.any():
-        longer = np.mean((steps / usual[:, np.newaxis])[is_slow])
+        longer = np.mean((steps / usual)[is_slow])
         yield f"now and then a step takes longer: {is_slow.mean():.0%} of all steps take {longer:.1f} times as long"
 
 

@@ -269,14 +269,14 @@ def _free_running(measurement: Measurement, codec: str | None, durations: np.nda
 def _shat(measurement: Measurement) -> Iterator[Candidate]:
     half = max(1, measurement.world_size // 2)
     for num_servers in sorted({1, half}):
-        servers = "1 parameter server" if num_servers == 1 else f"{num_servers} parameter servers"
+        servers = f"{num_servers} parameter server{'s' if num_servers > 1 else ''}"
         yield Candidate(
             name="shat",
             strategy="SHAT",
             call=f"SHATParameterServerStrategy() with {servers}",
             bytes_per_step=measurement.num_bytes,
             outcome=functools.partial(_served, measurement, num_servers),
-            needs=f"{servers} on machines of their own",
+            needs=f"{servers} on {'machines of their' if num_servers > 1 else 'a machine of its'} own",
         )
 
 

@@ -76,11 +76,22 @@ class Measurement:
             )
 
     @property
+    def slowness(self) -> np.ndarray:
+        """How many times as long the median step of each rank takes as that of most: array [world_size].
+
+        That is the median over the ranks; of an even number of them, the lower one.
+        """
+        if not self.rank_seconds:
+            return np.ones(self.world_size)
+        usual = np.median(self.rank_seconds, axis=1)
+        return usual / np.sort(usual)[(self.world_size - 1) // 2]
+
+    @property
     def typical_step(self) -> Step:
-        """The step of a rank like most others: the median over the ranks of their median steps."""
+        """The step of a rank like most others; see `slowness`."""
         if not self.rank_seconds or not self.step.seconds:
             return self.step
-        times = float(np.median(np.median(self.rank_seconds, axis=1))) / self.step.seconds
+        times = float(np.median(self.rank_seconds[0])) / self.slowness[0] / self.step.seconds
         return Step(**{name: times * seconds for name, seconds in dataclasses.asdict(self.step).items()})
 
     def durations(self, num_steps: int) -> np.ndarray:
@@ -213,7 +224,7 @@ def _compute_seconds(strategy: ExchangeStrategy) -> float:
 
 def _rank_seconds(strategy: ExchangeStrategy) -> tuple[tuple[float, ...], ...]:
     """The latest steps of all ranks, as many of each: a rank's own row beside zeros, in the mean over the ranks."""
-    own = np.asarray(strategy.latest_step_seconds(), np.float32)[-_MAX_STEPS:]
+    own = np.maximum(strategy.latest_step_seconds()[-_MAX_STEPS:], 0).astype(np.float32)
     rows = np.zeros((strategy.world_size, 1 + _MAX_STEPS), np.float32)
     rows[strategy.rank, 0] = own.size
     rows[strategy.rank, rows.shape[1] - own.size :] = own

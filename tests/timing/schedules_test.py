@@ -126,7 +126,10 @@ class MeasurementTest(tf.test.TestCase):
         self.assertEqual(sorted(durations[0, 3:6]), [1, 2, 3])
 
     def test_a_typical_step(self):
-        step = self._make(((0.5, 0.6, 9.0), (0.6, 0.8, 0.6))).typical_step
+        """Of two ranks the faster one's; its median step takes twice as long as the step that is scaled."""
+        uneven = self._make(((0.5, 0.6, 9.0), (1.2, 0.9, 1.2)))
+        self.assertAllClose(uneven.slowness, (1, 2))
+        step = uneven.typical_step
         self.assertAllClose((step.forward_seconds, step.backward_seconds), (0.2, 0.4))
         self.assertEqual(self._make(()).typical_step, _STEP)
         self.assertAllEqual(self._make(()).durations(3), np.full((2, 3), _STEP.seconds))
