@@ -29,6 +29,7 @@ from hop_tf import planning, timing
 from hop_tf.emulation import ComputeEmulation, Slowdown
 
 _LINK = flags.DEFINE_string("link", "100e6", "Bits per second of a host's link.")
+_QUEUE_BYTES = flags.DEFINE_integer("queue_bytes", 512_000, "Buffer in front of each link, as small switches have.")
 _WORLD_SIZE = flags.DEFINE_integer("world_size", 3, "Ranks.", lower_bound=2)
 _STEP_SECONDS = flags.DEFINE_float("step_seconds", 0.3, "Emulated computation of a step.")
 _NUM_VALUES = flags.DEFINE_integer("num_values", 1_000_000, "Parameters.")
@@ -110,6 +111,7 @@ def _job(emulation: ComputeEmulation, calls: list[str]) -> list[tuple[float, tim
         _LINK.value,
         num_ports=len(calls),
         environment=emulation.to_environment(),
+        queue_bytes=_QUEUE_BYTES.value,
     )
     results = []
     for call, (*of_workers, _) in zip(calls, zip(*of_processes, strict=True), strict=True):

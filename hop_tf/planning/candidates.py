@@ -23,8 +23,20 @@ import numpy as np
 
 from hop_tf import codecs
 from hop_tf.planning.accuracy import CHANGES, Change
-from hop_tf.timing import Measurement, Plan, free_running_seconds, lock_step_seconds, sent_bytes, server_seconds, way_of
+from hop_tf.planning.hop import simulate
+from hop_tf.strategies.hop.settings import SkipIterations
+from hop_tf.timing import (
+    DTSPlan,
+    Measurement,
+    Plan,
+    free_running_seconds,
+    lock_step_seconds,
+    sent_bytes,
+    server_seconds,
+    way_of,
+)
 from hop_tf.timing.costs import ALGORITHMS, FLOAT32_BYTES, RESOLUTION
+from hop_tf.topology import Topology
 
 _PIPE_CODECS = (None, "truncate16", "int8")
 _SEGMENTS = (1, 2, 4)
@@ -115,7 +127,7 @@ def _pipe_sgd(measurement: Measurement) -> Iterator[Candidate]:
         )
 
 
-def _shortest(plans: Sequence) -> Plan:
+def _shortest(plans: Sequence[Plan | DTSPlan]) -> Plan | DTSPlan:
     """The first one of those within 2 % of the shortest step."""
     shortest = min(plan.step_seconds for plan in plans)
     return next(plan for plan in plans if plan.step_seconds <= shortest * (1 + RESOLUTION))
@@ -170,7 +182,7 @@ def _dts(measurement: Measurement) -> Iterator[Candidate]:
         )
 
 
-def _in_windows(plan, selecting_seconds: float, durations: np.ndarray) -> Outcome:
+def _in_windows(plan: DTSPlan, selecting_seconds: float, durations: np.ndarray) -> Outcome:
     seconds = lock_step_seconds(
         durations + selecting_seconds,
         delay=plan.delay,
@@ -186,9 +198,6 @@ def _in_windows(plan, selecting_seconds: float, durations: np.ndarray) -> Outcom
 
 
 def _hop(measurement: Measurement) -> Iterator[Candidate]:
-    from hop_tf.strategies.hop.settings import SkipIterations
-    from hop_tf.topology import Topology
-
     default = Topology.ring_based(measurement.world_size)
     settings = {
         "hop": ({}, {}),
@@ -206,8 +215,6 @@ def _hop(measurement: Measurement) -> Iterator[Candidate]:
 
 def _hop_candidate(measurement: Measurement, name: str, topology, settings: dict, shown: dict, more: list) -> Candidate:
     def outcome(durations: np.ndarray) -> Outcome:
-        from hop_tf.planning.hop import simulate
-
         durations = _first_steps(durations)
         num_ranks, num_steps = durations.shape
         found = simulate(
