@@ -39,7 +39,8 @@ _CANDIDATES = flags.DEFINE_list(
     "candidates", ["pipe:1", "pipe:2:int8", "hop", "hop:skip", "canary", "shat", "dts:4:4"], "Names of settings."
 )
 
-_WARMUP_STEPS = 6
+# Ranks begin at different times; who need not wait for others feels that for as many steps as it may be ahead of them.
+_WARMUP_STEPS = 16
 _SYNCHRONOUS = "PipeSGDStrategy(pipeline_width=1)"
 # A server waits for workers that are still at the candidates before.
 _OPTIONS = hop_tf.CommunicationOptions(timeout_seconds=900)
