@@ -180,6 +180,7 @@ class ProtocolsTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.product(kind=("slow", "now and then", "alike"), communication=(0.02, 0.4))
     @pytest.mark.stress(after=1)
+    @pytest.mark.slow
     def test_canary(self, kind, communication):
         """Where links bind, sums are split in more ways than the model knows of."""
         durations = _durations(kind)
