@@ -29,6 +29,7 @@ class BatchShares:
       rows: float64 scalar: how many rows the training step has that is being traced (or, eagerly, run). That is what
         the step weighs in means over ranks. 1 in a custom loop, whose losses weigh their rows themselves.
       times_equal: float64 scalar: how many times an equal share this rank's share is, in that step; 1 in a custom loop.
+      times_mean: float64 scalar: how many times the mean share of the ranks that are there; the same where all are.
     """
 
     def __init__(self, given: Sequence[int] | str, rank: int, world_size: int):
@@ -38,12 +39,27 @@ class BatchShares:
         self._given = [1] * world_size if self.is_automatic else list(given)
         self.rows: tf.Tensor | float = 1.0
         self.times_equal: tf.Tensor | float = 1.0
+        self.times_mean: tf.Tensor | float = 1.0
+        self._mean_of_present = 1.0
 
     @functools.cached_property
     def variable(self) -> tf.Variable:
         """The shares, where they change. Not made in the constructor: programs may still choose their devices."""
         with tf.init_scope(), tf.device("/cpu:0"):
             return tf.Variable(self._given, dtype=tf.int64, trainable=False, name="hop_tf_batch_shares")
+
+    @functools.cached_property
+    def _mean_variable(self) -> tf.Variable:
+        with tf.init_scope(), tf.device("/cpu:0"):
+            return tf.Variable(self._mean_of_present, dtype=tf.float64, trainable=False, name="hop_tf_mean_share")
+
+    def note_departed(self, ranks: Collection[int]) -> None:
+        """Some ranks have left or are lost, if any: those that are there have another mean share in the next step."""
+        present = [rank for rank in range(self._world_size) if rank not in ranks]
+        mean = self.total_part(present) * self._world_size / len(present) if ranks else 1.0
+        if mean != self._mean_of_present:
+            self._mean_of_present = mean
+            self._mean_variable.assign(mean)
 
     def __str__(self) -> str:
         return AUTO if self.is_automatic else str(self._given)
@@ -76,12 +92,13 @@ class BatchShares:
         Args:
           rows: How many rows of its batch this rank has; None in a custom loop.
         """
-        self.rows = self.times_equal = 1.0
+        self.rows = self.times_equal = self.times_mean = 1.0
         if rows is not None:
             with tf.device("/cpu:0"):
                 shares = tf.cast(self._read(), tf.float64)
                 self.rows = tf.cast(rows, tf.float64)
                 self.times_equal = self._world_size * shares[self._rank] / tf.reduce_sum(shares)
+                self.times_mean = self.times_equal / self._mean_variable
 
     def slice_of(self, num_rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Emits the ops that compute this rank's slice of a batch.

@@ -245,7 +245,9 @@ class TrainingRun(TrainingHooks):
             self._scheme.end_epoch(group)
 
     def begin_batch(self) -> None:
-        """See `StepRecords`."""
+        """See `StepRecords`. Steps count by the shares of the ranks that are there."""
+        if self.shares is not None:
+            self.shares.note_departed(self.worker.membership.departed())
         self.records.begin_batch()
 
     def end_batch(self, num_steps: int) -> None:

@@ -108,8 +108,8 @@ class HopStrategy(ExchangeStrategy):
         [3, 1], or "auto": in proportion to speeds, which ranks measure and agree on (see `docs/data.md`). Parameters
         are averaged with the weights of the topology, which keep their mean over the ranks. That mean then is to move
         by the steps of the ranks, each in proportion to its rows; so what a rank's optimizer adds is multiplied by n
-        times its part, n for the number of ranks. Weight decay, and moving statistics, are not. Default None: all parts
-        are equal.
+        times its part, n for the number of ranks. Where some have left or are lost, n and the part are those among the
+        others. Weight decay, and moving statistics, are not multiplied. Default None: all parts are equal.
       devices: Names of this process's devices, as of `tf.distribute.MirroredStrategy`: a rank's batch is divided among
         them. Ranks may have different numbers of them. Default: all GPUs that the process sees, or one CPU.
       cluster_resolver: Where the cluster is described. Default: `TF_CONFIG`.
@@ -198,8 +198,8 @@ class HopStrategy(ExchangeStrategy):
         return num_skipped
 
     def _weigh_step(self, group: Group, before: Sequence[tf.Tensor]) -> None:
-        """Multiplies what the optimizer has added by n times this rank's part of a batch."""
-        more = self.training.shares.times_equal - 1
+        """Multiplies what the optimizer has added by n times this rank's part of a batch; of n ranks that are there."""
+        more = self.training.shares.times_mean - 1
         for variable, value in zip(group.trained, before, strict=True):
             variable.assign_add((variable - value) * tf.cast(more, variable.dtype))
 

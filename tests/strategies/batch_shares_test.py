@@ -165,6 +165,26 @@ class SynchronousTest(tf.test.TestCase, parameterized.TestCase):
         for of_rank in _SYNCHRONOUS["pipe_sgd"].run(train, batch_shares=_SHARES):
             self.assertAllClose(of_rank, kernel, rtol=0, atol=1e-5)
 
+    @pytest.mark.stress
+    def test_data_of_a_function_count_by_rows(self):
+        x, y, _ = (each[:200] for each in _data())
+
+        def train(strategy):
+            part = slice(0, 150) if strategy.rank == 0 else slice(150, 200)
+
+            def make_dataset(context):
+                dataset = tf.data.Dataset.from_tensor_slices((x[part], y[part]))
+                return dataset.batch(context.get_per_replica_batch_size(100))
+
+            with strategy.scope():
+                model = _linear_model(keras.optimizers.SGD(_RATE))
+            model.fit(strategy.distribute_datasets_from_function(make_dataset), verbose=0)
+            return model.get_weights()[0]
+
+        expected = -_RATE * 2 * np.mean(x.astype(np.float64) * y, axis=0)[:, None]  # In two steps, of a linear loss.
+        for of_rank in _SYNCHRONOUS["pipe_sgd"].run(train, batch_shares=_SHARES):
+            self.assertAllClose(of_rank, expected, rtol=0, atol=1e-5)
+
 
 def _linear_model(optimizer, kind=keras.Sequential):
     model = kind([keras.Input((5,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
@@ -189,26 +209,6 @@ class Recorder(keras.Sequential):
     def mean_gradients(self):
         """Of a linear loss, in each step."""
         return [np.mean(x.astype(np.float64) * y, axis=0)[:, None] for x, y in self.batches]
-
-    @pytest.mark.stress
-    def test_data_of_a_function_count_by_rows(self):
-        x, y, _ = (each[:200] for each in _data())
-
-        def train(strategy):
-            part = slice(0, 150) if strategy.rank == 0 else slice(150, 200)
-
-            def make_dataset(context):
-                dataset = tf.data.Dataset.from_tensor_slices((x[part], y[part]))
-                return dataset.batch(context.get_per_replica_batch_size(100))
-
-            with strategy.scope():
-                model = _linear_model(keras.optimizers.SGD(_RATE))
-            model.fit(strategy.distribute_datasets_from_function(make_dataset), verbose=0)
-            return model.get_weights()[0]
-
-        expected = -_RATE * 2 * np.mean(x.astype(np.float64) * y, axis=0)[:, None]  # In two steps, of a linear loss.
-        for of_rank in _SYNCHRONOUS["pipe_sgd"].run(train, batch_shares=_SHARES):
-            self.assertAllClose(of_rank, expected, rtol=0, atol=1e-5)
 
 
 class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
@@ -247,6 +247,27 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
         for (own, mean, _), kernel in zip(found, kernels, strict=True):
             self.assertAllClose(own, kernel, rtol=0, atol=1e-5)
             self.assertAllClose(mean, np.mean(kernels, axis=0), rtol=0, atol=1e-5)
+
+    @pytest.mark.slow
+    def test_hop_moves_by_whole_steps_when_the_other_has_left(self):
+        """Whoever is there alone has all of the shares."""
+        x, y, _ = (each[:100] for each in _data())
+
+        def train(strategy):
+            with strategy.scope():
+                model = _linear_model(keras.optimizers.SGD(_RATE))
+            kernels = []
+            keep = keras.callbacks.LambdaCallback(
+                on_train_batch_end=lambda batch, logs: kernels.append(model.get_weights()[0])
+            )
+            model.fit(x, y, batch_size=10, shuffle=False, callbacks=[keep, StopRank1(strategy.rank, 1)], verbose=0)
+            return kernels
+
+        kernels, _ = MEMBERS["hop"].run(train, batch_shares=_SHARES)
+        for step in range(6, 10):  # It has heard of that by now. Its slices have 7 of 10 rows.
+            own = slice(step * 10, step * 10 + 7)
+            expected = -_RATE * np.mean(x[own].astype(np.float64) * y[own], axis=0)[:, None]
+            self.assertAllClose(kernels[step] - kernels[step - 1], expected, rtol=0, atol=1e-5)
 
     @parameterized.parameters((3, 2), (0, 1), (0, 2))
     @pytest.mark.stress(after=1)
