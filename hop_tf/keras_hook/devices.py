@@ -8,6 +8,7 @@ exchange, and what a strategy does with weights. All copies of a variable are as
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import weakref
@@ -18,6 +19,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.distribute import distribute_lib, mirrored_strategy, values
+from tensorflow.python.ops import resource_variable_ops
 
 from hop_tf.keras_hook.context import Extended, OneDevice, ReplicaContext
 from hop_tf.keras_hook.data import count_rows, divide, without_rows
@@ -60,7 +62,13 @@ class SeveralDevices(Extended, mirrored_strategy.MirroredExtended):
             del kwargs["colocate_with"]
             with tf.device(colocate_with.device):
                 return next_creator(**kwargs)
-        variable = super()._create_variable(next_creator, **kwargs)
+        if self._trace is None or tf.executing_eagerly():
+            variable = super()._create_variable(next_creator, **kwargs)
+        else:
+            # A step's own, such as slots in a custom loop, is there before the step runs. `tf.function` would make it
+            # while it runs, as it cannot lift a copy's initial value, which is that of the first one.
+            with tf.init_scope():
+                variable = super()._create_variable(_create, **kwargs)
         if type(variable) is values.MirroredVariable:
             variable.__class__ = _Copies
         return variable
@@ -130,6 +138,9 @@ class SeveralDevices(Extended, mirrored_strategy.MirroredExtended):
             result = mirrored_strategy.MirroredExtended._call_for_each_replica(self, run, args, kwargs)
             self._make_alike()
             return result
+        except (TypeError, ValueError) as error:
+            _explain_parts(error)
+            raise
         finally:
             self._shares = None
 
@@ -225,6 +236,7 @@ class SeveralDevices(Extended, mirrored_strategy.MirroredExtended):
         return self._with_parts(super()._distribute_datasets_from_function(dataset_fn, options))
 
     def _with_parts(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        @tf.autograph.experimental.do_not_convert
         def divided(*batch):
             parts, _ = divide(batch, len(self.worker_devices))
             result = tf.nest.map_structure(lambda *each: _per_replica(each), *parts)
@@ -255,10 +267,16 @@ class _Copies(values.MirroredVariable):
         return context.merge_call(assign, args=(value,))
 
     def __int__(self):
-        return int(self.read_value())
+        return int(self.numpy())
+
+    def __float__(self):
+        return float(self.numpy())
 
     def __array__(self, dtype=None, copy=None):
         return np.array(self.numpy(), dtype=dtype, copy=copy)
+
+
+_create = functools.partial(resource_variable_ops.default_variable_creator_v2, None)
 
 
 def _is_copied(variable: tf.Variable) -> bool:
@@ -277,6 +295,16 @@ def _is_predict_step(fn: Callable) -> bool:
 
 def _has_parts(batch) -> bool:
     return any(isinstance(leaf, values.PerReplica) for leaf in tf.nest.flatten(batch))
+
+
+def _explain_parts(error: Exception) -> None:
+    """Raises ValueError where a step has failed as it took a batch, with all its parts, by itself."""
+    if f"{values.PerReplica.__name__}:{{" in str(error):
+        raise ValueError(
+            "a step that runs on several devices must get its part of a batch by its arguments: take the batch outside "
+            "of `strategy.run`, as in `strategy.run(step, args=next(iterator))`. Received: a batch with the parts of "
+            "all devices, within the step."
+        ) from error
 
 
 def _rows_of_parts(batch) -> list[tf.Tensor]:
