@@ -72,7 +72,7 @@ class ReplicaContext(one_device_strategy._OneDeviceReplicaContext):
         return result
 
     def all_reduce(self, reduce_op, value, options=None):
-        rows = self._hooks.num_rows
+        rows = None if self._trace.model is None else self._hooks.num_rows  # In a custom loop, losses add up.
         if rows is None or any(isinstance(each, tf.IndexedSlices) for each in tf.nest.flatten(value)):
             return super().all_reduce(reduce_op, value, options)
         # What others make of this rank's value changes their losses, which weigh as much as their rows; and what comes
@@ -91,10 +91,14 @@ class ReplicaContext(one_device_strategy._OneDeviceReplicaContext):
         return tf.nest.pack_sequence_as(value, tf.nest.flatten(results))
 
     def _exchange(self, optimizer, gradients: list, variables: list[tf.Variable]) -> list:
-        """Exchanges this replica's gradients: those of its part of the loss, times the number of parts."""
-        is_of_loop = self.strategy.num_replicas_in_sync > 1
-        scale = self._hooks.num_loss_parts if is_of_loop else 1
-        if scale > 1:
+        """Exchanges this replica's gradients.
+
+        A custom loop's are those of its part of the loss. Times the number of equal parts, over what this one weighs,
+        they are those of a loss of its rows, as a model's.
+        """
+        num_parts, weight = self._hooks.num_loss_parts, self._hooks.num_rows
+        if num_parts > 1 and self.strategy.num_replicas_in_sync > 1:
+            scale = num_parts if weight is None else num_parts / weight
             gradients = [tf.math.scalar_mul(tf.cast(scale, gradient.dtype), gradient) for gradient in gradients]
         return self._hooks.exchange(optimizer, self._trace, gradients, variables)
 

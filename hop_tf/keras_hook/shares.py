@@ -26,10 +26,10 @@ class BatchShares:
 
     Attributes:
       is_automatic: Whether shares change.
-      rows: float64 scalar: how many rows the training step has that is being traced (or, eagerly, run). That is what
-        the step weighs in means over ranks. 1 in a custom loop, whose losses weigh their rows themselves.
-      times_equal: float64 scalar: how many times an equal share this rank's share is, in that step; 1 in a custom loop.
-      times_mean: float64 scalar: how many times the mean share of the ranks that are there; the same where all are.
+      rows: float64 scalar: what the training step weighs in means over ranks that is being traced (or, eagerly, run).
+        That is its number of rows; in a custom loop, where this is not known, `times_equal`.
+      times_equal: float64 scalar: how many times an equal share this rank's share is, in that step.
+      times_mean: float64 scalar: how many times the mean share of the ranks that are there, where `fit` notes these.
     """
 
     def __init__(self, given: Sequence[int] | str, rank: int, world_size: int):
@@ -92,13 +92,11 @@ class BatchShares:
         Args:
           rows: How many rows of its batch this rank has; None in a custom loop.
         """
-        self.rows = self.times_equal = self.times_mean = 1.0
-        if rows is not None:
-            with tf.device("/cpu:0"):
-                shares = tf.cast(self._read(), tf.float64)
-                self.rows = tf.cast(rows, tf.float64)
-                self.times_equal = self._world_size * shares[self._rank] / tf.reduce_sum(shares)
-                self.times_mean = self.times_equal / self._mean_variable
+        with tf.device("/cpu:0"):
+            shares = tf.cast(self._read(), tf.float64)
+            self.times_equal = self._world_size * shares[self._rank] / tf.reduce_sum(shares)
+            self.times_mean = self.times_equal / self._mean_variable
+            self.rows = self.times_equal if rows is None else tf.cast(rows, tf.float64)
 
     def slice_of(self, num_rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Emits the ops that compute this rank's slice of a batch.

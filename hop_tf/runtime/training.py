@@ -178,6 +178,8 @@ class TrainingRun(TrainingHooks):
         finally:
             self._phase = Phase.OUTSIDE
             self._averages_metrics = False
+            if self.shares is not None:
+                self.shares.note_departed(())
             self.data.end_fit()
             self._write_report()
 

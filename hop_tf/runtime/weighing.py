@@ -64,7 +64,7 @@ class RowWeighing:
         return max(1.0, self._rows_before - before)
 
     def begin_step(self, trace: StepTrace) -> None:
-        """Emits the ops that count the rows of a model's step; in a custom loop losses weigh them."""
+        """Emits the ops that count the rows of a model's step; a custom loop does not tell them."""
         rows = None if trace.model is None else trace.num_rows()
         self._shares.begin_step(rows)
         if rows is None:

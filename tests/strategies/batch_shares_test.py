@@ -1,6 +1,7 @@
 """Slices of a batch in proportion to shares, under every strategy: what is trained, and how long that takes."""
 
 import contextlib
+import functools
 import os
 import time
 from unittest import mock
@@ -135,9 +136,13 @@ class SynchronousTest(tf.test.TestCase, parameterized.TestCase):
         for kernel in member.run(train, batch_shares=_SHARES):
             self.assertAllClose(kernel, model.get_weights()[0], rtol=0, atol=1e-5)
 
-    def test_a_custom_loop_weighs_its_rows_itself(self):
-        """By `global_batch_size`: gradients of the ranks add up."""
+    @parameterized.parameters("pipe_sgd", "dts", "shat")
+    @pytest.mark.stress(after=1)
+    def test_a_custom_loop_weighs_its_rows_itself(self, name):
+        """By `global_batch_size`: gradients of the ranks add up. One that is left alone has the mean of its rows."""
         x, y, _ = _data()
+        dts = Member(functools.partial(hop_tf.DTSStrategy, delay=0, interval=1))
+        member, settings = {**_SYNCHRONOUS, "dts": dts}[name], {} if name == "shat" else {"on_peer_loss": "continue"}
 
         def train(strategy):
             with strategy.scope():
@@ -156,14 +161,23 @@ class SynchronousTest(tf.test.TestCase, parameterized.TestCase):
             dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(_BATCH_SIZE)
             for number, batch in enumerate(strategy.experimental_distribute_dataset(dataset)):
                 run(batch, tf.constant(min(_BATCH_SIZE, _NUM_ROWS - number * _BATCH_SIZE)))
-            return model.get_weights()[0]
+            kernel = model.get_weights()[0]
+            if strategy.rank == 0:
+                membership = strategy.training.worker.membership
+                self.assertTrue(membership.wait_until(lambda: membership.departure(1), 60.0))
+                run((x[:75], y[:75]), tf.constant(100))
+            strategy.shutdown()
+            return kernel, model.get_weights()[0]
 
         kernel = np.zeros((5, 1))
         for start in range(0, _NUM_ROWS, _BATCH_SIZE):
             batch_x, batch_y = x[start : start + _BATCH_SIZE], y[start : start + _BATCH_SIZE]
             kernel -= _RATE * 2 * batch_x.T @ (batch_x @ kernel - batch_y) / len(batch_x)
-        for of_rank in _SYNCHRONOUS["pipe_sgd"].run(train, batch_shares=_SHARES):
+        alone = kernel - _RATE * 2 * x[:75].T @ (x[:75] @ kernel - y[:75]) / 75
+        of_ranks = member.run(train, batch_shares=_SHARES, **settings)
+        for (of_rank, last), expected in zip(of_ranks, (alone, kernel), strict=True):
             self.assertAllClose(of_rank, kernel, rtol=0, atol=1e-5)
+            self.assertAllClose(last, expected, rtol=0, atol=1e-5)
 
     @pytest.mark.stress
     def test_data_of_a_function_count_by_rows(self):
