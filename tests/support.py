@@ -85,7 +85,7 @@ MEMBERS = {
         is_equal_after_fit=True,
     ),
 }
-# The same, with two devices in each rank: `conftest.py` makes these of the processor.
+# The same, with two devices in each rank: `conftest.py` has them made of the processor, and so does a test's process.
 TWO_DEVICES = ["CPU:0", "CPU:1"]
 ON_TWO_DEVICES = {
     f"{name}_on_two_devices": dataclasses.replace(
@@ -93,6 +93,12 @@ ON_TWO_DEVICES = {
     )
     for name, member in MEMBERS.items()
 }
+
+
+def make_two_devices():
+    """Makes `TWO_DEVICES` of the processor, where TensorFlow is not in use yet."""
+    (cpu,) = tf.config.list_physical_devices("CPU")
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * len(TWO_DEVICES))
 
 
 def linear_loss(y, y_pred):

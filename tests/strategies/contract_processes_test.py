@@ -10,9 +10,11 @@ import tensorflow as tf
 from absl.testing import absltest, parameterized
 
 import hop_tf
+import support
 from hop_tf.testing import MultiProcessRunner
-from support import MEMBERS
+from support import ON_TWO_DEVICES, make_two_devices
 
+MEMBERS = {**support.MEMBERS, **ON_TWO_DEVICES}
 _NUM_RANKS = 3
 _BATCH_SIZE = 6
 _NUM_STEPS = 20
@@ -34,6 +36,8 @@ def _train(name):
     Returns:
       For each, what was raised, and how many steps were made.
     """
+    if name in ON_TWO_DEVICES:
+        make_two_devices()
     strategy = MEMBERS[name].make(communication_options=hop_tf.CommunicationOptions(timeout_seconds=20))
     with strategy.scope():
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])

@@ -16,6 +16,7 @@ from absl.testing import absltest, parameterized
 
 import hop_tf
 from hop_tf.testing import MultiProcessRunner
+from support import TWO_DEVICES, make_two_devices
 
 _SEED = int(os.environ.get("HOP_TF_SCHEDULE_SEED", "0"))
 _NUM_RANKS = 3
@@ -23,6 +24,13 @@ _BATCH_SIZE = 6
 _NUM_STEPS = 50  # In an epoch.
 _NUM_EPOCHS = 5
 _RATE = 0.02
+
+
+def _dts_with_outer_momentum(**settings):
+    """Not made before its process may have made devices."""
+    return hop_tf.DTSStrategy(outer_optimizer=keras.optimizers.SGD(0.7, momentum=0.9), **settings)
+
+
 _MEMBERS = {
     "pipe_sgd": (hop_tf.PipeSGDStrategy, {}),
     "canary": (hop_tf.CanaryStrategy, {"consistency": "bsp", "codec": None}),
@@ -32,12 +40,10 @@ _MEMBERS = {
         hop_tf.PipeSGDStrategy,
         {"pipeline_width": 3, "algorithm": "ring", "codec": "int8", "num_segments": 2},
     ),
-    "dts_outer": (
-        hop_tf.DTSStrategy,
-        {"delay": 6, "interval": 2, "codec": "top_k", "outer_optimizer": keras.optimizers.SGD(0.7, momentum=0.9)},
-    ),
+    "dts_outer": (_dts_with_outer_momentum, {"delay": 6, "interval": 2, "codec": "top_k"}),
     "pipe_sgd_shares": (hop_tf.PipeSGDStrategy, {"batch_shares": [3, 1, 2]}),
     "dts_measured_shares": (hop_tf.DTSStrategy, {"batch_shares": "auto"}),
+    "pipe_sgd_on_two_devices": (hop_tf.PipeSGDStrategy, {"devices": TWO_DEVICES}),
     "canary_low_rank": (hop_tf.CanaryStrategy, {"consistency": "bsp", "algorithm": "tree", "low_rank": 2}),
 }
 # Those whose weights are plain SGD with the means of gradients at these.
@@ -90,6 +96,8 @@ def _small_model():
 def _run(name, mark):
     """Two trainings; the number of steps of the first one, what all ranks hold after each, and the report."""
     make, settings = _MEMBERS[name]
+    if "devices" in settings:
+        make_two_devices()
     options = hop_tf.CommunicationOptions(timeout_seconds=20)
     strategy = make(communication_options=options, on_peer_loss="continue", **settings)
     with strategy.scope():
