@@ -12,7 +12,7 @@ from absl.testing import absltest, parameterized
 import hop_tf
 import support
 from hop_tf.testing import MultiProcessRunner
-from support import ON_TWO_DEVICES, make_two_devices
+from support import ON_TWO_DEVICES, TWO_DEVICES, make_two_devices
 
 MEMBERS = {**support.MEMBERS, **ON_TWO_DEVICES}
 _NUM_RANKS = 3
@@ -56,6 +56,51 @@ def _train(name):
         print(results[-1], flush=True)
     strategy.shutdown()
     return results
+
+
+_WAYS = {
+    "momentum": (lambda: keras.optimizers.SGD(0.05, momentum=0.9), {}),
+    "adam": (lambda: keras.optimizers.Adam(0.02), {}),
+    "eagerly": (lambda: keras.optimizers.SGD(0.05, momentum=0.9), {"run_eagerly": True}),
+}
+
+
+def _train_in_ways(strategy):
+    """Weights, for each of `_WAYS`; with batch normalization over the whole batch."""
+    x = np.random.default_rng(0).normal(size=(24, 3)).astype("float32")
+    results = []
+    for make_optimizer, arguments in _WAYS.values():
+        with strategy.scope():
+            kernels = [keras.initializers.RandomNormal(seed=seed) for seed in (1, 2)]
+            # No bias: normalization takes it away, and Adam would make steps of what rounding leaves.
+            hidden = keras.layers.Dense(4, use_bias=False, kernel_initializer=kernels[0])
+            normalization = keras.layers.BatchNormalization(momentum=0.5, synchronized=True)
+            last = keras.layers.Dense(1, kernel_initializer=kernels[1])
+            model = keras.Sequential([keras.Input((3,)), hidden, normalization, last])
+            model.compile(make_optimizer(), "mse", **arguments)
+        model.fit(x, x[:, :1], batch_size=8, epochs=2, shuffle=False, verbose=0)
+        results.append(model.get_weights())
+    return results
+
+
+def _train_on_two_devices():
+    make_two_devices()
+    strategy = hop_tf.PipeSGDStrategy(pipeline_width=1, devices=TWO_DEVICES)
+    results = _train_in_ways(strategy)
+    strategy.shutdown()
+    return results
+
+
+class TwoDevicesTest(tf.test.TestCase):
+    @pytest.mark.stress
+    def test_two_processes_train_as_one_device_with_the_whole_batch(self):
+        expected = _train_in_ways(tf.distribute.get_strategy())
+        with MultiProcessRunner(_train_on_two_devices, 2, timeout_seconds=200) as runner:
+            values = runner.join().raise_for_errors().values
+        for of_rank in values:
+            for name, weights, others in zip(_WAYS, of_rank, expected, strict=True):
+                with self.subTest(name):
+                    self.assertAllClose(weights, others, rtol=1e-5, atol=1e-5)
 
 
 class ContractProcessesTest(tf.test.TestCase, parameterized.TestCase):

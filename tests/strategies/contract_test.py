@@ -458,7 +458,9 @@ class ContractTest(_OfAllMembers):
         if _kind(name) == "canary" and how.get("run_eagerly"):
             self.skipTest("What is late cannot be passed over in eager steps: its synchronous form is tested.")
         if MEMBERS[name].num_devices > 1 and how.get("run_eagerly"):
-            self.skipTest("TensorFlow mixes up threads in eager steps on logical devices: see `devices_test.py`.")
+            self.skipTest(
+                "TensorFlow mixes up threads in eager steps on logical devices: see `contract_processes_test.py`."
+            )
 
         def train(strategy):
             model = _compiled(strategy, _deep, **how)

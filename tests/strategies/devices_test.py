@@ -19,8 +19,8 @@ from absl.testing import absltest, parameterized
 import hop_tf
 from hop_tf.keras_hook import devices
 from hop_tf.options import DEVICES_VARIABLE
-from hop_tf.testing import InProcessCluster, MultiProcessRunner
-from support import NUM_RANKS, ON_TWO_DEVICES, TWO_DEVICES, linear_loss, make_two_devices
+from hop_tf.testing import InProcessCluster
+from support import NUM_RANKS, ON_TWO_DEVICES, TWO_DEVICES, linear_loss
 
 _NUM_ROWS = 24
 _BATCH_SIZE = 8  # Of all ranks.
@@ -107,15 +107,6 @@ def _train(
     return model.get_weights(), slots, validated, evaluated, model.predict(x[:9], batch_size=4, verbose=0)
 
 
-def _train_in_turn(names):
-    """A process's."""
-    make_two_devices()
-    strategy = hop_tf.PipeSGDStrategy(pipeline_width=1, devices=TWO_DEVICES)
-    results = [_train(strategy, **_CASES[name]) for name in names]
-    strategy.shutdown()
-    return results
-
-
 @functools.cache
 def _trained_by_one_device(name):
     """Under no strategy."""
@@ -128,6 +119,8 @@ class DevicesTest(tf.test.TestCase, parameterized.TestCase):
         for mine, other in zip(tf.nest.flatten(computed), tf.nest.flatten(expected), strict=True):
             self.assertAllClose(mine, other, rtol=tolerance, atol=tolerance)
 
+    # Eager steps are tested in `contract_processes_test.py`: these ranks are threads, and where two make eager steps on
+    # logical devices, TensorFlow takes a shape of the other's now and then, also without hop_tf.
     @parameterized.parameters(*(name for name in _CASES if name != "run_eagerly"))
     @pytest.mark.stress(after=3)
     @pytest.mark.slow(after=1)
@@ -135,19 +128,6 @@ class DevicesTest(tf.test.TestCase, parameterized.TestCase):
         make = _CountedDevices(dict.fromkeys(range(NUM_RANKS), TWO_DEVICES))
         for of_rank in InProcessCluster(NUM_RANKS, make).run(functools.partial(_train, **_CASES[name])):
             self.check(of_rank, name)
-
-    @pytest.mark.stress
-    def test_processes_with_two_devices_train_as_one_device_with_the_whole_batch(self):
-        """Eager steps, too.
-
-        Where two threads make these on logical devices, TensorFlow takes a shape of the other's now and then, also
-        without hop_tf: so these ranks are no threads.
-        """
-        names = ["run_eagerly", "momentum", "adam", "normalization", "two_optimizers"]
-        with MultiProcessRunner(_train_in_turn, NUM_RANKS, args=(names,), timeout_seconds=300) as runner:
-            for of_rank in runner.join().raise_for_errors().values:
-                for name, computed in zip(names, of_rank, strict=True):
-                    self.check(computed, name)
 
     @parameterized.parameters(*_CASES)
     @pytest.mark.stress(after=1)

@@ -11,7 +11,7 @@ from absl.testing import absltest, parameterized
 
 import hop_tf
 from hop_tf.errors import HopError
-from support import MEMBERS
+from support import MEMBERS, TWO_DEVICES
 
 _NUM_ROWS = 32
 _BATCH_SIZE = 8
@@ -212,6 +212,14 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
         self.addCleanup(strategy.shutdown)
         for mine, expected in zip(_train(program, strategy)[1], _trained_alone(program), strict=True):
             self.assertAllEqual(mine, expected)
+
+    @parameterized.parameters(*_PROGRAMS)
+    @pytest.mark.stress
+    def test_a_rank_with_two_devices_trains_as_plain_keras(self, program):
+        strategy = hop_tf.HopStrategy(devices=TWO_DEVICES)
+        self.addCleanup(strategy.shutdown)
+        for mine, expected in zip(_train(program, strategy)[1], _trained_alone(program), strict=True):
+            self.assertAllClose(mine, expected, rtol=1e-5, atol=1e-5)
 
 
 if __name__ == "__main__":
