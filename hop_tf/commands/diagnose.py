@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import math
 import os
 import sys
 import time
@@ -58,8 +59,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         addresses = [running_ranks.address(text) for text in arguments.what]
         if arguments.html:
             raise ValueError("--html takes records: a running job reports too little for pictures.")
-        if not arguments.seconds > 0:
-            raise ValueError(f"--seconds must be positive. Received: {arguments.seconds}.")
+        if not 0 < arguments.seconds < math.inf:
+            raise ValueError(f"--seconds must be positive and finite. Received: {arguments.seconds}.")
         arguments.readers = running_ranks.make_readers(addresses, arguments)
     except (argparse.ArgumentTypeError, TypeError, ValueError) as error:
         parser.error(str(error))
@@ -77,9 +78,9 @@ def _of_records(arguments: argparse.Namespace) -> Sequence[str]:
 
 def _of_running_job(arguments: argparse.Namespace) -> Sequence[str]:
     awaited: dict[int, collections.Counter] = collections.defaultdict(collections.Counter)
-    begin, before = time.monotonic(), _read(arguments)
-    after = before
-    while time.monotonic() < begin + arguments.seconds:
+    before = _read(arguments)
+    begin = now = time.monotonic()  # Ranks that do not answer take their time.
+    while now < begin + arguments.seconds:
         time.sleep(min(_LOOK_SECONDS, arguments.seconds))
         now, after = time.monotonic(), _read(arguments)
         for report in after:

@@ -32,7 +32,9 @@ def main(argv: Sequence[str]) -> int:
     """Runs `hop_tf plan` with the arguments `argv`, of `hop_tf launch` or given numbers; returns the exit code."""
     from hop_tf.commands import launch
 
-    if any(text.partition("=")[0] == _GIVEN for text in argv):
+    # What follows the script's name is its own.
+    script = next((place for place, text in enumerate(argv) if text.endswith(".py")), len(argv))
+    if any(text.partition("=")[0] == _GIVEN for text in argv[:script]):
         return _plan_given(argv)
     os.environ[PLAN_VARIABLE] = make_parser("plan").parse_args(argv).plan_kind
     return launch.main(argv, command="plan")
@@ -90,10 +92,10 @@ def _given(arguments: argparse.Namespace) -> Measurement:
 
     if arguments.num_workers < 2:
         raise ValueError(f"`num_workers` must be at least 2. Received: num_workers={arguments.num_workers}.")
-    for name in ("num_parameters", "bits_per_second"):
+    for name, least in (("num_parameters", 1.0), ("bits_per_second", 1.0), ("latency_seconds", 0.0)):
         value = getattr(arguments, name)
-        if not 0 < value < math.inf:
-            raise ValueError(f"`{name}` must be positive and finite. Received: {name}={value!r}.")
+        if not least <= value < math.inf:
+            raise ValueError(f"`{name}` must be finite, and at least {least:g}. Received: {name}={value!r}.")
     slowdowns = tuple(Slowdown.parse(text) for texts in arguments.slowdown for text in texts.split(","))
     emulation = ComputeEmulation(step_seconds=arguments.step_seconds, slowdowns=slowdowns)
     ranks = range(arguments.num_workers)

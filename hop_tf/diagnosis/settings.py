@@ -30,16 +30,20 @@ def _read(text: str) -> object:
     """A value from its text: a literal, a codec or the like with literals as its arguments; else the text."""
     try:
         node = ast.parse(text, mode="eval").body
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return text
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
         make = _makers().get(node.func.id)
         if make is None:
             return text
-        return make(**{each.arg: _read(ast.unparse(each.value)) for each in node.keywords})
+        arguments = {each.arg: _read(ast.unparse(each.value)) for each in node.keywords}
+        try:
+            return make(**arguments)
+        except (TypeError, ValueError):  # Of another version.
+            return text
     try:
         return ast.literal_eval(node)
-    except ValueError:
+    except (TypeError, ValueError):
         return text
 
 

@@ -99,7 +99,7 @@ class WhatIf:
             return f"too few steps are recorded, or there are too many ranks: {self._num_steps} would be simulated"
         try:
             present = self.present
-        except ValueError as error:  # A topology that has no name, say.
+        except (TypeError, ValueError) as error:  # A topology that has no name, say.
             return str(error)
         if abs(present / step_seconds - 1) > MOST_ERROR:
             return (

@@ -80,6 +80,11 @@ def to_trace(job: JobLog) -> dict[str, object]:
     }
 
 
+def _microseconds(seconds: float) -> float:
+    """Time as traces have it. Perfetto counts whole nanoseconds: what it rounds itself may overlap afterwards."""
+    return round(seconds * 1e6, 3)
+
+
 def _metadata(index: int, process: ProcessLog) -> Iterator[dict]:
     name = f"{process.name} on {process.about.get('host', '?')}"
     yield {"ph": "M", "pid": index, "name": "process_name", "args": {"name": name}}
@@ -104,11 +109,11 @@ def _events_of(job: JobLog, index: int, origin: float, slices: dict[_Key, dict])
     order = np.lexsort((-process.events["seconds"], process.events["begin"]))  # What lies within comes later.
     for event in process.events[order]:
         kind = Kind(int(event["kind"]))
-        begin = (float(event["begin"]) - origin) * 1e6
+        begin = _microseconds(float(event["begin"]) - origin)
         common = {"pid": index, "ts": begin, "cat": kind.name.lower()}
         if kind in _TRACKS:
-            duration = max(float(event["seconds"]) * 1e6, _LEAST_MICROSECONDS)
-            tid = placed.find(_TRACKS[kind], begin, begin + duration, int(event["lane"]))
+            duration = max(_microseconds(float(event["seconds"])), _LEAST_MICROSECONDS)
+            tid = placed.find(_TRACKS[kind], begin, round(begin + duration, 3), int(event["lane"]))
             name, arguments = _describe(process, kind, event)
             piece = {"ph": "X", "tid": tid, "dur": duration, "name": name, "args": arguments, **common}
             if kind in (Kind.SEND, Kind.RECEIVE):
@@ -173,14 +178,14 @@ class _Tracks:
 def _counters(process: ProcessLog, index: int, origin: float) -> Iterator[dict]:
     for line in process.lines:
         if line["kind"] == "report":
-            ts = (line["time"] - origin) * 1e6
+            ts = _microseconds(line["time"] - origin)
             for name in (name for name in _COUNTERS if name in line):
                 yield {"ph": "C", "pid": index, "ts": ts, "name": name, "args": {name: line[name]}}
     totals: dict[str, int] = {}
     for event in process.of_kind(Kind.OUTCOME):
         name = process.text(event)
         totals[name] = totals.get(name, 0) + int(event["number"])
-        ts = (float(event["begin"]) - origin) * 1e6
+        ts = _microseconds(float(event["begin"]) - origin)
         yield {"ph": "C", "pid": index, "ts": ts, "name": f"{name} (recorded)", "args": {name: totals[name]}}
 
 

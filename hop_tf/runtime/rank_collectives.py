@@ -55,18 +55,20 @@ class RankCollectives:
         self._state = state
         self._pool = pool
         self._trees = TreeCollectives(membership)
-        self._num_gathered: int | None = None  # In the session; None outside.
+        self._in_session = False
+        self._num_gathered = 0  # In the session.
         self.all_gather = AllGather(membership.world_size, self.share, membership.fail)
 
     def begin_session(self) -> None:
         """Forgets what the last session has called."""
+        self._in_session = True
         self._joining.counts[_IN_SESSION] = self._num_gathered = 0
         self._trees.begin_session()
         self.all_gather.reset()
 
     def end_session(self) -> None:
         """From now on, what is called is called between two sessions."""
-        self._num_gathered = None
+        self._in_session = False
 
     @property
     def sent_rounds(self) -> dict[str, int]:
@@ -147,7 +149,7 @@ class RankCollectives:
 
         `all_gather` calls it on a thread of its own, for one value after the other, in the program's order.
         """
-        if self._num_gathered is None:
+        if not self._in_session:
             return self._trees.all_gather(self._next_called(), data)
         self._num_gathered += 1
         return self._trees.all_gather("gathered", data, self._num_gathered - 1)

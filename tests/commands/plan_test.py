@@ -313,10 +313,10 @@ class PlanTest(tf.test.TestCase):
     def test_refuses_given_numbers(self):
         for changed, message in (
             ("--num_workers=1", "`num_workers` must be at least 2. Received: num_workers=1"),
-            ("--num_parameters=0", "`num_parameters` must be positive and finite. Received: num_parameters=0.0"),
-            ("--bits_per_second=inf", "`bits_per_second` must be positive and finite"),
+            ("--num_parameters=0", "`num_parameters` must be finite, and at least 1. Received: num_parameters=0.0"),
+            ("--bits_per_second=inf", "`bits_per_second` must be finite, and at least 1"),
             ("--step_seconds=0", "`step_seconds` must be a positive number"),
-            ("--latency_seconds=-1", "`latency_seconds` must not be negative"),
+            ("--latency_seconds=-1", "`latency_seconds` must be finite, and at least 0"),
             ("--slowdown=7:2x", "`slowdown` must name a rank below the number of workers, 4"),
             ("script.py", "unrecognized arguments: script.py"),
         ):

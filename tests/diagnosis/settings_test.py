@@ -31,7 +31,9 @@ class SettingsTest(parameterized.TestCase):
         read = read_settings({"settings": {"topology": "ring_based 0123456789abcdef", **shares}})
         self.assertEqual(read, {"topology": "ring_based", "batch_shares": (3, 1)})
 
-    @parameterized.parameters("mixing", "f(x=1)", "1 +", "None.x", "[*a]")
+    @parameterized.parameters(
+        "mixing", "f(x=1)", "1 +", "None.x", "[*a]", "{[]: 1}", "TopK(size=1)", "TopK(ratio=5)", "Codec()"
+    )
     def test_what_is_no_value_stays_text(self, text):
         self.assertEqual(read_settings({"settings": {"name": text}}), {"name": text})
 

@@ -53,6 +53,8 @@ def check_format(test, trace):
             continue
         test.assertGreaterEqual(event["ts"], last)  # In order, from 0 on.
         test.assertGreaterEqual(event["ts"], 0.0)
+        for name in {"ts", "dur"} & event.keys():
+            test.assertEqual(event[name], round(event[name], 3))  # Perfetto counts nanoseconds.
         last = event["ts"]
         if event["ph"] != "C":
             test.assertIsInstance(event["tid"], int)
@@ -64,7 +66,7 @@ def check_format(test, trace):
             while ends and ends[-1] <= event["ts"]:
                 ends.pop()
             if ends:
-                test.assertLessEqual(event["ts"] + event["dur"], ends[-1] + 1e-3)
+                test.assertLessEqual(event["ts"] + event["dur"], ends[-1] + 1e-6)
             ends.append(event["ts"] + event["dur"])
         if event["ph"] in "sf":
             test.assertNotIn(event["ph"], arrows[event["id"]])
