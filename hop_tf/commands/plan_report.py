@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from hop_tf import planning
+from hop_tf.diagnosis.findings import ALWAYS, SLOW_STEP
 from hop_tf.options import PLAN_KINDS
 from hop_tf.planning import Prediction
 from hop_tf.timing import DTSPlan, Measurement, Plan, dts, pipe_sgd
@@ -17,8 +18,6 @@ from hop_tf.timing import DTSPlan, Measurement, Plan, dts, pipe_sgd
 # Delays and intervals of DTS that are shown beside the recommended ones: the default, and the paper's largest.
 _DELAYS = ((4, 4), (20, 12))
 _NUM_BEST = 3
-# A rank is slow if its steps take so many times as long as those of most; a step, if it does as those of its rank.
-_SLOW_RANK, _SLOW_STEP = 1.15, 1.5
 # Two durations that differ by less are told as one.
 _ALIKE = 0.05
 
@@ -64,10 +63,10 @@ def _slow_ranks(measurement: Measurement) -> Iterator[str]:
     if not measurement.rank_seconds:
         return
     steps, times = np.array(measurement.rank_seconds), measurement.slowness
-    for rank in np.flatnonzero(times > _SLOW_RANK):
+    for rank in np.flatnonzero(times > ALWAYS):
         yield f"rank {rank} takes {times[rank]:.1f} times as long for a step as most others"
     usual = np.median(steps, axis=1, keepdims=True)
-    is_slow = steps > _SLOW_STEP * usual
+    is_slow = steps > SLOW_STEP * usual
     if is_slow.any():
         longer = np.mean((steps / usual)[is_slow])
         yield f"now and then a step takes longer: {is_slow.mean():.0%} of all steps take {longer:.1f} times as long"

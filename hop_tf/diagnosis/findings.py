@@ -26,7 +26,7 @@ LEAST_SHARE = LEAST_GAIN
 # A rank is slow in every step if its median is so many times that of the others; else it is now and then.
 ALWAYS = 1.15
 # A step is a slow one if it takes so many times what steps of the others do: by chance, one in 40,000 does.
-_SLOW_STEP = 1.5
+SLOW_STEP = 1.5
 # A link is slow if its rate, or round trip, is so many times worse than that of good ones: flows that share a network
 # differ by less.
 _SLOW_LINK = 3.0
@@ -242,7 +242,7 @@ class _Job:
         kind = max(excesses, key=excesses.get)
         usual = float(np.median(np.concatenate([other.own for other in others])))
         is_always = float(np.median(steps.own)) > ALWAYS * usual
-        slow = steps.own > _SLOW_STEP * usual
+        slow = steps.own > SLOW_STEP * usual
         if is_always:
             times = (
                 f"takes {seconds / typical:.1f} times as long as the others for its own part of a step, in every step"

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import threading
-from collections.abc import Iterator
-
 import numpy as np
 
 from hop_tf.simulate.hop_training import HopSimulation, simulate_hop
@@ -39,28 +34,12 @@ def simulate(
             return 0.0
         return len(topology.out_neighbors(sender)) * num_bytes * network.seconds_per_byte
 
-    with _without_warnings():
-        return simulate_hop(
-            topology=topology,
-            world_size=durations.shape[0],
-            num_steps=durations.shape[1],
-            compute=lambda rank: iter(durations[rank].tolist()),
-            link_seconds=lambda sender, receiver, message_bytes: network.latency_seconds,
-            sending_seconds=sending_seconds,
-            **settings,
-        )
-
-
-@contextlib.contextmanager
-def _without_warnings() -> Iterator[None]:
-    """That ranks leave, simulated ones log as others do. What other threads log meanwhile is kept."""
-    caller, logger = threading.get_ident(), logging.getLogger("absl")
-
-    def is_real(record: logging.LogRecord) -> bool:
-        return record.thread != caller and not record.threadName.startswith("hop_tf simulated")
-
-    logger.addFilter(is_real)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_real)
+    return simulate_hop(
+        topology=topology,
+        world_size=durations.shape[0],
+        num_steps=durations.shape[1],
+        compute=lambda rank: iter(durations[rank].tolist()),
+        link_seconds=lambda sender, receiver, message_bytes: network.latency_seconds,
+        sending_seconds=sending_seconds,
+        **settings,
+    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import numbers
-import time
 from collections.abc import Iterator, Mapping
 
 from hop_tf.records import Kind
@@ -30,7 +29,7 @@ class StepRecords:
         if self.profiler is not None:
             self.profiler.begin_batch()
         if self.recorder is not None:
-            self._batch_began_at = time.time()
+            self._batch_began_at = self.recorder.now()
 
     def end_batch(self) -> None:
         """It has run them."""
@@ -41,7 +40,7 @@ class StepRecords:
     @contextlib.contextmanager
     def validation(self) -> Iterator[None]:
         """Surrounds `evaluate` within `fit`."""
-        begin = time.time()
+        begin = 0.0 if self.recorder is None else self.recorder.now()
         yield
         self._add(Kind.VALIDATION, begin)
 
@@ -53,7 +52,7 @@ class StepRecords:
 
     def _add(self, kind: Kind, begin: float) -> None:
         if self.recorder is not None and self.recorder.is_on:
-            self.recorder.add(kind, begin, time.time() - begin)
+            self.recorder.add(kind, begin, self.recorder.now() - begin)
 
     def close(self) -> None:
         """Ends profiling. Idempotent."""

@@ -350,7 +350,7 @@ class _Rank(State):
             self._record.enter(self._rank, step, self._clock.now)
             step += 1 + self._take_step(step)
         self._record.finish(self._rank, self._clock.now)
-        self._membership.leave(sent_rounds={_GROUP: self.exchange.sent_rounds}, reason="done")
+        self._membership.leave(sent_rounds={_GROUP: self.exchange.sent_rounds}, reason="")
 
     def _give_up(self, error: Exception) -> None:
         """Ends the process, as an error in `fit` does."""
