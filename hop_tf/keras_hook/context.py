@@ -15,7 +15,7 @@ from hop_tf.keras_hook.hooks import TrainingHooks
 from hop_tf.keras_hook.optimizers import learning_rate, tf_variables
 from hop_tf.keras_hook.trace import StepTrace, trained_model
 from hop_tf.keras_hook.updates import out_of_place, own_updates
-from hop_tf.keras_hook.variables import made_beside_the_trace
+from hop_tf.keras_hook.variables import is_own, made_beside_the_trace
 
 # Optimizer methods that Keras passes to `merge_call`, by the end of their qualified names.
 _UPDATE = "_distributed_tf_update_step"
@@ -210,6 +210,11 @@ class Extended:
 
 class OneDevice(Extended, one_device_strategy.OneDeviceExtended):
     """One replica on one device."""
+
+    def _create_variable(self, next_creator, **kwargs):
+        if is_own(kwargs.get("name")):  # It is where the strategy says: what `tf.data` reads, and counters, on the CPU.
+            return next_creator(**kwargs)
+        return super()._create_variable(next_creator, **kwargs)
 
     def _reduce_to(self, reduce_op, value, destinations, options):
         del destinations, options

@@ -8,6 +8,7 @@ exchange, and what a strategy does with weights. All copies of a variable are as
 
 from __future__ import annotations
 
+import collections
 import functools
 import inspect
 import os
@@ -30,6 +31,8 @@ from hop_tf.options import DEVICES_VARIABLE, devices_per_worker
 # What Keras runs on a batch: methods of models, and under `predict` a function within another one.
 _KERAS_STEPS = ("train_step", "test_step")
 _PREDICT_STEP = "TensorFlowTrainer.make_predict_function.<locals>.one_step_on_data"
+# Of gradients, what TensorFlow's operation for NCCL takes: no bfloat16.
+_NCCL_TYPES = (tf.float16, tf.float32, tf.float64)
 
 
 class SeveralDevices(Extended, mirrored_strategy.MirroredExtended):
@@ -173,20 +176,32 @@ class SeveralDevices(Extended, mirrored_strategy.MirroredExtended):
 
     def _added_up(self, gradients: Sequence) -> list:
         """The sum over the devices of each gradient: on the first one, or on all, where NCCL adds up."""
-        sums = list(gradients)
-        dense = [index for index, each in enumerate(sums) if each is not None and not _is_sparse(each.values[0])]
-        if self._has_nccl:
-            pairs = [(sums[index], sums[index]) for index in dense]
-            on_all = self._cross_device_ops.batch_reduce(tf.distribute.ReduceOp.SUM, pairs)
-            for index, total in zip(dense, on_all, strict=True):
-                sums[index] = total.values[0] if self.hooks.replaces_gradients else total
+        sums, of_types = list(gradients), collections.defaultdict(list)
         with tf.device(self.worker_devices[0]):
             for index, each in enumerate(gradients):
-                if each is not None and index not in dense:
+                if each is None:
+                    continue
+                if _is_sparse(each.values[0]):
                     sums[index] = _joined(each.values)
-                elif each is not None and not self._has_nccl:
+                elif self._has_nccl and each.values[0].dtype in _NCCL_TYPES:
+                    of_types[each.values[0].dtype].append(index)
+                else:
                     sums[index] = tf.add_n(each.values)
+        for indices in of_types.values():
+            for index, total in zip(indices, self._all_reduced([sums[index] for index in indices]), strict=True):
+                sums[index] = total
         return sums
+
+    def _all_reduced(self, gradients: Sequence[values.PerReplica]) -> list:
+        """The sums of gradients of one type, by NCCL: on the first device where they are exchanged, else on all."""
+        pairs = [(each, each) for each in gradients]
+        totals = self._cross_device_ops.batch_reduce(tf.distribute.ReduceOp.SUM, pairs)
+        # An all-reduce begins when all devices take part. TensorFlow leaves out those whose sums nobody asks for.
+        all_take_part = tf.group(*(each for total in totals for each in total.values))
+        with tf.control_dependencies([all_take_part]):
+            if self.hooks.replaces_gradients:
+                return [_kept(total.values[0]) for total in totals]
+            return [values.Mirrored([_kept(each) for each in total.values]) for total in totals]
 
     def _make_alike(self) -> None:
         """Gives all copies of moving statistics, which each device has assigned by itself, their mean."""
@@ -314,10 +329,10 @@ def _rows_of_parts(batch) -> list[tf.Tensor]:
 
 def _have_nccl(devices: Sequence[str]) -> bool:
     """Whether NCCL adds up over these devices: GPUs, each of them whole."""
-    num_logical, num_physical = (
-        len(get("GPU")) for get in (tf.config.list_logical_devices, tf.config.list_physical_devices)
+    num_logical, num_visible = (
+        len(get("GPU")) for get in (tf.config.list_logical_devices, tf.config.get_visible_devices)
     )
-    return all("GPU" in device for device in devices) and num_logical == num_physical
+    return all("GPU" in device for device in devices) and num_logical == num_visible
 
 
 def _per_replica(parts: Sequence):
@@ -326,6 +341,12 @@ def _per_replica(parts: Sequence):
 
 def _is_sparse(gradient) -> bool:
     return isinstance(gradient, tf.IndexedSlices)
+
+
+def _kept(tensor: tf.Tensor) -> tf.Tensor:
+    """The same tensor, on its device, when what comes before has been done."""
+    with tf.device(tensor.device):
+        return tf.identity(tensor)
 
 
 def _joined(gradients: Sequence[tf.IndexedSlices]) -> tf.IndexedSlices:
@@ -355,7 +376,7 @@ def make_extended(strategy: tf.distribute.Strategy, hooks: TrainingHooks, device
 
 
 def _default_devices() -> list[str]:
-    num_gpus = len(tf.config.list_physical_devices("GPU"))
+    num_gpus = len(tf.config.get_visible_devices("GPU"))  # A program may have hidden some, or all.
     if num_gpus > 1:
         return [device.name for device in tf.config.list_logical_devices("GPU")]
     if num_gpus == 1:

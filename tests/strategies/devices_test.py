@@ -5,6 +5,7 @@ devices in each rank.
 """
 
 import functools
+import itertools
 import os
 import pathlib
 import tempfile
@@ -15,6 +16,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from absl.testing import absltest, parameterized
+from tensorflow.python.framework import op_def_registry
+from tensorflow.python.ops import nccl_ops
 
 import hop_tf
 from hop_tf.keras_hook import devices
@@ -82,8 +85,14 @@ _CASES = {
         "policy": "mixed_float16",
     },
     "bfloat16": {"policy": "mixed_bfloat16"},
+    "several_types": {
+        "layers": [
+            lambda: keras.layers.Dense(2, kernel_initializer=keras.initializers.RandomNormal(seed=3), dtype="float64"),
+            lambda: keras.layers.Dense(2, kernel_initializer=keras.initializers.RandomNormal(seed=4), dtype="bfloat16"),
+        ]
+    },
 }
-_TOLERANCES = {"float16": 5e-3, "bfloat16": 3e-2}  # A graph may round elsewhere.
+_TOLERANCES = {"float16": 5e-3, "bfloat16": 3e-2, "several_types": 3e-2}  # A graph may round elsewhere.
 
 
 def _train(
@@ -113,6 +122,32 @@ def _trained_by_one_device(name):
     return _train(tf.distribute.get_strategy(), **_CASES[name])
 
 
+_instance_keys = itertools.count()
+_NCCL_TYPES = next(attr for attr in op_def_registry.get("NcclAllReduce").attr if attr.name == "T").allowed_values
+
+
+def _all_sum(tensors):
+    """In the place of that of NCCL: it, too, waits for all devices, of which TensorFlow leaves out those not needed."""
+    key = next(_instance_keys)
+    sums = []
+    for tensor in tensors:
+        assert tensor.dtype.as_datatype_enum in _NCCL_TYPES.list.type, tensor.dtype
+        with tf.device(tensor.device):
+            sums.append(
+                tf.raw_ops.CollectiveReduce(
+                    input=tensor,
+                    group_size=len(tensors),
+                    group_key=1,
+                    instance_key=key,
+                    merge_op="Add",
+                    final_op="Id",
+                    subdiv_offsets=[0],
+                    timeout_seconds=60,
+                )
+            )
+    return sums
+
+
 class DevicesTest(tf.test.TestCase, parameterized.TestCase):
     def check(self, computed, name):
         expected, tolerance = _trained_by_one_device(name), _TOLERANCES.get(name, 1e-5)
@@ -140,17 +175,17 @@ class DevicesTest(tf.test.TestCase, parameterized.TestCase):
         for of_rank in InProcessCluster(NUM_RANKS, make).run(_train):
             self.check(of_rank, "momentum")
 
-    @parameterized.parameters("momentum", "accumulation", "loss_scale")
-    @pytest.mark.stress
-    def test_sums_that_are_there_on_all_devices(self, name):
+    @parameterized.product(name=["momentum", "accumulation", "loss_scale", "several_types"], num_ranks=[NUM_RANKS, 1])
+    @pytest.mark.stress(after=1)
+    @pytest.mark.slow(after=1)
+    def test_sums_that_are_there_on_all_devices(self, name, num_ranks):
         """As NCCL leaves them."""
         with (
             mock.patch.object(devices, "_have_nccl", lambda devices: True),
-            mock.patch.object(tf.distribute, "NcclAllReduce", tf.distribute.ReductionToOneDevice),
+            mock.patch.object(nccl_ops, "all_sum", _all_sum),
         ):
-            alone, make = hop_tf.HopStrategy(devices=TWO_DEVICES), _CountedDevices(dict.fromkeys(range(2), TWO_DEVICES))
-            self.check(_train(alone, **_CASES[name]), name)
-            for of_rank in InProcessCluster(NUM_RANKS, make).run(functools.partial(_train, **_CASES[name])):
+            make = _CountedDevices(dict.fromkeys(range(num_ranks), TWO_DEVICES))
+            for of_rank in InProcessCluster(num_ranks, make).run(functools.partial(_train, **_CASES[name])):
                 self.check(of_rank, name)
 
     def test_bytes_on_the_wire_do_not_depend_on_the_number_of_devices(self):
@@ -232,6 +267,27 @@ class DevicesTest(tf.test.TestCase, parameterized.TestCase):
         with mock.patch.dict(os.environ, {DEVICES_VARIABLE: "x"}), self.assertRaisesRegex(ValueError, "positive"):
             hop_tf.HopStrategy()
         self.assertLen(hop_tf.HopStrategy().extended.worker_devices, 1)
+
+    @parameterized.parameters((2, 2, True), (2, 4, False), (1, 1, False), (0, 0, False))
+    def test_takes_the_gpus_that_a_program_has_not_hidden(self, num_visible, num_logical, has_nccl):
+        """Of four; the visible ones may be split."""
+        logical = [tf.config.LogicalDevice(f"/device:GPU:{index}", "GPU") for index in range(num_logical)]
+        with (
+            mock.patch.object(tf.config, "list_physical_devices", lambda kind: [None] * 4),
+            mock.patch.object(tf.config, "get_visible_devices", lambda kind: [None] * num_visible),
+            mock.patch.object(tf.config, "list_logical_devices", lambda kind: logical),
+        ):
+            found = devices._default_devices()
+            self.assertEqual(len(found) > 1 and devices._have_nccl(found), has_nccl)
+        self.assertLen(found, max(1, num_logical))
+        self.assertEqual(tf.DeviceSpec.from_string(found[0]).device_type, "GPU" if num_visible else "CPU")
+
+    @parameterized.parameters(["CPU:1"], TWO_DEVICES)
+    def test_own_variables_are_where_the_strategy_says(self, *names):
+        """`tf.data` could not read shares of a batch on a GPU."""
+        with hop_tf.HopStrategy(devices=names).scope(), tf.device("/cpu:0"):
+            variable = tf.Variable(0, name="hop_tf_shares")
+        self.assertEndsWith(variable.device, "CPU:0")
 
 
 _RATE = 0.05
