@@ -229,7 +229,7 @@ class Waiting(abc.ABC):
         Returns:
           What to tell the others of a rank that is lost; what to tell of a stall; None: nobody is missing.
         """
-        begin, last = 0.0, -1
+        begin, last = None, -1
         with self.monitor:
             while True:
                 self.check()  # Even if nobody is awaited: a rank that gave up is awaited no more.
@@ -238,7 +238,7 @@ class Waiting(abc.ABC):
                     self._note_wait(begin, last, operation)
                     return None
                 if self.recorder is not None and self.recorder.is_on:
-                    begin, last = begin or self.recorder.now(), next(iter(awaited))
+                    begin, last = self.recorder.now() if begin is None else begin, next(iter(awaited))
                 if interruptible:
                     self._check_interrupted()
                 for peer in awaited:
@@ -261,8 +261,8 @@ class Waiting(abc.ABC):
                 self._awaited[call] = frozenset(awaited)
                 self.monitor.wait(_LIVENESS_PERIOD_SECONDS)
 
-    def _note_wait(self, begin: float, peer: int, operation: str) -> None:
-        if begin:
+    def _note_wait(self, begin: float | None, peer: int, operation: str) -> None:
+        if begin is not None:
             self.recorder.add(Kind.WAIT, begin, self.recorder.now() - begin, peer=peer, name=operation)
 
     def _describe_stall(self, awaited: Collection[int], waited: float, operation: str, step: int | None) -> str:

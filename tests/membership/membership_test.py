@@ -9,6 +9,7 @@ from hop_tf import errors
 from hop_tf.membership import Interrupted, Membership, membership_pb2
 from hop_tf.membership.monitor import Monitor, ThreadMonitor
 from hop_tf.options import CommunicationOptions
+from hop_tf.records import Kind
 from hop_tf.runtime.joiner import State
 from hop_tf.runtime.joining import Joining
 from hop_tf.simulate import VirtualCluster
@@ -37,6 +38,24 @@ class SessionTest(tf.test.TestCase):
 
         cluster.run(body)
         self.assertEqual(entered, {0: 20.0, 1: 20.0, 2: 20.0})
+
+    def test_a_wait_from_time_0_on_is_recorded(self):
+        recorders = []
+
+        def make(rank, scheduler):
+            del rank
+            recorders.append(mock.Mock(is_on=True, step=0, now=lambda: scheduler.now))
+            return recorders[-1]
+
+        cluster = VirtualCluster(2, recorders=make)
+
+        def body(rank):
+            cluster.scheduler.sleep(10.0 * rank)
+            cluster.memberships[rank].begin_session()
+
+        cluster.run(body)
+        waits = [call for call in recorders[0].add.call_args_list if call.args[0] == Kind.WAIT]
+        self.assertEqual([(call.args[1:], call.kwargs["peer"]) for call in waits], [((0.0, 10.0), 1)])
 
     def test_the_next_session_begins_when_the_last_rank_enters_it(self):
         cluster = VirtualCluster(2)
