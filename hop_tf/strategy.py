@@ -358,7 +358,8 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
             combine the ranks' tensors only.
 
         Returns:
-          The sum or mean; equal on all ranks, to the bit.
+          The sum or mean; equal on all ranks, to the bit. A mean of integers is a float, as under TensorFlow's own
+          strategies.
 
         Blocks: until all ranks call it.
 

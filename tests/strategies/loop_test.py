@@ -126,6 +126,27 @@ class ReductionTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual(values[3:6], [1, [3, 1], 0.5])
             self.assertEqual(values[6:], values[:3])
 
+    def test_means_have_the_type_that_tensorflow_gives_them(self):
+        """Those of integers are fractions: as under MirroredStrategy, whose replicas have what ranks have here."""
+        types = (tf.int16, tf.int32, tf.int64, tf.bfloat16, tf.float32)
+
+        def reduce(strategy, values):
+            return [strategy.reduce("MEAN", each, axis=axis) for each in values for axis in (None, 0)]
+
+        def run(strategy):
+            return reduce(strategy, [tf.cast([3, 4 + strategy.rank], each) for each in types])
+
+        def step():
+            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+            return [tf.cast([3, 4 + replica], each) for each in types]
+
+        mirrored = tf.distribute.MirroredStrategy(["cpu:0", "cpu:1"])
+        expected = reduce(mirrored, mirrored.run(step))
+        for means in MEMBERS["pipe_sgd"].run(run):
+            self.assertEqual([each.dtype for each in means], [each.dtype for each in expected])
+            for mean, other in zip(means, expected, strict=True):
+                self.assertAllEqual(mean, other)
+
     def test_in_a_step(self):
         """The gradient of a sum over ranks is the sum of the ranks' gradients."""
 
