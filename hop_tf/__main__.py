@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
 from hop_tf.version import __version__
 
-# Each command is a module with `main(argv) -> int`, imported when it is asked for.
+# Each command is a module with `main(argv) -> int`, imported when it is asked for. It imports TensorFlow, which takes
+# seconds, when it has read its arguments.
 _COMMANDS = {
     "launch": ("hop_tf.commands.launch", "start a training script on several workers, here or over ssh"),
     "timeline": ("hop_tf.commands.timeline", "write one trace of all ranks, from what they have recorded"),
@@ -28,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: The command and its arguments; those of this program by default.
 
     Returns:
-      The exit code.
+      The exit code; 130 after Ctrl-C.
     """
     commands = "\n".join(f"  {name:<11}{summary}" for name, (_, summary) in _COMMANDS.items())
     parser = argparse.ArgumentParser(
@@ -45,7 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         return 2
     module, _ = _COMMANDS[arguments.command]
-    exit_code = importlib.import_module(module).main(arguments.arguments)
+    try:
+        exit_code = importlib.import_module(module).main(arguments.arguments)
+    except KeyboardInterrupt:
+        exit_code = 128 + signal.SIGINT
     _flush_output()
     return exit_code
 

@@ -14,8 +14,6 @@ import time
 from collections.abc import Sequence
 
 from hop_tf.commands import running_ranks
-from hop_tf.diagnosis import diagnose, diagnose_reports, make_page
-from hop_tf.records.log import read_job
 
 # How often a running job is asked for whom its ranks wait.
 _LOOK_SECONDS = 0.25
@@ -68,6 +66,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _of_records(arguments: argparse.Namespace) -> Sequence[str]:
+    from hop_tf.diagnosis import diagnose, make_page
+    from hop_tf.records.log import read_job
+
     job = read_job(arguments.what[0])
     diagnosis = diagnose(job)
     if arguments.html:
@@ -77,6 +78,8 @@ def _of_records(arguments: argparse.Namespace) -> Sequence[str]:
 
 
 def _of_running_job(arguments: argparse.Namespace) -> Sequence[str]:
+    from hop_tf.diagnosis import diagnose_reports
+
     awaited: dict[int, collections.Counter] = collections.defaultdict(collections.Counter)
     before = _read(arguments)
     begin = now = time.monotonic()  # Ranks that do not answer take their time.

@@ -6,15 +6,16 @@ import argparse
 import pathlib
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from absl import logging
 
-from hop_tf.cluster import Cluster
 from hop_tf.errors import HopError
 from hop_tf.launchers.names import check_own_name
 from hop_tf.options import DATA_PLANES, CommunicationOptions
-from hop_tf.strategies.shat.server.service import serve
-from hop_tf.strategies.shat.server.snapshots import SnapshotOptions
+
+if TYPE_CHECKING:
+    from hop_tf.strategies.shat.server.snapshots import SnapshotOptions
 
 _DESCRIPTION = """\
 Serves as the parameter server that TF_CONFIG names (a task of type "ps") for SHATParameterServerStrategy, until all
@@ -27,6 +28,9 @@ def main(argv: Sequence[str]) -> int:
     """Runs `hop_tf serve` with the arguments `argv`; returns the exit code."""
     parser = _make_parser()
     arguments = parser.parse_args(argv)
+    from hop_tf.cluster import Cluster
+    from hop_tf.strategies.shat.server.service import serve
+
     try:
         options, snapshots = _read_options(arguments)
     except (ValueError, OSError) as error:
@@ -69,6 +73,8 @@ def _make_parser() -> argparse.ArgumentParser:
 
 
 def _read_options(arguments: argparse.Namespace) -> tuple[CommunicationOptions, SnapshotOptions]:
+    from hop_tf.strategies.shat.server.snapshots import SnapshotOptions
+
     token = arguments.cluster_token_file and pathlib.Path(arguments.cluster_token_file).read_text().strip()
     options = CommunicationOptions(
         timeout_seconds=arguments.timeout_seconds,

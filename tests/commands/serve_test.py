@@ -14,6 +14,7 @@ from absl.testing import parameterized
 import hop_tf
 from hop_tf.commands import serve
 from hop_tf.errors import DeadlineExceededError
+from hop_tf.strategies.shat.server import service
 
 
 def _run(*arguments, tf_config=None):
@@ -35,7 +36,7 @@ class ServeTest(tf.test.TestCase, parameterized.TestCase):
         token.write_text("secret\n")
         arguments = ["--timeout_seconds=7", "--data_plane=grpc", f"--cluster_token_file={token}"]
         arguments += ["--snapshot_dir=there", "--snapshot_seconds=5", "--snapshot_pushes=9"]
-        with mock.patch.object(serve, "serve") as called:
+        with mock.patch.object(service, "serve") as called:
             self.assertEqual(_run(*arguments), (0, ""))
         ((cluster,), given) = called.call_args
         self.assertEqual(cluster.world_size, 1)
