@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import re
 import threading
@@ -39,14 +40,14 @@ class Progress:
       step: As "40/468".
       steps_per_second: In this epoch.
       metrics: As "accuracy: 0.9 - loss: 0.2".
-      waits_for: Ranks.
+      waits_for: Names of processes.
     """
 
     epoch: str = ""
     step: str = ""
     steps_per_second: str = ""
     metrics: str = ""
-    waits_for: Sequence[int] = ()
+    waits_for: Sequence[str] = ()
 
     def take(self, line: str) -> bool:
         """Takes a line that is about progress; returns whether it was."""
@@ -61,8 +62,7 @@ class Progress:
     @property
     def cells(self) -> tuple[str, ...]:
         """Those of its row, without its name."""
-        waits_for = ", ".join(f"rank {rank}" for rank in self.waits_for)
-        return self.epoch, self.step, self.steps_per_second, self.metrics, waits_for
+        return self.epoch, self.step, self.steps_per_second, self.metrics, ", ".join(self.waits_for)
 
 
 class TableConsole(Console):
@@ -161,14 +161,17 @@ class WaitWatch:
     def _ask(self, name: str) -> bool:
         import grpc
 
+        from hop_tf.records.events import process_name
         from hop_tf.transport.reports import ReportReader
 
         if name not in self._readers:
             self._readers[name] = ReportReader(self._addresses[name], os.environ.get("HOP_TF_CLUSTER_TOKEN"))
         try:
-            self._progress[name].waits_for = self._readers[name].read(_REPORT_SECONDS).get("waits_for", ())
+            report = self._readers[name].read(_REPORT_SECONDS)
         except grpc.RpcError as error:
             return error.code() is grpc.StatusCode.DEADLINE_EXCEEDED  # It is busy.
         except ValueError:
             return False
+        num_ranks = report.get("num_ranks", math.inf)
+        self._progress[name].waits_for = [process_name(each, num_ranks) for each in report.get("waits_for", ())]
         return True

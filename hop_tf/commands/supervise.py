@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from hop_tf.commands import running_ranks
+from hop_tf.records.events import process_name
 from hop_tf.transport.reports import ReportReader
 
 # The job has ended when no rank has answered for that long: all may be busy for a moment.
@@ -26,14 +27,14 @@ _WIDTH = 140  # Of a table that is not shown on a terminal.
 _LANE = "bytes_sent_on_lane_"
 # Columns: title, and how a rank's report fills it.
 _COLUMNS: tuple[tuple[str, Callable[[Mapping], str]], ...] = (
-    ("rank", lambda report: str(report["rank"])),
+    ("rank", lambda report: _short_name(report, report["rank"])),
     ("steps", lambda report: _count(report, "steps")),
     ("iteration", lambda report: _count(report, "iteration")),
     ("behind", lambda report: _count(report, "behind")),
     ("colayers sent", lambda report: _count(report, "proportion")),
     ("overtime drops", lambda report: _count(report, "overtime_drops")),
     ("waited", lambda report: f"{report.get('wait_seconds', 0.0):.1f} s"),
-    ("waits for", lambda report: ", ".join(map(str, report.get("waits_for", ()))) or "-"),
+    ("waits for", lambda report: ", ".join(_short_name(report, each) for each in report.get("waits_for", ())) or "-"),
     ("sent by lane", lambda report: " ".join(f"{value / 1e6:.1f}" for value in _lanes(report)) + " MB"),
     ("received", lambda report: f"{report.get('bytes_received', 0) / 1e6:.1f} MB"),
 )
@@ -157,6 +158,11 @@ def _plain(reports: Sequence[Mapping]) -> list[str]:
     rows = [[title for title, _ in _COLUMNS], *_rows(reports)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+
+
+def _short_name(report: Mapping, number: int) -> str:
+    """A rank's number; the name of a parameter server."""
+    return process_name(number, report.get("num_ranks", math.inf)).removeprefix("rank ")
 
 
 def _count(report: Mapping, name: str) -> str:

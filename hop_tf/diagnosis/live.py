@@ -6,10 +6,13 @@ Each rank counts its steps and how long they have waited. Two looks, some time a
 from __future__ import annotations
 
 import collections
+import functools
+import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 
 from hop_tf.diagnosis.findings import ALWAYS, LEAST_SHARE, duration, rate
+from hop_tf.records.events import process_name
 
 _MISSING = (
     "Links, input, callbacks and what a change would bring need records: CommunicationOptions(log_dir=...), and then "
@@ -31,33 +34,39 @@ def diagnose_reports(
     """Says where the time of a running job goes, a sentence or two in a line.
 
     Args:
-      before: The reports of all ranks; those that have not answered have a `problem`.
+      before: The reports of ranks and parameter servers; those that have not answered have a `problem`.
       after: The same, later.
       seconds: How much later.
       awaited: By rank, how often it was seen to wait for which others meanwhile.
     """
+    # Who does not answer does not say whether it is a rank.
+    num_ranks = max((int(each["num_ranks"]) for each in after if "num_ranks" in each), default=math.inf)
     pairs = [(one, other) for one, other in zip(before, after, strict=True) if not {"problem"} & (one.keys() | other)]
     silent = [other for other in after if "problem" in other]
-    lines = [f"rank {each['rank']} does not answer: {each['problem']}" for each in silent]
-    ranks = [_Rank(one, other, seconds) for one, other in pairs]
+    lines = [f"{process_name(each['rank'], num_ranks)} does not answer: {each['problem']}" for each in silent]
+    processes = [_Process(one, other, seconds, num_ranks) for one, other in pairs]
+    ranks = [each for each in processes if each.number < num_ranks]
     moving = [rank for rank in ranks if rank.num_steps > 0]
     if not moving:
         return [*lines, *_standing_still(ranks, seconds, awaited)]
     step_seconds = statistics.mean(rank.step_seconds for rank in moving)
     num_steps = sum(rank.num_steps for rank in moving)
     lines.append(f"A step takes {duration(step_seconds)}, the mean of {num_steps} steps in {seconds:.3g} s.")
-    for rank in ranks:
-        lines.append(rank.describe(awaited.get(rank.number, collections.Counter())))
+    for process in processes:
+        lines.append(process.describe(awaited.get(process.number, collections.Counter())))
     lines += _slow_ranks(moving)
     lines += _outcomes(pairs)
     return [*lines, _MISSING]
 
 
-class _Rank:
-    """What a rank did between two reports.
+class _Process:
+    """What a rank, or a parameter server, did between two reports.
 
     Attributes:
-      number: The rank.
+      number: Its place in the cluster: ranks, then parameter servers.
+      name: How people call it.
+      name_of: How they call another one, by its place.
+      is_server: Whether it is a parameter server.
       num_steps: Steps made.
       step_seconds: How long one took; infinity without any.
       own: How long of that it did not wait, in the mean.
@@ -66,8 +75,11 @@ class _Rank:
       bytes_per_second: Sent.
     """
 
-    def __init__(self, before: Mapping, after: Mapping, seconds: float):
+    def __init__(self, before: Mapping, after: Mapping, seconds: float, num_ranks: float):
         self.number = int(after["rank"])
+        self.name_of = functools.partial(process_name, num_ranks=num_ranks)
+        self.name = self.name_of(self.number)
+        self.is_server = self.number >= num_ranks
         self.num_steps = int(_increase(before, after, "steps"))
         self.step_seconds = seconds / self.num_steps if self.num_steps else float("inf")
         self.waited = min(1.0, _increase(before, after, "wait_seconds") / seconds)
@@ -76,13 +88,15 @@ class _Rank:
         self.bytes_per_second = _increase(before, after, "bytes_sent") / seconds
 
     def describe(self, awaited: collections.Counter) -> str:
+        if self.is_server:
+            return f"{self.name} sends {rate(self.bytes_per_second)}."
         if not self.num_steps:
-            return f"rank {self.number}: no step has ended meanwhile."
+            return f"{self.name}: no step has ended meanwhile."
         whom = ""
         if awaited and self.waited >= LEAST_SHARE:
-            whom = f", most often for rank {awaited.most_common(1)[0][0]}"
+            whom = f", most often for {self.name_of(awaited.most_common(1)[0][0])}"
         return (
-            f"rank {self.number}: {1 - self.waited:.0%} computing and what else it does on its own, {self.waited:.0%} "
+            f"{self.name}: {1 - self.waited:.0%} computing and what else it does on its own, {self.waited:.0%} "
             f"waiting for others{whom}. It sends {rate(self.bytes_per_second)}."
         )
 
@@ -91,15 +105,15 @@ def _increase(before: Mapping, after: Mapping, name: str) -> float:
     return max(0.0, float(after.get(name, 0)) - float(before.get(name, 0)))
 
 
-def _standing_still(ranks: Sequence[_Rank], seconds: float, awaited: Mapping) -> Iterator[str]:
+def _standing_still(ranks: Sequence[_Process], seconds: float, awaited: Mapping) -> Iterator[str]:
     yield f"No rank that answers has ended a step in {seconds:.3g} s: look for longer (`--seconds`)."
     for rank in ranks:
         if awaited.get(rank.number):
-            others = ", ".join(f"rank {other}" for other, _ in awaited[rank.number].most_common(3))
-            yield f"rank {rank.number} waits for {others}."
+            others = ", ".join(rank.name_of(other) for other, _ in awaited[rank.number].most_common(3))
+            yield f"{rank.name} waits for {others}."
 
 
-def _slow_ranks(ranks: Sequence[_Rank]) -> Iterator[str]:
+def _slow_ranks(ranks: Sequence[_Process]) -> Iterator[str]:
     """The rank that takes longest on its own, by the same thresholds as for records."""
     if len(ranks) < 2:
         return
@@ -112,7 +126,7 @@ def _slow_ranks(ranks: Sequence[_Rank]) -> Iterator[str]:
     is_always = slowest.usual > ALWAYS * statistics.median(rank.usual for rank in others)
     when = "in most of its latest steps" if is_always else "now and then: in most of its latest steps it is not"
     yield (
-        f"rank {slowest.number} is the slowest: on its own, a step takes {duration(slowest.own)}, of the others "
+        f"{slowest.name} is the slowest: on its own, a step takes {duration(slowest.own)}, of the others "
         f"{duration(typical)}. It is slow {when}."
     )
 

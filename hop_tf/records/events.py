@@ -76,3 +76,8 @@ EVENT = np.dtype(
     ]
 )
 PACKER = struct.Struct("<dQfiIfHhBBH")
+
+
+def process_name(number: int, num_ranks: float) -> str:
+    """How people call a process of a job, by its place in the cluster: ranks come first, then parameter servers."""
+    return f"rank {number}" if number < num_ranks else f"ps {number - num_ranks}"

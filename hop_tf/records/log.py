@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from hop_tf.records.clocks import Clocks, Sample
-from hop_tf.records.events import EVENT, FORMAT, Kind
+from hop_tf.records.events import EVENT, FORMAT, Kind, process_name
 
 # A message may seem to have come so much before it was sent: the two readings are made by different threads.
 _LEAST_TOLERANCE_SECONDS = 1e-3
@@ -46,7 +46,7 @@ class ProcessLog:
     @property
     def name(self) -> str:
         """How people call it."""
-        return f"ps {self.number - int(self.about['num_ranks'])}" if self.is_server else f"rank {self.number}"
+        return process_name(self.number, int(self.about["num_ranks"]))
 
     def of_kind(self, kind: Kind) -> np.ndarray:
         """The events of a kind."""

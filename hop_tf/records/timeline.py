@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from hop_tf.records.events import NONE, Kind
+from hop_tf.records.events import NONE, Kind, process_name
 from hop_tf.records.log import JobLog, ProcessLog
 
 # Process, kind, peer, lane, number and begin: what names the slice of a message.
@@ -151,8 +151,7 @@ def _describe(process: ProcessLog, kind: Kind, event: np.void) -> tuple[str, dic
 
 
 def _name_of(process: ProcessLog, number: int) -> str:
-    num_ranks = int(process.about["num_ranks"])
-    return f"rank {number}" if number < num_ranks else f"ps {number - num_ranks}"
+    return process_name(number, int(process.about["num_ranks"]))
 
 
 class _Tracks:

@@ -388,8 +388,11 @@ class Worker:
     # Records.
 
     def serve_reports(self, report: Callable[[], Mapping[str, object]]) -> None:
-        """See `Transport.serve_reports`; with the ranks that this one waits for at that moment."""
-        self._transport.serve_reports(lambda: {**report(), "waits_for": self.membership.awaited})
+        """See `Transport.serve_reports`; with the processes that this rank waits for at that moment."""
+        num_ranks = self.membership.world_size
+        self._transport.serve_reports(
+            lambda: {"num_ranks": num_ranks, **report(), "waits_for": self.membership.awaited}
+        )
 
     def counters(self) -> dict[str, float]:
         """Totals and gauges for `strategy.report()`. See `Exchange.counters` and `Exchange.gauges`."""

@@ -75,7 +75,7 @@ class WaitWatchTest(TransportTestMixin, tf.test.TestCase):
 
         def report():
             asked.set()
-            return {"waits_for": [1, 2]}
+            return {"num_ranks": 2, "waits_for": [1, 2]}
 
         self.start_at(0, addresses).serve_reports(report)
         self.start_at(2, addresses).serve_reports(report)
@@ -84,7 +84,7 @@ class WaitWatchTest(TransportTestMixin, tf.test.TestCase):
         with WaitWatch(make_tf_configs(tasks, addresses), progress) as watch:
             self.assertTrue(asked.wait(60))
             wait_until(lambda: progress["worker 0"].waits_for and "worker 1" not in watch._addresses)
-        self.assertEqual([progress[str(task)].cells[-1] for task in tasks], ["rank 1, rank 2", "", ""])
+        self.assertEqual([progress[str(task)].cells[-1] for task in tasks], ["rank 1, ps 0", "", ""])
 
 
 class TableTest(parameterized.TestCase):

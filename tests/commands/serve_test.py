@@ -12,9 +12,12 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import hop_tf
+from hop_tf.cluster import Cluster
 from hop_tf.commands import serve
 from hop_tf.errors import DeadlineExceededError
 from hop_tf.strategies.shat.server import service
+from hop_tf.testing.transports import DEADLINE_SECONDS, reserved_addresses
+from hop_tf.transport.reports import ReportReader
 
 
 def _run(*arguments, tf_config=None):
@@ -76,6 +79,18 @@ class ServeTest(tf.test.TestCase, parameterized.TestCase):
         check.assert_called_once_with(("a:1", "b:2", "c:3"), 2, 7.0)
         self.assertEqual(code, 1)
         self.assertIn("DeadlineExceededError: c is not known", output)
+
+    def test_a_server_tells_its_counters(self):
+        worker, server = self.enterContext(reserved_addresses(2))
+        config = {"cluster": {"worker": [worker], "ps": [server]}, "task": {"type": "ps", "index": 0}}
+        with mock.patch.dict(os.environ, {"TF_CONFIG": json.dumps(config)}):
+            cluster = Cluster.from_resolver()
+        served = service._Service(cluster, hop_tf.CommunicationOptions(), hop_tf.SnapshotOptions())
+        self.addCleanup(served.close)
+        reader = ReportReader(server)
+        self.addCleanup(reader.close)
+        report = reader.read(DEADLINE_SECONDS)
+        self.assertEqual((report["rank"], report["num_ranks"], report["bytes_sent"]), (1, 1, 0))
 
     def test_serves_on_tasks_of_type_ps_only(self):
         config = {"cluster": {"worker": ["localhost:1"], "ps": ["localhost:2"]}, "task": {"type": "worker", "index": 0}}

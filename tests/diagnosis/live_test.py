@@ -72,6 +72,22 @@ class LiveTest(parameterized.TestCase):
         self.assertIn("rank 1 does not answer: unavailable: gone", text)
         self.assertIn("A step takes 200 ms, the mean of 200 steps", text)
 
+    def test_parameter_servers(self):
+        """Of two ranks and two servers, one of which does not answer."""
+        before, after = _reports((10, 0, 0), num_ranks=2)
+        servers = {"rank": 2, "num_ranks": 2, "bytes_sent": 0}, {"rank": 2, "num_ranks": 2, "bytes_sent": 25e6}
+        gone = {"rank": 3, "problem": "unavailable: gone"}
+        before, after = [*before[:2], servers[0], gone], [*after[:2], servers[1], gone]
+        text = self.diagnose(before, after, {0: collections.Counter({2: 9, 1: 1})})
+        self.assertIn("ps 1 does not answer: unavailable: gone", text)
+        self.assertIn("A step takes 200 ms, the mean of 200 steps", text)
+        self.assertIn("rank 0: 50% computing and what else it does on its own, 50% waiting for others, most", text)
+        self.assertIn("most often for ps 0. It sends", text)
+        self.assertIn("ps 0 sends 10 Mbit/s.", text)
+        self.assertNotIn("rank 2", text)
+        text = self.diagnose(before, before, {0: collections.Counter({2: 1}), 1: collections.Counter({3: 1})})
+        self.assertIn("rank 0 waits for ps 0.\nrank 1 waits for ps 1.", text)
+
     def test_a_job_that_stands_still(self):
         before, _ = _reports((10, 0, 10))
         text = self.diagnose(before, before, {0: collections.Counter({1: 3})})
@@ -112,10 +128,12 @@ class CommandTest(TransportTestMixin, tf.test.TestCase):
                 return {"steps": steps, "wait_seconds": 0.0, "waits_for": [1 - rank], "bytes_sent": 0}
 
             transport.serve_reports(report)
-        code, out, errors = self.run_command(*addresses, "--seconds=0.5", "--token", "t" * 16)
+        silent = self.addresses(1)
+        code, out, errors = self.run_command(*addresses, *silent, "--seconds=0.5", "--token", "t" * 16)
         self.assertEqual(code, 0, errors)
         self.assertRegex(out, r"A step takes .* the mean of \d+ steps in")
         self.assertIn("rank 1: 100% computing", out)
+        self.assertIn("rank 2 does not answer: unavailable", out)
 
     def test_nobody_answers(self):
         code, _, errors = self.run_command(*self.addresses(1), "--seconds=0.01")

@@ -111,6 +111,7 @@ class _Service:
             pool=pool,
             snapshots=Snapshots(snapshots, cluster.task_id) if snapshots.directory is not None else None,
         )
+        self._transport.serve_reports(lambda: {"num_ranks": cluster.world_size, **self._transport.counters()})
         try:
             self._transport.start()
         except BaseException:
