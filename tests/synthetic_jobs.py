@@ -35,6 +35,7 @@ class SyntheticJob:
       rate: Of a link, bytes per second; likewise.
       num_bytes: Of an update.
       num_values: What ranks say of the variables.
+      restarts: By rank, the step before which its process ends, and another one goes on.
     """
 
     seed: int
@@ -48,6 +49,7 @@ class SyntheticJob:
     rate: dict = dataclasses.field(default_factory=dict)
     num_bytes: int = 1_000_000
     num_values: int = 0
+    restarts: dict = dataclasses.field(default_factory=dict)
     usual_compute: float = 0.05
     usual_latency: float = 1e-3
     usual_rate: float = 200e6
@@ -55,20 +57,27 @@ class SyntheticJob:
     def write(self, log_dir):
         """Writes the records; returns how long a step takes in the mean."""
         ranks = range(self.num_ranks)
-        about = {"num_ranks": self.num_ranks, "num_servers": 0, "strategy": "S"}
-        recorders = [make_recorder(pathlib.Path(log_dir) / f"rank_{rank}", number=rank, **about) for rank in ranks]
-        for recorder in recorders:
-            recorder.session = 1
-            if self.num_values:
-                recorder.add_line("group", num_values=self.num_values)
+        recorders = [self._start(log_dir, rank, _FIRST_TIME) for rank in ranks]
         generator = np.random.default_rng(self.seed)
         begins = [_FIRST_TIME + self._input(rank) for rank in ranks]
         for step in range(self.num_steps):
+            for rank in (rank for rank, at in self.restarts.items() if at == step):
+                recorders[rank].close()
+                recorders[rank] = self._start(log_dir, rank, begins[rank] - self._input(rank))
             computes = [self._compute(rank, generator) for rank in ranks]
             begins = self._step(recorders, step, begins, computes)
         for recorder in recorders:
             recorder.close()
         return (begins[0] - _FIRST_TIME) / self.num_steps
+
+    def _start(self, log_dir, rank, now):
+        """A rank's process begins."""
+        about = {"number": rank, "num_ranks": self.num_ranks, "num_servers": 0, "strategy": "S"}
+        recorder = make_recorder(pathlib.Path(log_dir) / f"rank_{rank}", now=lambda: now, **about)
+        recorder.session = 1
+        if self.num_values:
+            recorder.add_line("group", num_values=self.num_values)
+        return recorder
 
     def _compute(self, rank, generator):
         often, factor = self.now_and_then.get(rank, (0.0, 1.0))

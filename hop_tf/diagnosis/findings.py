@@ -16,7 +16,7 @@ from hop_tf.diagnosis.predictions import best_plan
 from hop_tf.diagnosis.steps import PARTS, Steps, steps_of
 from hop_tf.diagnosis.what_if import LEAST_GAIN, OF_LINKS, Change, WhatIf
 from hop_tf.records.events import Kind
-from hop_tf.records.log import JobLog
+from hop_tf.records.log import JobLog, join_restarts
 
 # Steps of one rank differ by some 10 % (standard deviation) from each other: that is no fault, and all thresholds lie
 # above it. Means and medians of 60 such steps are off by 1 or 2 %.
@@ -102,11 +102,12 @@ class Diagnosis:
 
 
 def diagnose(job: JobLog) -> Diagnosis:
-    """Says where the time of a job went.
+    """Says where the time of a job went. What a rank did before and after restarts counts together.
 
     Raises:
       ValueError: If too few steps are recorded.
     """
+    job = join_restarts(job)
     steps = {index: steps_of(process) for index, process in enumerate(job.processes) if not process.is_server}
     steps = {index: each for index, each in steps.items() if len(each.begin)}
     if not steps:

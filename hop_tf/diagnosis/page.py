@@ -12,7 +12,7 @@ import numpy as np
 from hop_tf.diagnosis.findings import Diagnosis, duration, rate
 from hop_tf.diagnosis.links import Link, measure_links
 from hop_tf.diagnosis.steps import steps_of
-from hop_tf.records.log import JobLog
+from hop_tf.records.log import JobLog, join_restarts
 
 # Lines have so many points at most; of steps that fall together the slowest one is shown.
 _MOST_POINTS = 300
@@ -53,6 +53,7 @@ def make_page(job: JobLog, diagnosis: Diagnosis) -> str:
     Returns:
       HTML.
     """
+    job = join_restarts(job)
     strategy = str(job.ranks[0].about.get("strategy", ""))
     sections = [
         f'<div class="findings">{_paragraphs(diagnosis.conclusions)}</div>',
@@ -81,7 +82,7 @@ def _paragraphs(lines: Sequence[str]) -> str:
 
 def _steps_chart(job: JobLog) -> Iterator[str]:
     """What each rank did on its own; behind it, grey, whole steps: where ranks wait for each other these are alike."""
-    own, whole, start = {}, [], min(float(process.about["time"]) for process in job.ranks)
+    own, whole, start = {}, [], min(process.starts[0] for process in job.ranks)
     for process in job.ranks:
         steps = steps_of(process)
         if len(steps.begin):
@@ -235,7 +236,7 @@ def _metric_charts(job: JobLog) -> Iterator[str]:
     if process is None:
         yield '<p class="note">No metrics are recorded: `fit` records those of its epochs.</p>'
         return
-    start = float(process.about["time"])
+    start = process.starts[0]
     points: dict[str, list[tuple[float, float]]] = {}
     for line in process.lines:
         for name, value in line["values"].items() if line["kind"] == "metrics" else ():

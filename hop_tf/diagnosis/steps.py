@@ -10,7 +10,7 @@ from hop_tf.records.events import NONE, Kind
 from hop_tf.records.log import ProcessLog
 from hop_tf.records.sampling import is_recorded
 
-# The first steps of a session, in which graphs are traced and ranks meet, say nothing of the others.
+# The first steps of a process in a session, in which graphs are traced and ranks meet, say nothing of the others.
 _FIRST_STEPS = 3
 # The parts of a step, and how people call them.
 PARTS = {
@@ -69,10 +69,10 @@ def steps_of(process: ProcessLog) -> Steps:
     computed = process.of_kind(Kind.COMPUTE)
     computed = computed[computed["step"] != NONE]
     first, following = computed[:-1], computed[1:]
-    is_followed = (first["session"] == following["session"]) & np.array(
-        [is_recorded(int(k) + 1) for k in first["step"]], bool
-    )
-    is_warm = first["step"] >= min(_FIRST_STEPS, len(computed) // 4)
+    begins = _begins(process, computed)
+    is_followed = ~begins[1:] & np.array([is_recorded(int(k) + 1) for k in first["step"]], bool)
+    first_steps = computed["step"][np.maximum.accumulate(np.where(begins, np.arange(len(computed)), 0))]
+    is_warm = (computed["step"] - first_steps)[:-1] >= min(_FIRST_STEPS, len(computed) // 4)
     first, following = first[is_followed & is_warm], following[is_followed & is_warm]
     seconds = following["begin"] - first["begin"]
     called, ended, is_first = _calls(process, computed)
@@ -97,6 +97,12 @@ def steps_of(process: ProcessLog) -> Steps:
         other=np.maximum(seconds - known, 0.0),
         exchange=_of_steps(process.of_kind(Kind.EXCHANGE), first),
     )
+
+
+def _begins(process: ProcessLog, computed: np.ndarray) -> np.ndarray:
+    """Whether each step is the first one of a session, or of a process that was started again."""
+    starts = np.searchsorted(process.starts, computed["begin"], side="right")
+    return (np.diff(computed["session"], prepend=-1) != 0) | (np.diff(starts, prepend=-1) != 0)
 
 
 def _calls(process: ProcessLog, computed: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

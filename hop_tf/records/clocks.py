@@ -44,6 +44,11 @@ class Sample:
     offset_seconds: float
     round_trip_seconds: float
 
+    @property
+    def there(self) -> float:
+        """The same time on the other's clock."""
+        return self.time + self.offset_seconds
+
 
 class Clocks:
     """Brings the times of several clocks to one of them.
@@ -85,7 +90,7 @@ class Clocks:
         """What clock `there` is ahead of clock `here`, at times on the latter."""
         samples = [(s.time, s.offset_seconds, s.round_trip_seconds) for s in self._pairs.get((here, there), ())]
         for sample in self._pairs.get((there, here), ()):
-            samples.append((sample.time + sample.offset_seconds, -sample.offset_seconds, sample.round_trip_seconds))
+            samples.append((sample.there, -sample.offset_seconds, sample.round_trip_seconds))
         samples.sort()
         when, offsets, round_trips = np.array(samples).T
         good = round_trips <= _MOST_TIMES_SHORTEST * round_trips.min()

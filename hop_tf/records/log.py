@@ -29,6 +29,8 @@ class ProcessLog:
       names: What numbers in `name` mean.
       lines: The other lines of text, in order, their `time` on that clock, too.
       clock_error_seconds: By how much the times may be wrong.
+      starts: When it began, on that clock; of several processes that `join_restarts` has put together, each.
+      num_restarts: How often the rank, or server, had been started again until then.
     """
 
     number: int
@@ -37,6 +39,8 @@ class ProcessLog:
     names: Mapping[int, str]
     lines: Sequence[Mapping]
     clock_error_seconds: float
+    starts: Sequence[float]
+    num_restarts: int
 
     @property
     def is_server(self) -> bool:
@@ -46,7 +50,8 @@ class ProcessLog:
     @property
     def name(self) -> str:
         """How people call it."""
-        return process_name(self.number, int(self.about["num_ranks"]))
+        times = {0: "", 1: " (restarted)"}.get(self.num_restarts, f" (restarted {self.num_restarts} times)")
+        return process_name(self.number, int(self.about["num_ranks"])) + times
 
     def of_kind(self, kind: Kind) -> np.ndarray:
         """The events of a kind."""
@@ -127,8 +132,50 @@ def read_job(log_dir: str | os.PathLike) -> JobLog:
         )
     raw = sorted(_last_job(raw), key=lambda each: (each.number, each.start))
     clocks = Clocks({index: str(each.about["clock"]) for index, each in enumerate(raw)}, dict(_clock_samples(raw)))
-    processes = [each.aligned(clocks, index) for index, each in enumerate(raw)]
+    numbers = [each.number for each in raw]
+    processes = [each.aligned(clocks, index, numbers[:index].count(each.number)) for index, each in enumerate(raw)]
     return JobLog(processes, *_match(processes))
+
+
+def join_restarts(job: JobLog) -> JobLog:
+    """The same job with one process for each rank and server: what it did after restarts follows what it did before."""
+    of_number: dict[int, list[ProcessLog]] = {}
+    for process in job.processes:
+        of_number.setdefault(process.number, []).append(process)
+    places = {number: place for place, number in enumerate(of_number)}
+    place_of = [places[process.number] for process in job.processes]
+    transfers = [
+        dataclasses.replace(each, sender=place_of[each.sender], receiver=place_of[each.receiver])
+        for each in job.transfers
+    ]
+    return JobLog([_joined(processes) for processes in of_number.values()], transfers, job.num_unmatched)
+
+
+def _joined(processes: Sequence[ProcessLog]) -> ProcessLog:
+    """One process from those of a rank, in order."""
+    first, last = processes[0], processes[-1]
+    if first is last:
+        return first
+    numbers: dict[str, int] = {}
+    lines: dict[object, Mapping] = {}
+    events = [process.events.copy() for process in processes]
+    for process, of_process in zip(processes, events, strict=True):
+        table = np.zeros(1 << 16, np.uint16)
+        for number, text in process.names.items():
+            table[number] = numbers.setdefault(text, len(numbers))
+        of_process["name"] = table[of_process["name"]]
+        for line in process.lines:  # A restarted process makes the same groups of variables again.
+            lines[line.get("name", "") if line["kind"] == "group" else id(line)] = line
+    together = np.concatenate(events)
+    return dataclasses.replace(
+        last,
+        about=first.about,
+        events=together[np.argsort(together["begin"], kind="stable")],
+        names={number: text for text, number in numbers.items()},
+        lines=list(lines.values()),
+        clock_error_seconds=max(process.clock_error_seconds for process in processes),
+        starts=[start for process in processes for start in process.starts],
+    )
 
 
 @dataclasses.dataclass
@@ -153,7 +200,7 @@ class _Raw:
         last = float((self.events["begin"] + self.events["seconds"]).max()) if self.events.size else self.start
         return max([self.start, last, *times])
 
-    def aligned(self, clocks: Clocks, key: int) -> ProcessLog:
+    def aligned(self, clocks: Clocks, key: int, num_restarts: int) -> ProcessLog:
         events = self.events.copy()
         events["begin"] = clocks.align(key, events["begin"])
         lines = [
@@ -163,7 +210,8 @@ class _Raw:
         names = {0: "", **{line["number"]: line["text"] for line in self.lines if line["kind"] == "name"}}
         error = clocks.errors[str(self.about["clock"])]
         events = events[np.argsort(events["begin"], kind="stable")]
-        return ProcessLog(self.number, self.about, events, names, lines, error)
+        starts = [float(clocks.align(key, np.array(self.start)))]
+        return ProcessLog(self.number, self.about, events, names, lines, error, starts, num_restarts)
 
 
 def _read_process(path: pathlib.Path) -> _Raw | None:
@@ -200,13 +248,16 @@ def _last_job(processes: Sequence[_Raw]) -> list[_Raw]:
 
 
 def _clock_samples(processes: Sequence[_Raw]) -> Iterator[tuple[tuple[int, int], list[Sample]]]:
-    by_number = {process.number: index for index, process in enumerate(processes)}
     for index, process in enumerate(processes):
         samples = collections.defaultdict(list)
         for line in process.lines:
-            if line["kind"] == "clock" and line["peer"] in by_number:
+            if line["kind"] == "clock":
                 sample = Sample(line["time"], line["offset"], line["round_trip"])
-                samples[index, by_number[line["peer"]]].append(sample)
+                peers = [other for other, each in enumerate(processes) if each.number == line["peer"]]
+                # One may have been started again, on another machine, by the time that it has told.
+                begun = [other for other in peers if processes[other].start <= sample.there]
+                if peers:
+                    samples[index, (begun or peers[:1])[-1]].append(sample)
         yield from samples.items()
 
 

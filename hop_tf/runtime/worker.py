@@ -160,19 +160,22 @@ class Worker:
         if self._closed:
             raise HopError("the strategy was shut down. Create a new one to train again.")
         self._retire_groups()
+        session = self.membership.session + 1
         if self._recorder is not None:
-            self._recorder.begin_session(self.membership.session + 1)
+            self._recorder.begin_session(session)
         for group in self._groups:
-            group.exchange.reset(self.membership.session + 1)
+            group.exchange.reset(session)
             group.step.assign(0)
         self.first_batches.reset()
-        self.metrics.reset(self.membership.session + 1, takes_part=averages_metrics)
+        self.metrics.reset(session, takes_part=averages_metrics)
         if self.share_agreement is not None:
-            self.share_agreement.reset(self.membership.session + 1)
+            self.share_agreement.reset(session)
         self.collectives.begin_session()
         self._in_session = True  # Others count on this rank from now on, also where it fails to enter.
         with all_ranks_call("`fit`, or a custom loop's first step"):
-            self.membership.begin_session(draw_seed(self.membership.session + 1), claims)
+            self.membership.begin_session(draw_seed(session), claims)
+        if self._recorder is not None and self.membership.session != session:  # This rank joins a later one.
+            self._recorder.begin_session(self.membership.session)
 
     def _retire_groups(self) -> None:
         """Ends the groups of optimizers that are gone, as after a new `compile`; when nobody needs them any more."""

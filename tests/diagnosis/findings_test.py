@@ -97,6 +97,21 @@ class FindingsTest(parameterized.TestCase):
         _, mended = self.diagnose(seed=0, num_ranks=num_ranks)
         self.assertAlmostEqual(finding.step_seconds, mended, delta=0.15 * mended)
 
+    def test_a_rank_that_was_started_again(self):
+        """All its steps count but for the first ones of each process; and it is named once."""
+        fault = {"seed": 0, "num_ranks": 3, "compute": {1: 0.15}}
+        whole, _ = self.diagnose(**fault)
+        restarted, seconds = self.diagnose(**fault, restarts={1: 20})
+        name = "rank 1 (restarted)"
+        self.assertEqual([each.where for each in restarted.findings], [name])
+        self.assertAlmostEqual(restarted.findings[0].step_seconds, whole.findings[0].step_seconds, delta=1e-3)
+        self.assertEqual(list(restarted.shares), ["rank 0", name, "rank 2"])
+        self.assertAlmostEqual(restarted.step_seconds, seconds, delta=0.05 * seconds)
+        # Of 80 steps the first 3 and the last one; of 20 and 60 the same.
+        self.assertIn(f"the mean of {76 + 72 + 76} recorded steps", restarted.facts[0])
+        self.assertStartsWith(restarted.facts[2], f"{name}: 9")
+        self.assertRegex(restarted.facts[1], r"\(6\d% for rank 1 \(restarted\)")
+
     def test_what_the_model_predicts(self):
         """A rank sends 1 MB to each of three others at the same time; 60 MB/s in all. Gradients are 4 MB."""
         costs = timing.NetworkCosts(latency_seconds=1e-3, seconds_per_byte=1 / 60e6)

@@ -39,10 +39,9 @@ class PageTest(parameterized.TestCase):
         super().setUp()
         self.directory = self.enter_context(tempfile.TemporaryDirectory())
 
-    def make(self, metrics=()):
-        SyntheticJob(seed=0, num_ranks=_NUM_RANKS, compute={2: 0.15}, rate={frozenset((0, 1)): 20e6}).write(
-            self.directory
-        )
+    def make(self, metrics=(), **arguments):
+        fault = {"compute": {2: 0.15}, "rate": {frozenset((0, 1)): 20e6}}
+        SyntheticJob(seed=0, num_ranks=_NUM_RANKS, **fault, **arguments).write(self.directory)
         _add_metrics(self.directory, metrics)
         job = read_job(self.directory)
         diagnosis = diagnose(job)
@@ -78,6 +77,12 @@ class PageTest(parameterized.TestCase):
         *others, one, other = sorted(depths)
         self.assertEqual(one, other)
         self.assertLess(max(others), one)
+
+    def test_a_rank_that_was_started_again(self):
+        page, _ = self.make(restarts={2: 30})
+        steps, _ = map(xml.etree.ElementTree.fromstring, re.findall(r"<svg.*?</svg>", page))
+        self.assertLen(steps.findall("polyline"), 2 * _NUM_RANKS)
+        self.assertIn("</i>rank 2 (restarted) on its own</span>", page)
 
     def test_text_is_escaped(self):
         page, _ = self.make([{_HOSTILE: 1.0}, {_HOSTILE: 2.0}])

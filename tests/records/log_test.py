@@ -5,10 +5,15 @@ import tempfile
 import time
 from unittest import mock
 
+import numpy as np
 from absl.testing import absltest
 
 from hop_tf.records import Kind, make_recorder, recorder
-from hop_tf.records.log import read_job
+from hop_tf.records.log import join_restarts, read_job
+
+
+def _about(clock, now):
+    return {"time": now, "clock": clock}
 
 
 class LogTest(absltest.TestCase):
@@ -40,8 +45,45 @@ class LogTest(absltest.TestCase):
         made.close()
         other.close()
         self.assertEqual(
-            [process.name for process in read_job(self.directory).processes], ["rank 0", "rank 1", "rank 1"]
+            [process.name for process in read_job(self.directory).processes], ["rank 0", "rank 1", "rank 1 (restarted)"]
         )
+
+    def test_processes_of_a_rank_are_joined(self):
+        """Rank 1 is started again twice. Each process numbers its names anew."""
+        other, now = self.make(0), time.time()
+        for number, names in enumerate((["a", "b"], ["b", "c"], ["c", "a"])):
+            made = self.make(1)
+            made.add_line("group", name="0-group", num_values=5)
+            for name in names:
+                made.add(Kind.WAIT, now + number, peer=0, name=name)
+            made.add(Kind.SEND, now + number, peer=0, number=number)
+            other.add(Kind.RECEIVE, now + number, peer=1, number=number)
+            made.close()
+        other.close()
+        job = read_job(self.directory)
+        self.assertEqual([each.sender for each in job.transfers], [1, 2, 3])
+        joined = join_restarts(job)
+        self.assertEqual([process.name for process in joined.processes], ["rank 0", "rank 1 (restarted 2 times)"])
+        process = joined.processes[1]
+        self.assertEqual([process.text(event) for event in process.of_kind(Kind.WAIT)], [*"abbcca"])
+        self.assertEqual([line["num_values"] for line in process.lines if line["kind"] == "group"], [5])
+        self.assertEqual([(each.sender, each.receiver) for each in joined.transfers], [(1, 0)] * 3)
+        self.assertLen(process.starts, 3)
+
+    def test_a_rank_that_was_started_again_on_another_machine(self):
+        """The clock of rank 1's first machine is 1000 s behind rank 0's, and that of the second one 500 s."""
+        now, made = time.time(), []
+        for rank, clock, ahead in ((0, "a", 0.0), (1, "b", -1000.0), (1, "c", -500.0)):
+            with mock.patch.object(recorder, "_describe_process", lambda _, c=clock, s=ahead: _about(c, now + s)):
+                made.append(self.make(rank))
+        for offset in (-1000.0, -500.0):
+            made[0].note_clock(1, offset, 0.01)
+            made[0].flush(is_final=True)
+        for each in made:
+            each.add(Kind.SEND, now)
+            each.close()
+        begins = [process.events["begin"][0] - now for process in read_job(self.directory).processes]
+        np.testing.assert_allclose(begins, [0.0, 1000.0, 500.0], atol=0.02)
 
     def test_a_message_that_was_sent_again(self):
         """The connection broke when the first one was under way; the number was used by another process before."""

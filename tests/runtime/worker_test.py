@@ -360,6 +360,13 @@ class SessionTest(_TwoRanksTestCase):
             self.begin_session()
             self.assertEqual([int(group.step) for group in groups], [0, 0])
 
+    def test_who_joins_records_what_is_of_the_session_that_is_under_way(self):
+        worker = self.workers[0]
+        worker._recorder = mock.Mock()
+        with mock.patch.object(worker.membership, "begin_session", lambda *_: setattr(worker.membership, "session", 7)):
+            worker.begin_session()
+        self.assertEqual(worker._recorder.begin_session.mock_calls, [mock.call(1), mock.call(7)])
+
     def test_nothing_begins_after_close(self):
         self.on_both(lambda rank, worker: worker.close("done"))
         with self.assertRaisesRegex(HopError, "was shut down"):

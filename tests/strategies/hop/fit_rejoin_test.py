@@ -16,6 +16,9 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import hop_tf
+from hop_tf.diagnosis import diagnose
+from hop_tf.records import Kind
+from hop_tf.records.log import read_job
 from hop_tf.testing import MultiProcessRunner
 
 _SEED = int(os.environ.get("HOP_TF_SCHEDULE_SEED", "0"))
@@ -92,7 +95,7 @@ class _Progress(keras.callbacks.Callback):
 
 def _run(topology, settings, plan):
     os.environ["HOP_TF_STEP_SECONDS"] = "0.05"  # The restarted rank is back before the second epoch ends.
-    options = hop_tf.CommunicationOptions(timeout_seconds=20)
+    options = hop_tf.CommunicationOptions(timeout_seconds=20, log_dir=f"{plan['mark']}, logs")
     strategy = hop_tf.HopStrategy(topology=topology, communication_options=options, **settings)
     keras.utils.set_random_seed(strategy.rank)
     with strategy.scope():
@@ -138,7 +141,17 @@ class HopFitRejoinTest(tf.test.TestCase, parameterized.TestCase):
             time.sleep(plan.restart_seconds)
             runner.restart(plan.victim)
             values = runner.join().raise_for_errors().values
+        self._check_records(plan, world_size)
         return [values.pop(plan.victim), *values]
+
+    def _check_records(self, plan, world_size):
+        """Both processes of the rank count, and say of the same session what they did."""
+        job = read_job(f"{plan.mark}, logs")
+        of_victim = [process.of_kind(Kind.COMPUTE) for process in job.processes if process.number == plan.victim]
+        self.assertEqual([np.unique(events["session"]).tolist() for events in of_victim], [[1], [1]])
+        names = [f"rank {rank}" for rank in range(world_size)]
+        names[plan.victim] += " (restarted)"
+        self.assertEqual(list(diagnose(job).shares), names)
 
     def _check_steps(self, values):
         """All have taken part in the average, and count their steps alike; one has made a part of them."""
