@@ -4,6 +4,7 @@
     blame        of what ranks have waited, how much was whose
     links        how fast messages went between two processes
     settings     what strategy has written the records
+    calls        how to write a strategy with the settings that it is to have
     what_if      what the simulation expects of changes
     predictions  what the timing models expect of other settings, where the job cannot be simulated
     findings     the rules, and what they say

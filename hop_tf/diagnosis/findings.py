@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from hop_tf.diagnosis.blame import find_blame
+from hop_tf.diagnosis.calls import kept_settings, tell_call
 from hop_tf.diagnosis.links import Link, measure_links
 from hop_tf.diagnosis.predictions import best_plan
 from hop_tf.diagnosis.steps import PARTS, Steps, steps_of
@@ -351,10 +352,11 @@ class _Job:
 
     def _tell_change(self, change: Change) -> str:
         """One sentence."""
-        skips = "; the slow rank then passes over steps" if "skip" in change.text else ""
+        skips = [settings.get("skip") is not None for settings in (self._what_if.settings, change.settings)]
+        skipping = "; the slow rank then passes over steps" if skips == [False, True] else ""
         return (
             f"By simulation, {change.text} would take {duration(change.step_seconds)} a step, now "
-            f"{duration(self._step_seconds)}{skips}."
+            f"{duration(self._step_seconds)}{skipping}."
         )
 
     def _without_simulation(self, findings: Sequence[Finding]) -> Iterator[str]:
@@ -367,10 +369,13 @@ class _Job:
     def _prediction(self) -> Iterator[str]:
         plan = best_plan(self._job, self._steps, self._links)
         if plan is not None and plan.step_seconds < (1 - LEAST_SHARE) * self._step_seconds:
-            settings = f"codec={plan.codec!r}, pipeline_width={plan.pipeline_width}, algorithm={plan.algorithm!r}"
+            settings = {"codec": plan.codec, "pipeline_width": plan.pipeline_width, "algorithm": plan.algorithm}
+            what_if, strategy = self._what_if, "PipeSGDStrategy"
+            kept = kept_settings(what_if.strategy, what_if.settings, strategy) if what_if.settings else {}
+            call = tell_call(strategy, kept | settings)
             yield (
-                f"By the timing model, PipeSGDStrategy({settings}) would take {duration(plan.step_seconds)} a step "
-                f"where encoding costs little, now {duration(self._step_seconds)}."
+                f"By the timing model, {call} would take {duration(plan.step_seconds)} a step where encoding costs "
+                f"little, now {duration(self._step_seconds)}."
             )
 
     def _share_of_link(self, ends: tuple[int, int], index: int) -> float:

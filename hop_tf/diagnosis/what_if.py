@@ -16,6 +16,7 @@ import numpy as np
 
 from hop_tf import codecs
 from hop_tf.arguments import checked_batch_shares
+from hop_tf.diagnosis.calls import kept_settings, tell_call
 from hop_tf.diagnosis.links import Link
 from hop_tf.diagnosis.settings import read_settings
 from hop_tf.diagnosis.steps import Steps
@@ -37,7 +38,7 @@ class Change:
     """Something to change, and what comes of it.
 
     Attributes:
-      text: What to write, such as "PipeSGDStrategy(codec='int8')".
+      text: What to write, such as "hop_tf.PipeSGDStrategy(codec='int8')", with what is to stay.
       strategy: Name of the strategy.
       settings: Its arguments.
       batch_shares: What part of a batch each rank takes; None: equal ones.
@@ -171,16 +172,16 @@ class WhatIf:
         if kind == "compute" and is_always and self.settings.get("batch_shares") is None:
             yield self._with_shares()
         for strategy, settings in _candidates_of[self.strategy](kind, is_always, self.settings):
-            whole = {**(self.settings if strategy == self.strategy else {}), **settings}
             if strategy != self.strategy or any(self.settings.get(k) != v for k, v in settings.items()):
-                arguments = ", ".join(f"{name}={value!r}" for name, value in settings.items())
-                yield Change(f"{strategy}({arguments})", strategy, whole)
+                whole = {**kept_settings(self.strategy, self.settings, strategy), **settings}
+                yield Change(tell_call(strategy, whole), strategy, whole)
 
     def _with_shares(self) -> Change:
         speeds = np.array([1 / np.mean(each.compute) for each in self._steps])
         percents = np.maximum(1, np.round(100 * speeds / speeds.sum())).astype(int).tolist()
         shares = list(checked_batch_shares(percents, self._world_size))
-        return Change(f"{self.strategy}(batch_shares={shares})", self.strategy, self.settings, shares)
+        whole = {**kept_settings(self.strategy, self.settings, self.strategy), "batch_shares": shares}
+        return Change(tell_call(self.strategy, whole), self.strategy, self.settings, shares)
 
     def _simulate(
         self,

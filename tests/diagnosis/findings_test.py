@@ -118,9 +118,9 @@ class FindingsTest(parameterized.TestCase):
         step = timing.Step(update_seconds=0.8e-3, forward_seconds=0.05 / 3, backward_seconds=0.05 * 2 / 3)
         plan = timing.recommend(costs, step, world_size=4, num_bytes=4e6)
         diagnosis, _ = self.diagnose(seed=0, usual_rate=20e6, num_values=1_000_000)
-        settings = r"PipeSGDStrategy\(codec='(\w+)', pipeline_width=(\d).* would take ([\d.]+) ms"
+        settings = r"hop_tf\.PipeSGDStrategy\(pipeline_width=(\d), codec='(\w+)'.* would take ([\d.]+) ms"
         found = re.search(settings, diagnosis.lines[-1])
-        self.assertEqual((found[1], int(found[2])), (plan.codec, plan.pipeline_width))
+        self.assertEqual((int(found[1]), found[2]), (plan.pipeline_width, plan.codec))
         self.assertAlmostEqual(float(found[3]) / 1e3, plan.step_seconds, delta=0.15 * plan.step_seconds)
 
     def test_sentences(self):

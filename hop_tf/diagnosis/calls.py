@@ -1,0 +1,59 @@
+"""Calls that make a strategy, as a program writes them: they can be pasted, and keep the settings that there are."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Mapping
+
+import hop_tf
+from hop_tf import codecs
+
+
+def kept_settings(strategy: str, settings: Mapping[str, object], other: str) -> dict[str, object]:
+    """Of a strategy's settings, those that are not its defaults, and that another strategy has, too.
+
+    Args:
+      strategy: Its name.
+      settings: Its settings, as `read_settings` returns them.
+      other: Name of the other strategy, or the same one.
+    """
+    if not hasattr(hop_tf, strategy):  # One of the user's own.
+        return {}
+    own, others = _defaults(strategy), _defaults(other)
+    return {name: value for name, value in settings.items() if name in others and value != own.get(name)}
+
+
+def tell_call(strategy: str, settings: Mapping[str, object]) -> str:
+    """The call, in a program with `import hop_tf`; with `...` for a value that is known by a description only."""
+    order = list(_defaults(strategy))
+    told = [f"{name}={_tell(settings[name])}" for name in sorted(settings, key=order.index)]
+    return f"hop_tf.{strategy}({', '.join(told)})"
+
+
+def _defaults(strategy: str) -> dict[str, object]:
+    """By name of an argument, what is recorded where it is not given."""
+    parameters = inspect.signature(getattr(hop_tf, strategy)).parameters
+    defaults = {name: parameter.default for name, parameter in parameters.items()}
+    if "codec" in defaults:
+        defaults["codec"] = codecs.get(defaults["codec"])
+    if strategy != "HopStrategy":  # Which goes on or not, as its other settings are.
+        defaults["on_peer_loss"] = "raise"
+    return defaults
+
+
+def _tell(value: object) -> str:
+    if isinstance(value, codecs.Codec):
+        return repr(value.name) if value == codecs.get(value.name) else f"hop_tf.codecs.{_tell_fields(value)}"
+    if isinstance(value, hop_tf.SkipIterations):
+        return f"hop_tf.{_tell_fields(value)}"
+    if isinstance(value, tuple):
+        return repr(list(value))
+    is_description = isinstance(value, str) and not value.isidentifier()
+    return "..." if is_description else repr(value)
+
+
+def _tell_fields(value: object) -> str:
+    fields = [(field, getattr(value, field.name)) for field in dataclasses.fields(value)]
+    given = [f"{field.name}={_tell(of_field)}" for field, of_field in fields if of_field != field.default]
+    return f"{type(value).__name__}({', '.join(given)})"
