@@ -28,6 +28,8 @@ from hop_tf.records.sampling import is_recorded, is_recorded_session
 MAX_BUFFERED = 1 << 16
 # All that a process writes, whatever the rule of `sampling` allows.
 MAX_BYTES = 64 << 20
+# How long a disk that hangs holds up `close`.
+CLOSE_SECONDS = 5.0
 _PERIOD_SECONDS = 0.5
 # A name is one of a few, but for numbers in it. Others share a place.
 _MAX_NAMES = 256
@@ -87,7 +89,8 @@ class Recorder:
     """Takes events from any thread, and writes them on a thread of its own.
 
     `add` appends to a buffer and takes a microsecond. When the buffer is full, events are dropped, and their number is
-    written. A disk that is full, read-only or gone ends the records, with one warning, and not the training.
+    written. A disk that is full, read-only or gone ends the records, with one warning, and not the training. One that
+    hangs is waited for by nobody but `close`.
 
     Args:
       folder: Directory of the rank's files. It is made where it does not exist.
@@ -113,7 +116,7 @@ class Recorder:
         self.follows = False
         self._folder = folder
         self._buffer: collections.deque[Event] = collections.deque()
-        self._num_dropped = 0
+        self._num_dropped = self._num_dropped_before = 0  # Until the last line that says so.
         self._sources: list[Callable[[bool], np.ndarray]] = []
         self._names: dict[str | bytes, int] = {"": 0}
         self._name_numbers: dict[str, int] = {"": 0}
@@ -123,10 +126,13 @@ class Recorder:
         self._due: dict[str, float] = {}
         self._num_bytes = 0
         self._is_session_recorded = True
-        self._is_over = False
-        # Communication waits for this one, which nobody holds during a write: a disk may hang.
+        self._is_over = self._is_closed = False
+        # What was taken from the buffers, and is not written yet: rows and lines.
+        self._pending: collections.deque[tuple[bytes, bytes]] = collections.deque()
+        # Communication waits for these two, which nobody holds during a write: a disk may hang.
         self._lock = threading.RLock()  # Of names, clocks and sources.
-        self._writing = threading.RLock()  # Of the files, and of who takes from the buffers what goes there.
+        self._taking = threading.Lock()  # Of who takes from the buffers.
+        self._writing = threading.Lock()  # Of the files.
         self._stop = threading.Event()
         folder.mkdir(parents=True, exist_ok=True)
         self._rows, self._lines = _open_new(folder)
@@ -138,7 +144,7 @@ class Recorder:
 
     def begin_session(self, session: int) -> None:
         """The rank is about to enter a session, whose steps count from 0."""
-        self.flush(is_final=True)  # What is on its way belongs to the one before.
+        self._collect(is_final=True)  # What is on its way belongs to the one before.
         self.step = NONE - 1  # None of a session.
         self.session, self._is_session_recorded = session & 0xFFFF, is_recorded_session(session)
         self.begin_step(NONE)
@@ -261,20 +267,42 @@ class Recorder:
     # Writing.
 
     def flush(self, is_final: bool = False) -> None:
-        """Writes all that was added before; `is_final` as in `add_source`."""
-        with self._writing:
-            if self._rows is None:
+        """Writes all that was added before; `is_final` as in `add_source`.
+
+        Blocks: as the disk does.
+        """
+        self._collect(is_final)
+        try:
+            with self._writing:
+                while self._pending:
+                    if not self._is_over:
+                        self._write(*self._pending[0])
+                    self._pending.popleft()
+        except OSError as error:
+            if not self._is_over:
+                _warn(self._folder, error)
+            self._end()
+
+    def _collect(self, is_final: bool) -> None:
+        """Takes what was added before, to be written later."""
+        with self._taking:
+            if self._is_over:
                 self._buffer.clear()
                 self._new_lines.clear()
                 return
             try:
-                self._write(*self._take(is_final))
-            except OSError as error:
-                self._end()
-                _warn(self._folder, error)
+                rows, text = self._take(is_final)
             except Exception:  # Records are not worth a training.
                 self._end()
                 logging.exception("Events are not recorded from now on.")
+                return
+            if self._num_pending() > MAX_BUFFERED:
+                self._num_dropped += len(rows) // EVENT.itemsize
+                rows = b""
+            self._pending.append((rows, text))
+
+    def _num_pending(self) -> int:
+        return sum(len(rows) for rows, _ in list(self._pending)) // EVENT.itemsize
 
     def _take(self, is_final: bool) -> tuple[bytes, bytes]:
         """The rows and the lines that were added."""
@@ -286,9 +314,11 @@ class Recorder:
         for peer, (when, offset, round_trip) in clocks.items():
             line = {"kind": "clock", "time": when, "peer": peer, "offset": offset, "round_trip": round_trip}
             self._new_lines.append(line)
-        if self._num_dropped:
-            self._new_lines.append({"kind": "dropped", "time": self.now(), "events": self._num_dropped})
-            self._num_dropped = 0
+        num_dropped = self._num_dropped
+        if num_dropped > self._num_dropped_before:
+            dropped = num_dropped - self._num_dropped_before
+            self._new_lines.append({"kind": "dropped", "time": self.now(), "events": dropped})
+            self._num_dropped_before = num_dropped
         buffered = (PACKER.pack(*self._buffer.popleft()) for _ in range(len(self._buffer)))
         rows = b"".join((from_sources, *buffered))
         lines = [json.dumps(self._new_lines.popleft(), default=float) for _ in range(len(self._new_lines))]
@@ -310,28 +340,42 @@ class Recorder:
                 data = data[file.write(data) :]
 
     def _end(self) -> None:
+        """Nothing is recorded any more. The thread closes the files."""
         self._is_over, self.is_on = True, False
         self._stop.set()
-        rows, lines = self._rows, self._lines
-        self._rows = self._lines = None
-        for file in (rows, lines):
-            file.close()
 
     def _run(self) -> None:
         while not self._stop.wait(_PERIOD_SECONDS):
             self.flush()
+        if not self._is_over:
+            self._new_lines.append({"kind": "end", "time": self.now()})
+            self.flush(is_final=True)
+        self._end()
+        for waiting in (self._buffer, self._new_lines, self._pending):
+            waiting.clear()
+        with self._writing:
+            for file in (self._rows, self._lines):
+                with contextlib.suppress(OSError):
+                    file.close()
 
     def close(self) -> None:
-        """Writes what is left and ends the thread. Idempotent."""
+        """Writes what is left and ends the thread. Idempotent.
+
+        Blocks: until that is written, for `CLOSE_SECONDS` at most. Then a warning says what is lost.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
         self._stop.set()
-        if self._thread is not threading.current_thread():
-            self._thread.join()
-        with self._writing:
-            if self._rows is not None:
-                self._new_lines.append({"kind": "end", "time": self.now()})
-                self.flush(is_final=True)
-            if self._rows is not None:
-                self._end()
+        self._thread.join(CLOSE_SECONDS)
+        if self._thread.is_alive() and not self._is_over:
+            self._end()
+            logging.warning(
+                "The files in %s (`log_dir`) have taken nothing for %g s: %d events are lost.",
+                self._folder,
+                CLOSE_SECONDS,
+                self._num_dropped + len(self._buffer) + self._num_pending(),
+            )
 
 
 def _open_new(folder: pathlib.Path):

@@ -1,6 +1,8 @@
 """What a recorder writes, how much of it, and what it does when it cannot."""
 
+import contextlib
 import json
+import os
 import pathlib
 import tempfile
 import threading
@@ -15,6 +17,7 @@ from hop_tf.records import Kind, make_recorder, recorded, recorder
 from hop_tf.records.events import EVENT, NONE, PACKER
 from hop_tf.records.log import read_job
 from hop_tf.records.sampling import most_recorded
+from hop_tf.testing.transports import wait_until
 
 _DEADLINE_SECONDS = 60.0
 _ABOUT = {"number": 0, "rank": 0, "num_ranks": 1, "num_servers": 0, "strategy": "S"}
@@ -76,7 +79,7 @@ class RecorderTest(parameterized.TestCase):
     def test_a_full_buffer_drops_events_and_says_how_many(self):
         with mock.patch.object(recorder, "MAX_BUFFERED", 10):
             made = self.make()
-            with made._writing:  # Nothing is written meanwhile.
+            with made._taking:  # Nothing is written meanwhile.
                 for _ in range(15):
                     made.add(Kind.STEP, time.time())
             made.close()
@@ -154,6 +157,74 @@ class RecorderTest(parameterized.TestCase):
         (process,) = read_job(self.directory).processes
         self.assertEqual([process.text(event) for event in process.events], ["a new name"])
         self.assertIn("clock", [line["kind"] for line in process.lines])
+
+    def hang(self):
+        """Has the files of the next recorder hang until the test is over."""
+        reading, writing = os.pipe()
+        os.set_blocking(writing, False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(writing, bytes(4096))
+        os.set_blocking(writing, True)
+        files = [open(os.dup(writing), "wb", buffering=0) for _ in range(2)]  # noqa: SIM115
+        os.close(writing)
+        self.enter_context(mock.patch.object(recorder, "_open_new", lambda folder: files))
+
+        def go_on():
+            with open(reading, "rb") as file:
+                file.read()  # Until the recorder closes its end.
+
+        reader = threading.Thread(target=go_on)
+        self.addCleanup(reader.join)
+        self.addCleanup(reader.start)
+
+    def test_a_disk_that_hangs_holds_up_no_session_and_the_end_for_a_while_only(self):
+        self.enter_context(mock.patch.object(recorder, "MAX_BUFFERED", 10))
+        self.enter_context(mock.patch.object(recorder, "CLOSE_SECONDS", 0.1))
+        self.hang()
+        made = self.make()
+        wait_until(made._writing.locked)
+
+        def train():
+            for session in range(1, 9):
+                made.begin_session(session)  # An event, too.
+                for step in range(4):
+                    made.begin_step(step)
+                    made.add(Kind.STEP, time.time())
+            made.close()
+            made.close()
+
+        training = threading.Thread(target=train, daemon=True)
+        with self.assertLogs("absl", "WARNING") as logs:
+            training.start()
+            training.join(_DEADLINE_SECONDS)
+        self.assertFalse(training.is_alive())
+        (line,) = logs.output
+        self.assertIn(f"{8 * (1 + 4)} events are lost", line)
+        self.assertFalse(made.is_on)
+        self.assertLess(made._num_pending() + len(made._buffer), 3 * 10)
+
+    def test_a_disk_that_hangs_for_a_while_has_all_of_it(self):
+        """What belongs to a session that has ended meanwhile is written as that."""
+        hangs, opened, write = threading.Event(), threading.Event(), recorder.Recorder._write_bytes
+
+        def write_later(made, *data):
+            hangs.set()
+            opened.wait()
+            write(made, *data)
+
+        with mock.patch.object(recorder.Recorder, "_write_bytes", write_later):
+            made = self.make()
+            self.addCleanup(opened.set)
+            self.assertTrue(hangs.wait(_DEADLINE_SECONDS))
+            made.add_source(lambda is_final: made.make_events(int(is_final), Kind.COMPUTE))
+            for session in (1, 2):
+                made.begin_session(session)
+            opened.set()
+            made.close()
+        (process,) = read_job(self.directory).processes
+        self.assertEqual(process.of_kind(Kind.COMPUTE)["session"].tolist(), [0, 1, 2])
+        self.assertEqual(process.of_kind(Kind.SESSION)["number"].tolist(), [1, 2])
 
     def test_nothing_piles_up_after_the_end(self):
         made = self.make()

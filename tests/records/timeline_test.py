@@ -4,6 +4,8 @@ import collections
 import json
 import pathlib
 import tempfile
+import threading
+from unittest import mock
 
 import keras
 import numpy as np
@@ -14,12 +16,12 @@ from absl.testing import parameterized
 
 import hop_tf
 from hop_tf.commands import timeline as command
-from hop_tf.records import Kind
+from hop_tf.records import Kind, recorder
 from hop_tf.records.events import NONE
 from hop_tf.records.log import read_job
 from hop_tf.records.timeline import to_trace
 from hop_tf.testing import InProcessCluster, MultiProcessRunner
-from support import MEMBERS
+from support import MEMBERS, NUM_RANKS
 
 _NUM_STEPS = 12
 
@@ -186,6 +188,18 @@ class TimelineTest(tf.test.TestCase, parameterized.TestCase):
         expected = {"STEP", "COMPUTE", "EXCHANGE", "SEND", "RECEIVE", "WAIT", "VALIDATION", "SESSION"}
         self.assertContainsSubset(expected, kinds)
         self.assertContainsSubset(kinds, {kind.name for kind in Kind})
+
+    @pytest.mark.slow
+    def test_a_disk_that_hangs_holds_up_no_training(self):
+        """Two calls of `fit`, the first of which ends while it hangs, and the end of the job."""
+        opened = threading.Event()
+        self.addCleanup(opened.set)
+        self.enter_context(mock.patch.object(recorder, "CLOSE_SECONDS", 0.1))
+        write = mock.patch.object(recorder.Recorder, "_write_bytes", lambda *_: opened.wait())
+        with write, self.assertLogs("absl", "WARNING") as logs:
+            reports = MEMBERS["pipe_sgd"].run(lambda strategy: [_train(strategy) for _ in range(2)], self.options)
+        self.assertEqual([last["steps"] for _, last in reports], [2 * _NUM_STEPS] * NUM_RANKS)
+        self.assertLen([line for line in logs.output if "events are lost" in line], NUM_RANKS)
 
     def test_no_records(self):
         self.assertEqual(command.main([self.directory]), 1)
