@@ -403,6 +403,8 @@ class ExchangeRunner:
 
     def _record_outcomes(self, step: int, num_skipped: int) -> None:
         outcomes = self._exchange.outcomes()
+        if not num_skipped and outcomes == self._outcomes:
+            return
         new = {name: count - self._outcomes.get(name, 0) for name, count in outcomes.items()}
         new |= {"skipped": num_skipped, "jumps": int(num_skipped > 0)}
         for name, number in new.items():

@@ -213,29 +213,31 @@ class _StepTimes:
 
     def __init__(self, num_starts: tf.Variable):
         self._num_starts = num_starts
-        self._started, self._ready, self._done, self._waited = (
-            tf.Variable(tf.zeros([_NUM_KEPT], tf.float64), trainable=False, name=f"hop_tf_{name}")
-            for name in ("started", "ready", "done", "waited")
+        self._row = tf.Variable(0, dtype=tf.int64, trainable=False, name="hop_tf_row")  # Of the step that is under way.
+        # By row: when the step began; its number, and when its gradients were there; when it had waited, and how long
+        # all until then had.
+        self._started, self._gradients, self._waits = (
+            tf.Variable(tf.zeros([_NUM_KEPT, *shape], tf.float64), trainable=False, name=f"hop_tf_{name}")
+            for name, shape in (("started", ()), ("gradients", (2,)), ("waits", (2,)))
         )
-        self._steps = tf.Variable(tf.zeros([_NUM_KEPT], tf.int64), trainable=False, name="hop_tf_step_numbers")
         self._total = 0.0  # How long steps have waited until the last row that was read.
 
     def begin(self, now: tf.Tensor) -> None:
         """Emits the ops that begin the row of a step, before it is counted."""
-        self._put(self._started, self._num_starts, now)
+        row = self._num_starts % _NUM_KEPT
+        self._row.assign(row)
+        self._put(self._started, row, now)
 
     @tf.function
     def record_gradients(self, step: tf.Tensor) -> None:
-        self._put(self._ready, self._num_starts - 1, tf.timestamp())
-        self._put(self._steps, self._num_starts - 1, step)
+        self._put(self._gradients, self._row, [tf.cast(step, tf.float64), tf.timestamp()])
 
     def add_wait(self, now: tf.Tensor, total: tf.Tensor) -> None:
         """Emits the ops that note until when a step has waited, and how long all steps until then have in all."""
-        self._put(self._done, self._num_starts - 1, now)
-        self._put(self._waited, self._num_starts - 1, total)
+        self._put(self._waits, self._row, [now, total])
 
-    def _put(self, variable: tf.Variable, number: tf.Tensor, value: tf.Tensor) -> None:
-        variable.scatter_update(tf.IndexedSlices(value, number % _NUM_KEPT))
+    def _put(self, variable: tf.Variable, row: tf.Tensor, value: tf.Tensor | list[tf.Tensor]) -> None:
+        variable.scatter_update(tf.IndexedSlices(value, row))
 
     def read(self, first: int, last: int) -> tuple[np.ndarray, ...]:
         """The rows from `first` up to `last`.
@@ -245,13 +247,15 @@ class _StepTimes:
           had waited, and how long.
         """
         where = np.arange(first, last) % _NUM_KEPT
-        variables = (self._steps, self._started, self._ready, self._done, self._waited)
-        steps, started, ready, done, totals = (variable.numpy()[where] for variable in variables)
+        started, gradients, waits = (
+            variable.numpy()[where] for variable in (self._started, self._gradients, self._waits)
+        )
+        (steps, ready), (done, totals) = gradients.T, waits.T
         has_waited = done >= started  # Else the row still has what is of another step.
         totals = np.maximum.accumulate(np.where(has_waited, totals, self._total))
         waited = np.diff(totals, prepend=self._total)
         self._total = float(totals[-1])
-        return steps, started, ready, done, waited
+        return steps.astype(np.int64), started, ready, done, waited
 
 
 class ReportWriter:
