@@ -139,7 +139,7 @@ class EmulatedCluster:
                 links=Links(self.latency, self.rate),
                 num_values=self.num_values,
                 **({} if log_dir is None else {"recorders": make}),
-            )
+            ).step_seconds
         finally:
             for recorder in recorders:
                 recorder.close()

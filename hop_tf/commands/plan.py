@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 _GIVEN = "--num_parameters"
 _BYTES_PER_VALUE = 4
-_FORWARD_SHARE = 1 / 3
 _NUM_STEPS = 256  # That are drawn where slowdowns are given.
 
 
@@ -100,14 +99,13 @@ def _given(arguments: argparse.Namespace) -> Measurement:
     emulation = ComputeEmulation(step_seconds=arguments.step_seconds, slowdowns=slowdowns)
     ranks = range(arguments.num_workers)
     steps = [emulation.step_durations(rank, arguments.num_workers) for rank in ranks] if slowdowns else []
-    forward_seconds = _FORWARD_SHARE * arguments.step_seconds
     return timing.Measurement(
         world_size=arguments.num_workers,
         num_bytes=round(_BYTES_PER_VALUE * arguments.num_parameters),
         network=timing.NetworkCosts(
             latency_seconds=arguments.latency_seconds, seconds_per_byte=8 / arguments.bits_per_second
         ),
-        step=timing.Step(forward_seconds=forward_seconds, backward_seconds=arguments.step_seconds - forward_seconds),
+        step=timing.Step.of_computing(arguments.step_seconds),
         codec_seconds_per_byte=dict.fromkeys(timing.MEASURED_CODECS, 0.0),
         rank_seconds=tuple(tuple(itertools.islice(each, _NUM_STEPS)) for each in steps),
     )

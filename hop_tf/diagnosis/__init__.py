@@ -3,6 +3,7 @@
     steps        of each rank, how long the parts of its steps took
     blame        of what ranks have waited, how much was whose
     links        how fast messages went between two processes
+    sending      how fast processes have sent, alone and to several others at once
     settings     what strategy has written the records
     calls        how to write a strategy with the settings that it is to have
     what_if      what the simulation expects of changes

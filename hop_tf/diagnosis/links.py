@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -51,15 +51,12 @@ class Link:
 
 def measure_links(job: JobLog) -> dict[tuple[int, int], Link]:
     """The links that messages have taken, by their ends, the lower one first."""
-    ways = collections.defaultdict(list)
-    for transfer in job.transfers:
-        ways[transfer.sender, transfer.receiver].append(transfer)
-    latencies = {way: _latency(transfers) for way, transfers in ways.items()}
-    messages = {way: _large_message(transfers, latencies[way]) for way, transfers in ways.items()}
+    ways, known_latencies = _ways(job), latencies(job)
+    messages = {way: _large_message(transfers, known_latencies.get(way, 0.0)) for way, transfers in ways.items()}
     heartbeats = _heartbeats(job)
     links = {}
     for ends in sorted({(min(way), max(way)) for way in ways}):
-        there, back = (latencies.get(way, math.nan) for way in (ends, ends[::-1]))
+        there, back = (known_latencies.get(way, math.nan) for way in (ends, ends[::-1]))
         round_trips = [each for each in (there + back, heartbeats.get(ends, math.nan)) if not math.isnan(each)]
         known = [messages[way] for way in (ends, ends[::-1]) if messages.get(way) is not None]
         slower = min(known, key=lambda message: message[0] / message[1], default=(math.nan, math.nan))
@@ -67,10 +64,24 @@ def measure_links(job: JobLog) -> dict[tuple[int, int], Link]:
     return links
 
 
-def _latency(transfers: Sequence[Transfer]) -> float:
-    """How long small messages take one way; clocks may be apart, which is gone in a round trip."""
-    seconds = [each.come_at - each.sent_at for each in transfers if each.num_bytes <= _SMALL_BYTES]
-    return float(np.percentile(seconds, _FAST_PERCENT)) if seconds else math.nan
+def latencies(job: JobLog) -> dict[tuple[int, int], float]:
+    """How long small messages take, by sender and receiver; where none went, it is left out.
+
+    Clocks may be apart, which is gone in a round trip, and in the difference to what other messages take there.
+    """
+    seconds = {
+        way: [each.come_at - each.sent_at for each in transfers if each.num_bytes <= _SMALL_BYTES]
+        for way, transfers in _ways(job).items()
+    }
+    return {way: float(np.percentile(known, _FAST_PERCENT)) for way, known in seconds.items() if known}
+
+
+def _ways(job: JobLog) -> Mapping[tuple[int, int], Sequence[Transfer]]:
+    """All messages, by sender and receiver, in the order in which they came."""
+    ways = collections.defaultdict(list)
+    for transfer in job.transfers:
+        ways[transfer.sender, transfer.receiver].append(transfer)
+    return ways
 
 
 def _heartbeats(job: JobLog) -> dict[tuple[int, int], float]:
@@ -94,7 +105,7 @@ def _large_message(transfers: Sequence[Transfer], latency: float) -> tuple[float
     """
     lengths, durations, last = [], [], {}
     for each in transfers:  # In the order in which they came.
-        begin = max(each.sent_at + (0.0 if math.isnan(latency) else latency), last.get(each.lane, -math.inf))
+        begin = max(each.sent_at + latency, last.get(each.lane, -math.inf))
         last[each.lane] = each.come_at
         if each.num_bytes >= LARGE_BYTES and each.come_at > begin:
             lengths.append(each.num_bytes)

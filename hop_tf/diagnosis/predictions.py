@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import collections
 import math
 from collections.abc import Mapping
 
 import numpy as np
 
-from hop_tf.diagnosis.links import LARGE_BYTES, Link
+from hop_tf.diagnosis.links import Link
+from hop_tf.diagnosis.sending import sending_rates
 from hop_tf.diagnosis.steps import Steps
 from hop_tf.records.log import JobLog
 from hop_tf.timing import NetworkCosts, Plan, Step, recommend
@@ -28,7 +28,7 @@ def best_plan(job: JobLog, steps: Mapping[int, Steps], links: Mapping[tuple[int,
     """
     num_values = sum(line["num_values"] for line in job.ranks[0].lines if line["kind"] == "group")
     round_trips = [each.round_trip_seconds for each in links.values() if not math.isnan(each.round_trip_seconds)]
-    rates = sending_rates(job)
+    rates = sending_rates(job, links)
     if not num_values or not round_trips or not rates:
         return None
     computing = float(np.median([np.mean(each.compute) for each in steps.values()]))
@@ -36,27 +36,7 @@ def best_plan(job: JobLog, steps: Mapping[int, Steps], links: Mapping[tuple[int,
     rate = float(np.median(list(rates.values())))
     return recommend(
         NetworkCosts(latency_seconds=float(np.median(round_trips)) / 2, seconds_per_byte=1 / rate),
-        # A third of what a step computes is the forward pass, as a rule.
-        Step(update_seconds=between, forward_seconds=computing / 3, backward_seconds=computing * 2 / 3),
+        Step.of_computing(computing, update_seconds=between),
         world_size=len({process.number for process in job.ranks}),
         num_bytes=num_values * _BYTES_PER_VALUE,
     )
-
-
-def sending_rates(job: JobLog) -> dict[int, float]:
-    """By process, the bytes that it sends in a second while large messages of its own are on their way.
-
-    What goes to several others at the same time counts together: they may share a link.
-    """
-    of_sender = collections.defaultdict(list)
-    for each in job.transfers:
-        if each.num_bytes >= LARGE_BYTES and each.come_at > each.sent_at:
-            of_sender[each.sender].append(each)
-    rates = {}
-    for sender, transfers in of_sender.items():
-        seconds, until = 0.0, -math.inf
-        for each in sorted(transfers, key=lambda each: each.sent_at):
-            seconds += max(0.0, each.come_at - max(each.sent_at, until))
-            until = max(until, each.come_at)
-        rates[sender] = sum(each.num_bytes for each in transfers) / seconds
-    return rates

@@ -2,13 +2,20 @@
 
 What ranks have done on their own, step by step, and how fast messages went is taken from the records. The strategies'
 own protocols then run with these on a virtual clock: see `hop_tf.simulate.training`. That is believed only where it
-finds, with the settings that the job has, about the step that was recorded.
+finds, with the settings that the job has, about the step that was recorded. By how much it misses that one, it is taken
+to miss others:
+
+    step  =  simulated step  *  recorded step / simulated step with the settings that the job has
+
+Rates that were never seen are not known; see `hop_tf.diagnosis.sending`. So what is expected of a change is rather too
+little than too much.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -18,6 +25,7 @@ from hop_tf import codecs
 from hop_tf.arguments import checked_batch_shares
 from hop_tf.diagnosis.calls import kept_settings, tell_call
 from hop_tf.diagnosis.links import Link
+from hop_tf.diagnosis.sending import lone_rates, sending_rates
 from hop_tf.diagnosis.settings import read_settings
 from hop_tf.diagnosis.steps import Steps
 from hop_tf.records.log import JobLog
@@ -64,15 +72,18 @@ class WhatIf:
     Attributes:
       strategy: The job's strategy.
       settings: Its settings; None where they are not recorded.
-      problem: Why the job cannot be simulated, or that it does not take then what it took; empty: it does.
+      present: A step with the settings that the job has: `step_seconds`.
     """
 
     def __init__(
         self, job: JobLog, steps: Mapping[int, Steps], links: Mapping[tuple[int, int], Link], step_seconds: float
     ):
+        self._job = job
         self._steps = list(steps.values())
+        self.present = step_seconds
         self._world_size = len(self._steps)
         self._places = {index: place for place, index in enumerate(steps)}
+        self._measured = links
         self._links = {tuple(self._places.get(end) for end in ends): link for ends, link in links.items()}
         about = job.ranks[0].about
         self.strategy = str(about.get("strategy"))
@@ -81,36 +92,34 @@ class WhatIf:
         # Who jumps over steps has made fewer.
         num_recorded = max(len(each.begin) for each in self._steps)
         self._num_steps = min(_MOST_STEPS, _MOST_PAIRS // self._world_size**2, num_recorded)
-        num_processes = int(about["num_ranks"]) + int(about["num_servers"])
-        self.problem = self._find_problem(num_processes, step_seconds)
+        self._num_processes = int(about["num_ranks"]) + int(about["num_servers"])
 
     @property
     def is_trusted(self) -> bool:
         """Whether there is no `problem`."""
         return not self.problem
 
-    def _find_problem(self, num_processes: int, step_seconds: float) -> str:
+    @functools.cached_property
+    def problem(self) -> str:
+        """Why the job cannot be simulated, or that it does not take then what it took; empty: it does."""
         if self.settings is None or not self._num_values:
             return "the records do not tell the strategy's settings"
         if self.strategy not in _candidates_of:
             return f"{self.strategy} is not simulated"
-        if not self._world_size == num_processes > 1:
-            return f"steps of {self._world_size} processes are recorded, in a job of {num_processes}"
+        if not self._world_size == self._num_processes > 1:
+            return f"steps of {self._world_size} processes are recorded, in a job of {self._num_processes}"
         if self._num_steps < _LEAST_STEPS:
             return f"too few steps are recorded, or there are too many ranks: {self._num_steps} would be simulated"
         try:
-            present = self.present
+            share = self._simulated_present / self.present
         except (TypeError, ValueError) as error:  # A topology that has no name, say.
             return str(error)
-        if abs(present / step_seconds - 1) > MOST_ERROR:
-            return (
-                f"with the settings that the job has, a simulated step takes {present / step_seconds:.0%} of its time"
-            )
+        if abs(share - 1) > MOST_ERROR:
+            return f"with the settings that the job has, a simulated step takes {share:.0%} of its time"
         return ""
 
     @functools.cached_property
-    def present(self) -> float:
-        """A step with the settings that the job has."""
+    def _simulated_present(self) -> float:
         return self._simulate()
 
     def like_others(self, index: int) -> float:
@@ -119,7 +128,7 @@ class WhatIf:
         Args:
           index: The rank's place in `JobLog.processes`.
         """
-        return self._simulate(own_like_others=self._places[index]) if self.is_trusted else math.nan
+        return self._expect(own_like_others=self._places[index])
 
     def with_links(self, slow: Sequence[Link], **known: float) -> float:
         """A step if some links had another rate or latency; nan where nothing is trusted.
@@ -128,9 +137,7 @@ class WhatIf:
           slow: The links.
           **known: `bytes_per_second` or `round_trip_seconds` that they would have.
         """
-        if not self.is_trusted:
-            return math.nan
-        return self._simulate(links={tuple(self._places[end] for end in link.ends): known for link in slow})
+        return self._expect(links={tuple(self._places[end] for end in link.ends): known for link in slow})
 
     def changes(self, kinds: Sequence[tuple[str, bool]], most: int = 2) -> list[Change]:
         """What helps most, the best first; changes that gain about the same in the order of `_candidates_of`.
@@ -139,7 +146,7 @@ class WhatIf:
           kinds: What was found: `Finding.kind`, and `is_always`.
           most: How many are wanted.
         """
-        if not self.is_trusted:
+        if not kinds or not self.is_trusted:
             return []
         found = [each for each in self._simulated(kinds) if each.step_seconds < (1 - LEAST_GAIN) * self.present]
         best: list[Change] = []
@@ -156,7 +163,7 @@ class WhatIf:
         for kind, is_always in kinds:
             for change in self._candidates(kind, is_always):
                 try:
-                    seconds = self._simulate(change.strategy, change.settings, change.batch_shares)
+                    seconds = self._expect(change.strategy, change.settings, change.batch_shares)
                 except ValueError:  # Where the job is too small for it, say.
                     continue
                 yield dataclasses.replace(change, step_seconds=seconds)
@@ -183,6 +190,12 @@ class WhatIf:
         whole = {**kept_settings(self.strategy, self.settings, self.strategy), "batch_shares": shares}
         return Change(tell_call(self.strategy, whole), self.strategy, self.settings, shares)
 
+    def _expect(self, *arguments, **changed) -> float:
+        """What `_simulate` gives, corrected by how much it misses the present step; nan where nothing is trusted."""
+        if not self.is_trusted:
+            return math.nan
+        return self._simulate(*arguments, **changed) * self.present / self._simulated_present
+
     def _simulate(
         self,
         strategy: str | None = None,
@@ -201,7 +214,7 @@ class WhatIf:
             own=lambda rank: self._own(rank, batch_shares, own_like_others),
             links=self._all_links(links or {}),
             num_values=self._num_values,
-        )
+        ).step_seconds
 
     def _own(self, rank: int, batch_shares: Sequence[float] | None, own_like_others: int | None) -> Iterator:
         """What a rank has done in its last recorded steps, one by one; again, where there are too few."""
@@ -209,7 +222,7 @@ class WhatIf:
 
         times_equal = 1.0 if batch_shares is None else batch_shares[rank] / np.mean(batch_shares)
         others = [other for other in range(self._world_size) if other != rank]
-        for number in range(self._num_steps):
+        for number in itertools.count():
             of_rank = rank if rank != own_like_others else others[number % len(others)]
             steps = self._steps[of_rank]
             first = max(0, len(steps.begin) - self._num_steps)
@@ -222,21 +235,40 @@ class WhatIf:
             )
 
     def _all_links(self, changed: Mapping[tuple[int, int], Mapping[str, float]]):
-        """All links; those that no message has taken are like the median of the others."""
+        """All links, and the cards of all ranks; those that no message has taken are like the median of the others."""
         from hop_tf.simulate.training import Links
 
         shape = (self._world_size, self._world_size)
         latency = np.full(shape, _median([each.round_trip_seconds for each in self._links.values()], 0.0) / 2)
-        rate = np.full(shape, _median([each.bytes_per_second for each in self._links.values()], math.inf))
+        rate = np.full(shape, _median(list(self._rates.values()), math.inf))
+        usual_card = _median(list(self._cards.values()), math.inf)
+        card = np.array([self._cards.get(rank, usual_card) for rank in range(self._world_size)])
+        for way, known in self._rates.items():
+            rate[way] = known
         for ends, link in self._links.items():
-            known = {"round_trip_seconds": link.round_trip_seconds, "bytes_per_second": link.bytes_per_second}
-            known |= changed.get(ends, {})
+            round_trip = changed.get(ends, {}).get("round_trip_seconds", link.round_trip_seconds)
             for way in (ends, ends[::-1]) if None not in ends else ():
-                if not math.isnan(known["round_trip_seconds"]):
-                    latency[way] = known["round_trip_seconds"] / 2
-                if not math.isnan(known["bytes_per_second"]):
-                    rate[way] = known["bytes_per_second"]
-        return Links(latency, rate)
+                if not math.isnan(round_trip):
+                    latency[way] = round_trip / 2
+                if way not in self._rates and way[::-1] in self._rates:
+                    rate[way] = self._rates[way[::-1]]
+                if "bytes_per_second" in changed.get(ends, {}):
+                    rate[way] = changed[ends]["bytes_per_second"]
+                    # Beside a slow link, a card was not seen to send all that it can.
+                    card[way[0]] = max(card[way[0]], usual_card)
+        return Links(latency, rate, card)
+
+    @functools.cached_property
+    def _rates(self) -> dict[tuple[int, int], float]:
+        """Of links, by sender and receiver."""
+        found = lone_rates(self._job, self._measured).items()
+        return {tuple(map(self._places.get, way)): rate for way, rate in found if {*way} <= {*self._places}}
+
+    @functools.cached_property
+    def _cards(self) -> dict[int, float]:
+        """Of ranks."""
+        found = sending_rates(self._job, self._measured).items()
+        return {self._places[sender]: rate for sender, rate in found if sender in self._places}
 
 
 def _way(change: Change) -> tuple[str, bool]:

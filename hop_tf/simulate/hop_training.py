@@ -11,20 +11,18 @@ import tensorflow as tf
 from hop_tf.arguments import check_integer, check_seconds
 from hop_tf.emulation import ComputeEmulation
 from hop_tf.errors import DeadlineExceededError, PeerLostError
-from hop_tf.runtime.exchange import Incoming, Outgoing
-from hop_tf.runtime.group import ExchangeContext
+from hop_tf.runtime.exchange import Incoming
 from hop_tf.runtime.joiner import State
 from hop_tf.runtime.joining import Joining
 from hop_tf.runtime.replica_state import sign
 from hop_tf.simulate.rejoining import catch_up
+from hop_tf.simulate.training import HopTraining, OwnSeconds
 from hop_tf.simulate.virtual import VirtualCluster
-from hop_tf.strategies.hop.exchange import REDUCTION, RENEWAL, STEP, HopExchange
+from hop_tf.strategies.hop.exchange import HopExchange
 from hop_tf.strategies.hop.settings import HopSettings
-from hop_tf.tensors.fifo import SimulatedFifo
 from hop_tf.tensors.packing import Packing, TensorSpec
 from hop_tf.topology import Topology, resolve
 
-_GROUP, _SESSION = "simulated", 1
 # As fast as a process does that waits for nothing.
 _DETECTION_SECONDS = 2.0
 
@@ -243,22 +241,25 @@ class Job:
         self.cluster.start(rank, self._ranks[rank].train)
 
     def _make_rank(self, rank: int, was_restarted: bool = False) -> _Rank:
-        if isinstance(self._compute, ComputeEmulation):
-            durations = self._compute.step_durations(rank, self._topology.world_size)
-        else:
-            durations = self._compute(rank)
         return _Rank(
+            self.cluster,
             rank,
-            cluster=self.cluster,
+            Packing([TensorSpec("x", self._problem.initial.shape, tf.float32)]),
+            self._durations(rank),
+            topology=self._topology,
+            settings=self._settings,
             record=self._record,
-            make_exchange=lambda context: HopExchange(context, topology=self._topology, settings=self._settings),
-            serial=self._settings.update_order == "serial",
-            durations=durations,
+            close=lambda: self.cluster.close(rank),
             num_steps=self._num_steps[rank],
             problem=self._problem,
             tracing_seconds=self._tracing_seconds(rank) if self._tracing_seconds else 0.0,
             was_restarted=was_restarted,
         )
+
+    def _durations(self, rank: int) -> Iterator[float]:
+        if isinstance(self._compute, ComputeEmulation):
+            return self._compute.step_durations(rank, self._topology.world_size)
+        return self._compute(rank)
 
 
 class _Record:
@@ -292,43 +293,34 @@ class _Record:
         self._trains[rank] = False
 
 
-class _Rank(State):
-    """One process of a rank, and its training loop: what the training graph does around an exchange."""
+class _Rank(HopTraining, State):
+    """One process of a rank."""
 
     def __init__(
         self,
-        rank: int,
-        *,
-        cluster: VirtualCluster,
+        *arguments,
         record: _Record,
-        make_exchange: Callable[[ExchangeContext], HopExchange],
-        serial: bool,
-        durations: Iterator[float],
+        close: Callable[[], None],
         num_steps: int,
         problem: Problem,
         tracing_seconds: float,
         was_restarted: bool,
+        **settings,
     ):
-        self._rank = rank
-        self._was_restarted = was_restarted
-        self._clock = cluster.scheduler
-        self._membership = cluster.memberships[rank]
-        self._close = lambda: cluster.close(rank)
-        self._record = record
-        self._serial = serial
-        self._durations = durations
+        super().__init__(*arguments, **settings)
+        self._record, self._close = record, close
         self._num_steps = num_steps
         self._problem = problem
-        self.x = problem.initial.astype(np.float32)
-        self._packing = Packing([TensorSpec("x", self.x.shape, tf.float32)])
-        self._joining = Joining(self._membership, self, timeout_seconds=0.0)
-        context = ExchangeContext(_GROUP, _SESSION, self._packing, self._membership, cluster.pool, SimulatedFifo)
-        self._make_exchange = lambda: make_exchange(context)
         self._tracing_seconds = tracing_seconds
-        self.exchange: HopExchange | None = None  # Until its first step is traced.
+        self._was_restarted = was_restarted
+        self.x = problem.initial.astype(np.float32)
+        self._change = np.zeros_like(self.x)
+        self._joining = Joining(self.membership, self, timeout_seconds=0.0)
+
+    # What others are told of it.
 
     def signature(self, groups: str) -> bytes:
-        return sign(groups, "", self._packing.specs)
+        return sign(groups, "", self.packing.specs)
 
     def read(self) -> list[np.ndarray]:
         return [self.x]
@@ -336,71 +328,62 @@ class _Rank(State):
     def write(self, payload: np.ndarray) -> None:
         self.x = payload.view(np.float32).copy()
 
+    # Its life.
+
     def train(self) -> None:
         try:
-            self._membership.begin_session()
-            self._trace()
-            step = catch_up(self._membership, self._joining, _GROUP, self._clock)
+            step = self.begin()
         except (PeerLostError, DeadlineExceededError) as error:
             if not self._was_restarted:
                 raise
             self._give_up(error)  # Nobody is there any more.
             return
-        while step < self._num_steps:
-            self._record.enter(self._rank, step, self._clock.now)
-            step += 1 + self._take_step(step)
-        self._record.finish(self._rank, self._clock.now)
-        self._membership.leave(sent_rounds={_GROUP: self.exchange.sent_rounds}, reason="")
+        self.train_from(step)
+
+    def begin(self) -> int:
+        self.membership.begin_session()
+        self.sleep_until(self.clock.now + self._tracing_seconds)
+        self.exchange = self._joining.attach(self.context.group, self.make_exchange)
+        return catch_up(self.membership, self._joining, self.context.group, self.clock)
 
     def _give_up(self, error: Exception) -> None:
         """Ends the process, as an error in `fit` does."""
-        self._membership.leave(sent_rounds={}, reason=str(error), abort=True)
+        self.membership.leave(sent_rounds={}, reason=str(error), abort=True)
         self._close()
 
-    def _trace(self) -> None:
-        if self._tracing_seconds:
-            self._clock.sleep(self._tracing_seconds)
-        self.exchange = self._joining.attach(_GROUP, self._make_exchange)
+    def is_through(self, step: int) -> bool:
+        if step < self._num_steps:
+            self._record.enter(self.rank, step, self.clock.now)
+        return step >= self._num_steps
 
-    def _take_step(self, step: int) -> int:
-        """One iteration; returns how many are jumped over."""
-        start = self._clock.now
-        change = self._problem.change(self._rank, step, self.x)
-        if self._serial:
-            self._compute_until(start + self._next_duration(step))
-            self._apply(change)
-        self._joining.at_step(step)
-        incoming = self._hand_out(step, STEP)
-        if not self._serial:
-            self._compute_until(start + self._next_duration(step))
-        incoming = incoming or self.exchange.step(Outgoing(step, REDUCTION, ()))
-        self._add(incoming)
-        if not self._serial:
-            self._apply(change)
-        if incoming.num_skipped:
-            self._add(self._hand_out(step, RENEWAL))
-        return incoming.num_skipped
+    def finish(self) -> None:
+        self._record.finish(self.rank, self.clock.now)
+        self.membership.leave(sent_rounds={self.context.group: self.exchange.sent_rounds}, reason="")
 
-    def _next_duration(self, step: int) -> float:
-        seconds = next(self._durations, None)
+    def next_own(self, step: int) -> OwnSeconds:
+        seconds = next(self._own, None)
         if seconds is None:
             raise ValueError(
-                f"`compute` must last as long as a rank trains. Received: none for step {step} of rank {self._rank}."
+                f"`compute` must last as long as a rank trains. Received: none for step {step} of rank {self.rank}."
             )
-        check_seconds("compute", seconds, f" for step {step} of rank {self._rank}")
-        return seconds
+        check_seconds("compute", seconds, f" for step {step} of rank {self.rank}")
+        return OwnSeconds(seconds)
 
-    def _compute_until(self, time: float) -> None:
-        if time > self._clock.now:
-            self._clock.sleep(time - self._clock.now)
+    # What it learns.
 
-    def _apply(self, change: np.ndarray) -> None:
-        self.x = self.x + np.asarray(change, np.float32)
-
-    def _hand_out(self, step: int, segment: int) -> Incoming | None:
-        (bucket,) = self._packing.zeros()
+    def parameters(self) -> tuple[np.ndarray, ...]:
+        (bucket,) = self.packing.zeros()
         bucket[: self.x.size] = self.x
-        return self.exchange.step(Outgoing(step, segment, (bucket,)))
+        return (bucket,)
 
-    def _add(self, incoming: Incoming) -> None:
+    def compute(self, step: int) -> None:
+        self._change = np.asarray(self._problem.change(self.rank, step, self.x), np.float32)
+
+    def apply(self) -> None:
+        self.x = self.x + self._change
+
+    def add(self, incoming: Incoming) -> None:
         self.x = self.x + incoming.buckets[0][: self.x.size]
+
+    def before_exchange(self, step: int) -> None:
+        self._joining.at_step(step)

@@ -33,6 +33,7 @@ class Scheduler:
         self._sequence = itertools.count()
         self._processes: list[Process] = []
         self._running: Process | None = None
+        self._is_stopped = False
 
     def call_at(self, time: float, callback: Callable[[], None]) -> None:
         """Calls `callback` when the clock reaches `time`; events of one time run in the order of these calls."""
@@ -70,15 +71,19 @@ class Scheduler:
         """The process that runs now."""
         return self._running
 
+    def stop(self) -> None:
+        """Nothing happens any more: `run` abandons the processes that have not ended, and returns."""
+        self._is_stopped = True
+
     def run(self) -> None:
-        """Runs until every process has ended.
+        """Runs until every process has ended, or `stop` is called.
 
         Raises:
           DeadlockError: If processes wait for something that cannot happen, or run still at `limit_seconds`.
           BaseException: The first one that a process raised.
         """
         try:
-            while self._events:
+            while self._events and not self._is_stopped:
                 if self.num_events in self._before_events:
                     self._before_events.pop(self.num_events)()
                 self.now, _, callback = heapq.heappop(self._events)
@@ -86,7 +91,7 @@ class Scheduler:
                     raise DeadlockError(f"at {self.now:.6f} s these have not ended: {running}.")
                 self.num_events += 1
                 callback()
-            if waiting := self._running_processes():
+            if not self._is_stopped and (waiting := self._running_processes()):
                 raise DeadlockError(f"at {self.now:.6f} s nothing can happen any more. Waiting: {waiting}.")
         finally:
             for process in self._processes:

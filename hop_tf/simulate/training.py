@@ -8,10 +8,12 @@ hand out and merge. Nothing is learned: vectors are always the same.
 from __future__ import annotations
 
 import abc
+import collections
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -20,7 +22,7 @@ from hop_tf import codecs
 from hop_tf.arguments import check_choice
 from hop_tf.records import Kind, Recorder
 from hop_tf.runtime.averaging_exchange import AveragingExchange
-from hop_tf.runtime.exchange import Exchange, Outgoing
+from hop_tf.runtime.exchange import Exchange, Incoming, Outgoing
 from hop_tf.runtime.group import ExchangeContext
 from hop_tf.simulate.scheduler import Scheduler
 from hop_tf.simulate.virtual import VirtualCluster
@@ -29,14 +31,16 @@ from hop_tf.strategies.hop.exchange import REDUCTION, RENEWAL, STEP, HopExchange
 from hop_tf.strategies.hop.settings import HopSettings
 from hop_tf.tensors.fifo import SimulatedFifo
 from hop_tf.tensors.packing import Packing, TensorSpec
-from hop_tf.topology import resolve
+from hop_tf.timing.costs import FORWARD_SHARE
+from hop_tf.topology import Topology, resolve
 
-_GROUP, _SESSION = "simulated", 1
-# Of longer vectors a part is sent, whose bytes stand for more: so many values for each rank.
-_VALUES_OF_RANK = 2048
+GROUP, SESSION = "simulated", 1
+# What is no longer is a header.
+_HEADER_BYTES = 64
+# Of longer vectors a part is sent, whose bytes stand for more: so many values for each rank. Of sparse ones more, as
+# few of them are sent, behind a header.
+_VALUES_OF_RANK, _SPARSE_VALUES = 2048, 1 << 16
 _FIRST_STEPS = 3
-# Messages with more bytes have values.
-_CONTROL_BYTES = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,11 +66,47 @@ class Links:
 
     Attributes:
       latency_seconds: Until the first byte is there, array [n, n] by sender and receiver.
-      bytes_per_second: Array [n, n]; likewise. What goes to several ranks at the same time goes as fast to each.
+      bytes_per_second: Array [n, n]; likewise, of one message that has its link and its sender's card to itself.
+      card_bytes_per_second: Of all that a rank sends at the same time, array [n]; None: whatever its links carry.
     """
 
     latency_seconds: np.ndarray
     bytes_per_second: np.ndarray
+    card_bytes_per_second: np.ndarray | None = None
+
+    def latency(self, sender: int, receiver: int, num_bytes: int) -> float:
+        """As `link_seconds` of `VirtualCluster`."""
+        return float(self.latency_seconds[sender, receiver])
+
+    def sending_seconds(self, sender: int, receiver: int, num_bytes: int) -> float:
+        """Likewise. Headers alone go between what others send."""
+        return num_bytes / float(self.bytes_per_second[sender, receiver]) if num_bytes > _HEADER_BYTES else 0.0
+
+    def card_seconds(self, sender: int, num_bytes: int) -> float:
+        """Likewise."""
+        if self.card_bytes_per_second is None or num_bytes <= _HEADER_BYTES:
+            return 0.0
+        return num_bytes / float(self.card_bytes_per_second[sender])
+
+
+@dataclasses.dataclass(frozen=True)
+class Simulation:
+    """What a simulated training has taken.
+
+    Attributes:
+      rank_seconds: Of a step of each rank, array [n]. Steps that were jumped over count.
+      made_share: The share of all steps that were made; the others were jumped over.
+      most_updates: The most updates that a rank of Hop had in memory; 0 elsewhere.
+    """
+
+    rank_seconds: np.ndarray
+    made_share: float
+    most_updates: int = 0
+
+    @property
+    def step_seconds(self) -> float:
+        """The mean over the ranks."""
+        return float(np.mean(self.rank_seconds))
 
 
 Own = Callable[[int], Iterator[OwnSeconds]]
@@ -83,127 +123,173 @@ def simulate_training(
     links: Links,
     num_values: int,
     recorders: MakeRecorder = lambda rank, scheduler: None,
-) -> float:
-    """Trains on a virtual clock.
+) -> Simulation:
+    """Trains on a virtual clock, until all ranks have made their steps. Who has trains on meanwhile.
 
     Args:
       strategy: "PipeSGDStrategy", "DTSStrategy" or "HopStrategy".
       settings: Arguments of the strategy; those that do not change what is sent, or when, are passed over.
       world_size: Number of ranks.
       num_steps: Steps of each. Those that Hop jumps over count.
-      own: `own(rank)` yields what that rank does on its own in each step that it makes.
+      own: `own(rank)` yields, without an end, what that rank does on its own in each step that it makes.
       links: What messages take.
       num_values: Values of float32 that are exchanged.
-      recorders: As of `VirtualCluster`. Ranks record what real ones do.
+      recorders: As of `VirtualCluster`. Ranks record what real ones do, until the last one has made its steps.
 
     Returns:
-      Seconds of a step, the mean over ranks.
+      What it took.
 
     Raises:
       ValueError: If a setting is out of range, or the strategy another one.
     """
     check_choice("strategy", strategy, tuple(_TRAININGS))
-    sent_values = min(num_values, _VALUES_OF_RANK * world_size)
-    scale = num_values / sent_values
-
+    is_sparse = isinstance(codecs.get(settings.get("codec")), codecs.Sparse)
+    sent_values = min(num_values, _SPARSE_VALUES if is_sparse else _VALUES_OF_RANK * world_size)
     make, cluster_arguments = _TRAININGS[strategy](settings, world_size)
     cluster = VirtualCluster(
         world_size,
-        lambda sender, receiver, num_bytes: float(links.latency_seconds[sender, receiver]),
-        sending_seconds=lambda sender, receiver, num_bytes: num_bytes / links.bytes_per_second[sender, receiver],
+        links.latency,
+        sending_seconds=links.sending_seconds,
+        card_seconds=links.card_seconds,
         recorders=recorders,
-        wire_bytes=lambda num_bytes: round(num_bytes * scale) if num_bytes > _CONTROL_BYTES else num_bytes,
+        payload_scale=num_values / sent_values,
         **cluster_arguments,
     )
     packing = Packing([TensorSpec("x", (sent_values,), tf.float32)])
-    ranks = [make(cluster, rank, packing, num_steps, own(rank)) for rank in range(world_size)]
+    goal = _Goal(cluster, num_steps)
+    ranks = [make(cluster, rank, packing, own(rank), goal) for rank in range(world_size)]
     for rank in ranks:
         if rank.recorder is not None:
-            rank.recorder.add_line("group", name=_GROUP, num_bytes=4 * num_values, num_values=num_values)
+            rank.recorder.add_line("group", name=GROUP, num_bytes=4 * num_values, num_values=num_values)
     cluster.run(lambda rank: ranks[rank].train())
-    return float(np.mean([rank.step_seconds() for rank in ranks]))
+    return goal.simulation(ranks)
 
 
-class _Training(abc.ABC):
+class _Goal:
+    """How many steps all are to make, and when each rank began each step."""
+
+    def __init__(self, cluster: VirtualCluster, num_steps: int):
+        self._scheduler = cluster.scheduler
+        self._num_steps = num_steps
+        self._begins: list[dict[int, float]] = [{} for _ in cluster.memberships]
+        self._through: set[int] = set()
+
+    def is_reached(self, rank: int, step: int) -> bool:
+        """Whether all ranks have made their steps, now that `rank` is about to begin this one."""
+        self._begins[rank][step] = self._scheduler.now
+        if step >= self._num_steps:
+            self._through.add(rank)
+            if len(self._through) == len(self._begins):
+                self._scheduler.stop()
+        return len(self._through) == len(self._begins)
+
+    def simulation(self, ranks: Sequence[Training]) -> Simulation:
+        """Of the steps behind the first ones, which have no older one to wait for."""
+        seconds, num_made, num_steps = [], 0, 0
+        for begins in self._begins:
+            last = min(step for step in begins if step >= self._num_steps)
+            steps = sorted(step for step in begins if step < last)
+            first = steps[min(_FIRST_STEPS, len(steps) // 4)]
+            seconds.append((begins[last] - begins[first]) / (last - first))
+            num_made += sum(step >= first for step in steps)
+            num_steps += last - first
+        most_updates = max(getattr(rank.exchange, "most_updates_in_memory", 0) for rank in ranks)
+        return Simulation(np.array(seconds), num_made / num_steps, most_updates)
+
+
+class Training(abc.ABC):
     """A rank's loop: what Keras and the graph do around an exchange.
+
+    Args:
+      cluster: Where it trains.
+      rank: Its rank.
+      packing: What is exchanged.
+      own: What it does on its own in each step.
+      goal: How long it trains. Default: a subclass knows.
 
     Attributes:
       recorder: The rank's.
     """
 
-    def __init__(self, cluster: VirtualCluster, rank: int, packing: Packing, num_steps: int, own: Iterator[OwnSeconds]):
+    def __init__(
+        self,
+        cluster: VirtualCluster,
+        rank: int,
+        packing: Packing,
+        own: Iterator[OwnSeconds],
+        goal: _Goal | None = None,
+    ):
+        self.rank = rank
         self.clock = cluster.scheduler
         self.membership = cluster.memberships[rank]
         self.recorder = self.membership.recorder
-        self.num_steps = num_steps
-        self._begins: dict[int, float] = {}  # Of each step.
         self.start_thread = functools.partial(cluster.start_thread, rank)
-        self.values = (np.random.default_rng(0).standard_normal(packing.sizes[0], np.float32),)
-        self.exchange = None
-        self._own = own
-        self._context = ExchangeContext(_GROUP, _SESSION, packing, self.membership, cluster.pool, SimulatedFifo)
+        self.exchange: Exchange | None = None
+        self.packing = packing
+        self._own, self._goal = own, goal
+        self.context = ExchangeContext(GROUP, SESSION, packing, self.membership, cluster.pool, SimulatedFifo)
 
     @abc.abstractmethod
-    def make_exchange(self, context: ExchangeContext) -> Exchange:
+    def make_exchange(self) -> Exchange:
         """Makes it."""
 
     @abc.abstractmethod
     def take_step(self, step: int, compute_seconds: float) -> int:
         """Computes and communicates; returns how many steps are jumped over."""
 
-    def finish(self) -> None:
-        """Ends what is under way."""
-
     def train(self) -> None:
-        if self.recorder is not None:
-            self.recorder.begin_session(_SESSION)
-        self.membership.begin_session()
-        self.exchange = self.make_exchange(self._context)
-        step = 0
-        while step < self.num_steps:
-            own, called = next(self._own), self.clock.now
-            self._begins[step] = called
-            self.clock.sleep(own.input)
-            num_skipped = self.take_step(step, own.compute)
-            self.clock.sleep(own.update)
-            self.record(Kind.STEP, called, step)
-            self.clock.sleep(own.callbacks)
-            step += 1 + num_skipped
+        """All of it."""
+        self.train_from(self.begin())
+
+    def train_from(self, step: int) -> None:
+        """Makes this step, and those behind it."""
+        while not self.is_through(step):
+            step += 1 + self._make_step(step)
         self.finish()
-        self.membership.leave(sent_rounds={_GROUP: self.exchange.sent_rounds}, reason="")
 
-    def step_seconds(self) -> float:
-        """Of those behind the first ones, which have no older one to wait for."""
-        steps = sorted(self._begins)
-        first = steps[min(_FIRST_STEPS, len(steps) // 4)]
-        return (self._begins[steps[-1]] - self._begins[first]) / max(1, steps[-1] - first)
+    def begin(self) -> int:
+        """Enters the session; returns the first step."""
+        if self.recorder is not None:
+            self.recorder.begin_session(SESSION)
+        self.membership.begin_session()
+        self.exchange = self.make_exchange()
+        return 0
 
-    def compute(self, step: int, seconds: float) -> float:
+    def is_through(self, step: int) -> bool:
+        """Whether no further step is to be made, now that this one would begin."""
+        return self._goal.is_reached(self.rank, step)
+
+    def finish(self) -> None:
+        """Called then."""
+
+    def next_own(self, step: int) -> OwnSeconds:
+        """What it does on its own in this step."""
+        del step
+        return next(self._own)
+
+    def _make_step(self, step: int) -> int:
+        own, called = self.next_own(step), self.clock.now
+        self.sleep_until(called + own.input)
+        num_skipped = self.take_step(step, own.compute)
+        self.sleep_until(self.clock.now + own.update)
+        self.record(Kind.STEP, called, step)
+        self.sleep_until(self.clock.now + own.callbacks)
+        return num_skipped
+
+    def sleep_until(self, time: float) -> None:
+        """Lets time pass."""
+        if time > self.clock.now:
+            self.clock.sleep(time - self.clock.now)
+
+    def begin_to_compute(self, step: int, seconds: float) -> float:
         """Computes now, and for so long; returns the time when that ends."""
         self.record(Kind.COMPUTE, self.clock.now, step, seconds)
         return self.clock.now + seconds
 
-    def sleep_until(self, time: float) -> None:
-        self.clock.sleep(max(0.0, time - self.clock.now))
-
-    def exchange_step(self, step: int, segment: int, buckets: tuple) -> object:
-        """One step of the exchange, as `ExchangeRunner` makes it."""
-        begin = self.clock.now
-        first_step = step * self.steps_per_round
-        if self.recorder is not None:
-            self.recorder.begin_step(first_step)
-        before = dict(self.exchange.outcomes())
-        incoming = self.exchange.step(Outgoing(step, segment, buckets))
-        self.record(Kind.EXCHANGE, begin, first_step)
-        outcomes = {name: count - before.get(name, 0) for name, count in self.exchange.outcomes().items()}
-        if incoming is not None:
-            outcomes |= {"skipped": incoming.num_skipped}
-        for name, number in outcomes.items():
-            if number and self.recorder is not None:
-                self.recorder.add(Kind.OUTCOME, self.recorder.now(), step=first_step, name=name, number=number)
-        return incoming
-
-    steps_per_round = 1
+    def have_result(self, step: int, ready: float) -> None:
+        """What the step waited for since its gradients were there has come."""
+        if self.clock.now > ready:
+            self.record(Kind.RESULT, ready, step)
 
     def record(self, kind: Kind, begin: float, step: int, seconds: float | None = None) -> None:
         """Records what began then, and lasted for so long; default: until now."""
@@ -213,41 +299,57 @@ class _Training(abc.ABC):
             self.recorder.add(kind, self.recorder.now() - now + begin, seconds, step=step)
 
 
-class _Averaging(_Training):
+class _Averaging(Training):
     """Ranks that average windows of steps: Pipe-SGD, whose windows are of one step, and DTS."""
 
-    def __init__(self, *arguments, schedule: Schedule, num_threads: int, codec: object, algorithm: str):
+    def __init__(
+        self, *arguments, schedule: Schedule, num_threads: int, codec: object, algorithm: str, num_segments: int
+    ):
         super().__init__(*arguments)
         self._schedule, self._codec, self._algorithm = schedule, codecs.get(codec), algorithm
-        self._num_threads = num_threads
-        self._num_out = self._num_in = 0
-        self._has_come: set[int] = set()
-        self.steps_per_round = schedule.interval
+        self._num_threads, self._num_segments = num_threads, num_segments
+        generator = np.random.default_rng(0)
+        sizes = [len(part) for part in np.array_split(np.empty(self.packing.sizes[0]), num_segments)]
+        self._values = [(generator.standard_normal(size, np.float32),) for size in sizes]
+        self._num_out = 0  # Segments of windows.
+        self._num_come: collections.Counter[int] = collections.Counter()  # Segments, by window.
 
-    def make_exchange(self, context: ExchangeContext) -> AveragingExchange:
+    def make_exchange(self) -> AveragingExchange:
         reductions = [
-            context.make_all_reduce(str(slot), context.packing, self._codec, self._algorithm)
-            for slot in range(self._num_threads)
+            self.context.make_all_reduce(
+                f"{thread}/{segment}",
+                Packing([TensorSpec("x", values.shape, tf.float32)]),
+                self._codec,
+                self._algorithm,
+            )
+            for thread in range(self._num_threads)
+            for segment, (values,) in enumerate(self._values)
         ]
-        exchange = AveragingExchange(context, reductions)
-        for slot in range(self._num_threads):
-            self.start_thread(f"slot {slot}", functools.partial(self._communicate, slot))
+        exchange = AveragingExchange(self.context, reductions)
+        for thread in range(self._num_threads):
+            self.start_thread(f"slot {thread}", functools.partial(self._communicate, thread))
         return exchange
 
-    def _communicate(self, slot: int) -> None:
-        for window in range(slot, self.num_steps // self._schedule.interval, self._num_threads):
-            self._wait(lambda window=window: self._num_out > window)
-            self._mean(window)
-            with self.membership.monitor:
-                self._has_come.add(window)
+    def _communicate(self, thread: int) -> None:
+        for window in itertools.count(thread, self._num_threads):
+            for segment in range(self._num_segments):
+                number = window * self._num_segments + segment
+                self._wait(lambda number=number: self._num_out > number)
+                self._mean(window, segment)
+                self._num_come[window] += 1
                 self.membership.monitor.notify_all()
 
-    def _mean(self, window: int) -> None:
+    def _mean(self, window: int, segment: int) -> None:
         begin, first_step = self.clock.now, window * self._schedule.interval
         if self.recorder is not None:
             self.recorder.begin_step(first_step)
-        turn, slot = divmod(window, self._num_threads)
-        self.exchange.mean(window, self.values, turn=turn, reduction=slot)
+        turn, thread = divmod(window, self._num_threads)
+        self.exchange.mean(
+            window * self._num_segments + segment,
+            self._values[segment],
+            turn=turn,
+            reduction=thread * self._num_segments + segment,
+        )
         self.record(Kind.EXCHANGE, begin, first_step)
 
     def _wait(self, condition: Callable[[], bool]) -> None:
@@ -256,68 +358,119 @@ class _Averaging(_Training):
                 self.membership.monitor.wait(math.inf)
 
     def take_step(self, step: int, compute_seconds: float) -> int:
-        self.sleep_until(ready := self.compute(step, compute_seconds))
+        begin, ready = self.clock.now, self.begin_to_compute(step, compute_seconds)
         has_ended, _ = self._schedule.ended(step + 1)
-        if has_ended:
-            with self.membership.monitor:
-                self._num_out += 1
-                self.membership.monitor.notify_all()
+        for segment in range(self._num_segments if has_ended else 0):
+            # Gradients come in the backward pass, the last layers' first.
+            left = (1 - FORWARD_SHARE) * (1 - (segment + 1) / self._num_segments)
+            self.sleep_until(begin + compute_seconds * (1 - left))
+            self._num_out += 1
+            self.membership.monitor.notify_all()
+        self.sleep_until(ready)
         is_due, window = self._schedule.due(step + 1)
         if is_due:
-            self._wait(lambda: window in self._has_come)
-        if self.clock.now > ready:
-            self.record(Kind.RESULT, ready, step)
+            self._wait(lambda: self._num_come[window] == self._num_segments)
+        self.have_result(step, ready)
         return 0
 
-    def finish(self) -> None:
-        self._wait(lambda: len(self._has_come) == self._num_out)
 
+class HopTraining(Training):
+    """See `hop_tf.strategies.hop`. What is learned, and who joins late, is a subclass's.
 
-class _Hop(_Training):
-    """See `hop_tf.strategies.hop`."""
+    Args:
+      *arguments: As of `Training`.
+      topology: The graph.
+      settings: The mechanisms.
+    """
 
-    def __init__(self, *arguments, topology: object, settings: HopSettings):
+    def __init__(self, *arguments, topology: Topology, settings: HopSettings):
         super().__init__(*arguments)
         self._topology, self._settings = topology, settings
+        self._zeros = tuple(self.packing.zeros())
 
-    def make_exchange(self, context: ExchangeContext) -> HopExchange:
-        return HopExchange(context, topology=self._topology, settings=self._settings)
+    def make_exchange(self) -> HopExchange:
+        return HopExchange(self.context, topology=self._topology, settings=self._settings)
+
+    def parameters(self) -> tuple[np.ndarray, ...]:
+        """What is sent: as buckets."""
+        return self._zeros
+
+    def compute(self, step: int) -> None:
+        """Computes what `apply` adds, with the parameters that there are when the step begins."""
+
+    def apply(self) -> None:
+        """The optimizer's step."""
+
+    def add(self, incoming: Incoming) -> None:
+        """Adds what came of the others' parameters."""
+
+    def before_exchange(self, step: int) -> None:
+        """Called before the rank hands this step's parameters out."""
 
     def take_step(self, step: int, compute_seconds: float) -> int:
-        ready, incoming = self.compute(step, compute_seconds), None
-        if self._settings.update_order == "parallel":
-            # The communication thread waits while the rank computes: what comes first is waited for first.
-            incoming = self.exchange_step(step, STEP, self.values)
+        is_serial = self._settings.update_order == "serial"
+        self.compute(step)
+        ready = self.begin_to_compute(step, compute_seconds)
+        if is_serial:
+            self.sleep_until(ready)
+            self.apply()
+        self.before_exchange(step)
+        # The communication thread waits while the rank computes: what comes first is waited for first.
+        incoming = self._exchange_step(step, STEP, self.parameters())
         self.sleep_until(ready)
-        if self._settings.update_order == "serial":
-            incoming = self.exchange_step(step, STEP, self.values)
-        if incoming is None:
-            incoming = self.exchange_step(step, REDUCTION, ())
+        incoming = incoming or self._exchange_step(step, REDUCTION, ())
+        self.add(incoming)
+        if not is_serial:
+            self.apply()
         if incoming.num_skipped:
-            self.exchange_step(step, RENEWAL, self.values)
-        if self.clock.now > ready:
-            self.record(Kind.RESULT, ready, step)
+            self.add(self._exchange_step(step, RENEWAL, self.parameters()))
+        self.have_result(step, ready)
         return incoming.num_skipped
 
+    def _exchange_step(self, step: int, segment: int, buckets: tuple) -> Incoming | None:
+        """One step of the exchange, as `ExchangeRunner` makes it."""
+        outgoing = Outgoing(step, segment, buckets)
+        if self.recorder is None:
+            return self.exchange.step(outgoing)
+        begin, before = self.clock.now, dict(self.exchange.outcomes())
+        self.recorder.begin_step(step)
+        incoming = self.exchange.step(outgoing)
+        self.record(Kind.EXCHANGE, begin, step)
+        outcomes = {name: count - before.get(name, 0) for name, count in self.exchange.outcomes().items()}
+        if incoming is not None:
+            outcomes |= {"skipped": incoming.num_skipped}
+        for name, number in outcomes.items():
+            if number:
+                self.recorder.add(Kind.OUTCOME, self.recorder.now(), step=step, name=name, number=number)
+        return incoming
 
-def _pipe_sgd(settings: Mapping, world_size: int) -> tuple[Callable[..., _Training], dict]:
+
+def _pipe_sgd(settings: Mapping, world_size: int) -> tuple[Callable[..., Training], dict]:
     del world_size
-    return _averaging(settings, Schedule(settings.get("pipeline_width", 2) - 1, 1), 1)
+    return _averaging(settings, Schedule(settings.get("pipeline_width", 2) - 1, 1), 1, settings.get("num_segments", 1))
 
 
-def _dts(settings: Mapping, world_size: int) -> tuple[Callable[..., _Training], dict]:
+def _dts(settings: Mapping, world_size: int) -> tuple[Callable[..., Training], dict]:
     del world_size
     schedule = Schedule(settings.get("delay", 4), settings.get("interval", 4))
     return _averaging(settings, schedule, schedule.num_slots)
 
 
-def _averaging(settings: Mapping, schedule: Schedule, num_threads: int) -> tuple[Callable[..., _Training], dict]:
-    codec, algorithm = settings.get("codec"), settings.get("algorithm", "mesh")
-    arguments = {"schedule": schedule, "num_threads": num_threads, "codec": codec, "algorithm": algorithm}
-    return functools.partial(_Averaging, **arguments), {}
+def _averaging(
+    settings: Mapping, schedule: Schedule, num_threads: int, num_segments: int = 1
+) -> tuple[Callable[..., Training], dict]:
+    make = functools.partial(
+        _Averaging,
+        schedule=schedule,
+        num_threads=num_threads,
+        codec=settings.get("codec"),
+        algorithm=settings.get("algorithm", "mesh"),
+        num_segments=num_segments,
+    )
+    return make, {}
 
 
-def _hop(settings: Mapping, world_size: int) -> tuple[Callable[..., _Training], dict]:
+def _hop(settings: Mapping, world_size: int) -> tuple[Callable[..., Training], dict]:
     topology = resolve(settings.get("topology", "ring_based"), world_size)
     known = {field.name for field in dataclasses.fields(HopSettings)}
     checked = HopSettings(**{name: value for name, value in settings.items() if name in known})
@@ -326,7 +479,7 @@ def _hop(settings: Mapping, world_size: int) -> tuple[Callable[..., _Training], 
         "peers": lambda rank: {*topology.in_neighbors(rank), *topology.out_neighbors(rank)},
         "continue_without_lost": checked.continues_without_lost,
     }
-    return functools.partial(_Hop, topology=topology, settings=checked), arguments
+    return functools.partial(HopTraining, topology=topology, settings=checked), arguments
 
 
 _TRAININGS = {"PipeSGDStrategy": _pipe_sgd, "DTSStrategy": _dts, "HopStrategy": _hop}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import math
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -16,6 +15,7 @@ from hop_tf.membership.monitor import Monitor
 from hop_tf.options import CommunicationOptions
 from hop_tf.records import Kind, Recorder
 from hop_tf.simulate.scheduler import Process, Scheduler
+from hop_tf.simulate.wires import Sending, Wires
 from hop_tf.tensors.buffers import BufferPool
 from hop_tf.transport.base import Handler, Message, PeerStatus, Transport
 
@@ -80,13 +80,14 @@ class VirtualTransport(Transport):
         Messages to one peer on one lane keep their order: nor does what follows it there.
       sending_seconds: `sending_seconds(sender, receiver, num_bytes)` is for how long the link is busy with a message,
         before `link_seconds` begin. Messages on one lane leave one after the other. Default: none is.
+      card_seconds: `card_seconds(sender, num_bytes)` is for how long a message occupies the card of its sender, if it
+        has it to itself. What goes to several ranks at the same time shares it: see `Wires`. Default: no time.
       detection_seconds: How long a rank must be dead until others can know it.
       on_restart: See `QueueTransport`.
       pool: Where the arrays of messages come from. Default: a pool of its own.
       cuts: Since when links are down, by sender and receiver. See `VirtualCluster.cut`.
       recorder: Told of the messages whose step is recorded; None: nobody is.
-      wire_bytes: `wire_bytes(num_bytes)`: how many bytes a message stands for, where vectors are shorter than those
-        that are meant. Default: its own.
+      payload_scale: How many bytes a byte of payload stands for, where vectors are shorter than those that are meant.
     """
 
     def __init__(
@@ -97,23 +98,23 @@ class VirtualTransport(Transport):
         network: dict[int, VirtualTransport],
         link_seconds: Callable[[int, int, int], float],
         sending_seconds: Callable[[int, int, int], float] | None = None,
+        card_seconds: Callable[[int, int], float] | None = None,
         detection_seconds: float = 0.0,
         on_restart: Callable[[int], None] | None = None,
         pool: BufferPool | None = None,
         cuts: Mapping[tuple[int, int], float] = types.MappingProxyType({}),
         recorder: Recorder | None = None,
-        wire_bytes: Callable[[int], int] = int,
+        payload_scale: float = 1.0,
     ):
         self._rank = rank
-        self._wire_bytes = wire_bytes
+        self._payload_scale = payload_scale
         self.recorder = recorder
         self._scheduler = scheduler
         self._network = network
         self._link_seconds = link_seconds
         self._sending_seconds = sending_seconds
-        # By peer and lane: what has not left yet, and when the link is free again.
-        self._waiting: dict[tuple[int, int | None], collections.deque[_Sending]] = {}
-        self._free_at: dict[tuple[int, int | None], float] = {}
+        self._card_seconds = card_seconds
+        self._wires = Wires(scheduler, self._begin_to_send, self._have_sent)
         self._detection_seconds = detection_seconds
         self._on_restart = on_restart
         self._incarnation = 1 + network[rank]._incarnation if rank in network else 0
@@ -128,7 +129,7 @@ class VirtualTransport(Transport):
         self._held: dict[str, list[Message]] = {}
         self._last_arrival: dict[tuple[int, int], float] = {}
         self._latest_arrival: dict[int, float] = {}  # Whatever the lane.
-        self._kept: list[tuple[_Sending, int]] = []  # For a peer that was never there, until it is.
+        self._kept: list[Sending] = []  # For a peer that was never there, until it is.
         self._pool = pool or BufferPool()
         self._counters = dict.fromkeys(("bytes_sent", "bytes_received", "messages_sent", "messages_received"), 0)
         self._num_recorded: collections.Counter[tuple[int, int]] = collections.Counter()  # By peer and lane.
@@ -138,8 +139,9 @@ class VirtualTransport(Transport):
 
     def _bring_kept(self) -> None:
         kept, self._kept = self._kept, []
-        for sending, peer in kept:
-            self._scheduler.call_at(self._scheduler.now, lambda s=sending, p=peer: self._bring(s, p, None))
+        for sending in kept:
+            sending.receiver = None
+            self._scheduler.call_at(self._scheduler.now, lambda sending=sending: self._bring(sending))
 
     @property
     def rank(self) -> int:
@@ -162,6 +164,7 @@ class VirtualTransport(Transport):
         self._died_at = self._scheduler.now
         self._reaches = reaches
         self._kept.clear()
+        self._wires.stop()
 
     def register(self, queue: str, handler: Handler) -> None:
         """See `Transport`."""
@@ -200,60 +203,71 @@ class VirtualTransport(Transport):
         """See `Transport`. Never blocks."""
         del check
         message = Message(self._rank, queue, header, self._joined(payload) if payload else _NOTHING)
-        waiting = self._waiting.setdefault((peer, lane), collections.deque())
-        while waiting and waiting[0].leaves <= self._scheduler.now:
-            waiting.popleft()
-        for older in waiting if supersedes else ():
+        for older in self._wires.waiting(peer, lane) if supersedes else ():
             if older.message.queue == queue:
                 older.message = message
                 return True
-        num_bytes = self._wire_bytes(len(header) + message.payload.nbytes)
+        num_bytes = self._num_bytes(message)
         self._count("sent", num_bytes)
-        sending = _Sending(message, max(self._scheduler.now, self._free_at.get((peer, lane), 0.0)))
+        sending = Sending(message, peer, lane, num_bytes, self._scheduler.now, receiver=self._peers.get(peer))
         if self._sending_seconds is not None:
-            self._free_at[peer, lane] = sending.leaves + self._seconds("sending_seconds", peer, num_bytes)
-            waiting.append(sending)
-        arrival = self._free_at.get((peer, lane), self._scheduler.now) + self._seconds("link_seconds", peer, num_bytes)
-        if lane is not None:
-            arrival = max(arrival, self._last_arrival.get((peer, lane), 0.0))
-            self._last_arrival[peer, lane] = arrival
-        self._latest_arrival[peer] = max(arrival, self._latest_arrival.get(peer, 0.0))
+            sending.seconds = self._sending_seconds(self._rank, peer, num_bytes)
+            self._check("sending_seconds", sending.seconds, peer)
+        if self._card_seconds is not None:
+            sending.card_seconds = self._card_seconds(self._rank, num_bytes)
+            self._check("card_seconds", sending.card_seconds, peer)
         if self.recorder is not None and self.recorder.is_on:
-            sending.record = self._record_sending(sending, peer, lane, num_bytes)
-        if arrival != math.inf:
-            receiver = self._peers.get(peer)
-            self._scheduler.call_at(arrival, lambda: self._bring(sending, peer, receiver))
+            sending.record, sending.step = self._record_of(sending), self.recorder.step
+        self._wires.put(sending)
         return False
 
-    def _record_sending(self, sending: _Sending, peer: int, lane: int | None, num_bytes: int) -> dict:
-        """Records that a message leaves; returns what is to be recorded where it comes."""
-        lane = _UNORDERED_LANE if lane is None else lane
-        self._num_recorded[peer, lane] += 1
-        now, wait = self.recorder.now(), sending.leaves - self._scheduler.now
-        message = {"lane": lane, "name": sending.message.queue, "num_bytes": num_bytes}
-        message["number"] = self._num_recorded[peer, lane]
-        self.recorder.add(Kind.SEND, now + wait, peer=peer, queued=wait, **message)
-        return message
+    def _num_bytes(self, message: Message) -> int:
+        return len(message.header) + round(message.payload.nbytes * self._payload_scale)
 
-    def _seconds(self, name: str, peer: int, num_bytes: int) -> float:
-        seconds = getattr(self, f"_{name}")(self._rank, peer, num_bytes)
-        if name != "link_seconds" or seconds != math.inf:
-            check_seconds(name, seconds, f" from rank {self._rank} to rank {peer}")
-        return seconds
+    def _record_of(self, sending: Sending) -> dict:
+        """What is recorded of a message on both ends."""
+        lane = _UNORDERED_LANE if sending.lane is None else sending.lane
+        self._num_recorded[sending.peer, lane] += 1
+        return {
+            "lane": lane,
+            "name": sending.message.queue,
+            "num_bytes": sending.num_bytes,
+            "number": self._num_recorded[sending.peer, lane],
+        }
 
-    def _bring(self, sending: _Sending, peer: int, receiver: VirtualTransport | None) -> None:
+    def _begin_to_send(self, sending: Sending) -> None:
+        if sending.record is not None:
+            about = {"peer": sending.peer, "step": sending.step, "queued": self._scheduler.now - sending.put_at}
+            self.recorder.add(Kind.SEND, self.recorder.now(), **about, **sending.record)
+
+    def _have_sent(self, sending: Sending) -> None:
+        peer, way = sending.peer, (sending.peer, sending.lane)
+        seconds = self._link_seconds(self._rank, peer, sending.num_bytes)
+        if seconds != math.inf:
+            self._check("link_seconds", seconds, peer)
+        arrival = self._scheduler.now + seconds
+        if sending.lane is not None:
+            arrival = max(arrival, self._last_arrival.get(way, 0.0))
+            self._last_arrival[way] = arrival
+        self._latest_arrival[peer] = max(arrival, self._latest_arrival.get(peer, 0.0))
+        if arrival != math.inf:
+            self._scheduler.call_at(arrival, lambda: self._bring(sending))
+
+    def _check(self, name: str, seconds: float, peer: int) -> None:
+        check_seconds(name, seconds, f" from rank {self._rank} to rank {peer}")
+
+    def _bring(self, sending: Sending) -> None:
+        peer = sending.peer
         if (self._reaches is not None and peer not in self._reaches) or (self._rank, peer) in self._cuts:
             return
-        if self._died_at is not None and self._died_at < sending.leaves:
-            return
-        receiver = receiver or self._network[peer]
+        receiver = sending.receiver or self._network[peer]
         if receiver._died_at is None:
             self._meet(receiver)  # Who is connected knows with which process.
-            if sending.record and receiver.recorder is not None:
+            if sending.record is not None and receiver.recorder is not None:
                 receiver.recorder.add(Kind.RECEIVE, receiver.recorder.now(), peer=self._rank, **sending.record)
             receiver._receive(self, sending.message)
         elif peer not in self._peers:
-            self._kept.append((sending, peer))
+            self._kept.append(sending)
 
     def _joined(self, payload: Sequence[np.ndarray]) -> np.ndarray:
         parts = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in payload]
@@ -277,7 +291,7 @@ class VirtualTransport(Transport):
         return known._incarnation <= sender._incarnation
 
     def _deliver(self, message: Message) -> None:
-        self._count("received", self._wire_bytes(len(message.header) + message.payload.nbytes))
+        self._count("received", self._num_bytes(message))
         handler = self._handlers.get(message.queue)
         if handler is not None:
             handler(message)
@@ -291,6 +305,8 @@ class VirtualTransport(Transport):
     def flush(self, peer: int, timeout_seconds: float) -> bool:
         """See `Transport`. Called by a process."""
         arrives_in = self._latest_arrival.get(peer, 0.0) - self._scheduler.now
+        if self._wires.is_busy(peer):
+            arrives_in = math.inf
         if arrives_in > 0:
             self._scheduler.sleep(min(arrives_in, timeout_seconds))
         return arrives_in <= timeout_seconds
@@ -323,15 +339,6 @@ class VirtualTransport(Transport):
         """See `Transport`."""
 
 
-@dataclasses.dataclass(eq=False)
-class _Sending:
-    """A message, and when it leaves."""
-
-    message: Message
-    leaves: float
-    record: Mapping | None = None  # What its receiver is to record.
-
-
 # What records call the lane of messages that may arrive in any order.
 _UNORDERED_LANE = 1
 _NOTHING = np.empty(0, np.uint8)
@@ -357,8 +364,9 @@ class VirtualCluster:
       limit_seconds: See `Scheduler`. Given, who waits looks at deadlines now and then, as on real clocks. Default None:
         it does so when it is notified of something only, and who waits for ever is found at once.
       num_servers: Number of parameter servers.
+      card_seconds: See `VirtualTransport`.
       recorders: `recorders(rank, scheduler)`: makes a rank's recorder, with the scheduler's clock. Default: none.
-      wire_bytes: See `VirtualTransport`.
+      payload_scale: See `VirtualTransport`.
 
     Attributes:
       scheduler: The clock and the processes.
@@ -379,11 +387,12 @@ class VirtualCluster:
         limit_seconds: float | None = None,
         num_servers: int = 0,
         sending_seconds: Callable[[int, int, int], float] | None = None,
+        card_seconds: Callable[[int, int], float] | None = None,
         recorders: Callable[[int, Scheduler], Recorder | None] = lambda rank, scheduler: None,
-        wire_bytes: Callable[[int], int] = int,
+        payload_scale: float = 1.0,
     ):
-        self._wire_bytes = wire_bytes
-        self._sending_seconds = sending_seconds
+        self._payload_scale = payload_scale
+        self._sending_seconds, self._card_seconds = sending_seconds, card_seconds
         self._make_recorder = recorders
         self._options = options
         self._has_limit = limit_seconds is not None
@@ -473,12 +482,13 @@ class VirtualCluster:
             network=self._network,
             link_seconds=self._link_seconds,
             sending_seconds=self._sending_seconds,
+            card_seconds=self._card_seconds,
             detection_seconds=self._detection_seconds,
             on_restart=on_restart,
             pool=self.pool,
             cuts=self._cuts,
             recorder=self._make_recorder(rank, self.scheduler),
-            wire_bytes=self._wire_bytes,
+            payload_scale=self._payload_scale,
         )
 
     def _wake_all(self) -> None:

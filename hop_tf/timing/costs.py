@@ -12,6 +12,8 @@ from hop_tf.collectives.vectors import goes_sparse
 FLOAT32_BYTES = 4
 # Predictions are not finer than this: of settings that differ by less, the one that changes training less is taken.
 RESOLUTION = 0.02
+# A backward pass takes about twice as long as a forward pass.
+FORWARD_SHARE = 1 / 3
 ALGORITHMS = ("mesh", "ring")  # Those of `hop_tf.collectives` that the models know.
 _WAYS = (*ALGORITHMS, "all_gather")
 
@@ -64,6 +66,12 @@ class Step:
     def __post_init__(self):
         for field in dataclasses.fields(self):
             check_not_negative(field.name, getattr(self, field.name))
+
+    @classmethod
+    def of_computing(cls, seconds: float, update_seconds: float = 0.0) -> Step:
+        """A step whose forward and backward pass take so long together, as a rule one third and two."""
+        forward = FORWARD_SHARE * seconds
+        return cls(update_seconds=update_seconds, forward_seconds=forward, backward_seconds=seconds - forward)
 
     @property
     def seconds(self) -> float:

@@ -35,8 +35,6 @@ _SHARED_SECONDS = 0.05  # Many turns of ranks that share a processor.
 _MIN_SENDING_SHARE = 0.1
 # Of each rank, so many of its latest steps are looked at.
 _MAX_STEPS = 64
-# A backward pass takes about twice as long as a forward pass.
-_FORWARD_SHARE = 1 / 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -201,9 +199,7 @@ def measure(strategy: ExchangeStrategy) -> Measurement:
             synchronization_seconds=max(0.0, mesh - 2 * latency),
             mesh_slowdown=in_mesh / in_ring,
         ),
-        step=Step(
-            forward_seconds=_FORWARD_SHARE * compute_seconds, backward_seconds=(1 - _FORWARD_SHARE) * compute_seconds
-        ),
+        step=Step.of_computing(compute_seconds),
         # What adding costs is in gamma.
         codec_seconds_per_byte={name: max(0.0, cost - gamma) for name, cost in zip(costs, costs_of_all, strict=True)},
         rank_seconds=rank_seconds,

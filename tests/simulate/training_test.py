@@ -1,12 +1,14 @@
 """How long simulated steps take: closed forms, and the simulation of Hop that `hop_tf.simulate.hop` has."""
 
 import itertools
+import math
 import pathlib
 import tempfile
 
 import numpy as np
 from absl.testing import absltest, parameterized
 
+from hop_tf import codecs, timing
 from hop_tf.diagnosis.steps import steps_of
 from hop_tf.records import Kind, make_recorder
 from hop_tf.records.log import read_job
@@ -26,7 +28,16 @@ _PIECE = _LATENCY + _NUM_BYTES / _WORLD_SIZE / _RATE
 _TOLERANCE = 0.01
 
 
-def _simulate(strategy, own=lambda rank: itertools.repeat(_OWN), recorders=None, num_steps=40, **settings):
+def _simulate(
+    strategy,
+    own=lambda rank: itertools.repeat(_OWN),
+    recorders=None,
+    num_steps=40,
+    rates=(_RATE, math.inf),
+    num_values=_NUM_VALUES,
+    **settings,
+):
+    """Seconds of a step. `rates`: of a link, and of a card."""
     shape = (_WORLD_SIZE, _WORLD_SIZE)
     return simulate_training(
         strategy,
@@ -34,10 +45,10 @@ def _simulate(strategy, own=lambda rank: itertools.repeat(_OWN), recorders=None,
         world_size=_WORLD_SIZE,
         num_steps=num_steps,
         own=own,
-        links=Links(np.full(shape, _LATENCY), np.full(shape, _RATE)),
-        num_values=_NUM_VALUES,
+        links=Links(np.full(shape, _LATENCY), np.full(shape, rates[0]), np.full(_WORLD_SIZE, rates[1])),
+        num_values=num_values,
         **({} if recorders is None else {"recorders": recorders}),
-    )
+    ).step_seconds
 
 
 class TrainingTest(parameterized.TestCase):
@@ -64,6 +75,47 @@ class TrainingTest(parameterized.TestCase):
     def test_a_step(self, strategy, settings, expected):
         self.assertAlmostEqual(_simulate(strategy, **settings) / expected, 1.0, delta=_TOLERANCE)
 
+    @parameterized.named_parameters(
+        ("mesh", "PipeSGDStrategy", {"pipeline_width": 1}, 2 * (_LATENCY + 3 * (_PIECE - _LATENCY))),
+        ("ring", "PipeSGDStrategy", {"pipeline_width": 1, "algorithm": "ring"}, 2 * (_WORLD_SIZE - 1) * _PIECE),
+        ("two neighbors", "HopStrategy", {"topology": "ring", "update_order": "serial"}, 2 * _WHOLE - _LATENCY),
+        ("three", "HopStrategy", {"topology": "complete", "update_order": "serial"}, 3 * _WHOLE - 2 * _LATENCY),
+    )
+    def test_a_card_carries_what_goes_to_all(self, strategy, settings, expected):
+        """Links are as fast as the card, or ten times as fast."""
+        for rates in ((_RATE, _RATE), (10 * _RATE, _RATE)):
+            seconds = _simulate(strategy, rates=rates, **settings)
+            self.assertAlmostEqual(seconds / (_BESIDE + _OWN.compute + expected), 1.0, delta=_TOLERANCE)
+
+    @parameterized.product(compute=(0.05, 0.005), num_segments=(1, 2, 4), width=(1, 2))
+    def test_segments_are_what_the_model_says(self, compute, num_segments, width):
+        """As of a machine without an update."""
+        plan = timing.predict(
+            timing.NetworkCosts(latency_seconds=_LATENCY, seconds_per_byte=1 / _RATE),
+            timing.Step.of_computing(compute),
+            world_size=_WORLD_SIZE,
+            num_bytes=_NUM_BYTES,
+            pipeline_width=width,
+            num_segments=num_segments,
+        )
+        seconds = _simulate(
+            "PipeSGDStrategy",
+            lambda rank: itertools.repeat(OwnSeconds(compute)),
+            rates=(_RATE, _RATE),
+            pipeline_width=width,
+            num_segments=num_segments,
+        )
+        self.assertAlmostEqual(seconds / plan.step_seconds, 1.0, delta=2 * _TOLERANCE)
+
+    @parameterized.parameters(1 / 8, 1 / 128)
+    def test_sparse_pieces_stand_for_longer_ones_however_small_they_are(self, ratio):
+        """6 bytes of each value, in an all-gather."""
+        num_values = 100 * _NUM_VALUES
+        settings = {"delay": 0, "interval": 1, "codec": codecs.TopK(ratio=ratio)}
+        seconds = _simulate("DTSStrategy", rates=(_RATE, _RATE), num_values=num_values, **settings)
+        expected = _BESIDE + _OWN.compute + _LATENCY + (_WORLD_SIZE - 1) * 6 * ratio * num_values / _RATE
+        self.assertAlmostEqual(seconds / expected, 1.0, delta=0.05)
+
     def test_communication_that_computing_cannot_hide(self):
         """An all-reduce in a ring takes 2 (n - 1) pieces, and with K = 2 a step takes no less."""
         short = OwnSeconds(compute=0.01)
@@ -74,7 +126,7 @@ class TrainingTest(parameterized.TestCase):
     def test_hop_takes_what_its_own_simulation_says(self, topology):
         def durations(rank):
             generator = np.random.default_rng(rank)
-            return (float(each) for each in generator.lognormal(np.log(0.05), 0.3, 100))
+            return (float(generator.lognormal(np.log(0.05), 0.3)) for _ in itertools.count())
 
         result = hop(
             topology=topology,

@@ -481,7 +481,7 @@ class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
         ({"num_steps": 5, "update_order": "serial"}, "Received: none for step 3 of rank "),
         (
             {"compute": lambda rank: iter([1.0, -1.0])},
-            "`compute` must be .* Received: compute=-1.0 for step 1 of rank 0",
+            "`compute` must be .* Received: compute=-1.0 for step 1 of rank ",
         ),
         ({"compute": lambda rank: iter([np.nan])}, "`compute` must be a finite number of seconds"),
         ({"link_seconds": lambda a, b, num_bytes: a - 2.0}, "`link_seconds` must be .*=-2.0 from rank 0 to rank 1"),
