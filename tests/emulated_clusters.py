@@ -9,8 +9,9 @@ import pathlib
 
 import numpy as np
 
-from hop_tf.records import make_recorder
+from hop_tf.records import Recorder, make_recorder
 from hop_tf.simulate.training import Links, OwnSeconds, simulate_training
+from hop_tf.topology import resolve
 
 _FIRST_TIME = 1.7e9
 _JITTER = 0.1
@@ -49,7 +50,8 @@ class EmulatedCluster:
       callbacks: How long its callbacks take.
       now_and_then: By rank, how often a step computes longer, and how many times as long.
       latency: One way, array [n, n].
-      rate: Bytes per second, array [n, n].
+      rate: Bytes per second of a link, array [n, n].
+      card: Bytes per second of all that a rank sends, array [n]; None: links are independent.
       num_steps: Steps of each rank.
     """
 
@@ -63,16 +65,18 @@ class EmulatedCluster:
     callbacks: np.ndarray
     latency: np.ndarray
     rate: np.ndarray
+    card: np.ndarray | None = None
     now_and_then: dict = dataclasses.field(default_factory=dict)
     num_steps: int = 60
 
     @classmethod
-    def draw(cls, seed, *, hides=None, wire_share=(0.01, 0.04), latency_share=(0.002, 0.01)):
+    def draw(cls, seed, *, hides=None, shares_cards=False, wire_share=(0.01, 0.04), latency_share=(0.002, 0.01)):
         """A cluster without a fault.
 
         Args:
           seed: Of all that is drawn.
           hides: Whether communication hides behind computing. Default: either.
+          shares_cards: Whether what a rank sends at the same time shares its card. Together it takes as long.
           wire_share: What part of a step's computing its messages, one after the other, take for their bytes.
           latency_share: What part of it they take for the latencies of links.
         """
@@ -89,7 +93,7 @@ class EmulatedCluster:
         rate = num_messages * num_bytes / (compute * generator.uniform(*wire_share))
         latency = compute * generator.uniform(*latency_share) / num_messages
         shape = (world_size, world_size)
-        return cls(
+        cluster = cls(
             seed=seed,
             strategy=strategy,
             settings=dict(settings),
@@ -101,6 +105,23 @@ class EmulatedCluster:
             latency=_symmetric(latency * generator.uniform(0.9, 1.1, shape)),
             rate=_symmetric(rate * generator.uniform(0.9, 1.1, shape)),
         )
+        if shares_cards:
+            cluster.rate *= cluster.num_at_once
+            cluster.card = cluster.rate.mean(axis=1)
+        return cluster
+
+    @property
+    def num_at_once(self):
+        """To how many others a rank sends at the same time."""
+        return 1 if self.settings.get("algorithm") == "ring" else len(self.receivers(0))
+
+    def receivers(self, rank):
+        """To which ones a rank sends."""
+        if self.settings.get("algorithm") == "ring":
+            return [(rank + 1) % self.world_size]
+        if self.strategy == _HOP:
+            return sorted({*resolve(self.settings["topology"], self.world_size).out_neighbors(rank)} - {rank})
+        return [other for other in range(self.world_size) if other != rank]
 
     def run(self, log_dir=None, change=None):
         """Trains, and writes records if there is a directory; returns the seconds of a step.
@@ -122,6 +143,8 @@ class EmulatedCluster:
                 **about,
             )
             recorders.append(recorder)
+            # Who has made its steps trains on until all have.
+            recorder.records = lambda step: step < self.num_steps and Recorder.records(recorder, step)
             return recorder
 
         shares = np.ones(self.world_size)
@@ -136,7 +159,7 @@ class EmulatedCluster:
                 world_size=self.world_size,
                 num_steps=self.num_steps,
                 own=lambda rank: self._own(rank, shares[rank]),
-                links=Links(self.latency, self.rate),
+                links=Links(self.latency, self.rate, self.card),
                 num_values=self.num_values,
                 **({} if log_dir is None else {"recorders": make}),
             ).step_seconds
@@ -176,6 +199,7 @@ def draw(kind, seed):
         shares = {"wire_share": (0.2, 0.35) if hides else (0.02, 0.05)}
     if kind == "latency":
         shares = {"latency_share": (0.15, 0.25) if hides else (0.02, 0.05)}
+    shares["shares_cards"] = bool(np.random.default_rng([seed, 4]).integers(2))
     well, cluster = (EmulatedCluster.draw(seed, hides=hides, **shares) for _ in range(2))
     rank = int(generator.integers(cluster.world_size))
     where, is_always = f"rank {rank}", True
@@ -196,16 +220,14 @@ def draw(kind, seed):
 
 def _spoil_link(kind, cluster, rank, generator):
     """Makes a link ten times worse that is used; returns its name."""
-    from hop_tf.topology import resolve
-
-    others = [other for other in range(cluster.world_size) if other != rank]
+    others = cluster.receivers(rank)
     if cluster.strategy == _HOP:
         topology = resolve(cluster.settings["topology"], cluster.world_size)
-        others = sorted({*topology.in_neighbors(rank), *topology.out_neighbors(rank)} - {rank})
-    elif cluster.settings.get("algorithm") == "ring":
-        others = [(rank + 1) % cluster.world_size]
+        others = sorted({*topology.in_neighbors(rank), *others} - {rank})
     other = int(generator.choice(others))
     matrix, factor = (cluster.rate, 0.1) if kind == "bandwidth" else (cluster.latency, 10)
+    if kind == "bandwidth" and cluster.card is not None:
+        factor /= cluster.num_at_once  # Of what it gets of a card.
     matrix[[rank, other], [other, rank]] *= factor
     return " - ".join(f"rank {end}" for end in sorted((rank, other)))
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hop_tf.strategy import ExchangeStrategy
     from hop_tf.timing import Measurement
 
-_GIVEN = "--num_parameters"
+_GIVEN, _RATE, _LATENCY = "--num_parameters", "--bits_per_second", "--latency_seconds"
 _BYTES_PER_VALUE = 4
 _NUM_STEPS = 256  # That are drawn where slowdowns are given.
 
@@ -31,12 +31,26 @@ def main(argv: Sequence[str]) -> int:
     """Runs `hop_tf plan` with the arguments `argv`, of `hop_tf launch` or given numbers; returns the exit code."""
     from hop_tf.commands import launch
 
-    # What follows the script's name is its own.
-    script = next((place for place, text in enumerate(argv) if text.endswith(".py")), len(argv))
-    if any(text.partition("=")[0] == _GIVEN for text in argv[:script]):
+    parser = make_parser("plan")
+    parser.add_argument(_GIVEN, action=_Find, help=argparse.SUPPRESS)
+    for name in (_RATE, _LATENCY):
+        parser.add_argument(name, help=argparse.SUPPRESS)
+    try:
+        os.environ[PLAN_VARIABLE] = parser.parse_args(argv).plan_kind
+    except _Found:  # Not among a script's own arguments, which follow its name.
         return _plan_given(argv)
-    os.environ[PLAN_VARIABLE] = make_parser("plan").parse_args(argv).plan_kind
     return launch.main(argv, command="plan")
+
+
+class _Found(Exception):
+    """There is such an option."""
+
+
+class _Find(argparse.Action):
+    """Ends the parsing."""
+
+    def __call__(self, *arguments):
+        raise _Found
 
 
 def show(strategy: ExchangeStrategy, kind: str) -> None:
@@ -62,8 +76,8 @@ def _plan_given(argv: Sequence[str]) -> int:
     add("--num_workers", type=int, required=True, help="number of workers, at least 2")
     add(_GIVEN, type=float, required=True, help="trained parameters, in float32, such as 25e6")
     add("--step_seconds", type=float, required=True, help="what a step of one worker computes for")
-    add("--bits_per_second", type=float, required=True, help="rate of each machine's link, such as 1e9")
-    add("--latency_seconds", type=float, default=1e-4, help="half a round trip (default: %(default)s)")
+    add(_RATE, type=float, required=True, help="rate of each machine's link, such as 1e9")
+    add(_LATENCY, type=float, default=1e-4, help="half a round trip (default: %(default)s)")
     add(
         "--slowdown",
         action="append",

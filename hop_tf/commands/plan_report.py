@@ -36,7 +36,7 @@ def describe(measurement: Measurement, kind: str = PLAN_KINDS[0]) -> str:
         return json.dumps(_as_json(measurement, predictions, best))
     lines = [*_measured(measurement), "", *_best(predictions, best)]
     if kind == "all":
-        lines += ["", *_table(predictions), "", *_pipe_sgd(measurement), "", *_dts(measurement)]
+        lines += ["", *_table(predictions), "", *_pipe_sgd(measurement.typical), "", *_dts(measurement.typical)]
     else:
         lines += ["", "`--all` (HOP_TF_PLAN=all) shows all settings that were compared."]
     return "\n".join(lines)

@@ -1,7 +1,6 @@
 """Which strategy to take: what settings of all five would cost on given links, with steps of given durations.
 
 candidates   the settings that are compared, and the model or simulation of each
-hop          Hop's own protocol on a virtual clock
 accuracy     what settings have cost in accuracy, where it was measured
 comparison   what each would cost, and which are best
 """

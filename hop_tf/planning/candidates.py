@@ -23,11 +23,12 @@ import numpy as np
 
 from hop_tf import codecs
 from hop_tf.planning.accuracy import CHANGES, Change
-from hop_tf.planning.hop import simulate
+from hop_tf.simulate.training import Links, OwnSeconds, simulate_training
 from hop_tf.strategies.hop.settings import SkipIterations
 from hop_tf.timing import (
     DTSPlan,
     Measurement,
+    NetworkCosts,
     Plan,
     free_running_seconds,
     lock_step_seconds,
@@ -36,7 +37,7 @@ from hop_tf.timing import (
     way_of,
 )
 from hop_tf.timing.costs import ALGORITHMS, FLOAT32_BYTES, RESOLUTION
-from hop_tf.topology import Topology
+from hop_tf.topology import resolve
 
 _PIPE_CODECS = (None, "truncate16", "int8")
 _SEGMENTS = (1, 2, 4)
@@ -46,6 +47,7 @@ _NUM_SLOTS = 1
 _NUM_COLAYERS, _MAX_IN_FLIGHT = 10, 4
 # A simulation of many ranks takes longer, of fewer steps.
 _SIMULATED_STEPS, _MIN_STEPS, _MAX_STEPS = 480, 40, 96
+_FEW_RANKS = 8
 _BOTH = {"num_backup_workers": 1, "max_staleness": 5}
 _SKIP = "skip=hop_tf.SkipIterations()"
 
@@ -96,8 +98,7 @@ class Candidate:
 def candidates(measurement: Measurement) -> list[Candidate]:
     """All that are compared; those that change training least first."""
     makers = (_pipe_sgd, _canary_synchronous, _hop, _canary, _shat, _dts)
-    measurement = dataclasses.replace(measurement, step=measurement.typical_step)
-    return [candidate for make in makers for candidate in make(measurement)]
+    return [candidate for make in makers for candidate in make(measurement.typical)]
 
 
 # Pipe-SGD, and synchronous Canary.
@@ -198,7 +199,6 @@ def _in_windows(plan: DTSPlan, selecting_seconds: float, durations: np.ndarray) 
 
 
 def _hop(measurement: Measurement) -> Iterator[Candidate]:
-    default = Topology.ring_based(measurement.world_size)
     settings = {
         "hop": ({}, {}),
         "hop:backup": ({"num_backup_workers": 1}, {}),
@@ -207,33 +207,39 @@ def _hop(measurement: Measurement) -> Iterator[Candidate]:
         "hop:skip": (_BOTH, {"skip": SkipIterations()}),
     }
     for name, (arguments, skip) in settings.items():
-        yield _hop_candidate(measurement, name, default, {**arguments, **skip}, arguments, [_SKIP] if skip else [])
-    ring = Topology.ring(measurement.world_size)
-    if len(ring.out_neighbors(0)) < len(default.out_neighbors(0)):
-        yield _hop_candidate(measurement, "hop:ring", ring, {}, {"topology": "ring"}, [])
+        more = [_SKIP] if skip else []
+        yield _hop_candidate(measurement, name, "ring_based", {**arguments, **skip}, arguments, more)
+    if _degree("ring", measurement.world_size) < _degree("ring_based", measurement.world_size):
+        yield _hop_candidate(measurement, "hop:ring", "ring", {}, {"topology": "ring"}, [])
 
 
-def _hop_candidate(measurement: Measurement, name: str, topology, settings: dict, shown: dict, more: list) -> Candidate:
+def _degree(topology: str, world_size: int) -> int:
+    return len(resolve(topology, world_size).out_neighbors(0))
+
+
+def _hop_candidate(
+    measurement: Measurement, name: str, topology: str, settings: dict, shown: dict, more: list
+) -> Candidate:
     def outcome(durations: np.ndarray) -> Outcome:
-        durations = _first_steps(durations)
-        num_ranks, num_steps = durations.shape
-        found = simulate(
-            durations,
-            measurement.network,
-            topology=topology,
-            num_bytes=measurement.num_bytes,
-            **settings,
+        num_ranks = _num_simulated_ranks(durations)
+        found = simulate_training(
+            "HopStrategy",
+            {"topology": topology, **settings},
+            world_size=num_ranks,
+            num_steps=_num_simulated_steps(durations),
+            own=lambda rank: map(OwnSeconds, itertools.cycle(durations[rank].tolist())),
+            links=_links(measurement.network, num_ranks),
+            num_values=round(measurement.num_bytes / FLOAT32_BYTES),
         )
-        skipped = sum(counters["skipped_iterations"] for counters in found.counters)
+        # In the long run all are as slow as the slowest one, which others run away from for a while.
         # What a rank sends, the change that it gets, and what has come.
-        memory = 2 + float(found.most_updates.max())
-        return Outcome(float(found.finished_seconds.max()) / num_steps, memory, 1 - skipped / num_ranks / num_steps)
+        return Outcome(float(found.rank_seconds.max()), 2 + found.most_updates, found.made_share)
 
     return Candidate(
         name=name,
         strategy="Hop",
         call=_call("HopStrategy", *more, **shown),
-        bytes_per_step=len(topology.out_neighbors(0)) * measurement.num_bytes,
+        bytes_per_step=_degree(topology, measurement.world_size) * measurement.num_bytes,
         outcome=outcome,
         is_simulated=True,
     )
@@ -303,10 +309,24 @@ def _served(measurement: Measurement, num_servers: int, durations: np.ndarray) -
 # Names and sizes.
 
 
-def _first_steps(durations: np.ndarray) -> np.ndarray:
-    """As many steps as are simulated."""
-    num_steps = max(_MIN_STEPS, min(_SIMULATED_STEPS // len(durations), _MAX_STEPS))
-    return durations[:, :num_steps]
+def _num_simulated_steps(durations: np.ndarray) -> int:
+    return max(_MIN_STEPS, min(_SIMULATED_STEPS // len(durations), _MAX_STEPS))
+
+
+def _num_simulated_ranks(durations: np.ndarray) -> int:
+    """All, or where they are alike, a few: in rings each does what the others do, however many there are.
+
+    A rank of a ring with chords has as many neighbors in every even, or odd, world of more than 5.
+    """
+    n = len(durations)
+    return _FEW_RANKS + n % 2 if n > _FEW_RANKS + 1 and np.ptp(durations) == 0 else n
+
+
+def _links(network: NetworkCosts, n: int) -> Links:
+    """What a rank sends to several others at once shares its card."""
+    with np.errstate(divide="ignore"):
+        rates = 1 / np.full(n, network.seconds_per_byte)
+    return Links(np.full((n, n), network.latency_seconds), np.full((n, n), math.inf), rates)
 
 
 def _name(*parts) -> str:

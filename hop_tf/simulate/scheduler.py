@@ -114,8 +114,10 @@ class Process:
         self.ended = False
         self._body: Callable[[], None] | None = body
         self._abandoned = False
-        self._turn = threading.Semaphore(0)
-        self._parked = threading.Semaphore(0)
+        # Locks that are held until it is this one's turn, or the scheduler's: they take turns some 100,000 times.
+        self._turn, self._parked = threading.Lock(), threading.Lock()
+        self._turn.acquire()
+        self._parked.acquire()
         self.thread = threading.Thread(target=self._run, name=f"hop_tf simulated {name}", daemon=True)
         self.thread.start()
 

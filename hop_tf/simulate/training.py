@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from hop_tf import codecs
-from hop_tf.arguments import check_choice
+from hop_tf.arguments import check_choice, check_integer
 from hop_tf.records import Kind, Recorder
 from hop_tf.runtime.averaging_exchange import AveragingExchange
 from hop_tf.runtime.exchange import Exchange, Incoming, Outgoing
@@ -37,9 +37,9 @@ from hop_tf.topology import Topology, resolve
 GROUP, SESSION = "simulated", 1
 # What is no longer is a header.
 _HEADER_BYTES = 64
-# Of longer vectors a part is sent, whose bytes stand for more: so many values for each rank. Of sparse ones more, as
-# few of them are sent, behind a header.
-_VALUES_OF_RANK, _SPARSE_VALUES = 2048, 1 << 16
+# Of longer vectors a part is sent, whose bytes stand for more: of an all-reduce so many values for each rank; of sparse
+# ones more, as few of them are sent, behind a header; under Hop few will do.
+_VALUES_OF_RANK, _SPARSE_VALUES, _HOP_VALUES = 2048, 1 << 16, 64
 _FIRST_STEPS = 3
 
 
@@ -130,7 +130,7 @@ def simulate_training(
       strategy: "PipeSGDStrategy", "DTSStrategy" or "HopStrategy".
       settings: Arguments of the strategy; those that do not change what is sent, or when, are passed over.
       world_size: Number of ranks.
-      num_steps: Steps of each. Those that Hop jumps over count.
+      num_steps: Steps of each, at least 2. Those that Hop jumps over count.
       own: `own(rank)` yields, without an end, what that rank does on its own in each step that it makes.
       links: What messages take.
       num_values: Values of float32 that are exchanged.
@@ -142,10 +142,10 @@ def simulate_training(
     Raises:
       ValueError: If a setting is out of range, or the strategy another one.
     """
-    check_choice("strategy", strategy, tuple(_TRAININGS))
-    is_sparse = isinstance(codecs.get(settings.get("codec")), codecs.Sparse)
-    sent_values = min(num_values, _SPARSE_VALUES if is_sparse else _VALUES_OF_RANK * world_size)
-    make, cluster_arguments = _TRAININGS[strategy](settings, world_size)
+    check_choice("strategy", strategy, tuple(_SETUPS))
+    check_integer("num_steps", num_steps, at_least=2)
+    setup = _SETUPS[strategy](settings, world_size)
+    sent_values = min(num_values, setup.num_values)
     cluster = VirtualCluster(
         world_size,
         links.latency,
@@ -153,11 +153,11 @@ def simulate_training(
         card_seconds=links.card_seconds,
         recorders=recorders,
         payload_scale=num_values / sent_values,
-        **cluster_arguments,
+        **setup.cluster_arguments,
     )
     packing = Packing([TensorSpec("x", (sent_values,), tf.float32)])
     goal = _Goal(cluster, num_steps)
-    ranks = [make(cluster, rank, packing, own(rank), goal) for rank in range(world_size)]
+    ranks = [setup.make(cluster, rank, packing, own(rank), goal) for rank in range(world_size)]
     for rank in ranks:
         if rank.recorder is not None:
             rank.recorder.add_line("group", name=GROUP, num_bytes=4 * num_values, num_values=num_values)
@@ -184,11 +184,10 @@ class _Goal:
         return len(self._through) == len(self._begins)
 
     def simulation(self, ranks: Sequence[Training]) -> Simulation:
-        """Of the steps behind the first ones, which have no older one to wait for."""
+        """Of all but the last step, and the first ones, which have no older one to wait for."""
         seconds, num_made, num_steps = [], 0, 0
         for begins in self._begins:
-            last = min(step for step in begins if step >= self._num_steps)
-            steps = sorted(step for step in begins if step < last)
+            *steps, last = sorted(step for step in begins if step < self._num_steps)
             first = steps[min(_FIRST_STEPS, len(steps) // 4)]
             seconds.append((begins[last] - begins[first]) / (last - first))
             num_made += sum(step >= first for step in steps)
@@ -303,10 +302,10 @@ class _Averaging(Training):
     """Ranks that average windows of steps: Pipe-SGD, whose windows are of one step, and DTS."""
 
     def __init__(
-        self, *arguments, schedule: Schedule, num_threads: int, codec: object, algorithm: str, num_segments: int
+        self, *arguments, schedule: Schedule, num_threads: int, codec: codecs.Codec, algorithm: str, num_segments: int
     ):
         super().__init__(*arguments)
-        self._schedule, self._codec, self._algorithm = schedule, codecs.get(codec), algorithm
+        self._schedule, self._codec, self._algorithm = schedule, codec, algorithm
         self._num_threads, self._num_segments = num_threads, num_segments
         generator = np.random.default_rng(0)
         sizes = [len(part) for part in np.array_split(np.empty(self.packing.sizes[0]), num_segments)]
@@ -445,32 +444,47 @@ class HopTraining(Training):
         return incoming
 
 
-def _pipe_sgd(settings: Mapping, world_size: int) -> tuple[Callable[..., Training], dict]:
-    del world_size
-    return _averaging(settings, Schedule(settings.get("pipeline_width", 2) - 1, 1), 1, settings.get("num_segments", 1))
+@dataclasses.dataclass(frozen=True)
+class _Setup:
+    """What is simulated.
+
+    Attributes:
+      make: Makes a rank's `Training`; arguments as there.
+      num_values: Values of float32 that are sent, if there are as many.
+      cluster_arguments: Of `VirtualCluster`.
+    """
+
+    make: Callable[..., Training]
+    num_values: int
+    cluster_arguments: Mapping[str, object] = dataclasses.field(default_factory=dict)
 
 
-def _dts(settings: Mapping, world_size: int) -> tuple[Callable[..., Training], dict]:
-    del world_size
+def _pipe_sgd(settings: Mapping, world_size: int) -> _Setup:
+    schedule = Schedule(settings.get("pipeline_width", 2) - 1, 1)
+    return _averaging(settings, world_size, schedule, num_segments=settings.get("num_segments", 1))
+
+
+def _dts(settings: Mapping, world_size: int) -> _Setup:
     schedule = Schedule(settings.get("delay", 4), settings.get("interval", 4))
-    return _averaging(settings, schedule, schedule.num_slots)
+    return _averaging(settings, world_size, schedule, num_threads=schedule.num_slots)
 
 
 def _averaging(
-    settings: Mapping, schedule: Schedule, num_threads: int, num_segments: int = 1
-) -> tuple[Callable[..., Training], dict]:
+    settings: Mapping, world_size: int, schedule: Schedule, *, num_threads: int = 1, num_segments: int = 1
+) -> _Setup:
+    codec = codecs.get(settings.get("codec"))
     make = functools.partial(
         _Averaging,
         schedule=schedule,
         num_threads=num_threads,
-        codec=settings.get("codec"),
+        codec=codec,
         algorithm=settings.get("algorithm", "mesh"),
         num_segments=num_segments,
     )
-    return make, {}
+    return _Setup(make, _SPARSE_VALUES if isinstance(codec, codecs.Sparse) else _VALUES_OF_RANK * world_size)
 
 
-def _hop(settings: Mapping, world_size: int) -> tuple[Callable[..., Training], dict]:
+def _hop(settings: Mapping, world_size: int) -> _Setup:
     topology = resolve(settings.get("topology", "ring_based"), world_size)
     known = {field.name for field in dataclasses.fields(HopSettings)}
     checked = HopSettings(**{name: value for name, value in settings.items() if name in known})
@@ -479,7 +493,7 @@ def _hop(settings: Mapping, world_size: int) -> tuple[Callable[..., Training], d
         "peers": lambda rank: {*topology.in_neighbors(rank), *topology.out_neighbors(rank)},
         "continue_without_lost": checked.continues_without_lost,
     }
-    return functools.partial(HopTraining, topology=topology, settings=checked), arguments
+    return _Setup(functools.partial(HopTraining, topology=topology, settings=checked), _HOP_VALUES, arguments)
 
 
-_TRAININGS = {"PipeSGDStrategy": _pipe_sgd, "DTSStrategy": _dts, "HopStrategy": _hop}
+_SETUPS = {"PipeSGDStrategy": _pipe_sgd, "DTSStrategy": _dts, "HopStrategy": _hop}

@@ -26,7 +26,7 @@ MEASURED_CODECS = tuple(dict.fromkeys((*pipe_sgd.CODECS, *dts.CODECS, "sketch"))
 # connections send slowly at first. Or when it has the most values.
 _LONG_SECONDS = 0.2
 _MIN_VALUES, _MAX_VALUES = 1 << 18, 1 << 24
-_NUM_SHORT, _NUM_LONG = 20, 3
+_NUM_SHORT, _NUM_LONG, _NUM_MESH = 20, 3, 5
 _MANY_SECONDS = 2.0  # Where many short ones would take longer than this, few must do.
 _CODEC_VALUES = 1 << 20  # More than fit into a cache.
 _SHARED_SECONDS = 0.05  # Many turns of ranks that share a processor.
@@ -92,6 +92,11 @@ class Measurement:
         times = float(np.median(self.rank_seconds[0])) / self.slowness[0] / self.step.seconds
         return Step(**{name: times * seconds for name, seconds in dataclasses.asdict(self.step).items()})
 
+    @property
+    def typical(self) -> Measurement:
+        """The same, with the step of a rank like most others."""
+        return dataclasses.replace(self, step=self.typical_step)
+
     def durations(self, num_steps: int) -> np.ndarray:
         """Steps of all ranks, drawn from those that were measured: array [world_size, num_steps]. The same each time.
 
@@ -155,8 +160,8 @@ def measure(strategy: ExchangeStrategy) -> Measurement:
 
     A collective: every rank calls it, after a `fit`. It takes some seconds, and more where round trips are long:
     all-reduces of two lengths, by ring and by mesh, whose durations give alpha and S (medians of the short ones) and
-    beta (the least of the long rings); gamma and the codecs are timed on all ranks at once. Means over the ranks are
-    taken.
+    beta (the least of the long rings; of the long meshes, which differ more, the median); gamma and the codecs are
+    timed on all ranks at once. Means over the ranks are taken.
 
     Args:
       strategy: The strategy, of any scheme.
@@ -175,7 +180,8 @@ def measure(strategy: ExchangeStrategy) -> Measurement:
     costs = {name: _codec_seconds_per_byte(strategy, codecs.get(name)) for name in MEASURED_CODECS}
     mesh, ring = (_short_all_reduce(strategy, name) for name in ALGORITHMS)
     num_values, long_ring = _long_all_reduce(strategy, ring)
-    long_mesh = min(_all_reduce_seconds(strategy, "mesh", num_values, _NUM_LONG))
+    # In a mesh packets may be dropped: what a step takes is not the best that there is.
+    long_mesh = statistics.median(_all_reduce_seconds(strategy, "mesh", num_values, _NUM_MESH))
     numbers = [_reduce_seconds_per_byte(strategy), mesh, ring, long_mesh, long_ring, *costs.values()]
     gamma, mesh, ring, long_mesh, long_ring, *costs_of_all = _mean(strategy, numbers)
     # Two messages follow each other in a mesh, 2 (p - 1) in a ring. With two ranks these are the same.

@@ -57,17 +57,18 @@ def lock_step_seconds(
       own_share: As above; at most 1.
 
     Returns:
-      Seconds: the mean of the second half of the steps.
+      Seconds: the mean of the second half of the steps; of a single one, what it takes.
 
     Raises:
-      ValueError: If an argument is out of range.
+      ValueError: If an argument is out of range, or there are no steps.
     """
+    _check_durations(durations)
     check_integer("delay", delay, at_least=0)
     check_integer("interval", interval, at_least=1)
     check_not_negative("sending_seconds", sending_seconds)
     check_not_negative("latency_seconds", latency_seconds)
     check_share("own_share", own_share)
-    now, free_at, means, ends = np.zeros(len(durations)), 0.0, {}, []
+    now, free_at, means, ends = np.zeros(len(durations)), 0.0, {}, [0.0]
     for step, computing in enumerate(durations.T, start=1):
         now = now + computing
         if step % interval == 0:
@@ -76,7 +77,8 @@ def lock_step_seconds(
         now = np.maximum(now, means.pop(step - delay, 0.0))
         ends.append(now.mean())
     # Beginning and end are in the same phase of a window, where there is room for one.
-    num_counted = len(ends) // 2 // interval * interval or len(ends) - 1
+    num_steps = durations.shape[1]
+    num_counted = num_steps // 2 // interval * interval or max(1, num_steps - 1)
     return float(ends[-1] - ends[-1 - num_counted]) / num_counted
 
 
@@ -115,8 +117,9 @@ def free_running_seconds(
       share of all batches of these that ranks have trained on until it is through.
 
     Raises:
-      ValueError: If an argument is out of range.
+      ValueError: If an argument is out of range, or there are no steps.
     """
+    _check_durations(durations)
     check_integer("max_in_flight", max_in_flight, at_least=1)
     check_not_negative("pushing_seconds", pushing_seconds)
     check_not_negative("sum_seconds", sum_seconds)
@@ -229,12 +232,13 @@ def server_seconds(
       Seconds: n / (sum over r of 1 / cycle(r)), the harmonic mean.
 
     Raises:
-      ValueError: If an argument is out of range.
+      ValueError: If an argument is out of range, or there are no steps.
 
     References:
       Reiser, Lavenberg. Mean-Value Analysis of Closed Multichain Queuing Networks. Journal of the ACM 27(2), 1980.
       Schweitzer. Approximate Analysis of Multiclass Closed Networks of Queues. 1979.
     """
+    _check_durations(durations)
     check_integer("num_servers", num_servers, at_least=1)
     for name, seconds in (
         ("pushing_seconds", pushing_seconds),
@@ -253,3 +257,11 @@ def server_seconds(
         present = waits / cycles
         waits = at_a_server * (1 + present.sum(axis=1, keepdims=True) - present)
     return float(len(cycles) / np.sum(1 / cycles))
+
+
+def _check_durations(durations: np.ndarray) -> None:
+    if np.ndim(durations) != 2 or not np.size(durations):
+        raise ValueError(
+            "`durations` must be an array [n, T] of at least one rank and one step. "
+            f"Received: durations of shape {np.shape(durations)}."
+        )

@@ -6,8 +6,10 @@ import io
 import itertools
 import json
 import os
+import pathlib
 import subprocess
 import sys
+import tempfile
 from unittest import mock
 
 import keras
@@ -18,7 +20,7 @@ from absl.testing import parameterized
 
 import hop_tf
 from hop_tf import timing
-from hop_tf.commands import launch, plan
+from hop_tf.commands import plan
 from hop_tf.commands.plan_report import describe
 from hop_tf.testing import InProcessCluster
 from hop_tf.timing import measurement
@@ -246,7 +248,7 @@ class MeasureTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(_MEASUREMENT.recommend_dts(max_interval=2).codec, "int8")
 
 
-class PlanTest(tf.test.TestCase):
+class PlanTest(tf.test.TestCase, parameterized.TestCase):
     def test_describes(self):
         text = describe(_MEASUREMENT, "all")
         self.assertIn("4 ranks, 100.0 MB of gradients; a step computes for 300.0 ms", text)
@@ -318,6 +320,7 @@ class PlanTest(tf.test.TestCase):
             ("--step_seconds=0", "`step_seconds` must be a positive number"),
             ("--latency_seconds=-1", "`latency_seconds` must be finite, and at least 0"),
             ("--slowdown=7:2x", "`slowdown` must name a rank below the number of workers, 4"),
+            ("--hosts=a", "unrecognized arguments: --hosts=a"),
             ("script.py", "unrecognized arguments: script.py"),
         ):
             code, text = self._run(*_GIVEN, changed)
@@ -345,14 +348,16 @@ class PlanTest(tf.test.TestCase):
         self.assertEqual(output.getvalue().count("1. "), 1)
         self.assertIn("2 ranks, 0.0 MB of gradients; a step computes for ", output.getvalue())
 
-    def test_command(self):
-        """Starts the script as the launcher does, and asks for a plan."""
-        with mock.patch.object(launch, "main", return_value=3) as start, mock.patch.dict(os.environ):
-            self.assertEqual(plan.main(["--num_workers=2", "script.py"]), 3)
-            self.assertEqual(os.environ["HOP_TF_PLAN"], "1")
-            self.assertEqual(plan.main(["--all", "--num_workers=2", "script.py", "--json"]), 3)
-            self.assertEqual(os.environ["HOP_TF_PLAN"], "all")
-        start.assert_any_call(["--num_workers=2", "script.py"], command="plan")
+    @parameterized.parameters(([], "1"), (["--all"], "all"))
+    def test_starts_the_script(self, options, kind):
+        """Whatever it is called, and whatever its own arguments are."""
+        own = ["--json", "--num_parameters=3"]
+        with tempfile.TemporaryDirectory() as directory, mock.patch.dict(os.environ):
+            script = pathlib.Path(directory) / "train"
+            script.write_text("import os, sys; print(os.environ['HOP_TF_PLAN'], sys.argv[1:])")
+            code, text = self._run(*options, "--num_workers=1", str(script), *own)
+        self.assertEqual(code, 0)
+        self.assertIn(f"{kind} {own}", text)
 
     def test_refuses_a_world_of_one(self):
         with mock.patch.dict(os.environ, {"HOP_TF_PLAN": "1"}):

@@ -1,6 +1,8 @@
 """What `compare` makes of models and simulations, and which settings are best."""
 
 import dataclasses
+import sys
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from absl.testing import parameterized
 import hop_tf
 from hop_tf import planning, timing
 
+_MODULE = sys.modules["hop_tf.planning.candidates"]  # The package has a function of that name.
 _MEASUREMENT = timing.Measurement(
     world_size=4,
     num_bytes=100_000_000,
@@ -67,6 +70,21 @@ class PredictTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllClose(found.step_seconds, 3 * 0.8 + 1e-3, rtol=0.01)
         self.assertAllClose(found.bytes_per_step, 3e8)
         self.assertTrue(found.is_simulated)
+
+    @parameterized.parameters("hop", "hop:backup", "hop:staleness", "hop:ring")
+    def test_a_few_ranks_tell_what_many_that_are_alike_take(self, name):
+        """In rings each does what the others do: the same protocol, of all ranks, is the reference."""
+        world_size, seconds = 21, 0.3
+        many = dataclasses.replace(_MEASUREMENT, world_size=world_size)
+        candidate = next(each for each in planning.candidates(many) if each.name == name)
+        alike = np.full((world_size, 40), seconds)
+        with mock.patch.object(_MODULE, "_FEW_RANKS", world_size):
+            expected = candidate.outcome(alike)
+        with mock.patch.object(_MODULE, "simulate_training", wraps=_MODULE.simulate_training) as simulated:
+            found = candidate.outcome(alike)
+        self.assertAllClose(found.step_seconds, expected.step_seconds, rtol=1e-4)  # They begin together a bit sooner.
+        self.assertEqual((found.memory, found.trained_share), (expected.memory, expected.trained_share))
+        self.assertEqual(simulated.call_args.kwargs["world_size"], 9)  # However many there are.
 
     def test_who_waits_for_a_slow_rank(self):
         for name in ("pipe:2:int8", "dts:4:4"):

@@ -46,6 +46,10 @@ class LockStepTest(tf.test.TestCase, parameterized.TestCase):
         expected = durations.max(axis=0)[50:].mean() + 0.1
         self.assertAllClose(timing.lock_step_seconds(durations, sending_seconds=0.1), expected)
 
+    @parameterized.product(num_steps=(1, 2, 3), interval=(1, 4))
+    def test_few_steps(self, num_steps, interval):
+        self.assertAllClose(timing.lock_step_seconds(_ALIKE[:, :num_steps], interval=interval), 0.3)
+
     def test_delays_smooth_what_is_slow_now_and_then(self):
         durations = np.random.default_rng(0).exponential(size=(4, 400))
         found = [timing.lock_step_seconds(durations, delay=delay) for delay in (0, 1, 4, 20)]
@@ -153,6 +157,15 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
     def test_refuses(self, function, arguments, message):
         with self.assertRaisesRegex(ValueError, message):
             function(_ALIKE, **arguments)
+
+    @parameterized.parameters(
+        (timing.lock_step_seconds, {}),
+        (timing.free_running_seconds, {}),
+        (timing.server_seconds, {"num_servers": 1, "pushing_seconds": 0, "answering_seconds": 0}),
+    )
+    def test_refuses_no_steps(self, function, arguments):
+        with self.assertRaisesRegex(ValueError, r"at least one rank and one step. Received: .* shape \(4, 0\)"):
+            function(_ALIKE[:, :0], **arguments)
 
 
 if __name__ == "__main__":
