@@ -122,13 +122,19 @@ class WhatIf:
     def _simulated_present(self) -> float:
         return self._simulate()
 
+    def expect(self, *arguments, **changed) -> float:
+        """A step with changes, arguments of `_simulate`; nan where nothing is trusted."""
+        if not self.is_trusted:
+            return math.nan
+        return self._simulate(*arguments, **changed) * self.present / self._simulated_present
+
     def like_others(self, index: int) -> float:
         """A step if a rank did on its own what others do, each taken in turn; nan where nothing is trusted.
 
         Args:
           index: The rank's place in `JobLog.processes`.
         """
-        return self._expect(own_like_others=self._places[index])
+        return self.expect(own_like_others=self._places[index])
 
     def with_links(self, slow: Sequence[Link], **known: float) -> float:
         """A step if some links had another rate or latency; nan where nothing is trusted.
@@ -137,7 +143,7 @@ class WhatIf:
           slow: The links.
           **known: `bytes_per_second` or `round_trip_seconds` that they would have.
         """
-        return self._expect(links={tuple(self._places[end] for end in link.ends): known for link in slow})
+        return self.expect(links={tuple(self._places[end] for end in link.ends): known for link in slow})
 
     def changes(self, kinds: Sequence[tuple[str, bool]], most: int = 2) -> list[Change]:
         """What helps most, the best first; changes that gain about the same in the order of `_candidates_of`.
@@ -163,7 +169,7 @@ class WhatIf:
         for kind, is_always in kinds:
             for change in self._candidates(kind, is_always):
                 try:
-                    seconds = self._expect(change.strategy, change.settings, change.batch_shares)
+                    seconds = self.expect(change.strategy, change.settings, change.batch_shares)
                 except ValueError:  # Where the job is too small for it, say.
                     continue
                 yield dataclasses.replace(change, step_seconds=seconds)
@@ -190,12 +196,6 @@ class WhatIf:
         whole = {**kept_settings(self.strategy, self.settings, self.strategy), "batch_shares": shares}
         return Change(tell_call(self.strategy, whole), self.strategy, self.settings, shares)
 
-    def _expect(self, *arguments, **changed) -> float:
-        """What `_simulate` gives, corrected by how much it misses the present step; nan where nothing is trusted."""
-        if not self.is_trusted:
-            return math.nan
-        return self._simulate(*arguments, **changed) * self.present / self._simulated_present
-
     def _simulate(
         self,
         strategy: str | None = None,
@@ -204,6 +204,15 @@ class WhatIf:
         own_like_others: int | None = None,
         links: Mapping[tuple[int, int], Mapping[str, float]] | None = None,
     ) -> float:
+        """A simulated step.
+
+        Args:
+          strategy: Name of the strategy. Default: the job's.
+          settings: Its arguments. Default: the job's.
+          batch_shares: What part of a batch each rank takes. Default: as it was.
+          own_like_others: A rank that does on its own what others do.
+          links: What is known of changed links, by their ends; see `with_links`.
+        """
         from hop_tf.simulate.training import simulate_training
 
         return simulate_training(

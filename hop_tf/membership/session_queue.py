@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import struct
 
 from hop_tf.membership.session import Membership
@@ -49,5 +48,5 @@ class SessionQueue:
             if _HEAD.unpack_from(message.header) != (self.session, self._membership.incarnation):
                 self.num_dropped += 1
                 return
-            self._handler(dataclasses.replace(message, header=message.header[_HEAD.size :]))
+            self._handler(Message(message.sender, message.queue, message.header[_HEAD.size :], message.payload))
             self._membership.monitor.notify_all()

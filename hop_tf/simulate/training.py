@@ -386,6 +386,8 @@ class HopTraining(Training):
         super().__init__(*arguments)
         self._topology, self._settings = topology, settings
         self._zeros = tuple(self.packing.zeros())
+        for bucket in self._zeros:
+            bucket.flags.writeable = False  # So nobody copies it.
 
     def make_exchange(self) -> HopExchange:
         return HopExchange(self.context, topology=self._topology, settings=self._settings)

@@ -9,7 +9,10 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from emulated_clusters import EmulatedCluster, draw
-from hop_tf.diagnosis import diagnose
+from hop_tf.diagnosis import Change, diagnose
+from hop_tf.diagnosis.links import measure_links
+from hop_tf.diagnosis.steps import steps_of
+from hop_tf.diagnosis.what_if import WhatIf
 from hop_tf.records import Kind
 from hop_tf.records.log import read_job
 from hop_tf.strategies.hop.settings import SkipIterations
@@ -106,6 +109,81 @@ class SimulationTest(parameterized.TestCase):
         self.assertEqual(diagnosis.findings[0].where, "rank 0")
         self.assertEmpty(diagnosis.changes)
         self.assertRegex(diagnosis.lines[-1], f"What changes would bring is not simulated: .*{problem}")
+
+
+_NUM_RANKS, _CARD = 8, 125e6  # 1 Gbit/s.
+_UPDATE_SECONDS = 0.1  # Of an update that has a card to itself.
+_COMPUTE, _LATENCY = 0.02, 1e-4
+_RING, _COMPLETE = ("HopStrategy", "ring"), ("HopStrategy", "complete")
+_MESH, _RING_OF_PIECES = ("PipeSGDStrategy", "mesh"), ("PipeSGDStrategy", "ring")
+# How many updates leave a rank in a step, or what comes to as much.
+_UPDATES = {_RING: 2, _COMPLETE: 7, _MESH: 2 * 7 / 8, _RING_OF_PIECES: 2 * 7 / 8}
+# To how many others at once.
+_AT_ONCE = {_RING: 2, _COMPLETE: 7, _MESH: 7, _RING_OF_PIECES: 1}
+
+
+def _settings(strategy, graph):
+    if strategy == "HopStrategy":
+        return {"topology": graph, "update_order": "serial"}
+    return {"pipeline_width": 1, "algorithm": graph}
+
+
+class CardsTest(parameterized.TestCase):
+    """Ranks wait for what is on its way, most of the time. A change goes to another number of ranks at once."""
+
+    def expect(self, present, changed, **rates):
+        """What is expected of a change, and what it takes."""
+        shape = (_NUM_RANKS, _NUM_RANKS)
+        cluster = EmulatedCluster(
+            seed=0,
+            strategy=present[0],
+            settings=_settings(*present),
+            world_size=_NUM_RANKS,
+            num_values=round(_UPDATE_SECONDS * _CARD / 4),
+            compute=np.full(_NUM_RANKS, _COMPUTE),
+            input=np.zeros(_NUM_RANKS),
+            callbacks=np.zeros(_NUM_RANKS),
+            latency=np.full(shape, _LATENCY),
+            num_steps=30,
+            **{name: np.full(shape if name == "rate" else _NUM_RANKS, rate) for name, rate in rates.items()},
+        )
+        with tempfile.TemporaryDirectory() as directory:
+            seconds = cluster.run(directory)
+            job = read_job(directory)
+        steps = {index: steps_of(process) for index, process in enumerate(job.processes)}
+        what_if = WhatIf(job, steps, measure_links(job), seconds)
+        self.assertEmpty(what_if.problem)
+        change = Change("", changed[0], _settings(*changed))
+        return what_if.expect(change.strategy, change.settings), cluster.run(change=change)
+
+    @parameterized.parameters(
+        (_RING, _COMPLETE), (_RING, _MESH), (_RING_OF_PIECES, _COMPLETE), (_RING_OF_PIECES, _RING), (_COMPLETE, _MESH)
+    )
+    @pytest.mark.stress(after=2)
+    def test_a_card_that_all_links_share(self, present, changed):
+        """Seen when a rank sends to several others at once; and where it never does, not believed to carry more."""
+        expected, seconds = self.expect(present, changed, rate=_CARD, card=_CARD)
+        closed_form = _COMPUTE + _UPDATES[changed] * _UPDATE_SECONDS
+        self.assertAlmostEqual(seconds / closed_form, 1.0, delta=0.03)
+        self.assertAlmostEqual(expected / closed_form, 1.0, delta=0.05)
+
+    @parameterized.parameters((_COMPLETE, _RING), (_MESH, _RING_OF_PIECES))
+    @pytest.mark.stress(after=1)
+    def test_a_link_that_was_never_alone(self, present, changed):
+        """How fast it is alone is not known: it is not believed to be faster than it was."""
+        expected, seconds = self.expect(present, changed, rate=_CARD, card=_CARD)
+        closed_form = _COMPUTE + _UPDATES[changed] * _UPDATE_SECONDS * _AT_ONCE[present] / _AT_ONCE[changed]
+        self.assertAlmostEqual(expected / closed_form, 1.0, delta=0.05)
+        self.assertGreater(expected, seconds)
+
+    @parameterized.parameters((_COMPLETE, _RING), (_MESH, _RING_OF_PIECES), (_MESH, _COMPLETE))
+    @pytest.mark.stress(after=1)
+    def test_links_of_their_own(self, present, changed):
+        """As many were seen to carry something at once as are to."""
+        expected, seconds = self.expect(present, changed, rate=_CARD)
+        closed_form = _COMPUTE + _UPDATES[changed] / _AT_ONCE[changed] * _UPDATE_SECONDS
+        self.assertAlmostEqual(seconds / closed_form, 1.0, delta=0.03)
+        self.assertAlmostEqual(expected / closed_form, 1.0, delta=0.05)
 
 
 if __name__ == "__main__":
