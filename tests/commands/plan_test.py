@@ -272,6 +272,14 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
             r"-0\.90 to -0\.03",
         )
 
+    @pytest.mark.slow
+    def test_tables_are_of_a_rank_like_most_others(self):
+        slow = dataclasses.replace(_MEASUREMENT, rank_seconds=((0.3,) * 8,) * 3 + ((1.2,) * 8,))
+        slow = dataclasses.replace(slow, step=timing.Step(forward_seconds=0.175, backward_seconds=0.35))  # The mean.
+        text = describe(slow, "all")
+        self.assertRegex(text, r"  1 +identity +1 +mesh +1200\.2 ms +1500\.2 ms +20%")
+        self.assertRegex(text, r"  4 +4 +identity +mesh +37\.500 MB +1200\.2 ms +300\.0 ms +100%")
+
     def test_the_best(self):
         text = describe(_UNEVEN)
         self.assertIn("rank 2 takes 3.0 times as long for a step as most others", text)

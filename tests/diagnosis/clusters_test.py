@@ -3,6 +3,7 @@
 import dataclasses
 import re
 import tempfile
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -109,6 +110,33 @@ class SimulationTest(parameterized.TestCase):
         self.assertEqual(diagnosis.findings[0].where, "rank 0")
         self.assertEmpty(diagnosis.changes)
         self.assertRegex(diagnosis.lines[-1], f"What changes would bring is not simulated: .*{problem}")
+
+
+class WhatIfTest(parameterized.TestCase):
+    """Of a job that takes a tenth longer than its simulation, for whatever reason."""
+
+    def setUp(self):
+        super().setUp()
+        cluster = EmulatedCluster.draw(_SEEDS[0], hides=False)
+        with tempfile.TemporaryDirectory() as directory:
+            self.seconds = cluster.run(directory)
+            self.job = read_job(directory)
+        self.change = Change("", "PipeSGDStrategy", {"pipeline_width": 2})
+
+    def what_if(self, times):
+        steps = {index: steps_of(process) for index, process in enumerate(self.job.processes)}
+        return WhatIf(self.job, steps, measure_links(self.job), times * self.seconds)
+
+    def test_what_the_simulation_misses_it_misses_of_changes_too(self):
+        exact, longer = self.what_if(1.0), self.what_if(1.1)
+        self.assertEqual((exact.expect(), longer.expect()), (self.seconds, 1.1 * self.seconds))
+        expected = [each.expect(self.change.strategy, self.change.settings) for each in (exact, longer)]
+        self.assertAlmostEqual(expected[1] / expected[0], 1.1)
+
+    def test_nothing_is_simulated_where_nothing_is_found(self):
+        with mock.patch("hop_tf.simulate.training.simulate_training") as simulate:
+            self.assertEmpty(self.what_if(1.0).changes([]))
+        simulate.assert_not_called()
 
 
 _NUM_RANKS, _CARD = 8, 125e6  # 1 Gbit/s.

@@ -45,6 +45,22 @@ class SchedulerTest(tf.test.TestCase):
         scheduler.run()
         self.assertEqual(happened, [100.0])
 
+    def test_stops(self):
+        """Whoever runs, or waits, does no more."""
+        happened = []
+
+        def tick():
+            while True:
+                scheduler.sleep(1.0)
+                happened.append(scheduler.now)
+
+        scheduler = Scheduler()
+        for name in ("one", "another"):
+            scheduler.spawn(name, tick)
+        scheduler.call_at(2.5, scheduler.stop)
+        scheduler.run()
+        self.assertEqual(happened, [1.0, 1.0, 2.0, 2.0])
+
 
 class DeadlinesTest(tf.test.TestCase):
     def _wait(self, cluster):
