@@ -5,6 +5,7 @@ is virtual, and the transport delivers after a given link time. One rank runs at
 virtual time, so a run depends on nothing but its arguments, and a deadlock is seen at once: no event is left.
 
 `hop_tf.simulate.hop` simulates `HopStrategy`: what a topology and the mechanisms against stragglers are worth.
+`hop_tf.simulate.training` finds how long steps take under Hop, Pipe-SGD and DTS: for `plan` and `diagnose`.
 """
 
 import importlib as _importlib

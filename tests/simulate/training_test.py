@@ -4,6 +4,7 @@ import itertools
 import math
 import pathlib
 import tempfile
+from unittest import mock
 
 import numpy as np
 from absl.testing import absltest, parameterized
@@ -12,7 +13,7 @@ from hop_tf import codecs, timing
 from hop_tf.diagnosis.steps import steps_of
 from hop_tf.records import Kind, make_recorder
 from hop_tf.records.log import read_job
-from hop_tf.simulate import hop
+from hop_tf.simulate import VirtualTransport, hop
 from hop_tf.simulate.training import Links, OwnSeconds, simulate_training
 
 _WORLD_SIZE = 4
@@ -139,6 +140,24 @@ class TrainingTest(parameterized.TestCase):
         expected = np.mean(entered[:, -1] - entered[:, 3]) / (100 - 4)
         seconds = _simulate("HopStrategy", lambda rank: map(OwnSeconds, durations(rank)), None, 100, topology=topology)
         self.assertAlmostEqual(seconds / expected, 1.0, delta=_TOLERANCE)
+
+    def test_work_grows_as_the_ranks_do(self):
+        """Nobody tells all others of anything: as many messages for each rank, and two each are updates and tokens."""
+        sent = []
+        for world_size in (8, 32):
+            with mock.patch.object(VirtualTransport, "send", autospec=True, side_effect=VirtualTransport.send) as send:
+                simulate_training(
+                    "HopStrategy",
+                    {"topology": "ring"},
+                    world_size=world_size,
+                    num_steps=20,
+                    own=lambda rank: itertools.repeat(_OWN),
+                    links=Links(np.full((world_size,) * 2, _LATENCY), np.full((world_size,) * 2, _RATE)),
+                    num_values=_NUM_VALUES,
+                )
+            sent.append(send.call_count / world_size)
+        self.assertAlmostEqual(sent[1] / sent[0], 1.0, delta=0.05)
+        self.assertBetween(sent[1], 20 * 4, 22 * 4 + 10)
 
     def test_ranks_record_what_they_do(self):
         with tempfile.TemporaryDirectory() as directory:
