@@ -16,7 +16,7 @@ from hop_tf.diagnosis.links import Link, measure_links
 from hop_tf.diagnosis.predictions import best_plan
 from hop_tf.diagnosis.steps import PARTS, Steps, steps_of
 from hop_tf.diagnosis.what_if import LEAST_GAIN, OF_LINKS, Change, WhatIf
-from hop_tf.records.events import Kind
+from hop_tf.records.events import Kind, process_name
 from hop_tf.records.log import JobLog, join_restarts
 
 # Steps of one rank differ by some 10 % (standard deviation) from each other: that is no fault, and all thresholds lie
@@ -39,6 +39,8 @@ _LEAST_ROUND_TRIP_SECONDS = 2e-3
 FOR_OTHERS, ON_ITS_WAY = "waiting for others", "waiting for what is on its way"
 # More at once would be too much to try.
 _MOST_FINDINGS = 2
+# Of ranks without records so many are named.
+_MOST_NAMED = 8
 _ADVICE = {
     "compute": "Give that rank less to compute (`batch_shares`) or a faster machine, or take a strategy that waits for "
     "no single rank: HopStrategy with `num_backup_workers` or `skip`, asynchronous CanaryStrategy, or "
@@ -81,7 +83,7 @@ class Diagnosis:
 
     Attributes:
       step_seconds: How long a step takes, the mean over steps and ranks.
-      findings: What costs time, the worst first. Empty: there is nothing to gain.
+      findings: What costs time, the worst first. Empty: there is nothing to gain, as far as ranks have records.
       changes: The one or two that are expected to help most, the best first. Empty where none is, or where what the job
         does cannot be simulated.
       facts: Where the time went, a sentence or two in a line.
@@ -148,16 +150,33 @@ class _Job:
             helps = [self._tell_change(each) for each in changes] or self._without_simulation(findings)
             conclusions = [*(each.text for each in findings), *helps]
         else:
-            computing = np.mean([np.sum(each.compute) / np.sum(each.seconds) for each in self._steps.values()])
-            alike = "" if tolerated else ", alike on all ranks"
-            conclusions = [f"There is nothing to gain: {computing:.0%} of a step is computing{alike}."]
+            conclusions = [self._nothing_found(bool(tolerated))]
         shares = {self._name(index): self._shares(index) for index in self._steps}
         return Diagnosis(self._step_seconds, findings, changes, facts, conclusions, shares)
+
+    def _nothing_found(self, is_uneven: bool) -> str:
+        computing = np.mean([np.sum(each.compute) / np.sum(each.seconds) for each in self._steps.values()])
+        told = f"{computing:.0%} of a step is computing"
+        if self._missing():
+            return f"On the ranks whose steps are recorded, nothing is found: {told}."
+        return f"There is nothing to gain: {told}{'' if is_uneven else ', alike on all ranks'}."
+
+    def _missing(self) -> list[str]:
+        """Ranks of the job that the records say nothing of, or too little."""
+        num_ranks = int(self._job.processes[0].about["num_ranks"])
+        known = {self._job.processes[index].number for index in self._steps}
+        return [process_name(number, num_ranks) for number in range(num_ranks) if number not in known]
 
     # Where the time went.
 
     def _summary(self) -> Iterator[str]:
         yield f"A step takes {duration(self._step_seconds)}, the mean of {self._num_steps()} recorded steps."
+        if missing := self._missing():
+            more = f" and {len(missing) - _MOST_NAMED} others" if len(missing) > _MOST_NAMED else ""
+            yield (
+                f"No steps, or too few, are recorded of {', '.join(missing[:_MOST_NAMED])}{more}: whether others wait "
+                "for them is not known. Copy the folders of all ranks into one directory."
+            )
         for index, each in self._steps.items():
             shares = self._shares(index)
             waited = shares.pop(FOR_OTHERS) + shares.pop(ON_ITS_WAY)

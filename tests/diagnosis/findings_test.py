@@ -4,6 +4,7 @@ import contextlib
 import io
 import pathlib
 import re
+import shutil
 import tempfile
 
 import numpy as np
@@ -111,6 +112,20 @@ class FindingsTest(parameterized.TestCase):
         self.assertIn(f"the mean of {76 + 72 + 76} recorded steps", restarted.facts[0])
         self.assertStartsWith(restarted.facts[2], f"{name}: 9")
         self.assertRegex(restarted.facts[1], r"\(6\d% for rank 1 \(restarted\)")
+
+    @parameterized.parameters(({1, 2, 3}, "rank 1, rank 2, rank 3: "), ({2}, "rank 2: "), ({0, 1}, "rank 0, rank 1: "))
+    def test_ranks_whose_records_are_elsewhere(self, missing, told):
+        """Nothing is said of the whole job: rank 2 computes three times as long, and is not there."""
+        with tempfile.TemporaryDirectory() as directory:
+            SyntheticJob(seed=0, num_ranks=4, compute={2: 0.15}).write(directory)
+            for rank in missing:
+                shutil.rmtree(pathlib.Path(directory) / f"rank_{rank}")
+            diagnosis = diagnose(read_job(directory))
+        self.assertIn(f"are recorded of {told}", diagnosis.facts[1])
+        if 2 in missing:
+            self.assertStartsWith(diagnosis.lines[-1], "On the ranks whose steps are recorded, nothing is found: 3")
+        else:
+            self.assertEqual(diagnosis.findings[0].where, "rank 2")
 
     def test_what_the_model_predicts(self):
         """A rank sends 1 MB to each of three others at the same time; 60 MB/s in all. Gradients are 4 MB."""
