@@ -143,8 +143,12 @@ class EmulatedCluster:
                 **about,
             )
             recorders.append(recorder)
-            # Who has made its steps trains on until all have.
-            recorder.records = lambda step: step < self.num_steps and Recorder.records(recorder, step)
+            # Who has made its steps trains on until all have. What a simulation does not count, as windows are not
+            # waited for yet, is not recorded either; readers pass over three steps more.
+            early = range(4 * self.settings["delay"] + self.settings["interval"] - 3 if self.strategy == _DTS else 0)
+            recorder.records = lambda step: (
+                step < self.num_steps and step not in early and Recorder.records(recorder, step)
+            )
             return recorder
 
         shares = np.ones(self.world_size)

@@ -215,11 +215,13 @@ class WhatIf:
         """
         from hop_tf.simulate.training import simulate_training
 
+        strategy, settings = strategy or self.strategy, self.settings if settings is None else settings
+        interval = _interval(settings) if strategy == "DTSStrategy" else 1
         return simulate_training(
-            strategy or self.strategy,
-            self.settings if settings is None else settings,
+            strategy,
+            settings,
             world_size=self._world_size,
-            num_steps=self._num_steps,
+            num_steps=max(self._num_steps, _LEAST_STEPS * interval),  # Ranks send once in a window.
             own=lambda rank: self._own(rank, batch_shares, own_like_others),
             links=self._all_links(links or {}),
             num_values=self._num_values,
@@ -328,9 +330,14 @@ def _hiding_more(settings: Mapping) -> Iterator[tuple[str, dict]]:
             yield "PipeSGDStrategy", {**wider, "codec": "int8"}
 
 
+def _interval(settings: Mapping) -> int:
+    """Of DTS: steps of a window."""
+    return int(settings.get("interval", 4))
+
+
 def _windows(strategy: str, settings: Mapping) -> Iterator[tuple[str, dict]]:
     """Settings of DTS with longer windows, or longer delays."""
-    present = (int(settings.get("delay", 4)), int(settings.get("interval", 4))) if strategy == "DTSStrategy" else (0, 1)
+    present = (int(settings.get("delay", 4)), _interval(settings)) if strategy == "DTSStrategy" else (0, 1)
     for delay, interval in ((4, 4), (16, 8)):
         if delay > present[0] and interval >= present[1]:
             yield "DTSStrategy", {"delay": delay, "interval": interval}

@@ -41,6 +41,8 @@ _HEADER_BYTES = 64
 # ones more, as few of them are sent, behind a header; under Hop few will do.
 _VALUES_OF_RANK, _SPARSE_VALUES, _HOP_VALUES = 2048, 1 << 16, 64
 _FIRST_STEPS = 3
+# In so many delays ranks have used up what a delay gives them once; but for windows that are hardly too slow.
+_TIMES_DELAY = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +158,7 @@ def simulate_training(
         **setup.cluster_arguments,
     )
     packing = Packing([TensorSpec("x", (sent_values,), tf.float32)])
-    goal = _Goal(cluster, num_steps)
+    goal = _Goal(cluster, num_steps, setup.num_first_steps, setup.period)
     ranks = [setup.make(cluster, rank, packing, own(rank), goal) for rank in range(world_size)]
     for rank in ranks:
         if rank.recorder is not None:
@@ -166,11 +168,11 @@ def simulate_training(
 
 
 class _Goal:
-    """How many steps all are to make, and when each rank began each step."""
+    """How many steps all are to make, and when each rank began each step. For the other arguments see `_Setup`."""
 
-    def __init__(self, cluster: VirtualCluster, num_steps: int):
+    def __init__(self, cluster: VirtualCluster, num_steps: int, num_first_steps: int, period: int):
         self._scheduler = cluster.scheduler
-        self._num_steps = num_steps
+        self._num_steps, self._num_first_steps, self._period = num_steps, num_first_steps, period
         self._begins: list[dict[int, float]] = [{} for _ in cluster.memberships]
         self._through: set[int] = set()
 
@@ -184,16 +186,22 @@ class _Goal:
         return len(self._through) == len(self._begins)
 
     def simulation(self, ranks: Sequence[Training]) -> Simulation:
-        """Of all but the last step, and the first ones, which have no older one to wait for."""
+        """Of all but the first steps, which have no older one to wait for."""
         seconds, num_made, num_steps = [], 0, 0
         for begins in self._begins:
-            *steps, last = sorted(step for step in begins if step < self._num_steps)
-            first = steps[min(_FIRST_STEPS, len(steps) // 4)]
-            seconds.append((begins[last] - begins[first]) / (last - first))
-            num_made += sum(step >= first for step in steps)
-            num_steps += last - first
+            steps = sorted(step for step in begins if step < self._num_steps)
+            end = min(step for step in begins if step >= self._num_steps)  # A rank may jump far behind the last one.
+            counted = steps[-self._num_counted(len(steps)) :]
+            seconds.append((begins[end] - begins[counted[0]]) / (end - counted[0]))
+            num_made += len(counted)
+            num_steps += end - counted[0]
         most_updates = max(getattr(rank.exchange, "most_updates_in_memory", 0) for rank in ranks)
         return Simulation(np.array(seconds), num_made / num_steps, most_updates)
+
+    def _num_counted(self, num_made: int) -> int:
+        """Of so many steps of a rank: they begin and end at the same place of a window, where there is room for one."""
+        num_counted = num_made - min(self._num_first_steps, num_made // 2)
+        return num_counted // self._period * self._period or num_counted
 
 
 class Training(abc.ABC):
@@ -454,11 +462,16 @@ class _Setup:
       make: Makes a rank's `Training`; arguments as there.
       num_values: Values of float32 that are sent, if there are as many.
       cluster_arguments: Of `VirtualCluster`.
+      num_first_steps: After how many steps a rank waits as long as it does later on. These are not counted;
+        half of its steps are, at least.
+      period: After how many steps it waits again.
     """
 
     make: Callable[..., Training]
     num_values: int
     cluster_arguments: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    num_first_steps: int = _FIRST_STEPS
+    period: int = 1
 
 
 def _pipe_sgd(settings: Mapping, world_size: int) -> _Setup:
@@ -483,7 +496,13 @@ def _averaging(
         algorithm=settings.get("algorithm", "mesh"),
         num_segments=num_segments,
     )
-    return _Setup(make, _SPARSE_VALUES if isinstance(codec, codecs.Sparse) else _VALUES_OF_RANK * world_size)
+    return _Setup(
+        make,
+        _SPARSE_VALUES if isinstance(codec, codecs.Sparse) else _VALUES_OF_RANK * world_size,
+        # A delay is time that ranks have at first, and lose from window to window where these come too slowly.
+        num_first_steps=max(_FIRST_STEPS, schedule.interval + _TIMES_DELAY * schedule.delay),
+        period=schedule.interval,
+    )
 
 
 def _hop(settings: Mapping, world_size: int) -> _Setup:

@@ -16,6 +16,7 @@ from hop_tf.diagnosis.steps import steps_of
 from hop_tf.diagnosis.what_if import WhatIf
 from hop_tf.records import Kind
 from hop_tf.records.log import read_job
+from hop_tf.simulate import training
 from hop_tf.strategies.hop.settings import SkipIterations
 
 _KINDS = ("slow", "now and then", "bandwidth", "latency", "input", "callbacks", "nothing")
@@ -132,6 +133,15 @@ class WhatIfTest(parameterized.TestCase):
         self.assertEqual((exact.expect(), longer.expect()), (self.seconds, 1.1 * self.seconds))
         expected = [each.expect(self.change.strategy, self.change.settings) for each in (exact, longer)]
         self.assertAlmostEqual(expected[1] / expected[0], 1.1)
+
+    def test_windows_are_as_many_as_steps_must_be(self):
+        """Else what a delay gives once would seem to be a gain of each step."""
+        what_if = self.what_if(1.0)
+        what_if._num_steps = 30  # As of many ranks.
+        for interval, num_steps in ((1, 30), (8, 25 * 8)):
+            with mock.patch.object(training, "simulate_training") as simulate:
+                what_if._simulate("DTSStrategy", {"delay": 16, "interval": interval})
+            self.assertEqual(simulate.call_args.kwargs["num_steps"], num_steps)
 
     def test_nothing_is_simulated_where_nothing_is_found(self):
         with mock.patch("hop_tf.simulate.training.simulate_training") as simulate:

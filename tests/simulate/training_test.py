@@ -15,6 +15,7 @@ from hop_tf.records import Kind, make_recorder
 from hop_tf.records.log import read_job
 from hop_tf.simulate import VirtualTransport, hop
 from hop_tf.simulate.training import Links, OwnSeconds, simulate_training
+from hop_tf.strategies.hop.settings import SkipIterations
 
 _WORLD_SIZE = 4
 _NUM_VALUES = 1_000_000
@@ -122,6 +123,37 @@ class TrainingTest(parameterized.TestCase):
         short = OwnSeconds(compute=0.01)
         seconds = _simulate("PipeSGDStrategy", lambda rank: itertools.repeat(short), algorithm="ring")
         self.assertAlmostEqual(seconds / (2 * (_WORLD_SIZE - 1) * _PIECE), 1.0, delta=_TOLERANCE)
+
+    @parameterized.product(delay_interval=((4, 2), (4, 4), (16, 8)), times=(0.8, 1.2, 1.5, 3.0))
+    def test_windows_that_computing_cannot_hide(self, delay_interval, times):
+        """A window's bytes take so many times as long as its steps; what its delay gives once is soon used up."""
+        delay, interval = delay_interval
+        num_values = 100 * _NUM_VALUES
+        window = 2 * (_WORLD_SIZE - 1) / _WORLD_SIZE * 4 * num_values / _RATE
+        compute = window / interval / times
+        seconds = _simulate(
+            "DTSStrategy",
+            lambda rank: itertools.repeat(OwnSeconds(compute)),
+            num_steps=25 * interval,
+            rates=(_RATE, _RATE),
+            num_values=num_values,
+            delay=delay,
+            interval=interval,
+        )
+        self.assertAlmostEqual(seconds / compute / max(1.0, times), 1.0, delta=0.03)
+
+    def test_a_rank_that_jumps_over_all_other_steps(self):
+        """In its first step, the others make all of theirs."""
+        found = simulate_training(
+            "HopStrategy",
+            {"max_iteration_gap": 60, "num_backup_workers": 1, "skip": SkipIterations(max_jump=50)},
+            world_size=_WORLD_SIZE,
+            num_steps=25,
+            own=lambda rank: itertools.repeat(OwnSeconds(1.0 if rank else 100.0)),
+            links=Links(np.zeros((_WORLD_SIZE,) * 2), np.full((_WORLD_SIZE,) * 2, math.inf)),
+            num_values=_NUM_VALUES,
+        )
+        np.testing.assert_allclose(found.rank_seconds, [100 / 50, 1, 1, 1], rtol=_TOLERANCE)
 
     @parameterized.parameters("ring", "complete")
     def test_hop_takes_what_its_own_simulation_says(self, topology):
