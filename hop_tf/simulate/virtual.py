@@ -115,6 +115,7 @@ class VirtualTransport(Transport):
         self._sending_seconds = sending_seconds
         self._card_seconds = card_seconds
         self._wires = Wires(scheduler, self._begin_to_send, self._have_sent)
+        self._left = VirtualMonitor(scheduler)  # Notified when a message has left.
         self._detection_seconds = detection_seconds
         self._on_restart = on_restart
         self._incarnation = 1 + network[rank]._incarnation if rank in network else 0
@@ -250,6 +251,7 @@ class VirtualTransport(Transport):
             arrival = max(arrival, self._last_arrival.get(way, 0.0))
             self._last_arrival[way] = arrival
         self._latest_arrival[peer] = max(arrival, self._latest_arrival.get(peer, 0.0))
+        self._left.notify_all()
         if arrival != math.inf:
             self._scheduler.call_at(arrival, lambda: self._bring(sending))
 
@@ -307,12 +309,15 @@ class VirtualTransport(Transport):
 
     def flush(self, peer: int, timeout_seconds: float) -> bool:
         """See `Transport`. Called by a process."""
-        arrives_in = self._latest_arrival.get(peer, 0.0) - self._scheduler.now
-        if self._wires.is_busy(peer):
-            arrives_in = math.inf
-        if arrives_in > 0:
-            self._scheduler.sleep(min(arrives_in, timeout_seconds))
-        return arrives_in <= timeout_seconds
+        deadline = self._scheduler.now + timeout_seconds
+        while self._wires.is_busy(peer):
+            if self._scheduler.now >= deadline:
+                return False
+            self._left.wait(math.inf, deadline)
+        arrives_at = self._latest_arrival.get(peer, 0.0)
+        if arrives_at > self._scheduler.now:
+            self._scheduler.sleep(min(arrives_at, deadline) - self._scheduler.now)
+        return arrives_at <= deadline
 
     def status(self, peer: int) -> PeerStatus:
         """See `Transport`."""

@@ -135,6 +135,22 @@ class TransportTest(tf.test.TestCase):
         cluster.run(body)
         self.assertEqual(flushed, [(False, 2.0), (True, 3.0), (False, 5.0)])
 
+    def test_flush_waits_for_what_has_not_left(self):
+        """Two messages leave one after the other, in 3 seconds each; the way takes another one."""
+        cluster, flushed = _cluster(sending_seconds=lambda sender, receiver, num_bytes: 3.0), []
+
+        def body(rank):
+            if rank:
+                return
+            transport = cluster.memberships[0].transport
+            for _ in range(2):
+                transport.send(1, "queue")
+            for seconds in (2.0, 3.0, 100.0):
+                flushed.append((transport.flush(1, seconds), cluster.scheduler.now))
+
+        cluster.run(body)
+        self.assertEqual(flushed, [(False, 2.0), (False, 5.0), (True, 7.0)])
+
     def test_a_queue_that_nobody_takes_any_more(self):
         """What is held for it, and what still comes, is dropped; what comes to one that is yet to be taken is not."""
         cluster = _cluster()
