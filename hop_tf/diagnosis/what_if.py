@@ -143,7 +143,7 @@ class WhatIf:
           slow: The links.
           **known: `bytes_per_second` or `round_trip_seconds` that they would have.
         """
-        return self.expect(links={tuple(self._places[end] for end in link.ends): known for link in slow})
+        return self.expect(links={tuple(self._places.get(end) for end in link.ends): known for link in slow})
 
     def changes(self, kinds: Sequence[tuple[str, bool]], most: int = 2) -> list[Change]:
         """What helps most, the best first; changes that gain about the same in the order of `_candidates_of`.

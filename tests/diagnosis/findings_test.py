@@ -1,6 +1,7 @@
 """The rules of `diagnose`, on records of a closed form, whose causes are known."""
 
 import contextlib
+import dataclasses
 import io
 import pathlib
 import re
@@ -97,6 +98,16 @@ class FindingsTest(parameterized.TestCase):
         self.assertEqual((finding.kind, finding.where), ("bandwidth", "all links of rank 1"))
         _, mended = self.diagnose(seed=0, num_ranks=num_ranks)
         self.assertAlmostEqual(finding.step_seconds, mended, delta=0.15 * mended)
+
+    def test_a_slow_link_to_a_parameter_server(self):
+        """Process 2 makes no steps that could be simulated."""
+        with tempfile.TemporaryDirectory() as directory:
+            SyntheticJob(seed=0, num_ranks=3, rate={frozenset((0, 2)): 5e6}).write(directory)
+            job = read_job(directory)
+        about = {"num_ranks": 2, "num_servers": 1}
+        processes = [dataclasses.replace(each, about={**each.about, **about}) for each in job.processes]
+        (finding,) = diagnose(dataclasses.replace(job, processes=processes)).findings
+        self.assertEqual((finding.kind, finding.where), ("bandwidth", "rank 0 - ps 0"))
 
     def test_a_rank_that_was_started_again(self):
         """All its steps count but for the first ones of each process; and it is named once."""
