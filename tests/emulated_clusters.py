@@ -131,6 +131,7 @@ class EmulatedCluster:
           change: A `hop_tf.diagnosis.Change`. Default: none.
         """
         recorders = []
+        first = 4 * self.settings["delay"] + self.settings["interval"] if self.strategy == _DTS else 3
 
         def make(rank, scheduler):
             about = {"number": rank, "rank": rank, "num_ranks": self.world_size, "num_servers": 0}
@@ -143,12 +144,10 @@ class EmulatedCluster:
                 **about,
             )
             recorders.append(recorder)
-            # Who has made its steps trains on until all have. What a simulation does not count, as windows are not
-            # waited for yet, is not recorded either; readers pass over three steps more.
-            early = range(4 * self.settings["delay"] + self.settings["interval"] - 3 if self.strategy == _DTS else 0)
-            recorder.records = lambda step: (
-                step < self.num_steps and step not in early and Recorder.records(recorder, step)
-            )
+            # Who has made its steps trains on until all have. Of the steps that simulations pass over, readers of the
+            # records pass over three themselves.
+            steps = range(first - 3, first + self.num_steps)
+            recorder.records = lambda step: (step < 0 or step in steps) and Recorder.records(recorder, step)
             return recorder
 
         shares = np.ones(self.world_size)

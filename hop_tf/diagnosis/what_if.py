@@ -216,12 +216,14 @@ class WhatIf:
         from hop_tf.simulate.training import simulate_training
 
         strategy, settings = strategy or self.strategy, self.settings if settings is None else settings
+        # Ranks send once in a window. All steps that are recorded count alike.
         interval = _interval(settings) if strategy == "DTSStrategy" else 1
+        num_rounds = math.ceil(_LEAST_STEPS * interval / self._num_steps)
         return simulate_training(
             strategy,
             settings,
             world_size=self._world_size,
-            num_steps=max(self._num_steps, _LEAST_STEPS * interval),  # Ranks send once in a window.
+            num_steps=num_rounds * self._num_steps,
             own=lambda rank: self._own(rank, batch_shares, own_like_others),
             links=self._all_links(links or {}),
             num_values=self._num_values,

@@ -132,7 +132,8 @@ def simulate_training(
       strategy: "PipeSGDStrategy", "DTSStrategy" or "HopStrategy".
       settings: Arguments of the strategy; those that do not change what is sent, or when, are passed over.
       world_size: Number of ranks.
-      num_steps: Steps of each, at least 2. Those that Hop jumps over count.
+      num_steps: Steps of each that are looked at, at least 2, in whole windows of DTS. Those that Hop jumps over count.
+        Before them a few are made, until ranks wait for each other as they do later on.
       own: `own(rank)` yields, without an end, what that rank does on its own in each step that it makes.
       links: What messages take.
       num_values: Values of float32 that are exchanged.
@@ -158,7 +159,7 @@ def simulate_training(
         **setup.cluster_arguments,
     )
     packing = Packing([TensorSpec("x", (sent_values,), tf.float32)])
-    goal = _Goal(cluster, num_steps, setup.num_first_steps, setup.period)
+    goal = _Goal(cluster, setup.num_first_steps, math.ceil(num_steps / setup.period) * setup.period)
     ranks = [setup.make(cluster, rank, packing, own(rank), goal) for rank in range(world_size)]
     for rank in ranks:
         if rank.recorder is not None:
@@ -168,40 +169,40 @@ def simulate_training(
 
 
 class _Goal:
-    """How many steps all are to make, and when each rank began each step. For the other arguments see `_Setup`."""
+    """How many steps all are to make, and when each rank began each step.
 
-    def __init__(self, cluster: VirtualCluster, num_steps: int, num_first_steps: int, period: int):
+    Args:
+      cluster: The ranks.
+      num_first: Steps that are made before the others, and not looked at.
+      num_steps: The others.
+    """
+
+    def __init__(self, cluster: VirtualCluster, num_first: int, num_steps: int):
         self._scheduler = cluster.scheduler
-        self._num_steps, self._num_first_steps, self._period = num_steps, num_first_steps, period
+        self._first, self._end = num_first, num_first + num_steps
         self._begins: list[dict[int, float]] = [{} for _ in cluster.memberships]
         self._through: set[int] = set()
 
     def is_reached(self, rank: int, step: int) -> bool:
         """Whether all ranks have made their steps, now that `rank` is about to begin this one."""
         self._begins[rank][step] = self._scheduler.now
-        if step >= self._num_steps:
+        if step >= self._end:
             self._through.add(rank)
             if len(self._through) == len(self._begins):
                 self._scheduler.stop()
         return len(self._through) == len(self._begins)
 
     def simulation(self, ranks: Sequence[Training]) -> Simulation:
-        """Of all but the first steps, which have no older one to wait for."""
+        """Of all but the first steps. A rank of Hop may jump over their end, or over the last step."""
         seconds, num_made, num_steps = [], 0, 0
         for begins in self._begins:
-            steps = sorted(step for step in begins if step < self._num_steps)
-            end = min(step for step in begins if step >= self._num_steps)  # A rank may jump far behind the last one.
-            counted = steps[-self._num_counted(len(steps)) :]
-            seconds.append((begins[end] - begins[counted[0]]) / (end - counted[0]))
-            num_made += len(counted)
-            num_steps += end - counted[0]
+            first = max(step for step in begins if step <= self._first)
+            end = min(step for step in begins if step >= self._end)
+            seconds.append((begins[end] - begins[first]) / (end - first))
+            num_made += sum(first <= step < end for step in begins)
+            num_steps += end - first
         most_updates = max(getattr(rank.exchange, "most_updates_in_memory", 0) for rank in ranks)
         return Simulation(np.array(seconds), num_made / num_steps, most_updates)
-
-    def _num_counted(self, num_made: int) -> int:
-        """Of so many steps of a rank: they begin and end at the same place of a window, where there is room for one."""
-        num_counted = num_made - min(self._num_first_steps, num_made // 2)
-        return num_counted // self._period * self._period or num_counted
 
 
 class Training(abc.ABC):
@@ -462,8 +463,7 @@ class _Setup:
       make: Makes a rank's `Training`; arguments as there.
       num_values: Values of float32 that are sent, if there are as many.
       cluster_arguments: Of `VirtualCluster`.
-      num_first_steps: After how many steps a rank waits as long as it does later on. These are not counted;
-        half of its steps are, at least.
+      num_first_steps: After how many steps a rank waits as long as it does later on.
       period: After how many steps it waits again.
     """
 

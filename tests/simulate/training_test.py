@@ -170,7 +170,7 @@ class TrainingTest(parameterized.TestCase):
         )
         entered = result.entered_seconds
         expected = np.mean(entered[:, -1] - entered[:, 3]) / (100 - 4)
-        seconds = _simulate("HopStrategy", lambda rank: map(OwnSeconds, durations(rank)), None, 100, topology=topology)
+        seconds = _simulate("HopStrategy", lambda rank: map(OwnSeconds, durations(rank)), None, 96, topology=topology)
         self.assertAlmostEqual(seconds / expected, 1.0, delta=_TOLERANCE)
 
     def test_work_grows_as_the_ranks_do(self):
@@ -182,7 +182,7 @@ class TrainingTest(parameterized.TestCase):
                     "HopStrategy",
                     {"topology": "ring"},
                     world_size=world_size,
-                    num_steps=20,
+                    num_steps=17,
                     own=lambda rank: itertools.repeat(_OWN),
                     links=Links(np.full((world_size,) * 2, _LATENCY), np.full((world_size,) * 2, _RATE)),
                     num_values=_NUM_VALUES,
@@ -205,14 +205,15 @@ class TrainingTest(parameterized.TestCase):
             for recorder in recorders:
                 recorder.close()
             job = read_job(directory)
+        num_steps = 3 + 40
         for process in job.processes:
             steps = steps_of(process)
             for name, expected in (("compute", 0.05), ("input", 1e-3), ("callbacks", 3e-3), ("result", 2 * _PIECE)):
                 np.testing.assert_allclose(getattr(steps, name), expected, rtol=_TOLERANCE)
             waits = process.of_kind(Kind.WAIT)
-            np.testing.assert_allclose(np.sum(waits["seconds"]) / 40, 2 * _PIECE, rtol=0.1)
+            np.testing.assert_allclose(np.sum(waits["seconds"]) / num_steps, 2 * _PIECE, rtol=0.1)
         large = [each for each in job.transfers if each.num_bytes > 1000]
-        self.assertLen(large, 40 * 2 * _WORLD_SIZE * (_WORLD_SIZE - 1))
+        self.assertLen(large, num_steps * 2 * _WORLD_SIZE * (_WORLD_SIZE - 1))
         for transfer in large:
             self.assertAlmostEqual(transfer.num_bytes / (_NUM_BYTES / _WORLD_SIZE), 1.0, delta=_TOLERANCE)
             self.assertAlmostEqual((transfer.come_at - transfer.sent_at) / _PIECE, 1.0, delta=_TOLERANCE)
