@@ -146,7 +146,7 @@ class EmulatedCluster:
             recorders.append(recorder)
             # Who has made its steps trains on until all have. Of the steps that simulations pass over, readers of the
             # records pass over three themselves.
-            steps = range(first - 3, first + self.num_steps)
+            steps = range(first - 3, first + self.num_steps + 1)
             recorder.records = lambda step: (step < 0 or step in steps) and Recorder.records(recorder, step)
             return recorder
 

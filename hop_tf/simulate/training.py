@@ -186,7 +186,7 @@ class _Goal:
     def is_reached(self, rank: int, step: int) -> bool:
         """Whether all ranks have made their steps, now that `rank` is about to begin this one."""
         self._begins[rank][step] = self._scheduler.now
-        if step >= self._end:
+        if step > self._end:  # With one more, records tell when the last one ended.
             self._through.add(rank)
             if len(self._through) == len(self._begins):
                 self._scheduler.stop()

@@ -182,7 +182,7 @@ class TrainingTest(parameterized.TestCase):
                     "HopStrategy",
                     {"topology": "ring"},
                     world_size=world_size,
-                    num_steps=17,
+                    num_steps=16,
                     own=lambda rank: itertools.repeat(_OWN),
                     links=Links(np.full((world_size,) * 2, _LATENCY), np.full((world_size,) * 2, _RATE)),
                     num_values=_NUM_VALUES,
@@ -205,7 +205,7 @@ class TrainingTest(parameterized.TestCase):
             for recorder in recorders:
                 recorder.close()
             job = read_job(directory)
-        num_steps = 3 + 40
+        num_steps = 3 + 40 + 1
         for process in job.processes:
             steps = steps_of(process)
             for name, expected in (("compute", 0.05), ("input", 1e-3), ("callbacks", 3e-3), ("result", 2 * _PIECE)):
