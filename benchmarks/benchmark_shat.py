@@ -1,4 +1,4 @@
-"""SHAT: the paper's Table 2, and its Figures 5 and 6, in the small.
+"""SHAT: the paper's Table 2, and its Figures 4 to 6, in the small.
 
     python benchmarks/benchmark_shat.py --experiments=accuracy,stragglers --folder=results
     python benchmarks/benchmark_shat.py --experiments=accuracy --dataset=cifar10 --cifar10=cifar10.npz
@@ -7,14 +7,15 @@
 
 accuracy    Table 2: ENSEMBLE, ASP, SHAT-Root and SHAT with 2 to 16 workers, on a virtual clock (`shat_accuracy.py`).
             Each with that of --learning_rates which is best on data that is held out, and the largest stable one.
+            Figure 4: with that rate, the accuracy of the server's model after each eighth of the training.
 rates       The learning rate and momentum that training alone stands, with 2 to 16 workers: Algorithm 1 beside what
             `SHATParameterServerStrategy` does by default (`shat_rates.py`).
 stragglers  Figure 5: one worker is 2, 10 or 100 times slower than the others, on the same clock.
 sharding    Figure 6: the throughput of workers with --num_servers servers, without sharding, by layers and by values.
             Workers and servers are processes, hosts of an emulated network (`network.py`, which needs root). --links
             are those of the servers; workers' are --num_servers times as fast. The model has the proportions of VGG:
-            one layer has nine tenths of its parameters. Required: at least 2.5 times the throughput of one server with
-            four, at 1 Gbit/s.
+            one layer has nine tenths of its parameters; with --equal_layers those of ResNet: none is much larger than
+            the others. Required: at least 2.5 times the throughput of one server with four, at 1 Gbit/s.
 death       One of --num_workers workers, with emulated computation of --step_seconds, is killed (SIGKILL) after a third
             of --num_steps steps: the others' speed from then on, over that before. Loopback. Required: at least 0.95.
 memory      How far the memory of one server grows while --num_workers train, in vectors of --num_values parameters:
@@ -52,6 +53,7 @@ _NUM_WORKERS = flags.DEFINE_integer("num_workers", 4, "Workers of what runs in p
 _NUM_SERVERS = flags.DEFINE_integer("num_servers", 4, "Servers of `sharding` and `death`.", lower_bound=1)
 _LINKS = flags.DEFINE_list("links", ["1e9"], "Rates of the servers' links, in bits per second.")
 _NUM_VALUES = flags.DEFINE_integer("num_values", 8_000_000, "Parameters of the models there.", lower_bound=20000)
+_EQUAL_LAYERS = flags.DEFINE_bool("equal_layers", False, "Whether the layers of `sharding` are equally large.")
 _NUM_STEPS = flags.DEFINE_integer("num_steps", 8, "Timed steps, of `death` at least 30.", lower_bound=1)
 _STEP_SECONDS = flags.DEFINE_float("step_seconds", 0.3, "Least duration of a step of `death`.", lower_bound=0.0)
 
@@ -71,7 +73,7 @@ _SMALL = {
 }
 _SHARDINGS = ("none", "layer", "memory")
 _SKIPPED_STEPS = 3
-# The inputs of the layer with most of the parameters, and the number of small layers before it.
+# The inputs of the layer with most of the parameters, and the number of the other layers.
 _WIDTH, _NUM_SMALL_LAYERS = 500, 7
 
 
@@ -89,11 +91,16 @@ class _Clock(keras.callbacks.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _model(num_values: int) -> keras.Model:
+def _model(num_values: int, equal_layers: bool) -> keras.Model:
+    dense = keras.layers.Dense
+    if equal_layers:
+        width = round((num_values / (_NUM_SMALL_LAYERS + 1)) ** 0.5)
+        return keras.Sequential([keras.Input((width,)), *(dense(width, "relu") for _ in range(_NUM_SMALL_LAYERS + 1))])
     small = round((0.1 * num_values / _NUM_SMALL_LAYERS) ** 0.5)
-    layers = [keras.layers.Dense(small, "relu") for _ in range(_NUM_SMALL_LAYERS)]
-    large = [keras.layers.Dense(_WIDTH, "relu"), keras.layers.Dense(round(0.9 * num_values / _WIDTH))]
-    return keras.Sequential([keras.Input((small,)), *layers, *large])
+    layers = [dense(small, "relu") for _ in range(_NUM_SMALL_LAYERS)]
+    return keras.Sequential(
+        [keras.Input((small,)), *layers, dense(_WIDTH, "relu"), dense(round(0.9 * num_values / _WIDTH))]
+    )
 
 
 def _peak_bytes() -> int:
@@ -115,7 +122,7 @@ def _serve_case(case: Mapping, rank: int) -> list[float] | int:
     except SystemExit:
         return _peak_bytes() - before
     with strategy.scope():
-        model = _model(case["num_values"])
+        model = _model(case["num_values"], case["equal_layers"])
         model.compile(case["optimizer"], "mse")
     num_rows = num_workers * (_SKIPPED_STEPS + case["num_steps"])
     x = np.zeros((num_rows, model.input_shape[-1]), np.float32)
@@ -203,6 +210,7 @@ def _run(
         "optimizer": optimizer,
         "num_workers": _NUM_WORKERS.value,
         "num_values": _NUM_VALUES.value,
+        "equal_layers": _EQUAL_LAYERS.value,
         "num_steps": num_steps or _NUM_STEPS.value,
         "dies_after": dies_after,
     }

@@ -103,35 +103,32 @@ class Trained:
 
 
 def run_accuracy(folder: str | None) -> None:
-    """Table 2."""
+    """Table 2, and Figure 4."""
     data, trained = _load(), []
     print(f"\naccuracy, {_about(data)}; mean over {SEEDS.value} seeds [learning rate; largest stable one]")
     print(f"  {'model':10} {'workers':>7} " + " ".join(f"{method:>22}" for method in _METHODS_USED.value))
-    titles = [
-        "model",
-        "method",
-        "workers",
-        "learning rate",
-        "seed",
-        "accuracy",
-        "server",
-        "mean of workers",
-        "held out",
-    ]
+    titles = ["model", "method", "workers", "learning rate", "seed", "server", "mean of workers", "held out"]
     with results.table(folder, "shat_accuracy", titles) as add:
         for model, num_workers in itertools.product(_MODELS_USED.value, map(int, WORLD_SIZES.value)):
-            shown = []
+            shown, over_time = [], []
             for method in _METHODS_USED.value:
                 for rate, seed in itertools.product(map(float, _LEARNING_RATES.value), range(SEEDS.value)):
                     found = _train(Case(model, method, num_workers, rate, seed), data)
                     trained.append(found)
-                    row = (found.accuracy, found.accuracies[-1], found.workers, found.held_out)
-                    add((model, method, num_workers, rate, seed, *row))
-                accuracy, rate, largest = _chosen(trained, model, method, num_workers)
+                    add((model, method, num_workers, rate, seed, found.accuracies[-1], found.workers, found.held_out))
+                chosen, largest = _chosen(trained, model, method, num_workers)
+                accuracy, rate = np.mean([each.accuracy for each in chosen]), chosen[0].case.rate
                 shown.append(f"{accuracy:10.4f} [{rate:g}; {largest:g}]".rjust(22))
-            print(f"  {model:10} {num_workers:7} " + " ".join(shown), flush=True)
+                if method != "ensemble":
+                    over_time.append(f"    {method:>10}, each eighth: " + _shown_over_time(chosen))
+            print(f"  {model:10} {num_workers:7} " + " ".join(shown), *over_time, sep="\n", flush=True)
     if folder:
         _draw_accuracy(folder, trained)
+        _draw_over_time(folder, trained)
+
+
+def _shown_over_time(chosen: Sequence[Trained]) -> str:
+    return " ".join(f"{accuracy:.4f}" for accuracy in np.mean([each.accuracies for each in chosen], axis=0))
 
 
 def _draw_accuracy(folder: str, trained: Sequence[Trained]) -> None:
@@ -139,9 +136,28 @@ def _draw_accuracy(folder: str, trained: Sequence[Trained]) -> None:
         for axes, model in zip(all_axes, _MODELS_USED.value, strict=True):
             for method in _METHODS_USED.value:
                 sizes = list(map(int, WORLD_SIZES.value))
-                axes.plot(sizes, [_chosen(trained, model, method, n)[0] for n in sizes], marker="o", label=method)
+                found = [_chosen(trained, model, method, n)[0] for n in sizes]
+                means = [np.mean([each.accuracy for each in chosen]) for chosen in found]
+                axes.plot(sizes, means, marker="o", label=method)
             axes.set(xlabel="workers", ylabel="accuracy", title=model, xscale="log")
             axes.legend()
+
+
+def _draw_over_time(folder: str, trained: Sequence[Trained]) -> None:
+    """Accuracy of the servers' model over epochs; a figure for each method."""
+    methods = [method for method in _METHODS_USED.value if method != "ensemble"]
+    if not methods:
+        return
+    epochs = EPOCHS.value * np.arange(1, _NUM_EVALUATIONS + 1) / _NUM_EVALUATIONS
+    for model in _MODELS_USED.value:
+        with results.figure(folder, f"shat_over_time_{model}", len(methods)) as all_axes:
+            for axes, method in zip(all_axes, methods, strict=True):
+                for num_workers in map(int, WORLD_SIZES.value):
+                    chosen, _ = _chosen(trained, model, method, num_workers)
+                    accuracies = np.mean([each.accuracies for each in chosen], axis=0)
+                    axes.plot(epochs, accuracies, label=f"{num_workers} workers")
+                axes.set(xlabel="epochs", ylabel="accuracy", title=f"{model}, {method}")
+                axes.legend()
 
 
 def run_stragglers(folder: str | None) -> None:
@@ -158,7 +174,7 @@ def run_stragglers(folder: str | None) -> None:
             for slowdown in map(float, _SLOWDOWNS.value):
                 found = []
                 for seed in range(SEEDS.value):
-                    found.append(_train(Case(model, method, num_workers, rate, seed, slowdown), data, _NUM_EVALUATIONS))
+                    found.append(_train(Case(model, method, num_workers, rate, seed, slowdown), data))
                     for time, accuracy in zip(found[-1].times, found[-1].accuracies, strict=True):
                         add((model, method, slowdown, seed, time, accuracy))
                 trained += found
@@ -182,17 +198,17 @@ def _draw_stragglers(folder: str, trained: Sequence[Trained]) -> None:
             axes.legend()
 
 
-def _chosen(trained: Sequence[Trained], model: str, method: str, num_workers: int) -> tuple[float, float, float]:
-    """Accuracy with the learning rate that is best on the data held out; that rate; the largest stable one."""
+def _chosen(trained: Sequence[Trained], model: str, method: str, num_workers: int) -> tuple[Sequence[Trained], float]:
+    """The trainings with the learning rate that is best on the data held out; and the largest rate that is stable."""
     by_rate: dict[float, list[Trained]] = {}
     for each in trained:
         case = each.case
         if (case.model, case.method, case.num_workers) == (model, method, num_workers):
             by_rate.setdefault(case.rate, []).append(each)
     held_out = {rate: np.mean([each.held_out for each in of_rate]) for rate, of_rate in by_rate.items()}
-    rate = max(held_out, key=held_out.get)
-    largest = max(each for each in held_out if held_out[each] >= _STABLE_SHARE * held_out[rate])
-    return float(np.mean([each.accuracy for each in by_rate[rate]])), rate, largest
+    best = max(held_out, key=held_out.get)
+    largest = max(rate for rate in held_out if held_out[rate] >= _STABLE_SHARE * held_out[best])
+    return by_rate[best], largest
 
 
 def _about(data: _Data) -> str:
@@ -203,7 +219,7 @@ def _about(data: _Data) -> str:
 # A training on a virtual clock.
 
 
-def _train(case: Case, data: _Data, num_evaluations: int = 1) -> Trained:
+def _train(case: Case, data: _Data) -> Trained:
     shape = data.train[0].shape[1:]
     problem = _problem(case.model, shape)
     keras.utils.set_random_seed(case.seed)
@@ -211,7 +227,7 @@ def _train(case: Case, data: _Data, num_evaluations: int = 1) -> Trained:
     group = problem.make_group(case.num_workers, initial)
     settings = _settings(case)
     num_pushes = int(EPOCHS.value * len(data.train[0]) / _BATCH_SIZE.value)
-    evaluations = {num_pushes * (k + 1) // num_evaluations for k in range(num_evaluations)}
+    evaluations = {num_pushes * (k + 1) // _NUM_EVALUATIONS for k in range(_NUM_EVALUATIONS)}
     batches = [_batches(data.train, rank, case) for rank in range(case.num_workers)]
     weights = [initial] * case.num_workers
     sequences = [0] * case.num_workers
