@@ -37,8 +37,7 @@ def _optimizer():
 
 class SimulationTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters((2, 1, codecs.TopK(ratio=0.2)), (5, 3, None), (1, 1, None))
-    @pytest.mark.stress(after=1)
-    @pytest.mark.slow
+    @pytest.mark.stress
     def test_equals_fit(self, delay, interval, codec):
         x, y = _data()
 
