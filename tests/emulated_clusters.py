@@ -10,7 +10,8 @@ import pathlib
 import numpy as np
 
 from hop_tf.records import Recorder, make_recorder
-from hop_tf.simulate.training import Links, OwnSeconds, simulate_training
+from hop_tf.simulate.rank_loops import OwnSeconds
+from hop_tf.simulate.training import Links, simulate_training
 from hop_tf.topology import resolve
 
 _FIRST_TIME = 1.7e9

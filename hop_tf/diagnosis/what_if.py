@@ -231,7 +231,7 @@ class WhatIf:
 
     def _own(self, rank: int, batch_shares: Sequence[float] | None, own_like_others: int | None) -> Iterator:
         """What a rank has done in its last recorded steps, one by one; again, where there are too few."""
-        from hop_tf.simulate.training import OwnSeconds
+        from hop_tf.simulate.rank_loops import OwnSeconds
 
         times_equal = 1.0 if batch_shares is None else batch_shares[rank] / np.mean(batch_shares)
         others = [other for other in range(self._world_size) if other != rank]

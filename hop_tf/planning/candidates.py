@@ -23,7 +23,8 @@ import numpy as np
 
 from hop_tf import codecs
 from hop_tf.planning.accuracy import CHANGES, Change
-from hop_tf.simulate.training import Links, OwnSeconds, simulate_training
+from hop_tf.simulate.rank_loops import OwnSeconds
+from hop_tf.simulate.training import Links, simulate_training
 from hop_tf.strategies.hop.settings import SkipIterations
 from hop_tf.timing import (
     DTSPlan,

@@ -6,6 +6,7 @@ virtual time, so a run depends on nothing but its arguments, and a deadlock is s
 
 `hop_tf.simulate.hop` simulates `HopStrategy`: what a topology and the mechanisms against stragglers are worth.
 `hop_tf.simulate.training` finds how long steps take under Hop, Pipe-SGD and DTS: for `plan` and `diagnose`.
+The loops of its ranks are in `rank_loops`.
 """
 
 import importlib as _importlib

@@ -15,8 +15,8 @@ from hop_tf.runtime.exchange import Incoming
 from hop_tf.runtime.joiner import State
 from hop_tf.runtime.joining import Joining
 from hop_tf.runtime.replica_state import sign
+from hop_tf.simulate.rank_loops import HopTraining, OwnSeconds
 from hop_tf.simulate.rejoining import catch_up
-from hop_tf.simulate.training import HopTraining, OwnSeconds
 from hop_tf.simulate.virtual import VirtualCluster
 from hop_tf.strategies.hop.exchange import HopExchange
 from hop_tf.strategies.hop.settings import HopSettings

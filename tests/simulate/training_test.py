@@ -14,7 +14,8 @@ from hop_tf.diagnosis.steps import steps_of
 from hop_tf.records import Kind, make_recorder
 from hop_tf.records.log import read_job
 from hop_tf.simulate import VirtualTransport, hop
-from hop_tf.simulate.training import Links, OwnSeconds, simulate_training
+from hop_tf.simulate.rank_loops import OwnSeconds
+from hop_tf.simulate.training import Links, simulate_training
 from hop_tf.strategies.hop.settings import SkipIterations
 
 _WORLD_SIZE = 4

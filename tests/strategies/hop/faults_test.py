@@ -16,7 +16,7 @@ from absl.testing import parameterized
 
 import hop_tf
 from hop_tf.errors import DeadlineExceededError, HopError, MismatchError, PeerLostError
-from hop_tf.simulate import Fault, Problem, training
+from hop_tf.simulate import Fault, Problem, rank_loops
 from hop_tf.simulate.hop_training import Job
 from hop_tf.strategies.hop.settings import HopSettings
 from hop_tf.tensors import fifo as queues
@@ -313,7 +313,7 @@ class ScenarioTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.named_parameters(("hears_of_it", 0.0), ("heard_of_it_before_its_first_step", 5.0))
     def test_one_that_is_joining_hears_of_a_neighbor_that_joins(self, tracing_seconds):
         """The session is further from its beginning than a queue holds tokens, in TensorFlow's queues of 12."""
-        self.enter_context(mock.patch.object(training, "SimulatedFifo", queues.Fifo))
+        self.enter_context(mock.patch.object(rank_loops, "SimulatedFifo", queues.Fifo))
         settings = {"on_peer_loss": "continue", "max_iteration_gap": 2}
         job = self._job("ring", 6, settings, tracing_seconds=lambda rank: tracing_seconds * (rank == 2))
         self._check_all_finish(job, [Fault(1, 40.0, 2.5), Fault(2, 40.0, 3.0)])
@@ -341,7 +341,7 @@ class ScenarioTest(tf.test.TestCase, parameterized.TestCase):
         """As where the others train with their second optimizer."""
         job = self._job("ring", 4, {"on_peer_loss": "continue"})
         job.cluster.scheduler.call_at(5.0, lambda: job.kill(2, 1.0))
-        patch = mock.patch.object(training, "GROUP", "0-ab")
+        patch = mock.patch.object(rank_loops, "GROUP", "0-ab")
         job.cluster.scheduler.call_at(5.5, patch.start)
         self.addCleanup(patch.stop)
         with self.assertRaisesRegex(MismatchError, "order of operations.* joins in its first `fit`"):
