@@ -1,21 +1,24 @@
 """What recording costs: steps of 5 ms with `log_dir` and without, in turns.
 
-    python benchmarks/benchmark_records.py --rounds=20
+    python benchmarks/benchmark_records.py --runs=24
 
 Two clusters of two ranks each live in this process, one with `CommunicationOptions(log_dir=...)` and one without, under
-the strategy that `--strategy` names. They train in turns, `--steps` steps at a time. All of these are recorded, which
-those of a long job are not. A step takes at least 5 ms, without using the processor (`hop_tf launch --step_seconds`
-does the same), so that the machine's other programs disturb it little.
+the strategy that `--strategy` names. They train in turns of `--steps` steps, within a `fit`: so a turn and the one it
+is compared with are a fraction of a second apart, and a machine that is slower for a while disturbs both. Clusters that
+are alike differ, too, by where their threads and memory happen to lie: so each of `--runs` has new ones, and what is
+shown is the mean over the runs, with its standard error. All steps are recorded, which those of a long job are not. A
+step takes at least 5 ms, without using the processor (`hop_tf launch --step_seconds` does the same).
 
-Shown are medians over the rounds: of the step, and of the processor time that all threads of a rank use in it. What
-recording adds to the latter is what it would add to a step at most if there were one core only. At most 1 % of 5 ms is
-required, 50 microseconds.
+Shown is what recording adds to a step: to its duration, and to the processor time that all threads of a rank use. The
+latter is what it would add to a step at most if there were one core only. The thread that writes is measured by itself:
+it writes every other second, whoever's turn it is. At most 1 % of 5 ms is required, 50 microseconds. `--idle` measures
+the benchmark: neither of the clusters has a `log_dir`.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
-import statistics
 import tempfile
 import threading
 import time
@@ -30,116 +33,140 @@ from hop_tf.emulation import ComputeEmulation
 from hop_tf.records import sampling
 from hop_tf.testing import InProcessCluster
 
-_ROUNDS = flags.DEFINE_integer("rounds", 20, "Rounds; medians over them are shown.", lower_bound=1)
-_STEPS = flags.DEFINE_integer("steps", 100, "Steps of a cluster in a round.", lower_bound=20)
+_RUNS = flags.DEFINE_integer("runs", 20, "Runs, each with new clusters.", lower_bound=1)
+_TURNS = flags.DEFINE_integer("turns", 60, "Turns of each cluster in a run.", lower_bound=2)
+_STEPS = flags.DEFINE_integer("steps", 25, "Steps of a turn.", lower_bound=2, upper_bound=sampling.FULL_STEPS // 2)
 _STRATEGY = flags.DEFINE_string("strategy", "HopStrategy", "Name of the strategy, without parameter servers.")
+_IDLE = flags.DEFINE_boolean("idle", False, "Records nothing.")
 
 _STEP_SECONDS = 0.005
 _NUM_RANKS = 2
-# Of a `fit`, that are not measured: ranks meet in the first one.
-_FIRST_STEPS = 10
+_NAMES = ("without", "with")
 
 
-class _Meter(keras.callbacks.Callback):
-    """Seconds, and processor seconds, of a step."""
+class _Clocks:
+    """Called when a turn ends: seconds, processor seconds but for those of writers, and those of writers."""
+
+    def __init__(self):
+        self.read: list[np.ndarray] = []
+
+    def __call__(self) -> None:
+        writers = [thread.ident for thread in threading.enumerate() if thread.name == "hop_tf records"]
+        writing = sum(time.clock_gettime(time.pthread_getcpuclockid(each)) for each in writers)
+        self.read.append(np.array([time.perf_counter(), time.process_time() - writing, writing]))
+
+
+class _Turns(keras.callbacks.Callback):
+    """Lets the clusters train one after the other, the first one last in the next round.
+
+    Of each `fit`, the first round is not measured: in it ranks meet.
+    """
+
+    def __init__(self, name: str, barrier: threading.Barrier):
+        super().__init__()
+        self._name, self._barrier = name, barrier
+
+    def on_train_batch_begin(self, batch, logs=None):
+        number, steps = divmod(batch, _STEPS.value)
+        if steps == 0 and _order(number).index(self._name):
+            self._barrier.wait()
 
     def on_train_batch_end(self, batch, logs=None):
-        if batch == _FIRST_STEPS:
-            self._start = time.perf_counter(), time.process_time()
-        self.num_steps = batch - _FIRST_STEPS
-
-    def per_step(self):
-        seconds = time.perf_counter() - self._start[0], time.process_time() - self._start[1]
-        return [each / self.num_steps for each in seconds]
-
-    def on_train_end(self, logs=None):
-        self.measured = self.per_step()
-
-
-class _Turns:
-    """Lets the clusters train one after the other, the first one last in the next round."""
-
-    def __init__(self, names: list[str]):
-        self._names = names
-        self._barrier = threading.Barrier(_NUM_RANKS * len(names))
-
-    def take(self, name: str, number: int, run) -> None:
-        for each in self._names if number % 2 else self._names[::-1]:
+        number, steps = divmod(batch + 1, _STEPS.value)
+        if steps == 0:
             self._barrier.wait()
-            if each == name:
-                run()
-        self._barrier.wait()
+            if not _order(number - 1).index(self._name):
+                self._barrier.wait()
 
 
-def _train(strategy: hop_tf.strategy.ExchangeStrategy, name: str, turns: _Turns, measured: dict) -> None:
+def _order(number: int) -> tuple[str, ...]:
+    return _NAMES if number % 2 else _NAMES[::-1]
+
+
+def _turns_per_fit() -> int:
+    """Of which all steps are recorded."""
+    return min(sampling.FULL_STEPS // _STEPS.value, _TURNS.value + 1)
+
+
+def _num_fits() -> int:
+    return -(-_TURNS.value // (_turns_per_fit() - 1))
+
+
+def _train(strategy: hop_tf.strategy.ExchangeStrategy, turns: _Turns) -> None:
     with strategy.scope():
         model = keras.Sequential([keras.layers.Input((64,)), keras.layers.Dense(64), keras.layers.Dense(8)])
         model.compile("sgd", "mse", jit_compile=False)
-    x, y = np.ones((8, 64), "float32"), np.ones((8, 8), "float32")
-    meter = _Meter()
-
-    def fit():
-        data = strategy.distribute_datasets_from_function(lambda _: _batches(x, y))
-        model.fit(data, steps_per_epoch=_STEPS.value, verbose=0, callbacks=[meter])
-
-    for number in range(_ROUNDS.value + 1):
-        turns.take(name, number, fit)
-        if number and strategy.is_chief:  # The first round is tracing.
-            measured[name].append(meter.measured)
+    data = strategy.distribute_datasets_from_function(lambda _: _batches())
+    for _ in range(_num_fits()):
+        model.fit(data, steps_per_epoch=_turns_per_fit() * _STEPS.value, verbose=0, callbacks=[turns])
 
 
-def _batches(x, y):
-
-    return tf.data.Dataset.from_tensors((x, y)).repeat()
+def _batches() -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensors((np.ones((8, 64), "float32"), np.ones((8, 8), "float32"))).repeat()
 
 
 def main(argv: list[str]) -> None:
     del argv
-    sampling.FULL_SESSIONS = 2 * _ROUNDS.value + 8  # Each `fit` is one.
+    sampling.FULL_SESSIONS = 2 * _num_fits() + 2  # Each `fit` is one.
     os.environ.update(ComputeEmulation(step_seconds=_STEP_SECONDS).to_environment())
+    _show([_measure() for _ in range(_RUNS.value)])
+
+
+def _measure() -> dict[str, np.ndarray]:
+    """What `_per_step` makes of a run of two new clusters."""
+    clocks = _Clocks()
+    barrier = threading.Barrier(_NUM_RANKS * len(_NAMES), clocks)
     with tempfile.TemporaryDirectory() as directory:
-        options = {
-            "without": hop_tf.CommunicationOptions(),
-            "with": hop_tf.CommunicationOptions(log_dir=directory, report_interval_seconds=3600),
-        }
-        turns, measured = _Turns(list(options)), {name: [] for name in options}
-        threads = [threading.Thread(target=_run, args=(name, each, turns, measured)) for name, each in options.items()]
+        with_records = hop_tf.CommunicationOptions(log_dir=directory, report_interval_seconds=3600)
+        options = {"without": hop_tf.CommunicationOptions(), "with": with_records}
+        if _IDLE.value:
+            options["with"] = options["without"]
+        threads = [threading.Thread(target=_run, args=(options[each], _Turns(each, barrier))) for each in _NAMES]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-    _show(measured)
+    return _per_step(clocks.read)
 
 
-def _run(name: str, options: hop_tf.CommunicationOptions, turns: _Turns, measured: dict) -> None:
+def _run(options: hop_tf.CommunicationOptions, turns: _Turns) -> None:
     kind = getattr(hop_tf, _STRATEGY.value)
     settings = {"topology": "ring"} if kind is hop_tf.HopStrategy else {}
 
     def make(cluster_resolver):
         return kind(cluster_resolver=cluster_resolver, communication_options=options, **settings)
 
-    cluster = InProcessCluster(_NUM_RANKS, make, timeout_seconds=3600.0)
-    cluster.run(lambda strategy: _train(strategy, name, turns, measured))
+    InProcessCluster(_NUM_RANKS, make, timeout_seconds=3600.0).run(lambda strategy: _train(strategy, turns))
 
 
-def _show(measured: dict) -> None:
-    medians = {
-        name: [statistics.median(column) for column in zip(*rows, strict=True)] for name, rows in measured.items()
-    }
-    for name, (seconds, processor) in medians.items():
-        print(
-            f"{name:>8}: {seconds * 1e3:.3f} ms a step, {processor / _NUM_RANKS * 1e6:.0f} us of a processor per rank"
-        )
-    differences = [
-        (recorded - plain) / _NUM_RANKS
-        for (_, recorded), (_, plain) in zip(measured["with"], measured["without"], strict=True)
-    ]
-    added, longer = statistics.median(differences), medians["with"][0] - medians["without"][0]
-    error = statistics.stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else float("nan")
-    print(
-        f"recording adds {added * 1e6:.0f} +- {error * 1e6:.0f} us of a processor, {added / _STEP_SECONDS:.2%} of 5 ms"
-    )
-    print(f"a step takes {longer * 1e6:.0f} us longer, {longer / medians['without'][0]:.2%}")
+def _per_step(read: list[np.ndarray]) -> dict[str, np.ndarray]:
+    """What the clocks say of a step, for each cluster and turn: seconds, and processor seconds of a rank."""
+    steps = {name: [] for name in _NAMES}
+    per_fit = len(_NAMES) * _turns_per_fit()
+    for first in range(0, len(read), per_fit):
+        for turn, (before, after) in enumerate(itertools.pairwise(read[first : first + per_fit]), 1):
+            number, place = divmod(turn, len(_NAMES))
+            if number:
+                steps[_order(number)[place]].append((after - before) / _STEPS.value)
+    return {name: np.array(each) / (1, _NUM_RANKS, _NUM_RANKS) for name, each in steps.items()}
+
+
+def _show(runs: list[dict[str, np.ndarray]]) -> None:
+    of_names = {name: np.mean([np.median(run[name], axis=0) for run in runs], axis=0) for name in _NAMES}
+    for name, (seconds, processor, _) in of_names.items():
+        print(f"{name:>8}: {seconds * 1e3:.3f} ms a step, {processor * 1e6:.0f} us of a processor per rank")
+    differences = np.array([np.median(run["with"] - run["without"], axis=0) for run in runs])
+    differences[:, 2] = [sum(run[name][:, 2].sum() for name in _NAMES) / len(run["with"]) for run in runs]
+    longer, added, writing = differences.T
+    print(f"recording adds {_tell(added)} of a processor, and its thread {_tell(writing)}")
+    print(f"a step takes {_tell(longer)} longer")
+    print(f"{(added + writing).mean() / _STEP_SECONDS:.2%} of 5 ms")
+
+
+def _tell(of_runs: np.ndarray) -> str:
+    """The mean, and its standard error."""
+    error = of_runs.std(ddof=1) / len(of_runs) ** 0.5 if len(of_runs) > 1 else float("nan")
+    return f"{of_runs.mean() * 1e6:.0f} +- {error * 1e6:.0f} us"
 
 
 if __name__ == "__main__":

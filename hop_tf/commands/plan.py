@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from hop_tf.strategy import ExchangeStrategy
     from hop_tf.timing import Measurement
 
-_GIVEN, _RATE, _LATENCY = "--num_parameters", "--bits_per_second", "--latency_seconds"
+# Any of these says that nothing is to be measured.
+_GIVEN = _PARAMETERS, _RATE, _LATENCY = "--num_parameters", "--bits_per_second", "--latency_seconds"
 _BYTES_PER_VALUE = 4
 _NUM_STEPS = 256  # That are drawn where slowdowns are given.
 
@@ -32,9 +33,8 @@ def main(argv: Sequence[str]) -> int:
     from hop_tf.commands import launch
 
     parser = make_parser("plan")
-    parser.add_argument(_GIVEN, action=_Find, help=argparse.SUPPRESS)
-    for name in (_RATE, _LATENCY):
-        parser.add_argument(name, help=argparse.SUPPRESS)
+    for name in _GIVEN:
+        parser.add_argument(name, action=_Find, help=argparse.SUPPRESS)
     try:
         os.environ[PLAN_VARIABLE] = parser.parse_args(argv).plan_kind
     except _Found:  # Not among a script's own arguments, which follow its name.
@@ -74,7 +74,7 @@ def _plan_given(argv: Sequence[str]) -> int:
     )
     add = parser.add_argument
     add("--num_workers", type=int, required=True, help="number of workers, at least 2")
-    add(_GIVEN, type=float, required=True, help="trained parameters, in float32, such as 25e6")
+    add(_PARAMETERS, type=float, required=True, help="trained parameters, in float32, such as 25e6")
     add("--step_seconds", type=float, required=True, help="what a step of one worker computes for")
     add(_RATE, type=float, required=True, help="rate of each machine's link, such as 1e9")
     add(_LATENCY, type=float, default=1e-4, help="half a round trip (default: %(default)s)")

@@ -28,6 +28,7 @@ from hop_tf.diagnosis.links import Link
 from hop_tf.diagnosis.sending import lone_rates, sending_rates
 from hop_tf.diagnosis.settings import read_settings
 from hop_tf.diagnosis.steps import Steps
+from hop_tf.errors import HopError
 from hop_tf.records.log import JobLog
 
 # By how much the simulation may miss the recorded step where anything is to be concluded from it.
@@ -212,22 +213,29 @@ class WhatIf:
           batch_shares: What part of a batch each rank takes. Default: as it was.
           own_like_others: A rank that does on its own what others do.
           links: What is known of changed links, by their ends; see `with_links`.
+
+        Raises:
+          ValueError: If that is not possible, or ranks fail or wait for ever.
         """
+        from hop_tf.simulate.scheduler import DeadlockError
         from hop_tf.simulate.training import simulate_training
 
         strategy, settings = strategy or self.strategy, self.settings if settings is None else settings
         # Ranks send once in a window. All steps that are recorded count alike.
         interval = _interval(settings) if strategy == "DTSStrategy" else 1
         num_rounds = math.ceil(_LEAST_STEPS * interval / self._num_steps)
-        return simulate_training(
-            strategy,
-            settings,
-            world_size=self._world_size,
-            num_steps=num_rounds * self._num_steps,
-            own=lambda rank: self._own(rank, batch_shares, own_like_others),
-            links=self._all_links(links or {}),
-            num_values=self._num_values,
-        ).step_seconds
+        try:
+            return simulate_training(
+                strategy,
+                settings,
+                world_size=self._world_size,
+                num_steps=num_rounds * self._num_steps,
+                own=lambda rank: self._own(rank, batch_shares, own_like_others),
+                links=self._all_links(links or {}),
+                num_values=self._num_values,
+            ).step_seconds
+        except (DeadlockError, HopError) as error:
+            raise ValueError(f"the simulation of {strategy} fails: {error}") from error
 
     def _own(self, rank: int, batch_shares: Sequence[float] | None, own_like_others: int | None) -> Iterator:
         """What a rank has done in its last recorded steps, one by one; again, where there are too few."""

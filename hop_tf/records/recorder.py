@@ -31,7 +31,7 @@ MAX_BUFFERED = 1 << 16
 MAX_BYTES = 64 << 20
 # How long a disk that hangs holds up `close`.
 CLOSE_SECONDS = 5.0
-_PERIOD_SECONDS = 0.5
+_PERIOD_SECONDS = 2.0
 # A name is one of a few, but for numbers in it. Others share a place.
 _MAX_NAMES = 256
 _OTHER = "(other)"
@@ -312,8 +312,9 @@ class Recorder:
                 self._end()
                 logging.exception("Events are not recorded from now on.")
                 return
-            if self._num_pending() > MAX_BUFFERED:
-                self._num_dropped += len(rows) // EVENT.itemsize
+            num_rows, num_pending = len(rows) // EVENT.itemsize, self._num_pending()
+            if num_pending and num_pending + num_rows > MAX_BUFFERED:
+                self._num_dropped += num_rows
                 rows = b""
             self._pending.append((rows, text))
 

@@ -20,8 +20,10 @@ from hop_tf.version import __version__
 _COMPARED_PACKAGES = ("tensorflow", "keras")
 # Steps that the median duration is of.
 _NUM_LATEST = 64
-# Steps whose times are kept until the recorder asks for them, which it does twice a second.
-_NUM_KEPT = 2048
+# Steps that are kept: with a recorder, until it asks for them every other second. The older half may be overwritten
+# while it is read.
+_NUM_KEPT = 4 * _NUM_LATEST
+_NUM_KEPT_FOR_RECORDER = 4096
 # Makes a tensor a curve of TensorBoard, as `tf.summary.scalar` does. That one fails where TensorBoard is not installed.
 _SCALAR = tf.compat.v1.SummaryMetadata(plugin_data={"plugin_name": "scalars"})
 
@@ -83,7 +85,7 @@ class StepStatistics:
         """
         if self.recorder is not None and not tf.executing_eagerly():
             with tf.device("/cpu:0"), tf.control_dependencies(gradients):
-                self._get_state().times.record_gradients(step)
+                self._get_state().record_gradients(step)
 
     def count_wait(self, ready: Sequence[tf.Tensor], done: Sequence[tf.Tensor]) -> None:
         """Emits the ops that count the time from `ready` (gradients) to `done` (what others sent); 0 if negative.
@@ -117,7 +119,7 @@ class StepStatistics:
         with self._lock:
             if self._state is None:
                 with tf.init_scope(), tf.device("/cpu:0"):
-                    self._state = _StepState(keeps_times=self.recorder is not None)
+                    self._state = _StepState(_NUM_KEPT if self.recorder is None else _NUM_KEPT_FOR_RECORDER)
                 if self.recorder is not None:
                     self.recorder.add_source(self._events)
             return self._state
@@ -125,12 +127,10 @@ class StepStatistics:
     def _events(self, is_final: bool) -> np.ndarray:
         """The events of the steps that have ended since the last call: see `Recorder.add_source`."""
         recorder, state = self.recorder, self._state
-        last = state.num_starts - (not is_final)  # Else one is under way.
-        first = max(self._num_recorded, last - _NUM_KEPT + 1)
-        self._num_recorded = max(last, self._num_recorded)
-        if last <= first:
-            return recorder.make_events(0)
-        steps, started, ready, done, waited = state.times.read(first, last)
+        first, times = state.times(self._num_recorded, is_final)
+        self._num_recorded = first + len(times)
+        steps, started, ready, done, waited = times.T
+        steps = steps.astype(np.int64)
         is_kept = (ready >= started) & np.array([recorder.records(step) for step in steps.tolist()], bool)
         computed = _make_events(recorder, Kind.COMPUTE, steps, started, ready - started, is_kept)
         results = _make_events(recorder, Kind.RESULT, steps, done - waited, waited, is_kept & (waited > 0))
@@ -146,49 +146,43 @@ def _make_events(
 
 
 class _StepState:
-    """The counters, in variables.
+    """The counters, and the times of the latest steps, in variables: what the graph notes costs no Python.
 
     In a graph TensorFlow runs operations with side effects in the order of the program, among them the clock and every
     assertion: a reading that comes behind the assertion on a result would wait for the result. Functions that use
-    variables are ordered by those variables only. So the clock is read in functions.
+    variables are ordered by those variables only. So the clock is read in functions, and two of them share a variable
+    only where the second one is to wait for the first.
+
+    Args:
+      num_kept: Of how many steps the times are kept.
     """
 
-    def __init__(self, keeps_times: bool = False):
-        self.steps = tf.Variable(0, dtype=tf.int64, trainable=False, name="hop_tf_steps")
-        self.wait_seconds = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="hop_tf_wait_seconds")
-        self.ready_at = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="hop_tf_ready_at")
-        self._started_at = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="hop_tf_started_at")
-        self._waited_before = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="hop_tf_waited_before")
-        self._num_starts = tf.Variable(0, dtype=tf.int64, trainable=False, name="hop_tf_starts")
-        self._latest = tf.Variable(tf.zeros([_NUM_LATEST], tf.float64), trainable=False, name="hop_tf_latest_steps")
-        self.times = _StepTimes(self._num_starts) if keeps_times else None
+    def __init__(self, num_kept: int):
+        def variable(name: str, value: object = 0.0, dtype: tf.DType = tf.float64) -> tf.Variable:
+            return tf.Variable(value, dtype=dtype, trainable=False, name=f"hop_tf_{name}")
 
-    @property
-    def num_starts(self) -> int:
-        """How many steps have begun."""
-        return int(self._num_starts)
+        self._num_kept = num_kept
+        self.steps = variable("steps", 0, tf.int64)
+        self.wait_seconds = variable("wait_seconds")
+        self.ready_at = variable("ready_at")
+        self._num_starts = variable("starts", 0, tf.int64)
+        # Of the step that is under way: its number, when its gradients were there, and when it had waited.
+        self._of_step = [variable(name) for name in ("step", "gradients_at", "waited_until")]
+        # When each step began; and of the one before: these three, and how long all until then had waited.
+        self._rows = variable("rows", tf.zeros([num_kept, 5], tf.float64))
 
     @tf.function
     def record_start(self) -> None:
-        now, waited = tf.timestamp(), self.wait_seconds.read_value()
-        duration = now - self._started_at - (waited - self._waited_before)
-        self._latest.scatter_nd_update([[self._num_starts % _NUM_LATEST]], [duration])
-        self._started_at.assign(now)
-        self._waited_before.assign(waited)
-        if self.times is not None:
-            self.times.begin(now)
-        self._num_starts.assign_add(1)
+        row = tf.stack([tf.timestamp(), *self._of_step, self.wait_seconds])
+        put = self._rows.scatter_update(tf.IndexedSlices(row, self._num_starts % self._num_kept))
+        with tf.control_dependencies([put]):
+            self._num_starts.assign_add(1)
 
-    def compute_seconds(self) -> float:
-        """Median time from the start of a step to that of the next one, less what it waited; 0.0 if there is none."""
-        latest = self.latest_seconds()
-        return float(np.median(latest)) if latest.size else 0.0
-
-    def latest_seconds(self) -> np.ndarray:
-        """These times, those of the latest step at the end."""
-        num_starts, latest = int(self._num_starts), self._latest.numpy()
-        # There was no step before the first one.
-        return latest[1:num_starts] if num_starts <= _NUM_LATEST else np.roll(latest, -(num_starts % _NUM_LATEST))
+    @tf.function
+    def record_gradients(self, step: tf.Tensor) -> None:
+        number, gradients_at, _ = self._of_step
+        number.assign(tf.cast(step, tf.float64))
+        gradients_at.assign(tf.timestamp())
 
     @tf.function
     def record_ready(self) -> None:
@@ -197,65 +191,43 @@ class _StepState:
     @tf.function
     def add_wait(self) -> None:
         now = tf.timestamp()
-        total = self.wait_seconds.assign_add(tf.maximum(now - self.ready_at, 0.0))
-        if self.times is not None:
-            self.times.add_wait(now, total)
+        self.wait_seconds.assign_add(tf.maximum(now - self.ready_at, 0.0))
+        self._of_step[-1].assign(now)
 
+    def compute_seconds(self) -> float:
+        """Median time from the start of a step to that of the next one, less what it waited; 0.0 if there is none."""
+        latest = self.latest_seconds()
+        return float(np.median(latest)) if latest.size else 0.0
 
-class _StepTimes:
-    """The times of the latest steps, in variables: what the graph notes costs no Python.
+    def latest_seconds(self) -> np.ndarray:
+        """These times, those of the latest step at the end."""
+        _, rows = self._read(int(self._num_starts) - 1 - _NUM_LATEST)
+        started, waited = rows[:, 0], rows[:, -1]
+        return np.diff(started) - np.diff(waited)
 
-    Each of its functions has variables of its own, so that none of them waits for another one: see `_StepState`.
+    def times(self, first: int, is_final: bool) -> tuple[int, np.ndarray]:
+        """The times of the steps that have ended.
 
-    Args:
-      num_starts: int64 variable: how many steps have begun.
-    """
-
-    def __init__(self, num_starts: tf.Variable):
-        self._num_starts = num_starts
-        self._row = tf.Variable(0, dtype=tf.int64, trainable=False, name="hop_tf_row")  # Of the step that is under way.
-        # By row: when the step began; its number, and when its gradients were there; when it had waited, and how long
-        # all until then had.
-        self._started, self._gradients, self._waits = (
-            tf.Variable(tf.zeros([_NUM_KEPT, *shape], tf.float64), trainable=False, name=f"hop_tf_{name}")
-            for name, shape in (("started", ()), ("gradients", (2,)), ("waits", (2,)))
-        )
-        self._total = 0.0  # How long steps have waited until the last row that was read.
-
-    def begin(self, now: tf.Tensor) -> None:
-        """Emits the ops that begin the row of a step, before it is counted."""
-        row = self._num_starts % _NUM_KEPT
-        self._row.assign(row)
-        self._put(self._started, row, now)
-
-    @tf.function
-    def record_gradients(self, step: tf.Tensor) -> None:
-        self._put(self._gradients, self._row, [tf.cast(step, tf.float64), tf.timestamp()])
-
-    def add_wait(self, now: tf.Tensor, total: tf.Tensor) -> None:
-        """Emits the ops that note until when a step has waited, and how long all steps until then have in all."""
-        self._put(self._waits, self._row, [now, total])
-
-    def _put(self, variable: tf.Variable, row: tf.Tensor, value: tf.Tensor | list[tf.Tensor]) -> None:
-        variable.scatter_update(tf.IndexedSlices(value, row))
-
-    def read(self, first: int, last: int) -> tuple[np.ndarray, ...]:
-        """The rows from `first` up to `last`.
+        Args:
+          first: The first step of interest.
+          is_final: Whether the last one has ended, too: no step is under way.
 
         Returns:
-          Of each row: the step; when it began; when its gradients were there, or earlier if they never were; when it
-          had waited, and how long.
+          The first one that is still known; and of each: its number in the session, when it began, when its gradients
+          were there (before it began: never), until when it has waited, and how long.
         """
-        where = np.arange(first, last) % _NUM_KEPT
-        started, gradients, waits = (
-            variable.numpy()[where] for variable in (self._started, self._gradients, self._waits)
-        )
-        (steps, ready), (done, totals) = gradients.T, waits.T
-        has_waited = done >= started  # Else the row still has what is of another step.
-        totals = np.maximum.accumulate(np.where(has_waited, totals, self._total))
-        waited = np.diff(totals, prepend=self._total)
-        self._total = float(totals[-1])
-        return steps.astype(np.int64), started, ready, done, waited
+        first, rows = self._read(first)
+        if is_final:
+            rows = np.concatenate([rows, [[0.0, *(float(each) for each in self._of_step), float(self.wait_seconds)]]])
+        started, waited = rows[:-1, :1], np.diff(rows[:, -1:], axis=0)
+        steps, ready, done = np.split(rows[1:, 1:4], 3, axis=1)
+        return first, np.concatenate([steps, started, ready, done, waited], axis=1)
+
+    def _read(self, first: int) -> tuple[int, np.ndarray]:
+        """The first step from `first` on that is known, and the rows from there on."""
+        num_starts = int(self._num_starts)
+        first = max(first, num_starts - self._num_kept // 2, 0)
+        return first, self._rows.sparse_read(np.arange(first, num_starts) % self._num_kept).numpy()
 
 
 class ReportWriter:

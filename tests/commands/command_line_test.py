@@ -13,6 +13,7 @@ from absl.testing import absltest, parameterized
 from hop_tf import __main__ as command_line
 from hop_tf.commands import diagnose
 
+_DEADLINE_SECONDS = 120.0
 _HELP = """
 import contextlib, io, json, sys
 from hop_tf import __main__ as command_line
@@ -28,7 +29,10 @@ for command in command_line._COMMANDS:
 class CommandLineTest(parameterized.TestCase):
     def test_help_does_not_wait_for_tensorflow(self):
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        run = subprocess.run([sys.executable, "-c", _HELP], env=environment, capture_output=True, text=True, check=True)
+        command = [sys.executable, "-c", _HELP]
+        run = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=True, timeout=_DEADLINE_SECONDS
+        )
         told = [json.loads(line) for line in run.stdout.splitlines()]
         self.assertEqual(told, [[command, True, []] for command in command_line._COMMANDS])
 

@@ -335,6 +335,12 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual(code, 2)
             self.assertIn(message, text)
 
+    def test_names_the_number_that_is_missing(self):
+        for left_out in _GIVEN:
+            code, text = self._run(*(each for each in _GIVEN if each != left_out))
+            self.assertEqual(code, 2)
+            self.assertIn(f"the following arguments are required: {left_out.partition('=')[0]}", text)
+
     def test_refuses_an_unknown_kind(self):
         message = "`HOP_TF_PLAN` must be one of 1, all, json. Received"
         with (

@@ -16,7 +16,7 @@ from hop_tf.diagnosis.steps import steps_of
 from hop_tf.diagnosis.what_if import WhatIf
 from hop_tf.records import Kind
 from hop_tf.records.log import read_job
-from hop_tf.simulate import training
+from hop_tf.simulate import DeadlockError, training
 from hop_tf.strategies.hop.settings import SkipIterations
 
 _KINDS = ("slow", "now and then", "bandwidth", "latency", "input", "callbacks", "nothing")
@@ -111,6 +111,24 @@ class SimulationTest(parameterized.TestCase):
         self.assertEqual(diagnosis.findings[0].where, "rank 0")
         self.assertEmpty(diagnosis.changes)
         self.assertRegex(diagnosis.lines[-1], f"What changes would bring is not simulated: .*{problem}")
+
+    def test_a_simulation_that_fails_ends_no_diagnosis(self):
+        simulate = training.simulate_training
+
+        def fail(strategy, *arguments, **keywords):
+            if strategy in failing:
+                raise DeadlockError("all wait")
+            return simulate(strategy, *arguments, **keywords)
+
+        with mock.patch.object(training, "simulate_training", fail):
+            failing = ["PipeSGDStrategy", "DTSStrategy"]
+            changes = diagnose(self.job).changes
+            self.assertNotEmpty(changes)
+            self.assertNoCommonElements({each.strategy for each in changes}, failing)
+            failing = ["HopStrategy"]
+            diagnosis = diagnose(self.job)
+            self.assertEmpty(diagnosis.changes)
+            self.assertRegex(diagnosis.lines[-1], "not simulated: the simulation of HopStrategy fails: all wait")
 
 
 class WhatIfTest(parameterized.TestCase):

@@ -1,5 +1,6 @@
 """What a rank counts, and that a real TensorBoard shows it."""
 
+import functools
 import importlib.util
 import json
 import os
@@ -25,8 +26,10 @@ import hop_tf
 from disks import mounted_disk
 from hop_tf.cluster import Cluster
 from hop_tf.options import CommunicationOptions
+from hop_tf.records import Kind, Recorder
 from hop_tf.runtime.report import ReportWriter, StepStatistics, static_identity
 from hop_tf.testing import MultiProcessRunner
+from hop_tf.testing.transports import wait_until
 
 _DEADLINE_SECONDS = 90.0
 _TENSORBOARD_SECONDS = 240.0  # It imports TensorFlow in several processes.
@@ -48,6 +51,8 @@ class StaticIdentityTest(tf.test.TestCase):
 
 
 class StepStatisticsTest(tf.test.TestCase):
+    num_starts = 0
+
     def test_is_zero_before_the_first_step(self):
         self.assertEqual(StepStatistics().counters(), {"steps": 0, "wait_seconds": 0.0, "compute_seconds": 0.0})
 
@@ -86,6 +91,100 @@ class StepStatisticsTest(tf.test.TestCase):
         while time.time() < start + 0.02:
             time.sleep(0.001)
         results.enqueue(1.0)
+
+    def test_tells_the_recorder_the_times_of_each_step(self):
+        """Also of steps in a loop of the graph, as `steps_per_execution` makes them."""
+        statistics, taken = self.make_recorded()
+
+        @tf.function
+        def run(first, last):
+            for step in tf.range(first, last):
+                self.emit_step(statistics, step)
+
+        begin = time.time()
+        run(tf.constant(100, tf.int64), tf.constant(104, tf.int64))
+        events = [*taken(is_final=False), *taken(is_final=True)]
+        end = time.time()
+        of_kinds = [[each for each in events if each["kind"] == kind] for kind in (Kind.COMPUTE, Kind.RESULT)]
+        for computed, result in zip(*of_kinds, strict=True):
+            self.assertEqual(computed["step"], result["step"])
+            self.assertGreaterEqual(computed["seconds"], 0.01)
+            self.assertGreaterEqual(result["seconds"], 0.02)
+            self.assertGreaterEqual(computed["begin"], begin)
+            end_of_step = result["begin"] + result["seconds"]
+            self.assertLessEqual(computed["begin"] + computed["seconds"] + 0.02, end_of_step + 1e-6)  # Floats round.
+            begin = end_of_step - 1e-6
+        self.assertLessEqual(begin, end)
+        self.assertEqual([int(each["step"]) for each in of_kinds[0]], [100, 101, 102, 103])
+        self.assertEqual([len(taken(is_final)) for is_final in (True, False)], [0, 0])
+        run(tf.constant(104, tf.int64), tf.constant(105, tf.int64))
+        self.assertEqual({int(each["step"]) for each in taken(is_final=True)}, {104})
+
+    def test_tells_the_recorder_the_latest_steps_where_it_asks_late(self):
+        statistics, taken = self.make_recorded()
+
+        @tf.function
+        def run(last):
+            for step in tf.range(last):
+                statistics.count_start()
+                statistics.count_gradients([step], step)
+
+        run(tf.constant(5000, tf.int64))
+        steps = [int(each["step"]) for each in taken(is_final=True)]
+        self.assertEqual(steps, list(range(steps[0], 5000)))
+        self.assertGreaterEqual(len(steps), 2000)
+
+    def emit_step(self, statistics, step):
+        """Computes for 0.01 s and waits for 0.02 s, each when the graph has noted what was before."""
+
+        def gradient():
+            self.num_starts += 1
+            wait_until(lambda: state._num_starts >= self.num_starts)
+            time.sleep(0.01)
+            self.ready_at = time.time()
+            return [1.0]
+
+        def result(value):
+            noted = [state.ready_at, state._of_step[1]] if statistics.recorder is not None else [state.ready_at]
+            wait_until(lambda: min(map(float, noted)) >= self.ready_at)
+            time.sleep(0.02)
+            return [value]
+
+        statistics.count_start()
+        state = statistics._state
+        (of_rank,) = tf.py_function(gradient, [], [tf.float32])
+        statistics.count_gradients([of_rank], step)
+        (of_all,) = tf.py_function(result, [of_rank], [tf.float32])
+        statistics.count_wait([of_rank], [of_all])
+
+    def make_recorded(self):
+        """Statistics, and what gives the events that its recorder would get."""
+        sources = []
+        statistics = StepStatistics()
+        statistics.recorder = mock.Mock(add_source=sources.append, records=lambda step: True)
+        statistics.recorder.make_events = functools.partial(Recorder.make_events, mock.Mock(session=1))
+        return statistics, lambda is_final: sources[0](is_final)
+
+    def test_computing_is_what_is_left_of_a_step_without_waiting(self):
+        """Also where more steps were made than are kept."""
+        statistics = StepStatistics()
+
+        @tf.function
+        def run(num_steps):
+            for step in tf.range(num_steps):
+                self.emit_step(statistics, step)
+
+        run(tf.constant(1))
+        self.assertEmpty(statistics.latest_seconds())
+        run(tf.constant(3))
+        self.assertLen(statistics.latest_seconds(), 3)
+        begin = time.time()
+        run(tf.constant(80))
+        latest, elapsed = statistics.latest_seconds(), time.time() - begin
+        self.assertLen(latest, 64)
+        self.assertGreaterEqual(latest.min(), 0.01 - 1e-6)
+        self.assertLessEqual(latest.sum() + 64 * 0.02, elapsed)
+        self.assertEqual(statistics.counters()["compute_seconds"], np.median(latest))
 
 
 class ReportWriterTest(tf.test.TestCase, parameterized.TestCase):
