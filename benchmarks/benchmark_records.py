@@ -34,7 +34,7 @@ from hop_tf.records import sampling
 from hop_tf.testing import InProcessCluster
 
 _RUNS = flags.DEFINE_integer("runs", 20, "Runs, each with new clusters.", lower_bound=1)
-_TURNS = flags.DEFINE_integer("turns", 60, "Turns of each cluster in a run.", lower_bound=2)
+_TURNS = flags.DEFINE_integer("turns", 60, "Turns of each cluster in a run, at least.", lower_bound=2)
 _STEPS = flags.DEFINE_integer("steps", 25, "Steps of a turn.", lower_bound=2, upper_bound=sampling.FULL_STEPS // 2)
 _STRATEGY = flags.DEFINE_string("strategy", "HopStrategy", "Name of the strategy, without parameter servers.")
 _IDLE = flags.DEFINE_boolean("idle", False, "Records nothing.")
@@ -64,19 +64,19 @@ class _Turns(keras.callbacks.Callback):
 
     def __init__(self, name: str, barrier: threading.Barrier):
         super().__init__()
-        self._name, self._barrier = name, barrier
+        self._name, self.barrier = name, barrier
 
     def on_train_batch_begin(self, batch, logs=None):
         number, steps = divmod(batch, _STEPS.value)
         if steps == 0 and _order(number).index(self._name):
-            self._barrier.wait()
+            self.barrier.wait()
 
     def on_train_batch_end(self, batch, logs=None):
         number, steps = divmod(batch + 1, _STEPS.value)
         if steps == 0:
-            self._barrier.wait()
+            self.barrier.wait()
             if not _order(number - 1).index(self._name):
-                self._barrier.wait()
+                self.barrier.wait()
 
 
 def _order(number: int) -> tuple[str, ...]:
@@ -109,10 +109,10 @@ def main(argv: list[str]) -> None:
     del argv
     sampling.FULL_SESSIONS = 2 * _num_fits() + 2  # Each `fit` is one.
     os.environ.update(ComputeEmulation(step_seconds=_STEP_SECONDS).to_environment())
-    _show([_measure() for _ in range(_RUNS.value)])
+    _show([_measure(number) for number in range(_RUNS.value)])
 
 
-def _measure() -> dict[str, np.ndarray]:
+def _measure(number: int) -> dict[str, np.ndarray]:
     """What `_per_step` makes of a run of two new clusters."""
     clocks = _Clocks()
     barrier = threading.Barrier(_NUM_RANKS * len(_NAMES), clocks)
@@ -121,7 +121,9 @@ def _measure() -> dict[str, np.ndarray]:
         options = {"without": hop_tf.CommunicationOptions(), "with": with_records}
         if _IDLE.value:
             options["with"] = options["without"]
-        threads = [threading.Thread(target=_run, args=(options[each], _Turns(each, barrier))) for each in _NAMES]
+        # The one that is started first is another one each time.
+        names = _order(number)
+        threads = [threading.Thread(target=_run, args=(options[each], _Turns(each, barrier))) for each in names]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -136,7 +138,11 @@ def _run(options: hop_tf.CommunicationOptions, turns: _Turns) -> None:
     def make(cluster_resolver):
         return kind(cluster_resolver=cluster_resolver, communication_options=options, **settings)
 
-    InProcessCluster(_NUM_RANKS, make, timeout_seconds=3600.0).run(lambda strategy: _train(strategy, turns))
+    try:
+        InProcessCluster(_NUM_RANKS, make, timeout_seconds=3600.0).run(lambda strategy: _train(strategy, turns))
+    except BaseException:
+        turns.barrier.abort()
+        raise
 
 
 def _per_step(read: list[np.ndarray]) -> dict[str, np.ndarray]:
@@ -158,9 +164,10 @@ def _show(runs: list[dict[str, np.ndarray]]) -> None:
     differences = np.array([np.median(run["with"] - run["without"], axis=0) for run in runs])
     differences[:, 2] = [sum(run[name][:, 2].sum() for name in _NAMES) / len(run["with"]) for run in runs]
     longer, added, writing = differences.T
+    in_all = added + writing
     print(f"recording adds {_tell(added)} of a processor, and its thread {_tell(writing)}")
     print(f"a step takes {_tell(longer)} longer")
-    print(f"{(added + writing).mean() / _STEP_SECONDS:.2%} of 5 ms")
+    print(f"in all it adds {_tell(in_all)} of a processor, {in_all.mean() / _STEP_SECONDS:.2%} of 5 ms")
 
 
 def _tell(of_runs: np.ndarray) -> str:

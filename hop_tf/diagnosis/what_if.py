@@ -124,10 +124,13 @@ class WhatIf:
         return self._simulate()
 
     def expect(self, *arguments, **changed) -> float:
-        """A step with changes, arguments of `_simulate`; nan where nothing is trusted."""
+        """A step with changes, arguments of `_simulate`; nan where nothing is trusted, or they cannot be simulated."""
         if not self.is_trusted:
             return math.nan
-        return self._simulate(*arguments, **changed) * self.present / self._simulated_present
+        try:
+            return self._simulate(*arguments, **changed) * self.present / self._simulated_present
+        except ValueError:  # Where the job is too small for it, say.
+            return math.nan
 
     def like_others(self, index: int) -> float:
         """A step if a rank did on its own what others do, each taken in turn; nan where nothing is trusted.
@@ -169,9 +172,8 @@ class WhatIf:
         """The candidates with their steps."""
         for kind, is_always in kinds:
             for change in self._candidates(kind, is_always):
-                try:
-                    seconds = self.expect(change.strategy, change.settings, change.batch_shares)
-                except ValueError:  # Where the job is too small for it, say.
+                seconds = self.expect(change.strategy, change.settings, change.batch_shares)
+                if math.isnan(seconds):
                     continue
                 yield dataclasses.replace(change, step_seconds=seconds)
                 if kind in OF_LINKS and seconds < (1 + LEAST_GAIN) * self._most_own:

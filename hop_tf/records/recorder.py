@@ -211,7 +211,7 @@ class Recorder:
         if self._is_over:
             return
         if len(buffer) >= MAX_BUFFERED:
-            self._num_dropped += 1
+            self.drop(1)
             return
         try:
             place = self._names[name]
@@ -221,6 +221,10 @@ class Recorder:
             step = self.step
         number &= 0xFFFFFFFF
         buffer.append((begin, num_bytes, seconds, step, number, queued, place, peer, kind, lane, self.session))
+
+    def drop(self, count: int) -> None:
+        """So many events are lost: their number is written."""
+        self._num_dropped += count
 
     def make_events(self, count: int, kind: int = 0) -> np.ndarray:
         """So many events of the running session, to be filled: an array of `EVENT`."""
@@ -312,9 +316,8 @@ class Recorder:
                 self._end()
                 logging.exception("Events are not recorded from now on.")
                 return
-            num_rows, num_pending = len(rows) // EVENT.itemsize, self._num_pending()
-            if num_pending and num_pending + num_rows > MAX_BUFFERED:
-                self._num_dropped += num_rows
+            if self._num_pending() > MAX_BUFFERED:
+                self._num_dropped += len(rows) // EVENT.itemsize
                 rows = b""
             self._pending.append((rows, text))
 

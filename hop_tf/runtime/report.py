@@ -23,7 +23,7 @@ _NUM_LATEST = 64
 # Steps that are kept: with a recorder, until it asks for them every other second. The older half may be overwritten
 # while it is read.
 _NUM_KEPT = 4 * _NUM_LATEST
-_NUM_KEPT_FOR_RECORDER = 4096
+_NUM_KEPT_FOR_RECORDER = 16384
 # Makes a tensor a curve of TensorBoard, as `tf.summary.scalar` does. That one fails where TensorBoard is not installed.
 _SCALAR = tf.compat.v1.SummaryMetadata(plugin_data={"plugin_name": "scalars"})
 
@@ -128,6 +128,7 @@ class StepStatistics:
         """The events of the steps that have ended since the last call: see `Recorder.add_source`."""
         recorder, state = self.recorder, self._state
         first, times = state.times(self._num_recorded, is_final)
+        recorder.drop(first - self._num_recorded)  # A disk that hangs has held it up.
         self._num_recorded = first + len(times)
         steps, started, ready, done, waited = times.T
         steps = steps.astype(np.int64)
@@ -203,7 +204,7 @@ class _StepState:
         """These times, those of the latest step at the end."""
         _, rows = self._read(int(self._num_starts) - 1 - _NUM_LATEST)
         started, waited = rows[:, 0], rows[:, -1]
-        return np.diff(started) - np.diff(waited)
+        return (np.diff(started) - np.diff(waited))[-_NUM_LATEST:]  # Steps may have ended since.
 
     def times(self, first: int, is_final: bool) -> tuple[int, np.ndarray]:
         """The times of the steps that have ended.

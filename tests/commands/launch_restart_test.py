@@ -151,7 +151,7 @@ class LaunchRestartTest(absltest.TestCase):
         self.assertEqual(first[0], (1, None))
         self.assertEqual(second[0], (-9, "SIGKILL"))
 
-    @pytest.mark.slow
+    @pytest.mark.stress
     def test_a_killed_rank_joins_the_others(self):
         exit_code, results, summary = self.run_job(_JOINS, "--restart=1")
         self.assertEqual(exit_code, 0)

@@ -55,7 +55,18 @@ _MEMBERS = {
         for name in ("pipe_sgd", "dts", "canary_synchronous")
     },
 }
-_OF_OTHER_TESTS = ("kill", "restart", "freeze", "exception", "exit", "cut")
+_OF_OTHER_TESTS = (
+    "kill",
+    "restart",
+    "freeze",
+    "exception",
+    "exit",
+    "cut",
+    "garbage",
+    "strangers",
+    "credentials",
+    "disk",
+)
 _KINDS = sorted(KINDS, key=lambda kind: kind in _OF_OTHER_TESTS)
 # Where a rank that was started again joins the others.
 _LET_JOIN = ("hop_tolerant", "canary", "shat", "pipe_sgd_continue", "dts_continue", "canary_synchronous_continue")

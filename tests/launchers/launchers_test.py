@@ -73,7 +73,7 @@ class LaunchersTest(parameterized.TestCase):
                 results.append(file.read())
         self.assertEqual(results[0], results[1])
 
-    @pytest.mark.slow
+    @pytest.mark.stress
     def test_variables_of_torchrun(self):
         master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self.port, "WORLD_SIZE": "2"}
         self.check([self.start([sys.executable, self.script], RANK=str(rank), **master) for rank in range(2)])

@@ -99,6 +99,7 @@ class StepsTest(_SlurmTest):
         ("-N2 -n5 --distribution=pack",),
         ("-w node2 -n3",),
     )
+    @pytest.mark.stress(after=3)
     def test_tasks_know_where_all_are(self, options):
         places = self.probe(options)
         addresses = places[0]["addresses"]

@@ -51,8 +51,6 @@ class StaticIdentityTest(tf.test.TestCase):
 
 
 class StepStatisticsTest(tf.test.TestCase):
-    num_starts = 0
-
     def test_is_zero_before_the_first_step(self):
         self.assertEqual(StepStatistics().counters(), {"steps": 0, "wait_seconds": 0.0, "compute_seconds": 0.0})
 
@@ -95,14 +93,9 @@ class StepStatisticsTest(tf.test.TestCase):
     def test_tells_the_recorder_the_times_of_each_step(self):
         """Also of steps in a loop of the graph, as `steps_per_execution` makes them."""
         statistics, taken = self.make_recorded()
-
-        @tf.function
-        def run(first, last):
-            for step in tf.range(first, last):
-                self.emit_step(statistics, step)
-
+        run = self.make_steps(statistics)
         begin = time.time()
-        run(tf.constant(100, tf.int64), tf.constant(104, tf.int64))
+        run(100, 4)
         events = [*taken(is_final=False), *taken(is_final=True)]
         end = time.time()
         of_kinds = [[each for each in events if each["kind"] == kind] for kind in (Kind.COMPUTE, Kind.RESULT)]
@@ -117,8 +110,9 @@ class StepStatisticsTest(tf.test.TestCase):
         self.assertLessEqual(begin, end)
         self.assertEqual([int(each["step"]) for each in of_kinds[0]], [100, 101, 102, 103])
         self.assertEqual([len(taken(is_final)) for is_final in (True, False)], [0, 0])
-        run(tf.constant(104, tf.int64), tf.constant(105, tf.int64))
+        run(104, 1)
         self.assertEqual({int(each["step"]) for each in taken(is_final=True)}, {104})
+        statistics.recorder.drop.assert_called_with(0)
 
     def test_tells_the_recorder_the_latest_steps_where_it_asks_late(self):
         statistics, taken = self.make_recorded()
@@ -129,33 +123,11 @@ class StepStatisticsTest(tf.test.TestCase):
                 statistics.count_start()
                 statistics.count_gradients([step], step)
 
-        run(tf.constant(5000, tf.int64))
+        run(tf.constant(20_000, tf.int64))
         steps = [int(each["step"]) for each in taken(is_final=True)]
-        self.assertEqual(steps, list(range(steps[0], 5000)))
-        self.assertGreaterEqual(len(steps), 2000)
-
-    def emit_step(self, statistics, step):
-        """Computes for 0.01 s and waits for 0.02 s, each when the graph has noted what was before."""
-
-        def gradient():
-            self.num_starts += 1
-            wait_until(lambda: state._num_starts >= self.num_starts)
-            time.sleep(0.01)
-            self.ready_at = time.time()
-            return [1.0]
-
-        def result(value):
-            noted = [state.ready_at, state._of_step[1]] if statistics.recorder is not None else [state.ready_at]
-            wait_until(lambda: min(map(float, noted)) >= self.ready_at)
-            time.sleep(0.02)
-            return [value]
-
-        statistics.count_start()
-        state = statistics._state
-        (of_rank,) = tf.py_function(gradient, [], [tf.float32])
-        statistics.count_gradients([of_rank], step)
-        (of_all,) = tf.py_function(result, [of_rank], [tf.float32])
-        statistics.count_wait([of_rank], [of_all])
+        self.assertEqual(steps, list(range(20_000 - len(steps), 20_000)))
+        self.assertGreaterEqual(len(steps), 8000)
+        statistics.recorder.drop.assert_called_once_with(20_000 - len(steps))
 
     def make_recorded(self):
         """Statistics, and what gives the events that its recorder would get."""
@@ -165,21 +137,54 @@ class StepStatisticsTest(tf.test.TestCase):
         statistics.recorder.make_events = functools.partial(Recorder.make_events, mock.Mock(session=1))
         return statistics, lambda is_final: sources[0](is_final)
 
-    def test_computing_is_what_is_left_of_a_step_without_waiting(self):
-        """Also where more steps were made than are kept."""
-        statistics = StepStatistics()
+    def make_steps(self, statistics):
+        """`run(first, count)` makes steps in a loop, each of which computes for 0.01 s and then waits for 0.02 s."""
+        gradients, results = (tf.queue.FIFOQueue(1, [tf.float32], shapes=[[]]) for _ in range(2))
 
         @tf.function
-        def run(num_steps):
-            for step in tf.range(num_steps):
-                self.emit_step(statistics, step)
+        def run(first, last):
+            for step in tf.range(first, last):
+                statistics.count_start()
+                gradient = gradients.dequeue()
+                statistics.count_gradients([gradient], step)
+                with tf.control_dependencies([gradient]):
+                    result = results.dequeue()
+                statistics.count_wait([gradient], [result])
 
-        run(tf.constant(1))
+        run.get_concrete_function(*[tf.TensorSpec([], tf.int64)] * 2)
+        state, num_starts = statistics._state, 0
+        noted = [state.ready_at, state._of_step[1]] if statistics.recorder is not None else [state.ready_at]
+
+        def feed(count):
+            """Each when the graph has noted what was before."""
+            nonlocal num_starts
+            for _ in range(count):
+                num_starts += 1
+                wait_until(lambda least=num_starts: state._num_starts >= least)
+                time.sleep(0.01)
+                ready_at = time.time()
+                gradients.enqueue(1.0)
+                wait_until(lambda since=ready_at: min(map(float, noted)) >= since)
+                time.sleep(0.02)
+                results.enqueue(1.0)
+
+        def run_fed(first, count):
+            feeding = threading.Thread(target=feed, args=(count,))
+            feeding.start()
+            run(tf.constant(first, tf.int64), tf.constant(first + count, tf.int64))
+            feeding.join()
+
+        return run_fed
+
+    def test_computing_is_what_is_left_of_a_step_without_waiting(self):
+        statistics = StepStatistics()
+        run = self.make_steps(statistics)
+        run(0, 1)
         self.assertEmpty(statistics.latest_seconds())
-        run(tf.constant(3))
+        run(1, 3)
         self.assertLen(statistics.latest_seconds(), 3)
         begin = time.time()
-        run(tf.constant(80))
+        run(4, 66)
         latest, elapsed = statistics.latest_seconds(), time.time() - begin
         self.assertLen(latest, 64)
         self.assertGreaterEqual(latest.min(), 0.01 - 1e-6)

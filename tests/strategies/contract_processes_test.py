@@ -105,7 +105,7 @@ class TwoDevicesTest(tf.test.TestCase):
 
 class ContractProcessesTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(*MEMBERS)
-    @pytest.mark.stress(after=3)
+    @pytest.mark.stress(after=1)
     @pytest.mark.slow
     def test_a_rank_is_interrupted_and_killed(self, name):
         member = MEMBERS[name]

@@ -157,8 +157,7 @@ class DevicesTest(tf.test.TestCase, parameterized.TestCase):
     # Eager steps are tested in `contract_processes_test.py`: these ranks are threads, and where two make eager steps on
     # logical devices, TensorFlow takes a shape of the other's now and then, also without hop_tf.
     @parameterized.parameters(*(name for name in _CASES if name != "run_eagerly"))
-    @pytest.mark.stress(after=3)
-    @pytest.mark.slow(after=1)
+    @pytest.mark.stress(after=1)
     def test_ranks_with_two_devices_train_as_one_device_with_the_whole_batch(self, name):
         make = _CountedDevices(dict.fromkeys(range(NUM_RANKS), TWO_DEVICES))
         for of_rank in InProcessCluster(NUM_RANKS, make).run(functools.partial(_train, **_CASES[name])):

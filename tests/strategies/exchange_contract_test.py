@@ -896,7 +896,7 @@ class ExchangeContractTest(tf.test.TestCase, parameterized.TestCase):
     # Nothing is wrong.
 
     @parameterized.product(seed=list(range(8)), name=list(MEMBERS))
-    @pytest.mark.stress(after=2 * len(MEMBERS))
+    @pytest.mark.stress(after=len(MEMBERS))
     def test_steps_of_two_sessions(self, seed, name):
         """Nothing is kept, nor taken any more: no array, and no message."""
         run = Run(name, num_sessions=2, seed=seed)()

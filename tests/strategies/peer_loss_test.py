@@ -81,7 +81,7 @@ def _run(name, mark):
 
 class PeerLossTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(*_MEMBERS)
-    @pytest.mark.stress(after=2)
+    @pytest.mark.stress(after=1)
     @pytest.mark.slow
     def test_goes_on_without_a_rank_that_is_killed(self, name):
         """A second training takes all ranks. Where it cannot join when it is started again, it says so."""

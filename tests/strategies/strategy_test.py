@@ -97,7 +97,7 @@ class TwoRanksTest(tf.test.TestCase):
 
 class OnChiefOnlyTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters("synchronize", "fit", "gather_reports")
-    @pytest.mark.slow(after=1)
+    @pytest.mark.stress(after=1)
     def test_what_all_ranks_have_to_call(self, what):
         def run(strategy):
             x = np.ones((4, 1), np.float32)

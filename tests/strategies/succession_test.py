@@ -54,7 +54,7 @@ _STRATEGIES = (
 
 
 class SuccessionTest(tf.test.TestCase):
-    @pytest.mark.slow
+    @pytest.mark.stress
     def test_each_meets_its_like(self):
         with MultiProcessRunner(_run, num_workers=_NUM_WORKERS, timeout_seconds=120) as runner:
             values = runner.join().raise_for_errors().values

@@ -348,8 +348,7 @@ transport.close()
 @_needs_network
 class FarAwayTest(parameterized.TestCase):
     @parameterized.parameters(("TcpTransport", "stall"), ("GrpcTransport", "cut"))
-    @pytest.mark.stress(after=1)
-    @pytest.mark.slow
+    @pytest.mark.stress
     def test_five_seconds_without_a_link(self, member, failure):
         sizes = [10, 3_000_000] * 14
         links = {"bandwidth_bits_per_second": 1e8, "round_trip_seconds": 0.277, "jitter_seconds": 0.01, "reorder": True}

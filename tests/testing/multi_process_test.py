@@ -16,6 +16,7 @@ import threading
 import time
 
 import psutil
+import pytest
 from absl.testing import absltest, parameterized
 
 from hop_tf.testing import MultiProcessError, MultiProcessRunner, start_fork_server, stop_fork_server
@@ -334,6 +335,7 @@ class TensorFlowTest(absltest.TestCase):
     def test_server_can_fork(self):
         self.assertTrue(start_fork_server(preload=_TENSORFLOW).can_fork)
 
+    @pytest.mark.stress
     def test_models_train(self):
         with MultiProcessRunner(fit_a_model, 2, args=(10, 0.1), preload=_TENSORFLOW) as runner:
             values = runner.join().raise_for_errors().values

@@ -87,7 +87,7 @@ class HopExchangeTest(tf.test.TestCase, parameterized.TestCase):
 
     @settings(max_examples=40, deadline=None)
     @given(seed=st.integers(0, 2**31), max_iteration_gap=st.integers(1, 5))
-    @pytest.mark.slow
+    @pytest.mark.stress
     def test_gap_stays_within_theorem_2(self, seed, max_iteration_gap):
         rng = np.random.default_rng(seed)
         topology = _random_topology(rng)

@@ -17,7 +17,7 @@ from absl.testing import parameterized
 
 import hop_tf
 from hop_tf.diagnosis import diagnose
-from hop_tf.records import Kind
+from hop_tf.records import Kind, recorder
 from hop_tf.records.log import read_job
 from hop_tf.testing import MultiProcessRunner
 
@@ -95,6 +95,7 @@ class _Progress(keras.callbacks.Callback):
 
 def _run(topology, settings, plan):
     os.environ["HOP_TF_STEP_SECONDS"] = "0.05"  # The restarted rank is back before the second epoch ends.
+    recorder._PERIOD_SECONDS = 0.05  # So that a rank that is killed early has written what it did.
     options = hop_tf.CommunicationOptions(timeout_seconds=20, log_dir=f"{plan['mark']}, logs")
     strategy = hop_tf.HopStrategy(topology=topology, communication_options=options, **settings)
     keras.utils.set_random_seed(strategy.rank)

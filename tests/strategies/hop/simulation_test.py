@@ -422,8 +422,7 @@ class WorthTest(tf.test.TestCase, parameterized.TestCase):
         ("ring_based", (1.3, 1.4, 1.45, 1.7)),
         ("double_ring", (1.3, 1.4, 1.45, 1.7)),
     )
-    @pytest.mark.stress(after=1)
-    @pytest.mark.slow
+    @pytest.mark.stress
     def test_random_slowdowns(self, topology, required):
         ratios = []
         for seed in range(3):

@@ -223,7 +223,7 @@ class PipeSGDProcessesTest(tf.test.TestCase):
             self.assertEqual(checksums, _checksums(size, 3))
             self.assertRegex(error, "^PeerLostError: .*rank 1")
 
-    @pytest.mark.slow
+    @pytest.mark.stress
     def test_connections_break_in_the_middle_of_an_all_reduce(self):
         """What was on its way is sent again, and counted once."""
         arguments = (6 << 20, (1, 2), "loses its connections")
