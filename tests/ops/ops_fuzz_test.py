@@ -55,8 +55,7 @@ class FuzzTest(parameterized.TestCase):
 
     # Sanitizers do not work with functions of several versions: for each instruction set these are built by themselves.
     @parameterized.parameters(*_FLAGS)
-    @pytest.mark.stress(after=1)
-    @pytest.mark.slow
+    @pytest.mark.stress
     def test_random_calls(self, machine):
         if not _FLAGS[machine] <= _flags():
             self.skipTest(f"needs a processor with {machine}")

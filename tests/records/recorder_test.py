@@ -27,6 +27,7 @@ class RecorderTest(parameterized.TestCase):
     def setUp(self):
         super().setUp()
         self.directory = self.enter_context(tempfile.TemporaryDirectory())
+        self.enter_context(mock.patch.object(recorder, "_PERIOD_SECONDS", 0.5))
 
     def make(self, **arguments):
         made = make_recorder(pathlib.Path(self.directory) / "rank_0", **arguments, **_ABOUT)

@@ -291,8 +291,7 @@ class LockStepJoiningTest(tf.test.TestCase, parameterized.TestCase):
         return sum(incarnation > 0 for _, incarnation in job.ended)
 
     @parameterized.product(part=list(range(_NUM_PARTS)), kind=list(_KINDS))
-    @pytest.mark.stress(after=len(_KINDS))
-    @pytest.mark.slow(after=4)
+    @pytest.mark.stress(after=4)
     def test_joins_whenever_it_was_killed(self, part, kind):
         first, last = _num_events(kind, seed=part)
         num_joined = 0

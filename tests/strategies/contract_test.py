@@ -710,6 +710,7 @@ class ContractTest(_OfAllMembers):
     # A world of one.
 
     @parameterized.parameters(*(name for name, member in MEMBERS.items() if not member.num_ps))
+    @pytest.mark.stress(after=_MOST)
     @pytest.mark.slow(after=3)
     def test_a_world_of_one_trains_as_plain_keras(self, name):
         def train(strategy):

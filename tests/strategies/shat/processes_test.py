@@ -197,8 +197,7 @@ class ShatProcessesTest(tf.test.TestCase, parameterized.TestCase):
     # One that is asked to end writes a last snapshot: nothing is lost but what is under way. One that dies within the
     # first interval has the snapshot of the first push.
     @parameterized.parameters((signal.SIGKILL, 10, 10), (signal.SIGTERM, 10, 0), (signal.SIGKILL, _FOREVER, _FOREVER))
-    @pytest.mark.stress(after=1)
-    @pytest.mark.slow
+    @pytest.mark.stress
     def test_a_server_that_ends_is_an_error_and_its_next_incarnation_goes_on(self, signum, every_pushes, most_lost):
         directory = self.enterContext(tempfile.TemporaryDirectory())
         exit_code = -signum if signum == signal.SIGKILL else 128 + signum
