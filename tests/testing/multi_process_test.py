@@ -96,6 +96,20 @@ def read_variable(name):
     return os.environ.get(name)
 
 
+def fit_a_model(num_steps, learning_rate):
+    """Fits y = 3 x to the points x = 1 from w = rank, so that every step multiplies the error by 1 - 2 lr."""
+    import keras
+    import numpy as np
+
+    ones = np.ones([8, 1], "float32")
+    model = keras.Sequential([keras.layers.Dense(1, use_bias=False)])
+    model.compile(keras.optimizers.SGD(learning_rate), "mse")
+    model.build([None, 1])
+    model.set_weights([np.full([1, 1], rank(), "float32")])
+    model.fit(ones, 3 * ones, epochs=num_steps, batch_size=8, verbose=2)
+    return float(model.get_weights()[0][0, 0])
+
+
 def draw_from_every_generator():
     import random
 
@@ -319,6 +333,12 @@ class TensorFlowTest(absltest.TestCase):
 
     def test_server_can_fork(self):
         self.assertTrue(start_fork_server(preload=_TENSORFLOW).can_fork)
+
+    def test_models_train(self):
+        with MultiProcessRunner(fit_a_model, 2, args=(10, 0.1), preload=_TENSORFLOW) as runner:
+            values = runner.join().raise_for_errors().values
+        for rank, value in enumerate(values):
+            self.assertAlmostEqual(value, 3 + (rank - 3) * 0.8**10, places=5)
 
     def test_processes_draw_different_numbers(self):
         with MultiProcessRunner(draw_from_every_generator, 2, preload=_TENSORFLOW) as runner:
