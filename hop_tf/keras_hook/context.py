@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from hop_tf.keras_hook.variables import is_own, made_beside_the_trace
 # Optimizer methods that Keras passes to `merge_call`, by the end of their qualified names.
 _UPDATE = "_distributed_tf_update_step"
 _LOSS_SCALED_UPDATE = "LossScaleOptimizer._tf_apply.<locals>._handle_cross_replica"
+_DECAY = "_apply_weight_decay.<locals>.distributed_apply_weight_decay"
 
 
 def refuse_xla() -> None:
@@ -56,6 +58,8 @@ class ReplicaContext(one_device_strategy._OneDeviceReplicaContext):
         if name.endswith(_LOSS_SCALED_UPDATE):
             return self._loss_scaled_update(merge_fn, args, kwargs)
         if not name.endswith(_UPDATE):
+            if name.endswith(_DECAY) and not own_updates.runs:
+                self._trace.note_decay()
             return super().merge_call(merge_fn, args, kwargs)
         if own_updates.is_left_out:
             return None
@@ -144,11 +148,19 @@ class Extended:
         self.hooks = hooks
         # The trace of the step that is being traced: Keras re-enters the replica context within a step.
         self._trace: StepTrace | None = None
+        # Those made in the scope, by identity: a custom loop names no model.
+        self._trainable: weakref.WeakValueDictionary[int, tf.Variable] = weakref.WeakValueDictionary()
 
     @property
     def in_step(self) -> bool:
         """Whether a training step is being traced, or run eagerly."""
         return self._trace is not None
+
+    def note_created(self, variable: tf.Variable) -> tf.Variable:
+        """Notes a variable that was made in the scope, and returns it."""
+        if variable.trainable:
+            self._trainable[id(variable)] = variable
+        return variable
 
     def note_update(self) -> None:
         """Called when an optimizer has applied gradients, constraints, and averages of weights."""
@@ -177,15 +189,15 @@ class Extended:
             return step() if model is None else self.hooks.around_step(step, (args, kwargs), model)
 
     def _run_step(self, fn, args, kwargs):
-        self._trace = StepTrace(fn, (args, kwargs))
+        self._trace = trace = StepTrace(fn, (args, kwargs), list(self._trainable.values()))
         try:
-            self.hooks.enter_step(self._trace)
-            with tf.control_dependencies(self._trace.comes_first):
+            self.hooks.enter_step(trace)
+            with tf.control_dependencies(trace.comes_first):
                 result = self._run(fn, args, kwargs)
-            self.hooks.leave_step(self._trace)
+            self.hooks.leave_step(trace)
             return result
         finally:
-            self._trace = None
+            trace.has_ended, self._trace = True, None
 
     def _run(self, fn, args, kwargs):
         """Runs a step on this process's devices."""
@@ -214,7 +226,7 @@ class OneDevice(Extended, one_device_strategy.OneDeviceExtended):
     def _create_variable(self, next_creator, **kwargs):
         if is_own(kwargs.get("name")):  # It is where the strategy says: what `tf.data` reads, and counters, on the CPU.
             return next_creator(**kwargs)
-        return super()._create_variable(next_creator, **kwargs)
+        return self.note_created(super()._create_variable(next_creator, **kwargs))
 
     def _reduce_to(self, reduce_op, value, destinations, options):
         del destinations, options

@@ -74,7 +74,7 @@ class SeveralDevices(Extended, mirrored_strategy.MirroredExtended):
                 variable = super()._create_variable(_create, **kwargs)
         if type(variable) is values.MirroredVariable:
             variable.__class__ = _Copies
-        return variable
+        return self.note_created(variable)
 
     def _validate_colocate_with_variable(self, colocate_with_variable):
         if _is_copied(colocate_with_variable):
@@ -204,9 +204,15 @@ class SeveralDevices(Extended, mirrored_strategy.MirroredExtended):
             return [values.Mirrored([_kept(each) for each in total.values]) for total in totals]
 
     def _make_alike(self) -> None:
-        """Gives all copies of moving statistics, which each device has assigned by itself, their mean."""
+        """Makes the copies of a state alike that each device has assigned by itself.
+
+        They become their mean if ranks average the state, too, and otherwise what the first device has.
+        """
         shares = self._shares or [1 / len(self.worker_devices)] * len(self.worker_devices)
         for variable in self._trace.assigned_on_devices():
+            if not self._trace.is_averaged(variable):
+                variable.assign(variable.values[0].read_value())
+                continue
             with tf.device(self.worker_devices[0]):
                 parts = [_scaled(each.read_value(), share) for each, share in zip(variable.values, shares, strict=True)]
                 mean = tf.add_n(parts)

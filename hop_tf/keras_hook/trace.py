@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from tensorflow.python.framework import auto_control_deps_utils
 from tensorflow.python.ops import control_flow_v2_func_graphs
 
 from hop_tf.keras_hook.data import count_rows
+from hop_tf.keras_hook.ownership import Owner, State, states_of
 
 _CONTROL_FLOW_GRAPHS = (
     control_flow_v2_func_graphs.CondBranchFuncGraph,
@@ -52,6 +54,21 @@ def is_built(model: keras.Model) -> bool:
     return model.built or (has_no_call(model) and bool(model.weights))
 
 
+@dataclasses.dataclass(frozen=True)
+class Assigned:
+    """A trained variable that a step has assigned before the update, or may have.
+
+    Attributes:
+      variable: The variable.
+      at_start: Its value at the start of the step.
+      before_update: Its value right before the optimizer's update.
+    """
+
+    variable: tf.Variable
+    at_start: tf.Tensor
+    before_update: tf.Tensor
+
+
 class StepTrace:
     """What is known of one call of `run(fn)` while it is traced (or, run eagerly, executed).
 
@@ -61,10 +78,18 @@ class StepTrace:
       started_at: `tf.timestamp()` at the start of the step, where somebody wants to know.
       num_updates: Optimizer updates seen so far.
       states: For each exchange group, what its scheme keeps from before the update for after it.
+      has_ended: True when the step is traced, or has failed.
+
+    Args:
+      fn: The step.
+      arguments: Its arguments, among them the batch.
+      trainable: The variables that the step may train.
     """
 
-    def __init__(self, fn: Callable, arguments: Any = ()):
+    def __init__(self, fn: Callable, arguments: Any = (), trainable: Sequence[tf.Variable] = ()):
         self.model = trained_model(fn)
+        self.has_ended = False
+        self._trainable = trainable
         self.comes_first: list[tf.Tensor] = []
         self.started_at: tf.Tensor | None = None
         self.num_updates = 0
@@ -73,8 +98,13 @@ class StepTrace:
         self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         self._arguments = tf.nest.flatten(arguments)
         self._tensors = tf.nest.flatten(arguments, expand_composites=True)
-        self._at_start: dict[int, tuple[tf.Variable, tf.Tensor]] = {}
+        self._states: list[State] = []
+        self._at_start: dict[int, tf.Tensor] = {}
         self._claimed: set[int] = set()
+        # Weights at the start of the step. And when weight decay began: weights, and how often each was assigned.
+        self._trained_at_start: dict[int, tuple[tf.Variable, tf.Tensor]] = {}
+        self._trained_before_decay: dict[int, tf.Tensor] = {}
+        self._before_decay: dict[int, int] | None = None
         # The variables that optimizers have updated, each with the number of operations that had assigned it by then.
         self._updated: dict[int, tuple[tf.Variable, int]] = {}
         self._alike: dict[int, int] = {}  # How often variables were assigned, by handles, when copies were alike.
@@ -102,51 +132,93 @@ class StepTrace:
                 f"it. Received: an update within {graph.name!r}."
             )
 
-    def read_untrained(self) -> None:
-        """Reads the model's untrained float weights now, before the step assigns them."""
-        for variable in self._untrained():
-            self._at_start[id(variable)] = (variable, variable.read_value())
-
-    def _untrained(self) -> list[tf.Variable]:
-        """The model's untrained float weights. Eagerly, where no graph tells what a step assigns, those that it may."""
-        weights = self.model.non_trainable_weights
-        if self._graph is None:  # A layer that trains counts as assigning.
-            training_layers = [layer for layer in self.model._flatten_layers() if layer.trainable]
-            assigning = {id(weight) for layer in training_layers for weight in layer._non_trainable_variables}
-            weights = [weight for weight in weights if id(weight) in assigning]
-        return [weight.value for weight in weights if weight.value.dtype.is_floating]
+    def read_states(self) -> None:
+        """Reads now, before the step assigns them, the states that ranks may average beside the weights."""
+        self._states = states_of(self.model)
+        for state in self._states:
+            if state.owner is Owner.MEAN:
+                self._at_start[id(state.variable)] = state.variable.read_value()
 
     def value_at_start(self, variable: tf.Variable) -> tf.Tensor:
-        """The variable's value at the start of the step; trained variables do not change before the update."""
+        """The variable's value at the start of the step; that of trained variables right before the update."""
         known = self._at_start.get(id(variable))
-        return known[1] if known is not None else variable.read_value()
+        return variable.read_value() if known is None else known
 
     def claim(self, variables: Sequence[tf.Variable]) -> None:
         """Notes that these variables are exchanged: with several optimizers, each variable by one of them."""
         self._claimed.update(id(variable) for variable in variables)
 
-    def unclaimed_assigned(self) -> list[tf.Variable]:
-        """The untrained float weights that the step, as far as it is traced, assigns, and nobody exchanges yet."""
-        unclaimed = [variable for key, (variable, _) in self._at_start.items() if key not in self._claimed]
-        if self._graph is None:
-            return unclaimed
-        counts = _num_assignments(self._graph)
-        return [variable for variable in unclaimed if counts.get(_handle_id(variable), 0) > 0]
+    def unclaimed_means(self, trained: Sequence[tf.Variable]) -> list[tf.Variable]:
+        """The states that ranks average beside the weights, and that no optimizer's exchange has claimed.
+
+        Statistics of Keras's layers count if the step, as far as it is traced, assigns them: those of a frozen layer
+        do not change. Eagerly, no graph tells: those of layers that train count.
+
+        Args:
+          trained: What the optimizer updates.
+        """
+        known = self._claimed.union(map(id, trained))
+        means = [state for state in self._states if state.owner is Owner.MEAN and id(state.variable) not in known]
+        counts = {} if self._graph is None else _num_assignments(self._graph)
+
+        def changes(state: State) -> bool:
+            if not state.is_statistic:
+                return True
+            return state.layer.trainable if self._graph is None else counts.get(_handle_id(state.variable), 0) > 0
+
+        return [state.variable for state in means if changes(state)]
+
+    def assigned_states(self) -> list[State]:
+        """The states that the step assigns and no optimizer updates; none in eager execution."""
+        counts = {} if self._graph is None else _num_assignments(self._graph)
+        return [
+            state
+            for state in self._states
+            if id(state.variable) not in self._claimed and counts.get(_handle_id(state.variable), 0) > 0
+        ]
+
+    def read_trained(self) -> None:
+        """Reads weights that may be trained now. In a graph, a read that nobody uses is left out."""
+        self._trained_at_start = {id(variable): (variable, _read(variable)) for variable in self._trainable}
+
+    def trained_at_start(self, variables: Sequence[tf.Variable]) -> list[tf.Tensor]:
+        """The values that `read_trained` has read; of variables that were made since, those of now."""
+        known = self._trained_at_start
+        return [known[id(v)][1] if id(v) in known else v.read_value() for v in variables]
+
+    def note_decay(self) -> None:
+        """Notes that the optimizer is about to decay weights, which is a part of its update."""
+        self._before_decay = {} if self._graph is None else _num_assignments(self._graph)
+        self._trained_before_decay = {key: _read(variable) for key, (variable, _) in self._trained_at_start.items()}
+
+    def assigned_before_update(self, variables: Sequence[tf.Variable]) -> list[Assigned]:
+        """What the step has assigned before the optimizer's update, of these; eagerly, all: no graph tells."""
+        before_decay, self._before_decay = self._before_decay, None
+        values, self._trained_before_decay = self._trained_before_decay, {}
+        known = [variable for variable in variables if id(variable) in self._trained_at_start]
+        if self._graph is not None:
+            counts = _num_assignments(self._graph) if before_decay is None else before_decay
+            updated = {key: before for key, (_, before) in self._updated.items()}
+            known = [v for v in known if counts.get(_handle_id(v), 0) > updated.get(id(v), 0)]
+        values = [values[id(v)] if id(v) in values else _read(v) for v in known]
+        return [Assigned(v, self._trained_at_start[id(v)][1], value) for v, value in zip(known, values, strict=True)]
 
     def assigned_on_devices(self) -> list[tf.Variable]:
         """Untrained float variables with a copy on each device that the step has assigned since `note_alike`."""
         if self._graph is None:
-            return [] if self.model is None else [each for each in self._untrained() if hasattr(each, "values")]
+            return [state.variable for state in self._states if _is_copied_state(state.variable)]
         counts = _num_assignments(self._graph)
         containers = [getattr(handle, "_distributed_container", lambda: None)() for handle, _ in self._graph.captures]
         return [
             variable
             for variable in {id(each): each for each in containers if each is not None}.values()
             if counts.get(_handle_id(variable), 0) > self._alike.get(_handle_id(variable), 0)
-            and variable.dtype.is_floating
-            and not variable.trainable
-            and variable.aggregation is tf.VariableAggregation.NONE
+            and _is_copied_state(variable)
         ]
+
+    def is_averaged(self, variable: tf.Variable) -> bool:
+        """True if the copies of a state on several devices become their mean, and not the first device's copy."""
+        return all(state.owner is Owner.MEAN for state in self._states if state.variable is variable)
 
     def note_alike(self) -> None:
         """Notes that all copies of variables are alike, as far as the step is traced."""
@@ -164,6 +236,18 @@ class StepTrace:
         """Variables that the step, as far as it is traced, has assigned since an optimizer had updated them."""
         counts = _num_assignments(self._graph) if self._updated else {}
         return [variable for variable, before in self._updated.values() if counts.get(_handle_id(variable), 0) > before]
+
+
+def _read(variable: tf.Variable) -> tf.Tensor:
+    """The value; of the first copy, where each device has one. Without an identity behind it, which would be kept."""
+    first = getattr(variable, "values", (variable,))[0]
+    return tf.raw_ops.ReadVariableOp(resource=first.handle, dtype=first.dtype)
+
+
+def _is_copied_state(variable: tf.Variable) -> bool:
+    """True for an untrained float variable whose copies a step may have made different."""
+    is_copied = hasattr(variable, "values") and variable.aggregation is tf.VariableAggregation.NONE
+    return is_copied and variable.dtype.is_floating and not variable.trainable
 
 
 def _handle_id(variable: tf.Variable) -> int:

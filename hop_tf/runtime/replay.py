@@ -66,6 +66,10 @@ class Replay:
     def _keep_state(self) -> None:
         assign_all(self._merged, self._state)
 
+    def take(self, weights: Sequence[tf.Tensor]) -> None:
+        """Emits the ops that take these weights, and the present slots, for the merged state."""
+        assign_all(self._merged, [*weights, *self._state[len(weights) :]])
+
     def restore(self) -> None:
         """Emits the ops that forget own gradients: the state is the merged one."""
         assign_all(self._state, self._merged)

@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from hop_tf.errors import MismatchError, ProtocolError
+from hop_tf.keras_hook.updates import as_own_updates
 from hop_tf.membership import Membership, membership_pb2
 from hop_tf.tensors.packing import TensorSpec
 
@@ -157,5 +158,6 @@ def write(variables: Sequence[tf.Variable], payload: np.ndarray) -> None:
         end = start + spec.num_elements * spec.dtype.size
         # A copy: the variable may live longer than it is good to keep the whole message's memory.
         value = payload[start:end].copy().view(spec.dtype.as_numpy_dtype)
-        variable.assign(value.reshape(spec.shape))
+        with as_own_updates():  # Not the program's: see `hop_tf.keras_hook.watched`.
+            variable.assign(value.reshape(spec.shape))
         start = end

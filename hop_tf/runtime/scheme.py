@@ -25,12 +25,15 @@ class Scheme(abc.ABC):
         Where ranks average gradients only, False.
       keeps_assignments: Whether what a step assigns to weights after the optimizer's update stays. Not so where updates
         are made again, or elsewhere.
+      takes_assignments: True if weights that a program assigns before the update, or between two steps, count. False if
+        a second copy of the weights takes their place.
       in_lock_step: Whether each rank waits for all others anyhow, so that they may also do so for `strategy.reduce`.
       settles_loops: Whether `synchronize` merges what is under way in a custom loop, as the end of `fit` does.
     """
 
     mixes_weights = True
     keeps_assignments = True
+    takes_assignments = True
     in_lock_step = False
     settles_loops = False
 
@@ -73,6 +76,22 @@ class Scheme(abc.ABC):
     def common_optimizers(self, group: Group) -> Sequence[tuple[keras.optimizers.Optimizer, Sequence[tf.Variable]]]:
         """Optimizers that make the same updates of the group on all ranks, with what they remember of these."""
         return ()
+
+    def watched(self, group: Group) -> Sequence[tf.Variable]:
+        """The variables of which the scheme keeps a second copy. Asked only without `takes_assignments`."""
+        return group.trained
+
+    def take_assigned(self, group: Group, weights: Sequence[tf.Tensor]) -> tf.Tensor:
+        """Emits what takes weights that a custom loop has assigned between two steps.
+
+        Args:
+          group: The exchange group.
+          weights: The trained weights at the start of the step.
+
+        Returns:
+          bool scalar: False if that is not possible.
+        """
+        return tf.constant(False)
 
     def check_new_group(self) -> None:
         """Raises ValueError where a group cannot be made now: before others are asked for anything."""

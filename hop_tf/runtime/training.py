@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 
@@ -22,11 +23,16 @@ from hop_tf.keras_hook.optimizers import gradient_accumulation_steps, tf_variabl
 from hop_tf.keras_hook.shared_paths import CallbackPaths, has_callback
 from hop_tf.keras_hook.shares import BatchShares
 from hop_tf.keras_hook.trace import StepTrace, is_built
+from hop_tf.keras_hook.watched import Watch
 from hop_tf.runtime.group import Group, tensors_of
 from hop_tf.runtime.passed_steps import PassedSteps
 from hop_tf.runtime.refusals import (
     check_optimizer,
+    refusal_in,
+    refuse_assigned,
     refuse_assignments,
+    refuse_before_update,
+    refuse_between_steps,
     refuse_to_restore,
     refuse_update,
     require_lock_step,
@@ -102,6 +108,9 @@ class TrainingRun(TrainingHooks):
             catch_up=self._catch_up,
         )
         self._rows = None if self.shares is None else RowWeighing(self.shares)
+        self._trace: StepTrace | None = None  # The latest one.
+        # Where the scheme keeps a second copy of weights.
+        self._watch = None if scheme.takes_assignments else Watch(lambda: not self._trace.has_ended)
         self._averages_metrics = self._must_average_metrics = False  # In the running `fit`.
 
     @property
@@ -189,6 +198,8 @@ class TrainingRun(TrainingHooks):
         try:
             yield
         except tf.errors.OpError as error:
+            if (refusal := refusal_in(error)) is not None:
+                raise ValueError(refusal) from None
             failure = self.worker.membership.failure
             if failure is None:
                 raise
@@ -233,21 +244,31 @@ class TrainingRun(TrainingHooks):
                 )
             self.worker.metrics.begin(num_steps)
         self._scheme.begin_training(self.groups)
+        if self._watch is not None:
+            self._watch.forget()
 
     def begin_epoch(self) -> None:
         """Lets ranks agree on shares, and the scheme look at what callbacks have changed since the last epoch."""
         if self._rows is not None:
             self._rows.begin_epoch(agrees=not self.is_behind)
+        if self._watch is not None and not self._scheme.in_lock_step:
+            refuse_between_steps(self._scheme, self._watch.changed())
         for group in () if self.is_behind else self.groups:
             self._scheme.begin_epoch(group)
+        if self._watch is not None:
+            self._watch.forget()
 
     def end_epoch(self) -> None:
         """Lets the scheme do what validation and callbacks count on."""
         for group in () if self.is_behind else self.groups:
             self._scheme.end_epoch(group)
+        if self._watch is not None and not self._scheme.in_lock_step:
+            self._watch.remember()
 
     def begin_batch(self) -> None:
         """See `StepRecords`. Steps count by the shares of the ranks that are there."""
+        if self._watch is not None and not self.is_behind:
+            refuse_between_steps(self._scheme, self._watch.assigned())
         if self.shares is not None:
             self.shares.note_departed(self.worker.membership.departed())
         self.records.begin_batch()
@@ -338,6 +359,7 @@ class TrainingRun(TrainingHooks):
 
     def enter_step(self, trace: StepTrace) -> None:
         """Gives the model rank 0's initial values, before its first step."""
+        self._trace = trace
         if self._rows is not None:
             self._rows.begin_step(trace)
         if self.worker is not None and trace.model is not None and is_built(trace.model):
@@ -349,9 +371,12 @@ class TrainingRun(TrainingHooks):
                 self.worker.collectives.broadcast_initial_values(
                     tf_variables(trace.model.weights, slots, self._changing_shares())
                 )
-            trace.read_untrained()
             with trace.when_data_is_here():
                 self.statistics.count_start()
+        if self.worker is not None:
+            trace.read_states()
+            if not self._scheme.takes_assignments:
+                trace.read_trained()
         if self._emulated_compute is not None:
             with trace.when_data_is_here():
                 trace.started_at = tf.timestamp()
@@ -415,10 +440,19 @@ class TrainingRun(TrainingHooks):
         if others:
             self._scheme.check_further_group(group, others)
         trace.claim(group.variables)
+        if self._watch is not None:
+            self._refuse_assigned(group, trace)
         values = [trace.value_at_start(variable) for variable in group.variables]
         self.statistics.count_gradients(tensors_of(gradients), group.step.read_value())
         gradients, trace.states[group.name] = self._scheme.before_update(group, values, gradients)
         return gradients
+
+    def _refuse_assigned(self, group: Group, trace: StepTrace) -> None:
+        """Emits the ops that fail if weights were assigned, and the scheme's second copy would take their place."""
+        refuse_before_update(self._scheme, trace.assigned_before_update(group.trained))
+        if trace.model is None or self._phase is Phase.OUTSIDE:  # In `fit`, `begin_batch` looks.
+            take = functools.partial(self._scheme.take_assigned, group, trace.trained_at_start(group.trained))
+            refuse_assigned(self._scheme, self._watch, group.trained, take)
 
     def reduce(self, reduce_op: tf.distribute.ReduceOp, value):
         """The sum or mean over the ranks; see `ExchangeStrategy.reduce`."""
@@ -457,7 +491,7 @@ class TrainingRun(TrainingHooks):
         if key not in groups:
             self._scheme.check_new_group()
             check_optimizer(self._scheme, optimizer, refuses_nonfinite=self.worker.finite_check.raises)
-            carried = trace.unclaimed_assigned()
+            carried = trace.unclaimed_means(variables)
             begun = tf.executing_eagerly()  # Else the step is only traced.
             with tf.init_scope():
                 values = [trace.value_at_start(each) if begun else each.read_value() for each in carried]
@@ -473,6 +507,8 @@ class TrainingRun(TrainingHooks):
                     num_batches=self.data.num_batches,
                 )
                 self._scheme.begin_group(groups[key])
+                if self._watch is not None:
+                    self._watch.add(self._scheme.watched(groups[key]))
         return groups[key]
 
     # Steps that are passed over.

@@ -174,7 +174,7 @@ class PipeSGDStrategy(ExchangeStrategy):
             compensation=compensation,
             on_peer_loss=on_peer_loss or "raise",
         )
-        self.keeps_assignments = not self._settings.replays
+        self.keeps_assignments = self.takes_assignments = not self._settings.replays
         cluster = training_cluster(cluster_resolver, "PipeSGDStrategy")
         super().__init__(
             cluster=cluster,
@@ -217,6 +217,15 @@ class PipeSGDStrategy(ExchangeStrategy):
                 "variables: its count of steps belongs to none of them. Apply it once, or take an optimizer for each "
                 f"part. Received: compensation='replay', and {type(group.optimizer()).__name__}, applied again."
             )
+
+    def watched(self, group: Group) -> Sequence[tf.Variable]:
+        return [*group.trained, *slots_of(group.optimizer(), group.trained).values()]
+
+    def take_assigned(self, group: Group, weights: Sequence[tf.Tensor]) -> tf.Tensor:
+        exchange = group.exchange
+        is_merged = tf.equal(group.step, exchange.pipelined_from)  # Nothing is in flight.
+        tf.cond(is_merged, lambda: exchange.replay.take(weights), lambda: None)
+        return is_merged
 
     def begin_eager_step(self, group: Group) -> None:
         if int(group.step) == int(group.exchange.pipelined_from):

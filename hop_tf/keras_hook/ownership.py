@@ -1,0 +1,189 @@
+"""Who owns the state of a program: the variables that no optimizer updates, and the states of metrics.
+
+Trained weights belong to the strategy. All else belongs to the program, and only the program knows what several ranks
+should make of it: a moving mean is averaged, a queue of features is not. Keras's own layers are known. Everything else
+says so itself, by `add_weight(aggregation=...)` or by `hop_tf.state`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+_MARK = "hop_tf_state"
+
+
+class Owner(enum.Enum):
+    """What becomes of a state on several ranks."""
+
+    MEAN = "mean"
+    SUM = "sum"
+    MAX = "max"
+    FIRST = "first"
+    OWN = "own"
+
+
+_OF_AGGREGATIONS = {
+    tf.VariableAggregation.MEAN: Owner.MEAN,
+    tf.VariableAggregation.SUM: Owner.SUM,
+    tf.VariableAggregation.ONLY_FIRST_REPLICA: Owner.FIRST,
+}
+# Marked variables by identity: TensorFlow's cannot be hashed.
+_marked: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def state(what: Any, owner: str) -> Any:
+    """Says what ranks make of a state that no optimizer updates.
+
+        self.teacher = hop_tf.state(build_network(), "mean")
+        self.queue = hop_tf.state(self.add_weight(shape=(4096, 128), trainable=False), "own")
+
+    Without a mark, `add_weight(aggregation=...)` counts ("mean", "sum", "only_first_replica"). Without that, the moving
+    statistics of `BatchNormalization` are averaged, float8 scales become the maximum, and every other state stays the
+    rank's own. See the table in `docs/data.md`.
+
+    Args:
+      what: A variable of Keras or TensorFlow; a layer or a model, for all of its weights; a metric, for its states; or
+        a list of these. Mark it before the first training step.
+      owner: "mean": ranks average the state with every step, as a moving mean. The state must be of floats.
+        "sum": the changes of all ranks add up, as in a count of rows. "max": the maximum, element by element.
+        "first": rank 0's. These three are agreed at the end of each epoch if ranks wait for each other (Pipe-SGD, DTS,
+        Canary and SHAT with `consistency="bsp"`), and always by `strategy.synchronize`.
+        "own": each rank keeps its own. A model that rank 0 saves holds rank 0's.
+        A metric takes "sum": its states add up over the ranks, and its result is that of all data.
+
+    Returns:
+      `what`.
+
+    Raises:
+      ValueError: If an argument is none of these.
+    """
+    known = [each.value for each in Owner]
+    if owner not in known:
+        raise ValueError(f"`owner` must be one of {known}. Received: owner={owner!r}.")
+    for each in what if isinstance(what, (list, tuple)) else [what]:
+        _check(each, Owner(owner))
+        setattr(each, _MARK, Owner(owner))
+        if _is_variable(each):
+            _marked[id(each)] = each
+    return what
+
+
+def _check(what: Any, owner: Owner) -> None:
+    if not _is_variable(what) and not isinstance(what, (keras.Layer, keras.Metric)):
+        raise ValueError(
+            "`what` must be a variable, a layer, a model, a metric, or a list of these. "
+            f"Received: what={what!r} of type {type(what).__name__}."
+        )
+    if isinstance(what, keras.Metric) and owner is not Owner.SUM:
+        raise ValueError(
+            "`owner` of a metric must be 'sum': its states add up over the ranks. Without a mark, ranks average the "
+            f"results of a metric. Received: owner={owner.value!r}, what={what.name!r}."
+        )
+    if _is_variable(what) and owner is Owner.MEAN and not _is_floating(what):
+        raise ValueError(
+            "`owner` must not be 'mean' for a state that is not of floats. Take 'sum', 'max', 'first' or 'own'. "
+            f"Received: owner='mean', what={_path_of(what)!r} of {tf.as_dtype(what.dtype).name}."
+        )
+
+
+def mark_of(what: Any) -> Owner | None:
+    """What `state` has said of a variable, a layer or a metric; None if nothing."""
+    return getattr(what, _MARK, None)
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """A variable, and what ranks make of it.
+
+    Attributes:
+      variable: TensorFlow's variable.
+      path: Its name for users, for instance "sequential/dense/kernel".
+      owner: What ranks make of it.
+      is_statistic: True for a moving statistic of a layer of Keras: averaged if a step assigns it.
+      is_told: True if the program says who owns it, or the layer is one of Keras's own.
+      layer: The layer that holds it; None for a variable beside the model.
+    """
+
+    variable: tf.Variable
+    path: str
+    owner: Owner
+    is_statistic: bool
+    is_told: bool
+    layer: keras.Layer | None
+
+
+def states_of(model: keras.Model | None) -> list[State]:
+    """All weights of a model, in an order that is the same on all ranks, and the marked variables beside it.
+
+    Args:
+      model: The model. None gives marked variables only, as for a custom training loop.
+    """
+    found = {} if model is None else {id(each.variable): each for each in _walk(model, ())}
+    marked = [each for each in _marked.values() if id(tf_variable(each)) not in found]
+    beside = marked if model is None else [each for each in marked if not isinstance(each, keras.Variable)]
+    return [*found.values(), *(_state(each, ()) for each in beside)]
+
+
+def _walk(layer: keras.Layer, outer: Sequence[keras.Layer]) -> Iterator[State]:
+    layers = (*outer, layer)
+    for variable in (*layer._trainable_variables, *layer._non_trainable_variables):
+        yield _state(variable, layers)
+    for each in layer._layers:
+        if all(each is not known for known in layers):
+            yield from _walk(each, layers)
+
+
+def _state(variable: Any, layers: Sequence[keras.Layer]) -> State:
+    told = _told_owner(variable, layers)
+    is_statistic = told is None and bool(layers) and _is_statistic(variable, layers[-1])
+    is_of_keras = bool(layers) and type(layers[-1]).__module__.startswith("keras.src.")
+    return State(
+        variable=tf_variable(variable),
+        path=_path_of(variable),
+        owner=told or (Owner.MEAN if is_statistic else Owner.OWN),
+        is_statistic=is_statistic,
+        is_told=told is not None or is_of_keras,
+        layer=layers[-1] if layers else None,
+    )
+
+
+def _told_owner(variable: Any, layers: Sequence[keras.Layer]) -> Owner | None:
+    """What the program says: a mark of the variable, of the innermost marked layer, or the variable's aggregation."""
+    if (mark := mark_of(variable)) is not None:
+        return mark
+    marks = [mark for layer in layers if (mark := mark_of(layer)) is not None]
+    if marks:
+        return Owner.OWN if marks[-1] is Owner.MEAN and not _is_floating(variable) else marks[-1]
+    if getattr(variable, "overwrite_with_gradient", False):
+        return Owner.MAX
+    owner = _OF_AGGREGATIONS.get(tf_variable(variable).aggregation)
+    return Owner.OWN if owner is Owner.MEAN and not _is_floating(variable) else owner
+
+
+def _is_statistic(variable: Any, layer: keras.Layer) -> bool:
+    is_untrained = any(each is variable for each in layer._non_trainable_variables)
+    return is_untrained and isinstance(layer, keras.layers.BatchNormalization)
+
+
+def tf_variable(variable: Any) -> tf.Variable:
+    """The TensorFlow variable behind a Keras variable; any other one itself."""
+    return variable._value if isinstance(variable, keras.Variable) else variable
+
+
+def _is_variable(what: Any) -> bool:
+    return isinstance(what, (keras.Variable, tf.Variable))
+
+
+def _is_floating(variable: Any) -> bool:
+    return tf.as_dtype(variable.dtype).is_floating
+
+
+def _path_of(variable: Any) -> str:
+    return getattr(variable, "path", variable.name)
