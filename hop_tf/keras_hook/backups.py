@@ -9,14 +9,14 @@ import pathlib
 import re
 import shutil
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 
 import h5py
 import keras
+import tensorflow as tf
 from absl import logging
 from keras.src.saving import saving_lib
 
-from hop_tf.errors import MismatchError
 from hop_tf.keras_hook.shared_paths import flat_callbacks
 
 _WEIGHTS, _METADATA, _CHECKSUMS = "latest.weights.h5", "training_metadata.json", "checksums.json"
@@ -25,8 +25,6 @@ _CHUNK_BYTES = 1 << 24
 
 # What a backup is of: the epoch that training goes on with, and the batch.
 Position = tuple[int, int]
-_START: Position = (0, 0)
-_CLAIM = "BackupAndRestore"
 
 
 class AtomicBackupAndRestore(keras.callbacks.BackupAndRestore):
@@ -36,8 +34,8 @@ class AtomicBackupAndRestore(keras.callbacks.BackupAndRestore):
 
     A backup is written to a folder of its own, which gets its name, `backup_<n>`, when all of it is on the disk. The
     last two are kept. Training goes on from the newest one whose checksums are right; a damaged one is left out, with a
-    warning. Ranks go on from the newest one that all of them have. What Keras's own callback has left in the same
-    folder is restored where there is no other backup.
+    warning. Ranks go on from the newest one that all of them have; a rank without any backup gets a copy of it. What
+    Keras's own callback has left in the same folder is restored where there is no other backup.
 
     A backup that cannot be written, as on a full disk, is a warning: training goes on, and the former backup stays. A
     backup is made in memory first, which takes as much as the weights and what optimizers remember.
@@ -70,14 +68,27 @@ class AtomicBackupAndRestore(keras.callbacks.BackupAndRestore):
         return sorted((path for path in paths if re.fullmatch(r"backup_\d+", path.name)), key=_number_of, reverse=True)
 
     def positions(self) -> list[Position]:
-        """Those that training can go on from, the newest first; the start of it while nothing but the first is lost."""
-        newest, *older = self._backups() or [None]
-        is_young = newest is None or (_number_of(newest) == 1 and not older)
-        return [*(_position_of(path) for path in self._whole_backups()), *([_START] if is_young else [])]
+        """The positions that training can go on from, the newest first; none without a backup."""
+        if not self._backups():
+            return positions_of_files(self.backup_dir)
+        return [_position_of(path) for path in self._whole_backups()]
 
     def choose(self, position: Position) -> None:
         """Has the next `fit` go on from there, and not from the newest backup."""
-        self._chosen = position
+        self._chosen = position if self._backups() else None
+
+    def weights_at(self, position: Position) -> bytes:
+        """The file with the weights of a backup that `positions` lists."""
+        paths = [path for path in self._whole_backups() if _position_of(path) == position]
+        return weights_of_files(paths[0] if paths else self.backup_dir)
+
+    def adopt(self, position: Position, weights: bytes) -> None:
+        """Makes another rank's backup the newest one of this rank.
+
+        Raises:
+          OSError: If the backup cannot be written.
+        """
+        self._write_newest({_WEIGHTS: weights, _METADATA: _metadata_of(position)})
 
     def _whole_backups(self) -> list[pathlib.Path]:
         """The newest first; raises OSError where there are others only."""
@@ -94,14 +105,13 @@ class AtomicBackupAndRestore(keras.callbacks.BackupAndRestore):
 
     def _load_model(self) -> None:
         chosen, self._chosen = self._chosen, None
-        if not self._backups() and chosen is None:
+        if not self._backups():
             folder = pathlib.Path(self.backup_dir)
             _check_files(folder)
             self._use(folder)
             super()._load_model()
             return
-        paths = [path for path in self._whole_backups() if chosen in (None, _position_of(path))]
-        path = paths[0] if paths else pathlib.Path(self.backup_dir) / "backup_0"  # It is not there.
+        path, *_ = [path for path in self._whole_backups() if chosen in (None, _position_of(path))]
         self._use(path)
         super()._load_model()
         for each in self._backups():
@@ -109,12 +119,20 @@ class AtomicBackupAndRestore(keras.callbacks.BackupAndRestore):
                 shutil.rmtree(each, ignore_errors=True)
 
     def _save_model(self) -> None:
+        metadata = _metadata_of((self._current_epoch, self._last_batch_seen))
+        try:
+            self._write_newest({_WEIGHTS: _weights_of(self.model), _METADATA: metadata})
+        except OSError as error:
+            logging.warning(
+                "The backup in %s cannot be written: %s. Training goes on; %s.",
+                *(self.backup_dir, error, "the former backup stays" if self._backups() else "there is no backup yet"),
+            )
+
+    def _write_newest(self, contents: Mapping[str, bytes | memoryview]) -> None:
         folder = pathlib.Path(self.backup_dir)
         unfinished = folder / _UNFINISHED
-        metadata = json.dumps({"epoch": self._current_epoch, "batch": self._last_batch_seen}).encode()
-        contents = {_WEIGHTS: _weights_of(self.model), _METADATA: metadata}
+        newest, *older = self._backups() or [None]
         try:
-            newest, *older = self._backups() or [None]
             for path in (unfinished, *older):
                 if path.exists():
                     shutil.rmtree(path)
@@ -122,12 +140,9 @@ class AtomicBackupAndRestore(keras.callbacks.BackupAndRestore):
             _write(unfinished, contents)
             unfinished.rename(folder / f"backup_{_number_of(newest) + 1 if newest else 1}")
             _sync(folder)
-        except OSError as error:
-            logging.warning(
-                "The backup in %s cannot be written: %s. Training goes on; %s.",
-                *(self.backup_dir, error, "the former backup stays" if self._backups() else "there is no backup yet"),
-            )
+        except OSError:
             shutil.rmtree(unfinished, ignore_errors=True)  # It takes room that others may need.
+            raise
 
 
 def _number_of(backup: pathlib.Path) -> int:
@@ -181,13 +196,20 @@ def _problem_of_backup(folder: pathlib.Path) -> str | None:
     return f"the checksum of {', '.join(wrong)} is wrong" if wrong else None
 
 
-def _position_of(folder: pathlib.Path) -> Position:
-    """What a whole backup, or a folder of Keras's own, is of; the start if there is none."""
-    path = folder / _METADATA
-    if not path.exists():
-        return _START
-    metadata = json.loads(path.read_bytes())
+def _position_of(folder: str | os.PathLike) -> Position:
+    """The position of a whole backup, or of a folder of Keras's own."""
+    metadata = json.loads(_read(folder, _METADATA))
     return metadata["epoch"], metadata.get("batch", 0)
+
+
+def _metadata_of(position: Position) -> bytes:
+    return json.dumps(dict(zip(("epoch", "batch"), position, strict=True))).encode()
+
+
+def _read(folder: str | os.PathLike, name: str) -> bytes:
+    """A file of a backup. Its folder may be an address, which `pathlib` cannot read."""
+    with tf.io.gfile.GFile(os.path.join(folder, name), "rb") as file:
+        return file.read()
 
 
 def restore(model: keras.Model, weights: str | os.PathLike) -> None:
@@ -207,73 +229,34 @@ def begin_at_epoch(model: keras.Model, epoch: int | None) -> None:
     model._initial_epoch = epoch
 
 
-class BackupAgreement:
-    """Has all ranks go on from backups of the same epoch: one may have died before it made its last one.
-
-    Args:
-      callbacks: As `fit` takes them.
-
-    Attributes:
-      claims: What to claim in the session: if a rank does, all ranks have to agree.
-    """
-
-    def __init__(self, callbacks: object):
-        found = [each for each in flat_callbacks(callbacks) if isinstance(each, keras.callbacks.BackupAndRestore)]
-        self._callback = found[-1] if found else None
-        self.claims = [_CLAIM] if found else []
-
-    def is_needed(self, owners: Collection[str]) -> bool:
-        """Whether a rank has such a callback; `owners` are the claims of all."""
-        return _CLAIM in owners
-
-    @property
-    def _has_atomic_ones(self) -> bool:
-        return isinstance(self._callback, AtomicBackupAndRestore) and bool(self._callback._backups())
-
-    def own(self) -> bytes:
-        """What this rank can go on from, for the others.
-
-        Raises:
-          OSError: If its backups are damaged.
-        """
-        if self._callback is None or "://" in os.fspath(self._callback.backup_dir):
-            return json.dumps([_START]).encode()
-        folder = pathlib.Path(self._callback.backup_dir)
-        if self._has_atomic_ones:
-            return json.dumps(self._callback.positions()).encode()
-        _check_files(folder)
-        return json.dumps([_position_of(folder)]).encode()
-
-    def agree(self, of_ranks: Sequence[bytes], *, in_lock_step: bool) -> None:
-        """Takes what each rank can go on from, and chooses the newest that all have.
-
-        Args:
-          of_ranks: In the order of the ranks.
-          in_lock_step: Whether ranks make the same updates. Otherwise each takes its newest where they have none in
-            common.
-
-        Raises:
-          MismatchError: On all ranks, if there is none.
-        """
-        positions = [[tuple(each) for each in json.loads(data)] for data in of_ranks]
-        common = set.intersection(*map(set, positions))
-        if common:
-            if self._has_atomic_ones:
-                self._callback.choose(max(common))
-        elif in_lock_step:
-            known = "; ".join(f"rank {rank}: {_describe(each)}" for rank, each in enumerate(positions))
-            raise MismatchError(
-                f"ranks have no backup of the same epoch to go on from ({known}): their models would differ. Remove "
-                "the backups of all ranks to begin anew. hop_tf.callbacks.AtomicBackupAndRestore keeps the last two, "
-                "and takes those that all ranks have. Pass it on all ranks, with equal arguments."
-            )
-
-
-def _describe(positions: Sequence[Position]) -> str:
-    return ", ".join(f"epoch {epoch}, batch {batch}" for epoch, batch in positions)
-
-
 # Keras's own backups.
+
+
+def positions_of_files(folder: str | os.PathLike) -> list[Position]:
+    """The position of the backup that Keras's callback has left in a folder, or at an address; empty without one.
+
+    Raises:
+      OSError: If the files are damaged.
+    """
+    if "://" not in os.fspath(folder):
+        _check_files(pathlib.Path(folder))
+    return [_position_of(folder)] if tf.io.gfile.exists(os.path.join(folder, _METADATA)) else []
+
+
+def weights_of_files(folder: str | os.PathLike) -> bytes:
+    """The file with the weights of such a backup."""
+    return _read(folder, _WEIGHTS)
+
+
+def write_files(folder: str | os.PathLike, position: Position, weights: bytes) -> None:
+    """Writes a backup as Keras's callback does. A process that dies in between leaves no epoch without its weights."""
+    tf.io.gfile.makedirs(folder)
+    metadata = os.path.join(folder, _METADATA)
+    if tf.io.gfile.exists(metadata):
+        tf.io.gfile.remove(metadata)
+    for name, contents in ((_WEIGHTS, weights), (_METADATA, _metadata_of(position))):
+        with tf.io.gfile.GFile(os.path.join(folder, name), "wb") as file:
+            file.write(contents)
 
 
 def check_backups(callbacks: object) -> None:

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from hop_tf.callbacks import MetricAverage
 from hop_tf.errors import HopError
-from hop_tf.keras_hook.backups import BackupAgreement
+from hop_tf.keras_hook.backup_agreement import BackupAgreement
 from hop_tf.keras_hook.context import refuse_xla
 from hop_tf.keras_hook.data import DataSharding
 from hop_tf.keras_hook.emulated_compute import EmulatedCompute
@@ -160,7 +160,7 @@ class TrainingRun(TrainingHooks):
                 self.worker.begin_session(averages_metrics=self._averages_metrics, claims=claims)
                 paths.divide(self._rank, self.worker.membership.owners)
                 if backups.is_needed(self.worker.membership.owners) and not self.worker.joining:
-                    backups.agree(self.worker.collectives.share(backups.own()), in_lock_step=self._scheme.in_lock_step)
+                    backups.agree(self._rank, self.worker.collectives.share, in_lock_step=self._scheme.in_lock_step)
                 if self._rows is not None:
                     self._rows.begin_fit(self.worker.share_agreement, takes_part=not self.worker.joining)
                 # A process that was started again passes over epochs that are gone.

@@ -10,7 +10,6 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import hop_tf
-from hop_tf.errors import MismatchError
 from support import MEMBERS
 
 _ROWS = np.random.default_rng(0).normal(size=(16, 3)).astype(np.float32)
@@ -76,12 +75,12 @@ class SharedPathsTest(tf.test.TestCase, parameterized.TestCase):
         for path in (folder, folder.with_name("backup_rank_1")):
             self.assertEqual(sorted(each.name for each in path.iterdir()), ["backup_2", "backup_3"])
 
-    def _fit_with_backups(self, folder, num_epochs, name="pipe_sgd", kind=hop_tf.callbacks.AtomicBackupAndRestore):
+    def _fit_with_backups(self, folder, num_epochs):
         def train(strategy):
-            callback = kind(folder / "backup", delete_checkpoint=False)
+            callback = hop_tf.callbacks.AtomicBackupAndRestore(folder / "backup", delete_checkpoint=False)
             return _train(strategy, folder, num_epochs, [callback])
 
-        return MEMBERS[name].run(train)
+        return MEMBERS["pipe_sgd"].run(train)
 
     @pytest.mark.slow
     def test_ranks_go_on_from_the_newest_backup_that_all_have(self):
@@ -91,33 +90,6 @@ class SharedPathsTest(tf.test.TestCase, parameterized.TestCase):
         for epochs in ([2, 3], [3]):
             self.assertEqual(self._fit_with_backups(folder, 4), [epochs, epochs])
             shutil.rmtree(folder / "backup" / "backup_4")  # And now the other one.
-
-    @pytest.mark.slow
-    def test_ranks_begin_anew_where_one_has_died_before_its_first_backup(self):
-        folder = pathlib.Path(self.get_temp_dir())
-        self._fit_with_backups(folder, 1)
-        shutil.rmtree(folder / "backup_rank_1")
-        self.assertEqual(self._fit_with_backups(folder, 2), [[0, 1], [0, 1]])
-
-    @parameterized.parameters(
-        (hop_tf.callbacks.AtomicBackupAndRestore, "epoch 3, batch 0, epoch 2, batch 0"),
-        (keras.callbacks.BackupAndRestore, "epoch 3, batch 0"),
-    )
-    @pytest.mark.slow(after=1)
-    def test_ranks_without_a_common_backup_are_an_error_where_they_make_the_same_updates(self, kind, known):
-        folder = pathlib.Path(self.get_temp_dir())
-        self._fit_with_backups(folder, 3, kind=kind)
-        shutil.rmtree(folder / "backup_rank_1")
-        error = f"no backup of the same epoch to go on from .rank 0: {known}; rank 1: epoch 0, batch 0"
-        with self.assertRaisesRegex(MismatchError, error):
-            self._fit_with_backups(folder, 4, kind=kind)
-
-    @pytest.mark.slow
-    def test_ranks_without_a_common_backup_take_their_own_where_updates_differ(self):
-        folder = pathlib.Path(self.get_temp_dir())
-        self._fit_with_backups(folder, 3, name="hop")
-        shutil.rmtree(folder / "backup_rank_1")
-        self.assertEqual(self._fit_with_backups(folder, 4, name="hop"), [[3], [0, 1, 2, 3]])
 
     @pytest.mark.slow
     def test_paths_of_the_ranks_own_are_left(self):

@@ -1,0 +1,147 @@
+"""`BackupAgreement`: the ranks of a job agree on the backup that training goes on from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+import keras
+from absl import logging
+
+from hop_tf.errors import MismatchError
+from hop_tf.keras_hook.backups import (
+    AtomicBackupAndRestore,
+    Position,
+    positions_of_files,
+    weights_of_files,
+    write_files,
+)
+from hop_tf.keras_hook.shared_paths import flat_callbacks
+
+_CLAIM = "BackupAndRestore"
+
+
+class _KerasBackup:
+    """The one backup of a `keras.callbacks.BackupAndRestore`, with the methods of `AtomicBackupAndRestore`."""
+
+    def __init__(self, callback: keras.callbacks.BackupAndRestore):
+        self._folder = callback.backup_dir
+
+    def positions(self) -> list[Position]:
+        return positions_of_files(self._folder)
+
+    def choose(self, position: Position) -> None:
+        """There is no other one."""
+
+    def weights_at(self, position: Position) -> bytes:
+        return weights_of_files(self._folder)
+
+    def adopt(self, position: Position, weights: bytes) -> None:
+        write_files(self._folder, position, weights)
+
+
+class BackupAgreement:
+    """Has all ranks go on from the same epoch.
+
+    A rank may have died before it made its last backup, or be new in a job of more ranks than before. A rank without
+    any backup has no vote: it gets a copy of the backup that the others go on from.
+
+    Args:
+      callbacks: As `fit` takes them.
+
+    Attributes:
+      claims: What to claim in the session: if a rank does, all ranks have to agree.
+    """
+
+    def __init__(self, callbacks: object):
+        self._callbacks = [
+            each for each in flat_callbacks(callbacks) if isinstance(each, keras.callbacks.BackupAndRestore)
+        ]
+        self.claims = [_CLAIM] if self._callbacks else []
+
+    def is_needed(self, owners: Collection[str]) -> bool:
+        """True if a rank has such a callback; `owners` are the claims of all ranks."""
+        return _CLAIM in owners
+
+    def agree(self, rank: int, share: Callable[[bytes], Sequence[bytes]], *, in_lock_step: bool) -> None:
+        """Chooses the backup that the callback is about to restore. A collective.
+
+        Args:
+          rank: This rank.
+          share: Gives every rank each rank's bytes.
+          in_lock_step: True if ranks make the same updates. They then need a backup that all of them have. Otherwise
+            the newest one of any rank counts.
+
+        Raises:
+          OSError: If the backups of this rank are damaged, or if it cannot write the copy that it gets.
+          MismatchError: On all ranks, if they have no backup in common, or if a rank has no such callback.
+        """
+        backups = self._backups()
+        offers = [json.loads(each) for each in share(json.dumps(backups and backups.positions()).encode())]
+        known = {rank: [tuple(each) for each in offer] for rank, offer in enumerate(offers) if offer}
+        if not known:  # Training begins.
+            return
+        _require_callbacks(offers)
+        chosen = _choose(known, in_lock_step=in_lock_step)
+        source = min(chosen)
+        if len(chosen) < len(offers):
+            weights = share(backups.weights_at(chosen[source]) if rank == source else b"")[source]
+            if rank not in chosen:
+                logging.warning("%s", _told(rank, known.get(rank), source, chosen[source]))
+                backups.adopt(chosen[source], weights)
+        backups.choose(chosen.get(rank, chosen[source]))
+
+    def _backups(self) -> AtomicBackupAndRestore | _KerasBackup | None:
+        """Those of the last callback: it restores after the others. The folder may have changed since `__init__`."""
+        if not self._callbacks:
+            return None
+        callback = self._callbacks[-1]
+        return callback if isinstance(callback, AtomicBackupAndRestore) else _KerasBackup(callback)
+
+
+def _require_callbacks(offers: Sequence[list | None]) -> None:
+    without = [rank for rank, offer in enumerate(offers) if offer is None]
+    if without:
+        raise MismatchError(
+            "`callbacks` must have a BackupAndRestore on all ranks or on none. Received: "
+            f"{_ranks(rank for rank, offer in enumerate(offers) if offer)} would go on from a backup; "
+            f"{_ranks(without)} would begin at the first epoch, without such a callback. Pass it on all ranks: a rank "
+            "without a backup gets a copy of another rank's."
+        )
+
+
+def _choose(known: Mapping[int, Sequence[Position]], *, in_lock_step: bool) -> dict[int, Position]:
+    """The backup that each rank goes on from, by rank. A rank that is left out needs a copy of the lowest rank's."""
+    common = set.intersection(*map(set, known.values()))
+    if common:
+        return dict.fromkeys(known, max(common))
+    if in_lock_step:
+        raise MismatchError(_nothing_in_common(known))
+    newest = {rank: max(positions) for rank, positions in known.items()}
+    epoch, _ = max(newest.values())
+    return {rank: position for rank, position in newest.items() if position[0] == epoch}
+
+
+def _nothing_in_common(known: Mapping[int, Sequence[Position]]) -> str:
+    last = max(map(max, known.values()))
+    of_ranks = "; ".join(f"rank {rank}: {_describe(positions)}" for rank, positions in known.items())
+    return (
+        f"ranks have no backup of the same epoch to go on from ({of_ranks}): their models would differ. Remove the "
+        f"backups of {_ranks(rank for rank, positions in known.items() if max(positions) < last)}: a rank without any "
+        "gets a copy of the others' newest one. Or remove those of all ranks to begin anew. "
+        "hop_tf.callbacks.AtomicBackupAndRestore keeps the last two, and takes those that all ranks have. Pass it on "
+        "all ranks, with equal arguments."
+    )
+
+
+def _told(rank: int, own: Sequence[Position] | None, source: int, position: Position) -> str:
+    has = f"has only older backups ({_describe(own)})" if own else "has no backup"
+    return f"rank {rank} {has}. It goes on from a copy of rank {source}'s: {_describe([position])}."
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    return ", ".join(f"rank {rank}" for rank in ranks)
+
+
+def _describe(positions: Sequence[Position]) -> str:
+    return ", ".join(f"epoch {epoch}, batch {batch}" for epoch, batch in positions)

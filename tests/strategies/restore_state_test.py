@@ -1,0 +1,208 @@
+"""State that callbacks keep and bring back: backups after a crash."""
+
+import atexit
+import functools
+import pathlib
+import shutil
+import tempfile
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from absl.testing import parameterized
+
+import hop_tf
+from hop_tf.callbacks import AtomicBackupAndRestore
+from hop_tf.errors import HopError, MismatchError, PeerFailedError
+from hop_tf.keras_hook.backups import write_files
+from hop_tf.testing import InProcessCluster
+from support import MEMBERS, error_of
+
+_ROWS = np.random.default_rng(0).normal(size=(12, 3)).astype(np.float32)
+_NUM_EPOCHS = 4
+_KINDS = {"atomic": AtomicBackupAndRestore, "of_keras": keras.callbacks.BackupAndRestore}
+
+
+class _CrashError(Exception):
+    pass
+
+
+class _Crash(keras.callbacks.Callback):
+    def __init__(self, epoch):
+        super().__init__()
+        self._epoch = epoch
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == self._epoch:
+            raise _CrashError
+
+
+class _Note(keras.callbacks.Callback):
+    """Keeps the weights with which training goes on, and what the optimizer remembers."""
+
+    restored = None
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if self.restored is None:
+            self.restored = [variable.numpy() for variable in self.model.variables + self.model.optimizer.variables]
+
+
+def _fit(*callbacks, num_epochs=_NUM_EPOCHS):
+    """The model after training, and the epochs that were made."""
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, kernel_initializer="ones")])
+    model.compile(keras.optimizers.Adam(0.01), "mse", run_eagerly=True)  # Sooner than the graph is made.
+    history = model.fit(
+        *(_ROWS, _ROWS[:, :1]), batch_size=6, epochs=num_epochs, shuffle=False, verbose=0, callbacks=list(callbacks)
+    )
+    return model, history.epoch
+
+
+@functools.cache
+def _crashed(kind, crashes_in, save_freq):
+    """The folder that a crash leaves, and the state that is restored from there."""
+    note, folder = _Note(), pathlib.Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder)
+    crash = functools.partial(kind, folder / "backup", save_freq=save_freq, delete_checkpoint=False)
+    assert isinstance(error_of(_fit, crash(), _Crash(crashes_in)), _CrashError)
+    shutil.copytree(folder / "backup", folder / "copy")
+    _fit(crash(), note)
+    return folder / "copy", note.restored
+
+
+def _crash_with_backup(path, kind, crashes_in=2, save_freq="epoch"):
+    """Puts a backup there. It does not depend on the strategy under which it was made."""
+    folder, restored = _crashed(kind, crashes_in, save_freq)
+    shutil.copytree(folder, path)
+    return restored
+
+
+@functools.cache
+def _undisturbed():
+    model, _ = _fit()
+    return model.get_weights()
+
+
+class BackupsOfSomeRanksTest(tf.test.TestCase, parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
+
+    def path(self, rank):
+        """All ranks are given the path of rank 0."""
+        return self.folder / ("backup" if rank == 0 else f"backup_rank_{rank}")
+
+    def resume(self, run, kind=AtomicBackupAndRestore, **arguments):
+        """What each rank's training went on with, the epochs that it made, and its weights."""
+
+        def train(strategy):
+            note = _Note()
+            with strategy.scope():
+                model, epochs = _fit(kind(self.path(0), **arguments), note)
+            return note.restored, epochs, model.get_weights()
+
+        return run(train)
+
+    def assert_all_go_on(self, results, restored, epochs=(2, 3)):
+        for of_rank, epochs_of_rank, _ in results:
+            self.assertEqual(epochs_of_rank, list(epochs))
+            for expected, variable in zip(restored, of_rank, strict=True):
+                self.assertAllEqual(expected, variable)
+
+    @parameterized.parameters(
+        *((name, kind, rank) for name in MEMBERS for kind, rank in [("atomic", 0), ("of_keras", 1)]),
+    )
+    @pytest.mark.slow(after=4)
+    def test_a_rank_without_a_backup_goes_on_as_the_others(self, name, kind, missing):
+        restored = _crash_with_backup(self.path(1 - missing), _KINDS[kind])
+        self.assert_all_go_on(self.resume(MEMBERS[name].run, _KINDS[kind]), restored)
+
+    @parameterized.product(num_ranks=[1, 3], kind=[*_KINDS])
+    @pytest.mark.slow(after=2)
+    def test_another_number_of_ranks_computes_what_plain_keras_does(self, num_ranks, kind):
+        for rank in range(2):
+            restored = _crash_with_backup(self.path(rank), _KINDS[kind])
+
+        def make(resolver):
+            return hop_tf.PipeSGDStrategy(pipeline_width=1, cluster_resolver=resolver)
+
+        results = self.resume(InProcessCluster(num_ranks, make).run, _KINDS[kind])
+        self.assert_all_go_on(results, restored)
+        for _, _, weights in results:
+            self.assertAllClose(_undisturbed(), weights, rtol=1e-4, atol=1e-6)
+
+    def test_more_ranks_than_before_where_ranks_do_not_wait_for_each_other(self):
+        for rank in range(2):
+            restored = _crash_with_backup(self.path(rank), AtomicBackupAndRestore)
+        cluster = InProcessCluster(3, lambda resolver: hop_tf.HopStrategy(cluster_resolver=resolver))
+        self.assert_all_go_on(self.resume(cluster.run), restored)
+
+    @parameterized.parameters("pipe_sgd", "hop")
+    @pytest.mark.slow(after=1)
+    def test_without_any_backup_all_begin_anew(self, name):
+        results = self.resume(MEMBERS[name].run)
+        self.assertEqual([epochs for _, epochs, _ in results], [[*range(_NUM_EPOCHS)]] * 2)
+
+    def test_backups_between_epochs(self):
+        """Keras goes on with the epoch that the backup is of, from its beginning."""
+        restored = _crash_with_backup(self.path(1), AtomicBackupAndRestore, save_freq=3)
+        self.assert_all_go_on(self.resume(MEMBERS["pipe_sgd"].run, save_freq=3), restored, epochs=[1, 2, 3])
+
+    @parameterized.parameters(*_KINDS)
+    @pytest.mark.slow(after=1)
+    def test_the_newest_backup_counts_where_ranks_do_not_wait_for_each_other(self, kind):
+        _crash_with_backup(self.path(0), _KINDS[kind], crashes_in=1)
+        restored = _crash_with_backup(self.path(1), _KINDS[kind], crashes_in=3)
+        for path in self.path(1).glob("backup_2"):
+            shutil.rmtree(path)
+        with self.assertLogs("absl", "WARNING") as logs:
+            self.assert_all_go_on(self.resume(MEMBERS["hop"].run, _KINDS[kind]), restored, epochs=[3])
+        self.assertIn(
+            "rank 0 has only older backups (epoch 1, batch 0). It goes on from a copy of rank 1's: epoch 3, batch 0.",
+            " ".join(logs.output),
+        )
+
+    def test_a_rank_that_has_lost_its_newest_is_told_what_to_remove_where_ranks_make_the_same_updates(self):
+        _crash_with_backup(self.path(0), keras.callbacks.BackupAndRestore, crashes_in=3)
+        _crash_with_backup(self.path(1), keras.callbacks.BackupAndRestore, crashes_in=1)
+        with self.assertRaisesRegex(MismatchError, "Remove the backups of rank 1: a rank without any gets a copy of"):
+            self.resume(MEMBERS["pipe_sgd"].run, keras.callbacks.BackupAndRestore)
+
+    def test_damaged_backups_are_an_error_on_all_ranks(self):
+        for rank in range(2):
+            _crash_with_backup(self.path(rank), AtomicBackupAndRestore)
+        for path in self.path(1).rglob("*.h5"):
+            path.write_bytes(b"")
+        results = self.resume(lambda train: MEMBERS["hop"].run(lambda strategy: error_of(train, strategy)))
+        self.assertIsInstance(results[0], PeerFailedError)
+        self.assertIsInstance(results[1], OSError)
+        self.assertRegex(str(results[0]), "rank 1 .*OSError: no backup in .* is whole")
+
+    @parameterized.parameters("pipe_sgd", "hop")
+    def test_a_rank_without_the_callback_is_an_error(self, name):
+        _crash_with_backup(self.path(0), AtomicBackupAndRestore)
+
+        def train(strategy):
+            with strategy.scope():
+                _fit(*([AtomicBackupAndRestore(self.path(0))] if strategy.is_chief else []))
+
+        error = "rank 0 would go on from a backup; rank 1 would begin at the first epoch, without such a callback"
+        with self.assertRaisesRegex(HopError, error):
+            MEMBERS[name].run(train)
+
+    def test_a_backup_at_an_address(self):
+        """A bucket, as far as TensorFlow can tell."""
+        _crash_with_backup(self.path(0), keras.callbacks.BackupAndRestore)
+        address = f"ram://{self.folder.name}"
+        write_files(f"{address}/rank_1", (2, 0), (self.path(0) / "latest.weights.h5").read_bytes())
+
+        def train(strategy):
+            with strategy.scope():
+                _, epochs = _fit(keras.callbacks.BackupAndRestore(f"{address}/rank_{strategy.rank}"))
+            return epochs
+
+        self.assertEqual(MEMBERS["hop"].run(train), [[2, 3], [2, 3]])
+
+
+if __name__ == "__main__":
+    tf.test.main()
