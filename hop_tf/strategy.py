@@ -20,6 +20,7 @@ from hop_tf.arguments import check_choice, check_integer, checked_batch_shares, 
 from hop_tf.cluster import Cluster
 from hop_tf.collectives import AllReduce
 from hop_tf.errors import ClusterConfigError
+from hop_tf.keras_hook.adapted import watch_tables
 from hop_tf.keras_hook.devices import make_extended
 from hop_tf.keras_hook.optimizers import iterations_variable
 from hop_tf.keras_hook.shares import BatchShares
@@ -94,6 +95,7 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
         batch_shares = checked_batch_shares(batch_shares, cluster.world_size)
         shares = None if batch_shares is None else BatchShares(batch_shares, cluster.rank, cluster.world_size)
         wrap_trainer()
+        watch_tables()
         self._cluster = cluster
         self._resolver = cluster_resolver or tf.distribute.cluster_resolver.TFConfigClusterResolver()
         self._options = checked_options(communication_options)

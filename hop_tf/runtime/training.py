@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from hop_tf.callbacks import MetricAverage
 from hop_tf.errors import HopError
+from hop_tf.keras_hook.adapted import AdaptedLayers
 from hop_tf.keras_hook.backup_agreement import BackupAgreement
 from hop_tf.keras_hook.context import refuse_xla
 from hop_tf.keras_hook.data import DataSharding
@@ -156,8 +157,7 @@ class TrainingRun(TrainingHooks):
                 self._must_average_metrics = has_callback(callbacks, MetricAverage)
                 self._averages_metrics = self._scheme.in_lock_step or self._must_average_metrics
                 paths, backups = CallbackPaths(callbacks), BackupAgreement(callbacks)
-                claims = [*paths.places, *backups.claims]
-                self.worker.begin_session(averages_metrics=self._averages_metrics, claims=claims)
+                self._begin_session(averages_metrics=self._averages_metrics, claims=[*paths.places, *backups.claims])
                 paths.divide(self._rank, self.worker.membership.owners)
                 if backups.is_needed(self.worker.membership.owners) and not self.worker.joining:
                     backups.agree(self._rank, self.worker.collectives.share, in_lock_step=self._scheme.in_lock_step)
@@ -229,7 +229,14 @@ class TrainingRun(TrainingHooks):
     def _require_session(self) -> None:
         """A custom loop enters its session at its first step."""
         if not self.worker.in_session:
-            self.worker.begin_session()
+            self._begin_session()
+
+    def _begin_session(self, *, averages_metrics: bool = False, claims: Sequence[str] = ()) -> None:
+        """Enters a session whose ranks are to make the same inputs of the same data."""
+        layers = AdaptedLayers()
+        self.worker.begin_session(averages_metrics=averages_metrics, claims=[*claims, *layers.claims])
+        if layers.is_needed(self.worker.membership.owners) and not self.worker.joining:
+            layers.compare(self.worker.collectives.share)
 
     # What Keras does while it trains.
 

@@ -17,6 +17,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 from keras.src.backend.tensorflow import optimizer as keras_tf_optimizer
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer, TFEpochIterator
+from keras.src.layers.preprocessing import index_lookup
 from keras.src.optimizers import loss_scale_optimizer
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.saving import saving_lib
@@ -25,7 +26,7 @@ from tensorflow.python.distribute import distribute_lib, input_ops, one_device_s
 from tensorflow.python.ops import control_flow_util
 
 import hop_tf
-from hop_tf.keras_hook import backups, context, optimizers, updates
+from hop_tf.keras_hook import adapted, backups, context, optimizers, updates
 from hop_tf.runtime.training import TrainingRun
 
 
@@ -366,6 +367,27 @@ class BackupsTest(tf.test.TestCase):
         wanted = ["saveable", "weights_store", "assets_store", "inner_path", "visited_saveables"]
         self.assertEqual(_parameters(saving_lib._save_state), wanted)
         self.assertContainsSubset({"path_or_io", "mode"}, _parameters(saving_lib.H5IOStore))
+
+
+class TablesTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters(*adapted._REMEDIES)
+    def test_layers_are_noted_when_they_are_made(self, kind):
+        adapted.watch_tables()
+        self.assertIn("__new__", vars(kind))
+        inherited = {name for base in kind.__mro__[1:] for name in vars(base)}
+        self.assertIn("__new__", inherited)
+
+    def test_text_vectorization_keeps_its_table_in_a_layer(self):
+        layer = keras.layers.TextVectorization(vocabulary=["a"], idf_weights=[2.0], output_mode="tf_idf")
+        self.assertIsInstance(layer._lookup_layer, index_lookup.IndexLookup)
+        self.assertEqual(int(layer._lookup_layer.lookup_table.size()), 1)
+        self.assertAllClose(layer._lookup_layer.idf_weights_const, [2.0, 2.0])
+
+    def test_another_vocabulary_is_another_table(self):
+        layer = keras.layers.StringLookup(vocabulary=["a"])
+        before = layer.lookup_table
+        layer.set_vocabulary(["b"])
+        self.assertIsNot(layer.lookup_table, before)
 
 
 if __name__ == "__main__":

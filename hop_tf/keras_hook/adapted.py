@@ -1,0 +1,225 @@
+"""Tables of preprocessing layers, such as vocabularies. They are no weights, so that no broadcast makes them equal."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+import itertools
+import json
+import threading
+import weakref
+import zlib
+from collections.abc import Callable, Collection, Sequence
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src.layers.preprocessing.index_lookup import IndexLookup
+
+from hop_tf.errors import MismatchError
+
+_CLAIM = "tables of preprocessing layers"
+_MAX_NUMBERS = 1000  # Of a table, evenly spaced: these tell whether ranks have adapted a layer on the same data.
+_TOLERANCE = 1e-3  # Machines add up in different orders.
+_REMEDIES = {
+    keras.layers.TextVectorization: "set_vocabulary(tokens)",
+    IndexLookup: "set_vocabulary(tokens)",
+    keras.layers.Discretization: "Discretization(bin_boundaries=...)",
+    keras.layers.Normalization: "Normalization(mean=..., variance=...)",
+}
+
+
+class _Layers(threading.local):
+    """The layers with tables that this thread has made, by the order in which it has."""
+
+    def __init__(self):
+        self.counter = itertools.count()
+        self.made: weakref.WeakValueDictionary[int, keras.Layer] = weakref.WeakValueDictionary()
+
+
+_layers = _Layers()
+
+
+@functools.cache
+def watch_tables() -> None:
+    """Notes Keras's layers with tables from now on, and those that there are. Many of them belong to no model."""
+    for each in gc.get_objects():
+        if issubclass(type(each), tuple(_REMEDIES)):
+            _note(each)
+    for kind in _REMEDIES:
+        kind.__new__ = staticmethod(_noting(kind))  # Keras looks at the arguments of `__init__`.
+
+
+def _noting(kind: type) -> Callable:
+    def new(cls, *args, **kwargs):
+        layer = super(kind, cls).__new__(cls, *args, **kwargs)
+        _note(layer)
+        return layer
+
+    return new
+
+
+def _note(layer: keras.Layer) -> None:
+    _layers.made[next(_layers.counter)] = layer
+
+
+@dataclasses.dataclass(frozen=True)
+class _Table:
+    """What a layer has learned.
+
+    Attributes:
+      remedy: How to give the layer a table.
+      tokens: In the order of their numbers.
+      numbers: By a name: a value, and the scale on which it counts.
+    """
+
+    remedy: str
+    tokens: Sequence[str] = ()
+    numbers: Sequence[tuple[str, float, float]] = ()
+
+    @functools.cached_property
+    def digest(self) -> list:
+        """For other ranks; the numbers as they are."""
+        step = len(self.numbers) // _MAX_NUMBERS + 1
+        return [zlib.crc32("\0".join(self.tokens).encode()), len(self.tokens), len(self.numbers), self.numbers[::step]]
+
+
+# By layer: what the table was made from, and the table.
+_tables: weakref.WeakKeyDictionary[keras.Layer, tuple[object, _Table]] = weakref.WeakKeyDictionary()
+
+
+def _table_of(layer: keras.Layer) -> _Table | None:
+    """The table of a layer; None if it has none yet. A large vocabulary is read once."""
+    source, read = _source_of(layer)
+    if source is None:
+        return None
+    known = _tables.get(layer)
+    if known is None or known[0] is not source:
+        known = _tables[layer] = (source, read(layer))
+    return known[1]
+
+
+def _source_of(layer: keras.Layer) -> tuple[object | None, Callable[[keras.Layer], _Table]]:
+    """An object that is another one when the layer has another table, and a function that reads the table."""
+    if isinstance(layer, (keras.layers.TextVectorization, IndexLookup)):
+        table = getattr(_lookup_of(layer), "lookup_table", None)
+        return (table if table is not None and int(table.size()) else None), _read_lookup
+    if isinstance(layer, keras.layers.Discretization):
+        return getattr(layer, "bin_boundaries", None), _read_boundaries
+    mean = getattr(layer, "mean", None)
+    return (mean if tf.is_tensor(mean) and not tf.is_symbolic_tensor(mean) else None), _read_moments
+
+
+def _lookup_of(layer: keras.layers.TextVectorization | IndexLookup) -> IndexLookup | None:
+    """The layer that has the table: a `TextVectorization` keeps it in a layer of its own."""
+    return layer if isinstance(layer, IndexLookup) else getattr(layer, "_lookup_layer", None)
+
+
+def _read_lookup(layer: keras.layers.TextVectorization | IndexLookup) -> _Table:
+    weights = getattr(_lookup_of(layer), "idf_weights_const", None)
+    numbers = [] if weights is None else np.asarray(weights).tolist()
+    return _Table(
+        _REMEDIES[IndexLookup],
+        tokens=[str(token) for token in layer.get_vocabulary()],
+        numbers=[(f"idf weight {index}", value, abs(value)) for index, value in enumerate(numbers)],
+    )
+
+
+def _read_boundaries(layer: keras.layers.Discretization) -> _Table:
+    values = np.asarray(layer.bin_boundaries, np.float64)
+    scale = float(np.ptp(values)) if values.size else 0.0
+    numbers = [(f"bin boundary {index}", value, scale) for index, value in enumerate(values.tolist())]
+    return _Table(_REMEDIES[keras.layers.Discretization], numbers=numbers)
+
+
+def _read_moments(layer: keras.layers.Normalization) -> _Table:
+    means, variances = (
+        np.asarray(tf.cast(each, tf.float64)).reshape(-1).tolist() for each in (layer.mean, layer.variance)
+    )
+    numbers = []
+    for index, (mean, variance) in enumerate(zip(means, variances, strict=True)):
+        numbers += [(f"mean {index}", mean, abs(mean) + variance**0.5), (f"variance {index}", variance, variance)]
+    return _Table(_REMEDIES[keras.layers.Normalization], numbers=numbers)
+
+
+class AdaptedLayers:
+    """The layers with tables that this rank has, when training is about to begin.
+
+    Ranks compare those that they have in common: layers of the same class and name, if both ranks have equally many.
+
+    Attributes:
+      claims: What to claim in the session: if a rank does, all ranks have to compare.
+    """
+
+    def __init__(self):
+        self._tables: dict[str, _Table] = {}
+        layers = _layers_of_users()
+        tables = [(_describe(layer), table) for layer in layers if (table := _table_of(layer)) is not None]
+        for name, of_name in itertools.groupby(sorted(tables, key=lambda each: each[0]), key=lambda each: each[0]):
+            same = [table for _, table in of_name]
+            self._tables.update((f"{name}, {index + 1} of {len(same)}", each) for index, each in enumerate(same))
+        self.claims = [_CLAIM] if self._tables else []
+
+    def is_needed(self, owners: Collection[str]) -> bool:
+        """True if a rank has such layers; `owners` are the claims of all ranks."""
+        return _CLAIM in owners
+
+    def compare(self, share: Callable[[bytes], Sequence[bytes]]) -> None:
+        """Compares the tables with rank 0's. A collective.
+
+        Args:
+          share: Gives every rank each rank's bytes.
+
+        Raises:
+          MismatchError: On all ranks, if a rank has another table than rank 0.
+        """
+        digests = {name: table.digest for name, table in self._tables.items()}
+        first, *others = (json.loads(data) for data in share(json.dumps(digests).encode()))
+        for rank, theirs in enumerate(others, start=1):
+            for name in sorted(first.keys() & theirs.keys()):
+                if not _are_alike(first[name], theirs[name]):
+                    tokens = share(json.dumps(list(self._tables[name].tokens) if name in self._tables else []).encode())
+                    self._refuse(
+                        name, rank, first[name], theirs[name], *(json.loads(tokens[each]) for each in (0, rank))
+                    )
+
+    def _refuse(self, name: str, rank: int, first: list, theirs: list, tokens: list, their_tokens: list) -> None:
+        remedy = self._tables[name].remedy if name in self._tables else "by its arguments"
+        difference = _first_difference([*_in_words(tokens), *first[3]], [*_in_words(their_tokens), *theirs[3]])
+        raise MismatchError(
+            f"the layer {name.removesuffix(', 1 of 1')} has another table on rank {rank} than on rank 0: {difference}. "
+            "Tables are no weights: each rank keeps its own, and the ranks would train on different inputs. Call "
+            f"`adapt` on the same data on all ranks. Or give all ranks the table of one: {remedy}."
+        )
+
+
+def _layers_of_users() -> list[keras.Layer]:
+    """In the order in which they were made, without those within others."""
+    made = [layer for _, layer in sorted(_layers.made.items())]
+    inner = {id(_lookup_of(layer)) for layer in made if isinstance(layer, keras.layers.TextVectorization)}
+    return [layer for layer in made if id(layer) not in inner]
+
+
+def _describe(layer: keras.Layer) -> str:
+    return f"{layer.name!r} ({type(layer).__name__})"
+
+
+def _are_alike(one: list, other: list) -> bool:
+    return one[:3] == other[:3] and all(map(_is_close, one[3], other[3]))
+
+
+def _is_close(one: Sequence, other: Sequence) -> bool:
+    (_, value, scale), (_, of_other, _) = one, other
+    return value == of_other or abs(value - of_other) <= _TOLERANCE * scale
+
+
+def _in_words(tokens: Sequence[str]) -> list[tuple[str, str, float]]:
+    return [(f"token {index}", token, 0.0) for index, token in enumerate(tokens)]
+
+
+def _first_difference(first: Sequence[Sequence], theirs: Sequence[Sequence]) -> str:
+    for own, other in zip(first, theirs, strict=False):
+        if own[1] != other[1] and (isinstance(own[1], str) or not _is_close(own, other)):
+            return f"{own[0]} is {other[1]!r} there and {own[1]!r} on rank 0"
+    return f"it has {len(theirs)} entries there and {len(first)} on rank 0"
