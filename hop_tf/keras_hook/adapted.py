@@ -18,6 +18,7 @@ import tensorflow as tf
 from keras.src.layers.preprocessing.index_lookup import IndexLookup
 
 from hop_tf.errors import MismatchError
+from hop_tf.keras_hook.ownership import Owner, mark_of
 
 _CLAIM = "tables of preprocessing layers"
 _MAX_NUMBERS = 1000  # Of a table, evenly spaced: these tell whether ranks have adapted a layer on the same data.
@@ -190,13 +191,14 @@ class AdaptedLayers:
         raise MismatchError(
             f"the layer {name.removesuffix(', 1 of 1')} has another table on rank {rank} than on rank 0: {difference}. "
             "Tables are no weights: each rank keeps its own, and the ranks would train on different inputs. Call "
-            f"`adapt` on the same data on all ranks. Or give all ranks the table of one: {remedy}."
+            f"`adapt` on the same data on all ranks. Or give all ranks the table of one: {remedy}. If each rank is to "
+            "have its own table, say so: hop_tf.state(layer, 'own')."
         )
 
 
 def _layers_of_users() -> list[keras.Layer]:
-    """In the order in which they were made, without those within others."""
-    made = [layer for _, layer in sorted(_layers.made.items())]
+    """In the order in which they were made, without those within others, and those that are the rank's own."""
+    made = [layer for _, layer in sorted(_layers.made.items()) if mark_of(layer) is not Owner.OWN]
     inner = {id(_lookup_of(layer)) for layer in made if isinstance(layer, keras.layers.TextVectorization)}
     return [layer for layer in made if id(layer) not in inner]
 

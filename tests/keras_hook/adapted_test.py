@@ -131,6 +131,9 @@ class AdaptedLayersTest(tf.test.TestCase, parameterized.TestCase):
         with self.assertRaisesRegex(HopError, "token 1 is 'pink' there"):
             MEMBERS["pipe_sgd"].run(train)
 
+    def test_a_table_that_is_the_ranks_own(self):
+        _run(lambda rank: hop_tf.state(_make(keras.layers.StringLookup, is_first=rank == 0), "own"))
+
     def test_layers_of_one_rank_alone_are_left(self):
         _run(lambda rank: _make(keras.layers.StringLookup, is_first=True) if rank else None)
 
