@@ -23,6 +23,7 @@ from hop_tf.errors import ClusterConfigError
 from hop_tf.keras_hook.adapted import watch_tables
 from hop_tf.keras_hook.devices import make_extended
 from hop_tf.keras_hook.optimizers import iterations_variable
+from hop_tf.keras_hook.ownership import states_of
 from hop_tf.keras_hook.shares import BatchShares
 from hop_tf.keras_hook.trace import is_built
 from hop_tf.keras_hook.trainer import forget_cluster, register_cluster, wrap_trainer
@@ -185,6 +186,9 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
     def synchronize(self, model: keras.Model) -> None:
         """Averages the floating-point weights of `model` over all ranks; equal to the bit afterwards.
 
+        States with another owner become what `hop_tf.state` says: a sum, the maximum, rank 0's, or they stay the rank's
+        own. So does a state that a training step assigns and nobody has said anything about.
+
         A collective: every rank calls it, between calls of `fit`. A rank that has made less than 90 % of the steps that
         others have made in the last training is left behind: its weights do not count, and it gets those of the others;
         a warning on rank 0 says so.
@@ -212,7 +216,9 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
         if self._worker is not None:
             self.training.require_outside_fit("synchronize")
             with self.training.outside_loop():
-                self._average_over_ranks([weight.value for weight in model.weights])
+                states = states_of(model)
+                self._average_over_ranks([each.variable for each in states if self.training.states.is_averaged(each)])
+                self.training.states.agree(states, self._worker.collectives.share)
 
     def _average_over_ranks(self, weights: Sequence[tf.Variable]) -> None:
         known = {weight.ref() for weight in weights}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -167,8 +167,14 @@ class Extended:
         if self._trace is not None:
             self._trace.note_update()
 
-    def apply_once(self, apply: Callable[[Sequence], None], gradients: Sequence) -> None:
-        """Has an optimizer apply gradients: `apply(gradients)`, where the step that is being traced comes to that."""
+    def apply_once(self, apply: Callable[[Sequence], None], gradients: Sequence, values: Collection[int] = ()) -> None:
+        """Has an optimizer apply gradients: `apply(gradients)`, where the step that is being traced comes to that.
+
+        Args:
+          apply: Applies them.
+          gradients: Of this device.
+          values: The indices of those that are no gradients, but new values, such as scales of float8.
+        """
         apply(gradients)
 
     def of_process(self, fn: Callable[[], Any]) -> Any:

@@ -13,7 +13,7 @@ import functools
 import inspect
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import keras
@@ -147,18 +147,21 @@ class SeveralDevices(Extended, mirrored_strategy.MirroredExtended):
         finally:
             self._shares = None
 
-    def apply_once(self, apply: Callable[[Sequence], None], gradients: Sequence) -> None:
+    def apply_once(self, apply: Callable[[Sequence], None], gradients: Sequence, values: Collection[int] = ()) -> None:
         context = self._context_of_device()
         if context is None:  # They have been added up, or this is no step.
             apply(gradients)
             return
         if self._shares is not None:
             share = self._shares[context._replica_id]
-            gradients = [None if each is None else _scaled(each, share) for each in gradients]
+            gradients = [
+                each if each is None or index in values else _scaled(each, share)
+                for index, each in enumerate(gradients)
+            ]
 
         def merge(strategy: tf.distribute.Strategy, gradients: list) -> None:
             self._make_alike()
-            self._as_one(apply, (self._added_up(gradients),), {})
+            self._as_one(apply, (self._added_up(gradients, values),), {})
             self._trace.note_alike()
 
         context.merge_call(tf.autograph.experimental.do_not_convert(merge), args=(list(gradients),))
@@ -174,14 +177,19 @@ class SeveralDevices(Extended, mirrored_strategy.MirroredExtended):
         context = tf.distribute.get_replica_context()
         return None if self._trace is None or isinstance(context, ReplicaContext) else context
 
-    def _added_up(self, gradients: Sequence) -> list:
-        """The sum over the devices of each gradient: on the first one, or on all, where NCCL adds up."""
+    def _added_up(self, gradients: Sequence, maxima: Collection[int] = ()) -> list:
+        """The sum over the devices of each gradient: on the first one, or on all, where NCCL adds up.
+
+        Those in `maxima` are the maximum over the devices.
+        """
         sums, of_types = list(gradients), collections.defaultdict(list)
         with tf.device(self.worker_devices[0]):
             for index, each in enumerate(gradients):
                 if each is None:
                     continue
-                if _is_sparse(each.values[0]):
+                if index in maxima:
+                    sums[index] = tf.reduce_max(tf.stack(each.values), axis=0)
+                elif _is_sparse(each.values[0]):
                     sums[index] = _joined(each.values)
                 elif self._has_nccl and each.values[0].dtype in _NCCL_TYPES:
                     of_types[each.values[0].dtype].append(index)

@@ -18,9 +18,13 @@ _NO_SLOTS = ("_variables", "_trainable_variables", "_accumulated_gradients", "_i
 
 
 def tf_variables(*lists: Iterable) -> list[tf.Variable]:
-    """The TensorFlow variables behind Keras variables; those that hold numbers."""
+    """The TensorFlow variables behind Keras variables; those that hold numbers or truth values."""
     variables = (getattr(variable, "value", variable) for variable in itertools.chain(*lists))
-    return [v for v in variables if isinstance(v, tf.Variable) and (v.dtype.is_floating or v.dtype.is_integer)]
+    return [v for v in variables if isinstance(v, tf.Variable) and _holds_numbers(v.dtype)]
+
+
+def _holds_numbers(dtype: tf.DType) -> bool:
+    return dtype.is_floating or dtype.is_integer or dtype.is_bool
 
 
 def iterations_variable(optimizer: Any) -> tf.Variable:
@@ -253,6 +257,17 @@ def unscaled(optimizer: Any, gradients: Sequence) -> list[tf.Tensor]:
 def clipped(optimizer: Any, gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Gradients as the optimizer clips them."""
     return list(innermost(optimizer)._clip_gradients(list(gradients)))
+
+
+def overwritten_by(optimizer: Any, variables: Sequence | None) -> list[int]:
+    """The indices of variables that become what is given as their gradient, such as scales of float8.
+
+    Args:
+      optimizer: The optimizer.
+      variables: What it updates; None for all.
+    """
+    variables = getattr(optimizer, "_trainable_variables", ()) if variables is None else variables
+    return [index for index, each in enumerate(variables) if getattr(each, "overwrite_with_gradient", False)]
 
 
 def innermost(optimizer: Any) -> Any:

@@ -86,6 +86,8 @@ def _check(what: Any, owner: Owner) -> None:
             "`owner` of a metric must be 'sum': its states add up over the ranks. Without a mark, ranks average the "
             f"results of a metric. Received: owner={owner.value!r}, what={what.name!r}."
         )
+    if _is_variable(what) and owner is Owner.SUM and tf.as_dtype(what.dtype).is_bool:
+        raise ValueError(f"`owner` must not be 'sum' for a state of truth values. Received: what={_path_of(what)!r}.")
     if _is_variable(what) and owner is Owner.MEAN and not _is_floating(what):
         raise ValueError(
             "`owner` must not be 'mean' for a state that is not of floats. Take 'sum', 'max', 'first' or 'own'. "
@@ -107,7 +109,9 @@ class State:
       path: Its name for users, for instance "sequential/dense/kernel".
       owner: What ranks make of it.
       is_statistic: True for a moving statistic of a layer of Keras: averaged if a step assigns it.
-      is_told: True if the program says who owns it, or the layer is one of Keras's own.
+      is_told: True if the program says who owns it, or it is internal to one of Keras's own layers, such as the state
+        of a stateful RNN.
+      is_marked: True if `state` said so of the variable, or of a layer around it.
       layer: The layer that holds it; None for a variable beside the model.
     """
 
@@ -116,6 +120,7 @@ class State:
     owner: Owner
     is_statistic: bool
     is_told: bool
+    is_marked: bool
     layer: keras.Layer | None
 
 
@@ -142,14 +147,16 @@ def _walk(layer: keras.Layer, outer: Sequence[keras.Layer]) -> Iterator[State]:
 
 def _state(variable: Any, layers: Sequence[keras.Layer]) -> State:
     told = _told_owner(variable, layers)
-    is_statistic = told is None and bool(layers) and _is_statistic(variable, layers[-1])
-    is_of_keras = bool(layers) and type(layers[-1]).__module__.startswith("keras.src.")
+    is_internal = bool(layers) and any(each is variable for each in layers[-1]._non_trainable_variables)
+    is_statistic = told is None and is_internal and isinstance(layers[-1], keras.layers.BatchNormalization)
+    is_of_keras = is_internal and type(layers[-1]).__module__.startswith("keras.src.")
     return State(
         variable=tf_variable(variable),
         path=_path_of(variable),
         owner=told or (Owner.MEAN if is_statistic else Owner.OWN),
         is_statistic=is_statistic,
         is_told=told is not None or is_of_keras,
+        is_marked=any(mark_of(each) is not None for each in (variable, *layers)),
         layer=layers[-1] if layers else None,
     )
 
@@ -165,11 +172,6 @@ def _told_owner(variable: Any, layers: Sequence[keras.Layer]) -> Owner | None:
         return Owner.MAX
     owner = _OF_AGGREGATIONS.get(tf_variable(variable).aggregation)
     return Owner.OWN if owner is Owner.MEAN and not _is_floating(variable) else owner
-
-
-def _is_statistic(variable: Any, layer: keras.Layer) -> bool:
-    is_untrained = any(each is variable for each in layer._non_trainable_variables)
-    return is_untrained and isinstance(layer, keras.layers.BatchNormalization)
 
 
 def tf_variable(variable: Any) -> tf.Variable:

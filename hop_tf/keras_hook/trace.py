@@ -78,6 +78,7 @@ class StepTrace:
       started_at: `tf.timestamp()` at the start of the step, where somebody wants to know.
       num_updates: Optimizer updates seen so far.
       states: For each exchange group, what its scheme keeps from before the update for after it.
+      states_of_model: The model's states, and marked variables beside it; see `read_states`.
       has_ended: True when the step is traced, or has failed.
 
     Args:
@@ -98,7 +99,7 @@ class StepTrace:
         self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         self._arguments = tf.nest.flatten(arguments)
         self._tensors = tf.nest.flatten(arguments, expand_composites=True)
-        self._states: list[State] = []
+        self.states_of_model: list[State] = []
         self._at_start: dict[int, tf.Tensor] = {}
         self._claimed: set[int] = set()
         # Weights at the start of the step. And when weight decay began: weights, and how often each was assigned.
@@ -134,8 +135,8 @@ class StepTrace:
 
     def read_states(self) -> None:
         """Reads now, before the step assigns them, the states that ranks may average beside the weights."""
-        self._states = states_of(self.model)
-        for state in self._states:
+        self.states_of_model = states_of(self.model)
+        for state in self.states_of_model:
             if state.owner is Owner.MEAN:
                 self._at_start[id(state.variable)] = state.variable.read_value()
 
@@ -158,7 +159,7 @@ class StepTrace:
           trained: What the optimizer updates.
         """
         known = self._claimed.union(map(id, trained))
-        means = [state for state in self._states if state.owner is Owner.MEAN and id(state.variable) not in known]
+        means = [each for each in self.states_of_model if each.owner is Owner.MEAN and id(each.variable) not in known]
         counts = {} if self._graph is None else _num_assignments(self._graph)
 
         def changes(state: State) -> bool:
@@ -173,7 +174,7 @@ class StepTrace:
         counts = {} if self._graph is None else _num_assignments(self._graph)
         return [
             state
-            for state in self._states
+            for state in self.states_of_model
             if id(state.variable) not in self._claimed and counts.get(_handle_id(state.variable), 0) > 0
         ]
 
@@ -206,7 +207,7 @@ class StepTrace:
     def assigned_on_devices(self) -> list[tf.Variable]:
         """Untrained float variables with a copy on each device that the step has assigned since `note_alike`."""
         if self._graph is None:
-            return [state.variable for state in self._states if _is_copied_state(state.variable)]
+            return [state.variable for state in self.states_of_model if _is_copied_state(state.variable)]
         counts = _num_assignments(self._graph)
         containers = [getattr(handle, "_distributed_container", lambda: None)() for handle, _ in self._graph.captures]
         return [
@@ -218,7 +219,7 @@ class StepTrace:
 
     def is_averaged(self, variable: tf.Variable) -> bool:
         """True if the copies of a state on several devices become their mean, and not the first device's copy."""
-        return all(state.owner is Owner.MEAN for state in self._states if state.variable is variable)
+        return all(state.owner is Owner.MEAN for state in self.states_of_model if state.variable is variable)
 
     def note_alike(self) -> None:
         """Notes that all copies of variables are alike, as far as the step is traced."""

@@ -24,7 +24,7 @@ from hop_tf.keras_hook.backups import check_backups
 from hop_tf.keras_hook.catching_up import not_called_while_behind
 from hop_tf.keras_hook.context import Extended
 from hop_tf.keras_hook.hooks import TrainingHooks
-from hop_tf.keras_hook.optimizers import innermost
+from hop_tf.keras_hook.optimizers import innermost, overwritten_by
 from hop_tf.keras_hook.shuffling import shuffled_alike
 from hop_tf.keras_hook.trace import has_no_call
 from hop_tf.keras_hook.updates import own_updates
@@ -282,7 +282,9 @@ def _applied_once(method: Callable) -> Callable:
         extended = self._distribution_strategy.extended
         if not isinstance(extended, Extended):
             return method(self, grads, trainable_variables)
-        return extended.apply_once(lambda sums: method(self, sums, trainable_variables), grads)
+        variables = None if trainable_variables is None else list(trainable_variables)
+        values = overwritten_by(innermost(self), variables)
+        extended.apply_once(lambda sums: method(self, sums, variables), grads, values)
 
     return apply
 

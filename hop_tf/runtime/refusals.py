@@ -12,12 +12,9 @@ from hop_tf.keras_hook.optimizers import innermost, loss_scale
 from hop_tf.keras_hook.shared_paths import has_callback
 from hop_tf.keras_hook.trace import Assigned
 from hop_tf.keras_hook.updates import follows_weights
-from hop_tf.keras_hook.watched import Watch
+from hop_tf.keras_hook.watched import ROUNDING, UNDONE, Watch
 from hop_tf.runtime.scheme import Scheme
 
-# What an undone assignment may leave behind, over the largest weight.
-_UNDONE = 1e-4
-_ROUNDING = {tf.bfloat16: 0.03, tf.float16: 0.004}
 _MOST_NAMES = 5
 _ASSIGNED = "weights were assigned"
 
@@ -139,7 +136,7 @@ def refuse_before_update(scheme: Scheme, assigned: Sequence[Assigned]) -> None:
     """
     error = lost_assignments(scheme, [each.variable for each in assigned], "in a training step, before the update")
     for each in assigned:
-        bound = _ROUNDING.get(each.at_start.dtype, _UNDONE) * tf.reduce_max(tf.abs(each.at_start))
+        bound = ROUNDING.get(each.at_start.dtype, UNDONE) * tf.reduce_max(tf.abs(each.at_start))
         is_undone = tf.reduce_all(tf.abs(each.before_update - each.at_start) <= bound)
         tf.debugging.Assert(is_undone, [error])
 

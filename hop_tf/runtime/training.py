@@ -25,6 +25,7 @@ from hop_tf.keras_hook.shared_paths import CallbackPaths, has_callback
 from hop_tf.keras_hook.shares import BatchShares
 from hop_tf.keras_hook.trace import StepTrace, is_built
 from hop_tf.keras_hook.watched import Watch
+from hop_tf.runtime.agreed_states import AgreedStates
 from hop_tf.runtime.group import Group, tensors_of
 from hop_tf.runtime.passed_steps import PassedSteps
 from hop_tf.runtime.refusals import (
@@ -69,6 +70,7 @@ class TrainingRun(TrainingHooks):
     Attributes:
       worker: This rank among the others; None in a world of one without servers: then steps are left as they are.
       data: How training data is shared out.
+      states: The states of programs that ranks agree on.
       statistics: Steps and waiting times.
       shares: What part of a batch each rank takes; None where all parts are equal.
       records: Records and profiles steps.
@@ -95,6 +97,7 @@ class TrainingRun(TrainingHooks):
         self.worker: Worker | None = None
         self.shares = shares if world_size > 1 else None
         self.data = DataSharding(rank, world_size, lambda digest: self.worker.first_batches.note(digest), self.shares)
+        self.states = AgreedStates(rank)
         self.statistics = StepStatistics()
         self.records = StepRecords()
         self._emulated_compute = EmulatedCompute.from_environment(rank, world_size)
@@ -407,6 +410,8 @@ class TrainingRun(TrainingHooks):
                 f"Check that train_step calls optimizer.apply. Keras {keras.__version__}, TensorFlow {tf.__version__}."
             )
         refuse_assignments(self._scheme, trace.assigned_after_update())
+        if self.worker is not None:
+            self.states.note_assigned(trace.assigned_states())
         with trace.when_data_is_here():
             for group in [group for group in self.groups if group.name in trace.states]:
                 self._scheme.end_step(group)
@@ -513,6 +518,7 @@ class TrainingRun(TrainingHooks):
                     beside=self._scheme.specs_beside(),
                     num_batches=self.data.num_batches,
                 )
+                self.states.begin(trace.states_of_model)
                 self._scheme.begin_group(groups[key])
                 if self._watch is not None:
                     self._watch.add(self._scheme.watched(groups[key]))

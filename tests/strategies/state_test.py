@@ -1,0 +1,331 @@
+"""Who owns each kind of state, under every strategy: the table of `docs/data.md`, with plain Keras as the reference.
+
+Both ranks see the rows that one process sees, unless a test says otherwise. So they make its steps.
+"""
+
+import contextlib
+import os
+import tempfile
+from unittest import mock
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl import logging
+from absl.testing import absltest, parameterized
+
+import hop_tf
+from support import MEMBERS
+
+_NUM_ROWS = 32
+_BATCH_SIZE = 8
+_LEARNING_RATE = 0.05
+
+# Each strategy in settings whose steps are those of one process, if that is possible, and in others with a name.
+_MEMBERS = {name: (member, {}) for name, member in MEMBERS.items() if name != "own"}
+_MEMBERS["pipe_sgd"] = (MEMBERS["pipe_sgd"], {"pipeline_width": 1})
+_MEMBERS["pipe_sgd_wide"] = (MEMBERS["pipe_sgd"], {"pipeline_width": 2})
+# Ranks that do not wait for each other make other steps than one process does.
+_ASYNCHRONOUS = ("canary", "shat")
+_EXACT = [name for name in _MEMBERS if name not in _ASYNCHRONOUS]
+# Strategies that keep a second copy of the weights.
+_KEEPS_A_COPY = ("pipe_sgd_wide", "shat")
+
+
+def _rows(num_columns, seed=0):
+    return np.random.default_rng(seed).normal(size=(_NUM_ROWS, num_columns)).astype(np.float32)
+
+
+def _twice(rows):
+    """Each batch twice as long, so that two ranks both see what one process sees."""
+    batches = rows.reshape(-1, _BATCH_SIZE, *rows.shape[1:])
+    return np.concatenate([batches, batches], axis=1).reshape(-1, *rows.shape[1:])
+
+
+def _fit(model, strategy, **arguments):
+    repeat, factor = (lambda rows: rows, 1) if strategy is None else (_twice, 2)
+    x, y = repeat(_rows(6)), repeat(_rows(6)[:, :1] * 2 + 1)
+    model.fit(x, y, batch_size=factor * _BATCH_SIZE, shuffle=False, verbose=0, **{"epochs": 2, **arguments})
+
+
+def _scope(strategy):
+    return contextlib.nullcontext() if strategy is None else strategy.scope()
+
+
+def _of_ranks(name, run):
+    member, settings = _MEMBERS[name]
+    return member.run(run, **settings)
+
+
+def _compiled(model, momentum=0.0):
+    model.compile(keras.optimizers.SGD(_LEARNING_RATE, momentum=momentum), "mse")
+    return model
+
+
+def _dense(size=1, **arguments):
+    return keras.layers.Dense(size, kernel_initializer=keras.initializers.RandomNormal(stddev=0.5, seed=1), **arguments)
+
+
+def _weights(model):
+    return [weight.numpy() for weight in model.weights]
+
+
+def _normalized():
+    layer = keras.layers.SpectralNormalization(_dense(8))
+    model = keras.Sequential([keras.Input((6,)), layer, _dense()])
+    layer.vector_u.assign(np.linspace(-1, 1, 8, dtype=np.float32)[np.newaxis])  # Otherwise drawn at random.
+    return _compiled(model)
+
+
+def _linear():
+    return _compiled(keras.Sequential([keras.Input((6,)), _dense()]), momentum=0.5)
+
+
+class Queue(keras.layers.Layer):
+    """Keeps unit rows of the latest features, as contrastive learning does."""
+
+    def build(self, shape):
+        self.rows = self.add_weight(
+            shape=(16, shape[-1]), trainable=False, initializer=keras.initializers.Orthogonal(seed=1), name="rows"
+        )
+
+    def call(self, inputs, training=False):
+        if training:
+            features = tf.math.l2_normalize(inputs, axis=1)
+            rows = tf.math.l2_normalize(self.rows, axis=1)
+            self.rows.assign(tf.concat([features, rows], 0)[:16])
+        return inputs
+
+
+class Program(keras.Model):
+    """Has a state of each kind, assigned before and behind the update."""
+
+    def __init__(self):
+        super().__init__()
+        self.student = keras.Sequential([keras.Input((6,)), Queue(), _dense(4), _normalization(), _dense()])
+        self.teacher = hop_tf.state(
+            keras.Sequential([keras.Input((6,)), _dense(4), _normalization(), _dense()]), "mean"
+        )
+        self.unmarked = keras.Sequential([keras.Input((6,)), _dense(4)])
+        self.num_rows = self.add_weight(shape=(), dtype="int32", trainable=False, aggregation="sum", name="num_rows")
+        self.largest = hop_tf.state(
+            self.add_weight(shape=(6,), trainable=False, initializer="zeros", name="largest"), "max"
+        )
+        self.of_first = self.add_weight(
+            shape=(), trainable=False, initializer="zeros", aggregation="only_first_replica", name="of_first"
+        )
+        self.was_large = hop_tf.state(self.add_weight(shape=(), dtype="bool", trainable=False, name="was_large"), "max")
+        self.num_steps = self.add_weight(shape=(), dtype="int32", trainable=False, name="num_steps")
+
+    def call(self, inputs):
+        return self.student(inputs)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self.student(x, training=True) - y))
+        self.num_rows.assign_add(tf.shape(x)[0])
+        self.largest.assign(tf.maximum(self.largest, tf.reduce_max(tf.abs(x), 0)))
+        weights = self.student.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        for mine, other in zip(self.teacher.trainable_variables, weights, strict=True):
+            mine.assign(0.9 * mine + 0.1 * other)
+        for mine, other in zip(self.unmarked.trainable_variables, weights[:2], strict=True):
+            mine.assign(0.9 * mine + 0.1 * other)
+        self.of_first.assign(x[0, 0])
+        self.was_large.assign(self.was_large | (x[0, 0] > 1))
+        self.num_steps.assign_add(1)
+        return {"loss": loss}
+
+
+def _normalization():
+    return keras.layers.BatchNormalization(momentum=0.8)
+
+
+def _state_of(program):
+    return {
+        "student": _weights(program.student)[1:],
+        "queue": [program.student.layers[0].rows.numpy()],
+        "teacher": _weights(program.teacher),
+        "unmarked": _weights(program.unmarked),
+        "counts": [program.num_rows.numpy(), program.num_steps.numpy()],
+        "extremes": [program.largest.numpy(), program.was_large.numpy()],
+        "of_first": [program.of_first.numpy()],
+    }
+
+
+class AssignedWeightsTest(tf.test.TestCase, parameterized.TestCase):
+    """Weights that a program assigns, in a step or between two."""
+
+    def _assert_equals_one_process(self, name, run, rtol=1e-4, atol=1e-4):
+        expected = run(None)
+        for values in _of_ranks(name, run):
+            for value, each in zip(values, expected, strict=True):
+                self.assertAllClose(value, each, rtol=rtol, atol=atol)
+
+    def _assert_refused(self, name, run, when):
+        with self.assertRaisesRegex(ValueError, f"weights were assigned {when}.*kernel.*pipeline_width=1"):
+            _of_ranks(name, run)
+
+    @parameterized.parameters(*_MEMBERS)
+    def test_in_a_step_before_the_update(self, name):
+        """Spectral normalization assigns the kernel, and does not take that back."""
+
+        def run(strategy):
+            with _scope(strategy):
+                model = _normalized()
+            _fit(model, strategy)
+            return _weights(model)
+
+        if name in _KEEPS_A_COPY:
+            self._assert_refused(name, run, "in a training step, before the update")
+        elif name == "canary":
+            for weights in _of_ranks(name, run):
+                self.assertAllClose(np.linalg.norm(weights[0], 2), 1.0, atol=0.2)
+        else:
+            self._assert_equals_one_process(name, run)
+
+    @parameterized.parameters(*_MEMBERS)
+    def test_between_two_steps(self, name):
+        """A mask of weights that a callback applies after each step."""
+
+        def run(strategy):
+            with _scope(strategy):
+                model = _linear()
+            kernel, mask = model.layers[0].kernel, np.array([[1], [0], [1], [0], [0], [1]], np.float32)
+            _fit(model, strategy, callbacks=[_at_batch_end(lambda batch: kernel.assign(kernel * mask))])
+            return _weights(model)
+
+        if name in _KEEPS_A_COPY:
+            self._assert_refused(name, run, "between two training steps")
+        elif name == "canary":  # What was masked goes to the others as any change: through a codec, and late.
+            for kernel, _ in _of_ranks(name, run):
+                self.assertAllClose(kernel[[1, 3, 4], 0], np.zeros(3), atol=0.2)
+        else:
+            self._assert_equals_one_process(name, run)
+
+    @parameterized.parameters(*_EXACT)
+    def test_a_checkpoint_restored_in_a_loop(self, name):
+        def run(strategy):
+            with _scope(strategy):
+                model = _linear()
+                checkpoint = tf.train.Checkpoint(model=model)
+            step = _loop_step(model, strategy)
+            with tempfile.TemporaryDirectory() as folder:
+                path = checkpoint.save(os.path.join(folder, "start"))
+                for number in range(10):
+                    if number == 5:
+                        checkpoint.restore(path)
+                    step()
+            if strategy is not None:
+                strategy.synchronize(model)
+            return _weights(model)
+
+        if name in _KEEPS_A_COPY:
+            with self.assertRaisesRegex((ValueError, tf.errors.InvalidArgumentError), "right after strategy.synchron"):
+                _of_ranks(name, run)
+        else:
+            self._assert_equals_one_process(name, run)
+
+    def test_a_wide_pipe_takes_what_a_loop_assigns_after_synchronize(self):
+        def run(strategy):
+            with _scope(strategy):
+                model = _linear()
+            step, kernel = _loop_step(model, strategy), model.layers[0].kernel
+            for number in range(10):
+                if number == 5:
+                    if strategy is not None:
+                        strategy.synchronize(model)
+                    kernel.assign(kernel * 0.5)
+                step()
+            if strategy is not None:
+                strategy.synchronize(model)
+            return _weights(model)
+
+        self._assert_equals_one_process("pipe_sgd_wide", run)
+
+    @parameterized.parameters("pipe_sgd_wide", "shat", "dts")
+    def test_between_two_epochs(self, name):
+        def run(strategy):
+            with _scope(strategy):
+                model = _linear()
+            kernel = model.layers[0].kernel
+            halve = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: kernel.assign(kernel * 0.5))
+            _fit(model, strategy, callbacks=[halve], epochs=3)
+            return _weights(model)
+
+        if name == "shat":
+            self._assert_refused(name, run, "between two training steps")
+        else:
+            self._assert_equals_one_process(name, run)
+
+    def test_weights_that_are_swapped_for_validation_and_back(self):
+        """Under SHAT, too, whose servers do not see it."""
+
+        def run(strategy):
+            with _scope(strategy):
+                model = keras.Sequential([keras.Input((6,)), _dense()])
+                model.compile(keras.optimizers.SGD(_LEARNING_RATE, use_ema=True), "mse")
+            _fit(model, strategy, callbacks=[keras.callbacks.SwapEMAWeights(swap_on_epoch=True)])
+            return _weights(model)
+
+        for weights in _of_ranks("shat", run):
+            self.assertAllClose(weights, run(None), rtol=0.1, atol=0.1)
+
+
+class StatesTest(tf.test.TestCase, parameterized.TestCase):
+    """States that no optimizer updates."""
+
+    @parameterized.parameters(*_MEMBERS)
+    def test_each_kind(self, name):
+        def run(strategy):
+            keras.utils.set_random_seed(1)
+            with _scope(strategy):
+                program = _compiled(Program())
+            with mock.patch.object(logging, "warning", wraps=logging.warning) as warning:
+                _fit(program, strategy)
+            warnings = [call.args[0] % call.args[1:] for call in warning.call_args_list]
+            before = _state_of(program)
+            if strategy is not None:
+                strategy.synchronize(program)
+            return before, _state_of(program), [text for text in warnings if "hop_tf.state" in text]
+
+        expected, *_ = run(None)
+        ranks = _of_ranks(name, run)
+        num_rows = sum(_BATCH_SIZE * before["counts"][1] for before, *_ in ranks)  # Some ranks pass over steps.
+        for _, after, _ in ranks:
+            self.assertAllClose(np.linalg.norm(after["queue"][0], axis=1), np.ones(16), atol=1e-5)
+            self.assertEqual(after["counts"][0], num_rows)
+        for kind in ("student", "teacher", "extremes", "of_first"):  # Equal to the bit.
+            self.assertAllEqual(*[np.concatenate([np.ravel(v) for v in after[kind]]) for _, after, _ in ranks])
+        if name in _EXACT:
+            for before, _, _ in ranks:
+                for kind in ("student", "queue", "teacher", "unmarked", "extremes", "of_first"):
+                    for value, each in zip(before[kind], expected[kind], strict=True):
+                        self.assertAllClose(value, each, rtol=1e-4, atol=1e-4)
+                self.assertAllEqual(before["counts"][1], expected["counts"][1])
+        texts = [text for *_, warnings in ranks for text in warnings]
+        self.assertTrue(any("rows" in text and "dense" in text for text in texts), texts)
+        self.assertFalse(any("teacher" in text or "largest" in text for text in texts), texts)
+
+
+def _at_batch_end(call):
+    return keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: call(batch))
+
+
+def _loop_step(model, strategy):
+    """A step of a custom loop on the same batch; in a tf.function."""
+    x, y = tf.constant(_rows(6)[:_BATCH_SIZE]), tf.constant(_rows(6)[:_BATCH_SIZE, :1])
+
+    def replica_step():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(model(x) - y))
+            loss = loss if strategy is None else loss / strategy.num_replicas_in_sync
+        variables = model.trainable_variables
+        model.optimizer.apply(tape.gradient(loss, variables), variables)
+
+    return tf.function(replica_step if strategy is None else lambda: strategy.run(replica_step))
+
+
+if __name__ == "__main__":
+    absltest.main()
