@@ -111,6 +111,7 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
             shares=shares,
         )
         super().__init__(make_extended(self, self.training, devices))
+        self.training.replicas.num_devices = len(self.extended.worker_devices)
         self._plan_kind = _plan_kind()
         self._recorder = None
         if cluster.world_size > 1 or servers:

@@ -9,7 +9,8 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.distribute import one_device_strategy
+from tensorflow.python.distribute import distribute_lib, one_device_strategy
+from tensorflow.python.ops import summary_ops_v2
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from hop_tf.keras_hook.hooks import TrainingHooks
@@ -44,13 +45,23 @@ def _refuse_keras_2(merge_fn: Callable) -> None:
         )
 
 
+def record_summaries(are_recorded: bool = True) -> None:
+    """Has `tf.summary` record in this context, or not. TensorFlow leaves that to the one replica 0 of all ranks."""
+    summary_ops_v2._summary_state.is_recording_distribution_strategy = are_recorded
+
+
 class ReplicaContext(one_device_strategy._OneDeviceReplicaContext):
     """The replica context of a training step: sees the optimizer's update."""
 
     def __init__(self, strategy: tf.distribute.Strategy, hooks: TrainingHooks, trace: StepTrace):
-        super().__init__(strategy)
+        # Not that of one device, whose id is 0 in all processes.
+        distribute_lib.ReplicaContext.__init__(self, strategy, strategy.extended._get_replica_id_in_sync_group(0))
         self._hooks = hooks
         self._trace = trace
+
+    def __enter__(self):
+        super().__enter__()
+        record_summaries()
 
     def merge_call(self, merge_fn, args=(), kwargs=None):
         _refuse_keras_2(merge_fn)
@@ -152,6 +163,14 @@ class Extended:
         self._trainable: weakref.WeakValueDictionary[int, tf.Variable] = weakref.WeakValueDictionary()
 
     @property
+    def stream(self) -> int:
+        """Which random numbers are drawn now: those of this replica in a training step, else 0, as everywhere."""
+        if self._trace is None or not self._trace.draws_apart:
+            return 0
+        context = tf.distribute.get_replica_context()
+        return self.hooks.replicas.stream(0 if context is None else context._replica_id)
+
+    @property
     def in_step(self) -> bool:
         """Whether a training step is being traced, or run eagerly."""
         return self._trace is not None
@@ -185,6 +204,20 @@ class Extended:
     def _num_replicas_in_sync(self) -> int:
         trains_model = self._trace is not None and self._trace.model is not None  # Also by `train_on_batch`.
         return 1 if trains_model else self.hooks.num_loss_parts * len(self.worker_devices)
+
+    # TensorFlow asks these for the number of a replica among all, and for that of its device in this process.
+
+    def _get_replica_id_in_sync_group(self, replica_id):
+        return self.hooks.replicas.first + replica_id
+
+    def _get_local_replica_id(self, replica_id_in_sync_group):
+        return replica_id_in_sync_group - self.hooks.replicas.first
+
+    def _value_contexts(self) -> list[tf.distribute.experimental.ValueContext]:
+        """What `experimental_distribute_values_from_function` calls its function with, for each device."""
+        replicas = self.hooks.replicas
+        ids = range(replicas.first, replicas.first + len(self.worker_devices))
+        return [tf.distribute.experimental.ValueContext(each, replicas.number) for each in ids]
 
     def _call_for_each_replica(self, fn, args, kwargs):
         if self._trace is not None:
@@ -241,3 +274,7 @@ class OneDevice(Extended, one_device_strategy.OneDeviceExtended):
     def _gather_to_implementation(self, value, destinations, axis, options):
         del destinations, options
         return self.hooks.gather(value, axis)
+
+    def _experimental_distribute_values_from_function(self, value_fn):
+        (context,) = self._value_contexts()
+        return value_fn(context)

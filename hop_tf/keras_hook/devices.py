@@ -10,27 +10,23 @@ from __future__ import annotations
 
 import collections
 import functools
-import inspect
 import os
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.distribute import distribute_lib, mirrored_strategy, values
 from tensorflow.python.ops import resource_variable_ops
 
-from hop_tf.keras_hook.context import Extended, OneDevice, ReplicaContext
+from hop_tf.keras_hook.context import Extended, OneDevice, ReplicaContext, record_summaries
 from hop_tf.keras_hook.data import count_rows, divide, without_rows
 from hop_tf.keras_hook.hooks import TrainingHooks
+from hop_tf.keras_hook.trace import is_keras_step, is_predict_step
 from hop_tf.keras_hook.variables import is_own
 from hop_tf.options import DEVICES_VARIABLE, devices_per_worker
 
-# What Keras runs on a batch: methods of models, and under `predict` a function within another one.
-_KERAS_STEPS = ("train_step", "test_step")
-_PREDICT_STEP = "TensorFlowTrainer.make_predict_function.<locals>.one_step_on_data"
 # Of gradients, what TensorFlow's operation for NCCL takes: no bfloat16.
 _NCCL_TYPES = (tf.float16, tf.float32, tf.float64)
 
@@ -54,6 +50,10 @@ class SeveralDevices(Extended, mirrored_strategy.MirroredExtended):
         self._shares: Sequence | None = None
         # What datasets of `PerReplica` values were before each batch was divided.
         self._undivided: weakref.WeakKeyDictionary[tf.data.Dataset, tf.data.Dataset] = weakref.WeakKeyDictionary()
+
+    @property
+    def worker_devices_by_replica(self):
+        return [[]] * self.hooks.replicas.first + super().worker_devices_by_replica  # By the numbers among all ranks.
 
     # Variables.
 
@@ -91,7 +91,7 @@ class SeveralDevices(Extended, mirrored_strategy.MirroredExtended):
 
     def _run(self, fn, args, kwargs):
         number, is_divided = len(self.worker_devices), _has_parts(args)
-        if is_divided or not _is_keras_step(fn):
+        if is_divided or not is_keras_step(fn):
             rows = _rows_of_parts(args) if is_divided and self._trace.model is not None else None
             return self._on_devices(fn, args, kwargs, rows and [each / sum(rows) for each in rows])
         num_rows, trains = count_rows(args), self._trace.model is not None
@@ -117,7 +117,7 @@ class SeveralDevices(Extended, mirrored_strategy.MirroredExtended):
     def _on_first_device(self, fn, args, kwargs):
         """What a step of Keras's that trains nothing returns, as if it ran on all devices."""
         result = self._as_one(fn, args, kwargs)
-        rest = without_rows(result) if _is_predict_step(fn) else result
+        rest = without_rows(result) if is_predict_step(fn) else result
         return tf.nest.map_structure(self._with_rest, result, rest)
 
     def _with_rest(self, first: Any, rest: Any) -> values.PerReplica:
@@ -133,10 +133,11 @@ class SeveralDevices(Extended, mirrored_strategy.MirroredExtended):
 
         @tf.autograph.experimental.do_not_convert
         def on_device(*args, **kwargs):
+            record_summaries(self._context_of_device()._replica_id == 0)
             with tf.control_dependencies(first):  # Each device's thread has such of its own.
                 return fn(*args, **kwargs)
 
-        run = on_device if first else fn
+        run = fn if isinstance(fn, tf.types.experimental.PolymorphicFunction) and not first else on_device
         try:
             result = mirrored_strategy.MirroredExtended._call_for_each_replica(self, run, args, kwargs)
             self._make_alike()
@@ -277,9 +278,7 @@ class SeveralDevices(Extended, mirrored_strategy.MirroredExtended):
         return with_parts
 
     def _experimental_distribute_values_from_function(self, value_fn):
-        number = len(self.worker_devices)
-        contexts = [tf.distribute.experimental.ValueContext(index, number) for index in range(number)]
-        return values.PerReplica([value_fn(context) for context in contexts])
+        return values.PerReplica([value_fn(context) for context in self._value_contexts()])
 
 
 class _Copies(values.MirroredVariable):
@@ -310,16 +309,6 @@ _create = functools.partial(resource_variable_ops.default_variable_creator_v2, N
 
 def _is_copied(variable: tf.Variable) -> bool:
     return isinstance(variable, values.DistributedVariable)
-
-
-def _is_keras_step(fn: Callable) -> bool:
-    method = inspect.unwrap(fn)
-    is_of_model = isinstance(getattr(method, "__self__", None), keras.Model)
-    return (is_of_model and getattr(method, "__name__", "") in _KERAS_STEPS) or _is_predict_step(fn)
-
-
-def _is_predict_step(fn: Callable) -> bool:
-    return getattr(inspect.unwrap(fn), "__qualname__", "") == _PREDICT_STEP
 
 
 def _has_parts(batch) -> bool:

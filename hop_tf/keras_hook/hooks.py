@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hop_tf.keras_hook.replicas import Replicas
 from hop_tf.keras_hook.trace import StepTrace
 
 
@@ -48,6 +49,11 @@ class TrainingHooks(abc.ABC):
     @abc.abstractmethod
     def num_loss_parts(self) -> int:
         """How many parts a loss has, whose gradients add up; 1 where each rank's gradient is that of a loss."""
+
+    @property
+    @abc.abstractmethod
+    def replicas(self) -> Replicas:
+        """The numbers of the replicas of all ranks."""
 
     @property
     @abc.abstractmethod

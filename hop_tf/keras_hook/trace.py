@@ -25,6 +25,9 @@ _CONTROL_FLOW_GRAPHS = (
 _READ_ONLY_OPS = frozenset(
     {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VarIsInitializedOp", "VariableShape"}
 )
+# What Keras runs on a batch: methods of models, and under `predict` a function within another one.
+_KERAS_STEPS = ("train_step", "test_step")
+_PREDICT_STEP = "TensorFlowTrainer.make_predict_function.<locals>.one_step_on_data"
 
 
 def when_here(arguments: Any) -> contextlib.AbstractContextManager:
@@ -42,6 +45,18 @@ def trained_model(fn: Callable) -> keras.Model | None:
     method = inspect.unwrap(fn)  # `Strategy.run` wraps it for AutoGraph.
     owner = getattr(method, "__self__", None) if getattr(method, "__name__", "") == "train_step" else None
     return owner if isinstance(owner, keras.Model) else None
+
+
+def is_keras_step(fn: Callable) -> bool:
+    """True if `fn` is what Keras's `fit`, `evaluate` or `predict` runs on a batch."""
+    method = inspect.unwrap(fn)
+    is_of_model = isinstance(getattr(method, "__self__", None), keras.Model)
+    return (is_of_model and getattr(method, "__name__", "") in _KERAS_STEPS) or is_predict_step(fn)
+
+
+def is_predict_step(fn: Callable) -> bool:
+    """True if `fn` is what Keras's `predict` runs on a batch."""
+    return getattr(inspect.unwrap(fn), "__qualname__", "") == _PREDICT_STEP
 
 
 def has_no_call(model: keras.Model) -> bool:
@@ -74,6 +89,7 @@ class StepTrace:
 
     Attributes:
       model: The model whose `train_step` is `fn`; None for any other function.
+      draws_apart: True if each replica draws random numbers of its own: in a training step, and in a custom loop.
       comes_first: What is done before all else of the step.
       started_at: `tf.timestamp()` at the start of the step, where somebody wants to know.
       num_updates: Optimizer updates seen so far.
@@ -89,6 +105,7 @@ class StepTrace:
 
     def __init__(self, fn: Callable, arguments: Any = (), trainable: Sequence[tf.Variable] = ()):
         self.model = trained_model(fn)
+        self.draws_apart = self.model is not None or not is_keras_step(fn)
         self.has_ended = False
         self._trainable = trainable
         self.comes_first: list[tf.Tensor] = []

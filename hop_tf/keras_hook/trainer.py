@@ -25,6 +25,7 @@ from hop_tf.keras_hook.catching_up import not_called_while_behind
 from hop_tf.keras_hook.context import Extended
 from hop_tf.keras_hook.hooks import TrainingHooks
 from hop_tf.keras_hook.optimizers import innermost, overwritten_by
+from hop_tf.keras_hook.random_streams import wrap_random
 from hop_tf.keras_hook.shuffling import shuffled_alike
 from hop_tf.keras_hook.trace import has_no_call
 from hop_tf.keras_hook.updates import own_updates
@@ -33,6 +34,7 @@ from hop_tf.keras_hook.updates import own_updates
 @functools.cache
 def wrap_trainer() -> None:
     """Wraps Keras's `fit`, `evaluate` and `predict` once; they change only for models under an `Extended`."""
+    wrap_random()
     for name in ("fit", "evaluate", "predict"):
         setattr(TensorFlowTrainer, name, _wrapped(getattr(TensorFlowTrainer, name), is_fit=name == "fit"))
     Trainer.get_metrics_result = _wrapped_metrics(Trainer.get_metrics_result)

@@ -12,6 +12,7 @@ import tensorflow as tf
 from absl import logging
 
 from hop_tf.cluster import Cluster
+from hop_tf.keras_hook.determinism import is_deterministic
 from hop_tf.options import CommunicationOptions, rank_folder
 from hop_tf.records import Kind, Recorder
 from hop_tf.version import __version__
@@ -56,6 +57,8 @@ def _minor_version(package: str) -> str:
 class StepStatistics:
     """Steps taken and time waited, counted by the training graph itself.
 
+    Times are taken in graphs only, and not under op determinism, which forbids to read the clock.
+
     Attributes:
       recorder: Gets the times of each step; None: nobody does.
     """
@@ -71,28 +74,25 @@ class StepStatistics:
         self._get_state().steps.assign_add(1)
 
     def count_start(self) -> None:
-        """Emits the op that notes that a step begins: its batch is there. Counts nothing in eager execution."""
-        if not tf.executing_eagerly():
+        """Emits the op that notes that a step begins: its batch is there."""
+        if _takes_times():
             with tf.device("/cpu:0"):
                 self._get_state().record_start()
 
     def count_gradients(self, gradients: Sequence[tf.Tensor], step: tf.Tensor) -> None:
-        """Emits the op that notes, for the recorder, when a step has its gradients. Notes nothing in eager execution.
+        """Emits the op that notes, for the recorder, when a step has its gradients.
 
         Args:
           gradients: What has to be there.
           step: int64 scalar: the step of the session.
         """
-        if self.recorder is not None and not tf.executing_eagerly():
+        if self.recorder is not None and _takes_times():
             with tf.device("/cpu:0"), tf.control_dependencies(gradients):
                 self._get_state().record_gradients(step)
 
     def count_wait(self, ready: Sequence[tf.Tensor], done: Sequence[tf.Tensor]) -> None:
-        """Emits the ops that count the time from `ready` (gradients) to `done` (what others sent); 0 if negative.
-
-        Counts nothing in eager execution, where both are there when this is called.
-        """
-        if tf.executing_eagerly():
+        """Emits the ops that count the time from `ready` (gradients) to `done` (what others sent); 0 if negative."""
+        if not _takes_times():
             return
         state = self._get_state()
         with tf.device("/cpu:0"):
@@ -136,6 +136,11 @@ class StepStatistics:
         computed = _make_events(recorder, Kind.COMPUTE, steps, started, ready - started, is_kept)
         results = _make_events(recorder, Kind.RESULT, steps, done - waited, waited, is_kept & (waited > 0))
         return np.concatenate([computed, results])
+
+
+def _takes_times() -> bool:
+    """True in a graph that may read the clock. Eagerly, gradients and results are there when they are asked for."""
+    return not (tf.executing_eagerly() or is_deterministic())
 
 
 def _make_events(

@@ -17,10 +17,12 @@ from hop_tf.keras_hook.adapted import AdaptedLayers
 from hop_tf.keras_hook.backup_agreement import BackupAgreement
 from hop_tf.keras_hook.context import refuse_xla
 from hop_tf.keras_hook.data import DataSharding
+from hop_tf.keras_hook.determinism import refuse_times
 from hop_tf.keras_hook.emulated_compute import EmulatedCompute
 from hop_tf.keras_hook.hooks import TrainingHooks
 from hop_tf.keras_hook.interrupts import on_keyboard_interrupt
 from hop_tf.keras_hook.optimizers import gradient_accumulation_steps, tf_variables
+from hop_tf.keras_hook.replicas import Replicas
 from hop_tf.keras_hook.shared_paths import CallbackPaths, has_callback
 from hop_tf.keras_hook.shares import BatchShares
 from hop_tf.keras_hook.trace import StepTrace, is_built
@@ -96,6 +98,7 @@ class TrainingRun(TrainingHooks):
         self._joins_at_once = joins_at_once
         self.worker: Worker | None = None
         self.shares = shares if world_size > 1 else None
+        self._replicas = Replicas(rank, world_size)
         self.data = DataSharding(rank, world_size, lambda digest: self.worker.first_batches.note(digest), self.shares)
         self.states = AgreedStates(rank)
         self.statistics = StepStatistics()
@@ -226,7 +229,7 @@ class TrainingRun(TrainingHooks):
             self._end_loop()
         yield
         if loops:
-            self.worker.begin_session()
+            self._begin_session()
             self.begin_training()
 
     def _require_session(self) -> None:
@@ -235,9 +238,11 @@ class TrainingRun(TrainingHooks):
             self._begin_session()
 
     def _begin_session(self, *, averages_metrics: bool = False, claims: Sequence[str] = ()) -> None:
-        """Enters a session whose ranks are to make the same inputs of the same data."""
+        """Enters a session whose ranks are to make the same inputs of the same data, and know each other's devices."""
         layers = AdaptedLayers()
-        self.worker.begin_session(averages_metrics=averages_metrics, claims=[*claims, *layers.claims])
+        claims = [*claims, *layers.claims, *self._replicas.claims]
+        self.worker.begin_session(averages_metrics=averages_metrics, claims=claims)
+        self._replicas.learn(self.worker.membership.owners)
         if layers.is_needed(self.worker.membership.owners) and not self.worker.joining:
             layers.compare(self.worker.collectives.share)
 
@@ -351,6 +356,11 @@ class TrainingRun(TrainingHooks):
         return 1 if self.data.is_inside_keras else self._world_size
 
     @property
+    def replicas(self) -> Replicas:
+        """Those of all ranks."""
+        return self._replicas
+
+    @property
     def shuffle_seed(self) -> int | None:
         """That of the running session."""
         return self.worker.membership.seed if self._world_size > 1 else None
@@ -370,6 +380,10 @@ class TrainingRun(TrainingHooks):
     def enter_step(self, trace: StepTrace) -> None:
         """Gives the model rank 0's initial values, before its first step."""
         self._trace = trace
+        refuse_times(
+            emulates=self._emulated_compute is not None,
+            measures=self.shares is not None and self.shares.is_automatic and trace.model is not None,
+        )
         if self._rows is not None:
             self._rows.begin_step(trace)
         if self.worker is not None and trace.model is not None and is_built(trace.model):

@@ -286,7 +286,8 @@ class ServedGroup:
 
     def _read_anew(self) -> list[np.ndarray]:
         buckets = self._shard.read()
-        means = self._mean(list(self._statistics.values())) if self._statistics else self._means
+        statistics = [self._statistics[worker] for worker in sorted(self._statistics)]  # As gradients: by rank.
+        means = self._mean(statistics) if statistics else self._means
         for index, mean in zip(self._carried, means, strict=True):
             buckets[index] = mean
         return buckets

@@ -1,0 +1,64 @@
+"""Random numbers of training steps: each replica draws its own, though all of them have the same seeds and states.
+
+Replicas train on different rows. If all of them drew the same numbers, as they do with the same seed, row i of each
+would get the same dropout mask, the same noise and the same augmentation. So the seed of each draw in a training step
+has a constant of the replica added to it, which is 0 for the first device of rank 0: that one draws what it would draw
+without a strategy. The states of generators are left alone. They stay equal on all ranks, as they are saved and
+restored.
+
+Draws outside of training steps are alike on all ranks: initial weights, `Dataset.map` (which all ranks compute for
+whole batches), `evaluate` and `predict`. A seed that is given for one draw is obeyed as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import tensorflow as tf
+from keras.src.random.seed_generator import SeedGenerator
+from tensorflow.python.framework import random_seed
+
+from hop_tf.keras_hook.context import Extended
+
+# Keras takes seeds modulo 2^31 - 2, and TensorFlow modulo 2^31 - 1. The factor has no divisor in common with the
+# smaller one, so that no two replicas have the same constant; and it brings neighbors far apart.
+_MODULUS = 2**31 - 2
+_FACTOR = 2654435761
+_TF_MODULUS = 2**31 - 1
+
+
+@functools.cache
+def wrap_random() -> None:
+    """Wraps what draws seeds, once; it changes within training steps under an `Extended`."""
+    SeedGenerator.next = _wrapped_next(SeedGenerator.next)
+    random_seed.get_seed = _wrapped_get_seed(random_seed.get_seed)
+
+
+def offset_of_replica() -> int:
+    """What is added to seeds here; 0 outside of training steps."""
+    extended = tf.distribute.get_strategy().extended
+    return extended.stream * _FACTOR % _MODULUS if isinstance(extended, Extended) else 0
+
+
+def _wrapped_next(method: Callable) -> Callable:
+    """Seeds of Keras's generators: of layers, and of `keras.random` without a seed."""
+
+    @functools.wraps(method)
+    def draw(self, *args, **kwargs):
+        seed, offset = method(self, *args, **kwargs), offset_of_replica()
+        return seed + tf.constant([offset, 0], seed.dtype) if offset and tf.is_tensor(seed) else seed
+
+    return draw
+
+
+def _wrapped_get_seed(method: Callable) -> Callable:
+    """The seeds of TensorFlow's stateful operations, where the program has set a global one only."""
+
+    @functools.wraps(method)
+    def get_seed(op_seed):
+        seed, of_operation = method(op_seed)
+        is_global = op_seed is None and seed is not None
+        return (seed + offset_of_replica()) % _TF_MODULUS if is_global else seed, of_operation
+
+    return get_seed

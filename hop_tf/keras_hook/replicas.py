@@ -1,0 +1,69 @@
+"""`Replicas`: the numbers of the replicas of all ranks. A replica is a device of a rank."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from absl import logging
+
+_CLAIM = re.compile(r"(?P<number>\d+) devices of rank (?P<rank>\d+)")
+
+
+class Replicas:
+    """Numbers the replicas: rank by rank, and device by device in a rank.
+
+    Ranks tell each other their numbers of devices when a session begins, among what they claim. Until then, a rank
+    assumes that all have as many as itself.
+
+    Args:
+      rank: This rank.
+      world_size: Number of ranks.
+
+    Attributes:
+      num_devices: Devices of this rank. The strategy says it.
+    """
+
+    def __init__(self, rank: int, world_size: int):
+        self._rank = rank
+        self._world_size = world_size
+        self._known: list[int] | None = None
+        self._has_assumed = False
+        self.num_devices = 1
+
+    @property
+    def claims(self) -> list[str]:
+        """What tells the others the number of devices; nothing where that is 1."""
+        return [] if self.num_devices == 1 else [f"{self.num_devices} devices of rank {self._rank}"]
+
+    def learn(self, claims: Iterable[str]) -> None:
+        """Takes the numbers of devices of all ranks from what they claim."""
+        told = [match for match in map(_CLAIM.fullmatch, claims) if match]
+        of_ranks = {int(match["rank"]): int(match["number"]) for match in told}
+        self._known = [of_ranks.get(rank, 1) for rank in range(self._world_size)]
+        if self._has_assumed and len(set(self._known)) > 1:
+            self._has_assumed = False
+            logging.warning(
+                "rank %d: ranks have %s devices. Replica ids that were asked for before the first `fit`, or the first "
+                "update of a custom loop, may be those of other ranks too: they count as if all ranks had %d devices. "
+                "Use `strategy.rank` there.",
+                *(self._rank, self._known, self.num_devices),
+            )
+
+    @property
+    def first(self) -> int:
+        """The number of this rank's first replica."""
+        return sum(self._of_ranks()[: self._rank])
+
+    @property
+    def number(self) -> int:
+        """How many replicas all ranks have together."""
+        return sum(self._of_ranks())
+
+    def stream(self, device: int) -> int:
+        """A number that no other replica has, whatever the numbers of devices; 0 for the first device of rank 0."""
+        return device * self._world_size + self._rank
+
+    def _of_ranks(self) -> Sequence[int]:
+        self._has_assumed = self._has_assumed or self._known is None
+        return self._known or [self.num_devices] * self._world_size
