@@ -237,7 +237,8 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
         Returns:
           `rank`, `steps` (optimizer updates), `iteration` (the scheme's, in the running or last `fit`), `wait_seconds`
           (time for which steps had their gradients and still waited for other ranks), `compute_seconds` (the median of
-          the latest steps' durations, without what they waited; both stay 0 with `run_eagerly`), `ranks_lost` and
+          the latest steps' durations, without what they waited; both stay 0 with `run_eagerly`, and with TensorFlow's
+          op determinism), `ranks_lost` and
           `ranks_left` (how often another rank was lost, or left by an exception, and this one went on),
           `nonfinite_steps` (see `CommunicationOptions.on_nonfinite`), `batch_share` (the part of each batch that this
           rank takes; where there are `batch_shares`), `bytes_sent`, `bytes_received`, `messages_sent`,
@@ -297,7 +298,8 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
     def latest_step_seconds(self) -> np.ndarray:
         """How long this rank's latest steps took, at most 64, without what they waited; the last one at the end.
 
-        Times are from the start of a step to that of the next one, so that callbacks count. Empty with `run_eagerly`.
+        Times are from the start of a step to that of the next one, so that callbacks count. Empty with `run_eagerly`,
+        and with TensorFlow's op determinism.
         """
         return self.training.statistics.latest_seconds()
 

@@ -115,7 +115,7 @@ def diagnose(job: JobLog) -> Diagnosis:
     steps = {index: each for index, each in steps.items() if len(each.begin)}
     if not steps:
         raise ValueError(
-            "too few steps are recorded: `fit` must make several, and not with `run_eagerly`. "
+            "too few steps are recorded: `fit` must make several, and not with `run_eagerly` or op determinism. "
             f"Received: records of {', '.join(process.name for process in job.processes)}."
         )
     return _Job(job, steps).diagnosis()

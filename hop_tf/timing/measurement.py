@@ -219,7 +219,7 @@ def _compute_seconds(strategy: ExchangeStrategy) -> float:
     if share_without:
         raise RuntimeError(
             "`measure` needs the durations of some steps of every rank. Call it after a `fit` of several ones, without "
-            "`run_eagerly`."
+            "`run_eagerly` and op determinism."
         )
     return seconds
 

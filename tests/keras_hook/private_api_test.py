@@ -20,13 +20,15 @@ from keras.src.backend.tensorflow.trainer import TensorFlowTrainer, TFEpochItera
 from keras.src.layers.preprocessing import index_lookup
 from keras.src.optimizers import loss_scale_optimizer
 from keras.src.optimizers.base_optimizer import BaseOptimizer
+from keras.src.random import seed_generator
 from keras.src.saving import saving_lib
 from tensorflow.python.data.experimental.ops import distribute
 from tensorflow.python.distribute import distribute_lib, input_ops, one_device_strategy
-from tensorflow.python.ops import control_flow_util
+from tensorflow.python.framework import config, random_seed
+from tensorflow.python.ops import control_flow_util, summary_ops_v2
 
 import hop_tf
-from hop_tf.keras_hook import adapted, backups, context, optimizers, updates
+from hop_tf.keras_hook import adapted, backups, context, determinism, optimizers, random_streams, updates
 from hop_tf.runtime.training import TrainingRun
 
 
@@ -171,6 +173,49 @@ class PrivateApiTest(tf.test.TestCase):
         self.assertEqual(
             _parameters(input_ops.auto_shard_dataset), ["dataset", "num_shards", "index", "num_replicas_in_sync"]
         )
+
+    def test_contexts_ask_for_the_number_of_a_replica_and_of_its_device(self):
+        strategy = tf.distribute.MirroredStrategy(["cpu:0", "cpu:1"])
+        found = []
+
+        def step():
+            replica = tf.distribute.get_replica_context()
+            found.append((replica._replica_id_in_sync_group, replica._replica_id))
+
+        with (
+            mock.patch.object(strategy.extended, "_get_replica_id_in_sync_group", lambda replica_id: replica_id + 6),
+            mock.patch.object(strategy.extended, "_get_local_replica_id", lambda replica_id: replica_id - 6),
+        ):
+            strategy.run(step)
+        self.assertEqual(found, [(6, 0), (7, 1)])
+
+    def test_which_replica_records_summaries(self):
+        strategy = tf.distribute.OneDeviceStrategy("/cpu:0")
+        before = summary_ops_v2._summary_state.is_recording_distribution_strategy
+        for replica in range(2):
+            with distribute_lib.ReplicaContext(strategy, replica):
+                self.assertEqual(summary_ops_v2._summary_state.is_recording_distribution_strategy(), replica == 0)
+        self.assertIs(summary_ops_v2._summary_state.is_recording_distribution_strategy, before)
+
+    def test_seeds_are_drawn_here(self):
+        """Keras's from a generator's `next`, or from a number; TensorFlow's by `get_seed`, within its modulus."""
+        with mock.patch.object(seed_generator.SeedGenerator, "next", lambda self, ordered=True: [7, ordered]):
+            self.assertEqual(seed_generator.draw_seed(keras.random.SeedGenerator(1)), [7, True])
+            self.assertEqual(seed_generator.draw_seed(None), [7, False])
+            self.assertAllEqual(seed_generator.draw_seed(5), [5, 0])
+        with mock.patch.object(random_seed, "get_seed", lambda op_seed: (3, 4)), tf.Graph().as_default() as graph:
+            tf.random.normal([4])
+            tf.nn.dropout(tf.ones([4]), 0.5)
+        random = [op for op in graph.get_operations() if op.type.startswith("Random")]
+        self.assertEqual([(op.get_attr("seed"), op.get_attr("seed2")) for op in random], [(3, 4)] * 2)
+        self.assertEqual(random_seed._MAXINT32, random_streams._TF_MODULUS)
+        self.assertEqual(tf.int32.max - 1, random_streams._MODULUS)  # In `_cast_seed` of Keras.
+
+    def test_op_determinism_can_be_asked_for(self):
+        self.assertFalse(determinism.is_deterministic())
+        self.addCleanup(config.disable_op_determinism)
+        tf.config.experimental.enable_op_determinism()
+        self.assertTrue(determinism.is_deterministic())
 
     def test_xla_is_detected(self):
         seen = []
