@@ -69,7 +69,7 @@ class CallbackPaths:
             for kind, name in _PATHS.items()
             if isinstance(callback, kind)
         ]
-        self.places = [_place(os.fspath(getattr(callback, name))) for callback, name in self._writers]
+        self.places = [place_of(os.fspath(getattr(callback, name))) for callback, name in self._writers]
 
     def divide(self, rank: int, owners: Mapping[str, int]) -> None:
         """Callbacks whose places belong to another rank write elsewhere: see `_own_path`.
@@ -115,7 +115,8 @@ def _own_path(callback: keras.callbacks.Callback, path: str, rank: int) -> str:
     return os.path.join(path, folder)
 
 
-def _place(path: str) -> str:
+def place_of(path: str) -> str:
+    """A name of a path's place: equal for two ranks that would write to the same one."""
     if "://" in path:
         return path
     path = os.path.realpath(path)

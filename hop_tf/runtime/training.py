@@ -26,8 +26,10 @@ from hop_tf.keras_hook.replicas import Replicas
 from hop_tf.keras_hook.shared_paths import CallbackPaths, has_callback
 from hop_tf.keras_hook.shares import BatchShares
 from hop_tf.keras_hook.trace import StepTrace, is_built
+from hop_tf.keras_hook.tuners import Trial, ending_search
 from hop_tf.keras_hook.watched import Watch
 from hop_tf.runtime.agreed_states import AgreedStates
+from hop_tf.runtime.final_weights import FinalWeights
 from hop_tf.runtime.group import Group, tensors_of
 from hop_tf.runtime.passed_steps import PassedSteps
 from hop_tf.runtime.refusals import (
@@ -119,6 +121,7 @@ class TrainingRun(TrainingHooks):
         # Where the scheme keeps a second copy of weights.
         self._watch = None if scheme.takes_assignments else Watch(lambda: not self._trace.has_ended)
         self._averages_metrics = self._must_average_metrics = False  # In the running `fit`.
+        self._final_weights = FinalWeights(None)
 
     @property
     def groups(self) -> list[Group]:
@@ -150,7 +153,8 @@ class TrainingRun(TrainingHooks):
         if self.worker is None:
             yield
         else:
-            yield from self._fit_session(x, callbacks)
+            with ending_search(callbacks):
+                yield from self._fit_session(x, callbacks)
         self._after_fit()
 
     def _fit_session(self, x, callbacks) -> Iterator[None]:
@@ -162,8 +166,12 @@ class TrainingRun(TrainingHooks):
                 self._end_loop()
                 self._must_average_metrics = has_callback(callbacks, MetricAverage)
                 self._averages_metrics = self._scheme.in_lock_step or self._must_average_metrics
-                paths, backups = CallbackPaths(callbacks), BackupAgreement(callbacks)
-                self._begin_session(averages_metrics=self._averages_metrics, claims=[*paths.places, *backups.claims])
+                paths, backups, trial = CallbackPaths(callbacks), BackupAgreement(callbacks), Trial(callbacks)
+                self._final_weights = FinalWeights(callbacks)
+                claims = [*paths.places, *backups.claims, *trial.claims, *self._final_weights.claims]
+                self._begin_session(averages_metrics=self._averages_metrics, claims=claims)
+                if trial.is_needed(self.worker.membership.owners) and not self.worker.joining:
+                    trial.compare(self.worker.membership.owners, self.worker.collectives.share)
                 paths.divide(self._rank, self.worker.membership.owners)
                 if backups.is_needed(self.worker.membership.owners) and not self.worker.joining:
                     backups.agree(self._rank, self.worker.collectives.share, in_lock_step=self._scheme.in_lock_step)
@@ -190,6 +198,7 @@ class TrainingRun(TrainingHooks):
             raise
         else:
             self.worker.end_session(None)
+            self._agree_on_final_weights()
         finally:
             self._phase = Phase.OUTSIDE
             self._averages_metrics = False
@@ -323,6 +332,18 @@ class TrainingRun(TrainingHooks):
             self._rows.end_fit()
         for group in () if self.is_behind and self._scheme.in_lock_step else self.groups:
             self._scheme.finish_training(group)
+        if self._final_weights.is_needed(self.worker.membership.owners):
+            self._final_weights.note([variable for group in self.groups for variable in group.variables])
+
+    def _agree_on_final_weights(self) -> None:
+        """Looks at what callbacks have changed when all steps were made: other ranks have left the session, or will."""
+        if not self._final_weights.is_needed(self.worker.membership.owners):
+            return
+        if self._scheme.in_lock_step:
+            num_steps = sum(int(group.step) for group in self.groups)
+            self._final_weights.agree(self.worker.membership, num_steps, self.worker.collectives)
+        elif self._final_weights.take_changed():
+            self._final_weights.warn(self._rank)
 
     # Data.
 

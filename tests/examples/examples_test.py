@@ -3,11 +3,13 @@
 import ast
 import dataclasses
 import hashlib
+import importlib.util
 import os
 import pathlib
 import runpy
 import sys
 import tempfile
+import unittest
 from collections.abc import Mapping
 
 import pytest
@@ -64,6 +66,7 @@ _CASES = {
         saves="fine_tuning.keras",
     ),
     "time_series": Case(("--days=60", "--epochs=2"), metric="val_mae", above=0, below=0.7, prints="mean error: "),
+    "tune": Case(("--trials=2", "--epochs=3"), metric="loss", above=0, below=0.7, prints="best of 2 trials: .*units"),
     "recommender": Case(
         ("--synthetic", "--epochs=4"), num_ps=1, metric="val_loss", above=0, below=0.05, prints=r"error: 0\.0"
     ),
@@ -133,13 +136,18 @@ class ExamplesTest(parameterized.TestCase):
         *(
             name
             for name in reversed(_CASES)
-            if name not in ("slow_worker", "find_the_slow_worker", "several_interfaces")
+            if name not in ("tune", "slow_worker", "find_the_slow_worker", "several_interfaces")
         )
     )
     @pytest.mark.stress(after=4)
     @pytest.mark.slow
     def test_example(self, name):
         self._check(name)
+
+    @unittest.skipUnless(importlib.util.find_spec("keras_tuner"), "needs keras-tuner")
+    @pytest.mark.slow
+    def test_tune(self):
+        self._check("tune")
 
     @pytest.mark.slow
     def test_slow_worker(self):

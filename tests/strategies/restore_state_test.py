@@ -204,5 +204,122 @@ class BackupsOfSomeRanksTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(MEMBERS["hop"].run(train), [[2, 3], [2, 3]])
 
 
+_X = np.random.default_rng(1).normal(size=(16, 4)).astype(np.float32)
+_Y = (_X @ np.float32([[1.0], [-2.0], [0.5], [0.0]])).astype(np.float32)
+
+
+class _KeepsEpochEnd(keras.callbacks.Callback):
+    """A callback as users write it."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch == 0:
+            self._kept = self.model.get_weights()
+
+    def on_train_end(self, logs=None):
+        self.model.set_weights(self._kept)
+
+
+def _keeping_lambda():
+    kept = []
+    model = _KeepsModel()
+    return [
+        model,
+        keras.callbacks.LambdaCallback(
+            on_epoch_end=lambda epoch, logs: kept.append(model.model.get_weights()),
+            on_train_end=lambda logs: model.model.set_weights(kept[0]),
+        ),
+    ]
+
+
+class _KeepsModel(keras.callbacks.Callback):
+    """Nothing but what `set_model` gives."""
+
+
+def _early_stopping():
+    """Takes the first epoch for the best one."""
+    return [keras.callbacks.EarlyStopping("val_loss", mode="max", patience=2, restore_best_weights=True)]
+
+
+_RESTORING = {
+    "early_stopping": _early_stopping,
+    "callback": lambda: [_KeepsEpochEnd()],
+    "lambda": _keeping_lambda,
+    "swap_ema": lambda: [keras.callbacks.SwapEMAWeights()],
+}
+
+
+def _fit_to_restore(strategy, callbacks, optimizer=None, num_epochs=3):
+    """The model when training has ended, and the weights at the ends of epochs."""
+    ends = []
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)])
+        model.compile(optimizer or keras.optimizers.SGD(0.05), "mse", run_eagerly=True)
+    note = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: ends.append(model.get_weights()))
+    averages = hop_tf.callbacks.MetricAverage()
+    model.fit(
+        *(_X, _Y),
+        batch_size=8,
+        epochs=num_epochs,
+        validation_data=(_X, _Y),
+        shuffle=False,
+        verbose=0,
+        callbacks=[averages, note, *callbacks],
+    )
+    return model, ends
+
+
+class WeightsOfAnEpochsEndTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.product(kind=[*_RESTORING], name=[name for name in MEMBERS if MEMBERS[name].is_in_lock_step])
+    @pytest.mark.slow(after=4)
+    def test_are_equal_on_all_ranks_and_their_mean_in_lock_step(self, kind, name):
+        def train(strategy):
+            optimizer = keras.optimizers.SGD(0.05, use_ema=True) if kind == "swap_ema" else None
+            model, ends = _fit_to_restore(strategy, _RESTORING[kind](), optimizer)
+            return model.get_weights(), ends
+
+        (first, ends), (other, ends_of_other) = MEMBERS[name].run(train)
+        for one, another in zip(first, other, strict=True):
+            self.assertAllEqual(one, another)
+        if kind != "swap_ema":
+            for weights, end, end_of_other in zip(first, ends[0], ends_of_other[0], strict=True):
+                self.assertAllClose(weights, (end + end_of_other) / 2, rtol=1e-6)
+
+    @parameterized.parameters("canary", "hop")
+    def test_are_told_where_ranks_do_not_wait_for_each_other(self, name):
+        with self.assertLogs("absl", "WARNING") as logs:
+            MEMBERS[name].run(lambda strategy: _fit_to_restore(strategy, _early_stopping()))
+        told = [line for line in logs.output if "Call `strategy.synchronize(model)` on all ranks before" in line]
+        self.assertLen(told, 2)
+
+    def test_nothing_is_changed_or_told_without_such_a_callback(self):
+        with self.assertNoLogs("absl", "WARNING"):
+            results = MEMBERS["dts"].run(lambda strategy: _fit_to_restore(strategy, [keras.callbacks.EarlyStopping()]))
+        self.assertLen(results, 2)
+
+    def test_a_rank_that_ends_early_waits_without_being_waited_for(self):
+        def train(strategy):
+            model, _ = _fit_to_restore(strategy, [_KeepsEpochEnd()], num_epochs=2 + strategy.rank)
+            return model.get_weights()
+
+        with self.assertLogs("absl", "WARNING") as logs:
+            MEMBERS["pipe_sgd"].run(train)
+        self.assertIn("Call `strategy.synchronize(model)`", " ".join(logs.output))
+
+    def test_a_rank_whose_last_callback_fails_is_not_waited_for(self):
+        class Fails(_KeepsEpochEnd):
+            def on_train_end(self, logs=None):
+                raise _CrashError
+
+        def train(strategy):
+            callback = Fails() if strategy.rank else _KeepsEpochEnd()
+            return error_of(_fit_to_restore, strategy, [callback])
+
+        with self.assertLogs("absl", "WARNING") as logs:
+            first, other = MEMBERS["dts"].run(train)
+        self.assertIsNone(first)
+        self.assertIsInstance(other, _CrashError)
+        self.assertIn("rank 0: what callbacks have restored is not averaged: rank 1 has ended", " ".join(logs.output))
+
+
 if __name__ == "__main__":
     tf.test.main()

@@ -1,0 +1,104 @@
+"""Searches for hyperparameters by KerasTuner: every rank makes the same trials."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+import keras
+
+from hop_tf.errors import HopError, MismatchError
+from hop_tf.keras_hook.shared_paths import flat_callbacks, place_of
+
+_CLAIM = "a trial of KerasTuner"
+_PLACE = "the directory of KerasTuner: "
+
+
+class Trial:
+    """The trial that a `fit` belongs to, if KerasTuner has called it.
+
+    Args:
+      callbacks: As `fit` takes them. KerasTuner adds one of its own.
+
+    Attributes:
+      claims: What to claim in the session: if a rank does, all ranks have to compare.
+    """
+
+    def __init__(self, callbacks: object):
+        self._callback = _callback_of_tuner(callbacks)
+        self.claims = [] if self._callback is None else [_CLAIM, self._place]
+
+    @property
+    def _place(self) -> str:
+        return _PLACE + place_of(os.fspath(self._callback.tuner.project_dir))
+
+    def is_needed(self, owners: Collection[str]) -> bool:
+        """True if a rank makes a trial; `owners` are the claims of all ranks."""
+        return _CLAIM in owners
+
+    def compare(self, owners: Mapping[str, int], share: Callable[[bytes], Sequence[bytes]]) -> None:
+        """Compares the hyperparameters with rank 0's. A collective.
+
+        Args:
+          owners: The rank that each claim belongs to.
+          share: Gives every rank each rank's bytes.
+
+        Raises:
+          MismatchError: On all ranks, if a rank tries others, or writes to the directory of another rank.
+        """
+        own = None
+        if self._callback is not None:
+            own = [self._callback.trial.hyperparameters.values, owners[self._place], self._callback.tuner.project_dir]
+        first, *others = (json.loads(data) for data in share(json.dumps(own, default=str).encode()))
+        for number, theirs in enumerate(others, start=1):
+            if first is None or theirs is None or first[0] != theirs[0]:
+                raise MismatchError(_of_values(number, first and first[0], theirs and theirs[0]))
+            if theirs[1] != number:
+                raise MismatchError(_of_directories(number, *theirs[1:]))
+
+
+def _of_values(rank: int, first: object, theirs: object) -> str:
+    return (
+        f"rank {rank} tries other hyperparameters than rank 0. Rank 0 tries {first}, rank {rank} tries {theirs}. All "
+        "ranks train one model together, so give the tuner the same `seed` on all ranks, as in "
+        "`keras_tuner.RandomSearch(build_model, seed=1, ...)`. A tuner that learns from former trials also needs the "
+        "same metrics on all ranks: pass hop_tf.callbacks.MetricAverage() to `search`. And do not go on with a search "
+        "that some ranks have not made: overwrite=True begins anew."
+    )
+
+
+def _of_directories(rank: int, owner: int, directory: str) -> str:
+    return (
+        "`directory` of a tuner must be another one on each rank, as in "
+        'keras_tuner.RandomSearch(build_model, directory=f"search/rank_{strategy.rank}", ...). Ranks write '
+        "their trials and weights over each other's. "
+        f"Received: {directory} on rank {rank}, which is the place that rank {owner} uses."
+    )
+
+
+def _callback_of_tuner(callbacks: object) -> keras.callbacks.Callback | None:
+    if "keras_tuner" not in sys.modules:
+        return None
+    found = [each for each in flat_callbacks(callbacks) if hasattr(each, "trial") and hasattr(each, "tuner")]
+    return found[0] if found else None
+
+
+@contextlib.contextmanager
+def ending_search(callbacks: object) -> Iterator[None]:
+    """Has errors of hop_tf end a search. KerasTuner notes others with the trial, and goes on as if nothing happened."""
+    try:
+        yield
+    except HopError as error:
+        if _callback_of_tuner(callbacks) is None:
+            raise
+        raise _fatal(type(error))(str(error)) from error
+
+
+@functools.cache
+def _fatal(kind: type[HopError]) -> type[HopError]:
+    """The same error, which KerasTuner raises."""
+    return type(kind.__name__, (kind, sys.modules["keras_tuner"].errors.FatalError), {"__doc__": kind.__doc__})

@@ -1,0 +1,124 @@
+"""`FinalWeights`: weights that callbacks put in the place of the last step's, when `fit` has ended."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Collection, Sequence
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from hop_tf.errors import HopError, PeerLostError
+from hop_tf.keras_hook.shared_paths import flat_callbacks
+from hop_tf.membership import Membership
+from hop_tf.runtime.rank_collectives import RankCollectives
+
+_CLAIM = "callbacks that may change weights when `fit` has ended"
+# Of Keras's own callbacks, these change weights then.
+_RESTORING = (keras.callbacks.EarlyStopping, keras.callbacks.SwapEMAWeights)
+
+
+class FinalWeights:
+    """Finds out what callbacks have changed in `on_train_end`; in lock step, ranks average it.
+
+    A rank keeps the weights of an epoch's end as it has computed with them. Where ranks hold different weights within
+    `fit`, as under DTS, each would end with its own. Their mean is what merging them at that moment gives.
+
+    Args:
+      callbacks: As `fit` takes them.
+
+    Attributes:
+      claims: What to claim in the session: if a rank does, all ranks have to agree in the end.
+    """
+
+    def __init__(self, callbacks: object):
+        may_change = any(map(_may_change_weights, flat_callbacks(callbacks)))
+        self.claims = [_CLAIM] if may_change else []
+        self._variables: Sequence[tf.Variable] = ()
+        self._values: list[tf.Tensor] = []
+
+    def is_needed(self, owners: Collection[str]) -> bool:
+        """True if a rank has such callbacks; `owners` are the claims of all ranks."""
+        return _CLAIM in owners
+
+    def note(self, variables: Sequence[tf.Variable]) -> None:
+        """Keeps what the strategy leaves: as references, for the time of a few callbacks."""
+        self._variables = [variable for variable in variables if variable.dtype.is_floating]
+        self._values = [variable.read_value() for variable in self._variables]
+
+    def take_changed(self) -> bool:
+        """Returns whether callbacks have changed a value since `note`; forgets the values."""
+        values, self._values = self._values, []
+        return any(not _is_same(variable, value) for variable, value in zip(self._variables, values, strict=True))
+
+    def warn(self, rank: int) -> None:
+        """Tells that this rank's weights are its own. Ranks that do not wait for each other cannot agree on others."""
+        logging.warning(
+            "rank %d: a callback has put other weights in the place of those that `fit` has ended with, as "
+            "EarlyStopping(restore_best_weights=True) does. They are this rank's own. Call "
+            "`strategy.synchronize(model)` on all ranks before you save the model: it averages them. (Under SHAT it "
+            "brings back the servers' last model: save one rank's instead.) With hop_tf.callbacks.MetricAverage() all "
+            "ranks keep those of the same epoch.",
+            rank,
+        )
+
+    def agree(self, membership: Membership, num_steps: int, collectives: RankCollectives) -> None:
+        """Averages the weights over the ranks, if callbacks have changed those of any rank. A collective, after `fit`.
+
+        A rank that has ended early waits for the others here: it has left the session, so that they go on without it.
+
+        Args:
+          membership: Of this rank.
+          num_steps: How many steps this rank has made.
+          collectives: Of this rank.
+        """
+        changed = self.take_changed()
+        try:
+            _wait_for_ends(membership)
+            of_ranks = [json.loads(each) for each in collectives.share(self._describe(changed, num_steps))]
+            if not any(changed for changed, _, _ in of_ranks) or len({digest for _, _, digest in of_ranks}) == 1:
+                return
+            if len({steps for _, steps, _ in of_ranks}) == 1:
+                if membership.rank == 0:
+                    logging.info("Callbacks have changed weights when `fit` has ended. All ranks take their mean.")
+                collectives.average(self._variables)
+                return
+        except HopError as error:
+            logging.warning("rank %d: what callbacks have restored is not averaged: %s", membership.rank, error)
+        if changed:
+            self.warn(membership.rank)
+
+    def _describe(self, changed: bool, num_steps: int) -> bytes:
+        digest = 0
+        for variable in self._variables:
+            digest = zlib.crc32(np.asarray(variable.read_value()).tobytes(), digest)
+        return json.dumps([changed, num_steps, digest]).encode()
+
+
+def _wait_for_ends(membership: Membership) -> None:
+    """Waits until all other ranks have left the session; raises PeerLostError unless all of their fits ended well."""
+    others = set(range(membership.world_size)) - {membership.rank}
+    for rank in others:
+        membership.transport.connect(rank)  # From now on its silence counts.
+    membership.wait(lambda: others - membership.departed(), operation="agree on the weights at the end of `fit`")
+    for rank in sorted(others):
+        departure = membership.departure(rank)
+        if departure is not None and departure.reason:
+            raise PeerLostError(f"rank {rank} has ended its `fit` early: {departure.reason}")
+
+
+def _may_change_weights(callback: keras.callbacks.Callback) -> bool:
+    """True unless it is known what `on_train_end` does, and that is something else."""
+    method = callback.on_train_end
+    module = getattr(getattr(method, "__func__", method), "__module__", None) or ""
+    if not module.startswith(("keras.", "hop_tf.")):
+        return True
+    return isinstance(callback, _RESTORING) and getattr(callback, "restore_best_weights", True)
+
+
+def _is_same(variable: tf.Variable, value: tf.Tensor) -> bool:
+    now, before = np.asarray(variable.read_value()), np.asarray(value)
+    return now.ctypes.data == before.ctypes.data or np.array_equal(now, before, equal_nan=True)
