@@ -112,13 +112,13 @@ class BackupsOfSomeRanksTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
         *((name, kind, rank) for name in MEMBERS for kind, rank in [("atomic", 0), ("of_keras", 1)]),
     )
-    @pytest.mark.slow(after=4)
+    @pytest.mark.slow(after=2)
     def test_a_rank_without_a_backup_goes_on_as_the_others(self, name, kind, missing):
         restored = _crash_with_backup(self.path(1 - missing), _KINDS[kind])
         self.assert_all_go_on(self.resume(MEMBERS[name].run, _KINDS[kind]), restored)
 
     @parameterized.product(num_ranks=[1, 3], kind=[*_KINDS])
-    @pytest.mark.slow(after=2)
+    @pytest.mark.slow(after=1)
     def test_another_number_of_ranks_computes_what_plain_keras_does(self, num_ranks, kind):
         for rank in range(2):
             restored = _crash_with_backup(self.path(rank), _KINDS[kind])
@@ -138,11 +138,12 @@ class BackupsOfSomeRanksTest(tf.test.TestCase, parameterized.TestCase):
         self.assert_all_go_on(self.resume(cluster.run), restored)
 
     @parameterized.parameters("pipe_sgd", "hop")
-    @pytest.mark.slow(after=1)
+    @pytest.mark.slow
     def test_without_any_backup_all_begin_anew(self, name):
         results = self.resume(MEMBERS[name].run)
         self.assertEqual([epochs for _, epochs, _ in results], [[*range(_NUM_EPOCHS)]] * 2)
 
+    @pytest.mark.slow
     def test_backups_between_epochs(self):
         """Keras goes on with the epoch that the backup is of, from its beginning."""
         restored = _crash_with_backup(self.path(1), AtomicBackupAndRestore, save_freq=3)
@@ -162,6 +163,7 @@ class BackupsOfSomeRanksTest(tf.test.TestCase, parameterized.TestCase):
             " ".join(logs.output),
         )
 
+    @pytest.mark.slow
     def test_a_rank_that_has_lost_its_newest_is_told_what_to_remove_where_ranks_make_the_same_updates(self):
         _crash_with_backup(self.path(0), keras.callbacks.BackupAndRestore, crashes_in=3)
         _crash_with_backup(self.path(1), keras.callbacks.BackupAndRestore, crashes_in=1)
@@ -190,6 +192,7 @@ class BackupsOfSomeRanksTest(tf.test.TestCase, parameterized.TestCase):
         with self.assertRaisesRegex(HopError, error):
             MEMBERS[name].run(train)
 
+    @pytest.mark.slow
     def test_a_backup_at_an_address(self):
         """A bucket, as far as TensorFlow can tell."""
         _crash_with_backup(self.path(0), keras.callbacks.BackupAndRestore)
@@ -270,7 +273,7 @@ def _fit_to_restore(strategy, callbacks, optimizer=None, num_epochs=3):
 
 class WeightsOfAnEpochsEndTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.product(kind=[*_RESTORING], name=[name for name in MEMBERS if MEMBERS[name].is_in_lock_step])
-    @pytest.mark.slow(after=4)
+    @pytest.mark.slow(after=2)
     def test_are_equal_on_all_ranks_and_their_mean_in_lock_step(self, kind, name):
         def train(strategy):
             optimizer = keras.optimizers.SGD(0.05, use_ema=True) if kind == "swap_ema" else None
@@ -285,12 +288,14 @@ class WeightsOfAnEpochsEndTest(tf.test.TestCase, parameterized.TestCase):
                 self.assertAllClose(weights, (end + end_of_other) / 2, rtol=1e-6)
 
     @parameterized.parameters("canary", "hop")
+    @pytest.mark.slow(after=1)
     def test_are_told_where_ranks_do_not_wait_for_each_other(self, name):
         with self.assertLogs("absl", "WARNING") as logs:
             MEMBERS[name].run(lambda strategy: _fit_to_restore(strategy, _early_stopping()))
         told = [line for line in logs.output if "Call `strategy.synchronize(model)` on all ranks before" in line]
         self.assertLen(told, 2)
 
+    @pytest.mark.slow
     def test_nothing_is_changed_or_told_without_such_a_callback(self):
         with self.assertNoLogs("absl", "WARNING"):
             results = MEMBERS["dts"].run(lambda strategy: _fit_to_restore(strategy, [keras.callbacks.EarlyStopping()]))
