@@ -161,6 +161,11 @@ class Unused(keras.layers.Layer):
         return inputs
 
 
+def fewer_steps(strategy, num_steps, rank=1):
+    """Further arguments of `fit`, with which a rank makes only so many steps, and the others go on."""
+    return {"epochs": 1, "steps_per_epoch": num_steps} if strategy.rank == rank else {}
+
+
 class StopRank1(keras.callbacks.Callback):
     """Stops the training of rank 1 after the batch `batch` of an epoch."""
 

@@ -68,13 +68,19 @@ class DataSharding:
         self._of_next = _Sharding.NONE
         self.num_batches = 0
 
-    def count_batches(self, number: int | None, num_steps: int | None) -> None:
-        """Keras has counted the batches of the dataset that it has distributed last, and the steps of an epoch."""
-        if self.num_steps is None:
+    def count_batches(self, number: int | None, num_steps: int | None) -> bool:
+        """Keras has counted the batches of the dataset that it has distributed last, and the steps of an epoch.
+
+        Returns:
+          True if it is the first one of the running `fit`.
+        """
+        is_first = self.num_steps is None
+        if is_first:
             self.num_steps = num_steps or 0
         if self._counts_next:
             self._counts_next = False
             self.num_batches = number or 0
+        return is_first
 
     @property
     def is_inside_keras(self) -> bool:

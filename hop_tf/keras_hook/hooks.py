@@ -39,10 +39,13 @@ class TrainingHooks(abc.ABC):
         """Whether `fit`, `evaluate` or `predict` runs."""
 
     @abc.abstractmethod
-    def count_batches(self, number: int | None, num_steps: int | None) -> None:
+    def count_batches(self, number: int | None, num_steps: int | None) -> bool:
         """Called when Keras has had a dataset distributed, with the numbers of its batches, and of an epoch's steps.
 
         The latter is that of the former, or `steps_per_epoch`. Numbers that Keras does not know are None.
+
+        Returns:
+          True if it is the first one of a `fit`: the training data.
         """
 
     @property
@@ -108,8 +111,8 @@ class TrainingHooks(abc.ABC):
         """Called when `fn` has returned."""
 
     @abc.abstractmethod
-    def begin_training(self) -> None:
-        """Called when `fit` is about to make its first step, after the callbacks' `on_train_begin`."""
+    def begin_training(self, model: keras.Model) -> None:
+        """Called when `fit` is about to make the first step of `model`, after the callbacks' `on_train_begin`."""
 
     @abc.abstractmethod
     def begin_epoch(self) -> None:
@@ -125,8 +128,24 @@ class TrainingHooks(abc.ABC):
         """What the step that is traced weighs in sums over ranks: its rows; None where all ranks weigh the same."""
 
     @abc.abstractmethod
-    def end_epoch(self) -> None:
-        """Called when `fit` has made the last step of an epoch, before it validates and asks callbacks; also twice."""
+    def end_epoch(self, model: keras.Model) -> None:
+        """Called when `fit` has made the last step of an epoch, before it validates and asks callbacks; also twice.
+
+        Args:
+          model: That is trained, or that is about to be called otherwise within `fit`, which resets its metrics.
+        """
+
+    @abc.abstractmethod
+    def begin_steps(self, number: int) -> bool:
+        """Called when `fit` is about to take data for steps; False if it is to end before them."""
+
+    @abc.abstractmethod
+    def ask_to_stop(self) -> None:
+        """Called when a callback has stopped the training within an epoch; may let it go on for some steps."""
+
+    @abc.abstractmethod
+    def agree_to_stop(self) -> None:
+        """Called when the callbacks have heard that an epoch has ended; may stop the training."""
 
     @abc.abstractmethod
     def begin_batch(self) -> None:

@@ -39,9 +39,14 @@ class StepSkipping:
         self._takes_count = False
         self._passes_over_first = False
         self._optimizer: Any = None  # Of the step that was traced last.
-        self._metrics: list[tf.Variable] = []  # The floating-point ones.
+        self._metrics: list[tf.Variable] = []
         self._outputs: _Outputs | None = None
         self._variables: dict[tuple, tf.Variable] = {}
+
+    @property
+    def has_no_metrics(self) -> bool:
+        """True if all steps since the metrics were reset were passed over."""
+        return bool(self._has_no_metrics)
 
     @property
     def is_behind(self) -> bool:
@@ -97,8 +102,7 @@ class StepSkipping:
           arguments: What it works on: where no data is left, nothing is passed over.
           model: What it trains.
         """
-        metrics = tf_variables(*(metric.variables for metric in model.metrics))
-        self._metrics = [variable for variable in metrics if variable.dtype.is_floating]
+        self._metrics = tf_variables(*(metric.variables for metric in model.metrics))
         if self._passes_over_first and tf.executing_eagerly():
             raise ValueError("`run_eagerly` must be False for a rank that joins a running job after a restart.")
         with when_here(arguments):
@@ -157,9 +161,12 @@ class StepSkipping:
             iterations.assign(num_passed)  # Not another rank's.
 
     def _fill_metrics(self, value: float, *, has_none: bool = False) -> None:
-        """Gives all metrics a value; `has_none` says whether the next step begins them anew."""
+        """Gives all floating-point metrics a value; `has_none` says whether the next step begins them anew.
+
+        Integers cannot be nan: `fit` puts that into the logs of the epoch.
+        """
         self._has_no_metrics.assign(has_none)
-        for variable in self._metrics:
+        for variable in [each for each in self._metrics if each.dtype.is_floating]:
             variable.assign(tf.fill(variable.shape, tf.constant(value, variable.dtype)))
 
 

@@ -40,6 +40,7 @@ def wrap_trainer() -> None:
     Trainer.get_metrics_result = _wrapped_metrics(Trainer.get_metrics_result)
     TensorFlowTrainer._maybe_symbolic_build = _wrapped_build(TensorFlowTrainer._maybe_symbolic_build)
     TFEpochIterator.__init__ = _wrapped_iterator(TFEpochIterator.__init__)
+    TFEpochIterator._enumerate_iterator = _wrapped_enumeration(TFEpochIterator._enumerate_iterator)
     TFOptimizer._backend_update_step = _wrapped_update(TFOptimizer._backend_update_step)
     BaseOptimizer.apply = _wrapped_apply(BaseOptimizer.apply)
     LossScaleOptimizer.apply = _applied_once(LossScaleOptimizer.apply)
@@ -98,7 +99,7 @@ def _wrapped(method: Callable, is_fit: bool) -> Callable:
         if not is_fit:
             is_within_fit, is_evaluate = hooks in _fits.hooks, method.__name__ == "evaluate"
             if is_within_fit:
-                hooks.end_epoch()
+                hooks.end_epoch(self)
                 if hooks.is_behind and is_evaluate and given.get("return_dict"):
                     return {}  # Of weights that the others' will soon take the place of.
             is_validation = is_within_fit and is_evaluate
@@ -155,21 +156,27 @@ class _First(keras.callbacks.Callback):
         super().__init__()
         self._hooks = hooks
         self._num_steps = 0  # Of the epoch, so far.
+        self._logs: dict[str, Any] = {}  # Of the epoch before.
 
     def on_epoch_begin(self, epoch, logs=None):
         self._num_steps = 0
 
     def on_train_batch_end(self, batch, logs=None):
-        self._num_steps = batch + 1
+        self._num_steps = max(self._num_steps, batch + 1)  # Several threads may call this.
         self._hooks.end_batch(self._num_steps)
 
     def on_epoch_end(self, epoch, logs=None):
-        self._hooks.end_epoch()
+        self._hooks.end_epoch(self.model)
         self._hooks.average_metrics(logs, self._num_steps)
+        self._logs = dict(logs)
+
+    def on_train_end(self, logs=None):
+        if logs:
+            logs.update(self._logs)  # Keras hands over this rank's.
 
 
 class _Last(keras.callbacks.Callback):
-    """Tells a strategy that the callbacks before this one have begun."""
+    """Tells a strategy what the callbacks before this one have done."""
 
     async_safe = True
 
@@ -178,13 +185,22 @@ class _Last(keras.callbacks.Callback):
         self._hooks = hooks
 
     def on_train_begin(self, logs=None):
-        self._hooks.begin_training()
+        self._hooks.begin_training(self.model)
 
     def on_epoch_begin(self, epoch, logs=None):
         self._hooks.begin_epoch()
 
     def on_train_batch_begin(self, batch, logs=None):
         self._hooks.begin_batch()
+        if self.model.stop_training:
+            self._hooks.ask_to_stop()
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self.model.stop_training:
+            self._hooks.ask_to_stop()
+
+    def on_epoch_end(self, epoch, logs=None):
+        self._hooks.agree_to_stop()
 
 
 @contextlib.contextmanager
@@ -239,10 +255,32 @@ def _wrapped_iterator(method: Callable) -> Callable:
     @functools.wraps(method)
     def make(self, distribute_strategy=None, *args, **kwargs):
         method(self, distribute_strategy, *args, **kwargs)
+        self._hop_tf_trains = None
         if isinstance(distribute_strategy.extended, Extended):
-            distribute_strategy.extended.hooks.count_batches(self._num_batches, self.num_batches)
+            hooks = distribute_strategy.extended.hooks
+            is_first = hooks.count_batches(self._num_batches, self.num_batches)
+            self._hop_tf_trains = hooks if is_first and hooks in _fits.hooks else None
 
     return make
+
+
+def _wrapped_enumeration(method: Callable) -> Callable:
+    """The steps of an epoch. Only here `fit` can be kept from making a step: callbacks cannot do it."""
+
+    @functools.wraps(method)
+    def enumerate_steps(self):
+        steps = method(self)
+        hooks = self._hop_tf_trains
+        return steps if hooks is None else _until_stopped(steps, hooks, self.steps_per_execution)
+
+    return enumerate_steps
+
+
+def _until_stopped(steps: Iterator, hooks: TrainingHooks, number: int) -> Iterator:
+    for step in steps:
+        if not hooks.begin_steps(number):
+            return
+        yield step
 
 
 def _refuse_outside_step(optimizer: BaseOptimizer) -> None:

@@ -28,7 +28,10 @@ class SessionQueue:
         self.num_dropped = 0
 
     def start(self, handler: Handler) -> None:
-        """Begins to take messages. The handler is called with the monitor held; then all that wait look again."""
+        """Begins to take messages. The handler is called with the monitor held; then all that wait look again.
+
+        A handler may return a function. It is called without the monitor, so that it may send.
+        """
         self._handler = handler
         self._membership.transport.register(self._name, self._on_message)
 
@@ -48,5 +51,8 @@ class SessionQueue:
             if _HEAD.unpack_from(message.header) != (self.session, self._membership.incarnation):
                 self.num_dropped += 1
                 return
-            self._handler(Message(message.sender, message.queue, message.header[_HEAD.size :], message.payload))
+            header = message.header[_HEAD.size :]
+            answer = self._handler(Message(message.sender, message.queue, header, message.payload))
             self._membership.monitor.notify_all()
+        if answer is not None:
+            answer()

@@ -21,6 +21,7 @@ import tensorflow as tf
 from hop_tf.errors import HopError
 from hop_tf.membership import Interrupted
 from hop_tf.records import Kind, Recorder
+from hop_tf.runtime.epoch_agreement import EpochAgreement
 from hop_tf.runtime.joining import Joining
 from hop_tf.tensors.fifo import enqueue_arrays
 from hop_tf.tensors.packing import Packing
@@ -164,6 +165,10 @@ class ExchangeRunner:
       on_nonfinite: Called on a communication thread with the number of a step whose values are not finite, before they
         are handed to the scheme. It may raise.
       recorder: Told of the steps; None: nobody is.
+      epochs: Looks again when a step begins, if it is asked where this rank is. None: nobody does.
+
+    Attributes:
+      begun_step: The last step of the session that a thread has taken; -1 if there is none.
     """
 
     def __init__(
@@ -176,8 +181,10 @@ class ExchangeRunner:
         joining: Joining,
         on_nonfinite: Callable[[int], None] = lambda step: None,
         recorder: Recorder | None = None,
+        epochs: EpochAgreement | None = None,
     ):
         self._name = name
+        self._epochs = epochs
         self._joining = joining
         self._packing = packing
         self._exchange = exchange
@@ -191,7 +198,8 @@ class ExchangeRunner:
         self._interrupted = False
         # The number of what has failed, and why; the earliest, where several have.
         self._failure: tuple[int, BaseException] | None = None
-        self._begun_step: int | None = None
+        self.begun_step = -1
+        self._begun_step: int | None = None  # Also what goes by the number of a step, and is none.
         self._begun_segments: set[int] = set()
         self._taking = threading.Lock()
         self._num_taken = 0
@@ -310,7 +318,7 @@ class ExchangeRunner:
 
     def _begin(self, outgoing: Outgoing) -> bool:
         if outgoing.step == _END_OF_SESSION:
-            self._begun_step = None
+            self._begun_step, self.begun_step = None, -1
             return False
         if self._begun_step != outgoing.step:
             self._begun_step = outgoing.step
@@ -318,6 +326,8 @@ class ExchangeRunner:
         if outgoing.segment in self._begun_segments:
             return False  # Begun once more: the first time the data had ended, and nobody took the result.
         self._begun_segments.add(outgoing.segment)
+        if outgoing.segment >= 0:
+            self.begun_step = outgoing.step
         return True
 
     def _answer(self, number: int, outgoing: Outgoing, is_step: bool, are_finite: bool) -> None:
@@ -380,6 +390,8 @@ class ExchangeRunner:
                     return self._answer_of(outgoing, 0)
                 if outgoing.segment == 0:
                     self._joining.at_step(outgoing.step)
+                if self._epochs is not None and self._epochs.is_asked:
+                    self._epochs.look_again()
                 return self._exchange.step(outgoing)
             except Interrupted:
                 self._interrupted = True

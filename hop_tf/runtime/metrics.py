@@ -1,145 +1,60 @@
-"""`MetricMeans`: means of metrics over the ranks, at the ends of epochs.
-
-A rank that has come to the end of its epoch takes no step while it waits for the metrics of others. Where these would
-need that step to come to the end of theirs, all would wait for ever. So the ranks tell each other, when training
-begins, how many steps they make in an epoch, and average with those that make as many.
-"""
+"""`EpochMetrics`: the metrics of an epoch on one rank, and what they are over several ranks."""
 
 from __future__ import annotations
 
-import collections
-import json
-from collections.abc import Mapping, Sequence
+import dataclasses
+import io
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from absl import logging
 
-from hop_tf.errors import MismatchError
-from hop_tf.membership import Membership, SessionQueue
-from hop_tf.transport.base import Message
-
-QUEUE = "metrics"
+# How the parts of a message are named. What follows is the name of a metric, or the index of a state.
+_WEIGHT, _LOG, _STATE, _SUMMED = "weight", "log ", "state ", "summed "
 
 
-class MetricMeans:
-    """Each rank sends its metrics to the others, and takes the mean of those that came from ranks that are there.
-
-    A rank that has left is not waited for; nor is a process that has joined the running session, which takes no part.
-
-    Args:
-      membership: Waiting and transport.
+@dataclasses.dataclass(frozen=True)
+class EpochMetrics:
+    """The metrics of an epoch, as one rank knows them.
 
     Attributes:
-      takes_part: Whether this rank averages in the running session. All ranks or none have to.
-      sent_rounds: How many messages this rank has sent to each other one in the running session.
+      weight: What the rank weighs in means over ranks; positive.
+      logs: The metrics by name. Those that are no numbers are left out.
+      states: The states of metrics that are sums; in the same order on all ranks.
+      summed: The names in `logs` that follow from the states.
     """
 
-    def __init__(self, membership: Membership):
-        self._membership = membership
-        self._others = [rank for rank in range(membership.world_size) if rank != membership.rank]
-        self._queue = SessionQueue(membership, QUEUE, membership.session)
-        # By round and rank: the number of steps in round 0, then metrics.
-        self._received: collections.defaultdict[int, dict[int, Any]] = collections.defaultdict(dict)
-        self._num_steps = 0
-        self._ended: set[int] = set()  # Ranks that average no more.
-        self._incarnations: dict[int, int] = {}
-        self.takes_part = False
-        self.sent_rounds = 0
-        self._queue.start(self._on_message)
+    weight: float
+    logs: Mapping[str, np.ndarray]
+    states: Sequence[np.ndarray] = ()
+    summed: frozenset[str] = frozenset()
 
-    def reset(self, session: int, *, takes_part: bool) -> None:
-        """Forgets everything, for a session that this rank is about to enter."""
-        with self._membership.monitor:
-            self._queue.session = session
-            self._received.clear()
-            self._ended.clear()
-            self._incarnations = {rank: self._membership.incarnation_of(rank) for rank in self._others}
-            self.takes_part = takes_part
-            self.sent_rounds = 0
+    def pack(self) -> bytes:
+        """As bytes; see `unpack`."""
+        arrays = {_WEIGHT: np.float64(self.weight)}
+        arrays |= {_LOG + name: value for name, value in self.logs.items()}
+        arrays |= {f"{_STATE}{index:08d}": value for index, value in enumerate(self.states)}
+        arrays |= {_SUMMED + name: np.True_ for name in self.summed}
+        buffer = io.BytesIO()
+        np.savez(buffer, **arrays)
+        return buffer.getvalue()
 
-    def begin(self, num_steps: int) -> None:
-        """Tells the others how many steps this rank makes in an epoch. Before the first `mean` of a session."""
-        self._num_steps = num_steps
-        self._send(0, num_steps, self._others)
+    @classmethod
+    def unpack(cls, data: bytes) -> EpochMetrics:
+        """What `pack` was called on."""
+        with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+            parts = {name: arrays[name] for name in arrays.files}
 
-    def mean(self, metrics: Mapping[str, Any], weight: float = 1.0) -> dict[str, Any]:
-        """The means of some metrics over the ranks.
+        def of_kind(kind: str) -> dict[str, np.ndarray]:
+            return {name.removeprefix(kind): parts[name] for name in sorted(parts) if name.startswith(kind)}
 
-        Args:
-          metrics: This rank's.
-          weight: Positive; the weight of this rank's in the means.
+        states = list(of_kind(_STATE).values())
+        return cls(float(parts[_WEIGHT]), of_kind(_LOG), states, frozenset(of_kind(_SUMMED)))
 
-        Returns:
-          The means; equal to the bit on all ranks that make as many steps in an epoch. What is no number, and no array
-          of numbers that has the same shape on all ranks that have it, is left out.
 
-        Blocks: until the metrics of all ranks that take part are there.
-
-        Raises:
-          HopError: As `Membership.wait` does.
-        """
-        number = self.sent_rounds
-        own = {name: np.asarray(value, np.float64).tolist() for name, value in metrics.items() if _is_numeric(value)}
-        num_steps = self._receive(0, self._others)
-        alike = [rank for rank, steps in num_steps.items() if steps == self._num_steps]
-        if number == 1 and len(alike) < len(num_steps):
-            logging.warning(
-                "rank %d: metrics are not averaged over all ranks. This one makes %d steps in an epoch, the others %s.",
-                *(self._membership.rank, self._num_steps, num_steps),
-            )
-        self._send(number, [weight, own], alike)
-        received = self._receive(number, alike)
-        with self._membership.monitor:
-            del self._received[number]
-        of_ranks = [of_rank for _, of_rank in sorted([(self._membership.rank, [weight, own]), *received.items()])]
-        means = {}
-        for name in own:
-            known = [(each[name], weight) for weight, each in of_ranks if name in each]
-            values, weights = [np.asarray(value) for value, _ in known], [weight for _, weight in known]
-            if all(value.shape == values[0].shape for value in values):
-                mean = np.average(values, axis=0, weights=weights) if np.ptp(weights) else np.mean(values, axis=0)
-                means[name] = mean if np.ndim(mean) else float(mean)
-        return means
-
-    def end(self) -> None:
-        """This rank averages no more in this session: it may have to wait for others, which must not wait for it."""
-        self._send(self.sent_rounds, None, self._others)
-
-    def _send(self, number: int, value: Any, ranks: Sequence[int]) -> None:
-        header = json.dumps([number, value]).encode()
-        for rank in ranks:
-            if self._counts(rank, number):
-                self._membership.transport.connect(rank)  # From now on its silence counts.
-                self._queue.send(rank, header, step=number)
-        with self._membership.monitor:
-            self.sent_rounds = number + 1
-
-    def _receive(self, number: int, ranks: Sequence[int]) -> dict[int, Any]:
-        received = self._received[number]
-        self._membership.wait(
-            lambda: [rank for rank in ranks if rank not in received and self._counts(rank, number)],
-            operation="average metrics",
-            step=number,
-        )
-        with self._membership.monitor:
-            return dict(received)
-
-    def _counts(self, rank: int, number: int) -> bool:
-        is_new = self._membership.incarnation_of(rank) != self._incarnations[rank]
-        return rank not in self._ended and not is_new and self._membership.delivers(rank, QUEUE, number)
-
-    def _on_message(self, message: Message) -> None:
-        if not self.takes_part:
-            raise MismatchError(
-                f"rank {message.sender} averages its metrics, and rank {self._membership.rank} does not. "
-                "Pass hop_tf.callbacks.MetricAverage to `fit` on all ranks, or on none."
-            )
-        number, value = json.loads(message.header)
-        if value is None:
-            self._ended.add(message.sender)
-        else:
-            self._received[number][message.sender] = value
+def numeric(metrics: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Those metrics that are numbers, or arrays of numbers, as float64."""
+    return {name: np.asarray(value, np.float64) for name, value in metrics.items() if _is_numeric(value)}
 
 
 def _is_numeric(value: Any) -> bool:
@@ -147,3 +62,40 @@ def _is_numeric(value: Any) -> bool:
         return np.asarray(value).dtype.kind in "biuf"
     except ValueError:  # An array of parts of several shapes.
         return False
+
+
+def means_of(ranks: Sequence[EpochMetrics], names: Iterable[str]) -> dict[str, Any]:
+    """The means of metrics over the ranks that have them.
+
+    Args:
+      ranks: The metrics of each rank, in the same order on all ranks: then the means are equal to the bit.
+      names: Those that are wanted. One whose shape is not the same on all ranks that have it is left out.
+    """
+    means = {}
+    for name in names:
+        known = [(each.logs[name], each.weight) for each in ranks if name in each.logs]
+        values, weights = [value for value, _ in known], [weight for _, weight in known]
+        if known and all(value.shape == values[0].shape for value in values):
+            mean = np.average(values, axis=0, weights=weights) if np.ptp(weights) else np.mean(values, axis=0)
+            means[name] = as_log(mean)
+    return means
+
+
+def sums_of(ranks: Sequence[EpochMetrics]) -> tuple[list[np.ndarray], frozenset[str]]:
+    """The sums over ranks of states, and the names of metrics that follow from them on all of these ranks.
+
+    Returns:
+      The sums, and the names; none of both if ranks have different states.
+    """
+    known = [each for each in ranks if each.states]
+    shapes = {tuple(state.shape for state in each.states) for each in known}
+    if len(shapes) != 1:
+        return [], frozenset()
+    return [sum(parts) for parts in zip(*(each.states for each in known), strict=True)], frozenset.intersection(
+        *(each.summed for each in known)
+    )
+
+
+def as_log(value: np.ndarray) -> Any:
+    """As Keras logs it: a scalar is a float."""
+    return value if np.ndim(value) else float(value)

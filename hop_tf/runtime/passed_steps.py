@@ -48,6 +48,11 @@ class PassedSteps:
         """Whether this rank was started again, and is not yet where the others are."""
         return self._must_catch_up() or (self._is_catching_up and self._skipping.is_behind)
 
+    @property
+    def has_no_metrics(self) -> bool:
+        """True if all steps since the metrics were reset were passed over."""
+        return self._skipping is not None and self._skipping.has_no_metrics
+
     def around_step(self, step: Callable[[], object], arguments: object, model: keras.Model) -> object:
         """Emits the step, unless it is to be passed over."""
         return self._skipping.run(step, arguments, model) if self._are_possible() else step()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 
@@ -29,6 +30,7 @@ from hop_tf.keras_hook.trace import StepTrace, is_built
 from hop_tf.keras_hook.tuners import Trial, ending_search
 from hop_tf.keras_hook.watched import Watch
 from hop_tf.runtime.agreed_states import AgreedStates
+from hop_tf.runtime.epoch_ends import VALIDATION
 from hop_tf.runtime.final_weights import FinalWeights
 from hop_tf.runtime.group import Group, tensors_of
 from hop_tf.runtime.passed_steps import PassedSteps
@@ -120,7 +122,6 @@ class TrainingRun(TrainingHooks):
         self._trace: StepTrace | None = None  # The latest one.
         # Where the scheme keeps a second copy of weights.
         self._watch = None if scheme.takes_assignments else Watch(lambda: not self._trace.has_ended)
-        self._averages_metrics = self._must_average_metrics = False  # In the running `fit`.
         self._final_weights = FinalWeights(None)
 
     @property
@@ -164,12 +165,11 @@ class TrainingRun(TrainingHooks):
         try:
             with self._naming_causes(), on_keyboard_interrupt(self.worker.membership.interrupt):
                 self._end_loop()
-                self._must_average_metrics = has_callback(callbacks, MetricAverage)
-                self._averages_metrics = self._scheme.in_lock_step or self._must_average_metrics
+                agrees = self._scheme.in_lock_step or has_callback(callbacks, MetricAverage)
                 paths, backups, trial = CallbackPaths(callbacks), BackupAgreement(callbacks), Trial(callbacks)
                 self._final_weights = FinalWeights(callbacks)
                 claims = [*paths.places, *backups.claims, *trial.claims, *self._final_weights.claims]
-                self._begin_session(averages_metrics=self._averages_metrics, claims=claims)
+                self._begin_session(agrees_on_epochs=agrees, claims=claims)
                 if trial.is_needed(self.worker.membership.owners) and not self.worker.joining:
                     trial.compare(self.worker.membership.owners, self.worker.collectives.share)
                 paths.divide(self._rank, self.worker.membership.owners)
@@ -178,7 +178,8 @@ class TrainingRun(TrainingHooks):
                 if self._rows is not None:
                     self._rows.begin_fit(self.worker.share_agreement, takes_part=not self.worker.joining)
                 # A process that was started again passes over epochs that are gone.
-                self._averages_metrics = self._averages_metrics and not self.worker.joining
+                agrees = agrees and not self.worker.joining
+                self.worker.epoch_ends.begin_fit(agrees=agrees, in_lock_step=self._scheme.in_lock_step)
                 self._passed_steps.begin_session()
                 if self.worker.joining and not self._joins_at_once:
                     refuse_to_restore(callbacks)
@@ -201,7 +202,7 @@ class TrainingRun(TrainingHooks):
             self._agree_on_final_weights()
         finally:
             self._phase = Phase.OUTSIDE
-            self._averages_metrics = False
+            self.worker.epoch_ends.end_fit()
             if self.shares is not None:
                 self.shares.note_departed(())
             self.data.end_fit()
@@ -246,27 +247,21 @@ class TrainingRun(TrainingHooks):
         if not self.worker.in_session:
             self._begin_session()
 
-    def _begin_session(self, *, averages_metrics: bool = False, claims: Sequence[str] = ()) -> None:
+    def _begin_session(self, *, agrees_on_epochs: bool = False, claims: Sequence[str] = ()) -> None:
         """Enters a session whose ranks are to make the same inputs of the same data, and know each other's devices."""
         layers = AdaptedLayers()
         claims = [*claims, *layers.claims, *self._replicas.claims]
-        self.worker.begin_session(averages_metrics=averages_metrics, claims=claims)
+        self.worker.begin_session(agrees_on_epochs=agrees_on_epochs, claims=claims)
         self._replicas.learn(self.worker.membership.owners)
         if layers.is_needed(self.worker.membership.owners) and not self.worker.joining:
             layers.compare(self.worker.collectives.share)
 
     # What Keras does while it trains.
 
-    def begin_training(self) -> None:
+    def begin_training(self, model: keras.Model | None = None) -> None:
         """Lets the scheme look at what has changed between two fits, and by callbacks."""
-        if self._averages_metrics:
-            num_steps = self.data.num_steps or 0
-            if self._must_average_metrics and not num_steps:
-                raise ValueError(
-                    "hop_tf.callbacks.MetricAverage needs to know how many steps an epoch has: all ranks have to make "
-                    "as many. Pass `steps_per_epoch` to `fit`. Received: data of unknown length."
-                )
-            self.worker.metrics.begin(num_steps)
+        if self.worker is not None:
+            self.worker.epoch_ends.begin_training(model)
         self._scheme.begin_training(self.groups)
         if self._watch is not None:
             self._watch.forget()
@@ -275,6 +270,8 @@ class TrainingRun(TrainingHooks):
         """Lets ranks agree on shares, and the scheme look at what callbacks have changed since the last epoch."""
         if self._rows is not None:
             self._rows.begin_epoch(agrees=not self.is_behind)
+        if self.worker is not None:
+            self.worker.epoch_ends.begin_epoch()
         if self._watch is not None and not self._scheme.in_lock_step:
             refuse_between_steps(self._scheme, self._watch.changed())
         for group in () if self.is_behind else self.groups:
@@ -282,8 +279,24 @@ class TrainingRun(TrainingHooks):
         if self._watch is not None:
             self._watch.forget()
 
-    def end_epoch(self) -> None:
-        """Lets the scheme do what validation and callbacks count on."""
+    def begin_steps(self, number: int) -> bool:
+        """See `EpochEnds`."""
+        return self.worker is None or self.worker.epoch_ends.begin_steps(number)
+
+    def ask_to_stop(self) -> None:
+        """See `EpochEnds`."""
+        if self.worker is not None:
+            self.worker.epoch_ends.ask_to_stop()
+
+    def agree_to_stop(self) -> None:
+        """See `EpochEnds`."""
+        if self.worker is not None:
+            self.worker.epoch_ends.agree_to_stop()
+
+    def end_epoch(self, model: keras.Model) -> None:
+        """Lets the scheme do what validation and callbacks count on; keeps the metrics, which validation resets."""
+        if self.worker is not None:
+            self.worker.epoch_ends.note_metrics(model)
         for group in () if self.is_behind else self.groups:
             self._scheme.end_epoch(group)
         if self._watch is not None and not self._scheme.in_lock_step:
@@ -308,26 +321,22 @@ class TrainingRun(TrainingHooks):
         return self.records.validation()
 
     def average_metrics(self, logs: dict, num_steps: int) -> None:
-        """Puts the means over the ranks in the place of this rank's metrics, where ranks average them; records them."""
-        self._average_metrics(logs, num_steps)
+        """Puts the metrics over the ranks in the place of this rank's, where ranks agree on them; records them."""
+        has_step = not self._passed_steps.has_no_metrics
+        if not has_step:
+            logs.update({name: math.nan for name in logs if not name.startswith(VALIDATION)})
+        if self.worker is not None:
+            num_steps = min(num_steps, self.data.num_steps or num_steps)  # More, where k steps do not divide an epoch.
+            weight = 1.0 if self._rows is None else self._rows.take_weight()
+            self.worker.epoch_ends.end_epoch(logs, num_steps, weight=weight, has_step=has_step)
         self.records.end_epoch(logs)
-
-    def _average_metrics(self, logs: dict, num_steps: int) -> None:
-        if not self._averages_metrics or not self.data.num_steps:
-            return
-        if num_steps >= self.data.num_steps:  # More, where `steps_per_execution` does not divide them.
-            logs.update(self.worker.metrics.mean(logs, 1.0 if self._rows is None else self._rows.take_weight()))
-        else:  # Its data have ended, or somebody has stopped it: others may need further steps to end their epoch.
-            self._averages_metrics = False
-            self.worker.metrics.end()
 
     def finish_training(self) -> None:
         """Lets the scheme do, once in a `fit`, what is left when the last step has been made."""
         if self._phase is not Phase.FITTING:
             return
         self._phase = Phase.FINISHED
-        if self._averages_metrics:
-            self.worker.metrics.end()
+        self.worker.epoch_ends.finish_training()
         if self._rows is not None:
             self._rows.end_fit()
         for group in () if self.is_behind and self._scheme.in_lock_step else self.groups:
@@ -364,9 +373,9 @@ class TrainingRun(TrainingHooks):
         """See `DataSharding`."""
         return self.data.is_inside_keras
 
-    def count_batches(self, number: int | None, num_steps: int | None) -> None:
+    def count_batches(self, number: int | None, num_steps: int | None) -> bool:
         """See `DataSharding`."""
-        self.data.count_batches(number, num_steps)
+        return self.data.count_batches(number, num_steps)
 
     @property
     def num_loss_parts(self) -> int:

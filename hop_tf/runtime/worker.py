@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,18 +25,22 @@ from hop_tf.membership.monitor import ThreadMonitor
 from hop_tf.options import CommunicationOptions
 from hop_tf.records import Recorder
 from hop_tf.runtime.averaging import LateChanges
+from hop_tf.runtime.epoch_agreement import QUEUE as EPOCHS_QUEUE
+from hop_tf.runtime.epoch_agreement import EpochAgreement
+from hop_tf.runtime.epoch_ends import EpochEnds
 from hop_tf.runtime.exchange import Exchange, ExchangeRunner
 from hop_tf.runtime.finite import FiniteCheck
 from hop_tf.runtime.first_batches import FirstBatches
 from hop_tf.runtime.group import ExchangeContext, Group
 from hop_tf.runtime.joining import Joining
-from hop_tf.runtime.metrics import QUEUE, MetricMeans
 from hop_tf.runtime.rank_collectives import RankCollectives, all_ranks_call
 from hop_tf.runtime.replica_state import ReplicaState, describe_optimizer, sign, spec_of
 from hop_tf.runtime.report import StepStatistics
 from hop_tf.runtime.shares import QUEUE as SHARES_QUEUE
 from hop_tf.runtime.shares import ShareAgreement
 from hop_tf.runtime.stalls import StallReport
+from hop_tf.runtime.stop_agreement import QUEUE as STOPS_QUEUE
+from hop_tf.runtime.stop_agreement import StopAgreement
 from hop_tf.tensors.buffers import BufferPool
 from hop_tf.tensors.packing import Packing, TensorSpec
 from hop_tf.transport import GrpcTransport, TcpTransport, Transport
@@ -72,7 +77,8 @@ class Worker:
     Attributes:
       membership: Who takes part.
       collectives: What all ranks call together.
-      metrics: Means of metrics over the ranks of the session.
+      epochs: What ranks tell each other at the end of an epoch.
+      epoch_ends: What they agree on by that.
       share_agreement: Brings all ranks the same shares of a batch; None where these do not change.
       first_batches: Whether ranks train on the same data.
       finite_check: Whether this rank sends values that are not finite.
@@ -125,7 +131,9 @@ class Worker:
         state = ReplicaState()
         self._joining = Joining(self.membership, state, options.timeout_seconds)
         self.collectives = RankCollectives(self.membership, self._joining, state, self._pool)
-        self.metrics = MetricMeans(self.membership)
+        self.epochs = EpochAgreement(self.membership, rounds_made=self._rounds_made, has_begun=self._has_begun)
+        self._stops = StopAgreement(self.membership, self.epochs)
+        self.epoch_ends = EpochEnds(self.membership, self.epochs, self._stops)
         is_automatic = shares is not None and shares.is_automatic
         self.share_agreement = ShareAgreement(self.membership, shares) if is_automatic else None
         self.first_batches = FirstBatches(self.membership)
@@ -148,11 +156,11 @@ class Worker:
         """Whether this process was started again, and is not yet part of the session that is under way."""
         return self.membership.joining
 
-    def begin_session(self, *, averages_metrics: bool = False, claims: Iterable[str] = ()) -> None:
+    def begin_session(self, *, agrees_on_epochs: bool = False, claims: Iterable[str] = ()) -> None:
         """Enters the next session. See `Membership.begin_session`.
 
         Args:
-          averages_metrics: Whether this rank will average its metrics in it.
+          agrees_on_epochs: True if this rank agrees with others when an epoch of it ends.
           claims: What this rank wants for itself; `membership.owners` tells who gets it.
         """
         self.membership.check()
@@ -167,7 +175,8 @@ class Worker:
             group.exchange.reset(session)
             group.step.assign(0)
         self.first_batches.reset()
-        self.metrics.reset(session, takes_part=averages_metrics)
+        self.epochs.reset(session, takes_part=agrees_on_epochs)
+        self._stops.reset(session)
         if self.share_agreement is not None:
             self.share_agreement.reset(session)
         self.collectives.begin_session()
@@ -222,7 +231,8 @@ class Worker:
         broken = stuck is not None or is_of_job or not isinstance(self.membership.failure, PeerFailedError | None)
         self.membership.leave(
             sent_rounds={
-                QUEUE: self.metrics.sent_rounds,
+                EPOCHS_QUEUE: self.epochs.sent_rounds,
+                STOPS_QUEUE: self._stops.sent_rounds,
                 SHARES_QUEUE: 0 if self.share_agreement is None else self.share_agreement.sent_rounds,
                 **self.collectives.sent_rounds,
                 **{group.name: group.exchange.sent_rounds for group in self._groups},
@@ -348,6 +358,7 @@ class Worker:
             joining=self._joining,
             on_nonfinite=self.finite_check.note,
             recorder=self._recorder,
+            epochs=self.epochs,
         )
         with tf.init_scope(), tf.device("/cpu:0"):
             # A rank that is joining passes over one step before it asks where the others are.
@@ -377,6 +388,14 @@ class Worker:
         """
         self._joining.join_at_once(group.name)
         group.step.assign(0)
+
+    def _rounds_made(self) -> dict[str, int]:
+        return {group.name: int(group.step) // group.exchange.steps_per_round for group in self._groups}
+
+    def _has_begun(self, rounds: Mapping[str, int]) -> bool:
+        """See `EpochAgreement`."""
+        # Of a copy: the thread that makes groups may add one.
+        return any(group.runner.begun_step >= rounds.get(group.name, math.inf) for group in list(self._groups))
 
     @property
     def num_bytes(self) -> int:

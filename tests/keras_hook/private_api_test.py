@@ -22,13 +22,23 @@ from keras.src.optimizers import loss_scale_optimizer
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.random import seed_generator
 from keras.src.saving import saving_lib
+from keras.src.trainers.compile_utils import CompileMetrics
 from tensorflow.python.data.experimental.ops import distribute
 from tensorflow.python.distribute import distribute_lib, input_ops, one_device_strategy
 from tensorflow.python.framework import config, random_seed
 from tensorflow.python.ops import control_flow_util, summary_ops_v2
 
 import hop_tf
-from hop_tf.keras_hook import adapted, backups, context, determinism, optimizers, random_streams, updates
+from hop_tf.keras_hook import (
+    adapted,
+    backups,
+    context,
+    determinism,
+    metric_states,
+    optimizers,
+    random_streams,
+    updates,
+)
 from hop_tf.runtime.training import TrainingRun
 
 
@@ -137,6 +147,32 @@ class PrivateApiTest(tf.test.TestCase):
         self.assertLess(
             fit.index("epoch_iterator = TFEpochIterator("), fit.index("_eval_epoch_iterator = TFEpochIterator(")
         )
+
+    def test_an_epoch_takes_its_steps_from_the_enumeration(self):
+        """If it ends early, `fit` goes on with the end of the epoch, as where a callback has stopped it."""
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        enumerate_steps, calls = TFEpochIterator._enumerate_iterator, []
+
+        def two_steps(self):
+            return (step for step, _ in zip(enumerate_steps(self), range(2), strict=False))
+
+        record = keras.callbacks.LambdaCallback(
+            on_train_batch_end=lambda batch, logs: calls.append(batch),
+            on_epoch_end=lambda epoch, logs: calls.append("end"),
+        )
+        with mock.patch.object(TFEpochIterator, "_enumerate_iterator", two_steps):
+            model.fit(np.ones((8, 2)), np.ones((8, 1)), batch_size=1, epochs=2, callbacks=[record], verbose=0)
+        self.assertEqual(calls, [0, 1, "end"] * 2)
+
+    def test_metrics_of_compile_are_lists_of_metrics(self):
+        metric, weighted = keras.metrics.AUC(), keras.metrics.Precision()
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, activation="sigmoid")])
+        model.compile("sgd", "mse", metrics=[metric], weighted_metrics=[weighted])
+        model.fit(np.ones((2, 2)), np.ones((2, 1)), verbose=0)
+        loss, of_compile = model.metrics
+        self.assertIs(type(of_compile), CompileMetrics)
+        self.assertEqual(metric_states.metrics_of(model), [loss, metric, weighted])
 
     def test_train_step_is_run_as_a_bound_method(self):
         source = inspect.getsource(TensorFlowTrainer.make_train_function)

@@ -52,6 +52,52 @@ class SessionTest(tf.test.TestCase):
         self.assertEqual(steps, [[_NUM_STEPS, 2 * _NUM_STEPS]] * 2)
 
 
+class _Rows(keras.metrics.Metric):
+    """How many rows were seen: an integer."""
+
+    def __init__(self):
+        super().__init__(name="rows", dtype="int32")
+        self.number = self.add_weight(initializer="zeros", dtype="int32")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.number.assign_add(tf.shape(y_true)[0])
+
+    def result(self):
+        return tf.identity(self.number)
+
+
+def _pass_over_an_epoch(self, outgoing, step=HopExchange.step):
+    """The straggler jumps over the second epoch."""
+    incoming = step(self, outgoing)
+    jumps = self._rank == _STRAGGLER and (outgoing.step, outgoing.segment) == (_NUM_STEPS - 1, REDUCTION)
+    return dataclasses.replace(incoming, num_skipped=_NUM_STEPS) if jumps else incoming
+
+
+class EpochTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters(False, True)
+    @pytest.mark.slow(after=1)
+    def test_an_epoch_without_a_step(self, averages):
+        """All metrics of training are nan, integers too. In means over ranks it counts for nothing."""
+
+        def run(strategy):
+            with strategy.scope():
+                model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1)])
+                model.compile(keras.optimizers.SGD(0.1), "mse", metrics=[hop_tf.state(_Rows(), "sum")])
+            x = np.ones((4 * _NUM_STEPS, 1), "float32")
+            callbacks = [hop_tf.callbacks.MetricAverage()] if averages else []
+            return model.fit(
+                x, x, batch_size=4, epochs=3, validation_data=(x, x), callbacks=callbacks, verbose=0
+            ).history
+
+        with mock.patch.object(HopExchange, "step", _pass_over_an_epoch):
+            first, straggler = InProcessCluster(2, _make_strategy).run(run)
+        own = 2.0 * _NUM_STEPS
+        self.assertEqual(first["rows"], [2 * own, own, 2 * own] if averages else [own] * 3)
+        self.assertAllEqual(straggler["rows"], first["rows"] if averages else [own, np.nan, own])
+        self.assertAllEqual(np.isnan(straggler["loss"]), [False, not averages, False])
+        self.assertEqual(straggler["val_rows"], [4 * _NUM_STEPS] * 3)
+
+
 class RefusedTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.product(fits_before=(True, False), make_strategy=(_make_strategy, hop_tf.CanaryStrategy))
     @pytest.mark.stress(after=2)

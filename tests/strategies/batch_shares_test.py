@@ -16,7 +16,7 @@ import hop_tf
 from hop_tf.emulation import ComputeEmulation, Slowdown
 from hop_tf.errors import MismatchError
 from hop_tf.runtime.shares import WARMUP_STEPS
-from support import MEMBERS, NUM_RANKS, Member, StopRank1, linear_loss
+from support import MEMBERS, NUM_RANKS, Member, StopRank1, fewer_steps, linear_loss
 
 _RATE = 0.05
 _NUM_ROWS, _BATCH_SIZE = 237, 100  # The last batch has 37 rows: 27 and 10, or 28 and 9, where ranks share it.
@@ -398,8 +398,7 @@ class AutomaticTest(tf.test.TestCase, parameterized.TestCase):
         def train(strategy):
             with strategy.scope():
                 model = _linear_model("sgd")
-            stop = StopRank1(rank=1 if strategy.rank == stopped else 0, batch=5)
-            model.fit(x, x[:, :1], batch_size=8, epochs=3, callbacks=[stop], verbose=0)
+            model.fit(x, x[:, :1], batch_size=8, verbose=0, **{"epochs": 3, **fewer_steps(strategy, 6, stopped)})
             return strategy.report()["steps"]
 
         steps = _STRATEGIES["dts"].run(train, batch_shares="auto")

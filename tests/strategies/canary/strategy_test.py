@@ -19,6 +19,7 @@ from hop_tf.processes.local_cluster import PortReservation
 from hop_tf.strategies.canary.exchange import AsyncSettings
 from hop_tf.strategies.canary.gei import Thresholds
 from hop_tf.testing import InProcessCluster
+from support import fewer_steps
 
 _OPTIONS = hop_tf.CommunicationOptions(timeout_seconds=60)
 _BATCH_SIZE = 72  # Each of up to nine ranks gets as many rows.
@@ -143,11 +144,8 @@ class SynchronousTest(tf.test.TestCase, parameterized.TestCase):
             with strategy.scope():
                 model = _model(_momentum())
             for is_first in (True, False):
-                stop = keras.callbacks.LambdaCallback(
-                    on_train_batch_end=lambda batch, logs: setattr(model, "stop_training", True)
-                )
-                callbacks = [stop] if is_first and strategy.rank else []
-                model.fit(*_data(), batch_size=_BATCH_SIZE, shuffle=False, verbose=0, callbacks=callbacks)
+                fewer = fewer_steps(strategy, 1) if is_first else {}
+                model.fit(*_data(), batch_size=_BATCH_SIZE, shuffle=False, verbose=0, **fewer)
                 if is_first:
                     strategy.synchronize(model)
             return _flat(model)

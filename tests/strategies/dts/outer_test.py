@@ -13,6 +13,7 @@ from hop_tf.arguments import identity_of
 from hop_tf.errors import PeerLostError
 from hop_tf.testing import InProcessCluster
 from hop_tf.testing.references import State, adam, late_windows, sgd
+from support import fewer_steps
 
 _OPTIONS = hop_tf.CommunicationOptions(timeout_seconds=60)
 _BATCH_SIZE = 60
@@ -187,10 +188,7 @@ class OuterTest(tf.test.TestCase, parameterized.TestCase):
 
         def run(strategy):
             model = _model(strategy)
-            stop = keras.callbacks.LambdaCallback(
-                on_train_batch_end=lambda batch, logs: setattr(model, "stop_training", batch == 4)
-            )
-            _fit(model, callbacks=[stop] if strategy.rank == 1 else [])
+            _fit(model, **fewer_steps(strategy, 5))
             strategy.synchronize(model)
             synchronized = _all_of(strategy, model)
             _fit(model)

@@ -16,7 +16,7 @@ from hop_tf.errors import PeerLostError
 from hop_tf.strategies.dts.exchange import DTSExchange
 from hop_tf.testing import InProcessCluster
 from hop_tf.testing.references import adam, int8, late_windows, mesh_mean, sgd, truncate16
-from support import OwnOptimizers, Unused, linear_loss, two_kernels
+from support import OwnOptimizers, Unused, fewer_steps, linear_loss, two_kernels
 
 _OPTIONS = hop_tf.CommunicationOptions(timeout_seconds=60)
 _BATCH_SIZE = 60
@@ -509,8 +509,7 @@ class TopKTest(tf.test.TestCase, parameterized.TestCase):
 
         def run(strategy):
             model = _compiled(strategy, _sgd(), linear_loss)
-            stop = _on_batch(4, lambda: setattr(model, "stop_training", True))
-            _fit(model, callbacks=[stop] if strategy.rank == 1 else [])
+            _fit(model, **fewer_steps(strategy, 5))
             return _weights(model)
 
         # Both add half of what both have handed out, and in the end rank 0 all of the rest of its own.
@@ -536,8 +535,7 @@ class FitTest(tf.test.TestCase, parameterized.TestCase):
 
         def run(strategy):
             model = _compiled(strategy, _sgd(), linear_loss)
-            stop = _on_batch(last_batch, lambda: setattr(model, "stop_training", True))
-            _fit(model, epochs=2, callbacks=[stop] if strategy.rank == 1 else [])
+            _fit(model, **{"epochs": 2, **fewer_steps(strategy, last_batch + 1)})
             return _weights(model), strategy.report()["steps"]
 
         def total(steps, rank):
@@ -558,8 +556,7 @@ class FitTest(tf.test.TestCase, parameterized.TestCase):
 
         def run(strategy):
             model = _compiled(strategy, _sgd(momentum=0.9))
-            stop = _on_batch(6, lambda: setattr(model, "stop_training", True))
-            _fit(model, epochs=2, callbacks=[stop] if strategy.rank == 1 else [])
+            _fit(model, **{"epochs": 2, **fewer_steps(strategy, 7)})
             before = _weights(model)
             strategy.synchronize(model)
             after, num_steps = _weights(model), int(model.optimizer.iterations)

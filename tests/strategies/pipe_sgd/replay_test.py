@@ -14,7 +14,7 @@ from hop_tf.errors import HopError
 from hop_tf.runtime.replay import Replay
 from hop_tf.testing import InProcessCluster
 from hop_tf.testing.references import State, adam, int8, mesh_mean, plain_mean, sgd, truncate16
-from support import OwnOptimizers, StopRank1, linear_loss, two_kernels
+from support import OwnOptimizers, fewer_steps, linear_loss, two_kernels
 
 _OPTIONS = hop_tf.CommunicationOptions(timeout_seconds=60)
 _BATCH_SIZE = 30
@@ -431,7 +431,7 @@ class ReplayTest(tf.test.TestCase, parameterized.TestCase):
 
         def run(strategy):
             model = _model(strategy, lambda: keras.optimizers.Adam(_RATE))
-            _fit(model, 1, [StopRank1(strategy.rank, batch=2)])
+            _fit(model, **{"epochs": 1, **fewer_steps(strategy, 3)})
             strategy.synchronize(model)
             _fit(model, 2)
             return [*model.get_weights(), *(v.numpy() for v in model.optimizer.variables)]

@@ -17,7 +17,7 @@ from hop_tf import codecs
 from hop_tf.collectives import all_reduce
 from hop_tf.testing import InProcessCluster
 from hop_tf.testing.references import int8, mesh_mean, plain_mean, truncate16
-from support import StopRank1, Unused, error_of, linear_loss
+from support import Unused, error_of, fewer_steps, linear_loss
 
 _OPTIONS = hop_tf.CommunicationOptions(timeout_seconds=60)
 
@@ -294,7 +294,7 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
 
         def run(strategy):
             model = _compiled(strategy)
-            _fit(model, epochs=1, callbacks=[StopRank1(strategy.rank, batch=1)])
+            _fit(model, **{"epochs": 1, **fewer_steps(strategy, 2)})
             strategy.synchronize(model)
             history = []
             record = keras.callbacks.LambdaCallback(
@@ -315,7 +315,7 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
 
         def run(strategy):
             model = _compiled(strategy)
-            history = _fit(model, callbacks=[StopRank1(strategy.rank, batch=0)])
+            history = _fit(model, **fewer_steps(strategy, 1))
             return history, strategy.report()["steps"]
 
         results = _cluster(3, pipeline_width=1).run(run)
@@ -344,7 +344,7 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
 
         def run(strategy):
             model = _compiled(strategy, optimizer=optimizer)
-            _fit(model, callbacks=[StopRank1(strategy.rank, batch=0)])
+            _fit(model, **fewer_steps(strategy, 1))
             strategy.synchronize(model)
             slots = [np.array(variable) for variable in model.optimizer.variables]
             return slots, _fit(model)
@@ -365,7 +365,7 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
                 kernel = keras.layers.Dense(2, use_bias=False, kernel_initializer="zeros")
                 model = keras.Sequential([keras.Input((6,)), kernel])
                 model.compile(keras.optimizers.SGD(0.1), linear_loss)
-            return _fit(model, callbacks=[StopRank1(strategy.rank, batch=num_steps - 1)])[0]
+            return _fit(model, **fewer_steps(strategy, num_steps))[0]
 
         x, y = _small_data()
         means = []

@@ -1,0 +1,170 @@
+"""`EpochEnds`: what ranks agree on when an epoch of `fit` ends: its metrics, and if they stop."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+from absl import logging
+
+from hop_tf.keras_hook.metric_states import MetricStates
+from hop_tf.membership import Membership
+from hop_tf.runtime.epoch_agreement import EpochAgreement, Moment
+from hop_tf.runtime.metrics import EpochMetrics, as_log, means_of, numeric, sums_of
+from hop_tf.runtime.stop_agreement import StopAgreement
+
+VALIDATION = "val_"  # How names of metrics begin that are not of training.
+
+
+class EpochEnds:
+    """Metrics and stop requests in the running `fit` of one rank.
+
+    Args:
+      membership: Waiting.
+      agreement: With the ranks at the same position.
+      stops: On the last step.
+
+    Attributes:
+      agrees: True if this rank agrees on metrics with others in the running `fit`. All ranks do then, but for one that
+        has joined.
+      stops_together: True if all ranks stop after the same step, too.
+    """
+
+    def __init__(self, membership: Membership, agreement: EpochAgreement, stops: StopAgreement):
+        self._membership = membership
+        self._agreement = agreement
+        self._stops = stops
+        self.agrees = self.stops_together = False
+        self._begin_fit()
+
+    def _begin_fit(self) -> None:
+        self._model: keras.Model | None = None
+        self._states: tuple[int, MetricStates] | None = None  # And when: after how many steps that had begun.
+        self._num_before = self._num_made = 0  # Steps in the `fit`: before the epoch, and by now.
+        self._num_begun = 0  # Also those for which no data was left.
+        self._agreed_at = -1  # The last position.
+        self._has_agreed = self._has_warned = False  # The first one: in this epoch.
+
+    def begin_fit(self, *, agrees: bool, in_lock_step: bool) -> None:
+        """A `fit` begins; `agrees` is False for a rank that joins."""
+        self._begin_fit()
+        self.agrees, self.stops_together = agrees, agrees and in_lock_step
+
+    def begin_training(self, model: keras.Model | None) -> None:
+        """The first step is about to be made; None in a custom loop."""
+        self._model = model
+        if self.agrees:
+            self._agreement.begin()
+
+    def end_fit(self) -> None:
+        """All steps are made, or the `fit` has failed."""
+        self.agrees = self.stops_together = False
+        self._model = self._states = None
+
+    def finish_training(self) -> None:
+        """This rank makes no further step: the others do not wait for it any more."""
+        if self.agrees:
+            self._agreement.end()
+
+    # Metrics.
+
+    def begin_epoch(self) -> None:
+        """An epoch begins."""
+        self._num_before = self._num_made
+        self._has_agreed = False
+        self._stops.end_epoch(self._num_made)
+
+    def note_metrics(self, model: keras.Model) -> None:
+        """The steps of an epoch are made: what follows may reset the metrics of this model."""
+        if not self.agrees or model is not self._model:
+            return
+        if self._states is None or self._states[0] != self._num_begun:
+            self._states = self._num_begun, MetricStates(model)
+
+    def end_epoch(self, logs: dict, num_steps: int, *, weight: float, has_step: bool) -> None:
+        """Before callbacks hear of an epoch's end: puts the metrics over all ranks into `logs`, and looks if it stops.
+
+        Args:
+          logs: This rank's.
+          num_steps: How many steps the epoch had.
+          weight: What this rank weighs in means.
+          has_step: False if all steps were passed over: then its metrics of training count for nothing.
+        """
+        self._num_made = self._num_before + num_steps
+        if self.agrees and self._agreed_at < self._num_made:
+            self._average(logs, weight, has_step)
+        if self.stops_together and self._stops.is_asked:
+            self._model.stop_training = self._stops.is_reached()
+
+    def _average(self, logs: dict, weight: float, has_step: bool) -> None:
+        if self._model.stop_training and not self.stops_together:  # The others go on, and do not come here.
+            self.agrees = False
+            self._agreement.end()
+            return
+        self._agreed_at, self._has_agreed = self._num_made, True
+        own = self._own_metrics(logs, weight, has_step)
+        received = self._agreement.agree(self._num_made, Moment.METRICS, own.pack())
+        self._warn_of_others(received)
+        ranks = [EpochMetrics.unpack(data) for data in received.values()]
+        logs.update(means_of(ranks, numeric(logs)))
+        sums, names = sums_of(ranks)
+        if names and self._states is not None and self._states[1].has_shapes_of(sums):
+            results = self._states[1].results_of(sums)
+            logs.update({name: as_log(results[name]) for name in names if name in results and name in logs})
+
+    def _own_metrics(self, logs: dict, weight: float, has_step: bool) -> EpochMetrics:
+        if not has_step:
+            return EpochMetrics(weight, numeric({n: v for n, v in logs.items() if n.startswith(VALIDATION)}))
+        if self._states is None:
+            return EpochMetrics(weight, numeric(logs))
+        states = self._states[1]
+        summed = [name for name in states.names if name in logs and _are_alike(logs[name], states.results[name])]
+        return EpochMetrics(weight, numeric(logs), states.values, frozenset(summed))
+
+    def _warn_of_others(self, received: dict[int, bytes]) -> None:
+        with self._membership.monitor:
+            departed = self._membership.departed()
+        absent = [r for r in self._agreement.others if r not in received and r not in departed]
+        absent = [rank for rank in absent if not self._agreement.has_ended(rank)]
+        if absent and not self._has_warned:
+            self._has_warned = True
+            logging.warning(
+                "rank %d: metrics are not averaged over all ranks. This one has ended an epoch after %d steps of this "
+                "`fit`, and ranks %s have made further steps in theirs.",
+                *(self._membership.rank, self._num_made, absent),
+            )
+
+    # Stop requests.
+
+    def begin_steps(self, number: int) -> bool:
+        """The next steps are about to begin; False if this rank has to stop before them."""
+        if self.stops_together and not self._stops.begin_steps(number):
+            self._model.stop_training = True
+            return False
+        self._num_begun += number
+        return True
+
+    def ask_to_stop(self) -> None:
+        """A callback has stopped the training in the middle of an epoch: this rank goes on until all stop."""
+        if self.stops_together:
+            self._model.stop_training = False
+            self._stops.ask()
+
+    def agree_to_stop(self) -> None:
+        """The callbacks have heard of the epoch's end: if one has stopped the training, on any rank, all stop."""
+        if not self.agrees:
+            return
+        wants = self._model.stop_training or self._stops.is_asked
+        if self._has_agreed:
+            received = self._agreement.agree(self._num_made, Moment.STOP, bytes([wants]))
+            wants = any(map(any, received.values()))
+        if wants and self.stops_together:
+            # Ranks that are elsewhere, in a longer epoch, have to hear of it.
+            self._stops.ask()
+            wants = self._stops.is_reached()
+        self._model.stop_training = wants
+
+
+def _are_alike(value: object, result: np.ndarray) -> bool:
+    """True if a log is what the metric's state says. A `train_step` may return something else by the same name."""
+    value = np.asarray(value)
+    return value.shape == result.shape and np.allclose(value, result, rtol=1e-5, atol=0.0, equal_nan=True)

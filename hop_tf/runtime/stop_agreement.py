@@ -1,0 +1,125 @@
+"""`StopAgreement`: ranks that wait for each other stop after the same step, if one of them is to stop.
+
+A rank counts the steps that it has begun. If it is to stop, it tells the others that number, and begins no further step
+before it has heard theirs. A rank that hears of this does the same, at once: the thread that takes the message answers.
+So each rank tells one number, and all know the largest one. Up to there all make their steps, and stop.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+
+from hop_tf.membership import Membership, SessionQueue
+from hop_tf.runtime.epoch_agreement import EpochAgreement
+from hop_tf.transport.base import Message
+
+QUEUE = "stops"
+_BEGUN = struct.Struct("<q")
+
+
+class StopAgreement:
+    """Agrees on the last step of a `fit`, when a rank asks for that.
+
+    A rank that has left, or has made all of its steps, is not awaited. Where no rank asks, a step costs a comparison
+    under the rank's lock, and no message.
+
+    Args:
+      membership: Waiting and transport.
+      epochs: Knows which ranks take part.
+
+    Attributes:
+      num_begun: How many steps of the running `fit` this rank has begun.
+    """
+
+    def __init__(self, membership: Membership, epochs: EpochAgreement):
+        self._membership = membership
+        self._epochs = epochs
+        self._queue = SessionQueue(membership, QUEUE, membership.session)
+        self._told: dict[int, int] = {}  # By rank, how many steps it had begun when it heard that one is to stop.
+        self.num_begun = 0
+        self._queue.start(self._on_message)
+
+    def reset(self, session: int) -> None:
+        """Forgets everything, for a session that this rank is about to enter."""
+        with self._membership.monitor:
+            self._queue.session = session
+            self._told.clear()
+            self.num_begun = 0
+
+    @property
+    def is_asked(self) -> bool:
+        """True if this rank, or another one, is to stop."""
+        return self._membership.rank in self._told
+
+    @property
+    def sent_rounds(self) -> int:
+        """For the message with which this rank leaves: how many messages it has sent to each other one."""
+        return int(self.is_asked)
+
+    def begin_steps(self, number: int) -> bool:
+        """Counts the next steps as begun; False if this rank has to stop before them.
+
+        Blocks: if a rank is to stop, until all have told how many steps they have begun.
+
+        Raises:
+          HopError: As `Membership.wait` does.
+        """
+        with self._membership.monitor:
+            if not self.is_asked:
+                self.num_begun += number
+                return True
+        if self.is_reached():
+            return False
+        self.num_begun += number  # Nobody is told this number any more.
+        return True
+
+    def end_epoch(self, num_made: int) -> None:
+        """The epoch that has ended leaves this rank at so many steps: its data may have ended before a step begun."""
+        with self._membership.monitor:
+            self.num_begun = num_made
+
+    def ask(self) -> None:
+        """This rank is to stop. Does not block for long."""
+        with self._membership.monitor:
+            tell = None if self.is_asked else self._note_own()
+        if tell is not None:
+            tell()
+
+    def is_reached(self) -> bool:
+        """True if this rank has made the last step that ranks have agreed on. Only if `is_asked`.
+
+        Blocks: as `begin_steps`.
+
+        Raises:
+          HopError: As there.
+        """
+        self._membership.wait(
+            lambda: [rank for rank in self._epochs.others if rank not in self._told and self._takes_part(rank)],
+            operation="agree on the last step",
+            step=self.num_begun,
+        )
+        with self._membership.monitor:
+            return self.num_begun >= max(self._told.values())
+
+    def _takes_part(self, rank: int) -> bool:
+        return not self._epochs.has_ended(rank) and self._membership.delivers(rank, QUEUE, 0)
+
+    def _note_own(self) -> Callable[[], None]:
+        """Notes how many steps this rank has begun; returns what tells the others. The monitor must be held."""
+        num_begun = self._told[self._membership.rank] = self.num_begun
+        ranks = [rank for rank in self._epochs.others if self._takes_part(rank)]
+
+        def tell() -> None:
+            for rank in ranks:
+                self._membership.transport.connect(rank)  # From now on its silence counts.
+                # That this rank leaves meanwhile must not end a thread that takes messages.
+                self._queue.send(rank, _BEGUN.pack(num_begun), step=num_begun, interruptible=False)
+
+        return tell
+
+    def _on_message(self, message: Message) -> Callable[[], None] | None:
+        if len(message.header) != _BEGUN.size:
+            raise message.unexpected()
+        (self._told[message.sender],) = _BEGUN.unpack(message.header)
+        return None if self.is_asked or not self._epochs.takes_part else self._note_own()
