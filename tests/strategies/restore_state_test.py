@@ -287,6 +287,16 @@ class WeightsOfAnEpochsEndTest(tf.test.TestCase, parameterized.TestCase):
             for weights, end, end_of_other in zip(first, ends[0], ends_of_other[0], strict=True):
                 self.assertAllClose(weights, (end + end_of_other) / 2, rtol=1e-6)
 
+    @pytest.mark.slow
+    def test_are_equal_under_synchronous_shat(self):
+        def train(strategy):
+            model, _ = _fit_to_restore(strategy, _early_stopping())
+            return model.get_weights()
+
+        first, other = MEMBERS["shat"].run(train, consistency="bsp")
+        for one, another in zip(first, other, strict=True):
+            self.assertAllEqual(one, another)
+
     @parameterized.parameters("canary", "hop")
     @pytest.mark.slow(after=1)
     def test_are_told_where_ranks_do_not_wait_for_each_other(self, name):
