@@ -1,6 +1,7 @@
 """Random numbers and numbers of replicas: each replica draws its own in training steps, and knows which one it is."""
 
 import functools
+import itertools
 import os
 import tempfile
 from unittest import mock
@@ -119,12 +120,11 @@ def _are_equal(first, second):
 class DrawsTest(tf.test.TestCase, parameterized.TestCase):
     def _check(self, of_ranks, plain, states):
         """The first replica draws what is drawn without a strategy, and no other one draws the same."""
-        seen = {replica: steps for seen, _ in of_ranks for replica, steps in seen.items()}
-        for step in range(min(len(plain), *map(len, seen.values()))):  # Canary may pass over some.
+        seen = [of_rank[replica] for of_rank, _ in of_ranks for replica in sorted(of_rank)]
+        for step in range(min(len(plain), *map(len, seen))):  # Canary may pass over some.
             self.assertTrue(all(_are_equal(seen[0][step], plain[step])), step)
-            for replica in range(1, len(seen)):
-                for other in range(replica):
-                    self.assertFalse(any(_are_equal(seen[replica][step], seen[other][step])), (step, replica, other))
+            for first, second in itertools.combinations(seen, 2):
+                self.assertFalse(any(_are_equal(first[step], second[step])), step)
         self.assertNotEmpty(states)
         for of_rank, in_the_end in of_ranks:  # States of generators are saved, and restored on all ranks.
             if all(len(steps) == len(plain) for steps in of_rank.values()):
