@@ -408,7 +408,7 @@ class OptimizerTest(tf.test.TestCase, parameterized.TestCase):
             on_train_batch_begin=lambda batch, logs: events.append("step"),
         )
         callbacks = keras.callbacks.CallbackList([mine], add_history=True, model=model)
-        with mock.patch.object(TrainingRun, "begin_training", lambda self: events.append("begin")):
+        with mock.patch.object(TrainingRun, "begin_training", lambda self, model: events.append("begin")):
             for _ in range(2):
                 given = [mine] if as_list else callbacks
                 model.fit(np.ones((2, 1)), np.ones((2, 1)), verbose=0, callbacks=given)
