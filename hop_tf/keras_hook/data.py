@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import itertools
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,6 +14,8 @@ import tensorflow as tf
 from tensorflow.python.data.experimental.ops import distribute
 from tensorflow.python.distribute import input_ops
 
+from hop_tf.keras_hook.batch_rows import check_rows, has_rows, num_rows, require_equal_rows
+from hop_tf.keras_hook.pipelines import reads_generator, without_prefetch
 from hop_tf.keras_hook.shares import BatchShares, equal_slice
 
 
@@ -21,6 +24,7 @@ class _Sharding(enum.Enum):
 
     NONE = enum.auto()
     BY_SLICES = enum.auto()
+    OF_GENERATOR = enum.auto()  # By slices, too.
     BY_POLICY = enum.auto()
 
 
@@ -60,6 +64,8 @@ class DataSharding:
         self.num_steps = None
         if isinstance(x, tf.data.Dataset):
             self._of_next = _Sharding.NONE if x in self._whole else _Sharding.BY_POLICY
+        elif isinstance(x, types.GeneratorType):
+            self._of_next = _Sharding.OF_GENERATOR
         else:  # Keras sets a policy for the datasets that it makes of arrays: that one is not the user's wish.
             self._of_next = _Sharding.BY_SLICES
 
@@ -122,6 +128,8 @@ class DataSharding:
             if self._inside_keras and policy is tf.data.experimental.AutoShardPolicy.OFF:
                 _check_endless(dataset)
             return shard_by_policy(dataset, self._rank, self._world_size, self._shares)
+        if sharding is _Sharding.OF_GENERATOR:  # Keras reads it ahead: batches would be lost with the iterator.
+            dataset = without_prefetch(dataset)
         self._counts_next = self._inside_keras > 0
         note_first = self._note_first if self._inside_keras else None
         return slice_global_batches(dataset, self._rank, self._world_size, note_first, self._shares)
@@ -164,17 +172,21 @@ def slice_global_batches(
     """
 
     def slice_batch(index, batch):
-        leaves = [leaf for leaf in tf.nest.flatten(batch) if not _is_optional(leaf)]
+        leaves = [leaf for leaf in tf.nest.flatten(batch) if has_rows(leaf)]
         if not leaves:
             return batch
+        require_equal_rows(batch)
         if note_first is not None:
             tf.cond(tf.equal(index, 0), lambda: _note_digest(batch, note_first), lambda: None)
-        num_rows = _num_rows(leaves[0])
-        start, end = equal_slice(num_rows, rank, world_size) if shares is None else shares.slice_of(num_rows)
-        return tf.nest.map_structure(lambda leaf: _rows(leaf, start, end), batch)
+        rows = num_rows(leaves[0])
+        start, end = equal_slice(rows, rank, world_size) if shares is None else shares.slice_of(rows)
+        return _part(batch, start, end)
 
+    check_rows(dataset.element_spec)
     numbered = dataset.enumerate()
-    if shares is not None and shares.is_automatic:  # What is sliced is trained on next: all ranks change in one step.
+    # With automatic shares, what is sliced is trained on next: all ranks change in one step. A generator cannot be
+    # rewound: what is read ahead is lost with the iterator, at another batch on each rank.
+    if (shares is not None and shares.is_automatic) or reads_generator(dataset):
         return numbered.map(slice_batch).with_options(_without_prefetching())
     if _must_not_run_ahead(dataset):
         return numbered.map(slice_batch)
@@ -227,22 +239,7 @@ def without_autotuning(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return dataset.with_options(options)
 
 
-def _is_optional(leaf) -> bool:
-    """Keras hands over absent parts of a batch (no sample weights, say) as empty optionals."""
-    return isinstance(leaf, tf.experimental.Optional)
-
-
-def _num_rows(leaf) -> tf.Tensor:
-    if isinstance(leaf, tf.SparseTensor):
-        return leaf.dense_shape[0]
-    if isinstance(leaf, tf.RaggedTensor):
-        return tf.cast(leaf.nrows(), tf.int64)
-    return tf.shape(leaf, out_type=tf.int64)[0]
-
-
 def _rows(leaf, start: tf.Tensor, end: tf.Tensor):
-    if _is_optional(leaf):
-        return leaf
     if isinstance(leaf, tf.SparseTensor):
         offset = tf.concat([[start], tf.zeros_like(leaf.dense_shape[1:])], axis=0)
         size = tf.concat([[end - start], leaf.dense_shape[1:]], axis=0)
@@ -254,6 +251,7 @@ def shard_by_policy(
     dataset: tf.data.Dataset, rank: int, world_size: int, shares: BatchShares | None = None
 ) -> tf.data.Dataset:
     """Takes a rank's part of a dataset by its `AutoShardPolicy`, as `MultiWorkerMirroredStrategy` does."""
+    check_rows(dataset.element_spec)
     batch_size = int(distribute.compute_batch_size(dataset))
     if batch_size < 0:
         raise ValueError(
@@ -292,6 +290,7 @@ def divide(batch: Any, number: int) -> tuple[list, list]:
     Returns:
       The parts, and each one's share of the rows.
     """
+    check_rows(batch)
     rows = count_rows(batch)
     if rows is None:
         return [batch] * number, [1 / number] * number
@@ -304,10 +303,10 @@ def divide(batch: Any, number: int) -> tuple[list, list]:
 
 def count_rows(batch: Any) -> int | tf.Tensor | None:
     """The number of rows of a batch, as of `divide`: an integer where it is known; None if nothing has rows."""
-    leaf = next((leaf for leaf in tf.nest.flatten(batch) if _has_rows(leaf)), None)
+    leaf = next((leaf for leaf in tf.nest.flatten(batch) if has_rows(leaf)), None)
     if leaf is None or leaf.shape[0] is not None:
         return None if leaf is None else int(leaf.shape[0])
-    return _num_rows(leaf)
+    return num_rows(leaf)
 
 
 def without_rows(batch: Any) -> Any:
@@ -316,8 +315,4 @@ def without_rows(batch: Any) -> Any:
 
 
 def _part(batch: Any, start: int | tf.Tensor, end: int | tf.Tensor) -> Any:
-    return tf.nest.map_structure(lambda leaf: _rows(leaf, start, end) if _has_rows(leaf) else leaf, batch)
-
-
-def _has_rows(leaf) -> bool:
-    return leaf is not None and not _is_optional(leaf)
+    return tf.nest.map_structure(lambda leaf: _rows(leaf, start, end) if has_rows(leaf) else leaf, batch)

@@ -20,6 +20,8 @@ import tensorflow as tf
 from tensorflow.python.distribute import distribute_lib, mirrored_strategy, values
 from tensorflow.python.ops import resource_variable_ops
 
+from hop_tf.keras_hook.batch_rows import require_equal_rows, with_equal_rows
+from hop_tf.keras_hook.context import Extended, OneDevice, ReplicaContext
 from hop_tf.keras_hook.context import Extended, OneDevice, ReplicaContext, record_summaries
 from hop_tf.keras_hook.data import count_rows, divide, without_rows
 from hop_tf.keras_hook.hooks import TrainingHooks
@@ -260,7 +262,7 @@ class SeveralDevices(Extended, mirrored_strategy.MirroredExtended):
 
     def _experimental_distribute_dataset(self, dataset, options):
         part = super()._experimental_distribute_dataset(self._undivided.get(dataset, dataset), options)
-        return part if self.hooks.is_inside_keras else self._with_parts(part)
+        return with_equal_rows(part) if self.hooks.is_inside_keras else self._with_parts(part)
 
     def _distribute_datasets_from_function(self, dataset_fn, options):
         return self._with_parts(super()._distribute_datasets_from_function(dataset_fn, options))
@@ -268,6 +270,7 @@ class SeveralDevices(Extended, mirrored_strategy.MirroredExtended):
     def _with_parts(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         @tf.autograph.experimental.do_not_convert
         def divided(*batch):
+            require_equal_rows(batch if isinstance(dataset.element_spec, tuple) else batch[0])
             parts, _ = divide(batch, len(self.worker_devices))
             result = tf.nest.map_structure(lambda *each: _per_replica(each), *parts)
             return result if isinstance(dataset.element_spec, tuple) else result[0]

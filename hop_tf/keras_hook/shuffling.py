@@ -118,8 +118,8 @@ def _wrapped_get_tf_dataset(method: Callable) -> Callable:
         self.num_iterators = tf.Variable(0, dtype=tf.int64, trainable=False)
 
         def shuffle(indices: tf.Tensor) -> tf.Tensor:
-            # The first index makes a difference where each batch is shuffled by itself.
-            key = tf.stack([seed ^ indices[0], self.num_iterators.read_value()])
+            # The first index, if any, makes a difference where each batch is shuffled by itself.
+            key = tf.stack([seed ^ tf.reduce_sum(indices[:1]), self.num_iterators.read_value()])
             return tf.random.experimental.stateless_shuffle(indices, key)
 
         with _replaces:  # The method imports TensorFlow from there, by name.

@@ -23,6 +23,7 @@ from tensorflow.python.distribute import distribute_lib
 from hop_tf.keras_hook.backups import check_backups
 from hop_tf.keras_hook.catching_up import not_called_while_behind
 from hop_tf.keras_hook.context import Extended
+from hop_tf.keras_hook.first_batch import build_from_first
 from hop_tf.keras_hook.hooks import TrainingHooks
 from hop_tf.keras_hook.optimizers import innermost, overwritten_by
 from hop_tf.keras_hook.random_streams import wrap_random
@@ -242,9 +243,16 @@ def _wrapped_build(method: Callable) -> Callable:
     """Under a strategy, Keras calls a model to build it before it trains; not so where there is nothing to call."""
 
     @functools.wraps(method)
-    def build(self, *args, **kwargs):
-        if not (isinstance(self.distribute_strategy.extended, Extended) and has_no_call(self)):
-            method(self, *args, **kwargs)
+    def build(self, iterator=None, data_batch=None):
+        extended = self.distribute_strategy.extended
+        if not isinstance(extended, Extended):
+            method(self, iterator, data_batch)
+        elif iterator is not None:
+            build_from = None if has_no_call(self) else lambda batch: method(self, data_batch=batch)
+            context, num_devices = extended.hooks.input_context, len(extended.worker_devices)
+            build_from_first(build_from, iterator, self, context, num_devices)
+        elif not has_no_call(self):
+            method(self, data_batch=data_batch)
 
     return build
 

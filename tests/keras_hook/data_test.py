@@ -1,10 +1,13 @@
 """How ranks share a global batch."""
 
+import re
+
 import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
-from hop_tf.keras_hook.data import slice_global_batches, without_autotuning
+from hop_tf.keras_hook.batch_rows import with_equal_rows
+from hop_tf.keras_hook.data import divide, slice_global_batches, without_autotuning
 
 
 def _slices(dataset, world_size):
@@ -70,6 +73,48 @@ class SliceGlobalBatchesTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(digests[0], digests[1])
         self.assertEqual(digests[0], digests[2])  # The targets are the same.
         self.assertLen({*digests[2:8]}, 6)
+
+
+def _parts(items, negatives):
+    return {"items": tf.ones([items, 4]), "negatives": tf.ones([negatives, 4])}
+
+
+class PartsOfBatchesTest(tf.test.TestCase, parameterized.TestCase):
+    """All parts of a batch have the same number of rows."""
+
+    @parameterized.named_parameters(
+        ("dictionary", _parts(16, 8), "['items'] with 16 rows, ['negatives'] with 8 rows"),
+        ("weights", (tf.ones([4, 1]), tf.ones(4), tf.ones(3)), "x with 4 rows, y with 4 rows, sample_weight with 3"),
+        ("scalar", (tf.ones([4, 1]), tf.constant(1.0)), "x with 4 rows, y with no rows"),
+        ("sparse", (tf.sparse.from_dense(tf.eye(3)), tf.ones(2)), "x with 3 rows, y with 2 rows"),
+        ("ragged", (tf.ragged.constant([[1], [], [2, 3]]), tf.ones(2)), "x with 3 rows, y with 2 rows"),
+    )
+    def test_known_rows(self, batch, received):
+        dataset = tf.data.Dataset.from_tensors(batch)
+        for refuses in (lambda: slice_global_batches(dataset, 0, 2), lambda: divide(batch, 2)):
+            with self.assertRaisesRegex(ValueError, re.escape(f"Received: {received}")):
+                refuses()
+
+    @parameterized.parameters(8, 24)
+    def test_unknown_rows(self, num_negatives):
+        """The second batch is wrong."""
+        spec = {name: tf.TensorSpec((None, 4)) for name in ("items", "negatives")}
+        batches = [_parts(16, 16), _parts(16, num_negatives)]
+        dataset = tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=spec)
+        for checked in (slice_global_batches(dataset, 0, 2), with_equal_rows(dataset)):
+            iterator = iter(checked)
+            next(iterator)
+            with self.assertRaisesRegex(
+                tf.errors.InvalidArgumentError, rf"same number of rows.*\[16 {num_negatives}\]"
+            ):
+                next(iterator)
+
+    def test_equal_rows_cost_nothing_where_they_are_known(self):
+        dataset = tf.data.Dataset.from_tensors((tf.ones([4, 1]), None, tf.ones(4)))
+        self.assertIs(with_equal_rows(dataset), dataset)
+        ((x, absent, weights),) = slice_global_batches(dataset, 1, 2)
+        self.assertIsNone(absent)
+        self.assertEqual((len(x), len(weights)), (2, 2))
 
 
 class WithoutAutotuningTest(tf.test.TestCase, parameterized.TestCase):

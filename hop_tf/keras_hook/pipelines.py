@@ -1,0 +1,35 @@
+"""What a `tf.data.Dataset` is made of: the datasets behind it, and what their functions do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import tensorflow as tf
+from tensorflow.python.data.ops import prefetch_op
+
+_PYTHON_GENERATOR = "GeneratorDataset"
+
+
+def datasets_behind(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
+    """Yields a dataset and all datasets that it is made from, the last transformation first."""
+    yield dataset
+    for each in dataset._inputs():
+        yield from datasets_behind(each)
+
+
+def _operations(dataset: tf.data.Dataset) -> set[str]:
+    """The types of all operations in the function of a transformation, such as the one given to `map`."""
+    graphs = [wrapper.function.graph.as_graph_def() for wrapper in dataset._functions()]
+    nodes = [node for graph in graphs for node in graph.node]
+    nodes += [node for graph in graphs for function in graph.library.function for node in function.node_def]
+    return {node.op for node in nodes}
+
+
+def reads_generator(dataset: tf.data.Dataset) -> bool:
+    """True if data come from a Python generator, as by `Dataset.from_generator`: it may be impossible to rewind."""
+    return any(_PYTHON_GENERATOR in _operations(each) for each in datasets_behind(dataset))
+
+
+def without_prefetch(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns what a dataset was before `prefetch`, if that is its last transformation."""
+    return dataset._inputs()[0] if isinstance(dataset, prefetch_op._PrefetchDataset) else dataset
