@@ -15,8 +15,12 @@ from tensorflow.python.data.experimental.ops import distribute
 from tensorflow.python.distribute import input_ops
 
 from hop_tf.keras_hook.batch_rows import check_rows, has_rows, num_rows, require_equal_rows
-from hop_tf.keras_hook.pipelines import reads_generator, without_prefetch
+from hop_tf.keras_hook.common_order import in_common_order, order_of
+from hop_tf.keras_hook.pipelines import reads_generator, reads_service, without_prefetch
 from hop_tf.keras_hook.shares import BatchShares, equal_slice
+
+# Of the shuffles in a custom loop: ranks have not agreed on a seed when a dataset is distributed.
+_SEED_OF_LOOPS = 0
 
 
 class _Sharding(enum.Enum):
@@ -39,6 +43,7 @@ class DataSharding:
       world_size: Number of ranks.
       note_first: Called with a digest of the first batch of the training data, in each epoch.
       shares: What part of each batch a rank takes. Default: all take equal parts.
+      seed: Returns the seed of the order in which the running `fit` shuffles.
 
     Attributes:
       num_batches: Of an epoch of the training data that ranks share in the running `fit`; 0 if it is not known.
@@ -46,7 +51,12 @@ class DataSharding:
     """
 
     def __init__(
-        self, rank: int, world_size: int, note_first: Callable[[int], None], shares: BatchShares | None = None
+        self,
+        rank: int,
+        world_size: int,
+        note_first: Callable[[int], None],
+        shares: BatchShares | None = None,
+        seed: Callable[[], int] = lambda: _SEED_OF_LOOPS,
     ):
         self.num_batches = 0
         self.num_steps: int | None = None
@@ -55,6 +65,7 @@ class DataSharding:
         self._world_size = world_size
         self._note_first = note_first
         self._shares = shares
+        self._seed = seed
         self._of_next = _Sharding.NONE
         self._whole: weakref.WeakSet[tf.data.Dataset] = weakref.WeakSet()
         self._inside_keras = 0
@@ -124,6 +135,9 @@ class DataSharding:
         # Under DATA every rank reads everything and keeps its share: that is what slices are. TensorFlow's own sharding
         # would leave empty batches to some ranks.
         by_slices = (tf.data.experimental.AutoShardPolicy.AUTO, tf.data.experimental.AutoShardPolicy.DATA)
+        if sharding is _Sharding.BY_POLICY and policy is not tf.data.experimental.AutoShardPolicy.OFF:
+            seed = self._seed() if self._inside_keras else _SEED_OF_LOOPS
+            dataset = in_common_order(dataset, seed, takes_slices=policy in by_slices)
         if sharding is _Sharding.BY_POLICY and policy not in by_slices:
             if self._inside_keras and policy is tf.data.experimental.AutoShardPolicy.OFF:
                 _check_endless(dataset)
@@ -177,12 +191,13 @@ def slice_global_batches(
             return batch
         require_equal_rows(batch)
         if note_first is not None:
-            tf.cond(tf.equal(index, 0), lambda: _note_digest(batch, note_first), lambda: None)
+            tf.cond(tf.equal(index, 0), lambda: _note_digest(batch, note_first, order), lambda: None)
         rows = num_rows(leaves[0])
         start, end = equal_slice(rows, rank, world_size) if shares is None else shares.slice_of(rows)
         return _part(batch, start, end)
 
     check_rows(dataset.element_spec)
+    order = order_of(dataset)
     numbered = dataset.enumerate()
     # With automatic shares, what is sliced is trained on next: all ranks change in one step. A generator cannot be
     # rewound: what is read ahead is lost with the iterator, at another batch on each rank.
@@ -194,17 +209,17 @@ def slice_global_batches(
     return sliced.prefetch(tf.data.AUTOTUNE)
 
 
-def _note_digest(batch: Any, note: Callable[[int], None]) -> None:
-    """Emits the op that calls `note` with a digest of the batch's targets; of all of it, where it has none.
+def _note_digest(batch: Any, note: Callable[[int], None], order: str) -> None:
+    """Emits the op that calls `note` with a digest of the order and the batch's targets; of all of it, if it has none.
 
-    Inputs may be augmented at random, on each rank in another way.
+    Targets may be alike in another order. Inputs may be augmented at random, on each rank in another way.
     """
     has_targets = isinstance(batch, (tuple, list)) and len(batch) in (2, 3)
     leaves = tf.nest.flatten(batch[1] if has_targets else batch, expand_composites=True)
     parts = [
         tf.io.serialize_tensor(leaf) for leaf in leaves if isinstance(leaf, tf.Tensor) and leaf.dtype != tf.variant
     ]
-    digest = tf.strings.to_hash_bucket_fast(tf.strings.join(parts), 2**62)
+    digest = tf.strings.to_hash_bucket_fast(tf.strings.join([*parts, order]), 2**62)
     tf.numpy_function(lambda value: note(int(value)), [digest], [])
 
 
@@ -253,6 +268,8 @@ def shard_by_policy(
     """Takes a rank's part of a dataset by its `AutoShardPolicy`, as `MultiWorkerMirroredStrategy` does."""
     check_rows(dataset.element_spec)
     batch_size = int(distribute.compute_batch_size(dataset))
+    if batch_size < 0 and reads_service(dataset):  # The service hides the batch size.
+        return _divided_batches(dataset, world_size, shares)
     if batch_size < 0:
         raise ValueError(
             "A dataset with an AutoShardPolicy must be batched with `Dataset.batch`, so that its global batch can be "
@@ -263,6 +280,22 @@ def shard_by_policy(
     else:
         batch_sizes = _shared_batch_size(dataset, batch_size, shares)
     return input_ops.auto_shard_dataset(dataset.rebatch(batch_sizes), world_size, rank, world_size)
+
+
+def _divided_batches(dataset: tf.data.Dataset, number: int, shares: BatchShares | None) -> tf.data.Dataset:
+    """Makes that many batches of each batch: those of a job that ranks share are each read by one rank."""
+    if shares is not None:
+        raise ValueError(
+            "`batch_shares` must be None with a job of the tf.data service that ranks share: the service decides which "
+            f"rank reads a batch. Received: batch_shares={shares}."
+        )
+
+    def parts(_: tf.Tensor, batch: Any) -> tf.data.Dataset:
+        require_equal_rows(batch)
+        rows = count_rows(batch)
+        return tf.data.Dataset.range(number).map(lambda index: _part(batch, *equal_slice(rows, index, number)))
+
+    return dataset.enumerate().flat_map(parts)
 
 
 def _shared_batch_size(dataset: tf.data.Dataset, batch_size: int, shares: BatchShares) -> tf.Tensor:

@@ -21,7 +21,6 @@ from tensorflow.python.distribute import distribute_lib, mirrored_strategy, valu
 from tensorflow.python.ops import resource_variable_ops
 
 from hop_tf.keras_hook.batch_rows import require_equal_rows, with_equal_rows
-from hop_tf.keras_hook.context import Extended, OneDevice, ReplicaContext
 from hop_tf.keras_hook.context import Extended, OneDevice, ReplicaContext, record_summaries
 from hop_tf.keras_hook.data import count_rows, divide, without_rows
 from hop_tf.keras_hook.hooks import TrainingHooks

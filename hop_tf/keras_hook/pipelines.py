@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import tensorflow as tf
+from tensorflow.python.data.experimental.ops import data_service_ops
 from tensorflow.python.data.ops import prefetch_op
 
 _PYTHON_GENERATOR = "GeneratorDataset"
@@ -17,12 +18,15 @@ def datasets_behind(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
         yield from datasets_behind(each)
 
 
-def _operations(dataset: tf.data.Dataset) -> set[str]:
-    """The types of all operations in the function of a transformation, such as the one given to `map`."""
+def functions_of(dataset: tf.data.Dataset) -> list[list]:
+    """The operations (`NodeDef`s) of each function of a transformation, such as the one given to `map`."""
     graphs = [wrapper.function.graph.as_graph_def() for wrapper in dataset._functions()]
-    nodes = [node for graph in graphs for node in graph.node]
-    nodes += [node for graph in graphs for function in graph.library.function for node in function.node_def]
-    return {node.op for node in nodes}
+    nested = [list(function.node_def) for graph in graphs for function in graph.library.function]
+    return [*(list(graph.node) for graph in graphs), *nested]
+
+
+def _operations(dataset: tf.data.Dataset) -> set[str]:
+    return {node.op for nodes in functions_of(dataset) for node in nodes}
 
 
 def reads_generator(dataset: tf.data.Dataset) -> bool:
@@ -33,3 +37,8 @@ def reads_generator(dataset: tf.data.Dataset) -> bool:
 def without_prefetch(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Returns what a dataset was before `prefetch`, if that is its last transformation."""
     return dataset._inputs()[0] if isinstance(dataset, prefetch_op._PrefetchDataset) else dataset
+
+
+def reads_service(dataset: tf.data.Dataset) -> bool:
+    """True if data come from the tf.data service."""
+    return any(isinstance(each, data_service_ops._DataServiceDatasetV2) for each in datasets_behind(dataset))

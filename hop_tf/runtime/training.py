@@ -103,7 +103,13 @@ class TrainingRun(TrainingHooks):
         self.worker: Worker | None = None
         self.shares = shares if world_size > 1 else None
         self._replicas = Replicas(rank, world_size)
-        self.data = DataSharding(rank, world_size, lambda digest: self.worker.first_batches.note(digest), self.shares)
+        self.data = DataSharding(
+            rank,
+            world_size,
+            lambda digest: self.worker.first_batches.note(digest),
+            self.shares,
+            seed=lambda: self.worker.membership.seed,
+        )
         self.states = AgreedStates(rank)
         self.statistics = StepStatistics()
         self.records = StepRecords()

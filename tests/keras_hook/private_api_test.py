@@ -23,6 +23,7 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.random import seed_generator
 from keras.src.saving import saving_lib
 from keras.src.trainers.compile_utils import CompileMetrics
+from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
 from tensorflow.python.data.experimental.ops import distribute
 from tensorflow.python.distribute import distribute_lib, input_ops, one_device_strategy
 from tensorflow.python.framework import config, random_seed
@@ -32,10 +33,13 @@ import hop_tf
 from hop_tf.keras_hook import (
     adapted,
     backups,
+    common_order,
     context,
     determinism,
+    first_batch,
     metric_states,
     optimizers,
+    pipelines,
     random_streams,
     updates,
 )
@@ -469,6 +473,30 @@ class TablesTest(tf.test.TestCase, parameterized.TestCase):
         before = layer.lookup_table
         layer.set_vocabulary(["b"])
         self.assertIsNot(layer.lookup_table, before)
+
+
+class DataTest(tf.test.TestCase):
+    def test_keras_prefetches_generators(self):
+        adapter = GeneratorDataAdapter((np.ones(2),) for _ in range(3))
+        dataset = adapter.get_tf_dataset()
+        behind = pipelines.without_prefetch(dataset)
+        self.assertIsNot(behind, dataset)
+        self.assertTrue(pipelines.reads_generator(behind))
+        self.assertIs(pipelines.without_prefetch(behind), behind)
+        self.assertFalse(pipelines.reads_generator(tf.data.Dataset.range(3).map(tf.identity).prefetch(2)))
+
+    def test_seeds_of_shuffles(self):
+        tf.random.set_seed(None)
+        rows = tf.data.Dataset.range(3)
+        self.assertEqual([common_order._seeds_of(rows.shuffle(3, seed)) for seed in (None, 5)], [(0, 0), (87654321, 5)])
+        tf.random.set_seed(7)
+        self.assertEqual(common_order._seeds_of(rows.shuffle(3))[0], 7)
+
+    def test_batch_sizes_of_stateful_layers(self):
+        inputs = keras.Input(batch_shape=(8, 3, 2))
+        model = keras.Model(inputs, keras.layers.LSTM(2, stateful=True)(inputs))
+        self.assertEqual(first_batch._fixed_batch_size(model), 8)
+        self.assertTrue(any(getattr(layer, "stateful", False) for layer in model._flatten_layers()))
 
 
 if __name__ == "__main__":

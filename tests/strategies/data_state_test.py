@@ -66,6 +66,74 @@ class GeneratorTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual(steps, expected)
 
 
+class ShuffleTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters(*MEMBERS)
+    @pytest.mark.slow(after=3)
+    def test_without_a_seed_no_row_is_lost(self, name):
+        """All targets are alike, so that these do not tell of the order."""
+        tf.random.set_seed(None)
+        num_rows = 24
+
+        def run(strategy):
+            rows = np.arange(num_rows, dtype=np.float32)[:, None]
+            dataset = tf.data.Dataset.from_tensor_slices((rows, np.zeros_like(rows)))
+            model = _recorder(strategy)
+            model.fit(dataset.shuffle(num_rows).batch(_BATCH_SIZE), epochs=_EPOCHS, verbose=0)
+            return model.steps
+
+        ranks = MEMBERS[name].run(run)
+        rows = [row for steps in ranks for step in steps for row in step]
+        if MEMBERS[name].is_in_lock_step:
+            self.assertCountEqual(rows, _EPOCHS * [*range(num_rows)])
+            for steps in ranks:
+                half = len(steps) // _EPOCHS
+                self.assertNotEqual(steps[:half], steps[half:])
+        else:  # A slow rank may pass over steps.
+            self.assertLessEqual(max(map(rows.count, rows)), _EPOCHS)
+
+    def test_in_a_custom_loop(self):
+        tf.random.set_seed(None)
+
+        def run(strategy):
+            dataset = tf.data.Dataset.range(24).shuffle(24).batch(_BATCH_SIZE)
+            return [row for batch in strategy.experimental_distribute_dataset(dataset) for row in batch.numpy()]
+
+        first, second = MEMBERS["pipe_sgd"].run(run)
+        self.assertCountEqual(first + second, range(24))
+
+
+class ServiceTest(tf.test.TestCase, parameterized.TestCase):
+    """The tf.data service."""
+
+    @parameterized.parameters(*MEMBERS)
+    @pytest.mark.slow(after=2)
+    def test_ranks_share_a_job(self, name):
+        """Each batch is read by one rank, which makes as many steps of it as there are ranks."""
+        service = tf.data.experimental.service
+        dispatcher = service.DispatchServer()
+        worker = service.WorkerServer(service.WorkerConfig(dispatcher.target.partition("://")[-1]))
+        dataset = tf.data.Dataset.range(10_000).map(lambda row: (tf.cast(row, tf.float32)[None], 0.0))
+        dataset = dataset.batch(_BATCH_SIZE)
+        number = service.register_dataset(dispatcher.target, dataset)
+
+        def run(strategy):
+            model = _recorder(strategy)
+            place = ("parallel_epochs", dispatcher.target, number)
+            shared = service.from_dataset_id(*place, dataset.element_spec, "job", max_outstanding_requests=2)
+            model.fit(shared, epochs=_EPOCHS, steps_per_epoch=4, verbose=0)
+            return model.steps
+
+        steps = [tuple(step) for steps in MEMBERS[name].run(run) for step in steps]
+        parts = [tuple(_slice(index, part)) for index in range(2500) for part in range(NUM_RANKS)]
+        self.assertContainsSubset(steps, parts)
+        self.assertLen(set(steps), len(steps))  # No row twice.
+        if MEMBERS[name].is_in_lock_step:
+            self.assertLen(steps, NUM_RANKS * _EPOCHS * 4)
+            self.assertContainsSubset([(0, 1), (2, 3)], steps)
+        worker.stop()
+        dispatcher.stop()
+
+
 class RefusalTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(*MEMBERS)
     @pytest.mark.slow(after=2)

@@ -1,0 +1,191 @@
+"""The same order of a dataset's elements on all ranks, which take slices of its batches: shuffles without a seed.
+
+TensorFlow draws a seed for these when the dataset is made, so that each rank has an order of its own: slices overlap,
+and rows are left out. A dataset cannot be given another seed. So what comes behind the shuffle is made again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import random
+from typing import Any
+
+import tensorflow as tf
+from absl import logging
+from tensorflow.python.data.experimental.ops import data_service_ops
+from tensorflow.python.data.ops import interleave_op, shuffle_op, structured_function
+from tensorflow.python.data.util import nest
+
+from hop_tf.keras_hook.pipelines import datasets_behind, functions_of
+
+# Transformations whose arguments are their attributes of the same names, by the names of their classes.
+_TRANSFORMATIONS = frozenset(
+    f"{name}Dataset"
+    for name in (
+        *("Batch", "Cache", "Concatenate", "Filter", "FlatMap", "Interleave", "Map", "Options", "PaddedBatch"),
+        *("ParallelBatch", "ParallelInterleave", "ParallelMap", "Prefetch", "Repeat", "Restructured", "Shard", "Skip"),
+        *("Take", "Unbatch", "Window", "Zip"),
+    )
+)
+_ATTRIBUTES = {"dataset": "_input_dataset"}  # Of arguments with another name.
+# Arguments that are no such attributes.
+_GIVEN = {
+    "options": lambda dataset: dataset.options(),
+    "deterministic": lambda dataset: True,
+    "buffer_size": lambda dataset: int(dataset._buffer_size),  # `prefetch` asks whether it is AUTOTUNE.
+}
+
+
+class CannotOrderError(ValueError):
+    """A dataset is shuffled without a seed, and cannot be made again with one."""
+
+
+def in_common_order(dataset: tf.data.Dataset, seed: int, *, takes_slices: bool) -> tf.data.Dataset:
+    """Returns the dataset in an order that is the same on all ranks; warns if its elements may come in any order.
+
+    Args:
+      dataset: The dataset.
+      seed: What the seeds of shuffles without a seed follow from.
+      takes_slices: True if ranks take slices of each batch. False if they share files, whose order must be the same;
+        the order of their rows need not.
+
+    Raises:
+      CannotOrderError: If ranks take slices, and the dataset cannot be given a seed.
+    """
+    if not takes_slices:
+        with contextlib.suppress(CannotOrderError):
+            return with_common_order(dataset, seed)
+        return dataset
+    if names := without_fixed_order(dataset):
+        logging.warning(
+            "elements of the training data may come in another order on each rank, by %s: ranks train on slices of "
+            "each batch, and would leave out some rows. Leave `deterministic=False` out. With the tf.data service, "
+            "give `distribute` a `job_name`, the same one on all ranks.",
+            " and ".join(sorted(set(names))),
+        )
+    return with_common_order(dataset, seed)
+
+
+def with_common_order(dataset: tf.data.Dataset, seed: int) -> tf.data.Dataset:
+    """Returns the dataset with seeds that follow from `seed`, for all shuffles that have none.
+
+    Raises:
+      CannotOrderError: If a shuffle is behind a transformation that is not known, or within a function.
+    """
+    for each in datasets_behind(dataset):
+        if _shuffles_within(each):
+            raise _cannot_order(f"`Dataset.shuffle` without a seed within the function of {_name(each)}")
+    return _Reseeding(seed).again(dataset)
+
+
+class _Reseeding:
+    """Makes datasets again with seeds; each of them once.
+
+    Args:
+      seed: What seeds follow from.
+    """
+
+    def __init__(self, seed: int):
+        self._random = random.Random(seed)
+        self._made: dict[int, tf.data.Dataset] = {}
+
+    def again(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        """The dataset itself, if nothing behind it is shuffled without a seed."""
+        if id(dataset) not in self._made:
+            self._made[id(dataset)] = self._make(dataset)
+        return self._made[id(dataset)]
+
+    def _make(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        inputs = dataset._inputs()
+        changed = [self.again(each) for each in inputs] != inputs
+        if isinstance(dataset, shuffle_op._ShuffleDataset) and (changed or not any(_seeds_of(dataset))):
+            seeds = _seeds_of(dataset)
+            seed = hash(seeds) % 2**31 if any(seeds) else self._random.getrandbits(31)
+            reshuffles = dataset._reshuffle_each_iteration
+            return self.again(inputs[0]).shuffle(dataset._buffer_size, seed, reshuffles)
+        return self._with_inputs(dataset) if changed else dataset
+
+    def _with_inputs(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        make = type(dataset)
+        if _name(dataset) not in _TRANSFORMATIONS:
+            raise _cannot_order(f"`Dataset.shuffle` without a seed, behind it {_name(dataset)}")
+        names = [name for name in inspect.signature(make).parameters if _has(dataset, name)]
+        made = make(**{name: self._argument(dataset, name) for name in names})
+        if made.element_spec != dataset.element_spec:
+            raise _cannot_order(f"`Dataset.shuffle` without a seed, behind it {_name(dataset)}")
+        return made
+
+    def _argument(self, dataset: tf.data.Dataset, name: str) -> Any:
+        if name in _GIVEN:
+            return _GIVEN[name](dataset)
+        return nest.map_structure(self._value, getattr(dataset, _attribute(name)))
+
+    def _value(self, value: Any) -> Any:
+        if isinstance(value, tf.data.Dataset):
+            return self.again(value)
+        if isinstance(value, structured_function.StructuredFunctionWrapper):
+            return value._func
+        return value
+
+
+def _has(dataset: tf.data.Dataset, name: str) -> bool:
+    return name in _GIVEN or hasattr(dataset, _attribute(name))
+
+
+def _attribute(name: str) -> str:
+    return _ATTRIBUTES.get(name, f"_{name}")
+
+
+def _seeds_of(shuffle: tf.data.Dataset) -> tuple[int, int]:
+    """The two seeds of a shuffled dataset; zeros if it has none."""
+    return int(shuffle._seed), int(shuffle._seed2)
+
+
+def order_of(dataset: tf.data.Dataset) -> str:
+    """The seeds of all shuffles behind a dataset: ranks with other seeds have another order."""
+    shuffles = [each for each in datasets_behind(dataset) if isinstance(each, shuffle_op._ShuffleDataset)]
+    return str([_seeds_of(each) for each in shuffles])
+
+
+def _way_of(dataset: tf.data.Dataset) -> str | None:
+    """A transformation's choice: "true" for a fixed order, "false" for any, or "default"; None if it has no choice."""
+    if isinstance(dataset, data_service_ops._DataServiceDatasetV2):
+        return "false"
+    default = "default" if isinstance(dataset, interleave_op._ParallelInterleaveDataset) else None
+    return getattr(dataset, "_deterministic", default)
+
+
+def without_fixed_order(dataset: tf.data.Dataset) -> list[str]:
+    """Names the transformations whose elements may come in another order on each rank."""
+    any_order = dataset.options().deterministic is False
+    ways = {"false", "default"} if any_order else {"false"}
+    return [_name(each) for each in datasets_behind(dataset) if _way_of(each) in ways]
+
+
+def _shuffles_within(dataset: tf.data.Dataset) -> bool:
+    """True if the function of a transformation, such as `interleave`, shuffles without a seed."""
+    return any(
+        node.op.startswith("ShuffleDataset") and not any(_constant(nodes, name) for name in node.input[2:4])
+        for nodes in functions_of(dataset)
+        for node in nodes
+    )
+
+
+def _constant(nodes: Any, name: str) -> int | None:
+    """The value of an operand; None if it is computed."""
+    name = name.partition(":")[0]
+    node = next((each for each in nodes if each.name == name and each.op == "Const"), None)
+    return None if node is None else tf.make_ndarray(node.attr["value"].tensor).item()
+
+
+def _name(dataset: tf.data.Dataset) -> str:
+    return type(dataset).__name__.strip("_")
+
+
+def _cannot_order(received: str) -> CannotOrderError:
+    return CannotOrderError(
+        "the order of a dataset must be the same on all ranks, because each trains on its slice of every batch: with "
+        "another order on each rank, some rows are left out. Give `Dataset.shuffle` a seed, the same one on all ranks: "
+        f"`dataset.shuffle(buffer_size, seed=0)`. Received: {received}."
+    )
