@@ -112,7 +112,7 @@ def _wrapped(method: Callable, is_fit: bool) -> Callable:
             hooks.keras_call(),
             _fit(hooks, given.get("x"), callbacks),
             not_called_while_behind(callbacks, hooks),
-            _between(callbacks, hooks) as extended,
+            _between(callbacks, hooks, self) as extended,
         ):
             given["callbacks"] = extended
             check_backups(callbacks)
@@ -205,9 +205,11 @@ class _Last(keras.callbacks.Callback):
 
 
 @contextlib.contextmanager
-def _between(callbacks: Any, hooks: TrainingHooks) -> Iterator[Any]:
+def _between(callbacks: Any, hooks: TrainingHooks, model: keras.Model) -> Iterator[Any]:
     """The user's callbacks between `_First` and `_Last`."""
     first, last = _First(hooks), _Last(hooks)
+    for each in (first, last):
+        each.set_model(model)  # Keras does so with callbacks in a list only, not with those in a `CallbackList`.
     if not isinstance(callbacks, keras.callbacks.CallbackList):
         yield [first, *(tf.nest.flatten(callbacks) if callbacks is not None else ()), last]
         return
