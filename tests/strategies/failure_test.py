@@ -391,7 +391,7 @@ class LeavingRankTest(_ProcessesTestCase):
         self.assertEqual(leaver["fewer_epochs"], {"raised": None, "steps": _NUM_STEPS})
         self.assertEqual(leaver["early_stopping"], {"raised": None, "steps": 2 * _NUM_STEPS})
         for others in (first, last):
-            for num_epochs, case in ((1, "exception"), (2, "fewer_epochs"), (2, "early_stopping")):
+            for num_epochs, case in enumerate(("exception", "fewer_epochs", "early_stopping"), start=1):
                 self.assertEqual(others[case], {"raised": None, "steps": num_epochs * _NUM_STEPS})
         for results in (first, leaver, last):
             self.assertAllEqual(results["weights"][0], first["weights"][0])

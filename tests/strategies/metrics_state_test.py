@@ -130,7 +130,7 @@ class SumsTest(parameterized.TestCase):
         return expected
 
     @parameterized.parameters(*_SEES_ALL)
-    @pytest.mark.slow(after=4)
+    @pytest.mark.slow(after=2)
     def test_as_plain_keras(self, name):
         self._compare(name, _some_metrics, ["binary"])
 
@@ -148,6 +148,7 @@ class SumsTest(parameterized.TestCase):
     def test_several_steps_per_execution(self):
         self._compare("pipe_sgd", _some_metrics, ["binary"], steps_per_execution=4)
 
+    @pytest.mark.slow
     def test_states_that_are_no_sums(self):
         """They are left as they are; the mean of the results is what is logged, as of all that is not known."""
 
@@ -189,7 +190,7 @@ def _unknown(x, y):
 
 class UnknownLengthTest(parameterized.TestCase):
     @parameterized.product(name=["pipe_sgd", "hop", "shat_synchronous"], steps_per_execution=[1, 4])
-    @pytest.mark.slow(after=2)
+    @pytest.mark.slow(after=1)
     def test_metrics_are_averaged_and_all_stop_together(self, name, steps_per_execution):
         """The data of rank 1 alone would let it stop in another epoch."""
 
@@ -237,7 +238,7 @@ class _StopAt(keras.callbacks.Callback):
 
 class StopTest(parameterized.TestCase):
     @parameterized.parameters(*_LOCK_STEP)
-    @pytest.mark.slow(after=3)
+    @pytest.mark.slow(after=2)
     def test_a_callback_of_one_rank_stops_all_after_the_same_step(self, name):
         def run(strategy):
             return _trained(strategy, lambda model: [StopRank1(strategy.rank, batch=2)])
@@ -251,6 +252,7 @@ class StopTest(parameterized.TestCase):
         self.assertBetween(num_steps, 3, _STEPS)
 
     @parameterized.parameters("pipe_sgd", "dts")
+    @pytest.mark.slow(after=1)
     def test_terminate_on_nan(self, name):
         """The rows of rank 1 are nan in one step; its rank 0 has no such callback."""
         x = np.ones((_NUM_ROWS, 3), np.float32)
@@ -273,6 +275,7 @@ class StopTest(parameterized.TestCase):
         ("on_epoch_end", 1, 12, 2),
         ("on_test_end", 0, 6, 1),
     )
+    @pytest.mark.slow(after=1)
     def test_where_all_ask_they_stop_as_plain_keras(self, method, number, num_steps, num_epochs):
         def run(strategy):
             stop = _StopAt(method, number)
@@ -394,6 +397,7 @@ class StopTest(parameterized.TestCase):
 
 
 class LogsTest(absltest.TestCase):
+    @pytest.mark.slow
     def test_the_end_of_training_gets_those_of_the_last_epoch(self):
         def run(strategy):
             ends = []
