@@ -19,7 +19,7 @@ import tensorflow as tf
 _MARK = "hop_tf_state"
 
 
-class Owner(enum.Enum):
+class Owner(enum.StrEnum):
     """What becomes of a state on several ranks."""
 
     MEAN = "mean"

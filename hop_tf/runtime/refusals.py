@@ -130,7 +130,7 @@ def refuse_assigned(
 
 
 def refuse_before_update(scheme: Scheme, assigned: Sequence[Assigned]) -> None:
-    """Emits the ops that fail if a step has assigned weights before their update, and not undone it.
+    """Emits the ops that fail if a step has assigned weights before their update, and not undone it; eagerly, raises.
 
     Perturbations that are taken back, as in sharpness-aware minimization, leave rounding behind.
     """
@@ -138,13 +138,16 @@ def refuse_before_update(scheme: Scheme, assigned: Sequence[Assigned]) -> None:
     for each in assigned:
         bound = ROUNDING.get(each.at_start.dtype, UNDONE) * tf.reduce_max(tf.abs(each.at_start))
         is_undone = tf.reduce_all(tf.abs(each.before_update - each.at_start) <= bound)
-        tf.debugging.Assert(is_undone, [error])
+        if not tf.executing_eagerly():
+            tf.debugging.Assert(is_undone, [error])
+        elif not is_undone:
+            raise ValueError(error)
 
 
 def refusal_in(error: tf.errors.OpError) -> str | None:
     """The text of the refusal that an operation has failed with; None if it has failed by something else."""
     found = re.search(rf"assertion failed: \[({_ASSIGNED}[^\]]*)\]", error.message)
-    return None if found is None else found[1]
+    return None if found is None else found[1].replace("\\'", "'")
 
 
 def _names_of(variables: Sequence[tf.Variable]) -> str:

@@ -10,12 +10,13 @@ from unittest import mock
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl import logging
 from absl.testing import absltest, parameterized
 
 import hop_tf
-from support import MEMBERS
+from support import MEMBERS, TWO_DEVICES
 
 _NUM_ROWS = 32
 _BATCH_SIZE = 8
@@ -203,6 +204,46 @@ class AssignedWeightsTest(tf.test.TestCase, parameterized.TestCase):
                 self.assertAllClose(kernel[[1, 3, 4], 0], np.zeros(3), atol=0.2)
         else:
             self._assert_equals_one_process(name, run)
+
+    @parameterized.parameters(*_KEEPS_A_COPY)
+    @pytest.mark.slow
+    def test_eagerly_and_on_two_devices(self, name):
+        """What is refused in a graph is refused there, too; and plain training with weight decay is not."""
+        member, settings = _MEMBERS[name]
+
+        def fit(model, strategy, is_masked):
+            kernel = model.layers[-1].kernel
+            callbacks = [_at_batch_end(lambda batch: kernel.assign(kernel * 0.5))] if is_masked else []
+            _fit(model, strategy, callbacks=callbacks)
+            return _weights(model)
+
+        initial = _dense().kernel_initializer((6, 1))
+
+        def decayed():
+            model = keras.Sequential([keras.Input((6,)), _dense()])
+            model.compile(keras.optimizers.AdamW(0.05, weight_decay=0.1), "mse")
+            return model
+
+        for arguments, is_eager in (({}, True), ({"devices": TWO_DEVICES}, False)):
+            for build, is_masked, refused in (
+                (_normalized, False, "in a training step, before the update"),
+                (_linear, True, "between two training steps"),
+                (decayed, False, None),
+            ):
+
+                def run(strategy, build=build, is_masked=is_masked, is_eager=is_eager):
+                    with strategy.scope():
+                        model = build()
+                    model.run_eagerly = is_eager
+                    return fit(model, strategy, is_masked)
+
+                with self.subTest(refused=refused, is_eager=is_eager):
+                    if refused is None:
+                        for kernel, _ in member.run(run, **settings, **arguments):
+                            self.assertNotAllClose(kernel, initial)
+                    else:
+                        with self.assertRaisesRegex(ValueError, f"weights were assigned {refused}.*kernel"):
+                            member.run(run, **settings, **arguments)
 
     @parameterized.parameters(*_EXACT)
     def test_a_checkpoint_restored_in_a_loop(self, name):
