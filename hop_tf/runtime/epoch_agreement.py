@@ -40,7 +40,8 @@ class Moment(enum.IntEnum):
     """What ranks agree on at one position, in this order."""
 
     METRICS = 0
-    STOP = 1
+    STATES = 1
+    STOP = 2
 
 
 def _number_of(position: int, moment: int) -> int:

@@ -7,7 +7,9 @@ import numpy as np
 from absl import logging
 
 from hop_tf.keras_hook.metric_states import MetricStates
+from hop_tf.keras_hook.ownership import states_of
 from hop_tf.membership import Membership
+from hop_tf.runtime.agreed_states import AgreedStates
 from hop_tf.runtime.epoch_agreement import EpochAgreement, Moment
 from hop_tf.runtime.metrics import EpochMetrics, as_log, means_of, numeric, sums_of
 from hop_tf.runtime.stop_agreement import StopAgreement
@@ -132,6 +134,14 @@ class EpochEnds:
                 "`fit`, and ranks %s have made further steps in theirs.",
                 *(self._membership.rank, self._num_made, absent),
             )
+
+    def agree_on_states(self, states: AgreedStates) -> None:
+        """Makes sums, maxima and rank 0's states equal on the ranks at the same position, if ranks wait anyway."""
+        if self.stops_together and self._has_agreed:
+            states.agree(states_of(self._model), self._share_states)
+
+    def _share_states(self, data: bytes) -> list[bytes]:
+        return list(self._agreement.agree(self._num_made, Moment.STATES, data).values())
 
     # Stop requests.
 

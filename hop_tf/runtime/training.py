@@ -335,6 +335,7 @@ class TrainingRun(TrainingHooks):
             num_steps = min(num_steps, self.data.num_steps or num_steps)  # More, where k steps do not divide an epoch.
             weight = 1.0 if self._rows is None else self._rows.take_weight()
             self.worker.epoch_ends.end_epoch(logs, num_steps, weight=weight, has_step=has_step)
+            self.worker.epoch_ends.agree_on_states(self.states)
         self.records.end_epoch(logs)
 
     def finish_training(self) -> None:

@@ -337,6 +337,8 @@ class StatesTest(tf.test.TestCase, parameterized.TestCase):
         for _, after, _ in ranks:
             self.assertAllClose(np.linalg.norm(after["queue"][0], axis=1), np.ones(16), atol=1e-5)
             self.assertEqual(after["counts"][0], num_rows)
+        if _MEMBERS[name][0].is_in_lock_step:  # They agree at the end of each epoch.
+            self.assertAllEqual([before["counts"][0] for before, *_ in ranks], [num_rows] * len(ranks))
         for kind in ("student", "teacher", "extremes", "of_first"):  # Equal to the bit.
             self.assertAllEqual(*[np.concatenate([np.ravel(v) for v in after[kind]]) for _, after, _ in ranks])
         if name in _EXACT:
@@ -348,6 +350,29 @@ class StatesTest(tf.test.TestCase, parameterized.TestCase):
         texts = [text for *_, warnings in ranks for text in warnings]
         self.assertTrue(any("rows" in text and "dense" in text for text in texts), texts)
         self.assertFalse(any("teacher" in text or "largest" in text for text in texts), texts)
+
+    @parameterized.parameters("pipe_sgd_wide", "dts", "hop")
+    def test_scales_of_float8(self, name):
+        """They hold the rows of all ranks, of which one has rows 100 times larger."""
+        member, settings = _MEMBERS[name]
+        x = _rows(6).reshape(4, 8, 6)
+        x[:, 4:] *= 100  # Rank 1's.
+
+        def run(strategy):
+            with strategy.scope():
+                model = keras.Sequential([keras.Input((6,)), _dense(8), _dense()])
+                model.layers[0].quantize("float8")
+                model.compile(keras.optimizers.SGD(1e-6), "mse")
+            model.fit(x.reshape(32, 6), np.ones((32, 1)), batch_size=8, shuffle=False, verbose=0)
+            if not member.is_in_lock_step:
+                strategy.synchronize(model)
+            return model.layers[0].inputs_amax_history.numpy(), model.layers[0].inputs_scale.numpy()
+
+        first, second = member.run(run, **settings)
+        self.assertAllEqual(first[1], second[1])
+        for history, scale in (first, second):
+            self.assertAllClose(history.max(), np.abs(x).max())
+            self.assertGreater(scale * 448, np.abs(x[:-1]).max() * 0.99)  # The largest number of float8 e4m3.
 
 
 def _at_batch_end(call):
