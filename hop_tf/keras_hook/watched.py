@@ -126,4 +126,4 @@ def _telling(name: str) -> Callable:
 
 def _are_alike(now: np.ndarray, before: np.ndarray) -> bool:
     bound = ROUNDING.get(tf.as_dtype(before.dtype), UNDONE) * np.abs(before).max(initial=0)
-    return bool(np.all(np.abs(now - before) <= bound))
+    return not np.any(np.abs(now - before) > bound)

@@ -137,7 +137,8 @@ def refuse_before_update(scheme: Scheme, assigned: Sequence[Assigned]) -> None:
     error = lost_assignments(scheme, [each.variable for each in assigned], "in a training step, before the update")
     for each in assigned:
         bound = ROUNDING.get(each.at_start.dtype, UNDONE) * tf.reduce_max(tf.abs(each.at_start))
-        is_undone = tf.reduce_all(tf.abs(each.before_update - each.at_start) <= bound)
+        # Not <=: a comparison with nan is false, and diverged training is another matter.
+        is_undone = tf.logical_not(tf.reduce_any(tf.abs(each.before_update - each.at_start) > bound))
         if not tf.executing_eagerly():
             tf.debugging.Assert(is_undone, [error])
         elif not is_undone:

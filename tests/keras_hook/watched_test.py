@@ -1,0 +1,116 @@
+"""Assignments between two training steps, by each way that a program has."""
+
+import os
+import tempfile
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl.testing import absltest, parameterized
+
+from hop_tf.keras_hook.updates import as_own_updates
+from hop_tf.keras_hook.watched import Watch
+
+
+def _model():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+    return model
+
+
+def _restore(model):
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = tf.train.Checkpoint(model=model)
+        checkpoint.restore(checkpoint.save(os.path.join(folder, "checkpoint")))
+
+
+def _load(model):
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "saved.weights.h5")
+        model.save_weights(path)
+        model.load_weights(path)
+
+
+def _in_function(model):
+    kernel = model.layers[0].kernel
+    tf.function(lambda: kernel.assign(kernel * 0.5))()
+
+
+_WAYS = {
+    "assign": lambda model: model.layers[0].kernel.assign(model.layers[0].kernel * 2),
+    "assign_add": lambda model: model.layers[0].kernel.value.assign_add(tf.ones([4, 3])),
+    "scatter": lambda model: model.layers[0].kernel.value.scatter_update(tf.IndexedSlices(tf.ones([1, 3]), [0])),
+    "set_weights": lambda model: model.set_weights(model.get_weights()),
+    "restore": _restore,
+    "load_weights": _load,
+    "in a function": _in_function,
+}
+
+
+class WatchTest(tf.test.TestCase, parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self._model = _model()
+        self._kernel = self._model.layers[0].kernel.value
+        self._is_in_step = False
+        self._watch = Watch(lambda: self._is_in_step)
+        self._watch.add([self._kernel])
+
+    def _names(self):
+        return [variable.name for variable in self._watch.assigned()]
+
+    @parameterized.parameters(*_WAYS)
+    def test_is_noticed(self, way):
+        self.assertEmpty(self._names())
+        _WAYS[way](self._model)
+        self.assertEqual(self._names(), [self._kernel.name])
+        self._watch.forget()
+        self.assertEmpty(self._names())
+
+    def test_a_function_is_noticed_each_time(self):
+        function = tf.function(lambda: self._kernel.assign(self._kernel * 0.5))
+        for _ in range(2):
+            function()
+            self.assertEqual(self._names(), [self._kernel.name])
+            self._watch.forget()
+        self.assertEmpty(self._names())
+
+    def test_the_flag_says_so_in_graphs(self):
+        self.assertFalse(bool(self._watch.flag))
+        self._kernel.assign_add(tf.ones([4, 3]))
+        self.assertTrue(bool(self._watch.flag))
+        self._watch.forget()
+        self.assertFalse(bool(self._watch.flag))
+
+    def test_what_a_step_or_a_strategy_assigns_is_not(self):
+        self._is_in_step = True
+        self._kernel.assign_add(tf.ones([4, 3]))
+        self._is_in_step = False
+        with as_own_updates():
+            self._kernel.assign_add(tf.ones([4, 3]))
+        self.assertEmpty(self._names())
+
+    def test_what_was_taken_back_has_not_changed(self):
+        self._watch.remember()
+        self._kernel.assign_add(0.1 * tf.ones([4, 3]))
+        self._kernel.assign_sub(0.1 * tf.ones([4, 3]))  # But for rounding.
+        self.assertEmpty(self._watch.changed())
+        self._watch.remember()
+        self._kernel.assign_add(0.1 * tf.ones([4, 3]))
+        self.assertLen(self._watch.changed(), 1)
+
+    def test_nan_that_stays_has_not_changed(self):
+        self._kernel.assign(np.full([4, 3], np.nan, np.float32))
+        self._watch.remember()
+        self._kernel.assign(np.full([4, 3], np.nan, np.float32))
+        self.assertEmpty(self._watch.changed())
+
+    def test_a_variable_stays_what_it_was(self):
+        self.assertIsInstance(self._kernel, tf.Variable)
+        self.assertAllEqual(self._kernel + 0.0, self._kernel.numpy())
+        self._model.fit(np.ones([8, 4]), np.ones([8, 3]), verbose=0)
+        self.assertLen(tf.function(lambda variable: [variable * 2])(self._kernel), 1)
+
+
+if __name__ == "__main__":
+    absltest.main()
