@@ -24,6 +24,7 @@ from hop_tf.keras_hook.adapted import watch_tables
 from hop_tf.keras_hook.devices import make_extended
 from hop_tf.keras_hook.optimizers import iterations_variable
 from hop_tf.keras_hook.ownership import states_of
+from hop_tf.keras_hook.roster import Roster
 from hop_tf.keras_hook.shares import BatchShares
 from hop_tf.keras_hook.trace import is_built
 from hop_tf.keras_hook.trainer import forget_cluster, register_cluster, wrap_trainer
@@ -53,7 +54,8 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
       neighbors: Ranks that the scheme exchanges messages with.
       skips_steps: Where the scheme may pass over training steps (`Incoming.num_skipped`), a sentence for errors that
         says so, and how users can avoid it. Default "": it does not.
-      continue_without_lost: Whether ranks train on when one is lost.
+      continue_without_lost: Whether ranks train on when one is lost. In `fit` they share the rows of that one then. See
+        `Scheme.agrees_on_roster`.
       min_ranks: Where they do: how many ranks, this one included, must be left, neither lost nor failed. With fewer, a
         rank raises `PeerLostError`: it may have been cut off from others that train on. At most the number of ranks;
         equal on all ranks. Default None: more than half of the ranks, so that of two sides one goes on at most. 1 where
@@ -95,6 +97,7 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
         min_ranks = _checked_min_ranks(min_ranks, 1 if servers else cluster.world_size, continue_without_lost)
         batch_shares = checked_batch_shares(batch_shares, cluster.world_size)
         shares = None if batch_shares is None else BatchShares(batch_shares, cluster.rank, cluster.world_size)
+        roster = Roster(cluster.rank, cluster.world_size, shares) if continue_without_lost else None
         wrap_trainer()
         watch_tables()
         self._cluster = cluster
@@ -109,6 +112,7 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
             after_fit=self._show_plan,
             write_report=lambda: self._writer.write(),
             shares=shares,
+            roster=roster,
         )
         super().__init__(make_extended(self, self.training, devices))
         self.training.replicas.num_devices = len(self.extended.worker_devices)
@@ -141,6 +145,7 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
                     min_ranks=min_ranks,
                     servers=servers,
                     shares=shares,
+                    roster=self.training.roster,
                     recorder=self._recorder,
                 )
             except BaseException:
@@ -180,8 +185,13 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
 
     @property
     def batch_shares(self) -> tuple[float, ...]:
-        """The part of each global batch that each rank takes; they add up to 1. With "auto", as ranks have agreed."""
+        """The part of each global batch that each rank takes; they add up to 1. With "auto", as ranks have agreed.
+
+        Where the others share the rows of a rank that is lost, that one takes none.
+        """
         shares = [1] * self.world_size if self.training.shares is None else self.training.shares.of_ranks
+        if self.training.roster is not None and self.training.roster.is_in_use:
+            shares = [share * part for share, part in zip(shares, self.training.roster.present, strict=True)]
         return tuple(share / sum(shares) for share in shares)
 
     def synchronize(self, model: keras.Model) -> None:

@@ -222,12 +222,14 @@ class Extended:
     def _call_for_each_replica(self, fn, args, kwargs):
         if self._trace is not None:
             return self._as_one(fn, args, kwargs)
-        step = functools.partial(self._run_step, fn, args, kwargs)
         model = trained_model(fn)
+        step = functools.partial(self._run_step, fn, args, kwargs, is_training=model is not None)
         with made_beside_the_trace():
             return step() if model is None else self.hooks.around_step(step, (args, kwargs), model)
 
-    def _run_step(self, fn, args, kwargs):
+    def _run_step(self, fn, args, kwargs, is_training: bool):
+        if is_training:
+            args, kwargs = self.hooks.own_rows((args, kwargs))
         self._trace = trace = StepTrace(fn, (args, kwargs), list(self._trainable.values()))
         try:
             self.hooks.enter_step(trace)

@@ -17,6 +17,7 @@ from tensorflow.python.distribute import input_ops
 from hop_tf.keras_hook.batch_rows import check_rows, has_rows, num_rows, require_equal_rows
 from hop_tf.keras_hook.common_order import in_common_order, order_of
 from hop_tf.keras_hook.pipelines import reads_generator, reads_service, without_prefetch
+from hop_tf.keras_hook.roster import Roster
 from hop_tf.keras_hook.shares import BatchShares, equal_slice
 
 # Of the shuffles in a custom loop: ranks have not agreed on a seed when a dataset is distributed.
@@ -44,6 +45,8 @@ class DataSharding:
       note_first: Called with a digest of the first batch of the training data, in each epoch.
       shares: What part of each batch a rank takes. Default: all take equal parts.
       seed: Returns the seed of the order in which the running `fit` shuffles.
+      roster: The ranks that share the batches of `fit`. Then `fit` gets whole batches, and a step takes `own_rows`.
+        Default: all ranks share them.
 
     Attributes:
       num_batches: Of an epoch of the training data that ranks share in the running `fit`; 0 if it is not known.
@@ -57,6 +60,7 @@ class DataSharding:
         note_first: Callable[[int], None],
         shares: BatchShares | None = None,
         seed: Callable[[], int] = lambda: _SEED_OF_LOOPS,
+        roster: Roster | None = None,
     ):
         self.num_batches = 0
         self.num_steps: int | None = None
@@ -66,6 +70,7 @@ class DataSharding:
         self._note_first = note_first
         self._shares = shares
         self._seed = seed
+        self._roster = roster
         self._of_next = _Sharding.NONE
         self._whole: weakref.WeakSet[tf.data.Dataset] = weakref.WeakSet()
         self._inside_keras = 0
@@ -84,6 +89,8 @@ class DataSharding:
         """The `fit` has ended, with or without its data."""
         self._of_next = _Sharding.NONE
         self.num_batches = 0
+        if self._roster is not None:
+            self._roster.use(False)
 
     def count_batches(self, number: int | None, num_steps: int | None) -> bool:
         """Keras has counted the batches of the dataset that it has distributed last, and the steps of an epoch.
@@ -146,7 +153,25 @@ class DataSharding:
             dataset = without_prefetch(dataset)
         self._counts_next = self._inside_keras > 0
         note_first = self._note_first if self._inside_keras else None
-        return slice_global_batches(dataset, self._rank, self._world_size, note_first, self._shares)
+        is_sliced_in_step = self._inside_keras > 0 and self._roster is not None
+        if is_sliced_in_step:
+            self._roster.use(True)
+        return slice_global_batches(
+            dataset, self._rank, self._world_size, note_first, self._shares, takes_all=is_sliced_in_step
+        )
+
+    def own_rows(self, batch: Any) -> Any:
+        """Emits the ops that take this rank's rows of what a training step gets, unless `part_of` has taken them.
+
+        Args:
+          batch: Any structure of tensors, and of other things, which are left as they are.
+        """
+        leaf = next((leaf for leaf in tf.nest.flatten(batch) if _is_sliceable(leaf)), None)
+        if self._roster is None or leaf is None:
+            return batch
+        with tf.device("/cpu:0"):
+            start, end = self._roster.slice_of(num_rows(leaf))
+            return tf.nest.map_structure(lambda leaf: _rows(leaf, start, end) if _is_sliceable(leaf) else leaf, batch)
 
 
 def _check_endless(dataset: tf.data.Dataset) -> None:
@@ -166,6 +191,8 @@ def slice_global_batches(
     world_size: int,
     note_first: Callable[[int], None] | None = None,
     shares: BatchShares | None = None,
+    *,
+    takes_all: bool = False,
 ) -> tf.data.Dataset:
     """Keeps this rank's slice of every global batch.
 
@@ -180,10 +207,16 @@ def slice_global_batches(
       world_size: Number of ranks.
       note_first: Called with a digest of the first global batch of each epoch, on a thread of TensorFlow's.
       shares: What part a rank takes. Default: all take equal parts.
+      takes_all: Whether the rank takes whole batches, of which it takes its rows later. Default False.
 
     Returns:
       A dataset of the same cardinality.
     """
+
+    def slice_of(rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        if takes_all:  # They are sliced all the same: so what cannot be is refused here.
+            return tf.constant(0, tf.int64), rows
+        return equal_slice(rows, rank, world_size) if shares is None else shares.slice_of(rows)
 
     def slice_batch(index, batch):
         leaves = [leaf for leaf in tf.nest.flatten(batch) if has_rows(leaf)]
@@ -192,8 +225,7 @@ def slice_global_batches(
         require_equal_rows(batch)
         if note_first is not None:
             tf.cond(tf.equal(index, 0), lambda: _note_digest(batch, note_first, order), lambda: None)
-        rows = num_rows(leaves[0])
-        start, end = equal_slice(rows, rank, world_size) if shares is None else shares.slice_of(rows)
+        start, end = slice_of(num_rows(leaves[0]))
         return _part(batch, start, end)
 
     check_rows(dataset.element_spec)
@@ -201,7 +233,8 @@ def slice_global_batches(
     numbered = dataset.enumerate()
     # With automatic shares, what is sliced is trained on next: all ranks change in one step. A generator cannot be
     # rewound: what is read ahead is lost with the iterator, at another batch on each rank.
-    if (shares is not None and shares.is_automatic) or reads_generator(dataset):
+    are_late = shares is not None and shares.is_automatic and not takes_all
+    if are_late or reads_generator(dataset):
         return numbered.map(slice_batch).with_options(_without_prefetching())
     if _must_not_run_ahead(dataset):
         return numbered.map(slice_batch)
@@ -252,6 +285,11 @@ def without_autotuning(dataset: tf.data.Dataset) -> tf.data.Dataset:
     options = tf.data.Options()
     options.autotune.enabled = False
     return dataset.with_options(options)
+
+
+def _is_sliceable(leaf) -> bool:
+    is_tensor = isinstance(leaf, (tf.Tensor, tf.SparseTensor, tf.RaggedTensor))
+    return is_tensor and leaf.shape.rank != 0
 
 
 def _rows(leaf, start: tf.Tensor, end: tf.Tensor):

@@ -17,6 +17,7 @@ def build_from_first(
     model: keras.Model,
     context: tf.distribute.InputContext,
     num_devices: int,
+    own_rows: Callable[[Any], Any],
 ) -> None:
     """Builds a model from the first batch, as it comes to a device.
 
@@ -26,12 +27,13 @@ def build_from_first(
       model: The model.
       context: This rank among the ranks.
       num_devices: Number of devices of this rank.
+      own_rows: Takes the rows of this rank from a batch, as a training step does.
 
     Raises:
       ValueError: If there is no batch, or the model was made for batches of another number of rows.
     """
     try:
-        batch = next(next(iter(batches))[-1])
+        batch = own_rows(next(next(iter(batches))[-1]))
     except StopIteration:
         raise no_batch(context) from None
     if build is None:

@@ -30,6 +30,10 @@ class TrainingHooks(abc.ABC):
         """This rank's part of a dataset that is to be distributed."""
 
     @abc.abstractmethod
+    def own_rows(self, batch: Any) -> Any:
+        """This rank's rows of what a model's `train_step` gets, where `shard` has left whole batches."""
+
+    @abc.abstractmethod
     def take_whole(self, dataset: tf.data.Dataset) -> None:
         """Called with a dataset that is this rank's part already: it is not to be divided among ranks again."""
 

@@ -16,7 +16,7 @@ class BatchShares:
     With C[r] for the sum of the shares of ranks below r, and C for that of all, rank r of N takes the rows from
     n C[r] // C up to n C[r + 1] // C of a batch of n rows. Where that leaves a rank without a row, it takes the next
     one, and those behind it begin later. A batch with fewer rows than ranks is shared equally: some ranks take the same
-    row. So all ranks know each other's slices, given the shares.
+    row. So all ranks know each other's slices, given the shares. The share of a rank that is not there counts as zero.
 
     Args:
       given: A share for each rank, in whole numbers, of which the sum is at most 2^31; or `AUTO`: equal shares, until
@@ -83,7 +83,8 @@ class BatchShares:
         shares = self.of_ranks
         return sum(shares[rank] for rank in ranks) / sum(shares)
 
-    def _read(self) -> tf.Tensor:
+    def read(self) -> tf.Tensor:
+        """Emits the op that reads the shares."""
         return self.variable.read_value() if self.is_automatic else tf.constant(self._given, tf.int64)
 
     def begin_step(self, rows: int | tf.Tensor | None) -> None:
@@ -93,34 +94,38 @@ class BatchShares:
           rows: How many rows of its batch this rank has; None in a custom loop.
         """
         with tf.device("/cpu:0"):
-            shares = tf.cast(self._read(), tf.float64)
+            shares = tf.cast(self.read(), tf.float64)
             self.times_equal = self._world_size * shares[self._rank] / tf.reduce_sum(shares)
             self.times_mean = self.times_equal / self._mean_variable
             self.rows = self.times_equal if rows is None else tf.cast(rows, tf.float64)
 
-    def slice_of(self, num_rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    def slice_of(self, num_rows: tf.Tensor, present: tf.Tensor | None = None) -> tuple[tf.Tensor, tf.Tensor]:
         """Emits the ops that compute this rank's slice of a batch.
 
         Args:
           num_rows: int64 scalar: n.
+          present: int64 vector: 1 for each rank that shares the batch, 0 for the others. Default: all ranks share it.
 
         Returns:
           int64 scalars: its first row, and the one behind its last.
         """
-        rank, world_size = self._rank, self._world_size
-        ends = tf.cumsum(self._read())
-        bounds = tf.concat([[tf.constant(0, tf.int64)], num_rows * ends // ends[-1]], axis=0)
+        rank, shares = self._rank, self.read()
+        present = tf.ones_like(shares) if present is None else present
+        # Ranks and shares before each rank; behind them, those of all.
+        counts = tf.concat([[tf.constant(0, tf.int64)], tf.cumsum(present)], axis=0)
+        ends = tf.concat([[tf.constant(0, tf.int64)], tf.cumsum(shares * present)], axis=0)
+        bounds, num_ranks = num_rows * ends // ends[-1], counts[-1]
 
         def bound(r: int) -> tf.Tensor:  # Each is behind the one before, and leaves enough rows for the ranks behind.
-            first = r + tf.reduce_max(bounds[: r + 1] - tf.range(r + 1, dtype=tf.int64))
-            return tf.minimum(first, num_rows - (world_size - r))
+            first = counts[r] + tf.reduce_max((bounds - counts)[: r + 1])
+            return tf.minimum(first, num_rows - (num_ranks - counts[r]))
 
-        start, end = equal_slice(num_rows, rank, world_size)
-        has_enough = num_rows >= world_size
+        start, end = equal_slice(num_rows, counts[rank], num_ranks)
+        has_enough = num_rows >= num_ranks
         return tf.where(has_enough, bound(rank), start), tf.where(has_enough, bound(rank + 1), end)
 
 
-def equal_slice(num_rows: tf.Tensor, rank: int, world_size: int) -> tuple[tf.Tensor, tf.Tensor]:
-    """Emits the ops that compute a rank's slice where all shares are equal; see `BatchShares.slice_of`."""
-    start = num_rows * rank // world_size
-    return start, tf.maximum(num_rows * (rank + 1) // world_size, start + 1)
+def equal_slice(num_rows: tf.Tensor, index: int | tf.Tensor, num_ranks: int | tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Emits the ops that compute slice `index` of `num_ranks` equal ones; see `BatchShares.slice_of`."""
+    start = num_rows * index // num_ranks
+    return start, tf.maximum(num_rows * (index + 1) // num_ranks, start + 1)

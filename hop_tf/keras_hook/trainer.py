@@ -252,7 +252,7 @@ def _wrapped_build(method: Callable) -> Callable:
         elif iterator is not None:
             build_from = None if has_no_call(self) else lambda batch: method(self, data_batch=batch)
             context, num_devices = extended.hooks.input_context, len(extended.worker_devices)
-            build_from_first(build_from, iterator, self, context, num_devices)
+            build_from_first(build_from, iterator, self, context, num_devices, extended.hooks.own_rows)
         elif not has_no_call(self):
             method(self, data_batch=data_batch)
 

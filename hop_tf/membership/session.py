@@ -84,6 +84,8 @@ class Membership(Waiting):
         self.seed = 0
         # The lowest rank that has claimed each thing which only one can have in the running session.
         self.owners: dict[str, int] = {}
+        # Whether the others share the data of a rank that is lost or has left; otherwise they are left out.
+        self.divides_anew = False
         # Since this was made: ranks that were lost, and those that left a session by an exception.
         self.num_lost = self.num_left = 0
         self._lost_to: dict[int, set[int]] = {}  # By server, the ranks that it goes on without.
@@ -229,6 +231,15 @@ class Membership(Waiting):
                 self.num_lost += 1
                 self._note_event(Kind.LOSS, rank, lost[rank])
                 logging.warning("rank %d: the servers go on without rank %d: %s", self.rank, rank, lost[rank])
+
+    def missing(self) -> set[int]:
+        """Ranks that do not make this rank's next step: they are lost, or have left with fewer steps."""
+        missing = set().union(*self._lost_to.values())
+        for rank in self.departed():
+            departure = self.departure(rank)  # None if it has joined again meanwhile.
+            if departure is not None and (departure.lost or departure.num_rounds <= self.num_rounds):
+                missing.add(rank)
+        return missing - {self.rank}
 
     def missed_share(self) -> dict[int, float]:
         """By rank, the part of the rounds that this rank has begun which it has not; only ranks that missed some."""
@@ -447,11 +458,12 @@ class Membership(Waiting):
             )
             return
         logging.warning(
-            "rank %d: rank %d %s: %s The others go on without its part of the data, 1/%d.%s",
+            "rank %d: rank %d %s: %s The others %s its part of the data, 1/%d.%s",
             self.rank,
             leave.rank,
             what,
             leave.reason if leave.reason.endswith(".") else f"{leave.reason}.",
+            "share from now on" if self.divides_anew else "go on without",
             self.world_size,
             " This rank trains alone now." if len(missing) == self.world_size - 1 else "",
         )

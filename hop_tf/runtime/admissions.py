@@ -4,7 +4,7 @@ All ranks have to begin with a newcomer in the same step. They agree by what the
 step, each rank hands out which newcomers it knows:
 
     votes[0, r] = i        where rank r is there as incarnation i, and takes no part yet; else 0
-    votes[1, r] = i^2
+    votes[1, r] = i^2      -1 where r is the rank itself: so the mean tells whose values are in it
 
 In the mean over the ranks, (mean of i)^2 is the mean of i^2 only if all have handed out the same i. As the mean of a
 step is equal on all ranks, also where one is lost meanwhile, all find the same; and each has it before it begins the
@@ -113,6 +113,7 @@ class Admissions:
             for rank, incarnation in self._known - self._first_steps.keys():
                 if self._is_there((rank, incarnation)):
                     votes[:, rank] = incarnation, incarnation**2
+        votes[1, self._membership.rank] = -1
         return votes
 
     def decide(self, mean: np.ndarray, step: int) -> np.ndarray:
@@ -123,37 +124,43 @@ class Admissions:
           step: The step, or the first one of a round of several.
 
         Returns:
-          For each rank that is admitted, how many steps after this one it begins; 0 for the others.
+          Two rows. For each rank that is admitted, how many steps after this one it begins; 0 for the others. And 1 for
+          each rank whose values are in the mean, 0 for the others.
         """
         of_ranks, of_squares = mean.reshape(2, -1).astype(np.float64)
         num_ranks = len(of_ranks)
         # Where one has handed out another number, the variance is 1 / (2 n) at least.
         is_known_to_all = (of_ranks > 0.5) & (of_squares - of_ranks**2 < 0.25 / num_ranks)
         newcomers = [(int(rank), round(float(of_ranks[rank]))) for rank in np.flatnonzero(is_known_to_all)]
-        distances = np.zeros(num_ranks)
+        decided = np.stack([np.zeros(num_ranks), of_squares < 0])
         if not newcomers:
-            return distances
+            return decided
         with self._membership.monitor:
             latest = max(self._first_steps.values())  # All meet there already, if it is still to come.
             first_step = latest if latest > step else step + self._lead
             self._first_steps.update(dict.fromkeys(newcomers, first_step))
         for rank, incarnation in newcomers:
-            distances[rank] = first_step - step
+            decided[0, rank] = first_step - step
             logging.info("rank %d: rank %d takes part from step %d on.", self._membership.rank, rank, first_step)
             self._queue.send(rank, _HEADER.pack(first_step), incarnation=incarnation, step=step, interruptible=False)
-        return distances
+        return decided
 
     def note_meeting(self, distances: tf.Tensor, step: tf.Tensor) -> None:
-        """Emits the ops that note what `decide` has returned for a step: the graph takes that later."""
+        """Emits the ops that note the distances that `decide` has returned for a step: the graph takes them later."""
         distance = tf.cast(tf.reduce_max(distances), tf.int64)
         meet_at = tf.where(distance > 0, step + distance, 0)
         self.meet_at.assign(tf.maximum(self.meet_at, meet_at))
 
     def newcomers_of(self, step: int) -> list[int]:
         """Ranks that are there, and whose first step this is. With the monitor held."""
-        return [
-            process[0] for process, first in self._first_steps.items() if first == step > 0 and self._is_there(process)
-        ]
+        return [process[0] for process in self._processes_of(step) if self._is_there(process)]
+
+    def admitted_at(self, step: int) -> list[int]:
+        """Ranks whose first step this is, also those that are lost since: equal on all ranks. With the monitor held."""
+        return [process[0] for process in self._processes_of(step)]
+
+    def _processes_of(self, step: int) -> list[_Process]:
+        return [process for process, first in self._first_steps.items() if first == step > 0]
 
     # What a newcomer does.
 

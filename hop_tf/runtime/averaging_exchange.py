@@ -44,6 +44,7 @@ class AveragingExchange(Exchange, LockStepJoiner):
         votes_place: tuple[int, slice] | None = None,
     ):
         self.admissions = admissions
+        self.roster = context.roster
         self._votes_place = votes_place
         self._group = context.group
         self._membership = context.membership
@@ -110,8 +111,8 @@ class AveragingExchange(Exchange, LockStepJoiner):
         """Admits newcomers, when that is decided for all rounds before: several may be under way."""
         bucket, where = self._votes_place
         self._membership.wait_until(lambda: self._num_decided >= number, timeout_seconds=math.inf)
-        distances = self.admissions.decide(means[bucket][where], number * self.steps_per_round)
-        means[bucket][where] = np.concatenate([distances, np.zeros_like(distances)])
+        decided = self.admissions.decide(means[bucket][where], number * self.steps_per_round)
+        means[bucket][where] = decided.ravel()
         with self._membership.monitor:
             self._num_decided = number + 1
             self._membership.monitor.notify_all()

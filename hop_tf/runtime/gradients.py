@@ -201,11 +201,13 @@ def take_means(
             means[index] = mean
     *means, rates = means
     if exchange.admissions is not None:
-        *means, distances = means
-        exchange.admissions.note_meeting(distances, step)
+        *means, decided = means
+        exchange.admissions.note_meeting(decided[0], step)
     if exchange.weighs_rows:
         *means, rows = means
         factor = tf.math.divide_no_nan(tf.constant(1.0, rows.dtype), rows[0])  # There are none while a pipe fills.
         means = [mean * tf.cast(factor, mean.dtype) for mean in means]
     exchange.carried.add(means[group.num_trained :])
+    if exchange.roster is not None:
+        exchange.roster.follow(rates[1] > 0)
     return means[: group.num_trained], exchange.rate.adopt(group.optimizer(), rates)

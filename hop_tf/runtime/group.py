@@ -13,6 +13,7 @@ import tensorflow as tf
 from hop_tf.codecs import Codec, Identity
 from hop_tf.collectives import AllReduce, get_algorithm
 from hop_tf.keras_hook.optimizers import constrain
+from hop_tf.keras_hook.roster import Roster
 from hop_tf.membership import Membership
 from hop_tf.runtime.averaging import LateChanges
 from hop_tf.runtime.exchange import CATCH_UP, MEETING, Exchange, ExchangeRunner
@@ -44,6 +45,7 @@ class ExchangeContext:
       optimizer: Weak reference to the group's optimizer.
       trained: What it updates.
       carried: What this rank changes of the variables that are exchanged beside.
+      roster: The ranks that share each batch; None where all ranks do, whoever is lost.
     """
 
     group: str
@@ -56,6 +58,7 @@ class ExchangeContext:
     optimizer: weakref.ref = lambda: None
     trained: Sequence[tf.Variable] = ()
     carried: LateChanges = dataclasses.field(default_factory=lambda: LateChanges((), ()))
+    roster: Roster | None = None
 
     @property
     def variables(self) -> Sequence[tf.Variable]:

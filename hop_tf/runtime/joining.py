@@ -320,6 +320,10 @@ class Joining:
           HopError: As `Membership.wait` does.
         """
         exchange = self._exchanges[group]
+        if exchange.roster is not None:  # It is a part of the state that newcomers get.
+            with self._monitor:
+                admitted = exchange.admissions.admitted_at(step)
+            exchange.roster.admit(admitted)
 
         def awaited() -> list[int]:
             incarnation_of = self._membership.incarnation_of

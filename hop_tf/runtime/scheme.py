@@ -28,6 +28,8 @@ class Scheme(abc.ABC):
       takes_assignments: True if weights that a program assigns before the update, or between two steps, count. False if
         a second copy of the weights takes their place.
       in_lock_step: Whether each rank waits for all others anyhow, so that they may also do so for `strategy.reduce`.
+      agrees_on_roster: Whether ranks find by the means that they exchange which ranks share a batch, where the others
+        share the rows of one that is lost (see `Roster`). Otherwise each rank goes by what it knows of the others.
       settles_loops: Whether `synchronize` merges what is under way in a custom loop, as the end of `fit` does.
     """
 
@@ -35,6 +37,7 @@ class Scheme(abc.ABC):
     keeps_assignments = True
     takes_assignments = True
     in_lock_step = False
+    agrees_on_roster = False
     settles_loops = False
 
     @abc.abstractmethod

@@ -8,6 +8,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -24,6 +25,7 @@ from hop_tf.keras_hook.hooks import TrainingHooks
 from hop_tf.keras_hook.interrupts import on_keyboard_interrupt
 from hop_tf.keras_hook.optimizers import gradient_accumulation_steps, tf_variables
 from hop_tf.keras_hook.replicas import Replicas
+from hop_tf.keras_hook.roster import Roster
 from hop_tf.keras_hook.shared_paths import CallbackPaths, has_callback
 from hop_tf.keras_hook.shares import BatchShares
 from hop_tf.keras_hook.trace import StepTrace, is_built
@@ -72,6 +74,7 @@ class TrainingRun(TrainingHooks):
       after_fit: Called when a `fit` has ended well.
       write_report: Called when a `fit` has ended, in any way.
       shares: What part of a batch each rank takes. Default: all parts are equal, and no rank weighs its rows.
+      roster: The ranks that share each batch, where others share the rows of a lost rank. Default: all ranks share it.
 
     Attributes:
       worker: This rank among the others; None in a world of one without servers: then steps are left as they are.
@@ -79,6 +82,7 @@ class TrainingRun(TrainingHooks):
       states: The states of programs that ranks agree on.
       statistics: Steps and waiting times.
       shares: What part of a batch each rank takes; None where all parts are equal.
+      roster: The ranks that share each batch; None where all ranks do, whoever is lost.
       records: Records and profiles steps.
     """
 
@@ -93,6 +97,7 @@ class TrainingRun(TrainingHooks):
         after_fit: Callable[[], None],
         write_report: Callable[[], None],
         shares: BatchShares | None = None,
+        roster: Roster | None = None,
     ):
         self._scheme = scheme
         self._after_fit = after_fit
@@ -103,12 +108,14 @@ class TrainingRun(TrainingHooks):
         self.worker: Worker | None = None
         self.shares = shares if world_size > 1 else None
         self._replicas = Replicas(rank, world_size)
+        self.roster = roster if world_size > 1 else None
         self.data = DataSharding(
             rank,
             world_size,
             lambda digest: self.worker.first_batches.note(digest),
             self.shares,
             seed=lambda: self.worker.membership.seed,
+            roster=self.roster,
         )
         self.states = AgreedStates(rank)
         self.statistics = StepStatistics()
@@ -212,6 +219,7 @@ class TrainingRun(TrainingHooks):
             if self.shares is not None:
                 self.shares.note_departed(())
             self.data.end_fit()
+            self.worker.membership.divides_anew = False
             self._write_report()
 
     @contextlib.contextmanager
@@ -259,6 +267,8 @@ class TrainingRun(TrainingHooks):
         claims = [*claims, *layers.claims, *self._replicas.claims]
         self.worker.begin_session(agrees_on_epochs=agrees_on_epochs, claims=claims)
         self._replicas.learn(self.worker.membership.owners)
+        if self.roster is not None:
+            self.roster.begin_session()
         if layers.is_needed(self.worker.membership.owners) and not self.worker.joining:
             layers.compare(self.worker.collectives.share)
 
@@ -309,11 +319,13 @@ class TrainingRun(TrainingHooks):
             self._watch.remember()
 
     def begin_batch(self) -> None:
-        """See `StepRecords`. Steps count by the shares of the ranks that are there."""
+        """See `StepRecords`. Steps count by the shares of the ranks that are there, which share the batch."""
         if self._watch is not None and not self.is_behind:
             refuse_between_steps(self._scheme, self._watch.assigned())
         if self.shares is not None:
             self.shares.note_departed(self.worker.membership.departed())
+        if self.roster is not None and not self._scheme.agrees_on_roster:
+            self.roster.note_missing(self.worker.membership.missing())
         self.records.begin_batch()
 
     def end_batch(self, num_steps: int) -> None:
@@ -369,7 +381,14 @@ class TrainingRun(TrainingHooks):
 
     def shard(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """This rank's part of the training data; everything, where the data is for validation or prediction."""
-        return self.data.part_of(dataset)
+        part = self.data.part_of(dataset)
+        if self.roster is not None:
+            self.worker.membership.divides_anew = self.roster.is_in_use
+        return part
+
+    def own_rows(self, batch: Any) -> Any:
+        """See `DataSharding`."""
+        return self.data.own_rows(batch)
 
     def take_whole(self, dataset: tf.data.Dataset) -> None:
         """See `DataSharding`."""
@@ -430,7 +449,7 @@ class TrainingRun(TrainingHooks):
             with tf.init_scope():
                 self._require_session()
                 self.worker.collectives.broadcast_initial_values(
-                    tf_variables(trace.model.weights, slots, self._changing_shares())
+                    tf_variables(trace.model.weights, slots, self._state_beside())
                 )
             with trace.when_data_is_here():
                 self.statistics.count_start()
@@ -445,9 +464,11 @@ class TrainingRun(TrainingHooks):
             for group in self.groups:
                 self._scheme.begin_eager_step(group)
 
-    def _changing_shares(self) -> list[tf.Variable]:
-        """What a process that was started again takes over."""
-        return [self.shares.variable] if self.shares is not None and self.shares.is_automatic else []
+    def _state_beside(self) -> list[tf.Variable]:
+        """What a process that was started again takes over beside a model's variables."""
+        shares = [self.shares.variable] if self.shares is not None and self.shares.is_automatic else []
+        has_roster = self.roster is not None and self._scheme.agrees_on_roster
+        return [*shares, *([self.roster.variable] if has_roster else [])]
 
     def leave_step(self, trace: StepTrace) -> None:
         """Raises if a step trained a model and no update was seen: nothing would be exchanged, silently."""
@@ -491,6 +512,7 @@ class TrainingRun(TrainingHooks):
         trace.num_updates += 1
         if self._emulated_compute is not None and trace.started_at is not None:
             times = 1.0 if self.shares is None else self.shares.times_equal
+            times *= 1.0 if self.roster is None else self.roster.growth()
             gradients = self._emulated_compute.delay(trace.started_at, gradients, times)
         if self.worker is None:
             return gradients

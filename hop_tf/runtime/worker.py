@@ -18,6 +18,7 @@ from absl import logging
 
 from hop_tf.cluster import Cluster
 from hop_tf.errors import HopError, PeerFailedError, PeerLostError
+from hop_tf.keras_hook.roster import Roster
 from hop_tf.keras_hook.shares import BatchShares
 from hop_tf.keras_hook.shuffling import draw_seed
 from hop_tf.membership import Membership
@@ -72,6 +73,7 @@ class Worker:
       min_ranks: See `Membership`.
       servers: See `Membership`.
       shares: What part of a batch a rank takes; where these change, ranks agree on them. Default: all parts are equal.
+      roster: The ranks that share each batch. Default: all ranks share it, whoever is lost.
       recorder: Told of what happens on this rank; None: nobody is.
 
     Attributes:
@@ -99,9 +101,11 @@ class Worker:
         min_ranks: int = 1,
         servers: Sequence[int] = (),
         shares: BatchShares | None = None,
+        roster: Roster | None = None,
         recorder: Recorder | None = None,
     ):
         self._options = options
+        self._roster = roster
         self._recorder = recorder
         self._make_exchange = make_exchange
         self._pool = BufferPool()
@@ -245,13 +249,17 @@ class Worker:
             raise stuck
 
     def _warn_of_what_is_missed(self) -> None:
-        """Logs which ranks have not made all of the session's rounds, and what share of the data that was."""
+        """Logs which ranks have not made all of the session's rounds, and what became of their share of the data."""
         missed = self.membership.missed_share()
         if missed:
+            became = "were left out"
+            if self.membership.divides_anew:
+                became = "were trained on by other ranks, but for the steps of the losses"
             logging.warning(
-                "rank %d: %.3g %% of the data of this training were left out, as ranks have missed steps: %s.",
+                "rank %d: %.3g %% of the data of this training %s, as ranks have missed steps: %s.",
                 self.membership.rank,
                 100 * sum(missed.values()) / self.membership.world_size,
+                became,
                 ", ".join(f"rank {rank} {100 * share:.3g} %" for rank, share in missed.items()),
             )
 
@@ -348,6 +356,7 @@ class Worker:
             optimizer=weakref.ref(optimizer),
             trained=trained,
             carried=LateChanges(carried, carried_values),
+            roster=self._roster,
         )
         exchange = self._joining.attach(name, lambda: self._make_exchange(context))
         runner = ExchangeRunner(

@@ -118,15 +118,15 @@ class CanaryStrategy(ExchangeStrategy):
         an address cannot reach are reached over that of the cluster, and a warning says so. See
         `CommunicationOptions.interfaces`, which this one takes the place of. Default None: as it says.
       on_peer_loss: "raise": when a rank dies or cannot be reached, all ranks raise `PeerLostError`. "continue": the
-        others go on without it; what it has sent and nobody has summed up is lost, and so is what it was to sum up. If
-        the same script is started again as that rank, its first `fit` passes over the steps that it has missed, takes
-        weights and optimizer slots from the rank that is furthest, and goes on from there; it raises `PeerLostError` if
-        the others have ended without it. So does one that cannot end as a rank has died in the moment in which all end.
-        With "bsp", its gradients of the step in which it was lost are in the mean of a colayer on all of the others, or
-        on none, and a copy of each last mean is kept for that; in a BCube that is not whole any more the mean is made
-        as on a mesh. A rank that is started again joins between two steps, with weights that are equal to the others'.
-        After a loss, `strategy.reduce` in a custom loop raises.
-        Default None: "raise" for "bsp", else "continue".
+        others go on without it, and share its rows of each batch; what it has sent and nobody has summed up is lost,
+        and so is what it was to sum up. If the same script is started again as that rank, its first `fit` passes over
+        the steps that it has missed, takes weights and optimizer slots from the rank that is furthest, and goes on from
+        there; it raises `PeerLostError` if the others have ended without it. So does one that cannot end as a rank has
+        died in the moment in which all end. With "bsp", its gradients of the step in which it was lost are in the mean
+        of a colayer on all of the others, or on none, and a copy of each last mean is kept for that; in a BCube that is
+        not whole any more the mean is made as on a mesh. A rank that is started again joins between two steps, with
+        weights that are equal to the others'. After a loss, `strategy.reduce` in a custom loop raises. Default None:
+        "raise" for "bsp", else "continue".
       min_ranks: Where others go on: how many ranks must be left, neither lost nor failed. With fewer, a rank raises
         `PeerLostError`, since others may train on, on the other side of a cut. Default None: more than half of the
         ranks; 1 where there are two.
@@ -186,7 +186,7 @@ class CanaryStrategy(ExchangeStrategy):
         options = checked_options(communication_options)
         if interfaces is not None:
             options = dataclasses.replace(options, interfaces=interfaces)
-        self.in_lock_step = self._settings.is_synchronous
+        self.in_lock_step = self.agrees_on_roster = self._settings.is_synchronous
         self.mixes_weights = not self.in_lock_step
         self.keeps_assignments = self.in_lock_step
         cluster = training_cluster(cluster_resolver, "CanaryStrategy")

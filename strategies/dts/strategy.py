@@ -88,13 +88,14 @@ class DTSStrategy(ExchangeStrategy):
         nothing in a world of one. Default None.
       algorithm: "mesh" (few messages after each other) or "ring" (few connections). Default "mesh".
       on_peer_loss: "raise": when a rank dies or cannot be reached, all ranks raise `PeerLostError`. "continue": from
-        the first step on, the others train on without it. Of the windows that are under way when it is lost, each is
-        averaged with it on all of the others, or on none: what is merged stays equal to the bit. For each window that
-        may be under way a rank keeps a copy of the last mean. A second `fit`, `synchronize`, `gather_reports`, and in a
-        custom loop `strategy.reduce` and `gather` take all ranks, and raise; so does everything before the first step.
-        If the same script is started again as that rank, its first `fit` passes over the steps that it has missed, and
-        it joins the others at the end of a window, when all windows are merged, with what is merged, and the optimizer
-        slots of one of them; that takes one optimizer, and no `run_eagerly`. Default None: "raise".
+        the first step on, the others train on without it, and share its rows of each batch. Of the windows that are
+        under way when it is lost, each is averaged with it on all of the others, or on none: what is merged stays equal
+        to the bit. For each window that may be under way a rank keeps a copy of the last mean. A second `fit`,
+        `synchronize`, `gather_reports`, and in a custom loop `strategy.reduce` and `gather` take all ranks, and raise;
+        so does everything before the first step. If the same script is started again as that rank, its first `fit`
+        passes over the steps that it has missed, and it joins the others at the end of a window, when all windows are
+        merged, with what is merged, and the optimizer slots of one of them; that takes one optimizer, and no
+        `run_eagerly`. Default None: "raise".
       min_ranks: Where others go on: how many ranks must be left, neither lost nor failed. With fewer, a rank raises
         `PeerLostError`, since others may train on, on the other side of a cut. Default None: more than half of the
         ranks; 1 where there are two.
@@ -122,6 +123,7 @@ class DTSStrategy(ExchangeStrategy):
     """
 
     in_lock_step = True
+    agrees_on_roster = True
     settles_loops = True
 
     def __init__(
@@ -258,8 +260,9 @@ class DTSStrategy(ExchangeStrategy):
     def _merge(self, group: Group, window: tf.Tensor, num_newer: int) -> None:
         (*means, share), _ = group.collect([], step=window)
         if (admissions := group.exchange.admissions) is not None:
-            *means, distances = means
-            admissions.note_meeting(distances, window * self._settings.interval)
+            *means, decided = means
+            admissions.note_meeting(decided[0], window * self._settings.interval)
+            group.exchange.roster.follow(decided[1] > 0)
         group.exchange.outer.merge(means, num_newer, share[0])
 
     def end_step(self, group: Group) -> None:

@@ -94,13 +94,14 @@ class HopStrategy(ExchangeStrategy):
         when the receiver has used the one before. Default "queues".
       on_peer_loss: "raise": when a rank dies or cannot be reached, all ranks raise `PeerLostError`. "continue": from
         the first step on, the others train on without it, as without one that has ended, unless the graph falls apart;
-        what it had learned and not sent is lost. A second `fit`, `synchronize` and `gather_reports` take all ranks, and
-        raise; so does everything before the first step. If the same script is started again as that rank, its first
-        `fit` passes over the steps that it has missed, takes weights and optimizer slots from the rank that is furthest
-        of those it deals with, and goes on from there; that takes one optimizer, and no `run_eagerly`. A rank takes the
-        place of an in-neighbor that has gone in its own mean: in a directed graph the mean over all ranks then
-        changes by that. Backup workers are as many as before: where all others are, a rank waits for nobody's updates.
-        Default None: "continue" with backup workers or staleness, else "raise".
+        they share its rows of each batch. What it had learned and not sent is lost. A second `fit`, `synchronize` and
+        `gather_reports` take all ranks, and raise; so does everything before the first step. If the same script is
+        started again as that rank, its first `fit` passes over the steps that it has missed, takes weights and
+        optimizer slots from the rank that is furthest of those it deals with, and goes on from there; that takes one
+        optimizer, and no `run_eagerly`. A rank takes the place of an in-neighbor that has gone in its own mean: in a
+        directed graph the mean over all ranks then changes by that. Backup workers are as many as before: where all
+        others are, a rank waits for nobody's updates. Default None: "continue" with backup workers or staleness, else
+        "raise".
       min_ranks: Where others go on: how many ranks must be left, neither lost nor failed. With fewer, a rank raises
         `PeerLostError`, since others may train on, on the other side of a cut. Default None: more than half of the
         ranks; 1 where there are two.

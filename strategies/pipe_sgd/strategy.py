@@ -98,13 +98,13 @@ class PipeSGDStrategy(ExchangeStrategy):
         `compensation="none"`: with a replay early gradients are not late. Default 0.
       algorithm: "mesh" (few messages after each other) or "ring" (few connections). Default "mesh".
       on_peer_loss: "raise": when a rank dies or cannot be reached, all ranks raise `PeerLostError`. "continue": from
-        the first step on, the others train on without it. In the step in which it was lost its gradient is in the mean
-        on all of them, or on none: what is merged stays equal to the bit. Each rank keeps a copy of the last mean for
-        that. A second `fit`, `synchronize`, `gather_reports`, and in a custom loop `strategy.reduce` and `gather` take
-        all ranks, and raise; so does everything before the first step. If the same script is started again as that
-        rank, its first `fit` passes over the steps that it has missed, and it joins the others between two steps, with
-        their weights, slots and step; that takes one optimizer, and no `run_eagerly`. With K above 1 and
-        `compensation="none"` it raises instead. Default None: "raise".
+        the first step on, the others train on without it, and share its rows of each batch. In the step in which it was
+        lost its gradient is in the mean on all of them, or on none: what is merged stays equal to the bit. Each rank
+        keeps a copy of the last mean for that. A second `fit`, `synchronize`, `gather_reports`, and in a custom loop
+        `strategy.reduce` and `gather` take all ranks, and raise; so does everything before the first step. If the same
+        script is started again as that rank, its first `fit` passes over the steps that it has missed, and it joins the
+        others between two steps, with their weights, slots and step; that takes one optimizer, and no `run_eagerly`.
+        With K above 1 and `compensation="none"` it raises instead. Default None: "raise".
       min_ranks: Where others go on: how many ranks must be left, neither lost nor failed. With fewer, a rank raises
         `PeerLostError`, since others may train on, on the other side of a cut. Default None: more than half of the
         ranks; 1 where there are two.
@@ -129,6 +129,7 @@ class PipeSGDStrategy(ExchangeStrategy):
     """
 
     in_lock_step = True
+    agrees_on_roster = True
     mixes_weights = False
     settles_loops = True
 
