@@ -69,13 +69,23 @@ class ReplicaContext(one_device_strategy._OneDeviceReplicaContext):
         if name.endswith(_LOSS_SCALED_UPDATE):
             return self._loss_scaled_update(merge_fn, args, kwargs)
         if not name.endswith(_UPDATE):
-            if name.endswith(_DECAY) and not own_updates.runs:
-                self._trace.note_decay()
-            return super().merge_call(merge_fn, args, kwargs)
+            return self._other_merge_call(name, merge_fn, args, kwargs)
         if own_updates.is_left_out:
             return None
         if self._trace.inside_loss_scaling or own_updates.runs:
             return self._update(merge_fn, args, kwargs)
+        with self._trace.updating():
+            return self._exchange_and_update(merge_fn, args, kwargs)
+
+    def _other_merge_call(self, name: str, merge_fn, args, kwargs):
+        """Runs what is no update; weight decay is a part of one."""
+        if not name.endswith(_DECAY) or own_updates.runs:
+            return super().merge_call(merge_fn, args, kwargs)
+        self._trace.note_decay(tf_variables(args[0]))
+        with self._trace.updating():
+            return super().merge_call(merge_fn, args, kwargs)
+
+    def _exchange_and_update(self, merge_fn, args, kwargs):
         (grads_and_vars, *rest) = args
         grads_and_vars = list(grads_and_vars)
         variables = [variable for _, variable in grads_and_vars]
@@ -115,7 +125,8 @@ class ReplicaContext(one_device_strategy._OneDeviceReplicaContext):
         if num_parts > 1 and self.strategy.num_replicas_in_sync > 1:
             scale = num_parts if weight is None else num_parts / weight
             gradients = [tf.math.scalar_mul(tf.cast(scale, gradient.dtype), gradient) for gradient in gradients]
-        return self._hooks.exchange(optimizer, self._trace, gradients, variables)
+        with self._trace.updating():
+            return self._hooks.exchange(optimizer, self._trace, gradients, variables)
 
     def _update(self, merge_fn, args, kwargs):
         with out_of_place(merge_fn.__self__):
@@ -138,7 +149,8 @@ class ReplicaContext(one_device_strategy._OneDeviceReplicaContext):
             given[index] = gradient
         self._trace.inside_loss_scaling = True
         try:
-            result = super().merge_call(merge_fn, (given, trainable_variables), kwargs)
+            with self._trace.updating():
+                result = super().merge_call(merge_fn, (given, trainable_variables), kwargs)
         finally:
             self._trace.inside_loss_scaling = False
         self._hooks.after_update(optimizer, self._trace, variables)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -96,18 +96,20 @@ class StepTrace:
       states: For each exchange group, what its scheme keeps from before the update for after it.
       states_of_model: The model's states, and marked variables beside it; see `read_states`.
       has_ended: True when the step is traced, or has failed.
+      trainable: The variables that the step may train.
+      reads_before_decay: True if somebody asks for weights before their decay, also for those that are not assigned.
 
     Args:
       fn: The step.
       arguments: Its arguments, among them the batch.
-      trainable: The variables that the step may train.
+      trainable: See above.
     """
 
     def __init__(self, fn: Callable, arguments: Any = (), trainable: Sequence[tf.Variable] = ()):
         self.model = trained_model(fn)
         self.draws_apart = self.model is not None or not is_keras_step(fn)
-        self.has_ended = False
-        self._trainable = trainable
+        self.has_ended = self.reads_before_decay = False
+        self.trainable = trainable
         self.comes_first: list[tf.Tensor] = []
         self.started_at: tf.Tensor | None = None
         self.num_updates = 0
@@ -119,10 +121,10 @@ class StepTrace:
         self.states_of_model: list[State] = []
         self._at_start: dict[int, tf.Tensor] = {}
         self._claimed: set[int] = set()
-        # Weights at the start of the step. And when weight decay began: weights, and how often each was assigned.
-        self._trained_at_start: dict[int, tuple[tf.Variable, tf.Tensor]] = {}
-        self._trained_before_decay: dict[int, tf.Tensor] = {}
-        self._before_decay: dict[int, int] | None = None
+        # Of weights that the step assigns before the update: the value at the start, and the one that decay began with.
+        self._before_assignment: dict[int, tf.Tensor] = {}
+        self._before_decay: dict[int, tf.Tensor] = {}
+        self._is_updating = False
         # The variables that optimizers have updated, each with the number of operations that had assigned it by then.
         self._updated: dict[int, tuple[tf.Variable, int]] = {}
         self._alike: dict[int, int] = {}  # How often variables were assigned, by handles, when copies were alike.
@@ -195,31 +197,36 @@ class StepTrace:
             if id(state.variable) not in self._claimed and counts.get(_handle_id(state.variable), 0) > 0
         ]
 
-    def read_trained(self) -> None:
-        """Reads weights that may be trained now. In a graph, a read that nobody uses is left out."""
-        self._trained_at_start = {id(variable): (variable, _read(variable)) for variable in self._trainable}
+    def note_assignment(self, variable: tf.Variable) -> None:
+        """Notes that the step is about to assign a trained weight: called by what watches the weight."""
+        if self._is_updating or id(variable) in self._before_assignment or id(variable) in self._updated:
+            return
+        with contextlib.nullcontext() if self._graph is None else self._graph.as_default():
+            self._before_assignment[id(variable)] = variable.read_value()
 
-    def trained_at_start(self, variables: Sequence[tf.Variable]) -> list[tf.Tensor]:
-        """The values that `read_trained` has read; of variables that were made since, those of now."""
-        known = self._trained_at_start
-        return [known[id(v)][1] if id(v) in known else v.read_value() for v in variables]
+    @contextlib.contextmanager
+    def updating(self) -> Iterator[None]:
+        """Within it, assignments are those of an optimizer, or of a strategy."""
+        before, self._is_updating = self._is_updating, True
+        try:
+            yield
+        finally:
+            self._is_updating = before
 
-    def note_decay(self) -> None:
-        """Notes that the optimizer is about to decay weights, which is a part of its update."""
-        self._before_decay = {} if self._graph is None else _num_assignments(self._graph)
-        self._trained_before_decay = {key: _read(variable) for key, (variable, _) in self._trained_at_start.items()}
+    def note_decay(self, variables: Sequence[tf.Variable]) -> None:
+        """Notes that the optimizer is about to decay these weights, which is a part of its update."""
+        noted = [v for v in variables if self.reads_before_decay or id(v) in self._before_assignment]
+        self._before_decay.update({id(variable): variable.read_value() for variable in noted})
+
+    def before_decay(self, variables: Sequence[tf.Variable]) -> list[tf.Tensor]:
+        """The weights without what the optimizer has decayed them by in this step; see `reads_before_decay`."""
+        return [self._before_decay[id(v)] if id(v) in self._before_decay else v.read_value() for v in variables]
 
     def assigned_before_update(self, variables: Sequence[tf.Variable]) -> list[Assigned]:
-        """What the step has assigned before the optimizer's update, of these; eagerly, all: no graph tells."""
-        before_decay, self._before_decay = self._before_decay, None
-        values, self._trained_before_decay = self._trained_before_decay, {}
-        known = [variable for variable in variables if id(variable) in self._trained_at_start]
-        if self._graph is not None:
-            counts = _num_assignments(self._graph) if before_decay is None else before_decay
-            updated = {key: before for key, (_, before) in self._updated.items()}
-            known = [v for v in known if counts.get(_handle_id(v), 0) > updated.get(id(v), 0)]
-        values = [values[id(v)] if id(v) in values else _read(v) for v in known]
-        return [Assigned(v, self._trained_at_start[id(v)][1], value) for v, value in zip(known, values, strict=True)]
+        """Those of these weights that the step has assigned before the optimizer's update."""
+        noted = [variable for variable in variables if id(variable) in self._before_assignment]
+        now = self.before_decay(noted)
+        return [Assigned(v, self._before_assignment.pop(id(v)), value) for v, value in zip(noted, now, strict=True)]
 
     def assigned_on_devices(self) -> list[tf.Variable]:
         """Untrained float variables with a copy on each device that the step has assigned since `note_alike`."""
@@ -254,12 +261,6 @@ class StepTrace:
         """Variables that the step, as far as it is traced, has assigned since an optimizer had updated them."""
         counts = _num_assignments(self._graph) if self._updated else {}
         return [variable for variable, before in self._updated.values() if counts.get(_handle_id(variable), 0) > before]
-
-
-def _read(variable: tf.Variable) -> tf.Tensor:
-    """The value; of the first copy, where each device has one. Without an identity behind it, which would be kept."""
-    first = getattr(variable, "values", (variable,))[0]
-    return tf.raw_ops.ReadVariableOp(resource=first.handle, dtype=first.dtype)
 
 
 def _is_copied_state(variable: tf.Variable) -> bool:

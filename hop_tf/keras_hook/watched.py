@@ -1,4 +1,4 @@
-"""`Watch`: notices that variables are assigned between two training steps.
+"""`Watch`: notices that a program assigns variables, in a training step or between two.
 
 A callback, a custom loop, or a checkpoint may assign weights. A strategy that keeps a second copy of them would undo
 that without a word.
@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import tensorflow as tf
 
+from hop_tf.keras_hook.trace import StepTrace
 from hop_tf.keras_hook.updates import own_updates
 
 # Methods of TensorFlow's variables that change the value. The last one restores a checkpoint.
@@ -37,17 +38,17 @@ ROUNDING = {tf.bfloat16: 0.03, tf.float16: 0.004}
 
 
 class Watch:
-    """Notes which of some variables are assigned, by the program and outside of its training steps.
+    """Notes which of some variables the program assigns.
 
     A variable that is watched gets a class of its own, whose methods tell the watch. A step costs nothing by that.
     A `tf.function` that assigns a variable between two steps sets a flag each time it runs.
 
-    Args:
-      in_step: Called without arguments: True while a training step is traced, or run eagerly.
+    Attributes:
+      trace: The latest training step: told of what it assigns, until it has ended.
     """
 
-    def __init__(self, in_step: Callable[[], bool]):
-        self._in_step = in_step
+    def __init__(self):
+        self.trace: StepTrace | None = None
         self._watched: dict[int, weakref.ref[tf.Variable]] = {}
         self._values: list[tuple[tf.Variable, tf.Tensor]] = []
         self._assigned: dict[int, weakref.ref[tf.Variable]] = {}
@@ -65,15 +66,24 @@ class Watch:
 
     def add(self, variables: Sequence[tf.Variable]) -> None:
         """Watches variables from now on, as long as they live."""
+        self.add_in_steps(variables)
+        self._watched.update({id(variable): weakref.ref(variable) for variable in variables})
+
+    def add_in_steps(self, variables: Sequence[tf.Variable]) -> None:
+        """Watches variables from now on, but only in training steps."""
         for variable in variables:
             if getattr(variable, _WATCH, None) is None:
                 variable.__class__ = _watched(type(variable))
             setattr(variable, _WATCH, self)
-            self._watched[id(variable)] = weakref.ref(variable)
 
     def note(self, variable: tf.Variable) -> None:
         """Called when a variable is about to be assigned."""
-        if own_updates.runs or self._in_step():
+        if own_updates.runs:
+            return
+        if self.trace is not None and not self.trace.has_ended:
+            self.trace.note_assignment(variable)
+            return
+        if id(variable) not in self._watched:
             return
         if not tf.executing_eagerly():
             self._in_graphs[id(variable)] = weakref.ref(variable)

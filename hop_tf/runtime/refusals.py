@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import keras
 import tensorflow as tf
 
 from hop_tf.keras_hook.optimizers import innermost, loss_scale
 from hop_tf.keras_hook.shared_paths import has_callback
-from hop_tf.keras_hook.trace import Assigned
 from hop_tf.keras_hook.updates import follows_weights
-from hop_tf.keras_hook.watched import ROUNDING, UNDONE, Watch
+from hop_tf.runtime.assignments import names_of
 from hop_tf.runtime.scheme import Scheme
-
-_MOST_NAMES = 5
-_ASSIGNED = "weights were assigned"
 
 
 def require_lock_step(scheme: Scheme, what: str) -> None:
@@ -70,91 +65,8 @@ def refuse_assignments(scheme: Scheme, variables: Sequence[tf.Variable]) -> None
             "ranks, or on a server. Give the layer a constraint, as in "
             "Dense(8, kernel_constraint=keras.constraints.MaxNorm(1.0)). Or take HopStrategy, DTSStrategy, "
             "CanaryStrategy(consistency='bsp') or PipeSGDStrategy(pipeline_width=1). "
-            f"Received: an assignment to {_names_of(variables)}."
+            f"Received: an assignment to {names_of(variables)}."
         )
-
-
-def lost_assignments(scheme: Scheme, variables: Sequence[tf.Variable], when: str) -> str:
-    """The error for weights that a program assigns, and that the scheme's second copy would take the place of.
-
-    Args:
-      scheme: The scheme.
-      variables: What was assigned; or what may have been.
-      when: When, for instance "between two training steps".
-    """
-    return (
-        f"{_ASSIGNED} {when}: {_names_of(variables)}. Under {type(scheme).__name__} that would be lost: it "
-        "keeps the weights of all ranks apart from those that a rank computes with. Take "
-        "PipeSGDStrategy(pipeline_width=1), HopStrategy or DTSStrategy."
-    )
-
-
-def between_steps(scheme: Scheme) -> str:
-    """What a callback or a custom loop can do under the scheme in the place of assignments between two steps."""
-    if scheme.in_lock_step:
-        return (
-            " Or assign them in on_epoch_end or on_epoch_begin, on all ranks; in a custom loop, right after "
-            "strategy.synchronize(model)."
-        )
-    return " Or assign them before `fit`, on rank 0: all ranks begin with its weights."
-
-
-def refuse_between_steps(scheme: Scheme, variables: Sequence[tf.Variable]) -> None:
-    """Raises ValueError if weights were assigned between two steps of `fit`."""
-    if variables:
-        error = lost_assignments(scheme, variables, "between two training steps, as by a callback")
-        raise ValueError(error + between_steps(scheme))
-
-
-def refuse_assigned(
-    scheme: Scheme, watch: Watch, variables: Sequence[tf.Variable], take: Callable[[], tf.Tensor]
-) -> None:
-    """Emits the ops that fail if a custom loop has assigned weights between two steps.
-
-    Args:
-      scheme: The scheme.
-      watch: Knows whether there was an assignment.
-      variables: The weights that are watched.
-      take: Emits what takes the assigned weights; returns False if that is not possible.
-    """
-    error = lost_assignments(scheme, variables, "between two training steps, some of these") + between_steps(scheme)
-
-    def take_or_fail() -> tf.Tensor:
-        is_taken = take()
-        with tf.control_dependencies([tf.debugging.Assert(is_taken, [error])]):
-            watch.flag.assign(False)
-        return is_taken
-
-    with tf.device("/cpu:0"):
-        tf.cond(watch.flag, take_or_fail, lambda: tf.constant(True))
-
-
-def refuse_before_update(scheme: Scheme, assigned: Sequence[Assigned]) -> None:
-    """Emits the ops that fail if a step has assigned weights before their update, and not undone it; eagerly, raises.
-
-    Perturbations that are taken back, as in sharpness-aware minimization, leave rounding behind.
-    """
-    error = lost_assignments(scheme, [each.variable for each in assigned], "in a training step, before the update")
-    for each in assigned:
-        bound = ROUNDING.get(each.at_start.dtype, UNDONE) * tf.reduce_max(tf.abs(each.at_start))
-        # Not <=: a comparison with nan is false, and diverged training is another matter.
-        is_undone = tf.logical_not(tf.reduce_any(tf.abs(each.before_update - each.at_start) > bound))
-        if not tf.executing_eagerly():
-            tf.debugging.Assert(is_undone, [error])
-        elif not is_undone:
-            raise ValueError(error)
-
-
-def refusal_in(error: tf.errors.OpError) -> str | None:
-    """The text of the refusal that an operation has failed with; None if it has failed by something else."""
-    found = re.search(rf"assertion failed: \[({_ASSIGNED}[^\]]*)\]", error.message)
-    return None if found is None else found[1].replace("\\'", "'")
-
-
-def _names_of(variables: Sequence[tf.Variable]) -> str:
-    names = [repr(getattr(variable, "path", variable.name)) for variable in variables]
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return ", ".join(names[:_MOST_NAMES]) + more
 
 
 def refuse_to_restore(callbacks) -> None:

@@ -27,6 +27,7 @@ class Scheme(abc.ABC):
         are made again, or elsewhere.
       takes_assignments: True if weights that a program assigns before the update, or between two steps, count. False if
         a second copy of the weights takes their place.
+      takes_between_epochs: True if weights that callbacks assign between two epochs of `fit` count all the same.
       in_lock_step: Whether each rank waits for all others anyhow, so that they may also do so for `strategy.reduce`.
       agrees_on_roster: Whether ranks find by the means that they exchange which ranks share a batch, where the others
         share the rows of one that is lost (see `Roster`). Otherwise each rank goes by what it knows of the others.
@@ -36,6 +37,7 @@ class Scheme(abc.ABC):
     mixes_weights = True
     keeps_assignments = True
     takes_assignments = True
+    takes_between_epochs = True
     in_lock_step = False
     agrees_on_roster = False
     settles_loops = False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import functools
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -30,19 +29,15 @@ from hop_tf.keras_hook.shared_paths import CallbackPaths, has_callback
 from hop_tf.keras_hook.shares import BatchShares
 from hop_tf.keras_hook.trace import StepTrace, is_built
 from hop_tf.keras_hook.tuners import Trial, ending_search
-from hop_tf.keras_hook.watched import Watch
 from hop_tf.runtime.agreed_states import AgreedStates
+from hop_tf.runtime.assignments import Assignments, refusal_in
 from hop_tf.runtime.epoch_ends import VALIDATION
 from hop_tf.runtime.final_weights import FinalWeights
 from hop_tf.runtime.group import Group, tensors_of
 from hop_tf.runtime.passed_steps import PassedSteps
 from hop_tf.runtime.refusals import (
     check_optimizer,
-    refusal_in,
-    refuse_assigned,
     refuse_assignments,
-    refuse_before_update,
-    refuse_between_steps,
     refuse_to_restore,
     refuse_update,
     require_lock_step,
@@ -132,9 +127,7 @@ class TrainingRun(TrainingHooks):
             catch_up=self._catch_up,
         )
         self._rows = None if self.shares is None else RowWeighing(self.shares)
-        self._trace: StepTrace | None = None  # The latest one.
-        # Where the scheme keeps a second copy of weights.
-        self._watch = None if scheme.takes_assignments else Watch(lambda: not self._trace.has_ended)
+        self._assignments = Assignments(scheme)
         self._final_weights = FinalWeights(None)
 
     @property
@@ -279,8 +272,7 @@ class TrainingRun(TrainingHooks):
         if self.worker is not None:
             self.worker.epoch_ends.begin_training(model)
         self._scheme.begin_training(self.groups)
-        if self._watch is not None:
-            self._watch.forget()
+        self._assignments.begin_training()
 
     def begin_epoch(self) -> None:
         """Lets ranks agree on shares, and the scheme look at what callbacks have changed since the last epoch."""
@@ -288,12 +280,9 @@ class TrainingRun(TrainingHooks):
             self._rows.begin_epoch(agrees=not self.is_behind)
         if self.worker is not None:
             self.worker.epoch_ends.begin_epoch()
-        if self._watch is not None and not self._scheme.in_lock_step:
-            refuse_between_steps(self._scheme, self._watch.changed())
         for group in () if self.is_behind else self.groups:
             self._scheme.begin_epoch(group)
-        if self._watch is not None:
-            self._watch.forget()
+        self._assignments.begin_epoch()
 
     def begin_steps(self, number: int) -> bool:
         """See `EpochEnds`."""
@@ -315,13 +304,12 @@ class TrainingRun(TrainingHooks):
             self.worker.epoch_ends.note_metrics(model)
         for group in () if self.is_behind else self.groups:
             self._scheme.end_epoch(group)
-        if self._watch is not None and not self._scheme.in_lock_step:
-            self._watch.remember()
+        self._assignments.end_epoch()
 
     def begin_batch(self) -> None:
         """See `StepRecords`. Steps count by the shares of the ranks that are there, which share the batch."""
-        if self._watch is not None and not self.is_behind:
-            refuse_between_steps(self._scheme, self._watch.assigned())
+        if not self.is_behind:
+            self._assignments.begin_batch()
         if self.shares is not None:
             self.shares.note_departed(self.worker.membership.departed())
         if self.roster is not None and not self._scheme.agrees_on_roster:
@@ -455,14 +443,16 @@ class TrainingRun(TrainingHooks):
                 self.statistics.count_start()
         if self.worker is not None:
             trace.read_states()
-            if not self._scheme.takes_assignments:
-                trace.read_trained()
+            self._assignments.begin_step(trace, in_fit=self._is_in_fit(trace))
         if self._emulated_compute is not None:
             with trace.when_data_is_here():
                 trace.started_at = tf.timestamp()
         if tf.executing_eagerly():
             for group in self.groups:
                 self._scheme.begin_eager_step(group)
+
+    def _is_in_fit(self, trace: StepTrace) -> bool:
+        return self._phase is not Phase.OUTSIDE and trace.model is not None
 
     def _state_beside(self) -> list[tf.Variable]:
         """What a process that was started again takes over beside a model's variables."""
@@ -518,26 +508,18 @@ class TrainingRun(TrainingHooks):
             return gradients
         if self._rows is not None and trace.num_updates == 1:
             self._rows.end_step(trace, gradients)
-        in_fit = self._phase is not Phase.OUTSIDE and trace.model is not None
+        in_fit = self._is_in_fit(trace)
         self._passed_steps.note_update(optimizer, in_fit=in_fit)
         group = self._group_of(optimizer, trace, variables)
         others = [other for other in self.groups if other.name in trace.states]
         if others:
             self._scheme.check_further_group(group, others)
         trace.claim(group.variables)
-        if self._watch is not None:
-            self._refuse_assigned(group, trace)
+        self._assignments.check_step(group, trace, in_fit=in_fit)
         values = [trace.value_at_start(variable) for variable in group.variables]
         self.statistics.count_gradients(tensors_of(gradients), group.step.read_value())
         gradients, trace.states[group.name] = self._scheme.before_update(group, values, gradients)
         return gradients
-
-    def _refuse_assigned(self, group: Group, trace: StepTrace) -> None:
-        """Emits the ops that fail if weights were assigned, and the scheme's second copy would take their place."""
-        refuse_before_update(self._scheme, trace.assigned_before_update(group.trained))
-        if trace.model is None or self._phase is Phase.OUTSIDE:  # In `fit`, `begin_batch` looks.
-            take = functools.partial(self._scheme.take_assigned, group, trace.trained_at_start(group.trained))
-            refuse_assigned(self._scheme, self._watch, group.trained, take)
 
     def reduce(self, reduce_op: tf.distribute.ReduceOp, value):
         """The sum or mean over the ranks; see `ExchangeStrategy.reduce`."""
@@ -593,8 +575,7 @@ class TrainingRun(TrainingHooks):
                 )
                 self.states.begin(trace.states_of_model)
                 self._scheme.begin_group(groups[key])
-                if self._watch is not None:
-                    self._watch.add(self._scheme.watched(groups[key]))
+                self._assignments.add(groups[key])
         return groups[key]
 
     # Steps that are passed over.

@@ -122,7 +122,7 @@ class SHATParameterServerStrategy(ExchangeStrategy):
       a Stale Synchronous Parallel Parameter Server. NIPS 2013.
     """
 
-    keeps_assignments = takes_assignments = False
+    keeps_assignments = takes_assignments = takes_between_epochs = False
 
     def __init__(
         self,

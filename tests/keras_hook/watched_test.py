@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import absltest, parameterized
 
+from hop_tf.keras_hook.trace import StepTrace
 from hop_tf.keras_hook.updates import as_own_updates
 from hop_tf.keras_hook.watched import Watch
 
@@ -52,9 +53,8 @@ class WatchTest(tf.test.TestCase, parameterized.TestCase):
         super().setUp()
         self._model = _model()
         self._kernel = self._model.layers[0].kernel.value
-        self._is_in_step = False
-        self._watch = Watch(lambda: self._is_in_step)
-        self._watch.add([self._kernel])
+        self._watch = Watch()
+        self._watch.add([variable.value for variable in self._model.layers[0].weights])
 
     def _names(self):
         return [variable.name for variable in self._watch.assigned()]
@@ -63,7 +63,7 @@ class WatchTest(tf.test.TestCase, parameterized.TestCase):
     def test_is_noticed(self, way):
         self.assertEmpty(self._names())
         _WAYS[way](self._model)
-        self.assertEqual(self._names(), [self._kernel.name])
+        self.assertIn(self._kernel.name, self._names())
         self._watch.forget()
         self.assertEmpty(self._names())
 
@@ -82,10 +82,27 @@ class WatchTest(tf.test.TestCase, parameterized.TestCase):
         self._watch.forget()
         self.assertFalse(bool(self._watch.flag))
 
-    def test_what_a_step_or_a_strategy_assigns_is_not(self):
-        self._is_in_step = True
+    def test_what_a_step_assigns_is_told_to_the_step(self):
+        self._watch.trace = trace = StepTrace(lambda: None)
+        before = self._kernel.numpy()
         self._kernel.assign_add(tf.ones([4, 3]))
-        self._is_in_step = False
+        with trace.updating():
+            self._model.layers[0].bias.value.assign_add(tf.ones([3]))
+        self.assertEmpty(self._names())
+        (assigned,) = trace.assigned_before_update([self._kernel, self._model.layers[0].bias.value])
+        self.assertAllEqual(assigned.at_start, before)
+        self.assertAllEqual(assigned.before_update, before + 1)
+        trace.has_ended = True
+        self._kernel.assign_add(tf.ones([4, 3]))
+        self.assertLen(self._names(), 1)
+
+    def test_what_is_watched_in_steps_only(self):
+        other = tf.Variable([1.0])
+        self._watch.add_in_steps([other])
+        other.assign([2.0])
+        self.assertEmpty(self._names())
+
+    def test_what_a_strategy_assigns_is_not_noticed(self):
         with as_own_updates():
             self._kernel.assign_add(tf.ones([4, 3]))
         self.assertEmpty(self._names())

@@ -296,7 +296,7 @@ class AssignedWeightsTest(tf.test.TestCase, parameterized.TestCase):
             return _weights(model)
 
         if name == "shat":
-            self._assert_refused(name, run, "between two training steps")
+            self._assert_refused(name, run, "between two epochs")
         else:
             self._assert_equals_one_process(name, run)
 

@@ -1,0 +1,140 @@
+"""`Assignments`: weights that a program assigns, under a scheme that keeps a second copy of them.
+
+The second copy would take their place without a word. So what the scheme cannot take is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+
+import tensorflow as tf
+
+from hop_tf.keras_hook.trace import Assigned, StepTrace
+from hop_tf.keras_hook.watched import ROUNDING, UNDONE, Watch
+from hop_tf.runtime.group import Group
+from hop_tf.runtime.scheme import Scheme
+
+_TEXT = "weights were assigned"
+_MOST_NAMES = 5
+
+
+class Assignments:
+    """Refuses what a program assigns and a scheme would lose; does nothing under a scheme that loses nothing.
+
+    Args:
+      scheme: The scheme.
+    """
+
+    def __init__(self, scheme: Scheme):
+        self._scheme = scheme
+        self._watch = None if scheme.takes_assignments else Watch()
+
+    def begin_step(self, trace: StepTrace, *, in_fit: bool) -> None:
+        """Watches the weights that the step may train; in a custom loop, other weights are read before their decay."""
+        if self._watch is not None:
+            self._watch.trace, trace.reads_before_decay = trace, not in_fit
+            self._watch.add_in_steps(trace.trainable)
+
+    def add(self, group: Group) -> None:
+        """Watches the weights of a new group."""
+        if self._watch is not None:
+            self._watch.add(self._scheme.watched(group))
+
+    def begin_training(self) -> None:
+        """The scheme has taken what was assigned before a `fit`."""
+        if self._watch is not None:
+            self._watch.forget()
+
+    def end_epoch(self) -> None:
+        """Notes the weights before callbacks may assign them, unless the scheme takes what they assign."""
+        if self._watch is not None and not self._scheme.takes_between_epochs:
+            self._watch.remember()
+
+    def begin_epoch(self) -> None:
+        """Raises ValueError if callbacks have changed weights between two epochs, and the scheme has not taken it."""
+        if self._watch is None:
+            return
+        if not self._scheme.takes_between_epochs:
+            self._refuse(self._watch.changed(), "between two epochs, as by a callback")
+        self._watch.forget()
+
+    def begin_batch(self) -> None:
+        """Raises ValueError if weights were assigned between two steps of `fit`."""
+        if self._watch is not None:
+            self._refuse(self._watch.assigned(), "between two training steps, as by a callback")
+
+    def check_step(self, group: Group, trace: StepTrace, *, in_fit: bool) -> None:
+        """Emits the ops that fail if weights were assigned; right before the exchange of a step.
+
+        Args:
+          group: The group that is about to exchange.
+          trace: The step.
+          in_fit: True for a step of `fit`, where `begin_batch` looks at what was assigned between two steps.
+        """
+        if self._watch is None:
+            return
+        self._check_before_update(trace.assigned_before_update(group.trained))
+        if not in_fit:
+            take = functools.partial(self._scheme.take_assigned, group, trace.before_decay(group.trained))
+            self._check_loop(group.trained, take)
+
+    def _check_before_update(self, assigned: Sequence[Assigned]) -> None:
+        """What is taken back, as in sharpness-aware minimization, leaves rounding behind."""
+        error = self._describe([each.variable for each in assigned], "in a training step, before the update")
+        for each in assigned:
+            bound = ROUNDING.get(each.at_start.dtype, UNDONE) * tf.reduce_max(tf.abs(each.at_start))
+            # Not <=: a comparison with nan is false, and diverged training is another matter.
+            is_undone = tf.logical_not(tf.reduce_any(tf.abs(each.before_update - each.at_start) > bound))
+            if not tf.executing_eagerly():
+                tf.debugging.Assert(is_undone, [error])
+            elif not is_undone:
+                raise ValueError(error)
+
+    def _check_loop(self, variables: Sequence[tf.Variable], take: Callable[[], tf.Tensor]) -> None:
+        """Of a custom loop only the graph knows when a step begins."""
+        error = self._describe(variables, "between two training steps, some of these") + self._advice
+
+        def take_or_fail() -> tf.Tensor:
+            is_taken = take()
+            with tf.control_dependencies([tf.debugging.Assert(is_taken, [error])]):
+                self._watch.flag.assign(False)
+            return is_taken
+
+        with tf.device("/cpu:0"):
+            tf.cond(self._watch.flag, take_or_fail, lambda: tf.constant(True))
+
+    def _refuse(self, variables: Sequence[tf.Variable], when: str) -> None:
+        if variables:
+            raise ValueError(self._describe(variables, when) + self._advice)
+
+    def _describe(self, variables: Sequence[tf.Variable], when: str) -> str:
+        return (
+            f"{_TEXT} {when}: {names_of(variables)}. Under {type(self._scheme).__name__} that would be lost: it keeps "
+            "the weights of all ranks apart from those that a rank computes with. Take "
+            "PipeSGDStrategy(pipeline_width=1), HopStrategy or DTSStrategy."
+        )
+
+    @property
+    def _advice(self) -> str:
+        """What a callback or a custom loop can do in the place of assignments between two steps."""
+        if self._scheme.takes_between_epochs:
+            return (
+                " Or assign them in on_epoch_end or on_epoch_begin, on all ranks; in a custom loop, right after "
+                "strategy.synchronize(model)."
+            )
+        return " Or assign them before `fit`, on rank 0: all ranks begin with its weights."
+
+
+def refusal_in(error: tf.errors.OpError) -> str | None:
+    """The text of the refusal that an operation has failed with; None if it has failed by something else."""
+    found = re.search(rf"assertion failed: \[({_TEXT}[^\]]*)\]", error.message)
+    return None if found is None else found[1].replace("\\'", "'")
+
+
+def names_of(variables: Sequence[tf.Variable]) -> str:
+    """The first few variables, for an error."""
+    names = [repr(getattr(variable, "path", variable.name)) for variable in variables]
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(names[:_MOST_NAMES]) + more
