@@ -164,9 +164,13 @@ def without_fixed_order(dataset: tf.data.Dataset) -> list[str]:
 
 
 def _shuffles_within(dataset: tf.data.Dataset) -> bool:
-    """True if the function of a transformation, such as `interleave`, shuffles without a seed."""
+    """True if the function of a transformation, such as `interleave`, shuffles without a seed.
+
+    Such a shuffle has two constants of 0. With a seed, or a global one, of which either may be 0, TensorFlow computes
+    the second operand, so that not both are 0.
+    """
     return any(
-        node.op.startswith("ShuffleDataset") and not any(_constant(nodes, name) for name in node.input[2:4])
+        node.op.startswith("ShuffleDataset") and all(_constant(nodes, name) == 0 for name in node.input[2:4])
         for nodes in functions_of(dataset)
         for node in nodes
     )

@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
-from hop_tf.keras_hook.common_order import in_common_order, order_of, with_common_order
+from hop_tf.keras_hook.common_order import CannotOrderError, in_common_order, order_of, with_common_order
 
 _NUM_ROWS = 24
 _PARALLEL = {"num_parallel_calls": 2}
@@ -96,9 +96,16 @@ class CommonOrderTest(tf.test.TestCase, parameterized.TestCase):
         dataset = make()
         self.assertIs(in_common_order(dataset, 1, takes_slices=False), dataset)  # Ranks share files.
 
-    def test_seeds_within_functions(self):
-        dataset = tf.data.Dataset.range(3).interleave(lambda _: _shuffled(seed=1))
-        self.assertIs(with_common_order(dataset, 1), dataset)
+    @parameterized.product(global_seed=[None, 0, 1], seed=[None, 0, 1])
+    def test_seeds_within_functions(self, global_seed, seed):
+        tf.random.set_seed(global_seed)
+        self.addCleanup(tf.random.set_seed, None)
+        dataset = tf.data.Dataset.range(3).interleave(lambda _: _shuffled(seed=seed))
+        if global_seed is None and seed is None:
+            with self.assertRaises(CannotOrderError):
+                with_common_order(dataset, 1)
+        else:
+            self.assertIs(with_common_order(dataset, 1), dataset)
 
     @parameterized.named_parameters(
         (
