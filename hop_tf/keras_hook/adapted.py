@@ -31,15 +31,16 @@ _REMEDIES = {
 }
 
 
-class _Layers(threading.local):
-    """The layers with tables that this thread has made, by the order in which it has."""
+# The layers with tables that the process has made, by the order in which it has; of a thread that is a rank of its own
+# (`become_rank`), those that it has made are in its `layers` instead.
+_layers: weakref.WeakValueDictionary[int, keras.Layer] = weakref.WeakValueDictionary()
+_thread = threading.local()
+_counter = itertools.count()
 
-    def __init__(self):
-        self.counter = itertools.count()
-        self.made: weakref.WeakValueDictionary[int, keras.Layer] = weakref.WeakValueDictionary()
 
-
-_layers = _Layers()
+def become_rank() -> None:
+    """Says that this thread is a rank, as in `InProcessCluster`: layers that it makes are no other rank's."""
+    _thread.layers = weakref.WeakValueDictionary()
 
 
 @functools.cache
@@ -62,7 +63,7 @@ def _noting(kind: type) -> Callable:
 
 
 def _note(layer: keras.Layer) -> None:
-    _layers.made[next(_layers.counter)] = layer
+    getattr(_thread, "layers", _layers)[next(_counter)] = layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,7 +199,10 @@ class AdaptedLayers:
 
 def _layers_of_users() -> list[keras.Layer]:
     """In the order in which they were made, without those within others, and those that are the rank's own."""
-    made = [layer for _, layer in sorted(_layers.made.items()) if mark_of(layer) is not Owner.OWN]
+    # `valuerefs` is one step: other threads may make layers meanwhile.
+    noted = [_layers, _thread.layers] if hasattr(_thread, "layers") else [_layers]
+    layers = [reference() for each in noted for reference in each.valuerefs()]
+    made = [layer for layer in layers if layer is not None and mark_of(layer) is not Owner.OWN]
     inner = {id(_lookup_of(layer)) for layer in made if isinstance(layer, keras.layers.TextVectorization)}
     return [layer for layer in made if id(layer) not in inner]
 
@@ -213,7 +217,8 @@ def _are_alike(one: list, other: list) -> bool:
 
 def _is_close(one: Sequence, other: Sequence) -> bool:
     (_, value, scale), (_, of_other, _) = one, other
-    return value == of_other or abs(value - of_other) <= _TOLERANCE * scale
+    are_nan = value != value and of_other != of_other  # Adapted on data with such values.
+    return value == of_other or are_nan or abs(value - of_other) <= _TOLERANCE * scale
 
 
 def _in_words(tokens: Sequence[str]) -> list[tuple[str, str, float]]:

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from hop_tf.arguments import check_integer
 from hop_tf.errors import DeadlineExceededError
+from hop_tf.keras_hook.adapted import become_rank
 from hop_tf.strategy import ExchangeStrategy
 from hop_tf.transport import InProcessNetwork, InProcessTransport
 
@@ -174,6 +175,7 @@ class _Rank:
         return f"{self.thread.name}:\n{''.join(traceback.format_stack(frame)) if frame else ''}"
 
     def _run(self) -> None:
+        become_rank()
         try:
             self.value = self._fn(self._strategy)
         except BaseException as error:

@@ -1,6 +1,7 @@
 """Preprocessing layers: ranks that have adapted them on data of their own do not train."""
 
 import gc
+from concurrent import futures
 
 import keras
 import numpy as np
@@ -95,12 +96,14 @@ class AdaptedLayersTest(tf.test.TestCase, parameterized.TestCase):
 
     def test_a_layer_that_was_loaded(self):
         path = f"{self.get_temp_dir()}/model.keras"
-        lookup = _make(keras.layers.StringLookup, is_first=True)
+        lookup = _make(keras.layers.StringLookup, is_first=True, name="was_saved")  # The process has it on all ranks.
         keras.Sequential([keras.Input((), dtype="string"), lookup]).save(path)
         _run(lambda rank: keras.models.load_model(path))
         with self.assertRaisesRegex(HopError, "token 1 is 'pink' there and 'red' on rank 0"):
             _run(
-                lambda rank: _make(keras.layers.StringLookup, is_first=False) if rank else keras.models.load_model(path)
+                lambda rank: (
+                    _make(keras.layers.StringLookup, False, "was_saved") if rank else keras.models.load_model(path)
+                )
             )
 
     def test_a_layer_that_is_adapted_anew_between_two_fits(self):
@@ -150,6 +153,33 @@ class AdaptedLayersTest(tf.test.TestCase, parameterized.TestCase):
         _run(
             lambda rank: keras.layers.Normalization(mean=[1.0 + 1e-6 * rank], variance=[2.0], name="n").build((None, 1))
         )
+
+    def test_not_a_number_is_equal_to_itself(self):
+        rows = np.array([[1.0, np.nan], [3.0, 4.0]])
+
+        def make(rank):
+            layer = keras.layers.Normalization(name="of_gaps")
+            layer.adapt(rows + np.array([rank, 0.0]))
+            return layer
+
+        _run(lambda rank: make(0))
+        with self.assertRaisesRegex(HopError, "mean 0 is 3.0 there and 2.0"):
+            _run(make)
+
+    @parameterized.parameters((True, False), (False, True))
+    def test_threads_that_build_and_train_are_other_ones(self, builds, trains):
+        """`builds` and `trains`: whether in a thread, and not in the main one."""
+        strategy = hop_tf.HopStrategy()
+        self.addCleanup(strategy.shutdown)
+
+        def call(fn, *args, in_thread):
+            if not in_thread:
+                return fn(*args)
+            with futures.ThreadPoolExecutor(1) as thread:
+                return thread.submit(fn, *args).result()
+
+        layer = call(_make, keras.layers.StringLookup, True, f"made_{builds}", in_thread=builds)
+        self.assertIn(f"{layer.name!r} (StringLookup), 1 of 1", call(AdaptedLayers, in_thread=trains)._tables)
 
     def test_layers_that_are_gone_are_forgotten(self):
         strategy = hop_tf.HopStrategy()
