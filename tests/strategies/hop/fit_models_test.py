@@ -6,6 +6,7 @@ The expected weights come from `_train`: models under no strategy at all, averag
 from __future__ import annotations
 
 import copy
+from unittest import mock
 
 import keras
 import numpy as np
@@ -130,7 +131,7 @@ def _build(case):
 def _train(case, *, exchange=True):
     """Weights of both ranks by Figure 7: gradients at x_k, mean of the x_k, optimizer's step.
 
-    Moving statistics are averaged as they were when the step began.
+    Moving statistics are averaged as they were when the step began. Each rank has random numbers of its own.
     """
     models = [_build(case) for _ in range(_WORLD_SIZE)]
     optimizers = [case.optimizer() for _ in models]
@@ -158,9 +159,20 @@ def _gradients(case, model, optimizer, rank, step):
     start = step % _STEPS_PER_EPOCH * _BATCH_SIZE + rank * half
     x, y = (array[start : start + half] for array in case.data())
     weights = None if case.class_weight is None else np.array([case.class_weight[label] for label in y], "float32")
-    with tf.GradientTape() as tape:
+    with _numbers_of(rank), tf.GradientTape() as tape:
         loss = optimizer.scale_loss(case.loss()(y, model(x, training=True), sample_weight=weights))
     return tape.gradient(loss, model.trainable_variables)
+
+
+def _numbers_of(rank):
+    """Draws of Keras's generators as rank `rank` makes them: their seeds have a constant of the rank added."""
+    draw = keras.random.SeedGenerator.next
+    constant = rank * 2654435761 % (2**31 - 2)
+    return mock.patch.object(
+        keras.random.SeedGenerator,
+        "next",
+        lambda self, *args, **kwargs: draw(self, *args, **kwargs) + np.array([constant, 0], "uint32"),
+    )
 
 
 # What runs in the processes.
