@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.data.ops import dataset_ops, prefetch_op
 from tensorflow.python.util import nest
 
 _RULE = (
@@ -42,16 +45,40 @@ def require_equal_rows(batch: Any) -> None:
     tf.debugging.Assert(tf.reduce_all(tf.equal(rows, rows[0])), [message, rows], summarize=len(names))
 
 
+# Datasets whose batches have been checked.
+_checked: weakref.WeakSet[tf.data.Dataset] = weakref.WeakSet()
+
+
+def note_equal_rows(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns the dataset, whose function checks each batch by `require_equal_rows`: once is enough."""
+    _checked.add(dataset)
+    return dataset
+
+
 def with_equal_rows(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Returns the dataset. It fails at a batch whose parts have different numbers of rows."""
-    if check_rows(dataset.element_spec):
+    """Returns the dataset. It fails at a batch whose parts have different numbers of rows.
+
+    Batches are checked before they are prefetched, so that no step waits for that.
+    """
+    if check_rows(dataset.element_spec) or dataset in _checked:
         return dataset
+    if isinstance(dataset, prefetch_op._PrefetchDataset):
+        return _checked_before(dataset, lambda checked: checked.prefetch(int(dataset._buffer_size)))
+    if isinstance(dataset, dataset_ops._OptionsDataset):
+        return _checked_before(dataset, lambda checked: checked.with_options(dataset.options()))
 
     def check(_: tf.Tensor, batch: Any) -> Any:
         require_equal_rows(batch)
         return batch
 
-    return dataset.enumerate().map(tf.autograph.experimental.do_not_convert(check))
+    return note_equal_rows(dataset.enumerate().map(tf.autograph.experimental.do_not_convert(check)))
+
+
+def _checked_before(dataset: tf.data.Dataset, again: Callable[[tf.data.Dataset], tf.data.Dataset]) -> tf.data.Dataset:
+    """Checks the batches before a dataset's last transformation, which `again` makes; not if they have been."""
+    (before,) = dataset._inputs()
+    checked = with_equal_rows(before)
+    return dataset if checked is before else again(checked)
 
 
 def is_optional(leaf: Any) -> bool:

@@ -14,7 +14,7 @@ import tensorflow as tf
 from tensorflow.python.data.experimental.ops import distribute
 from tensorflow.python.distribute import input_ops
 
-from hop_tf.keras_hook.batch_rows import check_rows, has_rows, num_rows, require_equal_rows
+from hop_tf.keras_hook.batch_rows import check_rows, has_rows, note_equal_rows, num_rows, require_equal_rows
 from hop_tf.keras_hook.common_order import in_common_order, order_of
 from hop_tf.keras_hook.pipelines import reads_generator, reads_service, without_prefetch
 from hop_tf.keras_hook.roster import Roster
@@ -230,16 +230,18 @@ def slice_global_batches(
 
     check_rows(dataset.element_spec)
     order = order_of(dataset)
-    numbered = dataset.enumerate()
+
+    def slices(**arguments: object) -> tf.data.Dataset:
+        return note_equal_rows(dataset.enumerate().map(slice_batch, **arguments))
+
     # With automatic shares, what is sliced is trained on next: all ranks change in one step. A generator cannot be
     # rewound: what is read ahead is lost with the iterator, at another batch on each rank.
     are_late = shares is not None and shares.is_automatic and not takes_all
     if are_late or reads_generator(dataset):
-        return numbered.map(slice_batch).with_options(_without_prefetching())
+        return slices().with_options(_without_prefetching())
     if _must_not_run_ahead(dataset):
-        return numbered.map(slice_batch)
-    sliced = numbered.map(slice_batch, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
-    return sliced.prefetch(tf.data.AUTOTUNE)
+        return slices()
+    return slices(num_parallel_calls=tf.data.AUTOTUNE, deterministic=True).prefetch(tf.data.AUTOTUNE)
 
 
 def _note_digest(batch: Any, note: Callable[[int], None], order: str) -> None:

@@ -8,6 +8,7 @@ from absl.testing import parameterized
 
 from hop_tf.keras_hook.batch_rows import with_equal_rows
 from hop_tf.keras_hook.data import divide, slice_global_batches, without_autotuning
+from hop_tf.keras_hook.pipelines import datasets_behind
 
 
 def _slices(dataset, world_size):
@@ -108,6 +109,26 @@ class PartsOfBatchesTest(tf.test.TestCase, parameterized.TestCase):
                 tf.errors.InvalidArgumentError, rf"same number of rows.*\[16 {num_negatives}\]"
             ):
                 next(iterator)
+
+    def test_rows_are_checked_once_and_before_batches_are_prefetched(self):
+        spec = {name: tf.TensorSpec((None, 4)) for name in ("items", "negatives")}
+        batches = [_parts(16, 16), _parts(16, 8)]
+        dataset = tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=spec).prefetch(3)
+        sliced = without_autotuning(slice_global_batches(dataset, 0, 2))
+        self.assertIs(with_equal_rows(sliced), sliced)
+        options = tf.data.Options()
+        options.deterministic = True
+        checked = with_equal_rows(dataset.with_options(options))
+        self.assertTrue(checked.options().deterministic)
+        names = [type(each).__name__ for each in datasets_behind(checked)]
+        self.assertEqual(names[:3], ["_OptionsDataset", "_PrefetchDataset", "_MapDataset"])
+        (prefetched,) = checked._inputs()
+        self.assertEqual(int(prefetched._buffer_size), 3)
+        self.assertIs(with_equal_rows(checked), checked)
+        iterator = iter(checked)
+        next(iterator)
+        with self.assertRaisesRegex(tf.errors.InvalidArgumentError, "same number of rows"):
+            next(iterator)
 
     def test_equal_rows_cost_nothing_where_they_are_known(self):
         dataset = tf.data.Dataset.from_tensors((tf.ones([4, 1]), None, tf.ones(4)))

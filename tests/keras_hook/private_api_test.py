@@ -25,6 +25,7 @@ from keras.src.saving import saving_lib
 from keras.src.trainers.compile_utils import CompileMetrics
 from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
 from tensorflow.python.data.experimental.ops import distribute
+from tensorflow.python.data.ops import dataset_ops, prefetch_op
 from tensorflow.python.distribute import distribute_lib, input_ops, one_device_strategy
 from tensorflow.python.framework import config, random_seed
 from tensorflow.python.ops import control_flow_util, summary_ops_v2
@@ -484,6 +485,14 @@ class DataTest(tf.test.TestCase):
         self.assertTrue(pipelines.reads_generator(behind))
         self.assertIs(pipelines.without_prefetch(behind), behind)
         self.assertFalse(pipelines.reads_generator(tf.data.Dataset.range(3).map(tf.identity).prefetch(2)))
+
+    def test_prefetches_and_options_are_datasets(self):
+        prefetched = tf.data.Dataset.range(3).prefetch(2)
+        self.assertIsInstance(prefetched, prefetch_op._PrefetchDataset)
+        self.assertEqual(int(prefetched._buffer_size), 2)
+        with_options = prefetched.with_options(tf.data.Options())
+        self.assertIsInstance(with_options, dataset_ops._OptionsDataset)
+        self.assertEqual(with_options._inputs(), [prefetched])
 
     def test_seeds_of_shuffles(self):
         tf.random.set_seed(None)
