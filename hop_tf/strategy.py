@@ -198,7 +198,7 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
         """Averages the floating-point weights of `model` over all ranks; equal to the bit afterwards.
 
         States with another owner become what `hop_tf.state` says: a sum, the maximum, rank 0's, or they stay the rank's
-        own. So does a state that a training step assigns and nobody has said anything about.
+        own. So does an untrained state that nobody has said anything about.
 
         A collective: every rank calls it, between calls of `fit`. A rank that has made less than 90 % of the steps that
         others have made in the last training is left behind: its weights do not count, and it gets those of the others;

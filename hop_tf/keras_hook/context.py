@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -171,8 +170,6 @@ class Extended:
         self.hooks = hooks
         # The trace of the step that is being traced: Keras re-enters the replica context within a step.
         self._trace: StepTrace | None = None
-        # Those made in the scope, by identity: a custom loop names no model.
-        self._trainable: weakref.WeakValueDictionary[int, tf.Variable] = weakref.WeakValueDictionary()
 
     @property
     def stream(self) -> int:
@@ -190,7 +187,7 @@ class Extended:
     def note_created(self, variable: tf.Variable) -> tf.Variable:
         """Notes a variable that was made in the scope, and returns it."""
         if variable.trainable:
-            self._trainable[id(variable)] = variable
+            self.hooks.note_created(variable)
         return variable
 
     def note_update(self) -> None:
@@ -242,7 +239,7 @@ class Extended:
     def _run_step(self, fn, args, kwargs, is_training: bool):
         if is_training:
             args, kwargs = self.hooks.own_rows((args, kwargs))
-        self._trace = trace = StepTrace(fn, (args, kwargs), list(self._trainable.values()))
+        self._trace = trace = StepTrace(fn, (args, kwargs))
         try:
             self.hooks.enter_step(trace)
             with tf.control_dependencies(trace.comes_first):

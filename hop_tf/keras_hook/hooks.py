@@ -86,6 +86,10 @@ class TrainingHooks(abc.ABC):
         """Whether `exchange` computes with the gradients; else it returns them."""
 
     @abc.abstractmethod
+    def note_created(self, variable: tf.Variable) -> None:
+        """Called when a variable that an optimizer may train was made in the scope."""
+
+    @abc.abstractmethod
     def refuse_update(self, optimizer: Any) -> None:
         """Called when `optimizer`, which was made in the scope, updates variables outside of `run`; may raise."""
 

@@ -46,7 +46,7 @@ def state(what: Any, owner: str) -> Any:
 
     Without a mark, `add_weight(aggregation=...)` counts ("mean", "sum", "only_first_replica"). Without that, the moving
     statistics of `BatchNormalization` are averaged, float8 scales become the maximum, and every other state stays the
-    rank's own. See the table in `docs/data.md`.
+    rank's own. See the tables in `docs/state.md`.
 
     Args:
       what: A variable of Keras or TensorFlow; a layer or a model, for all of its weights; a metric, for its states; or
@@ -162,16 +162,15 @@ def _state(variable: Any, layers: Sequence[keras.Layer]) -> State:
 
 
 def _told_owner(variable: Any, layers: Sequence[keras.Layer]) -> Owner | None:
-    """What the program says: a mark of the variable, of the innermost marked layer, or the variable's aggregation."""
+    """What the program says: a mark of the variable, its aggregation, or a mark of the innermost marked layer."""
     if (mark := mark_of(variable)) is not None:
         return mark
+    if (owner := _OF_AGGREGATIONS.get(tf_variable(variable).aggregation)) is not None:
+        return Owner.OWN if owner is Owner.MEAN and not _is_floating(variable) else owner
     marks = [mark for layer in layers if (mark := mark_of(layer)) is not None]
     if marks:
         return Owner.OWN if marks[-1] is Owner.MEAN and not _is_floating(variable) else marks[-1]
-    if getattr(variable, "overwrite_with_gradient", False):
-        return Owner.MAX
-    owner = _OF_AGGREGATIONS.get(tf_variable(variable).aggregation)
-    return Owner.OWN if owner is Owner.MEAN and not _is_floating(variable) else owner
+    return Owner.MAX if getattr(variable, "overwrite_with_gradient", False) else None
 
 
 def tf_variable(variable: Any) -> tf.Variable:

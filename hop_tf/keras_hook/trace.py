@@ -96,20 +96,17 @@ class StepTrace:
       states: For each exchange group, what its scheme keeps from before the update for after it.
       states_of_model: The model's states, and marked variables beside it; see `read_states`.
       has_ended: True when the step is traced, or has failed.
-      trainable: The variables that the step may train.
       reads_before_decay: True if somebody asks for weights before their decay, also for those that are not assigned.
 
     Args:
       fn: The step.
       arguments: Its arguments, among them the batch.
-      trainable: See above.
     """
 
-    def __init__(self, fn: Callable, arguments: Any = (), trainable: Sequence[tf.Variable] = ()):
+    def __init__(self, fn: Callable, arguments: Any = ()):
         self.model = trained_model(fn)
         self.draws_apart = self.model is not None or not is_keras_step(fn)
         self.has_ended = self.reads_before_decay = False
-        self.trainable = trainable
         self.comes_first: list[tf.Tensor] = []
         self.started_at: tf.Tensor | None = None
         self.num_updates = 0
@@ -125,6 +122,7 @@ class StepTrace:
         self._before_assignment: dict[int, tf.Tensor] = {}
         self._before_decay: dict[int, tf.Tensor] = {}
         self._is_updating = False
+        self._assigned_after: dict[int, tf.Variable] = {}  # Eagerly; a graph tells by its operations.
         # The variables that optimizers have updated, each with the number of operations that had assigned it by then.
         self._updated: dict[int, tuple[tf.Variable, int]] = {}
         self._alike: dict[int, int] = {}  # How often variables were assigned, by handles, when copies were alike.
@@ -199,7 +197,10 @@ class StepTrace:
 
     def note_assignment(self, variable: tf.Variable) -> None:
         """Notes that the step is about to assign a trained weight: called by what watches the weight."""
-        if self._is_updating or id(variable) in self._before_assignment or id(variable) in self._updated:
+        if self._is_updating or id(variable) in self._before_assignment:
+            return
+        if id(variable) in self._updated:
+            self._assigned_after[id(variable)] = variable
             return
         with contextlib.nullcontext() if self._graph is None else self._graph.as_default():
             self._before_assignment[id(variable)] = variable.read_value()
@@ -252,13 +253,17 @@ class StepTrace:
 
     def note_update(self, variables: Sequence[tf.Variable] = ()) -> None:
         """Notes that an optimizer has updated these variables, and has done all that it does with former ones."""
-        if self._graph is not None and (variables or self._updated):
-            updated = [*(variable for variable, _ in self._updated.values()), *variables]
-            counts = _num_assignments(self._graph)
-            self._updated = {id(variable): (variable, counts.get(_handle_id(variable), 0)) for variable in updated}
+        if not variables and not self._updated:
+            return
+        updated = [*(variable for variable, _ in self._updated.values()), *variables]
+        counts = {} if self._graph is None else _num_assignments(self._graph)
+        self._updated = {id(variable): (variable, counts.get(_handle_id(variable), 0)) for variable in updated}
+        self._assigned_after.clear()
 
     def assigned_after_update(self) -> list[tf.Variable]:
         """Variables that the step, as far as it is traced, has assigned since an optimizer had updated them."""
+        if self._graph is None:
+            return list(self._assigned_after.values())
         counts = _num_assignments(self._graph) if self._updated else {}
         return [variable for variable, before in self._updated.values() if counts.get(_handle_id(variable), 0) > before]
 

@@ -42,35 +42,41 @@ class Watch:
 
     A variable that is watched gets a class of its own, whose methods tell the watch. A step costs nothing by that.
     A `tf.function` that assigns a variable between two steps sets a flag each time it runs.
-
-    Attributes:
-      trace: The latest training step: told of what it assigns, until it has ended.
     """
 
     def __init__(self):
-        self.trace: StepTrace | None = None
+        self._trace: weakref.ref[StepTrace] | None = None
         self._watched: dict[int, weakref.ref[tf.Variable]] = {}
         self._values: list[tuple[tf.Variable, tf.Tensor]] = []
         self._assigned: dict[int, weakref.ref[tf.Variable]] = {}
-        self._in_graphs: dict[int, weakref.ref[tf.Variable]] = {}
-
-    @functools.cached_property
-    def flag(self) -> tf.Variable:
-        """True if a variable was assigned since `forget`: for graphs. It is made when somebody first asks for it."""
-        with tf.init_scope(), tf.device("/cpu:0"):
-            return tf.Variable(bool(self._assigned), trainable=False, name="hop_tf_assigned")
+        # Of each variable that a `tf.function` assigns: true if the function has run since `forget`.
+        self._in_functions: dict[int, tuple[weakref.ref[tf.Variable], tf.Variable]] = {}
 
     @property
-    def _has_flag(self) -> bool:
-        return "flag" in vars(self)
+    def trace(self) -> StepTrace | None:
+        """The training step that is traced, or run eagerly; None between two steps."""
+        trace = None if self._trace is None else self._trace()
+        return None if trace is None or trace.has_ended else trace
+
+    @trace.setter
+    def trace(self, trace: StepTrace) -> None:
+        self._trace = weakref.ref(trace)
+
+    @functools.cached_property
+    def _flag(self) -> tf.Variable:
+        """True if a watched variable was assigned since `forget`: for graphs. Made when a graph first asks."""
+        return _make_flag(bool(self._assigned))
 
     def add(self, variables: Sequence[tf.Variable]) -> None:
         """Watches variables from now on, as long as they live."""
-        self.add_in_steps(variables)
+        self.listen(variables)
         self._watched.update({id(variable): weakref.ref(variable) for variable in variables})
 
-    def add_in_steps(self, variables: Sequence[tf.Variable]) -> None:
-        """Watches variables from now on, but only in training steps."""
+    def listen(self, variables: Sequence[tf.Variable]) -> None:
+        """Watches variables in training steps. A function that assigns them counts once `add` was called.
+
+        A `tf.function` is traced once. So the watch has to listen before a program traces the function.
+        """
         for variable in variables:
             if getattr(variable, _WATCH, None) is None:
                 variable.__class__ = _watched(type(variable))
@@ -80,25 +86,39 @@ class Watch:
         """Called when a variable is about to be assigned."""
         if own_updates.runs:
             return
-        if self.trace is not None and not self.trace.has_ended:
-            self.trace.note_assignment(variable)
-            return
-        if id(variable) not in self._watched:
-            return
-        if not tf.executing_eagerly():
-            self._in_graphs[id(variable)] = weakref.ref(variable)
-            self.flag.assign(True)
-            return
-        self._assigned[id(variable)] = weakref.ref(variable)
-        if self._has_flag:
-            self.flag.assign(True)
+        if (trace := self.trace) is not None:
+            trace.note_assignment(variable)
+        elif not tf.executing_eagerly():
+            self._note_function(variable)
+        elif id(variable) in self._watched:
+            self._assigned[id(variable)] = weakref.ref(variable)
+            if "_flag" in vars(self):
+                self._flag.assign(True)
+
+    def _note_function(self, variable: tf.Variable) -> None:
+        if id(variable) not in self._in_functions:
+            self._in_functions[id(variable)] = weakref.ref(variable), _make_flag(False)
+        self._in_functions[id(variable)][1].assign(True)
+        if id(variable) in self._watched:  # A loop may look at this flag only.
+            self._flag.assign(True)
 
     def assigned(self) -> list[tf.Variable]:
-        """The variables that were assigned since `forget`; of those that a `tf.function` assigns, all that it does."""
-        references = dict(self._assigned)
-        if self._in_graphs and bool(self.flag):
-            references |= self._in_graphs
-        return [variable for each in references.values() if (variable := each()) is not None]
+        """The watched variables that were assigned since `forget`."""
+        if not self._assigned and not self._in_functions:
+            return []
+        in_functions = [each for each, flag in self._in_functions.values() if bool(flag)]
+        variables = [each() for each in (*self._assigned.values(), *in_functions)]
+        return [each for each in variables if each is not None and id(each) in self._watched]
+
+    def is_assigned(self) -> tf.Tensor:
+        """Emits the ops that tell if a watched variable was assigned since `forget`."""
+        flags = [flag for key, (_, flag) in self._in_functions.items() if key in self._watched]
+        return tf.reduce_any(tf.stack([self._flag, *flags])) if flags else self._flag.read_value()
+
+    def forget_in_graph(self) -> None:
+        """Emits the ops that take what was assigned for known: see `is_assigned`."""
+        for flag in (self._flag, *(flag for _, flag in self._in_functions.values())):
+            flag.assign(False)
 
     def remember(self) -> None:
         """Keeps the values of now, for `changed`. Costs no memory until variables are assigned."""
@@ -115,8 +135,15 @@ class Watch:
     def forget(self) -> None:
         """What was assigned so far has been taken."""
         self._assigned.clear()
-        if self._has_flag:
-            self.flag.assign(False)
+        if "_flag" in vars(self):
+            self._flag.assign(False)
+        for _, flag in self._in_functions.values():
+            flag.assign(False)
+
+
+def _make_flag(value: bool) -> tf.Variable:
+    with tf.init_scope(), tf.device("/cpu:0"):
+        return tf.Variable(value, trainable=False, name="hop_tf_assigned")
 
 
 @functools.cache

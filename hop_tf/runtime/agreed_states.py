@@ -55,10 +55,12 @@ class AgreedStates:
             )
 
     def is_averaged(self, state: State) -> bool:
-        """True if `synchronize` averages a state, or a trained weight: a float that nobody else owns."""
-        is_own = state.owner is Owner.OWN and state.is_marked
-        is_assigned = _holds(self._own.get(id(state.variable)), state.variable)
-        return state.variable.dtype.is_floating and state.owner not in _AGREED and not is_own and not is_assigned
+        """True if `synchronize` averages a variable: a float that an optimizer may train, or that is always averaged.
+
+        All ranks say the same, whatever their steps have assigned.
+        """
+        is_own = state.owner is Owner.OWN and (state.is_marked or not state.variable.trainable)
+        return state.variable.dtype.is_floating and state.owner not in _AGREED and not is_own
 
     def agree(self, states: Iterable[State], share: Callable[[bytes], Sequence[bytes]]) -> None:
         """Makes sums, maxima and rank 0's states equal on all ranks that take part, to the bit. A collective.

@@ -5,7 +5,6 @@ The second copy would take their place without a word. So what the scheme cannot
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable, Sequence
 
@@ -29,17 +28,21 @@ class Assignments:
 
     def __init__(self, scheme: Scheme):
         self._scheme = scheme
-        self._watch = None if scheme.takes_assignments else Watch()
+        self._watch = None if scheme.takes_assignments and scheme.keeps_assignments else Watch()
 
     def begin_step(self, trace: StepTrace, *, in_fit: bool) -> None:
-        """Watches the weights that the step may train; in a custom loop, other weights are read before their decay."""
+        """A step is traced, or run eagerly. In a custom loop, weights are read before their decay."""
         if self._watch is not None:
             self._watch.trace, trace.reads_before_decay = trace, not in_fit
-            self._watch.add_in_steps(trace.trainable)
+
+    def note_created(self, variable: tf.Variable) -> None:
+        """A variable was made in the scope that an optimizer may train."""
+        if self._watch is not None:
+            self._watch.listen([variable])
 
     def add(self, group: Group) -> None:
         """Watches the weights of a new group."""
-        if self._watch is not None:
+        if not self._scheme.takes_assignments:
             self._watch.add(self._scheme.watched(group))
 
     def begin_training(self) -> None:
@@ -73,12 +76,12 @@ class Assignments:
           trace: The step.
           in_fit: True for a step of `fit`, where `begin_batch` looks at what was assigned between two steps.
         """
-        if self._watch is None:
+        if self._scheme.takes_assignments:
             return
         self._check_before_update(trace.assigned_before_update(group.trained))
         if not in_fit:
-            take = functools.partial(self._scheme.take_assigned, group, trace.before_decay(group.trained))
-            self._check_loop(group.trained, take)
+            take = self._scheme.take_assigned
+            self._check_loop(group.trained, lambda: take(group, trace.before_decay(group.trained)))
 
     def _check_before_update(self, assigned: Sequence[Assigned]) -> None:
         """What is taken back, as in sharpness-aware minimization, leaves rounding behind."""
@@ -99,11 +102,11 @@ class Assignments:
         def take_or_fail() -> tf.Tensor:
             is_taken = take()
             with tf.control_dependencies([tf.debugging.Assert(is_taken, [error])]):
-                self._watch.flag.assign(False)
+                self._watch.forget_in_graph()
             return is_taken
 
         with tf.device("/cpu:0"):
-            tf.cond(self._watch.flag, take_or_fail, lambda: tf.constant(True))
+            tf.cond(self._watch.is_assigned(), take_or_fail, lambda: tf.constant(True))
 
     def _refuse(self, variables: Sequence[tf.Variable], when: str) -> None:
         if variables:
@@ -111,9 +114,9 @@ class Assignments:
 
     def _describe(self, variables: Sequence[tf.Variable], when: str) -> str:
         return (
-            f"{_TEXT} {when}: {names_of(variables)}. Under {type(self._scheme).__name__} that would be lost: it keeps "
-            "the weights of all ranks apart from those that a rank computes with. Take "
-            "PipeSGDStrategy(pipeline_width=1), HopStrategy or DTSStrategy."
+            f"{_TEXT} {when}, on rank {self._scheme.rank}: {names_of(variables)}. Under {type(self._scheme).__name__} "
+            "that would be lost: it keeps the weights of all ranks apart from those that a rank computes with. Take "
+            "PipeSGDStrategy(pipeline_width=1), HopStrategy, DTSStrategy or CanaryStrategy."
         )
 
     @property

@@ -423,7 +423,6 @@ class TrainingRun(TrainingHooks):
 
     def enter_step(self, trace: StepTrace) -> None:
         """Gives the model rank 0's initial values, before its first step."""
-        self._trace = trace
         refuse_times(
             emulates=self._emulated_compute is not None,
             measures=self.shares is not None and self.shares.is_automatic and trace.model is not None,
@@ -534,6 +533,11 @@ class TrainingRun(TrainingHooks):
             return value
         require_lock_step(self._scheme, "what all ranks have")
         return tf.nest.map_structure(lambda each: tf.concat(self.worker.collectives.all_gather(each), axis), value)
+
+    def note_created(self, variable: tf.Variable) -> None:
+        """See `Assignments`."""
+        if self._world_size > 1:
+            self._assignments.note_created(variable)
 
     def refuse_update(self, optimizer) -> None:
         """Raises ValueError: a custom loop does not go through `run`, and would train on this rank alone."""

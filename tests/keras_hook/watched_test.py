@@ -1,7 +1,9 @@
 """Assignments between two training steps, by each way that a program has."""
 
+import gc
 import os
 import tempfile
+import weakref
 
 import keras
 import numpy as np
@@ -75,12 +77,28 @@ class WatchTest(tf.test.TestCase, parameterized.TestCase):
             self._watch.forget()
         self.assertEmpty(self._names())
 
-    def test_the_flag_says_so_in_graphs(self):
-        self.assertFalse(bool(self._watch.flag))
-        self._kernel.assign_add(tf.ones([4, 3]))
-        self.assertTrue(bool(self._watch.flag))
+    def test_graphs_know_it(self):
+        halve = tf.function(lambda: self._kernel.assign(self._kernel * 0.5))
+        halve()
+        is_assigned = tf.function(self._watch.is_assigned)
+        for assign in (halve, lambda: self._kernel.assign_add(tf.ones([4, 3]))):
+            self._watch.forget()
+            self.assertFalse(bool(is_assigned()))
+            assign()
+            self.assertTrue(bool(is_assigned()))
+        tf.function(self._watch.forget_in_graph)()
+        self.assertFalse(bool(is_assigned()))
+
+    def test_a_function_that_was_traced_before_counts_once_its_variable_is_watched(self):
+        variable = tf.Variable([1.0])
+        self._watch.listen([variable])
+        double = tf.function(lambda: variable.assign(variable * 2))
+        double()
+        self.assertEmpty(self._names())
+        self._watch.add([variable])
         self._watch.forget()
-        self.assertFalse(bool(self._watch.flag))
+        double()
+        self.assertLen(self._watch.assigned(), 1)
 
     def test_what_a_step_assigns_is_told_to_the_step(self):
         self._watch.trace = trace = StepTrace(lambda: None)
@@ -92,13 +110,22 @@ class WatchTest(tf.test.TestCase, parameterized.TestCase):
         (assigned,) = trace.assigned_before_update([self._kernel, self._model.layers[0].bias.value])
         self.assertAllEqual(assigned.at_start, before)
         self.assertAllEqual(assigned.before_update, before + 1)
+        self.assertIsNotNone(self._watch.trace)
         trace.has_ended = True
+        self.assertIsNone(self._watch.trace)
         self._kernel.assign_add(tf.ones([4, 3]))
         self.assertLen(self._names(), 1)
 
+    def test_a_step_is_not_kept_alive(self):
+        trace = StepTrace(lambda: None)
+        self._watch.trace, step = trace, weakref.ref(trace)
+        del trace
+        gc.collect()
+        self.assertIsNone(step())
+
     def test_what_is_watched_in_steps_only(self):
         other = tf.Variable([1.0])
-        self._watch.add_in_steps([other])
+        self._watch.listen([other])
         other.assign([2.0])
         self.assertEmpty(self._names())
 

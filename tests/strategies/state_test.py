@@ -16,6 +16,7 @@ from absl import logging
 from absl.testing import absltest, parameterized
 
 import hop_tf
+from hop_tf.errors import HopError
 from support import MEMBERS, TWO_DEVICES
 
 _NUM_ROWS = 32
@@ -169,6 +170,7 @@ class AssignedWeightsTest(tf.test.TestCase, parameterized.TestCase):
             _of_ranks(name, run)
 
     @parameterized.parameters(*_MEMBERS)
+    @pytest.mark.slow(after=3)
     def test_in_a_step_before_the_update(self, name):
         """Spectral normalization assigns the kernel, and does not take that back."""
 
@@ -187,6 +189,7 @@ class AssignedWeightsTest(tf.test.TestCase, parameterized.TestCase):
             self._assert_equals_one_process(name, run)
 
     @parameterized.parameters(*_MEMBERS)
+    @pytest.mark.slow(after=3)
     def test_between_two_steps(self, name):
         """A mask of weights that a callback applies after each step."""
 
@@ -204,6 +207,36 @@ class AssignedWeightsTest(tf.test.TestCase, parameterized.TestCase):
                 self.assertAllClose(kernel[[1, 3, 4], 0], np.zeros(3), atol=0.2)
         else:
             self._assert_equals_one_process(name, run)
+
+    @parameterized.parameters("pipe_sgd_wide", "shat", "canary", "hop")
+    @pytest.mark.slow(after=1)
+    def test_eagerly_behind_the_update(self, name):
+        """Where no graph tells what a step assigns. What constraints assign is the optimizer's own."""
+
+        class Clipped(keras.Sequential):
+            def train_step(self, data):
+                logs = super().train_step(data)
+                for weight in self.trainable_weights if self.clips else ():
+                    weight.assign(tf.clip_by_value(weight, -0.1, 0.1))
+                return logs
+
+        def run(strategy, clips):
+            with strategy.scope():
+                constraint = keras.constraints.MaxNorm(0.5)
+                model = Clipped([keras.Input((6,)), _dense(kernel_constraint=constraint)])
+                model.compile(keras.optimizers.SGD(_LEARNING_RATE), "mse", run_eagerly=True)
+            model.clips = clips
+            _fit(model, strategy, epochs=1)
+            return model.layers[-1].kernel.numpy()
+
+        for kernel in _of_ranks(name, lambda strategy: run(strategy, False)):
+            self.assertLess(np.linalg.norm(kernel), 0.51)
+        if name == "hop":
+            for kernel in _of_ranks(name, lambda strategy: run(strategy, True)):
+                self.assertLess(np.abs(kernel).max(), 0.11)
+        else:
+            with self.assertRaisesRegex((ValueError, HopError), "Give the layer a constraint"):
+                _of_ranks(name, lambda strategy: run(strategy, True))
 
     @parameterized.parameters(*_KEEPS_A_COPY)
     @pytest.mark.slow
@@ -245,7 +278,20 @@ class AssignedWeightsTest(tf.test.TestCase, parameterized.TestCase):
                         with self.assertRaisesRegex(ValueError, f"weights were assigned {refused}.*kernel"):
                             member.run(run, **settings, **arguments)
 
+    @parameterized.parameters(*_KEEPS_A_COPY)
+    def test_a_function_that_was_traced_before_the_first_step(self, name):
+        def run(strategy):
+            with strategy.scope():
+                model = _linear()
+            kernel = model.layers[0].kernel
+            halve = tf.function(lambda: kernel.assign(kernel * 0.5))
+            begin = keras.callbacks.LambdaCallback(on_train_begin=lambda logs: halve())
+            _fit(model, strategy, callbacks=[begin, _at_batch_end(lambda batch: halve())])
+
+        self._assert_refused(name, run, "between two training steps")
+
     @parameterized.parameters(*_EXACT)
+    @pytest.mark.slow(after=2)
     def test_a_checkpoint_restored_in_a_loop(self, name):
         def run(strategy):
             with _scope(strategy):
@@ -318,6 +364,7 @@ class StatesTest(tf.test.TestCase, parameterized.TestCase):
     """States that no optimizer updates."""
 
     @parameterized.parameters(*_MEMBERS)
+    @pytest.mark.slow(after=3)
     def test_each_kind(self, name):
         def run(strategy):
             keras.utils.set_random_seed(1)
@@ -352,6 +399,7 @@ class StatesTest(tf.test.TestCase, parameterized.TestCase):
         self.assertFalse(any("teacher" in text or "largest" in text for text in texts), texts)
 
     @parameterized.parameters("pipe_sgd_wide", "dts", "hop")
+    @pytest.mark.slow(after=1)
     def test_scales_of_float8(self, name):
         """They hold the rows of all ranks, of which one has rows 100 times larger."""
         member, settings = _MEMBERS[name]
