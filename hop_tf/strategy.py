@@ -147,6 +147,7 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
                     shares=shares,
                     roster=self.training.roster,
                     recorder=self._recorder,
+                    on_state_taken=self.training.states.begin_here,
                 )
             except BaseException:
                 self._writer.close()

@@ -41,7 +41,8 @@ class Moment(enum.IntEnum):
 
     METRICS = 0
     STATES = 1
-    STOP = 2
+    SUMS = 2  # Only if ranks know different contributions to sums.
+    STOP = 3
 
 
 def _number_of(position: int, moment: int) -> int:

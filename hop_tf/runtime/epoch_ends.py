@@ -138,10 +138,11 @@ class EpochEnds:
     def agree_on_states(self, states: AgreedStates) -> None:
         """Makes sums, maxima and rank 0's states equal on the ranks at the same position, if ranks wait anyway."""
         if self.stops_together and self._has_agreed:
-            states.agree(states_of(self._model), self._share_states)
-
-    def _share_states(self, data: bytes) -> list[bytes]:
-        return list(self._agreement.agree(self._num_made, Moment.STATES, data).values())
+            moments = iter((Moment.STATES, Moment.SUMS))
+            states.agree(
+                states_of(self._model),
+                lambda data: list(self._agreement.agree(self._num_made, next(moments), data).values()),
+            )
 
     # Stop requests.
 

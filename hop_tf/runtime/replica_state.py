@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -110,9 +110,13 @@ class ReplicaState:
     """All variables that ranks begin with alike: weights, optimizer slots and counters.
 
     Variables are not kept alive. They are listed in the order in which they were added, the same on all ranks.
+
+    Args:
+      on_write: Called when this rank has taken over the values of another one.
     """
 
-    def __init__(self):
+    def __init__(self, on_write: Callable[[], None] = lambda: None):
+        self._on_write = on_write
         # Variables cannot be hashed: by identity.
         self._known: dict[int, weakref.ref] = {}
 
@@ -143,6 +147,7 @@ class ReplicaState:
     def write(self, payload: np.ndarray) -> None:
         """Assigns the values that another rank has read, joined as bytes."""
         write(self.variables(), payload)
+        self._on_write()
 
 
 def read(variables: Sequence[tf.Variable]) -> list[np.ndarray]:

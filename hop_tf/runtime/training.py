@@ -577,7 +577,7 @@ class TrainingRun(TrainingHooks):
                     beside=self._scheme.specs_beside(),
                     num_batches=self.data.num_batches,
                 )
-                self.states.begin(trace.states_of_model)
+                self.states.begin(trace.states_of_model, joins=self.worker.joining)
                 self._scheme.begin_group(groups[key])
                 self._assignments.add(groups[key])
         return groups[key]

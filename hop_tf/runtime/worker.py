@@ -75,6 +75,7 @@ class Worker:
       shares: What part of a batch a rank takes; where these change, ranks agree on them. Default: all parts are equal.
       roster: The ranks that share each batch. Default: all ranks share it, whoever is lost.
       recorder: Told of what happens on this rank; None: nobody is.
+      on_state_taken: Called when this rank, which joins the others, has taken over the variables of one of them.
 
     Attributes:
       membership: Who takes part.
@@ -103,6 +104,7 @@ class Worker:
         shares: BatchShares | None = None,
         roster: Roster | None = None,
         recorder: Recorder | None = None,
+        on_state_taken: Callable[[], None] = lambda: None,
     ):
         self._options = options
         self._roster = roster
@@ -132,7 +134,7 @@ class Worker:
         self._groups: list[Group] = []
         self._num_groups = 0
         self._retired_counters = collections.Counter()
-        state = ReplicaState()
+        state = ReplicaState(on_state_taken)
         self._joining = Joining(self.membership, state, options.timeout_seconds)
         self.collectives = RankCollectives(self.membership, self._joining, state, self._pool)
         self.epochs = EpochAgreement(self.membership, rounds_made=self._rounds_made, has_begun=self._has_begun)

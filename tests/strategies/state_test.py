@@ -17,6 +17,7 @@ from absl.testing import absltest, parameterized
 
 import hop_tf
 from hop_tf.errors import HopError
+from hop_tf.testing import InProcessCluster
 from support import MEMBERS, TWO_DEVICES
 
 _NUM_ROWS = 32
@@ -398,6 +399,26 @@ class StatesTest(tf.test.TestCase, parameterized.TestCase):
         self.assertTrue(any("rows" in text and "dense" in text for text in texts), texts)
         self.assertFalse(any("teacher" in text or "largest" in text for text in texts), texts)
 
+    def test_sums_of_epochs_of_different_lengths(self):
+        """A rank that misses an agreement counts once in the next one, at which all ranks are."""
+
+        def run(strategy):
+            with strategy.scope():
+                program = _compiled(StepCounter())
+            data = strategy.distribute_datasets_from_function(
+                lambda context: tf.data.Dataset.from_tensors((np.ones((8, 6)), np.ones((8, 1)))).repeat()
+            )
+            length = 4 if strategy.rank == 2 else 2
+            program.fit(data, steps_per_epoch=length, epochs=8 // length, verbose=0)
+            after_fit = int(program.num_steps.numpy())
+            strategy.synchronize(program)
+            return after_fit, int(program.num_steps.numpy())
+
+        def make(cluster_resolver):
+            return hop_tf.PipeSGDStrategy(pipeline_width=1, cluster_resolver=cluster_resolver)
+
+        self.assertAllEqual(InProcessCluster(3, make).run(run), [(24, 24)] * 3)
+
     @parameterized.parameters("pipe_sgd_wide", "dts", "hop")
     @pytest.mark.slow(after=1)
     def test_scales_of_float8(self, name):
@@ -421,6 +442,22 @@ class StatesTest(tf.test.TestCase, parameterized.TestCase):
         for history, scale in (first, second):
             self.assertAllClose(history.max(), np.abs(x).max())
             self.assertGreater(scale * 448, np.abs(x[:-1]).max() * 0.99)  # The largest number of float8 e4m3.
+
+
+class StepCounter(keras.Model):
+    """Counts the steps of all ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.network = _dense()
+        self.num_steps = self.add_weight(shape=(), dtype="int64", trainable=False, aggregation="sum")
+
+    def call(self, inputs):
+        return self.network(inputs)
+
+    def train_step(self, data):
+        self.num_steps.assign_add(1)
+        return super().train_step(data)
 
 
 def _at_batch_end(call):
