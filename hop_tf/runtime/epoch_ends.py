@@ -73,7 +73,6 @@ class EpochEnds:
         """An epoch begins."""
         self._num_before = self._num_made
         self._has_agreed = False
-        self._stops.end_epoch(self._num_made)
 
     def note_metrics(self, model: keras.Model) -> None:
         """The steps of an epoch are made: what follows may reset the metrics of this model."""
@@ -92,6 +91,7 @@ class EpochEnds:
           has_step: False if all steps were passed over: then its metrics of training count for nothing.
         """
         self._num_made = self._num_before + num_steps
+        self._stops.end_epoch(self._num_made)  # Before it is compared or told.
         if self.agrees and self._agreed_at < self._num_made:
             self._average(logs, weight, has_step)
         if self.stops_together and self._stops.is_asked:

@@ -21,8 +21,8 @@ _BEGUN = struct.Struct("<q")
 class StopAgreement:
     """Agrees on the last step of a `fit`, when a rank asks for that.
 
-    A rank that has left, or has made all of its steps, is not awaited. Where no rank asks, a step costs a comparison
-    under the rank's lock, and no message.
+    A rank that has left, or has made all of its steps, is not awaited. While no rank asks, a step costs a comparison
+    without a lock, and no message.
 
     Args:
       membership: Waiting and transport.
@@ -65,10 +65,14 @@ class StopAgreement:
         Raises:
           HopError: As `Membership.wait` does.
         """
+        # First count, then look. So a thread that is told meanwhile either counts these steps, too, or is seen here.
+        self.num_begun += number
+        if not self._told:
+            return True
         with self._membership.monitor:
-            if not self.is_asked:
-                self.num_begun += number
-                return True
+            if not self.is_asked or self._told[self._membership.rank] >= self.num_begun:
+                return True  # In the latter case the others count on these steps.
+            self.num_begun -= number
         if self.is_reached():
             return False
         self.num_begun += number  # Nobody is told this number any more.

@@ -257,12 +257,17 @@ class StopTest(parameterized.TestCase):
             ).run()
             self.assertEqual(job.epochs(), [[(37.0, 3), (37.0, 6)]] * 3)
 
-    def test_where_epochs_are_of_different_lengths(self):
+    @parameterized.parameters(True, False)
+    def test_where_epochs_are_of_different_lengths(self, knows_length):
         """Those in the middle of theirs end it early; those at the end of one may have to begin another one."""
         for seed in range(20):
             with logging_disabled():
                 job = _Job(
-                    lambda fit, rank: fit.fit([5] * 4 if rank == 0 else [3] * 6, stops_at_end=[0] if rank == 1 else []),
+                    lambda fit, rank: fit.fit(
+                        [5] * 4 if rank == 0 else [3] * 6,
+                        knows_length=knows_length,
+                        stops_at_end=[0] if rank == 1 else [],
+                    ),
                     3,
                     seed,
                 ).run()
