@@ -16,7 +16,7 @@ from tensorflow.python.distribute import input_ops
 
 from hop_tf.keras_hook.batch_rows import check_rows, has_rows, note_equal_rows, num_rows, require_equal_rows
 from hop_tf.keras_hook.common_order import in_common_order, order_of
-from hop_tf.keras_hook.pipelines import reads_generator, reads_service, without_prefetch
+from hop_tf.keras_hook.pipelines import reads_generator, reads_service, reads_workers, without_prefetch
 from hop_tf.keras_hook.roster import Roster
 from hop_tf.keras_hook.shares import BatchShares, equal_slice
 
@@ -45,8 +45,9 @@ class DataSharding:
       note_first: Called with a digest of the first batch of the training data, in each epoch.
       shares: What part of each batch a rank takes. Default: all take equal parts.
       seed: Returns the seed of the order in which the running `fit` shuffles.
-      roster: The ranks that share the batches of `fit`. Then `fit` gets whole batches, and a step takes `own_rows`.
-        Default: all ranks share them.
+      roster: The ranks that share the batches of `fit`. Default: all ranks share them.
+      slices_in_step: Whether `fit` gets whole batches, of which a step takes `own_rows`, so that ranks change in the
+        same step. Otherwise batches that were read ahead keep their slices when the roster changes. Default False.
 
     Attributes:
       num_batches: Of an epoch of the training data that ranks share in the running `fit`; 0 if it is not known.
@@ -61,6 +62,8 @@ class DataSharding:
         shares: BatchShares | None = None,
         seed: Callable[[], int] = lambda: _SEED_OF_LOOPS,
         roster: Roster | None = None,
+        *,
+        slices_in_step: bool = False,
     ):
         self.num_batches = 0
         self.num_steps: int | None = None
@@ -71,6 +74,7 @@ class DataSharding:
         self._shares = shares
         self._seed = seed
         self._roster = roster
+        self._slices_in_step = slices_in_step
         self._of_next = _Sharding.NONE
         self._whole: weakref.WeakSet[tf.data.Dataset] = weakref.WeakSet()
         self._inside_keras = 0
@@ -153,11 +157,17 @@ class DataSharding:
             dataset = without_prefetch(dataset)
         self._counts_next = self._inside_keras > 0
         note_first = self._note_first if self._inside_keras else None
-        is_sliced_in_step = self._inside_keras > 0 and self._roster is not None
-        if is_sliced_in_step:
-            self._roster.use(True)
+        roster = self._roster if self._inside_keras else None
+        if roster is not None:
+            roster.use(True)
         return slice_global_batches(
-            dataset, self._rank, self._world_size, note_first, self._shares, takes_all=is_sliced_in_step
+            dataset,
+            self._rank,
+            self._world_size,
+            note_first,
+            self._shares,
+            roster,
+            takes_all=roster is not None and self._slices_in_step,
         )
 
     def own_rows(self, batch: Any) -> Any:
@@ -166,12 +176,13 @@ class DataSharding:
         Args:
           batch: Any structure of tensors, and of other things, which are left as they are.
         """
+        if self._roster is None or not self._slices_in_step:
+            return batch
         leaf = next((leaf for leaf in tf.nest.flatten(batch) if _is_sliceable(leaf)), None)
-        if self._roster is None or leaf is None:
+        if leaf is None:
             return batch
         with tf.device("/cpu:0"):
-            start, end = self._roster.slice_of(num_rows(leaf))
-            return tf.nest.map_structure(lambda leaf: _rows(leaf, start, end) if _is_sliceable(leaf) else leaf, batch)
+            return _part(batch, *self._roster.slice_in_step(num_rows(leaf)), is_sliced=_is_sliceable)
 
 
 def _check_endless(dataset: tf.data.Dataset) -> None:
@@ -191,6 +202,7 @@ def slice_global_batches(
     world_size: int,
     note_first: Callable[[int], None] | None = None,
     shares: BatchShares | None = None,
+    roster: Roster | None = None,
     *,
     takes_all: bool = False,
 ) -> tf.data.Dataset:
@@ -207,6 +219,7 @@ def slice_global_batches(
       world_size: Number of ranks.
       note_first: Called with a digest of the first global batch of each epoch, on a thread of TensorFlow's.
       shares: What part a rank takes. Default: all take equal parts.
+      roster: The ranks that share a batch when it is sliced, by their shares. Default: all ranks share it.
       takes_all: Whether the rank takes whole batches, of which it takes its rows later. Default False.
 
     Returns:
@@ -216,6 +229,8 @@ def slice_global_batches(
     def slice_of(rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         if takes_all:  # They are sliced all the same: so what cannot be is refused here.
             return tf.constant(0, tf.int64), rows
+        if roster is not None:
+            return roster.slice_of(rows)
         return equal_slice(rows, rank, world_size) if shares is None else shares.slice_of(rows)
 
     def slice_batch(index, batch):
@@ -239,7 +254,7 @@ def slice_global_batches(
     are_late = shares is not None and shares.is_automatic and not takes_all
     if are_late or reads_generator(dataset):
         return slices().with_options(_without_prefetching())
-    if _must_not_run_ahead(dataset):
+    if reads_workers(dataset):
         return slices()
     return slices(num_parallel_calls=tf.data.AUTOTUNE, deterministic=True).prefetch(tf.data.AUTOTUNE)
 
@@ -256,15 +271,6 @@ def _note_digest(batch: Any, note: Callable[[int], None], order: str) -> None:
     ]
     digest = tf.strings.to_hash_bucket_fast(tf.strings.join([*parts, order]), 2**62)
     tf.numpy_function(lambda value: note(int(value)), [digest], [])
-
-
-def _must_not_run_ahead(dataset: tf.data.Dataset) -> bool:
-    """Whether it is one that Keras makes of a PyDataset with workers.
-
-    These prefetch by themselves. What is taken before an epoch begins would be taken from the workers' epoch before.
-    """
-    options = dataset.options()
-    return options.autotune.enabled is False and options.threading.private_threadpool_size == 1
 
 
 def _without_prefetching() -> tf.data.Options:
@@ -290,6 +296,7 @@ def without_autotuning(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def _is_sliceable(leaf) -> bool:
+    """Whether a step may slice it. What is a rank's own may have parts without rows, which stay as they are."""
     is_tensor = isinstance(leaf, (tf.Tensor, tf.SparseTensor, tf.RaggedTensor))
     return is_tensor and leaf.shape.rank != 0
 
@@ -387,5 +394,5 @@ def without_rows(batch: Any) -> Any:
     return _part(batch, 0, 0)
 
 
-def _part(batch: Any, start: int | tf.Tensor, end: int | tf.Tensor) -> Any:
-    return tf.nest.map_structure(lambda leaf: _rows(leaf, start, end) if has_rows(leaf) else leaf, batch)
+def _part(batch: Any, start: int | tf.Tensor, end: int | tf.Tensor, is_sliced: Callable[[Any], bool] = has_rows) -> Any:
+    return tf.nest.map_structure(lambda leaf: _rows(leaf, start, end) if is_sliced(leaf) else leaf, batch)

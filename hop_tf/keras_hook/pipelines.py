@@ -42,3 +42,12 @@ def without_prefetch(dataset: tf.data.Dataset) -> tf.data.Dataset:
 def reads_service(dataset: tf.data.Dataset) -> bool:
     """True if data come from the tf.data service."""
     return any(isinstance(each, data_service_ops._DataServiceDatasetV2) for each in datasets_behind(dataset))
+
+
+def reads_workers(dataset: tf.data.Dataset) -> bool:
+    """True if Keras has made it of a PyDataset with workers.
+
+    These prefetch by themselves. What is taken before an epoch begins would be taken from the workers' epoch before.
+    """
+    options = dataset.options()
+    return options.autotune.enabled is False and options.threading.private_threadpool_size == 1

@@ -1,8 +1,9 @@
 """`Roster`: the ranks that share each batch, where others share the rows of a rank that is lost.
 
-`tf.data` brings global batches, and the training step takes this rank's rows of them. A batch that is sliced in the
-step is sliced by what the steps before have found, also where an execution makes several steps. So ranks in lock step
-change in the same step.
+Where ranks agree on the roster, `tf.data` brings global batches, and the training step takes this rank's rows of them.
+A batch that is sliced in the step is sliced by what the steps before have found, also where an execution makes several
+steps. So ranks change in the same step. Elsewhere ranks do not change together anyhow: `tf.data` slices, ahead of the
+steps, and a change takes effect as many batches later as were read ahead.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Roster:
 
     @functools.cached_property
     def variable(self) -> tf.Variable:
-        """int64 vector: 1 for each rank that shares the batch of the next step, 0 for the others."""
+        """int64 vector: 1 for each rank that shares the batch that is sliced next, 0 for the others."""
         with tf.init_scope(), tf.device("/cpu:0"):
             return tf.Variable(self._everybody, dtype=tf.int64, trainable=False, name="hop_tf_roster")
 
@@ -52,7 +53,7 @@ class Roster:
 
     @property
     def present(self) -> list[int]:
-        """1 for each rank that shares the batch of the next step, 0 for the others."""
+        """1 for each rank that shares the batch that is sliced next, 0 for the others."""
         return self.variable.numpy().tolist()
 
     # Between steps.
@@ -69,7 +70,7 @@ class Roster:
             self._in_use_variable.assign(is_in_use)
 
     def note_missing(self, ranks: set[int]) -> None:
-        """These ranks, and no others, do not share the next batch, as far as this rank knows."""
+        """These ranks, and no others, do not share batches that are sliced from now on, as far as this rank knows."""
         if ranks != self._missing:
             self._missing = ranks
             self.variable.assign([int(rank not in ranks) for rank in range(len(self._everybody))])
@@ -81,7 +82,10 @@ class Roster:
     # In the graph.
 
     def growth(self) -> tf.Tensor:
-        """Emits the ops that tell how many times this rank's slice is the one that it has when all ranks are there."""
+        """Emits the ops that tell how many times this rank's slice is the one that it has when all ranks are there.
+
+        That is the slice of the batch that is sliced next. A batch that was read ahead may have another.
+        """
         shares = tf.constant(self._everybody, tf.int64) if self._shares is None else self._shares.read()
         part = tf.reduce_sum(self.variable * shares) / tf.reduce_sum(shares)
         return tf.where(self._in_use_variable.read_value(), 1 / part, 1.0)
@@ -97,18 +101,21 @@ class Roster:
             self.variable.assign(present)
 
     def slice_of(self, num_rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Emits the ops that compute this rank's slice of a step's batch, as of `BatchShares.slice_of`.
+        """Emits the ops that compute this rank's slice of a batch, as of `BatchShares.slice_of`.
 
         Args:
           num_rows: int64 scalar.
 
         Returns:
-          int64 scalars: its first row, and the one behind its last, or behind that of any batch.
+          int64 scalars: its first row, and the one behind its last.
         """
-        if self._shares is None:
-            ends = tf.cumsum(self.variable)
-            start, end = equal_slice(num_rows, ends[self._rank] - 1, ends[-1])
-        else:
-            start, end = self._shares.slice_of(num_rows, self.variable.read_value())
+        if self._shares is not None:
+            return self._shares.slice_of(num_rows, self.variable.read_value())
+        ends = tf.cumsum(self.variable)
+        return equal_slice(num_rows, ends[self._rank] - 1, ends[-1])
+
+    def slice_in_step(self, num_rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """As `slice_of`, in a training step, which may get a batch that is not shared: then, all of its rows."""
+        start, end = self.slice_of(num_rows)
         is_in_use = self._in_use_variable.read_value()
         return tf.where(is_in_use, start, 0), tf.where(is_in_use, end, _END)

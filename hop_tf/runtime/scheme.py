@@ -30,7 +30,8 @@ class Scheme(abc.ABC):
       takes_between_epochs: True if weights that callbacks assign between two epochs of `fit` count all the same.
       in_lock_step: Whether each rank waits for all others anyhow, so that they may also do so for `strategy.reduce`.
       agrees_on_roster: Whether ranks find by the means that they exchange which ranks share a batch, where the others
-        share the rows of one that is lost (see `Roster`). Otherwise each rank goes by what it knows of the others.
+        share the rows of one that is lost (see `Roster`). Otherwise each rank goes by what it knows of the others,
+        and changes when it hears of a loss, or of a return.
       settles_loops: Whether `synchronize` merges what is under way in a custom loop, as the end of `fit` does.
     """
 

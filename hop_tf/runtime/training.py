@@ -111,6 +111,7 @@ class TrainingRun(TrainingHooks):
             self.shares,
             seed=lambda: self.worker.membership.seed,
             roster=self.roster,
+            slices_in_step=scheme.agrees_on_roster,
         )
         self.states = AgreedStates(rank)
         self.statistics = StepStatistics()

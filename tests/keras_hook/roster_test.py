@@ -20,6 +20,12 @@ def _roster(rank, shares=None):
     return roster
 
 
+def _sharding(roster, rank, slices_in_step=True):
+    return DataSharding(
+        rank, _NUM_RANKS, lambda digest: None, roster._shares, roster=roster, slices_in_step=slices_in_step
+    )
+
+
 def _subsets():
     ranks = range(_NUM_RANKS)
     return [set(each) for size in range(1, _NUM_RANKS + 1) for each in itertools.combinations(ranks, size)]
@@ -92,7 +98,7 @@ class OwnRowsTest(tf.test.TestCase, parameterized.TestCase):
         dataset = tf.data.Dataset.from_tensors(batch)
         for rank in range(_NUM_RANKS):
             roster = Roster(rank, _NUM_RANKS)
-            data = DataSharding(rank, _NUM_RANKS, lambda digest: None, roster=roster)
+            data = _sharding(roster, rank)
             data.begin_fit([])
             with data.keras_call():
                 (whole,) = data.part_of(dataset)
@@ -111,7 +117,7 @@ class OwnRowsTest(tf.test.TestCase, parameterized.TestCase):
     def test_data_that_are_a_rank_s_own_are_left_as_they_are(self):
         """Also where parts of a batch have other numbers of rows."""
         roster = Roster(1, _NUM_RANKS)
-        data = DataSharding(1, _NUM_RANKS, lambda digest: None, roster=roster)
+        data = _sharding(roster, 1)
         batch = {
             "dense": tf.range(3),
             "sparse": tf.sparse.from_dense(tf.linalg.diag(tf.range(1, 8))),
@@ -127,13 +133,65 @@ class OwnRowsTest(tf.test.TestCase, parameterized.TestCase):
 
     def test_a_fit_that_has_ended_leaves_batches_whole(self):
         roster = Roster(1, _NUM_RANKS)
-        data = DataSharding(1, _NUM_RANKS, lambda digest: None, roster=roster)
+        data = _sharding(roster, 1)
         data.begin_fit([])
         with data.keras_call():
             data.part_of(tf.data.Dataset.range(8).batch(8))
         self.assertLen(data.own_rows(tf.range(8)), 2)
         data.end_fit()
         self.assertLen(data.own_rows(tf.range(8)), 8)
+
+
+class ReadAheadTest(tf.test.TestCase, parameterized.TestCase):
+    """Where ranks go by their own knowledge, the step costs nothing more."""
+
+    def _sharded(self, roster, dataset, slices_in_step=False):
+        data = _sharding(roster, 1, slices_in_step)
+        data.begin_fit([])
+        with data.keras_call():
+            return data, data.part_of(dataset)
+
+    @parameterized.parameters(None, [[1, 2, 1, 4]])
+    def test_tf_data_slices_and_the_step_takes_what_it_gets(self, shares):
+        roster = _roster(1, shares)
+        data, part = self._sharded(roster, tf.data.Dataset.range(16).batch(8))
+        own = next(iter(part))
+        self.assertAllEqual(own, [2, 3] if shares is None else [1, 2])
+        batch = (own, None)
+        self.assertIs(data.own_rows(batch), batch)
+
+    @parameterized.parameters(None, [[1, 2, 1, 4]])
+    def test_a_change_counts_for_what_is_not_read_ahead(self, shares):
+        """What is read ahead is a few batches. Those that are sliced just then have the old or the new slice."""
+        roster = _roster(1, shares)
+        _, part = self._sharded(roster, tf.data.Dataset.range(8 * 1000).batch(8))
+        iterator = iter(part)
+        places = [tuple(next(iterator).numpy() % 8)]
+        roster.note_missing({0, 3})
+        places += [tuple(each.numpy() % 8) for each in iterator]
+        self.assertLen(places, 1000)
+        old, new = ((2, 3), (0, 1, 2, 3)) if shares is None else ((1, 2), (0, 1, 2, 3, 4))
+        self.assertEqual(places[0], old)
+        self.assertEqual(set(places), {old, new})
+        self.assertEqual(set(places[500:]), {new})
+
+    def test_a_generator_and_automatic_shares_are_not_read_ahead(self):
+        def generate():
+            for _ in range(20):
+                yield np.arange(8)
+
+        generated = tf.data.Dataset.from_generator(generate, output_signature=tf.TensorSpec([8], tf.int64))
+        for shares, dataset in ((AUTO, tf.data.Dataset.range(8 * 20).batch(8)), (None, generated)):
+            roster = _roster(1, shares)
+            iterator = iter(self._sharded(roster, dataset)[1])
+            self.assertLen(next(iterator), 2)
+            roster.note_missing({0, 3})
+            self.assertLen(next(iterator), 4)
+
+    @parameterized.parameters(False, True)
+    def test_a_step_of_ranks_that_agree_slices(self, slices_in_step):
+        _, part = self._sharded(_roster(1), tf.data.Dataset.range(8).batch(8), slices_in_step)
+        self.assertLen(next(iter(part)), 8 if slices_in_step else 2)
 
 
 if __name__ == "__main__":

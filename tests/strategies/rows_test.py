@@ -219,7 +219,11 @@ class FailureTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual(rows[0], list(range(own.start, own.stop)))
             # Under Canary, a slow rank passes over batches.
             self.assertEqual([row % _BATCH_SIZE for row in rows[-1]], list(range(halves[index], halves[index + 1])))
-            self.assertLen({row // _BATCH_SIZE for row in rows[-1]}, 1)
+            for of_step in rows:
+                self.assertLen({row // _BATCH_SIZE for row in of_step}, 1)
+            # Batches that were read ahead keep their slices.
+            places = [tuple(row % _BATCH_SIZE for row in of_step) for of_step in rows]
+            self.assertEqual(set(places), {tuple(range(own.start, own.stop)), places[-1]})
 
 
 _NUM_STEPS, _NUM_EPOCHS = 30, 6
