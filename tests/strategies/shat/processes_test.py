@@ -176,13 +176,14 @@ class ShatProcessesTest(tf.test.TestCase, parameterized.TestCase):
     @pytest.mark.stress(after=1)
     @pytest.mark.slow
     def test_a_killed_worker_is_not_waited_for_and_joins_again(self, consistency):
-        args = (None, _NUM_EPOCHS, None, consistency)
+        num_epochs = 4 * _NUM_EPOCHS  # The others train on until the worker is back, also on a busy machine.
+        args = (None, num_epochs, None, consistency)
         with MultiProcessRunner(_run, num_workers=3, num_ps=1, args=args) as runner:
             runner.wait_for_output(2, "step 10")
             runner.kill(2)
             runner.restart(2)
             results = runner.join().raise_for_errors()
-        values, num_steps_each = results.values, _NUM_STEPS * _NUM_EPOCHS
+        values, num_steps_each = results.values, _NUM_STEPS * num_epochs
         self.assertEqual([error for *_, error in values], [""] * 3)
         self.assertEqual([num_steps for _, _, num_steps, _ in values], [num_steps_each] * 3)
         # Updates: each push of both of its incarnations, or each step of all, in part with it alone at the end.
