@@ -1,4 +1,4 @@
-"""Who owns the state of a program: the variables that no optimizer updates, and the states of metrics.
+"""The owners of a program's state: of the variables that no optimizer updates, and of the states of metrics.
 
 Trained weights belong to the strategy. All else belongs to the program, and only the program knows what several ranks
 should make of it: a moving mean is averaged, a queue of features is not. Keras's own layers are known. Everything else
@@ -20,7 +20,7 @@ _MARK = "hop_tf_state"
 
 
 class Owner(enum.StrEnum):
-    """What becomes of a state on several ranks."""
+    """The ways in which ranks share a state."""
 
     MEAN = "mean"
     SUM = "sum"
@@ -96,7 +96,7 @@ def _check(what: Any, owner: Owner) -> None:
 
 
 def mark_of(what: Any) -> Owner | None:
-    """What `state` has said of a variable, a layer or a metric; None if nothing."""
+    """The owner that `state` has given a variable, a layer or a metric; None without a mark."""
     return getattr(what, _MARK, None)
 
 

@@ -133,7 +133,7 @@ class Watch:
         return [v for v, before in values if id(v) in assigned and not _are_alike(v.numpy(), before.numpy())]
 
     def forget(self) -> None:
-        """What was assigned so far has been taken."""
+        """Forgets the assignments made so far: the scheme has taken them."""
         self._assigned.clear()
         if "_flag" in vars(self):
             self._flag.assign(False)

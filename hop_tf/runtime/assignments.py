@@ -84,7 +84,7 @@ class Assignments:
             self._check_loop(group.trained, lambda: take(group, trace.before_decay(group.trained)))
 
     def _check_before_update(self, assigned: Sequence[Assigned]) -> None:
-        """What is taken back, as in sharpness-aware minimization, leaves rounding behind."""
+        """Allows for rounding: sharpness-aware minimization takes its assignments back, but not to the bit."""
         error = self._describe([each.variable for each in assigned], "in a training step, before the update")
         for each in assigned:
             bound = ROUNDING.get(each.at_start.dtype, UNDONE) * tf.reduce_max(tf.abs(each.at_start))
@@ -121,7 +121,7 @@ class Assignments:
 
     @property
     def _advice(self) -> str:
-        """What a callback or a custom loop can do in the place of assignments between two steps."""
+        """The advice for callbacks and custom loops that assign weights between two steps."""
         if self._scheme.takes_between_epochs:
             return (
                 " Or assign them in on_epoch_end or on_epoch_begin, on all ranks; in a custom loop, right after "
