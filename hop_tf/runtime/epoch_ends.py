@@ -148,6 +148,8 @@ class EpochEnds:
 
     def begin_steps(self, number: int) -> bool:
         """The next steps are about to begin; False if this rank has to stop before them."""
+        if self._model is None:  # Keras looks at the first batch, to build the model from it.
+            return True
         if self.stops_together and not self._stops.begin_steps(number):
             self._model.stop_training = True
             return False

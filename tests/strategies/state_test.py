@@ -183,9 +183,9 @@ class AssignedWeightsTest(tf.test.TestCase, parameterized.TestCase):
 
         if name in _KEEPS_A_COPY:
             self._assert_refused(name, run, "in a training step, before the update")
-        elif name == "canary":
+        elif name == "canary":  # What the other rank has changed comes on top, in the worst case all of it at the end.
             for weights in _of_ranks(name, run):
-                self.assertAllClose(np.linalg.norm(weights[0], 2), 1.0, atol=0.2)
+                self.assertBetween(np.linalg.norm(weights[0], 2), 0.8, 2.0)
         else:
             self._assert_equals_one_process(name, run)
 
