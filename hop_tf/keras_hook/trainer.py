@@ -252,11 +252,17 @@ def _wrapped_build(method: Callable) -> Callable:
         elif iterator is not None:
             build_from = None if has_no_call(self) else lambda batch: method(self, data_batch=batch)
             context, num_devices = extended.hooks.input_context, len(extended.worker_devices)
-            build_from_first(build_from, iterator, self, context, num_devices, extended.hooks.own_rows)
+            build_from_first(build_from, iterator, self, context, num_devices, _rows_of_step(iterator))
         elif not has_no_call(self):
             method(self, data_batch=data_batch)
 
     return build
+
+
+def _rows_of_step(iterator: TFEpochIterator) -> Callable[[Any], Any]:
+    """Takes this rank's rows of a training batch. Validation, also within `fit`, and prediction take whole batches."""
+    hooks = iterator._hop_tf_trains
+    return (lambda batch: batch) if hooks is None else hooks.own_rows
 
 
 def _wrapped_iterator(method: Callable) -> Callable:

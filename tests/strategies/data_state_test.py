@@ -201,7 +201,11 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
             error_of_validation = error_of(model.evaluate, x, y, batch_size=16, verbose=0)
             return str(error), history.history["val_loss"], str(error_of_validation)
 
-        for error, losses, error_of_validation in MEMBERS["hop"].run(run):
+        self._check_one_batch_size(MEMBERS["hop"].run(run))
+        self._check_one_batch_size(MEMBERS["pipe_sgd"].run(run, on_peer_loss="continue"))
+
+    def _check_one_batch_size(self, results):
+        for error, losses, error_of_validation in results:
             self.assertIn("`model.fit(..., batch_size=16, validation_batch_size=8)`", error)
             self.assertIn("`model.evaluate(..., batch_size=8)`", error_of_validation)
             self.assertAllInRange(losses, 0.0, 10.0)
