@@ -51,7 +51,6 @@ class DataSharding:
 
     Attributes:
       num_batches: Of an epoch of the training data that ranks share in the running `fit`; 0 if it is not known.
-      num_steps: Of an epoch of the running or last `fit` on this rank; 0 if it is not known, None before that is asked.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class DataSharding:
         slices_in_step: bool = False,
     ):
         self.num_batches = 0
-        self.num_steps: int | None = None
+        self._awaits_first = False
         self._counts_next = False
         self._rank = rank
         self._world_size = world_size
@@ -81,7 +80,7 @@ class DataSharding:
 
     def begin_fit(self, x: object) -> None:
         """A `fit` on `x` begins."""
-        self.num_steps = None
+        self._awaits_first = True
         if isinstance(x, tf.data.Dataset):
             self._of_next = _Sharding.NONE if x in self._whole else _Sharding.BY_POLICY
         elif isinstance(x, types.GeneratorType):
@@ -96,15 +95,13 @@ class DataSharding:
         if self._roster is not None:
             self._roster.use(False)
 
-    def count_batches(self, number: int | None, num_steps: int | None) -> bool:
-        """Keras has counted the batches of the dataset that it has distributed last, and the steps of an epoch.
+    def count_batches(self, number: int | None) -> bool:
+        """Keras has counted the batches of the dataset that it has distributed last.
 
         Returns:
           True if it is the first one of the running `fit`.
         """
-        is_first = self.num_steps is None
-        if is_first:
-            self.num_steps = num_steps or 0
+        is_first, self._awaits_first = self._awaits_first, False
         if self._counts_next:
             self._counts_next = False
             self.num_batches = number or 0

@@ -43,10 +43,8 @@ class TrainingHooks(abc.ABC):
         """Whether `fit`, `evaluate` or `predict` runs."""
 
     @abc.abstractmethod
-    def count_batches(self, number: int | None, num_steps: int | None) -> bool:
-        """Called when Keras has had a dataset distributed, with the numbers of its batches, and of an epoch's steps.
-
-        The latter is that of the former, or `steps_per_epoch`. Numbers that Keras does not know are None.
+    def count_batches(self, number: int | None) -> bool:
+        """Called when Keras has had a dataset distributed, with the number of its batches; None if Keras does not know.
 
         Returns:
           True if it is the first one of a `fit`: the training data.
@@ -169,7 +167,8 @@ class TrainingHooks(abc.ABC):
 
         Args:
           logs: The metrics, those of validation included.
-          num_steps: How many steps the epoch had, which may have been broken off.
+          num_steps: How many steps the epoch had, which may have been broken off. Executions of several steps count as
+            full.
         """
 
     @abc.abstractmethod

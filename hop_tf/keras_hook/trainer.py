@@ -274,7 +274,7 @@ def _wrapped_iterator(method: Callable) -> Callable:
         self._hop_tf_trains = None
         if isinstance(distribute_strategy.extended, Extended):
             hooks = distribute_strategy.extended.hooks
-            is_first = hooks.count_batches(self._num_batches, self.num_batches)
+            is_first = hooks.count_batches(self._num_batches)
             self._hop_tf_trains = hooks if is_first and hooks in _fits.hooks else None
 
     return make
@@ -287,16 +287,24 @@ def _wrapped_enumeration(method: Callable) -> Callable:
     def enumerate_steps(self):
         steps = method(self)
         hooks = self._hop_tf_trains
-        return steps if hooks is None else _until_stopped(steps, hooks, self.steps_per_execution)
+        return steps if hooks is None else _until_stopped(steps, hooks, self)
 
     return enumerate_steps
 
 
-def _until_stopped(steps: Iterator, hooks: TrainingHooks, number: int) -> Iterator:
+def _until_stopped(steps: Iterator, hooks: TrainingHooks, epoch: TFEpochIterator) -> Iterator:
+    size = epoch.steps_per_execution
     for step in steps:
-        if not hooks.begin_steps(number):
+        if not hooks.begin_steps(size if size == 1 else _size_of_execution(epoch)):
             return
         yield step
+
+
+def _size_of_execution(epoch: TFEpochIterator) -> int:
+    """The number of steps of the next execution: known data may have fewer batches left than an execution takes."""
+    size, num_batches = epoch.steps_per_execution, epoch._num_batches
+    num_before = epoch._steps_seen - size  # Keras has counted the execution as full. `steps_per_epoch` cuts none off.
+    return min(size, num_batches - num_before) if num_batches else size
 
 
 def _refuse_outside_step(optimizer: BaseOptimizer) -> None:

@@ -43,6 +43,7 @@ class EpochEnds:
         self._states: tuple[int, MetricStates] | None = None  # And when: after how many steps that had begun.
         self._num_before = self._num_made = 0  # Steps in the `fit`: before the epoch, and by now.
         self._num_begun = 0  # Also those for which no data was left.
+        self._num_begun_before = 0  # Before the epoch.
         self._agreed_at = -1  # The last position.
         self._has_agreed = self._has_warned = False  # The first one: in this epoch.
 
@@ -71,7 +72,7 @@ class EpochEnds:
 
     def begin_epoch(self) -> None:
         """An epoch begins."""
-        self._num_before = self._num_made
+        self._num_before, self._num_begun_before = self._num_made, self._num_begun
         self._has_agreed = False
 
     def note_metrics(self, model: keras.Model) -> None:
@@ -86,11 +87,11 @@ class EpochEnds:
 
         Args:
           logs: This rank's.
-          num_steps: How many steps the epoch had.
+          num_steps: How many steps the epoch had, by Keras's count: it takes each execution of several steps for full.
           weight: What this rank weighs in means.
           has_step: False if all steps were passed over: then its metrics of training count for nothing.
         """
-        self._num_made = self._num_before + num_steps
+        self._num_made = self._num_before + min(num_steps, self._num_begun - self._num_begun_before)
         self._stops.end_epoch(self._num_made)  # Before it is compared or told.
         if self.agrees and self._agreed_at < self._num_made:
             self._average(logs, weight, has_step)

@@ -333,7 +333,6 @@ class TrainingRun(TrainingHooks):
         if not has_step:
             logs.update({name: math.nan for name in logs if not name.startswith(VALIDATION)})
         if self.worker is not None:
-            num_steps = min(num_steps, self.data.num_steps or num_steps)  # More, where k steps do not divide an epoch.
             weight = 1.0 if self._rows is None else self._rows.take_weight()
             self.worker.epoch_ends.end_epoch(logs, num_steps, weight=weight, has_step=has_step)
             self.worker.epoch_ends.agree_on_states(self.states)
@@ -388,9 +387,9 @@ class TrainingRun(TrainingHooks):
         """See `DataSharding`."""
         return self.data.is_inside_keras
 
-    def count_batches(self, number: int | None, num_steps: int | None) -> bool:
+    def count_batches(self, number: int | None) -> bool:
         """See `DataSharding`."""
-        return self.data.count_batches(number, num_steps)
+        return self.data.count_batches(number)
 
     @property
     def num_loss_parts(self) -> int:

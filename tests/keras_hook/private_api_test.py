@@ -170,6 +170,24 @@ class PrivateApiTest(tf.test.TestCase):
             model.fit(np.ones((8, 2)), np.ones((8, 1)), batch_size=1, epochs=2, callbacks=[record], verbose=0)
         self.assertEqual(calls, [0, 1, "end"] * 2)
 
+    def test_executions_of_several_steps_are_counted_as_full_before_they_begin(self):
+        enumerate_steps, calls = TFEpochIterator._enumerate_iterator, []
+
+        def noting(self):
+            for step in enumerate_steps(self):
+                calls.append((step[0], self._steps_seen, self._num_batches))
+                yield step
+
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse", steps_per_execution=4)
+        known = tf.data.Dataset.from_tensor_slices((np.ones((10, 2)), np.ones((10, 1)))).batch(1)
+        with mock.patch.object(TFEpochIterator, "_enumerate_iterator", noting):
+            model.fit(known, epochs=2, steps_per_epoch=5, verbose=0)
+            model.fit(known.repeat(), epochs=2, steps_per_epoch=5, verbose=0)
+        # The first epoch of five steps makes eight: only the end of the data cuts an execution off.
+        self.assertEqual(calls[:3], [(0, 4, 10), (4, 8, 10), (0, 12, 10)])
+        self.assertEqual(calls[-4:], [(0, 4, None), (4, 8, None), (0, 12, None), (4, 16, None)])
+
     def test_metrics_of_compile_are_lists_of_metrics(self):
         metric, weighted = keras.metrics.AUC(), keras.metrics.Precision()
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, activation="sigmoid")])

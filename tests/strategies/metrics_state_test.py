@@ -318,7 +318,43 @@ class StopTest(parameterized.TestCase):
 
         first, second = _LOCK_STEP["pipe_sgd"].run(run)
         self.assertEqual(first, second)
-        self.assertLess(first[0], 3 * _STEPS)
+        self.assertIn(first, [(4, 1), (6, 1)] if "steps_per_execution" in settings else [(1, 1), (2, 1)])
+
+    @parameterized.product(name=["pipe_sgd", "pipe_sgd_1", "dts"], all_ask=[True, False])
+    @pytest.mark.slow(after=1)
+    def test_stop_in_an_execution_for_which_few_batches_are_left(self, name, all_ask):
+        """Two of four steps: the epoch ends with them, so that no rank has begun more."""
+
+        def run(strategy):
+            asks = all_ask or strategy.rank == NUM_RANKS - 1
+            stops = [_StopAt("on_train_batch_end", 1)] * asks
+            return _trained(strategy, lambda model: stops, steps_per_execution=4)[:2]
+
+        stop = _StopAt("on_train_batch_end", 1)
+        self.assertEqual(_trained(_Plain(), lambda model: [stop], steps_per_execution=4)[:2], (6, 1))
+        self.assertEqual(_LOCK_STEP[name].run(run), [(6, 1)] * NUM_RANKS)
+
+    @parameterized.product(data=["shorter", "longer", "endless", "of unknown length"], at=[1, 2])
+    @pytest.mark.slow(after=1)
+    def test_all_ask_in_executions_of_several_steps(self, data, at):
+        """Keras's `steps_per_epoch=5` makes eight steps in executions of four, if the data has them."""
+
+        def run(strategy):
+            with strategy.scope():
+                model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+                model.compile("sgd", "mse", steps_per_execution=4)
+            num_batches = 5 if data == "shorter" else 14
+            x, y = np.ones((num_batches * _BATCH_SIZE, 3)), np.ones((num_batches * _BATCH_SIZE, 1))
+            dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(_BATCH_SIZE)
+            if data == "of unknown length":
+                dataset = _unknown(x[: 6 * _BATCH_SIZE], y[: 6 * _BATCH_SIZE])
+            settings = {} if data == "of unknown length" else {"steps_per_epoch": 5}
+            dataset = dataset.repeat() if data == "endless" else dataset
+            stop = _StopAt("on_train_batch_end", at)
+            history = model.fit(dataset, epochs=4, callbacks=[stop], verbose=0, **settings)
+            return int(model.optimizer.iterations), len(history.epoch)
+
+        self.assertEqual(_LOCK_STEP["pipe_sgd_1"].run(run), [run(_Plain())] * NUM_RANKS)
 
     @pytest.mark.slow
     def test_accumulated_gradients(self):
