@@ -93,15 +93,21 @@ class Proxy:
     Args:
       target: "host:port" to pass connections on to.
       change: Called with each piece of what goes to the target; returns what to pass on instead.
+      change_back: The same, of what comes from the target.
 
     Attributes:
       address: "host:port" of the proxy.
       num_bytes: How much it has passed on.
     """
 
-    def __init__(self, target: str, change: Callable[[bytes], bytes] = lambda data: data):
+    def __init__(
+        self,
+        target: str,
+        change: Callable[[bytes], bytes] = lambda data: data,
+        change_back: Callable[[bytes], bytes] = lambda data: data,
+    ):
         self._target = split_address(target)
-        self._change = change
+        self._change, self._change_back = change, change_back
         self._server = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._server.getsockname()[1]}"
         self.num_bytes = 0
@@ -156,7 +162,7 @@ class Proxy:
                 with self._lock:
                     self._sockets |= {near, far}
                 self._start(self._forward, near, far, self._change)
-                self._start(self._forward, far, near, lambda data: data)
+                self._start(self._forward, far, near, self._change_back)
 
     def _forward(self, source: socket.socket, sink: socket.socket, change: Callable[[bytes], bytes]) -> None:
         with contextlib.suppress(OSError):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import math
 import socket
 import struct
+import termios
 from collections.abc import Callable
 
 import numpy as np
@@ -21,9 +23,21 @@ _READ_BYTES = 1 << 18
 _WRITE_BYTES = 1 << 19
 # Up to here one copy costs less than a second system call.
 _SMALL_MESSAGE_BYTES = 1 << 16
+# A frame that has begun goes on within this time, or the connection is made anew. Who waits for a frame asks this often
+# if it is in vain.
+IDLE_SECONDS = 10.0
 # Linux's number, which Python does not tell, and its word for no limit.
 SO_MAX_PACING_RATE = 47
+_INT = struct.Struct("@i")
 _NO_LIMIT = struct.pack("@L", 2 ** (8 * struct.calcsize("@L")) - 1)
+
+
+def _do_nothing() -> None:
+    pass
+
+
+def _stalled() -> TimeoutError:
+    return TimeoutError(f"a frame that had begun did not go on for {IDLE_SECONDS:.0f} s")
 
 
 class Connection:
@@ -36,6 +50,7 @@ class Connection:
     def __init__(self, connected: socket.socket):
         self._socket = connected
         self._bytes_per_second = math.inf
+        self._num_written = 0
         self._sent: Checksums | NoChecksums = NoChecksums()
         self._received: Checksums | NoChecksums = NoChecksums()
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -51,9 +66,22 @@ class Connection:
         """Limits how long reading and writing may block."""
         self._socket.settimeout(timeout_seconds)
 
-    def protect(self, sent: Checksums | NoChecksums, received: Checksums | NoChecksums) -> None:
-        """The greeting is over: every frame ends with a checksum from now on."""
+    def end_greeting(self, sent: Checksums | NoChecksums, received: Checksums | NoChecksums) -> None:
+        """From now on every frame ends with a checksum, and only reading in the middle of a frame has a time limit."""
         self._sent, self._received = sent, received
+        self._socket.settimeout(None)
+        # The kernel's own limit, and not Python's, with which a call does not fill the whole buffer.
+        seconds, rest = divmod(IDLE_SECONDS, 1.0)
+        limit = struct.pack("@ll", int(seconds), int(rest * 1e6))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+
+    def num_received_there(self) -> int:
+        """How many bytes of messages the other machine has taken, though its process may not have read them yet."""
+        try:
+            (num_under_way,) = _INT.unpack(fcntl.ioctl(self._socket, termios.TIOCOUTQ, bytes(_INT.size)))
+        except OSError:  # As in some sandboxes.
+            num_under_way = 0
+        return self._num_written - num_under_way
 
     def limit_rate(self, bytes_per_second: float) -> None:
         """What is written leaves no faster than that from now on, headers of packets included; `math.inf`: no limit.
@@ -76,6 +104,7 @@ class Connection:
     def write_message(self, message: Outgoing) -> None:
         """Writes a message, straight from its arrays where it is large."""
         start = encode_start(message)
+        self._num_written += len(start) + message.num_bytes
         checksum = self._sent.begin(start)
         if message.num_bytes <= _SMALL_MESSAGE_BYTES:
             for array in message.payload:
@@ -98,14 +127,17 @@ class Connection:
         if num_sent < piece.nbytes + checksum.nbytes:
             self._socket.sendall(checksum[max(0, num_sent - piece.nbytes) :])
 
-    def read_frame(self) -> Frame | None:
+    def read_frame(self, while_idle: Callable[[], object] = _do_nothing) -> Frame | None:
         """Reads a frame without a payload; None at the end of the stream.
+
+        Args:
+          while_idle: Called now and then while no frame comes, once the greeting is over.
 
         Raises:
           ProtocolError: If it is none, or was changed on its way.
           OSError: If the connection is broken.
         """
-        head = self._read_head()
+        head = self._read_head(while_idle)
         if head is None:
             return None
         parsed = decode_head(head)
@@ -139,9 +171,14 @@ class Connection:
         self._fill(buffer, checksum, heard)
         return parsed.frame(text), buffer
 
-    def _read_head(self) -> bytes | None:
-        first = self._socket.recv(HEAD_BYTES)
-        return first + self._read(HEAD_BYTES - len(first)) if first else None
+    def _read_head(self, while_idle: Callable[[], object] = _do_nothing) -> bytes | None:
+        while True:
+            try:
+                first = self._socket.recv(HEAD_BYTES)
+            except BlockingIOError:
+                while_idle()
+            else:
+                return first + self._read(HEAD_BYTES - len(first)) if first else None
 
     def _read_text(self, head: bytes, parsed: Head) -> Frame:
         """The frame that begins with `head` and has no payload."""
@@ -157,7 +194,10 @@ class Connection:
             piece = buffer[filled : filled + _READ_BYTES]
             # The last piece and the checksum come in one call.
             behind = [tail] if filled + piece.size == buffer.size else []
-            count = self._socket.recvmsg_into([piece, *behind], 0, socket.MSG_WAITALL)[0]
+            try:
+                count = self._socket.recvmsg_into([piece, *behind], 0, socket.MSG_WAITALL)[0]
+            except BlockingIOError:
+                raise _stalled() from None
             if not count:
                 raise ConnectionResetError("the connection was closed within a message")
             checksum.add(piece[:count])
@@ -180,7 +220,10 @@ class Connection:
         """So many bytes of a frame that has begun."""
         data = b""
         while len(data) < num_bytes:
-            piece = self._socket.recv(num_bytes - len(data))
+            try:
+                piece = self._socket.recv(num_bytes - len(data))
+            except BlockingIOError:
+                raise _stalled() from None
             if not piece:
                 raise ConnectionResetError("the connection was closed within a frame")
             data += piece

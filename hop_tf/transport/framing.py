@@ -1,10 +1,16 @@
 """How messages become bytes, and bytes messages.
 
-A *frame* is what the two ends of a stream exchange. It begins with a fixed little-endian head (`_HEAD`), followed by
-the queue's name, the message's header, and the payload. After the greeting it ends with a checksum (`checksum.py`). On
-a gRPC stream a frame holds only the first bytes of a large payload; the next *chunks* on the stream are its remaining
-bytes and nothing else, so that bulk data is neither parsed nor wrapped. All lengths are checked against limits before
+A *frame* is what the two ends of a stream exchange. It begins with a fixed little-endian head, followed by the queue's
+name, the message's header, and the payload. After the greeting it ends with a checksum (`checksum.py`). On a gRPC
+stream a frame holds only the first bytes of a large payload; the next *chunks* on the stream are its remaining bytes
+and nothing else, so that bulk data is neither parsed nor wrapped.
+
+The head ends with a CRC of its own. So a length is not used before it is verified: who believed a wrong one would wait
+for bytes that nobody sends, or take the next frame for a payload. Then all lengths are compared with limits, before
 anything is allocated.
+
+The head and the greeting (`control.proto`) are the same in every version, so that two versions can tell each other that
+they differ. `PROTOCOL_VERSION` says what is sent after the greeting.
 """
 
 from __future__ import annotations
@@ -12,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import struct
+import zlib
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -20,7 +27,7 @@ from hop_tf.errors import ProtocolError
 from hop_tf.tensors.buffers import BufferPool
 from hop_tf.transport.checksum import Checksums, NoChecksums, check_equal
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 CHUNK_BYTES = 1 << 20
 MAX_QUEUE_BYTES = 255
 MAX_HEADER_BYTES = 1 << 16
@@ -28,9 +35,11 @@ MAX_PAYLOAD_BYTES = 1 << 36
 MAX_LANES = 16
 
 _MAGIC = b"hopT"
+_HEAD_VERSION = 4  # Of the head and the greeting.
 # magic, version, kind, flags, sequence, payload length, header length, queue length.
-_HEAD = struct.Struct("<4sBBHQQIH")
-HEAD_BYTES = _HEAD.size
+_FIELDS = struct.Struct("<4sBBHQQIH")
+_CRC = struct.Struct("<I")
+HEAD_BYTES = _FIELDS.size + _CRC.size
 _ACK_REQUESTED = 1
 _RECORDED = 2
 _NOTHING = BufferPool().take(0)
@@ -105,6 +114,23 @@ class Frame:
     is_recorded: bool = False
 
 
+def encode_head(
+    kind: int, *, flags: int = 0, sequence: int = 0, payload: int = 0, header: int = 0, queue: int = 0
+) -> bytes:
+    """The first `HEAD_BYTES` bytes of a frame.
+
+    Args:
+      kind: What the frame is for.
+      flags: See `Frame`.
+      sequence: See `Frame`.
+      payload: Length of the payload.
+      header: Length of the header.
+      queue: Length of the queue's name.
+    """
+    fields = _FIELDS.pack(_MAGIC, _HEAD_VERSION, kind, flags, sequence, payload, header, queue)
+    return fields + _CRC.pack(zlib.crc32(fields))
+
+
 def encode(kind: FrameKind, *, sequence: int = 0, body: bytes = b"") -> bytes:
     """A frame that carries no message.
 
@@ -113,14 +139,19 @@ def encode(kind: FrameKind, *, sequence: int = 0, body: bytes = b"") -> bytes:
       sequence: See `Frame`.
       body: A greeting's protobuf message.
     """
-    return _HEAD.pack(_MAGIC, PROTOCOL_VERSION, kind, 0, sequence, 0, len(body), 0) + body
+    return encode_head(kind, sequence=sequence, header=len(body)) + body
 
 
 def encode_start(message: Outgoing) -> bytes:
     """The beginning of a message's frame, up to the payload."""
-    flags = _ACK_REQUESTED * message.ack_requested | _RECORDED * message.is_recorded
-    lengths = (message.num_bytes - len(message.header), len(message.header), len(message.queue))
-    head = _HEAD.pack(_MAGIC, PROTOCOL_VERSION, FrameKind.MESSAGE, flags, message.sequence, *lengths)
+    head = encode_head(
+        FrameKind.MESSAGE,
+        flags=_ACK_REQUESTED * message.ack_requested | _RECORDED * message.is_recorded,
+        sequence=message.sequence,
+        payload=message.num_bytes - len(message.header),
+        header=len(message.header),
+        queue=len(message.queue),
+    )
     return b"".join((head, message.queue, message.header))
 
 
@@ -175,13 +206,15 @@ def decode_head(data: bytes) -> Head:
     """Parses the first `HEAD_BYTES` bytes of a frame.
 
     Raises:
-      ProtocolError: If it is none, or a length in it is beyond its limit.
+      ProtocolError: If it is none, was changed on its way, or a length in it is beyond its limit.
     """
     if len(data) < HEAD_BYTES:
         raise ProtocolError(f"a frame of {len(data)} bytes is none.")
-    magic, version, kind, flags, sequence, payload_bytes, header_bytes, queue_bytes = _HEAD.unpack_from(data)
-    if magic != _MAGIC or version != PROTOCOL_VERSION:
-        raise ProtocolError(f"a frame must begin with {_MAGIC!r}, version {PROTOCOL_VERSION}. Received: {data[:5]!r}.")
+    magic, version, kind, flags, sequence, payload_bytes, header_bytes, queue_bytes = _FIELDS.unpack_from(data)
+    if magic != _MAGIC or version != _HEAD_VERSION:
+        raise ProtocolError(f"a frame must begin with {_MAGIC!r}, version {_HEAD_VERSION}. Received: {data[:5]!r}.")
+    if _CRC.unpack_from(data, _FIELDS.size) != (zlib.crc32(data[: _FIELDS.size]),):
+        raise ProtocolError("the head of a frame has a wrong CRC: it was changed on its way.")
     if kind not in _KINDS or flags & ~(_ACK_REQUESTED | _RECORDED):
         raise ProtocolError(f"a frame has unknown kind {kind} or flags {flags}.")
     if queue_bytes > MAX_QUEUE_BYTES or header_bytes > MAX_HEADER_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:

@@ -15,8 +15,9 @@ from hop_tf.errors import ProtocolError
 from hop_tf.records import Recorder
 from hop_tf.records.clocks import offset_of
 from hop_tf.transport.checksum import Checksums, NoChecksums
+from hop_tf.transport.connection import IDLE_SECONDS
 from hop_tf.transport.framing import Frame, FrameKind, decode, decode_checked, encode, encode_message
-from hop_tf.transport.link import Link
+from hop_tf.transport.link import OVERDUE, Link
 from hop_tf.transport.outbox import Outbox
 from hop_tf.transport.peer import Peer
 from hop_tf.transport.proof import Session
@@ -27,6 +28,8 @@ CLOCK = struct.Struct("<d")
 _PROBE_SECONDS, _PROBE_ROUND_TRIPS = 1.0, 3
 # The first heartbeats follow each other quickly: how long the way is shall be known early, and one may be delayed here.
 _FIRST_PAUSES_SECONDS = (0.0, 0.02, 0.05)
+# A process may be busy, or stopped for a while. Later than that, what was sent or the answer was lost.
+_MAX_PONG_SECONDS = 2 * IDLE_SECONDS
 # So many in a row are not sent where the peer was heard anyway: how long the way is may change.
 _MAX_SPARED = 4
 
@@ -78,6 +81,8 @@ class GrpcLink(Link):
             # collector: at the interpreter's end that one might wait for the lock of a thread that is no more.
             error.__traceback__ = None
             self._was_unavailable = error.code() is grpc.StatusCode.UNAVAILABLE
+            if connection.is_overdue:
+                return OVERDUE
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                 return "it is busy with connections that do not greet"  # See `StreamHandler.service`.
             return str(error.details())
@@ -113,9 +118,13 @@ class GrpcLink(Link):
             yield from self._heartbeats(connection, self._heartbeat_seconds)
 
     def _messages(self, connection: _Connection) -> Iterator[bytes]:
-        while (message := self._outbox.take(connection.epoch)) is not None:
-            yield from encode_message(message, connection.sent)
-            del message  # Not kept alive while the next one is awaited.
+        while self._outbox.is_current(connection.epoch):
+            message = self._outbox.take(connection.epoch, IDLE_SECONDS)
+            if message is not None:
+                yield from encode_message(message, connection.sent)
+                del message  # Not kept alive while the next one is awaited.
+            elif self._patience.is_over(self._outbox.num_unacknowledged):
+                self._doubt(connection)
 
     def _heartbeats(self, connection: _Connection, interval_seconds: float) -> Iterator[bytes]:
         for pause in _FIRST_PAUSES_SECONDS:
@@ -129,7 +138,17 @@ class GrpcLink(Link):
                 num_spared += 1
                 continue
             num_spared = 0
+            if connection.pinged_at and time.monotonic() - connection.pinged_at[0] > _MAX_PONG_SECONDS:
+                self._doubt(connection)
             yield connection.ping()
+
+    def _doubt(self, connection: _Connection) -> None:
+        """Ends the stream: what was sent does not arrive, or the answer to it does not."""
+        connection.is_overdue = True
+        connection.end()
+        with self._lock:
+            if self._end_stream is not None:
+                self._end_stream()
 
     # What comes back.
 
@@ -184,6 +203,7 @@ class _Connection:
       sent: Checksums of what this side sends, once it is accepted.
       received: Those of what the peer sends.
       epoch: Number of the connection, see `Outbox`.
+      is_overdue: Whether it is ended since an answer is overdue.
       pinged_at: When the heartbeats were sent that have no answer yet.
     """
 
@@ -193,7 +213,7 @@ class _Connection:
         self._ended = False
         self._hello: bytes | None = None
         self.session: Session | None = None
-        self.accepted = False
+        self.accepted = self.is_overdue = False
         self.sent: Checksums | NoChecksums = NoChecksums()
         self.received: Checksums | NoChecksums = NoChecksums()
         self.epoch = -1

@@ -97,7 +97,8 @@ class Handshake:
         self._generation: int | None = None
         self._peers = peers
         self._incarnation = incarnation
-        self._identity = {_PROTOCOL_FIELD: str(PROTOCOL_VERSION), **identity}
+        self._version = PROTOCOL_VERSION
+        self._identity = {_PROTOCOL_FIELD: str(self._version), **identity}
         self._secret = secret
         self._guesses = guesses
         self._encrypted = encrypted
@@ -141,7 +142,7 @@ class Handshake:
         """
         session = Session(self._secret, challenge, encrypted=self._encrypted)
         hello = control_pb2.Hello(
-            protocol_version=PROTOCOL_VERSION,
+            protocol_version=self._version,
             sender=self._rank,
             receiver=peer.rank,
             lane=lane,

@@ -14,8 +14,44 @@ from hop_tf.transport.outbox import Outbox
 from hop_tf.transport.peer import Peer
 from hop_tf.transport.proof import Session
 
+# Why a link makes its stream anew, though nothing has failed.
+OVERDUE = "an acknowledgement is overdue"
 _FIRST_BACKOFF_SECONDS = 0.02
 _MAX_BACKOFF_SECONDS = 0.5
+
+
+class Patience:
+    """Whether it is time to make a stream anew, since nothing of what was sent on it arrives.
+
+    A receiver may also take its time, or a slow link; then a new stream is of no use, but does no harm. So each one has
+    twice the patience of the one before.
+    """
+
+    def __init__(self):
+        self._limit = 1  # Questions.
+        self._begin()
+
+    def _begin(self) -> None:
+        self._progress: object = None
+        self._num_in_vain = 0
+
+    def is_over(self, num_awaited: int, progress: object = None) -> bool:
+        """To be asked at equal intervals while no answer comes.
+
+        Args:
+          num_awaited: How many answers are awaited.
+          progress: Something that changes while what was sent is still on its way.
+        """
+        if num_awaited and (num_awaited, progress) == self._progress:
+            self._num_in_vain += 1
+        else:
+            self._num_in_vain = 0
+        self._progress = num_awaited, progress
+        if self._num_in_vain < self._limit:
+            return False
+        self._limit *= 2
+        self._begin()
+        return True
 
 
 class Link(abc.ABC):
@@ -40,6 +76,7 @@ class Link(abc.ABC):
         self._outbox = outbox
         self._handshake = handshake
         self._on_error = on_error
+        self._patience = Patience()
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._end_stream: Callable[[], object] | None = None

@@ -99,6 +99,12 @@ class Outbox:
             return not self._kept
 
     @property
+    def num_unacknowledged(self) -> int:
+        """How many messages the running connection has taken whose acknowledgement has not come."""
+        with self._condition:
+            return self._num_taken
+
+    @property
     def load(self) -> tuple[int, int]:
         """How many bytes are kept, and the number of the last message."""
         with self._condition:
@@ -197,6 +203,11 @@ class Outbox:
             if message.is_recorded:
                 self._sending = (message, time.time())
             return message
+
+    def is_current(self, epoch: int) -> bool:
+        """Whether connection `epoch` is the running one."""
+        with self._condition:
+            return not self._ended(epoch)
 
     def wait_message(self) -> bool:
         """Waits until there is a message; False if the outbox was closed."""

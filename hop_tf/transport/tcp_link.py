@@ -12,6 +12,7 @@ from hop_tf.errors import HopError, ProtocolError
 from hop_tf.transport.connection import Connection
 from hop_tf.transport.framing import FrameKind, encode
 from hop_tf.transport.grpc_link import GrpcLink
+from hop_tf.transport.link import OVERDUE
 from hop_tf.transport.proof import Session
 
 _CONNECT_TIMEOUT_SECONDS = 5.0
@@ -152,8 +153,7 @@ class TcpLink(GrpcLink):
         connection.write(encode(FrameKind.HELLO, body=hello))
         epoch = self._accepted(self._read_greeting(connection, FrameKind.HELLO_REPLY), session)
         try:
-            connection.protect(sent=session.checksums("client"), received=session.checksums("server"))
-            connection.set_timeout(None)
+            connection.end_greeting(sent=session.checksums("client"), received=session.checksums("server"))
             self._exchange(connection, epoch)
         finally:
             self._peer.link_down()
@@ -185,8 +185,12 @@ class TcpLink(GrpcLink):
             raise problems[0]
 
     def _read_acknowledgements(self, connection: Connection, epoch: int, problems: list[Exception]) -> None:
+        def doubt() -> None:
+            if self._patience.is_over(self._outbox.num_unacknowledged, connection.num_received_there()):
+                raise TimeoutError(OVERDUE)
+
         try:
-            while (frame := connection.read_frame()) is not None:
+            while (frame := connection.read_frame(while_idle=doubt)) is not None:
                 if frame.kind != FrameKind.ACKNOWLEDGE:
                     raise ProtocolError(f"{self._peer} answered with an unexpected {frame.kind.name}.")
                 self._peer.heard()

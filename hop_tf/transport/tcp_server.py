@@ -180,8 +180,8 @@ class TcpServer:
         greeting.peer.link_up()
         try:
             connection.write(encode(FrameKind.HELLO_REPLY, body=self._handshake.accept(greeting, received_sequence)))
-            connection.protect(sent=greeting.session.checksums("server"), received=greeting.session.checksums("client"))
-            connection.set_timeout(None)
+            session = greeting.session
+            connection.end_greeting(sent=session.checksums("server"), received=session.checksums("client"))
             lane = _Lane(connection, greeting.peer, inbox, epoch, self._pool)
             while lane.take_message():
                 pass

@@ -1,3 +1,5 @@
+import zlib
+
 import numpy as np
 from absl.testing import absltest
 from hypothesis import given, settings
@@ -22,7 +24,7 @@ def head(**fields):
     """The first bytes of a frame that carries nothing, with some fields replaced."""
     values = {
         "magic": b"hopT",
-        "version": framing.PROTOCOL_VERSION,
+        "version": framing._HEAD_VERSION,
         "kind": FrameKind.MESSAGE,
         "flags": 0,
         "sequence": 1,
@@ -30,7 +32,8 @@ def head(**fields):
         "header": 0,
         "queue": 0,
     }
-    return framing._HEAD.pack(*{**values, **fields}.values())
+    data = framing._FIELDS.pack(*{**values, **fields}.values())
+    return data + zlib.crc32(data).to_bytes(4, "little")
 
 
 class FramingTest(absltest.TestCase):
@@ -70,7 +73,7 @@ class FramingTest(absltest.TestCase):
     @given(st.binary(max_size=100), st.booleans())
     def test_random_bytes_are_refused(self, data, with_magic):
         if with_magic:
-            data = b"hopT" + bytes([framing.PROTOCOL_VERSION]) + data
+            data = b"hopT" + bytes([framing._HEAD_VERSION]) + data
         try:
             frame = framing.decode(data)
         except ProtocolError:
@@ -84,7 +87,8 @@ class FramingTest(absltest.TestCase):
             "empty": b"",
             "short": head()[:-1],
             "magic": head(magic=b"HTTP"),
-            "version": head(version=framing.PROTOCOL_VERSION + 1),
+            "version": head(version=framing._HEAD_VERSION + 1),
+            "length that was changed": head()[:16] + b"\1" + head()[17:],
             "kind": head(kind=77),
             "flags": head(flags=0x80),
             "queue beyond the frame": head(queue=10),

@@ -5,6 +5,7 @@ Half of what is tried are real messages in which something was changed. `make st
 
 import contextlib
 import os
+import zlib
 
 import hypothesis
 import numpy as np
@@ -20,6 +21,7 @@ from hop_tf.transport import control_pb2
 from hop_tf.transport.base import Message
 from hop_tf.transport.checksum import NoChecksums
 from hop_tf.transport.framing import (
+    HEAD_BYTES,
     PROTOCOL_VERSION,
     Assembler,
     FrameKind,
@@ -53,6 +55,12 @@ def _changed(real: bytes) -> st.SearchStrategy[bytes]:
     return st.one_of(st.binary(max_size=300), changes)
 
 
+def _with_crc(data: bytes) -> bytes:
+    """The frame with the right CRC in its head."""
+    end = HEAD_BYTES - 4
+    return data[:end] + zlib.crc32(data[:end]).to_bytes(4, "little") + data[HEAD_BYTES:]
+
+
 def _frames() -> list[bytes]:
     payload = np.arange(100, dtype=np.uint8)
     message = Outgoing(1, b"queue", b"header", [payload], 106)
@@ -61,8 +69,12 @@ def _frames() -> list[bytes]:
 
 class FramingTest(tf.test.TestCase):
     @fuzzed
-    @hypothesis.given(st.sampled_from(_frames()).flatmap(_changed), st.lists(st.binary(max_size=60), max_size=5))
-    def test_frames(self, data, chunks):
+    @hypothesis.given(
+        st.sampled_from(_frames()).flatmap(_changed), st.lists(st.binary(max_size=60), max_size=5), st.booleans()
+    )
+    def test_frames(self, data, chunks, is_head_right):
+        if is_head_right:  # Otherwise its CRC alone would find almost every change.
+            data = _with_crc(data)
         for parse in (decode, lambda data: decode_checked(data, NoChecksums())):
             with contextlib.suppress(ProtocolError):
                 parse(data)

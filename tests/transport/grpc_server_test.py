@@ -116,10 +116,7 @@ class GarbageTest(TransportTestMixin, absltest.TestCase):
         self.check_works(second, first)
 
         def head(payload, queue):
-            return (
-                framing._HEAD.pack(b"hopT", framing.PROTOCOL_VERSION, FrameKind.MESSAGE, 0, 1, payload, 0, len(queue))
-                + queue
-            )
+            return framing.encode_head(FrameKind.MESSAGE, sequence=1, payload=payload, queue=len(queue)) + queue
 
         short_payload = head(5, b"q")
         cases = {

@@ -4,6 +4,7 @@ import datetime
 import ipaddress
 import tempfile
 import time
+import unittest.mock
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +16,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from hop_tf.errors import MismatchError
 from hop_tf.options import CommunicationOptions
 from hop_tf.testing.transports import DEADLINE_SECONDS, TransportTestMixin, wait_until
-from hop_tf.transport import GrpcTransport, TcpTransport
+from hop_tf.transport import GrpcTransport, TcpTransport, handshake
 from hop_tf.transport.certificates import names_host
+from hop_tf.transport.framing import PROTOCOL_VERSION
 
 
 class GreetingTest(TransportTestMixin, absltest.TestCase):
@@ -51,6 +53,21 @@ class GreetingTest(TransportTestMixin, absltest.TestCase):
                 wait_until(lambda: all(t.status(1 - t.rank).failure for t in transports))  # noqa: B023
                 self.assertRegex(str(transports[rank].status(1 - rank).failure), "'option.new': '' there, 'x' here")
                 self.assertRegex(str(transports[1 - rank].status(rank).failure), "'option.new': 'x' there, '' here")
+
+    def test_another_version_is_a_mismatch(self):
+        """Of either side; whatever comes after the greeting."""
+        for rank in (0, 1):
+            with self.subTest(newer=rank):
+                addresses = self.addresses(2)
+                first = self.start_at(rank, addresses)
+                with unittest.mock.patch.object(handshake, "PROTOCOL_VERSION", PROTOCOL_VERSION + 1):
+                    second = self.start_at(1 - rank, addresses)
+                second.connect(rank)
+                wait_until(lambda: first.status(1 - rank).failure and second.status(rank).failure)  # noqa: B023
+                there, here = (repr(str(PROTOCOL_VERSION + newer)) for newer in (1, 0))
+                failure = first.status(1 - rank).failure
+                self.assertIsInstance(failure, MismatchError)
+                self.assertRegex(str(failure), f"disagrees on 'transport.protocol': {there} there, {here} here")
 
     def test_a_wrong_token_is_refused_and_the_others_go_on(self):
         addresses = self.addresses(3)

@@ -209,9 +209,7 @@ class FloodTest(TransportTestMixin, absltest.TestCase):
         with unittest.mock.patch.object(strangers, "GREETING_SECONDS", 0.3):
             end = self.connect(first)
             Connection(end).read_frame()
-        head = framing._HEAD.pack(
-            b"hopT", framing.PROTOCOL_VERSION, FrameKind.HELLO, 0, 0, 0, framing.MAX_HEADER_BYTES, 0
-        )
+        head = framing.encode_head(FrameKind.HELLO, header=framing.MAX_HEADER_BYTES)
         deadline = time.monotonic() + DEADLINE_SECONDS
         with self.assertRaises(OSError):  # At this pace the hello would take 20 minutes.
             for byte in head + bytes(framing.MAX_HEADER_BYTES):

@@ -135,7 +135,7 @@ class TcpTransportTest(TransportTestMixin, absltest.TestCase):
             end.sendall.side_effect = lambda data, flags=0, sent=sent: sent.extend(data)
             end.sendmsg.side_effect = sendmsg
             connection = Connection(end)
-            connection.protect(sent=Checksums(bytes(32)), received=Checksums(bytes(32)))
+            connection.end_greeting(sent=Checksums(bytes(32)), received=Checksums(bytes(32)))
             connection.write_message(message)
             self.assertEqual(sent[: len(start)], start)
             self.assertEqual(sent[len(start) : -8], payload.tobytes())
@@ -250,7 +250,7 @@ class TcpTransportTest(TransportTestMixin, absltest.TestCase):
         collector = self.register(first)
 
         def head(kind=FrameKind.MESSAGE, sequence=1, payload=0, header=0, queue=1):
-            return framing._HEAD.pack(b"hopT", framing.PROTOCOL_VERSION, kind, 0, sequence, payload, header, queue)
+            return framing.encode_head(kind, sequence=sequence, payload=payload, header=header, queue=queue)
 
         cases = {
             "random": b"garbage" * 10,
