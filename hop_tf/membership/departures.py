@@ -87,8 +87,12 @@ class Departures:
         """What is known of the end of a former incarnation does not count any more."""
         if incarnation > self.incarnation_of(rank):
             self.incarnations[rank] = incarnation
-            self._left.pop((self.session, rank), None)
-            self._gone.pop(rank, None)
+            self.forget(rank)
+
+    def forget(self, rank: int) -> None:
+        """What is known of the end of `rank` does not count any more."""
+        self._left = {key: departure for key, departure in self._left.items() if key[1] != rank}
+        self._gone.pop(rank, None)
 
     def note(self, leave: membership_pb2.Leave) -> bool:
         """Remembers the departure of another rank; False if it was known, of a former incarnation or long ago."""

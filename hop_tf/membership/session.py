@@ -92,6 +92,9 @@ class Membership(Waiting):
         self._missed: collections.Counter[int] = collections.Counter()  # In the session, of ranks that take part again.
         self._begun_session = 0
         self._has_gathered = False
+        # News of ends before the first session. They concern this rank only if it is that one: it may also be a session
+        # of others, who have lost the former process.
+        self._heard_early: list[membership_pb2.Leave] = []
         self._left: membership_pb2.Leave | None = None
         transport.register(_READY, self._on_ready)
         transport.register(_GATHERED, self._on_gathered)
@@ -140,6 +143,9 @@ class Membership(Waiting):
         with self.monitor:
             self._begun_session = self.session
             newcomers = [peer for peer in self.peers if self.joining and self._ready[peer]]
+            for leave in () if self.joining else self._heard_early:
+                self._note_end(leave)
+            self._heard_early.clear()
         for peer in newcomers:
             self._tell_of_session(peer)
         if not self.joining:
@@ -348,7 +354,8 @@ class Membership(Waiting):
             raise PeerLostError(
                 f"rank {self.rank}: {operation} takes all ranks, and this one has not joined them again."
             )
-        for rank, departure in self._departures.lost().items():
+        # Those who train when this process is started again go on without a lost rank, and let this one join them.
+        for rank, departure in self._departures.lost().items() if self._begun_session else ():
             raise PeerLostError(
                 f"rank {self.rank}: {operation} takes all ranks, and rank {rank} was lost: {departure.reason}"
             )
@@ -364,6 +371,9 @@ class Membership(Waiting):
                 self._learn_of_session(ready)
             else:
                 self._ready[message.sender] = ready.session
+                if not self._begun_session:  # What was heard of its end is of a former process.
+                    self._departures.forget(message.sender)
+                    self._heard_early = [leave for leave in self._heard_early if leave.rank != message.sender]
             self.monitor.notify_all()
         if is_newcomer:
             self._tell_of_session(message.sender)
@@ -414,7 +424,15 @@ class Membership(Waiting):
         if leave.abort and self._failure is None:
             self._cause = self._cause or leave.cause or f"rank {leave.rank} gave up: {leave.reason}"
             self.fail(PeerLostError(f"rank {self.rank}: training ended because {self._cause}"))
-        elif leave.lost:
+        elif self._begun_session or self.joining:
+            self._note_end(leave)
+        else:
+            self._heard_early.append(leave)
+        self.monitor.notify_all()
+        return True
+
+    def _note_end(self, leave: membership_pb2.Leave) -> None:
+        if leave.lost:
             self.num_lost += 1
             self._note_event(Kind.LOSS, leave.rank, leave.reason)
             self._note_missing(leave, "was lost")
@@ -422,8 +440,6 @@ class Membership(Waiting):
             self.num_left += 1
             self._note_event(Kind.LEAVE, leave.rank, leave.reason)
             self._note_missing(leave, "has left")
-        self.monitor.notify_all()
-        return True
 
     def _note_event(self, kind: Kind, rank: int, reason: str) -> None:
         if self.recorder is not None:

@@ -137,6 +137,18 @@ class VirtualTransport(Transport):
         network[rank] = self
         for other in network.values():
             other._bring_kept()
+            if self._incarnation and other is not self:  # Its heartbeats find this process where the former one was.
+                scheduler.call_at(scheduler.now + detection_seconds, lambda other=other: self._be_found(other))
+
+    def _be_found(self, other: VirtualTransport) -> None:
+        is_up = self._died_at is None and other._died_at is None
+        if (
+            is_up
+            and self.rank in other._peers
+            and not {(self.rank, other.rank), (other.rank, self.rank)} & {*self._cuts}
+        ):
+            other._meet(self)
+            self._meet(other)
 
     def _bring_kept(self) -> None:
         kept, self._kept = self._kept, []

@@ -26,6 +26,11 @@ def _line():
     return cluster
 
 
+def _hear(membership, queue, message, sender=0):
+    """A message comes."""
+    membership.transport._handlers[queue](Message(sender, queue, message.SerializeToString(), np.empty(0, np.uint8)))
+
+
 class SessionTest(tf.test.TestCase):
     def test_ranks_enter_a_session_together(self):
         cluster = VirtualCluster(3)
@@ -124,9 +129,7 @@ class SessionTest(tf.test.TestCase):
         membership = VirtualCluster(3, continue_without_lost=True).memberships[1]
         membership.session = 1
         under_way = membership_pb2.Ready(session=1, under_way=True, seed=7, owners={"a file": 1})
-        membership.transport._handlers["membership/ready"](
-            Message(2, "membership/ready", under_way.SerializeToString(), np.empty(0, np.uint8))
-        )
+        _hear(membership, "membership/ready", under_way, sender=2)
         self.assertEqual((membership.joining, membership.seed, membership.owners), (True, 7, {"a file": 1}))
 
     def test_news_of_a_departure_reach_ranks_that_are_no_peers(self):
@@ -308,10 +311,41 @@ class SessionTest(tf.test.TestCase):
             membership = VirtualCluster(3, continue_without_lost=True).memberships[0]
             membership.session = 1
             for queue, message in order:
-                data = message.SerializeToString()
-                membership.transport._handlers[queue](Message(1, queue, data, np.empty(0, np.uint8)))
+                _hear(membership, queue, message, sender=1)
             self.assertEqual(membership.incarnation_of(2), 1)
             self.assertEqual(membership.departure(2).reason, "done")
+
+    def test_what_a_process_hears_before_its_first_session_is_no_loss_of_its_own(self):
+        """Others train, and lose ranks, while it loads its data; or all of them begin anew."""
+        notices = {
+            "lost": {"rank": 2, "lost": True, "final": True},
+            "so many are lost that too few would be left": {"rank": 3, "lost": True, "final": True},
+            "failed": {"rank": 2, "failed": True, "reason": "ValueError: x"},
+            "ended": {"rank": 2, "final": True, "reason": "done"},
+            "its former process was lost": {"rank": 1, "lost": True, "final": True},
+        }
+        for name, fields in notices.items():
+            for session in (0, 1):  # Before it begins, and while it waits for the others.
+                with self.subTest(name, session=session):
+                    membership = VirtualCluster(
+                        4, peers=lambda rank: range(4), continue_without_lost=True, min_ranks=4
+                    ).memberships[1]
+                    membership.session = session
+                    leave = membership_pb2.Leave(session=1, num_rounds=5, **fields)
+                    _hear(membership, "membership/leave", leave)
+                    membership.require_all("to begin")
+                    membership.check()
+                    self.assertEqual((membership.num_lost, membership.is_given_up), (0, False))
+                    for other in (2, 3):
+                        _hear(membership, "membership/ready", membership_pb2.Ready(session=1), sender=other)
+                    membership.session = 1
+                    self.assertEmpty(membership.departed())
+
+    def test_the_end_of_a_job_that_a_process_would_join_is_its_own(self):
+        membership = VirtualCluster(4, continue_without_lost=True).memberships[1]
+        _hear(membership, "membership/leave", membership_pb2.Leave(rank=2, session=1, abort=True, reason="x"))
+        with self.assertRaisesRegex(errors.PeerLostError, "rank 2 gave up: x"):
+            membership.check()
 
     def test_a_newcomer_is_admitted_when_its_process_is_met(self):
         """What is sent to it before would be dropped with what was for the process before it."""
@@ -359,8 +393,7 @@ class SessionTest(tf.test.TestCase):
             join = membership_pb2.Join(
                 rank=2, session=1, incarnation=1, transport_incarnation="new", incarnations=incarnations
             )
-            message = Message(0, "joining/join", join.SerializeToString(), np.empty(0, np.uint8))
-            membership.transport._handlers["joining/join"](message)
+            _hear(membership, "joining/join", join)
             self.assertEqual(joining._welcomed, welcomed)
             self.assertEqual(membership.incarnation_of(2), 1)
 

@@ -100,26 +100,29 @@ class Job:
         self.cluster.run(lambda rank: self.ranks[rank].train())
         return self
 
-    def kill_before_event(self, number, rank, reaches=None, restart_seconds=0.01):
-        self.cluster.scheduler.call_before_event(number, lambda: self._kill(rank, reaches, restart_seconds))
+    def kill_before_event(self, number, rank, reaches=None, restart_seconds=0.01, load_seconds=0.0):
+        """It hears of others as soon as it is started again, and takes part only when it has its data."""
+        kill = functools.partial(self._kill, rank, reaches, restart_seconds, load_seconds)
+        self.cluster.scheduler.call_before_event(number, kill)
 
-    def _kill(self, rank, reaches, restart_seconds):
+    def _kill(self, rank, reaches, restart_seconds, load_seconds):
         if self.cluster.kill(rank, reaches):
             self.dead.add(self.ranks[rank].name)
             scheduler = self.cluster.scheduler
-            scheduler.call_at(scheduler.now + restart_seconds, lambda: self._restart(rank))
+            scheduler.call_at(scheduler.now + restart_seconds, lambda: self._restart(rank, load_seconds))
 
-    def _restart(self, rank):
+    def _restart(self, rank, load_seconds):
         self.cluster.restart(rank)
-        self.ranks[rank] = _Rank(self, rank, was_restarted=True)
+        self.ranks[rank] = _Rank(self, rank, was_restarted=True, load_seconds=load_seconds)
         self.cluster.start(rank, self.ranks[rank].train)
 
 
 class _Rank(State):
     """One process of a rank: what the training graph does around an exchange."""
 
-    def __init__(self, job, rank, was_restarted=False):
+    def __init__(self, job, rank, was_restarted=False, load_seconds=0.0):
         self._job, self._rank, self._was_restarted = job, rank, was_restarted
+        self._load_seconds = load_seconds
         self._clock = job.cluster.scheduler
         self._membership = job.cluster.memberships[rank]
         self._joining = Joining(self._membership, self, timeout_seconds=0.5)
@@ -155,6 +158,8 @@ class _Rank(State):
             self._job.cluster.close(self._rank)
 
     def _train(self):
+        self._clock.sleep(self._load_seconds)
+        self._membership.require_all("to begin")
         self._membership.begin_session()
         context = ExchangeContext(_GROUP, self._membership.session, _PACKING, self._membership, self._job.cluster.pool)
         make_exchange = functools.partial(self._job.make_exchange, context, self._job.algorithm, self._job.schedule)
@@ -320,6 +325,25 @@ class LockStepJoiningTest(tf.test.TestCase, parameterized.TestCase):
                 job.kill_before_event(event, ranks[0], reaches[0])
                 job.kill_before_event(later, ranks[1], reaches[1])
                 num_joined += self.check(job.run())
+        self.assertGreater(num_joined, 0)
+
+    @parameterized.product(part=list(range(_NUM_PARTS)), kind=["mesh at once", "mesh late", "windows"])
+    @pytest.mark.stress(after=3)
+    def test_another_one_is_killed_while_it_loads_its_data(self, part, kind):
+        """It has met some of the others, and hears of that loss. It takes part all the same."""
+        random = np.random.default_rng(part)
+        first, last = _num_events(kind, seed=part)
+        num_joined = 0
+        event = first + int(random.integers(0, (last - first) // 4))
+        for later in range(event + 1 + part % 5, event + (last - first) // 3, _LATER_STRIDE):
+            ranks = random.choice(_NUM_RANKS, 2, replace=False).tolist()
+            reaches = [np.flatnonzero(random.random(_NUM_RANKS) < 0.5).tolist() for _ in range(2)]
+            with self.subTest(events=(event, later), ranks=ranks, reaches=reaches):
+                job = Job(**_KINDS[kind], seed=part)
+                job.kill_before_event(event, ranks[0], reaches[0], restart_seconds=0.001, load_seconds=0.02)
+                job.kill_before_event(later, ranks[1], reaches[1], load_seconds=0.005 * (later % 3))
+                num_joined += self.check(job.run())
+                self.assertNotIn("takes all ranks", str(job.errors))
         self.assertGreater(num_joined, 0)
 
     @pytest.mark.slow
