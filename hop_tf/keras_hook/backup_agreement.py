@@ -43,8 +43,9 @@ class _KerasBackup:
 class BackupAgreement:
     """Has all ranks go on from the same epoch.
 
-    A rank may have died before it made its last backup, or be new in a job of more ranks than before. A rank without
-    any backup has no vote: it gets a copy of the backup that the others go on from.
+    A rank may have died before it made its last backup, or be new in a job of more ranks than before. The newest backup
+    that all ranks have counts. If they have none in common, the newest one of any rank does: the others get a copy of
+    it, as a rank without any backup does. Each one is a state that the whole job can go on from.
 
     Args:
       callbacks: As `fit` takes them.
@@ -69,12 +70,12 @@ class BackupAgreement:
         Args:
           rank: This rank.
           share: Gives every rank each rank's bytes.
-          in_lock_step: True if ranks make the same updates. They then need a backup that all of them have. Otherwise
-            the newest one of any rank counts.
+          in_lock_step: True if ranks make the same updates: then they go on from the same batch, not only from the same
+            epoch.
 
         Raises:
           OSError: If the backups of this rank are damaged, or if it cannot write the copy that it gets.
-          MismatchError: On all ranks, if they have no backup in common, or if a rank has no such callback.
+          MismatchError: On all ranks, if one has no such callback.
         """
         backups = self._backups()
         offers = [json.loads(each) for each in share(json.dumps(backups and backups.positions()).encode())]
@@ -113,25 +114,10 @@ def _require_callbacks(offers: Sequence[list | None]) -> None:
 def _choose(known: Mapping[int, Sequence[Position]], *, in_lock_step: bool) -> dict[int, Position]:
     """The backup that each rank goes on from, by rank. A rank that is left out needs a copy of the lowest rank's."""
     common = set.intersection(*map(set, known.values()))
-    if common:
-        return dict.fromkeys(known, max(common))
-    if in_lock_step:
-        raise MismatchError(_nothing_in_common(known))
-    newest = {rank: max(positions) for rank, positions in known.items()}
-    epoch, _ = max(newest.values())
-    return {rank: position for rank, position in newest.items() if position[0] == epoch}
-
-
-def _nothing_in_common(known: Mapping[int, Sequence[Position]]) -> str:
-    last = max(map(max, known.values()))
-    of_ranks = "; ".join(f"rank {rank}: {_describe(positions)}" for rank, positions in known.items())
-    return (
-        f"ranks have no backup of the same epoch to go on from ({of_ranks}): their models would differ. Remove the "
-        f"backups of {_ranks(rank for rank, positions in known.items() if max(positions) < last)}: a rank without any "
-        "gets a copy of the others' newest one. Or remove those of all ranks to begin anew. "
-        "hop_tf.callbacks.AtomicBackupAndRestore keeps the last two, and takes those that all ranks have. Pass it on "
-        "all ranks, with equal arguments."
-    )
+    newest = {rank: max(common or positions) for rank, positions in known.items()}
+    latest = max(newest.values())
+    num_fields = len(latest) if in_lock_step else 1
+    return {rank: position for rank, position in newest.items() if position[:num_fields] == latest[:num_fields]}
 
 
 def _told(rank: int, own: Sequence[Position] | None, source: int, position: Position) -> str:

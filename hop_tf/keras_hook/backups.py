@@ -34,8 +34,9 @@ class AtomicBackupAndRestore(keras.callbacks.BackupAndRestore):
 
     A backup is written to a folder of its own, which gets its name, `backup_<n>`, when all of it is on the disk. The
     last two are kept. Training goes on from the newest one whose checksums are right; a damaged one is left out, with a
-    warning. Ranks go on from the newest one that all of them have; a rank without any backup gets a copy of it. What
-    Keras's own callback has left in the same folder is restored where there is no other backup.
+    warning. Ranks go on from the newest one that all of them have, or else from the newest one of any rank; a rank that
+    lacks it gets a copy. What Keras's own callback has left in the same folder is restored where there is no other
+    backup.
 
     A backup that cannot be written, as on a full disk, is a warning: training goes on, and the former backup stays. A
     backup is made in memory first, which takes as much as the weights and what optimizers remember.

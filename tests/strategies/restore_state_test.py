@@ -14,7 +14,8 @@ from absl.testing import parameterized
 
 import hop_tf
 from hop_tf.callbacks import AtomicBackupAndRestore
-from hop_tf.errors import HopError, MismatchError, PeerFailedError
+from hop_tf.errors import HopError, PeerFailedError
+from hop_tf.keras_hook import backup_agreement
 from hop_tf.keras_hook.backups import write_files
 from hop_tf.testing import InProcessCluster
 from support import MEMBERS, error_of
@@ -113,6 +114,7 @@ class BackupsOfSomeRanksTest(tf.test.TestCase, parameterized.TestCase):
         *((name, kind, rank) for name in MEMBERS for kind, rank in [("atomic", 0), ("of_keras", 1)]),
     )
     @pytest.mark.slow(after=2)
+    @pytest.mark.stress(after=5)
     def test_a_rank_without_a_backup_goes_on_as_the_others(self, name, kind, missing):
         restored = _crash_with_backup(self.path(1 - missing), _KINDS[kind])
         self.assert_all_go_on(self.resume(MEMBERS[name].run, _KINDS[kind]), restored)
@@ -149,26 +151,32 @@ class BackupsOfSomeRanksTest(tf.test.TestCase, parameterized.TestCase):
         restored = _crash_with_backup(self.path(1), AtomicBackupAndRestore, save_freq=3)
         self.assert_all_go_on(self.resume(MEMBERS["pipe_sgd"].run, save_freq=3), restored, epochs=[1, 2, 3])
 
-    @parameterized.parameters(*_KINDS)
+    @parameterized.product(name=["dts", "hop", "pipe_sgd"], kind=[*_KINDS])
     @pytest.mark.slow(after=1)
-    def test_the_newest_backup_counts_where_ranks_do_not_wait_for_each_other(self, kind):
+    @pytest.mark.stress(after=3)
+    def test_the_newest_backup_counts_where_none_is_common(self, name, kind):
+        """The ranks were further apart than their backups, or one has lost its newest."""
         _crash_with_backup(self.path(0), _KINDS[kind], crashes_in=1)
         restored = _crash_with_backup(self.path(1), _KINDS[kind], crashes_in=3)
         for path in self.path(1).glob("backup_2"):
             shutil.rmtree(path)
         with self.assertLogs("absl", "WARNING") as logs:
-            self.assert_all_go_on(self.resume(MEMBERS["hop"].run, _KINDS[kind]), restored, epochs=[3])
+            self.assert_all_go_on(self.resume(MEMBERS[name].run, _KINDS[kind]), restored, epochs=[3])
         self.assertIn(
             "rank 0 has only older backups (epoch 1, batch 0). It goes on from a copy of rank 1's: epoch 3, batch 0.",
             " ".join(logs.output),
         )
 
-    @pytest.mark.slow
-    def test_a_rank_that_has_lost_its_newest_is_told_what_to_remove_where_ranks_make_the_same_updates(self):
-        _crash_with_backup(self.path(0), keras.callbacks.BackupAndRestore, crashes_in=3)
-        _crash_with_backup(self.path(1), keras.callbacks.BackupAndRestore, crashes_in=1)
-        with self.assertRaisesRegex(MismatchError, "Remove the backups of rank 1: a rank without any gets a copy of"):
-            self.resume(MEMBERS["pipe_sgd"].run, keras.callbacks.BackupAndRestore)
+    @parameterized.parameters(
+        # Positions of ranks 0 and 1, and which ranks keep which: in lock step, and elsewhere.
+        ([(1, 30), (1, 25)], [(1, 25), (1, 20)], {0: (1, 25), 1: (1, 25)}, {0: (1, 25), 1: (1, 25)}),
+        ([(1, 30), (1, 25)], [(1, 15), (1, 10)], {0: (1, 30)}, {0: (1, 30), 1: (1, 15)}),
+        ([(1, 5), (0, 30)], [(2, 0), (1, 30)], {1: (2, 0)}, {1: (2, 0)}),
+    )
+    def test_which_backup_counts(self, first, second, in_lock_step, elsewhere):
+        for expected, is_in_lock_step in ((in_lock_step, True), (elsewhere, False)):
+            chosen = backup_agreement._choose({0: first, 1: second}, in_lock_step=is_in_lock_step)
+            self.assertEqual(chosen, expected)
 
     def test_damaged_backups_are_an_error_on_all_ranks(self):
         for rank in range(2):
@@ -274,6 +282,7 @@ def _fit_to_restore(strategy, callbacks, optimizer=None, num_epochs=3):
 class WeightsOfAnEpochsEndTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.product(kind=[*_RESTORING], name=[name for name in MEMBERS if MEMBERS[name].is_in_lock_step])
     @pytest.mark.slow(after=2)
+    @pytest.mark.stress(after=4)
     def test_are_equal_on_all_ranks_and_their_mean_in_lock_step(self, kind, name):
         def train(strategy):
             optimizer = keras.optimizers.SGD(0.05, use_ema=True) if kind == "swap_ema" else None
