@@ -67,9 +67,12 @@ class TreeCollectives:
     def mean(self, name: str, arrays: Sequence[np.ndarray], counts: bool = True) -> list[np.ndarray]:
         """Averages arrays over all ranks that count; the result is equal to the bit everywhere.
 
+        A rank adds to its mean the difference to another one, in proportion to how many ranks that is of. So values
+        that are equal on all ranks stay what they are, to the bit.
+
         Args:
           name: Names this one operation; equal on all ranks, never used twice.
-          arrays: Arrays of equal shapes and (float) dtypes on all ranks. Sums are kept in float32 at least.
+          arrays: Arrays of equal shapes and (float) dtypes on all ranks. Means are kept in float32 at least.
           counts: Whether this rank's arrays count. Those of one rank must.
 
         Returns:
@@ -81,21 +84,20 @@ class TreeCollectives:
           HopError: As `Membership.wait` does.
         """
         make = np.array if counts else np.zeros_like
-        sums = [make(a, dtype=np.promote_types(a.dtype, np.float32), order="C") for a in arrays]
+        means = [make(a, dtype=np.promote_types(a.dtype, np.float32), order="C") for a in arrays]
         number = np.array(counts, np.float32)
-        sums.append(number)
         up = self._receive(f"reduce/{name}", self._children)
         for child in self._children:
-            for total, part in zip(sums, _split(up[child], sums), strict=True):
-                total += part
+            *others, of_child = _split(up[child], [*means, number])
+            if of_child:
+                number += of_child
+                for mean, other in zip(means, others, strict=True):
+                    mean += (other - mean) * (of_child / number)
         if self._parent is not None:
-            self._send(f"reduce/{name}", [self._parent], sums)
-            down = self._receive(f"mean/{name}", [self._parent])[self._parent]
-            means = _split(down, sums)
-        else:
-            means = [total / number for total in sums]
+            self._send(f"reduce/{name}", [self._parent], [*means, number])
+            means = _split(self._receive(f"mean/{name}", [self._parent])[self._parent], means)
         self._send(f"mean/{name}", self._children, means)
-        return [mean.astype(a.dtype) for mean, a in zip(means[:-1], arrays, strict=True)]
+        return [mean.astype(a.dtype) for mean, a in zip(means, arrays, strict=True)]
 
     def gather(self, name: str, value: object) -> list | None:
         """Brings a small value of every rank to rank 0.

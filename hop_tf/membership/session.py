@@ -419,7 +419,11 @@ class Membership(Waiting):
 
     def _record(self, leave: membership_pb2.Leave) -> bool:
         """Remembers a departure; False if it was known."""
-        if leave.rank == self.rank or not self._departures.note(leave):
+        if leave.rank == self.rank:
+            return False
+        is_news = self._departures.note(leave)
+        # A rank may end the job when it has left the session, as in `synchronize`.
+        if not is_news and (self._failure is not None or not leave.abort):
             return False
         if leave.abort and self._failure is None:
             self._cause = self._cause or leave.cause or f"rank {leave.rank} gave up: {leave.reason}"

@@ -11,7 +11,7 @@ from absl import logging
 
 from hop_tf.codecs import Identity
 from hop_tf.collectives import AllReduce, TreeCollectives, get_algorithm
-from hop_tf.errors import DeadlineExceededError, MismatchError, PeerLostError
+from hop_tf.errors import DeadlineExceededError, HopError, PeerLostError
 from hop_tf.membership import Membership
 from hop_tf.runtime.all_gather import AllGather
 from hop_tf.runtime.joining import Joining
@@ -111,15 +111,9 @@ class RankCollectives:
         """
         self._membership.require_all("to average")
         floats = [v for v in variables if v.dtype.is_floating]
-        try:
-            signature = sign("average", "", [spec_of(v) for v in floats])
-            with all_ranks_call("`strategy.synchronize`"):
-                self._compare(self._next_called(), signature)
-        except MismatchError as error:  # Others agree with rank 0, and would wait for this rank.
-            self._membership.leave(sent_rounds={}, reason=f"MismatchError: {error}", abort=True)
-            raise
         arrays = [np.asarray(v.read_value()) for v in floats]
-        with all_ranks_call("`strategy.synchronize`"):
+        with self._called_by_users("`strategy.synchronize`"):
+            self._compare(self._next_called(), sign("average", "", [spec_of(v) for v in floats]))
             numbers = self._trees.all_gather(self._next_called(), str(self._membership.num_rounds).encode())
             counts = self._counts(list(map(int, numbers)))
             means = self._trees.mean(self._next_called(), arrays, counts)
@@ -141,7 +135,7 @@ class RankCollectives:
     def gather(self, value: object) -> list | None:
         """Brings every rank's value to rank 0. A collective; see `TreeCollectives.gather`."""
         self._membership.require_all("to gather")
-        with all_ranks_call("`strategy.gather_reports`"):
+        with self._called_by_users("`strategy.gather_reports`"):
             return self._trees.gather(self._next_called(), value)
 
     def share(self, data: bytes) -> list[bytes]:
@@ -169,6 +163,17 @@ class RankCollectives:
     def compare(self, signature: bytes) -> None:
         """Raises `MismatchError` unless rank 0 has the same signature. A collective of the session."""
         self._compare(_IN_SESSION, signature, self._next_in_session())
+
+    @contextlib.contextmanager
+    def _called_by_users(self, what: str) -> Iterator[None]:
+        """Tells the others if this rank fails: they wait for it, and would take it for the one that was lost."""
+        try:
+            with all_ranks_call(what):
+                yield
+        except HopError as error:
+            if not self._membership.is_given_up:
+                self._membership.leave(sent_rounds={}, reason=f"{type(error).__name__}: {error}", abort=True)
+            raise
 
     def _next_in_session(self) -> int:
         self._joining.counts[_IN_SESSION] += 1

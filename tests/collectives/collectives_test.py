@@ -68,6 +68,15 @@ class TreeCollectivesTest(tf.test.TestCase, parameterized.TestCase):
         for (mean,) in _run(world_size, operation):
             self.assertAllEqual(mean, [np.mean(counted)] * 2)
 
+    @parameterized.product(world_size=[3, 5, 7, 11], dtype=["float16", "float32", "float64"])
+    def test_what_is_equal_stays_equal_to_the_bit(self, world_size, dtype):
+        values = np.random.default_rng(world_size).normal(size=(world_size, 1000))
+        values[:, :900] = values[0, :900]
+        values = values.astype(dtype)
+        for (mean,) in _run(world_size, lambda collectives, rank: collectives.mean("m", [values[rank]])):
+            self.assertAllEqual(mean[:900], values[0, :900])
+            self.assertAllClose(mean, values.astype("float64").mean(axis=0), atol=1e-3 if dtype == "float16" else 1e-6)
+
     def test_gather(self):
         results = _run(6, lambda collectives, rank: collectives.gather("g", {"rank": rank}))
         self.assertEqual(results[0], [{"rank": rank} for rank in range(6)])
