@@ -28,6 +28,7 @@ from hop_tf.keras_hook.roster import Roster
 from hop_tf.keras_hook.shares import BatchShares
 from hop_tf.keras_hook.trace import is_built
 from hop_tf.keras_hook.trainer import forget_cluster, register_cluster, wrap_trainer
+from hop_tf.launchers.names import check_own_name
 from hop_tf.options import PLAN_KINDS, PLAN_VARIABLE, CommunicationOptions, checked_options, rank_folder
 from hop_tf.records import make_recorder
 from hop_tf.runtime.profiling import StepProfiler
@@ -70,6 +71,7 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
 
     Raises:
       ValueError: If `batch_shares` is something else, or a device is not there.
+      ClusterConfigError: If this rank's own name stands for a loopback address, which others do not reach.
       HopError: If this rank's address cannot be bound.
       RuntimeError: If Keras does not run on TensorFlow.
     """
@@ -103,6 +105,8 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
         self._cluster = cluster
         self._resolver = cluster_resolver or tf.distribute.cluster_resolver.TFConfigClusterResolver()
         self._options = checked_options(communication_options)
+        if cluster.world_size > 1 and cluster.make_transport is None:
+            check_own_name(cluster.all_addresses, cluster.number, self._options.timeout_seconds)
         self.training = TrainingRun(
             self,
             rank=cluster.rank,

@@ -52,7 +52,7 @@ _TRANSPORTS = {"tcp": TcpTransport, "grpc": GrpcTransport}
 def make_transport(cluster: Cluster, options: CommunicationOptions, **arguments) -> Transport:
     """Makes the transport of this process, not started; for the other arguments see `TcpTransport`."""
     make = cluster.make_transport or _TRANSPORTS[options.data_plane]
-    return make(cluster.number, cluster.all_addresses, options=options, **arguments)
+    return make(cluster.number, cluster.all_addresses, options=options, num_ranks=cluster.world_size, **arguments)
 
 
 def _is_asked_for(error: BaseException) -> bool:

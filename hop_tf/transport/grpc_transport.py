@@ -83,6 +83,7 @@ class GrpcTransport(QueueTransport):
       on_error: See `QueueTransport`.
       on_restart: See `QueueTransport`.
       recorder: See `QueueTransport`.
+      num_ranks: See `QueueTransport`.
       in_turn: Whether all ranks make transports in this cluster in the same order, so that they can tell by the number
         of those before which one a peer is in. Default True.
     """
@@ -99,10 +100,19 @@ class GrpcTransport(QueueTransport):
         on_error: Callable[[BaseException], None] | None = None,
         on_restart: Callable[[int], None] | None = None,
         recorder: Recorder | None = None,
+        num_ranks: int | None = None,
         in_turn: bool = True,
     ):
         options = options or CommunicationOptions()
-        super().__init__(rank, addresses, options=options, on_error=on_error, on_restart=on_restart, recorder=recorder)
+        super().__init__(
+            rank,
+            addresses,
+            options=options,
+            on_error=on_error,
+            on_restart=on_restart,
+            recorder=recorder,
+            num_ranks=num_ranks,
+        )
         self._address = addresses[rank]
         self._incarnation = incarnation or new_incarnation()
         self._tls = Certificates(options) if options.uses_tls else None

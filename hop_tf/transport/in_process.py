@@ -123,6 +123,7 @@ class InProcessTransport(QueueTransport):
       on_error: See `QueueTransport`.
       on_restart: See `QueueTransport`. Threads are not restarted: it is never called.
       recorder: See `QueueTransport`.
+      num_ranks: See `QueueTransport`.
     """
 
     def __init__(
@@ -135,10 +136,17 @@ class InProcessTransport(QueueTransport):
         on_error: Callable[[BaseException], None] | None = None,
         on_restart: Callable[[int], None] | None = None,
         recorder: Recorder | None = None,
+        num_ranks: int | None = None,
     ):
         options = options or CommunicationOptions()
         super().__init__(
-            rank, network.addresses, options=options, on_error=on_error, on_restart=on_restart, recorder=recorder
+            rank,
+            network.addresses,
+            options=options,
+            on_error=on_error,
+            on_restart=on_restart,
+            recorder=recorder,
+            num_ranks=num_ranks,
         )
         self._network = network
         self._pool = pool or BufferPool()

@@ -18,20 +18,27 @@ _SMOOTHING = 1 / 8
 _MAX_COMPLAINT = 500
 
 
+def process_name(number: int, num_ranks: int | None) -> str:
+    """What messages call a process: "rank 2"; or "ps 0", if there are only so many ranks."""
+    return f"rank {number}" if num_ranks is None or number < num_ranks else f"ps {number - num_ranks}"
+
+
 class Peer:
-    """Another rank: where it is, whether it lives, and what is wrong with it.
+    """Another rank, or a parameter server: where it is, whether it lives, and what is wrong with it.
 
     Args:
       rank: Its rank.
       address: "host:port".
+      name: What messages call it. Default: "rank" and its rank.
 
     Attributes:
       may_return: See `Transport.expect_return`.
     """
 
-    def __init__(self, rank: int, address: str):
+    def __init__(self, rank: int, address: str, name: str | None = None):
         self.rank = rank
         self.address = address
+        self._name = name or process_name(rank, None)
         self._lock = threading.Condition()
         self._num_links = 0
         self._watched_since: float | None = None
@@ -54,7 +61,7 @@ class Peer:
         self.interface_addresses: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return f"rank {self.rank} at {self.address}"
+        return f"{self._name} at {self.address}"
 
     @property
     def host(self) -> str:

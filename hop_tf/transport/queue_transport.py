@@ -20,7 +20,7 @@ from hop_tf.transport.handshake import OtherStrategyError
 from hop_tf.transport.inbox import Dispatcher
 from hop_tf.transport.lanes import LinkShares
 from hop_tf.transport.outbox import Outbox, check_message, flatten
-from hop_tf.transport.peer import Peer
+from hop_tf.transport.peer import Peer, process_name
 
 # How long `close` waits for threads. They end at once, unless a handler does not return.
 CLOSE_TIMEOUT_SECONDS = 5.0
@@ -40,6 +40,7 @@ class QueueTransport(Transport):
         is delivered; what was on its way to the old process, or came from it, is forgotten. None: a peer that was
         restarted has failed. Members whose ranks are no processes ignore it.
       recorder: Told of messages and clocks; None: nobody is.
+      num_ranks: How many of the processes, the first ones, are ranks; the others are parameter servers. Default: all.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class QueueTransport(Transport):
         on_error: Callable[[BaseException], None] | None = None,
         on_restart: Callable[[int], None] | None = None,
         recorder: Recorder | None = None,
+        num_ranks: int | None = None,
     ):
         if not 0 <= rank < len(addresses):
             raise ValueError(f"`rank` must be in [0, {len(addresses)}). Received: rank={rank}.")
@@ -58,7 +60,9 @@ class QueueTransport(Transport):
         self._options = options
         self._on_error = on_error
         self._on_restart = on_restart
-        self._peers = {peer: Peer(peer, address) for peer, address in enumerate(addresses) if peer != rank}
+        names = [process_name(number, num_ranks) for number in range(len(addresses))]
+        self._name = names[rank]
+        self._peers = {peer: Peer(peer, addresses[peer], name) for peer, name in enumerate(names) if peer != rank}
         self.recorder = recorder
         self._dispatcher = Dispatcher(on_error=self._thread_failed, recorder=recorder)
         self._lock = threading.Lock()
@@ -188,12 +192,12 @@ class QueueTransport(Transport):
                 self._quiet_until = now + _LOG_PERIOD_SECONDS
         if logged:
             level = logging.INFO if isinstance(reason, OtherStrategyError) else logging.WARNING
-            logging.log(level, "rank %d: a connection from %s was refused: %s", self._rank, address, reason)
+            logging.log(level, "%s: a connection from %s was refused: %s", self._name, address, reason)
         with self._lock:
             self._connections_refused += 1
 
     def _restarted(self, peer: Peer) -> None:
-        logging.warning("rank %d: %s was restarted.", self._rank, peer)
+        logging.warning("%s: %s was restarted.", self._name, peer)
         with self._lock:
             outboxes = [outbox for (receiver, _), outbox in self._outboxes.items() if receiver == peer.rank]
         self._dispatcher.begin_again(peer.rank)

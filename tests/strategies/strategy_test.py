@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import socket
 import tempfile
 import threading
 from unittest import mock
@@ -209,8 +210,28 @@ class RestartedTest(tf.test.TestCase, parameterized.TestCase):
         worker.return_value.end_session.assert_called_once()
 
 
+class OwnNameTest(parameterized.TestCase):
+    @parameterized.parameters("pipe_sgd", "shat")
+    def test_a_loopback_address_is_refused_before_others_are_waited_for(self, name):
+        """As Debian's /etc/hosts has it; the others would be refused at the address by which they know this machine."""
+        known = {"node1": "127.0.1.1", "node2": "10.0.0.2", "node3": "10.0.0.3"}
+
+        def look_up(host, *arguments, **keywords):
+            return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (known[host], 0))]
+
+        servers = {"ps": ["node3:7400"]} if name == "shat" else {}
+        make = hop_tf.SHATParameterServerStrategy if servers else hop_tf.PipeSGDStrategy
+        with (
+            _tf_config("worker", 0, worker=["node1:7400", "node2:7400"], **servers),
+            mock.patch.object(socket, "getaddrinfo", look_up),
+            self.assertRaisesRegex(ClusterConfigError, "node1, the name of this process's machine, must stand for an"),
+        ):
+            make()
+
+
 class WorldOfOneTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(True, "auto", False)
+    @pytest.mark.stress(after=1)
     def test_trains_as_plain_keras(self, jit_compile):
         x, y = np.ones((8, 3), "float32"), np.ones((8, 1), "float32")
 

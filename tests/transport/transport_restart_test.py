@@ -44,6 +44,17 @@ class RestartTest(TransportTestMixin, parameterized.TestCase):
         wait_until(lambda: first.status(1).unreached_seconds == 0)
         wait_until(lambda: latter.status(0).unreached_by_seconds == 0)
 
+    def test_a_parameter_server_is_called_so(self):
+        self.member = TcpTransport
+        addresses = self.addresses(2)
+        worker = self.start_at(0, addresses, on_restart=self.restarts.append, num_ranks=1)
+        self.start_at(1, addresses, num_ranks=1).connect(0)
+        wait_until(lambda: worker.status(1).incarnation)
+        with self.assertLogs("absl", "WARNING") as logs:
+            self.start_at(1, [addresses[0], *self.addresses(1)], num_ranks=1).connect(0)
+            wait_until(lambda: worker.counters()["connections_refused"])
+        self.assertRegex(" ".join(logs.output), "rank 0: a connection from .* passes as another process of ps 0 at")
+
     @parameterized.parameters(GrpcTransport, TcpTransport)
     def test_the_former_process_cannot_come_back(self, member):
         self.member = member
