@@ -176,6 +176,7 @@ class LaunchRestartTest(absltest.TestCase):
         return exit_code, result[1], worker, server
 
     @pytest.mark.slow
+    @pytest.mark.stress
     def test_a_server_with_snapshots_comes_back_into_the_training(self):
         exit_code, weights, *restarts = self._run_with_server(SNAPSHOTS="1", SIGNAL="SIGTERM")
         self.assertEqual(exit_code, 0)

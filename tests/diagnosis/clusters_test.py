@@ -34,7 +34,7 @@ class ClustersTest(parameterized.TestCase):
             return diagnose(read_job(directory)), seconds
 
     @parameterized.parameters(*((kind, seed) for seed in _SEEDS for kind in _KINDS))
-    @pytest.mark.stress(after=len(_KINDS))
+    @pytest.mark.stress(after=3)
     def test_names_the_fault(self, kind, seed):
         cluster, expected, well = draw(kind, seed)
         diagnosis, seconds = self.diagnose(cluster)

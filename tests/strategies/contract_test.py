@@ -318,6 +318,7 @@ class OneTrainingTest(_OfAllMembers):
         self.assertEqual(of_ranks[0]["history"], of_ranks[1]["history"])
 
     @_all_members
+    @pytest.mark.stress(after=2)
     def test_a_step_is_traced_once(self, name):
         """Once for each device, although the optimizer and the metrics are built in the first step."""
         traces = [result["traces"] for result in _one_training(name)]
@@ -402,7 +403,7 @@ class ContractTest(_OfAllMembers):
     # Data.
 
     @parameterized.product(source=list(_SOURCES), name=list(MEMBERS))
-    @pytest.mark.stress(after=_MOST + 1)
+    @pytest.mark.stress(after=3)
     @pytest.mark.slow(after=2)
     def test_ranks_share_each_batch(self, name, source):
         def train(strategy):
@@ -430,6 +431,7 @@ class ContractTest(_OfAllMembers):
 
     @_all_members
     @pytest.mark.slow(after=1)
+    @pytest.mark.stress(after=2)
     def test_weights_of_samples_and_classes(self, name):
         def train(strategy):
             model = _compiled(strategy)
@@ -445,7 +447,7 @@ class ContractTest(_OfAllMembers):
     # Ways to train.
 
     @parameterized.product(how=({"run_eagerly": True}, {"steps_per_execution": 2}), name=list(MEMBERS))
-    @pytest.mark.stress(after=_MOST)
+    @pytest.mark.stress(after=3)
     @pytest.mark.slow(after=1)
     def test_ways_to_run_steps(self, name, how):
         if _kind(name) == "canary" and how.get("run_eagerly"):
@@ -470,6 +472,7 @@ class ContractTest(_OfAllMembers):
 
     @_all_members
     @pytest.mark.slow(after=1)
+    @pytest.mark.stress(after=3)
     def test_several_optimizers(self, name):
         def train(strategy):
             model = _compiled(strategy, TwoOptimizers, optimizer=lambda: keras.optimizers.SGD(0.02))
@@ -488,6 +491,7 @@ class ContractTest(_OfAllMembers):
 
     @_all_members
     @pytest.mark.slow(after=2)
+    @pytest.mark.stress(after=2)
     def test_a_decorated_train_step(self, name):
         def train(strategy):
             model = _compiled(strategy, InAFunction)
@@ -501,6 +505,7 @@ class ContractTest(_OfAllMembers):
 
     @_all_members
     @pytest.mark.slow(after=2)
+    @pytest.mark.stress(after=2)
     def test_accumulated_gradients(self, name):
         def train(strategy):
             model = _compiled(
@@ -518,6 +523,7 @@ class ContractTest(_OfAllMembers):
 
     @_all_members
     @pytest.mark.slow(after=2)
+    @pytest.mark.stress(after=2)
     def test_mixed_precision_with_clipping(self, name):
         def make_model():
             inputs = keras.Input((3,))
@@ -554,6 +560,7 @@ class ContractTest(_OfAllMembers):
 
     @_all_members
     @pytest.mark.slow(after=1)
+    @pytest.mark.stress(after=3)
     def test_an_exception_on_one_rank(self, name):
         """It is what a lost rank is: an error of all, or the others go on and say so."""
 
@@ -584,6 +591,7 @@ class ContractTest(_OfAllMembers):
 
     @_all_members
     @pytest.mark.slow(after=1)
+    @pytest.mark.stress(after=3)
     def test_values_that_are_not_finite(self, name):
         """They are told of, with the rank that sends them first; or they are an error of all, where that is wanted."""
 
@@ -618,6 +626,7 @@ class ContractTest(_OfAllMembers):
 
     @_all_members
     @pytest.mark.slow(after=2)
+    @pytest.mark.stress(after=2)
     def test_another_model_on_one_rank(self, name):
         def train(strategy):
             return error_of(_fit, _compiled(strategy, _deep if strategy.rank else _linear))
@@ -703,7 +712,7 @@ class ContractTest(_OfAllMembers):
     # A world of one.
 
     @parameterized.parameters(*(name for name, member in MEMBERS.items() if not member.num_ps))
-    @pytest.mark.stress(after=_MOST)
+    @pytest.mark.stress(after=3)
     @pytest.mark.slow(after=3)
     def test_a_world_of_one_trains_as_plain_keras(self, name):
         def train(strategy):

@@ -355,7 +355,7 @@ class ReferenceTest(tf.test.TestCase, parameterized.TestCase):
         ("shat", {"pushes": "steps", "batch_shares": [3, 1]}),
         ("hop", {"batch_shares": [3, 1]}),
     )
-    @pytest.mark.stress(after=3)
+    @pytest.mark.stress(after=2)
     @pytest.mark.slow(after=1)
     def test_kernels_move_by_mean_gradients(self, name, settings):
         expected = -_RATE * _linear_gradients().mean(1).sum(0)

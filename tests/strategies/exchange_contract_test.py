@@ -911,7 +911,7 @@ class ExchangeContractTest(tf.test.TestCase, parameterized.TestCase):
     # A message comes late, or never.
 
     @_disturbed
-    @pytest.mark.stress(after=len(MEMBERS))
+    @pytest.mark.stress(after=6)
     @pytest.mark.slow(after=8)
     def test_a_message_is_late(self, name, part):
         """By less than others wait: it changes when steps end, and where that does not matter, nothing else."""
@@ -924,7 +924,7 @@ class ExchangeContractTest(tf.test.TestCase, parameterized.TestCase):
                 self.assert_all_end(Run(name, fate, has_deadlines=True)())
 
     @_disturbed
-    @pytest.mark.stress(after=len(MEMBERS))
+    @pytest.mark.stress(after=6)
     def test_a_link_goes_down(self, name, part):
         """Each of two ranks is silent to the other one, which is an error, or a rank less, when that is noticed."""
         for first in _some(_undisturbed(name)[0], part):
@@ -978,7 +978,7 @@ class ExchangeContractTest(tf.test.TestCase, parameterized.TestCase):
                     self.assertTrue(all(self.is_documented(run, error) for error in errors), errors)
 
     @_disturbed
-    @pytest.mark.stress(after=len(MEMBERS))
+    @pytest.mark.stress(after=6)
     @pytest.mark.slow(after=7)
     def test_a_rank_leaves(self, name, part):
         """The others go on; and all take part again in the next session, in which nothing of the one before is kept."""

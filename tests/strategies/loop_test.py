@@ -84,7 +84,7 @@ class TutorialTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(result, expected, rtol=1e-5, atol=1e-5)
 
     @parameterized.product(compute_loss=_LOSSES, name=list(MEMBERS))
-    @pytest.mark.stress(after=len(MEMBERS))
+    @pytest.mark.stress(after=3)
     @pytest.mark.slow(after=2)
     def test_tells_the_loss_of_the_whole_batch(self, name, compute_loss):
         run = functools.partial(MEMBERS[name].run, functools.partial(_train, compute_loss))

@@ -131,6 +131,7 @@ class SumsTest(parameterized.TestCase):
 
     @parameterized.parameters(*_SEES_ALL)
     @pytest.mark.slow(after=2)
+    @pytest.mark.stress(after=3)
     def test_as_plain_keras(self, name):
         self._compare(name, _some_metrics, ["binary"])
 
@@ -191,6 +192,7 @@ def _unknown(x, y):
 class UnknownLengthTest(parameterized.TestCase):
     @parameterized.product(name=["pipe_sgd", "hop", "shat_synchronous"], steps_per_execution=[1, 4])
     @pytest.mark.slow(after=1)
+    @pytest.mark.stress(after=2)
     def test_metrics_are_averaged_and_all_stop_together(self, name, steps_per_execution):
         """The data of rank 1 alone would let it stop in another epoch."""
 
@@ -276,6 +278,7 @@ class StopTest(parameterized.TestCase):
         ("on_test_end", 0, 6, 1),
     )
     @pytest.mark.slow(after=1)
+    @pytest.mark.stress(after=3)
     def test_where_all_ask_they_stop_as_plain_keras(self, method, number, num_steps, num_epochs):
         def run(strategy):
             stop = _StopAt(method, number)
@@ -295,6 +298,7 @@ class StopTest(parameterized.TestCase):
 
     @parameterized.parameters("on_epoch_end", "on_test_end", "on_epoch_begin")
     @pytest.mark.slow
+    @pytest.mark.stress(after=1)
     def test_moments_at_which_one_asks(self, method):
         def run(strategy):
             number = 0 if method == "on_test_end" else 1
@@ -434,6 +438,7 @@ class StopTest(parameterized.TestCase):
 
 class LogsTest(absltest.TestCase):
     @pytest.mark.slow
+    @pytest.mark.stress
     def test_the_end_of_training_gets_those_of_the_last_epoch(self):
         def run(strategy):
             ends = []

@@ -95,7 +95,7 @@ class PeerLossTest(tf.test.TestCase, parameterized.TestCase):
             self._check_others(runner)
 
     @parameterized.parameters(*_MEMBERS)
-    @pytest.mark.stress(after=1)
+    @pytest.mark.stress
     @pytest.mark.slow
     def test_goes_on_without_a_rank_that_is_frozen(self, name):
         """When that goes on, it hears that it is lost, or takes the others for that: these do not listen to it."""

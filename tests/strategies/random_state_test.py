@@ -132,6 +132,7 @@ class DrawsTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters("pipe_sgd", "hop", *sorted(MEMBERS.keys() - {"pipe_sgd", "hop"}))
     @pytest.mark.slow(after=2)
+    @pytest.mark.stress(after=4)
     def test_ranks_draw_their_own(self, name):
         self._check(MEMBERS[name].run(lambda strategy: _train(strategy, _dropout)), *_plain(_dropout))
 

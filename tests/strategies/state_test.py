@@ -241,6 +241,7 @@ class AssignedWeightsTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(*_KEEPS_A_COPY)
     @pytest.mark.slow
+    @pytest.mark.stress(after=1)
     def test_eagerly_and_on_two_devices(self, name):
         """What is refused in a graph is refused there, too; and plain training with weight decay is not."""
         member, settings = _MEMBERS[name]

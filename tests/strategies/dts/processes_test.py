@@ -74,6 +74,7 @@ def _expected():
 class DTSProcessesTest(tf.test.TestCase):
     @unittest.skipIf(_REASON is not None, f"needs an emulated network ({_REASON})")
     @pytest.mark.slow
+    @pytest.mark.stress
     def test_a_link_that_stalls_costs_time_only(self):
         with network.EmulatedNetwork(2, relay=True, round_trip_seconds=0.05) as net:
             workers = [f"{host}:{_PORT}" for host in net.addresses]

@@ -155,7 +155,7 @@ class WindowsTest(tf.test.TestCase, parameterized.TestCase):
         (3, 2, 5, "adam"),
         (2, 7, 1, "momentum"),
     )
-    @pytest.mark.stress(after=3)
+    @pytest.mark.stress(after=2)
     @pytest.mark.slow(after=1)
     def test_equals_the_reference_step_by_step(self, world_size, delay, interval, name):
         make_optimizer, update = _OPTIMIZERS[name]

@@ -213,7 +213,7 @@ class EveryStateTest(tf.test.TestCase, parameterized.TestCase):
         *(("complete", mode) for mode in _MODES),
         *(("directed", mode) for mode in _MODES if "skip" in mode or "backup" in mode),
     )
-    @pytest.mark.stress(after=len(_MODES))
+    @pytest.mark.stress(after=4)
     @pytest.mark.slow(after=5)
     def test_no_state_is_a_trap(self, topology, mode):
         self.enter_context(logging_disabled())

@@ -226,6 +226,7 @@ class BackupTest(tf.test.TestCase):
 
 class SkippingTest(tf.test.TestCase, parameterized.TestCase):
     @pytest.mark.slow
+    @pytest.mark.stress
     def test_a_straggler_passes_over_steps(self):
         self._check_passes_over(_BACKUP_AND_SKIP, ["graph", "loss_scaling"])
 

@@ -248,6 +248,7 @@ class ShatProcessesTest(tf.test.TestCase, parameterized.TestCase):
         self.assertLessEqual(num_lost, 0 if signum == signal.SIGTERM else 12)
 
     @pytest.mark.slow
+    @pytest.mark.stress
     def test_a_server_that_is_started_again_without_snapshots_is_an_error(self):
         with MultiProcessRunner(_run, num_workers=2, num_ps=1, args=(None, 50)) as runner:
             for rank in range(2):
@@ -293,6 +294,7 @@ class ShatProcessesTest(tf.test.TestCase, parameterized.TestCase):
             self.assertLess(float(re.search(pattern + r"(\S+) s ", error)[1]), 2 * _TIMEOUT_SECONDS)
 
     @pytest.mark.slow
+    @pytest.mark.stress
     def test_a_frozen_server_is_an_error(self):
         with MultiProcessRunner(_train_until_it_fails, 2, num_ps=1, args=("async", _FOREVER)) as runner:
             for rank in range(2):
