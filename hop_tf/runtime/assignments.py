@@ -29,6 +29,7 @@ class Assignments:
     def __init__(self, scheme: Scheme):
         self._scheme = scheme
         self._watch = None if scheme.takes_assignments and scheme.keeps_assignments else Watch()
+        self._is_between_epochs = True
 
     def begin_step(self, trace: StepTrace, *, in_fit: bool) -> None:
         """A step is traced, or run eagerly. In a custom loop, weights are read before their decay."""
@@ -50,9 +51,24 @@ class Assignments:
         if self._watch is not None:
             self._watch.forget()
 
+    def end_fit(self) -> None:
+        """A `fit` has ended, also by an error in the middle of an epoch."""
+        self._is_between_epochs = True
+
     def end_epoch(self) -> None:
-        """Notes the weights before callbacks may assign them, unless the scheme takes what they assign."""
-        if self._watch is not None and not self._scheme.takes_between_epochs:
+        """Notes the weights before callbacks may assign them, unless the scheme takes what they assign.
+
+        Called before the scheme merges what is in flight, also when a callback evaluates the model within an epoch.
+        Callbacks may evaluate again between two epochs: what they have assigned then is looked at in `begin_epoch`.
+
+        Raises:
+          ValueError: If weights were assigned after a step: the merge would overwrite them.
+        """
+        if self._watch is None or self._is_between_epochs:
+            return
+        self.begin_batch()
+        self._is_between_epochs = True
+        if not self._scheme.takes_between_epochs:
             self._watch.remember()
 
     def begin_epoch(self) -> None:
@@ -65,6 +81,7 @@ class Assignments:
 
     def begin_batch(self) -> None:
         """Raises ValueError if weights were assigned between two steps of `fit`."""
+        self._is_between_epochs = False
         if self._watch is not None:
             self._refuse(self._watch.assigned(), "between two training steps, as by a callback")
 

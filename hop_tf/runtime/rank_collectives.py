@@ -12,6 +12,7 @@ from absl import logging
 from hop_tf.codecs import Identity
 from hop_tf.collectives import AllReduce, TreeCollectives, get_algorithm
 from hop_tf.errors import DeadlineExceededError, HopError, PeerLostError
+from hop_tf.keras_hook.updates import as_own_updates
 from hop_tf.membership import Membership
 from hop_tf.runtime.all_gather import AllGather
 from hop_tf.runtime.joining import Joining
@@ -117,8 +118,9 @@ class RankCollectives:
             numbers = self._trees.all_gather(self._next_called(), str(self._membership.num_rounds).encode())
             counts = self._counts(list(map(int, numbers)))
             means = self._trees.mean(self._next_called(), arrays, counts)
-        for variable, mean in zip(floats, means, strict=True):
-            variable.assign(mean)
+        with as_own_updates():
+            for variable, mean in zip(floats, means, strict=True):
+                variable.assign(mean)
 
     def _counts(self, num_rounds: Sequence[int]) -> bool:
         """Whether this rank's values count, where ranks have made so many rounds; rank 0 says whose do not."""

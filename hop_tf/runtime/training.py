@@ -29,6 +29,7 @@ from hop_tf.keras_hook.shared_paths import CallbackPaths, has_callback
 from hop_tf.keras_hook.shares import BatchShares
 from hop_tf.keras_hook.trace import StepTrace, is_built
 from hop_tf.keras_hook.tuners import Trial, ending_search
+from hop_tf.keras_hook.updates import as_own_updates
 from hop_tf.runtime.agreed_states import AgreedStates
 from hop_tf.runtime.assignments import Assignments, refusal_in
 from hop_tf.runtime.epoch_ends import VALIDATION
@@ -199,8 +200,7 @@ class TrainingRun(TrainingHooks):
                     )
         except BaseException as error:
             try:
-                for group in self.groups:
-                    self._scheme.break_off(group)
+                self._break_off()
             finally:
                 self.worker.end_session(error)
             raise
@@ -210,6 +210,7 @@ class TrainingRun(TrainingHooks):
         finally:
             self._phase = Phase.OUTSIDE
             self.worker.epoch_ends.end_fit()
+            self._assignments.end_fit()
             if self.shares is not None:
                 self.shares.note_departed(())
             self.data.end_fit()
@@ -230,6 +231,12 @@ class TrainingRun(TrainingHooks):
             # An operation that has failed with this text only tells, at length, where it is in the graph.
             raise failure from (None if type(failure).__name__ in error.message else error)
 
+    @as_own_updates()
+    def _break_off(self) -> None:
+        for group in self.groups:
+            self._scheme.break_off(group)
+
+    @as_own_updates()
     def _end_loop(self) -> None:
         """Ends the session of a custom loop, if one is under way: it has no end of its own."""
         if self.worker.in_session:
@@ -268,6 +275,7 @@ class TrainingRun(TrainingHooks):
 
     # What Keras does while it trains.
 
+    @as_own_updates()
     def begin_training(self, model: keras.Model | None = None) -> None:
         """Lets the scheme look at what has changed between two fits, and by callbacks."""
         if self.worker is not None:
@@ -275,6 +283,7 @@ class TrainingRun(TrainingHooks):
         self._scheme.begin_training(self.groups)
         self._assignments.begin_training()
 
+    @as_own_updates()
     def begin_epoch(self) -> None:
         """Lets ranks agree on shares, and the scheme look at what callbacks have changed since the last epoch."""
         if self._rows is not None:
@@ -299,13 +308,15 @@ class TrainingRun(TrainingHooks):
         if self.worker is not None:
             self.worker.epoch_ends.agree_to_stop()
 
+    @as_own_updates()
     def end_epoch(self, model: keras.Model) -> None:
         """Lets the scheme do what validation and callbacks count on; keeps the metrics, which validation resets."""
         if self.worker is not None:
             self.worker.epoch_ends.note_metrics(model)
-        for group in () if self.is_behind else self.groups:
-            self._scheme.end_epoch(group)
-        self._assignments.end_epoch()
+        if not self.is_behind:
+            self._assignments.end_epoch()
+            for group in self.groups:
+                self._scheme.end_epoch(group)
 
     def begin_batch(self) -> None:
         """See `StepRecords`. Steps count by the shares of the ranks that are there, which share the batch."""
@@ -338,6 +349,7 @@ class TrainingRun(TrainingHooks):
             self.worker.epoch_ends.agree_on_states(self.states)
         self.records.end_epoch(logs)
 
+    @as_own_updates()
     def finish_training(self) -> None:
         """Lets the scheme do, once in a `fit`, what is left when the last step has been made."""
         if self._phase is not Phase.FITTING:
@@ -578,7 +590,8 @@ class TrainingRun(TrainingHooks):
                     num_batches=self.data.num_batches,
                 )
                 self.states.begin(trace.states_of_model, joins=self.worker.joining)
-                self._scheme.begin_group(groups[key])
+                with as_own_updates():
+                    self._scheme.begin_group(groups[key])
                 self._assignments.add(groups[key])
         return groups[key]
 

@@ -71,9 +71,9 @@ class PipeSGDStrategy(ExchangeStrategy):
     training of a transformer they cost 2 to 4.
 
     At the end of every epoch, and of `fit`, all means are merged: validation and callbacks there see merged weights.
-    Callbacks within an epoch see the weights that a rank computes with; what they assign to weights then is lost. All
-    ranks use the learning rate of rank 0. Where a callback has changed another rank's, a warning says so; with a
-    schedule, with `weight_decay` and K = 1, and with `compensation="none"` it is an error.
+    Callbacks within an epoch see the weights that a rank computes with. If they assign weights then, `fit` raises an
+    error. All ranks use the learning rate of rank 0. Where a callback has changed another rank's, a warning says so;
+    with a schedule, with `weight_decay` and K = 1, and with `compensation="none"` it is an error.
 
     Changes of moving statistics are averaged along, never through a codec. Gradients are clipped before they are
     averaged (under a `LossScaleOptimizer`, after). Sparse gradients travel as dense ones. The others go on without a

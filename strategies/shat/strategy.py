@@ -33,6 +33,7 @@ from hop_tf.arguments import checked_batch_shares, describe_batch_shares
 from hop_tf.cluster import Cluster
 from hop_tf.errors import ClusterConfigError
 from hop_tf.keras_hook.optimizers import averages_of, ema_overwrite_frequency
+from hop_tf.keras_hook.updates import as_own_updates
 from hop_tf.options import CommunicationOptions
 from hop_tf.runtime.group import ExchangeContext, Group
 from hop_tf.strategies.shat.exchange import ShatExchange
@@ -183,6 +184,7 @@ class SHATParameterServerStrategy(ExchangeStrategy):
             joins_at_once=True,
         )
 
+    @as_own_updates()
     def synchronize(self, model: keras.Model) -> None:
         """Gives `model` the servers' weights, equal to the bit on all ranks afterwards; so are slots that servers keep.
 

@@ -1,0 +1,206 @@
+"""Assignments of trained weights: those of the strategy itself are not taken for the program's, and none is lost."""
+
+import contextlib
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from absl.testing import absltest, parameterized
+
+from support import MEMBERS
+
+_BATCH_SIZE = 8
+_STEPS = 4
+
+_MEMBERS = {name: (member, {}) for name, member in MEMBERS.items() if name != "own"}
+_MEMBERS["pipe_sgd"] = (MEMBERS["pipe_sgd"], {"pipeline_width": 1})
+_MEMBERS["pipe_sgd_wide"] = (MEMBERS["pipe_sgd"], {"pipeline_width": 2})
+# Strategies that keep a second copy of the weights.
+_KEEPS_A_COPY = ("pipe_sgd_wide", "shat")
+_BY_IMPORTANCE = [*_KEEPS_A_COPY, *(name for name in _MEMBERS if name not in _KEEPS_A_COPY)]
+_WITH_LOOPS = [name for name in _BY_IMPORTANCE if name != "canary"]  # It refuses custom loops.
+# With rows that are alike, both ranks make the steps of one process.
+_EXACT = [name for name in _MEMBERS if name not in ("canary", "shat")]
+
+_ROWS = np.random.default_rng(0).normal(size=(_BATCH_SIZE, 6)).astype(np.float32)
+_X = np.tile(_ROWS, (2 * _STEPS, 1))
+_Y = _X[:, :1] * 2 + 1
+
+
+def _of_ranks(name, run):
+    member, settings = _MEMBERS[name]
+    return member.run(run, **settings)
+
+
+def _scope(strategy):
+    return contextlib.nullcontext() if strategy is None else strategy.scope()
+
+
+def _layers(**arguments):
+    return keras.Sequential([keras.Input((6,)), keras.layers.Dense(1, kernel_initializer="ones", **arguments)])
+
+
+def _linear(strategy, **arguments):
+    with _scope(strategy):
+        model = _layers(**arguments)
+        model.compile(keras.optimizers.SGD(0.05, momentum=0.5), "mse")
+    return model
+
+
+def _fit(model, strategy, **arguments):
+    size = _BATCH_SIZE if strategy is None else 2 * _BATCH_SIZE
+    x, y = (_X[: _STEPS * _BATCH_SIZE], _Y[: _STEPS * _BATCH_SIZE]) if strategy is None else (_X, _Y)
+    model.fit(x, y, **{"batch_size": size, "epochs": 2, "shuffle": False, "verbose": 0, **arguments})
+
+
+def _at_batch_end(call):
+    return [keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: call(batch))]
+
+
+def _loop_step(model, optimizer, strategy):
+    x, y = tf.constant(_ROWS), tf.constant(_ROWS[:, :1] * 2 + 1)
+
+    def replica_step():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(model(x) - y)) / (1 if strategy is None else strategy.num_replicas_in_sync)
+        variables = model.trainable_variables
+        optimizer.apply(tape.gradient(loss, variables), variables)
+
+    return tf.function(replica_step if strategy is None else lambda: strategy.run(replica_step))
+
+
+class OwnAssignmentsTest(tf.test.TestCase, parameterized.TestCase):
+    """Programs that assign nothing while the strategy itself merges, pulls, averages or constrains weights."""
+
+    def _assert_equals_one_process(self, name, run):
+        results = _of_ranks(name, run)
+        if name in _EXACT:
+            expected = run(None)
+            for kernel in results:
+                self.assertAllClose(kernel, expected, rtol=1e-4, atol=1e-4)
+        else:
+            for kernel in results:
+                self.assertAllInRange(kernel, -2.0, 4.0)
+
+    @parameterized.product(other=[False, True], name=_BY_IMPORTANCE)
+    @pytest.mark.slow(after=1)
+    @pytest.mark.stress(after=3)
+    def test_evaluate_and_predict_within_an_epoch(self, name, other):
+        """Keras resets the metrics, and a wide pipe merges what is in flight."""
+
+        def run(strategy):
+            model = _linear(strategy)
+            called = _linear(strategy) if other else model
+
+            def call(batch):
+                if batch == 1:
+                    called.evaluate(_ROWS, _ROWS[:, :1], verbose=0)
+                elif batch == 2:
+                    called.predict(_ROWS, verbose=0)
+
+            _fit(model, strategy, callbacks=_at_batch_end(call))
+            return model.layers[0].kernel.numpy()
+
+        self._assert_equals_one_process(name, run)
+
+    @parameterized.parameters(*_WITH_LOOPS)
+    @pytest.mark.slow(after=0)
+    @pytest.mark.stress(after=2)
+    def test_fit_and_a_loop_with_another_optimizer(self, name):
+        def run(strategy):
+            model = _linear(strategy, kernel_constraint=keras.constraints.MaxNorm(3.0))
+            _fit(model, strategy)
+            with _scope(strategy):
+                optimizer = keras.optimizers.SGD(0.01)
+            step = _loop_step(model, optimizer, strategy)
+            for _ in range(3):
+                step()
+            if strategy is not None:
+                strategy.synchronize(model)
+            return model.layers[0].kernel.numpy()
+
+        self._assert_equals_one_process(name, run)
+
+    @parameterized.parameters(*_WITH_LOOPS)
+    @pytest.mark.slow(after=0)
+    @pytest.mark.stress(after=2)
+    def test_fit_compile_and_train_on_batch(self, name):
+        def run(strategy):
+            model = _linear(strategy)
+            _fit(model, strategy)
+            with _scope(strategy):
+                model.compile(keras.optimizers.SGD(0.01), "mse")
+            for _ in range(3):
+                model.train_on_batch(_ROWS, _ROWS[:, :1] * 2 + 1)
+            if strategy is not None:
+                strategy.synchronize(model)
+            return model.layers[0].kernel.numpy()
+
+        self._assert_equals_one_process(name, run)
+
+    @parameterized.parameters(*_WITH_LOOPS)
+    @pytest.mark.slow(after=0)
+    @pytest.mark.stress(after=2)
+    def test_synchronize_within_a_loop(self, name):
+        def run(strategy):
+            model = _linear(strategy, kernel_constraint=keras.constraints.MaxNorm(3.0))
+            step = _loop_step(model, model.optimizer, strategy)
+            for number in range(6):
+                if number == 3 and strategy is not None:
+                    strategy.synchronize(model)
+                step()
+            if strategy is not None:
+                strategy.synchronize(model)
+            return model.layers[0].kernel.numpy()
+
+        self._assert_equals_one_process(name, run)
+
+
+class ProgramsAssignmentsTest(tf.test.TestCase, parameterized.TestCase):
+    def _assert_refused(self, name, run, when):
+        with self.assertRaisesRegex(ValueError, f"weights were assigned {when}.*kernel.*pipeline_width=1"):
+            _of_ranks(name, run)
+
+    @parameterized.product(name=_KEEPS_A_COPY, evaluates=[False, True])
+    @pytest.mark.slow(after=1)
+    def test_after_the_only_step_of_an_epoch_or_before_an_evaluation(self, name, evaluates):
+        """What follows assigns the weights, too, as a wide pipe merges what is in flight."""
+
+        def run(strategy):
+            model = _linear(strategy)
+            kernel = model.layers[0].kernel
+
+            def call(batch):
+                if evaluates is (batch == 1):
+                    kernel.assign(kernel * 0.5)
+                if evaluates:
+                    model.evaluate(_ROWS, _ROWS[:, :1], verbose=0)
+
+            steps = None if evaluates else 1
+            _fit(model, strategy, callbacks=_at_batch_end(call), steps_per_epoch=steps)
+
+        self._assert_refused(name, run, "between two training steps")
+
+    @pytest.mark.slow
+    def test_weights_that_a_callback_swaps_evaluates_and_swaps_back(self):
+        """The evaluation is no new end of an epoch."""
+
+        def run(strategy):
+            model = _linear(strategy)
+
+            def swap(epoch, logs):
+                weights = model.get_weights()
+                model.set_weights([2 * each for each in weights])
+                model.evaluate(_ROWS, _ROWS[:, :1], verbose=0)
+                model.set_weights(weights)
+
+            _fit(model, strategy, callbacks=[keras.callbacks.LambdaCallback(on_epoch_end=swap)])
+            return model.layers[0].kernel.numpy()
+
+        for kernel in _of_ranks("shat", run):
+            self.assertAllInRange(kernel, -2.0, 4.0)
+
+
+if __name__ == "__main__":
+    absltest.main()
