@@ -16,7 +16,7 @@ from hop_tf.membership.monitor import Monitor
 from hop_tf.options import CommunicationOptions
 from hop_tf.records import Kind
 from hop_tf.transport.base import PeerStatus, Transport
-from hop_tf.transport.deadlines import REFUSED_SECONDS, problem_of
+from hop_tf.transport.deadlines import is_dead, problem_of
 
 # Silence, unlike messages, wakes nobody: how often a waiting rank looks at it.
 _LIVENESS_PERIOD_SECONDS = 0.25
@@ -420,7 +420,7 @@ class Waiting(abc.ABC):
 
         def check() -> None:
             self._check_interrupted()
-            if self._failure is not None or self.transport.status(peer).was_refused_for(REFUSED_SECONDS):
+            if self._failure is not None or is_dead(self.transport.status(peer)):
                 raise _NoUse
 
         try:

@@ -6,14 +6,23 @@ from hop_tf.errors import DeadlineExceededError, PeerLostError, describe_failure
 from hop_tf.options import CommunicationOptions
 from hop_tf.transport.base import PeerStatus
 
-# How long nobody may listen where a process did until it counts as dead: longer than a living peer is not heard.
-REFUSED_SECONDS = 2.0
+# How long nobody may listen where a process did until it counts as dead, although a connection to it is left: longer
+# than a living peer is not heard.
+_REFUSED_SECONDS = 2.0
 # A peer ends only when all it has sent has arrived here; to reach its handler may take a moment more.
 _HANDOVER_SECONDS = 5.0
 _PROGRESS_ADVICE = "Check that rank's log: it is alive but does not deliver (see progress_timeout_seconds)."
 _LOST_ADVICE = "Check whether that process runs and can be reached (see timeout_seconds)."
 _RETURN_ADVICE = "It was not started again in time (see timeout_seconds). Start the whole job again."
 _ONE_WAY_ADVICE = "Check firewalls, and with TLS the certificate, in that direction (see timeout_seconds)."
+
+
+def is_dead(status: PeerStatus) -> bool:
+    """True if the peer's process has died: nobody listens where it did, and its connections have been closed.
+
+    All that it has sent has been read then: a connection counts as open until its last byte has been.
+    """
+    return (status.refused_seconds > 0 and not status.connected) or status.was_refused_for(_REFUSED_SECONDS)
 
 
 def problem_of(
@@ -67,7 +76,7 @@ def _find(
         if waited <= _HANDOVER_SECONDS:
             return None
         return PeerLostError, f"it has ended: {ended}", "Start the job again."
-    if status.was_refused_for(REFUSED_SECONDS) and not status.may_return:
+    if is_dead(status) and not status.may_return:
         return PeerLostError, "nobody listens there any more", _LOST_ADVICE
     if status.was_silent_for(options.timeout_seconds):
         if status.ever_connected:

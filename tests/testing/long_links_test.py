@@ -69,6 +69,11 @@ class DeadlineTest(parameterized.TestCase):
         self.assertIsInstance(self.problem(silent_seconds=0.0, refused_seconds=2.1), PeerLostError)
         self.assertIsNone(self.problem(silent_seconds=0.0, refused_seconds=2.1, round_trip_seconds=0.277))
 
+    def test_a_process_whose_connections_are_closed_and_where_nobody_listens_is_dead_at_once(self):
+        self.assertIsInstance(self.problem(silent_seconds=0.1, refused_seconds=0.01, connected=False), PeerLostError)
+        self.assertIsNone(self.problem(silent_seconds=0.1, refused_seconds=0.01))
+        self.assertIsNone(self.problem(silent_seconds=0.1, connected=False))
+
     def test_a_peer_that_may_return_is_waited_for_as_one_that_is_silent(self):
         self.assertIsNone(self.problem(silent_seconds=9.0, refused_seconds=8.0, may_return=True))
         error = self.problem(silent_seconds=10.1, refused_seconds=9.1, may_return=True)

@@ -282,6 +282,21 @@ class TcpTransportTest(TransportTestMixin, absltest.TestCase):
         self.assertEqual(first.counters()["connections_refused"], 0)
         self.check_works(second, first)
 
+    def test_a_connection_counts_until_all_that_came_on_it_is_delivered(self):
+        """So a process that has died is not taken for dead before."""
+        first, _ = self.start(incarnation="known")
+        gate = self.make_gate()
+        first.register("queue", gate)
+        end = self.connect(first)
+        _, session = self.greet(end, lane=7)
+        head = framing.encode_head(FrameKind.MESSAGE, sequence=1, queue=5) + b"queue"
+        end.sendall(head + session.checksums("client").of(head))
+        end.close()
+        self.assertTrue(gate.entered.wait(DEADLINE_SECONDS))
+        self.assertTrue(first.status(1).connected)
+        gate.opened.set()
+        wait_until(lambda: not first.status(1).connected)
+
     def test_connections_that_say_nothing_are_closed(self):
         with unittest.mock.patch.object(strangers, "GREETING_SECONDS", 0.01):
             first, second = self.start()
