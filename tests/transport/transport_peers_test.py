@@ -158,7 +158,6 @@ class PeerContract(TransportTestMixin):
         with self.assertRaisesRegex(PeerLostError, "send on rank 1 at .*(silent for|nobody listens there)"):
             while True:
                 sender.send(1, "queue")
-        self.assertGreater(sender.status(1).silent_seconds, 0.3)
         self.assertTrue(sender.status(1).ever_connected)
 
     def test_a_peer_that_takes_nothing(self):
