@@ -123,6 +123,7 @@ class StepTrace:
         self._before_decay: dict[int, tf.Tensor] = {}
         self._is_updating = False
         self._assigned_after: dict[int, tf.Variable] = {}  # Eagerly; a graph tells by its operations.
+        self._assigned_between: dict[int, tf.Variable] = {}  # Before an update of other variables.
         # The variables that optimizers have updated, each with the number of operations that had assigned it by then.
         self._updated: dict[int, tuple[tf.Variable, int]] = {}
         self._alike: dict[int, int] = {}  # How often variables were assigned, by handles, when copies were alike.
@@ -255,6 +256,9 @@ class StepTrace:
         """Notes that an optimizer has updated these variables, and has done all that it does with former ones."""
         if not variables and not self._updated:
             return
+        if variables:
+            now = set(map(id, variables))
+            self._assigned_between.update({id(v): v for v in self.assigned_after_update() if id(v) not in now})
         updated = [*(variable for variable, _ in self._updated.values()), *variables]
         counts = {} if self._graph is None else _num_assignments(self._graph)
         self._updated = {id(variable): (variable, counts.get(_handle_id(variable), 0)) for variable in updated}
@@ -262,10 +266,14 @@ class StepTrace:
 
     def assigned_after_update(self) -> list[tf.Variable]:
         """Variables that the step, as far as it is traced, has assigned since an optimizer had updated them."""
+        return list({**self._assigned_between, **self._assigned_since_update()}.values())
+
+    def _assigned_since_update(self) -> dict[int, tf.Variable]:
+        """Those that were assigned since the latest update of any variables."""
         if self._graph is None:
-            return list(self._assigned_after.values())
+            return self._assigned_after
         counts = _num_assignments(self._graph) if self._updated else {}
-        return [variable for variable, before in self._updated.values() if counts.get(_handle_id(variable), 0) > before]
+        return {key: v for key, (v, before) in self._updated.items() if counts.get(_handle_id(v), 0) > before}
 
 
 def _is_copied_state(variable: tf.Variable) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 
 import numpy as np
 import tensorflow as tf
@@ -29,6 +29,12 @@ _CHANGING = (
     "scatter_div",
     "scatter_update",
     "batch_scatter_update",
+    "scatter_nd_update",
+    "scatter_nd_add",
+    "scatter_nd_sub",
+    "scatter_nd_max",
+    "scatter_nd_min",
+    "_strided_slice_assign",  # `kernel[0:2].assign(...)`
     "_restore_from_tensors",
 )
 _WATCH = "_hop_tf_watch"
@@ -47,6 +53,7 @@ class Watch:
     def __init__(self):
         self._trace: weakref.ref[StepTrace] | None = None
         self._watched: dict[int, weakref.ref[tf.Variable]] = {}
+        self._groups: weakref.WeakSet[WatchedGroup] = weakref.WeakSet()
         self._values: list[tuple[tf.Variable, tf.Tensor]] = []
         self._assigned: dict[int, weakref.ref[tf.Variable]] = {}
         # Of each variable that a `tf.function` assigns: true if the function has run since `forget`.
@@ -62,15 +69,14 @@ class Watch:
     def trace(self, trace: StepTrace) -> None:
         self._trace = weakref.ref(trace)
 
-    @functools.cached_property
-    def _flag(self) -> tf.Variable:
-        """True if a watched variable was assigned since `forget`: for graphs. Made when a graph first asks."""
-        return _make_flag(bool(self._assigned))
-
-    def add(self, variables: Sequence[tf.Variable]) -> None:
-        """Watches variables from now on, as long as they live."""
+    def add(self, variables: Sequence[tf.Variable]) -> WatchedGroup:
+        """Watches variables from now on, as long as they live. What was assigned so far does not count."""
         self.listen(variables)
-        self._watched.update({id(variable): weakref.ref(variable) for variable in variables})
+        self._watched.update({id(variable): _until_gone(self._watched, variable) for variable in variables})
+        group = WatchedGroup(self, variables)
+        self._groups.add(group)
+        self._forget(group.keys)
+        return group
 
     def listen(self, variables: Sequence[tf.Variable]) -> None:
         """Watches variables in training steps. A function that assigns them counts once `add` was called.
@@ -91,34 +97,38 @@ class Watch:
         elif not tf.executing_eagerly():
             self._note_function(variable)
         elif id(variable) in self._watched:
-            self._assigned[id(variable)] = weakref.ref(variable)
-            if "_flag" in vars(self):
-                self._flag.assign(True)
+            self._assigned[id(variable)] = _until_gone(self._assigned, variable)
+            self._set_flags(variable)
 
     def _note_function(self, variable: tf.Variable) -> None:
         if id(variable) not in self._in_functions:
-            self._in_functions[id(variable)] = weakref.ref(variable), _make_flag(False)
+            self._in_functions[id(variable)] = _until_gone(self._in_functions, variable), _make_flag(False)
         self._in_functions[id(variable)][1].assign(True)
-        if id(variable) in self._watched:  # A loop may look at this flag only.
-            self._flag.assign(True)
+        self._set_flags(variable)  # A loop may look at these only.
+
+    def _set_flags(self, variable: tf.Variable) -> None:
+        for group in self._groups:
+            if group.has_flag and id(variable) in group.keys:
+                group.flag.assign(True)
+
+    def flags_of(self, keys: Iterable[int]) -> list[tf.Variable]:
+        """The flags of functions that assign some of these variables, which are watched."""
+        if not self._in_functions:
+            return []
+        return [self._in_functions[key][1] for key in keys if key in self._in_functions]
+
+    def has_assigned(self, keys: Iterable[int]) -> bool:
+        """True if one of these variables was assigned since `forget`, outside of functions."""
+        return not self._assigned.keys().isdisjoint(keys)
 
     def assigned(self) -> list[tf.Variable]:
         """The watched variables that were assigned since `forget`."""
         if not self._assigned and not self._in_functions:
             return []
-        in_functions = [each for each, flag in self._in_functions.values() if bool(flag)]
+        watched = [self._in_functions[key] for key in self._watched.keys() & self._in_functions.keys()]
+        in_functions = [each for each, flag in watched if bool(flag)]
         variables = [each() for each in (*self._assigned.values(), *in_functions)]
-        return [each for each in variables if each is not None and id(each) in self._watched]
-
-    def is_assigned(self) -> tf.Tensor:
-        """Emits the ops that tell if a watched variable was assigned since `forget`."""
-        flags = [flag for key, (_, flag) in self._in_functions.items() if key in self._watched]
-        return tf.reduce_any(tf.stack([self._flag, *flags])) if flags else self._flag.read_value()
-
-    def forget_in_graph(self) -> None:
-        """Emits the ops that take what was assigned for known: see `is_assigned`."""
-        for flag in (self._flag, *(flag for _, flag in self._in_functions.values())):
-            flag.assign(False)
+        return [each for each in variables if each is not None]
 
     def remember(self) -> None:
         """Keeps the values of now, for `changed`. Costs no memory until variables are assigned."""
@@ -134,11 +144,57 @@ class Watch:
 
     def forget(self) -> None:
         """Forgets the assignments made so far: the scheme has taken them."""
-        self._assigned.clear()
-        if "_flag" in vars(self):
-            self._flag.assign(False)
-        for _, flag in self._in_functions.values():
+        self._forget(self._watched.keys())
+
+    def _forget(self, keys: Set[int]) -> None:
+        for key in self._assigned.keys() & keys:
+            del self._assigned[key]
+        flags = [group.flag for group in self._groups if group.has_flag and group.keys <= keys]
+        for flag in (*flags, *self.flags_of(keys)):
             flag.assign(False)
+
+
+class WatchedGroup:
+    """Watched variables whose assignments a scheme takes, or refuses, together.
+
+    Attributes:
+      keys: The identities of the variables.
+
+    Args:
+      watch: What watches them.
+      variables: The variables.
+    """
+
+    def __init__(self, watch: Watch, variables: Sequence[tf.Variable]):
+        self._watch = watch
+        self._variables = tuple(variables)  # As long as these live, nothing else has their identities.
+        self.keys = frozenset(map(id, variables))
+
+    @functools.cached_property
+    def flag(self) -> tf.Variable:
+        """True if one of the variables was assigned since `forget`: for graphs. Made when a graph first asks."""
+        return _make_flag(self._watch.has_assigned(self.keys))
+
+    @property
+    def has_flag(self) -> bool:
+        """True if a graph has asked for the flag."""
+        return "flag" in vars(self)
+
+    def is_assigned(self) -> tf.Tensor:
+        """Emits the ops that tell if one of the variables was assigned since `forget`."""
+        flags = self._watch.flags_of(self.keys)
+        return tf.reduce_any(tf.stack([self.flag, *flags])) if flags else self.flag.read_value()
+
+    def forget(self) -> None:
+        """Emits the ops that take what was assigned for known: see `is_assigned`."""
+        for flag in (self.flag, *self._watch.flags_of(self.keys)):
+            flag.assign(False)
+
+
+def _until_gone(kept: dict[int, object], variable: tf.Variable) -> weakref.ref[tf.Variable]:
+    """A reference to a variable whose entry in `kept` goes with the variable: identities are used again."""
+    key = id(variable)
+    return weakref.ref(variable, lambda _: kept.pop(key, None))
 
 
 def _make_flag(value: bool) -> tf.Variable:

@@ -6,12 +6,13 @@ The second copy would take their place without a word. So what the scheme cannot
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
 from hop_tf.keras_hook.trace import Assigned, StepTrace
-from hop_tf.keras_hook.watched import ROUNDING, UNDONE, Watch
+from hop_tf.keras_hook.watched import ROUNDING, UNDONE, Watch, WatchedGroup
 from hop_tf.runtime.group import Group
 from hop_tf.runtime.scheme import Scheme
 
@@ -29,6 +30,7 @@ class Assignments:
     def __init__(self, scheme: Scheme):
         self._scheme = scheme
         self._watch = None if scheme.takes_assignments and scheme.keeps_assignments else Watch()
+        self._watched: weakref.WeakKeyDictionary[Group, WatchedGroup] = weakref.WeakKeyDictionary()
         self._is_between_epochs = True
 
     def begin_step(self, trace: StepTrace, *, in_fit: bool) -> None:
@@ -44,12 +46,15 @@ class Assignments:
     def add(self, group: Group) -> None:
         """Watches the weights of a new group."""
         if not self._scheme.takes_assignments:
-            self._watch.add(self._scheme.watched(group))
+            self._watched[group] = self._watch.add(self._scheme.watched(group))
 
     def begin_training(self) -> None:
-        """The scheme has taken what was assigned before a `fit`."""
-        if self._watch is not None:
-            self._watch.forget()
+        """The scheme has taken what was assigned before a `fit`; notes the weights as `end_epoch` does."""
+        if self._watch is None:
+            return
+        self._watch.forget()
+        if not self._scheme.takes_between_epochs:
+            self._watch.remember()
 
     def end_fit(self) -> None:
         """A `fit` has ended, also by an error in the middle of an epoch."""
@@ -98,7 +103,7 @@ class Assignments:
         self._check_before_update(trace.assigned_before_update(group.trained))
         if not in_fit:
             take = self._scheme.take_assigned
-            self._check_loop(group.trained, lambda: take(group, trace.before_decay(group.trained)))
+            self._check_loop(group, lambda: take(group, trace.before_decay(group.trained)))
 
     def _check_before_update(self, assigned: Sequence[Assigned]) -> None:
         """Allows for rounding: sharpness-aware minimization takes its assignments back, but not to the bit."""
@@ -112,18 +117,19 @@ class Assignments:
             elif not is_undone:
                 raise ValueError(error)
 
-    def _check_loop(self, variables: Sequence[tf.Variable], take: Callable[[], tf.Tensor]) -> None:
+    def _check_loop(self, group: Group, take: Callable[[], tf.Tensor]) -> None:
         """Of a custom loop only the graph knows when a step begins."""
-        error = self._describe(variables, "between two training steps, some of these") + self._advice
+        watched = self._watched[group]
+        error = self._describe(group.trained, "between two training steps, some of these") + self._advice
 
         def take_or_fail() -> tf.Tensor:
             is_taken = take()
             with tf.control_dependencies([tf.debugging.Assert(is_taken, [error])]):
-                self._watch.forget_in_graph()
+                watched.forget()
             return is_taken
 
         with tf.device("/cpu:0"):
-            tf.cond(self._watch.is_assigned(), take_or_fail, lambda: tf.constant(True))
+            tf.cond(watched.is_assigned(), take_or_fail, lambda: tf.constant(True))
 
     def _refuse(self, variables: Sequence[tf.Variable], when: str) -> None:
         if variables:

@@ -97,7 +97,7 @@ class ExchangeContext:
         )
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Group:
     """The variables that one optimizer's steps exchange, and the runner that does it.
 

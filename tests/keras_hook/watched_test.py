@@ -4,6 +4,7 @@ import gc
 import os
 import tempfile
 import weakref
+from unittest import mock
 
 import keras
 import numpy as np
@@ -39,10 +40,23 @@ def _in_function(model):
     tf.function(lambda: kernel.assign(kernel * 0.5))()
 
 
+def _scattered(name):
+    return lambda model: getattr(model.layers[0].kernel.value, name)([[0, 0]], [1.0])
+
+
+def _sliced_in_function(model):
+    kernel = model.layers[0].kernel.value
+    tf.function(lambda: kernel[:2].assign(tf.zeros([2, 3])))()
+
+
 _WAYS = {
     "assign": lambda model: model.layers[0].kernel.assign(model.layers[0].kernel * 2),
     "assign_add": lambda model: model.layers[0].kernel.value.assign_add(tf.ones([4, 3])),
     "scatter": lambda model: model.layers[0].kernel.value.scatter_update(tf.IndexedSlices(tf.ones([1, 3]), [0])),
+    **{f"scatter_nd_{name}": _scattered(f"scatter_nd_{name}") for name in ("update", "add", "sub", "max", "min")},
+    "slice": lambda model: model.layers[0].kernel[0:2].assign(tf.zeros([2, 3])),
+    "slice in a function": _sliced_in_function,
+    "scatter_nd in a function": lambda model: tf.function(lambda: _scattered("scatter_nd_add")(model))(),
     "set_weights": lambda model: model.set_weights(model.get_weights()),
     "restore": _restore,
     "load_weights": _load,
@@ -56,7 +70,7 @@ class WatchTest(tf.test.TestCase, parameterized.TestCase):
         self._model = _model()
         self._kernel = self._model.layers[0].kernel.value
         self._watch = Watch()
-        self._watch.add([variable.value for variable in self._model.layers[0].weights])
+        self._group = self._watch.add([variable.value for variable in self._model.layers[0].weights])
 
     def _names(self):
         return [variable.name for variable in self._watch.assigned()]
@@ -80,14 +94,60 @@ class WatchTest(tf.test.TestCase, parameterized.TestCase):
     def test_graphs_know_it(self):
         halve = tf.function(lambda: self._kernel.assign(self._kernel * 0.5))
         halve()
-        is_assigned = tf.function(self._watch.is_assigned)
+        is_assigned = tf.function(self._group.is_assigned)
         for assign in (halve, lambda: self._kernel.assign_add(tf.ones([4, 3]))):
             self._watch.forget()
             self.assertFalse(bool(is_assigned()))
             assign()
             self.assertTrue(bool(is_assigned()))
-        tf.function(self._watch.forget_in_graph)()
+        tf.function(self._group.forget)()
         self.assertFalse(bool(is_assigned()))
+
+    def test_each_group_forgets_what_it_has_taken(self):
+        other = tf.Variable([1.0])
+        group = self._watch.add([other])
+        are_assigned = [tf.function(each.is_assigned) for each in (self._group, group)]
+        double = tf.function(lambda: other.assign(other * 2))
+        for assign in (lambda: other.assign([2.0]), double):
+            for is_assigned in are_assigned:
+                is_assigned()
+            self._kernel.assign_add(tf.ones([4, 3]))
+            assign()
+            self.assertEqual([bool(each()) for each in are_assigned], [True, True])
+            tf.function(self._group.forget)()
+            self.assertEqual([bool(each()) for each in are_assigned], [False, True])
+            group.forget()
+            self.assertEqual([bool(each()) for each in are_assigned], [False, False])
+
+    def test_no_flag_is_read_of_variables_that_are_not_watched(self):
+        """A step would pay for a teacher of many variables that a function assigns."""
+        teacher = [tf.Variable([1.0]) for _ in range(5)]
+        self._watch.listen(teacher)
+        tf.function(lambda: [each.assign(each * 0.9) for each in teacher])()
+        flag = mock.MagicMock()
+        noted = self._watch._in_functions
+        self.assertLen(noted, 5)
+        self._watch._in_functions = {key: (reference, flag) for key, (reference, _) in noted.items()}
+        self.assertEmpty(self._names())
+        self._watch.forget()
+        self.assertEmpty(flag.mock_calls)
+
+    def test_what_is_gone_leaves_nothing_behind(self):
+        """A new variable may have the identity of one that is gone."""
+        watch = Watch()
+
+        def assign():
+            variable = tf.Variable([1.0])
+            watch.add([variable])
+            variable.assign([2.0])
+            tf.function(lambda: variable.assign([3.0]))()
+            self.assertLen({id(each) for each in watch.assigned()}, 1)
+            return weakref.ref(variable)
+
+        watched = assign()
+        gc.collect()
+        self.assertIsNone(watched())
+        self.assertEqual([watch._watched, watch._assigned, watch._in_functions], [{}, {}, {}])
 
     def test_a_function_that_was_traced_before_counts_once_its_variable_is_watched(self):
         variable = tf.Variable([1.0])

@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 from absl.testing import absltest, parameterized
 
+from hop_tf.errors import HopError
 from support import MEMBERS
 
 _BATCH_SIZE = 8
@@ -68,6 +69,29 @@ def _loop_step(model, optimizer, strategy):
         optimizer.apply(tape.gradient(loss, variables), variables)
 
     return tf.function(replica_step if strategy is None else lambda: strategy.run(replica_step))
+
+
+class Critic(keras.Model):
+    """Has two optimizers; the weights of the first one are clipped before the second one's update, as in a WGAN."""
+
+    def __init__(self):
+        super().__init__()
+        self.critic, self.generator = (keras.layers.Dense(1, kernel_initializer="ones") for _ in range(2))
+        self.optimizers = [keras.optimizers.SGD(0.5), keras.optimizers.SGD(0.05)]
+
+    def call(self, inputs):
+        return self.critic(inputs) + self.generator(inputs)
+
+    def train_step(self, data):
+        x, y = data
+        for optimizer, layer in zip(self.optimizers, (self.critic, self.generator), strict=True):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(self(x) - y))
+            weights = layer.trainable_variables
+            optimizer.apply(tape.gradient(loss, weights), weights)
+            for weight in weights if layer is self.critic else ():
+                weight.assign(tf.clip_by_value(weight, -0.1, 0.1))
+        return {"loss": loss}
 
 
 class OwnAssignmentsTest(tf.test.TestCase, parameterized.TestCase):
@@ -181,6 +205,79 @@ class ProgramsAssignmentsTest(tf.test.TestCase, parameterized.TestCase):
             _fit(model, strategy, callbacks=_at_batch_end(call), steps_per_epoch=steps)
 
         self._assert_refused(name, run, "between two training steps")
+
+    @parameterized.product(name=[*_KEEPS_A_COPY, "pipe_sgd"], is_eager=[False, True])
+    @pytest.mark.slow(after=3)
+    def test_between_the_updates_of_two_optimizers(self, name, is_eager):
+        def run(strategy):
+            with _scope(strategy):
+                model = Critic()
+                model.compile(run_eagerly=is_eager)
+            _fit(model, strategy)
+            return np.concatenate([model.critic.kernel.numpy(), model.generator.kernel.numpy()])
+
+        if name in _KEEPS_A_COPY:
+            with self.assertRaisesRegex((ValueError, HopError), "Give the layer a constraint.*Received: .*kernel"):
+                _of_ranks(name, run)
+        else:
+            for kernels in _of_ranks(name, run):
+                self.assertAllClose(kernels, run(None), rtol=1e-4, atol=1e-4)
+
+    def test_a_loop_with_two_optimizers_takes_what_is_assigned_after_synchronize(self):
+        x, y = tf.constant(_ROWS), tf.constant(_ROWS[:, :1] * 2 + 1)
+
+        def run(strategy):
+            models = [_linear(strategy) for _ in range(2)]
+
+            def replica_step():
+                for model in models:
+                    with tf.GradientTape() as tape:
+                        loss = tf.reduce_mean(tf.square(model(x) - y))
+                        loss /= 1 if strategy is None else strategy.num_replicas_in_sync
+                    weights = model.trainable_variables
+                    model.optimizer.apply(tape.gradient(loss, weights), weights)
+
+            def synchronize():
+                for model in models if strategy is not None else ():
+                    strategy.synchronize(model)
+
+            step = tf.function(replica_step if strategy is None else lambda: strategy.run(replica_step))
+            for number in range(6):
+                if number == 3:
+                    synchronize()
+                    for model in models:
+                        model.layers[0].kernel.assign(tf.fill([6, 1], 7.0))
+                step()
+            synchronize()
+            return np.concatenate([model.layers[0].kernel.numpy() for model in models])
+
+        for kernels in _of_ranks("pipe_sgd_wide", run):
+            self.assertAllClose(kernels, run(None), rtol=1e-4, atol=1e-4)
+
+    @parameterized.parameters(False, True)
+    @pytest.mark.slow(after=1)
+    def test_before_the_first_epoch_of_a_later_fit(self, stays):
+        """SHAT compares with the weights that this `fit` has begun with."""
+
+        def run(strategy):
+            model = _linear(strategy)
+            _fit(model, strategy)
+            model.set_weights([each * 0 + 3 for each in model.get_weights()])
+
+            def swap(epoch, logs):
+                weights = model.get_weights()
+                model.set_weights([2 * each for each in weights])
+                if not stays:
+                    model.set_weights(weights)
+
+            _fit(model, strategy, epochs=1, callbacks=[keras.callbacks.LambdaCallback(on_epoch_begin=swap)])
+            return model.layers[0].kernel.numpy()
+
+        if stays:
+            self._assert_refused("shat", run, "between two epochs")
+        else:
+            for kernel in _of_ranks("shat", run):
+                self.assertAllInRange(kernel, -2.0, 4.0)
 
     @pytest.mark.slow
     def test_weights_that_a_callback_swaps_evaluates_and_swaps_back(self):
