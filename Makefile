@@ -5,6 +5,7 @@
 #   make stress     the multi-process tests, REPEAT times with other deaths; and the others with all their variants, more
 #                   than 10,000 schedules on the virtual clock among them, SCHEDULES of each kind that is drawn
 #   make benchmark  what the core and the transport cost; nothing else should run on the machine
+#   make storm      what it costs if ranks are killed and stopped all the time; ten minutes
 #   make docs       the documentation, into build/docs; warnings are errors
 #   make lint       ruff's checks and format
 #   make dist       the source distribution and a wheel for most Linux systems, into dist; CXX chooses the compiler
@@ -27,11 +28,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo test stress benchmark docs lint dist matrix bazel clean
+.PHONY: help demo test stress benchmark storm docs lint dist matrix bazel clean
 .DELETE_ON_ERROR:
 
 help:
-	@sed -n '3,15s/^# \{0,1\}//p' Makefile
+	@sed -n '3,16s/^# \{0,1\}//p' Makefile
 
 demo: $(INSTALLED)
 	TF_CPP_MIN_LOG_LEVEL=1 $(BIN)/python -m hop_tf launch --num_workers=4 examples/digits.py
@@ -50,6 +51,9 @@ stress: $(INSTALLED)
 benchmark: $(INSTALLED)
 	$(BIN)/python benchmarks/benchmark_transport.py
 	$(BIN)/python benchmarks/benchmark_core.py
+
+storm: $(INSTALLED)
+	$(BIN)/python benchmarks/benchmark_storm.py
 
 docs: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --editable '.[docs]'

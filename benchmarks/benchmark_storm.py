@@ -1,0 +1,233 @@
+"""What faults cost: six ranks, of which one is killed or stopped every few seconds.
+
+    python benchmarks/benchmark_storm.py
+
+Each strategy goes on without a lost rank. It trains scikit-learn's digits twice for `--steps` steps of `--step_seconds`
+each (emulated, without using the processor): undisturbed, and in a storm. In the storm, every `--interval` seconds a
+rank is killed (SIGKILL), and started again at once, or stopped for `--stop_seconds` (SIGSTOP). Which one, and what
+happens to it, follows from `--seed`. The last fault is early enough for the rank to come back. It takes ten minutes.
+
+A rank is up from its start to the end, but for the time in which it is stopped, and for that from its death until its
+new process has made a step: that is the time to recover. Shown are
+
+- kept: the steps that ranks have made in the storm for each second in which they were up, as a part of those that they
+  make for each second undisturbed. At least 0.95 is required;
+- the median time to recover, most of which a new process takes to start and to trace its step;
+- accuracies, of rank 0, undisturbed and in the storm;
+- equal: whether all ranks end with the same weights, to the bit (where that is promised);
+- problems: processes that have not ended with 0; threads, processes and sockets that are left.
+
+Processes are forked from one that has imported everything: a real one takes some seconds more to come back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import pathlib
+import random
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+
+import keras
+import numpy as np
+import psutil
+from absl import app, flags
+from sklearn.datasets import load_digits
+
+import hop_tf
+from hop_tf.testing import MultiProcessRunner, stop_fork_server
+from hop_tf.testing.multi_process import MultiProcessError
+
+_STRATEGIES = flags.DEFINE_list("strategies", ["pipe_sgd", "dts", "hop", "canary", "shat"], "Which ones.")
+_STEPS = flags.DEFINE_integer("steps", 180, "Steps of a training.", lower_bound=20)
+_STEP_SECONDS = flags.DEFINE_float("step_seconds", 0.2, "How long a step takes at least.", lower_bound=0.0)
+_INTERVAL = flags.DEFINE_float("interval", 8.0, "Seconds from one fault to the next.", lower_bound=1.0)
+_STOP_SECONDS = flags.DEFINE_float("stop_seconds", 10.0, "For how long a rank is stopped.", lower_bound=0.0)
+_SEED = flags.DEFINE_integer("seed", 0, "Of the faults.")
+
+_NUM_RANKS = 6
+_BATCH_SIZE = 60
+_TIMEOUT_SECONDS = 300.0
+_MAKE = {
+    "pipe_sgd": lambda options: hop_tf.PipeSGDStrategy(on_peer_loss="continue", communication_options=options),
+    "dts": lambda options: hop_tf.DTSStrategy(on_peer_loss="continue", communication_options=options),
+    "hop": lambda options: hop_tf.HopStrategy(num_backup_workers=1, communication_options=options),
+    "canary": lambda options: hop_tf.CanaryStrategy(communication_options=options),
+    "shat": lambda options: hop_tf.SHATParameterServerStrategy(communication_options=options),
+}
+_EQUAL_AT_THE_END = ("pipe_sgd", "dts", "canary")
+
+
+# In the processes of the ranks.
+
+
+class _Steps(keras.callbacks.Callback):
+    """Writes when each step has ended."""
+
+    def __init__(self, path: pathlib.Path):
+        super().__init__()
+        self._path = path
+
+    def on_train_batch_end(self, batch, logs=None):
+        with open(self._path, "a") as file:
+            file.write(f"{time.time()}\n")
+
+
+def _train(name: str, folder: str, num_steps: int) -> tuple[float, str]:
+    """A rank's accuracy in the end, and a digest of its weights."""
+    strategy = _MAKE[name](hop_tf.CommunicationOptions(timeout_seconds=40.0))
+    x, y = load_digits(return_X_y=True)
+    x = (x / 16).astype(np.float32)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(64, "relu"), keras.layers.Dense(10)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss, metrics=["accuracy"])
+    batches = len(x) // _BATCH_SIZE
+    epochs = -(-num_steps // batches)
+    steps = _Steps(pathlib.Path(folder, f"rank_{strategy.rank}"))
+    rows = batches * _BATCH_SIZE
+    model.fit(x[:rows], y[:rows], batch_size=_BATCH_SIZE, epochs=epochs, callbacks=[steps], verbose=0)
+    weights = b"".join(weight.tobytes() for weight in model.get_weights())
+    _, accuracy = model.evaluate(x, y, verbose=0)
+    strategy.shutdown()
+    return accuracy, hashlib.sha256(weights).hexdigest()
+
+
+# In the process that measures.
+
+
+@dataclasses.dataclass
+class _Fault:
+    """What has happened to a rank.
+
+    Attributes:
+      rank: The rank.
+      begin: When, `time.time()`.
+      seconds: For how long it was stopped; None: it was killed.
+    """
+
+    rank: int
+    begin: float
+    seconds: float | None
+
+
+@dataclasses.dataclass
+class _Run:
+    """A training.
+
+    Attributes:
+      steps: For each rank, when each of its steps has ended.
+      faults: What has happened.
+      values: What the ranks have returned; None where they have not.
+      problems: In words.
+    """
+
+    steps: list[np.ndarray]
+    faults: list[_Fault]
+    values: list
+    problems: list[str]
+
+    @property
+    def downs(self) -> Iterator[tuple[int, float, float]]:
+        """Rank, begin and end of each time in which a rank is not up."""
+        for fault in self.faults:
+            later = self.steps[fault.rank][self.steps[fault.rank] > fault.begin + 0.5]
+            end = fault.begin + fault.seconds if fault.seconds is not None else later.min(initial=np.inf)
+            yield fault.rank, fault.begin, end
+
+    @property
+    def recoveries(self) -> list[float]:
+        """Seconds from each death to the first step of the new process."""
+        killed = [fault.seconds is None for fault in self.faults]
+        return [end - begin for (_, begin, end), is_kill in zip(self.downs, killed, strict=True) if is_kill]
+
+    @property
+    def rate(self) -> float:
+        """Steps for each second in which a rank was up."""
+        begin, end = max(each[0] for each in self.steps), max(each[-1] for each in self.steps)
+        num_steps = sum(((each > begin) & (each <= end)).sum() for each in self.steps)
+        down = sum(max(0.0, min(last, end) - max(first, begin)) for _, first, last in self.downs)
+        return float(num_steps / (len(self.steps) * (end - begin) - down))
+
+
+def _run(name: str, with_faults: bool) -> _Run:
+    num_ps = int(name == "shat")
+    env = {"HOP_TF_STEP_SECONDS": repr(_STEP_SECONDS.value)} if _STEP_SECONDS.value else {}
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = {"args": (name, folder, _STEPS.value), "num_ps": num_ps, "env": env}
+        with MultiProcessRunner(_train, _NUM_RANKS, timeout_seconds=_TIMEOUT_SECONDS, **arguments) as runner:
+            while not all(_times(folder, rank).size for rank in range(_NUM_RANKS)):
+                time.sleep(0.05)
+            faults = _storm(runner) if with_faults else []
+            problems = []
+            try:
+                results = runner.join()
+                codes = {str(each.task): each.exit_code for each in (*results.workers, *results.ps)}
+                problems = [f"{task} ended with {code}" for task, code in codes.items() if code]
+                values = results.values
+            except MultiProcessError as error:
+                problems, values = [str(error).splitlines()[0]], []
+        return _Run([_times(folder, rank) for rank in range(_NUM_RANKS)], faults, values, problems)
+
+
+def _times(folder: str, rank: int) -> np.ndarray:
+    path = pathlib.Path(folder, f"rank_{rank}")
+    return np.array([float(line) for line in path.read_text().splitlines()] if path.exists() else [])
+
+
+def _storm(runner: MultiProcessRunner) -> list[_Fault]:
+    drawn = random.Random(_SEED.value)
+    seconds = 0.7 * _STEPS.value * _STEP_SECONDS.value
+    resumed: list[threading.Timer] = []
+    faults: list[_Fault] = []
+    for _ in range(max(1, int(seconds / _INTERVAL.value))):
+        struck = [fault.rank for fault in faults[-2:]]  # These may not be up yet.
+        rank, is_kill = drawn.choice([each for each in range(_NUM_RANKS) if each not in struck]), drawn.random() < 0.5
+        faults.append(_Fault(rank, time.time(), None if is_kill else _STOP_SECONDS.value))
+        if is_kill:
+            runner.kill(rank)
+            runner.restart(rank)
+        else:
+            runner.pause(rank)
+            resumed.append(threading.Timer(_STOP_SECONDS.value, runner.resume, [rank]))
+            resumed[-1].start()
+        time.sleep(_INTERVAL.value)
+    for timer in resumed:
+        timer.join()
+    return faults
+
+
+def _left() -> tuple[int, int]:
+    """Threads, and children, of this process."""
+    return threading.active_count(), len(psutil.Process().children(recursive=True))
+
+
+def _describe(name: str, free: _Run, storm: _Run, before: tuple[int, int]) -> str:
+    kills = len(storm.recoveries)
+    values = [value for value in storm.values if value]
+    accuracies = [f"{run.values[0][0]:.3f}" if run.values and run.values[0] else "-" for run in (free, storm)]
+    equal = "-" if name not in _EQUAL_AT_THE_END else str(len({digest for _, digest in values}) == 1)
+    after = _left()
+    problems = [*free.problems, *storm.problems, *(["something is left"] if after > before else [])]
+    recovery = f"{np.median(storm.recoveries):.1f} s" if kills else "-"
+    return (
+        f"| {name} | {kills}, {len(storm.faults) - kills} | {storm.rate / free.rate:.2f} | {recovery} | "
+        f"{', '.join(accuracies)} | {equal} | {'; '.join(problems) or 'none'} |"
+    )
+
+
+def main(_) -> None:
+    print("| strategy | kills, stops | kept | recovery | accuracy undisturbed, in the storm | equal | problems |")
+    print("| --- | --- | --- | --- | --- | --- | --- |", flush=True)
+    for name in _STRATEGIES.value:
+        free = _run(name, with_faults=False)
+        before = _left()
+        print(_describe(name, free, _run(name, with_faults=True), before), flush=True)
+    stop_fork_server()
+
+
+if __name__ == "__main__":
+    app.run(main)
