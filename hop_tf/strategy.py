@@ -231,10 +231,13 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
             )
         if self._worker is not None:
             self.training.require_outside_fit("synchronize")
+            self.training.settle_sums()
             with self.training.outside_loop():
                 states = states_of(model)
-                self._average_over_ranks([each.variable for each in states if self.training.states.is_averaged(each)])
-                self.training.states.agree(states, self._worker.collectives.share)
+                share = self._worker.collectives.share
+                for weights in self.training.states.averaged(states, share):
+                    self._average_over_ranks(weights)
+                self.training.states.agree(states, share)
 
     def _average_over_ranks(self, weights: Sequence[tf.Variable]) -> None:
         known = {weight.ref() for weight in weights}

@@ -49,8 +49,8 @@ def state(what: Any, owner: str) -> Any:
     rank's own. See the tables in `docs/state.md`.
 
     Args:
-      what: A variable of Keras or TensorFlow; a layer or a model, for all of its weights; a metric, for its states; or
-        a list of these. Mark it before the first training step.
+      what: A variable of Keras or TensorFlow; a layer or a model, for all of its weights that no optimizer updates; a
+        metric, for its states; or a list of these. Mark it before the first training step.
       owner: "mean": ranks average the state with every step, as a moving mean. The state must be of floats.
         "sum": the changes of all ranks add up, as in a count of rows. "max": the maximum, element by element.
         "first": rank 0's. These three are agreed at the end of each epoch if ranks wait for each other (Pipe-SGD, DTS,
@@ -86,7 +86,7 @@ def _check(what: Any, owner: Owner) -> None:
             "`owner` of a metric must be 'sum': its states add up over the ranks. Without a mark, ranks average the "
             f"results of a metric. Received: owner={owner.value!r}, what={what.name!r}."
         )
-    if _is_variable(what) and owner is Owner.SUM and tf.as_dtype(what.dtype).is_bool:
+    if _is_variable(what) and owner is Owner.SUM and _is_bool(what):
         raise ValueError(f"`owner` must not be 'sum' for a state of truth values. Received: what={_path_of(what)!r}.")
     if _is_variable(what) and owner is Owner.MEAN and not _is_floating(what):
         raise ValueError(
@@ -112,6 +112,7 @@ class State:
       is_told: True if the program says who owns it, or it is internal to one of Keras's own layers, such as the state
         of a stateful RNN.
       is_marked: True if `state` said so of the variable, or of a layer around it.
+      is_trainable: True if neither the variable nor a layer around it is frozen, by Keras's `trainable`.
       layer: The layer that holds it; None for a variable beside the model.
     """
 
@@ -121,6 +122,7 @@ class State:
     is_statistic: bool
     is_told: bool
     is_marked: bool
+    is_trainable: bool
     layer: keras.Layer | None
 
 
@@ -131,7 +133,9 @@ def states_of(model: keras.Model | None) -> list[State]:
       model: The model. None gives marked variables only, as for a custom training loop.
     """
     found = {} if model is None else {id(each.variable): each for each in _walk(model, ())}
-    marked = [each for each in _marked.values() if id(tf_variable(each)) not in found]
+    # `valuerefs` is one step: other threads may mark variables meanwhile.
+    known = [variable for each in _marked.valuerefs() if (variable := each()) is not None]
+    marked = [each for each in known if id(tf_variable(each)) not in found]
     beside = marked if model is None else [each for each in marked if not isinstance(each, keras.Variable)]
     return [*found.values(), *(_state(each, ()) for each in beside)]
 
@@ -157,6 +161,7 @@ def _state(variable: Any, layers: Sequence[keras.Layer]) -> State:
         is_statistic=is_statistic,
         is_told=told is not None or is_of_keras,
         is_marked=any(mark_of(each) is not None for each in (variable, *layers)),
+        is_trainable=all(each.trainable for each in (variable, *layers)),
         layer=layers[-1] if layers else None,
     )
 
@@ -166,11 +171,21 @@ def _told_owner(variable: Any, layers: Sequence[keras.Layer]) -> Owner | None:
     if (mark := mark_of(variable)) is not None:
         return mark
     if (owner := _OF_AGGREGATIONS.get(tf_variable(variable).aggregation)) is not None:
-        return Owner.OWN if owner is Owner.MEAN and not _is_floating(variable) else owner
+        if owner is Owner.SUM and _is_bool(variable):
+            raise ValueError(
+                "`aggregation` must not be 'sum' for a state of truth values. Write `hop_tf.state(variable, 'max')` to "
+                f"have it true if it is on any rank. Received: aggregation='sum', variable={_path_of(variable)!r}."
+            )
+        return owner if _can_have(variable, owner) else Owner.OWN
     marks = [mark for layer in layers if (mark := mark_of(layer)) is not None]
     if marks:
-        return Owner.OWN if marks[-1] is Owner.MEAN and not _is_floating(variable) else marks[-1]
+        return marks[-1] if _can_have(variable, marks[-1]) else Owner.OWN
     return Owner.MAX if getattr(variable, "overwrite_with_gradient", False) else None
+
+
+def _can_have(variable: Any, owner: Owner) -> bool:
+    """True if the dtype allows it: no mean but of floats, no sum of truth values."""
+    return not (owner is Owner.MEAN and not _is_floating(variable)) and not (owner is Owner.SUM and _is_bool(variable))
 
 
 def tf_variable(variable: Any) -> tf.Variable:
@@ -184,6 +199,10 @@ def _is_variable(what: Any) -> bool:
 
 def _is_floating(variable: Any) -> bool:
     return tf.as_dtype(variable.dtype).is_floating
+
+
+def _is_bool(variable: Any) -> bool:
+    return tf.as_dtype(variable.dtype).is_bool
 
 
 def _path_of(variable: Any) -> str:

@@ -6,7 +6,7 @@ import json
 import struct
 import uuid
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -15,7 +15,7 @@ from absl import logging
 from hop_tf.errors import MismatchError
 from hop_tf.keras_hook.ownership import Owner, State
 from hop_tf.keras_hook.updates import as_own_updates
-from hop_tf.runtime.sums import Sum, missing
+from hop_tf.runtime.sums import Sum, missing, told_versions
 
 _AGREED = (Owner.SUM, Owner.MAX, Owner.FIRST)
 _LENGTH = struct.Struct("<I")  # Of a message's head.
@@ -35,23 +35,39 @@ class AgreedStates:
         # Both by the identity of the variable.
         self._sums: dict[int, Sum] = {}
         self._own: dict[int, weakref.ref[tf.Variable]] = {}
+        self._trained: dict[int, weakref.ref[tf.Variable]] = {}
 
-    def begin(self, states: Iterable[State], *, joins: bool = False) -> None:
+    def begin(self, states: Iterable[State], *, trained: Iterable[tf.Variable] = (), joins: bool = False) -> None:
         """Notes the sums that are equal on all ranks now, unless they are known. Called outside of graphs.
 
         Args:
           states: All states of a model.
+          trained: The variables that an optimizer trains from now on. They belong to the strategy, whatever is marked.
           joins: True if this process was started again and joins the others; see `begin_here`.
         """
+        self._note_trained(trained)
         for state in states:
             known = self._sums.get(id(state.variable))
-            if state.owner is Owner.SUM and (known is None or not known.is_of(state.variable)):
-                self._sums[id(state.variable)] = Sum(state.variable, self._name, joins=joins)
+            is_sum = state.owner is Owner.SUM and not self._is_trained(state)
+            if is_sum and (known is None or not known.is_of(state.variable)):
+                self._sums[id(state.variable)] = Sum(
+                    state.variable, self._name, rank=self._rank, path=state.path, joins=joins
+                )
 
     def begin_here(self) -> None:
         """This process has taken over the sums of another one: it has added nothing to them yet."""
         for each in self._sums.values():
             each.begin_here()
+
+    def count_own(self) -> None:
+        """Steps have run, and no callback has been asked since: what they have changed adds to the sums."""
+        for each in self._sums.values():
+            each.count_own()
+
+    def begin_anew(self) -> None:
+        """No step has run since the last call of `count_own`: sums that have changed begin anew, from their values."""
+        for each in self._sums.values():
+            each.begin_anew()
 
     def note_assigned(self, states: Iterable[State]) -> None:
         """Notes states that a training step assigns. Warns, once, of those that nobody has said anything about."""
@@ -67,13 +83,36 @@ class AgreedStates:
                 *(self._rank, ", ".join(map(repr, untold))),
             )
 
-    def is_averaged(self, state: State) -> bool:
-        """True if `synchronize` averages a variable: a float that an optimizer may train, or that is always averaged.
+    def averaged(
+        self, states: Sequence[State], share: Callable[[bytes], Sequence[bytes]]
+    ) -> Iterator[list[tf.Variable]]:
+        """Yields the variables that `synchronize` averages. A collective.
 
-        All ranks say the same, whatever their steps have assigned.
+        First those of which all ranks know it: an optimizer may train them, or ranks always average them. Then those
+        that an optimizer of any rank has trained, and that are frozen by now, or marked.
+
+        Args:
+          states: All states of a model, the same on all ranks.
+          share: As of `agree`. A rank that was started again does not know which variables were trained before.
         """
-        is_own = state.owner is Owner.OWN and (state.is_marked or not state.variable.trainable)
-        return state.variable.dtype.is_floating and state.owner not in _AGREED and not is_own
+        floats = [state for state in states if state.variable.dtype.is_floating]
+        yield [state.variable for state in floats if _may_be_averaged(state)]
+        others = [state for state in floats if not _may_be_averaged(state)]
+        received = share(bytes(map(self._is_trained, others)))
+        trained = [
+            state.variable for state, ranks in zip(others, zip(*received, strict=True), strict=True) if any(ranks)
+        ]
+        self._note_trained(trained)
+        if trained:
+            yield trained
+
+    def _note_trained(self, variables: Iterable[tf.Variable]) -> None:
+        for variable in variables:
+            self._trained[id(variable)] = weakref.ref(variable)
+            self._sums.pop(id(variable), None)
+
+    def _is_trained(self, state: State) -> bool:
+        return _holds(self._trained.get(id(state.variable)), state.variable)
 
     def agree(self, states: Iterable[State], share: Callable[[bytes], Sequence[bytes]]) -> None:
         """Makes sums, maxima and rank 0's states equal on all ranks that take part, to the bit. A collective.
@@ -86,7 +125,7 @@ class AgreedStates:
         Raises:
           MismatchError: If another rank has other states.
         """
-        agreed = [state for state in states if state.owner in _AGREED]
+        agreed = [state for state in states if state.owner in _AGREED and not self._is_trained(state)]
         if agreed:
             self.begin(agreed)
             sums = [self._sums[id(state.variable)] for state in agreed if state.owner is Owner.SUM]
@@ -103,10 +142,11 @@ class AgreedStates:
         parts = [_split(each, own) for each in values]
         names = [name for name, _ in heads]
         of_sums = [index for index, state in enumerate(agreed) if state.owner is Owner.SUM]
-        for (name, versions), of_rank in zip(heads, parts, strict=True):
-            for each, known, index in zip(sums, versions, of_sums, strict=True):
-                each.take(name, known[name], of_rank[index])
-        self._share_missing(sums, names, [versions for _, versions in heads], share)
+        known = [versions for _, versions in heads]
+        for each, index, versions in zip(sums, of_sums, zip(*known, strict=True), strict=True):
+            for name, version, of_rank in zip(names, told_versions(versions, names), parts, strict=True):
+                each.take(name, version, of_rank[index])
+        self._share_missing(sums, names, known, share)
         return parts
 
     def _share_missing(self, sums: Sequence[Sum], names: Sequence[str], versions: Sequence[list], share) -> None:
@@ -136,6 +176,11 @@ class AgreedStates:
                 state.variable.assign(value.reshape(state.variable.shape))
         for each in sums:
             each.begin_here()
+
+
+def _may_be_averaged(state: State) -> bool:
+    """True if an optimizer may train the state, unless it is marked, or if ranks average it anyway."""
+    return state.owner is Owner.MEAN or (state.owner is Owner.OWN and state.is_trainable and not state.is_marked)
 
 
 def _share_arrays(head: object, arrays: Iterable[np.ndarray], share) -> tuple[list, list[memoryview]]:

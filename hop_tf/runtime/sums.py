@@ -2,6 +2,9 @@
 
 Each process tells its whole contribution, with a version. A newer version replaces an older one. So ranks that know the
 same versions hold the same sum, to the bit. An agreement that a rank has missed loses nothing and counts nothing twice.
+
+Only the changes that steps make add up. If a program assigns the variable where no step runs, as to count from 0 again,
+a new *generation* begins: all ranks begin with that value, and the contributions of older generations count no longer.
 """
 
 from __future__ import annotations
@@ -11,8 +14,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import tensorflow as tf
+from absl import logging
 
 START = ""  # The contribution that all ranks begin with. It is added first.
+_NUM_VERSIONS = 1 << 32  # Of each generation: those of later generations are larger.
 
 
 class Sum:
@@ -21,12 +26,14 @@ class Sum:
     Args:
       variable: The variable.
       own: This process among the contributors. Names are added in their order.
+      rank: This rank. Of two values with which ranks begin a generation, that of the lower rank counts.
+      path: The variable's name for users.
       joins: True if this process joins others. It then hears from them which value they began with.
     """
 
-    def __init__(self, variable: tf.Variable, own: str, *, joins: bool):
+    def __init__(self, variable: tf.Variable, own: str, *, rank: int, path: str, joins: bool):
         self._variable = weakref.ref(variable)
-        self._own = own
+        self._own, self._rank, self._path = own, rank, path
         self.begin_here()
         # By contributor: the version, and the contribution, flat.
         self._parts: dict[str, tuple[int, np.ndarray]] = {own: (0, np.zeros_like(self._counted))}
@@ -41,6 +48,23 @@ class Sum:
         """What the variable holds now is no contribution of this process."""
         if (variable := self._variable()) is not None:
             self._counted = np.array(variable.numpy()).reshape(-1)
+
+    def begin_anew(self) -> None:
+        """Begins a generation if the variable has changed since changes were counted. No step has run since then."""
+        counted = self._counted
+        self.begin_here()
+        if self._counted.tobytes() == counted.tobytes():  # Also nan.
+            return
+        nothing = np.zeros_like(counted)
+        if START in self._parts:
+            first = (self._generation + 1) * _NUM_VERSIONS
+            self._parts = {self._own: (first, nothing), START: (first + _NUM_VERSIONS - 1 - self._rank, self._counted)}
+        else:
+            self._parts[self._own] = self._parts[self._own][0] + 1, nothing
+
+    @property
+    def _generation(self) -> int:
+        return self._parts[START][0] // _NUM_VERSIONS if START in self._parts else 0
 
     def count_own(self) -> np.ndarray:
         """Counts what this process has added by now; returns its whole contribution."""
@@ -60,16 +84,48 @@ class Sum:
         return self._parts[name][1]
 
     def take(self, name: str, version: int, part: np.ndarray) -> None:
-        """Takes over a contribution, unless a newer one is known."""
-        if version > self.versions.get(name, 0):
-            self._parts[name] = version, part.copy()
+        """Takes over a contribution, unless a newer one is known, or it is of an older generation."""
+        if version <= self.versions.get(name, 0) or version // _NUM_VERSIONS < self._generation:
+            return
+        before = self._parts.get(name)
+        self._parts[name] = version, part.copy()
+        if name == START and before is not None:
+            self._follow(before[1].tobytes() == part.tobytes())
+
+    def _follow(self, is_same_value: bool) -> None:
+        """Another rank has begun the generation, or a newer one."""
+        own = self._parts[self._own]
+        is_late = own[0] // _NUM_VERSIONS < self._generation
+        self._parts = {n: p for n, p in self._parts.items() if p[0] // _NUM_VERSIONS >= self._generation}
+        if is_late:
+            self._parts[self._own] = self._generation * _NUM_VERSIONS, np.zeros_like(own[1])
+        if is_late or not is_same_value:
+            logging.warning(
+                "rank %d: ranks have not assigned the same to %r between two steps. The latest assignment counts, and "
+                "of several the one on the lowest rank. Assign the same value on all ranks, at the same place.",
+                *(self._rank, self._path),
+            )
 
     def total(self) -> np.ndarray:
         """The sum of all known contributions, in the shape of the variable."""
         total = np.zeros_like(self._counted)
-        for _, (_, part) in sorted(self._parts.items()):
-            total = total + part
+        for _, (version, part) in sorted(self._parts.items()):
+            if version // _NUM_VERSIONS == self._generation:
+                total = total + part
         return total.reshape(self._variable().shape)
+
+
+def told_versions(versions: Sequence[dict[str, int]], told: Sequence[str]) -> list[int]:
+    """The versions of the contributions to one sum that processes have told.
+
+    A process that has joined does not know the generation yet. It has added to the newest one.
+
+    Args:
+      versions: What each process knows of the sum.
+      told: Their own names.
+    """
+    newest = max(each.get(START, 0) for each in versions) // _NUM_VERSIONS * _NUM_VERSIONS
+    return [each[name] + (0 if START in each else newest) for each, name in zip(versions, told, strict=True)]
 
 
 def missing(versions: Sequence[dict[str, int]], told: Sequence[str]) -> list[tuple[int, str]]:

@@ -115,6 +115,7 @@ class TrainingRun(TrainingHooks):
             slices_in_step=scheme.agrees_on_roster,
         )
         self.states = AgreedStates(rank)
+        self._settled_at = -1  # After how many steps sums were settled in a custom loop.
         self.statistics = StepStatistics()
         self.records = StepRecords()
         self._emulated_compute = EmulatedCompute.from_environment(rank, world_size)
@@ -199,6 +200,7 @@ class TrainingRun(TrainingHooks):
                         "the others are: it has not trained. Give all ranks the same number of epochs and steps."
                     )
         except BaseException as error:
+            self.states.count_own()
             try:
                 self._break_off()
             finally:
@@ -240,11 +242,21 @@ class TrainingRun(TrainingHooks):
     def _end_loop(self) -> None:
         """Ends the session of a custom loop, if one is under way: it has no end of its own."""
         if self.worker.in_session:
+            self.settle_sums()
             if self._scheme.settles_loops:
                 with self._naming_causes():
                     for group in self.groups:
                         self._scheme.finish_training(group)
             self.worker.end_session(None)
+
+    def settle_sums(self) -> None:
+        """Adds what the steps of a custom loop have changed. If no step has run, sums begin from what was assigned."""
+        num_steps = self.statistics.counters()["steps"]
+        if self.worker.in_session and num_steps != self._settled_at:
+            self.states.count_own()
+        else:
+            self.states.begin_anew()
+        self._settled_at = num_steps
 
     @contextlib.contextmanager
     def outside_loop(self) -> Iterator[None]:
@@ -260,6 +272,7 @@ class TrainingRun(TrainingHooks):
     def _require_session(self) -> None:
         """A custom loop enters its session at its first step."""
         if not self.worker.in_session:
+            self.states.begin_anew()
             self._begin_session()
 
     def _begin_session(self, *, agrees_on_epochs: bool = False, claims: Sequence[str] = ()) -> None:
@@ -282,6 +295,7 @@ class TrainingRun(TrainingHooks):
             self.worker.epoch_ends.begin_training(model)
         self._scheme.begin_training(self.groups)
         self._assignments.begin_training()
+        self.states.begin_anew()
 
     @as_own_updates()
     def begin_epoch(self) -> None:
@@ -293,6 +307,7 @@ class TrainingRun(TrainingHooks):
         for group in () if self.is_behind else self.groups:
             self._scheme.begin_epoch(group)
         self._assignments.begin_epoch()
+        self.states.begin_anew()
 
     def begin_steps(self, number: int) -> bool:
         """See `EpochEnds`."""
@@ -317,6 +332,7 @@ class TrainingRun(TrainingHooks):
             self._assignments.end_epoch()
             for group in self.groups:
                 self._scheme.end_epoch(group)
+        self.states.count_own()
 
     def begin_batch(self) -> None:
         """See `StepRecords`. Steps count by the shares of the ranks that are there, which share the batch."""
@@ -589,7 +605,7 @@ class TrainingRun(TrainingHooks):
                     beside=self._scheme.specs_beside(),
                     num_batches=self.data.num_batches,
                 )
-                self.states.begin(trace.states_of_model, joins=self.worker.joining)
+                self.states.begin(trace.states_of_model, trained=variables, joins=self.worker.joining)
                 with as_own_updates():
                     self._scheme.begin_group(groups[key])
                 self._assignments.add(groups[key])

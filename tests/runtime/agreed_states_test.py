@@ -30,6 +30,13 @@ class _Rank:
         self.variable.assign(other.variable)
         self._states.begin_here()
 
+    def assign(self, value):
+        """Where no step runs: what was added before is counted."""
+        self._states.count_own()
+        self.variable.assign(value)
+        self._states.begin_anew()
+        return self
+
     def agree(self, share):
         self._states.agree(self.states, share)
 
@@ -95,6 +102,70 @@ class SumsTest(parameterized.TestCase):
         newcomer.add(5)
         self.assertEqual(_agree(first, second, newcomer), ([109] * 3, 2))
         self.assertEqual(_agree(first, second, newcomer), ([109] * 3, 1))
+
+    def test_an_assignment_where_no_step_runs_is_what_all_begin_with(self):
+        ranks = [_Rank(rank, 3).add(10).assign(5).add(2**rank) for rank in range(3)]
+        self.assertEqual(_agree(*ranks), ([12] * 3, 2))
+        self.assertEqual(_agree(*ranks), ([12] * 3, 1))
+        for each in ranks:
+            each.assign(0).assign(12)  # Back to what it was.
+        self.assertEqual(_agree(*ranks), ([12] * 3, 2))
+        for each in ranks:
+            each.assign(0).add(1)
+        self.assertEqual(_agree(*ranks[1:])[0], [2, 2])
+        self.assertEqual(_agree(*ranks)[0], [3] * 3)
+
+    @parameterized.parameters(tf.uint8, tf.float32)
+    def test_unsigned_numbers_and_nan(self, dtype):
+        value = float("nan") if dtype.is_floating else 200
+        first, second = ranks = [_Rank(rank, 7, dtype).assign(value) for rank in range(2)]
+        _agree(*ranks)
+        self.assertEqual(_agree(first.assign(1).add(1), second.assign(1).add(2))[0], [4, 4])
+
+    def test_different_assignments(self):
+        """Of one generation, that of the lower rank counts; a newer generation counts before an older one."""
+        first, second, third = ranks = [_Rank(rank) for rank in range(3)]
+        first.assign(100).add(1), second.assign(200).add(2), third.assign(100).add(4)
+        with self.assertLogs(level="WARNING") as logs:
+            self.assertEqual(_agree(*ranks)[0], [107] * 3)
+        self.assertLen(logs.output, 1)
+        self.assertIn("rank 1: ranks have not assigned the same", logs.output[0])
+        second.assign(50).add(1), first.add(3)
+        with self.assertLogs(level="WARNING") as logs:
+            self.assertEqual(_agree(*ranks)[0], [51] * 3)
+        self.assertLen(logs.output, 2)
+        first.add(1), second.add(1), third.add(1)
+        self.assertEqual(_agree(*ranks)[0], [54] * 3)
+
+    def test_a_lost_rank_and_one_that_joins_after_an_assignment(self):
+        first, second, lost = ranks = [_Rank(rank, 100).add(1) for rank in range(3)]
+        _agree(*ranks)
+        for each in ranks:
+            each.assign(10).add(1)
+        self.assertEqual(_agree(first, lost)[0], [12, 12])
+        newcomer = _Rank(2, 0, joins=True)
+        newcomer.take_over(second)
+        newcomer.add(7).assign(0).add(5)  # What it adds is counted since its own callback has assigned.
+        with self.assertNoLogs(level="WARNING"):
+            self.assertEqual(_agree(first, second, newcomer), ([18] * 3, 2))
+        self.assertEqual(_agree(first, second, newcomer), ([18] * 3, 1))
+
+    def test_random_assignments_are_those_of_one_process(self):
+        random = np.random.default_rng(1)
+        for _ in range(10):
+            ranks, expected = [_Rank(rank, 3) for rank in range(3)], 3
+            for _ in range(8):
+                if random.random() < 0.4:
+                    expected = int(random.integers(100))
+                    for each in ranks:
+                        each.assign(expected)
+                for each in ranks:
+                    number = int(random.integers(5))
+                    each.add(number)
+                    expected += number
+                if random.random() < 0.5:
+                    _agree(*random.permutation(ranks)[:2])
+            self.assertEqual(_agree(*ranks)[0], [expected] * 3)
 
     def test_another_model(self):
         first, second = _Rank(0), _Rank(1, [0, 0])

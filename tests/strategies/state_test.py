@@ -400,6 +400,201 @@ class StatesTest(tf.test.TestCase, parameterized.TestCase):
         self.assertTrue(any("rows" in text and "dense" in text for text in texts), texts)
         self.assertFalse(any("teacher" in text or "largest" in text for text in texts), texts)
 
+    @parameterized.product(name=["pipe_sgd", "dts", "hop"], mark=["sum", "max", "first", "own"])
+    @pytest.mark.slow(after=2)
+    def test_a_mark_of_a_layer_leaves_its_trained_weights_out(self, name, mark):
+        """They belong to the strategy, within `fit` and by `synchronize`."""
+
+        class Counting(keras.layers.Dense):
+            def build(self, shape):
+                super().build(shape)
+                self.rows = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+            def call(self, inputs, training=False):
+                if training:
+                    self.rows.assign_add(tf.cast(tf.shape(inputs)[0], tf.float32))
+                return super().call(inputs)
+
+        def run(strategy, mark=mark):
+            with _scope(strategy):
+                layer = Counting(1, kernel_initializer="ones")
+                model = _compiled(
+                    keras.Sequential([keras.Input((6,)), layer if mark is None else hop_tf.state(layer, mark)])
+                )
+            model.fit(_rows(6), _rows(6)[:, :1] * 2, batch_size=8, epochs=2, shuffle=False, verbose=0)
+            if strategy is not None:
+                strategy.synchronize(model)
+            return layer.kernel.numpy(), float(layer.rows)
+
+        unmarked = _of_ranks(name, lambda strategy: run(strategy, None))
+        plain, num_rows = run(None, None)
+        ranks = _of_ranks(name, run)
+        for kernel, rows in ranks:
+            self.assertAllEqual(kernel, ranks[0][0])
+            self.assertEqual(rows, num_rows if mark == "sum" else num_rows / 2)
+            if name != "hop":  # Its ranks make other steps in each run.
+                self.assertAllClose(kernel, unmarked[0][0], rtol=1e-6)
+            self.assertAllClose(kernel, plain, atol=0.3)
+
+    @parameterized.parameters("sum", "only_first_replica")
+    def test_an_aggregation_of_a_trained_weight(self, aggregation):
+        class Model(keras.Model):
+            def __init__(self):
+                super().__init__()
+                self.weight = self.add_weight(shape=(6, 1), initializer="ones", aggregation=aggregation)
+
+            def call(self, inputs):
+                return inputs @ self.weight
+
+        def run(strategy):
+            with _scope(strategy):
+                model = _compiled(Model())
+            _fit(model, strategy)
+            return _weights(model)
+
+        expected = run(None)
+        for weights in _of_ranks("pipe_sgd", run):
+            self.assertAllClose(weights, expected, rtol=1e-4)
+
+    def test_sums_of_truth_values(self):
+        """An aggregation is refused, as a mark of the variable is; a mark of a layer leaves such a state out."""
+
+        class Flagged(keras.Model):
+            def __init__(self, aggregation):
+                super().__init__()
+                self.network = _dense()
+                self.flag = self.add_weight(
+                    shape=(), dtype="bool", initializer="zeros", trainable=False, aggregation=aggregation, name="flag"
+                )
+
+            def call(self, inputs):
+                return self.network(inputs)
+
+        def run(strategy, aggregation):
+            with strategy.scope():
+                model = _compiled(Flagged(aggregation))
+                if aggregation == "none":
+                    hop_tf.state(model, "sum")
+            _fit(model, strategy)
+            strategy.synchronize(model)
+            return bool(model.flag.numpy())
+
+        with self.assertRaisesRegex(
+            ValueError, r"must not be 'sum' for a state of truth values.*'max'.*variable='.*flag"
+        ):
+            _of_ranks("pipe_sgd", lambda strategy: run(strategy, "sum"))
+        self.assertEqual(_of_ranks("pipe_sgd", lambda strategy: run(strategy, "none")), [False, False])
+
+    @parameterized.product(freezes=["before it is built", "when it is built", "after it was trained"])
+    def test_synchronize_leaves_a_frozen_teacher_alone(self, freezes):
+        """Keras says so by `trainable`: TensorFlow's variable still says that it may be trained."""
+
+        class Taught(keras.Model):
+            def __init__(self):
+                super().__init__()
+                self.network, self.teacher = _dense(), _dense()
+                self.is_assigned = False
+
+            def call(self, inputs):
+                return self.network(inputs) + self.teacher(inputs)
+
+            def train_step(self, data):
+                logs = super().train_step(data)
+                if self.is_assigned:
+                    self.teacher.bias.assign(data[0][0, :1])
+                return logs
+
+        def run(strategy):
+            with strategy.scope():
+                model = _compiled(Taught())
+                model.teacher.trainable = freezes != "before it is built"
+                model.build((None, 6))
+                if freezes == "after it was trained":
+                    model.fit(_rows(6), _rows(6)[:, :1], batch_size=8, verbose=0)
+                model.teacher.trainable = False
+                _compiled(model)
+            model.is_assigned = freezes != "after it was trained"
+            model.fit(_rows(6), _rows(6)[:, :1], batch_size=8, shuffle=False, verbose=0)
+            before = model.teacher.bias.numpy()
+            strategy.synchronize(model)
+            return before[0], model.teacher.bias.numpy()[0]
+
+        name = "hop" if freezes == "after it was trained" else "pipe_sgd"
+        (first, of_first), (second, of_second) = _of_ranks(name, run)
+        if freezes == "after it was trained":  # Ranks average what they have trained.
+            self.assertEqual(of_first, of_second)
+        else:
+            self.assertNotEqual(first, second)
+            self.assertEqual((first, second), (of_first, of_second))
+
+    @parameterized.parameters(*_EXACT)
+    @pytest.mark.slow(after=2)
+    def test_sums_that_a_program_assigns(self, name):
+        """At the begin of each epoch, between two fits, by a callback at the end, and after `fit` has failed."""
+
+        def run(strategy):
+            with _scope(strategy):
+                program = _compiled(RowCounter())
+            count, seen = program.num_rows, []
+
+            def fit(**arguments):
+                _fit(program, None, **arguments)  # Ranks share each batch.
+                note()
+
+            def note():
+                if strategy is not None:
+                    strategy.synchronize(program)
+                seen.append(int(count))
+
+            def fail(batch):
+                if batch == 2:
+                    raise KeyError
+
+            fit(callbacks=[keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: count.assign(0))])
+            saved = program.get_weights()
+            fit()
+            program.set_weights(saved)
+            note()
+            fit()
+            program.set_weights(saved)
+            fit()
+            fit(callbacks=[keras.callbacks.EarlyStopping("loss", mode="max", patience=1, restore_best_weights=True)])
+            with self.assertRaises((KeyError, HopError)):
+                _fit(program, None, callbacks=[_at_batch_end(fail)])
+            count.assign(5)
+            fit()
+            return seen
+
+        expected = run(None)
+        self.assertEqual(expected, [32, 96, 32, 96, 96, 128, 69])
+        if name == "hop":  # `EarlyStopping` restores what a rank alone has counted since `synchronize`.
+            expected[5] = 96 + 16
+        self.assertEqual(_of_ranks(name, run), [expected] * 2)
+
+    @parameterized.parameters("pipe_sgd", "hop")
+    def test_sums_of_a_custom_loop(self, name):
+        """What is assigned right after `synchronize` counts from the next `synchronize` on."""
+
+        def run(strategy):
+            with _scope(strategy):
+                model = _linear()
+                count = hop_tf.state(model.add_weight(shape=(), dtype="int64", trainable=False), "sum")
+                count.assign(0)
+            step, seen = _loop_step(model, strategy, lambda: count.assign_add(1)), []
+            for _ in range(2):
+                for _ in range(3):
+                    step()
+                strategy.synchronize(model)
+                seen.append(int(count))
+            count.assign(0)
+            strategy.synchronize(model)
+            seen.append(int(count))
+            step()
+            strategy.synchronize(model)
+            return [*seen, int(count)]
+
+        self.assertEqual(_of_ranks(name, run), [[6, 12, 0, 2]] * 2)
+
     def test_sums_of_epochs_of_different_lengths(self):
         """A rank that misses an agreement counts once in the next one, at which all ranks are."""
 
@@ -445,6 +640,22 @@ class StatesTest(tf.test.TestCase, parameterized.TestCase):
             self.assertGreater(scale * 448, np.abs(x[:-1]).max() * 0.99)  # The largest number of float8 e4m3.
 
 
+class RowCounter(keras.Model):
+    """Counts the rows of all ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.network = _dense()
+        self.num_rows = self.add_weight(shape=(), dtype="int64", trainable=False, aggregation="sum")
+
+    def call(self, inputs):
+        return self.network(inputs)
+
+    def train_step(self, data):
+        self.num_rows.assign_add(tf.cast(tf.shape(data[0])[0], tf.int64))
+        return super().train_step(data)
+
+
 class StepCounter(keras.Model):
     """Counts the steps of all ranks."""
 
@@ -465,8 +676,8 @@ def _at_batch_end(call):
     return keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: call(batch))
 
 
-def _loop_step(model, strategy):
-    """A step of a custom loop on the same batch; in a tf.function."""
+def _loop_step(model, strategy, count=lambda: None):
+    """A step of a custom loop on the same batch; in a tf.function. It calls `count`."""
     x, y = tf.constant(_rows(6)[:_BATCH_SIZE]), tf.constant(_rows(6)[:_BATCH_SIZE, :1])
 
     def replica_step():
@@ -475,6 +686,7 @@ def _loop_step(model, strategy):
             loss = loss if strategy is None else loss / strategy.num_replicas_in_sync
         variables = model.trainable_variables
         model.optimizer.apply(tape.gradient(loss, variables), variables)
+        count()
 
     return tf.function(replica_step if strategy is None else lambda: strategy.run(replica_step))
 
