@@ -81,7 +81,10 @@ class _Launcher:
             with _received_signals() as signals:
                 supervisor = self._run_processes(signals)
             report = launch_report.JobReport(
-                tasks=[self._report_task(task, task in supervisor.ended) for task in self._tasks],
+                tasks=[
+                    self._report_task(task, task in supervisor.ended, not supervisor.restarts.is_unneeded(task))
+                    for task in self._tasks
+                ],
                 seconds=time.monotonic() - started,
                 outcome=supervisor.outcome,
                 signum=signals[0] if signals else None,
@@ -217,7 +220,7 @@ class _Launcher:
         for path in former:
             os.remove(path)
 
-    def _report_task(self, task: Task, ended_by_launcher: bool) -> launch_report.TaskReport:
+    def _report_task(self, task: Task, ended_by_launcher: bool, was_needed: bool = True) -> launch_report.TaskReport:
         process, output = self._processes[task], self._outputs[task]
         return launch_report.TaskReport(
             task=task,
@@ -229,6 +232,7 @@ class _Launcher:
             stacks_path=path if os.path.exists(path := self._path(task, "stacks")) else None,
             last_words=self._last_words(output, process.exit_code),
             earlier=tuple(self._earlier[task]),
+            was_needed=was_needed,
         )
 
     def _last_words(self, output: TaskOutput, exit_code: int) -> str:

@@ -106,6 +106,7 @@ class TaskReport:
       last_words: The exception that ended it, else the last line that it printed; one line, which may be empty.
       stacks_path: The stacks of its threads, where it waited for others for long; else None.
       earlier: How its former processes ended, where it was started again.
+      was_needed: False if it was killed, and the others have done their part without it.
     """
 
     task: Task
@@ -117,11 +118,14 @@ class TaskReport:
     last_words: str
     stacks_path: str | None = None
     earlier: tuple[TaskReport, ...] = ()
+    was_needed: bool = True
 
     @property
     def how(self) -> str:
         """How it ended, in words."""
         text = f"exit code {self.exit_code}" if self.exit_code >= 0 else _signal_name(-self.exit_code)
+        if not self.was_needed:
+            return f"{text} (the others have done their part)"
         return f"{text} (ended by the launcher)" if self.ended_by_launcher else text
 
     def saying(self, words: str) -> str:
@@ -132,7 +136,7 @@ class TaskReport:
     @property
     def failed(self) -> bool:
         """Whether it failed, of its own accord."""
-        return self.exit_code != 0 and not self.ended_by_launcher
+        return self.exit_code != 0 and not self.ended_by_launcher and self.was_needed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -17,9 +17,12 @@ _REPORT_SECONDS = 5.0
 _TERMINATION_SECONDS = 8.0
 _KILL_SECONDS = 5.0
 _POLL_SECONDS = 0.1
-# Before a process is started again: doubled with each time that it was, up to the second one.
+# Before a process is started again: doubled with each time that it was, up to the second one. It is the first one again
+# for a process that has worked for so long.
 _FIRST_PAUSE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 30.0
+_GOOD_WORK_SECONDS = 60.0
+_NOBODY_LEFT = "the other workers have done their part: it would train alone"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +42,8 @@ class Restarts:
     """Starts failed processes again.
 
     A server that has ended by itself, as it does when all workers have ended, is started again for workers that were
-    started again since; that is no failure.
+    started again since; that is no failure. Nor is it one if a worker was killed, and the others have done their part
+    without it; but for worker 0, which is the one that saves.
 
     Args:
       limit: How many times each process is started again after it has failed.
@@ -63,13 +67,21 @@ class Restarts:
         self._describe = describe
         self._say = say
         self._num_failures = dict.fromkeys(processes, 0)  # Of processes that were started again since, or will be.
+        self._num_quick = dict.fromkeys(processes, 0)  # Of these, the last ones that had not worked for long.
         self._due: dict[Task, float] = {}
+        self._killed: set[Task] = set()
         self._given_up: set[Task] = set()
 
     def awaits(self, task: Task) -> bool:
         """Whether a task's process has failed and will be started again."""
         has_failed = bool(self._processes[task].exit_code)
         return has_failed and (task in self._due or not self._reason_to_give_up(task))
+
+    def is_unneeded(self, task: Task) -> bool:
+        """Whether the failure of a task's process is none of the job's."""
+        exit_code = self._processes[task].exit_code or 0
+        was_killed = exit_code < 0 or (exit_code and task in self._killed)
+        return bool(self._limit and task.index and was_killed) and self._would_train_alone(task)
 
     def poll(self) -> None:
         """Looks at all processes. To be called again and again; blocks while a process is started again."""
@@ -81,7 +93,7 @@ class Restarts:
             if task in self._due:
                 if time.monotonic() >= self._due[task]:
                     del self._due[task]
-                    self._start(task)
+                    self._start_again(task)
             elif process.exit_code:
                 self._note_failure(task)
             elif self._lacks(task):
@@ -92,12 +104,17 @@ class Restarts:
         if task in self._given_up:
             return
         how = self._describe(task)
+        process = self._processes[task]
+        if process.exit_code < 0:
+            self._killed.add(task)
         if reason := self._reason_to_give_up(task):
-            self._given_up.add(task)
-            self._say(f"{task} failed, and is not started again, as {reason} ({how})")
+            self._give_up(task, f"{reason} ({how})")
             return
-        pause_seconds = min(_FIRST_PAUSE_SECONDS * 2 ** self._num_failures[task], _LONGEST_PAUSE_SECONDS)
+        if process.seconds > _GOOD_WORK_SECONDS:
+            self._num_quick[task] = 0
+        pause_seconds = min(_FIRST_PAUSE_SECONDS * 2 ** self._num_quick[task], _LONGEST_PAUSE_SECONDS)
         self._num_failures[task] += 1
+        self._num_quick[task] += 1
         self._due[task] = time.monotonic() + pause_seconds
         number = f"{self._num_failures[task]} of {self._limit}"
         self._say(f"{task} failed, and is started again in {pause_seconds:g} s, for time {number} ({how})")
@@ -106,10 +123,23 @@ class Restarts:
         """Why not to start a failed process again; "" if there is no reason."""
         if self._num_failures[task] >= self._limit:
             return f"it was {self._limit} times"
+        return _NOBODY_LEFT if self._would_train_alone(task) else ""
+
+    def _would_train_alone(self, task: Task) -> bool:
+        """Whether no other worker trains any more, and one is done: that one does not come back."""
         others = [process for other, process in self._processes.items() if other.type == "worker" and other != task]
-        if task.type == "worker" and others and all(process.exit_code == 0 for process in others):
-            return "all other workers have done their part: it would train alone"
-        return ""
+        is_done = any(process.exit_code == 0 for process in others)
+        return task.type == "worker" and is_done and not any(process.running for process in others)
+
+    def _start_again(self, task: Task) -> None:
+        if self._would_train_alone(task):  # The others have ended meanwhile.
+            self._give_up(task, _NOBODY_LEFT)
+        else:
+            self._start(task)
+
+    def _give_up(self, task: Task, reason: str) -> None:
+        self._given_up.add(task)
+        self._say(f"{task} failed, and is not started again, as {reason}")
 
     def _lacks(self, task: Task) -> bool:
         """Whether a server has ended, and there are workers that were started after it."""
@@ -133,6 +163,7 @@ class Supervisor:
     Attributes:
       outcome: How the job came to its end.
       ended: The tasks that ended after the launcher had signalled them.
+      restarts: As given.
     """
 
     def __init__(
@@ -147,7 +178,7 @@ class Supervisor:
         self._server = server
         self._processes = processes
         self._limits = limits
-        self._restarts = restarts
+        self.restarts = restarts
         self._deadline = time.monotonic() + (limits.timeout_seconds or float("inf"))
         self._signals = signals
         self._say = say
@@ -161,7 +192,7 @@ class Supervisor:
             self._server.wait_until(self._find_outcome, _POLL_SECONDS)
             self.outcome = self._find_outcome()
             if self.outcome not in (Outcome.INTERRUPTED, Outcome.TIMED_OUT):
-                self._restarts.poll()
+                self.restarts.poll()
         self._announce()
         for signum, patience_seconds in self._ending():
             self._signal_running(signum)
@@ -173,8 +204,9 @@ class Supervisor:
     def _find_outcome(self) -> Outcome | None:
         if self._signals:
             return Outcome.INTERRUPTED
-        going_on = [task for task, process in self._processes.items() if process.running or self._restarts.awaits(task)]
-        has_failed = any(process.exit_code for task, process in self._processes.items() if task not in going_on)
+        going_on = [task for task, process in self._processes.items() if process.running or self.restarts.awaits(task)]
+        ended = self._processes.keys() - {*going_on}
+        has_failed = any(self._processes[task].exit_code and not self.restarts.is_unneeded(task) for task in ended)
         is_done = not any(task.type == "worker" for task in going_on)
         if has_failed and (is_done or not self._limits.keep_going):
             return Outcome.FAILED

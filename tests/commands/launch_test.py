@@ -22,7 +22,7 @@ import hop_tf
 from disks import fill, mounted_disk
 from hop_tf import __main__ as command_line
 from hop_tf.commands import launch, launch_supervisor
-from hop_tf.processes.local_cluster import ProcessError
+from hop_tf.processes.local_cluster import ProcessError, Task
 
 _DEADLINE_SECONDS = 60.0
 # Any launcher that a test starts ends by itself, so that no test waits for ever.
@@ -411,8 +411,49 @@ class RestartTest(_LaunchTestCase):
         """)
         exit_code, lines = self.launch("--num_workers=2", "--restart=5", script)
         self.assertEqual(exit_code, 3)
-        reason = "all other workers have done their part: it would train alone"
+        reason = "the other workers have done their part: it would train alone"
         self.assertIn(f"[launch] worker 1 failed, and is not started again, as {reason} (exit code 3)", lines)
+
+    def test_workers_that_are_killed_when_the_others_are_done_are_no_failure(self):
+        """Neither is started again for the other one. Worker 0 saves: it is one."""
+        script = self.write_script("""
+            import contextlib, psutil
+            open(f"pid_{task['index']}.part", "w").write(str(os.getpid()))
+            os.rename(f"pid_{task['index']}.part", f"pid_{task['index']}")
+            if task["index"] in (0, 1):
+                sys.exit(0)
+            while not all(os.path.exists(f"pid_{index}") for index in range(4)):
+                time.sleep(0.01)
+            for index in (0, 1):
+                pid = int(open(f"pid_{index}").read())
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                        time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+        """)
+        exit_code, lines = self.launch("--num_workers=4", "--restart=5", script)
+        self.assertEqual(exit_code, 0)
+        self.assertRegex("\n".join(lines), r"worker 3 .* SIGKILL \(the others have done their part\)")
+        self.assertEqual(sum(task["restarts"] for task in self.summary()["tasks"]), 0)
+        self.assertIsNone(self.summary()["first_failure"])
+
+        script = self.write_script("os.kill(os.getpid(), signal.SIGKILL) if task['index'] == 0 else None")
+        with mock.patch.object(launch_supervisor, "_FIRST_PAUSE_SECONDS", 1.0):
+            exit_code, lines = self.launch("--num_workers=2", "--restart=5", script)
+        self.assertEqual(exit_code, 128 + signal.SIGKILL)
+
+    def test_who_has_worked_for_long_begins_with_the_first_pause(self):
+        task, lines = Task("worker", 0), []
+        process = mock.Mock(running=False, exit_code=1)
+        restarts = launch_supervisor.Restarts(
+            9, {task: process}, start=lambda task: None, describe=lambda task: "", say=lines.append
+        )
+        with mock.patch.object(launch_supervisor, "_FIRST_PAUSE_SECONDS", 1e-9):
+            for process.seconds in (0.0, 59.0, 61.0, 0.0):
+                restarts.poll()  # Notes the failure.
+                restarts.poll()  # The pause is over.
+        pauses = re.findall(r"started again in (\S+) s", "\n".join(lines))
+        self.assertEqual(pauses, ["1e-09", "2e-09", "1e-09", "2e-09"])
 
     def test_pauses_grow(self):
         with mock.patch.object(launch_supervisor, "_LONGEST_PAUSE_SECONDS", 0.3):
