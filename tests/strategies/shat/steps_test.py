@@ -1,6 +1,7 @@
 """SHAT where workers push what their own optimizer has changed, the default."""
 
 import functools
+import threading
 
 import keras
 import numpy as np
@@ -140,15 +141,17 @@ class StepsTest(tf.test.TestCase, parameterized.TestCase):
 
     @pytest.mark.slow
     def test_a_second_fit_of_an_ensemble_begins_with_the_servers_model(self):
+        meet = threading.Barrier(2, timeout=60).wait
+
         def train(strategy):
             with strategy.scope():
                 model = Sum()
                 model.compile(keras.optimizers.SGD(_RATE), _mean_output)
             _fit(model)
-            strategy.gather_reports()  # All have made their steps.
+            meet()  # All have made their steps, and then all have taken the servers' model.
             x, y = _data()
             begins = keras.callbacks.LambdaCallback(
-                on_train_batch_begin=lambda batch, logs: started.append(model.get_weights())
+                on_train_batch_begin=lambda batch, logs: (started.append(model.get_weights()), meet())
             )
             started = []
             model.fit(x[:_BATCH_SIZE], y[:_BATCH_SIZE], _BATCH_SIZE, shuffle=False, verbose=0, callbacks=[begins])
