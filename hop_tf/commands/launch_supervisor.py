@@ -78,7 +78,7 @@ class Restarts:
         return has_failed and (task in self._due or not self._reason_to_give_up(task))
 
     def is_unneeded(self, task: Task) -> bool:
-        """Whether the failure of a task's process is none of the job's."""
+        """True if a task's process has failed, and the job has not: the others are done."""
         exit_code = self._processes[task].exit_code or 0
         was_killed = exit_code < 0 or (exit_code and task in self._killed)
         return bool(self._limit and task.index and was_killed) and self._would_train_alone(task)
@@ -126,7 +126,7 @@ class Restarts:
         return _NOBODY_LEFT if self._would_train_alone(task) else ""
 
     def _would_train_alone(self, task: Task) -> bool:
-        """Whether no other worker trains any more, and one is done: that one does not come back."""
+        """True if no other worker runs, and one of them is done: that one does not come back."""
         others = [process for other, process in self._processes.items() if other.type == "worker" and other != task]
         is_done = any(process.exit_code == 0 for process in others)
         return task.type == "worker" and is_done and not any(process.running for process in others)

@@ -293,7 +293,7 @@ def without_autotuning(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def _is_sliceable(leaf) -> bool:
-    """Whether a step may slice it. What is a rank's own may have parts without rows, which stay as they are."""
+    """True if a step may slice it. A rank's own data may have parts without rows, which stay as they are."""
     is_tensor = isinstance(leaf, (tf.Tensor, tf.SparseTensor, tf.RaggedTensor))
     return is_tensor and leaf.shape.rank != 0
 

@@ -167,7 +167,7 @@ def _state(variable: Any, layers: Sequence[keras.Layer]) -> State:
 
 
 def _told_owner(variable: Any, layers: Sequence[keras.Layer]) -> Owner | None:
-    """What the program says: a mark of the variable, its aggregation, or a mark of the innermost marked layer."""
+    """The owner that the program names: by a mark of the variable, its aggregation, or the innermost marked layer."""
     if (mark := mark_of(variable)) is not None:
         return mark
     if (owner := _OF_AGGREGATIONS.get(tf_variable(variable).aggregation)) is not None:

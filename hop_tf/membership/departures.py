@@ -90,7 +90,7 @@ class Departures:
             self.forget(rank)
 
     def forget(self, rank: int) -> None:
-        """What is known of the end of `rank` does not count any more."""
+        """Forgets how `rank` has ended, in this session and for good."""
         self._left = {key: departure for key, departure in self._left.items() if key[1] != rank}
         self._gone.pop(rank, None)
 

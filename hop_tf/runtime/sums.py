@@ -45,7 +45,7 @@ class Sum:
         return self._variable() is variable
 
     def begin_here(self) -> None:
-        """What the variable holds now is no contribution of this process."""
+        """Counts changes of the variable from its present value on: that is no contribution of this process."""
         if (variable := self._variable()) is not None:
             self._counted = np.array(variable.numpy()).reshape(-1)
 

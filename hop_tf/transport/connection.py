@@ -76,7 +76,7 @@ class Connection:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
     def num_received_there(self) -> int:
-        """How many bytes of messages the other machine has taken, though its process may not have read them yet."""
+        """The number of bytes that the other machine has received. Its process may not have read all of them yet."""
         try:
             (num_under_way,) = _INT.unpack(fcntl.ioctl(self._socket, termios.TIOCOUTQ, bytes(_INT.size)))
         except OSError:  # As in some sandboxes.

@@ -21,10 +21,10 @@ _MAX_BACKOFF_SECONDS = 0.5
 
 
 class Patience:
-    """Whether it is time to make a stream anew, since nothing of what was sent on it arrives.
+    """Decides when a stream is made anew, because nothing of what was sent on it arrives.
 
-    A receiver may also take its time, or a slow link; then a new stream is of no use, but does no harm. So each one has
-    twice the patience of the one before.
+    A receiver or a slow link may only take its time. Then a new stream is of no use, but does no harm. So each new
+    stream gets twice the time of the one before.
     """
 
     def __init__(self):
@@ -36,7 +36,7 @@ class Patience:
         self._num_in_vain = 0
 
     def is_over(self, num_awaited: int, progress: object = None) -> bool:
-        """To be asked at equal intervals while no answer comes.
+        """True if the stream is to be made anew. Called at equal intervals while no answer comes.
 
         Args:
           num_awaited: How many answers are awaited.

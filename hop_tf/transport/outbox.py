@@ -100,7 +100,7 @@ class Outbox:
 
     @property
     def num_unacknowledged(self) -> int:
-        """How many messages the running connection has taken whose acknowledgement has not come."""
+        """The number of messages that the running connection has taken, and that are not acknowledged."""
         with self._condition:
             return self._num_taken
 
@@ -205,7 +205,7 @@ class Outbox:
             return message
 
     def is_current(self, epoch: int) -> bool:
-        """Whether connection `epoch` is the running one."""
+        """True if connection `epoch` is the running one."""
         with self._condition:
             return not self._ended(epoch)
 

@@ -19,7 +19,7 @@ _MAX_COMPLAINT = 500
 
 
 def process_name(number: int, num_ranks: int | None) -> str:
-    """What messages call a process: "rank 2"; or "ps 0", if there are only so many ranks."""
+    """The name of a process in messages: "rank 2"; or "ps 0" for the first one behind the ranks."""
     return f"rank {number}" if num_ranks is None or number < num_ranks else f"ps {number - num_ranks}"
 
 
