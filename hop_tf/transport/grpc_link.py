@@ -147,8 +147,7 @@ class GrpcLink(Link):
         connection.is_overdue = True
         connection.end()
         with self._lock:
-            if self._end_stream is not None:
-                self._end_stream()
+            self._end_running_stream()
 
     # What comes back.
 

@@ -91,8 +91,12 @@ class Link(abc.ABC):
         """Ends the link; its thread ends soon after."""
         with self._lock:
             self._closed.set()
-            if self._end_stream is not None:
-                self._end_stream()
+            self._end_running_stream()
+
+    def _end_running_stream(self) -> None:
+        """Ends the stream, if there is one. The lock is held."""
+        if self._end_stream is not None:
+            self._end_stream()
 
     @abc.abstractmethod
     def _try_stream(self) -> str:

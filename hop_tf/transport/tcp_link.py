@@ -105,8 +105,7 @@ class TcpLink(GrpcLink):
                     connection.close()
                     return
                 self._made = connection
-                if self._end_stream is not None:
-                    self._end_stream()
+                self._end_running_stream()
             return
 
     def _stream_begins(self, end_stream: Callable[[], object]) -> None:

@@ -71,6 +71,13 @@ def _loop_step(model, optimizer, strategy):
     return tf.function(replica_step if strategy is None else lambda: strategy.run(replica_step))
 
 
+def _kernel_in_the_end(model, strategy):
+    """The mean over the ranks."""
+    if strategy is not None:
+        strategy.synchronize(model)
+    return model.layers[0].kernel.numpy()
+
+
 class Critic(keras.Model):
     """Has two optimizers; the weights of the first one are clipped before the second one's update, as in a WGAN."""
 
@@ -140,9 +147,7 @@ class OwnAssignmentsTest(tf.test.TestCase, parameterized.TestCase):
             step = _loop_step(model, optimizer, strategy)
             for _ in range(3):
                 step()
-            if strategy is not None:
-                strategy.synchronize(model)
-            return model.layers[0].kernel.numpy()
+            return _kernel_in_the_end(model, strategy)
 
         self._assert_equals_one_process(name, run)
 
@@ -157,9 +162,7 @@ class OwnAssignmentsTest(tf.test.TestCase, parameterized.TestCase):
                 model.compile(keras.optimizers.SGD(0.01), "mse")
             for _ in range(3):
                 model.train_on_batch(_ROWS, _ROWS[:, :1] * 2 + 1)
-            if strategy is not None:
-                strategy.synchronize(model)
-            return model.layers[0].kernel.numpy()
+            return _kernel_in_the_end(model, strategy)
 
         self._assert_equals_one_process(name, run)
 
@@ -174,9 +177,7 @@ class OwnAssignmentsTest(tf.test.TestCase, parameterized.TestCase):
                 if number == 3 and strategy is not None:
                     strategy.synchronize(model)
                 step()
-            if strategy is not None:
-                strategy.synchronize(model)
-            return model.layers[0].kernel.numpy()
+            return _kernel_in_the_end(model, strategy)
 
         self._assert_equals_one_process(name, run)
 
