@@ -5,7 +5,7 @@
 #   make stress     the multi-process tests, REPEAT times with other deaths; and the others with all their variants, more
 #                   than 10,000 schedules on the virtual clock among them, SCHEDULES of each kind that is drawn
 #   make benchmark  what the core and the transport cost; nothing else should run on the machine
-#   make storm      what it costs if ranks are killed and stopped all the time; ten minutes
+#   make storm      what it costs if ranks are killed and stopped all the time; a quarter of an hour
 #   make docs       the documentation, into build/docs; warnings are errors
 #   make lint       ruff's checks and format
 #   make dist       the source distribution and a wheel for most Linux systems, into dist; CXX chooses the compiler

@@ -5,7 +5,8 @@
 Each strategy goes on without a lost rank. It trains scikit-learn's digits twice for `--steps` steps of `--step_seconds`
 each (emulated, without using the processor): undisturbed, and in a storm. In the storm, every `--interval` seconds a
 rank is killed (SIGKILL), and started again at once, or stopped for `--stop_seconds` (SIGSTOP). Which one, and what
-happens to it, follows from `--seed`. The last fault is early enough for the rank to come back. It takes ten minutes.
+happens to it, follows from `--seed`. The last fault is early enough for the rank to come back. All of it takes a
+quarter of an hour.
 
 A rank is up from its start to the end, but for the time in which it is stopped, and for that from its death until its
 new process has made a step: that is the time to recover. Shown are
