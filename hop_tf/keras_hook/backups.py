@@ -119,6 +119,11 @@ class AtomicBackupAndRestore(keras.callbacks.BackupAndRestore):
             if _number_of(each) > _number_of(path):  # Else it would be taken for the newest one when the next is made.
                 shutil.rmtree(each, ignore_errors=True)
 
+    def on_epoch_begin(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
+        # Keras counts epochs from the end of the first one that it has seen: after a restart, a backup that is made
+        # before would be one of epoch 0.
+        self._current_epoch = epoch
+
     def _save_model(self) -> None:
         metadata = _metadata_of((self._current_epoch, self._last_batch_seen))
         try:

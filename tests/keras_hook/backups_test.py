@@ -206,6 +206,13 @@ class AtomicBackupAndRestoreTest(tf.test.TestCase, parameterized.TestCase):
         self.assertIn("No space left on device. Training goes on; there is no backup yet.", logs.output[0])
         self.assertEmpty(self.names())
 
+    def test_a_second_end_in_the_epoch_that_training_went_on_with_loses_no_epoch(self):
+        for _ in range(2):
+            self.stop(self.make(save_freq=3), _StopAt(2, 3))
+            self.assertEqual(self.make().positions()[0][0], 2)
+        _, epochs = _fit(self.make())
+        self.assertEqual(epochs, [2, 3])
+
     def test_goes_on_from_a_backup_of_keras_s(self):
         self.stop(keras.callbacks.BackupAndRestore(self.folder), _StopAt(2))
         self.assert_goes_on_from(2)
