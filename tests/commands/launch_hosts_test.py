@@ -213,6 +213,7 @@ class _HostsTestCase(parameterized.TestCase):
         self.wait_until_gone(processes)
 
     @parameterized.parameters("launcher", "far side")
+    @pytest.mark.stress(but=1)
     def test_nothing_survives_what_is_killed(self, who):
         script = self.write_script("""
             if os.environ["KILLED"] == "launcher":
@@ -230,6 +231,7 @@ class _HostsTestCase(parameterized.TestCase):
         self.wait_until_gone(processes)
         launcher.communicate(timeout=_DEADLINE_SECONDS)
 
+    @pytest.mark.stress
     def test_a_lost_connection_ends_all(self):
         script = self.write_script("""
             open(f"pid_{os.getpid()}", "w").close()
@@ -322,6 +324,7 @@ class FakeSshTest(_HostsTestCase):
         (["--num_workers=1", "--env=TF_CONFIG=x"], "and not TF_CONFIG"),
         (["--num_workers=1", "--env==x"], "`env` must be NAME or NAME=value"),
     )
+    @pytest.mark.stress(but=1)
     def test_refuses(self, flags, message):
         stream = io.StringIO()
         script = os.path.join(self.work_dir, self.write_script("pass"))

@@ -139,7 +139,7 @@ class ExamplesTest(parameterized.TestCase):
             if name not in ("tune", "slow_worker", "find_the_slow_worker", "several_interfaces")
         )
     )
-    @pytest.mark.stress(after=4)
+    @pytest.mark.stress(but=1)
     @pytest.mark.slow
     def test_example(self, name):
         self._check(name)
@@ -149,13 +149,13 @@ class ExamplesTest(parameterized.TestCase):
     def test_tune(self):
         self._check("tune")
 
-    @pytest.mark.slow
+    @pytest.mark.stress
     def test_slow_worker(self):
         """It makes fewer steps than the others, which do not wait for it."""
         steps = [report["steps"] for report in self._check("slow_worker")]
         self.assertLess(steps[1], min(steps[0], steps[2]))
 
-    @pytest.mark.slow
+    @pytest.mark.stress
     def test_find_the_slow_worker(self):
         """Ranks agree on a smaller part for it."""
         self._check("find_the_slow_worker")

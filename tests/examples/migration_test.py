@@ -72,7 +72,7 @@ class MigrationTest(parameterized.TestCase):
         )  # Its shuffle has no seed: ranks have one order, as the page says.
 
     @parameterized.parameters((["multi_worker_mirrored", "horovod", "single_gpu"], 0), (["parameter_server"], 1))
-    @pytest.mark.slow
+    @pytest.mark.stress
     def test_programs_of_the_pages(self, names, num_ps):
         programs = [program for name in names for program in _PROGRAM.findall((_PAGES / f"{name}.md").read_text())]
         self.assertLen(programs, len(names))

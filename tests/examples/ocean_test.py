@@ -42,7 +42,7 @@ def _run(hosts, addresses):
 
 @unittest.skipIf(_REASON is not None, f"needs an emulated network ({_REASON})")
 class OceanTest(absltest.TestCase):
-    @pytest.mark.slow
+    @pytest.mark.stress
     def test_two_sites(self):
         """They learn, end with the same weights, and do not wait for an answer in each step."""
         with network.EmulatedNetwork(2, round_trip_seconds=_ROUND_TRIP_SECONDS) as ocean:

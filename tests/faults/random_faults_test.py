@@ -176,7 +176,7 @@ class RandomFaultsTest(tf.test.TestCase, parameterized.TestCase):
         record_property("fault", self.seen)  # For the table, which is made when all tests have ended.
 
     @parameterized.parameters(*((kind, number) for number in range(len(_MEMBERS)) for kind in _KINDS))
-    @pytest.mark.stress(after=2)
+    @pytest.mark.stress(but=1)
     @pytest.mark.slow
     def test_no_hang_no_wrong_result(self, kind, number):
         case = _Case.draw(kind, number)

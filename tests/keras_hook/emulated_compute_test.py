@@ -138,6 +138,7 @@ class EnvironmentTest(tf.test.TestCase, parameterized.TestCase):
         self.assertIsNone(EmulatedCompute.from_environment(0, 1))
 
     @parameterized.parameters(*_MODES)
+    @pytest.mark.stress(but=1)
     def test_a_world_of_one(self, mode):
         """From the end of one batch to that of the next, every step in between takes the emulated time."""
         ends = []
@@ -191,8 +192,7 @@ def _hold_gradients_until_the_neighbor_has_sent(mode):
 
 class SendTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters("steps_per_execution", "graph")
-    @pytest.mark.stress(after=1)
-    @pytest.mark.slow
+    @pytest.mark.stress
     def test_parameters_leave_while_gradients_are_held_back(self, mode):
         """Each rank holds its gradients of step k back until the other's x_k is there: both must have left before."""
         with MultiProcessRunner(_hold_gradients_until_the_neighbor_has_sent, num_workers=2, args=(mode,)) as runner:

@@ -2,6 +2,7 @@
 
 import keras
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 import hop_tf
@@ -136,6 +137,7 @@ class Counted(Largest):
 
 class MetricStatesTest(parameterized.TestCase):
     @parameterized.parameters(*range(len(_CASES)))
+    @pytest.mark.stress(but=1)
     def test_a_metric_of_keras(self, case):
         kind, make = _CASES[case]
         data = _data(kind)

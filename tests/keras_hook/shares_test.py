@@ -3,6 +3,7 @@
 import fractions
 
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -47,6 +48,7 @@ class BatchSharesTest(tf.test.TestCase, parameterized.TestCase):
                     self.assertLess(abs(end - start - exact), 1)
 
     @parameterized.parameters(2, 8)
+    @pytest.mark.stress(but=1)
     def test_equal_shares_are_the_slices_without_shares(self, num_rows):
         dataset = tf.data.Dataset.range(num_rows).batch(num_rows)
         for rank in range(3):

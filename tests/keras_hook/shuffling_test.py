@@ -2,6 +2,7 @@
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -87,6 +88,7 @@ class ShufflingTest(tf.test.TestCase, parameterized.TestCase):
         self.assertLen({tuple(epoch) for epoch in [*epochs, list(range(_NUM_ROWS))]}, _EPOCHS + 1)
 
     @parameterized.parameters({}, {"x": Batches()})
+    @pytest.mark.stress(but=1)
     def test_steps_that_are_no_epochs(self, **arguments):
         """Of 7 batches: the second epoch goes on where the first one ended."""
         tf.random.set_seed(None)
@@ -96,6 +98,7 @@ class ShufflingTest(tf.test.TestCase, parameterized.TestCase):
         self.assertCountEqual(epochs[0] + epochs[1], range(_NUM_ROWS))
         self.assertLen(set(epochs[2]), len(epochs[2]))
 
+    @pytest.mark.stress
     def test_the_order_follows_from_the_seed(self):
         seen = []
         for seed in (1, 1, 2, None, None):
@@ -116,6 +119,7 @@ class ShufflingTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllEqual(*drawn)
 
     @parameterized.parameters(False, "batch")
+    @pytest.mark.stress(but=1)
     def test_the_users_choice(self, shuffle):
         first, second = _of_ranks(**_rows(), batch_size=_BATCH_SIZE, shuffle=shuffle)
         for mine, others in zip(first, second, strict=True):

@@ -76,6 +76,7 @@ def _pass_over_an_epoch(self, outgoing, step=HopExchange.step):
 class EpochTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(False, True)
     @pytest.mark.slow(after=1)
+    @pytest.mark.stress(but=1)
     def test_an_epoch_without_a_step(self, averages):
         """All metrics of training are nan, integers too. In means over ranks it counts for nothing."""
 
@@ -100,7 +101,7 @@ class EpochTest(tf.test.TestCase, parameterized.TestCase):
 
 class RefusedTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.product(fits_before=(True, False), make_strategy=(_make_strategy, hop_tf.CanaryStrategy))
-    @pytest.mark.stress(after=2)
+    @pytest.mark.stress(but=1)
     @pytest.mark.slow(after=1)
     def test_steps_of_train_on_batch(self, make_strategy, fits_before):
         """They would be passed over in silence."""

@@ -8,6 +8,7 @@ from unittest import mock
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import absltest, parameterized
 
@@ -76,6 +77,7 @@ class WatchTest(tf.test.TestCase, parameterized.TestCase):
         return [variable.name for variable in self._watch.assigned()]
 
     @parameterized.parameters(*_WAYS)
+    @pytest.mark.stress(but=1)
     def test_is_noticed(self, way):
         self.assertEmpty(self._names())
         _WAYS[way](self._model)

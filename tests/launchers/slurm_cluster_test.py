@@ -99,7 +99,7 @@ class StepsTest(_SlurmTest):
         ("-N2 -n5 --distribution=pack",),
         ("-w node2 -n3",),
     )
-    @pytest.mark.stress(after=3)
+    @pytest.mark.stress(but=1)
     def test_tasks_know_where_all_are(self, options):
         places = self.probe(options)
         addresses = places[0]["addresses"]
@@ -112,6 +112,7 @@ class StepsTest(_SlurmTest):
         ("-N2 -n6 --distribution=plane=2",),
         ("-w node2 -n2 : -w node1 -n1",),
     )
+    @pytest.mark.stress(but=1)
     def test_tasks_meet_where_the_first_one_is(self, options):
         places = self.probe(options)
         for place in places:

@@ -262,7 +262,7 @@ class ArraysTest(parameterized.TestCase):
 
 @_needs_nvcc
 class LibraryTest(absltest.TestCase):
-    @pytest.mark.slow
+    @pytest.mark.stress
     def test_exports_the_functions_of_the_header_only(self):
         declared = set(re.findall(r"\b(HopTfCuda\w+)\(", (_CUDA / "hop_tf_cuda.h").read_text()))
         symbols = subprocess.run(

@@ -72,6 +72,7 @@ class PredictTest(tf.test.TestCase, parameterized.TestCase):
         self.assertTrue(found.is_simulated)
 
     @parameterized.parameters("hop", "hop:backup", "hop:staleness", "hop:ring")
+    @pytest.mark.stress(but=1)
     def test_a_few_ranks_tell_what_many_that_are_alike_take(self, name):
         """In rings each does what the others do: the same protocol, of all ranks, is the reference."""
         world_size, seconds = 21, 0.3

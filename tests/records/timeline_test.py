@@ -131,6 +131,7 @@ class TimelineTest(tf.test.TestCase, parameterized.TestCase):
         InProcessCluster(4, make, num_ps=2).run(_train)
         return read_job(self.directory)
 
+    @pytest.mark.stress
     def test_four_ranks_and_servers(self):
         job = self.train_with_servers()
         check_job(self, job, num_servers=2)
@@ -178,7 +179,7 @@ class TimelineTest(tf.test.TestCase, parameterized.TestCase):
         )
 
     @parameterized.parameters(*MEMBERS)
-    @pytest.mark.stress(after=1)
+    @pytest.mark.stress(but=1)
     def test_every_strategy_has_the_same_keys(self, name):
         MEMBERS[name].run(_train, options=self.options)
         job = read_job(self.directory)
@@ -189,7 +190,7 @@ class TimelineTest(tf.test.TestCase, parameterized.TestCase):
         self.assertContainsSubset(expected, kinds)
         self.assertContainsSubset(kinds, {kind.name for kind in Kind})
 
-    @pytest.mark.slow
+    @pytest.mark.stress
     def test_a_disk_that_hangs_holds_up_no_training(self):
         """Two calls of `fit`, the first of which ends while it hangs, and the end of the job."""
         opened = threading.Event()

@@ -354,7 +354,7 @@ class _TensorBoard:
 
 @unittest.skipIf(importlib.util.find_spec("tensorboard") is None, "needs the package tensorboard")
 class TensorBoardTest(tf.test.TestCase):
-    @pytest.mark.slow
+    @pytest.mark.stress
     def test_shows_the_counters_of_every_rank(self):
         directory = self.enter_context(tempfile.TemporaryDirectory())
         log_dir = os.path.join(directory, "logs")

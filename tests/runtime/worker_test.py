@@ -165,6 +165,7 @@ class StuckTest(_TwoRanksTestCase):
         self.assertTrue(self.stuck.has_begun.wait(_DEADLINE_SECONDS))
 
     @parameterized.parameters((None, HopError), (ValueError("bad input"), None))
+    @pytest.mark.stress(but=1)
     def test_the_other_rank_hears_of_a_thread_that_does_not_come_to_rest(self, own_error, raised):
         with self.assertRaises(raised) if raised else contextlib.nullcontext():
             self.workers[0].end_session(own_error)

@@ -116,7 +116,7 @@ class OwnAssignmentsTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.product(other=[False, True], name=_BY_IMPORTANCE)
     @pytest.mark.slow(after=1)
-    @pytest.mark.stress(after=3)
+    @pytest.mark.stress(but=1)
     def test_evaluate_and_predict_within_an_epoch(self, name, other):
         """Keras resets the metrics, and a wide pipe merges what is in flight."""
 
@@ -137,7 +137,7 @@ class OwnAssignmentsTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(*_WITH_LOOPS)
     @pytest.mark.slow(after=0)
-    @pytest.mark.stress(after=2)
+    @pytest.mark.stress(but=1)
     def test_fit_and_a_loop_with_another_optimizer(self, name):
         def run(strategy):
             model = _linear(strategy, kernel_constraint=keras.constraints.MaxNorm(3.0))
@@ -153,7 +153,7 @@ class OwnAssignmentsTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(*_WITH_LOOPS)
     @pytest.mark.slow(after=0)
-    @pytest.mark.stress(after=2)
+    @pytest.mark.stress(but=1)
     def test_fit_compile_and_train_on_batch(self, name):
         def run(strategy):
             model = _linear(strategy)
@@ -168,7 +168,7 @@ class OwnAssignmentsTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(*_WITH_LOOPS)
     @pytest.mark.slow(after=0)
-    @pytest.mark.stress(after=2)
+    @pytest.mark.stress(but=1)
     def test_synchronize_within_a_loop(self, name):
         def run(strategy):
             model = _linear(strategy, kernel_constraint=keras.constraints.MaxNorm(3.0))
@@ -189,6 +189,7 @@ class ProgramsAssignmentsTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.product(name=_KEEPS_A_COPY, evaluates=[False, True])
     @pytest.mark.slow(after=1)
+    @pytest.mark.stress(but=1)
     def test_after_the_only_step_of_an_epoch_or_before_an_evaluation(self, name, evaluates):
         """What follows assigns the weights, too, as a wide pipe merges what is in flight."""
 
@@ -209,6 +210,7 @@ class ProgramsAssignmentsTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.product(name=[*_KEEPS_A_COPY, "pipe_sgd"], is_eager=[False, True])
     @pytest.mark.slow(after=3)
+    @pytest.mark.stress(but=1)
     def test_between_the_updates_of_two_optimizers(self, name, is_eager):
         def run(strategy):
             with _scope(strategy):
@@ -224,6 +226,7 @@ class ProgramsAssignmentsTest(tf.test.TestCase, parameterized.TestCase):
             for kernels in _of_ranks(name, run):
                 self.assertAllClose(kernels, run(None), rtol=1e-4, atol=1e-4)
 
+    @pytest.mark.stress
     def test_a_loop_with_two_optimizers_takes_what_is_assigned_after_synchronize(self):
         x, y = tf.constant(_ROWS), tf.constant(_ROWS[:, :1] * 2 + 1)
 
@@ -257,6 +260,7 @@ class ProgramsAssignmentsTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(False, True)
     @pytest.mark.slow(after=1)
+    @pytest.mark.stress(but=1)
     def test_before_the_first_epoch_of_a_later_fit(self, stays):
         """SHAT compares with the weights that this `fit` has begun with."""
 

@@ -105,8 +105,7 @@ class TwoDevicesTest(tf.test.TestCase):
 
 class ContractProcessesTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(*MEMBERS)
-    @pytest.mark.stress(after=1)
-    @pytest.mark.slow
+    @pytest.mark.stress
     def test_a_rank_is_interrupted_and_killed(self, name):
         member = MEMBERS[name]
         with MultiProcessRunner(_train, _NUM_RANKS, num_ps=member.num_ps, args=(name,), timeout_seconds=120) as runner:

@@ -290,6 +290,7 @@ class OneTrainingTest(_OfAllMembers):
     """What holds of one training."""
 
     @_all_members
+    @pytest.mark.stress
     def test_all_begin_with_rank_0s_weights(self, name):
         first, *_ = of_ranks = _one_training(name)
         for result in of_ranks:  # After steps that change nothing.
@@ -318,7 +319,7 @@ class OneTrainingTest(_OfAllMembers):
         self.assertEqual(of_ranks[0]["history"], of_ranks[1]["history"])
 
     @_all_members
-    @pytest.mark.stress(after=2)
+    @pytest.mark.stress(but=1)
     def test_a_step_is_traced_once(self, name):
         """Once for each device, although the optimizer and the metrics are built in the first step."""
         traces = [result["traces"] for result in _one_training(name)]
@@ -381,6 +382,7 @@ class OneTrainingTest(_OfAllMembers):
 class ContractTest(_OfAllMembers):
     @parameterized.parameters("data", "stop_training")
     @pytest.mark.slow
+    @pytest.mark.stress(but=1)
     def test_an_epoch_of_fewer_steps_than_announced(self, why):
         """A rank that comes to its end does not wait for others that need its next step. All stop together."""
 
@@ -403,7 +405,7 @@ class ContractTest(_OfAllMembers):
     # Data.
 
     @parameterized.product(source=list(_SOURCES), name=list(MEMBERS))
-    @pytest.mark.stress(after=3)
+    @pytest.mark.stress(but=1)
     @pytest.mark.slow(after=2)
     def test_ranks_share_each_batch(self, name, source):
         def train(strategy):
@@ -421,7 +423,7 @@ class ContractTest(_OfAllMembers):
                 self.assert_own_rows(name, rank, seen)
 
     @parameterized.parameters(*MEMBERS)
-    @pytest.mark.stress(after=1)
+    @pytest.mark.stress(but=1)
     def test_a_split_for_validation(self, name):
         def train(strategy):
             return _fit(_compiled(strategy, metrics=[_Rows()]), validation_split=0.25)["val_rows"]
@@ -431,7 +433,7 @@ class ContractTest(_OfAllMembers):
 
     @_all_members
     @pytest.mark.slow(after=1)
-    @pytest.mark.stress(after=2)
+    @pytest.mark.stress(but=1)
     def test_weights_of_samples_and_classes(self, name):
         def train(strategy):
             model = _compiled(strategy)
@@ -447,7 +449,7 @@ class ContractTest(_OfAllMembers):
     # Ways to train.
 
     @parameterized.product(how=({"run_eagerly": True}, {"steps_per_execution": 2}), name=list(MEMBERS))
-    @pytest.mark.stress(after=3)
+    @pytest.mark.stress(but=1)
     @pytest.mark.slow(after=1)
     def test_ways_to_run_steps(self, name, how):
         if _kind(name) == "canary" and how.get("run_eagerly"):
@@ -472,7 +474,7 @@ class ContractTest(_OfAllMembers):
 
     @_all_members
     @pytest.mark.slow(after=1)
-    @pytest.mark.stress(after=3)
+    @pytest.mark.stress(but=1)
     def test_several_optimizers(self, name):
         def train(strategy):
             model = _compiled(strategy, TwoOptimizers, optimizer=lambda: keras.optimizers.SGD(0.02))
@@ -491,7 +493,7 @@ class ContractTest(_OfAllMembers):
 
     @_all_members
     @pytest.mark.slow(after=2)
-    @pytest.mark.stress(after=2)
+    @pytest.mark.stress(but=1)
     def test_a_decorated_train_step(self, name):
         def train(strategy):
             model = _compiled(strategy, InAFunction)
@@ -505,7 +507,7 @@ class ContractTest(_OfAllMembers):
 
     @_all_members
     @pytest.mark.slow(after=2)
-    @pytest.mark.stress(after=2)
+    @pytest.mark.stress(but=1)
     def test_accumulated_gradients(self, name):
         def train(strategy):
             model = _compiled(
@@ -523,7 +525,7 @@ class ContractTest(_OfAllMembers):
 
     @_all_members
     @pytest.mark.slow(after=2)
-    @pytest.mark.stress(after=2)
+    @pytest.mark.stress(but=1)
     def test_mixed_precision_with_clipping(self, name):
         def make_model():
             inputs = keras.Input((3,))
@@ -545,7 +547,7 @@ class ContractTest(_OfAllMembers):
             self.assertTrue(all(np.isfinite(each).all() for each in after))
 
     @parameterized.parameters(*MEMBERS)
-    @pytest.mark.stress(after=3)
+    @pytest.mark.stress(but=1)
     @pytest.mark.slow(after=1)
     def test_an_abort_is_heard_between_steps(self, name):
         """Who is alone afterwards waits for nobody, and must raise all the same."""
@@ -560,7 +562,7 @@ class ContractTest(_OfAllMembers):
 
     @_all_members
     @pytest.mark.slow(after=1)
-    @pytest.mark.stress(after=3)
+    @pytest.mark.stress(but=1)
     def test_an_exception_on_one_rank(self, name):
         """It is what a lost rank is: an error of all, or the others go on and say so."""
 
@@ -591,7 +593,7 @@ class ContractTest(_OfAllMembers):
 
     @_all_members
     @pytest.mark.slow(after=1)
-    @pytest.mark.stress(after=3)
+    @pytest.mark.stress(but=1)
     def test_values_that_are_not_finite(self, name):
         """They are told of, with the rank that sends them first; or they are an error of all, where that is wanted."""
 
@@ -626,7 +628,7 @@ class ContractTest(_OfAllMembers):
 
     @_all_members
     @pytest.mark.slow(after=2)
-    @pytest.mark.stress(after=2)
+    @pytest.mark.stress(but=1)
     def test_another_model_on_one_rank(self, name):
         def train(strategy):
             return error_of(_fit, _compiled(strategy, _deep if strategy.rank else _linear))
@@ -636,7 +638,7 @@ class ContractTest(_OfAllMembers):
         self.assertTrue(all(isinstance(error, HopError) for error in errors), errors)
 
     @parameterized.parameters(*MEMBERS)
-    @pytest.mark.stress(after=2)
+    @pytest.mark.stress(but=1)
     def test_other_batches_on_one_rank(self, name):
         def train(strategy):
             return error_of(_fit, _compiled(strategy), batch_size=_BATCH_SIZE * (1 + strategy.rank))
@@ -647,7 +649,7 @@ class ContractTest(_OfAllMembers):
             self.assertRegex(str(error), "disagree on the number of batches in an epoch. Rank 0 has 6, rank 1 has 3.")
 
     @parameterized.parameters(*MEMBERS)
-    @pytest.mark.stress(after=2)
+    @pytest.mark.stress(but=1)
     @pytest.mark.slow(after=1)
     def test_an_optimizer_that_does_not_follow_the_weights(self, name):
         """Ranks that average gradients only can use it."""
@@ -663,6 +665,7 @@ class ContractTest(_OfAllMembers):
                 self.assertRegex(str(error), "Ftrl computes weights anew from what it remembers")
 
     @_all_members
+    @pytest.mark.stress(but=1)
     def test_xla_is_refused(self, name):
         def train(strategy):
             return error_of(_fit, _compiled(strategy, jit_compile=True))
@@ -712,7 +715,7 @@ class ContractTest(_OfAllMembers):
     # A world of one.
 
     @parameterized.parameters(*(name for name, member in MEMBERS.items() if not member.num_ps))
-    @pytest.mark.stress(after=3)
+    @pytest.mark.stress(but=1)
     @pytest.mark.slow(after=3)
     def test_a_world_of_one_trains_as_plain_keras(self, name):
         def train(strategy):

@@ -49,7 +49,7 @@ def _slice(index, rank):
 class GeneratorTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(*MEMBERS)
     @pytest.mark.slow(after=3)
-    @pytest.mark.stress(after=3)
+    @pytest.mark.stress(but=1)
     def test_no_batch_is_lost(self, name):
         """Ranks share the batches in order, over epochs, and from one `fit` to the next. None is read ahead."""
 
@@ -70,7 +70,7 @@ class GeneratorTest(tf.test.TestCase, parameterized.TestCase):
 class ShuffleTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(*MEMBERS)
     @pytest.mark.slow(after=3)
-    @pytest.mark.stress(after=3)
+    @pytest.mark.stress(but=1)
     def test_without_a_seed_no_row_is_lost(self, name):
         """All targets are alike, so that these do not tell of the order."""
         tf.random.set_seed(None)
@@ -109,7 +109,7 @@ class ServiceTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(*MEMBERS)
     @pytest.mark.slow(after=2)
-    @pytest.mark.stress(after=3)
+    @pytest.mark.stress(but=1)
     def test_ranks_share_a_job(self, name):
         """Each batch is read by one rank, which makes as many steps of it as there are ranks."""
         service = tf.data.experimental.service
@@ -152,7 +152,7 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(*MEMBERS)
     @pytest.mark.slow(after=2)
-    @pytest.mark.stress(after=3)
+    @pytest.mark.stress(but=1)
     def test_rank_without_data(self, name):
         """The rank raises; what others raise or log names the rank."""
 

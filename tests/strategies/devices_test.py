@@ -157,14 +157,14 @@ class DevicesTest(tf.test.TestCase, parameterized.TestCase):
     # Eager steps are tested in `contract_processes_test.py`: these ranks are threads, and where two make eager steps on
     # logical devices, TensorFlow takes a shape of the other's now and then, also without hop_tf.
     @parameterized.parameters(*(name for name in _CASES if name != "run_eagerly"))
-    @pytest.mark.stress(after=1)
+    @pytest.mark.stress
     def test_ranks_with_two_devices_train_as_one_device_with_the_whole_batch(self, name):
         make = _CountedDevices(dict.fromkeys(range(NUM_RANKS), TWO_DEVICES))
         for of_rank in InProcessCluster(NUM_RANKS, make).run(functools.partial(_train, **_CASES[name])):
             self.check(of_rank, name)
 
     @parameterized.parameters(*_CASES)
-    @pytest.mark.stress(after=1)
+    @pytest.mark.stress
     def test_a_rank_alone_trains_as_one_device(self, name):
         self.check(_train(hop_tf.HopStrategy(devices=TWO_DEVICES), **_CASES[name]), name)
 
@@ -175,8 +175,7 @@ class DevicesTest(tf.test.TestCase, parameterized.TestCase):
             self.check(of_rank, "momentum")
 
     @parameterized.product(name=["momentum", "accumulation", "loss_scale", "several_types"], num_ranks=[NUM_RANKS, 1])
-    @pytest.mark.stress(after=1)
-    @pytest.mark.slow(after=1)
+    @pytest.mark.stress
     def test_sums_that_are_there_on_all_devices(self, name, num_ranks):
         """As NCCL leaves them."""
         with (
@@ -355,7 +354,7 @@ class ReferenceTest(tf.test.TestCase, parameterized.TestCase):
         ("shat", {"pushes": "steps", "batch_shares": [3, 1]}),
         ("hop", {"batch_shares": [3, 1]}),
     )
-    @pytest.mark.stress(after=2)
+    @pytest.mark.stress(but=1)
     @pytest.mark.slow(after=1)
     def test_kernels_move_by_mean_gradients(self, name, settings):
         expected = -_RATE * _linear_gradients().mean(1).sum(0)
@@ -363,7 +362,7 @@ class ReferenceTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(kernel, expected, rtol=0, atol=1e-5)
 
     @parameterized.parameters("parallel", "serial")
-    @pytest.mark.stress(after=1)
+    @pytest.mark.stress(but=1)
     @pytest.mark.slow
     def test_hop(self, update_order):
         steps = -_RATE * _linear_gradients()

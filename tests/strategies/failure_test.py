@@ -290,7 +290,7 @@ class LostRankTest(_ProcessesTestCase, parameterized.TestCase):
         ("frozen", signal.SIGSTOP, 3),
         ("killed", signal.SIGKILL, 4),
     )
-    @pytest.mark.stress(after=1)
+    @pytest.mark.stress(but=1)
     @pytest.mark.slow
     def test_a_silent_rank_is_named_by_all_if(self, signum, num_workers):
         self._check_is_named_by_all(signum, num_workers, in_custom_loop=False)
@@ -326,7 +326,7 @@ class LostRankTest(_ProcessesTestCase, parameterized.TestCase):
         self.assertTrue(any(error.startswith("DeadlineExceededError") for error in errors), errors)
         self.assertEqual([result.exit_code for result in runner.join().workers], [1, 1])
 
-    @pytest.mark.slow
+    @pytest.mark.stress
     def test_a_restarted_rank_ends_the_job(self):
         addresses = self.reserve(3)
         runner = self.start_together(train_until_it_fails, 3, addresses, self.gates, {})
@@ -345,7 +345,7 @@ class LostRankTest(_ProcessesTestCase, parameterized.TestCase):
 
 
 class DisagreementTest(_ProcessesTestCase):
-    @pytest.mark.slow
+    @pytest.mark.stress
     def test_ranks_that_disagree_are_refused_before_the_first_step(self):
         addresses = {case: self.reserve(3) for case in _DISAGREEMENTS}
         results = self.start(disagree, 2, addresses).join().raise_for_errors().values
@@ -366,7 +366,7 @@ class DisagreementTest(_ProcessesTestCase):
 
 
 class LeavingRankTest(_ProcessesTestCase):
-    @pytest.mark.slow
+    @pytest.mark.stress
     def test_the_others_go_on_without_an_interrupted_rank(self):
         runner = self.start(be_interrupted, 3, self.reserve(3), self.gates)
         for case, stopped in _INTERRUPTIONS.items():
@@ -397,7 +397,7 @@ class LeavingRankTest(_ProcessesTestCase):
             self.assertAllEqual(results["weights"][0], first["weights"][0])
             self.assertEqual(results["threads"], [])
 
-    @pytest.mark.slow
+    @pytest.mark.stress
     def test_a_process_ends_without_shutdown(self):
         self._check_ends(exit_after_fit)
 

@@ -60,8 +60,7 @@ def _run(name, directory):
 
 class LoadingNewcomerTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(*_MEMBERS)
-    @pytest.mark.slow(after=1)
-    @pytest.mark.stress(after=2)
+    @pytest.mark.stress
     def test_another_one_is_killed_meanwhile(self, name):
         directory = self.get_temp_dir()
         with MultiProcessRunner(_run, _NUM_RANKS, args=(name, directory), timeout_seconds=180) as runner:

@@ -78,13 +78,14 @@ def _trained_alone(compute_loss):
 class TutorialTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(*_LOSSES)
     @pytest.mark.slow(after=1)
+    @pytest.mark.stress(but=1)
     def test_equals_one_process(self, compute_loss):
         expected = _trained_alone(compute_loss)
         for result in MEMBERS["pipe_sgd"].run(functools.partial(_train, compute_loss), pipeline_width=1):
             self.assertAllClose(result, expected, rtol=1e-5, atol=1e-5)
 
     @parameterized.product(compute_loss=_LOSSES, name=list(MEMBERS))
-    @pytest.mark.stress(after=3)
+    @pytest.mark.stress(but=1)
     @pytest.mark.slow(after=2)
     def test_tells_the_loss_of_the_whole_batch(self, name, compute_loss):
         run = functools.partial(MEMBERS[name].run, functools.partial(_train, compute_loss))
@@ -97,6 +98,7 @@ class TutorialTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllClose(first[0], _trained_alone(compute_loss)[0][0], rtol=1e-5)
 
     @parameterized.parameters(*MEMBERS)
+    @pytest.mark.stress(but=1)
     def test_world_of_one(self, name):
         result = _train(_average_loss, MEMBERS[name].make())
         self.assertAllClose(result, _trained_alone(_average_loss), rtol=1e-6, atol=1e-6)
@@ -168,6 +170,7 @@ class ReductionTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters("pipe_sgd", "hop")
     @pytest.mark.slow
+    @pytest.mark.stress(but=1)
     def test_synchronized_batch_normalization(self, name):
         def run(strategy):
             with strategy.scope():

@@ -131,17 +131,17 @@ class SumsTest(parameterized.TestCase):
 
     @parameterized.parameters(*_SEES_ALL)
     @pytest.mark.slow(after=2)
-    @pytest.mark.stress(after=3)
+    @pytest.mark.stress(but=1)
     def test_as_plain_keras(self, name):
         self._compare(name, _some_metrics, ["binary"])
 
-    @pytest.mark.slow
+    @pytest.mark.stress
     def test_sample_weights(self):
         settings = {"metrics": lambda: None, "names": ["binary", "numbers"]}
         weighted = lambda: {"binary": ["auc", "precision"], "numbers": ["r2_score", "mae"]}  # noqa: E731
         self._compare("dts", **settings, weighted_metrics=weighted)
 
-    @pytest.mark.slow
+    @pytest.mark.stress
     def test_shares(self):
         self._compare("pipe_sgd", _some_metrics, ["binary"], {"batch_shares": [3, 1]})
 
@@ -149,7 +149,7 @@ class SumsTest(parameterized.TestCase):
     def test_several_steps_per_execution(self):
         self._compare("pipe_sgd", _some_metrics, ["binary"], steps_per_execution=4)
 
-    @pytest.mark.slow
+    @pytest.mark.stress
     def test_states_that_are_no_sums(self):
         """They are left as they are; the mean of the results is what is logged, as of all that is not known."""
 
@@ -192,7 +192,7 @@ def _unknown(x, y):
 class UnknownLengthTest(parameterized.TestCase):
     @parameterized.product(name=["pipe_sgd", "hop", "shat_synchronous"], steps_per_execution=[1, 4])
     @pytest.mark.slow(after=1)
-    @pytest.mark.stress(after=2)
+    @pytest.mark.stress(but=1)
     def test_metrics_are_averaged_and_all_stop_together(self, name, steps_per_execution):
         """The data of rank 1 alone would let it stop in another epoch."""
 
@@ -241,6 +241,7 @@ class _StopAt(keras.callbacks.Callback):
 class StopTest(parameterized.TestCase):
     @parameterized.parameters(*_LOCK_STEP)
     @pytest.mark.slow(after=2)
+    @pytest.mark.stress(but=1)
     def test_a_callback_of_one_rank_stops_all_after_the_same_step(self, name):
         def run(strategy):
             return _trained(strategy, lambda model: [StopRank1(strategy.rank, batch=2)])
@@ -255,6 +256,7 @@ class StopTest(parameterized.TestCase):
 
     @parameterized.parameters("pipe_sgd", "dts")
     @pytest.mark.slow(after=1)
+    @pytest.mark.stress(but=1)
     def test_terminate_on_nan(self, name):
         """The rows of rank 1 are nan in one step; its rank 0 has no such callback."""
         x = np.ones((_NUM_ROWS, 3), np.float32)
@@ -277,8 +279,7 @@ class StopTest(parameterized.TestCase):
         ("on_epoch_end", 1, 12, 2),
         ("on_test_end", 0, 6, 1),
     )
-    @pytest.mark.slow(after=1)
-    @pytest.mark.stress(after=3)
+    @pytest.mark.stress
     def test_where_all_ask_they_stop_as_plain_keras(self, method, number, num_steps, num_epochs):
         def run(strategy):
             stop = _StopAt(method, number)
@@ -297,8 +298,7 @@ class StopTest(parameterized.TestCase):
         self.assertEqual(_LOCK_STEP["pipe_sgd"].run(run), [expected] * NUM_RANKS)
 
     @parameterized.parameters("on_epoch_end", "on_test_end", "on_epoch_begin")
-    @pytest.mark.slow
-    @pytest.mark.stress(after=1)
+    @pytest.mark.stress
     def test_moments_at_which_one_asks(self, method):
         def run(strategy):
             number = 0 if method == "on_test_end" else 1
@@ -316,6 +316,7 @@ class StopTest(parameterized.TestCase):
 
     @parameterized.parameters({"steps_per_execution": 4}, {"run_eagerly": True})
     @pytest.mark.slow
+    @pytest.mark.stress(but=1)
     def test_settings_of_compile(self, **settings):
         def run(strategy):
             return _trained(strategy, lambda model: [_StopAt("on_train_batch_end")] * strategy.rank, **settings)[:2]
@@ -326,6 +327,7 @@ class StopTest(parameterized.TestCase):
 
     @parameterized.product(name=["pipe_sgd", "pipe_sgd_1", "dts"], all_ask=[True, False])
     @pytest.mark.slow(after=1)
+    @pytest.mark.stress(but=1)
     def test_stop_in_an_execution_for_which_few_batches_are_left(self, name, all_ask):
         """Two of four steps: the epoch ends with them, so that no rank has begun more."""
 
@@ -340,6 +342,7 @@ class StopTest(parameterized.TestCase):
 
     @parameterized.product(data=["shorter", "longer", "endless", "of unknown length"], at=[1, 2])
     @pytest.mark.slow(after=1)
+    @pytest.mark.stress(but=1)
     def test_all_ask_in_executions_of_several_steps(self, data, at):
         """Keras's `steps_per_epoch=5` makes eight steps in executions of four, if the data has them."""
 

@@ -132,11 +132,11 @@ class DrawsTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters("pipe_sgd", "hop", *sorted(MEMBERS.keys() - {"pipe_sgd", "hop"}))
     @pytest.mark.slow(after=2)
-    @pytest.mark.stress(after=4)
+    @pytest.mark.stress(but=1)
     def test_ranks_draw_their_own(self, name):
         self._check(MEMBERS[name].run(lambda strategy: _train(strategy, _dropout)), *_plain(_dropout))
 
-    @pytest.mark.slow
+    @pytest.mark.stress
     def test_all_that_draws_in_a_graph(self):
         of_ranks = MEMBERS["pipe_sgd"].run(lambda strategy: _train(strategy, _many, num_steps=1))
         self._check(of_ranks, *_plain(_many, num_steps=1))
@@ -196,6 +196,7 @@ class DrawsTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters("hop", "pipe_sgd")
     @pytest.mark.slow(after=1)
+    @pytest.mark.stress(but=1)
     def test_pipelines_are_alike(self, name):
         """`Dataset.map` computes whole batches on all ranks, of which each one takes its rows."""
         rows = _images(_ROWS * NUM_RANKS) * np.arange(1, _ROWS * NUM_RANKS + 1, dtype=np.float32)[:, None, None, None]
@@ -252,6 +253,7 @@ class ReplicasTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(seen, [[0, 1], [2], [3, 4]])
 
     @parameterized.parameters("pipe_sgd", "pipe_sgd_on_two_devices")
+    @pytest.mark.stress(but=1)
     def test_gradients_of_what_is_gathered(self, name):
         """TensorFlow finds a replica's rows by its id: those of replica k have the factors 2 k and 2 k + 1."""
         member = (MEMBERS | ON_TWO_DEVICES)[name]

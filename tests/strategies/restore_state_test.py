@@ -114,13 +114,14 @@ class BackupsOfSomeRanksTest(tf.test.TestCase, parameterized.TestCase):
         *((name, kind, rank) for name in MEMBERS for kind, rank in [("atomic", 0), ("of_keras", 1)]),
     )
     @pytest.mark.slow(after=2)
-    @pytest.mark.stress(after=5)
+    @pytest.mark.stress(but=1)
     def test_a_rank_without_a_backup_goes_on_as_the_others(self, name, kind, missing):
         restored = _crash_with_backup(self.path(1 - missing), _KINDS[kind])
         self.assert_all_go_on(self.resume(MEMBERS[name].run, _KINDS[kind]), restored)
 
     @parameterized.product(num_ranks=[1, 3], kind=[*_KINDS])
     @pytest.mark.slow(after=1)
+    @pytest.mark.stress(but=1)
     def test_another_number_of_ranks_computes_what_plain_keras_does(self, num_ranks, kind):
         for rank in range(2):
             restored = _crash_with_backup(self.path(rank), _KINDS[kind])
@@ -141,11 +142,12 @@ class BackupsOfSomeRanksTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters("pipe_sgd", "hop")
     @pytest.mark.slow
+    @pytest.mark.stress(but=1)
     def test_without_any_backup_all_begin_anew(self, name):
         results = self.resume(MEMBERS[name].run)
         self.assertEqual([epochs for _, epochs, _ in results], [[*range(_NUM_EPOCHS)]] * 2)
 
-    @pytest.mark.slow
+    @pytest.mark.stress
     def test_backups_between_epochs(self):
         """Keras goes on with the epoch that the backup is of, from its beginning."""
         restored = _crash_with_backup(self.path(1), AtomicBackupAndRestore, save_freq=3)
@@ -153,7 +155,7 @@ class BackupsOfSomeRanksTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.product(name=["dts", "hop", "pipe_sgd"], kind=[*_KINDS])
     @pytest.mark.slow(after=1)
-    @pytest.mark.stress(after=3)
+    @pytest.mark.stress(but=1)
     def test_the_newest_backup_counts_where_none_is_common(self, name, kind):
         """The ranks were further apart than their backups, or one has lost its newest."""
         _crash_with_backup(self.path(0), _KINDS[kind], crashes_in=1)
@@ -282,7 +284,7 @@ def _fit_to_restore(strategy, callbacks, optimizer=None, num_epochs=3):
 class WeightsOfAnEpochsEndTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.product(kind=[*_RESTORING], name=[name for name in MEMBERS if MEMBERS[name].is_in_lock_step])
     @pytest.mark.slow(after=2)
-    @pytest.mark.stress(after=4)
+    @pytest.mark.stress(but=1)
     def test_are_equal_on_all_ranks_and_their_mean_in_lock_step(self, kind, name):
         def train(strategy):
             optimizer = keras.optimizers.SGD(0.05, use_ema=True) if kind == "swap_ema" else None
@@ -308,6 +310,7 @@ class WeightsOfAnEpochsEndTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters("canary", "hop")
     @pytest.mark.slow(after=1)
+    @pytest.mark.stress(but=1)
     def test_are_told_where_ranks_do_not_wait_for_each_other(self, name):
         with self.assertLogs("absl", "WARNING") as logs:
             MEMBERS[name].run(lambda strategy: _fit_to_restore(strategy, _early_stopping()))

@@ -131,7 +131,7 @@ class FailureTest(tf.test.TestCase, parameterized.TestCase):
     """A rank fails after a step that is known, so that it is known what all rows count."""
 
     @parameterized.parameters(*_LOCK_STEP)
-    @pytest.mark.stress(after=2)
+    @pytest.mark.stress(but=1)
     def test_in_lock_step_only_the_rows_of_the_loss_are_left_out(self, name):
         make, settings, num_lost = _LOCK_STEP[name]
         num_steps, last_step, victim = 12, 3, 1
@@ -163,7 +163,7 @@ class FailureTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllEqual(np.concatenate(rows), expected)
 
     @parameterized.product(name=["pipe_sgd_sync", "canary"], arguments=[{"steps_per_execution": 5}, {"run_eagerly": 1}])
-    @pytest.mark.stress(after=2)
+    @pytest.mark.stress(but=1)
     def test_ways_to_run_steps(self, name, arguments):
         make, settings, num_lost = _LOCK_STEP[name]
         num_steps, last_step = 15, 4
@@ -180,6 +180,7 @@ class FailureTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllClose(_counts(first), _expected(num_steps, missing, 2, [1] * 3), atol=1e-4)
         self.assertAllEqual(first, second)
 
+    @pytest.mark.stress
     def test_a_rank_that_ends_early_leaves_its_rows_to_the_others_until_the_next_fit(self):
         num_steps = 60
         x, y = _data(num_steps * _BATCH_SIZE)
@@ -198,7 +199,7 @@ class FailureTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual(sizes[num_steps:], [2] * num_steps)
 
     @parameterized.parameters(*_OTHERS)
-    @pytest.mark.stress(after=2)
+    @pytest.mark.stress(but=1)
     def test_elsewhere_the_others_share_the_batch_when_they_know(self, name):
         make, settings, num_ps = _OTHERS[name]
         num_steps = 400 if name == "shat" else 60
@@ -272,8 +273,7 @@ class KilledTest(tf.test.TestCase, parameterized.TestCase):
     """A rank is killed in some step, and comes back: its rows of one step, or of those under way, are left out."""
 
     @parameterized.parameters(*_KILLED)
-    @pytest.mark.stress(after=1)
-    @pytest.mark.slow
+    @pytest.mark.stress
     def test_all_other_rows_count_once_in_each_epoch(self, name):
         _, settings, num_lost, num_at_once = _KILLED[name]
         shares = settings.get("batch_shares", [1] * _NUM_RANKS)

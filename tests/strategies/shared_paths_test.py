@@ -37,7 +37,7 @@ def _files(folder):
 
 class SharedPathsTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(*MEMBERS)
-    @pytest.mark.stress(after=2)
+    @pytest.mark.stress(but=1)
     @pytest.mark.slow(after=1)
     def test_every_rank_has_its_own(self, name):
         folder = pathlib.Path(self.get_temp_dir())
@@ -61,7 +61,7 @@ class SharedPathsTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual([path for path in _files(folder) if ".bkp" not in path], sorted(of_rank_0 + of_rank_1))
         self.assertLen((folder / "rank_1" / "log.csv").read_text().splitlines(), 3)
 
-    @pytest.mark.slow
+    @pytest.mark.stress
     def test_atomic_backups_have_a_folder_for_each_rank(self):
         folder = pathlib.Path(self.get_temp_dir()) / "backup"
 
@@ -82,7 +82,7 @@ class SharedPathsTest(tf.test.TestCase, parameterized.TestCase):
 
         return MEMBERS["pipe_sgd"].run(train)
 
-    @pytest.mark.slow
+    @pytest.mark.stress
     def test_ranks_go_on_from_the_newest_backup_that_all_have(self):
         folder = pathlib.Path(self.get_temp_dir())
         self._fit_with_backups(folder, 3)

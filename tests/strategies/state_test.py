@@ -172,6 +172,7 @@ class AssignedWeightsTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(*_MEMBERS)
     @pytest.mark.slow(after=3)
+    @pytest.mark.stress(but=1)
     def test_in_a_step_before_the_update(self, name):
         """Spectral normalization assigns the kernel, and does not take that back."""
 
@@ -191,6 +192,7 @@ class AssignedWeightsTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(*_MEMBERS)
     @pytest.mark.slow(after=3)
+    @pytest.mark.stress(but=1)
     def test_between_two_steps(self, name):
         """A mask of weights that a callback applies after each step."""
 
@@ -211,6 +213,7 @@ class AssignedWeightsTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters("pipe_sgd_wide", "shat", "canary", "hop")
     @pytest.mark.slow(after=1)
+    @pytest.mark.stress(but=1)
     def test_eagerly_behind_the_update(self, name):
         """Where no graph tells what a step assigns. What constraints assign is the optimizer's own."""
 
@@ -240,8 +243,7 @@ class AssignedWeightsTest(tf.test.TestCase, parameterized.TestCase):
                 _of_ranks(name, lambda strategy: run(strategy, True))
 
     @parameterized.parameters(*_KEEPS_A_COPY)
-    @pytest.mark.slow
-    @pytest.mark.stress(after=1)
+    @pytest.mark.stress
     def test_eagerly_and_on_two_devices(self, name):
         """What is refused in a graph is refused there, too; and plain training with weight decay is not."""
         member, settings = _MEMBERS[name]
@@ -281,6 +283,7 @@ class AssignedWeightsTest(tf.test.TestCase, parameterized.TestCase):
                             member.run(run, **settings, **arguments)
 
     @parameterized.parameters(*_KEEPS_A_COPY)
+    @pytest.mark.stress(but=1)
     def test_a_function_that_was_traced_before_the_first_step(self, name):
         def run(strategy):
             with strategy.scope():
@@ -294,6 +297,7 @@ class AssignedWeightsTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(*_EXACT)
     @pytest.mark.slow(after=2)
+    @pytest.mark.stress(but=1)
     def test_a_checkpoint_restored_in_a_loop(self, name):
         def run(strategy):
             with _scope(strategy):
@@ -334,6 +338,7 @@ class AssignedWeightsTest(tf.test.TestCase, parameterized.TestCase):
         self._assert_equals_one_process("pipe_sgd_wide", run)
 
     @parameterized.parameters("pipe_sgd_wide", "shat", "dts")
+    @pytest.mark.stress(but=1)
     def test_between_two_epochs(self, name):
         def run(strategy):
             with _scope(strategy):
@@ -367,6 +372,7 @@ class StatesTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(*_MEMBERS)
     @pytest.mark.slow(after=3)
+    @pytest.mark.stress(but=1)
     def test_each_kind(self, name):
         def run(strategy):
             keras.utils.set_random_seed(1)
@@ -402,6 +408,7 @@ class StatesTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.product(name=["pipe_sgd", "dts", "hop"], mark=["sum", "max", "first", "own"])
     @pytest.mark.slow(after=2)
+    @pytest.mark.stress(but=1)
     def test_a_mark_of_a_layer_leaves_its_trained_weights_out(self, name, mark):
         """They belong to the strategy, within `fit` and by `synchronize`."""
 
@@ -437,6 +444,7 @@ class StatesTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(kernel, plain, atol=0.3)
 
     @parameterized.parameters("sum", "only_first_replica")
+    @pytest.mark.stress(but=1)
     def test_an_aggregation_of_a_trained_weight(self, aggregation):
         class Model(keras.Model):
             def __init__(self):
@@ -486,6 +494,7 @@ class StatesTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(_of_ranks("pipe_sgd", lambda strategy: run(strategy, "none")), [False, False])
 
     @parameterized.product(freezes=["before it is built", "when it is built", "after it was trained"])
+    @pytest.mark.stress(but=1)
     def test_synchronize_leaves_a_frozen_teacher_alone(self, freezes):
         """Keras says so by `trainable`: TensorFlow's variable still says that it may be trained."""
 
@@ -529,6 +538,7 @@ class StatesTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(*_EXACT)
     @pytest.mark.slow(after=2)
+    @pytest.mark.stress(but=1)
     def test_sums_that_a_program_assigns(self, name):
         """At the begin of each epoch, between two fits, by a callback at the end, and after `fit` has failed."""
 
@@ -572,6 +582,7 @@ class StatesTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(_of_ranks(name, run), [expected] * 2)
 
     @parameterized.parameters("pipe_sgd", "hop")
+    @pytest.mark.stress(but=1)
     def test_sums_of_a_custom_loop(self, name):
         """What is assigned right after `synchronize` counts from the next `synchronize` on."""
 
@@ -617,6 +628,7 @@ class StatesTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters("pipe_sgd_wide", "dts", "hop")
     @pytest.mark.slow(after=1)
+    @pytest.mark.stress(but=1)
     def test_scales_of_float8(self, name):
         """They hold the rows of all ranks, of which one has rows 100 times larger."""
         member, settings = _MEMBERS[name]

@@ -81,7 +81,7 @@ def count_rows():
 
 
 class TwoRanksTest(tf.test.TestCase):
-    @pytest.mark.slow
+    @pytest.mark.stress
     def test_one_optimizer_may_update_variables_in_parts(self):
         with MultiProcessRunner(train_parts_with_one_optimizer, num_workers=2) as runner:
             ranks = runner.join().raise_for_errors().values
@@ -89,7 +89,7 @@ class TwoRanksTest(tf.test.TestCase):
         for weights in ranks:
             self.assertAllClose(weights, [[3.0, 3.0], [3.0, 3.0]])
 
-    @pytest.mark.slow
+    @pytest.mark.stress
     def test_a_distributed_dataset_is_sliced_once(self):
         with MultiProcessRunner(count_rows, num_workers=2) as runner:
             for rows in runner.join().raise_for_errors().values:
@@ -98,7 +98,7 @@ class TwoRanksTest(tf.test.TestCase):
 
 class OnChiefOnlyTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters("synchronize", "fit", "gather_reports")
-    @pytest.mark.stress(after=1)
+    @pytest.mark.stress
     def test_what_all_ranks_have_to_call(self, what):
         def run(strategy):
             x = np.ones((4, 1), np.float32)
@@ -231,7 +231,7 @@ class OwnNameTest(parameterized.TestCase):
 
 class WorldOfOneTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(True, "auto", False)
-    @pytest.mark.stress(after=1)
+    @pytest.mark.stress(but=1)
     def test_trains_as_plain_keras(self, jit_compile):
         x, y = np.ones((8, 3), "float32"), np.ones((8, 1), "float32")
 

@@ -17,6 +17,7 @@ import unittest
 from unittest import mock
 
 import psutil
+import pytest
 from absl.testing import absltest, parameterized
 
 from hop_tf.testing import network
@@ -276,6 +277,7 @@ class NetworkTest(parameterized.TestCase):
         return {name.strip(): int(numbers.split()[0]) for name, numbers in (line.split(":") for line in lines)}
 
     @parameterized.parameters(False, True)
+    @pytest.mark.stress(but=1)
     def test_hosts_have_rates_of_their_own(self, relay):
         net = self.enter(3, bandwidth_bits_per_second=(1e9, 1e9, 5e6), relay=relay)
         for near, far in ((0, 2), (2, 1)):
@@ -406,6 +408,7 @@ class LeavesNothingTest(parameterized.TestCase):
         self.assertEqual(socket.if_nameindex(), interfaces)
 
     @parameterized.parameters(signal.SIGINT, signal.SIGTERM, signal.SIGKILL, None)
+    @pytest.mark.stress(but=1)
     def test_when_its_owner_ends(self, signum):
         argv = [sys.executable, "-c", _OWNER]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

@@ -8,6 +8,7 @@ import socket
 import unittest.mock
 
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from hop_tf.errors import HopError, ProtocolError
@@ -201,6 +202,7 @@ class TransportTest(TransportTestMixin, parameterized.TestCase):
         self.enter_context(unittest.mock.patch.object(grpc_link, "_MAX_PONG_SECONDS", 0.4))
 
     @parameterized.product(member=[TcpTransport, GrpcTransport], answers=[False, True])
+    @pytest.mark.stress(but=1)
     def test_every_message_arrives(self, member, answers):
         self.member = member
         generator = random.Random(f"{member.__name__} {answers} {_SEED}")

@@ -206,6 +206,7 @@ class BrokenConnectionTest(TransportTestMixin, absltest.TestCase):
         self.assertIsNone(sender.status(1).failure)
 
     @pytest.mark.slow
+    @pytest.mark.stress(but=1)
     def test_a_frozen_process_is_silent(self):
         addresses = self.addresses(2)
         options = CommunicationOptions(timeout_seconds=0.5)
@@ -333,6 +334,7 @@ class ExitTest(TransportTestMixin, absltest.TestCase):
         self.check_exits("transport.start(); transport.send(1, 'queue', payload=[np.ones(1000)])")
 
     @pytest.mark.slow
+    @pytest.mark.stress(but=1)
     def test_open_streams(self):
         self.check_exits("""
             transport.start()
@@ -343,6 +345,7 @@ class ExitTest(TransportTestMixin, absltest.TestCase):
         """)
 
     @pytest.mark.slow
+    @pytest.mark.stress(but=1)
     def test_exception(self):
         self.check_exits("transport.start(); transport.send(2, 'queue'); transport.flush(2, 30); sys.exit(3)", code=3)
 

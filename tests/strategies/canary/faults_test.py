@@ -289,6 +289,7 @@ class FaultsTest(tf.test.TestCase, parameterized.TestCase):
         self.assertGreater(num_joined, 0)
 
     @parameterized.product(seconds=(6.28, 6.295), sync_interval=(None, 3))
+    @pytest.mark.stress(but=1)
     def test_states_are_taken_though_a_rank_has_died_before_it_had_sent_to_all(self, seconds, sync_interval):
         """What it has sent last has come to one of two ranks only, and is in no state of the other one."""
         durations = np.full((3, 60), 0.5)
@@ -321,6 +322,7 @@ class FaultsTest(tf.test.TestCase, parameterized.TestCase):
         self._assert_all_end_alike(job, "")
 
     @parameterized.parameters(None, 5)
+    @pytest.mark.stress(but=1)
     def test_newcomers_that_have_not_met(self, sync_interval):
         """Rank 3 hears of a layout with rank 2 before it knows that this one was restarted: it has to wait for that."""
 

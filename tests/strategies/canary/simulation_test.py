@@ -191,7 +191,7 @@ def _job(network, world_size, num_steps, rng, **settings):
 
 class ExactSumTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(*_NETWORKS)
-    @pytest.mark.stress(after=3)
+    @pytest.mark.stress(but=1)
     def test_equal_ranks(self, network, world_size):
         """Each message holds the contributions of all, as in an all-reduce."""
         num_messages = {}
@@ -210,6 +210,7 @@ class ExactSumTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllEqual(np.subtract(num_messages[20], num_messages[10]), [10 * num_pieces] * world_size)
 
     @parameterized.parameters(("mesh", 5), ("bcube:2,2", 4), ("tree", 5))
+    @pytest.mark.stress(but=1)
     def test_one_slow_rank(self, network, world_size):
         """The others do not wait for it, and it passes over what it has missed."""
         rng = np.random.default_rng(1)
@@ -226,7 +227,7 @@ class ExactSumTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllEqual(job.finals[rank], job.expected())
 
     @parameterized.parameters(("bcube:2,3", 8), ("tree", 9), ("tree:1", 7))
-    @pytest.mark.stress(after=1)
+    @pytest.mark.stress
     def test_nobody_waits_where_several_are_slow(self, network, world_size):
         """On each edge of a long way what is sent may be held up for a slow rank."""
         durations = 1 + 0.3 * np.random.default_rng(0).random((world_size, 30))
@@ -237,6 +238,7 @@ class ExactSumTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual(job.counters[rank]["window_waits"], 0)
 
     @parameterized.parameters(("bcube:2,2", 4, 2), ("bcube:2,3", 8, 3), ("mesh", 3, 1))
+    @pytest.mark.stress(but=1)
     def test_all_interfaces_carry_as_much(self, network, world_size, num_interfaces):
         """Each has a lane of its own; on lane 0 there are no values."""
         changes = np.zeros((world_size, 6, 960))
@@ -255,7 +257,7 @@ class ExactSumTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(sorted(lanes), list(range(1, 1 + num_interfaces)))
         self.assertAllClose(list(lanes.values()), [lanes[1]] * num_interfaces, rtol=0.1)
 
-    @pytest.mark.slow
+    @pytest.mark.stress
     def test_random_schedules(self):
         for seed in range(_NUM_SCHEDULES):
             rng = np.random.default_rng([4, seed])
@@ -277,7 +279,7 @@ class ExactSumTest(tf.test.TestCase, parameterized.TestCase):
             self.assertLessEqual(job.max_distance(), 1e-4, msg=f"seed {seed}")
 
     @parameterized.product(network=(("mesh", 3), ("bcube:2,2", 4), ("tree", 5)), sync_interval=(5, None))
-    @pytest.mark.stress(after=2)
+    @pytest.mark.stress(but=1)
     def test_replicas_are_alike_when_all_is_merged(self, network, sync_interval):
         """Also where the sketch has changed what was sent, and a rank is so slow that it drops iterations."""
         rng, (name, world_size), shapes = np.random.default_rng(5), network, ((4000,), (40, 100), (5000,), (1,))
@@ -664,6 +666,7 @@ class InboxTest(tf.test.TestCase, parameterized.TestCase):
         ("mesh", 2, 6.0, 3, 6 * 12 + 2),
         ("tree:1", 7, 0.4, 2, 20),
     )
+    @pytest.mark.stress(but=1)
     def test_who_has_much_under_way_waits_until_it_is_merged(self, network, world_size, seconds, most, duration):
         """In a round trip to a root, up and down, a rank makes `max_in_flight` iterations, on a long way more."""
         changes, durations = np.zeros((world_size, 20, _NUM_VALUES)), np.ones((world_size, 20))
@@ -677,6 +680,7 @@ class InboxTest(tf.test.TestCase, parameterized.TestCase):
 
 class ResyncTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(True, False)
+    @pytest.mark.stress(but=1)
     def test_values_go_only_where_replicas_differ(self, are_alike):
         """A resync costs what exchanging in float32 does, and where they are alike, to the bit, next to nothing."""
         shapes, world_size, num_steps = ((4000,), (40, 100), (5000,), (1,)), 3, 20

@@ -173,6 +173,7 @@ class HopFitCallbacksTest(tf.test.TestCase):
         for got_weight, want_weight in zip(got, want, strict=True):
             self.assertAllClose(got_weight, want_weight, rtol=tolerance, atol=tolerance)
 
+    @pytest.mark.stress
     def test_backup_and_restore(self):
         results = self._results("backup")
         initial = _build().get_weights()
@@ -192,6 +193,7 @@ class HopFitCallbacksTest(tf.test.TestCase):
         for result in self._results("board"):
             self._assert_weights_close(result["loaded"], result["weights"], tolerance=0)
 
+    @pytest.mark.stress
     def test_keras_files_load_without_hop_tf(self):
         result = self._results("board")[1]
         with tempfile.TemporaryDirectory() as directory:

@@ -293,7 +293,7 @@ def _largest_difference(weights, others):
     return max(np.abs(a - b).max() for a, b in zip(weights, others, strict=True))
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 class HopFitModelsTest(tf.test.TestCase, parameterized.TestCase):
     @classmethod
     def setUpClass(cls):

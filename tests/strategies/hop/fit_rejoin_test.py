@@ -169,7 +169,7 @@ class HopFitRejoinTest(tf.test.TestCase, parameterized.TestCase):
         for value in others:
             self.assertLen(value["losses"], _NUM_EPOCHS * _NUM_STEPS)
 
-    @pytest.mark.slow
+    @pytest.mark.stress
     def test_joins(self):
         self._check_joins("backup")
 

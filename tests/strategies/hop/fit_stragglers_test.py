@@ -198,7 +198,7 @@ class InStepTest(tf.test.TestCase, parameterized.TestCase):
         ("serial_and_sgd", _SERIAL, "serial", ["sgd"]),
         ("notify_ack_and_adamw", _NOTIFY_ACK, "parallel", ["adamw"]),
     )
-    @pytest.mark.stress(after=1)
+    @pytest.mark.stress(but=1)
     @pytest.mark.slow
     def test_equals_the_reference(self, settings, order, optimizers):
         values = _join(_run_in_step, settings, optimizers)
@@ -209,7 +209,7 @@ class InStepTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class BackupTest(tf.test.TestCase):
-    @pytest.mark.slow
+    @pytest.mark.stress
     def test_every_rank_learns_from_others(self):
         """Each update of the weight is -0.1 times a mean of 1, 2 and 3, weighted somehow."""
         values = _join(_run_backup)
@@ -263,7 +263,7 @@ class SkippingTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class RefusedTest(tf.test.TestCase):
-    @pytest.mark.slow
+    @pytest.mark.stress
     def test_a_custom_loop_cannot_skip(self):
         for message in _join(_run_refused):
             self.assertIn(

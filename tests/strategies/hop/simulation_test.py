@@ -331,7 +331,7 @@ class ReferenceTest(tf.test.TestCase):
 
 
 class BoundsTest(tf.test.TestCase, parameterized.TestCase):
-    @pytest.mark.slow
+    @pytest.mark.stress
     def test_gaps_and_memory_stay_within_table_1(self):
         num_reached = 0
         for seed in range(_NUM_SCHEDULES):

@@ -210,7 +210,7 @@ class PipeSGDProcessesTest(tf.test.TestCase):
             self.assertAllEqual(history[:shortest], histories[0][:shortest])
             self.assertAllClose(history, _expected(2)[: len(history)], atol=0.02)
 
-    @pytest.mark.slow
+    @pytest.mark.stress
     def test_a_rank_is_killed_in_the_middle_of_an_all_reduce(self):
         """Sockets hold parts of messages then. Nobody gets a wrong mean, and all get an error."""
         size, fault_at = 6 << 20, (3, 2)
@@ -234,7 +234,7 @@ class PipeSGDProcessesTest(tf.test.TestCase):
             self.assertEqual(checksums, _checksums(6 << 20, 6))
         self.assertGreaterEqual(values[1][2], 5)
 
-    @pytest.mark.slow
+    @pytest.mark.stress
     def test_segments_leave_during_back_propagation(self):
         with MultiProcessRunner(_run_segments, num_workers=2, timeout_seconds=120) as runner:
             values = runner.join().raise_for_errors().values

@@ -91,8 +91,7 @@ def _train(threads, num_pushes):
 
 class ExactlyOnceTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(500, 2500)
-    @pytest.mark.stress(after=1)
-    @pytest.mark.slow
+    @pytest.mark.stress
     def test_pushes_while_connections_break(self, num_pushes):
         num_workers, num_servers = 4, 1
         with ShatThreads(num_workers, num_servers) as threads:
@@ -108,7 +107,7 @@ class ExactlyOnceTest(tf.test.TestCase, parameterized.TestCase):
                 self.assertEqual(configured.group.num_pushes, num_workers * num_pushes)
 
     @parameterized.parameters(150, 3400)
-    @pytest.mark.stress(after=1)
+    @pytest.mark.stress(but=1)
     def test_messages_that_are_lost_or_repeated(self, num_pushes):
         """Each push is asked for, sent again and dropped where it is there, as it happens, and applied once."""
         num_workers, num_servers = 3, 2
@@ -220,6 +219,7 @@ class ConfigureTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllEqual(model, np.full(NUM_VALUES, 1.0 - 11 * RATE))
 
     @parameterized.parameters(16, 32, 1 << 20)
+    @pytest.mark.stress(but=1)
     def test_who_joins_takes_the_server_s_slots(self, piece_values):
         """With those of its own first step, and the servers' count of steps, Adam's would be 3 times too long."""
         self.enterContext(mock.patch.object(sharding, "_MAX_PIECE_VALUES", piece_values))

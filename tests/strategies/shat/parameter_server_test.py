@@ -78,7 +78,7 @@ def _unpacked(packing, buckets):
 
 class ShardTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(sorted(_OPTIMIZERS))
-    @pytest.mark.stress(after=6)
+    @pytest.mark.stress(but=1)
     def test_equals_the_optimizer_on_the_whole_model(self, name):
         packing, generator = _packing(), np.random.default_rng(0)
         initial = _random_buckets(generator, packing)
@@ -139,6 +139,7 @@ class ShardTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllEqual(shard.read()[0], -np.ones(64))
 
     @parameterized.parameters(sorted(_OPTIMIZERS))
+    @pytest.mark.stress(but=1)
     def test_gradients_are_not_written_to(self, name):
         """Others may have them, too: what is aligned is not copied, and no part of the bucket is cut out of it."""
         packing, pool = Packing([TensorSpec("w", (4096,), tf.float32)]), BufferPool()
@@ -150,7 +151,7 @@ class ShardTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllEqual(gradient, values)
 
     @parameterized.parameters(sorted(_OPTIMIZERS))
-    @pytest.mark.stress(after=6)
+    @pytest.mark.stress(but=1)
     def test_slots_that_were_read_stay(self, name):
         packing, generator = _packing(), np.random.default_rng(0)
         ((_, shard),) = _shards(packing, _OPTIMIZERS[name](), 1)
@@ -172,6 +173,7 @@ class ShardTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual({tf.DeviceSpec.from_string(each).device_type for each in devices}, {"CPU"})
 
     @parameterized.parameters("Adafactor", "Lamb", "Muon")
+    @pytest.mark.stress(but=1)
     def test_knows_optimizers_of_whole_tensors(self, name):
         packing = _packing()
         text = serialized_for_server(getattr(keras.optimizers, name)())
@@ -270,6 +272,7 @@ class ServedGroupTest(tf.test.TestCase, parameterized.TestCase):
             group.push(2, _push(1, 1.0))
 
     @parameterized.product(staleness=(0, 1, 4), seed=(0, 1, 2))
+    @pytest.mark.stress(but=1)
     def test_bounded_staleness_under_random_delays(self, staleness, seed):
         """Who is answered is at most so many pushes ahead; who is not, is held by a slower one; nobody starves."""
         num_workers, num_steps, generator = 4, 25, np.random.default_rng(seed)

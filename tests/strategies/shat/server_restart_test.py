@@ -9,6 +9,7 @@ from unittest import mock
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -68,6 +69,7 @@ class ServerRestartTest(tf.test.TestCase, parameterized.TestCase):
         return counters["server_restarts"], counters["pushes_lost"]
 
     @parameterized.parameters((None, 0), (10, 0), (None, 17))
+    @pytest.mark.stress(but=1)
     def test_nothing_is_lost_of_what_is_in_the_snapshot(self, answer_lost_at, num_pulls):
         """All is equal to the bit to what it would be otherwise, also where an answer was lost with the server."""
         values = np.random.default_rng(0).normal(size=20).astype(np.float32)
@@ -354,6 +356,7 @@ class ServerRestartTest(tf.test.TestCase, parameterized.TestCase):
         self._fails(worker, "its snapshot is older than the model that it was given.*Start the job again")
 
     @parameterized.parameters("async", "ssp", "bsp")
+    @pytest.mark.stress(but=1)
     def test_each_push_counts_once_or_is_lost_with_servers_that_die_at_any_time(self, consistency):
         num_workers, num_steps, generator = 3, 150, random.Random(0)
         snapshots = self._options(every_pushes=7)

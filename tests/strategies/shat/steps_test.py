@@ -106,7 +106,7 @@ def _own_models(num_workers):
 
 class StepsTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(*_OPTIMIZERS)
-    @pytest.mark.stress(after=1)
+    @pytest.mark.stress(but=1)
     @pytest.mark.slow(after=1)
     def test_a_lone_worker_trains_as_keras_does(self, name):
         expected = _fit(_make_model(_OPTIMIZERS[name]))
@@ -123,6 +123,7 @@ class StepsTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(weights, expected, atol=1e-5)
 
     @parameterized.parameters(("async", None), ("ssp", "int8"))
+    @pytest.mark.stress(but=1)
     def test_n_workers_go_as_far_as_one_does(self, consistency, codec):
         """In whatever order they push, the servers' model ends at the mean of all workers' sums."""
         own = _own_models(2)

@@ -174,7 +174,7 @@ class BulkSynchronousTest(tf.test.TestCase, parameterized.TestCase):
         ("AdamW", {"sharding": "memory", "mixing": "ensemble"}),
         ("average", {}),
     )
-    @pytest.mark.stress(after=1)
+    @pytest.mark.stress(but=1)
     @pytest.mark.slow
     def test_equals_synchronous_training_step_by_step(self, name, settings):
         def make_model():
@@ -255,7 +255,7 @@ class BulkSynchronousTest(tf.test.TestCase, parameterized.TestCase):
 
 class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(False, True)
-    @pytest.mark.stress(after=1)
+    @pytest.mark.stress(but=1)
     def test_linear_loss_has_one_result_for_any_schedule(self, run_eagerly):
         def make_model():
             model = _make_linear(keras.optimizers.SGD(_RATE))
@@ -326,7 +326,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(weights, expected, rtol=1e-4, atol=1e-5)
 
     @parameterized.parameters((True, 0.5), (False, 0.9))
-    @pytest.mark.stress(after=1)
+    @pytest.mark.stress
     def test_momentum_under_a_constant_gradient(self, nesterov, momentum):
         """N pushes of g make v[k] = -lr g (1 + ... + m^(k - 1)); w is their sum, whoever pushed."""
         data = np.ones((_NUM_ROWS, 3), np.float32), np.zeros((_NUM_ROWS, 4), np.float32)
@@ -348,7 +348,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(velocity, np.full((3, 4), v), rtol=1e-4)
 
     @parameterized.parameters(0.75, 0.0)
-    @pytest.mark.stress(after=1)
+    @pytest.mark.stress(but=1)
     def test_a_worker_s_own_step(self, momentum):
         """Where alpha is 0: lr g, and with momentum lr / (1 - m) g."""
 
@@ -378,7 +378,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(found[0], w, rtol=1e-4, atol=1e-5)
         self.assertAllClose(final, server, rtol=1e-4, atol=1e-5)
 
-    @pytest.mark.slow
+    @pytest.mark.stress
     def test_a_lone_worker_trains_as_plain_keras_over_several_fits(self):
         """Also where its weights were changed in between, and averages of weights are kept."""
 
@@ -403,7 +403,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(weights, expected, rtol=1e-4, atol=1e-5)
 
     @parameterized.parameters(False, True)
-    @pytest.mark.stress(after=1)
+    @pytest.mark.stress(but=1)
     def test_averages_of_weights_are_synchronized(self, scales_loss):
         """Of the weights 1 - k lr after each of the pushes of both workers, as plain Keras has them for one."""
         data = np.ones((_NUM_ROWS, 3), np.float32), np.zeros((_NUM_ROWS, 4), np.float32)
@@ -465,7 +465,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(weights, expected, rtol=1e-4, atol=1e-5)
 
     @parameterized.parameters(0.5, 0.0)
-    @pytest.mark.stress(after=1)
+    @pytest.mark.stress(but=1)
     def test_weight_decay_of_a_worker_s_own_step_under_loss_scaling(self, momentum):
         """It comes when gradients have turned out to be finite: after they were pushed."""
 
@@ -486,8 +486,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
         lambda: keras.optimizers.AdamW(_RATE, weight_decay=0.1, global_clipnorm=0.5),
         lambda: keras.optimizers.SGD(_RATE, momentum=0.9, weight_decay=0.1, clipnorm=0.5),
     )
-    @pytest.mark.stress(after=1)
-    @pytest.mark.slow
+    @pytest.mark.stress
     def test_loss_scaling_changes_nothing(self, make_inner):
         """Of clipping and decay, neither on the worker (which trains alone here) nor on the server."""
         for settings in ({"mixing": "ensemble"}, {"consistency": "bsp"}):
@@ -694,7 +693,7 @@ class SettingsTest(tf.test.TestCase):
             num_steps = _cluster(num_ps=1, snapshots=snapshots).run(train)
         self.assertEqual(num_steps, [2 * _NUM_STEPS] * _NUM_WORKERS)
 
-    @pytest.mark.slow
+    @pytest.mark.stress
     def test_a_snapshot_that_one_server_lacks_is_an_error(self):
         directory = self.enterContext(tempfile.TemporaryDirectory())
         snapshots = hop_tf.SnapshotOptions(directory=directory, every_seconds=1e6)
