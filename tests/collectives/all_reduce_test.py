@@ -186,7 +186,7 @@ def _random_links(seed):
 
 class AllReduceTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(*itertools.product(ALGORITHMS, (1, 2, 3, 5, 7), (0, 1, 3, 5000)))
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(but=14)
     def test_mean(self, algorithm, world_size, size):
         job = Job(world_size, algorithm=algorithm, size=size, link_seconds=_random_links(world_size))
         job.run(lambda rank: 2)
@@ -197,7 +197,7 @@ class AllReduceTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(of_ranks, np.full(3, (world_size - 1) / 2), rtol=1e-15)
 
     @parameterized.parameters(*itertools.product(ALGORITHMS, _CODECS, (2, 3, 5)))
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(but=11)
     def test_codecs(self, algorithm, name, world_size):
         """Equal to the bit on all ranks, whatever the order of messages, and as near the mean as the codec allows."""
         jobs = [
@@ -281,7 +281,7 @@ class AllReduceTest(tf.test.TestCase, parameterized.TestCase):
                 self.assertTrue(np.isfinite(job.means[rank, 1][0]).all())
 
     @parameterized.parameters(*ALGORITHMS)
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(but=8)
     def test_traffic(self, algorithm):
         """Each rank sends 2 (n - 1) / n vectors."""
         job = Job(4, algorithm=algorithm, size=1 << 16)
@@ -319,7 +319,7 @@ class AllReduceTest(tf.test.TestCase, parameterized.TestCase):
                     self.assertAllClose(of_ranks[:1], np.full(size_of_ranks, (1, 1, 1.5, 2)[step])[:1])
 
     @parameterized.parameters(*itertools.product(ALGORITHMS, ("truncate16", "int8", "sketch")))
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(but=5)
     def test_error_feedback(self, algorithm, name):
         """Over many steps nothing is lost: the sum of all means is off by the last step's errors only."""
         plain = codecs.get(name)
@@ -518,7 +518,7 @@ class AllReduceTest(tf.test.TestCase, parameterized.TestCase):
         OftenDense(values="int8", error_feedback=True),
         codecs.Int8(error_feedback=True),
     )
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(but=4)
     def test_error_feedback_forgets_nothing_over_a_bad_step(self, codec):
         """A step whose mean is not finite, which Keras leaves out, changes nothing on any rank, sparse or dense."""
         for bad_step in (1, 3):
@@ -547,7 +547,7 @@ class AllReduceTest(tf.test.TestCase, parameterized.TestCase):
     # Ranks that leave.
 
     @parameterized.parameters(*itertools.product(_KINDS, (2, 3, 5)))
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(but=10)
     def test_goes_on_without_ranks_that_end(self, kind, world_size):
         """Those that leave at a step's end have a part in all steps before."""
         algorithm, codec = kind[0], {**_SPARSE, **_SELECTION}.get(kind[1])
@@ -563,7 +563,7 @@ class AllReduceTest(tf.test.TestCase, parameterized.TestCase):
         self.assertLen(job.means, sum(num_steps))
 
     @parameterized.parameters(*ALGORITHMS)
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(but=2)
     def test_an_empty_vector_is_no_commitment(self, algorithm):
         """A rank interrupted at any time leaves the others the same mean of the vectors behind an empty one."""
         for event in itertools.count():
@@ -578,7 +578,7 @@ class AllReduceTest(tf.test.TestCase, parameterized.TestCase):
         self.assertGreater(event, 20)
 
     @parameterized.parameters(*itertools.product(range(12), _KINDS))
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(but=3)
     def test_goes_on_without_a_rank_that_is_interrupted(self, seed, kind):
         """Whenever that happens: all ranks that have a mean of a step have the same, of all or of all others."""
         algorithm, codec = kind[0], {**_SPARSE, **_SELECTION}.get(kind[1])
@@ -665,7 +665,7 @@ class AllReduceTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
         *itertools.product(range(8), (*_KINDS[:3], _KINDS[4], ("mesh", "int8"), ("ring", "int8")))
     )
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(but=2)
     def test_a_lost_rank_is_an_error_on_all_others(self, seed, kind):
         """On each, unless it has all means already. No wrong mean is returned before."""
         algorithm, codec = kind[0], {**_CODECS, **_SPARSE, **_SELECTION}.get(kind[1])
@@ -706,7 +706,7 @@ class RoutedTest(tf.test.TestCase, parameterized.TestCase):
     """The same on the routes of networks."""
 
     @parameterized.parameters(*itertools.product(_ROUTED, (1, 5000)))
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(but=14)
     def test_mean(self, network, size):
         algorithm, world_size = network
         job = Job(world_size, algorithm=algorithm, size=size, link_seconds=_random_links(world_size))
@@ -718,7 +718,7 @@ class RoutedTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(of_ranks, np.full(3, (world_size - 1) / 2), rtol=1e-15)
 
     @parameterized.parameters(*itertools.product(_ROUTED[:1] + _ROUTED[-1:], ("identity", "int8", "sketch")))
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(but=11)
     def test_codecs(self, network, name):
         """Whatever the order of messages, the result is the same to the bit; a stage costs about one rounding."""
         algorithm, world_size = network
@@ -738,7 +738,7 @@ class RoutedTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(relative > 1e-4, name != "identity")
 
     @parameterized.parameters("truncate16", "int8")
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(but=5)
     def test_error_feedback(self, name):
         values = 1.0 + np.random.default_rng(0).random(2000).astype(np.float32)
         errors = []
@@ -750,7 +750,7 @@ class RoutedTest(tf.test.TestCase, parameterized.TestCase):
         self.assertLess(np.mean(errors[1]), 0.2 * np.mean(errors[0]))
 
     @parameterized.parameters(*_ROUTED)
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(but=8)
     def test_traffic(self, algorithm, world_size):
         """2 (n - 1) / n vectors of a rank that sends as much as it gets; in a BCube as much on each interface."""
         size = 1 << 16
@@ -773,7 +773,7 @@ class RoutedTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(lanes[1 + level], expected / num_levels, rtol=0.06)
 
     @parameterized.parameters(*_ROUTED[::2])
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(but=10)
     def test_goes_on_without_ranks_that_end(self, algorithm, world_size):
         num_steps = [2 + 2 * rank for rank in range(world_size)]
         job = Job(world_size, algorithm=algorithm, size=2000, link_seconds=_random_links(0))
@@ -785,7 +785,7 @@ class RoutedTest(tf.test.TestCase, parameterized.TestCase):
         self.assertLen(job.means, sum(num_steps))
 
     @parameterized.parameters(*itertools.product(("bcube:2,2", "tree"), range(3)))
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(but=3)
     def test_goes_on_without_a_rank_that_is_interrupted(self, algorithm, seed):
         num_events = 0
         for event in itertools.count(seed, 40):

@@ -324,7 +324,7 @@ class FakeSshTest(_HostsTestCase):
         (["--num_workers=1", "--env=TF_CONFIG=x"], "and not TF_CONFIG"),
         (["--num_workers=1", "--env==x"], "`env` must be NAME or NAME=value"),
     )
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(but=12)
     def test_refuses(self, flags, message):
         stream = io.StringIO()
         script = os.path.join(self.work_dir, self.write_script("pass"))

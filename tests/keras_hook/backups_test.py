@@ -249,7 +249,7 @@ class KerasBackupsTest(tf.test.TestCase, parameterized.TestCase):
         ("training_metadata.json", lambda whole: bytes(len(whole))),
         ("training_metadata.json", lambda whole: b"{}"),
     )
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(but=2)
     def test_a_torn_file_is_an_error_that_names_it(self, name, how):
         with self.assertRaises(_StopsError):
             self.fit(_StopAt(2))

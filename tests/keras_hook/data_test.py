@@ -18,7 +18,7 @@ def _slices(dataset, world_size):
 
 class SliceGlobalBatchesTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.product(world_size=[1, 2, 3, 7], num_rows=[1, 2, 5, 8, 21])
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(but=10)
     def test_slices_join_to_the_batch(self, world_size, num_rows):
         parts = [part for (part,) in _slices(tf.data.Dataset.range(num_rows).batch(num_rows), world_size)]
         self.assertTrue(all(len(part) >= 1 for part in parts))

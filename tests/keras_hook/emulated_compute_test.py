@@ -138,7 +138,7 @@ class EnvironmentTest(tf.test.TestCase, parameterized.TestCase):
         self.assertIsNone(EmulatedCompute.from_environment(0, 1))
 
     @parameterized.parameters(*_MODES)
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(but=2)
     def test_a_world_of_one(self, mode):
         """From the end of one batch to that of the next, every step in between takes the emulated time."""
         ends = []

@@ -137,7 +137,7 @@ class Counted(Largest):
 
 class MetricStatesTest(parameterized.TestCase):
     @parameterized.parameters(*range(len(_CASES)))
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(but=17)
     def test_a_metric_of_keras(self, case):
         kind, make = _CASES[case]
         data = _data(kind)

@@ -34,7 +34,7 @@ def _subsets():
 
 class RosterTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(None, [[5, 1, 2, 40]], [[1, 1, 1, 1]])
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(but=3)
     def test_each_row_is_in_one_slice_of_the_ranks_that_are_there(self, shares):
         """Whichever these are, and however many rows there are: contiguous slices, in proportion to the shares."""
         rosters = [_roster(rank, shares) for rank in range(_NUM_RANKS)]

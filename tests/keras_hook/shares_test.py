@@ -48,7 +48,7 @@ class BatchSharesTest(tf.test.TestCase, parameterized.TestCase):
                     self.assertLess(abs(end - start - exact), 1)
 
     @parameterized.parameters(2, 8)
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(but=2)
     def test_equal_shares_are_the_slices_without_shares(self, num_rows):
         dataset = tf.data.Dataset.range(num_rows).batch(num_rows)
         for rank in range(3):

@@ -77,7 +77,7 @@ class WatchTest(tf.test.TestCase, parameterized.TestCase):
         return [variable.name for variable in self._watch.assigned()]
 
     @parameterized.parameters(*_WAYS)
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(but=12)
     def test_is_noticed(self, way):
         self.assertEmpty(self._names())
         _WAYS[way](self._model)

@@ -220,7 +220,7 @@ class MetricsTest(parameterized.TestCase):
 
 class StopTest(parameterized.TestCase):
     @parameterized.product(knows_length=(True, False), stops_after=(1, 3, 4, 5))
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(but=4)
     def test_all_stop_after_the_same_step(self, knows_length, stops_after):
         for seed in range(20):
             job = _Job(
@@ -248,7 +248,7 @@ class StopTest(parameterized.TestCase):
             self.assertBetween(_num_steps(job)[0], 5, 6)
 
     @parameterized.product(knows_length=(True, False), lock_step=(True, False))
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(but=4)
     def test_at_the_end_of_an_epoch(self, knows_length, lock_step):
         for seed in range(10):
             job = _Job(

@@ -92,7 +92,7 @@ class TrainingTest(parameterized.TestCase):
             self.assertAlmostEqual(seconds / (_BESIDE + _OWN.compute + expected), 1.0, delta=_TOLERANCE)
 
     @parameterized.product(compute=(0.05, 0.005), num_segments=(1, 2, 4), width=(1, 2))
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(but=3)
     def test_segments_are_what_the_model_says(self, compute, num_segments, width):
         """As of a machine without an update."""
         plan = timing.predict(
@@ -128,7 +128,7 @@ class TrainingTest(parameterized.TestCase):
         self.assertAlmostEqual(seconds / (2 * (_WORLD_SIZE - 1) * _PIECE), 1.0, delta=_TOLERANCE)
 
     @parameterized.product(delay_interval=((4, 2), (4, 4), (16, 8)), times=(0.8, 1.2, 1.5, 3.0))
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(but=7)
     def test_windows_that_computing_cannot_hide(self, delay_interval, times):
         """A window's bytes take so many times as long as its steps; what its delay gives once is soon used up."""
         delay, interval = delay_interval

@@ -478,7 +478,7 @@ class SettingsTest(tf.test.TestCase, parameterized.TestCase):
             _STRATEGIES[name].make(batch_shares=[3, -1])
 
     @parameterized.parameters(hop_tf.PipeSGDStrategy, hop_tf.DTSStrategy)
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(but=2)
     def test_float16_is_refused(self, make):
         def train(strategy):
             with strategy.scope():

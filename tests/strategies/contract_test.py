@@ -665,7 +665,7 @@ class ContractTest(_OfAllMembers):
                 self.assertRegex(str(error), "Ftrl computes weights anew from what it remembers")
 
     @_all_members
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(but=2)
     def test_xla_is_refused(self, name):
         def train(strategy):
             return error_of(_fit, _compiled(strategy, jit_compile=True))

@@ -98,7 +98,7 @@ class TutorialTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllClose(first[0], _trained_alone(compute_loss)[0][0], rtol=1e-5)
 
     @parameterized.parameters(*MEMBERS)
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(but=4)
     def test_world_of_one(self, name):
         result = _train(_average_loss, MEMBERS[name].make())
         self.assertAllClose(result, _trained_alone(_average_loss), rtol=1e-6, atol=1e-6)

@@ -277,7 +277,7 @@ class NetworkTest(parameterized.TestCase):
         return {name.strip(): int(numbers.split()[0]) for name, numbers in (line.split(":") for line in lines)}
 
     @parameterized.parameters(False, True)
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(but=2)
     def test_hosts_have_rates_of_their_own(self, relay):
         net = self.enter(3, bandwidth_bits_per_second=(1e9, 1e9, 5e6), relay=relay)
         for near, far in ((0, 2), (2, 1)):
@@ -408,7 +408,7 @@ class LeavesNothingTest(parameterized.TestCase):
         self.assertEqual(socket.if_nameindex(), interfaces)
 
     @parameterized.parameters(signal.SIGINT, signal.SIGTERM, signal.SIGKILL, None)
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(but=2)
     def test_when_its_owner_ends(self, signum):
         argv = [sys.executable, "-c", _OWNER]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

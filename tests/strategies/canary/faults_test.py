@@ -289,7 +289,7 @@ class FaultsTest(tf.test.TestCase, parameterized.TestCase):
         self.assertGreater(num_joined, 0)
 
     @parameterized.product(seconds=(6.28, 6.295), sync_interval=(None, 3))
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(but=3)
     def test_states_are_taken_though_a_rank_has_died_before_it_had_sent_to_all(self, seconds, sync_interval):
         """What it has sent last has come to one of two ranks only, and is in no state of the other one."""
         durations = np.full((3, 60), 0.5)

@@ -191,7 +191,7 @@ def _job(network, world_size, num_steps, rng, **settings):
 
 class ExactSumTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(*_NETWORKS)
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(but=3)
     def test_equal_ranks(self, network, world_size):
         """Each message holds the contributions of all, as in an all-reduce."""
         num_messages = {}
@@ -210,7 +210,7 @@ class ExactSumTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllEqual(np.subtract(num_messages[20], num_messages[10]), [10 * num_pieces] * world_size)
 
     @parameterized.parameters(("mesh", 5), ("bcube:2,2", 4), ("tree", 5))
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(but=2)
     def test_one_slow_rank(self, network, world_size):
         """The others do not wait for it, and it passes over what it has missed."""
         rng = np.random.default_rng(1)
@@ -279,7 +279,7 @@ class ExactSumTest(tf.test.TestCase, parameterized.TestCase):
             self.assertLessEqual(job.max_distance(), 1e-4, msg=f"seed {seed}")
 
     @parameterized.product(network=(("mesh", 3), ("bcube:2,2", 4), ("tree", 5)), sync_interval=(5, None))
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(but=2)
     def test_replicas_are_alike_when_all_is_merged(self, network, sync_interval):
         """Also where the sketch has changed what was sent, and a rank is so slow that it drops iterations."""
         rng, (name, world_size), shapes = np.random.default_rng(5), network, ((4000,), (40, 100), (5000,), (1,))
@@ -666,7 +666,7 @@ class InboxTest(tf.test.TestCase, parameterized.TestCase):
         ("mesh", 2, 6.0, 3, 6 * 12 + 2),
         ("tree:1", 7, 0.4, 2, 20),
     )
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(but=3)
     def test_who_has_much_under_way_waits_until_it_is_merged(self, network, world_size, seconds, most, duration):
         """In a round trip to a root, up and down, a rank makes `max_in_flight` iterations, on a long way more."""
         changes, durations = np.zeros((world_size, 20, _NUM_VALUES)), np.ones((world_size, 20))

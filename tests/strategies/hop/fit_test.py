@@ -203,7 +203,7 @@ class HopFitTest(tf.test.TestCase, parameterized.TestCase):
                 self.assertAllClose(got, want, rtol=1e-5, atol=1e-5)
 
     @parameterized.parameters(*_OPTIMIZERS)
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(but=2)
     def test_optimizer_equals_figure_7(self, name):
         expected = _reference(_OPTIMIZERS[name])
         # Ranks see different data: were nothing exchanged, or everything averaged at the end, this would differ.

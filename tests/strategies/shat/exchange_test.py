@@ -219,7 +219,7 @@ class ConfigureTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllEqual(model, np.full(NUM_VALUES, 1.0 - 11 * RATE))
 
     @parameterized.parameters(16, 32, 1 << 20)
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(but=2)
     def test_who_joins_takes_the_server_s_slots(self, piece_values):
         """With those of its own first step, and the servers' count of steps, Adam's would be 3 times too long."""
         self.enterContext(mock.patch.object(sharding, "_MAX_PIECE_VALUES", piece_values))

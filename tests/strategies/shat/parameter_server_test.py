@@ -78,7 +78,7 @@ def _unpacked(packing, buckets):
 
 class ShardTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(sorted(_OPTIMIZERS))
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(but=2)
     def test_equals_the_optimizer_on_the_whole_model(self, name):
         packing, generator = _packing(), np.random.default_rng(0)
         initial = _random_buckets(generator, packing)
@@ -139,7 +139,7 @@ class ShardTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllEqual(shard.read()[0], -np.ones(64))
 
     @parameterized.parameters(sorted(_OPTIMIZERS))
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(but=11)
     def test_gradients_are_not_written_to(self, name):
         """Others may have them, too: what is aligned is not copied, and no part of the bucket is cut out of it."""
         packing, pool = Packing([TensorSpec("w", (4096,), tf.float32)]), BufferPool()
@@ -151,7 +151,7 @@ class ShardTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllEqual(gradient, values)
 
     @parameterized.parameters(sorted(_OPTIMIZERS))
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(but=5)
     def test_slots_that_were_read_stay(self, name):
         packing, generator = _packing(), np.random.default_rng(0)
         ((_, shard),) = _shards(packing, _OPTIMIZERS[name](), 1)
@@ -272,7 +272,7 @@ class ServedGroupTest(tf.test.TestCase, parameterized.TestCase):
             group.push(2, _push(1, 1.0))
 
     @parameterized.product(staleness=(0, 1, 4), seed=(0, 1, 2))
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(but=6)
     def test_bounded_staleness_under_random_delays(self, staleness, seed):
         """Who is answered is at most so many pushes ahead; who is not, is held by a slower one; nobody starves."""
         num_workers, num_steps, generator = 4, 25, np.random.default_rng(seed)
