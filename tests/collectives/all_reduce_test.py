@@ -578,7 +578,7 @@ class AllReduceTest(tf.test.TestCase, parameterized.TestCase):
         self.assertGreater(event, 20)
 
     @parameterized.parameters(*itertools.product(range(12), _KINDS))
-    @pytest.mark.stress(but=3)
+    @pytest.mark.stress(after=3)
     def test_goes_on_without_a_rank_that_is_interrupted(self, seed, kind):
         """Whenever that happens: all ranks that have a mean of a step have the same, of all or of all others."""
         algorithm, codec = kind[0], {**_SPARSE, **_SELECTION}.get(kind[1])
@@ -636,7 +636,7 @@ class AllReduceTest(tf.test.TestCase, parameterized.TestCase):
             ALGORITHMS, (codecs.Int8(error_feedback=True), OftenDense(values="int8", error_feedback=True))
         )
     )
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     def test_error_feedback_knows_nothing_of_attempts_given_up(self, algorithm, codec):
         """Whenever a rank is interrupted, the others compute what they do where it leaves at the end of a step."""
 
@@ -665,7 +665,7 @@ class AllReduceTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
         *itertools.product(range(8), (*_KINDS[:3], _KINDS[4], ("mesh", "int8"), ("ring", "int8")))
     )
-    @pytest.mark.stress(but=2)
+    @pytest.mark.stress(after=2)
     def test_a_lost_rank_is_an_error_on_all_others(self, seed, kind):
         """On each, unless it has all means already. No wrong mean is returned before."""
         algorithm, codec = kind[0], {**_CODECS, **_SPARSE, **_SELECTION}.get(kind[1])
@@ -785,7 +785,7 @@ class RoutedTest(tf.test.TestCase, parameterized.TestCase):
         self.assertLen(job.means, sum(num_steps))
 
     @parameterized.parameters(*itertools.product(("bcube:2,2", "tree"), range(3)))
-    @pytest.mark.stress(but=3)
+    @pytest.mark.stress(after=3)
     def test_goes_on_without_a_rank_that_is_interrupted(self, algorithm, seed):
         num_events = 0
         for event in itertools.count(seed, 40):

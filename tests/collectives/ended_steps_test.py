@@ -187,7 +187,7 @@ class EndedStepsTest(tf.test.TestCase, parameterized.TestCase):
         raise AssertionError(f"ranks {left} have got means that are none of legal sets of ranks.")
 
     @parameterized.product(part=list(range(_NUM_PARTS)), kind=list(_KINDS))
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     @pytest.mark.slow(after=2)
     def test_goes_on_without_a_rank_that_is_killed(self, kind, part):
         """At any event: what it has sent last reaches all, nobody, or one of the others."""
@@ -202,7 +202,7 @@ class EndedStepsTest(tf.test.TestCase, parameterized.TestCase):
         self.assertGreater(len(num_steps), 2)
 
     @parameterized.product(part=list(range(_NUM_PARTS)), kind=list(_KINDS))
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     @pytest.mark.slow(after=2)
     def test_goes_on_without_two_ranks_that_are_killed(self, kind, part):
         """The second one soon after the first one: while the others find out who has ended the step, too."""
@@ -219,7 +219,7 @@ class EndedStepsTest(tf.test.TestCase, parameterized.TestCase):
                 self.check(kind, job)
 
     @parameterized.product(part=list(range(_NUM_PARTS)), kind=list(_KINDS))
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     @pytest.mark.slow(after=2)
     def test_a_rank_is_killed_and_another_one_leaves(self, kind, part):
         """By itself, as it is interrupted or as it makes fewer steps."""

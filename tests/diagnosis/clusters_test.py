@@ -34,7 +34,7 @@ class ClustersTest(parameterized.TestCase):
             return diagnose(read_job(directory)), seconds
 
     @parameterized.parameters(*((kind, seed) for seed in _SEEDS for kind in _KINDS))
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     def test_names_the_fault(self, kind, seed):
         cluster, expected, well = draw(kind, seed)
         diagnosis, seconds = self.diagnose(cluster)
@@ -217,7 +217,7 @@ class CardsTest(parameterized.TestCase):
     @parameterized.parameters(
         (_RING, _COMPLETE), (_RING, _MESH), (_RING_OF_PIECES, _COMPLETE), (_RING_OF_PIECES, _RING), (_COMPLETE, _MESH)
     )
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     def test_a_card_that_all_links_share(self, present, changed):
         """Seen when a rank sends to several others at once; and where it never does, not believed to carry more."""
         expected, seconds = self.expect(present, changed, rate=_CARD, card=_CARD)
@@ -226,7 +226,7 @@ class CardsTest(parameterized.TestCase):
         self.assertAlmostEqual(expected / closed_form, 1.0, delta=0.05)
 
     @parameterized.parameters((_COMPLETE, _RING), (_MESH, _RING_OF_PIECES))
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     def test_a_link_that_was_never_alone(self, present, changed):
         """How fast it is alone is not known: it is not believed to be faster than it was."""
         expected, seconds = self.expect(present, changed, rate=_CARD, card=_CARD)
@@ -235,7 +235,7 @@ class CardsTest(parameterized.TestCase):
         self.assertGreater(expected, seconds)
 
     @parameterized.parameters((_COMPLETE, _RING), (_MESH, _RING_OF_PIECES), (_MESH, _COMPLETE))
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     def test_links_of_their_own(self, present, changed):
         """As many were seen to carry something at once as are to."""
         expected, seconds = self.expect(present, changed, rate=_CARD)

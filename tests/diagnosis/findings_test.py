@@ -62,7 +62,7 @@ class FindingsTest(parameterized.TestCase):
     @parameterized.product(
         seed=list(range(_NUM_SEEDS)), kind=["slow", "now and then", "bandwidth", "latency", "input", "callbacks"]
     )
-    @pytest.mark.stress(but=5)
+    @pytest.mark.stress(after=5)
     def test_names_the_cause(self, seed, kind):
         usual = _usual(seed)
         if kind == "latency":

@@ -139,7 +139,7 @@ class ExamplesTest(parameterized.TestCase):
             if name not in ("tune", "slow_worker", "find_the_slow_worker", "several_interfaces")
         )
     )
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     @pytest.mark.slow
     def test_example(self, name):
         self._check(name)

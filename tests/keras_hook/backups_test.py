@@ -110,7 +110,7 @@ class AtomicBackupAndRestoreTest(tf.test.TestCase, parameterized.TestCase):
         self.assert_goes_on_from(3)
 
     @parameterized.parameters("epoch", 3, 5)
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     @pytest.mark.slow
     def test_saves_and_restores_what_keras_does(self, save_freq):
         results = []
@@ -125,7 +125,7 @@ class AtomicBackupAndRestoreTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllEqual(one, other)
 
     @parameterized.parameters("write", "sync", "rename")
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     def test_an_end_in_the_middle_of_a_write_leaves_the_backup_before(self, where):
         self.stop(self.make(), _StopAt(2))
         patched = {
@@ -139,7 +139,7 @@ class AtomicBackupAndRestoreTest(tf.test.TestCase, parameterized.TestCase):
         self.assert_goes_on_from(2)
 
     @parameterized.parameters("latest.weights.h5", "training_metadata.json", "checksums.json")
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     @pytest.mark.slow
     def test_a_damaged_backup_is_left_out(self, name):
         self.stop(self.make(), _StopAt(3))
@@ -249,7 +249,7 @@ class KerasBackupsTest(tf.test.TestCase, parameterized.TestCase):
         ("training_metadata.json", lambda whole: bytes(len(whole))),
         ("training_metadata.json", lambda whole: b"{}"),
     )
-    @pytest.mark.stress(but=2)
+    @pytest.mark.stress(after=2)
     def test_a_torn_file_is_an_error_that_names_it(self, name, how):
         with self.assertRaises(_StopsError):
             self.fit(_StopAt(2))

@@ -374,7 +374,7 @@ class OptimizerTest(tf.test.TestCase, parameterized.TestCase):
         self.assertTrue(updates.follows_weights(Slow))
 
     @parameterized.product(in_graph=(True, False), name=sorted(_OPTIMIZERS))
-    @pytest.mark.stress(but=3)
+    @pytest.mark.stress(after=3)
     @pytest.mark.slow(after=4)
     def test_update_is_what_apply_does(self, name, in_graph):
         results = []

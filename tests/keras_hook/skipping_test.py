@@ -101,7 +101,7 @@ class EpochTest(tf.test.TestCase, parameterized.TestCase):
 
 class RefusedTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.product(fits_before=(True, False), make_strategy=(_make_strategy, hop_tf.CanaryStrategy))
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     @pytest.mark.slow(after=1)
     def test_steps_of_train_on_batch(self, make_strategy, fits_before):
         """They would be passed over in silence."""

@@ -99,7 +99,7 @@ class StepsTest(_SlurmTest):
         ("-N2 -n5 --distribution=pack",),
         ("-w node2 -n3",),
     )
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     def test_tasks_know_where_all_are(self, options):
         places = self.probe(options)
         addresses = places[0]["addresses"]

@@ -613,7 +613,7 @@ class AccumulateTest(_OpsTestCase):
 
 class ArraysTest(_OpsTestCase):
     @parameterized.parameters(*_DATA)
-    @pytest.mark.stress(but=2)
+    @pytest.mark.stress(after=2)
     def test_results_do_not_depend_on_the_number_of_threads(self, name):
         values = _DATA[name](np.random.default_rng(4), 3_000_001)
         sketch = ops.arrays.quantile_sketch_encode(values, num_threads=1)

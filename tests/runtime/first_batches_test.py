@@ -36,7 +36,7 @@ class Model(keras.Sequential):
 
 class FirstBatchesTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.product(make=[_arrays, _shuffled, _augmented], is_alike=[False, True])
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     @pytest.mark.slow(after=1)
     def test_other_data_are_noticed(self, make, is_alike):
         def run(strategy):

@@ -296,7 +296,7 @@ class LockStepJoiningTest(tf.test.TestCase, parameterized.TestCase):
         return sum(incarnation > 0 for _, incarnation in job.ended)
 
     @parameterized.product(part=list(range(_NUM_PARTS)), kind=list(_KINDS))
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     def test_joins_whenever_it_was_killed(self, part, kind):
         first, last = _num_events(kind, seed=part)
         num_joined = 0
@@ -310,7 +310,7 @@ class LockStepJoiningTest(tf.test.TestCase, parameterized.TestCase):
         self.assertGreater(num_joined, 0)
 
     @parameterized.product(part=list(range(_NUM_PARTS)), kind=["mesh at once", "mesh late", "windows"])
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     def test_another_one_is_killed_meanwhile(self, part, kind):
         """Or the same one again: whoever gives its state, at every event while one joins."""
         random = np.random.default_rng(part)
@@ -328,7 +328,7 @@ class LockStepJoiningTest(tf.test.TestCase, parameterized.TestCase):
         self.assertGreater(num_joined, 0)
 
     @parameterized.product(part=list(range(_NUM_PARTS)), kind=["mesh at once", "mesh late", "windows"])
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     def test_another_one_is_killed_while_it_loads_its_data(self, part, kind):
         """It has met some of the others, and hears of that loss. It takes part all the same."""
         random = np.random.default_rng(part)

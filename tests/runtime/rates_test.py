@@ -67,7 +67,7 @@ class RatesTest(tf.test.TestCase, parameterized.TestCase):
             ]
         )
     )
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     @pytest.mark.slow(after=1)
     def test_a_callback_of_one_rank(self, strategy, callback, rank):
         """Training is that of rank 0, whoever else has another rate."""
@@ -90,7 +90,7 @@ class RatesTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual(rate, rate_there)
 
     @parameterized.parameters("replay", "bsp", "synchronous", "none")
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     def test_the_same_callback_on_all_ranks(self, strategy):
         with self.assertLogs(level="WARNING") as logs:
             logging.warning("There is one at least.")
@@ -103,7 +103,7 @@ class RatesTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllClose(rate, 0.1 / 3)
 
     @parameterized.parameters(("none", None), ("synchronous", 0.1), ("bsp", 0.1))
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     def test_where_a_difference_is_an_error(self, strategy, weight_decay):
         """Steps were computed with it already, or weights have decayed by it."""
 
@@ -143,7 +143,7 @@ class RatesTest(tf.test.TestCase, parameterized.TestCase):
             self.assertRegex(message, "rate of rank 1 in step 0 is 0.05, that of rank 0 is 0.00625: .*synchronize")
 
     @parameterized.parameters(2, 1)
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     def test_eagerly_with_weight_decay(self, num_fits):
         """Weights decay before ranks know of each other's rate: what is merged has decayed by rank 0's."""
 

@@ -116,7 +116,7 @@ class OwnAssignmentsTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.product(other=[False, True], name=_BY_IMPORTANCE)
     @pytest.mark.slow(after=1)
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     def test_evaluate_and_predict_within_an_epoch(self, name, other):
         """Keras resets the metrics, and a wide pipe merges what is in flight."""
 
@@ -137,7 +137,7 @@ class OwnAssignmentsTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(*_WITH_LOOPS)
     @pytest.mark.slow(after=0)
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     def test_fit_and_a_loop_with_another_optimizer(self, name):
         def run(strategy):
             model = _linear(strategy, kernel_constraint=keras.constraints.MaxNorm(3.0))
@@ -153,7 +153,7 @@ class OwnAssignmentsTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(*_WITH_LOOPS)
     @pytest.mark.slow(after=0)
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     def test_fit_compile_and_train_on_batch(self, name):
         def run(strategy):
             model = _linear(strategy)
@@ -168,7 +168,7 @@ class OwnAssignmentsTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(*_WITH_LOOPS)
     @pytest.mark.slow(after=0)
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     def test_synchronize_within_a_loop(self, name):
         def run(strategy):
             model = _linear(strategy, kernel_constraint=keras.constraints.MaxNorm(3.0))

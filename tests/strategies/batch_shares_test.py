@@ -81,7 +81,7 @@ class SynchronousTest(tf.test.TestCase, parameterized.TestCase):
                 self.assertAllClose(its_history[name], values, rtol=1e-5, atol=1e-6)
 
     @parameterized.product(name=[*_SYNCHRONOUS], optimizer=[*_OPTIMIZERS])  # The first two: Pipe-SGD.
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     def test_equals_one_device(self, name, optimizer):
         """Weights, and logs; with sample weights, and a smaller last batch."""
         self.check(_SYNCHRONOUS[name], lambda: _network(_OPTIMIZERS[optimizer]()), _SHARES)
@@ -98,7 +98,7 @@ class SynchronousTest(tf.test.TestCase, parameterized.TestCase):
         self.check(_SYNCHRONOUS["pipe_sgd"], lambda: _network("sgd", **arguments), [0.7, 0.3])
 
     @parameterized.parameters(*_SYNCHRONOUS)
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     def test_moving_statistics_are_means_by_rows(self, name):
         x, y, _ = _data()
 
@@ -137,7 +137,7 @@ class SynchronousTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(kernel, model.get_weights()[0], rtol=0, atol=1e-5)
 
     @parameterized.parameters("pipe_sgd", "dts", "shat")
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     def test_a_custom_loop_weighs_its_rows_itself(self, name):
         """By `global_batch_size`: gradients of the ranks add up. One that is left alone has the mean of its rows."""
         x, y, _ = _data()
@@ -243,7 +243,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
         return member.run(train, batch_shares=_SHARES)
 
     @parameterized.parameters("parallel", "serial")
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     def test_hop_moves_by_the_steps_in_proportion(self, update_order):
         member = Member(lambda **arguments: hop_tf.HopStrategy(update_order=update_order, **arguments))
         x, y, _ = _data()
@@ -284,7 +284,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(kernels[step] - kernels[step - 1], expected, rtol=0, atol=1e-5)
 
     @parameterized.parameters((3, 2), (0, 1), (0, 2))
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     def test_dts_takes_means_of_changes_by_rows(self, delay, interval):
         """In 6 steps: windows that are whole when `fit` ends; with a linear loss changes do not depend on weights."""
         member = Member(lambda **arguments: hop_tf.DTSStrategy(delay=delay, interval=interval, **arguments))
@@ -307,7 +307,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(of_rank, weights, rtol=0, atol=1e-5)
 
     @parameterized.parameters(None, "sketch")
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     def test_canary_adds_parts_of_steps(self, codec):
         """Those of the steps that ranks have made: a slow one passes over some."""
         member = Member(lambda **arguments: hop_tf.CanaryStrategy(codec=codec, **arguments))
@@ -320,7 +320,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(own, -_RATE * np.sum(sums, axis=0), rtol=0, atol=1e-5)
 
     @parameterized.parameters(("steps", 1), ("gradients", NUM_RANKS))
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     def test_shat_counts_pushes_in_proportion(self, pushes, times):
         """Servers add steps divided by the number of workers, and make whole ones of gradients."""
         member = Member(lambda **arguments: hop_tf.SHATParameterServerStrategy(pushes=pushes, **arguments), num_ps=1)

@@ -74,7 +74,7 @@ class DeterminismTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(sorted(_CASES, key=list(_CASES).index))
     @pytest.mark.slow(after=1)
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     def test_two_runs_are_equal_to_the_bit(self, name):
         make, settings, num_ranks = _CASES[name]
 

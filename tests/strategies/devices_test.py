@@ -354,7 +354,7 @@ class ReferenceTest(tf.test.TestCase, parameterized.TestCase):
         ("shat", {"pushes": "steps", "batch_shares": [3, 1]}),
         ("hop", {"batch_shares": [3, 1]}),
     )
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     @pytest.mark.slow(after=1)
     def test_kernels_move_by_mean_gradients(self, name, settings):
         expected = -_RATE * _linear_gradients().mean(1).sum(0)
@@ -362,7 +362,7 @@ class ReferenceTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(kernel, expected, rtol=0, atol=1e-5)
 
     @parameterized.parameters("parallel", "serial")
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     @pytest.mark.slow
     def test_hop(self, update_order):
         steps = -_RATE * _linear_gradients()

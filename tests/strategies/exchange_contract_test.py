@@ -911,7 +911,7 @@ class ExchangeContractTest(tf.test.TestCase, parameterized.TestCase):
     # A message comes late, or never.
 
     @_disturbed
-    @pytest.mark.stress(but=3)
+    @pytest.mark.stress(after=3)
     @pytest.mark.slow(after=8)
     def test_a_message_is_late(self, name, part):
         """By less than others wait: it changes when steps end, and where that does not matter, nothing else."""
@@ -924,7 +924,7 @@ class ExchangeContractTest(tf.test.TestCase, parameterized.TestCase):
                 self.assert_all_end(Run(name, fate, has_deadlines=True)())
 
     @_disturbed
-    @pytest.mark.stress(but=4)
+    @pytest.mark.stress(after=4)
     def test_a_link_goes_down(self, name, part):
         """Each of two ranks is silent to the other one, which is an error, or a rank less, when that is noticed."""
         for first in _some(_undisturbed(name)[0], part):
@@ -940,7 +940,7 @@ class ExchangeContractTest(tf.test.TestCase, parameterized.TestCase):
                 self._assert_in_time(run, _OPTIONS.timeout_seconds)
 
     @_disturbed
-    @pytest.mark.stress(but=4)
+    @pytest.mark.stress(after=4)
     def test_a_rank_delivers_nothing_more_to_another_one(self, name, part):
         """Though it lives, which is an error in the end. Who waits longest for whom may be others."""
         for first in _some(_undisturbed(name)[0], part):
@@ -963,7 +963,7 @@ class ExchangeContractTest(tf.test.TestCase, parameterized.TestCase):
     # A rank goes.
 
     @_disturbed
-    @pytest.mark.stress(but=4)
+    @pytest.mark.stress(after=4)
     def test_a_rank_dies(self, name, part):
         for event in _some(_undisturbed(name)[1], part):
             # What it has sent last reaches all, nobody, or one of the others.
@@ -978,7 +978,7 @@ class ExchangeContractTest(tf.test.TestCase, parameterized.TestCase):
                     self.assertTrue(all(self.is_documented(run, error) for error in errors), errors)
 
     @_disturbed
-    @pytest.mark.stress(but=3)
+    @pytest.mark.stress(after=3)
     @pytest.mark.slow(after=7)
     def test_a_rank_leaves(self, name, part):
         """The others go on; and all take part again in the next session, in which nothing of the one before is kept."""

@@ -290,7 +290,7 @@ class LostRankTest(_ProcessesTestCase, parameterized.TestCase):
         ("frozen", signal.SIGSTOP, 3),
         ("killed", signal.SIGKILL, 4),
     )
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     @pytest.mark.slow
     def test_a_silent_rank_is_named_by_all_if(self, signum, num_workers):
         self._check_is_named_by_all(signum, num_workers, in_custom_loop=False)

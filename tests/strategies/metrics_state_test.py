@@ -131,7 +131,7 @@ class SumsTest(parameterized.TestCase):
 
     @parameterized.parameters(*_SEES_ALL)
     @pytest.mark.slow(after=2)
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     def test_as_plain_keras(self, name):
         self._compare(name, _some_metrics, ["binary"])
 
@@ -192,7 +192,7 @@ def _unknown(x, y):
 class UnknownLengthTest(parameterized.TestCase):
     @parameterized.product(name=["pipe_sgd", "hop", "shat_synchronous"], steps_per_execution=[1, 4])
     @pytest.mark.slow(after=1)
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     def test_metrics_are_averaged_and_all_stop_together(self, name, steps_per_execution):
         """The data of rank 1 alone would let it stop in another epoch."""
 

@@ -201,14 +201,14 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(*_PROGRAMS)
     @pytest.mark.slow(after=2)
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     def test_two_ranks_train_as_one_process(self, program):
         for _, weights in _of_ranks(program, "pipe_sgd", pipeline_width=1):
             self.assertAllClose(weights, _trained_alone(program), rtol=1e-4, atol=1e-4)
 
     @parameterized.parameters(*_PROGRAMS)
     @pytest.mark.slow(after=3)
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     def test_a_world_of_one_trains_as_plain_keras(self, program):
         strategy = hop_tf.HopStrategy()
         self.addCleanup(strategy.shutdown)

@@ -155,7 +155,7 @@ class BackupsOfSomeRanksTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.product(name=["dts", "hop", "pipe_sgd"], kind=[*_KINDS])
     @pytest.mark.slow(after=1)
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     def test_the_newest_backup_counts_where_none_is_common(self, name, kind):
         """The ranks were further apart than their backups, or one has lost its newest."""
         _crash_with_backup(self.path(0), _KINDS[kind], crashes_in=1)

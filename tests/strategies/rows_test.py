@@ -131,7 +131,7 @@ class FailureTest(tf.test.TestCase, parameterized.TestCase):
     """A rank fails after a step that is known, so that it is known what all rows count."""
 
     @parameterized.parameters(*_LOCK_STEP)
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     def test_in_lock_step_only_the_rows_of_the_loss_are_left_out(self, name):
         make, settings, num_lost = _LOCK_STEP[name]
         num_steps, last_step, victim = 12, 3, 1
@@ -163,7 +163,7 @@ class FailureTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllEqual(np.concatenate(rows), expected)
 
     @parameterized.product(name=["pipe_sgd_sync", "canary"], arguments=[{"steps_per_execution": 5}, {"run_eagerly": 1}])
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     def test_ways_to_run_steps(self, name, arguments):
         make, settings, num_lost = _LOCK_STEP[name]
         num_steps, last_step = 15, 4
@@ -199,7 +199,7 @@ class FailureTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual(sizes[num_steps:], [2] * num_steps)
 
     @parameterized.parameters(*_OTHERS)
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     def test_elsewhere_the_others_share_the_batch_when_they_know(self, name):
         make, settings, num_ps = _OTHERS[name]
         num_steps = 400 if name == "shat" else 60

@@ -45,7 +45,7 @@ def _reference(topology, initial, x, y):
 
 class InProcessClusterTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters((1, False), (2, False), (3, True), (5, False))
-    @pytest.mark.stress(but=2)
+    @pytest.mark.stress(after=2)
     def test_ranks_train_as_figure_7_says(self, num_workers, run_eagerly):
         generator = np.random.default_rng(1)
         x = generator.normal(size=(_BATCH_SIZE * num_workers * _NUM_STEPS, 3)).astype(np.float32)

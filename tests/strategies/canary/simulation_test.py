@@ -191,7 +191,7 @@ def _job(network, world_size, num_steps, rng, **settings):
 
 class ExactSumTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(*_NETWORKS)
-    @pytest.mark.stress(but=3)
+    @pytest.mark.stress(after=3)
     def test_equal_ranks(self, network, world_size):
         """Each message holds the contributions of all, as in an all-reduce."""
         num_messages = {}
@@ -279,7 +279,7 @@ class ExactSumTest(tf.test.TestCase, parameterized.TestCase):
             self.assertLessEqual(job.max_distance(), 1e-4, msg=f"seed {seed}")
 
     @parameterized.product(network=(("mesh", 3), ("bcube:2,2", 4), ("tree", 5)), sync_interval=(5, None))
-    @pytest.mark.stress(but=2)
+    @pytest.mark.stress(after=2)
     def test_replicas_are_alike_when_all_is_merged(self, network, sync_interval):
         """Also where the sketch has changed what was sent, and a rank is so slow that it drops iterations."""
         rng, (name, world_size), shapes = np.random.default_rng(5), network, ((4000,), (40, 100), (5000,), (1,))

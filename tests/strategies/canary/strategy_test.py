@@ -114,7 +114,7 @@ class SynchronousTest(tf.test.TestCase, parameterized.TestCase):
         ("tree", 4, _sgd),
         ("bcube:2,3", 8, _sgd),
     )
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     @pytest.mark.slow(after=1)
     def test_equals_synchronous_training_step_by_step(self, network, world_size, make_optimizer):
         cluster = _cluster(world_size, algorithm=network, consistency="bsp", codec=None, num_colayers=3)
@@ -203,7 +203,7 @@ def _train_one_hot(strategy, num_steps=24, callbacks=(), num_fits=1, momentum=0.
 
 class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(("tree", 3, _adam), ("mesh", 2, _accumulating), ("mesh", 2, _scaled))
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     def test_all_end_alike(self, network, world_size, make_optimizer):
         results = _cluster(world_size, algorithm=network).run(
             lambda strategy: _train(strategy, make_optimizer, run_eagerly=world_size > 2)
@@ -219,7 +219,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
         {"consistency": "ssp", "run_eagerly": True},
         {"algorithm": "bcube:2,2", "sync_interval": 3},
     )
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     @pytest.mark.slow(after=1)
     def test_every_contribution_counts_once(self, steps_per_execution=1, run_eagerly=False, num_unused=0, **settings):
         """What a rank has learned is in the weights of all, once; a slow one passes over what it has missed."""
@@ -523,7 +523,7 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
             _cluster(2).run(run)
 
     @parameterized.parameters(lambda optimizer: optimizer, keras.optimizers.LossScaleOptimizer)
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     def test_averages_that_replace_weights_during_training(self, wrap):
         def make_optimizer():
             return wrap(keras.optimizers.SGD(_RATE, use_ema=True, ema_overwrite_frequency=3))

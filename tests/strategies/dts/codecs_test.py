@@ -73,7 +73,7 @@ _CODECS = {
 
 class CodecsTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(*itertools.product(_CODECS, ALGORITHMS))
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     @pytest.mark.slow(after=1)
     def test_all_apply_the_same_means(self, name, algorithm):
         """They are equal to the bit, and in the end weights are made of nothing else."""
@@ -103,7 +103,7 @@ class CodecsTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(expected, _synchronous(world_size, num_steps, momentum), rtol=1e-5, atol=1e-5)
 
     @parameterized.parameters(*itertools.product((codecs.Truncate16(), codecs.Int8()), (0.1, 0.5), ALGORITHMS))
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     @pytest.mark.slow
     def test_error_feedback_of_selected_values(self, values, ratio, algorithm):
         """What is lost of the selected values is sent later, with indices or in whole vectors."""

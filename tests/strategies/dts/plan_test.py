@@ -107,7 +107,7 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
         {"latency_seconds": 0.5, "window_seconds": 30.0, "codec_names": ["identity"]},
     )
     @pytest.mark.slow(after=3)
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     def test_keeps_what_it_promises(self, latency_seconds, window_seconds, codec_names=timing.dts.CODECS):
         """`window_seconds` is what the bytes of a window take in float32."""
         num_bytes = 4 * _NUM_VALUES

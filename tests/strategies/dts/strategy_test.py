@@ -155,7 +155,7 @@ class WindowsTest(tf.test.TestCase, parameterized.TestCase):
         (3, 2, 5, "adam"),
         (2, 7, 1, "momentum"),
     )
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     @pytest.mark.slow(after=1)
     def test_equals_the_reference_step_by_step(self, world_size, delay, interval, name):
         make_optimizer, update = _OPTIMIZERS[name]
@@ -173,7 +173,7 @@ class WindowsTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
         ("int8", int8, "momentum"), ("truncate16", truncate16, "adam"), ("truncate16", truncate16, "momentum")
     )
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     @pytest.mark.slow
     def test_equals_the_reference_with_codec(self, codec, reference, name):
         """A value at the border of two codes may fall to either side: the first windows are alike but for these."""
@@ -191,14 +191,14 @@ class WindowsTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllEqual(last, results[0][1])
 
     @parameterized.parameters({"steps_per_execution": 5}, {"run_eagerly": True})
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     def test_however_keras_runs_steps(self, **compile_args):
         _, expected = _reference(2, 3, 2, sgd(_RATE, 0.9))
         for _, last, _ in _cluster(2, delay=3, interval=2).run(lambda s: _train(s, _sgd(momentum=0.9), **compile_args)):
             self.assertAllClose(last, expected, rtol=1e-5, atol=1e-5)
 
     @parameterized.parameters("filtered", "generated")
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     def test_data_of_unknown_length(self, kind):
         """At the end of each epoch a step begins whose batch never comes."""
         x, y, _ = _problem(4)
@@ -224,7 +224,7 @@ class WindowsTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual(num_steps_of_rank, num_steps)
 
     @parameterized.parameters(codecs.TopK(ratio=0.25), None)
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     @pytest.mark.slow
     def test_in_several_parts(self, codec):
         """All is merged when `fit` ends, one without a whole window too; the next one goes on with the velocity."""
@@ -242,7 +242,7 @@ class WindowsTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllEqual(*results)
 
     @parameterized.parameters(({"momentum": 0.9, "nesterov": True}, 3, 2), ({}, 0, 1))
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     def test_gradient_accumulation(self, arguments, delay, interval):
         """A step of the scheme is an update."""
         make_optimizer = _sgd(gradient_accumulation_steps=2, **arguments)
@@ -277,7 +277,7 @@ class EqualTest(tf.test.TestCase, parameterized.TestCase):
         (5, "momentum", {"delay": 4, "interval": 4, "algorithm": "ring"}),
         (2, "decay", {"delay": 1, "interval": 1, "codec": "truncate16"}),
     )
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     @pytest.mark.slow
     def test_to_the_bit(self, world_size, name, settings):
         results = _cluster(world_size, **settings).run(lambda s: _network(s, _OPTIMIZERS[name][0]))
@@ -390,7 +390,7 @@ def _two_kernels():
 
 class OptimizersTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(codecs.TopK(ratio=0.25), None)
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     def test_adam_of_each_rank(self, codec):
         """Where gradients do not depend on the weights all end with the mean of what ranks would make alone."""
 
@@ -455,7 +455,7 @@ class OptimizersTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(last, _linear_result(make_optimizer), rtol=1e-5, atol=1e-5)
 
     @parameterized.parameters(0.9, 0.0)
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     def test_a_step_left_out_changes_nothing(self, momentum):
         """Rank 1's gradient overflows in step 3."""
         num_steps, bad = 9, 3
@@ -492,7 +492,7 @@ class OptimizersTest(tf.test.TestCase, parameterized.TestCase):
 
 class TopKTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(codecs.TopK(ratio=0.1, warmup_steps=3), codecs.TopK(ratio=0.25))
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     @pytest.mark.slow
     def test_loses_nothing(self, codec):
         """However late a value was sent, the result is that of synchronous SGD."""
@@ -529,7 +529,7 @@ class FitTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllEqual(history[-1], last)
 
     @parameterized.parameters((6, 7), (5, 6))
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     def test_a_rank_that_ends_early(self, last_batch, num_early):
         """Rank 1 leaves in the middle of a window, or at the end of one; rank 0 goes on, and alone in the end."""
 
@@ -601,7 +601,7 @@ class FitTest(tf.test.TestCase, parameterized.TestCase):
         {"interval": 3},
         {"interval": 3, "gradient_accumulation_steps": 2},
     )
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     @pytest.mark.slow
     def test_moving_statistics_are_averaged(
         self, interval, gradient_accumulation_steps=None, num_batches=(_NUM_STEPS,)
@@ -653,7 +653,7 @@ class FitTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(last, expected, rtol=1e-5, atol=1e-5)
 
     @parameterized.parameters("between two fits", "in a step", "when training begins", "in the last step")
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     def test_weights_that_others_assign(self, when):
         """What was assigned before is what training begins with; in a step it is this rank's own change."""
         new = np.full((3, 4), 7.0, np.float32)

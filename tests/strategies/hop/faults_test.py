@@ -213,7 +213,7 @@ class EveryStateTest(tf.test.TestCase, parameterized.TestCase):
         *(("complete", mode) for mode in _MODES),
         *(("directed", mode) for mode in _MODES if "skip" in mode or "backup" in mode),
     )
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     @pytest.mark.slow(after=5)
     def test_no_state_is_a_trap(self, topology, mode):
         self.enter_context(logging_disabled())
@@ -304,7 +304,7 @@ class ScenarioTest(tf.test.TestCase, parameterized.TestCase):
             self._check_all_finish(job, [Fault(5, seconds, 2.3)])
 
     @parameterized.parameters(*_MODES)
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     def test_joins_while_a_neighbor_has_not_made_its_group(self, mode):
         for world_size in (6, 12):
             job = self._job("ring", world_size, _MODES[mode], tracing_seconds=lambda rank: 20.0 * (rank == 3))

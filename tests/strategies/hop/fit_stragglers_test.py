@@ -198,7 +198,7 @@ class InStepTest(tf.test.TestCase, parameterized.TestCase):
         ("serial_and_sgd", _SERIAL, "serial", ["sgd"]),
         ("notify_ack_and_adamw", _NOTIFY_ACK, "parallel", ["adamw"]),
     )
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     @pytest.mark.slow
     def test_equals_the_reference(self, settings, order, optimizers):
         values = _join(_run_in_step, settings, optimizers)

@@ -209,7 +209,7 @@ class ReplayTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
         *((name, 2 + (number + turn) % 3) for turn in range(3) for number, name in enumerate(sorted(_OPTIMIZERS)))
     )
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     @pytest.mark.slow(after=1)
     def test_equals_the_reference(self, name, width):
         world_size = {2: 2, 3: 3, 4: 2}[width]
@@ -239,7 +239,7 @@ class ReplayTest(tf.test.TestCase, parameterized.TestCase):
         self.check(results, _replay(world_size, 3, _OPTIMIZERS["momentum"][1], 2))
 
     @parameterized.parameters(("int8", int8), ("truncate16", truncate16))
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     @pytest.mark.slow
     def test_equals_the_reference_with_codec(self, codec, reference):
         """A value at the border of two codes may fall to either side: the first steps are alike but for these."""
@@ -255,7 +255,7 @@ class ReplayTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllEqual(of_epochs, results[0][1])
 
     @parameterized.parameters("momentum", "adam")
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     def test_eagerly(self, name):
         """The first step of all is synchronous."""
         results = _cluster(2).run(lambda strategy: _train(strategy, name, run_eagerly=True))
@@ -368,7 +368,7 @@ class ReplayTest(tf.test.TestCase, parameterized.TestCase):
             _cluster(2).run(lambda strategy: _linear_fit(strategy, make_optimizer))
 
     @parameterized.parameters(4, 2)
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     def test_overflow_on_one_rank(self, width):
         """All ranks leave the mean of that step out, and rank 1 its own step, too."""
 
@@ -458,7 +458,7 @@ class ReplayTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(weights, expected, rtol=1e-5, atol=1e-5)
 
     @parameterized.parameters(False, True)
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     def test_custom_loop(self, eagerly):
         """`synchronize` merges what is under way, and the loop goes on."""
 

@@ -171,7 +171,7 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
         {"world_size": 4, "width": 2, "algorithm": "ring"},
         {"world_size": 5, "width": 2, "warmup_steps": 3},
     )
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     @pytest.mark.slow
     def test_equals_algorithm_1(self, world_size, width, warmup_steps=0, **settings):
         cluster = _cluster(world_size, pipeline_width=width, warmup_steps=warmup_steps, **settings)
@@ -202,7 +202,7 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
         codecs.Int8(block_size=None),
         codecs.Truncate16(),
     )
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     @pytest.mark.slow
     def test_weights_are_the_same_everywhere(self, codec):
         results = _cluster(3, codec=codec, algorithm="ring").run(_train_least_squares)
@@ -337,7 +337,7 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(results[rank][0], model.get_weights(), rtol=1e-5, atol=1e-5)
 
     @parameterized.parameters("adamw", "nesterov")
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     @pytest.mark.slow
     def test_a_fit_after_one_that_ended_early_on_a_rank(self, optimizer):
         """Slots and numbers of steps are made alike: updates would differ by them for good."""
@@ -354,7 +354,7 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllEqual(own, other)
 
     @parameterized.parameters((2, "replay"), (3, "none"))
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     @pytest.mark.slow
     def test_one_rank_ends_early_with_means_under_way(self, width, compensation):
         """Its last gradients count on all ranks; the others go on without it."""
@@ -479,7 +479,7 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
                 self.assertAllClose(array, other, rtol=tolerance, atol=tolerance)
 
     @parameterized.parameters("mesh", "ring")
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     def test_a_thread_that_fails_in_an_all_reduce_ends_the_job(self, algorithm):
         """Rank 1 has sent a mean to one of the others only: these must not go on with different weights."""
         send, num_sent = all_reduce.Operation.send, []

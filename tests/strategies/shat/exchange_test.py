@@ -107,7 +107,7 @@ class ExactlyOnceTest(tf.test.TestCase, parameterized.TestCase):
                 self.assertEqual(configured.group.num_pushes, num_workers * num_pushes)
 
     @parameterized.parameters(150, 3400)
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     def test_messages_that_are_lost_or_repeated(self, num_pushes):
         """Each push is asked for, sent again and dropped where it is there, as it happens, and applied once."""
         num_workers, num_servers = 3, 2

@@ -78,7 +78,7 @@ def _unpacked(packing, buckets):
 
 class ShardTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(sorted(_OPTIMIZERS))
-    @pytest.mark.stress(but=2)
+    @pytest.mark.stress(after=2)
     def test_equals_the_optimizer_on_the_whole_model(self, name):
         packing, generator = _packing(), np.random.default_rng(0)
         initial = _random_buckets(generator, packing)
@@ -151,7 +151,7 @@ class ShardTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllEqual(gradient, values)
 
     @parameterized.parameters(sorted(_OPTIMIZERS))
-    @pytest.mark.stress(but=5)
+    @pytest.mark.stress(after=5)
     def test_slots_that_were_read_stay(self, name):
         packing, generator = _packing(), np.random.default_rng(0)
         ((_, shard),) = _shards(packing, _OPTIMIZERS[name](), 1)

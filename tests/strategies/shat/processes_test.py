@@ -173,7 +173,7 @@ class ShatProcessesTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual([result.value for result in results.ps], [None, None])  # They do not return.
 
     @parameterized.parameters("async", "bsp")
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     @pytest.mark.slow
     def test_a_killed_worker_is_not_waited_for_and_joins_again(self, consistency):
         num_epochs = 4 * _NUM_EPOCHS  # The others train on until the worker is back, also on a busy machine.
@@ -276,7 +276,7 @@ class ShatProcessesTest(tf.test.TestCase, parameterized.TestCase):
         for weights in results.values:
             self.assertAllClose(weights, np.full((4, 9), -2 * _NUM_STEPS * _RATE), rtol=1e-4)
 
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     @pytest.mark.slow
     def test_a_killed_server_is_an_error_within_the_deadline(self):
         """Twice as long as it is configured where round trips are long; not `progress_timeout_seconds`, an hour."""
@@ -316,7 +316,7 @@ class ShatProcessesTest(tf.test.TestCase, parameterized.TestCase):
         ("absent", r"DeadlineExceededError: rank \d: .* on ps 0 at 127.*\(it never appeared"),
         ("token", r"DeadlineExceededError: rank \d: .* on ps 0 at 127"),
     )
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     def test_a_server_that_was_not_started_or_is_of_another_job_is_an_error(self, fault, error):
         with MultiProcessRunner(_train_until_it_fails, 2, num_ps=1, args=("async", 1, fault)) as runner:
             for rank in range(2):

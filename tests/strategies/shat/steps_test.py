@@ -106,7 +106,7 @@ def _own_models(num_workers):
 
 class StepsTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(*_OPTIMIZERS)
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     @pytest.mark.slow(after=1)
     def test_a_lone_worker_trains_as_keras_does(self, name):
         expected = _fit(_make_model(_OPTIMIZERS[name]))

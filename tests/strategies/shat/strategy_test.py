@@ -174,7 +174,7 @@ class BulkSynchronousTest(tf.test.TestCase, parameterized.TestCase):
         ("AdamW", {"sharding": "memory", "mixing": "ensemble"}),
         ("average", {}),
     )
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     @pytest.mark.slow
     def test_equals_synchronous_training_step_by_step(self, name, settings):
         def make_model():
@@ -255,7 +255,7 @@ class BulkSynchronousTest(tf.test.TestCase, parameterized.TestCase):
 
 class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(False, True)
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     def test_linear_loss_has_one_result_for_any_schedule(self, run_eagerly):
         def make_model():
             model = _make_linear(keras.optimizers.SGD(_RATE))
@@ -348,7 +348,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(velocity, np.full((3, 4), v), rtol=1e-4)
 
     @parameterized.parameters(0.75, 0.0)
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     def test_a_worker_s_own_step(self, momentum):
         """Where alpha is 0: lr g, and with momentum lr / (1 - m) g."""
 
@@ -403,7 +403,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(weights, expected, rtol=1e-4, atol=1e-5)
 
     @parameterized.parameters(False, True)
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     def test_averages_of_weights_are_synchronized(self, scales_loss):
         """Of the weights 1 - k lr after each of the pushes of both workers, as plain Keras has them for one."""
         data = np.ones((_NUM_ROWS, 3), np.float32), np.zeros((_NUM_ROWS, 4), np.float32)
@@ -465,7 +465,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(weights, expected, rtol=1e-4, atol=1e-5)
 
     @parameterized.parameters(0.5, 0.0)
-    @pytest.mark.stress(but=1)
+    @pytest.mark.stress(after=1)
     def test_weight_decay_of_a_worker_s_own_step_under_loss_scaling(self, momentum):
         """It comes when gradients have turned out to be finite: after they were pushed."""
 
