@@ -16,6 +16,7 @@ from hop_tf.membership.departures import Departure
 from hop_tf.membership.monitor import Monitor, ThreadMonitor
 from hop_tf.membership.session import LEAVE_QUEUE, Membership, parse, tree_neighbors
 from hop_tf.membership.session_queue import SessionQueue
+from hop_tf.membership.silence import Silence
 from hop_tf.membership.waiting import Interrupted
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "Membership",
     "Monitor",
     "SessionQueue",
+    "Silence",
     "ThreadMonitor",
     "parse",
     "tree_neighbors",

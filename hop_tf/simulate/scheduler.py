@@ -55,6 +55,9 @@ class Scheduler:
         self.call_at(time, lambda: self._resume(process))
 
     def _resume(self, process: Process) -> None:
+        if process.frozen_until > self.now:
+            self.resume_at(process.frozen_until, process)
+            return
         self._running = process
         process.resume()
         self._running = None
@@ -106,7 +109,13 @@ class _Abandoned(BaseException):
 
 
 class Process:
-    """A thread that runs only between `resume` and its next `park`."""
+    """A thread that runs only between `resume` and its next `park`.
+
+    Attributes:
+      frozen_until: It is not resumed before this time.
+    """
+
+    frozen_until = -math.inf
 
     def __init__(self, name: str, body: Callable[[], None]):
         self.name = name

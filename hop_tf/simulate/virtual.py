@@ -121,6 +121,7 @@ class VirtualTransport(Transport):
         self._incarnation = 1 + network[rank]._incarnation if rank in network else 0
         self._born_at = scheduler.now
         self._died_at: float | None = None
+        self._frozen = (-math.inf, -math.inf)  # Since when, and until when.
         self._reaches: Collection[int] | None = None
         self._peers: dict[int, VirtualTransport] = {}
         self._cuts = cuts
@@ -178,6 +179,10 @@ class VirtualTransport(Transport):
         self._reaches = reaches
         self._kept.clear()
         self._wires.stop()
+
+    def freeze(self, seconds: float) -> None:
+        """The process stands still for so long: it takes nothing, and is not heard. What is sent arrives later."""
+        self._frozen = self._scheduler.now, self._scheduler.now + seconds
 
     def register(self, queue: str, handler: Handler) -> None:
         """See `Transport`."""
@@ -276,6 +281,9 @@ class VirtualTransport(Transport):
         if (self._reaches is not None and peer not in self._reaches) or (self._rank, peer) in self._cuts:
             return
         receiver = sending.receiver or self._network[peer]
+        if self._scheduler.now < (thaws_at := receiver._frozen[1]):
+            self._scheduler.call_at(thaws_at, lambda: self._bring(sending))
+            return
         if receiver._died_at is None:
             self._meet(receiver)  # Who is connected knows with which process.
             if sending.record is not None and receiver.recorder is not None:
@@ -341,11 +349,15 @@ class VirtualTransport(Transport):
         return PeerStatus(
             f"virtual:{peer}",
             connected=not is_dead,
-            silent_seconds=math.inf if is_dead and not met else 0.0,
+            silent_seconds=math.inf if is_dead and not met else self._network[peer]._standing_seconds(),
             incarnation=self._peers[peer].incarnation if met else None,
             refused_seconds=math.inf if is_dead and met else 0.0,
             may_return=peer in self._may_return,
         )
+
+    def _standing_seconds(self) -> float:
+        begin, end = self._frozen
+        return self._scheduler.now - begin if self._scheduler.now < end else 0.0
 
     def expect_return(self, peer: int) -> None:
         """See `Transport`."""
@@ -457,6 +469,12 @@ class VirtualCluster:
         """
         for pair in [(rank, other)] if one_way else [(rank, other), (other, rank)]:
             self._cuts[pair] = self.scheduler.now
+
+    def freeze(self, rank: int, seconds: float) -> None:
+        """The process of a rank stands still for so long, as one that was stopped. Called as an event."""
+        self._network[rank].freeze(seconds)
+        for process in self._processes[rank]:
+            process.frozen_until = self.scheduler.now + seconds
 
     def kill(self, rank: int, reaches: Collection[int] | None = None) -> bool:
         """Ends the process of a rank now, wherever it is; False if it has ended. Called as an event.

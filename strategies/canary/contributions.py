@@ -19,6 +19,7 @@ import numpy as np
 
 from hop_tf.errors import ProtocolError
 from hop_tf.membership import Membership
+from hop_tf.strategies.canary.held import Held
 from hop_tf.strategies.canary.layout import Layout, Ledger, Piece
 from hop_tf.strategies.canary.messages import Channel, Header, MessageKind
 from hop_tf.strategies.canary.peers import Peers, is_past
@@ -39,6 +40,7 @@ class Contributions:
       peers: What is known of the others.
       channel: Sends messages.
       threads: Those that wait for contributions.
+      held: Own contributions that are kept back.
       num_colayers: k.
 
     Attributes:
@@ -52,6 +54,7 @@ class Contributions:
         peers: Peers,
         channel: Channel,
         threads: Sequence[PieceThread],
+        held: Held,
         num_colayers: int,
     ):
         self._membership = membership
@@ -60,6 +63,7 @@ class Contributions:
         self._peers = peers
         self._channel = channel
         self._threads = threads
+        self._held = held
         self._num_colayers = num_colayers
         self._num_lost_before = 0
         self._settled: list[tuple[Ledger, np.ndarray]] = []
@@ -226,13 +230,23 @@ class Contributions:
     # What is under way.
 
     def late_ranks(self, most: int) -> set[int]:
-        """Ranks by way of which pieces go that have so many own contributions under way; the monitor is held."""
+        """Ranks by way of which pieces go that have so many own contributions under way; the monitor is held.
+
+        Nobody, where this rank has missed sums: its own contributions may be in these.
+        """
         layout, rank = self.layout, self._membership.rank
-        if layout is None or not self._peers.are_all_in(layout):
+        if layout is None or not self._peers.are_all_in(layout) or self._replica.gaps:
             return set()
         num_under_way = np.array(self._sent[layout.key])[layout.colayers] - layout.ledger.merged[:, rank]
         late = [layout.pieces[index] for index in np.flatnonzero(num_under_way >= most)]
-        return {each for piece in late for each in layout.path(piece, rank)}
+        return {each for piece in late if self._binds(layout, piece) for each in layout.path(piece, rank)}
+
+    def _binds(self, layout: Layout, piece: Piece) -> bool:
+        """True if what is under way of a piece is waited for: not what is, or can be, kept back."""
+        num_held = self._held.num_iterations(layout, piece)
+        if self._held.is_silent(layout, piece):
+            return num_held >= self._held.max_iterations
+        return num_held == 0
 
     def unsettled_ranks(self) -> set[int]:
         """Ranks by way of which more of a piece may come here, this one included; the monitor is held."""

@@ -9,6 +9,7 @@ have told the same, and know so. Who joins later comes too late, and hears that 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 from hop_tf.membership import Membership
 from hop_tf.strategies.canary.contributions import Contributions
@@ -26,6 +27,7 @@ class Ending:
       contributions: What is under way.
       channel: Sends messages.
       flow_control: Waits for the others' last steps.
+      fill_gaps: `fill_gaps(k)` takes the state of another rank, if this one lacks something.
     """
 
     def __init__(
@@ -35,12 +37,14 @@ class Ending:
         contributions: Contributions,
         channel: Channel,
         flow_control: FlowControl,
+        fill_gaps: Callable[[int], None],
     ):
         self._membership = membership
         self._peers = peers
         self._contributions = contributions
         self._channel = channel
         self._flow_control = flow_control
+        self._fill_gaps = fill_gaps
 
     def agree(self, k: int) -> bytes:
         """Waits until all that end together know each other, have made their last step, and have merged all.
@@ -53,6 +57,7 @@ class Ending:
         """
         while True:
             self._flow_control.wait_for_others(k)
+            self._fill_gaps(k)
             self._contributions.settle()
             incarnations = self._tell()
             self._wait(functools.partial(self._missing, incarnations), k)

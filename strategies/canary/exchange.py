@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from hop_tf.codecs import Codec, Identity
 from hop_tf.collectives import Network
-from hop_tf.membership import SessionQueue
+from hop_tf.membership import SessionQueue, Silence
 from hop_tf.runtime.averaging import LateChanges
 from hop_tf.runtime.exchange import Exchange, Incoming, Outgoing
 from hop_tf.runtime.group import ExchangeContext
@@ -21,6 +21,7 @@ from hop_tf.strategies.canary.encoding import PieceEncoding
 from hop_tf.strategies.canary.ending import Ending
 from hop_tf.strategies.canary.flow_control import FlowControl
 from hop_tf.strategies.canary.gei import Thresholds
+from hop_tf.strategies.canary.held import Held
 from hop_tf.strategies.canary.layout import Layout, Piece
 from hop_tf.strategies.canary.messages import COUNTING, Channel, Header, MessageKind
 from hop_tf.strategies.canary.peers import Peers
@@ -32,6 +33,8 @@ from hop_tf.tensors.packing import Packing
 from hop_tf.transport.base import Message
 
 _JOIN_SECONDS = 5.0
+# In the end, messages to the rank that is asked may be on their way for some time.
+_MAX_PULLS, _PULL_PAUSE_SECONDS = 100, 0.1
 _MIN_INBOX_BYTES = 64 * 2**20
 _INBOX_REPLICAS = 8
 
@@ -110,16 +113,22 @@ class CanaryExchange(Exchange, Joiner):
         self.replica = Replica(membership.rank, world_size, network, encoding, pool)
         self._peers = Peers(membership)
         self._channel = Channel(self._queue, lambda: self.replica.gei.newest)
-        self._pulling = Pulling(membership, self.replica, self._peers, self._channel)
+        self._silence = Silence(membership, self._tell_missed)
+        self._pulling = Pulling(membership, self.replica, self._peers, self._channel, self._silence)
         self._threads = [self._make_thread(index) for index in range(settings.network.num_levels)]
+        self._held = Held(membership, self.replica, self._channel, self._threads, self._silence)
         self._contributions = Contributions(
-            membership, self.replica, self._peers, self._channel, self._threads, len(members)
+            membership, self.replica, self._peers, self._channel, self._threads, self._held, len(members)
         )
         # On each edge one may be held up, for a rank that is slow, until the next one comes.
         depth = max(route.depth for route in settings.network.routes(membership.world_size))
         window = settings.max_in_flight + depth - 1
-        self._flow_control = FlowControl(membership, self._peers, self._contributions, self._threads, window)
-        self._ending = Ending(membership, self._peers, self._contributions, self._channel, self._flow_control)
+        self._flow_control = FlowControl(
+            membership, self._peers, self._contributions, self._threads, self._held, self._silence, window
+        )
+        self._ending = Ending(
+            membership, self._peers, self._contributions, self._channel, self._flow_control, self._fill_gaps
+        )
         # Ranks join meanwhile: which of them take part is agreed on before.
         self._final = context.make_all_reduce("final", whole, Identity(), "mesh", recovers=False)
         self._num_dropped = self._num_late = 0
@@ -143,7 +152,13 @@ class CanaryExchange(Exchange, Joiner):
 
         resync = Resync(self.replica, membership.rank, settings.sync_interval, self._peers.takes_part, send_values)
         max_bytes = settings.inbox_bytes or max(_MIN_INBOX_BYTES, _INBOX_REPLICAS * self.parts[-1].num_bytes)
-        return PieceThread(index, membership, self.replica, self._channel, self._peers, resync, max_bytes)
+        return PieceThread(
+            index, membership, self.replica, self._channel, self._peers, resync, self._silence, max_bytes
+        )
+
+    def _tell_missed(self, rank: int) -> None:
+        for thread in self._threads:
+            thread.tell_missed(rank)
 
     def reset(self, session: int, start: int = 0) -> None:
         with self._monitor:
@@ -161,6 +176,8 @@ class CanaryExchange(Exchange, Joiner):
 
     def _begin(self) -> None:
         self._peers.reset()
+        self._silence.reset()
+        self._held.reset()
         self._contributions.reset()
         self._iteration = -1
         self._is_dropping = self._was_dropping = False
@@ -209,6 +226,10 @@ class CanaryExchange(Exchange, Joiner):
     def _enter(self, k: int) -> None:
         """Begins to send what iteration k has computed."""
         self._contributions.look_at_departures()
+        if self._silence.ranks:
+            with self._monitor:
+                self._silence.look_again()
+        self._held.send()
         self._flow_control.wait_for_window(k)
         self._flow_control.wait_for_room(k)
         with self.replica.lock:
@@ -235,20 +256,25 @@ class CanaryExchange(Exchange, Joiner):
 
     def _contribute(self, layout: Layout, piece: Piece, bucket: np.ndarray, k: int, part: float) -> None:
         """Sends a piece of a colayer on its way, or adds it to what others send here; until then it stands in."""
-        self.replica.stand_in(layout, piece, self.replica.encoding.own(piece, bucket))
+        is_held = self._held.takes(layout, piece)
+        joins_last = is_held and self._held.num_iterations(layout, piece) > 0
+        self.replica.stand_in(layout, piece, self.replica.encoding.own(piece, bucket), joins_last=joins_last)
         values, data = self.replica.encoding.cut(piece, bucket, part)
+        if is_held:
+            self._held.add(layout, piece, k, values=values, data=data)
+            return
+        contributions = ((self._membership.rank, k),)
         if piece.parent is None or piece.children:
-            self._threads[piece.thread].contribute(layout, piece, k, values=values, data=data)
+            self._threads[piece.thread].contribute(layout, piece, contributions, values=values, data=data)
             return
         if data is None:
             data = self.replica.encoding.encode(piece, values)
-        contributions = ((self._membership.rank, k),)
         header = self._channel.header(MessageKind.UP, layout.key, piece.index, contributions=contributions)
         self._channel.send(piece.parent, header, [data], piece.parent_level)
 
     def _end_iteration(self, k: int) -> Incoming:
         """Steps 5 and 6: the weights as they are, and how far ahead others are."""
-        if self._is_dropping:
+        if self._is_dropping or self.replica.gaps:
             self._pull(k)
         if self._is_dropping or self._was_dropping:
             self.num_left.assign(self._num_left)
@@ -261,8 +287,21 @@ class CanaryExchange(Exchange, Joiner):
     def _pull(self, k: int) -> None:
         """Takes the state of a faster rank, and with it the layouts that it knows."""
         self._contributions.free_layouts()
+        gaps = set(self.replica.gaps)
         self._pulling.pull(k)
+        for key, index in gaps - self.replica.gaps.keys():
+            if self.replica.is_known(key):
+                layout = self.replica.layout(key)
+                self._threads[layout.pieces[index].thread].leave_resync(layout, layout.pieces[index])
         self._contributions.recheck()
+
+    def _fill_gaps(self, k: int) -> None:
+        """The others, which have ended their steps, have what this rank has missed."""
+        for _ in range(_MAX_PULLS):
+            if not self.replica.gaps:
+                return
+            self._pull(k)
+            self._membership.wait_until(lambda: not self.replica.gaps, _PULL_PAUSE_SECONDS)
 
     def _finish(self, k: int) -> tuple[np.ndarray, ...]:
         """Waits until all have made their last step, and all that was sent is merged; then evens out what is left.
@@ -276,6 +315,8 @@ class CanaryExchange(Exchange, Joiner):
         """
         self._contributions.look_at_departures()
         self._contributions.move(k)
+        self._flow_control.wait_to_send(k)
+        self._held.send()
         self._contributions.tell_end()
         incarnations, peers, membership = self._ending.agree(k), self._peers, self._membership
         means = self._final.mean(
@@ -318,6 +359,8 @@ class CanaryExchange(Exchange, Joiner):
         if header.newest > self.replica.gei.newest:  # Else this would wait, with the monitor held, for a merge.
             with self.replica.lock:
                 self.replica.gei.start(header.newest)
+        if self._silence.ranks:
+            self._silence.hear(message.sender)
         self._peers.learn(header)
         self._handle(header, message)
 
@@ -369,8 +412,9 @@ class CanaryExchange(Exchange, Joiner):
           had sent, and that came when nobody waited for them any more, be it that a state held them, or that it lacked
           what was before them; `pulls` of another rank's state, and `pulls_rejected`; `messages_merged`, and
           `duplicates`, which were not; `resyncs` of pieces; `inbox_waits`: iterations that began late as an inbox was
-          full, here or elsewhere; and `window_waits`: those that began late as too many of this rank's own had not come
-          back merged (`max_in_flight`).
+          full, here or elsewhere; `window_waits`: those that began late as too many of this rank's own had not come
+          back merged (`max_in_flight`); and `silences`: how many times a rank was found to be silent, and not waited
+          for.
         """
         outcomes = self.outcomes()
         return {
@@ -384,6 +428,7 @@ class CanaryExchange(Exchange, Joiner):
             "resyncs": sum(thread.num_resyncs for thread in self._threads),
             "inbox_waits": self._flow_control.num_waits,
             "window_waits": self._flow_control.num_window_waits,
+            "silences": self._silence.num_passed_by,
         }
 
     def gauges(self) -> Mapping[str, float]:

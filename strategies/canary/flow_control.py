@@ -1,12 +1,16 @@
-"""What a rank under Canary waits for: communication, and the others' last step after its own."""
+"""What a rank under Canary waits for: communication, and the others' last step after its own.
+
+Communication with a rank of which nothing is heard is not waited for, but at the end.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 
-from hop_tf.membership import Membership
+from hop_tf.membership import Membership, Silence
 from hop_tf.strategies.canary.contributions import Contributions
+from hop_tf.strategies.canary.held import Held
 from hop_tf.strategies.canary.peers import Peers
 from hop_tf.strategies.canary.pieces import PieceThread
 
@@ -19,6 +23,8 @@ class FlowControl:
       peers: What is known of the others.
       contributions: What is under way.
       threads: Those that merge.
+      held: Own contributions that are kept back.
+      silence: Which ranks are silent.
       window: So many own iterations may be under way.
 
     Attributes:
@@ -32,6 +38,8 @@ class FlowControl:
         peers: Peers,
         contributions: Contributions,
         threads: Sequence[PieceThread],
+        held: Held,
+        silence: Silence,
         window: int,
     ):
         self._membership = membership
@@ -39,6 +47,8 @@ class FlowControl:
         self._peers = peers
         self._contributions = contributions
         self._threads = threads
+        self._held = held
+        self._silence = silence
         self._window = window
         self.num_waits = self.num_window_waits = 0
 
@@ -46,14 +56,23 @@ class FlowControl:
         """Bounds what is under way: waits for communication, though for nobody's computation."""
         with self._monitor:
             self.num_window_waits += bool(self._late_ranks())
-        self._membership.wait(self._late_ranks, operation="receive what was merged", step=k)
+        self._silence.wait(self._late_ranks, operation="receive what was merged", step=k)
 
     def wait_for_room(self, k: int) -> None:
         """Waits while a rank, or this one, has received more than it may keep: its threads wait for no computation."""
         with self._monitor:
-            self.num_waits += bool(self._peers.without_room()) or not self._has_room()
-        self._membership.wait(self._peers.without_room, operation="have merged what it has received", step=k)
+            self.num_waits += bool(self._without_room()) or not self._has_room()
+        self._silence.wait(self._without_room, operation="have merged what it has received", step=k)
         self._wait_for_own_threads(self._has_room)
+
+    def wait_to_send(self, k: int) -> None:
+        """Waits until ranks are heard that contributions are kept back for: those are the last ones."""
+
+        def silent_ranks() -> list[int]:
+            self._silence.look_again()
+            return self._held.silent_ranks()
+
+        self._membership.wait(silent_ranks, operation="send what was kept back", step=k)
 
     def wait_for_others(self, k: int) -> None:
         """Waits until all have made their last step, and all that was sent is merged."""
@@ -71,6 +90,7 @@ class FlowControl:
 
     def _late(self) -> list[int]:
         """The ranks whose last step is to come, then those by way of which more may come, be it to this rank's sums."""
+        self._silence.look_again()
         unsettled = self._others(self._unsettled_ranks())
         return [rank for rank in self._peers.present() if rank not in self._peers.done] or unsettled
 
@@ -81,6 +101,9 @@ class FlowControl:
 
     def _late_ranks(self) -> list[int]:
         return self._others(self._contributions.late_ranks(self._window))
+
+    def _without_room(self) -> list[int]:
+        return [rank for rank in self._peers.without_room() if rank not in self._silence.ranks]
 
     def _others(self, ranks: set[int]) -> list[int]:
         return sorted(ranks - {self._membership.rank})

@@ -171,6 +171,11 @@ class Ledger:
         if other.shape != self.table.shape:
             raise ProtocolError(f"a ledger of {len(other)} pieces came where {len(self.table)} were expected.")
 
+    def is_ahead(self, other: np.ndarray) -> np.ndarray:
+        """For each piece True if this table tells of more messages, or as many and more resyncs."""
+        is_equal = self.sequences == other[:, self._SEQUENCE]
+        return (self.sequences > other[:, self._SEQUENCE]) | (is_equal & (self.resyncs > other[:, self._RESYNCS]))
+
     def is_within(self, other: np.ndarray | None) -> bool:
         """Whether another table tells of all messages and resyncs that this one does; None is one of nothing merged."""
         columns = [self._SEQUENCE, self._RESYNCS]

@@ -18,6 +18,7 @@ from hop_tf.transport.base import Message
 # kind, piece, zeta, sequence, number of contributions
 _HEAD = struct.Struct("<IIqqI")
 _CONTRIBUTION = struct.Struct("<Iq")
+CONTRIBUTION_BYTES = _CONTRIBUTION.size
 
 
 class MessageKind(enum.IntEnum):
@@ -42,6 +43,7 @@ class MessageKind(enum.IntEnum):
       ROOM: There is room again.
       END: Its root sends out nothing more of the piece.
       HEARD: The sender has heard of this layout: its roots are to say when no more comes of it.
+      MISSED: The sender has left out some sums of the piece, up to this number: the receiver was silent.
       ENDING: The sender is about to end; the key tells the incarnations of ranks that it knows of (see `ending`).
     """
 
@@ -61,6 +63,7 @@ class MessageKind(enum.IntEnum):
     HEARD = 13
     DIGEST = 14
     VALUES = 15
+    MISSED = 16
 
 
 # Where contributions are counts and colayers.

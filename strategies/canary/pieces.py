@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from hop_tf.errors import ProtocolError
-from hop_tf.membership import Membership
+from hop_tf.membership import Membership, Silence
 from hop_tf.records import Kind, recorded
 from hop_tf.strategies.canary.layout import Layout, Piece
 from hop_tf.strategies.canary.messages import Channel, Header, MessageKind
@@ -76,6 +76,7 @@ class PieceThread:
       channel: Sends messages.
       peers: Who is there.
       resync: What keeps replicas together.
+      silence: Ranks that are sent nothing.
       max_bytes: With more than so many bytes to be worked off, others are told to wait; with half of them, to go on.
     """
 
@@ -87,6 +88,7 @@ class PieceThread:
         channel: Channel,
         peers: Peers,
         resync: Resync,
+        silence: Silence,
         max_bytes: int,
     ):
         self._index = index
@@ -96,6 +98,9 @@ class PieceThread:
         self._channel = channel
         self._peers = peers
         self._resync = resync
+        self._silence = silence
+        # By rank, the pieces of which it was sent nothing while it was silent.
+        self._missed: dict[int, dict[tuple[bytes, int], tuple[Layout, Piece]]] = {}
         self._inbox: collections.deque[tuple[Callable[[], None], int]] = collections.deque()
         self._questions: collections.deque[Callable[[bool], None]] = collections.deque()
         self._max_bytes = max_bytes
@@ -126,6 +131,7 @@ class PieceThread:
             self._is_full = False
             self._sums.clear()
             self._early.clear()
+            self._missed.clear()
             self._resync.reset()
 
     def open(self) -> None:
@@ -156,14 +162,14 @@ class PieceThread:
         self,
         layout: Layout,
         piece: Piece,
-        iteration: int,
+        contributions: Sequence[tuple[int, int]],
         *,
         values: np.ndarray | None = None,
         data: np.ndarray | None = None,
     ) -> None:
-        """Adds this rank's own contribution, as values or encoded, to a piece that others send to it."""
+        """Adds this rank's own contributions, as values or encoded, to a piece that others send to it."""
         rank, num_bytes = self._membership.rank, (data if values is None else values).nbytes
-        self.put(lambda: self._add(layout, piece, rank, ((rank, iteration),), values=values, data=data), num_bytes)
+        self.put(lambda: self._add(layout, piece, rank, contributions, values=values, data=data), num_bytes)
 
     def receive(self, layout: Layout, piece: Piece, header: Header, sender: int, payload: np.ndarray) -> None:
         """Takes a message about a piece."""
@@ -172,6 +178,14 @@ class PieceThread:
     def recheck(self) -> None:
         """A rank has left, or contributes to another layout, or no more: it is waited for no more."""
         self.put(self._pass_on_what_is_due)
+
+    def tell_missed(self, rank: int) -> None:
+        """A rank is silent no longer: tells it what it was not sent."""
+        self.put(lambda: self._tell_missed(rank))
+
+    def leave_resync(self, layout: Layout, piece: Piece) -> None:
+        """A state was taken without some sums of a piece, among which the one that begins a resync may have been."""
+        self.put(lambda: self._resync.begin(layout, piece, takes_part=False))
 
     def forget(self, key: bytes) -> None:
         """A layout was freed."""
@@ -252,6 +266,8 @@ class PieceThread:
             self._go_down(layout, piece, header, payload)
         elif header.kind is MessageKind.END:
             self._end(layout, piece, header)
+        elif header.kind is MessageKind.MISSED:
+            self._miss(layout, piece, header)
         else:
             self._resync.receive(layout, piece, header, sender, payload)
 
@@ -323,14 +339,30 @@ class PieceThread:
 
     def _go_down(self, layout: Layout, piece: Piece, header: Header, data: np.ndarray) -> None:
         for child, level in piece.children:
-            self._channel.send(child, header, [data], level)
+            if child in self._silence.ranks:
+                self._missed.setdefault(child, {})[layout.key, piece.index] = layout, piece
+            else:
+                self._channel.send(child, header, [data], level)
         is_merged = self._replica.merge(layout, piece, header, data)
         if header.kind is MessageKind.MARKED_DOWN:
             self._resync.begin(layout, piece, takes_part=is_merged)
-        if is_merged:
-            self.num_messages += 1
-            with self._monitor:
-                self._monitor.notify_all()
+        self.num_messages += is_merged
+        with self._monitor:
+            self._monitor.notify_all()
+
+    def _tell_missed(self, rank: int) -> None:
+        for layout, piece in self._missed.pop(rank, {}).values():
+            sequence = int(layout.ledger.sequences[piece.index])
+            header = self._channel.header(MessageKind.MISSED, layout.key, piece.index, sequence)
+            self._channel.send(rank, header, level=dict(piece.children)[rank])
+
+    def _miss(self, layout: Layout, piece: Piece, header: Header) -> None:
+        """This rank was not sent some sums of a piece, nor were those behind it."""
+        for child, level in piece.children:
+            self._channel.send(child, header, level=level)
+        self._replica.miss(layout, piece, header.sequence)
+        with self._monitor:
+            self._monitor.notify_all()
 
     def _end_if_due(self, layout: Layout, piece: Piece) -> None:
         """At the root: tells all that no more comes of a piece, and takes nothing more for it."""
@@ -352,6 +384,9 @@ class PieceThread:
             self._monitor.notify_all()
 
     def _forget(self, key: bytes) -> None:
+        for pieces in self._missed.values():
+            for where in [where for where in pieces if where[0] == key]:
+                del pieces[where]
         self._sums = {where: pending for where, pending in self._sums.items() if where[0] != key}
         self._resync.forget(key)
 
@@ -368,6 +403,7 @@ def checked_piece(layout: Layout, header: Header, sender: int) -> Piece:
         MessageKind.VALUES: [piece.root],
         MessageKind.MEAN: [piece.parent],
         MessageKind.END: [piece.parent],
+        MessageKind.MISSED: [piece.parent],
     }.get(header.kind, layout.ranks)
     if sender not in expected:
         raise ProtocolError(f"rank {sender} sent {header.kind.name} of a piece that it has no part in.")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hop_tf.membership import Membership
+from hop_tf.membership import Membership, Silence
 from hop_tf.strategies.canary.messages import Channel, MessageKind
 from hop_tf.strategies.canary.peers import Peers
 from hop_tf.strategies.canary.replica import Replica
@@ -30,17 +30,19 @@ class Pulling:
       replica: The weights.
       peers: Who is there.
       channel: Sends messages.
+      silence: Ranks that are not asked.
 
     Attributes:
       num_pulls: How many states were taken.
       num_rejected: How often none was: this rank goes on with what it has.
     """
 
-    def __init__(self, membership: Membership, replica: Replica, peers: Peers, channel: Channel):
+    def __init__(self, membership: Membership, replica: Replica, peers: Peers, channel: Channel, silence: Silence):
         self._membership = membership
         self._replica = replica
         self._peers = peers
         self._channel = channel
+        self._silence = silence
         self._asked: int | None = None
         self._state: np.ndarray | None = None  # Empty where the rank that was asked has none to give.
         self.num_pulls = self.num_rejected = 0
@@ -49,7 +51,7 @@ class Pulling:
         """Takes the state of the fastest rank whose state may be taken; it asks three at most that have one.
 
         Blocks: until each has answered, which takes no computation of it; or it has left, and be it that another
-          process has taken its place since.
+          process has taken its place since; or it is silent, and this rank can do without.
 
         Raises:
           HopError: As `Membership.wait` does.
@@ -58,17 +60,16 @@ class Pulling:
         while num_attempts < _MAX_ATTEMPTS:
             with self._membership.monitor:
                 # The ranks that take part may have changed since this one has last contributed.
-                key, fastest = self._peers.present_key(), self._peers.fastest(without | refused)
+                key, without = self._peers.present_key(), without | self._passed_by()
+                fastest = self._peers.fastest(without | refused)
                 if may_drop := fastest is None or num_attempts == _MAX_ATTEMPTS - 1:
                     fastest = self._peers.fastest(without)
                 self._state, self._asked = None, fastest
             if fastest is None:
                 break
             self._channel.send(fastest, self._channel.header(MessageKind.PULL, key))
-            self._membership.wait(
-                lambda rank=fastest, key=key: (
-                    [rank] if self._state is None and self._peers.key_of(rank) == key[rank] else []
-                ),
+            self._silence.wait(
+                lambda rank=fastest, key=key: [rank] if self._is_awaited(rank, key) else [],
                 operation="pull the state",
                 step=step,
             )
@@ -83,6 +84,13 @@ class Pulling:
             refused.add(fastest)
             num_attempts += 1
         self.num_rejected += 1
+
+    def _is_awaited(self, rank: int, key: bytes) -> bool:
+        return self._state is None and self._peers.key_of(rank) == key[rank] and rank not in self._passed_by()
+
+    def _passed_by(self) -> frozenset[int]:
+        """Ranks that are not asked as they are silent. A rank that has just joined needs the state of somebody."""
+        return self._silence.ranks if self._replica.is_complete else frozenset()
 
     def receive(self, sender: int, payload: np.ndarray) -> None:
         """A state has come; the monitor is held. One that was asked for earlier is of no use any more."""

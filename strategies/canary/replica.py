@@ -11,7 +11,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -39,11 +39,30 @@ class _Own:
 
     Attributes:
       num_sent: So many contributions.
-      values: The latest ones at their full size; those that are merged are dropped when somebody looks.
+      values: The latest ones at their full size, and how many each one is the sum of, which are merged together; those
+        that are merged are dropped when somebody looks.
+      num_kept: How many those are.
     """
 
     num_sent: int = 0
-    values: collections.deque[np.ndarray] = dataclasses.field(default_factory=collections.deque)
+    values: collections.deque[tuple[int, np.ndarray]] = dataclasses.field(default_factory=collections.deque)
+    num_kept: int = 0
+
+    def add(self, values: np.ndarray, joins_last: bool) -> None:
+        """A contribution is about to be sent, or kept back together with the last one."""
+        number = 1
+        if joins_last:
+            number, others = self.values.pop()
+            number, values = number + 1, others + values
+        self.values.append((number, values))
+        self.num_sent += 1
+        self.num_kept += 1
+
+    def under_way(self, num_merged: int) -> list[np.ndarray]:
+        """Those that are not merged, where so many are."""
+        while self.num_kept > self.num_sent - num_merged:
+            self.num_kept -= self.values.popleft()[0]
+        return [values for _, values in self.values]
 
 
 class Replica:
@@ -66,6 +85,7 @@ class Replica:
       is_complete: Whether the ledgers tell all that the weights hold: else no other replica can take their state.
       snapshots: By layout and piece, what it was with the message that has begun the resync which is under way.
       gei: Whose contributions were merged.
+      gaps: By layout and piece, the number up to which messages are missing: they are in the states of others.
       num_duplicates: Messages that were merged before.
       num_late: Contributions that came behind some of the same root which a state had not held that was taken.
     """
@@ -94,6 +114,7 @@ class Replica:
             self.is_complete = False
             self.gei = GEIMatrix(self._world_size, len(self.encoding.sizes))
             self.snapshots: dict[tuple[bytes, int], np.ndarray] = {}
+            self.gaps: dict[tuple[bytes, int], int] = {}
             # Both are replaced, and not changed: they are looked at without the lock, for each message.
             self._layouts: dict[bytes, Layout] = {}
             self._own: dict[tuple[bytes, int], _Own] = {}  # By layout and piece.
@@ -138,6 +159,7 @@ class Replica:
             self._past = {**self._past, layout.key: layout.ledger}  # First: it is known, or freed, at any moment.
             self._layouts = {key: each for key, each in self._layouts.items() if key != layout.key}
             self.snapshots = {where: values for where, values in self.snapshots.items() if where[0] != layout.key}
+            self.gaps = {where: number for where, number in self.gaps.items() if where[0] != layout.key}
             self._own = {where: own for where, own in self._own.items() if where[0] != layout.key}
 
     def is_known(self, key: bytes) -> bool:
@@ -173,20 +195,18 @@ class Replica:
 
     # Own contributions.
 
-    def stand_in(self, layout: Layout, piece: Piece, values: np.ndarray) -> None:
-        """A contribution of this rank is about to be sent. Nobody writes to its values any more."""
+    def stand_in(self, layout: Layout, piece: Piece, values: np.ndarray, *, joins_last: bool = False) -> None:
+        """A contribution of this rank is about to be sent, or is kept back and sent together with the last one.
+
+        Nobody writes to its values any more.
+        """
         with self.lock:
-            own = self._own.setdefault((layout.key, piece.index), _Own())
-            own.num_sent += 1
-            own.values.append(values)
+            self._own.setdefault((layout.key, piece.index), _Own()).add(values, joins_last)
 
     def _under_way(self, layout: Layout, piece: Piece) -> Iterable[np.ndarray]:
         if (own := self._own.get((layout.key, piece.index))) is None:
             return ()
-        num_under_way = own.num_sent - layout.ledger.merged[piece.index, self.rank]
-        while len(own.values) > num_under_way:
-            own.values.popleft()
-        return own.values
+        return own.under_way(layout.ledger.merged[piece.index, self.rank])
 
     # Merging.
 
@@ -197,8 +217,10 @@ class Replica:
             if header.sequence < next_one:
                 self.num_duplicates += 1
                 return False
-            if header.sequence > next_one and self.is_freed(layout.key):  # A state has come without the one before.
-                self.num_late += len(header.contributions)
+            if header.sequence > next_one:
+                if self.is_freed(layout.key):  # A state has come without the one before.
+                    self.num_late += len(header.contributions)
+                self.miss(layout, piece, header.sequence)
                 return False
             self.encoding.accumulate(piece, data, self.slice_of(piece))
             layout.ledger.header(piece.index, header.sequence, header.contributions)
@@ -208,6 +230,13 @@ class Replica:
             for rank, iteration in header.contributions:
                 self.gei.merge(rank, iteration, piece.colayer, num_pieces)
             return True
+
+    def miss(self, layout: Layout, piece: Piece, sequence: int) -> None:
+        """This rank was not sent all messages of a root up to that one."""
+        with self.lock:
+            if sequence > layout.ledger.sequences[piece.index] and not self.is_freed(layout.key):
+                where = layout.key, piece.index
+                self.gaps[where] = max(sequence, self.gaps.get(where, 0))
 
     def slice_of(self, piece: Piece) -> np.ndarray:
         """The piece of the weights; the lock is held."""
@@ -239,6 +268,8 @@ class Replica:
         Of a layout of which nothing is taken any more, the two may differ for ever: a root has died between one rank
         and the next, or has sent something when the other one had not joined. Not to take its state ever again would be
         worse than to drop that.
+
+        A rank with gaps may be a root that is ahead of all in its own pieces. It keeps these, and takes the others.
 
         Args:
           payload: What `state` has given there, joined as bytes.
@@ -272,10 +303,12 @@ class Replica:
                 for where, values in snapshots.items()
                 if not self.is_freed(where[0])  # Nothing more comes here of a resync of such a one.
             }
-            for key, ledger in ledgers.items():
+            kept = self._pieces_ahead(tables)
+            for key, ledger in ledgers.items() if not kept else ():
                 is_past = self.is_freed(key) and (key in freed or key[giver] != incarnations[giver])
                 if not (may_drop and is_past) and not ledger.is_within(tables.get(key)):
                     return False
+            own = [self._read_piece(*each) for each in kept]
             self._past = {**self._past, **{key: Ledger.of(tables[key]) for key in tables.keys() - ledgers.keys()}}
             for key, ledger in ledgers.items():
                 np.copyto(ledger.table, tables.get(key, 0))
@@ -283,8 +316,41 @@ class Replica:
             self.snapshots = snapshots
             for values, part in zip(self.weights, weights, strict=True):
                 np.copyto(values, part.view(values.dtype))
+            for (layout, piece), state in zip(kept, own, strict=True):
+                self._write_piece(layout, piece, *state)
+            self.gaps = {where: number for where, number in self.gaps.items() if self._lacks(*where, number)}
             self.is_complete = True
             return True
+
+    def _pieces_ahead(self, tables: Mapping[bytes, np.ndarray]) -> list[tuple[Layout, Piece]]:
+        """Pieces in which this rank, which has gaps in others, is ahead of a state.
+
+        None where either knows of several layouts: the pieces of these overlap.
+        """
+        ledgers = self._ledgers()
+        if not self.gaps or len(ledgers) != 1 or tables.keys() != self._layouts.keys():
+            return []
+        ((key, layout),) = self._layouts.items()
+        ahead = layout.ledger.is_ahead(tables[key])
+        return [(layout, piece) for piece in layout.pieces if ahead[piece.index]]
+
+    def _read_piece(self, layout: Layout, piece: Piece) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """Its values, its row of the ledger, and its snapshot."""
+        row = layout.ledger.table[piece.index].copy()
+        return self.slice_of(piece).copy(), row, self.snapshots.get((layout.key, piece.index))
+
+    def _write_piece(
+        self, layout: Layout, piece: Piece, values: np.ndarray, row: np.ndarray, snapshot: np.ndarray | None
+    ) -> None:
+        np.copyto(self.slice_of(piece), values)
+        np.copyto(layout.ledger.table[piece.index], row)
+        self.snapshots.pop((layout.key, piece.index), None)
+        if snapshot is not None:
+            self.snapshots[layout.key, piece.index] = snapshot
+
+    def _lacks(self, key: bytes, index: int, number: int) -> bool:
+        """True if a message of that number of a piece is not merged."""
+        return key in self._layouts and self._layouts[key].ledger.sequences[index] < number
 
     def _ledgers(self) -> dict[bytes, Ledger]:
         return {**self._past, **{key: layout.ledger for key, layout in self._layouts.items()}}

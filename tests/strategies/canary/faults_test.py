@@ -48,11 +48,22 @@ class _Job:
       at_rest: For each rank its weights when all is merged, before they become the mean of all.
       finals: For each rank that has ended its weights.
       begun: Ranks that train, or have.
+      has_frozen: True if ranks stand still for some time.
       late: Ranks that were to join when the others had ended; and those that could not end as one has died just then.
     """
 
     def __init__(
-        self, network, world_size, durations, links, *, codec=None, size=_EXACT, sync_interval=None, **thresholds
+        self,
+        network,
+        world_size,
+        durations,
+        links,
+        *,
+        codec=None,
+        size=_EXACT,
+        sync_interval=None,
+        limit_seconds=None,
+        **thresholds,
     ):
         self.world_size, self.num_steps = durations.shape
         self.durations = durations
@@ -69,15 +80,22 @@ class _Job:
             links,
             continue_without_lost=True,
             detection_seconds=_DETECTION_SECONDS,
+            limit_seconds=limit_seconds,
         )
         self.sent = np.zeros((world_size, len(_MEMBERS)), int)
         self.made = collections.defaultdict(int)
         self.at_rest, self.finals, self.late = {}, {}, []
         self.begun = set()
+        self.has_frozen = False
         self.ranks = [_Rank(self, rank, was_restarted=False) for rank in range(world_size)]
 
     def schedule(self, fault):
         self.cluster.scheduler.call_at(fault.seconds, lambda: self._kill(fault))
+
+    def freeze(self, rank, begin, seconds):
+        """A rank stands still from then on, for so long."""
+        self.has_frozen = True
+        self.cluster.scheduler.call_at(begin, lambda: self.cluster.freeze(rank, seconds))
 
     def _kill(self, fault):
         if len(self.begun) < self.world_size:
@@ -161,7 +179,8 @@ class _Rank(State):
 
         def merge_once(layout, piece, header, data):
             next_one = layout.ledger.sequences[piece.index] + 1
-            assert header.sequence <= next_one or replica.is_freed(layout.key), "something before it was lost"
+            if not self._job.has_frozen:  # Else it was sent nothing for some time.
+                assert header.sequence <= next_one or replica.is_freed(layout.key), "something before it was lost"
             is_merged = merge(layout, piece, header, data)
             if is_merged:
                 new = {(layout.key, piece.index, *each) for each in header.contributions}
@@ -262,12 +281,26 @@ class FaultsTest(tf.test.TestCase, parameterized.TestCase):
             rng = np.random.default_rng([5, seed])
             job = _random_job(rng).run()
             self._assert_all_end_alike(job, f"seed {seed}")
-            starts = range(0, 3 * _EXACT, _EXACT)  # Colayers lie one behind the other.
-            for weights in job.at_rest.values():
-                for colayer, (start, end) in enumerate(itertools.pairwise(starts)):
-                    for rank in range(job.world_size):
-                        merged = weights[start:end].astype(np.int64) // _BASE**rank % _BASE
-                        self.assertLessEqual(merged.max(), job.sent[rank, colayer], msg=f"seed {seed}")
+            self._assert_nothing_was_merged_twice(job, f"seed {seed}")
+
+    def _assert_nothing_was_merged_twice(self, job, msg):
+        starts = range(0, 3 * _EXACT, _EXACT)  # Colayers lie one behind the other.
+        for weights in job.at_rest.values():
+            for colayer, (start, end) in enumerate(itertools.pairwise(starts)):
+                for rank in range(job.world_size):
+                    merged = weights[start:end].astype(np.int64) // _BASE**rank % _BASE
+                    self.assertLessEqual(merged.max(), job.sent[rank, colayer], msg=msg)
+
+    @pytest.mark.slow
+    def test_nothing_is_merged_twice_where_ranks_freeze_too(self):
+        for seed in range(_NUM_SCHEDULES // 2):
+            rng = np.random.default_rng([9, seed])
+            job = _random_job(rng, limit_seconds=1e4)
+            for _ in range(rng.integers(1, 4)):
+                job.freeze(int(rng.integers(job.world_size)), rng.uniform(2, 14), rng.exponential(3.0))
+            job.run()
+            self._assert_all_end_alike(job, f"seed {seed}")
+            self._assert_nothing_was_merged_twice(job, f"seed {seed}")
 
     def test_a_rank_that_joins_when_others_end(self):
         """They end with it, or without it, and then it hears that it is too late."""

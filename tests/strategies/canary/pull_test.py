@@ -6,7 +6,7 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
-from hop_tf.membership import Membership
+from hop_tf.membership import Membership, Silence
 from hop_tf.strategies.canary.messages import Channel
 from hop_tf.strategies.canary.peers import Peers
 from hop_tf.strategies.canary.pull import Pulling
@@ -16,20 +16,23 @@ _STATE, _NONE_TO_GIVE = np.ones(4, np.uint8), np.empty(0, np.uint8)
 
 
 class PullTest(tf.test.TestCase, parameterized.TestCase):
-    def _pull(self, ranks, answers, takes):
+    def _pull(self, ranks, answers, takes, falls_silent=(), is_complete=True):
         """Has rank 0 pull.
 
         Args:
           ranks: The others, the fastest one first.
           answers: What each sends: a state, or that it has none; else it leaves as it is asked.
           takes: Each `(giver, may_drop)` with which a state is taken.
+          falls_silent: Those that do not answer before they were silent for some time.
+          is_complete: False if the rank has just joined.
 
         Returns:
           Who was asked, with whose state what was tried, and what has come of it.
         """
-        membership, replica, peers, channel = (
-            mock.create_autospec(kind, instance=True) for kind in (Membership, Replica, Peers, Channel)
+        membership, replica, peers, channel, silence = (
+            mock.create_autospec(kind, instance=True) for kind in (Membership, Replica, Peers, Channel, Silence)
         )
+        silence.ranks, replica.is_complete = frozenset(), is_complete
         membership.monitor = mock.MagicMock()
         peers.fastest.side_effect = lambda without: next((rank for rank in ranks if rank not in without), None)
         peers.present_key.return_value = key_now = b"\1" * 5
@@ -38,9 +41,11 @@ class PullTest(tf.test.TestCase, parameterized.TestCase):
 
         def send(rank, *_):
             asked.append(rank)
-            if rank in answers:
+            if rank in falls_silent:
+                silence.ranks |= {rank}
+            if rank in answers and not (is_complete and rank in falls_silent):
                 pulling.receive(rank, answers[rank])
-            else:
+            elif rank not in falls_silent:
                 left.add(rank)
                 ranks.remove(rank)
 
@@ -51,8 +56,8 @@ class PullTest(tf.test.TestCase, parameterized.TestCase):
             return (giver, may_drop) in takes
 
         channel.send.side_effect, replica.adopt.side_effect = send, adopt
-        membership.wait.side_effect = lambda missing, **_: self.assertEmpty(missing())
-        pulling = Pulling(membership, replica, peers, channel)
+        silence.wait.side_effect = lambda missing, **_: self.assertEmpty(missing())
+        pulling = Pulling(membership, replica, peers, channel, silence)
         pulling.pull(7)
         return asked, tried, (pulling.num_pulls, pulling.num_rejected)
 
@@ -91,9 +96,17 @@ class PullTest(tf.test.TestCase, parameterized.TestCase):
         answers = {4: _STATE}
         self.assertEqual(self._pull([1, 2, 3, 4], answers, {(4, False)}), ([1, 2, 3, 4], [(4, False)], (1, 0)))
 
+    def test_passes_over_who_is_silent(self):
+        answers, takes = {1: _STATE, 3: _STATE}, {(1, False), (3, False)}
+        result = self._pull([1, 2, 3], answers, takes, falls_silent=(1, 2))
+        self.assertEqual(result, ([1, 2, 3], [(3, False)], (1, 0)))
+        # A rank that has just joined waits.
+        result = self._pull([1, 2, 3], answers, takes, falls_silent=(1, 2), is_complete=False)
+        self.assertEqual(result, ([1], [(1, False)], (1, 0)))
+
     def test_a_state_that_was_asked_for_earlier_is_not_taken(self):
         pulling = Pulling(
-            *(mock.create_autospec(kind, instance=True) for kind in (Membership, Replica, Peers, Channel))
+            *(mock.create_autospec(kind, instance=True) for kind in (Membership, Replica, Peers, Channel, Silence))
         )
         pulling.receive(1, _STATE)
         self.assertIsNone(pulling._state)

@@ -26,9 +26,10 @@ from hop_tf.simulate.virtual import VirtualCluster
 from hop_tf.strategies.canary.exchange import AsyncSettings, CanaryExchange
 from hop_tf.strategies.canary.gei import Thresholds, bit_of
 from hop_tf.strategies.canary.layout import Layout
-from hop_tf.strategies.canary.messages import MessageKind
+from hop_tf.strategies.canary.messages import CONTRIBUTION_BYTES, MessageKind
 from hop_tf.tensors.buffers import BufferPool
 from hop_tf.tensors.packing import Packing, TensorSpec
+from hop_tf.transport.framing import MAX_HEADER_BYTES
 
 _NUM_SCHEDULES = int(os.environ.get("HOP_TF_NUM_SCHEDULES", "40"))
 _GROUP = "simulated"
@@ -52,6 +53,7 @@ class Job:
       at_rest: For each rank its weights when all is merged, before they become the mean of all.
       finals: For each rank where it ended.
       seconds: For each rank when it had made its last step.
+      freezes: Ranks, when they are frozen, and for how long.
     """
 
     network: str
@@ -69,13 +71,20 @@ class Job:
     shapes: tuple = _SHAPES
     stops_at: dict = dataclasses.field(default_factory=dict)  # The same, but it waits for the others.
     inspect: object = None
+    freezes: tuple = ()
     options: CommunicationOptions = dataclasses.field(
         default_factory=lambda: CommunicationOptions(timeout_seconds=1e9, progress_timeout_seconds=1e9)
     )
 
     def __post_init__(self):
         self.packing = _packing(self.shapes)
-        self.cluster = VirtualCluster(self.world_size, self.link_seconds, options=self.options)
+        # Silence wakes nobody: who waits has to look.
+        limit_seconds = 1e4 if self.freezes else None
+        self.cluster = VirtualCluster(
+            self.world_size, self.link_seconds, options=self.options, limit_seconds=limit_seconds
+        )
+        for rank, begin, seconds in self.freezes:
+            self.cluster.scheduler.call_at(begin, functools.partial(self.cluster.freeze, rank, seconds))
         self.exchanges = {}
         self.drops = {rank: [] for rank in range(self.world_size)}
         self.made = {rank: [] for rank in range(self.world_size)}
@@ -374,6 +383,12 @@ def _check_invariants(job, rank, step, weights):
         for iteration in sent[merged[piece.index, rank] :]:
             total += job.changes[rank, iteration, piece.where]
         np.testing.assert_array_equal(weights[piece.where], total)
+    if not job.freezes:
+        _check_bits(job, replica, layout)
+
+
+def _check_bits(job, replica, layout):
+    merged = layout.ledger.merged
     matrix = replica.gei.matrix()
     for other in range(job.world_size):
         for colayer, pieces in enumerate(layout.by_colayer):
@@ -389,6 +404,92 @@ def _disturb(job, rank, step, weights):
     replica = job.exchanges[rank].replica
     with replica.lock:
         replica.weights[0] += 1e-3 * rank
+
+
+class FrozenTest(tf.test.TestCase, parameterized.TestCase):
+    """A rank stands still for ten seconds, in which the others make a hundred steps."""
+
+    def _run(self, network, world_size, num_steps=200, freezes=((1, 3.03, 10.0),), **settings):
+        rng = np.random.default_rng(0)
+        changes = world_size * rng.integers(-9, 10, size=(world_size, num_steps, _NUM_VALUES))
+        durations = 0.1 * np.ones((world_size, num_steps))
+        settings = {"link_seconds": lambda a, b, num_bytes: 0.001, **settings}
+        job = Job(network, world_size, durations, changes, freezes=freezes, **settings).run()
+        for rank in range(world_size):
+            self.assertAllEqual(job.finals[rank], job.expected())
+        self.assertEqual(job.max_distance(), 0.0)
+        return job
+
+    @parameterized.parameters(("mesh", 3), ("mesh", 2), ("tree", 5), ("bcube:2,2", 4))
+    @pytest.mark.stress(after=2)
+    def test_the_others_do_not_wait(self, network, world_size):
+        """Though it is the root of pieces, all that they contribute counts in the end, and it catches up."""
+        job = self._run(network, world_size)
+        for rank in (rank for rank in range(world_size) if rank != 1):
+            self.assertGreater(len(job.made[rank]), 197)
+            self.assertLess(job.seconds[rank], 20.0 + 0.05 * 10.0)
+            self.assertEqual(job.counters[rank]["silences"], 1)
+        self.assertLess(job.seconds[1], 20.0 + 0.05 * 10.0)
+        self.assertBetween(len(job.made[1]), 100, 106)
+        self.assertEqual(job.counters[1]["pulls_rejected"], 0)
+
+    def test_memory_does_not_grow(self):
+        """The others keep one sum for each piece, and send the silent rank nothing."""
+        num_sent, num_sent_before, num_kept = collections.Counter(), {}, []
+
+        def send(sender, receiver, num_bytes):
+            num_sent[sender, receiver] += 1
+            return 0.001
+
+        def inspect(job, rank, step, weights):
+            num_sent_before[rank, step] = num_sent[rank, 1]
+            num_kept.append(max(len(own.values) for own in job.exchanges[rank].replica._own.values()))
+
+        self._run("mesh", 3, link_seconds=send, inspect=inspect)
+        for rank in (0, 2):
+            self.assertEqual(num_sent_before[rank, 50], num_sent_before[rank, 120])
+            self.assertGreater(num_sent_before[rank, 190], num_sent_before[rank, 140] + 50)
+        self.assertLess(max(num_kept), 6)
+
+    def test_a_silent_rank_is_waited_for_in_the_end(self):
+        """What was kept back for it is sent then, and what it has missed it takes of the others."""
+        job = self._run("mesh", 3, num_steps=60)
+        self.assertEqual([len(job.made[rank]) for rank in (0, 2)], [60, 60])
+        self.assertGreater(min(job.seconds.values()), 6.0)
+        self.assertEqual(job.counters[1]["pulls_rejected"], 0)
+
+    @pytest.mark.slow
+    def test_what_a_message_can_tell_of_bounds_what_is_kept_back(self):
+        """Its header lists the contributions: when it is full, the others do wait."""
+        longest = MAX_HEADER_BYTES // 2 // CONTRIBUTION_BYTES // 3
+        job = self._run("mesh", 3, num_steps=longest + 300, freezes=((1, 3.03, 0.1 * longest + 10.0),))
+        for rank in (0, 2):
+            self.assertEqual(len(job.made[rank]), longest + 300)
+            self.assertBetween(job.seconds[rank], 0.1 * (longest + 300) + 5.0, 0.1 * (longest + 300) + 11.0)
+
+    @pytest.mark.slow
+    def test_random_schedules(self):
+        """Several ranks freeze at the same time, and again, and links are slow."""
+        for seed in range(_NUM_SCHEDULES):
+            rng = np.random.default_rng([6, seed])
+            network, world_size = _NETWORKS[rng.choice(len(_NETWORKS), p=_PROBABILITIES)]
+            freezes = [
+                (int(rng.integers(world_size)), rng.uniform(0, 15), rng.exponential(4.0))
+                for _ in range(rng.integers(1, 4))
+            ]
+            job = _job(
+                network,
+                world_size,
+                int(rng.integers(5, 20)),
+                rng,
+                thresholds=Thresholds(int(rng.choice([0, 3, 16])), int(rng.integers(0, len(_MEMBERS) + 1))),
+                sync_interval=[None, 2, 5][rng.integers(3)],
+                inspect=_check_now_and_then,
+                freezes=freezes,
+            ).run()
+            for rank in range(world_size):
+                self.assertAllEqual(job.finals[rank], job.expected(), msg=f"seed {seed}")
+            self.assertLessEqual(job.max_distance(), 1e-4, msg=f"seed {seed}")
 
 
 class DepartureTest(tf.test.TestCase, parameterized.TestCase):

@@ -1,0 +1,104 @@
+"""What a rank under Canary keeps back while the way to a root is silent.
+
+A root that is frozen adds nothing up. Those that have much under way to it do not wait for it: they add up what they
+would have sent, and send the sum, as one message, when the root is heard again. So each contribution counts once, late,
+and takes no memory of its own. Meanwhile a rank trains these pieces by its own steps, as local SGD does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from hop_tf.membership import Membership, Silence
+from hop_tf.strategies.canary.layout import Layout, Piece
+from hop_tf.strategies.canary.messages import CONTRIBUTION_BYTES, Channel, MessageKind
+from hop_tf.strategies.canary.pieces import PieceThread
+from hop_tf.strategies.canary.replica import Replica
+from hop_tf.transport.framing import MAX_HEADER_BYTES
+
+
+@dataclasses.dataclass
+class _Sum:
+    layout: Layout
+    piece: Piece
+    total: np.ndarray | None = None
+    iterations: list[int] = dataclasses.field(default_factory=list)
+
+
+class Held:
+    """The contributions of one rank that it keeps back. Used by the thread that makes steps.
+
+    Args:
+      membership: Whose rank.
+      replica: Encodes.
+      channel: Sends messages.
+      threads: Those that take contributions to pieces that others send here.
+      silence: Which ranks are silent.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        replica: Replica,
+        channel: Channel,
+        threads: list[PieceThread],
+        silence: Silence,
+    ):
+        self._rank = membership.rank
+        self._replica = replica
+        self._channel = channel
+        self._threads = threads
+        self._silence = silence
+        # A message tells of all contributions that it sums up, in its header: half of that is for those of all ranks.
+        self.max_iterations = max(1, MAX_HEADER_BYTES // 2 // CONTRIBUTION_BYTES // membership.world_size)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets the session that was."""
+        self._sums: dict[tuple[bytes, int], _Sum] = {}
+
+    def is_silent(self, layout: Layout, piece: Piece) -> bool:
+        """True if a rank on the way to the root of a piece is silent."""
+        ranks = self._silence.ranks
+        return bool(ranks) and not ranks.isdisjoint(layout.path(piece, self._rank))
+
+    def num_iterations(self, layout: Layout, piece: Piece) -> int:
+        """How many contributions to a piece are kept back."""
+        held = self._sums.get((layout.key, piece.index))
+        return 0 if held is None else len(held.iterations)
+
+    def takes(self, layout: Layout, piece: Piece) -> bool:
+        """True if the next contribution to a piece is to be kept back: contributions to a piece keep their order."""
+        return (layout.key, piece.index) in self._sums or self.is_silent(layout, piece)
+
+    def add(
+        self, layout: Layout, piece: Piece, iteration: int, *, values: np.ndarray | None, data: np.ndarray | None
+    ) -> None:
+        """Keeps a contribution back, given as values or encoded."""
+        held = self._sums.setdefault((layout.key, piece.index), _Sum(layout, piece))
+        held.total = self._replica.encoding.add(piece, held.total, values=values, data=data)
+        held.iterations.append(iteration)
+
+    def silent_ranks(self) -> list[int]:
+        """The ranks that have to be heard before all can be sent."""
+        paths = [held.layout.path(held.piece, self._rank) for held in self._sums.values()]
+        return sorted(self._silence.ranks.intersection(*[{rank for path in paths for rank in path}]))
+
+    def send(self) -> None:
+        """Sends what is kept back for roots that are heard again."""
+        for where, held in list(self._sums.items()):
+            if not self.is_silent(held.layout, held.piece):
+                del self._sums[where]
+                self._send(held)
+
+    def _send(self, held: _Sum) -> None:
+        layout, piece = held.layout, held.piece
+        contributions = tuple((self._rank, iteration) for iteration in held.iterations)
+        if piece.children:
+            self._threads[piece.thread].contribute(layout, piece, contributions, values=held.total)
+            return
+        data = self._replica.encoding.encode(piece, held.total)
+        header = self._channel.header(MessageKind.UP, layout.key, piece.index, contributions=contributions)
+        self._channel.send(piece.parent, header, [data], piece.parent_level)

@@ -1,0 +1,76 @@
+"""Which ranks are found to be silent, on the virtual clock."""
+
+import tensorflow as tf
+
+from hop_tf.membership import Silence
+from hop_tf.simulate.virtual import VirtualCluster
+
+
+class SilenceTest(tf.test.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.cluster = VirtualCluster(3, limit_seconds=1000.0)
+        self.now = lambda: self.cluster.scheduler.now
+        self.heard = []
+
+    def _run(self, body):
+        """Rank 0 does that, while rank 1 stands still from second 10 to second 20; it may be awaited until then."""
+
+        def run(rank):
+            if rank == 0:
+                self.silence = Silence(self.cluster.memberships[0], self.heard.append)
+                body()
+
+        self.cluster.scheduler.call_at(10.0, lambda: self.cluster.freeze(1, 10.0))
+        self.cluster.run(run)
+
+    def _wait(self, ranks, until=21.0):
+        self.silence.wait(
+            lambda: [] if self.now() >= until else [rank for rank in ranks if rank not in self.silence.ranks],
+            operation="test",
+        )
+
+    def test_waiting_ends_when_nothing_is_heard(self):
+        def body():
+            self._wait([1])
+            self.assertBetween(self.now(), 10.2, 11.0)
+            self.assertEqual(self.silence.ranks, {1})
+            begin = self.now()
+            self._wait([1])
+            self.assertEqual((self.now(), self.silence.num_passed_by), (begin, 1))
+
+        self._run(body)
+
+    def test_a_rank_that_is_heard_is_waited_for(self):
+        self._run(lambda: self._wait([2]))
+        self.assertGreaterEqual(self.now(), 21.0)
+        self.assertEmpty(self.silence.ranks)
+
+    def test_it_is_told_when_a_rank_is_heard_again(self):
+        def body():
+            self._wait([1])
+            self.assertEqual(self.heard, [])
+            self._wait([2], until=19.0)
+            self.assertEqual(self.heard, [])
+            self._wait([2])
+            self.assertEqual(self.heard, [1])
+            self.assertEmpty(self.silence.ranks)
+
+        self._run(body)
+
+    def test_who_has_stood_still_itself_does_not_take_others_for_silent(self):
+        """It has not read yet what they have sent meanwhile."""
+
+        def body():
+            self.silence.begin()
+            self.assertFalse(self.silence.look([1]))
+            self.cluster.scheduler.sleep(12.0)  # Rank 1 is silent then; if it was, is not known.
+            self.assertFalse(self.silence.look([1]))
+            self.cluster.scheduler.sleep(0.3)
+            self.assertTrue(self.silence.look([1]))
+
+        self._run(body)
+
+
+if __name__ == "__main__":
+    tf.test.main()

@@ -1,0 +1,74 @@
+"""Ranks that are stopped for ten seconds, under default deadlines: the others go on, and then all train to the end."""
+
+import json
+import os
+import signal
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from absl.testing import parameterized
+
+import hop_tf
+from hop_tf.testing import MultiProcessRunner
+
+_NUM_RANKS, _FROZEN = 4, 1
+_BEGIN, _NUM_STEPS_FROZEN, _NUM_STEPS = 30, 100, 220
+_STEP_SECONDS = "0.1"
+
+
+class _Steps(keras.callbacks.Callback):
+    """Tells of the steps that a rank has made, and how long each one took; one rank stops itself."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.rank = rank
+        self.ends = {}
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.ends[batch] = float(tf.timestamp())
+        if batch in (_BEGIN, _BEGIN + _NUM_STEPS_FROZEN):
+            print("step", batch, flush=True)
+        if self.rank == _FROZEN and batch == _BEGIN:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _run(name, settings):
+    """When each step has ended, the last loss, and the report."""
+    rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+    os.environ["HOP_TF_STEP_SECONDS"] = _STEP_SECONDS
+    strategy = getattr(hop_tf, name)(**settings)
+    x = np.random.default_rng(0).normal(size=(8 * _NUM_RANKS * _NUM_STEPS, 8)).astype("float32")
+    y = x @ np.arange(8, dtype="float32")[:, None]
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1, kernel_initializer="zeros")])
+        model.compile(keras.optimizers.SGD(0.02), "mse")
+    steps = _Steps(rank)
+    model.fit(x, y, batch_size=8 * _NUM_RANKS, shuffle=False, verbose=0, callbacks=[steps])
+    report = strategy.report()
+    weights = model.get_weights()[0]
+    strategy.shutdown()
+    return steps.ends, weights, report
+
+
+class FrozenRanksTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters(("CanaryStrategy", {}))
+    @pytest.mark.slow
+    def test_the_others_make_their_steps(self, *args):
+        with MultiProcessRunner(_run, num_workers=_NUM_RANKS, args=args, timeout_seconds=200) as runner:
+            runner.wait_for_output(0, f"step {_BEGIN + _NUM_STEPS_FROZEN}$")
+            runner.resume(_FROZEN)
+            values = runner.join().raise_for_errors().values
+        for rank, (ends, weights, report) in enumerate(values):
+            self.assertAllClose(weights[:, 0], np.arange(8), atol=0.1)
+            if rank == _FROZEN:
+                self.assertBetween(report["steps"], 1, _NUM_STEPS - 0.8 * _NUM_STEPS_FROZEN)
+                continue
+            undisturbed = np.median(np.diff(list(ends.values()))) * _NUM_STEPS_FROZEN
+            disturbed = ends[_BEGIN + _NUM_STEPS_FROZEN] - ends[_BEGIN]
+            self.assertGreater(undisturbed / disturbed, 0.9)
+
+
+if __name__ == "__main__":
+    tf.test.main()
