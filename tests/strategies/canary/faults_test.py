@@ -298,7 +298,11 @@ class FaultsTest(tf.test.TestCase, parameterized.TestCase):
             job = _random_job(rng, limit_seconds=1e4)
             for _ in range(rng.integers(1, 4)):
                 job.freeze(int(rng.integers(job.world_size)), rng.uniform(2, 14), rng.exponential(3.0))
-            job.run()
+            try:
+                job.run()
+            except PeerLostError as error:  # A newcomer has found one rank frozen, and another one dead.
+                self.assertRegex(str(error), r"start of training .*\(it never appeared", msg=f"seed {seed}")
+                continue
             self._assert_all_end_alike(job, f"seed {seed}")
             self._assert_nothing_was_merged_twice(job, f"seed {seed}")
 
