@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable, Collection
 
 from absl import logging
 
+from hop_tf.errors import HopError
 from hop_tf.membership.waiting import Waiting
 
-# Longer than a rank that trains is not heard: messages and acknowledgements count.
-_SILENT_SECONDS = 0.25
+# A question is answered within that time and 8 round trips: by the transport's threads, whatever the rank computes.
+_ANSWER_SECONDS = 0.2
 # A process that has not looked for so long has stood still itself: what has come meanwhile is not read yet.
 _STANDSTILL_SECONDS = 1.0
 
@@ -17,11 +20,14 @@ _STANDSTILL_SECONDS = 1.0
 class Silence:
     """The ranks that are silent: frozen, or cut off, and not lost yet.
 
-    A rank is found to be silent only while it is waited for, so that ordinary steps do not look. It is no longer silent
-    when something is heard of it, or when it has left. Methods are called with the monitor held.
+    Only a rank that is waited for is found to be silent, so that ordinary steps do not look. If it was not heard for
+    some tenths of a second, it is sent an empty message, which its transport acknowledges. It is silent if nothing
+    comes back, and no longer when something is heard of it, or it is lost, or has left: a rank that is lost has to be
+    waited for, so that the others hear of that. Methods are called with the monitor held.
 
     Args:
       membership: Knows when a rank was heard.
+      name: Names the queue of empty messages, on all ranks alike.
       on_heard: Called with a rank that is silent no longer.
 
     Attributes:
@@ -29,41 +35,69 @@ class Silence:
       num_passed_by: How many times a rank was found to be silent.
     """
 
-    def __init__(self, membership: Waiting, on_heard: Callable[[int], None] = lambda rank: None):
+    def __init__(self, membership: Waiting, name: str, on_heard: Callable[[int], None] = lambda rank: None):
         self._membership = membership
+        self._transport = membership.transport
+        self._queue = f"silence/{name}"
         self._on_heard = on_heard
         self.num_passed_by = 0
+        self._transport.register(self._queue, lambda message: None)
         self.reset()
+
+    def close(self) -> None:
+        """Takes no more messages."""
+        self._transport.unregister(self._queue)
 
     def reset(self) -> None:
         """Forgets the session that was."""
         self.ranks: frozenset[int] = frozenset()
+        self._found_at: dict[int, float] = {}
         self.begin()
 
     def begin(self) -> None:
         """This rank begins to wait."""
-        self._waits_since: float | None = None
+        self._looked_at = math.inf
+        self._asked_at: dict[int, float] = {}
 
     def look(self, awaited: Collection[int]) -> bool:
         """Looks which of the awaited ranks are silent; True if one is that was not before. Called while it waits."""
         now = self._membership.monitor.now()
-        if self._waits_since is None or now > self._looked_at + _STANDSTILL_SECONDS:
-            self._waits_since = now
+        if now > self._looked_at + _STANDSTILL_SECONDS:
+            self._asked_at.clear()
         self._looked_at = now
-        if now < self._waits_since + _SILENT_SECONDS:
-            return False
-        new = {rank for rank in awaited if rank not in self.ranks and self._is_silent(rank)}
+        new = [rank for rank in awaited if rank not in self.ranks and self._has_not_answered(rank, now)]
         for rank in new:
             logging.info("rank %d: rank %d is silent, and is not waited for.", self._membership.rank, rank)
+            self._found_at[rank] = now
         self.num_passed_by += len(new)
-        self.ranks |= new
+        self.ranks |= {*new}
         return bool(new)
+
+    def _has_not_answered(self, rank: int, now: float) -> bool:
+        status = self._transport.status(rank)
+        if status.silent_seconds <= _ANSWER_SECONDS or self._membership.is_past_hope(rank):
+            return False
+        waited = now - self._asked_at.get(rank, math.inf)
+        if not 0 <= waited <= status.silent_seconds:  # It was not asked since it was heard.
+            self._asked_at[rank] = now
+            self._ask(rank)
+            return False
+        return dataclasses.replace(status, silent_seconds=waited).was_silent_for(_ANSWER_SECONDS)
+
+    def _ask(self, rank: int) -> None:
+        try:
+            self._transport.send(rank, self._queue, supersedes=True)  # Which never blocks.
+        except HopError as error:
+            logging.info("rank %d: could not ask rank %d: %s", self._membership.rank, rank, error)
 
     def look_again(self) -> None:
         """Looks which of those that were silent are no longer."""
         for rank in self.ranks:
-            if not self._is_silent(rank) or self._membership.departure(rank) is not None:
+            since = self._membership.monitor.now() - self._found_at[rank]
+            if self._transport.status(rank).silent_seconds < since:
                 self.hear(rank)
+            elif self._membership.is_past_hope(rank) or self._membership.departure(rank) is not None:
+                self.ranks -= {rank}
 
     def hear(self, rank: int) -> None:
         """A rank was heard."""
@@ -84,6 +118,3 @@ class Silence:
         with self._membership.monitor:
             self.begin()
         self._membership.wait(awaited, **arguments)
-
-    def _is_silent(self, rank: int) -> bool:
-        return self._membership.transport.status(rank).was_silent_for(_SILENT_SECONDS)

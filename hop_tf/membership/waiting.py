@@ -289,6 +289,10 @@ class Waiting(abc.ABC):
         self._record(leave)
         return leave
 
+    def is_past_hope(self, peer: int) -> bool:
+        """True if to wait for a peer would end now: it is lost."""
+        return self._problem(peer, 0.0, "", None) is not None
+
     def _problem(self, peer: int, waited: float, operation: str, step: int | None) -> Exception | None:
         """Why to wait no longer; None if there is hope."""
         end = self._departures.end_of(peer)

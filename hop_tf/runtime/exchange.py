@@ -67,11 +67,13 @@ class Exchange(abc.ABC):
       num_threads: How many calls of `step` may be under way at the same time. Their results are delivered in order.
       parts: Where each segment of a step holds some of the variables only: their packings. Otherwise empty.
       steps_per_round: What is handed out for `Outgoing.step` is of so many training steps.
+      step_offset: Others call step k of this rank k and so many: it has passed over steps that it makes later.
     """
 
     max_in_flight: int = 1
     num_threads: int = 1
     steps_per_round: int = 1
+    step_offset: int = 0
     parts: Sequence[Packing] = ()
 
     @abc.abstractmethod
@@ -389,7 +391,7 @@ class ExchangeRunner:
                     self._joining.meet(self._name, outgoing.step)
                     return self._answer_of(outgoing, 0)
                 if outgoing.segment == 0:
-                    self._joining.at_step(outgoing.step)
+                    self._joining.at_step(outgoing.step + self._exchange.step_offset)
                 if self._epochs is not None and self._epochs.is_asked:
                     self._epochs.look_again()
                 return self._exchange.step(outgoing)

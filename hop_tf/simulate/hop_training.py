@@ -169,6 +169,7 @@ class Job:
 
     Args:
       tracing_seconds: How long a process of a rank takes to trace its first step, when all have begun. Default: 0.
+      limit_seconds: See `VirtualCluster`.
 
     Attributes:
       cluster: The ranks' memberships and the clock.
@@ -185,6 +186,7 @@ class Job:
         problem: Problem,
         tracing_seconds: Callable[[int], float] | None = None,
         sending_seconds: Callable[[int, int, int], float] | None = None,
+        limit_seconds: float | None = None,
     ):
         settings.check_topology(topology)
         self._topology = topology
@@ -201,6 +203,7 @@ class Job:
             continue_without_lost=settings.continues_without_lost,
             detection_seconds=_DETECTION_SECONDS,
             sending_seconds=sending_seconds,
+            limit_seconds=limit_seconds,
         )
         self._ranks = [self._make_rank(rank) for rank in range(topology.world_size)]
 
@@ -353,6 +356,8 @@ class _Rank(HopTraining, State):
 
     def is_through(self, step: int) -> bool:
         if step < self._num_steps:
+            # An iteration that it is to make later, it enters twice.
+            step = min(step + self.exchange.step_offset, self._num_steps - 1)
             self._record.enter(self.rank, step, self.clock.now)
         return step >= self._num_steps
 
@@ -386,4 +391,4 @@ class _Rank(HopTraining, State):
         self.x = self.x + incoming.buckets[0][: self.x.size]
 
     def before_exchange(self, step: int) -> None:
-        self._joining.at_step(step)
+        self._joining.at_step(step + self.exchange.step_offset)

@@ -122,6 +122,7 @@ class VirtualTransport(Transport):
         self._born_at = scheduler.now
         self._died_at: float | None = None
         self._frozen = (-math.inf, -math.inf)  # Since when, and until when.
+        self._kept_for_thaw: list[tuple[VirtualTransport, Sending]] = []
         self._reaches: Collection[int] | None = None
         self._peers: dict[int, VirtualTransport] = {}
         self._cuts = cuts
@@ -182,7 +183,15 @@ class VirtualTransport(Transport):
 
     def freeze(self, seconds: float) -> None:
         """The process stands still for so long: it takes nothing, and is not heard. What is sent arrives later."""
-        self._frozen = self._scheduler.now, self._scheduler.now + seconds
+        now, (begin, end) = self._scheduler.now, self._frozen
+        self._frozen = begin if now < end else now, max(end, now + seconds)
+        self._scheduler.call_at(self._frozen[1], self._thaw)
+
+    def _thaw(self) -> None:
+        if self._scheduler.now >= self._frozen[1]:  # Else it was frozen once more.
+            kept, self._kept_for_thaw = self._kept_for_thaw, []
+            for sender, sending in kept:
+                sender._bring(sending)
 
     def register(self, queue: str, handler: Handler) -> None:
         """See `Transport`."""
@@ -281,8 +290,8 @@ class VirtualTransport(Transport):
         if (self._reaches is not None and peer not in self._reaches) or (self._rank, peer) in self._cuts:
             return
         receiver = sending.receiver or self._network[peer]
-        if self._scheduler.now < (thaws_at := receiver._frozen[1]):
-            self._scheduler.call_at(thaws_at, lambda: self._bring(sending))
+        if self._scheduler.now < receiver._frozen[1] or receiver._kept_for_thaw:
+            receiver._kept_for_thaw.append((self, sending))
             return
         if receiver._died_at is None:
             self._meet(receiver)  # Who is connected knows with which process.
@@ -474,7 +483,7 @@ class VirtualCluster:
         """The process of a rank stands still for so long, as one that was stopped. Called as an event."""
         self._network[rank].freeze(seconds)
         for process in self._processes[rank]:
-            process.frozen_until = self.scheduler.now + seconds
+            process.frozen_until = max(process.frozen_until, self.scheduler.now + seconds)
 
     def kill(self, rank: int, reaches: Collection[int] | None = None) -> bool:
         """Ends the process of a rank now, wherever it is; False if it has ended. Called as an event.

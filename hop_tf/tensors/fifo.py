@@ -209,6 +209,8 @@ class TokenQueue:
 
     Kept at i and filled by messages of j. While i is in an iteration, Iter(j) - Iter(i) + max_iteration_gap tokens are
     here or on their way. Where a rank joins late that may be less than none; the tokens that come first then are owed.
+    So it is where a rank has gone on without tokens of one that was silent (`take`); that one may get more than it has
+    room for (`put`).
 
     Args:
       num_initial: Tokens at the start: max_iteration_gap - 1 (Fig. 7, line 5), where both start at iteration 0.
@@ -230,7 +232,7 @@ class TokenQueue:
         self._capacity = capacity
         self._queue = make_fifo(capacity, [tf.int64])
         self._iteration = iteration
-        self._num_here = 0
+        self._num_here = self._num_surplus = 0
         self._num_owed = max(0, -num_initial)
         self._add(iteration, max(0, num_initial))
 
@@ -242,16 +244,20 @@ class TokenQueue:
     @property
     def size(self) -> int:
         """Tokens that are here; negative where some are owed."""
-        return self._num_here - self._num_owed
+        return self._num_here + self._num_surplus - self._num_owed
 
-    def put(self, iteration: int) -> None:
+    def put(self, iteration: int, *, has_surplus: bool = False) -> None:
         """Adds the tokens that j inserts on entering `iteration`: one for every iteration since the last one.
+
+        Args:
+          iteration: The iteration.
+          has_surplus: Whether tokens that there is no room for are counted, and not kept.
 
         Raises:
           ProtocolError: If j was there before, or there are more tokens than the protocol allows.
         """
         num_tokens = iteration - self._iteration
-        if not 0 < num_tokens <= self._capacity - self.size:
+        if num_tokens <= 0 or (num_tokens > self._capacity - self.size and not has_surplus):
             raise ProtocolError(
                 f"tokens for iteration {iteration} came after those for {self._iteration}, where {self.size} of "
                 f"{self._capacity} are."
@@ -259,19 +265,25 @@ class TokenQueue:
         self._iteration = iteration
         num_paid = min(num_tokens, self._num_owed)
         self._num_owed -= num_paid
-        self._add(iteration, num_tokens - num_paid)
+        num_kept = min(num_tokens - num_paid, self._capacity - self._num_here)
+        self._num_surplus += num_tokens - num_paid - num_kept
+        self._add(iteration, num_kept)
 
-    def take(self, num_tokens: int = 1) -> None:
-        """Removes the oldest tokens.
+    def take(self, num_tokens: int = 1, *, may_owe: bool = False) -> None:
+        """Removes the oldest tokens. With `may_owe`, those that come next if there are not so many.
 
         Raises:
           ProtocolError: If there are not so many.
         """
-        if num_tokens > self.size:
+        if num_tokens > self.size and not may_owe:
             raise ProtocolError(f"{num_tokens} tokens were to be taken where {self.size} are.")
-        for _ in range(num_tokens):
+        num_kept = min(num_tokens, self._num_here)
+        for _ in range(num_kept):
             self._queue.take()
-        self._num_here -= num_tokens
+        self._num_here -= num_kept
+        num_surplus = min(num_tokens - num_kept, self._num_surplus)
+        self._num_surplus -= num_surplus
+        self._num_owed += num_tokens - num_kept - num_surplus
 
     def _add(self, iteration: int, num_tokens: int) -> None:
         for _ in range(num_tokens):

@@ -113,7 +113,7 @@ class CanaryExchange(Exchange, Joiner):
         self.replica = Replica(membership.rank, world_size, network, encoding, pool)
         self._peers = Peers(membership)
         self._channel = Channel(self._queue, lambda: self.replica.gei.newest)
-        self._silence = Silence(membership, self._tell_missed)
+        self._silence = Silence(membership, self._group, self._tell_missed)
         self._pulling = Pulling(membership, self.replica, self._peers, self._channel, self._silence)
         self._threads = [self._make_thread(index) for index in range(settings.network.num_levels)]
         self._held = Held(membership, self.replica, self._channel, self._threads, self._silence)
@@ -452,6 +452,7 @@ class CanaryExchange(Exchange, Joiner):
 
     def close(self) -> None:
         self._queue.close()
+        self._silence.close()
         for thread in self._threads:
             thread.close()
         for running in self._running:

@@ -13,6 +13,7 @@ from hop_tf.membership import SessionQueue
 from hop_tf.runtime.exchange import Exchange, Incoming, Outgoing
 from hop_tf.runtime.group import ExchangeContext
 from hop_tf.runtime.joiner import Joiner
+from hop_tf.strategies.hop.absence import Absence
 from hop_tf.strategies.hop.arithmetic import weighted_differences
 from hop_tf.strategies.hop.pacing import ITERATION, make_pacing
 from hop_tf.strategies.hop.reception import make_reception
@@ -52,8 +53,9 @@ class HopExchange(Exchange, Joiner):
         self._in_neighbors = topology.in_neighbors(self._rank)
         self._out_neighbors = topology.out_neighbors(self._rank)
         self._queue = SessionQueue(context.membership, f"updates/{self._group}", context.session)
-        self._pacing = make_pacing(context, topology, settings)
-        self._num_late = self._num_withheld = self._num_jumps = self._num_skipped = 0
+        self._absence = Absence(context.membership, self._group, settings)
+        self._pacing = make_pacing(context, topology, settings, self._absence)
+        self._num_late = self._num_withheld = self._num_jumps = self._num_skipped = self._num_passed = 0
         self._most_updates = 0
         self._begin(0)
         self._queue.start(self._on_update)
@@ -66,6 +68,9 @@ class HopExchange(Exchange, Joiner):
             self._begin(start)
 
     def _begin(self, start: int) -> None:
+        self._absence.reset()
+        self._was_passed_by = self._has_followed = False
+        self.step_offset = 0
         self.iteration = start - 1
         self._target = start  # The iteration that follows.
         self._sent_rounds = start
@@ -81,9 +86,9 @@ class HopExchange(Exchange, Joiner):
         self._reception.skip_to(start)
 
     def step(self, outgoing: Outgoing) -> Incoming | None:
-        k, x, segment = outgoing.step, outgoing.buckets, outgoing.segment
+        k, x, segment = outgoing.step + self.step_offset, outgoing.buckets, outgoing.segment
         if segment == RENEWAL:
-            return Incoming(k, RENEWAL, self._renew(x))
+            return Incoming(outgoing.step, RENEWAL, self._nothing() if self._has_followed else self._renew(x))
         if segment == STEP:
             self._enter(k)  # Line 10.
             self._pacing.wait_to_send(k)
@@ -93,23 +98,47 @@ class HopExchange(Exchange, Joiner):
                 return None
         else:
             x, self._sent = self._sent, ()
+        self._has_followed = self._was_passed_by
+        if self._has_followed:
+            change, num_skipped = self._follow(x, k)
+            return Incoming(outgoing.step, segment, change, num_skipped)
         change = self._recv_and_reduce(x, k)  # Lines 13 and 14.
         self._pacing.reduced(k, self._incarnations)
         self._target = k + self._pacing.advance(k)  # Line 17.
         num_skipped = self._target - k - 1
         self._num_jumps += num_skipped > 0
         self._num_skipped += num_skipped
-        return Incoming(k, segment, change, num_skipped)
+        return Incoming(outgoing.step, segment, change, num_skipped)
+
+    def _follow(self, x: Sequence[np.ndarray], k: int) -> tuple[tuple[np.ndarray, ...], int]:
+        """Goes on where out-neighbors are, with the newest parameters of in-neighbors, that have gone on without it."""
+        num_iterations = self._pacing.advance(k, was_passed_by=True)
+        self._target = k + num_iterations
+        with self._monitor:
+            self._was_passed_by = False
+            self.iteration = self._target - 1
+            updates, weights = self._reception.take_newest(
+                self._target, own_counts=num_iterations <= self._settings.gap
+            )
+        self._num_passed += num_iterations - 1
+        change = self._reduce(x, updates, weights)
+        if self._settings.skip is not None:
+            return change, num_iterations - 1
+        self.step_offset += num_iterations - 1
+        return change, 0
 
     def no_op(self, outgoing: Outgoing) -> Incoming | None:
         self._sent = ()
         if outgoing.segment == STEP and self._settings.tolerates_stragglers:
             return None
-        return Incoming(outgoing.step, outgoing.segment, tuple(self._packing.zeros()))
+        return Incoming(outgoing.step, outgoing.segment, self._nothing())
+
+    def _nothing(self) -> tuple[np.ndarray, ...]:
+        return tuple(self._packing.zeros())
 
     def _enter(self, k: int) -> None:
         while not self._try_to_enter(k):
-            self._membership.wait(self._pacing.behind, operation="acquire token", step=k)
+            self._absence.wait(self._pacing.behind, operation="acquire token", step=k)
         self._pacing.enter(k, self._incarnations)
 
     def _try_to_enter(self, k: int) -> bool:
@@ -148,7 +177,7 @@ class HopExchange(Exchange, Joiner):
         def missing() -> list[int]:
             return self._reception.missing(k, self._delivers)
 
-        self._membership.wait(missing, operation="receive update", step=k)
+        self._absence.wait(missing, operation="receive update", step=k)
         with self._monitor:
             self._check_connected(k)
             updates, weights = self._reception.take(k)
@@ -172,6 +201,8 @@ class HopExchange(Exchange, Joiner):
         return self._recv_and_reduce(x, self._target - 1)
 
     def _delivers(self, j: int, k: int) -> bool:
+        if self._absence.is_any() and self._absence.owes_updates(j):
+            return False
         return k >= self._first[j] and self._membership.delivers(j, self._group, k)
 
     def _check_connected(self, k: int) -> None:
@@ -179,7 +210,8 @@ class HopExchange(Exchange, Joiner):
         departed = {j for j in self._membership.departed() if not self._membership.delivers(j, self._group, k)}
         if departed != self._known_departed:
             self._known_departed = departed
-            if not self._topology.is_connected_without(departed):
+            # A rank that makes steps which it has missed ends after the others, each of them when it does.
+            if not self.step_offset and not self._topology.is_connected_without(departed):
                 raise HopError(
                     f"rank {self._rank}, step {k}: ranks {sorted(departed)} have left, and the communication graph of "
                     "the others is not connected any more. Use a topology with more edges, or stop all ranks together."
@@ -202,6 +234,7 @@ class HopExchange(Exchange, Joiner):
         # ended may be further from the newcomer than ranks that train ever are.
         if self._membership.joining or self._membership.has_left:
             return self.iteration
+        self._absence.forget(rank)
         if rank in self._out_neighbors:
             self._pacing.admit(rank, step)
         if rank in self._in_neighbors:
@@ -232,11 +265,14 @@ class HopExchange(Exchange, Joiner):
             "withheld_updates": self._num_withheld,
             "jumps": self._num_jumps,
             "skipped_iterations": self._num_skipped,
+            "silences": self._absence.num_passed_by,
+            "missed_iterations": self._num_passed,
         }
 
     def close(self) -> None:
         self._queue.close()
         self._pacing.close()
+        self._absence.close()
 
     def _on_update(self, message: Message) -> None:
         if message.sender not in self._in_neighbors or len(message.header) != ITERATION.size:
@@ -248,6 +284,10 @@ class HopExchange(Exchange, Joiner):
             self._num_late += 1
             return
         if iteration > self.iteration + self._settings.gap:
-            raise ProtocolError(f"rank {message.sender} is at {iteration}, this rank at {self.iteration}.")
+            if not self._settings.is_tolerated_by(self._rank):
+                raise ProtocolError(f"rank {message.sender} is at {iteration}, this rank at {self.iteration}.")
+            self._was_passed_by = True  # It has heard nothing of this rank for some time.
+        if self._absence.is_any():
+            self._absence.hear(message.sender, is_near=iteration + self._settings.gap > self.iteration)
         self._reception.put(Update(iteration, message.sender, self._packing.view(message.payload)))
         self._most_updates = max(self._most_updates, len(self._reception))

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from hop_tf.membership import SessionQueue
 from hop_tf.runtime.group import ExchangeContext
+from hop_tf.strategies.hop.absence import Absence
 from hop_tf.strategies.hop.settings import HopSettings
 from hop_tf.tensors.fifo import TokenQueue
 from hop_tf.topology import Topology
@@ -26,9 +27,11 @@ class Pacing(abc.ABC):
     Args:
       context: Membership of the group.
       topology: The communication graph.
+      absence: Neighbors that are not waited for.
     """
 
-    def __init__(self, context: ExchangeContext, topology: Topology):
+    def __init__(self, context: ExchangeContext, topology: Topology, absence: Absence):
+        self._absence = absence
         self._membership = context.membership
         self._monitor = context.membership.monitor
         rank = context.membership.rank
@@ -66,8 +69,14 @@ class Pacing(abc.ABC):
     def reduced(self, k: int, incarnations: Mapping[int, int]) -> None:
         """The updates of iteration k have been used; `incarnations` as in `enter`."""
 
-    def advance(self, k: int) -> int:
-        """Waits until the rank may leave iteration k; returns by how many iterations it then is to advance."""
+    def advance(self, k: int, *, was_passed_by: bool = False) -> int:
+        """Waits until the rank may leave iteration k; returns by how many iterations it then is to advance.
+
+        Args:
+          k: The iteration.
+          was_passed_by: Whether in-neighbors are further ahead than they may be: they have not heard of this rank.
+        """
+        del was_passed_by
         return 1
 
     def known_iteration(self, j: int) -> int:
@@ -87,7 +96,10 @@ class Pacing(abc.ABC):
             incarnation = incarnations.get(j)  # It is taken out when it joins, which may be now.
             if incarnation is not None:
                 # On lane 0: behind an update on a slow link it would hold a rank up that needs no such update.
-                self._queue.send(j, ITERATION.pack(k), incarnation=incarnation, step=k)
+                # A later one tells all that those before it do.
+                self._queue.send(
+                    j, ITERATION.pack(k), incarnation=incarnation, step=k, supersedes=self._absence.includes(j)
+                )
 
     def _present(self, ranks: Sequence[int]) -> list[int]:
         return [j for j in ranks if self._membership.departure(j) is None]
@@ -95,7 +107,8 @@ class Pacing(abc.ABC):
     def _on_message(self, message: Message) -> None:
         if message.sender not in self._out_neighbors or len(message.header) != ITERATION.size:
             raise message.unexpected()
-        self._note(message.sender, *ITERATION.unpack(message.header))
+        (iteration,) = ITERATION.unpack(message.header)
+        self._note(message.sender, iteration)
 
     @abc.abstractmethod
     def _note(self, j: int, iteration: int) -> None:
@@ -105,12 +118,13 @@ class Pacing(abc.ABC):
 class TokenPacing(Pacing):
     """Token queues (section 4.2), and with them the jumps of stragglers (section 5)."""
 
-    def __init__(self, context: ExchangeContext, topology: Topology, settings: HopSettings):
+    def __init__(self, context: ExchangeContext, topology: Topology, settings: HopSettings, absence: Absence):
         self._max_ig = settings.max_iteration_gap
         self._skip = settings.skip
+        self._has_surplus = settings.tolerates_stragglers
         # Theorem 2, for the longest path there is: where others have ended, none may be shorter.
         self._capacity = self._max_ig * topology.world_size
-        super().__init__(context, topology)
+        super().__init__(context, topology, absence)
 
     def _begin(self, start: int) -> None:
         self._permitted = start  # The iteration up to which tokens were taken.
@@ -126,33 +140,38 @@ class TokenPacing(Pacing):
         )
 
     def behind(self) -> list[int]:
-        return [j for j in self._present(self._out_neighbors) if self._tokens[j].size < 0]
+        return [j for j in self._bound_by() if self._tokens[j].size < 0]
+
+    def _bound_by(self) -> list[int]:
+        """Out-neighbors whose tokens this rank needs."""
+        return [j for j in self._present(self._out_neighbors) if not self._absence.owes_tokens(j)]
 
     def enter(self, k: int, incarnations: Mapping[int, int]) -> None:
         """Line 10: one token for every iteration that was entered, jumped over or not."""
         self._tell_in_neighbors(k, incarnations)
 
-    def advance(self, k: int) -> int:
+    def advance(self, k: int, *, was_passed_by: bool = False) -> int:
         """Line 17: takes a token from every out-neighbor; if all are far ahead, as many as are jumped over."""
 
         def missing() -> list[int]:
-            return [j for j in self._present(self._out_neighbors) if self._tokens[j].size <= 0]
+            return [j for j in self._bound_by() if self._tokens[j].size <= 0]
 
         while True:
-            self._membership.wait(missing, operation="acquire token", step=k)
+            self._absence.wait(missing, operation="acquire token", step=k)
             with self._monitor:
                 if not missing():  # A rank may have joined since.
-                    return self._take(k)
+                    return self._take(k, was_passed_by)
 
-    def _take(self, k: int) -> int:
-        queues = [self._tokens[j] for j in self._present(self._out_neighbors)]
-        num_iterations = self._jump(queues)
-        for tokens in queues:
-            tokens.take(num_iterations)
+    def _take(self, k: int, was_passed_by: bool) -> int:
+        num_iterations = self._jump([self._tokens[j] for j in self._bound_by()], was_passed_by)
+        for j in self._present(self._out_neighbors):
+            self._tokens[j].take(num_iterations, may_owe=self._absence.owes_tokens(j))
         self._permitted = k + num_iterations
         return num_iterations
 
-    def _jump(self, queues: Sequence[TokenQueue]) -> int:
+    def _jump(self, queues: Sequence[TokenQueue], was_passed_by: bool) -> int:
+        if queues and was_passed_by:
+            return max(1, min(tokens.size for tokens in queues) - self._max_ig)
         if self._skip is None or not queues:
             return 1
         # In-neighbors, which a jump needs the updates of, wait for this rank's tokens max_ig iterations ahead of it. In
@@ -170,10 +189,15 @@ class TokenPacing(Pacing):
     def meet(self, j: int, k: int) -> None:
         """The tokens that j has inserted up to iteration k; those of a later one may have come first."""
         if k > self._tokens[j].iteration:
-            self._tokens[j].put(k)
+            self._put(j, k)
 
     def _note(self, j: int, iteration: int) -> None:
-        self._tokens[j].put(iteration)
+        self._put(j, iteration)
+        if self._absence.is_any():
+            self._absence.hear(j, is_near=self._tokens[j].size > 0)
+
+    def _put(self, j: int, iteration: int) -> None:
+        self._tokens[j].put(iteration, has_surplus=self._has_surplus)
 
 
 class NotifyAckPacing(Pacing):
@@ -207,8 +231,8 @@ class NotifyAckPacing(Pacing):
         self._acknowledged[j] = max(iteration, self._acknowledged[j])
 
 
-def make_pacing(context: ExchangeContext, topology: Topology, settings: HopSettings) -> Pacing:
+def make_pacing(context: ExchangeContext, topology: Topology, settings: HopSettings, absence: Absence) -> Pacing:
     """The one that the settings ask for."""
     if settings.uses_notify_ack:
-        return NotifyAckPacing(context, topology)
-    return TokenPacing(context, topology, settings)
+        return NotifyAckPacing(context, topology, absence)
+    return TokenPacing(context, topology, settings, absence)

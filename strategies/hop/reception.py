@@ -44,6 +44,15 @@ class Reception(abc.ABC):
         """
 
     @abc.abstractmethod
+    def take_newest(self, k: int, own_counts: bool) -> tuple[list[Update], list[float]]:
+        """As `take` of the iteration before k, where in-neighbors may be further ahead than they are meant to be.
+
+        Args:
+          k: The iteration that follows. What is here for it stays.
+          own_counts: Whether the rank's own parameters count: not where they are far too old.
+        """
+
+    @abc.abstractmethod
     def skip_to(self, k: int) -> None:
         """Drops what only iterations before k could use."""
 
@@ -79,11 +88,17 @@ class TaggedReception(Reception):
         )
         self._next = 0  # The first iteration that has not been reduced.
         self._newest: dict[int, int] = {}  # Of what each sender has sent, dropped or not.
+        self._gap = settings.gap
+        # The newest update of each sender that is further ahead than the gap: it did not hear of this rank.
+        self._far: dict[int, Update] = {}
 
     def put(self, update: Update) -> None:
         self._newest[update.sender] = update.iteration
         if update.iteration < self._next:
             self.num_late += 1
+        elif update.iteration > self._next + self._gap:
+            self.num_late += update.sender in self._far
+            self._far[update.sender] = update
         else:
             self._queue.enqueue(update)
 
@@ -99,20 +114,40 @@ class TaggedReception(Reception):
     def take(self, k: int) -> tuple[list[Update], list[float]]:
         updates = self._queue.dequeue(k)
         self._next = k + 1
+        self._bring_near()
         if self._num_backup_workers:
             return updates, [1 / (len(updates) + 1)] * len(updates)
         return updates, [self._weights[update.sender] for update in updates]
 
+    def take_newest(self, k: int, own_counts: bool) -> tuple[list[Update], list[float]]:
+        far, self._far = self._far, {}
+        self.skip_to(k - 1)
+        updates, _ = self.take(k - 1)
+        for update in far.values():
+            if update.iteration >= k:
+                self.put(update)
+        updates = list({**{update.sender: update for update in updates}, **far}.values())
+        return updates, _equal_weights(len(updates), own_counts)
+
     def skip_to(self, k: int) -> None:
         self._next = k
         self.num_late += self._queue.drop_older(k)
+        self._bring_near()
+
+    def _bring_near(self) -> None:
+        """Updates that were too far ahead may be of one of the next iterations by now."""
+        if self._far:
+            far, self._far = self._far, {}
+            for update in far.values():
+                self.put(update)
 
     def forget(self, sender: int, newest: int) -> None:
         self._newest.pop(sender, None)
         self._queue.drop_sender(sender)
+        self._far.pop(sender, None)
 
     def __len__(self) -> int:
-        return len(self._queue)
+        return len(self._queue) + len(self._far)
 
 
 class NewestReception(Reception):
@@ -153,6 +188,10 @@ class NewestReception(Reception):
         total = sum(shares) + self._max_staleness + 1
         return updates, [share / total for share in shares]
 
+    def take_newest(self, k: int, own_counts: bool) -> tuple[list[Update], list[float]]:
+        updates = self._queue.dequeue()
+        return updates, _equal_weights(len(updates), own_counts)
+
     def skip_to(self, k: int) -> None:
         """Nothing: `take` looks at the iterations."""
 
@@ -161,6 +200,10 @@ class NewestReception(Reception):
 
     def __len__(self) -> int:
         return len(self._queue)
+
+
+def _equal_weights(num_updates: int, own_counts: bool) -> list[float]:
+    return [1 / max(1, num_updates + own_counts)] * num_updates
 
 
 def make_reception(settings: HopSettings, weights: Mapping[int, float], context: ExchangeContext) -> Reception:

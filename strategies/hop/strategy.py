@@ -60,14 +60,18 @@ class HopStrategy(ExchangeStrategy):
       max_iteration_gap * length(Path i->j) ahead of another, with staleness alone also at most
       (max_staleness + 1) * length(Path j->i) (Table 1).
     - A rank that is slow all the time: these and `skip`. It leaves out iterations, so that the others need not wait.
+    - A rank of which nothing is heard: with backup workers or staleness it is not waited for, and none of these bounds
+      holds for it. When it is back, it goes on where its out-neighbors are, with the mean of its in-neighbors' newest
+      parameters. Without `skip` it makes the steps that it has missed in the end.
 
     Floating-point variables that are not trained but assigned in the training step before its update (moving
     statistics) are averaged along. Optimizer slots stay local.
 
     `report()` counts beside what is common to all strategies: `late_updates`, which came too late or were superseded
     unused; `withheld_updates`, which were not sent: they would have come too late, or, with backup workers or
-    staleness, a newer one was there before the link was free; `jumps`, and the
-    `skipped_iterations` in them.
+    staleness, a newer one was there before the link was free; `jumps`, and the `skipped_iterations` in them;
+    `silences`: how many times a neighbor was found to be silent; and `missed_iterations`: those that the others made
+    while they did not hear of this rank.
 
     Args:
       topology: The communication graph: a name ("ring", "ring_based", "double_ring", "complete", "hierarchical",

@@ -2,14 +2,16 @@
 
 import tensorflow as tf
 
+from hop_tf.errors import DeadlineExceededError
 from hop_tf.membership import Silence
+from hop_tf.options import CommunicationOptions
 from hop_tf.simulate.virtual import VirtualCluster
 
 
 class SilenceTest(tf.test.TestCase):
     def setUp(self):
         super().setUp()
-        self.cluster = VirtualCluster(3, limit_seconds=1000.0)
+        self.cluster = VirtualCluster(3, limit_seconds=1000.0, options=CommunicationOptions())
         self.now = lambda: self.cluster.scheduler.now
         self.heard = []
 
@@ -18,7 +20,8 @@ class SilenceTest(tf.test.TestCase):
 
         def run(rank):
             if rank == 0:
-                self.silence = Silence(self.cluster.memberships[0], self.heard.append)
+                self.sent = []
+                self.silence = Silence(self.cluster.memberships[0], "test", self.heard.append)
                 body()
 
         self.cluster.scheduler.call_at(10.0, lambda: self.cluster.freeze(1, 10.0))
@@ -46,6 +49,30 @@ class SilenceTest(tf.test.TestCase):
         self.assertGreaterEqual(self.now(), 21.0)
         self.assertEmpty(self.silence.ranks)
 
+    def test_a_rank_that_has_died_is_waited_for(self):
+        """Or nobody would tell that it is lost."""
+
+        def body():
+            self.cluster.scheduler.sleep(2.0)
+            self._wait([1])
+            self.assertEqual(self.silence.ranks, {1})
+            self.cluster.close(1)
+            with self.assertRaises(DeadlineExceededError):
+                self._wait([1], until=30.0)
+
+        self.cluster.scheduler.call_at(1.0, lambda: self.cluster.freeze(1, 500.0))
+        self._run(body)
+
+    def test_a_rank_that_is_silent_for_too_long_is_lost(self):
+        def body():
+            self._wait([1], until=900.0)
+            self.cluster.scheduler.sleep(100.0)
+            with self.assertRaises(DeadlineExceededError):
+                self._wait([1], until=900.0)
+
+        self.cluster.scheduler.call_at(1.0, lambda: self.cluster.freeze(1, 500.0))
+        self._run(body)
+
     def test_it_is_told_when_a_rank_is_heard_again(self):
         def body():
             self._wait([1])
@@ -66,7 +93,7 @@ class SilenceTest(tf.test.TestCase):
             self.assertFalse(self.silence.look([1]))
             self.cluster.scheduler.sleep(12.0)  # Rank 1 is silent then; if it was, is not known.
             self.assertFalse(self.silence.look([1]))
-            self.cluster.scheduler.sleep(0.3)
+            self.cluster.scheduler.sleep(0.3)  # It was asked then.
             self.assertTrue(self.silence.look([1]))
 
         self._run(body)

@@ -6,6 +6,7 @@ import tensorflow as tf
 from hop_tf.runtime.exchange import Outgoing
 from hop_tf.runtime.group import ExchangeContext
 from hop_tf.simulate import Scheduler, VirtualMonitor
+from hop_tf.strategies.hop.absence import Absence
 from hop_tf.strategies.hop.exchange import HopExchange
 from hop_tf.strategies.hop.pacing import TokenPacing
 from hop_tf.strategies.hop.settings import HopSettings
@@ -13,6 +14,7 @@ from hop_tf.tensors.buffers import BufferPool
 from hop_tf.tensors.fifo import Fifo, SimulatedFifo
 from hop_tf.tensors.packing import Packing, TensorSpec
 from hop_tf.topology import resolve
+from hop_tf.transport.base import PeerStatus
 
 _SETTINGS = HopSettings(max_iteration_gap=2, num_backup_workers=1)
 _TOPOLOGY = resolve("complete", 3)
@@ -54,6 +56,9 @@ class _Membership:
     def register(self, queue, handler):
         pass
 
+    def status(self, rank):
+        return PeerStatus("", True, 0.0, None)
+
 
 def _context(membership, make_fifo=SimulatedFifo):
     packing = Packing([TensorSpec("x", (3,), tf.float32)])
@@ -63,7 +68,7 @@ def _context(membership, make_fifo=SimulatedFifo):
 class WindowTest(tf.test.TestCase):
     def test_a_rank_joins_when_there_are_tokens_of_all_others(self):
         membership = _Membership()
-        pacing = TokenPacing(_context(membership), _TOPOLOGY, _SETTINGS)
+        pacing = TokenPacing(_context(membership), _TOPOLOGY, _SETTINGS, Absence(membership, "group", _SETTINGS))
         pacing.reset(1, start=5)
         pacing.admit(2, start=6)
 

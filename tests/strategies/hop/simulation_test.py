@@ -16,6 +16,8 @@ from absl.testing import parameterized
 import hop_tf
 from hop_tf.emulation import ComputeEmulation, Slowdown
 from hop_tf.simulate import Fault, Problem
+from hop_tf.simulate.hop_training import Job
+from hop_tf.strategies.hop.settings import HopSettings
 from hop_tf.topology import resolve
 
 _NUM_SCHEDULES = int(os.environ.get("HOP_TF_NUM_SCHEDULES", "80"))
@@ -405,6 +407,99 @@ class BoundsTest(tf.test.TestCase, parameterized.TestCase):
             synchronization="notify_ack",
         )
         self.assertEqual(result.largest_gap[0, 1], 2)
+
+
+class FrozenTest(tf.test.TestCase, parameterized.TestCase):
+    """Rank 1 stands still for ten seconds, in which the others make a hundred steps."""
+
+    def _job(self, topology, world_size, num_steps=200, freezes=((1, 3.03, 10.0),), durations=None, **settings):
+        def change(rank, step, x):
+            return 0.1 * (np.arange(_DIMENSION, dtype=np.float32) - x)
+
+        durations = 0.1 * np.ones((world_size, num_steps)) if durations is None else durations
+        job = Job(
+            topology=resolve(topology, world_size),
+            settings=HopSettings(**settings),
+            num_steps=[num_steps] * world_size,
+            compute=lambda rank: iter(durations[rank]),
+            link_seconds=lambda a, b, num_bytes: 0.001,
+            problem=Problem(np.zeros(_DIMENSION, np.float32), change),
+            limit_seconds=1e4,
+        )
+        for rank, begin, seconds in freezes:
+            job.cluster.scheduler.call_at(begin, lambda rank=rank, seconds=seconds: job.cluster.freeze(rank, seconds))
+        return job
+
+    @parameterized.parameters(
+        ("ring", 4, {"num_backup_workers": 1}),
+        ("ring", 4, {"max_staleness": 4}),
+        ("ring_based", 6, {"max_staleness": 3, "num_backup_workers": 1, "update_order": "serial"}),
+        ("exponential", 6, {"num_backup_workers": 1}),
+        ("ring", 2, {"num_backup_workers": 1}),
+        ("ring", 4, {"num_backup_workers": 1, "skip": hop_tf.SkipIterations()}),
+        ("ring", 4, {"max_staleness": 4, "skip": hop_tf.SkipIterations()}),
+    )
+    def test_the_others_do_not_wait(self, topology, world_size, settings):
+        """Its tokens are owed, and it goes on where they are. With `skip`, it makes no step that it has missed."""
+        result = self._job(topology, world_size, **settings).run()
+        others = [rank for rank in range(world_size) if rank != 1]
+        self.assertAllLess(result.finished_seconds[others], 20.0 + 0.05 * 10.0)
+        self.assertLess(result.finished_seconds[1], 20.5 if "skip" in settings else 30.1)
+        self.assertBetween(result.counters[1]["missed_iterations"], 92, 100)
+        self.assertEqual(sum(result.counters[rank]["missed_iterations"] for rank in others), 0)
+        self.assertAllClose(result.parameters, np.tile(np.arange(_DIMENSION), (world_size, 1)), atol=1e-3)
+        # Beside the bound of Table 1: of each in-neighbor the newest update, which is further ahead.
+        self.assertAllLessEqual(result.most_updates, (1 + 8 + 1) * (world_size - 1))
+
+    def test_what_is_sent_to_a_silent_rank_gives_way(self):
+        """Updates and tokens: one of each waits, however long it is silent."""
+        job = self._job("ring", 4, num_backup_workers=1)
+        sends = []
+        for rank in (0, 2):
+            transport = job.cluster.memberships[rank].transport
+
+            def send(peer, *arguments, send=transport.send, **keywords):
+                if peer == 1 and 4.0 < job.cluster.scheduler.now < 13.0:
+                    sends.append(keywords["supersedes"])
+                return send(peer, *arguments, **keywords)
+
+            transport.send = send
+        job.run()
+        self.assertGreater(len(sends), 300)
+        self.assertTrue(all(sends))
+
+    def test_who_needs_all_updates_is_waited_for(self):
+        """Rank 1 has no backup workers: what it has missed could not give way to newer updates."""
+        result = self._job("ring", 4, num_backup_workers=[1, 0, 1, 1]).run()
+        self.assertAllGreater(result.finished_seconds, 29.0)
+        self.assertEqual(sum(counters["missed_iterations"] for counters in result.counters), 0)
+
+    @pytest.mark.slow
+    def test_random_schedules(self):
+        """Several ranks freeze at the same time, and again: all train to the end, in bounded memory."""
+        num_missed = 0
+        for seed in range(_NUM_SCHEDULES):
+            schedule = _Schedule.draw([8, seed], **_SMALL)
+            rng = np.random.default_rng([8, seed])
+            settings = HopSettings(**schedule.settings)
+            if not settings.tolerates_stragglers:
+                continue
+            world_size, num_steps = schedule.topology.world_size, schedule.num_steps
+            end = schedule.durations.sum(axis=1).min()
+            freezes = [
+                (int(rng.integers(world_size)), rng.uniform(0, end), rng.exponential(end))
+                for _ in range(rng.integers(1, 4))
+            ]
+            with self.subTest(seed=seed, settings=schedule.settings, topology=schedule.topology):
+                job = self._job(
+                    schedule.topology, world_size, num_steps, freezes, schedule.durations, **schedule.settings
+                )
+                result = job.run()
+                self.assertAllLess(result.finished_seconds, np.inf)
+                num_in = np.array([len(schedule.topology.in_neighbors(i)) for i in range(world_size)])
+                self.assertLessEqual((result.most_updates - (settings.gap + 2) * num_in).max(), 0)
+                num_missed += sum(counters["missed_iterations"] for counters in result.counters)
+        self.assertGreater(num_missed, 0)
 
 
 class WorthTest(tf.test.TestCase, parameterized.TestCase):
