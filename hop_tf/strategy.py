@@ -6,6 +6,7 @@ import atexit
 import importlib
 import json
 import math
+import numbers
 import os
 import sys
 import weakref
@@ -61,6 +62,9 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
         rank raises `PeerLostError`: it may have been cut off from others that train on. At most the number of ranks;
         equal on all ranks. Default None: more than half of the ranks, so that of two sides one goes on at most. 1 where
         there are two ranks, of which nobody could tell which one was cut off, or servers, without which nobody trains.
+      patience_seconds: Where they do: silence after which a rank is left behind by the others, which let it join them
+        when it wakes. At least 2, and less than `timeout_seconds`; equal on all ranks. Default None: a silent rank is
+        lost after `timeout_seconds`, and raises when it wakes.
       servers: The parameter servers, by their places in the cluster.
       joins_at_once: Whether a rank that was started again trains from its first step on, with what `begin_group` gives
         it. Otherwise it passes over the steps that the others have made, and takes the state of one of them.
@@ -87,6 +91,7 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
         skips_steps: str = "",
         continue_without_lost: bool = False,
         min_ranks: int | None = None,
+        patience_seconds: float | None = None,
         servers: Sequence[int] = (),
         joins_at_once: bool = False,
         batch_shares: Sequence[float] | str | None = None,
@@ -105,6 +110,7 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
         self._cluster = cluster
         self._resolver = cluster_resolver or tf.distribute.cluster_resolver.TFConfigClusterResolver()
         self._options = checked_options(communication_options)
+        patience_seconds = _checked_patience(patience_seconds, self._options.timeout_seconds, continue_without_lost)
         if cluster.world_size > 1 and cluster.make_transport is None:
             check_own_name(cluster.all_addresses, cluster.number, self._options.timeout_seconds)
         self.training = TrainingRun(
@@ -117,6 +123,7 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
             write_report=lambda: self._writer.write(),
             shares=shares,
             roster=roster,
+            may_fall_behind=patience_seconds is not None,
         )
         super().__init__(make_extended(self, self.training, devices))
         self.training.replicas.num_devices = len(self.extended.worker_devices)
@@ -137,6 +144,8 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
         self._writer = ReportWriter(self.report, self._options, self.rank, self._recorder)
         if not servers:  # They do not know it.
             identity = {**identity, "min_ranks": str(min_ranks), "batch_shares": describe_batch_shares(batch_shares)}
+            if continue_without_lost:
+                identity["patience_seconds"] = str(patience_seconds)
         if cluster.world_size > 1 or servers:
             try:
                 self.training.worker = Worker(
@@ -148,6 +157,7 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
                     continue_without_lost=continue_without_lost,
                     min_ranks=min_ranks,
                     servers=servers,
+                    patience_seconds=patience_seconds,
                     shares=shares,
                     roster=self.training.roster,
                     recorder=self._recorder,
@@ -258,6 +268,8 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
           the latest steps' durations, without what they waited; both stay 0 with `run_eagerly`, and with TensorFlow's
           op determinism), `ranks_lost` and
           `ranks_left` (how often another rank was lost, or left by an exception, and this one went on),
+          `times_left_behind` (how often the others went on without this rank, which was silent for `patience_seconds`,
+          and let it join them again),
           `nonfinite_steps` (see `CommunicationOptions.on_nonfinite`), `batch_share` (the part of each batch that this
           rank takes; where there are `batch_shares`), `bytes_sent`, `bytes_received`, `messages_sent`,
           `messages_received`, `connections_refused`, `bytes_sent_on_lane_<k>` (small messages are on lane 0, arrays on
@@ -447,6 +459,28 @@ def _checked_min_ranks(min_ranks: int | None, world_size: int, continue_without_
         )
     check_integer("min_ranks", min_ranks, at_least=1, at_most=world_size if world_size > 1 else math.inf)
     return min_ranks
+
+
+# Heartbeats come every second.
+_LEAST_PATIENCE = 2.0
+
+
+def _checked_patience(patience: object, timeout_seconds: float, continue_without_lost: bool) -> float | None:
+    if patience is None:
+        return None
+    if not continue_without_lost:
+        raise ValueError(
+            "`patience_seconds` must be None where all ranks raise when one is lost: pass on_peer_loss='continue'. "
+            f"Received: patience_seconds={patience!r}."
+        )
+    is_number = isinstance(patience, numbers.Real) and not isinstance(patience, bool)
+    if not is_number or not _LEAST_PATIENCE <= patience < timeout_seconds:
+        raise ValueError(
+            f"`patience_seconds` must be a number of seconds, at least {_LEAST_PATIENCE:g}, and less than the "
+            f"`timeout_seconds` of the communication options, {timeout_seconds:g}, or None. "
+            f"Received: patience_seconds={patience!r}."
+        )
+    return float(patience)
 
 
 def _check_json(name: str, value: object) -> None:

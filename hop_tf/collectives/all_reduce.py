@@ -105,6 +105,8 @@ class AllReduce(abc.ABC):
         """Prepares for step 0 of `session`. What codecs have lost is not forgotten."""
         with self._membership.monitor:
             self._mailbox.clear(session)
+            if self._ended_steps is not None:
+                self._ended_steps.reset()
 
     def begin_at(self, step: int) -> None:
         """This rank takes part from `step` on, as a process that was started again. With the monitor held."""

@@ -103,6 +103,10 @@ class EndedSteps:
         np.copyto(copy, mean)
         return copy
 
+    def reset(self) -> None:
+        """Gives up what this rank has asked about. The monitor must be held."""
+        self._asked = None
+
     def find(self, operation: Operation) -> np.ndarray | None:
         """The means of a step whose attempt a loss has broken here.
 
@@ -250,6 +254,8 @@ class EndedSteps:
         asked = self._asked
         if asked is None or self._place_of(asked) != place or (departure is not None and departure.lost):
             return
+        if (message.sender, self._membership.incarnation_of(message.sender)) not in asked.processes:
+            return  # It was lost, and has joined again since.
         if asked.digest != digest:
             raise ProtocolError(
                 f"rank {self._membership.rank}: rank {message.sender} has ended step {place[1]} with other ranks than "

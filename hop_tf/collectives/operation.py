@@ -72,6 +72,11 @@ class Operation:
         self.vector = 0
         self.is_committed = is_committed
 
+    @property
+    def processes(self) -> list[tuple[int, int]]:
+        """Rank and incarnation of those that take part."""
+        return list(zip(self.ranks, self.incarnations, strict=True))
+
     def present(self) -> list[int]:
         """The ranks that take part as far as this rank knows now. Called with the monitor held, as is `check_ranks`."""
         rank = self._membership.rank
@@ -191,6 +196,7 @@ class Mailbox:
     def __init__(self, membership: Membership, name: str):
         self.queue = SessionQueue(membership, name, membership.session)
         self._first_step = 0
+        self._membership = membership
         self._has_begun = not membership.joining
         self._messages: dict[_Attempt, dict[_Key, np.ndarray]] = {}
         self.queue.start(self._on_message)
@@ -210,7 +216,7 @@ class Mailbox:
     def clear(self, session: int) -> None:
         self.queue.session = session
         self._first_step = 0
-        self._has_begun = True
+        self._has_begun = not self._membership.joining
         self._messages.clear()
 
     def begin_at(self, step: int) -> None:

@@ -25,6 +25,7 @@ _OUTCOMES = {
     "overtime_drops": "updates were dropped",
     "skipped_iterations": "steps were skipped",
     "ranks_lost": "times another rank was lost",
+    "times_left_behind": "times the others went on without this rank",
 }
 
 

@@ -1,4 +1,4 @@
-"""What callbacks hear in a rank that was started again: nothing, until it is where the others are.
+"""What callbacks hear in a rank that was started again, or left behind: nothing, until it is where the others are.
 
 They would keep it from getting there, if they take as long as the others' steps, and see metrics that are none. The
 epoch in which it gets there is a short one for them: it begins with the first batch that the rank trains on.
@@ -25,7 +25,8 @@ def not_called_while_behind(callbacks: Any, hooks: TrainingHooks) -> Iterator[No
       hooks: Of the strategy; the session has begun.
     """
     with contextlib.ExitStack() as stack:
-        for callback in flat_callbacks(callbacks) if hooks.is_behind else ():
+        is_needed = hooks.is_behind or hooks.may_fall_behind
+        for callback in flat_callbacks(callbacks) if is_needed else ():
             if not isinstance(callback, keras.callbacks.History):
                 calls = _Calls(callback, hooks)
                 for name in ("on_epoch_begin", "on_train_batch_begin", "on_train_batch_end", "on_epoch_end"):

@@ -112,6 +112,11 @@ class TrainingHooks(abc.ABC):
     def is_behind(self) -> bool:
         """Whether `fit` passes over steps now: this rank was started again, and is not yet where the others are."""
 
+    @property
+    @abc.abstractmethod
+    def may_fall_behind(self) -> bool:
+        """True if the others may go on without this rank, which then passes over steps until it is where they are."""
+
     @abc.abstractmethod
     def leave_step(self, trace: StepTrace) -> None:
         """Called when `fn` has returned."""

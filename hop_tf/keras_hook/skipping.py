@@ -76,8 +76,8 @@ class StepSkipping:
             )
         self._optimizer = optimizer
 
-    def begin_by_skipping(self, catch_up: Callable[[Any], tf.Tensor], *, takes_count: bool = False) -> None:
-        """Passes over the steps of the first update, and then of as many as `catch_up` says, until that is none.
+    def let_catch_up(self, catch_up: Callable[[Any], tf.Tensor], *, takes_count: bool = False) -> None:
+        """Called before the first step of a rank that may have to catch up: see `fall_behind`.
 
         Args:
           catch_up: Given the optimizer, emits ops that return an int64 scalar. They may change any variable.
@@ -86,6 +86,19 @@ class StepSkipping:
         """
         self._catch_up = catch_up
         self._takes_count = takes_count
+
+    def fall_behind(self) -> None:
+        """Passes over the steps of an update, and then of as many as `catch_up` says, until that is none.
+
+        Called between two steps, also between two that belong to the same update. `let_catch_up` comes first.
+        """
+        size = gradient_accumulation_steps(self._optimizer)
+        self._num_left.assign(size - int(iterations_variable(self._optimizer)) % size)
+        self._is_behind.assign(True)
+
+    def begin_by_skipping(self, catch_up: Callable[[Any], tf.Tensor], *, takes_count: bool = False) -> None:
+        """Does what `let_catch_up` and `fall_behind` do, in a rank that has not made any step."""
+        self.let_catch_up(catch_up, takes_count=takes_count)
         self._passes_over_first = True
         with tf.init_scope():  # Now, and not in every step.
             self._is_behind.assign(True)
@@ -103,8 +116,11 @@ class StepSkipping:
           model: What it trains.
         """
         self._metrics = tf_variables(*(metric.variables for metric in model.metrics))
-        if self._passes_over_first and tf.executing_eagerly():
-            raise ValueError("`run_eagerly` must be False for a rank that joins a running job after a restart.")
+        if self._catch_up is not None and tf.executing_eagerly():
+            raise ValueError(
+                "`run_eagerly` must be False for a rank that joins a running job after a restart, and with "
+                "`patience_seconds`."
+            )
         with when_here(arguments):
             # In a graph both branches are traced, the step first, so that its results are known when the other is.
             outputs = tf.cond(self._num_left <= 0, lambda: self._take(step), self._pass_over)

@@ -17,12 +17,13 @@ from hop_tf.membership.monitor import Monitor, ThreadMonitor
 from hop_tf.membership.session import LEAVE_QUEUE, Membership, parse, tree_neighbors
 from hop_tf.membership.session_queue import SessionQueue
 from hop_tf.membership.silence import Silence
-from hop_tf.membership.waiting import Interrupted
+from hop_tf.membership.waiting import Interrupted, LeftBehind
 
 __all__ = [
     "LEAVE_QUEUE",
     "Departure",
     "Interrupted",
+    "LeftBehind",
     "Membership",
     "Monitor",
     "SessionQueue",

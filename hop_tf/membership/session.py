@@ -12,7 +12,7 @@ from hop_tf.errors import PeerFailedError, PeerLostError, ProtocolError
 from hop_tf.membership import membership_pb2
 from hop_tf.membership.departures import Departure
 from hop_tf.membership.monitor import Monitor
-from hop_tf.membership.waiting import Waiting
+from hop_tf.membership.waiting import LeftBehind, Waiting
 from hop_tf.options import CommunicationOptions
 from hop_tf.records import Kind
 from hop_tf.transport.base import Message, Transport
@@ -43,6 +43,7 @@ class Membership(Waiting):
       continue_without_lost: Whether, within a step, a lost rank is one that has left. Otherwise it is an error.
       min_ranks: How many ranks, this one included, have to be left, neither lost nor failed; else it raises. Default 1.
       servers: Parameter servers, which are no ranks, hear of departures, and are an error when lost.
+      patience_seconds: See `Waiting`. Default None.
       on_stall: See `Waiting`. Default: nobody is told.
     """
 
@@ -57,6 +58,7 @@ class Membership(Waiting):
         continue_without_lost: bool = False,
         min_ranks: int = 1,
         servers: Sequence[int] = (),
+        patience_seconds: float | None = None,
         on_stall: Callable[[str], None] | None = None,
     ):
         rank = transport.rank
@@ -69,6 +71,7 @@ class Membership(Waiting):
             peers=sorted({*peers, *tree} - {rank}),
             servers=servers,
             continue_without_lost=continue_without_lost,
+            patience_seconds=patience_seconds,
             on_stall=on_stall,
         )
         self.world_size = world_size
@@ -88,6 +91,8 @@ class Membership(Waiting):
         self.divides_anew = False
         # Since this was made: ranks that were lost, and those that left a session by an exception.
         self.num_lost = self.num_left = 0
+        # How often the others went on without this rank, and let it join them again.
+        self.num_left_behind = 0
         self._lost_to: dict[int, set[int]] = {}  # By server, the ranks that it goes on without.
         self._missed: collections.Counter[int] = collections.Counter()  # In the session, of ranks that take part again.
         self._begun_session = 0
@@ -204,6 +209,8 @@ class Membership(Waiting):
         self._left = message
         if isinstance(self._failure, PeerFailedError):
             self._failure = None  # The next session may begin with all ranks.
+        elif self.is_left_behind:
+            self._failure = PeerLostError(str(self._failure))  # It is too late to join the others.
         if not self.joining:  # Else nobody counts on this rank.
             self._forward(message)
 
@@ -324,6 +331,16 @@ class Membership(Waiting):
             leaves.append(self._left)
         return leaves
 
+    def begin_again(self) -> None:
+        """This rank, which was left behind, is to join the session as a process that was started again would."""
+        with self.monitor:
+            self._failure, self.is_given_up, self.joining = None, False, True
+            self.incarnation += 1
+            for rank in self._found_lost:
+                self._departures.forget(rank)
+            self.num_lost -= len(self._found_lost)
+            self._found_lost.clear()
+
     def joined(self) -> None:
         """This rank takes part from now on: it is joining no more."""
         self.joining = False
@@ -340,7 +357,9 @@ class Membership(Waiting):
         if rank in self.peers and self.transport.status(rank).incarnation not in (None, join.transport_incarnation):
             return False
         departure = self.departure(rank)
-        if departure is not None and join.first_steps:
+        if departure is None:  # That its former process, or its former part, is lost was not heard yet.
+            self.num_lost += 1
+        elif join.first_steps:
             self._missed[rank] += max(0, min(join.first_steps.values()) - departure.num_rounds)
         self._departures.begin_incarnation(rank, join.incarnation)
         self._note_event(Kind.JOIN, rank, "")
@@ -409,13 +428,27 @@ class Membership(Waiting):
             return  # Who was frozen, and goes on, has heard nothing of others for as long as they of it.
         if leave.rank == self.rank and leave.lost:
             if self._begun_session and leave.incarnation == self.incarnation:  # Else it is about an earlier process.
-                self.is_given_up = True
-                self.fail(PeerLostError(f"rank {self.rank}: the others went on without this rank: {leave.reason}"))
+                self._hear_of_own_loss(f"rank {self.rank}: the others went on without this rank: {leave.reason}")
             return
         with self.monitor:
+            if leave.lost:
+                self._found_lost.discard(leave.rank)
             news = self._record(leave)
         if news:
             self._forward(leave, learned_from=message.sender)
+
+    def _hear_of_own_loss(self, text: str) -> None:
+        with self.monitor:
+            if self.is_left_behind:
+                return
+            self.is_given_up = True
+            if self._patience is None or self.has_left or self._failure is not None:
+                self.fail(PeerLostError(text))
+                return
+            logging.warning("%s It joins them again.", text)
+            self.num_left_behind += 1
+            self._failure = LeftBehind(text)
+            self.monitor.notify_all()
 
     def _record(self, leave: membership_pb2.Leave) -> bool:
         """Remembers a departure; False if it was known."""

@@ -13,6 +13,7 @@ from hop_tf.errors import HopError, PeerLostError
 from hop_tf.membership import membership_pb2
 from hop_tf.membership.departures import Departure, Departures
 from hop_tf.membership.monitor import Monitor
+from hop_tf.membership.patience import Patience
 from hop_tf.options import CommunicationOptions
 from hop_tf.records import Kind
 from hop_tf.transport.base import PeerStatus, Transport
@@ -28,6 +29,10 @@ _STALL_SHARE = 0.25
 
 class Interrupted(Exception):
     """Not an error: waiting was ended because this rank itself leaves the session."""
+
+
+class LeftBehind(Interrupted):
+    """Not an error: waiting was ended because the others went on without this rank. It is to join them again."""
 
 
 class _NoUse(Exception):
@@ -47,6 +52,8 @@ class Waiting(abc.ABC):
       peers: Ranks that this one deals with directly.
       servers: Parameter servers, which are no ranks.
       continue_without_lost: Whether, within a step, a lost rank is one that has left. Otherwise it is an error.
+      patience_seconds: Silence after which the others go on without a rank that joins them when it wakes; None: that
+        of `options`, and a rank that wakes fails.
       on_stall: Told, without the monitor held, what the rank has waited for since long ago: for a quarter of
         `progress_timeout_seconds`, or for `timeout_seconds` if that is less. Once, also where several threads wait.
     """
@@ -60,6 +67,7 @@ class Waiting(abc.ABC):
         peers: Sequence[int],
         servers: Sequence[int],
         continue_without_lost: bool,
+        patience_seconds: float | None,
         on_stall: Callable[[str], None] | None,
     ):
         self.rank = transport.rank
@@ -72,7 +80,10 @@ class Waiting(abc.ABC):
         # How many rounds of the running session this rank has begun; see `Membership.begin_round`.
         self.num_rounds = 0
         self._options = options
+        self._patience = None if patience_seconds is None else Patience(patience_seconds, monitor.now)
         self._departures = Departures()
+        # Lost ranks of which no other rank has told. This rank may be the one that was stopped, or cut off.
+        self._found_lost: set[int] = set()
         self._failure: BaseException | None = None
         # What has ended the job first, for the others' errors: who is lost, and not who notices.
         self._cause = ""
@@ -100,6 +111,10 @@ class Waiting(abc.ABC):
     def departure(self, rank: int) -> Departure | None:
         """How `rank` left the running session; None while it takes part."""
         return self._departures.of(rank)
+
+    def _status_of(self, rank: int) -> PeerStatus:
+        status = self.transport.status(rank)
+        return status if self._patience is None else self._patience.discount(status)
 
     def departed(self) -> set[int]:
         """Ranks that take part in the running session no more."""
@@ -142,6 +157,11 @@ class Waiting(abc.ABC):
     def failure(self) -> BaseException | None:
         """What ended this rank's part in the job, if anything did."""
         return self._failure
+
+    @property
+    def is_left_behind(self) -> bool:
+        """True if the others went on without this rank, which is to join them again."""
+        return isinstance(self._failure, LeftBehind)
 
     def _check_interrupted(self) -> None:
         if self._interrupted:
@@ -250,6 +270,7 @@ class Waiting(abc.ABC):
                     if is_known or not self._goes_on_after(peer, step, error):
                         self._note_cause(peer, error)
                         raise error
+                    self._found_lost.add(peer)
                     return self._depart(peer, error)
                 if self.monitor.now() >= tells_at:
                     tells_at = math.inf
@@ -296,7 +317,8 @@ class Waiting(abc.ABC):
     def _problem(self, peer: int, waited: float, operation: str, step: int | None) -> Exception | None:
         """Why to wait no longer; None if there is hope."""
         end = self._departures.end_of(peer)
-        status = self.transport.status(peer)
+        status = self._status_of(peer)
+        has_patience = self._patience is not None and self._can_go_on_without(peer, step)
         error = problem_of(
             status,
             None if end is None else end.reason,
@@ -306,6 +328,7 @@ class Waiting(abc.ABC):
             peer=self._name_of(peer),
             operation=operation,
             step=step,
+            patience_seconds=self._patience.seconds if has_patience else None,
         )
         if status.failure is None and isinstance(error, PeerLostError) and self._can_go_on_without(peer, step):
             return self._doubt(status, error)
@@ -314,19 +337,21 @@ class Waiting(abc.ABC):
     def _doubt(self, status: PeerStatus, error: PeerLostError) -> Exception | None:
         """Whether a silent peer is lost, or this rank: one that hears too few of the others to go on with is cut off.
 
-        It may still speak. So it tells nobody that they are lost, and says that it has failed itself.
+        It may still speak. So it tells nobody that they are lost, and says that it has failed itself. With a patience,
+        it waits for `timeout_seconds` before it fails: the others may be heard again, and let it join them.
 
         Returns:
           `error`, if enough others are heard; None while that is not certain; that this rank is cut off.
         """
         limit_seconds = self._options.timeout_seconds
+        silence_seconds = limit_seconds if self._patience is None else self._patience.seconds
         present = [peer for peer in self.peers if self.departure(peer) is None]
         # A rank that is there is heard several times in half of the time.
-        unheard = [peer for peer in present if self.transport.status(peer).silent_seconds > limit_seconds / 2]
+        unheard = [peer for peer in present if self._status_of(peer).silent_seconds > silence_seconds / 2]
         too_few = self._too_few_without(len(unheard))
-        if not too_few or not status.was_silent_for(limit_seconds):
+        if not too_few or not status.was_silent_for(silence_seconds):
             return error
-        if not all(self.transport.status(peer).was_silent_for(limit_seconds) for peer in unheard):
+        if not all(self._status_of(peer).was_silent_for(limit_seconds) for peer in unheard):
             return None
         self.is_given_up = True
         return PeerLostError(
@@ -408,6 +433,7 @@ class Waiting(abc.ABC):
         with self.monitor:
             if self.departure(peer) is not None or self.incarnation_of(peer) != incarnation:
                 return  # It was known already, or has joined again since.
+            self._found_lost.add(peer)
             leave = self._depart(peer, error)
         self._forward(leave)
 

@@ -27,6 +27,7 @@ from hop_tf.transport.base import Message
 
 SPEC_NAME = "hop_tf_newcomers"
 _HEADER = struct.Struct("<q")
+_NEVER = -1  # Step 0 is one that ranks may look at several times, where an update takes several batches.
 _Process = tuple[int, int]  # Rank, incarnation.
 
 
@@ -63,7 +64,7 @@ class Admissions:
         self._interval = interval
         self._lead = lead
         with tf.init_scope(), tf.device("/cpu:0"):
-            self.meet_at = tf.Variable(0, dtype=tf.int64, trainable=False, name="hop_tf_meet_at")
+            self.meet_at = tf.Variable(_NEVER, dtype=tf.int64, trainable=False, name="hop_tf_meet_at")
         self._first_steps: dict[_Process, int] = {}
         self._known: set[_Process] = set()
         self.own_first_step: int | None = None
@@ -81,7 +82,7 @@ class Admissions:
         with self._membership.monitor:
             self._queue.session = session
             self._begin()
-        self.meet_at.assign(0)
+        self.meet_at.assign(_NEVER)
 
     def _begin(self) -> None:
         self._known.clear()

@@ -12,6 +12,7 @@ advance how long an epoch is.
 from __future__ import annotations
 
 import collections
+import contextlib
 import enum
 import json
 import struct
@@ -20,7 +21,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from hop_tf.errors import MismatchError
-from hop_tf.membership import Membership, SessionQueue
+from hop_tf.membership import LeftBehind, Membership, SessionQueue
 from hop_tf.transport.base import Message
 
 QUEUE = "epochs"
@@ -124,11 +125,12 @@ class EpochAgreement:
         self._tell_all(_Kind.VALUE, number, rounds, value)
         self.sent_rounds = number + 1
         received = self._values[number]
-        self._membership.wait(
-            lambda: [rank for rank in self.others if rank not in received and self._may_announce(rank, number)],
-            operation="agree at the end of an epoch",
-            step=position,
-        )
+        with contextlib.suppress(LeftBehind):  # Then it agrees with those that it has heard.
+            self._membership.wait(
+                lambda: [rank for rank in self.others if rank not in received and self._may_announce(rank, number)],
+                operation="agree at the end of an epoch",
+                step=position,
+            )
         with self._membership.monitor:
             values = dict(sorted({**received, self._membership.rank: value}.items()))
             for old in [old for old in self._values if old <= number]:

@@ -52,6 +52,10 @@ class EpochEnds:
         self._begin_fit()
         self.agrees, self.stops_together = agrees, agrees and in_lock_step
 
+    def end_agreement(self) -> None:
+        """This rank was left behind, and is to join the others: it agrees with them no more in this `fit`."""
+        self.agrees = self.stops_together = False
+
     def begin_training(self, model: keras.Model | None) -> None:
         """The first step is about to be made; None in a custom loop."""
         self._model = model

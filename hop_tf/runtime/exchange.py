@@ -397,8 +397,10 @@ class ExchangeRunner:
                 return self._exchange.step(outgoing)
             except Interrupted:
                 self._interrupted = True
-        is_step = outgoing.segment not in (CATCH_UP, MEETING)
-        return self._exchange.no_op(outgoing) if is_step else self._answer_of(outgoing, 0)
+        if outgoing.segment in (CATCH_UP, MEETING):
+            # A rank that is left behind once more goes on to pass over steps.
+            return self._answer_of(outgoing, int(outgoing.segment == CATCH_UP and self._joining.is_to_begin_again))
+        return self._exchange.no_op(outgoing)
 
     def _recorded_step(self, outgoing: Outgoing) -> Incoming | None:
         recorder, begin = self._recorder, time.time()

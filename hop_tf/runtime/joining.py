@@ -41,6 +41,7 @@ _NEAR_STEPS = 16
 # Ranks whose steps take no longer than to pass over one cannot be caught up with.
 _MAX_APPROACHES = 8
 _RETRY_SECONDS = 0.1
+_AHEAD_SECONDS = 0.02
 _NOT_THERE = -1
 
 _Exchange = TypeVar("_Exchange")
@@ -106,15 +107,33 @@ class Joining:
                     )
                 return exchange
             self._exchanges[group] = exchange
-            joins = [join for join in self._joins.values() if group in join.first_steps and self._is_present(join)]
-            welcomes = {join.rank: self._admit(join) for join in joins}
+            welcomes = {join.rank: self._admit(join) for join in self._joins_of(group)}
         self._answer(welcomes)
         return exchange
+
+    def _joins_of(self, group: str) -> list[membership_pb2.Join]:
+        """Those of present ranks."""
+        return [join for join in self._joins.values() if group in join.first_steps and self._is_present(join)]
 
     def _is_present(self, join: membership_pb2.Join) -> bool:
         membership = self._membership
         is_latest = join.session == membership.session and join.incarnation == membership.incarnation_of(join.rank)
         return is_latest and membership.departure(join.rank) is None
+
+    @property
+    def is_to_begin_again(self) -> bool:
+        """True if the others have left this rank behind, and `begin_again` was not called since."""
+        return self._membership.is_left_behind
+
+    def begin_again(self) -> None:
+        """This rank was left behind, and is to join the others as a process that was started again would."""
+        self._membership.begin_again()
+        self.end_session()
+        with self._monitor:
+            for group, exchange in self._exchanges.items():
+                exchange.reset(self._membership.session)
+                for join in self._joins_of(group):  # Others that join may count on this rank's vote.
+                    exchange.admissions.note(join.rank)
 
     def detach(self, group: str) -> None:
         """The group is no more."""
@@ -145,6 +164,9 @@ class Joining:
             replies = self._ask(position)
             leader = max(replies, key=lambda rank: replies[rank].step)
             num_behind = replies[leader].step + 1 - position
+            if num_behind < 0:  # Left behind, it has made steps that none of the others has made yet.
+                self._pause(_AHEAD_SECONDS)
+                continue
             if num_behind > _NEAR_STEPS and self._num_approaches < _MAX_APPROACHES:
                 self._num_approaches += 1
                 return num_behind
@@ -159,6 +181,10 @@ class Joining:
                 self._enter(group, start)
                 logging.info("rank %d: joins at step %d.", self._membership.rank, start)
                 return start - position
+
+    def _pause(self, seconds: float) -> None:
+        with self._monitor:
+            self._monitor.wait(seconds, self._monitor.now() + seconds)
 
     def join_at_once(self, group: str) -> None:
         """Joins at step 0, where a scheme's state is not that of a rank, and steps of ranks need not be the same.
@@ -368,7 +394,8 @@ class Joining:
     def _on_request(self, message: Message) -> None:
         request = parse(membership_pb2.StateRequest, message)
         with self._monitor:
-            step = _NOT_THERE if self._membership.joining else self._step
+            is_there = not (self._membership.joining or self._membership.is_left_behind)
+            step = self._step if is_there else _NOT_THERE
             if request.wants_state and step != _NOT_THERE:
                 self._asking_for_state.append(message.sender)
                 self._monitor.notify_all()

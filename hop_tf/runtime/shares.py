@@ -7,6 +7,7 @@ the ranks' speeds, and gives all the same ones. As all wait for that between two
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from collections.abc import Callable, Mapping, Sequence
 
@@ -16,7 +17,7 @@ from absl import logging
 
 from hop_tf.codecs import Codec, Identity
 from hop_tf.keras_hook.shares import BatchShares
-from hop_tf.membership import Membership, SessionQueue
+from hop_tf.membership import LeftBehind, Membership, SessionQueue
 from hop_tf.tensors.packing import TensorSpec
 from hop_tf.transport.base import Message
 
@@ -182,11 +183,12 @@ class ShareAgreement:
         Raises:
           HopError: As `Membership.wait` does.
         """
-        if self.takes_part and self._membership.rank == 0:
-            self._decide(position, seconds_per_row)
-        elif self.takes_part:
-            self._send(0, _MEASURED.pack(position, seconds_per_row), position)
-            self._wait(lambda: [0] if self._decided[0] < position and self._counts(0, position) else [], position)
+        with contextlib.suppress(LeftBehind):  # Then it keeps the shares that it knows.
+            if self.takes_part and self._membership.rank == 0:
+                self._decide(position, seconds_per_row)
+            elif self.takes_part:
+                self._send(0, _MEASURED.pack(position, seconds_per_row), position)
+                self._wait(lambda: [0] if self._decided[0] < position and self._counts(0, position) else [], position)
         self._assign()
 
     def end(self) -> None:

@@ -7,10 +7,11 @@ So each rank tells one number, and all know the largest one. Up to there all mak
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from collections.abc import Callable
 
-from hop_tf.membership import Membership, SessionQueue
+from hop_tf.membership import LeftBehind, Membership, SessionQueue
 from hop_tf.runtime.epoch_agreement import EpochAgreement
 from hop_tf.transport.base import Message
 
@@ -98,11 +99,12 @@ class StopAgreement:
         Raises:
           HopError: As there.
         """
-        self._membership.wait(
-            lambda: [rank for rank in self._epochs.others if rank not in self._told and self._takes_part(rank)],
-            operation="agree on the last step",
-            step=self.num_begun,
-        )
+        with contextlib.suppress(LeftBehind):  # Then it goes by those that it has heard.
+            self._membership.wait(
+                lambda: [rank for rank in self._epochs.others if rank not in self._told and self._takes_part(rank)],
+                operation="agree on the last step",
+                step=self.num_begun,
+            )
         with self._membership.monitor:
             return self.num_begun >= max(self._told.values())
 

@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 from hop_tf.callbacks import MetricAverage
-from hop_tf.errors import HopError
+from hop_tf.errors import HopError, PeerLostError
 from hop_tf.keras_hook.adapted import AdaptedLayers
 from hop_tf.keras_hook.backup_agreement import BackupAgreement
 from hop_tf.keras_hook.context import refuse_xla
@@ -30,6 +30,7 @@ from hop_tf.keras_hook.shares import BatchShares
 from hop_tf.keras_hook.trace import StepTrace, is_built
 from hop_tf.keras_hook.tuners import Trial, ending_search
 from hop_tf.keras_hook.updates import as_own_updates
+from hop_tf.membership import LeftBehind
 from hop_tf.runtime.agreed_states import AgreedStates
 from hop_tf.runtime.assignments import Assignments, refusal_in
 from hop_tf.runtime.epoch_ends import VALIDATION
@@ -71,6 +72,7 @@ class TrainingRun(TrainingHooks):
       write_report: Called when a `fit` has ended, in any way.
       shares: What part of a batch each rank takes. Default: all parts are equal, and no rank weighs its rows.
       roster: The ranks that share each batch, where others share the rows of a lost rank. Default: all ranks share it.
+      may_fall_behind: True if the others may go on without this rank, and let it join them again. Default False.
 
     Attributes:
       worker: This rank among the others; None in a world of one without servers: then steps are left as they are.
@@ -94,6 +96,7 @@ class TrainingRun(TrainingHooks):
         write_report: Callable[[], None],
         shares: BatchShares | None = None,
         roster: Roster | None = None,
+        may_fall_behind: bool = False,
     ):
         self._scheme = scheme
         self._after_fit = after_fit
@@ -127,6 +130,7 @@ class TrainingRun(TrainingHooks):
             why=skips_steps if world_size > 1 else "",
             takes_count=scheme.in_lock_step,
             must_catch_up=lambda: self.worker is not None and self.worker.joining and not joins_at_once,
+            may_fall_behind=may_fall_behind and world_size > 1,
             catch_up=self._catch_up,
         )
         self._rows = None if self.shares is None else RowWeighing(self.shares)
@@ -194,10 +198,12 @@ class TrainingRun(TrainingHooks):
                     refuse_to_restore(callbacks)
                 yield
                 self.finish_training()  # Without an optimizer of its own, a model does not tell of its last step.
+                if self.worker.membership.is_left_behind:
+                    raise LeftBehind(str(self.worker.membership.failure))
                 if self.is_behind:
                     raise HopError(
-                        f"rank {self._rank} was started again, and its `fit` has ended before it was where "
-                        "the others are: it has not trained. Give all ranks the same number of epochs and steps."
+                        f"rank {self._rank} was started again, or left behind, and its `fit` has ended before it was "
+                        "where the others are: it has not trained. Give all ranks the same number of epochs and steps."
                     )
         except BaseException as error:
             self.states.count_own()
@@ -224,11 +230,13 @@ class TrainingRun(TrainingHooks):
         """Raises what really happened where an operation fails because the job is broken."""
         try:
             yield
+        except LeftBehind as error:
+            raise PeerLostError(f"{error} It could not join them again: start it again.") from None
         except tf.errors.OpError as error:
             if (refusal := refusal_in(error)) is not None:
                 raise ValueError(refusal) from None
             failure = self.worker.membership.failure
-            if failure is None:
+            if failure is None or self.worker.membership.is_left_behind:
                 raise
             # An operation that has failed with this text only tells, at length, where it is in the graph.
             raise failure from (None if type(failure).__name__ in error.message else error)
@@ -310,8 +318,16 @@ class TrainingRun(TrainingHooks):
         self.states.begin_anew()
 
     def begin_steps(self, number: int) -> bool:
-        """See `EpochEnds`."""
+        """See `EpochEnds`. A rank that was left behind begins to pass over steps."""
+        if self.may_fall_behind and self.worker.membership.is_left_behind:
+            self.worker.begin_again()
+            self._passed_steps.fall_behind()
         return self.worker is None or self.worker.epoch_ends.begin_steps(number)
+
+    @property
+    def may_fall_behind(self) -> bool:
+        """See `PassedSteps`."""
+        return self._passed_steps.may_fall_behind
 
     def ask_to_stop(self) -> None:
         """See `EpochEnds`."""

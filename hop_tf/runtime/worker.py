@@ -72,6 +72,7 @@ class Worker:
       continue_without_lost: See `Membership`.
       min_ranks: See `Membership`.
       servers: See `Membership`.
+      patience_seconds: See `Membership`.
       shares: What part of a batch a rank takes; where these change, ranks agree on them. Default: all parts are equal.
       roster: The ranks that share each batch. Default: all ranks share it, whoever is lost.
       recorder: Told of what happens on this rank; None: nobody is.
@@ -101,6 +102,7 @@ class Worker:
         continue_without_lost: bool = False,
         min_ranks: int = 1,
         servers: Sequence[int] = (),
+        patience_seconds: float | None = None,
         shares: BatchShares | None = None,
         roster: Roster | None = None,
         recorder: Recorder | None = None,
@@ -129,6 +131,7 @@ class Worker:
             continue_without_lost=continue_without_lost,
             min_ranks=min_ranks,
             servers=servers,
+            patience_seconds=patience_seconds,
             on_stall=StallReport(options, cluster.rank),
         )
         self._groups: list[Group] = []
@@ -249,6 +252,29 @@ class Worker:
         )
         if stuck is not None and (error is stuck or isinstance(stuck, KeyboardInterrupt)):
             raise stuck
+
+    def begin_again(self) -> None:
+        """This rank, which was left behind, is to join the others. Called between two steps.
+
+        It passes over the steps that follow, until `Group.catch_up` finds it where the others are.
+
+        Blocks: until the groups' threads have come to rest.
+
+        Raises:
+          HopError: If one does not within `progress_timeout_seconds`.
+        """
+        for group in self._groups:
+            group.runner.quiesce(self._options.progress_timeout_seconds)
+        session = self.membership.session
+        self._joining.begin_again()
+        self.epoch_ends.end_agreement()
+        self.epochs.reset(session, takes_part=self.epochs.takes_part)
+        self._stops.reset(session)
+        if self.share_agreement is not None:
+            self.share_agreement.reset(session)
+            self.share_agreement.takes_part = False
+        for group in self._groups:
+            group.step.assign_add(1)  # As a new process, it passes over one step before it asks where the others are.
 
     def _warn_of_what_is_missed(self) -> None:
         """Logs which ranks have not made all of the session's rounds, and what became of their share of the data."""
@@ -441,6 +467,7 @@ class Worker:
             "iteration": iteration,
             "ranks_lost": self.membership.num_lost,
             "ranks_left": self.membership.num_left,
+            "times_left_behind": self.membership.num_left_behind,
             "nonfinite_steps": self.finite_check.num_steps,
         }
         return {**counts, **self._transport.counters(), **by_lane, **totals, **gauges}

@@ -123,6 +123,7 @@ class VirtualTransport(Transport):
         self._died_at: float | None = None
         self._frozen = (-math.inf, -math.inf)  # Since when, and until when.
         self._kept_for_thaw: list[tuple[VirtualTransport, Sending]] = []
+        self._keeps = False
         self._reaches: Collection[int] | None = None
         self._peers: dict[int, VirtualTransport] = {}
         self._cuts = cuts
@@ -181,8 +182,14 @@ class VirtualTransport(Transport):
         self._kept.clear()
         self._wires.stop()
 
-    def freeze(self, seconds: float) -> None:
-        """The process stands still for so long: it takes nothing, and is not heard. What is sent arrives later."""
+    def freeze(self, seconds: float, keeps: bool = False) -> None:
+        """The process stands still for so long: it takes nothing, and is not heard. What is sent to it arrives later.
+
+        Args:
+          seconds: How long.
+          keeps: True if what it has sent itself, and is on its way, arrives later, too. Default False.
+        """
+        self._keeps = keeps
         now, (begin, end) = self._scheduler.now, self._frozen
         self._frozen = begin if now < end else now, max(end, now + seconds)
         self._scheduler.call_at(self._frozen[1], self._thaw)
@@ -290,6 +297,9 @@ class VirtualTransport(Transport):
         if (self._reaches is not None and peer not in self._reaches) or (self._rank, peer) in self._cuts:
             return
         receiver = sending.receiver or self._network[peer]
+        if self._keeps and self._scheduler.now < self._frozen[1]:
+            self._scheduler.call_at(self._frozen[1], lambda: self._bring(sending))
+            return
         if self._scheduler.now < receiver._frozen[1] or receiver._kept_for_thaw:
             receiver._kept_for_thaw.append((self, sending))
             return
@@ -400,6 +410,7 @@ class VirtualCluster:
       peers: `peers(rank)`: the ranks that a rank deals with. Default: all.
       continue_without_lost: See `Membership`.
       min_ranks: See `Membership`.
+      patience_seconds: See `Membership`.
       detection_seconds: See `VirtualTransport`.
       options: Deadlines. Default: there are none.
       limit_seconds: See `Scheduler`. Given, who waits looks at deadlines now and then, as on real clocks. Default None:
@@ -423,6 +434,7 @@ class VirtualCluster:
         peers: Callable[[int], Iterable[int]] | None = None,
         continue_without_lost: bool = False,
         min_ranks: int = 1,
+        patience_seconds: float | None = None,
         detection_seconds: float = 0.0,
         options: CommunicationOptions = _WITHOUT_DEADLINES,
         limit_seconds: float | None = None,
@@ -443,6 +455,7 @@ class VirtualCluster:
         self._peers = peers or (lambda rank: range(world_size))
         self._continue_without_lost = continue_without_lost
         self._min_ranks = min_ranks
+        self._patience_seconds = patience_seconds
         self._detection_seconds = detection_seconds
         self._network: dict[int, VirtualTransport] = {}
         self._cuts: dict[tuple[int, int], float] = {}
@@ -479,11 +492,20 @@ class VirtualCluster:
         for pair in [(rank, other)] if one_way else [(rank, other), (other, rank)]:
             self._cuts[pair] = self.scheduler.now
 
-    def freeze(self, rank: int, seconds: float) -> None:
-        """The process of a rank stands still for so long, as one that was stopped. Called as an event."""
-        self._network[rank].freeze(seconds)
+    def freeze(self, rank: int, seconds: float, keeps: bool = False) -> None:
+        """The process of a rank stands still for so long, as one that was stopped. Called as an event.
+
+        Args:
+          rank: The rank.
+          seconds: How long.
+          keeps: See `VirtualTransport.freeze`.
+        """
+        self._network[rank].freeze(seconds, keeps)
         for process in self._processes[rank]:
             process.frozen_until = max(process.frozen_until, self.scheduler.now + seconds)
+        if self._patience_seconds is not None and seconds > self._patience_seconds:
+            # Longer than the patience, not as long.
+            self.scheduler.call_at(self.scheduler.now + self._patience_seconds * (1 + 1e-9), self._wake_all)
 
     def kill(self, rank: int, reaches: Collection[int] | None = None) -> bool:
         """Ends the process of a rank now, wherever it is; False if it has ended. Called as an event.
@@ -519,6 +541,7 @@ class VirtualCluster:
             peers=self._peers(rank),
             continue_without_lost=self._continue_without_lost,
             min_ranks=self._min_ranks,
+            patience_seconds=self._patience_seconds,
             servers=range(world_size, world_size + self._num_servers),
         )
 

@@ -13,6 +13,7 @@ _REFUSED_SECONDS = 2.0
 _HANDOVER_SECONDS = 5.0
 _PROGRESS_ADVICE = "Check that rank's log: it is alive but does not deliver (see progress_timeout_seconds)."
 _LOST_ADVICE = "Check whether that process runs and can be reached (see timeout_seconds)."
+_PATIENCE_ADVICE = "It is left behind, and joins the others when it wakes (see patience_seconds)."
 _RETURN_ADVICE = "It was not started again in time (see timeout_seconds). Start the whole job again."
 _ONE_WAY_ADVICE = "Check firewalls, and with TLS the certificate, in that direction (see timeout_seconds)."
 
@@ -35,6 +36,7 @@ def problem_of(
     peer: str,
     operation: str,
     step: int | None,
+    patience_seconds: float | None = None,
 ) -> Exception | None:
     """Why to wait for a peer no longer; None if there is hope.
 
@@ -47,10 +49,11 @@ def problem_of(
       peer: For whom, in words.
       operation: For what.
       step: In which training step; None outside of one.
+      patience_seconds: Silence after which ranks go on without a peer that was met; None: that of `options`.
     """
     if status.failure is not None:
         return status.failure
-    found = _find(status, ended, waited, options, rank, step)
+    found = _find(status, ended, waited, options, rank, step, patience_seconds)
     if found is None:
         return None
     error, state, advice = found
@@ -68,7 +71,13 @@ def problem_of(
 
 
 def _find(
-    status: PeerStatus, ended: str | None, waited: float, options: CommunicationOptions, rank: int, step: int | None
+    status: PeerStatus,
+    ended: str | None,
+    waited: float,
+    options: CommunicationOptions,
+    rank: int,
+    step: int | None,
+    patience_seconds: float | None,
 ) -> tuple[type[Exception], str, str] | None:
     """The error, what is known of the peer, and advice."""
     problem = f": {status.last_problem}" if status.last_problem else ""
@@ -78,6 +87,8 @@ def _find(
         return PeerLostError, f"it has ended: {ended}", "Start the job again."
     if is_dead(status) and not status.may_return:
         return PeerLostError, "nobody listens there any more", _LOST_ADVICE
+    if patience_seconds is not None and status.ever_connected and status.was_silent_for(patience_seconds):
+        return PeerLostError, f"silent for {status.silent_seconds:.1f} s{problem}", _PATIENCE_ADVICE
     if status.was_silent_for(options.timeout_seconds):
         if status.ever_connected:
             advice = _RETURN_ADVICE if status.may_return else _LOST_ADVICE

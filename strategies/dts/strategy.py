@@ -99,6 +99,11 @@ class DTSStrategy(ExchangeStrategy):
       min_ranks: Where others go on: how many ranks must be left, neither lost nor failed. With fewer, a rank raises
         `PeerLostError`, since others may train on, on the other side of a cut. Default None: more than half of the
         ranks; 1 where there are two.
+      patience_seconds: With on_peer_loss="continue": silence after which a rank, such as a process that was stopped, is
+        left behind by the others, which train on without it as without a lost rank. When it wakes, it passes over the
+        steps that it has missed, and joins them in the same `fit`, as a rank that is started again does. It is at least
+        2, and less than `CommunicationOptions.timeout_seconds`. It takes `fit`, one optimizer, and no `run_eagerly`.
+        Default None: a silent rank is lost after `timeout_seconds`, and raises when it wakes.
       batch_shares: What part of each global batch a rank takes: a list with a positive number for each rank, such as
         [3, 1], or "auto": in proportion to speeds, which ranks measure and agree on (see `docs/data.md`). A mean change
         counts each rank as often as it has trained on rows in the window: as a change is about minus the rate times a
@@ -136,6 +141,7 @@ class DTSStrategy(ExchangeStrategy):
         algorithm: str = "mesh",
         on_peer_loss: str | None = None,
         min_ranks: int | None = None,
+        patience_seconds: float | None = None,
         batch_shares: Sequence[float] | str | None = None,
         devices: Sequence[str] | None = None,
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
@@ -171,6 +177,7 @@ class DTSStrategy(ExchangeStrategy):
             neighbors=range(cluster.world_size),
             continue_without_lost=self._settings.on_peer_loss == "continue",
             min_ranks=min_ranks,
+            patience_seconds=patience_seconds,
         )
         self._outer_optimizer = None if outer_optimizer is None else self._copy(outer_optimizer)
 

@@ -89,7 +89,7 @@ class PipeSGDExchange(GradientExchange):
 
     def reset(self, session: int) -> None:
         # How many steps each rank has made of a `fit` may differ. That there was one does not.
-        self.pipelined_from.assign(0)
+        self.pipelined_from.assign(_NEVER if self._membership.joining else 0)
         super().reset(session)
 
     def in_flight(self, num_steps: int) -> range:

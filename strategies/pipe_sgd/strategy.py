@@ -108,6 +108,11 @@ class PipeSGDStrategy(ExchangeStrategy):
       min_ranks: Where others go on: how many ranks must be left, neither lost nor failed. With fewer, a rank raises
         `PeerLostError`, since others may train on, on the other side of a cut. Default None: more than half of the
         ranks; 1 where there are two.
+      patience_seconds: With on_peer_loss="continue": silence after which a rank, such as a process that was stopped, is
+        left behind by the others, which train on without it as without a lost rank. When it wakes, it passes over the
+        steps that it has missed, and joins them in the same `fit`, as a rank that is started again does. It is at least
+        2, and less than `CommunicationOptions.timeout_seconds`. It takes `fit`, one optimizer, and no `run_eagerly`.
+        Default None: a silent rank is lost after `timeout_seconds`, and raises when it wakes.
       batch_shares: What part of each global batch a rank takes: a list with a positive number for each rank, such as
         [3, 1], or "auto": in proportion to speeds, which ranks measure and agree on (see `docs/data.md`). A mean counts
         each rank as often as it has rows in the step, g = sum of n_i g_i / sum of n_i, so that it is that of the whole
@@ -144,6 +149,7 @@ class PipeSGDStrategy(ExchangeStrategy):
         algorithm: str = "mesh",
         on_peer_loss: str | None = None,
         min_ranks: int | None = None,
+        patience_seconds: float | None = None,
         batch_shares: Sequence[float] | str | None = None,
         devices: Sequence[str] | None = None,
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
@@ -175,6 +181,12 @@ class PipeSGDStrategy(ExchangeStrategy):
             compensation=compensation,
             on_peer_loss=on_peer_loss or "raise",
         )
+        if patience_seconds is not None and on_peer_loss == "continue" and not self._settings.admits:
+            raise ValueError(
+                "`patience_seconds` must be None with compensation='none' and a `pipeline_width` above 1: no rank can "
+                f"join the others again then. Received: patience_seconds={patience_seconds!r}, "
+                f"pipeline_width={pipeline_width!r}."
+            )
         self.keeps_assignments = self.takes_assignments = not self._settings.replays
         cluster = training_cluster(cluster_resolver, "PipeSGDStrategy")
         super().__init__(
@@ -187,6 +199,7 @@ class PipeSGDStrategy(ExchangeStrategy):
             neighbors=range(cluster.world_size),
             continue_without_lost=self._settings.on_peer_loss == "continue",
             min_ranks=min_ranks,
+            patience_seconds=patience_seconds,
         )
 
     def make_exchange(self, context: ExchangeContext) -> PipeSGDExchange:

@@ -12,6 +12,8 @@ class _Hooks:
     def __init__(self, num_batches):
         self.num_batches_left = num_batches
 
+    may_fall_behind = False
+
     @property
     def is_behind(self):
         return self.num_batches_left > 0

@@ -17,14 +17,20 @@ _CUT_AT, _ENDS_AT = 2.0, 100.0
 _OPTIONS = CommunicationOptions(timeout_seconds=10, progress_timeout_seconds=1000)
 
 
-def _train(sides, min_ranks, leaves=(), one_way=False):
+def _train(sides, min_ranks, leaves=(), one_way=False, lost_at=None, **settings):
     """What each rank's waiting for all others raises.
 
-    The sides are cut from each other at `_CUT_AT`. One way: nothing reaches the later ones from the earlier ones.
+    The sides are cut from each other at `_CUT_AT`. One way: nothing reaches the later ones from the earlier ones. The
+    settings are further ones of the cluster. `lost_at` gets, by rank, when it has noticed the first loss.
     """
     world_size = sum(map(len, sides))
     cluster = VirtualCluster(
-        world_size, continue_without_lost=True, min_ranks=min_ranks, options=_OPTIONS, limit_seconds=2 * _ENDS_AT
+        world_size,
+        continue_without_lost=True,
+        min_ranks=min_ranks,
+        options=_OPTIONS,
+        limit_seconds=2 * _ENDS_AT,
+        **settings,
     )
     pairs = [pair for one, other in itertools.combinations(sides, 2) for pair in itertools.product(one, other)]
     cluster.scheduler.call_at(_CUT_AT, lambda: [cluster.cut(*pair, one_way) for pair in pairs])
@@ -33,6 +39,8 @@ def _train(sides, min_ranks, leaves=(), one_way=False):
 
     def train(membership):
         def missing():
+            if membership.departed() and lost_at is not None:
+                lost_at.setdefault(membership.rank, cluster.scheduler.now)
             others = {*range(world_size)} - {membership.rank} - membership.departed()
             return others if cluster.scheduler.now < _ENDS_AT else ()
 
@@ -79,6 +87,20 @@ class MinRanksTest(tf.test.TestCase, parameterized.TestCase):
                 self.assertRegex(
                     str(error), f"ranks .* were not heard for 10 s.* {len(sides[1])} of .* one that is cut off"
                 )
+
+    @parameterized.parameters(([(0, 1), (2, 3, 4)], 3), ([(0,), (1, 2)], 2), ([(0, 1), (2, 3)], 3))
+    def test_with_a_patience_too_small_a_side_waits_on_until_it_is_cut_off_for_sure(self, sides, min_ranks):
+        """The other one goes on earlier."""
+        lost_at = {}
+        errors = _train(sides, min_ranks, lost_at=lost_at, patience_seconds=2.0)
+        for side in sides:
+            for rank in side:
+                if len(side) >= min_ranks:
+                    self.assertIsNone(errors[rank])
+                    self.assertBetween(lost_at[rank], _CUT_AT + 2.0, _CUT_AT + 3.0)
+                else:
+                    self.assertNotIn(rank, lost_at)
+                    self.assertRegex(str(errors[rank]), "were not heard for 10 s")
 
     def test_who_hears_enough_goes_on_where_one_cannot_speak(self):
         errors = _train([(2,), (0, 1)], 2, one_way=True)

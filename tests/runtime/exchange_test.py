@@ -11,7 +11,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 from hop_tf.errors import HopError, PeerLostError
-from hop_tf.membership import Interrupted
+from hop_tf.membership import Interrupted, LeftBehind
 from hop_tf.records import Kind, make_recorder
 from hop_tf.runtime.exchange import CATCH_UP, Exchange, ExchangeRunner, Incoming
 from hop_tf.runtime.joining import Joining
@@ -222,9 +222,10 @@ class ExchangeRunnerTest(tf.test.TestCase, parameterized.TestCase):
         buckets, _ = self.runner.collect(tf.constant(0, tf.int64), 1, (16, 8))
         self.assertAllEqual(buckets[1], _VALUES[1])
 
-    @parameterized.parameters((5, 5), (Interrupted(), 0))
+    @parameterized.parameters((5, 5), (Interrupted(), 0), (LeftBehind(), 1))
     def test_who_catches_up_is_answered(self, found, expected):
-        """Also where the exchange gives nothing back for what is interrupted."""
+        """Also where the exchange gives nothing back for what is interrupted. Left behind, it passes over a step."""
+        self.joining.is_to_begin_again = isinstance(found, LeftBehind)
         self.exchange.no_op = lambda outgoing: None
         self.joining.catch_up.side_effect = [found]
         self.runner.submit(tf.constant(1, tf.int64), CATCH_UP, [tf.zeros([0], value.dtype) for value in _VALUES])

@@ -12,6 +12,7 @@ from absl.testing import parameterized
 
 from hop_tf import codecs
 from hop_tf.errors import DeadlineExceededError, MismatchError, PeerLostError
+from hop_tf.membership import LeftBehind
 from hop_tf.runtime.admissions import Admissions
 from hop_tf.runtime.averaging_exchange import AveragingExchange
 from hop_tf.runtime.exchange import Incoming, Outgoing
@@ -31,6 +32,7 @@ _NUM_RANKS = 4
 _NUM_STEPS = 16
 _MAX_PROCESSES = 4  # Of a rank.
 _DETECTION_SECONDS = 0.002
+_PATIENCE_SECONDS = 0.01
 _LIMIT_SECONDS = 100.0
 _NUM_PARTS = 8
 _PACKING = Packing(
@@ -72,6 +74,7 @@ class Job:
       schedule: When windows end, and are merged.
       seed: Of the durations of messages and steps.
       newcomers_train: The optimizer of processes that were started again.
+      has_patience: True if ranks that are stopped are left behind, and join again.
 
     Attributes:
       means: means[rank, incarnation][window]: what a process has got.
@@ -80,13 +83,23 @@ class Job:
       errors: What has ended processes that were started again: they came too late, or disagree.
     """
 
-    def __init__(self, *, make_exchange=_InTurn, algorithm="mesh", schedule="next step", seed=0, newcomers_train="sgd"):
+    def __init__(
+        self,
+        *,
+        make_exchange=_InTurn,
+        algorithm="mesh",
+        schedule="next step",
+        seed=0,
+        newcomers_train="sgd",
+        has_patience=False,
+    ):
         random = np.random.default_rng(seed)
         self.cluster = VirtualCluster(
             _NUM_RANKS,
             lambda sender, receiver, num_bytes: random.exponential(0.02 if random.random() < 0.1 else 0.001),
             continue_without_lost=True,
             detection_seconds=_DETECTION_SECONDS,
+            patience_seconds=_PATIENCE_SECONDS if has_patience else None,
         )
         self.make_exchange, self.algorithm, self.schedule = make_exchange, algorithm, _SCHEDULES[schedule]
         self.newcomers_train = newcomers_train
@@ -111,6 +124,13 @@ class Job:
             scheduler = self.cluster.scheduler
             scheduler.call_at(scheduler.now + restart_seconds, lambda: self._restart(rank, load_seconds))
 
+    def freeze_before_event(self, number, rank, seconds, keeps):
+        self.cluster.scheduler.call_before_event(number, lambda: self._freeze(rank, seconds, keeps))
+
+    def _freeze(self, rank, seconds, keeps):
+        if self.ranks[rank].name not in self.ended:
+            self.cluster.freeze(rank, seconds, keeps)
+
     def _restart(self, rank, load_seconds):
         self.cluster.restart(rank)
         self.ranks[rank] = _Rank(self, rank, was_restarted=True, load_seconds=load_seconds)
@@ -133,6 +153,7 @@ class _Rank(State):
         self._meet_at = 0
         self._exchange = None
         self._takes_part = False
+        self._num_steps_under_way = 0
 
     @property
     def name(self):
@@ -166,16 +187,42 @@ class _Rank(State):
         self._exchange = self._joining.attach(_GROUP, make_exchange)
         if not self._was_restarted:
             self._job.num_events_of_start = self._clock.num_events
-        step = int(self._membership.joining)
-        while self._was_restarted and (num_skipped := self._joining.catch_up(_GROUP, step)):
-            self._clock.sleep(0.0002 * num_skipped)
-            step += num_skipped
+        self._num_steps = int(self._membership.joining)
+        while True:
+            try:
+                self._train_on()
+                break
+            except LeftBehind as error:
+                self._begin_again(error)
+        self._job.ended[self.name] = self._merged
+        self._end()
+
+    def _begin_again(self, error):
+        """As `fit` does between two steps."""
+        while self._num_steps_under_way:
+            self._monitor.wait(0.0)
+        self._job.dead.add(self.name)
+        self._was_restarted, self._takes_part = True, False
+        self._results.clear()
+        self._meet_at = 0
+        if self._num_steps >= _NUM_STEPS:
+            raise PeerLostError(str(error))
+        self._joining.begin_again()
+        self._num_steps += 1
+
+    def _train_on(self):
+        step = self._num_steps
+        while self._was_restarted and not self._takes_part and (num := self._joining.catch_up(_GROUP, step)):
+            self._clock.sleep(0.0002 * num)
+            step += num
+            self._num_steps = step
         self._first_window = step // self._job.schedule.interval
         self._job.first_steps[self.name] = self._first_window
         self._takes_part = True
         while step < _NUM_STEPS:
             self._clock.sleep(self._job.pauses[self._rank, step])
             step += 1
+            self._num_steps = step
             has_ended, ended = self._job.schedule.ended(step)
             if has_ended:
                 self._hand_out(ended)
@@ -186,8 +233,6 @@ class _Rank(State):
                 self._merge_until(ended + 1)
                 self._joining.meet(_GROUP, step)
         self._merge_until(step // self._job.schedule.interval)
-        self._job.ended[self.name] = self._merged
-        self._end()
 
     def _hand_out(self, window):
         (bucket,) = _PACKING.zeros()
@@ -196,24 +241,36 @@ class _Rank(State):
         own[self.name] = 1
         bucket[where] = own.reshape(-1)
         step = functools.partial(self._step, Outgoing(window, 0, (bucket,)))
+        self._num_steps_under_way += 1
         if self._exchange.num_threads == 1:
             step()
         else:
             self._job.cluster.start_thread(self._rank, f"window {window}", step)
 
     def _step(self, outgoing):
+        try:
+            self._make_step(outgoing)
+        except LeftBehind:
+            if self._exchange.num_threads == 1:
+                raise
+        finally:
+            self._num_steps_under_way -= 1
+            self._monitor.notify_all()
+
+    def _make_step(self, outgoing):
         self._joining.at_step(outgoing.step)
         (mean,) = self._exchange.step(outgoing).buckets
         _, where = _PACKING.place(0)
         self._job.means.setdefault(self.name, {})[outgoing.step] = mean[where].reshape(self._merged.shape).copy()
         self._results[outgoing.step] = mean
-        self._monitor.notify_all()
 
     def _merge_until(self, end):
         (_, where), (_, where_votes) = _PACKING.place(0), _PACKING.place(1)
         interval = self._job.schedule.interval
         for window in range(self._first_window, end):
             while window not in self._results:
+                if self._membership.is_left_behind:
+                    raise self._membership.failure
                 self._monitor.wait(0.0)
             mean = self._results.pop(window)
             self._merged = self._merged + mean[where].reshape(self._merged.shape)
@@ -344,6 +401,50 @@ class LockStepJoiningTest(tf.test.TestCase, parameterized.TestCase):
                 job.kill_before_event(later, ranks[1], reaches[1], load_seconds=0.005 * (later % 3))
                 num_joined += self.check(job.run())
                 self.assertNotIn("takes all ranks", str(job.errors))
+        self.assertGreater(num_joined, 0)
+
+    @parameterized.product(part=list(range(_NUM_PARTS)), kind=list(_KINDS))
+    @pytest.mark.stress(after=1)
+    def test_joins_whenever_it_was_stopped(self, part, kind):
+        """For longer than the patience, or not; then nothing is lost."""
+        random = np.random.default_rng(part)
+        first, last = _num_events(kind, seed=part)
+        num_joined = 0
+        for event in range(first + part, last, _STRIDE):
+            rank, times = int(random.integers(_NUM_RANKS)), random.choice([0.9, 1.1, 2.0, 5.0])
+            keeps = bool(random.integers(2))
+            with self.subTest(event=event, rank=rank, times=times, keeps=keeps):
+                job = Job(**_KINDS[kind], seed=part, has_patience=True)
+                job.freeze_before_event(event, rank, times * _PATIENCE_SECONDS, keeps)
+                num_joined += self.check(job.run())
+                if times < 1:
+                    self.assertEmpty(job.dead)
+                losses = [membership.num_lost for membership in job.cluster.memberships]
+                times_left = [membership.num_left_behind for membership in job.cluster.memberships]
+                self.assertEqual(sum(times_left), len(job.dead))
+                self.assertLessEqual(sum(losses), len(job.dead) * (_NUM_RANKS - 1))
+        self.assertGreater(num_joined, 0)
+
+    @parameterized.product(part=list(range(_NUM_PARTS)), kind=["mesh at once", "mesh late", "windows"])
+    @pytest.mark.stress(after=1)
+    def test_another_one_is_stopped_or_killed_meanwhile(self, part, kind):
+        """Or the same one again."""
+        random = np.random.default_rng(part)
+        first, last = _num_events(kind, seed=part)
+        num_joined = 0
+        event = first + int(random.integers(0, (last - first) // 3))
+        for later in range(event + 1 + part % 5, event + (last - first) // 2, _LATER_STRIDE):
+            ranks = random.integers(0, _NUM_RANKS, 2).tolist()
+            is_stopped, keeps, _ = random.random(3) < 0.5
+            times = random.uniform(0.5, 4.0, 2)
+            with self.subTest(events=(event, later), ranks=ranks, is_stopped=is_stopped, times=times, keeps=keeps):
+                job = Job(**_KINDS[kind], seed=part, has_patience=True)
+                job.freeze_before_event(event, ranks[0], times[0] * _PATIENCE_SECONDS, keeps)
+                if is_stopped:
+                    job.freeze_before_event(later, ranks[1], times[1] * _PATIENCE_SECONDS, not keeps)
+                else:
+                    job.kill_before_event(later, ranks[1], np.flatnonzero(random.random(_NUM_RANKS) < 0.5).tolist())
+                num_joined += self.check(job.run())
         self.assertGreater(num_joined, 0)
 
     @pytest.mark.stress

@@ -1,0 +1,54 @@
+"""Tests of `Patience`: a process that was stopped does not take the others for silent."""
+
+import math
+
+from absl.testing import absltest, parameterized
+
+import hop_tf
+from hop_tf.membership.patience import Patience
+from hop_tf.transport.base import PeerStatus
+
+
+class PatienceTest(parameterized.TestCase):
+    def _silence(self, looks, silent_seconds=math.inf, incarnation="known"):
+        """The silence that counts at the last of these looks, at a peer that was silent for longer."""
+        times = iter([0.0, *looks])
+        patience = Patience(3.0, lambda: next(times))
+        for _ in looks:
+            status = patience.discount(PeerStatus("virtual:1", True, silent_seconds, incarnation))
+        return status.silent_seconds
+
+    def test_silence_counts_while_this_process_looks(self):
+        self.assertEqual(self._silence([0.25 * i for i in range(17)]), 4.0)
+        self.assertEqual(self._silence([0.25 * i for i in range(17)], silent_seconds=1.5), 1.5)
+
+    def test_silence_counts_from_when_this_process_was_stopped(self):
+        self.assertEqual(self._silence([0.25, 0.5, 9.5]), 0.0)
+        self.assertEqual(self._silence([0.25, 0.5, 9.5, 9.75, 10.0]), 0.5)
+
+    def test_a_peer_that_was_never_met_is_silent_as_long_as_it_is(self):
+        self.assertEqual(self._silence([0.25, 9.5], silent_seconds=9.5, incarnation=None), 9.5)
+
+
+class OptionTest(parameterized.TestCase):
+    @parameterized.parameters(hop_tf.PipeSGDStrategy, hop_tf.DTSStrategy)
+    def test_what_is_refused(self, make):
+        for settings, text in (
+            ({"patience_seconds": 5}, "`patience_seconds` must be None where all ranks raise"),
+            ({"patience_seconds": 5, "on_peer_loss": "raise"}, "pass on_peer_loss='continue'. Received: pat.*=5."),
+            ({"patience_seconds": 60, "on_peer_loss": "continue"}, "less than the `timeout_seconds` .*, 60, or None"),
+            ({"patience_seconds": 1, "on_peer_loss": "continue"}, "at least 2, .* Received: patience_seconds=1."),
+            ({"patience_seconds": "5", "on_peer_loss": "continue"}, "must be a number of seconds"),
+            ({"patience_seconds": math.nan, "on_peer_loss": "continue"}, "must be a number of seconds"),
+            ({"patience_seconds": True, "on_peer_loss": "continue"}, "must be a number of seconds"),
+        ):
+            with self.subTest(settings=settings), self.assertRaisesRegex(ValueError, text):
+                make(**settings)
+
+    def test_a_pipe_that_lets_nobody_join(self):
+        with self.assertRaisesRegex(ValueError, "`patience_seconds` must be None with compensation='none'"):
+            hop_tf.PipeSGDStrategy(compensation="none", on_peer_loss="continue", patience_seconds=5)
+
+
+if __name__ == "__main__":
+    absltest.main()
