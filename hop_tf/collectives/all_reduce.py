@@ -1,7 +1,7 @@
 """All-reduce: the mean of vectors over all ranks, in every step.
 
 A vector is cut into as many pieces as there are ranks, and a piece into chunks. While a chunk travels, the next one is
-encoded, and one that has come is reduced.
+encoded, and one that has come is reduced. Several vectors go together: the chunks of the same number are one message.
 
     mesh   Each rank owns a piece. It gets that of all others, and sends them its mean: two messages follow each other.
     ring   Each piece goes around the ring, and every rank adds its own on the way; the mean goes around once more:
@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import abc
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -41,7 +41,7 @@ import numpy as np
 from hop_tf.codecs import Codec, Sparse
 from hop_tf.collectives.ended_steps import EndedSteps
 from hop_tf.collectives.operation import Mailbox, Operation, RanksChanged
-from hop_tf.collectives.vectors import SparseVector, Vector, make_vector
+from hop_tf.collectives.vectors import Arrays, SparseVector, Vectors, Where, make_vector
 from hop_tf.errors import ProtocolError
 from hop_tf.membership import Membership
 from hop_tf.tensors.buffers import BufferPool
@@ -98,6 +98,7 @@ class AllReduce(abc.ABC):
             make_vector(size, np.dtype(dtype), codec, chunk_values, pool, self.passes_sums)
             for size, dtype, codec in zip(sizes, dtypes, codecs, strict=True)
         ]
+        self._joints: dict[tuple[int, ...], Vectors] = {}  # By those that go together.
         for vector in self._vectors:
             vector.recorder = membership.recorder
 
@@ -186,7 +187,7 @@ class AllReduce(abc.ABC):
                 lane=self._lane,
             )
             try:
-                means = [self._mean(operation, index, values, codec_step) for index, values in enumerate(vectors)]
+                means = self._means(operation, vectors, codec_step)
                 if self._ended_steps is not None:
                     self._ended_steps.end(operation, means)
             except RanksChanged:
@@ -223,18 +224,29 @@ class AllReduce(abc.ABC):
             data = data[values.nbytes :]
         return means
 
-    def _mean(self, operation: Operation, index: int, values: np.ndarray, codec_step: int) -> np.ndarray:
-        vector = self._vectors[index]
-        operation.vector = index
-        result = self._pool.take(values.nbytes).view(values.dtype)
-        if not values.size:  # Nobody waits for anybody, nor has what others lack.
-            return result
-        codec = vector.sparse_codec(codec_step, len(operation.ranks))
-        if len(operation.ranks) == 1:
-            np.copyto(result, vector.corrected(values))
-        elif codec is None or not self._gather(operation, vector, codec, values, result):
-            self._reduce(operation, vector, vector.corrected(values), result)
-        return result
+    def _means(self, operation: Operation, vectors: Sequence[np.ndarray], codec_step: int) -> list[np.ndarray]:
+        means = [self._pool.take(values.nbytes).view(values.dtype) for values in vectors]
+        together = []
+        for index, (vector, values, mean) in enumerate(zip(self._vectors, vectors, means, strict=True)):
+            operation.begin([index])
+            codec = vector.sparse_codec(codec_step, len(operation.ranks))
+            if len(operation.ranks) == 1:
+                np.copyto(mean, vector.corrected(values))
+            elif not values.size:  # Nobody waits for anybody, nor has what others lack.
+                continue
+            elif codec is None or not self._gather(operation, vector, codec, values, mean):
+                together.append(index)
+        if together:
+            operation.begin(together)
+            corrected = [self._vectors[index].corrected(vectors[index]) for index in together]
+            joint = self._joint(tuple(together))
+            self._reduce(operation, joint, corrected, [means[index] for index in together])
+        return means
+
+    def _joint(self, indices: tuple[int, ...]) -> Vectors:
+        if indices not in self._joints:
+            self._joints[indices] = Vectors([self._vectors[index] for index in indices])
+        return self._joints[indices]
 
     def _gather(
         self, operation: Operation, vector: SparseVector, codec: Sparse, values: np.ndarray, result: np.ndarray
@@ -247,12 +259,12 @@ class AllReduce(abc.ABC):
             own = vector.encode_whole(values, codec)
             operation.commit()
         for offset in range(1, len(ranks)):  # Everybody begins with the next rank.
-            operation.send(ranks[(mine + offset) % len(ranks)], _WHOLE, 0, own)
+            operation.send(ranks[(mine + offset) % len(ranks)], _WHOLE, 0, [own])
         if not is_short:
             return False
         total = vector.zeros(result)
         for rank in ranks:
-            (data,) = [own] if rank == ranks[mine] else operation.receive([rank], _WHOLE, 0)
+            ((data,),) = [[own]] if rank == ranks[mine] else operation.receive([rank], _WHOLE, 0)
             if not data.size:
                 return False
             vector.accumulate(data, total, codec)
@@ -260,8 +272,8 @@ class AllReduce(abc.ABC):
         return True
 
     @abc.abstractmethod
-    def _reduce(self, operation: Operation, vector: Vector, values: np.ndarray, result: np.ndarray) -> None:
-        """Sends and receives chunks until `result` holds the mean."""
+    def _reduce(self, operation: Operation, vectors: Vectors, values: Arrays, results: Arrays) -> None:
+        """Sends and receives chunks until `results` hold the means."""
 
     def settle(self, deadline: float) -> None:
         """Waits until nobody can need what this rank has of its last step; see `EndedSteps.settle`."""
@@ -281,58 +293,58 @@ class MeshAllReduce(AllReduce):
     passes_sums = False
     _SCATTER, _GATHER = 0, 1
 
-    def _reduce(self, operation: Operation, vector: Vector, values: np.ndarray, result: np.ndarray) -> None:
+    def _reduce(self, operation: Operation, vectors: Vectors, values: Arrays, results: Arrays) -> None:
         ranks, mine = operation.ranks, operation.index
-        pieces = vector.pieces(len(ranks))
+        pieces = vectors.pieces(len(ranks))
         # Everybody begins with the next rank: nobody is sent to by all at once.
         others = [(mine + offset) % len(ranks) for offset in range(1, len(ranks))]
         for chunk, owner, where in _by_chunk(pieces, others):
-            operation.send(ranks[owner], self._SCATTER, chunk, vector.encode(values, where))
+            operation.send(ranks[owner], self._SCATTER, chunk, vectors.encode(values, where))
         for chunk, where in enumerate(pieces[mine]):
             parts = operation.receive([ranks[other] for other in reversed(others)], self._SCATTER, chunk)
-            data = vector.encode_mean(values, where, parts, len(ranks))
+            data = vectors.encode_mean(values, where, parts, len(ranks))
             operation.commit()
             for other in others:
                 operation.send(ranks[other], self._GATHER, chunk, data)
-            vector.decode(data, result, where)
+            vectors.decode(data, results, where)
         for chunk, owner, where in _by_chunk(pieces, others):
             (data,) = operation.receive([ranks[owner]], self._GATHER, chunk)
-            vector.decode(data, result, where)
+            vectors.decode(data, results, where)
 
 
 class RingAllReduce(AllReduce):
     """See above."""
 
-    def _reduce(self, operation: Operation, vector: Vector, values: np.ndarray, result: np.ndarray) -> None:
+    def _reduce(self, operation: Operation, vectors: Vectors, values: Arrays, results: Arrays) -> None:
         ranks, mine = operation.ranks, operation.index
         num_ranks = len(ranks)
-        pieces = vector.pieces(num_ranks)
+        pieces = vectors.pieces(num_ranks)
         successor, predecessor = ranks[(mine + 1) % num_ranks], ranks[(mine - 1) % num_ranks]
         last = num_ranks - 1
         for turn in range(num_ranks):
             for chunk, where in enumerate(pieces[(mine - turn) % num_ranks]):
                 received = operation.receive([predecessor], turn - 1, chunk) if turn else []
                 if turn == 0:
-                    data = vector.encode(values, where)
+                    data = vectors.encode(values, where)
                 elif turn < last:
-                    data = vector.encode_sum(values, where, received)
+                    data = vectors.encode_sum(values, where, received)
                 else:
-                    data = vector.encode_mean(values, where, received, num_ranks)
+                    data = vectors.encode_mean(values, where, received, num_ranks)
                     operation.commit()
-                    vector.decode(data, result, where)
+                    vectors.decode(data, results, where)
                 operation.send(successor, turn, chunk, data)
         for turn in range(last):
             for chunk, where in enumerate(pieces[(mine - turn) % num_ranks]):
                 (data,) = operation.receive([predecessor], last + turn, chunk)
                 if turn < last - 1:
                     operation.send(successor, num_ranks + turn, chunk, data)
-                vector.decode(data, result, where)
+                vectors.decode(data, results, where)
 
 
 ALGORITHMS = {"mesh": MeshAllReduce, "ring": RingAllReduce}
 
 
-def _by_chunk(pieces: Sequence[Sequence[slice]], owners: Sequence[int]):
+def _by_chunk(pieces: Sequence[Sequence[Where]], owners: Sequence[int]) -> Iterator[tuple[int, int, Where]]:
     """Yields (number of the chunk, owner, where) for the pieces of `owners`: first the first chunk of each."""
     for chunk in range(max(len(pieces[owner]) for owner in owners)):
         for owner in owners:

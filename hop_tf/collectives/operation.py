@@ -10,12 +10,14 @@ import numpy as np
 
 from hop_tf.errors import PeerLostError, ProtocolError
 from hop_tf.membership import Membership, SessionQueue
+from hop_tf.tensors import payloads
 from hop_tf.transport.base import Message
 
 # Step, the processes that take part, vector, turn, chunk.
 _HEADER = struct.Struct("<qIIII")
 _Attempt = tuple[int, int]  # Step, the processes that take part.
 _Key = tuple[int, int, int, int]  # Sender, vector, turn, chunk.
+Data = Sequence[np.ndarray]  # A chunk, encoded: of each of the vectors that go together, its part.
 
 
 class RanksChanged(Exception):
@@ -32,7 +34,7 @@ class Operation:
       step: Number of the step.
       training_step: What errors call it.
       digest: A number that stands for the ranks, and their processes.
-      vector: Number of the vector that is at work.
+      vector: Number of the vector that is at work, or of the first one of several.
       is_committed: Whether others may have a mean of the step.
 
     Raises:
@@ -69,7 +71,7 @@ class Operation:
         self.index = self.ranks.index(membership.rank)
         self.digest = zlib.crc32(np.array([self.ranks, self.incarnations], np.int32).tobytes())
         self._attempt = (step, self.digest)
-        self.vector = 0
+        self.begin([0])
         self.is_committed = is_committed
 
     @property
@@ -110,13 +112,13 @@ class Operation:
             self._before_commit()
             self.is_committed = True
 
-    def send(self, rank: int, turn: int, chunk: int, data: np.ndarray, lane: int | None = None) -> None:
+    def send(self, rank: int, turn: int, chunk: int, data: Data, lane: int | None = None) -> None:
         """Sends a chunk. Default lane: that of the operation."""
         header = _HEADER.pack(*self._attempt, self.vector, turn, chunk)
         self._mailbox.queue.send(
             rank,
             header,
-            [data],
+            payloads.join(data) if self._several else data,
             self._lane if lane is None else lane,
             step=self.training_step,
             interruptible=not self.is_committed,
@@ -126,7 +128,12 @@ class Operation:
         """Names a chunk that `receive_any` may take; `sender` is a place in `ranks`."""
         return self.ranks[sender], self.vector, turn, chunk
 
-    def receive(self, senders: Sequence[int], turn: int, chunk: int) -> list[np.ndarray]:
+    def begin(self, vectors: Sequence[int]) -> None:
+        """From now on, what is sent and received is of these vectors, by their numbers."""
+        self.vector, *others = vectors
+        self._several = bool(others)
+
+    def receive(self, senders: Sequence[int], turn: int, chunk: int) -> list[Data]:
         """Takes the same chunk of several ranks."""
         keys = [(sender, self.vector, turn, chunk) for sender in senders]
 
@@ -135,9 +142,13 @@ class Operation:
 
         self._wait(missing)
         with self._membership.monitor:
-            return [self._mailbox.take(self._attempt, key) for key in self._still_there(keys)]
+            taken = [self._mailbox.take(self._attempt, key) for key in self._still_there(keys)]
+        return [self._data_of(payload) for payload in taken]
 
-    def receive_any(self, keys: Collection[_Key]) -> tuple[_Key, np.ndarray]:
+    def _data_of(self, payload: np.ndarray) -> Data:
+        return payloads.split(payload) if self._several else [payload]
+
+    def receive_any(self, keys: Collection[_Key]) -> tuple[_Key, Data]:
         """Takes that of several chunks which is there first, and says which one that is."""
 
         def missing() -> list[int]:
@@ -147,7 +158,8 @@ class Operation:
         self._wait(missing)
         with self._membership.monitor:
             key = next(key for key in self._still_there(keys) if self._mailbox.has(self._attempt, key))
-            return key, self._mailbox.take(self._attempt, key)
+            payload = self._mailbox.take(self._attempt, key)
+        return key, self._data_of(payload)
 
     def _wait(self, missing: Callable[[], list[int]]) -> None:
         def awaited() -> list[int]:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
-
 from hop_tf.collectives.all_reduce import AllReduce
 from hop_tf.collectives.networks import Network, Route
-from hop_tf.collectives.operation import Operation
+from hop_tf.collectives.operation import Data, Operation
 from hop_tf.collectives.tree import BULK_LANE
-from hop_tf.collectives.vectors import Vector
+from hop_tf.collectives.vectors import Arrays, Vectors, Where
 
 _UP, _DOWN = 0, 1
 
@@ -34,28 +32,28 @@ class RoutedAllReduce(AllReduce):
         super().__init__(*args, **kwargs)
         self._network = network
 
-    def _reduce(self, operation: Operation, vector: Vector, values: np.ndarray, result: np.ndarray) -> None:
-        flows = self._flows(operation, vector)
+    def _reduce(self, operation: Operation, vectors: Vectors, values: Arrays, results: Arrays) -> None:
+        flows = self._flows(operation, vectors)
         for flow in flows:
-            self._go_up(operation, vector, values, result, flow)
+            self._go_up(operation, vectors, values, results, flow)
         waiting = {key: flow for flow in flows for key in self._awaited(operation, flow)}
         while waiting:
             key, data = operation.receive_any(waiting)
             flow = waiting.pop(key)
             if flow.is_going_down:
-                self._go_down(operation, vector, result, flow, data)
+                self._go_down(operation, vectors, results, flow, data)
                 continue
             flow.parts.append((key, data))
             if len(flow.parts) == flow.num_children:
-                self._go_up(operation, vector, values, result, flow)
+                self._go_up(operation, vectors, values, results, flow)
                 if flow.is_going_down:
                     waiting.update(dict.fromkeys(self._awaited(operation, flow), flow))
 
-    def _flows(self, operation: Operation, vector: Vector) -> list[_Flow]:
+    def _flows(self, operation: Operation, vectors: Vectors) -> list[_Flow]:
         """All chunks: the first chunk of each piece first, and of these, what has the longest way."""
         num_ranks, mine = len(operation.ranks), operation.index
         routes = self._network.routes_among(num_ranks)
-        pieces = vector.pieces(len(routes))
+        pieces = vectors.pieces(len(routes))
         flows = [
             _Flow(route, mine, turn=2 * number, chunk=chunk, where=where)
             for number, route in enumerate(routes)
@@ -72,7 +70,7 @@ class RoutedAllReduce(AllReduce):
             return [] if flow.parent is None else [operation.key(flow.parent, flow.turn + _DOWN, flow.chunk)]
         return [operation.key(child, flow.turn + _UP, flow.chunk) for child in flow.children]
 
-    def _go_up(self, operation: Operation, vector: Vector, values: np.ndarray, result: np.ndarray, flow: _Flow) -> None:
+    def _go_up(self, operation: Operation, vectors: Vectors, values: Arrays, results: Arrays, flow: _Flow) -> None:
         """Passes on what is complete here: the sum of this rank's subtree, or the mean."""
         if len(flow.parts) < flow.num_children:
             return
@@ -80,20 +78,20 @@ class RoutedAllReduce(AllReduce):
         flow.parts.clear()
         flow.is_going_down = True
         if flow.parent is None:
-            data = vector.encode_mean(values, flow.where, parts, len(operation.ranks))
+            data = vectors.encode_mean(values, flow.where, parts, len(operation.ranks))
             operation.commit()
-            self._go_down(operation, vector, result, flow, data)
+            self._go_down(operation, vectors, results, flow, data)
             return
-        data = vector.encode_sum(values, flow.where, parts) if parts else vector.encode(values, flow.where)
+        data = vectors.encode_sum(values, flow.where, parts) if parts else vectors.encode(values, flow.where)
         lane = BULK_LANE + flow.route.levels[operation.index]
         operation.send(operation.ranks[flow.parent], flow.turn + _UP, flow.chunk, data, lane)
 
-    def _go_down(self, operation: Operation, vector: Vector, result: np.ndarray, flow: _Flow, data: np.ndarray) -> None:
+    def _go_down(self, operation: Operation, vectors: Vectors, results: Arrays, flow: _Flow, data: Data) -> None:
         """Spreads a mean, and takes it."""
         for child in flow.children:
             lane = BULK_LANE + flow.route.levels[child]
             operation.send(operation.ranks[child], flow.turn + _DOWN, flow.chunk, data, lane)
-        vector.decode(data, result, flow.where)
+        vectors.decode(data, results, flow.where)
 
 
 @dataclasses.dataclass
@@ -105,7 +103,7 @@ class _Flow:
       rank: Which rank sees it.
       turn: Tells it from other routes' in messages.
       chunk: Its number in its piece.
-      where: Where it is in the vector.
+      where: Where it is in the vectors.
       parts: What has come from children.
       is_going_down: Whether this rank's part of the way up is done.
     """
@@ -114,7 +112,7 @@ class _Flow:
     rank: int
     turn: int
     chunk: int
-    where: slice
+    where: Where
     parts: list = dataclasses.field(default_factory=list)
     is_going_down: bool = False
 

@@ -130,6 +130,54 @@ class Vector:
         return data
 
 
+Arrays = Sequence[np.ndarray]  # One for each of some vectors.
+Where = Sequence[tuple[int, slice]]  # A chunk of several vectors: numbers of those that have a part of it, and which.
+
+
+class Vectors:
+    """Vectors that go together: the chunks of the same number are one message.
+
+    What is said of one chunk is as of `Vector`, with an array for each of its parts.
+
+    Args:
+      vectors: The vectors.
+    """
+
+    def __init__(self, vectors: Sequence[Vector]):
+        self._vectors = vectors
+        self._pieces: dict[int, list[list[Where]]] = {}
+
+    def pieces(self, num_ranks: int) -> list[list[Where]]:
+        """The chunks of each rank's piece; at least one, if an empty one."""
+        if num_ranks not in self._pieces:
+            pieces = zip(*(vector.pieces(num_ranks) for vector in self._vectors), strict=True)
+            self._pieces[num_ranks] = [_together(of_rank) for of_rank in pieces]
+        return self._pieces[num_ranks]
+
+    def encode(self, values: Arrays, where: Where) -> list[np.ndarray]:
+        return [self._vectors[i].encode(values[i], part) for i, part in where]
+
+    def encode_sum(self, values: Arrays, where: Where, received: Sequence[Arrays]) -> list[np.ndarray]:
+        parts = zip(where, *received, strict=True)
+        return [self._vectors[i].encode_sum(values[i], part, data) for (i, part), *data in parts]
+
+    def encode_mean(self, values: Arrays, where: Where, received: Sequence[Arrays], num_ranks: int) -> list[np.ndarray]:
+        parts = zip(where, *received, strict=True)
+        return [self._vectors[i].encode_mean(values[i], part, data, num_ranks) for (i, part), *data in parts]
+
+    def decode(self, data: Arrays, results: Arrays, where: Where) -> None:
+        for (i, part), of_vector in zip(where, data, strict=True):
+            self._vectors[i].decode(of_vector, results[i], part)
+
+
+def _together(chunks: Sequence[Sequence[slice]]) -> list[Where]:
+    """The chunks of a rank's piece, from those of each vector."""
+    return [
+        [(i, of_vector[number]) for i, of_vector in enumerate(chunks) if number < len(of_vector)]
+        for number in range(max(map(len, chunks)))
+    ]
+
+
 class SparseVector(Vector):
     """A vector that goes whole, as what a sparse codec selects of it, in those steps where this is shorter.
 

@@ -196,6 +196,16 @@ class AllReduceTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllEqual(mean, job.means[0, step][0])
             self.assertAllClose(of_ranks, np.full(3, (world_size - 1) / 2), rtol=1e-15)
 
+    @parameterized.parameters(*itertools.product(ALGORITHMS, (2, 5)))
+    def test_several_vectors_are_no_more_messages_than_one(self, algorithm, world_size):
+        def num_messages(num_steps):
+            job = Job(world_size, algorithm=algorithm, size=1000)
+            job.run(lambda rank: num_steps)
+            return np.array([each.transport.counters()["messages_sent"] for each in job.cluster.memberships])
+
+        num_others = num_messages(0)  # Of the beginning and the end of a session.
+        self.assertAllEqual(num_messages(10) - num_others, np.full(world_size, 10 * 2 * (world_size - 1)))
+
     @parameterized.parameters(*itertools.product(ALGORITHMS, _CODECS, (2, 3, 5)))
     @pytest.mark.stress(but=11)
     def test_codecs(self, algorithm, name, world_size):
