@@ -76,8 +76,13 @@ class Assignments:
         if not self._scheme.takes_between_epochs:
             self._watch.remember()
 
-    def begin_epoch(self) -> None:
-        """Raises ValueError if callbacks have changed weights between two epochs, and the scheme has not taken it."""
+    def leave_epoch_end(self) -> None:
+        """An epoch begins, or the last one has ended.
+
+        Raises:
+          ValueError: If callbacks have changed weights since the end of the epoch before, and the scheme does not take
+            that.
+        """
         if self._watch is None:
             return
         if not self._scheme.takes_between_epochs:

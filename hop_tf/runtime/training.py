@@ -314,7 +314,7 @@ class TrainingRun(TrainingHooks):
             self.worker.epoch_ends.begin_epoch()
         for group in () if self.is_behind else self.groups:
             self._scheme.begin_epoch(group)
-        self._assignments.begin_epoch()
+        self._assignments.leave_epoch_end()
         self.states.begin_anew()
 
     def begin_steps(self, number: int) -> bool:
@@ -387,6 +387,7 @@ class TrainingRun(TrainingHooks):
         if self._phase is not Phase.FITTING:
             return
         self._phase = Phase.FINISHED
+        self._assignments.leave_epoch_end()
         self.worker.epoch_ends.finish_training()
         if self._rows is not None:
             self._rows.end_fit()

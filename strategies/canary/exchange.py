@@ -197,7 +197,7 @@ class CanaryExchange(Exchange, Joiner):
         if segment == self.merge_segment:
             return self._end_iteration(k)
         if segment == self.finish_segment:
-            return Incoming(k, segment, self._finish(k))
+            return Incoming(k, segment, self._finish(k, outgoing.buckets))
         if segment == self.start_segment:
             self._start(outgoing.buckets)
             return None
@@ -303,8 +303,12 @@ class CanaryExchange(Exchange, Joiner):
             self._pull(k)
             self._membership.wait_until(lambda: not self.replica.gaps, _PULL_PAUSE_SECONDS)
 
-    def _finish(self, k: int) -> tuple[np.ndarray, ...]:
+    def _finish(self, k: int, changes: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
         """Waits until all have made their last step, and all that was sent is merged; then evens out what is left.
+
+        Args:
+          k: How many steps this rank has made.
+          changes: What it has changed since the last one; their mean over the ranks is added.
 
         Returns:
           The weights, equal on all ranks.
@@ -321,7 +325,7 @@ class CanaryExchange(Exchange, Joiner):
         incarnations, peers, membership = self._ending.agree(k), self._peers, self._membership
         means = self._final.mean(
             0,
-            self.replica.merged(),
+            [np.add(values, change, out=values) for values, change in zip(self.replica.merged(), changes, strict=True)],
             lambda rank, _: peers.is_incarnation(rank, incarnations) and membership.delivers(rank, self._group, 0),
             before_commit=self._commit,
             training_step=k,

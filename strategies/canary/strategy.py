@@ -280,7 +280,7 @@ class CanaryStrategy(ExchangeStrategy):
         if step == int(exchange.start_step):  # It was started again so late that it has made no step.
             group.submit(exchange.changes.known(), exchange.start_segment)
         segment = exchange.finish_segment
-        group.signal(segment)
+        group.submit(exchange.changes.take(), segment)  # What callbacks have assigned since the last step.
         buckets, _ = group.take(group.step.read_value(), segment)
         exchange.changes.replace(exchange.parts[segment].unpack(buckets))
         group.constrain()

@@ -208,6 +208,28 @@ class ProgramsAssignmentsTest(tf.test.TestCase, parameterized.TestCase):
 
         self._assert_refused(name, run, "between two training steps")
 
+    @parameterized.parameters(*_BY_IMPORTANCE)
+    @pytest.mark.stress(but=3)
+    def test_when_the_last_epoch_has_ended(self, name):
+        """No step follows in which it would count. SHAT ends with the servers' weights: so it is refused."""
+
+        def run(strategy):
+            model = _linear(strategy)
+            kernel = model.layers[0].kernel
+            assign = lambda epoch, logs: kernel.assign(tf.fill([6, 1], 7.0)) if epoch == 1 else None  # noqa: E731
+            try:
+                _fit(model, strategy, callbacks=[keras.callbacks.LambdaCallback(on_epoch_end=assign)])
+            except ValueError as error:
+                return str(error)
+            return kernel.numpy()
+
+        for result in _of_ranks(name, run):
+            if name == "shat":
+                self.assertRegex(result, "weights were assigned between two epochs.* rank [01]: .*kernel")
+            else:
+                # Under Canary, steps of the other rank that are under way come on top.
+                self.assertAllClose(result, np.full([6, 1], 7.0), atol=0.3 if name == "canary" else 1e-5)
+
     @parameterized.product(name=[*_KEEPS_A_COPY, "pipe_sgd"], is_eager=[False, True])
     @pytest.mark.slow(after=3)
     @pytest.mark.stress(but=1)
