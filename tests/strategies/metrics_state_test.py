@@ -169,10 +169,15 @@ class SumsTest(parameterized.TestCase):
             def train_step(self, data):
                 return {**super().train_step(data), "mean_absolute_error": tf.reduce_min(data[1])}
 
+        def make():
+            inputs = keras.Input((3,))
+            return Own(inputs, keras.layers.Dense(3)(inputs))
+
+        make()  # With the first model Keras changes the class, which two threads must not have it do at once.
+
         def run(strategy):
             with strategy.scope():
-                inputs = keras.Input((3,))
-                model = Own(inputs, keras.layers.Dense(3)(inputs))
+                model = make()
                 model.compile(keras.optimizers.SGD(0.0), "mse", metrics=["mean_absolute_error"])
             x, y, _ = _data()
             # Of the training's logs Keras itself takes the metrics, where the names are the same.

@@ -1,0 +1,151 @@
+"""What an undisturbed step may cost, counted and not timed. A change that costs more has to say so here.
+
+The numbers are those of a rank of two, of the strategies with their defaults. What happens at the beginning and the end
+of a `fit` is left out: counted is how much more happens in a longer one.
+"""
+
+import collections
+import dataclasses
+import functools
+import re
+import threading
+from unittest import mock
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from absl.testing import absltest, parameterized
+
+from support import MEMBERS, NUM_RANKS
+
+_NUM_INPUTS, _NUM_OUTPUTS = 64, 32
+_SHORT, _LONG = 20, 60  # Steps.
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """Of a step, at one rank.
+
+    Attributes:
+      messages: Sent, to the one peer or to the server.
+      num_bytes: Sent. The trained variables have 8,320.
+      calls: Of Python functions, on threads of hop_tf: those of a server included.
+      operations: Of the traced step, beside plain Keras's.
+      threads: Of Python, in the process.
+    """
+
+    messages: float
+    num_bytes: float
+    calls: float
+    operations: float
+    threads: float
+
+
+# What is allowed. Strategies that do not do the same in each step, and threads that wait now and then, need some room.
+_BUDGET = {
+    "pipe_sgd": Cost(messages=2.1, num_bytes=8700, calls=850, operations=245, threads=5),
+    "hop": Cost(messages=2.1, num_bytes=8400, calls=600, operations=34, threads=5),
+    "dts": Cost(messages=0.6, num_bytes=2250, calls=220, operations=187, threads=6),
+    "canary": Cost(messages=2.4, num_bytes=5300, calls=1400, operations=313, threads=6),
+    "canary_synchronous": Cost(messages=2.1, num_bytes=4600, calls=1050, operations=103, threads=5),
+    "shat": Cost(messages=1.1, num_bytes=8450, calls=1950, operations=137, threads=8),
+}
+
+
+class _Calls:
+    """Counts the calls of Python functions on threads that are started within, by thread."""
+
+    def __init__(self):
+        self.by_thread = collections.Counter()
+
+    def __enter__(self):
+        threading.setprofile(self._count)
+        return self
+
+    def __exit__(self, *exc_info):
+        threading.setprofile(None)
+
+    def _count(self, frame, event, argument):
+        if event == "call":
+            self.by_thread[threading.current_thread().name] += 1
+
+    def total(self):
+        return sum(number for name, number in self.by_thread.items() if re.match("hop_tf (?!rank)", name))
+
+
+class _Operations:
+    """Counts the operations of all graphs that are traced within."""
+
+    def __init__(self):
+        self.number = 0
+
+    def __enter__(self):
+        create = tf.Graph._create_op_internal
+
+        def counted(*args, **kwargs):
+            self.number += 1
+            return create(*args, **kwargs)
+
+        self._patch = mock.patch.object(tf.Graph, "_create_op_internal", counted)
+        self._patch.__enter__()
+        return self
+
+    def __exit__(self, *exc_info):
+        self._patch.__exit__(*exc_info)
+
+
+def _compiled():
+    model = keras.Sequential([keras.Input((_NUM_INPUTS,)), keras.layers.Dense(_NUM_OUTPUTS)])
+    model.compile(keras.optimizers.SGD(0.01, momentum=0.9), "mse")
+    return model
+
+
+def _fit(model, num_steps):
+    rows = np.zeros((8, _NUM_INPUTS), np.float32), np.zeros((8, _NUM_OUTPUTS), np.float32)
+    data = tf.data.Dataset.from_tensors(rows).repeat()
+    model.fit(data, steps_per_epoch=num_steps, epochs=1, verbose=0)
+
+
+@functools.cache
+def _operations_alone():
+    with _Operations() as operations:
+        _fit(_compiled(), 2)
+    return operations.number
+
+
+def _cost(name):
+    meeting = threading.Barrier(NUM_RANKS)
+
+    def run(strategy):
+        with strategy.scope():
+            model = _compiled()
+        _fit(model, 2)
+        num_operations = operations.number / NUM_RANKS - _operations_alone()
+        seen = []
+        for num_steps in (2, _SHORT, _LONG):
+            _fit(model, num_steps)
+            meeting.wait()
+            report = strategy.report()
+            seen.append((report["messages_sent"], report["bytes_sent"], calls.total() / NUM_RANKS))
+            meeting.wait()
+        start, short, long = map(np.array, seen)
+        return *((long - short) - (short - start)) / (_LONG - _SHORT), num_operations, threading.active_count()
+
+    _operations_alone()
+    with _Calls() as calls, _Operations() as operations:
+        *of_steps, threads = np.max(MEMBERS[name].run(run), axis=0)
+    return Cost(*of_steps, threads=threads / NUM_RANKS)
+
+
+class BudgetTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters(*_BUDGET)
+    @pytest.mark.slow(after=1)
+    def test_a_step_costs_no_more(self, name):
+        cost = _cost(name)
+        for field, allowed in dataclasses.asdict(_BUDGET[name]).items():
+            self.assertBetween(getattr(cost, field), allowed / 2, allowed, f"{field} of {cost}")
+
+
+if __name__ == "__main__":
+    absltest.main()
