@@ -21,6 +21,7 @@ from support import MEMBERS, NUM_RANKS
 
 _NUM_INPUTS, _NUM_OUTPUTS = 64, 32
 _SHORT, _LONG = 20, 60  # Steps.
+_OWN_THREADS = "hop_tf (?!rank)"  # Those of the test have the names of ranks.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Cost:
       num_bytes: Sent. The trained variables have 8,320.
       calls: Of Python functions, on threads of hop_tf: those of a server included.
       operations: Of the traced step, beside plain Keras's.
-      threads: Of Python, in the process.
+      threads: Of hop_tf.
     """
 
     messages: float
@@ -71,7 +72,7 @@ class _Calls:
             self.by_thread[threading.current_thread().name] += 1
 
     def total(self):
-        return sum(number for name, number in self.by_thread.items() if re.match("hop_tf (?!rank)", name))
+        return sum(number for name, number in self.by_thread.items() if re.match(_OWN_THREADS, name))
 
 
 class _Operations:
@@ -130,7 +131,8 @@ def _cost(name):
             seen.append((report["messages_sent"], report["bytes_sent"], calls.total() / NUM_RANKS))
             meeting.wait()
         start, short, long = map(np.array, seen)
-        return *((long - short) - (short - start)) / (_LONG - _SHORT), num_operations, threading.active_count()
+        own_threads = [thread for thread in threading.enumerate() if re.match(_OWN_THREADS, thread.name)]
+        return *((long - short) - (short - start)) / (_LONG - _SHORT), num_operations, len(own_threads)
 
     _operations_alone()
     with _Calls() as calls, _Operations() as operations:

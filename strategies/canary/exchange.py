@@ -308,7 +308,7 @@ class CanaryExchange(Exchange, Joiner):
 
         Args:
           k: How many steps this rank has made.
-          changes: What it has changed since the last one; their mean over the ranks is added.
+          changes: What it has changed since the last one; their mean over the ranks is added. Empty: nothing.
 
         Returns:
           The weights, equal on all ranks.
@@ -325,7 +325,7 @@ class CanaryExchange(Exchange, Joiner):
         incarnations, peers, membership = self._ending.agree(k), self._peers, self._membership
         means = self._final.mean(
             0,
-            [np.add(values, change, out=values) for values, change in zip(self.replica.merged(), changes, strict=True)],
+            [_added(*each) for each in zip(self.replica.merged(), changes, strict=True)],
             lambda rank, _: peers.is_incarnation(rank, incarnations) and membership.delivers(rank, self._group, 0),
             before_commit=self._commit,
             training_step=k,
@@ -462,3 +462,7 @@ class CanaryExchange(Exchange, Joiner):
         for running in self._running:
             running.join(_JOIN_SECONDS)
         self._final.close()
+
+
+def _added(values: np.ndarray, change: np.ndarray) -> np.ndarray:
+    return np.add(values, change, out=values) if change.size else values
