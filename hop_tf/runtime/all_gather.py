@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import threading
 from collections.abc import Callable, Sequence
 
@@ -11,12 +12,16 @@ import tensorflow as tf
 from hop_tf.errors import HopError
 from hop_tf.membership import Interrupted
 
+_CALL = struct.Struct("<q")
+_IN_GRAPH = 0
+
 
 class AllGather:
     """Emits ops that give every rank each rank's value. A thread talks to the others, so that no op blocks another.
 
     Values are gathered one after the other, in the order in which the program asks for them; ranks have to ask for the
-    same ones. The thread begins with the first value.
+    same ones. A step that is broken off may have asked on some ranks only. So the number of calls outside of graphs
+    travels with each value, and ranks that are at different calls raise. The thread begins with the first value.
 
     Args:
       world_size: Number of ranks.
@@ -30,6 +35,7 @@ class AllGather:
         self._world_size = world_size
         self._gather = gather
         self._on_error = on_error
+        self._num_eager_calls = 0  # In the session.
         self._queues: tuple[tf.queue.FIFOQueue, tf.queue.FIFOQueue] | None = None
         self._thread = threading.Thread(target=self._run, name="hop_tf all-gather", daemon=True)
 
@@ -49,12 +55,14 @@ class AllGather:
             step that was broken off, until the next session.
         """
         value = tf.convert_to_tensor(value)
+        self._num_eager_calls += tf.executing_eagerly()
+        call = self._num_eager_calls if tf.executing_eagerly() else _IN_GRAPH
         with tf.init_scope():
             count, own, all_ranks = self._start()
         with tf.device("/cpu:0"):
             # Within a tf.function, ops on the same queue run in the order of the program.
             number = count.assign_add(1, read_value=True)
-            with tf.control_dependencies([own.enqueue([number, tf.io.serialize_tensor(value)])]):
+            with tf.control_dependencies([own.enqueue([number, call, tf.io.serialize_tensor(value)])]):
                 answered, values, error = all_ranks.dequeue()
             # A step that was broken off may have left an answer that nobody has taken.
             is_answer = tf.logical_and(tf.equal(error, ""), tf.equal(answered, number))
@@ -67,6 +75,7 @@ class AllGather:
 
     def reset(self) -> None:
         """Drops answers that nobody has taken, for a session that this rank is about to enter."""
+        self._num_eager_calls = 0
         if self._queues is not None:
             _, all_ranks = self._queues
             for _ in range(int(all_ranks.size())):
@@ -84,7 +93,7 @@ class AllGather:
             with tf.device("/cpu:0"):
                 self._count = tf.Variable(0, dtype=tf.int64, trainable=False, name="hop_tf_gathered")
                 self._queues = (
-                    tf.queue.FIFOQueue(1, [tf.int64, tf.string]),
+                    tf.queue.FIFOQueue(1, [tf.int64, tf.int64, tf.string]),
                     tf.queue.FIFOQueue(1, [tf.int64, tf.string, tf.string]),
                 )
             self._thread.start()
@@ -94,10 +103,12 @@ class AllGather:
         own, all_ranks = self._queues
         try:
             while True:
-                number, data = own.dequeue()
+                number, call, data = own.dequeue()
                 values, error = [], ""
                 try:
-                    values = self._gather(data.numpy())
+                    calls, values = _split(self._gather(_CALL.pack(int(call)) + data.numpy()))
+                    if len(set(calls)) > 1:
+                        error = "a step was broken off on a rank, and ranks do not ask for the same values any more"
                 except Interrupted:
                     error = "this rank has left the session"
                 except HopError as raised:
@@ -106,3 +117,8 @@ class AllGather:
                 all_ranks.enqueue([number, np.array(values, object), error])
         except (tf.errors.OutOfRangeError, tf.errors.CancelledError):
             pass  # `close` closed the queues.
+
+
+def _split(gathered: Sequence[bytes]) -> tuple[list[int], list[bytes]]:
+    """The call of each rank, and its value."""
+    return [_CALL.unpack_from(each)[0] for each in gathered], [each[_CALL.size :] for each in gathered]
