@@ -76,8 +76,11 @@ class Assignments:
         if not self._scheme.takes_between_epochs:
             self._watch.remember()
 
-    def leave_epoch_end(self) -> None:
+    def leave_epoch_end(self, overwritten: Sequence[tf.Variable] = ()) -> None:
         """An epoch begins, or the last one has ended.
+
+        Args:
+          overwritten: Weights whose assignments count nowhere, also not on one machine.
 
         Raises:
           ValueError: If callbacks have changed weights since the end of the epoch before, and the scheme does not take
@@ -86,7 +89,10 @@ class Assignments:
         if self._watch is None:
             return
         if not self._scheme.takes_between_epochs:
-            self._refuse(self._watch.changed(), "between two epochs, as by a callback")
+            lost = {id(each): each for each in self._watch.changed()}
+            for variable in overwritten:
+                lost.pop(id(variable), None)
+            self._refuse(list(lost.values()), "between two epochs, as by a callback")
         self._watch.forget()
 
     def begin_batch(self) -> None:

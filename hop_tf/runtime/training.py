@@ -22,7 +22,7 @@ from hop_tf.keras_hook.determinism import refuse_times
 from hop_tf.keras_hook.emulated_compute import EmulatedCompute
 from hop_tf.keras_hook.hooks import TrainingHooks
 from hop_tf.keras_hook.interrupts import on_keyboard_interrupt
-from hop_tf.keras_hook.optimizers import gradient_accumulation_steps, tf_variables
+from hop_tf.keras_hook.optimizers import gradient_accumulation_steps, tf_variables, use_ema
 from hop_tf.keras_hook.replicas import Replicas
 from hop_tf.keras_hook.roster import Roster
 from hop_tf.keras_hook.shared_paths import CallbackPaths, has_callback
@@ -387,7 +387,8 @@ class TrainingRun(TrainingHooks):
         if self._phase is not Phase.FITTING:
             return
         self._phase = Phase.FINISHED
-        self._assignments.leave_epoch_end()
+        averaged = [group for group in self.groups if use_ema(group.optimizer())]  # Keras takes the averages now.
+        self._assignments.leave_epoch_end([variable for group in averaged for variable in group.trained])
         self.worker.epoch_ends.finish_training()
         if self._rows is not None:
             self._rows.end_fit()
