@@ -116,7 +116,7 @@ class CanaryExchange(Exchange, Joiner):
         self._silence = Silence(membership, self._group, self._tell_missed)
         self._pulling = Pulling(membership, self.replica, self._peers, self._channel, self._silence)
         self._threads = [self._make_thread(index) for index in range(settings.network.num_levels)]
-        self._held = Held(membership, self.replica, self._channel, self._threads, self._silence)
+        self._held = Held(membership, self.replica.encoding, self._silence, self._send_own)
         self._contributions = Contributions(
             membership, self.replica, self._peers, self._channel, self._threads, self._held, len(members)
         )
@@ -263,7 +263,18 @@ class CanaryExchange(Exchange, Joiner):
         if is_held:
             self._held.add(layout, piece, k, values=values, data=data)
             return
-        contributions = ((self._membership.rank, k),)
+        self._send_own(layout, piece, [k], values, data)
+
+    def _send_own(
+        self,
+        layout: Layout,
+        piece: Piece,
+        iterations: Sequence[int],
+        values: np.ndarray | None,
+        data: np.ndarray | None,
+    ) -> None:
+        """Sends this rank's contribution of some iterations, given as values or encoded, or adds it to the others'."""
+        contributions = tuple((self._membership.rank, iteration) for iteration in iterations)
         if piece.parent is None or piece.children:
             self._threads[piece.thread].contribute(layout, piece, contributions, values=values, data=data)
             return

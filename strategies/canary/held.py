@@ -1,21 +1,21 @@
-"""What a rank under Canary keeps back while the way to a root is silent.
+"""`Held`: contributions that a rank under Canary keeps back while the root of a piece is silent.
 
-A root that is frozen adds nothing up. Those that have much under way to it do not wait for it: they add up what they
-would have sent, and send the sum, as one message, when the root is heard again. So each contribution counts once, late,
-and takes no memory of its own. Meanwhile a rank trains these pieces by its own steps, as local SGD does.
+A frozen root adds nothing up. Other ranks do not wait for it. They add up their own contributions, and send the sum as
+one message when the root is heard again. So each contribution counts once, late, and takes no memory of its own.
+Meanwhile a rank trains these pieces by its own steps, as local SGD does.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from hop_tf.membership import Membership, Silence
+from hop_tf.strategies.canary.encoding import PieceEncoding
 from hop_tf.strategies.canary.layout import Layout, Piece
-from hop_tf.strategies.canary.messages import CONTRIBUTION_BYTES, Channel, MessageKind
-from hop_tf.strategies.canary.pieces import PieceThread
-from hop_tf.strategies.canary.replica import Replica
+from hop_tf.strategies.canary.messages import CONTRIBUTION_BYTES
 from hop_tf.transport.framing import MAX_HEADER_BYTES
 
 
@@ -31,26 +31,23 @@ class Held:
     """The contributions of one rank that it keeps back. Used by the thread that makes steps.
 
     Args:
-      membership: Whose rank.
-      replica: Encodes.
-      channel: Sends messages.
-      threads: Those that take contributions to pieces that others send here.
-      silence: Which ranks are silent.
+      membership: Of the rank.
+      encoding: Adds contributions up.
+      silence: The silent ranks.
+      send: Called with a layout, a piece, iterations, the sum of their contributions, and None, when it can be sent.
     """
 
     def __init__(
         self,
         membership: Membership,
-        replica: Replica,
-        channel: Channel,
-        threads: list[PieceThread],
+        encoding: PieceEncoding,
         silence: Silence,
+        send: Callable[[Layout, Piece, Sequence[int], np.ndarray, None], None],
     ):
         self._rank = membership.rank
-        self._replica = replica
-        self._channel = channel
-        self._threads = threads
+        self._encoding = encoding
         self._silence = silence
+        self._send = send
         # A message tells of all contributions that it sums up, in its header: half of that is for those of all ranks.
         self.max_iterations = max(1, MAX_HEADER_BYTES // 2 // CONTRIBUTION_BYTES // membership.world_size)
         self.reset()
@@ -65,7 +62,7 @@ class Held:
         return bool(ranks) and not ranks.isdisjoint(layout.path(piece, self._rank))
 
     def num_iterations(self, layout: Layout, piece: Piece) -> int:
-        """How many contributions to a piece are kept back."""
+        """The number of contributions to a piece that are kept back."""
         held = self._sums.get((layout.key, piece.index))
         return 0 if held is None else len(held.iterations)
 
@@ -78,7 +75,7 @@ class Held:
     ) -> None:
         """Keeps a contribution back, given as values or encoded."""
         held = self._sums.setdefault((layout.key, piece.index), _Sum(layout, piece))
-        held.total = self._replica.encoding.add(piece, held.total, values=values, data=data)
+        held.total = self._encoding.add(piece, held.total, values=values, data=data)
         held.iterations.append(iteration)
 
     def silent_ranks(self) -> list[int]:
@@ -91,14 +88,4 @@ class Held:
         for where, held in list(self._sums.items()):
             if not self.is_silent(held.layout, held.piece):
                 del self._sums[where]
-                self._send(held)
-
-    def _send(self, held: _Sum) -> None:
-        layout, piece = held.layout, held.piece
-        contributions = tuple((self._rank, iteration) for iteration in held.iterations)
-        if piece.children:
-            self._threads[piece.thread].contribute(layout, piece, contributions, values=held.total)
-            return
-        data = self._replica.encoding.encode(piece, held.total)
-        header = self._channel.header(MessageKind.UP, layout.key, piece.index, contributions=contributions)
-        self._channel.send(piece.parent, header, [data], piece.parent_level)
+                self._send(held.layout, held.piece, held.iterations, held.total, None)
