@@ -310,6 +310,19 @@ def _num_events(kind, seed):
     return job.num_events_of_start, job.cluster.scheduler.num_events
 
 
+def _two_events(part, kind, parts=(3, 2)):
+    """A generator, an event in the first third of the steps (or `parts`), and events in the half that follows it."""
+    random = np.random.default_rng(part)
+    first, last = _num_events(kind, seed=part)
+    of_first, of_later = ((last - first) // number for number in parts)
+    event = first + int(random.integers(0, of_first))
+    return random, event, range(event + 1 + part % 5, event + of_later, _LATER_STRIDE)
+
+
+def _some_ranks(random):
+    return np.flatnonzero(random.random(_NUM_RANKS) < 0.5).tolist()
+
+
 class LockStepJoiningTest(tf.test.TestCase, parameterized.TestCase):
     def setUp(self):
         super().setUp()
@@ -370,13 +383,11 @@ class LockStepJoiningTest(tf.test.TestCase, parameterized.TestCase):
     @pytest.mark.stress(after=1)
     def test_another_one_is_killed_meanwhile(self, part, kind):
         """Or the same one again: whoever gives its state, at every event while one joins."""
-        random = np.random.default_rng(part)
-        first, last = _num_events(kind, seed=part)
+        random, event, others = _two_events(part, kind)
         num_joined = 0
-        event = first + int(random.integers(0, (last - first) // 3))
-        for later in range(event + 1 + part % 5, event + (last - first) // 2, _LATER_STRIDE):
+        for later in others:
             ranks = random.integers(0, _NUM_RANKS, 2).tolist()
-            reaches = [np.flatnonzero(random.random(_NUM_RANKS) < 0.5).tolist() for _ in range(2)]
+            reaches = [_some_ranks(random) for _ in range(2)]
             with self.subTest(events=(event, later), ranks=ranks, reaches=reaches):
                 job = Job(**_KINDS[kind], seed=part)
                 job.kill_before_event(event, ranks[0], reaches[0])
@@ -388,13 +399,11 @@ class LockStepJoiningTest(tf.test.TestCase, parameterized.TestCase):
     @pytest.mark.stress(after=1)
     def test_another_one_is_killed_while_it_loads_its_data(self, part, kind):
         """It has met some of the others, and hears of that loss. It takes part all the same."""
-        random = np.random.default_rng(part)
-        first, last = _num_events(kind, seed=part)
+        random, event, others = _two_events(part, kind, parts=(4, 3))
         num_joined = 0
-        event = first + int(random.integers(0, (last - first) // 4))
-        for later in range(event + 1 + part % 5, event + (last - first) // 3, _LATER_STRIDE):
+        for later in others:
             ranks = random.choice(_NUM_RANKS, 2, replace=False).tolist()
-            reaches = [np.flatnonzero(random.random(_NUM_RANKS) < 0.5).tolist() for _ in range(2)]
+            reaches = [_some_ranks(random) for _ in range(2)]
             with self.subTest(events=(event, later), ranks=ranks, reaches=reaches):
                 job = Job(**_KINDS[kind], seed=part)
                 job.kill_before_event(event, ranks[0], reaches[0], restart_seconds=0.001, load_seconds=0.02)
@@ -429,11 +438,9 @@ class LockStepJoiningTest(tf.test.TestCase, parameterized.TestCase):
     @pytest.mark.stress(after=1)
     def test_another_one_is_stopped_or_killed_meanwhile(self, part, kind):
         """Or the same one again."""
-        random = np.random.default_rng(part)
-        first, last = _num_events(kind, seed=part)
+        random, event, others = _two_events(part, kind)
         num_joined = 0
-        event = first + int(random.integers(0, (last - first) // 3))
-        for later in range(event + 1 + part % 5, event + (last - first) // 2, _LATER_STRIDE):
+        for later in others:
             ranks = random.integers(0, _NUM_RANKS, 2).tolist()
             is_stopped, keeps, _ = random.random(3) < 0.5
             times = random.uniform(0.5, 4.0, 2)
@@ -443,7 +450,7 @@ class LockStepJoiningTest(tf.test.TestCase, parameterized.TestCase):
                 if is_stopped:
                     job.freeze_before_event(later, ranks[1], times[1] * _PATIENCE_SECONDS, not keeps)
                 else:
-                    job.kill_before_event(later, ranks[1], np.flatnonzero(random.random(_NUM_RANKS) < 0.5).tolist())
+                    job.kill_before_event(later, ranks[1], _some_ranks(random))
                 num_joined += self.check(job.run())
         self.assertGreater(num_joined, 0)
 
