@@ -1,4 +1,4 @@
-"""What a training step costs under each strategy with its defaults, beside plain Keras and other libraries.
+"""Measures a training step under each strategy with its defaults, beside plain Keras and other libraries.
 
     python benchmarks/benchmark_step.py
 
@@ -25,7 +25,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-import os
 import pathlib
 import resource
 import statistics
@@ -60,15 +59,14 @@ _SHAPES = {_PERCEPTRON: (784,), _DEEP: (8, 8, 3)}
 _NUM_BLOCKS, _NUM_FILTERS = 50, 32
 _NUM_CLASSES = 10
 
-if __name__ == "__main__":
-    _CHOSEN = flags.DEFINE_list("kinds", _KINDS, f"Which ones: {', '.join(_KINDS)}.")
-    _MODELS = flags.DEFINE_list("models", [_PERCEPTRON, _DEEP], "perceptron (4 MB), deep (152 small variables).")
-    _WORLDS = flags.DEFINE_list("worlds", ["1", "2", "4"], "Numbers of ranks.")
-    _LINK = flags.DEFINE_string("link", ranks.LOOPBACK, "loopback, or the rate of each host's link in bits per second.")
-    _ROUNDS = flags.DEFINE_integer("rounds", 3, "How often each case runs.", lower_bound=1)
-    _STEPS = flags.DEFINE_integer("steps", 300, "Steps that are measured.", lower_bound=10)
-    _AGAINST = flags.DEFINE_string("against", None, "Another checkout of hop_tf to measure in turns with this one.")
-    _FOLDER = flags.DEFINE_string("folder", None, "Writes a table there.")
+_CHOSEN = flags.DEFINE_list("kinds", _KINDS, f"Which ones: {', '.join(_KINDS)}.")
+_MODELS = flags.DEFINE_list("models", [_PERCEPTRON, _DEEP], "perceptron (2 MB), deep (152 small variables).")
+_WORLDS = flags.DEFINE_list("worlds", ["1", "2", "4"], "Numbers of ranks.")
+_LINK = flags.DEFINE_string("link", ranks.LOOPBACK, "loopback, or the rate of each host's link in bits per second.")
+_ROUNDS = flags.DEFINE_integer("rounds", 3, "How often each case runs.", lower_bound=1)
+_STEPS = flags.DEFINE_integer("steps", 300, "Steps that are measured.", lower_bound=10)
+_AGAINST = flags.DEFINE_string("against", None, "Another checkout of hop_tf to measure in turns with this one.")
+_FOLDER = flags.DEFINE_string("folder", None, "Writes a table there.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -290,6 +288,5 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    if "HOP_TF_BENCHMARK_CASE" in os.environ:
-        ranks.serve(_measure)
+    ranks.serve(_measure)
     app.run(main)

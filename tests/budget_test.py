@@ -1,7 +1,7 @@
-"""What an undisturbed step may cost, counted and not timed. A change that costs more has to say so here.
+"""The cost of an undisturbed step, counted and not timed. A change that raises it must also change a number here.
 
-The numbers are those of a rank of two, of the strategies with their defaults. What happens at the beginning and the end
-of a `fit` is left out: counted is how much more happens in a longer one.
+Two ranks train under each strategy with its defaults. The difference between a longer `fit` and a shorter one leaves
+out the cost of beginning and ending.
 """
 
 import collections
@@ -43,7 +43,7 @@ class Cost:
     threads: float
 
 
-# What is allowed. Strategies that do not do the same in each step, and threads that wait now and then, need some room.
+# Upper bounds. Asynchronous strategies differ from step to step, and threads wait now and then: both need some room.
 _BUDGET = {
     "pipe_sgd": Cost(messages=2.1, num_bytes=8700, calls=850, operations=245, threads=5),
     "hop": Cost(messages=2.1, num_bytes=8400, calls=600, operations=34, threads=5),

@@ -226,15 +226,13 @@ class AllReduce(abc.ABC):
 
     def _means(self, operation: Operation, vectors: Sequence[np.ndarray], codec_step: int) -> list[np.ndarray]:
         means = [self._pool.take(values.nbytes).view(values.dtype) for values in vectors]
-        together = []
-        for index, (vector, values, mean) in enumerate(zip(self._vectors, vectors, means, strict=True)):
-            operation.begin([index])
-            codec = vector.sparse_codec(codec_step, len(operation.ranks))
-            if len(operation.ranks) == 1:
+        if len(operation.ranks) == 1:
+            for vector, values, mean in zip(self._vectors, vectors, means, strict=True):
                 np.copyto(mean, vector.corrected(values))
-            elif not values.size:  # Nobody waits for anybody, nor has what others lack.
-                continue
-            elif codec is None or not self._gather(operation, vector, codec, values, mean):
+            return means
+        together = []  # The others go whole, or are empty: then no rank waits for another one.
+        for index, (values, mean) in enumerate(zip(vectors, means, strict=True)):
+            if values.size and not self._goes_whole(operation, index, values, mean, codec_step):
                 together.append(index)
         if together:
             operation.begin(together)
@@ -242,6 +240,17 @@ class AllReduce(abc.ABC):
             joint = self._joint(tuple(together))
             self._reduce(operation, joint, corrected, [means[index] for index in together])
         return means
+
+    def _goes_whole(
+        self, operation: Operation, index: int, values: np.ndarray, mean: np.ndarray, codec_step: int
+    ) -> bool:
+        """Averages a vector that a sparse codec shortens enough; False if it is to go in pieces."""
+        vector = self._vectors[index]
+        codec = vector.sparse_codec(codec_step, len(operation.ranks))
+        if codec is None:
+            return False
+        operation.begin([index])
+        return self._gather(operation, vector, codec, values, mean)
 
     def _joint(self, indices: tuple[int, ...]) -> Vectors:
         if indices not in self._joints:
@@ -264,7 +273,7 @@ class AllReduce(abc.ABC):
             return False
         total = vector.zeros(result)
         for rank in ranks:
-            ((data,),) = [[own]] if rank == ranks[mine] else operation.receive([rank], _WHOLE, 0)
+            data = own if rank == ranks[mine] else operation.receive([rank], _WHOLE, 0)[0][0]
             if not data.size:
                 return False
             vector.accumulate(data, total, codec)

@@ -137,7 +137,7 @@ Where = Sequence[tuple[int, slice]]  # A chunk of several vectors: numbers of th
 class Vectors:
     """Vectors that go together: the chunks of the same number are one message.
 
-    What is said of one chunk is as of `Vector`, with an array for each of its parts.
+    The methods are those of `Vector`. A chunk has an array for each vector that has a part of it.
 
     Args:
       vectors: The vectors.

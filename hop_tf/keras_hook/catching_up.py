@@ -1,4 +1,4 @@
-"""What callbacks hear in a rank that was started again, or left behind: nothing, until it is where the others are.
+"""Callbacks of a rank that was started again, or left behind, are not called until it is where the others are.
 
 They would keep it from getting there, if they take as long as the others' steps, and see metrics that are none. The
 epoch in which it gets there is a short one for them: it begins with the first batch that the rank trains on.

@@ -1,6 +1,6 @@
-"""What a rank under Canary waits for: communication, and the others' last step after its own.
+"""`FlowControl`: a rank under Canary waits for communication and, after its own last step, for the others' last step.
 
-Communication with a rank of which nothing is heard is not waited for, but at the end.
+Only at the end does it wait for a silent rank.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class Absence:
 
     @property
     def num_passed_by(self) -> int:
-        """How many times a neighbor was found to be silent."""
+        """The number of times that a neighbor was found to be silent."""
         return self._silence.num_passed_by
 
     def close(self) -> None:

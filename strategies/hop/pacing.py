@@ -107,8 +107,7 @@ class Pacing(abc.ABC):
     def _on_message(self, message: Message) -> None:
         if message.sender not in self._out_neighbors or len(message.header) != ITERATION.size:
             raise message.unexpected()
-        (iteration,) = ITERATION.unpack(message.header)
-        self._note(message.sender, iteration)
+        self._note(message.sender, *ITERATION.unpack(message.header))
 
     @abc.abstractmethod
     def _note(self, j: int, iteration: int) -> None:

@@ -79,7 +79,7 @@ def _run(name, mark):
 
 
 def _state(strategy, model):
-    """What is equal on all ranks, to the bit: under DTS, each has slots of its own."""
+    """The state that is equal on all ranks, to the bit. Under DTS, each rank has slots of its own."""
     is_dts = isinstance(strategy, hop_tf.DTSStrategy)
     variables = model.weights if is_dts else [*model.trainable_variables, *model.optimizer.variables]
     return [variable.numpy() for variable in variables]

@@ -452,7 +452,7 @@ class FrozenTest(tf.test.TestCase, parameterized.TestCase):
         self.assertLess(max(num_kept), 6)
 
     def test_a_silent_rank_is_waited_for_in_the_end(self):
-        """What was kept back for it is sent then, and what it has missed it takes of the others."""
+        """The others send what they kept back for the rank, and the rank takes the sums that it missed from them."""
         job = self._run("mesh", 3, num_steps=60)
         self.assertEqual([len(job.made[rank]) for rank in (0, 2)], [60, 60])
         self.assertGreater(min(job.seconds.values()), 6.0)
