@@ -53,14 +53,19 @@ _STRATEGIES: Mapping[str, Callable] = {
 _ALONE = {**dict.fromkeys(_STRATEGIES, KERAS), DDP: TORCH, MIRRORED: TF_KERAS}
 _PACKAGES = {TORCH: "torch", DDP: "torch", TF_KERAS: "tf_keras", MIRRORED: "tf_keras"}
 _KINDS = [KERAS, *_STRATEGIES, TORCH, DDP, TF_KERAS, MIRRORED]
-_PERCEPTRON, _DEEP = "perceptron", "deep"
-_ROWS = {_PERCEPTRON: 48, _DEEP: 16}  # Of a rank.
-_SHAPES = {_PERCEPTRON: (784,), _DEEP: (8, 8, 3)}
+_PERCEPTRON, _DEEP, _WIDE = "perceptron", "deep", "wide"
+_ROWS = {_PERCEPTRON: 48, _DEEP: 16, _WIDE: 4096}  # Of a rank.
+_SHAPES = {_PERCEPTRON: (784,), _DEEP: (8, 8, 3), _WIDE: (2048,)}
 _NUM_BLOCKS, _NUM_FILTERS = 50, 32
+_NUM_UNITS, _NUM_REPEATS = 4096, 16
 _NUM_CLASSES = 10
 
 _CHOSEN = flags.DEFINE_list("kinds", _KINDS, f"Which ones: {', '.join(_KINDS)}.")
-_MODELS = flags.DEFINE_list("models", [_PERCEPTRON, _DEEP], "perceptron (2 MB), deep (152 small variables).")
+_MODELS = flags.DEFINE_list(
+    "models",
+    [_PERCEPTRON, _DEEP],
+    "perceptron (2 MB), deep (152 small variables), wide (101 MB, and computation for a GPU; without peers).",
+)
 _WORLDS = flags.DEFINE_list("worlds", ["1", "2", "4"], "Numbers of ranks.")
 _LINK = flags.DEFINE_string("link", ranks.LOOPBACK, "loopback, or the rate of each host's link in bits per second.")
 _ROUNDS = flags.DEFINE_integer("rounds", 3, "How often each case runs.", lower_bound=1)
@@ -172,6 +177,8 @@ def _library_and_strategy(kind: str, rank: int, addresses: Sequence[str]) -> tup
 
 def _keras_model(keras: Any, name: str) -> Any:
     layers = keras.layers
+    if name == _WIDE:
+        return _wide_model(keras)
     inner = [layers.Dense(512, activation="relu"), layers.Dense(256, activation="relu")]
     if name == _DEEP:
         block = lambda: [  # noqa: E731
@@ -183,8 +190,18 @@ def _keras_model(keras: Any, name: str) -> Any:
     return keras.Sequential([keras.Input(_SHAPES[name]), *inner, layers.Dense(_NUM_CLASSES)])
 
 
+def _wide_model(keras: Any) -> Any:
+    """One layer follows itself many times: more computation for each byte that ranks exchange."""
+    x = inputs = keras.Input(_SHAPES[_WIDE])
+    x = keras.layers.Dense(_NUM_UNITS, activation="relu")(x)
+    repeated = keras.layers.Dense(_NUM_UNITS, activation="relu")
+    for _ in range(_NUM_REPEATS):
+        x = repeated(x)
+    return keras.Model(inputs, keras.layers.Dense(_NUM_CLASSES)(x))
+
+
 def _optimizer(keras: Any, model: str) -> Any:
-    return keras.optimizers.SGD(0.01, momentum=0.9) if model == _PERCEPTRON else keras.optimizers.AdamW(1e-3)
+    return keras.optimizers.AdamW(1e-3) if model == _DEEP else keras.optimizers.SGD(0.01, momentum=0.9)
 
 
 def _train_torch(case: Mapping, rank: int, addresses: Sequence[str], clock: Clock) -> None:
@@ -246,6 +263,8 @@ class _Case:
 def _cases() -> Iterator[_Case]:
     for model, world in itertools.product(_MODELS.value, map(int, _WORLDS.value)):
         for kind in _CHOSEN.value:
+            if kind in _PACKAGES and model == _WIDE:
+                continue
             if kind in _PACKAGES and not peers.is_installed(_PACKAGES[kind]):
                 print(f"{kind}: the package `{_PACKAGES[kind]}` is not installed.")
             elif kind in _ALONE or world == 1:
