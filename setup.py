@@ -5,7 +5,7 @@ Everything else is declared in pyproject.toml. What is built, into hop_tf/ops:
     libhop_tf_kernels.so  ops/kernels: plain C++, no dependency
     hop_tf_ops.so         ops/tensorflow: TensorFlow operations over the kernels. TensorFlow need not be installed:
                           the library is linked to an empty one with TensorFlow's name
-    libhop_tf_cuda.so     ops/cuda: the kernels for GPUs, where `nvcc` is on the path
+    libhop_tf_cuda.so     ops/cuda: the kernels for GPUs, if `nvcc` is on the path. It is looked for at run time
 
 What cannot be built is left out with a warning. Environment: CXX (the compiler), HOP_TF_REQUIRE_NATIVE=1 (to fail
 instead where one of the first two cannot be built), HOP_TF_REQUIRE_CUDA=1 (the same for the third), HOP_TF_CUDA=0 (not
@@ -113,8 +113,6 @@ class _BuildLibraries(build_ext):
 
     def _build_operations(self, ext, target):
         libraries = [f"-L{target.parent}", "-lhop_tf_kernels"]
-        if (target.parent / "libhop_tf_cuda.so").exists():
-            libraries += ["-DHOP_TF_WITH_CUDA", "-lhop_tf_cuda"]
         with tempfile.TemporaryDirectory() as folder:
             stub = os.path.join(folder, _TENSORFLOW)
             self.spawn([*_COMPILER, "-shared", "-xc++", os.devnull, f"-Wl,-soname,{_TENSORFLOW}", "-o", stub])

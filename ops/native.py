@@ -48,8 +48,8 @@ def build_info() -> dict[str, object]:
 
     Returns:
       `native` (see `native_available`), `compiler` (with the instruction set in use), `num_cores` (how many threads
-      large arrays take), `cuda` (whether there are kernels for GPUs whose library loads) and `cuda_error` (why not,
-      in words; "" if there are). Kernels for GPUs load where there is no GPU, too.
+      large arrays take), `cuda` (True if the operations run on GPUs) and `cuda_error` (why not, in words; "" if they
+      do). This asks the driver for the GPUs: set `CUDA_VISIBLE_DEVICES` before.
     """
     library, cuda_error = kernels(), _cuda_error()
     return {
@@ -88,21 +88,28 @@ def _load(kind: type[ctypes.CDLL]) -> ctypes.CDLL | None:
 def operations():
     """The module of TensorFlow operations (`hop_tf_int8_encode`, ...); None where there is none."""
     path = _find(_OPERATIONS)
-    return None if path is None else tf.load_op_library(str(path))
+    if path is None:
+        return None
+    cuda_error = _cuda_error()
+    if cuda_error and tf.config.list_physical_devices("GPU"):
+        logging.warning("hop_tf's operations run on the processor, because GPUs cannot run them: %s.", cuda_error)
+    return tf.load_op_library(str(path))
 
 
 def _cuda_error() -> str:
-    """Why there are no kernels for GPUs; "" if there are."""
+    """Loads the kernels for GPUs. Returns why the operations do not run there, or ""."""
     if kernels() is None:
         return "there are no native kernels at all"
     path = _FOLDER / _CUDA
     if not path.exists():
         return f"{_CUDA} was not built"
     try:
-        ctypes.CDLL(str(path))
-    except OSError as error:
+        # Global: the operations find the kernels there. They register these if HopTfCudaError says "".
+        find_error = ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL).HopTfCudaError
+    except (OSError, AttributeError) as error:
         return str(error)
-    return ""
+    find_error.restype = ctypes.c_char_p
+    return find_error().decode()
 
 
 def call(name: str, *arguments) -> None:

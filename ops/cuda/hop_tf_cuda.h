@@ -48,6 +48,13 @@ HOP_TF_EXPORT HopTfStatus HopTfCudaCopy(const void* from, int64_t num_bytes, voi
 // The message of the last error on this thread, or "". Static memory.
 HOP_TF_EXPORT const char* HopTfCudaLastError(void);
 
+// Why the kernels cannot run on the devices of this process; "" if they can. The first call asks the driver for its
+// devices and creates no context. Static memory.
+HOP_TF_EXPORT const char* HopTfCudaError(void);
+
+// True if the library holds code for devices of this compute capability.
+HOP_TF_EXPORT int HopTfCudaIsBuiltFor(int major, int minor);
+
 // Number of usable devices; 0 where there is no driver.
 HOP_TF_EXPORT int HopTfCudaNumDevices(void);
 

@@ -6,13 +6,25 @@
 #include <algorithm>
 #include <utility>
 
+#include "../cuda/hop_tf_cuda.h"
 #include "../kernels/hop_tf_kernels.h"
+#include "gpu_stream.h"
 #include "registry.h"
 
-#ifdef HOP_TF_WITH_CUDA
-#include "../cuda/hop_tf_cuda.h"
-#include "gpu_stream.h"
-#endif
+// The process may lack libhop_tf_cuda.so. If it has that library, ops/native.py has loaded it before this one.
+#pragma weak HopTfCudaError
+#pragma weak HopTfCudaLastError
+#pragma weak HopTfCudaCopy
+#pragma weak HopTfCudaSketchWorkspaceBytes
+#pragma weak HopTfCudaSketchEncode
+#pragma weak HopTfCudaSketchDecode
+#pragma weak HopTfCudaInt8WorkspaceBytes
+#pragma weak HopTfCudaInt8Encode
+#pragma weak HopTfCudaInt8Decode
+#pragma weak HopTfCudaInt8Accumulate
+#pragma weak HopTfCudaInt8Reduce
+#pragma weak HopTfCudaTruncate16Encode
+#pragma weak HopTfCudaTruncate16Decode
 
 namespace hop_tf {
 
@@ -67,9 +79,10 @@ struct Cpu {
   }
 };
 
-#ifdef HOP_TF_WITH_CUDA
-
 struct Gpu {
+  // True if libhop_tf_cuda.so is there, and all devices can run its kernels.
+  static bool IsUsable() { return HopTfCudaError != nullptr && *HopTfCudaError() == '\0'; }
+
   static const char* LastError() { return HopTfCudaLastError(); }
 
   static HopTfStatus Copy(const Call& call, const float* from, int64_t size, float* to) {
@@ -123,8 +136,6 @@ struct Gpu {
     return HopTfCudaTruncate16Decode(arguments..., StreamOf(call));
   }
 };
-
-#endif  // HOP_TF_WITH_CUDA
 
 }  // namespace hop_tf
 

@@ -1,4 +1,4 @@
-// TensorFlow operations over the kernels, for processors and, where the CUDA kernels are built, for GPUs.
+// TensorFlow operations over the kernels, for processors and, if the CUDA kernels can run here, for GPUs.
 
 #include <algorithm>
 #include <cstdint>
@@ -174,9 +174,8 @@ void RegisterOperations() {
 const bool registered = [] {
   RegisterOperations();
   RegisterKernels<Cpu>("CPU");
-#ifdef HOP_TF_WITH_CUDA
-  RegisterKernels<Gpu>("GPU");
-#endif
+  // Without kernels for GPUs, TensorFlow places the operations on the processor.
+  if (Gpu::IsUsable()) RegisterKernels<Gpu>("GPU");
   return true;
 }();
 

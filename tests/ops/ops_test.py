@@ -11,6 +11,7 @@ import pathlib
 import re
 import shutil
 import tempfile
+import types
 import unittest
 from unittest import mock
 
@@ -715,6 +716,11 @@ class ConstantsTest(tf.test.TestCase):
         self.assertEqual(numbers, expected)
 
 
+def _cuda_library(error):
+    """Loads a libhop_tf_cuda.so that says this of the devices."""
+    return lambda path, mode: types.SimpleNamespace(HopTfCudaError=lambda: error)
+
+
 class BuildTest(tf.test.TestCase):
     @unittest.skipIf(os.environ.get("HOP_TF_REQUIRE_NATIVE") != "1", "HOP_TF_REQUIRE_NATIVE=1 is not set")
     def test_native_is_there(self):
@@ -727,20 +733,41 @@ class BuildTest(tf.test.TestCase):
         self.assertEqual(info["cuda"], not info["cuda_error"])
 
     @unittest.skipUnless(ops.native_available(), "needs the native kernels")
-    def test_info_tells_why_there_are_no_kernels_for_gpus(self):
+    def test_info_tells_why_operations_do_not_run_on_gpus(self):
         folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
         library = folder / "libhop_tf_cuda.so"
-        with mock.patch.object(native, "_FOLDER", folder):
-            self.assertEqual(ops.build_info()["cuda_error"], "libhop_tf_cuda.so was not built")
-            library.write_bytes(b"no library")
-            info = ops.build_info()
-            self.assertFalse(info["cuda"])
-            self.assertRegex(info["cuda_error"], "libhop_tf_cuda.so: ")
-            library.unlink()
-            shutil.copy(pathlib.Path(native.__file__).with_name("libhop_tf_kernels.so"), library)
-            self.assertTrue(ops.build_info()["cuda"])
+        self.enter_context(mock.patch.object(native, "_FOLDER", folder))
+        self.assertEqual(ops.build_info()["cuda_error"], "libhop_tf_cuda.so was not built")
+        library.write_bytes(b"no library")
+        info = ops.build_info()
+        self.assertFalse(info["cuda"])
+        self.assertRegex(info["cuda_error"], "libhop_tf_cuda.so: ")
+        library.unlink()
+        shutil.copy(pathlib.Path(native.__file__).with_name("libhop_tf_kernels.so"), library)
+        self.assertIn("undefined symbol: HopTfCudaError", ops.build_info()["cuda_error"])
+        for error in (b"there is no CUDA driver", b""):
+            with mock.patch.object(native.ctypes, "CDLL", _cuda_library(error)):
+                info = ops.build_info()
+            self.assertEqual((info["cuda"], info["cuda_error"]), (not error, error.decode()))
         with mock.patch.object(native, "kernels", lambda: None):
             self.assertEqual(ops.build_info()["cuda_error"], "there are no native kernels at all")
+
+    @unittest.skipUnless(ops.native_available(), "needs the native kernels")
+    def test_operations_stay_on_the_processor_if_gpus_cannot_run_them(self):
+        """And a warning says why, if there are GPUs."""
+        folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
+        self.enter_context(mock.patch.object(native, "_FOLDER", folder))
+        load = self.enter_context(mock.patch.object(tf, "load_op_library"))
+        for name in ("hop_tf_ops.so", "libhop_tf_cuda.so"):
+            (folder / name).write_bytes(b"no library")
+        for gpus in ([], ["GPU:0"]):
+            with (
+                mock.patch.object(tf.config, "list_physical_devices", lambda kind, gpus=gpus: gpus),
+                mock.patch.object(native.logging, "warning") as warn,
+            ):
+                self.assertIs(native.operations.__wrapped__(), load.return_value)
+            self.assertEqual(warn.call_count, len(gpus))
+        self.assertRegex(warn.call_args.args[0] % warn.call_args.args[1:], "run on the processor.*libhop_tf_cuda.so: ")
 
     def test_a_missing_library_is_told_with_what_to_do(self):
         folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
