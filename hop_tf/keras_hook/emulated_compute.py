@@ -16,6 +16,7 @@ import tensorflow as tf
 from absl import logging
 
 from hop_tf.emulation import ComputeEmulation, StepTimes
+from hop_tf.tensors.host import runs_on_host
 
 
 class EmulatedCompute:
@@ -81,6 +82,7 @@ class EmulatedCompute:
             self._step_times.close()
             self._step_times = None
 
+    @runs_on_host
     def _run(self) -> None:
         while True:
             try:

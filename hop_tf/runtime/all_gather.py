@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from hop_tf.errors import HopError
 from hop_tf.membership import Interrupted
+from hop_tf.tensors.host import runs_on_host
 
 _CALL = struct.Struct("<q")
 _IN_GRAPH = 0
@@ -99,6 +100,7 @@ class AllGather:
             self._thread.start()
         return self._count, *self._queues
 
+    @runs_on_host
     def _run(self) -> None:
         own, all_ranks = self._queues
         try:

@@ -24,6 +24,7 @@ from hop_tf.records import Kind, Recorder
 from hop_tf.runtime.epoch_agreement import EpochAgreement
 from hop_tf.runtime.joining import Joining
 from hop_tf.tensors.fifo import enqueue_arrays
+from hop_tf.tensors.host import on_host, runs_on_host
 from hop_tf.tensors.packing import Packing
 
 # Segments of what is no step: a rank that was started again asks where the others are; ranks in lock step meet it.
@@ -212,7 +213,7 @@ class ExchangeRunner:
             capacity = exchange.max_in_flight + 1
             self._outbox = tf.queue.FIFOQueue(capacity, [tf.int64, tf.int32, tf.bool, *packing.dtypes])
             self._results = tf.queue.FIFOQueue(capacity, [tf.int64, tf.int32, tf.int64, tf.string, *packing.dtypes])
-        self._no_error, self._true = tf.constant(""), tf.constant(True)
+            self._no_error, self._true = tf.constant(""), tf.constant(True)
         self._nothing = tuple(np.empty(0, dtype.as_numpy_dtype) for dtype in packing.dtypes)
         self._threads = [
             threading.Thread(target=self._run, name=f"hop_tf exchange {name}/{index}", daemon=True)
@@ -265,9 +266,10 @@ class ExchangeRunner:
             with tf.control_dependencies([check]):
                 buckets = [tf.identity(bucket) for bucket in buckets]
                 num_skipped = tf.identity(num_skipped)
+                num_skipped.set_shape([])
         for bucket, size in zip(buckets, sizes, strict=True):
             bucket.set_shape([size])
-        return buckets, tf.reshape(num_skipped, [])
+        return buckets, num_skipped
 
     # Around it.
 
@@ -280,7 +282,8 @@ class ExchangeRunner:
         if not any(thread.is_alive() for thread in self._threads):
             return
         self._quiet.clear()
-        self._outbox.enqueue([tf.constant(_END_OF_SESSION, tf.int64), 0, self._true, *self._nothing])
+        with on_host():
+            self._outbox.enqueue([tf.constant(_END_OF_SESSION, tf.int64), 0, self._true, *self._nothing])
         while not self._quiet.wait(0.05):
             self._drop_results()  # A full result queue would keep a thread from reaching the marker.
             timeout_seconds -= 0.05
@@ -300,6 +303,7 @@ class ExchangeRunner:
         for _ in range(int(self._results.size())):
             self._results.dequeue()
 
+    @runs_on_host
     def _run(self) -> None:
         # No name here may keep a step's arrays alive while the next one is awaited: they can be large.
         try:

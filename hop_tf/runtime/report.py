@@ -15,6 +15,7 @@ from hop_tf.cluster import Cluster
 from hop_tf.keras_hook.determinism import is_deterministic
 from hop_tf.options import CommunicationOptions, rank_folder
 from hop_tf.records import Kind, Recorder
+from hop_tf.tensors.host import on_host, runs_on_host
 from hop_tf.version import __version__
 
 # Ranks may differ in the patch level of these, not in more.
@@ -90,7 +91,7 @@ class StepStatistics:
             with tf.device("/cpu:0"), tf.control_dependencies(gradients):
                 self._get_state().record_gradients(step)
 
-    def count_wait(self, ready: Sequence[tf.Tensor], done: Sequence[tf.Tensor]) -> None:
+    def count_wait(self, ready: Sequence, done: Sequence[tf.Tensor]) -> None:
         """Emits the ops that count the time from `ready` (gradients) to `done` (what others sent); 0 if negative."""
         if not _takes_times():
             return
@@ -127,7 +128,8 @@ class StepStatistics:
     def _events(self, is_final: bool) -> np.ndarray:
         """The events of the steps that have ended since the last call: see `Recorder.add_source`."""
         recorder, state = self.recorder, self._state
-        first, times = state.times(self._num_recorded, is_final)
+        with on_host():
+            first, times = state.times(self._num_recorded, is_final)
         recorder.drop(first - self._num_recorded)  # A disk that hangs has held it up.
         self._num_recorded = first + len(times)
         steps, started, ready, done, waited = times.T
@@ -318,6 +320,7 @@ class ReportWriter:
             self._writer.close()
             self._writer = None
 
+    @runs_on_host
     def _run(self) -> None:
         while not self._stop.wait(self._interval_seconds):
             self.write()

@@ -19,14 +19,17 @@ import numpy as np
 import tensorflow as tf
 
 from hop_tf.errors import ProtocolError
+from hop_tf.tensors.host import on_host
 
 
 def enqueue_arrays(queue: tf.queue.QueueBase, components: Sequence) -> None:
     """Enqueues arrays as they are: 64-byte aligned ones are shared with TensorFlow, not copied.
 
     `FIFOQueue.enqueue` would convert, that is copy, each component first. A shared array must not be written to again.
+    The arrays stay on the host, whichever thread calls this.
     """
-    tf.raw_ops.QueueEnqueueV2(handle=queue.queue_ref, components=list(components))
+    with on_host():
+        tf.raw_ops.QueueEnqueueV2(handle=queue.queue_ref, components=list(components))
 
 
 class Fifo:
@@ -287,5 +290,5 @@ class TokenQueue:
 
     def _add(self, iteration: int, num_tokens: int) -> None:
         for _ in range(num_tokens):
-            self._queue.put([np.int64(iteration)])
+            self._queue.put([np.array(iteration, np.int64)])
         self._num_here += num_tokens

@@ -123,6 +123,7 @@ class Shard:
                 own[key].assign(value)
 
     @property
+    @_on_processor
     def iterations(self) -> int:
         """Number of updates."""
         return int(self._optimizer.iterations)
