@@ -105,7 +105,8 @@ class StepSkipping:
 
     def skip(self, num_updates: tf.Tensor) -> None:
         """Emits the op that passes over the steps of the next `num_updates` updates."""
-        self._num_left.assign(num_updates * gradient_accumulation_steps(self._optimizer))
+        with tf.device("/cpu:0"):
+            self._num_left.assign(num_updates * gradient_accumulation_steps(self._optimizer))
 
     def run(self, step: Callable[[], Any], arguments: Any, model: keras.Model) -> Any:
         """Emits `step`, or runs it eagerly, unless it is to be passed over; returns what it returns.
@@ -123,7 +124,7 @@ class StepSkipping:
             )
         with when_here(arguments):
             # In a graph both branches are traced, the step first, so that its results are known when the other is.
-            outputs = tf.cond(self._num_left <= 0, lambda: self._take(step), self._pass_over)
+            outputs = tf.cond(self._has_none_left(), lambda: self._take(step), self._pass_over)
         if self._passes_over_first:
             self._passes_over_first = False
             with tf.init_scope():
@@ -154,13 +155,17 @@ class StepSkipping:
         self._variables[key].assign(tensor)
         return self._variables[key]
 
+    def _has_none_left(self) -> tf.Tensor:
+        with tf.device("/cpu:0"):
+            return self._num_left <= 0
+
     def _pass_over(self) -> list[tf.Tensor]:
         self._num_left.assign_sub(1)
         iterations = iterations_variable(self._optimizer)
         iterations.assign_add(1)
         if self._catch_up is not None:
             tf.cond(self._is_behind, lambda: self._fill_metrics(math.nan, has_none=True), lambda: None)
-            tf.cond(self._num_left <= 0, lambda: self._skip_on(iterations), lambda: None)
+            tf.cond(self._has_none_left(), lambda: self._skip_on(iterations), lambda: None)
         if self._metrics:
             are_reset = tf.reduce_all([tf.reduce_all(tf.equal(variable, 0)) for variable in self._metrics])
             tf.cond(are_reset, lambda: self._fill_metrics(math.nan, has_none=True), lambda: None)

@@ -75,7 +75,7 @@ class Admissions:
     @staticmethod
     def spec(world_size: int, dtype: tf.DType = tf.float64, *, exact: bool = False) -> TensorSpec:
         """What travels beside a step's values; dtype and `exact` say in which bucket."""
-        return TensorSpec(SPEC_NAME, (2, world_size), dtype, exact)
+        return TensorSpec(SPEC_NAME, (2, world_size), dtype, exact, on_host=True)
 
     def reset(self, session: int) -> None:
         """Prepares for step 0 of a session, in which all take part."""

@@ -127,7 +127,7 @@ def _make_admissions(context: ExchangeContext, num_segments: int, lead: int) -> 
     return Admissions(context.membership, context.group, context.session, num_segments=num_segments, lead=lead)
 
 
-_ROWS = TensorSpec("hop_tf_rows", (1,), tf.float64)
+_ROWS = TensorSpec("hop_tf_rows", (1,), tf.float64, on_host=True)
 
 
 def specs_beside(world_size: int, *, admits: bool, weighs_rows: bool = False) -> list[TensorSpec]:
@@ -202,12 +202,15 @@ def take_means(
     *means, rates = means
     if exchange.admissions is not None:
         *means, decided = means
-        exchange.admissions.note_meeting(decided[0], step)
+        with tf.device("/cpu:0"):
+            exchange.admissions.note_meeting(decided[0], step)
     if exchange.weighs_rows:
         *means, rows = means
-        factor = tf.math.divide_no_nan(tf.constant(1.0, rows.dtype), rows[0])  # There are none while a pipe fills.
+        with tf.device("/cpu:0"):
+            factor = tf.math.divide_no_nan(tf.constant(1.0, rows.dtype), rows[0])  # There are none while a pipe fills.
         means = [mean * tf.cast(factor, mean.dtype) for mean in means]
     exchange.carried.add(means[group.num_trained :])
     if exchange.roster is not None:
-        exchange.roster.follow(rates[1] > 0)
+        with tf.device("/cpu:0"):
+            exchange.roster.follow(rates[1] > 0)
     return means[: group.num_trained], exchange.rate.adopt(group.optimizer(), rates)

@@ -21,11 +21,12 @@ from hop_tf.runtime.report import StepStatistics
 from hop_tf.tensors.buffers import BufferPool
 from hop_tf.tensors.fifo import Fifo, MakeFifo
 from hop_tf.tensors.finite import are_finite
+from hop_tf.tensors.host import runs_on_host
 from hop_tf.tensors.packing import Packing
 
 
 def _start_thread(name: str, body: Callable[[], None]) -> threading.Thread:
-    thread = threading.Thread(target=body, name=f"hop_tf {name}", daemon=True)
+    thread = threading.Thread(target=runs_on_host(body), name=f"hop_tf {name}", daemon=True)
     thread.start()
     return thread
 
@@ -123,6 +124,10 @@ class Group:
     step: tf.Variable
     statistics: StepStatistics
 
+    def read_step(self) -> tf.Tensor:
+        """Emits the op that reads the step, where the variable is. `read_value` would copy it to a GPU."""
+        return self.step.value()
+
     def submit(self, values: Sequence[tf.Tensor], segment: int = 0, step: tf.Tensor | None = None) -> None:
         """Emits the op that hands `values`, one tensor per variable (of the segment), to the scheme.
 
@@ -131,15 +136,15 @@ class Group:
           segment: The segment.
           step: Number of what is handed out, where that is not the step.
         """
-        step = self.step.read_value() if step is None else step
+        step = self.read_step() if step is None else step
         buckets = self._packing_of(segment).pack(values)
         self.runner.submit(step, segment, self.exchange.emit_encode(segment, buckets), are_finite(buckets))
 
     def signal(self, segment: int, computed: Sequence = ()) -> None:
         """Emits the op that hands a segment without values to the scheme, as soon as `computed` is there."""
-        with tf.control_dependencies(tensors_of(computed)):
+        with tf.control_dependencies(_joined(computed)):
             nothing = [tf.zeros([0], dtype) for dtype in self.packing.dtypes]
-            self.runner.submit(self.step.read_value(), segment, nothing)
+            self.runner.submit(self.read_step(), segment, nothing)
 
     def collect(
         self,
@@ -161,10 +166,10 @@ class Group:
           One tensor per variable (of the segment), and int64 scalar: how many training steps are to be passed over
           after this one.
         """
-        computed = tensors_of(computed)
-        with tf.control_dependencies(computed):
-            buckets, num_skipped = (take or self.take)(self.step.read_value() if step is None else step, segment)
-        self.statistics.count_wait(computed, buckets)
+        ready = _joined(computed)
+        with tf.control_dependencies(ready):
+            buckets, num_skipped = (take or self.take)(self.read_step() if step is None else step, segment)
+        self.statistics.count_wait(ready, buckets)
         return self._packing_of(segment).unpack(buckets), num_skipped
 
     def take(self, step: tf.Tensor, segment: int) -> tuple[list[tf.Tensor], tf.Tensor]:
@@ -225,17 +230,24 @@ class Group:
 
     def _ask(self, segment: int, computed: Sequence = ()) -> tf.Tensor:
         self.signal(segment, computed)
-        _, answer = self.runner.collect(self.step.read_value(), segment, [0] * len(self.packing.sizes))
+        _, answer = self.runner.collect(self.read_step(), segment, [0] * len(self.packing.sizes))
         return answer
 
     def end_step(self, num_skipped: tf.Tensor | int = 0) -> None:
         """Emits the op that ends this step, and passes over the next `num_skipped` of the scheme's steps."""
-        self.step.assign_add(1 + num_skipped)
+        with tf.device("/cpu:0"):
+            self.step.assign_add(1 + num_skipped)
 
     def close(self) -> None:
         """Ends the thread and takes no more messages."""
         self.exchange.close()
         self.runner.close()
+
+
+def _joined(computed: Sequence) -> list[tf.Operation]:
+    """An op that follows all tensors, on their device: the host then waits for one event of a GPU instead of many."""
+    tensors = tensors_of(computed)
+    return [tf.group(*tensors)] if tensors else []
 
 
 def tensors_of(computed: Sequence) -> list[tf.Tensor]:

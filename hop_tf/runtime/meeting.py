@@ -27,4 +27,6 @@ def meet_newcomers(group: Group, settle: Callable[[], None] = lambda: None) -> N
         state = [*group.variables, *tf_variables(group.optimizer().variables)]
         return group.meet([variable.read_value() for variable in state])
 
-    tf.cond(tf.equal(group.step, admissions.meet_at), meet, lambda: tf.constant(0, tf.int64))
+    with tf.device("/cpu:0"):
+        is_due = tf.equal(group.step, admissions.meet_at)
+    tf.cond(is_due, meet, lambda: tf.constant(0, tf.int64))

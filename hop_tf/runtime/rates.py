@@ -43,7 +43,7 @@ class CommonRate:
     @staticmethod
     def spec(world_size: int) -> TensorSpec:
         """What travels."""
-        return TensorSpec("hop_tf_learning_rate", (2, world_size), tf.float64)
+        return TensorSpec("hop_tf_learning_rate", (2, world_size), tf.float64, on_host=True)
 
     def own(self, optimizer: Any) -> tf.Tensor:
         """Emits the ops that make what this rank hands out."""
@@ -60,11 +60,12 @@ class CommonRate:
         Returns:
           The first rank's rate in that step; the optimizer's of now where nobody's came.
         """
-        rates, present = mean[0] / mean[1], mean[1] > 0
-        has_come = tf.reduce_any(present)
-        now = tf.cast(learning_rate(optimizer), tf.float64)
-        first = tf.where(has_come, rates[tf.argmax(present)], now)
-        differs = tf.logical_and(present[self._rank], tf.not_equal(rates[self._rank], first))
+        with tf.device("/cpu:0"):
+            rates, present = mean[0] / mean[1], mean[1] > 0
+            has_come = tf.reduce_any(present)
+            now = tf.cast(learning_rate(optimizer), tf.float64)
+            first = tf.where(has_come, rates[tf.argmax(present)], now)
+            differs = tf.logical_and(present[self._rank], tf.not_equal(rates[self._rank], first))
         tf.cond(differs, lambda: assign_learning_rate(optimizer, first), lambda: None)
         return first
 

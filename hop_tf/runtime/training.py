@@ -562,7 +562,7 @@ class TrainingRun(TrainingHooks):
         trace.claim(group.variables)
         self._assignments.check_step(group, trace, in_fit=in_fit)
         values = [trace.value_at_start(variable) for variable in group.variables]
-        self.statistics.count_gradients(tensors_of(gradients), group.step.read_value())
+        self.statistics.count_gradients(tensors_of(gradients), group.read_step())
         gradients, trace.states[group.name] = self._scheme.before_update(group, values, gradients)
         return gradients
 

@@ -8,6 +8,7 @@ tensors mostly is, TensorFlow's `Slice` shares memory with the bucket instead of
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 
@@ -29,12 +30,14 @@ class TensorSpec:
       shape: Its shape.
       dtype: Its type.
       exact: Whether it must not pass through a lossy codec.
+      on_host: True if only operations on the host use it when it comes back.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: tf.DType
     exact: bool = False
+    on_host: bool = False
 
     @property
     def num_elements(self) -> int:
@@ -100,10 +103,7 @@ class Packing:
 
     def unpack(self, buckets: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Splits buckets into tensors of the original shapes, without a copy where TensorFlow shares slices."""
-        return [
-            tf.reshape(tf.slice(buckets[slot.bucket], [slot.offset], [spec.num_elements]), spec.shape)
-            for spec, slot in zip(self.specs, self._slots, strict=True)
-        ]
+        return [_cut(buckets, spec, slot) for spec, slot in zip(self.specs, self._slots, strict=True)]
 
     def zeros(self) -> list[np.ndarray]:
         """Buckets of zeros, as arrays."""
@@ -143,6 +143,11 @@ class Packing:
             views.append(payload[start : start + size * dtype.size].view(dtype.as_numpy_dtype))
             start += size * dtype.size
         return tuple(views)
+
+
+def _cut(buckets: Sequence[tf.Tensor], spec: TensorSpec, slot: _Slot) -> tf.Tensor:
+    with tf.device("/cpu:0") if spec.on_host else contextlib.nullcontext():
+        return tf.reshape(tf.slice(buckets[slot.bucket], [slot.offset], [spec.num_elements]), spec.shape)
 
 
 def _kind(spec: TensorSpec) -> tuple[tf.DType, bool]:

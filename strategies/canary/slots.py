@@ -45,4 +45,6 @@ class SlotsBefore:
                 slot.assign(tf.where(colayers[index] < num_left, slot.read_value(), value))
 
         if self._slots:
-            tf.cond(num_left < num_colayers, undo, lambda: None)
+            with tf.device("/cpu:0"):
+                has_dropped = num_left < num_colayers
+            tf.cond(has_dropped, undo, lambda: None)

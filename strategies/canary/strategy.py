@@ -238,7 +238,7 @@ class CanaryStrategy(ExchangeStrategy):
     def before_update(self, group: Group, values: Sequence[tf.Tensor], gradients: list) -> tuple[list, Any]:
         if self._settings.is_synchronous:
             outgoing = submit_gradients(group, gradients, self.training.num_rows)
-            step = group.step.read_value()
+            step = group.read_step()
             means, _ = take_means(group, step, lambda segment: group.collect(outgoing, segment)[0])
             return scaled(group.optimizer(), means), None
         _check_averages(group.optimizer())
@@ -252,7 +252,9 @@ class CanaryStrategy(ExchangeStrategy):
         def start() -> None:
             group.submit(exchange.changes.known(), exchange.start_segment)
 
-        tf.cond(tf.equal(group.step, exchange.start_step), start, lambda: None)
+        with tf.device("/cpu:0"):
+            is_first = tf.equal(group.step, exchange.start_step)
+        tf.cond(is_first, start, lambda: None)
         changes = dict(zip(exchange.order, exchange.changes.take(), strict=True))
         for colayer, members in enumerate(exchange.members):
             group.submit([changes[index] for index in members], colayer)
@@ -261,7 +263,7 @@ class CanaryStrategy(ExchangeStrategy):
         exchange.changes.replace(weights)
         if slots is not None:
             with tf.control_dependencies([num_skipped]):
-                slots.restore(exchange.colayers, exchange.num_left.read_value())
+                slots.restore(exchange.colayers, exchange.num_left.value())
         return num_skipped
 
     def end_step(self, group: Group) -> None:
@@ -281,7 +283,7 @@ class CanaryStrategy(ExchangeStrategy):
             group.submit(exchange.changes.known(), exchange.start_segment)
         segment = exchange.finish_segment
         group.submit(exchange.changes.take(), segment)  # What callbacks have assigned since the last step.
-        buckets, _ = group.take(group.step.read_value(), segment)
+        buckets, _ = group.take(group.read_step(), segment)
         exchange.changes.replace(exchange.parts[segment].unpack(buckets))
         group.constrain()
 

@@ -55,10 +55,11 @@ class WindowRows:
 
     def take(self) -> tf.Tensor:
         """Emits the ops that end a window; returns its rows."""
-        rows = tf.where(self._now > 0, self._now, self._before)
-        self._before.assign(rows)
-        self._now.assign(0.0)
-        return rows
+        with tf.device("/cpu:0"):
+            rows = tf.where(self._now > 0, self._now, self._before)
+            self._before.assign(rows)
+            self._now.assign(0.0)
+            return rows
 
 
 class DTSExchange(AveragingExchange):

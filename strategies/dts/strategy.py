@@ -244,13 +244,16 @@ class DTSStrategy(ExchangeStrategy):
         return gradients, None
 
     def after_update(self, group: Group, state: None) -> tf.Tensor:
-        num_steps, schedule = group.step.read_value() + 1, self._settings.schedule
+        schedule = self._settings.schedule
+        with tf.device("/cpu:0"):
+            num_steps = group.read_step() + 1
+            has_ended, ended = schedule.ended(num_steps)
+            is_due, due = schedule.due(num_steps)
+            is_due &= due >= group.exchange.first_window
         if self.training.num_rows is not None:
             group.exchange.rows.add(self.training.num_rows)
-        has_ended, ended = schedule.ended(num_steps)
         _when(has_ended, lambda: self._hand_out(group, ended))
-        is_due, due = schedule.due(num_steps)
-        _when(is_due & (due >= group.exchange.first_window), lambda: self._merge(group, due, schedule.num_newer))
+        _when(is_due, lambda: self._merge(group, due, schedule.num_newer))
         return tf.constant(0, tf.int64)
 
     def _hand_out(self, group: Group, window: tf.Tensor, *, counts: bool = True, everything: bool = False) -> None:
@@ -268,8 +271,9 @@ class DTSStrategy(ExchangeStrategy):
         (*means, share), _ = group.collect([], step=window)
         if (admissions := group.exchange.admissions) is not None:
             *means, decided = means
-            admissions.note_meeting(decided[0], window * self._settings.interval)
-            group.exchange.roster.follow(decided[1] > 0)
+            with tf.device("/cpu:0"):
+                admissions.note_meeting(decided[0], window * self._settings.interval)
+                group.exchange.roster.follow(decided[1] > 0)
         group.exchange.outer.merge(means, num_newer, share[0])
 
     def end_step(self, group: Group) -> None:
@@ -277,11 +281,13 @@ class DTSStrategy(ExchangeStrategy):
 
     def _settle(self, group: Group) -> None:
         """Emits the ops that merge, at the end of a window, all that are under way."""
-        num_windows = group.step // self._settings.interval
+        with tf.device("/cpu:0"):
+            num_windows = group.step // self._settings.interval
         for num_newer in reversed(range(self._settings.schedule.num_slots - 1)):
-            window = num_windows - 1 - num_newer
-            merge = functools.partial(self._merge, group, window, num_newer)
-            _when(window >= group.exchange.first_window, merge)
+            with tf.device("/cpu:0"):
+                window = num_windows - 1 - num_newer
+                is_in_flight = window >= group.exchange.first_window
+            _when(is_in_flight, functools.partial(self._merge, group, window, num_newer))
         group.exchange.first_window.assign(num_windows)
 
     def finish_training(self, group: Group) -> None:

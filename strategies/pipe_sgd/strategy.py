@@ -237,7 +237,8 @@ class PipeSGDStrategy(ExchangeStrategy):
 
     def take_assigned(self, group: Group, weights: Sequence[tf.Tensor]) -> tf.Tensor:
         exchange = group.exchange
-        is_merged = tf.equal(group.step, exchange.pipelined_from)  # Nothing is in flight.
+        with tf.device("/cpu:0"):
+            is_merged = tf.equal(group.step, exchange.pipelined_from)  # Nothing is in flight.
         tf.cond(is_merged, lambda: exchange.replay.take(weights), lambda: None)
         return is_merged
 
@@ -265,7 +266,7 @@ class PipeSGDStrategy(ExchangeStrategy):
             # with rank 0's learning rate, so that weights have decayed alike.
             exchange.pipelined_from.assign(1)
             is_synchronous = True
-        means, rate = take_means(group, self._due(group, group.step.read_value()), take_due)
+        means, rate = take_means(group, self._due(group, group.read_step()), take_due)
         if is_synchronous:
             return scaled(group.optimizer(), means), None
         exchange.replay.begin_once()
@@ -275,7 +276,9 @@ class PipeSGDStrategy(ExchangeStrategy):
             exchange.replay.merge(means, rate)
             exchange.replay.stand_in(own)
 
-        tf.cond(group.step >= exchange.pipelined_from + exchange.delay, merge, lambda: None)
+        with tf.device("/cpu:0"):
+            has_filled = group.step >= exchange.pipelined_from + exchange.delay
+        tf.cond(has_filled, merge, lambda: None)
         exchange.replay.keep(own)
         return gradients, None
 
@@ -296,8 +299,9 @@ class PipeSGDStrategy(ExchangeStrategy):
             exchange.replay.merge(means, rate)
             return t + 1
 
-        now = group.step.read_value()
-        start = tf.maximum(now - exchange.delay, exchange.pipelined_from)
+        now = group.read_step()
+        with tf.device("/cpu:0"):
+            start = tf.maximum(now - exchange.delay, exchange.pipelined_from)
         tf.while_loop(lambda t: t < now, merge, [start])
         exchange.pipelined_from.assign(now)
 
@@ -312,13 +316,15 @@ class PipeSGDStrategy(ExchangeStrategy):
         if delay == 0:
             return group.take(t, segment)
         start, due = group.exchange.pipelined_from, self._due(group, t)
-        fills = tf.logical_and(t >= start, due < start)
-        return tf.cond(fills, lambda: _zeros(group.exchange.parts[segment]), lambda: group.take(due, segment))
+        with tf.device("/cpu:0"):  # Both branches return buckets on the host. Their consumers copy them to a GPU once.
+            fills = tf.logical_and(t >= start, due < start)
+            return tf.cond(fills, lambda: _zeros(group.exchange.parts[segment]), lambda: group.take(due, segment))
 
     def _due(self, group: Group, t: tf.Tensor) -> tf.Tensor:
         """The step whose mean is taken in step t, if any."""
         exchange = group.exchange
-        return tf.where(t < exchange.pipelined_from, t, t - exchange.delay)
+        with tf.device("/cpu:0"):
+            return tf.where(t < exchange.pipelined_from, t, t - exchange.delay)
 
     def common_optimizers(self, group: Group) -> Sequence[tuple]:
         return [(group.optimizer(), list(slots_of(group.optimizer(), group.trained).values()))]
