@@ -74,7 +74,8 @@ class FrozenRanksTest(tf.test.TestCase, parameterized.TestCase):
                 continue
             undisturbed = np.median(np.diff(list(ends.values()))) * _NUM_STEPS_FROZEN
             disturbed = ends[_BEGIN + _NUM_STEPS_FROZEN] - ends[_BEGIN]
-            self.assertGreater(undisturbed / disturbed, 0.9)
+            # Finding out takes about a second, more on a busy machine. Who waits for the rank has 0.
+            self.assertGreater(undisturbed / disturbed, 0.8)
 
 
 if __name__ == "__main__":
