@@ -1,255 +1,150 @@
-"""Builds the CUDA kernels for the device of this machine, checks them, and measures what they cost. Prints a table.
+"""Checks the CUDA kernels on the device of this machine, and measures what they cost. Prints a table.
 
     python benchmarks/benchmark_cuda.py
-    python benchmarks/benchmark_cuda.py --num_values=1000000 --rounds=100
+    python benchmarks/benchmark_cuda.py --checks=none --sizes=100M --data=gaussian,half_equal
+    python benchmarks/benchmark_cuda.py --library=new=new.so --library=old=old.so --json=run.json
 
 Needs a CUDA device, nvcc and g++, and of Python's packages only NumPy and absl-py. Nothing else should run on the
 device.
 
-The check compares every kernel with the one for processors, which is built from `ops/kernels`: 8-bit blocks and 16-bit
-truncation must be equal to the last bit, sketch codes may differ by one where a bin lies on the boundary of two
+The checks compare every kernel with the kernel for processors, which is built from `ops/kernels`: 8-bit blocks and
+16-bit truncation must be equal to the last bit. Sketch codes may differ by one where a bin lies on the boundary of two
 buckets. The exit code is 1 if anything differs.
 
-All kernels take turns within every round, between two events on one stream; medians over the rounds are shown. "GB/s"
-counts the bytes that a kernel reads and writes, those twice that it reads twice. "share" compares that with a copy
-within the device's memory (bytes read and written), measured in the same rounds.
+All kernels and a copy within the device's memory take turns within every round. Several calls of a kernel run between
+two events on one stream, and begin when the host has enqueued them all: the figures do not contain the host's time.
+The table shows medians over the rounds, and the share of the copy's bandwidth: once with the bytes that the kernel
+really moves, once with the fewest bytes that its arguments and results take.
 """
 
 from __future__ import annotations
 
-import ctypes
-import importlib.util
+import json
 import pathlib
-import statistics
 import tempfile
-from collections.abc import Callable, Iterator
+import time
 
-import numpy as np
+import cuda_checks
+import cuda_data
+import cuda_table
+import cuda_timings
 from absl import app, flags
+from cuda_data import harness
 
-_OPS = pathlib.Path(__file__).resolve().parent.parent / "ops"
-_SPEC = importlib.util.spec_from_file_location("hop_tf_cuda_harness", _OPS / "cuda" / "harness.py")
-harness = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(harness)
-
-_NUM_VALUES = flags.DEFINE_integer("num_values", 1 << 28, "Values to measure with; 2^28 are 1 GiB.", lower_bound=1)
-_ROUNDS = flags.DEFINE_integer("rounds", 20, "Rounds; medians over them are shown.", lower_bound=1)
-_DATA = flags.DEFINE_list("data", ["gaussian", "laplace", "sparse"], "Distributions.")
+_SIZES = flags.DEFINE_list("sizes", ["1M", "100M", "1G"], "Bytes of the values as float32; may be empty.")
+_DATA = flags.DEFINE_list("data", list(cuda_data.TO_MEASURE), "Distributions of the values.")
+_SECONDS = flags.DEFINE_float("seconds", 60, "Time for all measurements; each has three rounds at least.")
+_ROUNDS = flags.DEFINE_integer("rounds", 20, "The most rounds of a measurement.", lower_bound=1)
+_CHECKS = flags.DEFINE_enum("checks", "full", list(cuda_checks.SIZES), "Checks before the measurements.")
+_CHECK_SIZES = flags.DEFINE_list("check_sizes", None, "Numbers of values to check with, instead of those of --checks.")
+_CHECK_DATA = flags.DEFINE_list("check_data", list(cuda_data.TO_CHECK), "Distributions of the values to check with.")
+_LIBRARIES = flags.DEFINE_multi_string(
+    "library",
+    [],
+    "NAME=PATH: use this library and build none. Several take turns; verdicts are the first one's.",
+)
+_PROCESSOR = flags.DEFINE_string("processor", None, "The library for processors; built if not given.")
 _FOLDER = flags.DEFINE_string("folder", None, "Where to build; a temporary folder if not given.")
+_JSON = flags.DEFINE_string("json", None, "A file for all results; written after each measurement.")
+_ONCE = flags.DEFINE_bool("once", False, "Only run each kernel once, for a profiler.")
+_SHOW = flags.DEFINE_string("show", None, "Only print the table of such a file.")
 
-_BLOCK_SIZE = 512
-
-_DISTRIBUTIONS = {
-    "gaussian": lambda rng, size: rng.standard_normal(size, np.float32),
-    "laplace": lambda rng, size: rng.laplace(size=size).astype(np.float32),
-    # Nine of ten values are 0, the others have Student's distribution with two degrees of freedom.
-    "sparse": lambda rng, size: np.where(rng.random(size) < 0.9, 0.0, rng.standard_t(2, size)).astype(np.float32),
-}
-_ODD_DISTRIBUTIONS = {
-    "all equal": lambda rng, size: np.full(size, -0.37, np.float32),
-    "narrow": lambda rng, size: (1 + 0.01 * rng.random(size)).astype(np.float32),
-    "patterns": lambda rng, size: rng.integers(1 << 32, size=size, dtype=np.uint32).view(np.float32),
-    "finite patterns": lambda rng, size: (rng.integers(1 << 32, size=size, dtype=np.uint32) & 0xBFFFFFFF).view(
-        np.float32
-    ),
-}
-_SIZES_TO_CHECK = (1, 2, 3, 511, 513, 1025, 16385, 1_000_003, 10_000_000)
-_MOST_DRAWN = 1 << 24  # More values repeat these: drawing them takes longer than all measurements.
+_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
-def _draw(distribution: Callable, size: int) -> np.ndarray:
-    values = distribution(np.random.default_rng(0), min(size, _MOST_DRAWN))
-    return np.resize(values, size)
+def _num_values(size: str) -> int:
+    """The number of float32 values in a number of bytes such as "100M"."""
+    return int(float(size.rstrip("KMG")) * _UNITS.get(size[-1], 1)) // 4
 
 
-class _Processor:
-    """The kernels for processors, with the methods of `harness.Kernels`."""
+class _Run:
+    """What is checked and measured, and the results so far."""
 
     def __init__(self, folder: str):
-        path = pathlib.Path(folder, "libhop_tf_kernels.so")
-        options = ["-O3", "-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off", "-pthread"]
-        harness.run(["g++", *options, "-o", str(path), *map(str, sorted((_OPS / "kernels").glob("*.cc")))])
-        self._library = ctypes.CDLL(str(path))
+        self._device, self._folder = harness.Device(), folder
+        paths = dict(each.split("=", 1) for each in _LIBRARIES.value) or {"today": self._build()}
+        self._versions = {name: harness.Kernels(harness.load(path), self._device) for name, path in paths.items()}
+        self._begin = time.monotonic()
+        self.results = {
+            "device": f"{self._device.name}, compute capability {self._device.architecture}",
+            "libraries": {name: str(path) for name, path in paths.items()},
+            "seconds": {},
+            "differences": [],
+            "rows": [],
+        }
 
-    def _call(self, name, *arguments):
-        converted = [_to_ctypes(each) for each in arguments]
-        status = getattr(self._library, f"HopTf{name}")(*converted, ctypes.c_int(0))  # All cores.
-        if status != harness.OK:
-            raise RuntimeError(f"HopTf{name} returned {status}.")
+    def _build(self) -> pathlib.Path:
+        return harness.build(self._folder, self._device.architecture)
 
-    def sketch_encode(self, values, spacing=0.5):
-        codes, buckets = np.empty(values.size, np.uint8), np.empty(256, np.float32)
-        self._call("SketchEncode", *_typed(values), ctypes.c_double(spacing), codes, buckets)
-        return codes, buckets
+    def _save(self, phase: str) -> None:
+        self.results["seconds"][phase] = round(time.monotonic() - self._begin, 1)
+        if _JSON.value is not None:
+            pathlib.Path(_JSON.value).write_text(json.dumps(self.results, indent=1))
 
-    def sketch_decode(self, codes, bucket_values):
-        values = np.empty(codes.size, np.float32)
-        self._call("SketchDecode", codes, bucket_values, codes.size, values)
-        return values
+    def check(self) -> None:
+        sizes = [int(size) for size in _CHECK_SIZES.value or cuda_checks.SIZES[_CHECKS.value]]
+        if not sizes:
+            return
+        build = cuda_data.Processor.build
+        processor = cuda_data.Processor(_PROCESSOR.value) if _PROCESSOR.value else build(self._folder)
+        for name, kernels in self._versions.items():
+            for difference in cuda_checks.differences(kernels, processor, sizes, _CHECK_DATA.value):
+                self._differs(f"{name}, {difference}")
+            self._save(f"checks, {name}")
 
-    def int8_encode(self, values, block_size):
-        codes, scales = np.empty(values.size, np.int8), np.empty(-(-values.size // block_size), np.float32)
-        self._call("Int8Encode", *_typed(values), block_size, codes, scales)
-        return codes, scales
+    def measure(self) -> None:
+        cases = [(data, size) for data in _DATA.value for size in _SIZES.value]
+        drawn = {}
+        begin = time.monotonic()
+        for number, (data, size) in enumerate(cases):
+            if data not in drawn:
+                drawn = {data: cuda_data.draw(cuda_data.TO_MEASURE[data], max(map(_num_values, _SIZES.value)))}
+            left = _SECONDS.value - (time.monotonic() - begin)
+            arguments = drawn[data][: _num_values(size)], _num_values(size)
+            rows, faults = cuda_timings.measure(
+                *arguments,
+                self._versions,
+                self._device,
+                max_seconds=left / (len(cases) - number),
+                max_rounds=_ROUNDS.value,
+                with_decoders=data == _DATA.value[0],
+            )
+            self.results["rows"] += [{"data": data, "size": size, **row} for row in rows]
+            for fault in faults:
+                self._differs(f"{data}, {size}: {fault}")
+            self._save("measurements")
 
-    def int8_decode(self, codes, scales, block_size):
-        values = np.empty(codes.size, np.float32)
-        self._call("Int8Decode", codes, scales, codes.size, block_size, values)
-        return values
+    def run_once(self) -> None:
+        for data in _DATA.value:
+            for size in map(_num_values, _SIZES.value):
+                drawn = cuda_data.draw(cuda_data.TO_MEASURE[data], size)
+                for kernels in self._versions.values():
+                    cuda_timings.enqueue_once(drawn, size, kernels, self._device)
 
-    def int8_accumulate(self, codes, scales, accumulator, block_size):
-        sums = accumulator.copy()
-        self._call("Int8Accumulate", codes, scales, codes.size, block_size, sums)
-        return sums
-
-    def int8_reduce(self, codes, scales, values, block_size):
-        out = np.empty_like(codes), np.empty_like(scales)
-        self._call("Int8Reduce", codes, scales, *_typed(values), block_size, *out)
-        return out
-
-    def truncate16_encode(self, values, round_to_nearest):
-        halves = np.empty(values.size, np.uint16)
-        self._call("Truncate16Encode", *_typed(values), ctypes.c_int(round_to_nearest), halves)
-        return halves
-
-    def truncate16_decode(self, halves):
-        values = np.empty(halves.size, np.float32)
-        self._call("Truncate16Decode", halves, halves.size, values)
-        return values
-
-
-def _to_ctypes(argument):
-    if isinstance(argument, np.ndarray):
-        return ctypes.c_void_p(argument.ctypes.data)
-    return ctypes.c_int64(argument) if isinstance(argument, int) else argument
-
-
-def _typed(values):
-    return values, ctypes.c_int(harness.TYPES[values.dtype]), values.size
-
-
-# Checks.
-
-
-def _calls(values: np.ndarray, processor: _Processor) -> Iterator[tuple[str, tuple]]:
-    """Each kernel's name and arguments but the sketch's encoding."""
-    for block_size in (_BLOCK_SIZE, 333, 5000, values.size):
-        others = processor.int8_encode(_draw(_DISTRIBUTIONS["gaussian"], values.size), block_size)
-        yield "int8_encode", (values, block_size)
-        yield "int8_decode", (*others, block_size)
-        yield "int8_accumulate", (*others, np.linspace(-1, 1, values.size, dtype=np.float32), block_size)
-        yield "int8_reduce", (*others, values, block_size)
-    for round_to_nearest in (False, True):
-        yield "truncate16_encode", (values, round_to_nearest)
-    yield "truncate16_decode", (processor.truncate16_encode(values, False),)
-    yield "sketch_decode", processor.sketch_encode(np.nan_to_num(values))
-
-
-def _differences(values: np.ndarray, kernels, processor: _Processor) -> Iterator[str]:
-    """What differs from the kernels for processors."""
-    for name, arguments in _calls(values, processor):
-        actual, expected = getattr(kernels, name)(*arguments), getattr(processor, name)(*arguments)
-        pairs = zip(actual, expected, strict=True) if isinstance(actual, tuple) else [(actual, expected)]
-        if not all(np.array_equal(a, e, equal_nan=a.dtype == np.float32) for a, e in pairs):
-            yield name
-    yield from _sketch_differences(values, kernels, processor)
-
-
-def _sketch_differences(values: np.ndarray, kernels, processor: _Processor) -> Iterator[str]:
-    codes, bucket_values = kernels.sketch_encode(values)
-    expected_codes, expected_values = processor.sketch_encode(values)
-    moved = codes != expected_codes
-    if np.any(np.maximum(codes, expected_codes) - np.minimum(codes, expected_codes) > 1):
-        yield "sketch_encode, codes"
-    elif moved.any():
-        print(f"    {np.count_nonzero(moved)} of {codes.size} sketch codes differ by one")
-    # A bucket that a value has moved to or from has another mean. Behind the last one, its mean is repeated.
-    same = np.ones(bucket_values.size, bool)
-    same[codes[moved]] = same[expected_codes[moved]] = False
-    same[codes.max() :] &= same[codes.max()]
-    if not np.allclose(bucket_values[same], expected_values[same], rtol=1e-6, atol=1e-30, equal_nan=True):
-        yield "sketch_encode, bucket values"
-
-
-def _check(kernels, processor: _Processor) -> bool:
-    print("checks")
-    failed = False
-    for name, distribution in (_DISTRIBUTIONS | _ODD_DISTRIBUTIONS).items():
-        for size in _SIZES_TO_CHECK:
-            floats = _draw(distribution, size)
-            with np.errstate(over="ignore", invalid="ignore"):
-                cases = floats, floats.astype(np.float16), processor.truncate16_encode(floats, False)
-            for values in cases:
-                for difference in _differences(values, kernels, processor):
-                    failed = True
-                    print(f"    {name}, {size} {values.dtype}: {difference} DIFFERS")
-    print("    failed" if failed else "    passed")
-    return not failed
-
-
-# Measurements.
-
-
-def _candidates(values: np.ndarray, arrays, kernels) -> dict[str, tuple[float, Callable[[], None]]]:
-    """For each kernel the bytes that it touches per value, and what enqueues it."""
-    size, block_size = values.size, _BLOCK_SIZE
-    source, floats = arrays.put(values), arrays.empty(size, np.float32)
-    codes, bucket_values = arrays.empty(size, np.uint8), arrays.empty(256, np.float32)
-    quantized, scales = arrays.empty(size, np.int8), arrays.empty(-(-size // block_size), np.float32)
-    out_quantized, out_scales = arrays.empty(size, np.int8), arrays.empty(-(-size // block_size), np.float32)
-    halves = arrays.empty(size, np.uint16)
-    sketch_workspace = kernels.workspace(arrays, "Sketch", size)
-    workspace = kernels.workspace(arrays, "Int8", size, size)
-    blocks = quantized, scales
-    calls = {
-        "copy": (8, "Copy", source, 4 * size, floats),
-        "sketch encode": (9, "SketchEncode", source, 0, size, 0.5, codes, bucket_values, sketch_workspace),
-        "sketch decode": (5, "SketchDecode", codes, bucket_values, size, floats),
-        "int8 encode": (5, "Int8Encode", source, 0, size, block_size, *blocks, None),
-        "int8 decode": (5, "Int8Decode", *blocks, size, block_size, floats),
-        "int8 accumulate": (9, "Int8Accumulate", *blocks, size, block_size, floats),
-        "int8 reduce": (6, "Int8Reduce", *blocks, source, 0, size, block_size, out_quantized, out_scales, None),
-        "int8 encode, one block": (9, "Int8Encode", source, 0, size, size, out_quantized, out_scales, workspace),
-        "truncate16 encode": (6, "Truncate16Encode", source, 0, size, 1, halves),
-        "truncate16 decode": (6, "Truncate16Decode", halves, size, floats),
-    }
-    return {name: (num_bytes, lambda call=call: kernels.enqueue(*call)) for name, (num_bytes, *call) in calls.items()}
-
-
-def _measure(values: np.ndarray, device, kernels) -> None:
-    with kernels.arrays() as arrays:
-        candidates = _candidates(values, arrays, kernels)
-        seconds = {name: [] for name in candidates}
-        for _ in range(_ROUNDS.value + 2):  # The first two load code and raise clocks.
-            for name, (_, enqueue) in candidates.items():
-                seconds[name].append(device.seconds(enqueue))
-    medians = {name: statistics.median(each[2:]) for name, each in seconds.items()}
-    rates = {name: num_bytes * values.size / medians[name] / 1e9 for name, (num_bytes, _) in candidates.items()}
-    for name, rate in rates.items():
-        print(f"    {name:24}{medians[name] * 1e3:10.3f} ms{rate:10.0f} GB/s{rate / rates['copy']:8.2f}")
+    def _differs(self, difference: str) -> None:
+        self.results["differences"].append(difference)
+        print(f"DIFFERS: {difference}", flush=True)
 
 
 def _run(folder: str) -> int:
     try:
-        device = harness.Device()
+        run = _Run(folder)
     except RuntimeError as error:
         print(f"This measures a CUDA device, and cannot: {error}.")
         return 1
-    print(f"{device.name}, compute capability {device.architecture}")
-    kernels = harness.Kernels(harness.load(harness.build(folder, device.architecture)), device)
-    processor = _Processor(folder)
-    passed = _check(kernels, processor)
-    for name in _DATA.value:
-        print(f"{name}, {_NUM_VALUES.value} values")
-        values = _draw(_DISTRIBUTIONS[name], _NUM_VALUES.value)
-        _measure(values, device, kernels)
-        for difference in _sketch_differences(values, kernels, processor):
-            passed = False
-            print(f"    {difference} DIFFER")
-    return 0 if passed else 1
+    if _ONCE.value:
+        run.run_once()
+        return 0
+    run.check()
+    run.measure()
+    print(cuda_table.table(run.results))
+    return 1 if run.results["differences"] else 0
 
 
 def main(_) -> int:
+    if _SHOW.value is not None:
+        print(cuda_table.table(json.loads(pathlib.Path(_SHOW.value).read_text())))
+        return 0
     if _FOLDER.value is not None:
         return _run(_FOLDER.value)
     with tempfile.TemporaryDirectory() as folder:

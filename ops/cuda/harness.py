@@ -88,11 +88,12 @@ def run(command: Sequence[str]) -> None:
 
 
 def load(path: str | os.PathLike) -> ctypes.CDLL:
-    """Loads the library and declares its functions."""
+    """Loads the library and declares its functions, some of which another version may lack."""
     library = ctypes.CDLL(str(path))
     for name, (result, arguments) in FUNCTIONS.items():
-        function = getattr(library, f"HopTfCuda{name}")
-        function.restype, function.argtypes = result, arguments
+        function = getattr(library, f"HopTfCuda{name}", None)
+        if function is not None:
+            function.restype, function.argtypes = result, arguments
     return library
 
 
@@ -105,6 +106,7 @@ class Device:
 
     _COMPUTE_CAPABILITY = (75, 76)  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR.
     _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: work on other streams does not wait for it.
+    _NOT_READY = 600  # CUDA_ERROR_NOT_READY
 
     def __init__(self):
         try:
@@ -144,7 +146,8 @@ class Device:
         self._call("cuMemFree_v2", ctypes.c_uint64(address))
 
     def write(self, address: int, array: np.ndarray) -> None:
-        """Copies an array to the device, and waits for that."""
+        """Copies an array to the device when all work before is done, and waits for that."""
+        self.synchronize()  # The copy itself does not wait for the stream.
         array = np.ascontiguousarray(array)
         if array.nbytes:
             source = ctypes.c_void_p(array.ctypes.data)
@@ -163,24 +166,48 @@ class Device:
         addresses = ctypes.c_uint64(target), ctypes.c_uint64(source)
         self._call("cuMemcpyDtoDAsync_v2", *addresses, ctypes.c_size_t(num_bytes), self.stream)
 
+    def fill(self, address: int, num_bytes: int, byte: int) -> None:
+        """Enqueues that all bytes from an address become `byte`."""
+        size = ctypes.c_size_t(num_bytes)
+        self._call("cuMemsetD8Async", ctypes.c_uint64(address), ctypes.c_ubyte(byte), size, self.stream)
+
     def synchronize(self) -> None:
         """Waits until the device has done everything."""
         self._call("cuCtxSynchronize")
 
-    def seconds(self, enqueue: Callable[[], object]) -> float:
-        """How long the device takes for what `enqueue` puts on the stream."""
-        events = [ctypes.c_void_p(), ctypes.c_void_p()]
+    def seconds(self, enqueue: Callable, head_start: Callable | None = None) -> tuple[float, bool]:
+        """Measures the time that the device takes for the work that `enqueue` puts on the stream.
+
+        Args:
+          enqueue: Puts the work on the stream.
+          head_start: Puts other work on the stream before the measurement begins. If that work takes longer than the
+            calls of `enqueue`, the device never waits for the host during the measurement.
+
+        Returns:
+          (seconds, is_ahead): `is_ahead` is true if all work was enqueued before the device began with it.
+        """
+        with self._events() as (begin, end):
+            if head_start is not None:
+                head_start()
+            self._call("cuEventRecord", begin, self.stream)
+            enqueue()
+            self._call("cuEventRecord", end, self.stream)
+            is_ahead = self._driver.cuEventQuery(begin) == self._NOT_READY
+            self._call("cuEventSynchronize", end)
+            milliseconds = ctypes.c_float()
+            self._call("cuEventElapsedTime", ctypes.byref(milliseconds), begin, end)
+            return milliseconds.value / 1e3, is_ahead
+
+    @contextlib.contextmanager
+    def _events(self) -> Iterator[tuple[ctypes.c_void_p, ctypes.c_void_p]]:
+        events = ctypes.c_void_p(), ctypes.c_void_p()
         for event in events:
             self._call("cuEventCreate", ctypes.byref(event), ctypes.c_uint(0))
-        self._call("cuEventRecord", events[0], self.stream)
-        enqueue()
-        self._call("cuEventRecord", events[1], self.stream)
-        self._call("cuEventSynchronize", events[1])
-        milliseconds = ctypes.c_float()
-        self._call("cuEventElapsedTime", ctypes.byref(milliseconds), *events)
-        for event in events:
-            self._call("cuEventDestroy_v2", event)
-        return milliseconds.value / 1e3
+        try:
+            yield events
+        finally:
+            for event in events:
+                self._call("cuEventDestroy_v2", event)
 
     def _call(self, name: str, *arguments) -> None:
         error = getattr(self._driver, name)(*arguments)
@@ -193,7 +220,9 @@ class Device:
 class Arrays:
     """Arrays on a device, each `offset` elements behind an aligned address."""
 
-    _GUARD = np.full(64, 0xA5, np.uint8)  # Stands behind each array, and must be there afterwards.
+    _GUARD = np.full(64, 0xA5, np.uint8)  # Stands before and behind each array, and must be there afterwards.
+    _FRONT = 256  # Bytes for the guard before the array; a multiple of the alignment.
+    POISON = 0x5B  # Fills new arrays, so that what a kernel does not write is wrong.
 
     def __init__(self, device: Device, offset: int = 0):
         self._device, self._offset = device, offset
@@ -201,9 +230,17 @@ class Arrays:
         self._shapes: dict[int, tuple[int, np.dtype]] = {}
 
     def empty(self, size: int, dtype: np.typing.DTypeLike) -> int:
-        """The address of an array of `size` elements."""
+        """The address of an array of `size` elements, which hold a pattern that no kernel writes throughout."""
         dtype = np.dtype(dtype)
-        return self._allocate(self._offset * dtype.itemsize, size, dtype)
+        address = self._allocate(self._offset * dtype.itemsize, size, dtype)
+        self.poison(address)
+        return address
+
+    def poison(self, address: int) -> None:
+        """Fills the array at an address as `empty` does."""
+        size, dtype = self._shapes[address]
+        if size:
+            self._device.fill(address, size * dtype.itemsize, self.POISON)
 
     def put(self, array: np.ndarray) -> int:
         """The address of a copy of `array`."""
@@ -214,7 +251,7 @@ class Arrays:
     def scratch(self, num_bytes: int) -> int:
         """The address of memory that is aligned whatever the offset, with anything in it."""
         address = self._allocate(0, num_bytes, np.dtype(np.uint8))
-        self._device.write(address, np.full(num_bytes, 0xEE, np.uint8))
+        self.poison(address)
         return address
 
     def get(self, address: int) -> np.ndarray:
@@ -224,12 +261,13 @@ class Arrays:
         return array
 
     def check(self) -> None:
-        """Raises a RuntimeError if something was written behind the end of any array, scratch memory included."""
+        """Raises a RuntimeError if a kernel wrote next to any array, scratch memory included."""
         guard = np.empty_like(self._GUARD)
         for address, (size, dtype) in self._shapes.items():
-            self._device.read(address + size * dtype.itemsize, guard)
-            if not np.array_equal(guard, self._GUARD):
-                raise RuntimeError(f"a kernel wrote behind an array of {size} {dtype}.")
+            for side, guarded in self._guards(address, size, dtype).items():
+                self._device.read(guarded, guard)
+                if not np.array_equal(guard, self._GUARD):
+                    raise RuntimeError(f"a kernel wrote {side} an array of {size} {dtype}.")
 
     def free(self) -> None:
         """Gives the memory back."""
@@ -240,13 +278,18 @@ class Arrays:
         self._shapes.clear()
 
     def _allocate(self, gap: int, size: int, dtype: np.dtype) -> int:
-        """The address of an array, `gap` bytes behind an aligned one, with the guard behind it."""
-        start = self._device.allocate(gap + size * dtype.itemsize + self._GUARD.size)
+        """The address of an array, `gap` bytes behind an aligned one, between two guards."""
+        start = self._device.allocate(self._FRONT + gap + size * dtype.itemsize + self._GUARD.size)
         self._starts.append(start)
-        address = start + gap
-        self._device.write(address + size * dtype.itemsize, self._GUARD)
+        address = start + self._FRONT + gap
+        for guarded in self._guards(address, size, dtype).values():
+            self._device.write(guarded, self._GUARD)
         self._shapes[address] = size, dtype
         return address
+
+    def _guards(self, address: int, size: int, dtype: np.dtype) -> dict[str, int]:
+        """The addresses of an array's guards."""
+        return {"before": address - self._GUARD.size, "behind": address + size * dtype.itemsize}
 
 
 class Kernels:

@@ -5,6 +5,7 @@ import ctypes
 import functools
 import importlib.util
 import math
+import os
 import pathlib
 import re
 import subprocess
@@ -36,7 +37,9 @@ def _has_device():
 
 @functools.cache
 def _library_path():
-    """The library, built for one target: all of them take minutes."""
+    """The library that HOP_TF_CUDA_LIBRARY names, or a new one, built for one target: all of them take minutes."""
+    if "HOP_TF_CUDA_LIBRARY" in os.environ:
+        return pathlib.Path(os.environ["HOP_TF_CUDA_LIBRARY"])
     folder = tempfile.TemporaryDirectory()
     atexit.register(folder.cleanup)
     return harness.build(folder.name, _device().architecture if _has_device() else "90")
@@ -47,7 +50,7 @@ def _library():
     return harness.load(_library_path())
 
 
-_needs_nvcc = unittest.skipIf(harness.find_nvcc() is None, "needs nvcc")
+_needs_library = unittest.skipIf(harness.find_nvcc() is None and "HOP_TF_CUDA_LIBRARY" not in os.environ, "needs nvcc")
 _needs_device = unittest.skipUnless(_has_device(), f"needs a CUDA device ({_device()})")
 
 
@@ -225,12 +228,15 @@ class _Memory:
     def read(self, address, array):
         ctypes.memmove(array.ctypes.data, address, array.nbytes)
 
+    def fill(self, address, num_bytes, byte):
+        ctypes.memset(address, byte, num_bytes)
+
     def synchronize(self):
         pass
 
 
 class ArraysTest(parameterized.TestCase):
-    """What notices a kernel that writes too far; on this machine's memory, so that it is tried without a device."""
+    """Notices kernels that write too far or too little; on this machine's memory, to be tried without a device."""
 
     def setUp(self):
         super().setUp()
@@ -259,8 +265,28 @@ class ArraysTest(parameterized.TestCase):
             self.memory.write(address + 7 + distance, np.zeros(1, np.uint8))
         self.assertEmpty(self.memory.blocks)
 
+    @parameterized.product(make=("put", "empty", "scratch"), offset=(0, 3), distance=(1, 64))
+    def test_notices_what_is_written_before_the_beginning(self, make, offset, distance):
+        sizes = {"put": (np.zeros(7, np.uint8),), "empty": (7, np.uint8), "scratch": (7,)}
+        with (
+            self.assertRaisesRegex(RuntimeError, "wrote before an array of 7 uint8"),
+            self.kernels.arrays(offset) as arrays,
+        ):
+            arrays.scratch(100)
+            address = getattr(arrays, make)(*sizes[make])
+            self.memory.write(address - distance, np.zeros(1, np.uint8))
 
-@_needs_nvcc
+    @parameterized.parameters(0, 3)
+    def test_new_arrays_hold_nothing_of_earlier_ones(self, offset):
+        with self.kernels.arrays(offset) as arrays:
+            address = arrays.empty(1000, np.uint8)
+            self.assertLen(set(arrays.get(address)), 1)
+            self.memory.write(address, np.arange(1000, dtype=np.uint16).view(np.uint8)[:1000])
+            arrays.poison(address)
+            self.assertLen(set(arrays.get(address)), 1)
+
+
+@_needs_library
 class LibraryTest(absltest.TestCase):
     @pytest.mark.stress
     def test_exports_the_functions_of_the_header_only(self):
@@ -335,7 +361,7 @@ class LibraryTest(absltest.TestCase):
             self.assertRegex(library.HopTfCudaLastError().decode(), "(?i)cuda|driver|device")
 
 
-@_needs_nvcc
+@_needs_library
 @_needs_device
 class KernelsTest(parameterized.TestCase):
     def setUp(self):
