@@ -19,6 +19,7 @@ really moves, once with the fewest bytes that its arguments and results take.
 
 from __future__ import annotations
 
+import itertools
 import json
 import pathlib
 import tempfile
@@ -49,6 +50,7 @@ _JSON = flags.DEFINE_string("json", None, "A file for all results; written after
 _ONCE = flags.DEFINE_bool("once", False, "Only run each kernel once, for a profiler.")
 _SHOW = flags.DEFINE_string("show", None, "Only print the table of such a file.")
 
+_MOST_DIFFERENCES = 50  # Of one version: after a bad access to memory, everything fails.
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -88,7 +90,8 @@ class _Run:
         build = cuda_data.Processor.build
         processor = cuda_data.Processor(_PROCESSOR.value) if _PROCESSOR.value else build(self._folder)
         for name, kernels in self._versions.items():
-            for difference in cuda_checks.differences(kernels, processor, sizes, _CHECK_DATA.value):
+            differences = cuda_checks.differences(kernels, processor, sizes, _CHECK_DATA.value)
+            for difference in itertools.islice(differences, _MOST_DIFFERENCES):
                 self._differs(f"{name}, {difference}")
             self._save(f"checks, {name}")
 

@@ -23,10 +23,12 @@ _KERNELS = pathlib.Path(native.__file__).with_name("libhop_tf_kernels.so")
 _COMPILER = os.environ.get("CXX", "g++")
 _TIMEOUT_SECONDS = 300
 
-# Stands in for nvcc: its last argument but the sources is the library to write.
+# Stands in for nvcc. With -DBAD the library cannot be loaded.
 _NVCC = """\
 #!/bin/bash
+[[ " $* " == *" -DBAD "* ]] && HOST_DEVICE=$0
 while (($#)); do [[ $1 == -o ]] && cp "$HOST_DEVICE" "$2"; shift; done
+exit 0
 """
 # Stands in for a tool that runs a program: drops the tool's own options.
 _TOOL = """\
@@ -191,16 +193,17 @@ class HostDeviceTest(_ScriptTestCase):
             SIZES="1K,64K",
             STEPS="0 1 2 3 7 8",
             TIMING_SECONDS="2",
-            VARIANTS="-DA=1;-DB=2 -DC=3",
+            VARIANTS="-DBAD;-DB=2 -DC=3",
         )
-        self.assertEqual(done.returncode, 0, done.stdout)
-        self.assertRegex(done.stdout, r"\n0 failed, \d+ s, results in ")
+        self.assertEqual(done.returncode, 1, done.stdout)
+        self.assertRegex(done.stdout, r"\n1 failed, \d+ s, results in ")
+        self.assertRegex(done.stdout, r"FAILED   quick checks v1: exit code 1: .*(ELF header|file too short)")
         self.assertNotIn("no device", done.stdout)
         self.assertRegex(done.stdout, r"version v2: -DB=2 -DC=3")
         files = {"build.txt", "checks.txt", "ncu.csv", "run.json", "sanitizer.txt", "table.md"}
         self.assertEqual(self.result_files(), files)
         libraries = json.loads((self.results / "run.json").read_text())["libraries"]
-        self.assertEqual(list(libraries), ["today", "base", "v1", "v2"])
+        self.assertEqual(list(libraries), ["today", "base", "v2"])
 
 
 if __name__ == "__main__":
