@@ -45,6 +45,7 @@ FUNCTIONS = {
     "Truncate16Decode": (_INT, (_ADDRESS, _SIZE, _ADDRESS, _ADDRESS)),
     "Copy": (_INT, (_ADDRESS, _SIZE, _ADDRESS, _ADDRESS)),
     "LastError": (ctypes.c_char_p, ()),
+    "Error": (ctypes.c_char_p, ()),
     "NumDevices": (_INT, ()),
 }
 
