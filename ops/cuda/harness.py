@@ -46,6 +46,7 @@ FUNCTIONS = {
     "Copy": (_INT, (_ADDRESS, _SIZE, _ADDRESS, _ADDRESS)),
     "LastError": (ctypes.c_char_p, ()),
     "Error": (ctypes.c_char_p, ()),
+    "IsBuiltFor": (_INT, (_INT, _INT)),
     "NumDevices": (_INT, ()),
 }
 
@@ -70,14 +71,9 @@ def build(folder: str | os.PathLike, architecture: str) -> pathlib.Path:
       RuntimeError: If nvcc fails; the message is its output.
     """
     path = pathlib.Path(folder, LIBRARY)
-    options = [
-        f"--options-file={FOLDER / 'nvcc.options'}",
-        "--threads=0",
-        "-Werror=all-warnings",
-        f"-arch=sm_{architecture}",
-    ]
+    always = f"--options-file={FOLDER / 'nvcc.options'}", "--threads=0", "-Werror=all-warnings"
     sources = [str(source) for source in sorted(FOLDER.glob("*.cu"))]
-    run([find_nvcc() or "nvcc", *options, "-o", str(path), *sources])
+    run([find_nvcc() or "nvcc", *always, f"-arch=sm_{architecture}", "-o", str(path), *sources])
     return path
 
 

@@ -1,3 +1,4 @@
+#include <cstdio>
 #include <string>
 
 #include "enqueuer.h"
@@ -10,14 +11,21 @@ thread_local const char* last_error = "";
 // What nvcc was told to compile for, in rising order: 900 for compute capability 9.0.
 constexpr int kArchitectures[] = {__CUDA_ARCH_LIST__};
 
-std::string InWords(int version) { return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10); }
+// Without std::to_string, because the library would export a table of that.
+std::string InWords(int major, int minor) {
+  char words[32];
+  std::snprintf(words, sizeof(words), "%d.%d", major, minor);
+  return words;
+}
+
+std::string VersionInWords(int version) { return InWords(version / 1000, version % 1000 / 10); }
 
 std::string ErrorOfDevice(int device) {
   int major = 0, minor = 0;
   cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
   if (HopTfCudaIsBuiltFor(major, minor)) return "";
-  return "the kernels are not built for compute capability " + std::to_string(major) + "." + std::to_string(minor);
+  return "the kernels are not built for compute capability " + InWords(major, minor);
 }
 
 std::string FindError() {
@@ -27,7 +35,8 @@ std::string FindError() {
   if (driver == 0) return "there is no CUDA driver";
   const cudaError_t error = cudaGetDeviceCount(&num_devices);
   if (error == cudaErrorInsufficientDriver) {
-    return "the driver supports CUDA " + InWords(driver) + ", and the kernels need CUDA " + InWords(runtime);
+    const std::string needed = VersionInWords(runtime);
+    return "the driver supports CUDA " + VersionInWords(driver) + ", and the kernels need CUDA " + needed;
   }
   if (error != cudaSuccess) return cudaGetErrorString(error);
   std::string words;
