@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import concurrent.futures
+import ctypes
+import pathlib
+import shutil
+import subprocess
 import unittest
 
 import numpy as np
@@ -272,6 +276,22 @@ class ErrorsTest(_OperationsTestCase):
     def test_types(self):
         with self.assertRaisesRegex((TypeError, tf.errors.InvalidArgumentError), "float64|double"):
             self.operations.hop_tf_int8_encode(values=tf.zeros([3], tf.float64))
+
+
+class GpuStreamTest(tf.test.TestCase):
+    """The C API does not give the stream: gpu_stream.h relies on TensorFlow's C++ classes."""
+
+    def test_tensorflow_has_the_method(self):
+        library = pathlib.Path(tf.sysconfig.get_lib()) / "libtensorflow_framework.so.2"
+        ctypes.CDLL(str(library))._ZNK10tensorflow15OpKernelContext12eigen_deviceIN5Eigen9GpuDeviceEEERKT_v  # noqa: B018
+
+    @unittest.skipIf(shutil.which("nvcc") is None, "needs nvcc")
+    def test_layout(self):
+        program = pathlib.Path(self.get_temp_dir()) / "layout"
+        source = pathlib.Path(__file__).with_name("gpu_stream_layout.cc")
+        folders = f"-I{tf.sysconfig.get_include()}", f"-I{source.parents[2]}"
+        subprocess.run(["nvcc", "-std=c++17", *folders, str(source), "-o", str(program)], check=True, timeout=300)
+        self.assertEqual(subprocess.run([program], check=False).returncode, 0)
 
 
 class GpuTest(_OperationsTestCase):

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures
+import ctypes
 import functools
+import json
+import os
 import pathlib
+import shutil
+import subprocess
 import sys
 import tempfile
 import time
+import unittest
 
 import numpy as np
 import reference
@@ -33,14 +39,20 @@ _NAMES = {
 
 
 @functools.cache
-def _library():
+def _folder():
+    """Where the libraries are."""
     folder = tempfile.TemporaryDirectory()
     atexit.register(folder.cleanup)
     start = time.perf_counter()
     stand_in.build(pathlib.Path(folder.name))
     where = stand_in.device().name if stand_in.device() else "the host's memory in the place of a device"
     print(f"GPU: {where}; built in {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
-    return stand_in.StandIn(pathlib.Path(folder.name))
+    return pathlib.Path(folder.name)
+
+
+@functools.cache
+def _library():
+    return stand_in.StandIn(_folder())
 
 
 def _values(shape, dtype, seed=0):
@@ -141,6 +153,55 @@ class RegistrationTest(_TestCase):
     def test_floats_are_of_three_types(self):
         for name, each in self.definitions.items():
             self.assertEqual("T: {float, bfloat16, half}" in each.attributes, "values: T" in each.inputs, name)
+
+
+class FallbackTest(_TestCase):
+    """Where GPUs cannot run the kernels, the processor has them all the same."""
+
+    def setUp(self):
+        super().setUp()
+        self.folder = pathlib.Path(self.create_tempdir().full_path)
+        for name in (stand_in.TENSORFLOW, stand_in.KERNELS, stand_in.OPERATIONS):
+            shutil.copy(_folder() / name, self.folder)
+
+    def registered(self, **environment):
+        """The devices that get kernels in a new process, and why GPUs do not."""
+        command = [sys.executable, stand_in.__file__, str(self.folder)]
+        result = subprocess.run(command, env=os.environ | environment, stdout=subprocess.PIPE, check=True)
+        return tuple(json.loads(result.stdout).values())
+
+    def test_library_that_says_if_devices_can_run_its_kernels(self):
+        stand_in.build_cuda_stand_in(self.folder)
+        self.assertEqual(self.registered(), (["CPU", "GPU"], ""))
+        self.assertEqual(self.registered(STAND_IN_CUDA_ERROR="too old"), (["CPU"], "too old"))
+
+    def test_library_that_does_not_load(self):
+        devices, error = self.registered()
+        self.assertEqual(devices, ["CPU"])
+        self.assertRegex(error, f"{stand_in.CUDA}: cannot open")
+        (self.folder / stand_in.CUDA).write_bytes(b"no library")
+        devices, error = self.registered()
+        self.assertEqual(devices, ["CPU"])
+        self.assertRegex(error, f"{stand_in.CUDA}: ")
+
+    @unittest.skipIf(stand_in.harness.find_nvcc() is None, "needs nvcc")
+    def test_driver(self):
+        source, target = stand_in.OPS / "cuda" / "runtime.cu", self.folder / stand_in.CUDA
+        options = f"--options-file={source.with_name('nvcc.options')}", "-gencode=arch=compute_80,code=sm_80"
+        options = *options, "-gencode=arch=compute_90,code=[sm_90,compute_90]"
+        stand_in.harness.run([stand_in.harness.find_nvcc(), *options, str(source), "-o", str(target)])
+        if stand_in.device() is None:
+            devices, error = self.registered()
+            self.assertEqual(devices, ["CPU"])
+            self.assertRegex(error, "there is no CUDA driver|no CUDA-capable device")
+        stand_in.build_old_driver(self.folder)
+        devices, error = self.registered(LD_LIBRARY_PATH=str(self.folder))
+        self.assertEqual(devices, ["CPU"])
+        self.assertRegex(error, r"the driver supports CUDA 12\.5, and the kernels need CUDA \d+\.\d+")
+
+        is_built_for = ctypes.CDLL(str(target)).HopTfCudaIsBuiltFor
+        versions = (7, 0), (7, 5), (8, 0), (8, 9), (9, 0), (9, 1), (10, 0), (12, 0)
+        self.assertEqual([is_built_for(*version) for version in versions], [0, 0, 1, 1, 1, 1, 1, 1])
 
 
 @parameterized.product(device=_DEVICES, dtype=_FLOATS)

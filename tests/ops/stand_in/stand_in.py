@@ -1,5 +1,7 @@
 """Builds the stand-in for TensorFlow and runs the registered operations on NumPy arrays.
 
+As a program, prints what the libraries of a folder register: the devices that have kernels, and why GPUs have none.
+
 Needs NumPy and a C++ compiler, and neither TensorFlow nor the hop_tf package. A process can load one stand-in only, and
 none if TensorFlow is loaded.
 """
@@ -11,10 +13,12 @@ import ctypes
 import dataclasses
 import functools
 import importlib.util
+import json
 import os
 import pathlib
 import shlex
 import shutil
+import sys
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -60,16 +64,29 @@ def device() -> harness.Device | None:
 
 def build(folder: pathlib.Path) -> None:
     """Puts all libraries into `folder`. The kernels for GPUs are stand-ins, too, unless there is a device."""
-    links = f"-L{folder}", "-Wl,-rpath,$ORIGIN", "-Wl,--no-as-needed", "-lhop_tf_kernels"
     _in_parallel(
         lambda: _build_tensorflow(folder),
         lambda: _build_or_copy(KERNELS, "kernels", "-O3", folder),
         lambda: _build_cuda(folder) if device() else None,
     )
     _in_parallel(
-        lambda: _build_or_copy(OPERATIONS, "tensorflow", "-O1", folder, *links, f"-l:{TENSORFLOW}"),
-        lambda: None if device() else _compile(*_OPTIONS, "-O1", str(FOLDER / "cuda.cc"), *links, "-o", folder / CUDA),
+        lambda: _build_or_copy(OPERATIONS, "tensorflow", "-O1", folder, *_links(folder), f"-l:{TENSORFLOW}"),
+        lambda: None if device() else build_cuda_stand_in(folder),
     )
+
+
+def build_cuda_stand_in(folder: pathlib.Path) -> None:
+    """Puts a libhop_tf_cuda.so into `folder` that works on host memory, by the kernels that are there."""
+    _compile(*_OPTIONS, "-O1", FOLDER / "cuda.cc", *_links(folder), "-o", folder / CUDA)
+
+
+def build_old_driver(folder: pathlib.Path) -> None:
+    """Puts a libcuda.so.1 for CUDA 12.5 into `folder`."""
+    _compile("-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", FOLDER / "old_driver.cc", "-o", folder / "libcuda.so.1")
+
+
+def _links(folder: pathlib.Path) -> tuple[str, ...]:
+    return f"-L{folder}", "-Wl,-rpath,$ORIGIN", "-Wl,--no-as-needed", "-lhop_tf_kernels"
 
 
 def _in_parallel(*builds: Callable[[], None]) -> None:
@@ -150,8 +167,7 @@ class StandIn:
         self.kernels = ctypes.CDLL(str(folder / KERNELS))
         self._library = ctypes.CDLL(str(folder / TENSORFLOW))
         self._declare()
-        if (folder / CUDA).exists():
-            self.cuda_error = self._load_cuda(folder / CUDA)
+        self.cuda_error = self._load_cuda(folder / CUDA)
         ctypes.CDLL(str(folder / OPERATIONS))  # Registers them.
 
     def _load_cuda(self, path: pathlib.Path) -> str:
@@ -275,3 +291,9 @@ class StandIn:
 
 def _dims(shape: Sequence[int]) -> ctypes.Array:
     return (ctypes.c_int64 * max(len(shape), 1))(*shape)
+
+
+if __name__ == "__main__":
+    library = StandIn(pathlib.Path(sys.argv[1]))
+    devices = sorted({device for device, _ in library.registered()[1]})
+    print(json.dumps({"devices": devices, "error": library.cuda_error}))
