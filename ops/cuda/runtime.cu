@@ -1,5 +1,5 @@
 #include <cstdio>
-#include <string>
+#include <cstdio>
 
 #include "enqueuer.h"
 
@@ -12,35 +12,36 @@ thread_local const char* last_error = "";
 constexpr int kArchitectures[] = {__CUDA_ARCH_LIST__};
 
 // Without std::to_string, because the library would export a table of that.
-std::string InWords(int major, int minor) {
-  char words[32];
-  std::snprintf(words, sizeof(words), "%d.%d", major, minor);
-  return words;
+// Why devices cannot run the kernels. Of a std::string, this library would export functions of the C++ library.
+char device_error[128] = "";
+
+template <typename... Numbers>
+const char* Say(const char* format, Numbers... numbers) {
+  std::snprintf(device_error, sizeof(device_error), format, numbers...);
+  return device_error;
 }
 
-std::string VersionInWords(int version) { return InWords(version / 1000, version % 1000 / 10); }
-
-std::string ErrorOfDevice(int device) {
+const char* ErrorOfDevice(int device) {
   int major = 0, minor = 0;
   cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
   if (HopTfCudaIsBuiltFor(major, minor)) return "";
-  return "the kernels are not built for compute capability " + InWords(major, minor);
+  return Say("the kernels are not built for compute capability %d.%d", major, minor);
 }
 
-std::string FindError() {
+const char* FindError() {
   int driver = 0, runtime = 0, num_devices = 0;
   cudaDriverGetVersion(&driver);
   cudaRuntimeGetVersion(&runtime);
   if (driver == 0) return "there is no CUDA driver";
   const cudaError_t error = cudaGetDeviceCount(&num_devices);
   if (error == cudaErrorInsufficientDriver) {
-    const std::string needed = VersionInWords(runtime);
-    return "the driver supports CUDA " + VersionInWords(driver) + ", and the kernels need CUDA " + needed;
+    return Say("the driver supports CUDA %d.%d, and the kernels need CUDA %d.%d", driver / 1000, driver % 1000 / 10,
+               runtime / 1000, runtime % 1000 / 10);
   }
   if (error != cudaSuccess) return cudaGetErrorString(error);
-  std::string words;
-  for (int device = 0; device < num_devices && words.empty(); ++device) words = ErrorOfDevice(device);
+  const char* words = "";
+  for (int device = 0; device < num_devices && *words == '\0'; ++device) words = ErrorOfDevice(device);
   return words;
 }
 
@@ -64,8 +65,8 @@ HopTfStatus HopTfCudaCopy(const void* from, int64_t num_bytes, void* to, void* s
 const char* HopTfCudaLastError() { return hop_tf::last_error; }
 
 const char* HopTfCudaError() {
-  static const std::string error = hop_tf::FindError();
-  return error.c_str();
+  static const char* const error = hop_tf::FindError();
+  return error;
 }
 
 int HopTfCudaIsBuiltFor(int major, int minor) {
