@@ -24,6 +24,12 @@ struct Max {
   }
 };
 
+// The value of the lane so many before; at the beginning of the warp the lane's own.
+template <typename T>
+__device__ T ShuffleUp(T value, int distance) {
+  return __shfl_up_sync(kAllLanes, value, distance);
+}
+
 template <typename T>
 struct Scan {
   T before;   // Of the threads before this one; T{} for the first.
@@ -37,10 +43,10 @@ __device__ Scan<T> ScanWarp(T value, const Combine& combine) {
   const int lane = threadIdx.x % kWarpSize;
 #pragma unroll
   for (int distance = 1; distance < kWarpSize; distance *= 2) {
-    const T other = __shfl_up_sync(kAllLanes, value, distance);
+    const T other = ShuffleUp(value, distance);
     if (lane >= distance) value = combine(other, value);
   }
-  const T before = __shfl_up_sync(kAllLanes, value, 1);
+  const T before = ShuffleUp(value, 1);
   return {lane == 0 ? T{} : before, value, T{}};
 }
 

@@ -6,6 +6,8 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 
@@ -60,14 +62,19 @@ class Enqueuer {
 
   // Blocks for a loop in strides of the grid: enough for `num_items`, and no more than keep the device busy.
   int64_t NumBlocks(int64_t num_items, int64_t items_per_block, int blocks_per_multiprocessor) {
-    const int64_t most = int64_t{DeviceAttribute(cudaDevAttrMultiProcessorCount)} * blocks_per_multiprocessor;
+    const int64_t most = int64_t{DeviceAttribute<cudaDevAttrMultiProcessorCount>()} * blocks_per_multiprocessor;
     return std::clamp<int64_t>(CeilDiv(num_items, items_per_block), 1, std::max<int64_t>(most, 1));
   }
 
-  int DeviceAttribute(cudaDeviceAttr attribute) {
+  // Each device is asked once: that takes as long as a launch.
+  template <cudaDeviceAttr kAttribute>
+  int DeviceAttribute() {
+    static std::array<std::atomic<int>, kMaxKnownDevices> known = {};  // 0 where not.
     int device = 0, value = 0;
     Check([&] { return cudaGetDevice(&device); });
-    Check([&] { return cudaDeviceGetAttribute(&value, attribute, device); });
+    if (device < kMaxKnownDevices) value = known[device].load(std::memory_order_relaxed);
+    if (value == 0) Check([&] { return cudaDeviceGetAttribute(&value, kAttribute, device); });
+    if (device < kMaxKnownDevices) known[device].store(value, std::memory_order_relaxed);
     return value;
   }
 
@@ -78,6 +85,8 @@ class Enqueuer {
  private:
   // More than this has to be asked for.
   static constexpr size_t kSharedBytesOfAnyKernel = 48 << 10;
+
+  static constexpr int kMaxKnownDevices = 64;
 
   template <typename Call>
   void Check(const Call& call) {

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "../kernels/constants.h"
 #include "block_scan.cuh"
@@ -16,9 +17,9 @@ constexpr int kNumThreads = 256;
 constexpr int kBlocksPerMultiprocessor = 32;
 constexpr int kWarpsPerBlock = kNumThreads / kWarpSize;
 
-// What a warp keeps in registers.
-constexpr int kValuesPerLane = 32;
-constexpr int64_t kMaxValuesOfWarp = kValuesPerLane * kWarpSize;
+// What a warp keeps in registers, at most. Half of that leaves room for more warps where blocks are short enough.
+constexpr int kMaxValuesPerLane = 32;
+constexpr int64_t kMaxValuesOfWarp = kMaxValuesPerLane * kWarpSize;
 
 constexpr int64_t kMaxValuesOfChunk = 1 << 14;
 
@@ -59,19 +60,26 @@ __device__ void StoreQuantized(const Pack<float, kWidth>& pack, float inverse_sc
   StorePack<kWidth>(codes, index, quantized);
 }
 
-// Gives the values to encode, as float32.
+// Sources give the values to encode. Load returns what is in memory, so that many loads can be under way; ToFloats turns
+// that into values, with the block's Scale where there is one.
 template <typename T>
 struct PlainSource {
   const T* values;
 
   bool IsAlignedToPacks() const { return IsAligned(values); }
 
+  __device__ float Scale(int64_t) const { return 0.0f; }
+
   template <int kWidth>
-  __device__ Pack<float, kWidth> Load(int64_t index, int64_t) const {
-    const Pack<uint32_t, kWidth> patterns = LoadPatterns<kWidth>(values, index);
+  __device__ Pack<T, kWidth> Load(int64_t index) const {
+    return LoadPack<kWidth>(values, index);
+  }
+
+  template <int kWidth>
+  __device__ static Pack<float, kWidth> ToFloats(const Pack<T, kWidth>& pack, float) {
     Pack<float, kWidth> floats;
 #pragma unroll
-    for (int i = 0; i < kWidth; ++i) floats.at[i] = __uint_as_float(patterns.at[i]);
+    for (int i = 0; i < kWidth; ++i) floats.at[i] = __uint_as_float(ToPattern(pack.at[i]));
     return floats;
   }
 };
@@ -83,59 +91,84 @@ struct SumSource {
   const int8_t* codes;
   const float* scales;
 
+  // The codes are in one word, because each of several would take a register of its own.
+  template <int kWidth>
+  struct Terms {
+    Pack<T, kWidth> values;
+    std::conditional_t<kWidth == kPackWidth, uint32_t, uint8_t> codes;
+  };
+
   bool IsAlignedToPacks() const { return plain.IsAlignedToPacks() && IsAligned(codes); }
 
+  __device__ float Scale(int64_t block) const { return scales[block]; }
+
   template <int kWidth>
-  __device__ Pack<float, kWidth> Load(int64_t index, int64_t block) const {
-    Pack<float, kWidth> sums = plain.template Load<kWidth>(index, block);
-    const Pack<int8_t, kWidth> pack = LoadPack<kWidth>(codes, index);
-    const float scale = scales[block];
+  __device__ Terms<kWidth> Load(int64_t index) const {
+    using Codes = decltype(Terms<kWidth>::codes);
+    static_assert(sizeof(Codes) == kWidth, "a byte for each code");
+    return {plain.template Load<kWidth>(index), *reinterpret_cast<const Codes*>(codes + index)};
+  }
+
+  template <int kWidth>
+  __device__ static Pack<float, kWidth> ToFloats(const Terms<kWidth>& terms, float scale) {
+    Pack<float, kWidth> sums = PlainSource<T>::template ToFloats<kWidth>(terms.values, scale);
 #pragma unroll
-    for (int i = 0; i < kWidth; ++i) sums.at[i] = __fadd_rn(sums.at[i], Dequantize(pack.at[i], scale));
+    for (int i = 0; i < kWidth; ++i) {
+      const auto code = static_cast<int8_t>(terms.codes >> (8 * i) & 0xffu);
+      sums.at[i] = __fadd_rn(sums.at[i], Dequantize(code, scale));
+    }
     return sums;
   }
 };
 
 // Short blocks.
 
-// Encodes one block of at most kMaxValuesOfWarp values, a multiple of `kWidth`. The whole warp calls it.
-template <int kWidth, typename Source>
+// Encodes one block of at most `kValuesPerLane` values per lane. The whole warp calls it.
+template <int kValuesPerLane, int kWidth, typename Source>
 __device__ void EncodeBlock(const Source& source, int64_t block, int64_t begin, int count, int8_t* codes,
                             float* scales) {
   constexpr int kNumPacks = kValuesPerLane / kWidth;
   const int lane = threadIdx.x % kWarpSize;
-  Pack<float, kWidth> packs[kNumPacks];
-  uint32_t largest = 0;
+  const int in_packs = count / kWidth * kWidth;
+  const float source_scale = source.Scale(block);
+  decltype(source.template Load<kWidth>(begin)) loaded[kNumPacks];
 #pragma unroll
   for (int i = 0; i < kNumPacks; ++i) {
     const int place = (i * kWarpSize + lane) * kWidth;
-    if (place < count) packs[i] = source.template Load<kWidth>(begin + place, block);
+    if (place < in_packs) loaded[i] = source.template Load<kWidth>(begin + place);
   }
+  // What is too short for a pack, at the end of the array.
+  const bool has_rest = in_packs + lane < count;
+  Pack<float, 1> rest = {0.0f};
+  if (has_rest) {
+    rest = Source::template ToFloats<1>(source.template Load<1>(begin + in_packs + lane), source_scale);
+  }
+  Pack<float, kWidth> packs[kNumPacks];
+  uint32_t largest = MaxMagnitude<1>(rest);
 #pragma unroll
   for (int i = 0; i < kNumPacks; ++i) {
-    if ((i * kWarpSize + lane) * kWidth < count) largest = max(largest, MaxMagnitude<kWidth>(packs[i]));
+    if ((i * kWarpSize + lane) * kWidth >= in_packs) continue;
+    packs[i] = Source::template ToFloats<kWidth>(loaded[i], source_scale);
+    largest = max(largest, MaxMagnitude<kWidth>(packs[i]));
   }
   const Scale scale = ScaleOf(MaxOfWarp(largest));
 #pragma unroll
   for (int i = 0; i < kNumPacks; ++i) {
     const int place = (i * kWarpSize + lane) * kWidth;
-    if (place < count) StoreQuantized<kWidth>(packs[i], scale.inverse, codes, begin + place);
+    if (place < in_packs) StoreQuantized<kWidth>(packs[i], scale.inverse, codes, begin + place);
   }
+  if (has_rest) StoreQuantized<1>(rest, scale.inverse, codes, begin + in_packs + lane);
   if (lane == 0) scales[block] = scale.scale;
 }
 
-template <int kWidth, typename Source>
+template <int kValuesPerLane, int kWidth, typename Source>
 __global__ void __launch_bounds__(kNumThreads)
     EncodeShortBlocks(Source source, int64_t num_values, int64_t block_size, int8_t* codes, float* scales) {
   const int64_t block = int64_t{blockIdx.x} * kWarpsPerBlock + threadIdx.x / kWarpSize;
   const int64_t begin = block * block_size;
   if (begin >= num_values) return;
   const int count = static_cast<int>(min(block_size, num_values - begin));
-  if (count % kWidth == 0) {
-    EncodeBlock<kWidth>(source, block, begin, count, codes, scales);
-  } else {
-    EncodeBlock<1>(source, block, begin, count, codes, scales);
-  }
+  EncodeBlock<kValuesPerLane, kWidth>(source, block, begin, count, codes, scales);
 }
 
 // Long blocks.
@@ -167,11 +200,14 @@ __global__ void __launch_bounds__(kNumThreads) FindLargest(Source source, Chunks
   if (threadIdx.x == 0) largest_of_chunk = 0;
   __syncthreads();
   const int64_t block = chunks.Block();
+  const float source_scale = source.Scale(block);
   uint32_t largest = 0;
   ForPacks<kWidth>(
       ThreadOfBlock(), chunks.Begin(), chunks.End(),
-      [&](auto width, int64_t i) { return source.template Load<width>(i, block); },
-      [&](auto width, int64_t, const auto& pack) { largest = max(largest, MaxMagnitude<width>(pack)); });
+      [&](auto width, int64_t i) { return source.template Load<width>(i); },
+      [&](auto width, int64_t, const auto& loaded) {
+        largest = max(largest, MaxMagnitude<width>(Source::template ToFloats<width>(loaded, source_scale)));
+      });
   largest = MaxOfWarp(largest);
   if (threadIdx.x % kWarpSize == 0) atomicMax(&largest_of_chunk, largest);
   __syncthreads();
@@ -182,11 +218,14 @@ template <int kWidth, typename Source>
 __global__ void __launch_bounds__(kNumThreads)
     QuantizeChunks(Source source, Chunks chunks, const uint32_t* largest_of_blocks, int8_t* codes) {
   const int64_t block = chunks.Block();
+  const float source_scale = source.Scale(block);
   const float inverse_scale = ScaleOf(largest_of_blocks[block]).inverse;
   ForPacks<kWidth>(
       ThreadOfBlock(), chunks.Begin(), chunks.End(),
-      [&](auto width, int64_t i) { return source.template Load<width>(i, block); },
-      [&](auto width, int64_t i, const auto& pack) { StoreQuantized<width>(pack, inverse_scale, codes, i); });
+      [&](auto width, int64_t i) { return source.template Load<width>(i); },
+      [&](auto width, int64_t i, const auto& loaded) {
+        StoreQuantized<width>(Source::template ToFloats<width>(loaded, source_scale), inverse_scale, codes, i);
+      });
 }
 
 // On its own: `scales` may be those that the source reads.
@@ -212,14 +251,20 @@ __global__ void __launch_bounds__(kNumThreads)
 }
 
 template <int kWidth>
+struct ScaledTerms {
+  SumSource<float>::Terms<kWidth> terms;
+  float scale;
+};
+
+template <int kWidth>
 __global__ void __launch_bounds__(kNumThreads)
     AccumulateBlocks(SumSource<float> source, int64_t num_values, uint32_t block_size, float* accumulator) {
-  ForPacks<kWidth>(
-      ThreadOfGrid(), 0, num_values,
-      [&](auto width, int64_t i) {
-        return source.template Load<width>(i, static_cast<uint32_t>(i) / block_size);
-      },
-      [&](auto width, int64_t i, const auto& sums) { StorePack<width>(accumulator, i, sums); });
+  const auto load = [&](auto width, int64_t i) {
+    return ScaledTerms<width>{source.Load<width>(i), source.Scale(static_cast<uint32_t>(i) / block_size)};
+  };
+  ForPacks<kWidth>(ThreadOfGrid(), 0, num_values, load, [&](auto width, int64_t i, const auto& loaded) {
+    StorePack<width>(accumulator, i, SumSource<float>::ToFloats<width>(loaded.terms, loaded.scale));
+  });
 }
 
 Grid GridFor(Enqueuer& enqueuer, int64_t num_values) {
@@ -246,8 +291,11 @@ void EncodeBlocks(const Source& source, int64_t num_values, int64_t block_size, 
       source.IsAlignedToPacks() && IsAligned(codes) && HoldsWholePacks(num_values, block_size);
   WithWidth(in_packs, [&](auto width) {
     if (block_size <= kMaxValuesOfWarp) {
+      constexpr int kMany = kMaxValuesPerLane, kFew = kMany / 2;
+      const auto kernel = block_size <= kFew * kWarpSize ? EncodeShortBlocks<kFew, width, Source>
+                                                         : EncodeShortBlocks<kMany, width, Source>;
       const Grid grid = {CeilDiv(num_blocks, kWarpsPerBlock), kNumThreads};
-      enqueuer.Launch(EncodeShortBlocks<width, Source>, grid, source, num_values, block_size, codes, scales);
+      enqueuer.Launch(kernel, grid, source, num_values, block_size, codes, scales);
       return;
     }
     const Chunks chunks(num_values, block_size);

@@ -19,6 +19,7 @@ constexpr int kLookUpThreads = 512;
 
 // What a multiprocessor holds at once of blocks that look up, and a multiple of that for the others.
 constexpr int kLookUpBlocksPerMultiprocessor = 3;
+constexpr int kPartBlocksPerMultiprocessor = 3;
 constexpr int kBlocksPerMultiprocessor = 32;
 
 // Shared memory that a block needs besides the counters.
@@ -39,9 +40,9 @@ __global__ void __launch_bounds__(kLookUpThreads)
   const bool has_refined = workspace->HasRefined();
   const int part_shift = workspace->PartShift();
   const auto look_up = [&](uint32_t pattern) {
-    const uint32_t place = has_refined ? workspace->place_of_bin[pattern >> kBinShift] : 0;
-    return place == 0 ? code_of_bin[pattern >> kBinShift]
-                      : workspace->codes[SlotOfPart(place, pattern, part_shift)];
+    const uint32_t bin = pattern >> kBinShift;
+    if (!has_refined || !workspace->IsRefined(bin)) return code_of_bin[bin];
+    return workspace->codes[SlotOfPart(workspace->place_of_bin[bin], pattern, part_shift)];
   };
   const auto load = [&](auto width, int64_t i) { return LoadPatterns<width>(values, i); };
   ForPacks<kWidth>(ThreadOfGrid(), 0, num_values, load, [&](auto width, int64_t i, const auto& patterns) {
@@ -77,24 +78,22 @@ template <typename T>
 void EncodeSketch(const T* values, const SketchSettings& settings, uint8_t* codes, float* bucket_values,
                   SketchWorkspace* workspace, Enqueuer& enqueuer) {
   const int64_t num_values = settings.num_values;
-  const int shared_bytes = enqueuer.DeviceAttribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - kOtherSharedBytes;
-  const int num_exponents = std::clamp(shared_bytes / kBytesPerExponent, 1, kMaxExponents);
+  const int shared_bytes = enqueuer.DeviceAttribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>() - kOtherSharedBytes;
+  const int num_exponents = std::clamp((shared_bytes - kHotSlotsBytes) / kBytesPerExponent, 1, kMaxExponents);
   const Grid count_grid = GridFor(enqueuer, num_values, kCountThreads, kCountBlocksPerMultiprocessor,
-                                  num_exponents * kBytesPerExponent);
-  const Grid part_grid = GridFor(enqueuer, num_values, kPartThreads, kBlocksPerMultiprocessor, 0);
+                                  kHotSlotsBytes + num_exponents * kBytesPerExponent);
+  const Grid part_grid = GridFor(enqueuer, num_values, kCountThreads, kPartBlocksPerMultiprocessor, kHotSlotsBytes);
   const Grid look_up_grid =
       GridFor(enqueuer, num_values, kLookUpThreads, kLookUpBlocksPerMultiprocessor, kNumBins * sizeof(uint8_t));
-  const Grid list_grid = {kListBlocks, kListThreads};
   const auto most_members = static_cast<uint32_t>(std::max<int64_t>(1, num_values / kRefineFraction));
 
-  enqueuer.Clear(workspace, offsetof(SketchWorkspace, num_entries));
+  enqueuer.Clear(workspace, offsetof(SketchWorkspace, num_refined));
   WithWidth(IsAligned(values) && IsAligned(codes), [&](auto width) {
     enqueuer.Launch(CountBins<width, T>, count_grid, values, num_values, num_exponents, workspace);
-    enqueuer.Launch(RefineBins, list_grid, most_members, workspace);
+    enqueuer.Launch(RefineBins, {kListBlocks, kListThreads}, most_members, settings, workspace);
     enqueuer.Launch(CountParts<width, T>, part_grid, values, num_values, workspace);
-    enqueuer.Launch(ListBins, list_grid, workspace);
-    enqueuer.Launch(ListParts, {kListPartsBlocks, kListPartsThreads}, workspace);
-    enqueuer.Launch(AssignKeys, {1, kListThreads}, settings, workspace);
+    enqueuer.Launch(SumParts, {kPlaceBlocks, kListThreads}, settings, workspace);
+    enqueuer.Launch(AssignKeys, {kListBlocks + kPlaceBlocks, kListThreads}, settings, workspace);
     enqueuer.Launch(WriteBuckets, {kNumCodes, kNumCodes}, bucket_values, workspace);
     enqueuer.Launch(LookUpCodes<width, T>, look_up_grid, values, num_values, workspace, codes);
   });

@@ -1,5 +1,8 @@
-// The quantile sketch's third step: ListBins and ListParts list what has members in the order of the values, AssignKeys
-// finds the buckets, WriteBuckets their means and the code of each bin.
+// The quantile sketch's steps between counting and encoding: RefineBins chooses the bins to refine, SumParts adds up what
+// their parts take of the codes, AssignKeys lists what has members and finds the buckets, WriteBuckets their means and
+// the code of each slot.
+//
+// Rounded sums are added by all blocks in the same order. Where one block relies on another's sum, both compute it.
 
 #ifndef HOP_TF_OPS_CUDA_SKETCH_ASSIGN_CUH_
 #define HOP_TF_OPS_CUDA_SKETCH_ASSIGN_CUH_
@@ -12,175 +15,233 @@
 namespace hop_tf {
 namespace {
 
-constexpr int kListPartsBlocks = 64;
-constexpr int kListPartsThreads = 256;
+constexpr int kPlaceBlocks = 128;
 
 struct SketchSettings {
   int64_t num_values;
   double spacing;
 };
 
-// Lists bins that have members, and leaves room for the parts of refined ones.
-__global__ void __launch_bounds__(kListThreads) ListBins(SketchWorkspace* workspace) {
-  const uint32_t bin = BinAt(blockIdx.x * kListThreads + threadIdx.x);
-  const uint32_t place = workspace->place_of_bin[bin];
-  const uint32_t num_parts = PartsPerPlace(workspace->PartShift());
-  const bool is_occupied = workspace->members[bin] > 0;
-  uint32_t first = 0;
-  for (uint32_t i = 0; i < blockIdx.x; ++i) {
-    first += workspace->num_occupied[i] + workspace->num_refined_of_block[i] * num_parts;
-  }
-  const Scan<uint32_t> scan = ScanBlock(place > 0 ? num_parts : static_cast<uint32_t>(is_occupied), Plus());
-  if (place > 0) {
-    workspace->bin_of_place[place - 1] = bin;
-    workspace->first_entry_of_place[place - 1] = first + scan.before;
-  } else if (is_occupied) {
-    workspace->entries[first + scan.before] = {bin << kBinShift, bin};
-  }
-  if (blockIdx.x == gridDim.x - 1 && threadIdx.x == 0) workspace->num_entries = first + scan.total;
-}
-
-// Lists the parts of refined bins, those without members too.
-__global__ void __launch_bounds__(kListPartsThreads) ListParts(SketchWorkspace* workspace) {
-  if (!workspace->HasRefined()) return;
-  const int part_shift = workspace->PartShift();
-  const uint32_t num_parts = PartsPerPlace(part_shift);
-  for (uint32_t i = blockIdx.x * blockDim.x + threadIdx.x; i < workspace->num_refined * num_parts;
-       i += gridDim.x * blockDim.x) {
-    const uint32_t place = i / num_parts, part = i % num_parts;
-    const uint32_t bin = workspace->bin_of_place[place];
-    const uint32_t entry = workspace->first_entry_of_place[place] + (bin >= kSignBin ? num_parts - 1 - part : part);
-    workspace->entries[entry] = {bin << kBinShift | part << part_shift, kNumBins + i};
-  }
-}
-
-__device__ int ExponentOf(const Entry& entry) { return static_cast<int>((entry.pattern & kMagnitudeMask) >> 23); }
+__device__ int ExponentOf(uint32_t pattern) { return static_cast<int>((pattern & kMagnitudeMask) >> 23); }
 
 // The sum of the members.
 __device__ double SumOf(const Entry& entry, uint32_t members, unsigned long long low_bits) {
   const double smallest = __uint_as_float(entry.pattern & kMagnitudeMask);
-  const double magnitude = members * smallest + ldexp(static_cast<double>(low_bits), ExponentOf(entry) - 150);
+  const double magnitude = members * smallest + ldexp(static_cast<double>(low_bits), ExponentOf(entry.pattern) - 150);
   return entry.pattern >> 31 ? -magnitude : magnitude;
 }
 
 // count^spacing * width^(1 - spacing), where values differ in `shift` bits.
-__device__ double ShareOf(const Entry& entry, int shift, double members, double spacing) {
+__device__ double ShareOf(uint32_t pattern, int shift, double members, double spacing) {
   if (spacing == 1.0) return members;
   const double density = spacing == 0.5 ? sqrt(members) : pow(members, spacing);
-  return density * exp2((1.0 - spacing) * (ExponentOf(entry) - 150 + shift));
+  return density * exp2((1.0 - spacing) * (ExponentOf(pattern) - 150 + shift));
 }
 
-// What an entry takes of the codes.
-struct Demand {
-  double share;      // Of the buckets.
-  int num_points;    // 1 for a point, which takes a code and may cut a bucket in two.
-  int num_occupied;  // 1 if there are members.
-};
-
-__device__ Demand DemandOf(const Entry& entry, int part_shift, const SketchSettings& settings,
-                           const SketchWorkspace& workspace) {
-  const uint64_t members = workspace.members[entry.slot];
-  if (members == 0) return {0.0, 0, 0};
-  const int shift = entry.slot == 0 ? 0 : entry.slot < kNumBins ? kBinShift : part_shift;  // Zeros are all alike.
+// Of values that differ in `shift` bits.
+__device__ Demand DemandOf(uint32_t pattern, int shift, uint64_t members, const SketchSettings& settings) {
+  if (members == 0) return {0.0, 0};
   const bool is_point =
       shift < kBinShift && members * kNumCodes > static_cast<uint64_t>(kPointBuckets) * settings.num_values;
-  if (is_point) return {0.0, 1, 1};
-  return {ShareOf(entry, shift, static_cast<double>(members), settings.spacing), 0, 1};
+  if (is_point) return {0.0, Demand::kOccupied + Demand::kPoint};
+  return {ShareOf(pattern, shift, static_cast<double>(members), settings.spacing), Demand::kOccupied};
 }
 
-// The whole block calls it, as it does all functions of this step that follow.
-__device__ Demand TotalDemand(int part_shift, const SketchSettings& settings, const SketchWorkspace& workspace) {
-  Demand sum = {0.0, 0, 0};
-  for (uint32_t i = threadIdx.x; i < workspace.num_entries; i += blockDim.x) {
-    const Demand demand = DemandOf(workspace.entries[i], part_shift, settings, workspace);
-    sum.share += demand.share;
-    sum.num_points += demand.num_points;
-    sum.num_occupied += demand.num_occupied;
+// Of a bin that is not refined.
+__device__ Demand DemandOfBin(uint32_t bin, const SketchSettings& settings, const SketchWorkspace& workspace) {
+  const int shift = bin == 0 ? 0 : kBinShift;  // Zeros are all alike.
+  return DemandOf(bin << kBinShift, shift, workspace.members[bin], settings);
+}
+
+// The parts of a refined bin, in the order of the values.
+struct Parts {
+  uint32_t bin;
+  uint32_t first_slot;
+  int shift;
+
+  __device__ Parts(uint32_t place, const SketchWorkspace& workspace)
+      : bin(workspace.bin_of_place[place]),
+        first_slot(SlotOfPlace(place, workspace.PartShift())),
+        shift(workspace.PartShift()) {}
+
+  __device__ uint32_t Count() const { return PartsPerPlace(shift); }
+
+  __device__ Entry At(uint32_t position) const {
+    const uint32_t part = bin < kSignBin ? position : Count() - 1 - position;
+    return {bin << kBinShift | part << shift, first_slot + part};
   }
-  return {ScanBlock(sum.share, Plus()).total, ScanBlock(sum.num_points, Plus()).total,
-          ScanBlock(sum.num_occupied, Plus()).total};
+
+  __device__ Demand DemandAt(uint32_t position, const SketchSettings& settings, const SketchWorkspace& workspace) const {
+    const Entry entry = At(position);
+    return DemandOf(entry.pattern, shift, workspace.members[entry.slot], settings);
+  }
+};
+
+// Chooses the bins with more members than `most`, and gives them places in the order of the values.
+__global__ void __launch_bounds__(kListThreads)
+    RefineBins(uint32_t most, SketchSettings settings, SketchWorkspace* workspace) {
+  const auto is_refined = [&](uint32_t bin) { return bin != 0 && workspace->members[bin] > most; };
+  const uint32_t position = blockIdx.x * kListThreads + threadIdx.x, bin = BinAt(position);
+  // Each block looks through the bins of those before, rather than wait for them.
+  uint32_t num_before = 0;
+#pragma unroll 16
+  for (uint32_t i = threadIdx.x; i < blockIdx.x * kListThreads; i += kListThreads) num_before += is_refined(BinAt(i));
+  num_before = ScanBlock(num_before, Plus()).total;
+
+  const bool refines = is_refined(bin);
+  const Scan<uint32_t> refined = ScanBlock(static_cast<uint32_t>(refines), Plus());
+  const uint32_t place = num_before + refined.before;
+  if (refines) workspace->bin_of_place[place] = bin;
+  workspace->place_of_bin[bin] = static_cast<uint16_t>(place);
+  // Lanes of a warp have neighboring bins, whose order is the opposite one if they are negative.
+  const uint32_t mask = __ballot_sync(kAllLanes, refines);
+  if (threadIdx.x % kWarpSize == 0) workspace->refined_mask[bin / 32] = bin < kSignBin ? mask : __brev(mask);
+  const Demand demand = refines ? Demand{0.0, 0} : DemandOfBin(bin, settings, *workspace);
+  const Demand demand_of_block = ScanBlock(demand, Plus()).total;
+  if (threadIdx.x != 0) return;
+  workspace->demand_of_block[blockIdx.x] = demand_of_block;
+  if (blockIdx.x == gridDim.x - 1) workspace->num_refined = num_before + refined.total;
 }
 
-// Gives keys to entries, as many at a time as there are threads, in order.
+__global__ void __launch_bounds__(kListThreads) SumParts(SketchSettings settings, SketchWorkspace* workspace) {
+  if (!workspace->HasRefined()) return;
+  for (uint32_t place = blockIdx.x; place < workspace->num_refined; place += gridDim.x) {
+    const Parts parts(place, *workspace);
+    Demand sum = {0.0, 0};
+#pragma unroll 4
+    for (uint32_t i = threadIdx.x; i < parts.Count(); i += kListThreads) {
+      sum = sum + parts.DemandAt(i, settings, *workspace);
+    }
+    sum = ScanBlock(sum, Plus()).total;
+    if (threadIdx.x == 0) workspace->demand_of_place[place] = sum;
+  }
+}
+
+// What lies before one or more neighbors in the order of the values, and the share through the last of them. One
+// span's share begins where that of the span before ends, or later: rounded sums alone would not guarantee that.
+struct Span {
+  Demand before;
+  double through;
+};
+
+// The span of a block of bins, and the demand of all. The sums of all blocks are added in the same tree, with zeros
+// for what lies behind; so they rise. The whole block of threads calls it, as it does all functions that follow.
+__device__ Span SpanOfBlock(uint32_t block, const SketchWorkspace& workspace, Demand* total) {
+  static_assert(kListBlocks + kRefineFraction <= kListThreads, "each block and each place needs a thread");
+  Demand demand = {0.0, 0};
+  uint32_t block_of_demand = 0;
+  if (threadIdx.x < kListBlocks) {
+    demand = workspace.demand_of_block[threadIdx.x];
+    block_of_demand = threadIdx.x;
+  } else if (threadIdx.x - kListBlocks < workspace.num_refined) {
+    const uint32_t place = threadIdx.x - kListBlocks;
+    demand = workspace.demand_of_place[place];
+    block_of_demand = PositionOf(workspace.bin_of_place[place]) / kListThreads;
+  }
+  const auto sum_before = [&](uint32_t end) {
+    return ScanBlock(block_of_demand < end ? demand : Demand{0.0, 0}, Plus()).total;
+  };
+  *total = sum_before(kListBlocks);
+  return {sum_before(block), sum_before(block + 1).share};
+}
+
+// Calls use(position, demand, span) for each of `count` neighbors that make up `whole`; demand_at(position) is what they
+// take. Each thread handles a run of them.
+template <typename DemandAt, typename Use>
+__device__ void ForSpans(const Span& whole, uint32_t count, const DemandAt& demand_at, const Use& use) {
+  const uint32_t run = (count + kListThreads - 1) / kListThreads;
+  const uint32_t first = min(threadIdx.x * run, count), last = min(first + run, count);
+  Demand sum = {0.0, 0};
+#pragma unroll 4
+  for (uint32_t i = first; i < last; ++i) sum = sum + demand_at(i);
+  Demand before = whole.before + ScanBlock(sum, Plus()).before;
+  const Scan<double> risen = ScanBlock(before.share + sum.share, Max());
+  const double highest = fmin(risen.through, whole.through);
+  const double lowest = fmin(fmax(risen.before, whole.before.share), highest);
+  for (uint32_t i = first; i < last; ++i) {
+    const Demand demand = demand_at(i), through = before + demand;
+    const auto limit = [&](double share) { return fmin(fmax(share, lowest), highest); };
+    use(i, demand, Span{{limit(before.share), before.counts}, limit(through.share)});
+    before = through;
+  }
+}
+
+// Lists entries and gives them keys, which rise. Entries with the same key get the same code.
 class KeyAssigner {
  public:
-  __device__ explicit KeyAssigner(const Demand& total) : total_(total) {}
+  __device__ KeyAssigner(uint32_t block, const SketchSettings& settings, SketchWorkspace* workspace)
+      : settings_(settings), workspace_(workspace), block_(block), span_(SpanOfBlock(block, *workspace, &total_)) {}
 
-  __device__ int NextKey(const Demand& demand) {
-    return total_.num_occupied <= kNumCodes ? CountOccupied(demand) : FindBucket(demand);
+  __device__ void AssignBins() const {
+    ForSpansOfBins([&](uint32_t bin, const Demand& demand, const Span& span) {
+      if (!workspace_->IsRefined(bin)) Assign({bin << kBinShift, bin}, demand, span);
+    });
+  }
+
+  __device__ void AssignParts(uint32_t place) const {
+    __shared__ Span span_of_place;
+    const Parts parts(place, *workspace_);
+    ForSpansOfBins([&](uint32_t bin, const Demand&, const Span& span) {
+      if (bin == parts.bin) span_of_place = span;
+    });
+    __syncthreads();
+    ForSpans(
+        span_of_place, parts.Count(), [&](uint32_t i) { return parts.DemandAt(i, settings_, *workspace_); },
+        [&](uint32_t i, const Demand& demand, const Span& span) { Assign(parts.At(i), demand, span); });
+    __syncthreads();
   }
 
  private:
-  // Codes for all.
-  __device__ int CountOccupied(const Demand& demand) {
-    const Scan<int> occupied = ScanBlock(demand.num_occupied, Plus());
-    const int key = min(before_.num_occupied + occupied.before, kNumCodes - 1);
-    before_.num_occupied += occupied.total;
-    return key;
+  template <typename Use>
+  __device__ void ForSpansOfBins(const Use& use) const {
+    const auto demand_at = [&](uint32_t i) {
+      const uint32_t bin = BinAt(block_ * kListThreads + i);
+      return workspace_->IsRefined(bin) ? workspace_->demand_of_place[workspace_->place_of_bin[bin]]
+                                        : DemandOfBin(bin, settings_, *workspace_);
+    };
+    ForSpans(span_, kListThreads, demand_at, [&](uint32_t i, const Demand& demand, const Span& span) {
+      use(BinAt(block_ * kListThreads + i), demand, span);
+    });
   }
 
-  // The bucket, with two more keys for every point before: one for the point, and one for the rest of its bucket.
-  __device__ int FindBucket(const Demand& demand) {
-    const int num_buckets = kNumCodes - 2 * total_.num_points;
-    const Scan<int> points = ScanBlock(demand.num_points, Plus());
-    const Scan<double> shares = ScanBlock(demand.share, Plus());
-    const double middle = before_.share + shares.before + demand.share / 2;
-    // Rounded sums of a tree need not rise.
-    const Scan<double> risen = ScanBlock(middle, Max());
-    const double place = fmax(last_middle_, risen.through) / total_.share * num_buckets;
-    const int key = min(static_cast<int>(place), num_buckets - 1) + 2 * (before_.num_points + points.before) +
-                    demand.num_points;
-    before_.num_points += points.total;
-    before_.share += shares.total;
-    last_middle_ = fmax(last_middle_, risen.total);
-    return key;
+  __device__ void Assign(const Entry& entry, const Demand& demand, const Span& span) const {
+    if (demand.NumOccupied() == 0) return;
+    workspace_->entries[span.before.NumOccupied()] = entry;
+    atomicAdd(&workspace_->num_entries_of_key[KeyOf(demand, span)], 1u);
   }
 
-  const Demand total_;
-  Demand before_ = {0.0, 0, 0};
-  double last_middle_ = 0.0;
+  __device__ int KeyOf(const Demand& demand, const Span& span) const {
+    if (total_.NumOccupied() <= kNumCodes) return span.before.NumOccupied();
+    // The bucket, with two more keys for every point before: one for the point, and one for the rest of its bucket.
+    const int num_buckets = kNumCodes - 2 * total_.NumPoints();
+    const double middle = fmin(span.before.share + demand.share / 2, span.through);
+    const int bucket = min(static_cast<int>(middle / total_.share * num_buckets), num_buckets - 1);
+    return bucket + 2 * span.before.NumPoints() + demand.NumPoints();
+  }
+
+  const SketchSettings settings_;
+  SketchWorkspace* const workspace_;
+  const uint32_t block_;
+  Demand total_;
+  const Span span_;
 };
 
-// Writes where each key's entries begin; keys rise from entry to entry.
-__device__ void FindFirstEntries(SketchWorkspace* workspace) {
-  const uint32_t num_entries = workspace->num_entries;
-  for (uint32_t i = threadIdx.x; i < num_entries; i += blockDim.x) {
-    const int previous = i == 0 ? -1 : workspace->keys[i - 1];
-    for (int key = workspace->keys[i]; key > previous; --key) workspace->first_entry_of_key[key] = i;
-  }
-  const int last = num_entries == 0 ? -1 : workspace->keys[num_entries - 1];
-  for (int key = last + 1 + threadIdx.x; key <= kNumCodes; key += blockDim.x) {
-    workspace->first_entry_of_key[key] = num_entries;
-  }
-}
-
-// One block.
+// The first blocks handle bins, the others the parts of refined ones.
 __global__ void __launch_bounds__(kListThreads) AssignKeys(SketchSettings settings, SketchWorkspace* workspace) {
   if (workspace->has_non_finite) return;
-  if (threadIdx.x < kNumCodes) workspace->key_has_members[threadIdx.x] = 0;
-  const int part_shift = workspace->PartShift();
-  const uint32_t num_entries = workspace->num_entries;
-  KeyAssigner assigner(TotalDemand(part_shift, settings, *workspace));
-  for (uint32_t first = 0; first < num_entries; first += blockDim.x) {
-    const uint32_t i = first + threadIdx.x;
-    const bool is_entry = i < num_entries;
-    const Demand demand =
-        is_entry ? DemandOf(workspace->entries[i], part_shift, settings, *workspace) : Demand{0.0, 0, 0};
-    const int key = assigner.NextKey(demand);
-    if (is_entry) workspace->keys[i] = static_cast<uint8_t>(key);
-    if (demand.num_occupied > 0) workspace->key_has_members[key] = 1;
+  if (blockIdx.x < kListBlocks) return KeyAssigner(blockIdx.x, settings, workspace).AssignBins();
+  for (uint32_t place = blockIdx.x - kListBlocks; place < workspace->num_refined; place += kPlaceBlocks) {
+    const uint32_t block = PositionOf(workspace->bin_of_place[place]) / kListThreads;
+    KeyAssigner(block, settings, workspace).AssignParts(place);
   }
-  __syncthreads();
-  FindFirstEntries(workspace);
 }
 
 // The code of a bin, and if that is the bin of zeros, of all those whose members count as zero.
 __device__ void WriteCode(uint32_t slot, uint8_t code, SketchWorkspace* workspace) {
   workspace->codes[slot] = code;
   if (slot != 0) return;
-  for (uint32_t bin = 0; bin < kFirstNormalBin; ++bin) {
-    workspace->codes[bin] = workspace->codes[kSignBin + bin] = code;
-  }
+  auto* const codes = reinterpret_cast<uint32_t*>(workspace->codes);
+  for (uint32_t i = 0; i < kFirstNormalBin / 4; ++i) codes[i] = codes[kSignBin / 4 + i] = code * 0x01010101u;
 }
 
 // One block for each key. A key's code is the number of keys with members before it.
@@ -190,18 +251,22 @@ __global__ void __launch_bounds__(kNumCodes) WriteBuckets(float* bucket_values, 
     if (thread == 0) bucket_values[key] = __uint_as_float(kNan);
     return;
   }
-  const bool has_members = workspace->key_has_members[thread] != 0;
-  const int code = __syncthreads_count(has_members && thread < key);
-  const bool is_last = !__syncthreads_or(has_members && thread > key);
-  if (!workspace->key_has_members[key]) return;
+  const uint32_t num_entries = workspace->num_entries_of_key[key];
+  if (num_entries == 0) return;
+  const uint32_t num_entries_of_thread = workspace->num_entries_of_key[thread];
+  const int code = __syncthreads_count(num_entries_of_thread > 0 && thread < key);
+  const bool is_last = !__syncthreads_or(num_entries_of_thread > 0 && thread > key);
+  const uint32_t first = ScanBlock(thread < key ? num_entries_of_thread : 0, Plus()).total;
 
   double sum = 0, members = 0;
-  const uint32_t end = workspace->first_entry_of_key[key + 1];
-  for (uint32_t i = workspace->first_entry_of_key[key] + thread; i < end; i += blockDim.x) {
+#pragma unroll 4
+  for (uint32_t i = first + thread; i < first + num_entries; i += kNumCodes) {
     const Entry entry = workspace->entries[i];
     sum += SumOf(entry, workspace->members[entry.slot], workspace->low_bits[entry.slot]);
     members += workspace->members[entry.slot];
-    WriteCode(entry.slot, static_cast<uint8_t>(code), workspace);
+  }
+  for (uint32_t i = first + thread; i < first + num_entries; i += kNumCodes) {
+    WriteCode(workspace->entries[i].slot, static_cast<uint8_t>(code), workspace);
   }
   sum = ScanBlock(sum, Plus()).total;
   members = ScanBlock(members, Plus()).total;

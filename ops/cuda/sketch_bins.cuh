@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "block_scan.cuh"
 #include "packs.cuh"
 
 namespace hop_tf {
@@ -16,7 +17,7 @@ constexpr uint32_t kMaxParts = kRefineFraction << (kBinShift - kMaxPartShift);
 // Bins, and behind them parts, have slots: places in arrays.
 constexpr uint32_t kNumSlots = kNumBins + kMaxParts;
 
-// Bins are listed in the order of the values, one by each thread of so many blocks.
+// A block of threads handles this many bins that are neighbors in the order of the values, one per thread.
 constexpr int kListThreads = 1024;
 constexpr int kListBlocks = kNumBins / kListThreads;
 
@@ -26,29 +27,47 @@ struct alignas(8) Entry {
   uint32_t slot;
 };
 
+// What entries take of the codes.
+struct Demand {
+  double share;     // Of the buckets.
+  uint32_t counts;  // Points, which take a code each and may cut a bucket in two, and occupied entries; see below.
+
+  static constexpr uint32_t kOccupied = 1, kPoint = 1u << 24;
+
+  __device__ int NumOccupied() const { return static_cast<int>(counts % kPoint); }
+  __device__ int NumPoints() const { return static_cast<int>(counts / kPoint); }
+};
+
+__device__ inline Demand operator+(const Demand& a, const Demand& b) {
+  return {a.share + b.share, a.counts + b.counts};
+}
+
+__device__ inline Demand ShuffleUp(const Demand& demand, int distance) {
+  return {ShuffleUp(demand.share, distance), ShuffleUp(demand.counts, distance)};
+}
+
+static_assert(kNumSlots < Demand::kPoint && kNumCodes / kPointBuckets < 256, "both counts have to fit");
+
 struct SketchWorkspace {
   // Zero at first.
-  uint32_t num_refined;
   uint32_t has_non_finite;
+  uint32_t num_entries_of_key[kNumCodes];
   uint32_t members[kNumSlots];  // There are fewer than 2^31 values, but the sum of their low bits needs more.
   unsigned long long low_bits[kNumSlots];
-
-  // Written before they are read.
-  uint32_t num_entries;
-  // For each block of RefineBins: bins that have members but are not refined, and those that are.
-  uint32_t num_occupied[kListBlocks];
-  uint32_t num_refined_of_block[kListBlocks];
-  // A refined bin's place among them, from 1, in no particular order; 0 for the others.
-  uint16_t place_of_bin[kNumBins];
-  uint32_t bin_of_place[kRefineFraction];
-  uint32_t first_entry_of_place[kRefineFraction];
-  Entry entries[kNumSlots];  // In the order of the values.
-  uint8_t keys[kNumSlots];   // Of each entry; they rise. Entries with the same key get the same code.
-  uint32_t first_entry_of_key[kNumCodes + 1];
-  uint8_t key_has_members[kNumCodes];
   alignas(16) uint8_t codes[kNumSlots];
 
+  // Written before they are read.
+  uint32_t num_refined;
+  uint32_t refined_mask[kNumBins / 32];  // A bit for each bin.
+  uint16_t place_of_bin[kNumBins];       // A refined bin's place among them in the order of the values, from 0.
+  uint32_t bin_of_place[kRefineFraction];
+  Demand demand_of_block[kListBlocks];  // Of the bins that are not refined.
+  Demand demand_of_place[kRefineFraction];
+  Entry entries[kNumSlots];  // Those with members, in the order of the values and so of their keys.
+
   __device__ bool HasRefined() const { return num_refined > 0 && has_non_finite == 0; }
+
+  __device__ bool IsRefined(uint32_t bin) const { return refined_mask[bin / 32] >> bin % 32 & 1u; }
 
   // The values of a part have in common what is above so many bits.
   __device__ int PartShift() const {
@@ -63,7 +82,7 @@ __device__ inline uint32_t PartsPerPlace(int part_shift) { return 1u << (kBinShi
 
 // The slot of the first part at a place.
 __device__ inline uint32_t SlotOfPlace(uint32_t place, int part_shift) {
-  return kNumBins + (place - 1) * PartsPerPlace(part_shift);
+  return kNumBins + place * PartsPerPlace(part_shift);
 }
 
 __device__ inline uint32_t SlotOfPart(uint32_t place, uint32_t pattern, int part_shift) {
@@ -73,6 +92,10 @@ __device__ inline uint32_t SlotOfPart(uint32_t place, uint32_t pattern, int part
 // The bin that is `position`th in the order of the values.
 __device__ inline uint32_t BinAt(uint32_t position) {
   return position < kSignBin ? kNumBins - 1 - position : position - kSignBin;
+}
+
+__device__ inline uint32_t PositionOf(uint32_t bin) {
+  return bin < kSignBin ? bin + kSignBin : kNumBins - 1 - bin;
 }
 
 }  // namespace hop_tf

@@ -1,5 +1,5 @@
-// The quantile sketch's first steps: CountBins counts the members of bins, in shared memory where most values lie;
-// RefineBins and CountParts do the same for the parts of those that hold too many.
+// The quantile sketch's first steps: CountBins counts the members of bins, CountParts those of the parts of refined
+// bins. Both count in shared memory where most values lie.
 
 #ifndef HOP_TF_OPS_CUDA_SKETCH_COUNT_CUH_
 #define HOP_TF_OPS_CUDA_SKETCH_COUNT_CUH_
@@ -10,24 +10,38 @@
 #include "packs.cuh"
 #include "sketch_bins.cuh"
 
+#ifndef HOP_TF_SKETCH_VARIANT
+#define HOP_TF_SKETCH_VARIANT 0
+#endif
+
 namespace hop_tf {
 namespace {
 
-constexpr int kCountThreads = 512;
-constexpr int kPartThreads = 256;
-
-// What a multiprocessor holds at once.
-constexpr int kCountBlocksPerMultiprocessor = 2;
+// What a multiprocessor holds at once: two blocks, so that one counts while the other waits at a barrier; or one, which
+// adds to device memory half as often.
+constexpr int kCountBlocksPerMultiprocessor = HOP_TF_SKETCH_VARIANT == 1 ? 1 : 2;
+constexpr int kCountThreads = 1024 / kCountBlocksPerMultiprocessor;
 
 // Exponents that are counted in shared memory: at most 80 KiB, so that two blocks fit where memory allows it.
 constexpr int kMaxExponents = 40;
-constexpr int kBytesPerExponent = 2 * kBinsPerExponent * 2 * sizeof(uint32_t);
 // Exponents above the largest among a few values.
 constexpr int kHeadroom = 4;
 
-// The bins that a block of threads counts in shared memory: those of neighboring exponents, for both signs.
+// Counters for slots that are met often enough to be among the first.
+constexpr int kHotSlotBits = 10;
+constexpr uint32_t kHotSlots = 1u << kHotSlotBits;
+constexpr int kHotSlotProbes = 4;
+
+// Shared memory: members and low bits of each counter, and the slots that hot counters stand for.
+constexpr int kBytesPerExponent = 2 * kBinsPerExponent * 2 * sizeof(uint32_t);
+constexpr int kHotSlotsBytes = kHotSlots * 3 * sizeof(uint32_t);
+
+// The bins that a block of threads counts in shared memory: those of neighboring exponents, for both signs. They
+// belong to numbers that are normal and finite.
 class Window {
  public:
+  __device__ Window() : bins_per_sign_(0), first_bin_(0) {}
+
   __device__ Window(uint32_t largest_magnitude, int num_exponents)
       : bins_per_sign_(num_exponents * kBinsPerExponent) {
     const int last_exponent = min(static_cast<int>(largest_magnitude >> 23) + kHeadroom, 254);
@@ -36,10 +50,11 @@ class Window {
 
   __device__ uint32_t NumCounters() const { return 2 * bins_per_sign_; }
 
-  // A bin's counter; NumCounters() or more for bins outside.
-  __device__ uint32_t CounterOf(uint32_t bin) const {
-    const uint32_t place = bin % kSignBin - first_bin_;
-    return place < bins_per_sign_ ? place + bin / kSignBin * bins_per_sign_ : NumCounters();
+  __device__ bool Contains(uint32_t pattern) const { return Place(pattern) < bins_per_sign_; }
+
+  // The counter of a pattern that is inside.
+  __device__ uint32_t CounterOf(uint32_t pattern) const {
+    return Place(pattern) + (pattern >> 31) * bins_per_sign_;
   }
 
   __device__ uint32_t BinOf(uint32_t counter) const {
@@ -47,60 +62,115 @@ class Window {
   }
 
  private:
+  __device__ uint32_t Place(uint32_t pattern) const { return (pattern & kMagnitudeMask) / (1u << kBinShift) - first_bin_; }
+
   uint32_t bins_per_sign_;
   uint32_t first_bin_;
 };
 
+// The counters of a block of threads in shared memory: for each bin of a window one, and behind these, hot ones for
+// other slots, first come, first served. Slots without a counter are counted in device memory at once.
+class SlotCounters {
+ public:
+  // The whole block calls it, as it does Spill and Flush.
+  __device__ SlotCounters(const Window& window, uint4* shared_memory, SketchWorkspace* workspace)
+      : window_(window), workspace_(workspace), members_(reinterpret_cast<uint32_t*>(shared_memory)) {
+    const uint32_t num_words = 2 * NumCounters() + kHotSlots;
+    for (uint32_t i = threadIdx.x; i < num_words * sizeof(uint32_t) / sizeof(uint4); i += blockDim.x) {
+      shared_memory[i] = make_uint4(0, 0, 0, 0);
+    }
+    __syncthreads();
+  }
+
+  // `pattern` is inside the window.
+  __device__ void AddToWindow(uint32_t pattern) const { AddToCounter(window_.CounterOf(pattern), pattern & kLowMask); }
+
+  // `slot` is not 0.
+  __device__ void AddToSlot(uint32_t slot, uint32_t low) const {
+    uint32_t hot = slot * 2654435769u >> (32 - kHotSlotBits);  // 2^32 divided by the golden ratio.
+    for (int probe = 0; probe < kHotSlotProbes; ++probe, hot = (hot + 1) % kHotSlots) {
+      uint32_t owner = HotSlots()[hot];
+      if (owner == 0) owner = atomicCAS(&HotSlots()[hot], 0u, slot);
+      if (owner == 0 || owner == slot) return AddToCounter(window_.NumCounters() + hot, low);
+    }
+    atomicAdd(&workspace_->members[slot], 1u);
+    if (low != 0) atomicAdd(&workspace_->low_bits[slot], static_cast<unsigned long long>(low));
+  }
+
+  // Moves large sums of low bits to device memory. A block may count this many values between two calls; no addition
+  // then has to look for a carry.
+  static constexpr uint32_t kLargeSum = 1u << 29;
+  static constexpr uint32_t kMaxValuesUntilSpill = (UINT32_MAX - (kLargeSum - 1)) / kLowMask;
+
+  __device__ void Spill() const {
+    __syncthreads();
+    for (uint32_t i = threadIdx.x; i < NumCounters(); i += blockDim.x) {
+      if (LowBits()[i] < kLargeSum) continue;
+      atomicAdd(&workspace_->low_bits[SlotOf(i)], static_cast<unsigned long long>(LowBits()[i]));
+      LowBits()[i] = 0;
+    }
+    __syncthreads();
+  }
+
+  // Blocks begin in different places, so that they do not wait for each other's additions.
+  __device__ void Flush() const {
+    __syncthreads();
+    const uint32_t start = NumCounters() / gridDim.x * blockIdx.x / kWarpSize * kWarpSize;
+    for (uint32_t i = threadIdx.x; i < NumCounters(); i += blockDim.x) {
+      const uint32_t counter = i + start < NumCounters() ? i + start : i + start - NumCounters();
+      if (members_[counter] == 0) continue;
+      const uint32_t slot = SlotOf(counter), low = LowBits()[counter];
+      atomicAdd(&workspace_->members[slot], members_[counter]);
+      if (low != 0) atomicAdd(&workspace_->low_bits[slot], static_cast<unsigned long long>(low));
+    }
+  }
+
+ private:
+  __device__ uint32_t NumCounters() const { return window_.NumCounters() + kHotSlots; }
+  __device__ uint32_t* LowBits() const { return members_ + NumCounters(); }
+  __device__ uint32_t* HotSlots() const { return members_ + 2 * NumCounters(); }
+
+  __device__ uint32_t SlotOf(uint32_t counter) const {
+    return counter < window_.NumCounters() ? window_.BinOf(counter) : HotSlots()[counter - window_.NumCounters()];
+  }
+
+  // Nothing waits for either addition.
+  __device__ void AddToCounter(uint32_t counter, uint32_t low) const {
+    atomicAdd(&members_[counter], 1u);
+    if (low != 0) atomicAdd(&LowBits()[counter], low);
+  }
+
+  const Window window_;
+  SketchWorkspace* const workspace_;
+  uint32_t* const members_;
+};
+
+// Calls add(pattern) for all values, and sees to it that the counters have room for them.
+template <int kWidth, typename T, typename Add>
+__device__ void CountAll(const T* values, int64_t num_values, const SlotCounters& counters, const Add& add) {
+  constexpr int kValuesPerRound = kCountThreads * kValuesPerThread;
+  // One block may get the few values that are too few for a pack, in addition.
+  constexpr int kRounds = (SlotCounters::kMaxValuesUntilSpill - kPackWidth) / kValuesPerRound;
+  static_assert(kRounds > 0, "a round must not be too large");
+  const int64_t num_between_spills = int64_t{gridDim.x} * kValuesPerRound * kRounds;
+  const auto load = [&](auto width, int64_t i) { return LoadPatterns<width>(values, i); };
+  for (int64_t begin = 0; begin < num_values; begin += num_between_spills) {
+    if (begin > 0) counters.Spill();
+    const int64_t end = min(begin + num_between_spills, num_values);
+    ForPacks<kWidth>(ThreadOfGrid(), begin, end, load, [&](auto width, int64_t, const auto& patterns) {
+#pragma unroll
+      for (int i = 0; i < width; ++i) add(patterns.at[i]);
+    });
+  }
+  counters.Flush();
+}
+
 // A value's magnitude, from a sample that covers the array with the threads of a block; 0 if it is not finite.
 template <typename T>
 __device__ uint32_t SampleMagnitude(const T* values, int64_t num_values) {
-  const uint32_t magnitude = ToPattern(values[threadIdx.x * num_values / blockDim.x]) & kMagnitudeMask;
+  const uint32_t magnitude = ToPattern(values[threadIdx.x * num_values / kCountThreads]) & kMagnitudeMask;
   return magnitude < kInfinity ? magnitude : 0;
 }
-
-// Adds a member to a slot in device memory. Those lanes of the warp that add to the same one do it together, because
-// where many values are equal, additions to one address would have to wait for each other.
-__device__ __noinline__ void AddTogether(uint32_t slot, uint32_t low, int num_low_bits, SketchWorkspace* workspace) {
-  const unsigned active = __activemask();
-  const unsigned same_slot = __match_any_sync(active, slot);
-  uint32_t sum = 0;
-  for (int i = 0; i < num_low_bits; ++i) {
-    sum += __popc(__ballot_sync(active, low >> i & 1u) & same_slot) << i;
-  }
-  if (static_cast<int>(threadIdx.x % kWarpSize) != __ffs(same_slot) - 1) return;
-  atomicAdd(&workspace->members[slot], static_cast<uint32_t>(__popc(same_slot)));
-  if (sum != 0) atomicAdd(&workspace->low_bits[slot], static_cast<unsigned long long>(sum));
-}
-
-struct BinCounters {
-  Window window;
-  uint32_t* members;   // In shared memory, as are ...
-  uint32_t* low_bits;  // ... the lower 32 bits of these sums.
-  SketchWorkspace* workspace;
-
-  // `pattern` is neither a zero nor a denormal, and finite.
-  __device__ void Add(uint32_t pattern) const {
-    const uint32_t bin = pattern >> kBinShift, low = pattern & kLowMask, counter = window.CounterOf(bin);
-    if (counter < window.NumCounters()) {
-      atomicAdd(&members[counter], 1u);
-      if (low != 0 && atomicAdd(&low_bits[counter], low) > UINT32_MAX - low) {
-        atomicAdd(&workspace->low_bits[bin], 1ull << 32);
-      }
-    } else {
-      AddTogether(bin, low, kBinShift, workspace);
-    }
-  }
-
-  // The whole block calls it.
-  __device__ void Flush() const {
-    for (uint32_t i = threadIdx.x; i < window.NumCounters(); i += blockDim.x) {
-      if (members[i] == 0) continue;
-      const uint32_t bin = window.BinOf(i);
-      atomicAdd(&workspace->members[bin], members[i]);
-      atomicAdd(&workspace->low_bits[bin], static_cast<unsigned long long>(low_bits[i]));
-    }
-  }
-};
 
 template <int kWidth, typename T>
 __global__ void __launch_bounds__(kCountThreads, kCountBlocksPerMultiprocessor)
@@ -112,61 +182,41 @@ __global__ void __launch_bounds__(kCountThreads, kCountBlocksPerMultiprocessor)
   atomicMax(&largest_sampled, SampleMagnitude(values, num_values));
   __syncthreads();
   const Window window(largest_sampled, num_exponents);
-  auto* const members = reinterpret_cast<uint32_t*>(shared_memory);
-  for (uint32_t i = threadIdx.x; i < 2 * window.NumCounters(); i += blockDim.x) members[i] = 0;
-  __syncthreads();
+  const SlotCounters counters(window, shared_memory, workspace);
 
-  const BinCounters counters = {window, members, members + window.NumCounters(), workspace};
-  uint32_t zeros = 0, largest = 0;
-  const auto load = [&](auto width, int64_t i) { return LoadPatterns<width>(values, i); };
-  ForPacks<kWidth>(ThreadOfGrid(), 0, num_values, load, [&](auto width, int64_t, const auto& patterns) {
-#pragma unroll
-    for (int i = 0; i < width; ++i) {
-      const uint32_t magnitude = patterns.at[i] & kMagnitudeMask;
-      largest = max(largest, magnitude);
-      if (magnitude < kSmallestNormal) {
-        ++zeros;
-      } else if (magnitude < kInfinity) {
-        counters.Add(patterns.at[i]);
-      }
+  uint32_t zeros = 0;
+  bool has_non_finite = false;
+  CountAll<kWidth>(values, num_values, counters, [&](uint32_t pattern) {
+    const uint32_t magnitude = pattern & kMagnitudeMask;
+    if (window.Contains(pattern)) {
+      counters.AddToWindow(pattern);
+    } else if (magnitude < kSmallestNormal) {
+      ++zeros;
+    } else if (magnitude < kInfinity) {
+      counters.AddToSlot(pattern >> kBinShift, pattern & kLowMask);
+    } else {
+      has_non_finite = true;
     }
   });
-  atomicAdd(&num_zeros, zeros);
-  const bool has_non_finite = __syncthreads_or(largest >= kInfinity);
-  counters.Flush();
-  if (threadIdx.x == 0) atomicAdd(&workspace->members[0], num_zeros);
-  if (threadIdx.x == 0 && has_non_finite) workspace->has_non_finite = 1;
-}
-
-// Chooses the bins to refine: those with more members than `most`.
-__global__ void __launch_bounds__(kListThreads) RefineBins(uint32_t most, SketchWorkspace* workspace) {
-  const uint32_t bin = BinAt(blockIdx.x * kListThreads + threadIdx.x);
-  const uint32_t members = workspace->members[bin];
-  const bool is_refined = bin != 0 && members > most;
-  workspace->place_of_bin[bin] =
-      is_refined ? static_cast<uint16_t>(atomicAdd(&workspace->num_refined, 1u) + 1) : uint16_t{0};
-  const int num_occupied = __syncthreads_count(members > 0 && !is_refined);
-  const int num_refined = __syncthreads_count(is_refined);
-  if (threadIdx.x == 0) {
-    workspace->num_occupied[blockIdx.x] = num_occupied;
-    workspace->num_refined_of_block[blockIdx.x] = num_refined;
-  }
+  if (zeros > 0) atomicAdd(&num_zeros, zeros);
+  has_non_finite = __syncthreads_or(has_non_finite);
+  if (threadIdx.x != 0) return;
+  if (num_zeros > 0) atomicAdd(&workspace->members[0], num_zeros);
+  if (has_non_finite) workspace->has_non_finite = 1;
 }
 
 template <int kWidth, typename T>
-__global__ void __launch_bounds__(kPartThreads)
+__global__ void __launch_bounds__(kCountThreads)
     CountParts(const T* values, int64_t num_values, SketchWorkspace* workspace) {
   if (!workspace->HasRefined()) return;
+  extern __shared__ uint4 shared_memory[];
+  const SlotCounters counters(Window(), shared_memory, workspace);
   const int part_shift = workspace->PartShift();
   const uint32_t low_mask = (1u << part_shift) - 1;
-  const auto load = [&](auto width, int64_t i) { return LoadPatterns<width>(values, i); };
-  ForPacks<kWidth>(ThreadOfGrid(), 0, num_values, load, [&](auto width, int64_t, const auto& patterns) {
-    for (int i = 0; i < width; ++i) {
-      const uint32_t pattern = patterns.at[i];
-      const uint32_t place = workspace->place_of_bin[pattern >> kBinShift];
-      if (place == 0) continue;
-      AddTogether(SlotOfPart(place, pattern, part_shift), pattern & low_mask, part_shift, workspace);
-    }
+  CountAll<kWidth>(values, num_values, counters, [&](uint32_t pattern) {
+    const uint32_t bin = pattern >> kBinShift;
+    if (!workspace->IsRefined(bin)) return;
+    counters.AddToSlot(SlotOfPart(workspace->place_of_bin[bin], pattern, part_shift), pattern & low_mask);
   });
 }
 
