@@ -24,7 +24,7 @@ struct Max {
   }
 };
 
-// The value of the lane so many before; at the beginning of the warp the lane's own.
+// The value of the lane that is `distance` before; the lane's own value if there is no such lane.
 template <typename T>
 __device__ T ShuffleUp(T value, int distance) {
   return __shfl_up_sync(kAllLanes, value, distance);

@@ -66,10 +66,10 @@ class Enqueuer {
     return std::clamp<int64_t>(CeilDiv(num_items, items_per_block), 1, std::max<int64_t>(most, 1));
   }
 
-  // Each device is asked once: that takes as long as a launch.
+  // Asks the runtime once per device, because asking costs host time on every call.
   template <cudaDeviceAttr kAttribute>
   int DeviceAttribute() {
-    static std::array<std::atomic<int>, kMaxKnownDevices> known = {};  // 0 where not.
+    static std::array<std::atomic<int>, kMaxKnownDevices> known = {};  // 0 if unknown.
     int device = 0, value = 0;
     Check([&] { return cudaGetDevice(&device); });
     if (device < kMaxKnownDevices) value = known[device].load(std::memory_order_relaxed);

@@ -17,7 +17,7 @@ constexpr int kNumThreads = 256;
 constexpr int kBlocksPerMultiprocessor = 32;
 constexpr int kWarpsPerBlock = kNumThreads / kWarpSize;
 
-// What a warp keeps in registers, at most. Half of that leaves room for more warps where blocks are short enough.
+// The most that a warp keeps in registers. If blocks are short enough, half of that leaves room for more warps.
 constexpr int kMaxValuesPerLane = 32;
 constexpr int64_t kMaxValuesOfWarp = kMaxValuesPerLane * kWarpSize;
 
@@ -60,8 +60,8 @@ __device__ void StoreQuantized(const Pack<float, kWidth>& pack, float inverse_sc
   StorePack<kWidth>(codes, index, quantized);
 }
 
-// Sources give the values to encode. Load returns what is in memory, so that many loads can be under way; ToFloats turns
-// that into values, with the block's Scale where there is one.
+// Sources give the values to encode. Load only reads memory, so that a thread can have several loads in flight.
+// ToFloats turns the result into values; it also needs Scale(block).
 template <typename T>
 struct PlainSource {
   const T* values;
@@ -84,14 +84,14 @@ struct PlainSource {
   }
 };
 
-// values + codes * scales[block]. What is loaded may be overwritten later by the thread that loaded it.
+// values + codes * scales[block]. The thread that loaded terms may overwrite them later.
 template <typename T>
 struct SumSource {
   PlainSource<T> plain;
   const int8_t* codes;
   const float* scales;
 
-  // The codes are in one word, because each of several would take a register of its own.
+  // All codes in one word: single bytes would take a register each.
   template <int kWidth>
   struct Terms {
     Pack<T, kWidth> values;
@@ -137,7 +137,7 @@ __device__ void EncodeBlock(const Source& source, int64_t block, int64_t begin, 
     const int place = (i * kWarpSize + lane) * kWidth;
     if (place < in_packs) loaded[i] = source.template Load<kWidth>(begin + place);
   }
-  // What is too short for a pack, at the end of the array.
+  // The end of the array may be too short for a pack.
   const bool has_rest = in_packs + lane < count;
   Pack<float, 1> rest = {0.0f};
   if (has_rest) {

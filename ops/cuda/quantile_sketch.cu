@@ -1,6 +1,6 @@
-// The quantile sketch, in the same steps as kernels/quantile_sketch.cc: count, refine, assign, encode. What a step
-// finds stays in device memory; the host enqueues all of them at once. Counters are integers, and rounded sums are
-// added in a fixed order, so that results are the same in every run.
+// The quantile sketch, in the same steps as kernels/quantile_sketch.cc: count, refine, assign, encode. The host
+// enqueues all steps at once; their results stay in device memory. Counters are integers, and rounded sums are added in
+// a fixed order, so that results are the same in every run.
 
 #include <algorithm>
 #include <cstddef>
@@ -17,9 +17,8 @@ namespace {
 
 constexpr int kLookUpThreads = 512;
 
-// What a multiprocessor holds at once of blocks that look up, and a multiple of that for the others.
+// Blocks that fit on a multiprocessor at once for the look-up, and a multiple of that for decoding.
 constexpr int kLookUpBlocksPerMultiprocessor = 3;
-constexpr int kPartBlocksPerMultiprocessor = 3;
 constexpr int kBlocksPerMultiprocessor = 32;
 
 // Shared memory that a block needs besides the counters.
@@ -82,7 +81,7 @@ void EncodeSketch(const T* values, const SketchSettings& settings, uint8_t* code
   const int num_exponents = std::clamp((shared_bytes - kHotSlotsBytes) / kBytesPerExponent, 1, kMaxExponents);
   const Grid count_grid = GridFor(enqueuer, num_values, kCountThreads, kCountBlocksPerMultiprocessor,
                                   kHotSlotsBytes + num_exponents * kBytesPerExponent);
-  const Grid part_grid = GridFor(enqueuer, num_values, kCountThreads, kPartBlocksPerMultiprocessor, kHotSlotsBytes);
+  const Grid part_grid = GridFor(enqueuer, num_values, kCountThreads, kCountBlocksPerMultiprocessor, kHotSlotsBytes);
   const Grid look_up_grid =
       GridFor(enqueuer, num_values, kLookUpThreads, kLookUpBlocksPerMultiprocessor, kNumBins * sizeof(uint8_t));
   const auto most_members = static_cast<uint32_t>(std::max<int64_t>(1, num_values / kRefineFraction));

@@ -1,8 +1,8 @@
-// The quantile sketch's steps between counting and encoding: RefineBins chooses the bins to refine, SumParts adds up what
-// their parts take of the codes, AssignKeys lists what has members and finds the buckets, WriteBuckets their means and
-// the code of each slot.
+// The quantile sketch's steps between counting and encoding. RefineBins chooses the bins to refine, and SumParts adds
+// up the demands of their parts. AssignKeys lists entries with members and finds their buckets. WriteBuckets computes
+// the means of buckets and the code of each slot.
 //
-// Rounded sums are added by all blocks in the same order. Where one block relies on another's sum, both compute it.
+// Every run adds rounded sums in the same order. If a block needs the sums of other blocks, it computes them itself.
 
 #ifndef HOP_TF_OPS_CUDA_SKETCH_ASSIGN_CUH_
 #define HOP_TF_OPS_CUDA_SKETCH_ASSIGN_CUH_
@@ -71,7 +71,8 @@ struct Parts {
     return {bin << kBinShift | part << shift, first_slot + part};
   }
 
-  __device__ Demand DemandAt(uint32_t position, const SketchSettings& settings, const SketchWorkspace& workspace) const {
+  __device__ Demand DemandAt(uint32_t position, const SketchSettings& settings,
+                             const SketchWorkspace& workspace) const {
     const Entry entry = At(position);
     return DemandOf(entry.pattern, shift, workspace.members[entry.slot], settings);
   }
@@ -82,7 +83,7 @@ __global__ void __launch_bounds__(kListThreads)
     RefineBins(uint32_t most, SketchSettings settings, SketchWorkspace* workspace) {
   const auto is_refined = [&](uint32_t bin) { return bin != 0 && workspace->members[bin] > most; };
   const uint32_t position = blockIdx.x * kListThreads + threadIdx.x, bin = BinAt(position);
-  // Each block looks through the bins of those before, rather than wait for them.
+  // Each block counts the refined bins of the blocks before it, because waiting for them takes longer.
   uint32_t num_before = 0;
 #pragma unroll 16
   for (uint32_t i = threadIdx.x; i < blockIdx.x * kListThreads; i += kListThreads) num_before += is_refined(BinAt(i));
@@ -93,7 +94,7 @@ __global__ void __launch_bounds__(kListThreads)
   const uint32_t place = num_before + refined.before;
   if (refines) workspace->bin_of_place[place] = bin;
   workspace->place_of_bin[bin] = static_cast<uint16_t>(place);
-  // Lanes of a warp have neighboring bins, whose order is the opposite one if they are negative.
+  // The lanes of a warp hold neighboring bins; negative ones in descending order.
   const uint32_t mask = __ballot_sync(kAllLanes, refines);
   if (threadIdx.x % kWarpSize == 0) workspace->refined_mask[bin / 32] = bin < kSignBin ? mask : __brev(mask);
   const Demand demand = refines ? Demand{0.0, 0} : DemandOfBin(bin, settings, *workspace);
@@ -117,15 +118,15 @@ __global__ void __launch_bounds__(kListThreads) SumParts(SketchSettings settings
   }
 }
 
-// What lies before one or more neighbors in the order of the values, and the share through the last of them. One
-// span's share begins where that of the span before ends, or later: rounded sums alone would not guarantee that.
+// Demands up to neighbors in the order of the values: before the first, and the share through the last. A span begins
+// where the previous one ends, or later. Rounded sums alone would not guarantee that.
 struct Span {
   Demand before;
   double through;
 };
 
-// The span of a block of bins, and the demand of all. The sums of all blocks are added in the same tree, with zeros
-// for what lies behind; so they rise. The whole block of threads calls it, as it does all functions that follow.
+// The span of a block of bins, and in `total` the demand of all bins. All sums use the same tree, with zeros for the
+// blocks behind, so they rise from block to block. The whole block of threads calls this and the functions below.
 __device__ Span SpanOfBlock(uint32_t block, const SketchWorkspace& workspace, Demand* total) {
   static_assert(kListBlocks + kRefineFraction <= kListThreads, "each block and each place needs a thread");
   Demand demand = {0.0, 0};
@@ -145,8 +146,8 @@ __device__ Span SpanOfBlock(uint32_t block, const SketchWorkspace& workspace, De
   return {sum_before(block), sum_before(block + 1).share};
 }
 
-// Calls use(position, demand, span) for each of `count` neighbors that make up `whole`; demand_at(position) is what they
-// take. Each thread handles a run of them.
+// Calls use(position, demand, span) for each of `count` neighbors that make up `whole`. Their demands are
+// demand_at(position). Each thread handles a run of neighbors.
 template <typename DemandAt, typename Use>
 __device__ void ForSpans(const Span& whole, uint32_t count, const DemandAt& demand_at, const Use& use) {
   const uint32_t run = (count + kListThreads - 1) / kListThreads;
@@ -166,7 +167,7 @@ __device__ void ForSpans(const Span& whole, uint32_t count, const DemandAt& dema
   }
 }
 
-// Lists entries and gives them keys, which rise. Entries with the same key get the same code.
+// Lists entries and assigns rising keys. Entries with the same key get the same code.
 class KeyAssigner {
  public:
   __device__ KeyAssigner(uint32_t block, const SketchSettings& settings, SketchWorkspace* workspace)

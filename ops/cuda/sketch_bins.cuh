@@ -27,7 +27,7 @@ struct alignas(8) Entry {
   uint32_t slot;
 };
 
-// What entries take of the codes.
+// The codes that entries ask for.
 struct Demand {
   double share;     // Of the buckets.
   uint32_t counts;  // Points, which take a code each and may cut a bucket in two, and occupied entries; see below.

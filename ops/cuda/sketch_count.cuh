@@ -1,5 +1,5 @@
 // The quantile sketch's first steps: CountBins counts the members of bins, CountParts those of the parts of refined
-// bins. Both count in shared memory where most values lie.
+// bins. Both count most values in shared memory.
 
 #ifndef HOP_TF_OPS_CUDA_SKETCH_COUNT_CUH_
 #define HOP_TF_OPS_CUDA_SKETCH_COUNT_CUH_
@@ -10,15 +10,21 @@
 #include "packs.cuh"
 #include "sketch_bins.cuh"
 
+// Variants to compare on a device: 1 counts with one block per multiprocessor, 2 with no function calls.
 #ifndef HOP_TF_SKETCH_VARIANT
 #define HOP_TF_SKETCH_VARIANT 0
+#endif
+#if HOP_TF_SKETCH_VARIANT == 2
+#define HOP_TF_RARE __forceinline__
+#else
+#define HOP_TF_RARE __noinline__
 #endif
 
 namespace hop_tf {
 namespace {
 
-// What a multiprocessor holds at once: two blocks, so that one counts while the other waits at a barrier; or one, which
-// adds to device memory half as often.
+// Blocks per multiprocessor. With two, one counts while the other waits at a barrier. A single one adds to device
+// memory half as often.
 constexpr int kCountBlocksPerMultiprocessor = HOP_TF_SKETCH_VARIANT == 1 ? 1 : 2;
 constexpr int kCountThreads = 1024 / kCountBlocksPerMultiprocessor;
 
@@ -27,7 +33,7 @@ constexpr int kMaxExponents = 40;
 // Exponents above the largest among a few values.
 constexpr int kHeadroom = 4;
 
-// Counters for slots that are met often enough to be among the first.
+// Counters for the first slots that a block meets: frequent ones are among them.
 constexpr int kHotSlotBits = 10;
 constexpr uint32_t kHotSlots = 1u << kHotSlotBits;
 constexpr int kHotSlotProbes = 4;
@@ -62,14 +68,16 @@ class Window {
   }
 
  private:
-  __device__ uint32_t Place(uint32_t pattern) const { return (pattern & kMagnitudeMask) / (1u << kBinShift) - first_bin_; }
+  __device__ uint32_t Place(uint32_t pattern) const {
+    return ((pattern & kMagnitudeMask) >> kBinShift) - first_bin_;
+  }
 
   uint32_t bins_per_sign_;
   uint32_t first_bin_;
 };
 
-// The counters of a block of threads in shared memory: for each bin of a window one, and behind these, hot ones for
-// other slots, first come, first served. Slots without a counter are counted in device memory at once.
+// The counters of a block of threads in shared memory: one for each bin of a window, and behind these, hot counters for
+// other slots, first come, first served. Additions to slots without a counter go to device memory.
 class SlotCounters {
  public:
   // The whole block calls it, as it does Spill and Flush.
@@ -86,19 +94,10 @@ class SlotCounters {
   __device__ void AddToWindow(uint32_t pattern) const { AddToCounter(window_.CounterOf(pattern), pattern & kLowMask); }
 
   // `slot` is not 0.
-  __device__ void AddToSlot(uint32_t slot, uint32_t low) const {
-    uint32_t hot = slot * 2654435769u >> (32 - kHotSlotBits);  // 2^32 divided by the golden ratio.
-    for (int probe = 0; probe < kHotSlotProbes; ++probe, hot = (hot + 1) % kHotSlots) {
-      uint32_t owner = HotSlots()[hot];
-      if (owner == 0) owner = atomicCAS(&HotSlots()[hot], 0u, slot);
-      if (owner == 0 || owner == slot) return AddToCounter(window_.NumCounters() + hot, low);
-    }
-    atomicAdd(&workspace_->members[slot], 1u);
-    if (low != 0) atomicAdd(&workspace_->low_bits[slot], static_cast<unsigned long long>(low));
-  }
+  __device__ void AddToSlot(uint32_t slot, uint32_t low) const { AddToHotCounter(*this, slot, low); }
 
-  // Moves large sums of low bits to device memory. A block may count this many values between two calls; no addition
-  // then has to look for a carry.
+  // Moves large sums of low bits to device memory. A block may count this many values between two calls: then no
+  // addition has to look for a carry.
   static constexpr uint32_t kLargeSum = 1u << 29;
   static constexpr uint32_t kMaxValuesUntilSpill = (UINT32_MAX - (kLargeSum - 1)) / kLowMask;
 
@@ -112,7 +111,7 @@ class SlotCounters {
     __syncthreads();
   }
 
-  // Blocks begin in different places, so that they do not wait for each other's additions.
+  // Blocks begin at different counters, because additions to the same address wait for each other.
   __device__ void Flush() const {
     __syncthreads();
     const uint32_t start = NumCounters() / gridDim.x * blockIdx.x / kWarpSize * kWarpSize;
@@ -140,16 +139,29 @@ class SlotCounters {
     if (low != 0) atomicAdd(&LowBits()[counter], low);
   }
 
+  // Not inline: CountBins calls it rarely, and its loop has to stay short.
+  static __device__ HOP_TF_RARE void AddToHotCounter(SlotCounters counters, uint32_t slot, uint32_t low) {
+    uint32_t* const hot_slots = counters.HotSlots();
+    uint32_t hot = slot * 2654435769u >> (32 - kHotSlotBits);  // 2^32 divided by the golden ratio.
+    for (int probe = 0; probe < kHotSlotProbes; ++probe, hot = (hot + 1) % kHotSlots) {
+      uint32_t owner = hot_slots[hot];
+      if (owner == 0) owner = atomicCAS(&hot_slots[hot], 0u, slot);
+      if (owner == 0 || owner == slot) return counters.AddToCounter(counters.window_.NumCounters() + hot, low);
+    }
+    atomicAdd(&counters.workspace_->members[slot], 1u);
+    if (low != 0) atomicAdd(&counters.workspace_->low_bits[slot], static_cast<unsigned long long>(low));
+  }
+
   const Window window_;
   SketchWorkspace* const workspace_;
   uint32_t* const members_;
 };
 
-// Calls add(pattern) for all values, and sees to it that the counters have room for them.
+// Calls add(pattern) for the block's share of the values. Spills the counters in time, and flushes them at the end.
 template <int kWidth, typename T, typename Add>
 __device__ void CountAll(const T* values, int64_t num_values, const SlotCounters& counters, const Add& add) {
   constexpr int kValuesPerRound = kCountThreads * kValuesPerThread;
-  // One block may get the few values that are too few for a pack, in addition.
+  // The last values, too few for a pack, come on top.
   constexpr int kRounds = (SlotCounters::kMaxValuesUntilSpill - kPackWidth) / kValuesPerRound;
   static_assert(kRounds > 0, "a round must not be too large");
   const int64_t num_between_spills = int64_t{gridDim.x} * kValuesPerRound * kRounds;
@@ -206,7 +218,7 @@ __global__ void __launch_bounds__(kCountThreads, kCountBlocksPerMultiprocessor)
 }
 
 template <int kWidth, typename T>
-__global__ void __launch_bounds__(kCountThreads)
+__global__ void __launch_bounds__(kCountThreads, kCountBlocksPerMultiprocessor)
     CountParts(const T* values, int64_t num_values, SketchWorkspace* workspace) {
   if (!workspace->HasRefined()) return;
   extern __shared__ uint4 shared_memory[];

@@ -149,6 +149,12 @@ def _half_equal(rng, size):
     return np.where(rng.random(size) < 0.5, 0.25, rng.standard_normal(size)).astype(np.float32)
 
 
+def _repeated(rng, size):
+    """Some thousand values that repeat, and one that lies far below the others."""
+    steps = np.round(3000 * rng.standard_normal(size)) / 1000
+    return np.where(rng.random(size) < 0.5, 1.1e-30, steps).astype(np.float32)
+
+
 def _in_many_bins(rng, size):
     """In some 400 bins, each of which is refined."""
     bins = rng.integers(400, size=size)
@@ -182,6 +188,8 @@ _DISTRIBUTIONS = {
     "half_equal": _half_equal,
     "narrow": lambda rng, size: (1 + 0.01 * rng.random(size)).astype(np.float32),
     "few": lambda rng, size: rng.choice(np.array([-3, -0.1, 0, 1, 7, 7.25], np.float32), size),
+    "clipped": lambda rng, size: np.clip(rng.standard_normal(size), -0.5, 0.5).astype(np.float32),
+    "repeated": _repeated,
     "many_bins": _in_many_bins,
     "denormals": lambda rng, size: rng.integers(1 << 25, size=size, dtype=np.uint32).view(np.float32),
     "signed_zeros": lambda rng, size: np.where(rng.random(size) < 0.5, 0.0, -0.0).astype(np.float32),
@@ -400,7 +408,7 @@ class KernelsTest(parameterized.TestCase):
         np.testing.assert_array_equal(bucket_values, np.zeros(256))
 
     def test_sketch_is_the_same_in_every_run(self):
-        for distribution in ("gaussian", "many_bins"):
+        for distribution in ("gaussian", "narrow", "many_bins"):
             values = _values(distribution, 3_000_001)
             first = self.kernels.sketch_encode(values)
             for _ in range(5):
