@@ -47,7 +47,6 @@ FUNCTIONS = {
     "LastError": (ctypes.c_char_p, ()),
     "Error": (ctypes.c_char_p, ()),
     "IsBuiltFor": (_INT, (_INT, _INT)),
-    "IsBuiltFor": (_INT, (_INT, _INT)),
     "NumDevices": (_INT, ()),
 }
 
