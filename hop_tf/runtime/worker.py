@@ -44,6 +44,7 @@ from hop_tf.runtime.stop_agreement import QUEUE as STOPS_QUEUE
 from hop_tf.runtime.stop_agreement import StopAgreement
 from hop_tf.tensors.buffers import BufferPool
 from hop_tf.tensors.packing import Packing, TensorSpec
+from hop_tf.tensors.page_lock import PageLock
 from hop_tf.transport import GrpcTransport, TcpTransport, Transport
 
 _TRANSPORTS = {"tcp": TcpTransport, "grpc": GrpcTransport}
@@ -112,7 +113,7 @@ class Worker:
         self._roster = roster
         self._recorder = recorder
         self._make_exchange = make_exchange
-        self._pool = BufferPool()
+        self._pool = BufferPool(PageLock.find())
         self._transport = make_transport(
             cluster,
             options,

@@ -14,9 +14,13 @@ import weakref
 
 import numpy as np
 
+from hop_tf.tensors.page_lock import Block, PageLock
+
 _PAGE_BYTES = mmap.PAGESIZE
 # A size is rounded up to one of eight steps between powers of two, so that blocks fit several sizes.
 _STEPS_PER_DOUBLING = 8
+# Smaller blocks cross to a device in no time.
+_LOCKED_BYTES = 1 << 20
 
 
 class BufferPool:
@@ -24,16 +28,20 @@ class BufferPool:
 
     The pool never holds more than what was in use at the busiest moment: unused blocks beyond that go back to the
     operating system. May be used from any thread.
+
+    Args:
+      page_lock: Page-locks large blocks, which cross to a GPU and back. Default None: no block is.
     """
 
-    def __init__(self):
+    def __init__(self, page_lock: PageLock | None = None):
+        self._page_lock = page_lock
         self._lock = threading.Lock()
-        self._free: collections.OrderedDict[int, list[mmap.mmap]] = collections.OrderedDict()
+        self._free: collections.OrderedDict[int, list[Block]] = collections.OrderedDict()
         self._free_bytes = 0
         self._live_bytes = 0
         self._peak_bytes = 0
         # Finalizers run wherever the garbage collector happens to be, perhaps inside of `take`: they take no lock.
-        self._returned: collections.deque[mmap.mmap] = collections.deque()
+        self._returned: collections.deque[Block] = collections.deque()
 
     def take(self, num_bytes: int) -> np.ndarray:
         """Returns an array to write to.
@@ -52,6 +60,8 @@ class BufferPool:
         if num_bytes < 0:
             raise ValueError(f"`num_bytes` must be at least 0. Received: num_bytes={num_bytes}.")
         block = self._take_block(_block_bytes(num_bytes))
+        if self._page_lock is not None and len(block) >= _LOCKED_BYTES:
+            block.lock(self._page_lock)
         array = np.frombuffer(block, np.uint8, num_bytes)
         # Views of an array refer to the array's base, not to the array: the base lives as long as the last of them.
         finalizer = weakref.finalize(array.base, self._returned.append, block)
@@ -72,12 +82,12 @@ class BufferPool:
             self._collect_returned()
             return self._free_bytes
 
-    def _take_block(self, size: int) -> mmap.mmap:
+    def _take_block(self, size: int) -> Block:
         with self._lock:
             self._collect_returned()
             block = self._pop_free(size)
             if block is None:
-                block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                block = Block.new(size)
             self._live_bytes += size
             self._peak_bytes = max(self._peak_bytes, self._live_bytes)
             self._trim()
@@ -91,7 +101,7 @@ class BufferPool:
             self._free.setdefault(len(block), []).append(block)
             self._free.move_to_end(len(block))
 
-    def _pop_free(self, size: int) -> mmap.mmap | None:
+    def _pop_free(self, size: int) -> Block | None:
         blocks = self._free.get(size)
         if not blocks:
             return None
