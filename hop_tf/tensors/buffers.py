@@ -26,8 +26,9 @@ _LOCKED_BYTES = 1 << 20
 class BufferPool:
     """Hands out uint8 arrays whose memory is used again when the last view of it has died.
 
-    The pool never holds more than what was in use at the busiest moment: unused blocks beyond that go back to the
-    operating system. May be used from any thread.
+    The pool never holds more than a quarter above what was in use at the busiest moment: unused blocks beyond that go
+    back to the operating system. Without that quarter, steps that use several sizes in turn would map memory in each
+    step. May be used from any thread.
 
     Args:
       page_lock: Page-locks large blocks, which cross to a GPU and back. Default None: no block is.
@@ -113,7 +114,7 @@ class BufferPool:
 
     def _trim(self) -> None:
         """Gives up blocks of the sizes that were used least recently."""
-        while self._live_bytes + self._free_bytes > self._peak_bytes:
+        while 4 * (self._live_bytes + self._free_bytes) > 5 * self._peak_bytes:
             self._pop_free(next(iter(self._free)))
 
 
