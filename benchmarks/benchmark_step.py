@@ -25,6 +25,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+import os
 import pathlib
 import resource
 import statistics
@@ -274,7 +275,8 @@ def _cases() -> Iterator[_Case]:
 
 
 def _run(case: _Case) -> Cost:
-    environment = {"PYTHONPATH": case.checkout} if case.checkout is not None else {}
+    path = filter(None, (case.checkout, os.environ.get("PYTHONPATH")))
+    environment = {"PYTHONPATH": os.pathsep.join(path)} if case.checkout is not None else {}
     if case.kind in (TF_KERAS, MIRRORED):
         environment["TF_USE_LEGACY_KERAS"] = "1"
     arguments = {"model": case.model, "kind": case.kind, "warmup": _STEPS.value // 5, "steps": _STEPS.value}
