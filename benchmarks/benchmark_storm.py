@@ -52,9 +52,11 @@ _SEED = flags.DEFINE_integer("seed", 0, "Of the faults.")
 _NUM_RANKS = 6
 _BATCH_SIZE = 60
 _TIMEOUT_SECONDS = 300.0
+# Where all wait for each other, the least that can be asked for.
+_CONTINUE = {"on_peer_loss": "continue", "patience_seconds": 2.0}
 _MAKE = {
-    "pipe_sgd": lambda options: hop_tf.PipeSGDStrategy(on_peer_loss="continue", communication_options=options),
-    "dts": lambda options: hop_tf.DTSStrategy(on_peer_loss="continue", communication_options=options),
+    "pipe_sgd": lambda options: hop_tf.PipeSGDStrategy(communication_options=options, **_CONTINUE),
+    "dts": lambda options: hop_tf.DTSStrategy(communication_options=options, **_CONTINUE),
     "hop": lambda options: hop_tf.HopStrategy(num_backup_workers=1, communication_options=options),
     "canary": lambda options: hop_tf.CanaryStrategy(communication_options=options),
     "shat": lambda options: hop_tf.SHATParameterServerStrategy(communication_options=options),
