@@ -27,6 +27,7 @@ struct Grid {
   int64_t num_blocks;
   int num_threads;  // Per block.
   size_t shared_bytes = 0;
+  bool starts_early = false;
 };
 
 // Work for one stream of the current device. After a failure nothing more is enqueued.
@@ -48,8 +49,20 @@ class Enqueuer {
       config.blockDim = dim3(grid.num_threads);
       config.dynamicSmemBytes = grid.shared_bytes;
       config.stream = stream_;
+      cudaLaunchAttribute early = {};
+      early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      early.val.programmaticStreamSerializationAllowed = 1;
+      config.attrs = &early;
+      config.numAttrs = grid.starts_early && CanStartEarly() ? 1 : 0;
       return cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
     });
+  }
+
+  // The kernel begins with WaitForPreviousKernel. What it takes to launch it passes while the previous kernel runs.
+  template <typename... Parameters, typename... Arguments>
+  void LaunchEarly(void (*kernel)(Parameters...), Grid grid, Arguments... arguments) {
+    grid.starts_early = true;
+    Launch(kernel, grid, arguments...);
   }
 
   void Clear(void* memory, size_t num_bytes) {
@@ -87,6 +100,11 @@ class Enqueuer {
   static constexpr size_t kSharedBytesOfAnyKernel = 48 << 10;
 
   static constexpr int kMaxKnownDevices = 64;
+
+  // Both the device and the code that it runs have to know how to wait.
+  bool CanStartEarly() {
+    return std::max({__CUDA_ARCH_LIST__}) >= 900 && DeviceAttribute<cudaDevAttrComputeCapabilityMajor>() >= 9;
+  }
 
   template <typename Call>
   void Check(const Call& call) {

@@ -11,14 +11,16 @@
 #include "sketch_assign.cuh"
 #include "sketch_bins.cuh"
 #include "sketch_count.cuh"
+#include "sketch_parts.cuh"
 
 namespace hop_tf {
 namespace {
 
-constexpr int kLookUpThreads = 512;
+constexpr int kLookUpThreads = 768;
 
-// Blocks that fit on a multiprocessor at once for the look-up, and a multiple of that for decoding.
-constexpr int kLookUpBlocksPerMultiprocessor = 3;
+// Blocks that fit on a multiprocessor at once for the look-up, and a multiple of that for decoding. Two tables of codes
+// leave a cache for the codes of parts.
+constexpr int kLookUpBlocksPerMultiprocessor = 2;
 constexpr int kBlocksPerMultiprocessor = 32;
 
 // Shared memory that a block needs besides the counters.
@@ -27,6 +29,7 @@ constexpr int kOtherSharedBytes = 1024;
 template <int kWidth, typename T>
 __global__ void __launch_bounds__(kLookUpThreads)
     LookUpCodes(const T* values, int64_t num_values, const SketchWorkspace* workspace, uint8_t* codes) {
+  WaitForPreviousKernel();
   extern __shared__ uint4 shared_memory[];
   const auto* const code_packs = reinterpret_cast<const uint4*>(workspace->codes);
   const bool has_non_finite = workspace->has_non_finite != 0;
@@ -40,8 +43,9 @@ __global__ void __launch_bounds__(kLookUpThreads)
   const int part_shift = workspace->PartShift();
   const auto look_up = [&](uint32_t pattern) {
     const uint32_t bin = pattern >> kBinShift;
-    if (!has_refined || !workspace->IsRefined(bin)) return code_of_bin[bin];
-    return workspace->codes[SlotOfPart(workspace->place_of_bin[bin], pattern, part_shift)];
+    const uint32_t place = has_refined ? workspace->place_of_bin[bin] : kNotRefined;
+    if (place == kNotRefined) return code_of_bin[bin];
+    return workspace->codes[SlotOfPart(place, pattern, part_shift)];
   };
   const auto load = [&](auto width, int64_t i) { return LoadPatterns<width>(values, i); };
   ForPacks<kWidth>(ThreadOfGrid(), 0, num_values, load, [&](auto width, int64_t i, const auto& patterns) {
@@ -81,7 +85,9 @@ void EncodeSketch(const T* values, const SketchSettings& settings, uint8_t* code
   const int num_exponents = std::clamp((shared_bytes - kHotSlotsBytes) / kBytesPerExponent, 1, kMaxExponents);
   const Grid count_grid = GridFor(enqueuer, num_values, kCountThreads, kCountBlocksPerMultiprocessor,
                                   kHotSlotsBytes + num_exponents * kBytesPerExponent);
-  const Grid part_grid = GridFor(enqueuer, num_values, kCountThreads, kCountBlocksPerMultiprocessor, kHotSlotsBytes);
+  Grid part_grid = GridFor(enqueuer, num_values, kPartThreads, 1, shared_bytes);
+  const uint32_t most_counters = PartCounters::MostCounters(shared_bytes);
+  part_grid.num_blocks = std::max(part_grid.num_blocks, CeilDiv(kMaxParts, most_counters));  // One for each window.
   const Grid look_up_grid =
       GridFor(enqueuer, num_values, kLookUpThreads, kLookUpBlocksPerMultiprocessor, kNumBins * sizeof(uint8_t));
   const auto most_members = static_cast<uint32_t>(std::max<int64_t>(1, num_values / kRefineFraction));
@@ -89,12 +95,12 @@ void EncodeSketch(const T* values, const SketchSettings& settings, uint8_t* code
   enqueuer.Clear(workspace, offsetof(SketchWorkspace, num_refined));
   WithWidth(IsAligned(values) && IsAligned(codes), [&](auto width) {
     enqueuer.Launch(CountBins<width, T>, count_grid, values, num_values, num_exponents, workspace);
-    enqueuer.Launch(RefineBins, {kListBlocks, kListThreads}, most_members, settings, workspace);
-    enqueuer.Launch(CountParts<width, T>, part_grid, values, num_values, workspace);
-    enqueuer.Launch(SumParts, {kPlaceBlocks, kListThreads}, settings, workspace);
-    enqueuer.Launch(AssignKeys, {kListBlocks + kPlaceBlocks, kListThreads}, settings, workspace);
-    enqueuer.Launch(WriteBuckets, {kNumCodes, kNumCodes}, bucket_values, workspace);
-    enqueuer.Launch(LookUpCodes<width, T>, look_up_grid, values, num_values, workspace, codes);
+    enqueuer.LaunchEarly(RefineBins, {kListBlocks, kListThreads}, most_members, settings, workspace);
+    enqueuer.LaunchEarly(CountParts<width, T>, part_grid, values, num_values, most_counters, workspace);
+    enqueuer.LaunchEarly(SumParts, {kRunBlocks, kListThreads}, settings, workspace);
+    enqueuer.LaunchEarly(AssignKeys, {kListBlocks + kRunBlocks, kListThreads}, settings, workspace);
+    enqueuer.LaunchEarly(WriteBuckets, {kNumCodes, kListThreads}, bucket_values, workspace);
+    enqueuer.LaunchEarly(LookUpCodes<width, T>, look_up_grid, values, num_values, workspace, codes);
   });
 }
 

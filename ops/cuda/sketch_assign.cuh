@@ -2,7 +2,7 @@
 // up the demands of their parts. AssignKeys lists entries with members and finds their buckets. WriteBuckets computes
 // the means of buckets and the code of each slot.
 //
-// Every run adds rounded sums in the same order. If a block needs the sums of other blocks, it computes them itself.
+// Rounded sums are always added in the same order. If a block needs the sums of other blocks, it computes them itself.
 
 #ifndef HOP_TF_OPS_CUDA_SKETCH_ASSIGN_CUH_
 #define HOP_TF_OPS_CUDA_SKETCH_ASSIGN_CUH_
@@ -15,7 +15,7 @@
 namespace hop_tf {
 namespace {
 
-constexpr int kPlaceBlocks = 128;
+constexpr int kRunBlocks = 128;
 
 struct SketchSettings {
   int64_t num_values;
@@ -31,8 +31,9 @@ __device__ double SumOf(const Entry& entry, uint32_t members, unsigned long long
   return entry.pattern >> 31 ? -magnitude : magnitude;
 }
 
-// count^spacing * width^(1 - spacing), where values differ in `shift` bits.
-__device__ double ShareOf(uint32_t pattern, int shift, double members, double spacing) {
+// count^spacing * width^(1 - spacing), where values differ in `shift` bits. Not inline, as some others: these kernels
+// mostly wait for their instructions, so that few are better.
+__noinline__ __device__ double ShareOf(uint32_t pattern, int shift, double members, double spacing) {
   if (spacing == 1.0) return members;
   const double density = spacing == 0.5 ? sqrt(members) : pow(members, spacing);
   return density * exp2((1.0 - spacing) * (ExponentOf(pattern) - 150 + shift));
@@ -53,27 +54,31 @@ __device__ Demand DemandOfBin(uint32_t bin, const SketchSettings& settings, cons
   return DemandOf(bin << kBinShift, shift, workspace.members[bin], settings);
 }
 
-// The parts of a refined bin, in the order of the values.
-struct Parts {
+// Neighbors among the parts of a refined bin, at most one for each thread of a block.
+struct Run {
+  uint32_t index;  // Among those of the bin.
+  uint32_t place;
   uint32_t bin;
-  uint32_t first_slot;
   int shift;
 
-  __device__ Parts(uint32_t place, const SketchWorkspace& workspace)
-      : bin(workspace.bin_of_place[place]),
-        first_slot(SlotOfPlace(place, workspace.PartShift())),
-        shift(workspace.PartShift()) {}
-
-  __device__ uint32_t Count() const { return PartsPerPlace(shift); }
-
-  __device__ Entry At(uint32_t position) const {
-    const uint32_t part = bin < kSignBin ? position : Count() - 1 - position;
-    return {bin << kBinShift | part << shift, first_slot + part};
+  __device__ Run(uint32_t run, const SketchWorkspace& workspace) : shift(workspace.PartShift()) {
+    index = run % RunsPerPlace(shift);
+    place = run / RunsPerPlace(shift);
+    bin = workspace.bin_of_place[place];
   }
 
-  __device__ Demand DemandAt(uint32_t position, const SketchSettings& settings,
-                             const SketchWorkspace& workspace) const {
-    const Entry entry = At(position);
+  __device__ bool HasThread() const { return threadIdx.x < PartsPerPlace(shift); }
+
+  // The thread's part.
+  __device__ Entry EntryOfThread() const {
+    const uint32_t position = index * kListThreads + threadIdx.x;
+    const uint32_t part = bin < kSignBin ? position : PartsPerPlace(shift) - 1 - position;
+    return {bin << kBinShift | part << shift, SlotOfPlace(place, shift) + part};
+  }
+
+  __device__ Demand DemandOfThread(const SketchSettings& settings, const SketchWorkspace& workspace) const {
+    if (!HasThread()) return {0.0, 0};
+    const Entry entry = EntryOfThread();
     return DemandOf(entry.pattern, shift, workspace.members[entry.slot], settings);
   }
 };
@@ -81,6 +86,7 @@ struct Parts {
 // Chooses the bins with more members than `most`, and gives them places in the order of the values.
 __global__ void __launch_bounds__(kListThreads)
     RefineBins(uint32_t most, SketchSettings settings, SketchWorkspace* workspace) {
+  WaitForPreviousKernel();
   const auto is_refined = [&](uint32_t bin) { return bin != 0 && workspace->members[bin] > most; };
   const uint32_t position = blockIdx.x * kListThreads + threadIdx.x, bin = BinAt(position);
   // Each block counts the refined bins of the blocks before it, because waiting for them takes longer.
@@ -93,10 +99,7 @@ __global__ void __launch_bounds__(kListThreads)
   const Scan<uint32_t> refined = ScanBlock(static_cast<uint32_t>(refines), Plus());
   const uint32_t place = num_before + refined.before;
   if (refines) workspace->bin_of_place[place] = bin;
-  workspace->place_of_bin[bin] = static_cast<uint16_t>(place);
-  // The lanes of a warp hold neighboring bins; negative ones in descending order.
-  const uint32_t mask = __ballot_sync(kAllLanes, refines);
-  if (threadIdx.x % kWarpSize == 0) workspace->refined_mask[bin / 32] = bin < kSignBin ? mask : __brev(mask);
+  workspace->place_of_bin[bin] = refines ? static_cast<uint16_t>(place) : kNotRefined;
   const Demand demand = refines ? Demand{0.0, 0} : DemandOfBin(bin, settings, *workspace);
   const Demand demand_of_block = ScanBlock(demand, Plus()).total;
   if (threadIdx.x != 0) return;
@@ -105,16 +108,11 @@ __global__ void __launch_bounds__(kListThreads)
 }
 
 __global__ void __launch_bounds__(kListThreads) SumParts(SketchSettings settings, SketchWorkspace* workspace) {
+  WaitForPreviousKernel();
   if (!workspace->HasRefined()) return;
-  for (uint32_t place = blockIdx.x; place < workspace->num_refined; place += gridDim.x) {
-    const Parts parts(place, *workspace);
-    Demand sum = {0.0, 0};
-#pragma unroll 4
-    for (uint32_t i = threadIdx.x; i < parts.Count(); i += kListThreads) {
-      sum = sum + parts.DemandAt(i, settings, *workspace);
-    }
-    sum = ScanBlock(sum, Plus()).total;
-    if (threadIdx.x == 0) workspace->demand_of_place[place] = sum;
+  for (uint32_t run = blockIdx.x; run < workspace->NumRuns(); run += gridDim.x) {
+    const Demand sum = ScanBlock(Run(run, *workspace).DemandOfThread(settings, *workspace), Plus()).total;
+    if (threadIdx.x == 0) workspace->demand_of_run[run] = sum;
   }
 }
 
@@ -127,44 +125,37 @@ struct Span {
 
 // The span of a block of bins, and in `total` the demand of all bins. All sums use the same tree, with zeros for the
 // blocks behind, so they rise from block to block. The whole block of threads calls this and the functions below.
-__device__ Span SpanOfBlock(uint32_t block, const SketchWorkspace& workspace, Demand* total) {
-  static_assert(kListBlocks + kRefineFraction <= kListThreads, "each block and each place needs a thread");
+__noinline__ __device__ Span SpanOfBlock(uint32_t block, const SketchWorkspace& workspace, Demand* total) {
+  static_assert(kListBlocks + kMaxRuns <= kListThreads, "each block and each run needs a thread");
   Demand demand = {0.0, 0};
   uint32_t block_of_demand = 0;
   if (threadIdx.x < kListBlocks) {
     demand = workspace.demand_of_block[threadIdx.x];
     block_of_demand = threadIdx.x;
-  } else if (threadIdx.x - kListBlocks < workspace.num_refined) {
-    const uint32_t place = threadIdx.x - kListBlocks;
-    demand = workspace.demand_of_place[place];
-    block_of_demand = PositionOf(workspace.bin_of_place[place]) / kListThreads;
+  } else if (threadIdx.x - kListBlocks < workspace.NumRuns()) {
+    const uint32_t run = threadIdx.x - kListBlocks;
+    demand = workspace.demand_of_run[run];
+    block_of_demand = PositionOf(Run(run, workspace).bin) / kListThreads;
   }
-  const auto sum_before = [&](uint32_t end) {
-    return ScanBlock(block_of_demand < end ? demand : Demand{0.0, 0}, Plus()).total;
-  };
-  *total = sum_before(kListBlocks);
-  return {sum_before(block), sum_before(block + 1).share};
+  const uint32_t ends[] = {block, block + 1, kListBlocks};
+  Demand before[3];
+#pragma unroll 1
+  for (int i = 0; i < 3; ++i) {
+    before[i] = ScanBlock(block_of_demand < ends[i] ? demand : Demand{0.0, 0}, Plus()).total;
+  }
+  *total = before[2];
+  return {before[0], before[1].share};
 }
 
-// Calls use(position, demand, span) for each of `count` neighbors that make up `whole`. Their demands are
-// demand_at(position). Each thread handles a run of neighbors.
-template <typename DemandAt, typename Use>
-__device__ void ForSpans(const Span& whole, uint32_t count, const DemandAt& demand_at, const Use& use) {
-  const uint32_t run = (count + kListThreads - 1) / kListThreads;
-  const uint32_t first = min(threadIdx.x * run, count), last = min(first + run, count);
-  Demand sum = {0.0, 0};
-#pragma unroll 4
-  for (uint32_t i = first; i < last; ++i) sum = sum + demand_at(i);
-  Demand before = whole.before + ScanBlock(sum, Plus()).before;
-  const Scan<double> risen = ScanBlock(before.share + sum.share, Max());
+// The span of the thread's demand, where those of the block's threads make up `whole`.
+__noinline__ __device__ Span SpanOfThread(const Demand& demand, const Span& whole) {
+  const Demand before = whole.before + ScanBlock(demand, Plus()).before;
+  const double through = before.share + demand.share;
+  const Scan<double> risen = ScanBlock(through, Max());
   const double highest = fmin(risen.through, whole.through);
   const double lowest = fmin(fmax(risen.before, whole.before.share), highest);
-  for (uint32_t i = first; i < last; ++i) {
-    const Demand demand = demand_at(i), through = before + demand;
-    const auto limit = [&](double share) { return fmin(fmax(share, lowest), highest); };
-    use(i, demand, Span{{limit(before.share), before.counts}, limit(through.share)});
-    before = through;
-  }
+  const auto limit = [&](double share) { return fmin(fmax(share, lowest), highest); };
+  return {{limit(before.share), before.counts}, limit(through)};
 }
 
 // Lists entries and assigns rising keys. Entries with the same key get the same code.
@@ -174,35 +165,39 @@ class KeyAssigner {
       : settings_(settings), workspace_(workspace), block_(block), span_(SpanOfBlock(block, *workspace, &total_)) {}
 
   __device__ void AssignBins() const {
-    ForSpansOfBins([&](uint32_t bin, const Demand& demand, const Span& span) {
-      if (!workspace_->IsRefined(bin)) Assign({bin << kBinShift, bin}, demand, span);
-    });
+    const Demand demand = DemandOfThread();
+    const Span span = SpanOfThread(demand, span_);
+    const uint32_t bin = BinOfThread();
+    if (!workspace_->IsRefined(bin)) Assign({bin << kBinShift, bin}, demand, span);
   }
 
-  __device__ void AssignParts(uint32_t place) const {
-    __shared__ Span span_of_place;
-    const Parts parts(place, *workspace_);
-    ForSpansOfBins([&](uint32_t bin, const Demand&, const Span& span) {
-      if (bin == parts.bin) span_of_place = span;
-    });
+  __device__ void AssignParts(const Run& run) const {
+    __shared__ Span span_of_place, span_of_run;
+    const Span span_of_bin = SpanOfThread(DemandOfThread(), span_);
+    if (BinOfThread() == run.bin) span_of_place = span_of_bin;
     __syncthreads();
-    ForSpans(
-        span_of_place, parts.Count(), [&](uint32_t i) { return parts.DemandAt(i, settings_, *workspace_); },
-        [&](uint32_t i, const Demand& demand, const Span& span) { Assign(parts.At(i), demand, span); });
+    const uint32_t num_runs = RunsPerPlace(run.shift);
+    const Demand demand_of_run =
+        threadIdx.x < num_runs ? workspace_->demand_of_run[run.place * num_runs + threadIdx.x] : Demand{0.0, 0};
+    const Span span = SpanOfThread(demand_of_run, span_of_place);
+    if (threadIdx.x == run.index) span_of_run = span;
     __syncthreads();
+    const Demand demand = run.DemandOfThread(settings_, *workspace_);
+    const Span span_of_part = SpanOfThread(demand, span_of_run);
+    if (run.HasThread()) Assign(run.EntryOfThread(), demand, span_of_part);
   }
 
  private:
-  template <typename Use>
-  __device__ void ForSpansOfBins(const Use& use) const {
-    const auto demand_at = [&](uint32_t i) {
-      const uint32_t bin = BinAt(block_ * kListThreads + i);
-      return workspace_->IsRefined(bin) ? workspace_->demand_of_place[workspace_->place_of_bin[bin]]
-                                        : DemandOfBin(bin, settings_, *workspace_);
-    };
-    ForSpans(span_, kListThreads, demand_at, [&](uint32_t i, const Demand& demand, const Span& span) {
-      use(BinAt(block_ * kListThreads + i), demand, span);
-    });
+  __device__ uint32_t BinOfThread() const { return BinAt(block_ * kListThreads + threadIdx.x); }
+
+  __device__ Demand DemandOfThread() const {
+    const uint32_t bin = BinOfThread(), place = workspace_->place_of_bin[bin];
+    if (place == kNotRefined) return DemandOfBin(bin, settings_, *workspace_);
+    const uint32_t num_runs = RunsPerPlace(workspace_->PartShift());
+    Demand sum = {0.0, 0};
+#pragma unroll 4
+    for (uint32_t i = 0; i < num_runs; ++i) sum = sum + workspace_->demand_of_run[place * num_runs + i];
+    return sum;
   }
 
   __device__ void Assign(const Entry& entry, const Demand& demand, const Span& span) const {
@@ -229,11 +224,12 @@ class KeyAssigner {
 
 // The first blocks handle bins, the others the parts of refined ones.
 __global__ void __launch_bounds__(kListThreads) AssignKeys(SketchSettings settings, SketchWorkspace* workspace) {
+  WaitForPreviousKernel();
   if (workspace->has_non_finite) return;
   if (blockIdx.x < kListBlocks) return KeyAssigner(blockIdx.x, settings, workspace).AssignBins();
-  for (uint32_t place = blockIdx.x - kListBlocks; place < workspace->num_refined; place += kPlaceBlocks) {
-    const uint32_t block = PositionOf(workspace->bin_of_place[place]) / kListThreads;
-    KeyAssigner(block, settings, workspace).AssignParts(place);
+  for (uint32_t i = blockIdx.x - kListBlocks; i < workspace->NumRuns(); i += kRunBlocks) {
+    const Run run(i, *workspace);
+    KeyAssigner(PositionOf(run.bin) / kListThreads, settings, workspace).AssignParts(run);
   }
 }
 
@@ -246,7 +242,8 @@ __device__ void WriteCode(uint32_t slot, uint8_t code, SketchWorkspace* workspac
 }
 
 // One block for each key. A key's code is the number of keys with members before it.
-__global__ void __launch_bounds__(kNumCodes) WriteBuckets(float* bucket_values, SketchWorkspace* workspace) {
+__global__ void __launch_bounds__(kListThreads) WriteBuckets(float* bucket_values, SketchWorkspace* workspace) {
+  WaitForPreviousKernel();
   const int key = blockIdx.x, thread = threadIdx.x;
   if (workspace->has_non_finite) {
     if (thread == 0) bucket_values[key] = __uint_as_float(kNan);
@@ -254,25 +251,25 @@ __global__ void __launch_bounds__(kNumCodes) WriteBuckets(float* bucket_values, 
   }
   const uint32_t num_entries = workspace->num_entries_of_key[key];
   if (num_entries == 0) return;
-  const uint32_t num_entries_of_thread = workspace->num_entries_of_key[thread];
+  const uint32_t num_entries_of_thread = thread < kNumCodes ? workspace->num_entries_of_key[thread] : 0;
   const int code = __syncthreads_count(num_entries_of_thread > 0 && thread < key);
   const bool is_last = !__syncthreads_or(num_entries_of_thread > 0 && thread > key);
   const uint32_t first = ScanBlock(thread < key ? num_entries_of_thread : 0, Plus()).total;
 
   double sum = 0, members = 0;
 #pragma unroll 4
-  for (uint32_t i = first + thread; i < first + num_entries; i += kNumCodes) {
+  for (uint32_t i = first + thread; i < first + num_entries; i += kListThreads) {
     const Entry entry = workspace->entries[i];
     sum += SumOf(entry, workspace->members[entry.slot], workspace->low_bits[entry.slot]);
     members += workspace->members[entry.slot];
   }
-  for (uint32_t i = first + thread; i < first + num_entries; i += kNumCodes) {
+  for (uint32_t i = first + thread; i < first + num_entries; i += kListThreads) {
     WriteCode(workspace->entries[i].slot, static_cast<uint8_t>(code), workspace);
   }
   sum = ScanBlock(sum, Plus()).total;
   members = ScanBlock(members, Plus()).total;
   // Behind the last bucket its value is repeated.
-  if (thread == code || (is_last && thread > code)) {
+  if (thread == code || (is_last && thread > code && thread < kNumCodes)) {
     bucket_values[thread] = static_cast<float>(sum / members);
   }
 }

@@ -17,6 +17,8 @@ constexpr uint32_t kMaxParts = kRefineFraction << (kBinShift - kMaxPartShift);
 // Bins, and behind them parts, have slots: places in arrays.
 constexpr uint32_t kNumSlots = kNumBins + kMaxParts;
 
+constexpr uint16_t kNotRefined = UINT16_MAX;
+
 // A block of threads handles this many bins that are neighbors in the order of the values, one per thread.
 constexpr int kListThreads = 1024;
 constexpr int kListBlocks = kNumBins / kListThreads;
@@ -48,6 +50,18 @@ __device__ inline Demand ShuffleUp(const Demand& demand, int distance) {
 
 static_assert(kNumSlots < Demand::kPoint && kNumCodes / kPointBuckets < 256, "both counts have to fit");
 
+// How many slots a place takes.
+__device__ inline uint32_t PartsPerPlace(int part_shift) { return 1u << (kBinShift - part_shift); }
+
+// A block of threads handles a run of parts that are neighbors in the order of the values.
+__device__ inline uint32_t RunsPerPlace(int part_shift) {
+  return (PartsPerPlace(part_shift) + kListThreads - 1) / kListThreads;
+}
+
+// Places that are not divided have a run each, and the parts of the others are no more than those of one bin.
+constexpr uint32_t kMaxRuns = kRefineFraction;
+static_assert(kMaxRuns >= (1u << kBinShift) / kListThreads, "runs of few places have to fit");
+
 struct SketchWorkspace {
   // Zero at first.
   uint32_t has_non_finite;
@@ -58,16 +72,15 @@ struct SketchWorkspace {
 
   // Written before they are read.
   uint32_t num_refined;
-  uint32_t refined_mask[kNumBins / 32];  // A bit for each bin.
-  uint16_t place_of_bin[kNumBins];       // A refined bin's place among them in the order of the values, from 0.
+  uint16_t place_of_bin[kNumBins];  // A refined bin's place among them in the order of the values, or kNotRefined.
   uint32_t bin_of_place[kRefineFraction];
   Demand demand_of_block[kListBlocks];  // Of the bins that are not refined.
-  Demand demand_of_place[kRefineFraction];
+  Demand demand_of_run[kMaxRuns];
   Entry entries[kNumSlots];  // Those with members, in the order of the values and so of their keys.
 
   __device__ bool HasRefined() const { return num_refined > 0 && has_non_finite == 0; }
 
-  __device__ bool IsRefined(uint32_t bin) const { return refined_mask[bin / 32] >> bin % 32 & 1u; }
+  __device__ bool IsRefined(uint32_t bin) const { return place_of_bin[bin] != kNotRefined; }
 
   // The values of a part have in common what is above so many bits.
   __device__ int PartShift() const {
@@ -75,10 +88,9 @@ struct SketchWorkspace {
     while (1u << shift < num_refined && shift < kMaxPartShift) ++shift;
     return shift;
   }
-};
 
-// How many slots a place takes.
-__device__ inline uint32_t PartsPerPlace(int part_shift) { return 1u << (kBinShift - part_shift); }
+  __device__ uint32_t NumRuns() const { return num_refined * RunsPerPlace(PartShift()); }
+};
 
 // The slot of the first part at a place.
 __device__ inline uint32_t SlotOfPlace(uint32_t place, int part_shift) {
@@ -96,6 +108,14 @@ __device__ inline uint32_t BinAt(uint32_t position) {
 
 __device__ inline uint32_t PositionOf(uint32_t bin) {
   return bin < kSignBin ? bin + kSignBin : kNumBins - 1 - bin;
+}
+
+// What kernels that start early begin with. The next kernel may then start early, too, and wait here.
+__device__ inline void WaitForPreviousKernel() {
+#if __CUDA_ARCH__ >= 900
+  cudaGridDependencySynchronize();
+  cudaTriggerProgrammaticLaunchCompletion();
+#endif
 }
 
 }  // namespace hop_tf

@@ -1,5 +1,4 @@
-// The quantile sketch's first steps: CountBins counts the members of bins, CountParts those of the parts of refined
-// bins. Both count most values in shared memory.
+// The quantile sketch's first step: CountBins counts the members of bins, most of them in shared memory.
 
 #ifndef HOP_TF_OPS_CUDA_SKETCH_COUNT_CUH_
 #define HOP_TF_OPS_CUDA_SKETCH_COUNT_CUH_
@@ -10,22 +9,11 @@
 #include "packs.cuh"
 #include "sketch_bins.cuh"
 
-// Variants to compare on a device: 1 counts with one block per multiprocessor, 2 with no function calls.
-#ifndef HOP_TF_SKETCH_VARIANT
-#define HOP_TF_SKETCH_VARIANT 0
-#endif
-#if HOP_TF_SKETCH_VARIANT == 2
-#define HOP_TF_RARE __forceinline__
-#else
-#define HOP_TF_RARE __noinline__
-#endif
-
 namespace hop_tf {
 namespace {
 
-// Blocks per multiprocessor. With two, one counts while the other waits at a barrier. A single one adds to device
-// memory half as often.
-constexpr int kCountBlocksPerMultiprocessor = HOP_TF_SKETCH_VARIANT == 1 ? 1 : 2;
+// Blocks per multiprocessor. With two, one counts while the other waits at a barrier.
+constexpr int kCountBlocksPerMultiprocessor = 2;
 constexpr int kCountThreads = 1024 / kCountBlocksPerMultiprocessor;
 
 // Exponents that are counted in shared memory: at most 80 KiB, so that two blocks fit where memory allows it.
@@ -94,7 +82,16 @@ class SlotCounters {
   __device__ void AddToWindow(uint32_t pattern) const { AddToCounter(window_.CounterOf(pattern), pattern & kLowMask); }
 
   // `slot` is not 0.
-  __device__ void AddToSlot(uint32_t slot, uint32_t low) const { AddToHotCounter(*this, slot, low); }
+  __device__ __forceinline__ void AddToSlot(uint32_t slot, uint32_t low) const {
+    uint32_t hot = slot * 2654435769u >> (32 - kHotSlotBits);  // 2^32 divided by the golden ratio.
+    for (int probe = 0; probe < kHotSlotProbes; ++probe, hot = (hot + 1) % kHotSlots) {
+      uint32_t owner = HotSlots()[hot];
+      if (owner == 0) owner = atomicCAS(&HotSlots()[hot], 0u, slot);
+      if (owner == 0 || owner == slot) return AddToCounter(window_.NumCounters() + hot, low);
+    }
+    atomicAdd(&workspace_->members[slot], 1u);
+    if (low != 0) atomicAdd(&workspace_->low_bits[slot], static_cast<unsigned long long>(low));
+  }
 
   // Moves large sums of low bits to device memory. A block may count this many values between two calls: then no
   // addition has to look for a carry.
@@ -139,28 +136,15 @@ class SlotCounters {
     if (low != 0) atomicAdd(&LowBits()[counter], low);
   }
 
-  // Not inline: CountBins calls it rarely, and its loop has to stay short.
-  static __device__ HOP_TF_RARE void AddToHotCounter(SlotCounters counters, uint32_t slot, uint32_t low) {
-    uint32_t* const hot_slots = counters.HotSlots();
-    uint32_t hot = slot * 2654435769u >> (32 - kHotSlotBits);  // 2^32 divided by the golden ratio.
-    for (int probe = 0; probe < kHotSlotProbes; ++probe, hot = (hot + 1) % kHotSlots) {
-      uint32_t owner = hot_slots[hot];
-      if (owner == 0) owner = atomicCAS(&hot_slots[hot], 0u, slot);
-      if (owner == 0 || owner == slot) return counters.AddToCounter(counters.window_.NumCounters() + hot, low);
-    }
-    atomicAdd(&counters.workspace_->members[slot], 1u);
-    if (low != 0) atomicAdd(&counters.workspace_->low_bits[slot], static_cast<unsigned long long>(low));
-  }
-
   const Window window_;
   SketchWorkspace* const workspace_;
   uint32_t* const members_;
 };
 
 // Calls add(pattern) for the block's share of the values. Spills the counters in time, and flushes them at the end.
-template <int kWidth, typename T, typename Add>
+template <int kWidth, int kThreads, typename T, typename Add>
 __device__ void CountAll(const T* values, int64_t num_values, const SlotCounters& counters, const Add& add) {
-  constexpr int kValuesPerRound = kCountThreads * kValuesPerThread;
+  constexpr int kValuesPerRound = kThreads * kValuesPerThread;
   // The last values, too few for a pack, come on top.
   constexpr int kRounds = (SlotCounters::kMaxValuesUntilSpill - kPackWidth) / kValuesPerRound;
   static_assert(kRounds > 0, "a round must not be too large");
@@ -177,10 +161,16 @@ __device__ void CountAll(const T* values, int64_t num_values, const SlotCounters
   counters.Flush();
 }
 
-// A value's magnitude, from a sample that covers the array with the threads of a block; 0 if it is not finite.
+// The thread's value in a sample that covers the array with the threads of a block.
+template <typename T>
+__device__ uint32_t SamplePattern(const T* values, int64_t num_values) {
+  return ToPattern(values[threadIdx.x * num_values / blockDim.x]);
+}
+
+// A sampled value's magnitude; 0 if it is not finite.
 template <typename T>
 __device__ uint32_t SampleMagnitude(const T* values, int64_t num_values) {
-  const uint32_t magnitude = ToPattern(values[threadIdx.x * num_values / kCountThreads]) & kMagnitudeMask;
+  const uint32_t magnitude = SamplePattern(values, num_values) & kMagnitudeMask;
   return magnitude < kInfinity ? magnitude : 0;
 }
 
@@ -198,7 +188,7 @@ __global__ void __launch_bounds__(kCountThreads, kCountBlocksPerMultiprocessor)
 
   uint32_t zeros = 0;
   bool has_non_finite = false;
-  CountAll<kWidth>(values, num_values, counters, [&](uint32_t pattern) {
+  CountAll<kWidth, kCountThreads>(values, num_values, counters, [&](uint32_t pattern) {
     const uint32_t magnitude = pattern & kMagnitudeMask;
     if (window.Contains(pattern)) {
       counters.AddToWindow(pattern);
@@ -215,21 +205,6 @@ __global__ void __launch_bounds__(kCountThreads, kCountBlocksPerMultiprocessor)
   if (threadIdx.x != 0) return;
   if (num_zeros > 0) atomicAdd(&workspace->members[0], num_zeros);
   if (has_non_finite) workspace->has_non_finite = 1;
-}
-
-template <int kWidth, typename T>
-__global__ void __launch_bounds__(kCountThreads, kCountBlocksPerMultiprocessor)
-    CountParts(const T* values, int64_t num_values, SketchWorkspace* workspace) {
-  if (!workspace->HasRefined()) return;
-  extern __shared__ uint4 shared_memory[];
-  const SlotCounters counters(Window(), shared_memory, workspace);
-  const int part_shift = workspace->PartShift();
-  const uint32_t low_mask = (1u << part_shift) - 1;
-  CountAll<kWidth>(values, num_values, counters, [&](uint32_t pattern) {
-    const uint32_t bin = pattern >> kBinShift;
-    if (!workspace->IsRefined(bin)) return;
-    counters.AddToSlot(SlotOfPart(workspace->place_of_bin[bin], pattern, part_shift), pattern & low_mask);
-  });
 }
 
 }  // namespace
