@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import collections
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
+from absl import logging
 
 from hop_tf.errors import ProtocolError
 from hop_tf.membership import Membership
@@ -113,11 +114,19 @@ class Contributions:
                 self._moves.append((k, None if before is None else before.key, self.layout.key))
         return self.layout
 
-    def free_layouts(self) -> None:
-        """Frees those that this rank has left, and of which no more comes here."""
+    def free_layouts(self, *, gives_up: bool = False) -> None:
+        """Frees those that this rank has left, and of which no more comes here.
+
+        Args:
+          gives_up: True if roots could not fill gaps. Then layouts with gaps are freed, too.
+        """
         with self._monitor:
             for layout in self._replica.layouts() if self.layout is not None else []:
                 if is_past(layout.key, self.layout.key) and self._is_settled(layout):
+                    if (roots := self._roots_of_gaps(layout)) and not gives_up:
+                        continue
+                    if roots:
+                        _warn_of_gaps(self._membership.rank, roots)
                     self._settle(layout)
                     self._replica.free(layout)
                     self._peers.forget(layout.key)
@@ -264,6 +273,11 @@ class Contributions:
     def _is_settled(self, layout: Layout) -> bool:
         return all(self._peers.is_settled(layout, piece) for piece in layout.pieces)
 
+    def _roots_of_gaps(self, layout: Layout) -> set[int]:
+        """The roots that have merged what this rank lacks of a layout, without those that have left."""
+        pieces = self._replica.pieces_with_gaps()
+        return self._peers.roots_that_take_part(each for each in pieces if each[0] is layout)
+
     def settle(self) -> None:
         """No more comes of any layout."""
         for layout in self._replica.layouts():
@@ -281,3 +295,12 @@ class Contributions:
         """
         rank = self._membership.rank
         return self._num_lost_before + sum(int(np.sum(sent - ledger.merged[:, rank])) for ledger, sent in self._settled)
+
+
+def _warn_of_gaps(rank: int, roots: Collection[int]) -> None:
+    logging.warning(
+        "rank %d: while this rank was silent and others left, ranks %s added up steps that did not arrive here. Some "
+        "ranks lack these steps, because no rank has all of what the others have.",
+        rank,
+        sorted(roots),
+    )

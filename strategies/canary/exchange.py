@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from hop_tf.codecs import Codec, Identity
 from hop_tf.collectives import Network
+from hop_tf.errors import HopError
 from hop_tf.membership import SessionQueue, Silence
 from hop_tf.runtime.averaging import LateChanges
 from hop_tf.runtime.exchange import Exchange, Incoming, Outgoing
@@ -33,6 +34,8 @@ from hop_tf.tensors.packing import Packing
 from hop_tf.transport.base import Message
 
 _JOIN_SECONDS = 5.0
+# Two ranks may each lack what the other one has, in layouts that overlap. They give up those of the past.
+_MAX_IN_VAIN = 8
 # In the end, messages to the rank that is asked may be on their way for some time.
 _MAX_PULLS, _PULL_PAUSE_SECONDS = 100, 0.1
 _MIN_INBOX_BYTES = 64 * 2**20
@@ -183,7 +186,7 @@ class CanaryExchange(Exchange, Joiner):
         self._is_dropping = self._was_dropping = False
         self.num_left.assign(len(self.members))
         self._has_joined = False
-        self._num_left = 0
+        self._num_left = self._num_in_vain = 0
         self._sent_rounds = 0
 
     # Steps.
@@ -295,24 +298,38 @@ class CanaryExchange(Exchange, Joiner):
             self.replica.gei.start(target)
         return Incoming(k, self.merge_segment, self.replica.read(), num_skipped=target - (k + 1))
 
-    def _pull(self, k: int) -> None:
+    def _pull(self, k: int, *, waits_for_silent: bool = False) -> None:
         """Takes the state of a faster rank, and with it the layouts that it knows."""
-        self._contributions.free_layouts()
+        self._contributions.free_layouts(gives_up=self._num_in_vain >= _MAX_IN_VAIN)
         gaps = set(self.replica.gaps)
-        self._pulling.pull(k)
-        for key, index in gaps - self.replica.gaps.keys():
+        self._pulling.pull(k, waits_for_silent=waits_for_silent)
+        filled = gaps - self.replica.gaps.keys()
+        for key, index in filled:
             if self.replica.is_known(key):
                 layout = self.replica.layout(key)
                 self._threads[layout.pieces[index].thread].leave_resync(layout, layout.pieces[index])
+        is_in_vain = not filled and not self._pulling.roots_of_gaps() <= self._silence.ranks
+        self._num_in_vain = self._num_in_vain + 1 if is_in_vain else 0
         self._contributions.recheck()
 
     def _fill_gaps(self, k: int) -> None:
-        """The others, which have ended their steps, have what this rank has missed."""
-        for _ in range(_MAX_PULLS):
-            if not self.replica.gaps:
+        """Takes what this rank has missed from the roots, which have ended their steps.
+
+        What a root had summed up that has left may be nowhere any more.
+
+        Raises:
+          HopError: As `Membership.wait` does, or if the roots' states cannot be taken.
+        """
+        for _ in range(_MAX_PULLS + self._membership.world_size):
+            if self.replica.gaps:
+                self._pull(k, waits_for_silent=True)
+            if not (roots := self._pulling.roots_of_gaps()):
                 return
-            self._pull(k)
             self._membership.wait_until(lambda: not self.replica.gaps, _PULL_PAUSE_SECONDS)
+        raise HopError(
+            f"rank {self._membership.rank}: steps that ranks {sorted(roots)} have summed up did not arrive here, and "
+            "the states of these ranks cannot be taken, as each of them lacks other steps."
+        )
 
     def _finish(self, k: int, changes: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
         """Waits until all have made their last step, and all that was sent is merged; then evens out what is left.

@@ -41,7 +41,7 @@ class MessageKind(enum.IntEnum):
       FULL: The sender has received more than it may keep: nobody is to begin an iteration before there is room. The
         piece is the number of its thread.
       ROOM: There is room again.
-      END: Its root sends out nothing more of the piece.
+      END: Its root sends out nothing more of the piece than what it has, up to this number.
       HEARD: The sender has heard of this layout: its roots are to say when no more comes of it.
       MISSED: The sender has left out some sums of the piece, up to this number: the receiver was silent.
       ENDING: The sender is about to end; the key tells the incarnations of ranks that it knows of (see `ending`).
@@ -79,7 +79,8 @@ class Header:
       key: Names the layout that it is about.
       newest: zeta, as far as the sender knows.
       piece: Number of the piece.
-      sequence: Of DOWN: its number among those of the root for the piece; of a resync's messages: that of the resync.
+      sequence: Of DOWN: its number among those of the root for the piece; of END and MISSED: the last such number;
+        of a resync's messages: that of the resync.
       contributions: Ranks and iterations of what is summed up.
     """
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from hop_tf.membership import Membership
 from hop_tf.strategies.canary.layout import Layout, Piece
@@ -96,10 +96,11 @@ class Peers:
         """A rank has started an iteration; -1: none yet."""
         self._iterations[rank] = max(iteration, self._iterations.get(rank, iteration))
 
-    def fastest(self, except_for: Collection[int] = ()) -> int | None:
-        """The other rank that is furthest, but for some; None where none is known."""
-        ranks = [rank for rank in self.present() if rank in self._iterations and rank not in except_for]
-        return max(ranks, key=self._iterations.get, default=None)
+    def fastest(self, except_for: Collection[int] = (), among: Collection[int] | None = None) -> int | None:
+        """The other rank that is furthest, but for some; None if there is none. Default: among all that are known."""
+        among = self._iterations if among is None else among
+        ranks = [rank for rank in self.present() if rank in among and rank not in except_for]
+        return max(ranks, key=lambda rank: self._iterations.get(rank, -1), default=None)
 
     def without_room(self) -> list[int]:
         """The other ranks that have received more than they may keep."""
@@ -119,6 +120,10 @@ class Peers:
     def takes_part(self, layout: Layout, rank: int) -> bool:
         """Whether a rank takes part still, in the incarnation in which it is in a layout."""
         return layout.key[rank] == self.key_of(rank) and self.is_present(rank)
+
+    def roots_that_take_part(self, pieces: Iterable[tuple[Layout, Piece]]) -> set[int]:
+        """The roots of pieces, without those that have left."""
+        return {piece.root for layout, piece in pieces if self.takes_part(layout, piece.root)}
 
     def is_connected(self, layout: Layout, piece: Piece, rank: int) -> bool:
         """Whether what a rank and the root of a piece send to each other arrives: nobody between them has left."""

@@ -372,11 +372,13 @@ class PieceThread:
         with self._monitor:
             is_due = not (pending and pending.senders) and self._peers.has_all_come(layout, piece)
         if is_due:
-            self._end(layout, piece, self._channel.header(MessageKind.END, layout.key, piece.index))
+            number = int(layout.ledger.sequences[piece.index])
+            self._end(layout, piece, self._channel.header(MessageKind.END, layout.key, piece.index, number))
 
     def _end(self, layout: Layout, piece: Piece, header: Header) -> None:
         for child, level in piece.children:
             self._channel.send(child, header, level=level)
+        self._replica.miss(layout, piece, header.sequence)  # What was left out may be told behind this message.
         self._resync.end(layout, piece)
         self._sums.pop((layout.key, piece.index), None)
         with self._monitor:

@@ -5,12 +5,17 @@ taken only if all that was merged here was merged there, too: what is on its way
 number that a ledger knows, and is not merged again. Else the next one is asked; and if all lack something, it is taken
 from the fastest one, provided that what that lacks never comes there.
 
+A rank that was not sent all messages of a piece asks the root of the piece. The fastest rank may lack the same
+messages: each of two such ranks would take the state of the other one, and lack them for ever.
+
 A rank that has just joined takes the state of another one before it merges anything. Who asks it meanwhile is told that
 it has none to give, at once: two such ranks would wait for each other. The state tells of layouts, too, that it has no
 part in: whoever takes its state later may have.
 """
 
 from __future__ import annotations
+
+from collections.abc import Collection
 
 import numpy as np
 
@@ -43,12 +48,19 @@ class Pulling:
         self._peers = peers
         self._channel = channel
         self._silence = silence
+        self._passes_by = False
         self._asked: int | None = None
         self._state: np.ndarray | None = None  # Empty where the rank that was asked has none to give.
         self.num_pulls = self.num_rejected = 0
 
-    def pull(self, step: int) -> None:
+    def pull(self, step: int, *, waits_for_silent: bool = False) -> None:
         """Takes the state of the fastest rank whose state may be taken; it asks three at most that have one.
+
+        Roots of pieces that this rank lacks messages of come before all others.
+
+        Args:
+          step: For error messages.
+          waits_for_silent: True if silent ranks are asked, too. A rank that has just joined always asks them.
 
         Blocks: until each has answered, which takes no computation of it; or it has left, and be it that another
           process has taken its place since; or it is silent, and this rank can do without.
@@ -57,13 +69,14 @@ class Pulling:
           HopError: As `Membership.wait` does.
         """
         num_attempts, without, refused = 0, set(), set()
+        self._passes_by = self._replica.is_complete and not waits_for_silent
         while num_attempts < _MAX_ATTEMPTS:
             with self._membership.monitor:
                 # The ranks that take part may have changed since this one has last contributed.
                 key, without = self._peers.present_key(), without | self._passed_by()
-                fastest = self._peers.fastest(without | refused)
+                fastest = self._source(without | refused)
                 if may_drop := fastest is None or num_attempts == _MAX_ATTEMPTS - 1:
-                    fastest = self._peers.fastest(without)
+                    fastest = self._source(without)
                 self._state, self._asked = None, fastest
             if fastest is None:
                 break
@@ -85,12 +98,21 @@ class Pulling:
             num_attempts += 1
         self.num_rejected += 1
 
+    def roots_of_gaps(self) -> set[int]:
+        """The roots that have merged what this rank lacks, without those that have left."""
+        return self._peers.roots_that_take_part(self._replica.pieces_with_gaps())
+
+    def _source(self, except_for: Collection[int]) -> int | None:
+        """The rank to ask next; None if there is none."""
+        root = self._peers.fastest(except_for, among=self.roots_of_gaps())
+        return self._peers.fastest(except_for) if root is None else root
+
     def _is_awaited(self, rank: int, key: bytes) -> bool:
         return self._state is None and self._peers.key_of(rank) == key[rank] and rank not in self._passed_by()
 
     def _passed_by(self) -> frozenset[int]:
-        """Ranks that are not asked as they are silent. A rank that has just joined needs the state of somebody."""
-        return self._silence.ranks if self._replica.is_complete else frozenset()
+        """The silent ranks, if they are not asked."""
+        return self._silence.ranks if self._passes_by else frozenset()
 
     def receive(self, sender: int, payload: np.ndarray) -> None:
         """A state has come; the monitor is held. One that was asked for earlier is of no use any more."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -238,6 +238,11 @@ class Replica:
                 where = layout.key, piece.index
                 self.gaps[where] = max(sequence, self.gaps.get(where, 0))
 
+    def pieces_with_gaps(self) -> list[tuple[Layout, Piece]]:
+        """The pieces of which this rank lacks messages. Their roots have merged these."""
+        with self.lock:
+            return [(self._layouts[key], self._layouts[key].pieces[index]) for key, index in self.gaps]
+
     def slice_of(self, piece: Piece) -> np.ndarray:
         """The piece of the weights; the lock is held."""
         return self.weights[piece.bucket][piece.where]
@@ -303,11 +308,11 @@ class Replica:
                 for where, values in snapshots.items()
                 if not self.is_freed(where[0])  # Nothing more comes here of a resync of such a one.
             }
-            kept = self._pieces_ahead(tables)
-            for key, ledger in ledgers.items() if not kept else ():
-                is_past = self.is_freed(key) and (key in freed or key[giver] != incarnations[giver])
-                if not (may_drop and is_past) and not ledger.is_within(tables.get(key)):
-                    return False
+            is_past = {key: key in freed or key[giver] != incarnations[giver] for key in self._past}
+            compared = [key for key in ledgers if not (may_drop and is_past.get(key))]
+            kept = self._pieces_ahead(tables, compared)
+            if not kept and not all(ledgers[key].is_within(tables.get(key)) for key in compared):
+                return False
             own = [self._read_piece(*each) for each in kept]
             self._past = {**self._past, **{key: Ledger.of(tables[key]) for key in tables.keys() - ledgers.keys()}}
             for key, ledger in ledgers.items():
@@ -322,16 +327,22 @@ class Replica:
             self.is_complete = True
             return True
 
-    def _pieces_ahead(self, tables: Mapping[bytes, np.ndarray]) -> list[tuple[Layout, Piece]]:
+    def _pieces_ahead(
+        self, tables: Mapping[bytes, np.ndarray], compared: Collection[bytes]
+    ) -> list[tuple[Layout, Piece]]:
         """Pieces in which this rank, which has gaps in others, is ahead of a state.
 
-        None where either knows of several layouts: the pieces of these overlap.
+        None if the two differ in several of the layouts that are compared, because pieces of these overlap.
         """
-        ledgers = self._ledgers()
-        if not self.gaps or len(ledgers) != 1 or tables.keys() != self._layouts.keys():
+        if not self.gaps:
             return []
-        ((key, layout),) = self._layouts.items()
-        ahead = layout.ledger.is_ahead(tables[key])
+        ledgers = self._ledgers()
+        unlike = [key for key in compared if not np.array_equal(ledgers[key].table, tables.get(key))]
+        unlike += tables.keys() - ledgers.keys()
+        if len(unlike) != 1 or unlike[0] not in self._layouts or unlike[0] not in tables:
+            return []
+        layout = self._layouts[unlike[0]]
+        ahead = layout.ledger.is_ahead(tables[layout.key])
         return [(layout, piece) for piece in layout.pieces if ahead[piece.index]]
 
     def _read_piece(self, layout: Layout, piece: Piece) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:

@@ -293,7 +293,8 @@ class FaultsTest(tf.test.TestCase, parameterized.TestCase):
 
     @pytest.mark.slow
     def test_nothing_is_merged_twice_where_ranks_freeze_too(self):
-        for seed in range(_NUM_SCHEDULES // 2):
+        # 21: of two ranks that are left, each lacks what the other one has added up, in layouts that overlap.
+        for seed in [*range(_NUM_SCHEDULES // 2), 21]:
             rng = np.random.default_rng([9, seed])
             job = _random_job(rng, limit_seconds=1e4)
             for _ in range(rng.integers(1, 4)):

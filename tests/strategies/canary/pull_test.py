@@ -16,7 +16,7 @@ _STATE, _NONE_TO_GIVE = np.ones(4, np.uint8), np.empty(0, np.uint8)
 
 
 class PullTest(tf.test.TestCase, parameterized.TestCase):
-    def _pull(self, ranks, answers, takes, falls_silent=(), is_complete=True):
+    def _pull(self, ranks, answers, takes, falls_silent=(), is_complete=True, roots=(), **arguments):
         """Has rank 0 pull.
 
         Args:
@@ -25,6 +25,8 @@ class PullTest(tf.test.TestCase, parameterized.TestCase):
           takes: Each `(giver, may_drop)` with which a state is taken.
           falls_silent: Those that do not answer before they were silent for some time.
           is_complete: False if the rank has just joined.
+          roots: The roots that have merged what rank 0 lacks.
+          **arguments: Those of `Pulling.pull`.
 
         Returns:
           Who was asked, with whose state what was tried, and what has come of it.
@@ -34,7 +36,10 @@ class PullTest(tf.test.TestCase, parameterized.TestCase):
         )
         silence.ranks, replica.is_complete = frozenset(), is_complete
         membership.monitor = mock.MagicMock()
-        peers.fastest.side_effect = lambda without: next((rank for rank in ranks if rank not in without), None)
+        peers.roots_that_take_part.return_value = roots
+        peers.fastest.side_effect = lambda without, among=ranks: next(
+            (rank for rank in ranks if rank in among and rank not in without), None
+        )
         peers.present_key.return_value = key_now = b"\1" * 5
         left, asked, tried = set(), [], []
         peers.key_of.side_effect = lambda rank: 0 if rank in left else key_now[rank]
@@ -43,7 +48,7 @@ class PullTest(tf.test.TestCase, parameterized.TestCase):
             asked.append(rank)
             if rank in falls_silent:
                 silence.ranks |= {rank}
-            if rank in answers and not (is_complete and rank in falls_silent):
+            if rank in answers and not (is_complete and rank in falls_silent and not arguments):
                 pulling.receive(rank, answers[rank])
             elif rank not in falls_silent:
                 left.add(rank)
@@ -58,7 +63,7 @@ class PullTest(tf.test.TestCase, parameterized.TestCase):
         channel.send.side_effect, replica.adopt.side_effect = send, adopt
         silence.wait.side_effect = lambda missing, **_: self.assertEmpty(missing())
         pulling = Pulling(membership, replica, peers, channel, silence)
-        pulling.pull(7)
+        pulling.pull(7, **arguments)
         return asked, tried, (pulling.num_pulls, pulling.num_rejected)
 
     @parameterized.named_parameters(
@@ -102,6 +107,18 @@ class PullTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(result, ([1, 2, 3], [(3, False)], (1, 0)))
         # A rank that has just joined waits.
         result = self._pull([1, 2, 3], answers, takes, falls_silent=(1, 2), is_complete=False)
+        self.assertEqual(result, ([1], [(1, False)], (1, 0)))
+
+    def test_asks_roots_of_what_is_missing_first(self):
+        """The fastest of them, and then the fastest other rank."""
+        answers, tried = dict.fromkeys([1, 2, 3, 4], _STATE), [(3, False), (4, False), (3, True)]
+        result = self._pull([1, 2, 3, 4], answers, {(3, True)}, roots={3, 4})
+        self.assertEqual(result, ([giver for giver, _ in tried], tried, (1, 0)))
+        result = self._pull([1, 2, 3, 4], answers, {(1, False)}, roots={4})
+        self.assertEqual(result, ([4, 1], [(4, False), (1, False)], (1, 0)))
+
+    def test_waits_for_a_silent_rank_if_it_is_told_to(self):
+        result = self._pull([1, 2], {1: _STATE}, {(1, False)}, falls_silent=(1,), waits_for_silent=True)
         self.assertEqual(result, ([1], [(1, False)], (1, 0)))
 
     def test_a_state_that_was_asked_for_earlier_is_not_taken(self):

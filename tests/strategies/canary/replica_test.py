@@ -186,6 +186,26 @@ class AdoptTest(tf.test.TestCase, parameterized.TestCase):
         self.assertFalse(_adopt(own, other))
         self.assertTrue(_adopt(own, other, may_drop=True))
 
+    def test_a_rank_with_gaps_keeps_pieces_that_it_is_ahead_in(self):
+        """Each of two ranks lacks a message of the other one. A layout of the past holds the same on both."""
+        own, other = _replica(0), _replica(1)
+        expected = np.zeros_like(own.weights[0])
+        expected[own.layout(_WHOLE).pieces[0].where] += 1.0
+        for replica in (own, other):
+            _merge(replica, _WHOLE, 0, 1, ((0, 0),))
+            replica.free(replica.layout(_WHOLE))
+        pieces = own.layout(_WITHOUT_2).pieces
+        for replica, giver, piece in ((own, other, 0), (other, own, 1)):
+            _merge(replica, _WITHOUT_2, piece, 1, ((0, 1), (1, 1)), value=5.0)
+            giver.miss(giver.layout(_WITHOUT_2), pieces[piece], 1)
+        self.assertTrue(_adopt(own, other, _WITHOUT_2))
+        self.assertTrue(_adopt(other, own, _WITHOUT_2))
+        for piece in pieces[:2]:
+            expected[piece.where] += 5.0
+        for replica in (own, other):
+            self.assertAllEqual(replica.weights[0], expected)
+            self.assertEmpty(replica.gaps)
+
     def test_nothing_is_merged_behind_what_was_dropped(self):
         """The ledger would tell of both. It has waited to be merged as the layout was freed."""
         own, other = _replica(0), _replica(1)

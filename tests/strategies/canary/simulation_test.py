@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import itertools
 import os
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from hop_tf.simulate.virtual import VirtualCluster
 from hop_tf.strategies.canary.exchange import AsyncSettings, CanaryExchange
 from hop_tf.strategies.canary.gei import Thresholds, bit_of
 from hop_tf.strategies.canary.layout import Layout
-from hop_tf.strategies.canary.messages import CONTRIBUTION_BYTES, MessageKind
+from hop_tf.strategies.canary.messages import CONTRIBUTION_BYTES, Channel, MessageKind
 from hop_tf.tensors.buffers import BufferPool
 from hop_tf.tensors.packing import Packing, TensorSpec
 from hop_tf.transport.framing import MAX_HEADER_BYTES
@@ -457,6 +458,28 @@ class FrozenTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual([len(job.made[rank]) for rank in (0, 2)], [60, 60])
         self.assertGreater(min(job.seconds.values()), 6.0)
         self.assertEqual(job.counters[1]["pulls_rejected"], 0)
+
+    def test_ranks_that_lack_the_same_do_not_ask_each_other(self):
+        """Rank 2 freezes, and passes sums on to rank 0. Rank 2 ends last, so each is the fastest rank for the other."""
+        job = self._run("bcube:2,2", 4, num_steps=60, freezes=[(2, 3.03, 10.0)], stops_at={0: 58, 1: 58, 3: 58})
+        for rank in range(4):
+            self.assertEqual(job.counters[rank]["contributions_lost"], 0)
+            self.assertLess(job.counters[rank]["pulls"], 4)
+
+    def test_a_rank_hears_in_the_end_how_many_sums_there_were(self):
+        """The message with which a root ends a piece may come before the one that tells what the root left out.
+
+        Rank 1 freezes when it has made its last step.
+        """
+        send = Channel.send
+
+        def lose_missed(channel, rank, header, *arguments, **keywords):
+            if header.kind is not MessageKind.MISSED:
+                send(channel, rank, header, *arguments, **keywords)
+
+        with mock.patch.object(Channel, "send", lose_missed):
+            job = self._run("mesh", 3, num_steps=60, freezes=[(1, 4.0, 10.0)], stops_at={1: 30})
+        self.assertGreater(job.counters[1]["pulls"], 0)
 
     @pytest.mark.slow
     def test_what_a_message_can_tell_of_bounds_what_is_kept_back(self):
