@@ -13,6 +13,8 @@ from hop_tf.membership.waiting import Waiting
 
 # A question is answered within that time and 8 round trips: by the transport's threads, whatever the rank computes.
 _ANSWER_SECONDS = 0.2
+# A waiting rank wakes up for each message. It looks less often, because looking takes time.
+_LOOK_SECONDS = 0.1
 # A process that has not looked for so long has stood still itself: what has come meanwhile is not read yet.
 _STANDSTILL_SECONDS = 1.0
 
@@ -60,8 +62,10 @@ class Silence:
         self._asked_at: dict[int, float] = {}
 
     def look(self, awaited: Collection[int]) -> bool:
-        """Looks which of the awaited ranks are silent; True if one is that was not before. Called while it waits."""
+        """Looks which of the awaited ranks are silent; True if one is that was not before. Called at each wake-up."""
         now = self._membership.monitor.now()
+        if 0 <= now - self._looked_at < _LOOK_SECONDS:
+            return False
         if now > self._looked_at + _STANDSTILL_SECONDS:
             self._asked_at.clear()
         self._looked_at = now

@@ -1,5 +1,7 @@
 """Which ranks are found to be silent, on the virtual clock."""
 
+from unittest import mock
+
 import tensorflow as tf
 
 from hop_tf.errors import DeadlineExceededError
@@ -48,6 +50,20 @@ class SilenceTest(tf.test.TestCase):
         self._run(lambda: self._wait([2]))
         self.assertGreaterEqual(self.now(), 21.0)
         self.assertEmpty(self.silence.ranks)
+
+    def test_looks_less_often_than_the_rank_wakes_up(self):
+        """Reading the state of the transport at each wake-up would slow down ordinary steps."""
+
+        def body():
+            transport = self.cluster.memberships[0].transport
+            with mock.patch.object(transport, "status", wraps=transport.status) as status:
+                self.silence.begin()
+                for _ in range(100):
+                    self.assertFalse(self.silence.look([1, 2]))
+                    self.cluster.scheduler.sleep(0.01)
+            self.assertBetween(status.call_count, 2 * 9, 2 * 11)
+
+        self._run(body)
 
     def test_a_rank_that_has_died_is_waited_for(self):
         """Or nobody would tell that it is lost."""
