@@ -64,6 +64,7 @@ class Operation:
         self._lane = lane
         membership.check()  # Who is alone waits for nobody, and would not hear that the job has ended.
         with membership.monitor:
+            self._version = membership.version
             self.ranks = self.present()
             self.incarnations = self._incarnations_now()
             # Who recovers begins an attempt when it knows that nobody has ended another one.
@@ -90,7 +91,13 @@ class Operation:
         return [known.get(rank, 0) for rank in self.ranks]
 
     def _has_changed(self) -> bool:
-        return self.present() != self.ranks or self._incarnations_now() != self.incarnations
+        """True if other ranks, or other processes, take part now. Looks at them only after something has changed."""
+        if (version := self._membership.version) == self._version:
+            return False
+        if self.present() != self.ranks or self._incarnations_now() != self.incarnations:
+            return True
+        self._version = version
+        return False
 
     def _may_end_without_this(self, is_first: bool) -> list[int]:
         """Those that have left before this attempt; and, before this rank has sent a mean, those that leave in it.

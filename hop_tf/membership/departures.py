@@ -41,10 +41,12 @@ class Departures:
     Attributes:
       session: The running session, or the one that the rank is about to enter.
       incarnations: How many times a rank has joined a session that was under way; ranks that never did are left out.
+      version: Another number after each change. Who keeps what follows from the above needs to look at this only.
     """
 
     def __init__(self):
         self.session = 0
+        self.version = 0
         self.incarnations: dict[int, int] = {}
         self._left: dict[tuple[int, int], Departure] = {}  # By session and rank.
         self._gone: dict[int, Departure] = {}  # For good.
@@ -52,6 +54,7 @@ class Departures:
     def enter(self, session: int) -> None:
         """The rank is about to enter `session`."""
         self.session = session
+        self.version += 1
         self._left = {key: departure for key, departure in self._left.items() if not self._is_past(key[0])}
 
     def _is_past(self, session: int) -> bool:
@@ -91,6 +94,7 @@ class Departures:
 
     def forget(self, rank: int) -> None:
         """Forgets how `rank` has ended, in this session and for good."""
+        self.version += 1
         self._left = {key: departure for key, departure in self._left.items() if key[1] != rank}
         self._gone.pop(rank, None)
 
@@ -102,6 +106,7 @@ class Departures:
         departure = Departure(
             dict(leave.sent_rounds), leave.reason, leave.final, leave.lost, leave.num_rounds, leave.failed
         )
+        self.version += 1
         key = (leave.session, leave.rank)
         if leave.lost or key not in self._left:
             self._left[key] = departure

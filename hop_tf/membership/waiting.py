@@ -116,6 +116,11 @@ class Waiting(abc.ABC):
         status = self.transport.status(rank)
         return status if self._patience is None else self._patience.discount(status)
 
+    @property
+    def version(self) -> int:
+        """Another number after each change of who takes part."""
+        return self._departures.version
+
     def departed(self) -> set[int]:
         """Ranks that take part in the running session no more."""
         return self._departures.ranks()
