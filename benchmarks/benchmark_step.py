@@ -41,6 +41,7 @@ import results
 from absl import app, flags
 
 KERAS, TORCH, DDP, TF_KERAS, MIRRORED = "keras", "torch", "ddp", "tf_keras", "mirrored"
+SHAT = "shat"  # Beside its workers there is a process that is the server.
 _STRATEGIES: Mapping[str, Callable] = {
     "pipe_sgd": lambda hop_tf: hop_tf.PipeSGDStrategy(),
     "pipe_sgd_k1": lambda hop_tf: hop_tf.PipeSGDStrategy(pipeline_width=1),
@@ -48,7 +49,7 @@ _STRATEGIES: Mapping[str, Callable] = {
     "dts": lambda hop_tf: hop_tf.DTSStrategy(),
     "hop": lambda hop_tf: hop_tf.HopStrategy(),
     "canary": lambda hop_tf: hop_tf.CanaryStrategy(),
-    "shat": lambda hop_tf: hop_tf.SHATParameterServerStrategy(),
+    SHAT: lambda hop_tf: hop_tf.SHATParameterServerStrategy(),
 }
 # By what is distributed: the same without.
 _ALONE = {**dict.fromkeys(_STRATEGIES, KERAS), DDP: TORCH, MIRRORED: TF_KERAS}
@@ -125,14 +126,15 @@ def _used() -> tuple[float, int, int]:
 # In the processes of the ranks.
 
 
-def _measure(case: Mapping, rank: int) -> Cost:
+def _measure(case: Mapping, rank: int) -> Cost | None:
+    """The cost at a rank; None of a server."""
     (addresses,) = case["addresses"]
-    clock = Clock(len(addresses), case["warmup"])
+    clock = Clock(case["num_workers"], case["warmup"])
     if case["kind"] in (TORCH, DDP):
         _train_torch(case, rank, addresses, clock)
     else:
         _train_keras(case, rank, addresses, clock)
-    return clock.cost()
+    return clock.cost() if rank < case["num_workers"] else None
 
 
 def _batch(case: Mapping, rank: int, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
@@ -145,7 +147,10 @@ def _train_keras(case: Mapping, rank: int, addresses: Sequence[str], clock: Cloc
     import tensorflow as tf
 
     tf.config.threading.set_intra_op_parallelism_threads(1)
-    keras, strategy = _library_and_strategy(case["kind"], rank, addresses)
+    try:
+        keras, strategy = _library_and_strategy(case, rank, addresses)
+    except SystemExit:  # A server has served.
+        return
     with strategy.scope():
         model = _keras_model(keras, case["model"])
         model.compile(_optimizer(keras, case["model"]), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
@@ -155,12 +160,15 @@ def _train_keras(case: Mapping, rank: int, addresses: Sequence[str], clock: Cloc
     note = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: clock.step())
     num_steps = case["warmup"] + case["steps"]
     model.fit(rows.repeat().with_options(options), steps_per_epoch=num_steps, epochs=1, verbose=0, callbacks=[note])
+    if case["kind"] == SHAT:
+        strategy.shutdown()
 
 
-def _library_and_strategy(kind: str, rank: int, addresses: Sequence[str]) -> tuple[Any, Any]:
+def _library_and_strategy(case: Mapping, rank: int, addresses: Sequence[str]) -> tuple[Any, Any]:
     """Keras, or tf_keras, and a strategy, made before TensorFlow has done anything."""
     import tensorflow as tf
 
+    kind, num_workers = case["kind"], case["num_workers"]
     if kind in (TF_KERAS, MIRRORED):
         strategy = peers.mirrored_strategy(rank, addresses) if kind == MIRRORED else tf.distribute.get_strategy()
         import tf_keras
@@ -172,7 +180,7 @@ def _library_and_strategy(kind: str, rank: int, addresses: Sequence[str]) -> tup
         return keras, tf.distribute.get_strategy()
     import hop_tf
 
-    peers.set_cluster(rank, addresses)
+    peers.set_cluster(rank, addresses[:num_workers], addresses[num_workers:])
     return keras, _STRATEGIES[kind](hop_tf)
 
 
@@ -279,9 +287,16 @@ def _run(case: _Case) -> Cost:
     environment = {"PYTHONPATH": os.pathsep.join(path)} if case.checkout is not None else {}
     if case.kind in (TF_KERAS, MIRRORED):
         environment["TF_USE_LEGACY_KERAS"] = "1"
-    arguments = {"model": case.model, "kind": case.kind, "warmup": _STEPS.value // 5, "steps": _STEPS.value}
+    arguments = {
+        "model": case.model,
+        "kind": case.kind,
+        "num_workers": case.world_size,
+        "warmup": _STEPS.value // 5,
+        "steps": _STEPS.value,
+    }
     link = _LINK.value if case.world_size > 1 else ranks.LOOPBACK
-    return ranks.run(__file__, arguments, case.world_size, link, num_ports=1, environment=environment)[0]
+    num_processes = case.world_size + (case.kind == SHAT)
+    return ranks.run(__file__, arguments, num_processes, link, num_ports=1, environment=environment)[0]
 
 
 def _median(costs: Sequence[Cost]) -> Cost:

@@ -1,5 +1,5 @@
 // The C interface of hop_tf's CUDA kernels: the functions of kernels/hop_tf_kernels.h, on device memory.
-// SketchAccumulate and Truncate16Accumulate are for processors only. No kernel here has been run on a device yet.
+// SketchAccumulate and Truncate16Accumulate are for processors only.
 //
 // Every function only enqueues work on `stream` (a cudaStream_t) and never waits for the device. Arrays are device
 // memory, aligned like their elements. Results are those of the kernels for processors; sketch codes may differ by one

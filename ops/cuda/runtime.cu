@@ -1,5 +1,4 @@
 #include <cstdio>
-#include <cstdio>
 
 #include "enqueuer.h"
 
@@ -11,8 +10,8 @@ thread_local const char* last_error = "";
 // What nvcc was told to compile for, in rising order: 900 for compute capability 9.0.
 constexpr int kArchitectures[] = {__CUDA_ARCH_LIST__};
 
-// Without std::to_string, because the library would export a table of that.
-// Why devices cannot run the kernels. Of a std::string, this library would export functions of the C++ library.
+// Why devices cannot run the kernels. With std::string or std::to_string, this library would export symbols of the C++
+// library.
 char device_error[128] = "";
 
 template <typename... Numbers>
