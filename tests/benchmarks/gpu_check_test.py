@@ -183,7 +183,7 @@ class HostDeviceTest(_ScriptTestCase):
         self.assertEqual(done.returncode, 1, done.stdout)
         self.assertIn("gaussian, 64K: truncate16 encode: a part of the result was not written", results["differences"])
 
-    @pytest.mark.slow
+    @pytest.mark.stress
     def test_whole_script(self):
         _write_tools(self.tools, nvcc=_NVCC, compute_sanitizer=_TOOL, ncu=_TOOL)
         done = self.run_script(

@@ -60,8 +60,8 @@ def _run(name, folder):
 
 class BackupsAfterKillsTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(*_MEMBERS)
-    @pytest.mark.slow(after=1)
-    @pytest.mark.stress(after=2)
+    @pytest.mark.slow
+    @pytest.mark.stress(but=1)
     def test_all_are_killed_and_go_on(self, name):
         drawn = random.Random(f"{_SEED}/{name}")
         folder = self.get_temp_dir()

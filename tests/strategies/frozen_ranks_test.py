@@ -59,6 +59,7 @@ class FrozenRanksTest(tf.test.TestCase, parameterized.TestCase):
         ("HopStrategy", {"max_staleness": 4, "skip": hop_tf.SkipIterations()}),
     )
     @pytest.mark.slow
+    @pytest.mark.stress(after=1)
     def test_the_others_make_their_steps(self, *args):
         with MultiProcessRunner(_run, num_workers=_NUM_RANKS, args=args, timeout_seconds=200) as runner:
             runner.wait_for_output(0, f"step {_BEGIN + _NUM_STEPS_FROZEN}$")

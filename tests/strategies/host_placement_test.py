@@ -114,7 +114,7 @@ def _fit(strategy):
 
 class HostPlacementTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(*MEMBERS)
-    @pytest.mark.slow(after=2)
+    @pytest.mark.stress(but=3)
     def test_threads_run_operations_on_the_host(self, name):
         options = hop_tf.CommunicationOptions(
             timeout_seconds=60, log_dir=self.get_temp_dir(), report_interval_seconds=0.05
@@ -142,7 +142,7 @@ class HostPlacementTest(tf.test.TestCase, parameterized.TestCase):
         ("pipe_sgd", {"on_peer_loss": "continue"}),
         ("dts", {"on_peer_loss": "continue", "batch_shares": "auto"}),
     )
-    @pytest.mark.slow(after=2)
+    @pytest.mark.stress(but=3)
     def test_steps_are_counted_on_the_host(self, name, settings):
         with _GraphOperations() as operations:
             MEMBERS[name].run(_fit, devices=["CPU:1"], **settings)
