@@ -60,7 +60,7 @@ def _num_values(size: str) -> int:
 
 
 class _Run:
-    """What is checked and measured, and the results so far."""
+    """The device, the libraries, and the results so far."""
 
     def __init__(self, folder: str):
         self._device, self._folder = harness.Device(), folder

@@ -34,7 +34,7 @@ def table(results: dict) -> str:
 
 
 def verdict(row: dict) -> str:
-    """Whether a kernel is as fast as required."""
+    """Says if a kernel is as fast as required."""
     if row["share"] < _REQUIRED_SHARE:
         return "FAIL"
     return "PASS" if row["share_of_minimum"] >= _REQUIRED_SHARE else "moved"

@@ -1,4 +1,4 @@
-"""What crosses between the host and a GPU: parts of `gpu_with_torch.py`, whose text explains them."""
+"""Copies between the host and a GPU: parts of `gpu_with_torch.py`, whose text explains them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `gpu_with_torch.py` measures and checks with: the CUDA kernels on tensors, memory, and a busy device."""
+"""Tools of `gpu_with_torch.py`: the CUDA kernels on tensors, memory, and a busy device."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Kernels:
         self._library = harness.load(path)
 
     def status(self, name: str, *arguments) -> int:
-        """What `HopTfCuda<name>` returns for these arguments and the stream."""
+        """Returns the result of `HopTfCuda<name>` for these arguments and the stream."""
         addresses = [each.data_ptr() if isinstance(each, torch.Tensor) else each for each in arguments]
         return getattr(self._library, f"HopTfCuda{name}")(*addresses, torch.cuda.current_stream().cuda_stream)
 

@@ -56,8 +56,9 @@ class AllGather:
             step that was broken off, until the next session.
         """
         value = tf.convert_to_tensor(value)
-        self._num_eager_calls += tf.executing_eagerly()
-        call = self._num_eager_calls if tf.executing_eagerly() else _IN_GRAPH
+        call = _IN_GRAPH
+        if tf.executing_eagerly():
+            call = self._num_eager_calls = self._num_eager_calls + 1
         with tf.init_scope():
             count, own, all_ranks = self._start()
         with tf.device("/cpu:0"):

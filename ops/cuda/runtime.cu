@@ -7,7 +7,7 @@ namespace {
 
 thread_local const char* last_error = "";
 
-// What nvcc was told to compile for, in rising order: 900 for compute capability 9.0.
+// The architectures that nvcc compiles for, in rising order: 900 for compute capability 9.0.
 constexpr int kArchitectures[] = {__CUDA_ARCH_LIST__};
 
 // Why devices cannot run the kernels. With std::string or std::to_string, this library would export symbols of the C++

@@ -123,9 +123,9 @@ class Contributions:
         with self._monitor:
             for layout in self._replica.layouts() if self.layout is not None else []:
                 if is_past(layout.key, self.layout.key) and self._is_settled(layout):
-                    if (roots := self._roots_of_gaps(layout)) and not gives_up:
-                        continue
-                    if roots:
+                    if roots := self._roots_of_gaps(layout):
+                        if not gives_up:
+                            continue
                         _warn_of_gaps(self._membership.rank, roots)
                     self._settle(layout)
                     self._replica.free(layout)

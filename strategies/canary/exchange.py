@@ -315,7 +315,7 @@ class CanaryExchange(Exchange, Joiner):
     def _fill_gaps(self, k: int) -> None:
         """Takes what this rank has missed from the roots, which have ended their steps.
 
-        What a root had summed up that has left may be nowhere any more.
+        The sums of a root that has left may be lost.
 
         Raises:
           HopError: As `Membership.wait` does, or if the roots' states cannot be taken.

@@ -1,4 +1,4 @@
-"""What counts steps, and what threads of hop_tf run, stays on the host where a rank trains on a GPU.
+"""Counters of steps, and the operations of hop_tf's threads, stay on the host where a rank trains on a GPU.
 
 A thread without a device scope would run its operations on the first GPU, where there is one. Here the second processor
 of `conftest.py` stands for a GPU.

@@ -68,10 +68,10 @@ def _inputs(shape, dtype, block_size=512):
     """Valid inputs of every operation, and its attributes that are not the default."""
     compute = reference.Reference(_library().kernels)
     values, blocks = _values(shape, dtype), {"block_size": block_size}
-    codes, scales = compute.int8_encode(_values(shape, np.float32, seed=1), block_size)
+    codes, scales = compute.int8_encode(_values(shape, np.float32, seed=1), **blocks)
     return {
         "SketchEncode": ([values], {}),
-        "SketchDecode": ([*compute.sketch_encode(values, 0.5)], {}),
+        "SketchDecode": ([*compute.sketch_encode(values)], {}),
         "Int8Encode": ([values], blocks),
         "Int8Decode": ([codes, scales], blocks),
         "Int8Accumulate": ([codes, scales, _values(shape, np.float32)], blocks),

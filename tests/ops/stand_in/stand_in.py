@@ -164,7 +164,7 @@ class StandIn:
     """
 
     def __init__(self, folder: pathlib.Path):
-        self.kernels = ctypes.CDLL(str(folder / KERNELS))
+        self.kernels = folder / KERNELS
         self._library = ctypes.CDLL(str(folder / TENSORFLOW))
         self._declare()
         self.cuda_error = self._load_cuda(folder / CUDA)
