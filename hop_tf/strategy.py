@@ -461,8 +461,8 @@ def _checked_min_ranks(min_ranks: int | None, world_size: int, continue_without_
     return min_ranks
 
 
-# Heartbeats come every second.
-_LEAST_PATIENCE = 2.0
+# Threads that answer may be held up for some tenths of a second, as by an import.
+_LEAST_PATIENCE = 0.5
 
 
 def _checked_patience(patience: object, timeout_seconds: float, continue_without_lost: bool) -> float | None:

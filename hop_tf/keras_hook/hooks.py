@@ -151,6 +151,15 @@ class TrainingHooks(abc.ABC):
         """Called when `fit` is about to take data for steps; False if it is to end before them."""
 
     @abc.abstractmethod
+    def pass_over(self, number: int, take: Callable[[], Any]) -> bool:
+        """Called then; takes the data of so many steps and returns True, if they are not to be made.
+
+        Args:
+          number: How many.
+          take: Takes the data of one. Raises `tf.errors.OutOfRangeError` where none is left.
+        """
+
+    @abc.abstractmethod
     def ask_to_stop(self) -> None:
         """Called when a callback has stopped the training within an epoch; may let it go on for some steps."""
 

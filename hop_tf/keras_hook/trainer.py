@@ -295,9 +295,12 @@ def _wrapped_enumeration(method: Callable) -> Callable:
 def _until_stopped(steps: Iterator, hooks: TrainingHooks, epoch: TFEpochIterator) -> Iterator:
     size = epoch.steps_per_execution
     for step in steps:
-        if not hooks.begin_steps(size if size == 1 else _size_of_execution(epoch)):
+        number = size if size == 1 else _size_of_execution(epoch)
+        if not hooks.begin_steps(number):
             return
-        yield step
+        *_, iterator = step
+        if not hooks.pass_over(number, iterator.get_next):  # Its error ends the epoch, as that of a step does.
+            yield step
 
 
 def _size_of_execution(epoch: TFEpochIterator) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 
 from absl import logging
 
-from hop_tf.errors import HopError
+from hop_tf.membership.questions import Questions
 from hop_tf.membership.waiting import Waiting
 
 # A question is answered within that time and 8 round trips: by the transport's threads, whatever the rank computes.
@@ -40,15 +40,14 @@ class Silence:
     def __init__(self, membership: Waiting, name: str, on_heard: Callable[[int], None] = lambda rank: None):
         self._membership = membership
         self._transport = membership.transport
-        self._queue = f"silence/{name}"
+        self._questions = Questions(membership.transport, membership.monitor, name)
         self._on_heard = on_heard
         self.num_passed_by = 0
-        self._transport.register(self._queue, lambda message: None)
         self.reset()
 
     def close(self) -> None:
         """Takes no more messages."""
-        self._transport.unregister(self._queue)
+        self._questions.close()
 
     def reset(self) -> None:
         """Forgets the session that was."""
@@ -59,7 +58,7 @@ class Silence:
     def begin(self) -> None:
         """This rank begins to wait."""
         self._looked_at = math.inf
-        self._asked_at: dict[int, float] = {}
+        self._questions.forget()
 
     def look(self, awaited: Collection[int]) -> bool:
         """Looks which of the awaited ranks are silent; True if one is that was not before. Called at each wake-up."""
@@ -67,9 +66,9 @@ class Silence:
         if 0 <= now - self._looked_at < _LOOK_SECONDS:
             return False
         if now > self._looked_at + _STANDSTILL_SECONDS:
-            self._asked_at.clear()
+            self._questions.forget()
         self._looked_at = now
-        new = [rank for rank in awaited if rank not in self.ranks and self._has_not_answered(rank, now)]
+        new = [rank for rank in awaited if rank not in self.ranks and self._has_not_answered(rank)]
         for rank in new:
             logging.info("rank %d: rank %d is silent, and is not waited for.", self._membership.rank, rank)
             self._found_at[rank] = now
@@ -77,22 +76,12 @@ class Silence:
         self.ranks |= {*new}
         return bool(new)
 
-    def _has_not_answered(self, rank: int, now: float) -> bool:
+    def _has_not_answered(self, rank: int) -> bool:
         status = self._transport.status(rank)
         if status.silent_seconds <= _ANSWER_SECONDS or self._membership.is_past_hope(rank):
             return False
-        waited = now - self._asked_at.get(rank, math.inf)
-        if not 0 <= waited <= status.silent_seconds:  # It was not asked since it was heard.
-            self._asked_at[rank] = now
-            self._ask(rank)
-            return False
+        waited = self._questions.seconds_unanswered(rank, status.silent_seconds)
         return dataclasses.replace(status, silent_seconds=waited).was_silent_for(_ANSWER_SECONDS)
-
-    def _ask(self, rank: int) -> None:
-        try:
-            self._transport.send(rank, self._queue, supersedes=True)  # Which never blocks.
-        except HopError as error:
-            logging.info("rank %d: could not ask rank %d: %s", self._membership.rank, rank, error)
 
     def look_again(self) -> None:
         """Looks which of those that were silent are no longer."""

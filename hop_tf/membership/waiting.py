@@ -14,6 +14,7 @@ from hop_tf.membership import membership_pb2
 from hop_tf.membership.departures import Departure, Departures
 from hop_tf.membership.monitor import Monitor
 from hop_tf.membership.patience import Patience
+from hop_tf.membership.questions import Questions
 from hop_tf.options import CommunicationOptions
 from hop_tf.records import Kind
 from hop_tf.transport.base import PeerStatus, Transport
@@ -80,7 +81,11 @@ class Waiting(abc.ABC):
         # How many rounds of the running session this rank has begun; see `Membership.begin_round`.
         self.num_rounds = 0
         self._options = options
-        self._patience = None if patience_seconds is None else Patience(patience_seconds, monitor.now)
+        self._patience = None
+        self._look_seconds = _LIVENESS_PERIOD_SECONDS
+        if patience_seconds is not None:
+            self._patience = Patience(patience_seconds, monitor.now, Questions(transport, monitor, "patience"))
+            self._look_seconds = min(self._look_seconds, self._patience.look_seconds)
         self._departures = Departures()
         # Lost ranks of which no other rank has told. This rank may be the one that was stopped, or cut off.
         self._found_lost: set[int] = set()
@@ -114,7 +119,7 @@ class Waiting(abc.ABC):
 
     def _status_of(self, rank: int) -> PeerStatus:
         status = self.transport.status(rank)
-        return status if self._patience is None else self._patience.discount(status)
+        return status if self._patience is None else self._patience.discount(rank, status)
 
     @property
     def version(self) -> int:
@@ -243,7 +248,7 @@ class Waiting(abc.ABC):
                 self._check_interrupted()
                 if self.monitor.now() >= deadline:
                     return False
-                self.monitor.wait(_LIVENESS_PERIOD_SECONDS, deadline)
+                self.monitor.wait(self._look_seconds, deadline)
             return True
 
     def _wait(
@@ -285,7 +290,7 @@ class Waiting(abc.ABC):
                         self._note_wait(begin, last, operation)
                         return self._describe_stall(awaited, self.monitor.now() - start, operation, step)
                 self._awaited[call] = frozenset(awaited)
-                self.monitor.wait(_LIVENESS_PERIOD_SECONDS)
+                self.monitor.wait(self._look_seconds)
 
     def _note_wait(self, begin: float | None, peer: int, operation: str) -> None:
         if begin is not None:
@@ -350,13 +355,17 @@ class Waiting(abc.ABC):
         """
         limit_seconds = self._options.timeout_seconds
         silence_seconds = limit_seconds if self._patience is None else self._patience.seconds
-        present = [peer for peer in self.peers if self.departure(peer) is None]
-        # A rank that is there is heard several times in half of the time.
-        unheard = [peer for peer in present if self._status_of(peer).silent_seconds > silence_seconds / 2]
+        present = {peer: self._status_of(peer) for peer in self.peers if self.departure(peer) is None}
+        if self._patience is None:  # A rank that is there is heard several times in half of the time.
+            unheard = [peer for peer, each in present.items() if each.silent_seconds > silence_seconds / 2]
+        elif any(self._patience.is_uncertain(each) for each in present.values()):
+            return None
+        else:
+            unheard = [peer for peer, each in present.items() if self._patience.is_unheard(each)]
         too_few = self._too_few_without(len(unheard))
         if not too_few or not status.was_silent_for(silence_seconds):
             return error
-        if not all(self._status_of(peer).was_silent_for(limit_seconds) for peer in unheard):
+        if not all(present[peer].was_silent_for(limit_seconds) for peer in unheard):
             return None
         self.is_given_up = True
         return PeerLostError(

@@ -68,7 +68,8 @@ class Exchange(abc.ABC):
       num_threads: How many calls of `step` may be under way at the same time. Their results are delivered in order.
       parts: Where each segment of a step holds some of the variables only: their packings. Otherwise empty.
       steps_per_round: What is handed out for `Outgoing.step` is of so many training steps.
-      step_offset: Others call step k of this rank k and so many: it has passed over steps that it makes later.
+      step_offset: Others call step k of this rank k and so many, which they have made without it. `fit` passes over the
+        batches of those.
     """
 
     max_in_flight: int = 1

@@ -36,6 +36,7 @@ from hop_tf.runtime.assignments import Assignments, refusal_in
 from hop_tf.runtime.epoch_ends import VALIDATION
 from hop_tf.runtime.final_weights import FinalWeights
 from hop_tf.runtime.group import Group, tensors_of
+from hop_tf.runtime.missed_steps import MissedSteps
 from hop_tf.runtime.passed_steps import PassedSteps
 from hop_tf.runtime.refusals import (
     check_optimizer,
@@ -133,6 +134,7 @@ class TrainingRun(TrainingHooks):
             may_fall_behind=may_fall_behind and world_size > 1,
             catch_up=self._catch_up,
         )
+        self._missed_steps = MissedSteps()
         self._rows = None if self.shares is None else RowWeighing(self.shares)
         self._assignments = Assignments(scheme)
         self._final_weights = FinalWeights(None)
@@ -301,6 +303,7 @@ class TrainingRun(TrainingHooks):
         """Lets the scheme look at what has changed between two fits, and by callbacks."""
         if self.worker is not None:
             self.worker.epoch_ends.begin_training(model)
+        self._missed_steps.begin_training()
         self._scheme.begin_training(self.groups)
         self._assignments.begin_training()
         self.states.begin_anew()
@@ -312,6 +315,7 @@ class TrainingRun(TrainingHooks):
             self._rows.begin_epoch(agrees=not self.is_behind)
         if self.worker is not None:
             self.worker.epoch_ends.begin_epoch()
+        self._missed_steps.begin_epoch()
         for group in () if self.is_behind else self.groups:
             self._scheme.begin_epoch(group)
         self._assignments.leave_epoch_end()
@@ -323,6 +327,10 @@ class TrainingRun(TrainingHooks):
             self.worker.begin_again()
             self._passed_steps.fall_behind()
         return self.worker is None or self.worker.epoch_ends.begin_steps(number)
+
+    def pass_over(self, number: int, take: Callable[[], object]) -> bool:
+        """See `MissedSteps`."""
+        return self._missed_steps.pass_over(self.groups, number, take)
 
     @property
     def may_fall_behind(self) -> bool:
@@ -372,7 +380,8 @@ class TrainingRun(TrainingHooks):
 
     def average_metrics(self, logs: dict, num_steps: int) -> None:
         """Puts the metrics over the ranks in the place of this rank's, where ranks agree on them; records them."""
-        has_step = not self._passed_steps.has_no_metrics
+        has_step = not (self._passed_steps.has_no_metrics or self._missed_steps.are_all)
+        num_steps += self._missed_steps.num_at_end
         if not has_step:
             logs.update({name: math.nan for name in logs if not name.startswith(VALIDATION)})
         if self.worker is not None:

@@ -355,9 +355,8 @@ class _Rank(HopTraining, State):
         self._close()
 
     def is_through(self, step: int) -> bool:
+        step += self.exchange.step_offset
         if step < self._num_steps:
-            # An iteration that it is to make later, it enters twice.
-            step = min(step + self.exchange.step_offset, self._num_steps - 1)
             self._record.enter(self.rank, step, self.clock.now)
         return step >= self._num_steps
 

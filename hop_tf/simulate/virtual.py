@@ -504,8 +504,10 @@ class VirtualCluster:
         for process in self._processes[rank]:
             process.frozen_until = max(process.frozen_until, self.scheduler.now + seconds)
         if self._patience_seconds is not None and seconds > self._patience_seconds:
-            # Longer than the patience, not as long.
-            self.scheduler.call_at(self.scheduler.now + self._patience_seconds * (1 + 1e-9), self._wake_all)
+            # Longer than the patience, not as long. Who waits looks four times as often.
+            look = self._patience_seconds / 4 * (1 + 1e-9)
+            for number in range(1, int(seconds / look) + 1):
+                self.scheduler.call_at(self.scheduler.now + number * look, self._wake_all)
 
     def kill(self, rank: int, reaches: Collection[int] | None = None) -> bool:
         """Ends the process of a rank now, wherever it is; False if it has ended. Called as an event.

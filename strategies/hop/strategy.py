@@ -62,7 +62,7 @@ class HopStrategy(ExchangeStrategy):
     - A rank that is slow all the time: these and `skip`. It leaves out iterations, so that the others need not wait.
     - A rank of which nothing is heard: with backup workers or staleness it is not waited for, and none of these bounds
       holds for it. When it is back, it goes on where its out-neighbors are, with the mean of its in-neighbors' newest
-      parameters. Without `skip` it makes the steps that it has missed in the end.
+      parameters. `fit` passes over the batches of the steps that it has missed; a custom loop makes them in the end.
 
     Floating-point variables that are not trained but assigned in the training step before its update (moving
     statistics) are averaged along. Optimizer slots stay local.

@@ -9,13 +9,26 @@ from hop_tf.membership.patience import Patience
 from hop_tf.transport.base import PeerStatus
 
 
+class _Questions:
+    """Are not answered since so long. Notes who was asked."""
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+        self.ranks = []
+
+    def seconds_unanswered(self, rank, silent_seconds):
+        self.ranks.append(rank)
+        return self.seconds
+
+
 class PatienceTest(parameterized.TestCase):
-    def _silence(self, looks, silent_seconds=math.inf, incarnation="known"):
+    def _silence(self, looks, silent_seconds=math.inf, incarnation="known", unanswered=math.inf):
         """The silence that counts at the last of these looks, at a peer that was silent for longer."""
         times = iter([0.0, *looks])
-        patience = Patience(3.0, lambda: next(times))
+        self.questions = _Questions(unanswered)
+        self.patience = Patience(3.0, lambda: next(times), self.questions)
         for _ in looks:
-            status = patience.discount(PeerStatus("virtual:1", True, silent_seconds, incarnation))
+            status = self.patience.discount(1, PeerStatus("virtual:1", True, silent_seconds, incarnation))
         return status.silent_seconds
 
     def test_silence_counts_while_this_process_looks(self):
@@ -29,6 +42,22 @@ class PatienceTest(parameterized.TestCase):
     def test_a_peer_that_was_never_met_is_silent_as_long_as_it_is(self):
         self.assertEqual(self._silence([0.25, 9.5], silent_seconds=9.5, incarnation=None), 9.5)
 
+    def test_who_was_not_asked_is_asked_first(self):
+        """From half of the patience on; then the other half has to go by."""
+        looks = [0.25 * i for i in range(17)]
+        self.assertEqual(self._silence(looks[:7], unanswered=0.0), 1.5)
+        self.assertEmpty(self.questions.ranks)
+        self.assertEqual(self._silence(looks, unanswered=0.0), 1.5)
+        self.assertEqual({*self.questions.ranks}, {1})
+        self.assertEqual(self._silence(looks, unanswered=1.5), 3.0)
+
+    @parameterized.parameters((1.4, False, False), (1.5, True, False), (2.25, True, False), (2.3, False, True))
+    def test_who_is_heard(self, silent_seconds, is_uncertain, is_unheard):
+        self._silence([0.0])
+        status = PeerStatus("virtual:1", True, silent_seconds, "known")
+        self.assertEqual(self.patience.is_uncertain(status), is_uncertain)
+        self.assertEqual(self.patience.is_unheard(status), is_unheard)
+
 
 class OptionTest(parameterized.TestCase):
     @parameterized.parameters(hop_tf.PipeSGDStrategy, hop_tf.DTSStrategy)
@@ -37,7 +66,7 @@ class OptionTest(parameterized.TestCase):
             ({"patience_seconds": 5}, "`patience_seconds` must be None where all ranks raise"),
             ({"patience_seconds": 5, "on_peer_loss": "raise"}, "pass on_peer_loss='continue'. Received: pat.*=5."),
             ({"patience_seconds": 60, "on_peer_loss": "continue"}, "less than the `timeout_seconds` .*, 60, or None"),
-            ({"patience_seconds": 1, "on_peer_loss": "continue"}, "at least 2, .* Received: patience_seconds=1."),
+            ({"patience_seconds": 0.4, "on_peer_loss": "continue"}, "at least 0.5, .* Received: patience_seconds=0.4"),
             ({"patience_seconds": "5", "on_peer_loss": "continue"}, "must be a number of seconds"),
             ({"patience_seconds": math.nan, "on_peer_loss": "continue"}, "must be a number of seconds"),
             ({"patience_seconds": True, "on_peer_loss": "continue"}, "must be a number of seconds"),

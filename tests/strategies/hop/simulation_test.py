@@ -440,11 +440,11 @@ class FrozenTest(tf.test.TestCase, parameterized.TestCase):
         ("ring", 4, {"max_staleness": 4, "skip": hop_tf.SkipIterations()}),
     )
     def test_the_others_do_not_wait(self, topology, world_size, settings):
-        """Its tokens are owed, and it goes on where they are. With `skip`, it makes no step that it has missed."""
+        """Its tokens are owed, and it goes on where they are; it makes no step that it has missed."""
         result = self._job(topology, world_size, **settings).run()
         others = [rank for rank in range(world_size) if rank != 1]
         self.assertAllLess(result.finished_seconds[others], 20.0 + 0.05 * 10.0)
-        self.assertLess(result.finished_seconds[1], 20.5 if "skip" in settings else 30.1)
+        self.assertLess(result.finished_seconds[1], 20.5)
         self.assertBetween(result.counters[1]["missed_iterations"], 92, 100)
         self.assertEqual(sum(result.counters[rank]["missed_iterations"] for rank in others), 0)
         self.assertAllClose(result.parameters, np.tile(np.arange(_DIMENSION), (world_size, 1)), atol=1e-3)

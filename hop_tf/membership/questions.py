@@ -1,0 +1,56 @@
+"""`Questions`: empty messages to ranks of which nothing is heard."""
+
+from __future__ import annotations
+
+import math
+
+from absl import logging
+
+from hop_tf.errors import HopError
+from hop_tf.membership.monitor import Monitor
+from hop_tf.transport.base import Transport
+
+
+class Questions:
+    """Asks ranks if they are there, by an empty message, which their transports acknowledge whatever they compute.
+
+    Methods are called with the monitor held.
+
+    Args:
+      transport: The transport.
+      monitor: Its clock counts.
+      name: Names the queue of empty messages, on all ranks alike.
+    """
+
+    def __init__(self, transport: Transport, monitor: Monitor, name: str):
+        self._transport = transport
+        self._monitor = monitor
+        self._queue = f"question/{name}"
+        self._asked_at: dict[int, float] = {}
+        transport.register(self._queue, lambda message: None)
+
+    def close(self) -> None:
+        """Takes no more messages."""
+        self._transport.unregister(self._queue)
+
+    def forget(self) -> None:
+        """Whatever was asked is asked anew."""
+        self._asked_at.clear()
+
+    def seconds_unanswered(self, rank: int, silent_seconds: float) -> float:
+        """For how long a rank has not answered.
+
+        Args:
+          rank: The rank.
+          silent_seconds: For how long nothing was heard of it. If it was not asked in that time, it is asked now.
+        """
+        now = self._monitor.now()
+        waited = now - self._asked_at.get(rank, math.inf)
+        if 0 <= waited <= silent_seconds:
+            return waited
+        self._asked_at[rank] = now
+        try:
+            self._transport.send(rank, self._queue, supersedes=True)  # Which never blocks.
+        except HopError as error:
+            logging.info("rank %d: could not ask rank %d: %s", self._transport.rank, rank, error)
+        return 0.0

@@ -1,0 +1,103 @@
+"""Steps of `fit` that others have made without this rank: their batches are passed over."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+import hop_tf
+from hop_tf.testing import MultiProcessRunner
+
+_WORLD_SIZE, _BATCHES, _EPOCHS = 2, 6, 3
+_BATCH_SIZE = 2 * _WORLD_SIZE
+_MADE, _MISSED = 4, 10  # So the second epoch has no step, and the third one has the last four.
+_ROWS = np.arange(_BATCHES * _BATCH_SIZE, dtype="float32")[:, None]
+
+
+class Sum(keras.Model):
+    """One weight, whose gradient is the mean of the inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = self.add_weight(shape=(1,), initializer="zeros")
+
+    def call(self, x):
+        return x * self.w
+
+
+class _Misses(keras.callbacks.Callback):
+    """Pretends, on all ranks alike, that the others have made steps meanwhile. Notes what callbacks hear."""
+
+    def __init__(self, strategy):
+        super().__init__()
+        self.strategy = strategy
+        self.batches, self.losses = [], []
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.batches.append((self.epoch, batch))
+        if self.batches[-1] == (0, _MADE - 1):
+            num_updates = _MISSED // (self.model.optimizer.gradient_accumulation_steps or 1)
+            self.strategy.training.groups[-1].exchange.step_offset = num_updates
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.losses.append(logs["loss"])
+
+
+def _dataset(knows_length):
+    data = tf.data.Dataset.from_tensor_slices((_ROWS, _ROWS)).batch(_BATCH_SIZE)
+    return data if knows_length else data.filter(lambda x, y: True)
+
+
+def _run():
+    # In lock step, so that weights can be told, and positions have to agree.
+    options = hop_tf.CommunicationOptions(timeout_seconds=60)
+    strategy = hop_tf.PipeSGDStrategy(pipeline_width=1, communication_options=options)
+    results = []
+    for options, steps, knows_length in _CASES:
+        with strategy.scope():
+            model = Sum()
+            optimizer = keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(1.0, 1, 1.0), **options)
+            model.compile(optimizer, loss=lambda y, p: p, steps_per_execution=steps)
+        heard = _Misses(strategy)
+        model.fit(_dataset(knows_length), epochs=_EPOCHS, verbose=0, callbacks=[heard])
+        strategy.training.groups[-1].exchange.step_offset = 0
+        results.append((heard.batches, heard.losses, model.get_weights()[0], int(optimizer._iterations)))
+    strategy.shutdown()
+    return results
+
+
+# Arguments of the optimizer, steps of an execution, and whether Keras knows the number of batches.
+_CASES = (
+    ({}, 1, True),
+    ({}, 1, False),
+    ({"gradient_accumulation_steps": 2}, 1, True),
+    ({}, 2, True),
+)
+
+
+class MissedStepsTest(tf.test.TestCase, parameterized.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        with MultiProcessRunner(_run, num_workers=_WORLD_SIZE, timeout_seconds=120) as runner:
+            cls.ranks = runner.join().raise_for_errors().values
+
+    @parameterized.parameters(*range(len(_CASES)))
+    def test_batches_are_passed_over(self, case):
+        options, steps, _ = _CASES[case]
+        means = np.tile(_ROWS.reshape(_BATCHES, _BATCH_SIZE).mean(axis=1), _EPOCHS)
+        made = [*range(_MADE), *range(_MADE + _MISSED, _EPOCHS * _BATCHES)]
+        for results in self.ranks:
+            batches, losses, _, iterations = results[case]
+            self.assertEqual(batches, [divmod(batch, _BATCHES) for batch in made if (batch + 1) % steps == 0])
+            self.assertAllEqual(np.isnan(losses), [False, True, False])
+            self.assertEqual(iterations, _BATCHES * _EPOCHS)
+        weights = np.mean([results[case][2] for results in self.ranks])
+        self.assertAllClose(weights, -means[made].sum() / options.get("gradient_accumulation_steps", 1), rtol=1e-6)
+
+
+if __name__ == "__main__":
+    tf.test.main()
