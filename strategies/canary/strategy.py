@@ -130,6 +130,10 @@ class CanaryStrategy(ExchangeStrategy):
       min_ranks: Where others go on: how many ranks must be left, neither lost nor failed. With fewer, a rank raises
         `PeerLostError`, since others may train on, on the other side of a cut. Default None: more than half of the
         ranks; 1 where there are two.
+      patience_seconds: With consistency="bsp" and on_peer_loss="continue": silence after which the others leave a rank
+        behind, which joins them again in the same `fit` when it wakes: see `PipeSGDStrategy`. It is at least 0.5, and
+        less than `CommunicationOptions.timeout_seconds`. Otherwise no rank waits for a silent one. Default None: a
+        silent rank is lost after `timeout_seconds`, and raises when it wakes.
       batch_shares: What part of each global batch a rank takes: a list with a positive number for each rank, such as
         [3, 1], or "auto": in proportion to speeds, which ranks measure and agree on (see `docs/data.md`). With "bsp",
         mean gradients count each rank as often as it has rows in the step. Otherwise a rank's step goes to the others
@@ -166,6 +170,7 @@ class CanaryStrategy(ExchangeStrategy):
         interfaces: Sequence[str] | None = None,
         on_peer_loss: str | None = None,
         min_ranks: int | None = None,
+        patience_seconds: float | None = None,
         batch_shares: Sequence[float] | str | None = None,
         devices: Sequence[str] | None = None,
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
@@ -183,6 +188,11 @@ class CanaryStrategy(ExchangeStrategy):
             low_rank=low_rank,
             on_peer_loss=on_peer_loss,
         )
+        if patience_seconds is not None and not self._settings.is_synchronous:
+            raise ValueError(
+                "`patience_seconds` must be None unless consistency='bsp': otherwise no rank waits for a silent one. "
+                f"Received: patience_seconds={patience_seconds!r}, consistency={consistency!r}."
+            )
         options = checked_options(communication_options)
         if interfaces is not None:
             options = dataclasses.replace(options, interfaces=interfaces)
@@ -204,6 +214,7 @@ class CanaryStrategy(ExchangeStrategy):
             skips_steps=_SKIPS if not self._settings.is_synchronous else "",
             continue_without_lost=self._settings.on_peer_loss == "continue",
             min_ranks=min_ranks,
+            patience_seconds=patience_seconds,
         )
 
     def specs_beside(self) -> Sequence[TensorSpec]:

@@ -102,7 +102,7 @@ class DTSStrategy(ExchangeStrategy):
       patience_seconds: With on_peer_loss="continue": silence after which a rank, such as a process that was stopped, is
         left behind by the others, which train on without it as without a lost rank. When it wakes, it passes over the
         steps that it has missed, and joins them in the same `fit`, as a rank that is started again does. It is at least
-        2, and less than `CommunicationOptions.timeout_seconds`. It takes `fit`, one optimizer, and no `run_eagerly`.
+        0.5, and less than `CommunicationOptions.timeout_seconds`. It takes `fit`, one optimizer, and no `run_eagerly`.
         Default None: a silent rank is lost after `timeout_seconds`, and raises when it wakes.
       batch_shares: What part of each global batch a rank takes: a list with a positive number for each rank, such as
         [3, 1], or "auto": in proportion to speeds, which ranks measure and agree on (see `docs/data.md`). A mean change

@@ -1,5 +1,6 @@
 """Tests of `Patience`: a process that was stopped does not take the others for silent."""
 
+import functools
 import math
 
 from absl.testing import absltest, parameterized
@@ -60,7 +61,9 @@ class PatienceTest(parameterized.TestCase):
 
 
 class OptionTest(parameterized.TestCase):
-    @parameterized.parameters(hop_tf.PipeSGDStrategy, hop_tf.DTSStrategy)
+    @parameterized.parameters(
+        hop_tf.PipeSGDStrategy, hop_tf.DTSStrategy, functools.partial(hop_tf.CanaryStrategy, consistency="bsp")
+    )
     def test_what_is_refused(self, make):
         for settings, text in (
             ({"patience_seconds": 5}, "`patience_seconds` must be None where all ranks raise"),
@@ -77,6 +80,10 @@ class OptionTest(parameterized.TestCase):
     def test_a_pipe_that_lets_nobody_join(self):
         with self.assertRaisesRegex(ValueError, "`patience_seconds` must be None with compensation='none'"):
             hop_tf.PipeSGDStrategy(compensation="none", on_peer_loss="continue", patience_seconds=5)
+
+    def test_where_no_rank_waits_for_a_silent_one(self):
+        with self.assertRaisesRegex(ValueError, "`patience_seconds` must be None unless consistency='bsp'"):
+            hop_tf.CanaryStrategy(patience_seconds=5)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ _MEMBERS = {
         {"pipeline_width": 3, "algorithm": "ring", "codec": "int8", "num_segments": 2},
         {"steps_per_execution": 4},
     ),
+    "canary": (hop_tf.CanaryStrategy, {"consistency": "bsp"}, {}),
     "dts_measured_shares": (hop_tf.DTSStrategy, {"batch_shares": "auto", "codec": "top_k"}, {"steps_per_execution": 7}),
 }
 
