@@ -114,6 +114,11 @@ class TrainingHooks(abc.ABC):
 
     @property
     @abc.abstractmethod
+    def leaves_out_validation(self) -> bool:
+        """Whether an epoch of `fit` is not validated: this rank is behind, or has made no step in it."""
+
+    @property
+    @abc.abstractmethod
     def may_fall_behind(self) -> bool:
         """True if the others may go on without this rank, which then passes over steps until it is where they are."""
 
@@ -152,11 +157,11 @@ class TrainingHooks(abc.ABC):
 
     @abc.abstractmethod
     def pass_over(self, number: int, take: Callable[[], Any]) -> bool:
-        """Called then; takes the data of so many steps and returns True, if they are not to be made.
+        """Takes the data of the next steps and returns True if this rank passes over them. Called after `begin_steps`.
 
         Args:
-          number: How many.
-          take: Takes the data of one. Raises `tf.errors.OutOfRangeError` where none is left.
+          number: How many steps.
+          take: Takes the data of one step. Raises `tf.errors.OutOfRangeError` if none is left.
         """
 
     @abc.abstractmethod

@@ -101,7 +101,7 @@ def _wrapped(method: Callable, is_fit: bool) -> Callable:
             is_within_fit, is_evaluate = hooks in _fits.hooks, method.__name__ == "evaluate"
             if is_within_fit:
                 hooks.end_epoch(self)
-                if hooks.is_behind and is_evaluate and given.get("return_dict"):
+                if hooks.leaves_out_validation and is_evaluate and given.get("return_dict"):
                     return {}  # Of weights that the others' will soon take the place of.
             is_validation = is_within_fit and is_evaluate
             with hooks.keras_call(), hooks.validation() if is_validation else contextlib.nullcontext():

@@ -34,15 +34,15 @@ class Questions:
         self._transport.unregister(self._queue)
 
     def forget(self) -> None:
-        """Whatever was asked is asked anew."""
+        """Forgets all questions: each rank is asked again when it is silent."""
         self._asked_at.clear()
 
     def seconds_unanswered(self, rank: int, silent_seconds: float) -> float:
-        """For how long a rank has not answered.
+        """Returns the seconds since a rank was asked. If it was heard since then, it is asked now: 0.
 
         Args:
           rank: The rank.
-          silent_seconds: For how long nothing was heard of it. If it was not asked in that time, it is asked now.
+          silent_seconds: The seconds since it was heard.
         """
         now = self._monitor.now()
         waited = now - self._asked_at.get(rank, math.inf)

@@ -117,9 +117,9 @@ class Waiting(abc.ABC):
         """How `rank` left the running session; None while it takes part."""
         return self._departures.of(rank)
 
-    def _status_of(self, rank: int) -> PeerStatus:
+    def _status_of(self, rank: int, *, asks: bool = True) -> PeerStatus:
         status = self.transport.status(rank)
-        return status if self._patience is None else self._patience.discount(rank, status)
+        return status if self._patience is None else self._patience.discount(rank, status, asks=asks)
 
     @property
     def version(self) -> int:
@@ -324,11 +324,15 @@ class Waiting(abc.ABC):
         """True if to wait for a peer would end now: it is lost."""
         return self._problem(peer, 0.0, "", None) is not None
 
-    def _problem(self, peer: int, waited: float, operation: str, step: int | None) -> Exception | None:
-        """Why to wait no longer; None if there is hope."""
+    def _problem(
+        self, peer: int, waited: float, operation: str, step: int | None, *, asks: bool = True
+    ) -> Exception | None:
+        """Why to wait no longer; None if there is hope. `asks`: see `Patience.discount`."""
         end = self._departures.end_of(peer)
-        status = self._status_of(peer)
+        status = self._status_of(peer, asks=asks)
         has_patience = self._patience is not None and self._can_go_on_without(peer, step)
+        if has_patience and asks and status.silent_seconds >= self._patience.ask_seconds:
+            self._statuses_of_present(asks)  # Whether they are heard will tell which rank is cut off.
         error = problem_of(
             status,
             None if end is None else end.reason,
@@ -341,10 +345,10 @@ class Waiting(abc.ABC):
             patience_seconds=self._patience.seconds if has_patience else None,
         )
         if status.failure is None and isinstance(error, PeerLostError) and self._can_go_on_without(peer, step):
-            return self._doubt(status, error)
+            return self._doubt(status, error, asks)
         return error
 
-    def _doubt(self, status: PeerStatus, error: PeerLostError) -> Exception | None:
+    def _doubt(self, status: PeerStatus, error: PeerLostError, asks: bool) -> Exception | None:
         """Whether a silent peer is lost, or this rank: one that hears too few of the others to go on with is cut off.
 
         It may still speak. So it tells nobody that they are lost, and says that it has failed itself. With a patience,
@@ -355,13 +359,9 @@ class Waiting(abc.ABC):
         """
         limit_seconds = self._options.timeout_seconds
         silence_seconds = limit_seconds if self._patience is None else self._patience.seconds
-        present = {peer: self._status_of(peer) for peer in self.peers if self.departure(peer) is None}
-        if self._patience is None:  # A rank that is there is heard several times in half of the time.
-            unheard = [peer for peer, each in present.items() if each.silent_seconds > silence_seconds / 2]
-        elif any(self._patience.is_uncertain(each) for each in present.values()):
-            return None
-        else:
-            unheard = [peer for peer, each in present.items() if self._patience.is_unheard(each)]
+        present = self._statuses_of_present(asks)
+        # A rank that is there is heard several times in half of the time, or was asked before.
+        unheard = [peer for peer, each in present.items() if each.silent_seconds > silence_seconds / 2]
         too_few = self._too_few_without(len(unheard))
         if not too_few or not status.was_silent_for(silence_seconds):
             return error
@@ -372,6 +372,9 @@ class Waiting(abc.ABC):
             f"rank {self.rank}: ranks {unheard} were not heard for {limit_seconds:g} s. {too_few} This rank may be the "
             f"one that is cut off. {error}"
         )
+
+    def _statuses_of_present(self, asks: bool) -> dict[int, PeerStatus]:
+        return {peer: self._status_of(peer, asks=asks) for peer in self.peers if self.departure(peer) is None}
 
     @abc.abstractmethod
     def _too_few_without(self, num_unheard: int) -> str:
@@ -422,7 +425,7 @@ class Waiting(abc.ABC):
             # Between two sessions all have left the last one.
             if self._failure is not None or (self.departure(peer) is not None and not self.has_left):
                 raise _NoUse
-            problem = self._problem(peer, self.monitor.now() - start, f"send to {queue!r}", step)
+            problem = self._problem(peer, self.monitor.now() - start, f"send to {queue!r}", step, asks=False)
             if problem is not None:
                 raise problem
 

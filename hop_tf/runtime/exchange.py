@@ -68,8 +68,8 @@ class Exchange(abc.ABC):
       num_threads: How many calls of `step` may be under way at the same time. Their results are delivered in order.
       parts: Where each segment of a step holds some of the variables only: their packings. Otherwise empty.
       steps_per_round: What is handed out for `Outgoing.step` is of so many training steps.
-      step_offset: Others call step k of this rank k and so many, which they have made without it. `fit` passes over the
-        batches of those.
+      step_offset: How many steps the others have made without this rank: its step k is their step k + step_offset.
+        `fit` passes over the batches of these steps.
     """
 
     max_in_flight: int = 1

@@ -11,8 +11,9 @@ from hop_tf.runtime.group import Group
 class MissedSteps:
     """Passes over batches whose steps others have made while they did not hear of this rank (`Exchange.step_offset`).
 
-    This happens between two steps of `fit`, so the graph does not pay for it. Schedules of learning rates go on as if
-    the steps had been made.
+    This happens between two steps of `fit`, so the graph does not pay for it. The optimizer's count goes on as if the
+    steps had been made, and so do schedules of learning rates; its slots stay what they are. What is less than an
+    execution of several steps is left to be made.
     """
 
     def __init__(self):
@@ -51,11 +52,16 @@ class MissedSteps:
         return True
 
     def _note(self, offsets: dict[Group, int]) -> None:
-        # A batch may have several updates, or several batches one.
-        missed = [offset * self._num_made // max(1, int(group.step)) for group, offset in offsets.items()]
+        missed = [self._num_batches(group, offset) for group, offset in offsets.items()]
         self._num_left = max(0, min(missed, default=0) - self._num_passed)
         for group, offset in offsets.items():
             optimizer = group.optimizer()
             num_updates = offset - self._offsets.get(group, 0)
             iterations_variable(optimizer).assign_add(num_updates * gradient_accumulation_steps(optimizer))
         self._offsets = offsets
+
+    def _num_batches(self, group: Group, num_updates: int) -> int:
+        """The batches of so many updates: a batch may have several updates, or several batches have one."""
+        size = gradient_accumulation_steps(group.optimizer())
+        num_made = self._num_made // size * size  # Batches whose gradients wait have no update yet.
+        return num_updates * num_made // max(1, int(group.step))

@@ -645,6 +645,11 @@ class TrainingRun(TrainingHooks):
         return self._passed_steps.around_step(step, arguments, model)
 
     @property
+    def leaves_out_validation(self) -> bool:
+        """See `TrainingHooks`."""
+        return self.is_behind or self._missed_steps.are_all
+
+    @property
     def is_behind(self) -> bool:
         """See `PassedSteps`."""
         return self._passed_steps.is_behind

@@ -210,7 +210,7 @@ class HopExchange(Exchange, Joiner):
         departed = {j for j in self._membership.departed() if not self._membership.delivers(j, self._group, k)}
         if departed != self._known_departed:
             self._known_departed = departed
-            # A rank that makes steps which it has missed ends after the others, each of them when it does.
+            # A rank that has missed steps may end after the others: in a custom loop, it makes these steps alone.
             if not self.step_offset and not self._topology.is_connected_without(departed):
                 raise HopError(
                     f"rank {self._rank}, step {k}: ranks {sorted(departed)} have left, and the communication graph of "

@@ -11,11 +11,15 @@ from hop_tf.transport.base import PeerStatus
 
 
 class _Questions:
-    """Are not answered since so long. Notes who was asked."""
+    """Each was asked so many seconds ago, and has no answer."""
 
     def __init__(self, seconds):
         self.seconds = seconds
         self.ranks = []
+        self.num_forgotten = 0
+
+    def forget(self):
+        self.num_forgotten += 1
 
     def seconds_unanswered(self, rank, silent_seconds):
         self.ranks.append(rank)
@@ -23,13 +27,14 @@ class _Questions:
 
 
 class PatienceTest(parameterized.TestCase):
-    def _silence(self, looks, silent_seconds=math.inf, incarnation="known", unanswered=math.inf):
+    def _silence(self, looks, silent_seconds=math.inf, incarnation="known", unanswered=math.inf, asks=True):
         """The silence that counts at the last of these looks, at a peer that was silent for longer."""
         times = iter([0.0, *looks])
         self.questions = _Questions(unanswered)
         self.patience = Patience(3.0, lambda: next(times), self.questions)
         for _ in looks:
-            status = self.patience.discount(1, PeerStatus("virtual:1", True, silent_seconds, incarnation))
+            status = PeerStatus("virtual:1", True, silent_seconds, incarnation)
+            status = self.patience.discount(1, status, asks=asks)
         return status.silent_seconds
 
     def test_silence_counts_while_this_process_looks(self):
@@ -43,21 +48,22 @@ class PatienceTest(parameterized.TestCase):
     def test_a_peer_that_was_never_met_is_silent_as_long_as_it_is(self):
         self.assertEqual(self._silence([0.25, 9.5], silent_seconds=9.5, incarnation=None), 9.5)
 
-    def test_who_was_not_asked_is_asked_first(self):
-        """From half of the patience on; then the other half has to go by."""
+    def test_a_rank_that_was_not_asked_is_asked_first(self):
+        """After a quarter of the patience; then the rest of it has to go by."""
         looks = [0.25 * i for i in range(17)]
-        self.assertEqual(self._silence(looks[:7], unanswered=0.0), 1.5)
+        self.assertEqual(self._silence(looks[:4], unanswered=0.0), 0.75)
         self.assertEmpty(self.questions.ranks)
-        self.assertEqual(self._silence(looks, unanswered=0.0), 1.5)
+        self.assertEqual(self._silence(looks, unanswered=0.0), 0.75)
         self.assertEqual({*self.questions.ranks}, {1})
-        self.assertEqual(self._silence(looks, unanswered=1.5), 3.0)
+        self.assertEqual(self._silence(looks, unanswered=2.25), 3.0)
 
-    @parameterized.parameters((1.4, False, False), (1.5, True, False), (2.25, True, False), (2.3, False, True))
-    def test_who_is_heard(self, silent_seconds, is_uncertain, is_unheard):
-        self._silence([0.0])
-        status = PeerStatus("virtual:1", True, silent_seconds, "known")
-        self.assertEqual(self.patience.is_uncertain(status), is_uncertain)
-        self.assertEqual(self.patience.is_unheard(status), is_unheard)
+    def test_a_rank_that_must_not_be_asked(self):
+        self.assertEqual(self._silence([0.25 * i for i in range(17)], unanswered=0.0, asks=False), 4.0)
+        self.assertEmpty(self.questions.ranks)
+
+    def test_questions_from_before_a_standstill_do_not_count(self):
+        self._silence([0.25, 0.5, 9.5])
+        self.assertEqual(self.questions.num_forgotten, 1)
 
 
 class OptionTest(parameterized.TestCase):
