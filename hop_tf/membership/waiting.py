@@ -330,7 +330,8 @@ class Waiting(abc.ABC):
         """Why to wait no longer; None if there is hope. `asks`: see `Patience.discount`."""
         end = self._departures.end_of(peer)
         status = self._status_of(peer, asks=asks)
-        has_patience = self._patience is not None and self._can_go_on_without(peer, step)
+        # A rank that is about to join leaves nobody behind: the others would not believe it.
+        has_patience = self._patience is not None and self._can_go_on_without(peer, step) and not self.joining
         if has_patience and asks and status.silent_seconds >= self._patience.ask_seconds:
             self._statuses_of_present(asks)  # Whether they are heard will tell which rank is cut off.
         error = problem_of(
