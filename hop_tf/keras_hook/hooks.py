@@ -115,7 +115,7 @@ class TrainingHooks(abc.ABC):
     @property
     @abc.abstractmethod
     def leaves_out_validation(self) -> bool:
-        """Whether an epoch of `fit` is not validated: this rank is behind, or has made no step in it."""
+        """True if `fit` leaves out the validation of this epoch: the rank is behind, or has made no step in it."""
 
     @property
     @abc.abstractmethod
