@@ -129,6 +129,17 @@ def error_of(call, *arguments, **keywords):
     return None
 
 
+class OneWeight(keras.Model):
+    """One weight, whose gradient is the mean of the inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = self.add_weight(shape=(1,), initializer="zeros")
+
+    def call(self, x):
+        return x * self.w
+
+
 class OwnOptimizers(keras.Model):
     """Has an optimizer for each kernel, and a linear loss. Optimizers get their variables in the first step."""
 

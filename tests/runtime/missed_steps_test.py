@@ -7,22 +7,12 @@ from absl.testing import parameterized
 
 import hop_tf
 from hop_tf.testing import MultiProcessRunner
+from support import OneWeight
 
 _WORLD_SIZE, _BATCHES, _EPOCHS = 2, 6, 3
 _BATCH_SIZE = 2 * _WORLD_SIZE
 _MADE, _MISSED = 4, 10  # So the second epoch has no step, and the third one has the last four.
 _ROWS = np.arange(_BATCHES * _BATCH_SIZE, dtype="float32")[:, None]
-
-
-class Sum(keras.Model):
-    """One weight, whose gradient is the mean of the inputs."""
-
-    def __init__(self):
-        super().__init__()
-        self.w = self.add_weight(shape=(1,), initializer="zeros")
-
-    def call(self, x):
-        return x * self.w
 
 
 class _Misses(keras.callbacks.Callback):
@@ -58,7 +48,7 @@ def _run():
     results = []
     for options, steps, knows_length in _CASES:
         with strategy.scope():
-            model = Sum()
+            model = OneWeight()
             optimizer = keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(1.0, 1, 1.0), **options)
             model.compile(optimizer, loss=lambda y, p: p, steps_per_execution=steps)
         heard = _Misses(strategy)

@@ -15,6 +15,7 @@ from absl.testing import parameterized
 
 import hop_tf
 from hop_tf.testing import MultiProcessRunner
+from support import OneWeight
 
 _WORLD_SIZE = 3
 _BATCH_SIZE = 6
@@ -109,23 +110,12 @@ def _run_in_step(settings, optimizers):
     return results
 
 
-class Constant(keras.Model):
-    """One weight, whose gradient is the mean of the inputs."""
-
-    def __init__(self):
-        super().__init__()
-        self.w = self.add_weight(shape=(1,), initializer="zeros")
-
-    def call(self, x):
-        return x * self.w
-
-
 def _run_backup():
     """The weight after each epoch of constant gradients 1, 2 and 3, with a backup worker; one rank is slow."""
     os.environ.update(HOP_TF_STEP_SECONDS="0.02", HOP_TF_SLOWDOWN=f"{_STRAGGLER}:12x")
     strategy = _strategy(_BACKUP)
     with strategy.scope():
-        model = Constant()
+        model = OneWeight()
         model.compile(keras.optimizers.SGD(_LEARNING_RATE), loss=lambda y, y_pred: y_pred)
     x = np.tile(np.repeat([1.0, 2.0, 3.0], _BATCH_SIZE // _WORLD_SIZE), _NUM_STEPS).astype("float32")[:, None]
     model.fit(x, x, batch_size=_BATCH_SIZE, shuffle=False, verbose=0)
