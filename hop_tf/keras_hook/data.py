@@ -230,6 +230,8 @@ def slice_global_batches(
             return roster.slice_of(rows)
         return equal_slice(rows, rank, world_size) if shares is None else shares.slice_of(rows)
 
+    # To convert a function costs seconds: of every start, and of every rank that is started again.
+    @tf.autograph.experimental.do_not_convert
     def slice_batch(index, batch):
         leaves = [leaf for leaf in tf.nest.flatten(batch) if has_rows(leaf)]
         if not leaves:
@@ -267,7 +269,7 @@ def _note_digest(batch: Any, note: Callable[[int], None], order: str) -> None:
         tf.io.serialize_tensor(leaf) for leaf in leaves if isinstance(leaf, tf.Tensor) and leaf.dtype != tf.variant
     ]
     digest = tf.strings.to_hash_bucket_fast(tf.strings.join([*parts, order]), 2**62)
-    tf.numpy_function(lambda value: note(int(value)), [digest], [])
+    tf.numpy_function(tf.autograph.experimental.do_not_convert(lambda value: note(int(value))), [digest], [])
 
 
 def _without_prefetching() -> tf.data.Options:
@@ -334,10 +336,12 @@ def _divided_batches(dataset: tf.data.Dataset, number: int, shares: BatchShares 
             f"rank reads a batch. Received: batch_shares={shares}."
         )
 
+    @tf.autograph.experimental.do_not_convert
     def parts(_: tf.Tensor, batch: Any) -> tf.data.Dataset:
         require_equal_rows(batch)
         rows = count_rows(batch)
-        return tf.data.Dataset.range(number).map(lambda index: _part(batch, *equal_slice(rows, index, number)))
+        part = tf.autograph.experimental.do_not_convert(lambda index: _part(batch, *equal_slice(rows, index, number)))
+        return tf.data.Dataset.range(number).map(part)
 
     return dataset.enumerate().flat_map(parts)
 

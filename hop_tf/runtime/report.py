@@ -179,24 +179,24 @@ class _StepState:
         # When each step began; and of the one before: these three, and how long all until then had waited.
         self._rows = variable("rows", tf.zeros([num_kept, 5], tf.float64))
 
-    @tf.function
+    @tf.function(autograph=False)
     def record_start(self) -> None:
         row = tf.stack([tf.timestamp(), *self._of_step, self.wait_seconds])
         put = self._rows.scatter_update(tf.IndexedSlices(row, self._num_starts % self._num_kept))
         with tf.control_dependencies([put]):
             self._num_starts.assign_add(1)
 
-    @tf.function
+    @tf.function(autograph=False)
     def record_gradients(self, step: tf.Tensor) -> None:
         number, gradients_at, _ = self._of_step
         number.assign(tf.cast(step, tf.float64))
         gradients_at.assign(tf.timestamp())
 
-    @tf.function
+    @tf.function(autograph=False)
     def record_ready(self) -> None:
         self.ready_at.assign(tf.timestamp())
 
-    @tf.function
+    @tf.function(autograph=False)
     def add_wait(self) -> None:
         now = tf.timestamp()
         self.wait_seconds.assign_add(tf.maximum(now - self.ready_at, 0.0))

@@ -90,13 +90,13 @@ class RowStatistics:
         with tf.device("/cpu:0"), tf.control_dependencies([] if tf.executing_eagerly() else ready):
             self._record_end(rows)
 
-    @tf.function
+    @tf.function(autograph=False)
     def _record_start(self) -> tf.Tensor:
         now = tf.timestamp()
         self._started_at.assign(now)
         return now
 
-    @tf.function
+    @tf.function(autograph=False)
     def _record_end(self, rows: tf.Tensor) -> None:
         seconds = (tf.timestamp() - self._started_at) / rows
         self._latest.scatter_nd_update([[self._number % _NUM_LATEST]], [seconds])
