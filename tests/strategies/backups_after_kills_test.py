@@ -69,7 +69,7 @@ class BackupsAfterKillsTest(tf.test.TestCase, parameterized.TestCase):
         first = 0
         for _ in range(_NUM_KILLS):
             with MultiProcessRunner(_run, _NUM_RANKS, args=(name, folder), timeout_seconds=120) as runner:
-                began = runner.wait_for_output(0, r"epoch (\d+)")
+                began = runner.wait_for_output(0, r"^epoch (\d+)$")
                 self.assertGreaterEqual(int(began[1]), first - 1)
                 first = int(began[1]) + drawn.randrange(1, 3)
                 runner.wait_for_output(0, f"epoch {first}$")
