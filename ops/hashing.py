@@ -24,6 +24,7 @@ class BlockHash:
 
     Attributes:
       block_bytes: Length of a block.
+      key_address: Where the key is, for native code.
 
     Raises:
       ValueError: If there are more or fewer.
@@ -35,7 +36,7 @@ class BlockHash:
         if len(key) != KEY_BYTES:
             raise ValueError(f"`key` must have {KEY_BYTES} bytes. Received: {len(key)} bytes.")
         self._key = np.frombuffer(key, "<u4").astype(np.uint32)
-        self._key_address = self._key.ctypes.data
+        self.key_address = self._key.ctypes.data
         self._library = native.quick_kernels()
         self._scratch = np.empty(0, np.uint64)
         self._scratch_address = 0
@@ -57,7 +58,7 @@ class BlockHash:
             for begin in range(0, len(words), _NUMPY_BLOCKS):
                 digests[begin : begin + _NUMPY_BLOCKS] = self._hash(words[begin : begin + _NUMPY_BLOCKS])
         else:
-            self._library.HopTfBlockHash(data.ctypes.data, len(digests), self._key_address, self._scratch_address)
+            self._library.HopTfBlockHash(data.ctypes.data, len(digests), self.key_address, self._scratch_address)
         return digests
 
     def _take(self, num_blocks: int) -> np.ndarray:

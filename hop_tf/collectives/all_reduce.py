@@ -238,6 +238,8 @@ class AllReduce(abc.ABC):
             operation.begin(together)
             corrected = [self._vectors[index].corrected(vectors[index]) for index in together]
             joint = self._joint(tuple(together))
+            is_small = all(len(piece) == 1 for piece in joint.pieces(len(operation.ranks)))
+            operation.reads_itself = is_small and self._membership.transport.can_receive_now
             self._reduce(operation, joint, corrected, [means[index] for index in together])
         return means
 
@@ -316,9 +318,11 @@ class MeshAllReduce(AllReduce):
             for other in others:
                 operation.send(ranks[other], self._GATHER, chunk, data)
             vectors.decode(data, results, where)
-        for chunk, owner, where in _by_chunk(pieces, others):
-            (data,) = operation.receive([ranks[owner]], self._GATHER, chunk)
-            vectors.decode(data, results, where)
+        for chunk in range(max(len(pieces[owner]) for owner in others)):
+            owners = [owner for owner in others if chunk < len(pieces[owner])]
+            received = operation.receive([ranks[owner] for owner in owners], self._GATHER, chunk)
+            for owner, data in zip(owners, received, strict=True):
+                vectors.decode(data, results, pieces[owner][chunk])
 
 
 class RingAllReduce(AllReduce):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import struct
 import zlib
 from collections.abc import Callable, Collection, Sequence
@@ -11,7 +12,7 @@ import numpy as np
 from hop_tf.errors import PeerLostError, ProtocolError
 from hop_tf.membership import Membership, SessionQueue
 from hop_tf.tensors import payloads
-from hop_tf.transport.base import Message
+from hop_tf.transport.base import Expected, Message
 
 # Step, the processes that take part, vector, turn, chunk.
 _HEADER = struct.Struct("<qIIII")
@@ -36,6 +37,8 @@ class Operation:
       digest: A number that stands for the ranks, and their processes.
       vector: Number of the vector that is at work, or of the first one of several.
       is_committed: Whether others may have a mean of the step.
+      reads_itself: Whether this thread reads what comes, where it can (see `Transport.receive_now`). Not where there is
+        so much of it that it should come while this rank computes.
 
     Raises:
       PeerLostError: While receiving: if a rank that was to take part has ended the step in another attempt.
@@ -74,6 +77,7 @@ class Operation:
         self._attempt = (step, self.digest)
         self.begin([0])
         self.is_committed = is_committed
+        self.reads_itself = False
 
     @property
     def processes(self) -> list[tuple[int, int]]:
@@ -147,6 +151,8 @@ class Operation:
         def missing() -> list[int]:
             return [key[0] for key in keys if not self._mailbox.has(self._attempt, key)]
 
+        if self.reads_itself:
+            self._mailbox.receive_now(self._attempt, keys, self._lane)
         self._wait(missing)
         with self._membership.monitor:
             taken = [self._mailbox.take(self._attempt, key) for key in self._still_there(keys)]
@@ -176,12 +182,20 @@ class Operation:
             self._check_ended(ranks)
             return ranks
 
-        self._membership.wait(
-            awaited,
-            operation="receive a part of the mean",
-            step=self.training_step,
-            interruptible=not self.is_committed,
-        )
+        with self._told_whom(missing):
+            self._membership.wait(
+                awaited,
+                operation="receive a part of the mean",
+                step=self.training_step,
+                interruptible=not self.is_committed,
+            )
+
+    def _told_whom(self, missing: Callable[[], list[int]]) -> contextlib.AbstractContextManager[None]:
+        """Tells the transport whom this thread waits for, to read it by itself the next time."""
+        if not self.reads_itself:
+            return contextlib.nullcontext()
+        with self._membership.monitor:
+            return self._membership.transport.waiting_for(missing(), self._lane)
 
     def _check_ended(self, awaited: Collection[int]) -> None:
         """Raises PeerLostError if somebody has left with the mean of another attempt, that this rank cannot have."""
@@ -218,13 +232,29 @@ class Mailbox:
         self._membership = membership
         self._has_begun = not membership.joining
         self._messages: dict[_Attempt, dict[_Key, np.ndarray]] = {}
+        self._num_bytes: dict[_Key, int] = {}  # Of what was taken.
         self.queue.start(self._on_message)
 
     def has(self, attempt: _Attempt, key: _Key) -> bool:
         return key in self._messages.get(attempt, ())
 
     def take(self, attempt: _Attempt, key: _Key) -> np.ndarray:
-        return self._messages[attempt].pop(key)
+        payload = self._messages[attempt].pop(key)
+        self._num_bytes[key] = payload.nbytes
+        return payload
+
+    def receive_now(self, attempt: _Attempt, keys: Collection[_Key], lane: int | None) -> None:
+        """Has this thread read chunks that are still to come, where their lengths are as in the step before."""
+        missing = [key for key in keys if not self.has(attempt, key)]
+        if not missing or any(key not in self._num_bytes for key in missing):
+            return
+        expected = [Expected(key[0], _HEADER.pack(*attempt, *key[1:]), self._num_bytes[key]) for key in missing]
+        session = self.queue.session
+        payloads = self.queue.receive_now(expected, lane)
+        with self._membership.monitor:
+            for key, payload in zip(missing, payloads, strict=True):
+                if payload is not None and self.queue.session == session:
+                    self._messages.setdefault(attempt, {})[key] = payload
 
     def forget(self, step: int) -> None:
         """Drops what is left of `step` and those before: of attempts that were given up."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
+
+import numpy as np
 
 from hop_tf.membership.session import Membership
-from hop_tf.transport.base import Handler, Message
+from hop_tf.transport.base import Expected, Handler, Message
 
 _HEAD = struct.Struct("<qq")  # The session, and the receiver's incarnation. What a scheme gives as header follows.
 
@@ -43,6 +46,12 @@ class SessionQueue:
         """Sends as `Membership.send` does, to this queue of `rank`; default incarnation: the one that is known now."""
         head = _HEAD.pack(self.session, self._membership.incarnation_of(rank) if incarnation is None else incarnation)
         return self._membership.send(rank, self._name, head + header, *arguments, **keywords)
+
+    def receive_now(self, expected: Sequence[Expected], lane: int | None) -> list[np.ndarray | None]:
+        """As `Transport.receive_now`, of messages of the running session. The handler does not get them."""
+        head = _HEAD.pack(self.session, self._membership.incarnation)
+        expected = [Expected(each.sender, head + each.header, each.num_bytes) for each in expected]
+        return self._membership.transport.receive_now(self._name, expected, lane)
 
     def _on_message(self, message: Message) -> None:
         if len(message.header) < _HEAD.size:

@@ -10,6 +10,7 @@ from hop_tf.errors import ProtocolError
 
 _ALIGNMENT_BYTES = 64
 _LENGTH = np.dtype("<i8")
+_PADDING = np.zeros(_ALIGNMENT_BYTES, np.uint8)
 
 
 def join(parts: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -26,7 +27,9 @@ def join(parts: Sequence[np.ndarray]) -> list[np.ndarray]:
     lengths = np.array([len(flat), *(part.size for part in flat)], _LENGTH)
     payload = []
     for part in (lengths.view(np.uint8), *flat):
-        payload += [part, np.zeros(-part.size % _ALIGNMENT_BYTES, np.uint8)]
+        payload.append(part)
+        if num_padding := -part.size % _ALIGNMENT_BYTES:
+            payload.append(_PADDING[:num_padding])
     return payload
 
 

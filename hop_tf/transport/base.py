@@ -7,8 +7,9 @@ in-process for tests, simulated time) passes the same contract suite.
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -101,6 +102,21 @@ class PeerStatus:
         return seconds + min(seconds, _SPARE_ROUND_TRIPS * self.round_trip_seconds)
 
 
+@dataclasses.dataclass(slots=True)
+class Expected:
+    """A message that is known before it comes.
+
+    Attributes:
+      sender: Rank that sends it.
+      header: Its header.
+      num_bytes: Length of its payload.
+    """
+
+    sender: int
+    header: bytes
+    num_bytes: int
+
+
 Handler = Callable[[Message], None]
 
 
@@ -177,6 +193,32 @@ class Transport(abc.ABC):
         Raises:
           HopError: If the transport is closed or the peer has failed for good.
         """
+
+    @property
+    def can_receive_now(self) -> bool:
+        """Whether there is any use in `receive_now` and `waiting_for`."""
+        return False
+
+    def receive_now(self, queue: str, expected: Sequence[Expected], lane: int | None) -> list[np.ndarray | None]:
+        """Takes messages past the queue's handler, on the calling thread, where that is possible and they come soon.
+
+        Args:
+          queue: The queue.
+          expected: The messages, of different senders. Each should be the next one of its sender on the lane.
+          lane: The lane; None: as for `send`.
+
+        Returns:
+          Of each message its payload, as a handler gets it; None if the handler will get it. Default: that is all.
+
+        Blocks: for a twentieth of a second without any news, at most.
+        """
+        del queue, lane
+        return [None] * len(expected)
+
+    def waiting_for(self, senders: Collection[int], lane: int | None) -> contextlib.AbstractContextManager[None]:
+        """Within it, a thread waits for handlers to get messages, which `receive_now` may take the next time."""
+        del senders, lane
+        return contextlib.nullcontext()
 
     @abc.abstractmethod
     def flush(self, peer: int, timeout_seconds: float) -> bool:

@@ -35,6 +35,7 @@ class Checksums:
     num_bytes = CHECKSUM_BYTES
 
     def __init__(self, key: bytes):
+        self._key = key
         self._keyed = hashlib.blake2b(key=key, digest_size=CHECKSUM_BYTES)
         # Not before a connection is made: it brings TensorFlow, which takes seconds to import.
         hashing = importlib.import_module("hop_tf.ops.hashing")
@@ -48,6 +49,14 @@ class Checksums:
     def of(self, frame: bytes) -> bytes:
         """That of the next frame, which has no payload."""
         return self._begin(frame).digest()
+
+    def for_native(self) -> tuple[int, bytes | None, int | None]:
+        """For `HopTfFrame`, of the next frame: its number, the key, and where the key of blocks is."""
+        return self._num_frames, self._key, self._blocks.key_address
+
+    def skip_frame(self) -> None:
+        """The next frame was read by others."""
+        self._num_frames += 1
 
     def _begin(self, start: bytes):
         running = self._keyed.copy()
@@ -94,6 +103,13 @@ class NoChecksums:
     """
 
     num_bytes = 0
+
+    def for_native(self) -> tuple[int, bytes | None, int | None]:
+        """See `Checksums`."""
+        return 0, None, None
+
+    def skip_frame(self) -> None:
+        """See `Checksums`."""
 
     def begin(self, start: bytes) -> NoChecksums:
         """See `Checksums`."""

@@ -5,24 +5,29 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import math
+import select
 import socket
 import struct
 import termios
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from absl import logging
 
 from hop_tf.errors import ProtocolError
-from hop_tf.transport.checksum import Checksum, Checksums, NoChecksums, check_equal
+from hop_tf.transport.checksum import Checksums, NoChecksums, check_equal
 from hop_tf.transport.framing import HEAD_BYTES, Frame, Head, Outgoing, decode_head, encode_start
 
-# Packets come in bundles of 64 KiB at most: the kernel gathers several, which costs less than to wake Python for each.
-_READ_BYTES = 1 << 18
+# Packets come in bundles of 64 KiB at most: the kernel gathers many, which costs less than to wake Python for each. On
+# a slow connection it gathers fewer, so that the peer is heard of while they come.
+_READ_BYTES, _SLOW_READ_BYTES = 1 << 21, 1 << 17
+_SLOW_READ_SECONDS = 0.25
 # A piece of a large array is in the processor's cache when it is sent: its checksum has just been computed.
 _WRITE_BYTES = 1 << 19
-# Up to here one copy costs less than a second system call.
+# Up to here one copy costs less than to tell the system of many pieces, and more of these than it takes at once.
 _SMALL_MESSAGE_BYTES = 1 << 16
+_MAX_PIECES = 1000
 # A frame that has begun goes on within this time, or the connection is made anew. Who waits for a frame asks this often
 # if it is in vain.
 IDLE_SECONDS = 10.0
@@ -34,6 +39,15 @@ _NO_LIMIT = struct.pack("@L", 2 ** (8 * struct.calcsize("@L")) - 1)
 
 def _do_nothing() -> None:
     pass
+
+
+def _behind(pieces: Sequence[memoryview], num_bytes: int) -> Sequence[memoryview]:
+    """What follows the first `num_bytes` of some pieces."""
+    for index, piece in enumerate(pieces):
+        if num_bytes < piece.nbytes:
+            return [piece[num_bytes:], *pieces[index + 1 :]]
+        num_bytes -= piece.nbytes
+    return ()
 
 
 def _stalled() -> TimeoutError:
@@ -51,6 +65,8 @@ class Connection:
         self._socket = connected
         self._bytes_per_second = math.inf
         self._num_written = 0
+        self._read_bytes = _READ_BYTES
+        self._unread = memoryview(b"")
         self._sent: Checksums | NoChecksums = NoChecksums()
         self._received: Checksums | NoChecksums = NoChecksums()
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -103,14 +119,12 @@ class Connection:
 
     def write_message(self, message: Outgoing) -> None:
         """Writes a message, straight from its arrays where it is large."""
+        if message.num_bytes <= _WRITE_BYTES:
+            self.write_rest(self._pieces_of(message))
+            return
         start = encode_start(message)
         self._num_written += len(start) + message.num_bytes
         checksum = self._sent.begin(start)
-        if message.num_bytes <= _SMALL_MESSAGE_BYTES:
-            for array in message.payload:
-                checksum.add(array)
-            self._socket.sendall(b"".join((start, *message.payload, checksum.value())))
-            return
         before = memoryview(start)
         for array in message.payload:
             for begin in range(0, array.size, _WRITE_BYTES):
@@ -118,6 +132,32 @@ class Connection:
                 before = memoryview(array[begin : begin + _WRITE_BYTES])
                 checksum.add(array[begin : begin + _WRITE_BYTES])
         self._write_last(before, memoryview(checksum.value()))
+
+    def try_write_message(self, message: Outgoing) -> Sequence[memoryview]:
+        """Writes as much of a message as there is room for, without blocking; returns what is left of its frame."""
+        pieces = self._pieces_of(message)
+        try:
+            num_sent = self._socket.sendmsg(pieces, (), socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            num_sent = 0
+        return _behind(pieces, num_sent)
+
+    def write_rest(self, pieces: Sequence[memoryview]) -> None:
+        """Writes what is left of a frame."""
+        while pieces:
+            pieces = _behind(pieces, self._socket.sendmsg(pieces))
+
+    def _pieces_of(self, message: Outgoing) -> list[memoryview]:
+        """The frame of a message."""
+        start = encode_start(message)
+        self._num_written += len(start) + message.num_bytes
+        checksum = self._sent.begin(start)
+        for array in message.payload:
+            checksum.add(array)
+        payload = message.payload
+        if (len(payload) > 1 and message.num_bytes <= _SMALL_MESSAGE_BYTES) or len(payload) > _MAX_PIECES:
+            payload = [b"".join(payload)]
+        return [memoryview(piece) for piece in (start, *payload, checksum.value()) if len(piece)]
 
     def _write_last(self, piece: memoryview, checksum: memoryview) -> None:
         """In one call, as a rule: else the other side would be woken for the checksum alone."""
@@ -165,16 +205,15 @@ class Connection:
         parsed = decode_head(head)
         if not parsed.payload_bytes:
             return self._read_text(head, parsed), take_buffer(0)
-        text = self._read(parsed.queue_bytes + parsed.header_bytes)
-        checksum = self._received.begin(head + text)
+        text = bytearray(parsed.queue_bytes + parsed.header_bytes)
         buffer = take_buffer(parsed.payload_bytes)
-        self._fill(buffer, checksum, heard)
-        return parsed.frame(text), buffer
+        self._fill(head, text, buffer, heard)
+        return parsed.frame(bytes(text)), buffer
 
     def _read_head(self, while_idle: Callable[[], object] = _do_nothing) -> bytes | None:
         while True:
             try:
-                first = self._socket.recv(HEAD_BYTES)
+                first = self._receive(HEAD_BYTES)
             except BlockingIOError:
                 while_idle()
             else:
@@ -187,25 +226,90 @@ class Connection:
         check_equal(data[num_bytes:], self._received.of(head + data[:num_bytes]))
         return parsed.frame(data[:num_bytes])
 
-    def _fill(self, buffer: np.ndarray, checksum: Checksum | NoChecksums, heard: Callable[[], object]) -> None:
-        """Reads a payload, and the checksum behind it."""
-        filled, tail = 0, memoryview(bytearray(self._received.num_bytes))
+    def _fill(self, head: bytes, text: bytearray, buffer: np.ndarray, heard: Callable[[], object]) -> None:
+        """Reads what follows `head`: the text, a payload, and the checksum, in as few calls as can be."""
+        tail, filled, checksum = memoryview(bytearray(self._received.num_bytes)), 0, None
+        before = [memoryview(text)]
         while filled < buffer.size:
-            piece = buffer[filled : filled + _READ_BYTES]
-            # The last piece and the checksum come in one call.
+            piece = buffer[filled : filled + self._read_bytes]
             behind = [tail] if filled + piece.size == buffer.size else []
-            try:
-                count = self._socket.recvmsg_into([piece, *behind], 0, socket.MSG_WAITALL)[0]
-            except BlockingIOError:
-                raise _stalled() from None
-            if not count:
-                raise ConnectionResetError("the connection was closed within a message")
+            count = self._receive_into([*before, piece, *behind])
+            num_before = sum(each.nbytes for each in before)
+            if count < num_before:
+                before = [before[0][count:]]
+                continue
+            if checksum is None:
+                checksum, before = self._received.begin(head + text), []
+            count -= num_before
             checksum.add(piece[:count])
             filled += min(count, piece.size)
-            num_behind = max(0, count - piece.size)
+            tail = tail[max(0, count - piece.size) :]
             heard()
-        rest = self._read(len(tail) - num_behind)
-        check_equal(bytes(tail[:num_behind]) + rest, checksum.value())
+        received = tail.obj
+        while tail.nbytes:
+            tail = tail[self._receive_into([tail]) :]
+        check_equal(bytes(received), checksum.value())
+
+    def is_idle_for(self, seconds: float) -> bool:
+        """Whether nothing comes for so long. Blocks: as long, at most."""
+        if self._unread:
+            return False
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return not poll.poll(1000 * seconds)
+
+    # For a thread that has borrowed the connection: see `borrowed.py`.
+
+    @property
+    def file_number(self) -> int:
+        """That of the socket."""
+        return self._socket.fileno()
+
+    @property
+    def received(self) -> Checksums | NoChecksums:
+        """The checksums of what is read."""
+        return self._received
+
+    @property
+    def has_unread(self) -> bool:
+        """Whether some of what was read by others is to be read once more."""
+        return bool(self._unread)
+
+    def unread(self, data: bytes) -> None:
+        """Reads this once more: it came, and is not what others had expected."""
+        self._unread = memoryview(data)
+
+    def _receive(self, max_bytes: int) -> bytes:
+        if not self._unread:
+            return self._socket.recv(max_bytes)
+        data, self._unread = bytes(self._unread[:max_bytes]), self._unread[max_bytes:]
+        return data
+
+    def _receive_again_into(self, pieces: Sequence[memoryview | np.ndarray]) -> int:
+        """Takes what was read by others."""
+        count = 0
+        for piece in map(memoryview, pieces):
+            data = self._receive(piece.nbytes) if self._unread else b""
+            piece[: len(data)] = data
+            count += len(data)
+        return count
+
+    def _receive_into(self, pieces: Sequence[memoryview | np.ndarray]) -> int:
+        """Reads bytes of a frame that has begun, at best as many as the pieces have room for; returns how many."""
+        if self._unread:
+            return self._receive_again_into(pieces)
+        begin = time.monotonic()
+        try:
+            count = self._socket.recvmsg_into(pieces, 0, socket.MSG_WAITALL)[0]
+        except BlockingIOError:
+            raise _stalled() from None
+        if not count:
+            raise ConnectionResetError("the connection was closed within a message")
+        if time.monotonic() - begin > _SLOW_READ_SECONDS:
+            self._read_bytes = _SLOW_READ_BYTES
+        elif count >= _SLOW_READ_BYTES:
+            self._read_bytes = _READ_BYTES
+        return count
 
     def end(self) -> None:
         """Ends reading and writing, also where a thread is blocked in it."""
@@ -221,7 +325,7 @@ class Connection:
         data = b""
         while len(data) < num_bytes:
             try:
-                piece = self._socket.recv(num_bytes - len(data))
+                piece = self._receive(num_bytes - len(data))
             except BlockingIOError:
                 raise _stalled() from None
             if not piece:

@@ -75,6 +75,7 @@ class Outgoing:
       is_recorded: Whether the sender records it, so that the receiver is to do so, too.
       step: The step that it was sent in; for records.
       put_at: When it was sent, `time.time()`; for records.
+      rest: Of a message that was partly written, what is left of its frame.
     """
 
     sequence: int
@@ -87,6 +88,7 @@ class Outgoing:
     is_recorded: bool = False
     step: int = -1
     put_at: float = 0.0
+    rest: Sequence[memoryview] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,15 +146,27 @@ def encode(kind: FrameKind, *, sequence: int = 0, body: bytes = b"") -> bytes:
 
 def encode_start(message: Outgoing) -> bytes:
     """The beginning of a message's frame, up to the payload."""
+    flags = _ACK_REQUESTED * message.ack_requested | _RECORDED * message.is_recorded
+    num_bytes = message.num_bytes - len(message.header)
+    return _encode_start(flags, message.sequence, message.queue, message.header, num_bytes)
+
+
+def encode_starts(sequence: int, queue: bytes, header: bytes, num_bytes: int) -> tuple[bytes, bytes]:
+    """How the frame of a message that is not recorded can begin: without and with a request to acknowledge it."""
+    without, with_request = (_encode_start(flags, sequence, queue, header, num_bytes) for flags in (0, _ACK_REQUESTED))
+    return without, with_request
+
+
+def _encode_start(flags: int, sequence: int, queue: bytes, header: bytes, num_bytes: int) -> bytes:
     head = encode_head(
         FrameKind.MESSAGE,
-        flags=_ACK_REQUESTED * message.ack_requested | _RECORDED * message.is_recorded,
-        sequence=message.sequence,
-        payload=message.num_bytes - len(message.header),
-        header=len(message.header),
-        queue=len(message.queue),
+        flags=flags,
+        sequence=sequence,
+        payload=num_bytes,
+        header=len(header),
+        queue=len(queue),
     )
-    return b"".join((head, message.queue, message.header))
+    return b"".join((head, queue, header))
 
 
 def encode_message(message: Outgoing, checksums: Checksums | NoChecksums) -> Iterator[bytes]:

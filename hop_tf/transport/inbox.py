@@ -191,9 +191,7 @@ class Inbox:
                 return True
             if sequence != self._received_sequence + 1:
                 raise ProtocolError(f"message {sequence} came after message {self._received_sequence}.")
-            self._received_sequence = sequence
-            self._dispatcher.num_messages += 1
-            self._dispatcher.num_bytes += len(message.header) + message.payload.nbytes
+            self._count(sequence, len(message.header) + message.payload.nbytes)
             if self._dispatcher.is_retired(message.queue):
                 return True
             self._held.setdefault(message.queue, collections.deque()).append(message)
@@ -206,6 +204,30 @@ class Inbox:
         else:
             self._deliver_recorded(recorder, queue, sequence, num_bytes, is_recorded)
         return True
+
+    def next_sequence(self, epoch: int) -> int | None:
+        """Number of the message that connection `epoch` should bring next; None if another one has begun."""
+        with self._condition:
+            return None if self._ended(epoch) else self._received_sequence + 1
+
+    def note(self, epoch: int, sequence: int, num_bytes: int) -> bool:
+        """Takes note of a message of connection `epoch` that was delivered otherwise; False if another one has begun.
+
+        Args:
+          epoch: As returned by `begin`.
+          sequence: What `next_sequence` has returned.
+          num_bytes: Length of its header and payload.
+        """
+        with self._condition:
+            if self._ended(epoch):
+                return False
+            self._count(sequence, num_bytes)
+            return True
+
+    def _count(self, sequence: int, num_bytes: int) -> None:
+        self._received_sequence = sequence
+        self._dispatcher.num_messages += 1
+        self._dispatcher.num_bytes += num_bytes
 
     def _deliver_recorded(
         self, recorder: Recorder, queue: str, sequence: int, num_bytes: int, is_recorded: bool

@@ -21,12 +21,21 @@ _CHECK_PERIOD_SECONDS = 0.25
 # In a burst, so many small messages are acknowledged at once.
 _MESSAGES_PER_ACK = 16
 _BYTES_PER_ACK = 1 << 18
+# What is larger than a socket's buffer would be left to the connection's thread anyway.
+_MAX_AT_ONCE_BYTES = 1 << 22
 
 
 def flatten(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Flat uint8 views of the arrays' bytes (copies where an array is not contiguous), without the empty ones."""
-    flat = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays]
-    return [array for array in flat if array.size]
+    return [array if _is_flat(array) else _flat(array) for array in arrays if array.size]
+
+
+def _is_flat(array: np.ndarray) -> bool:
+    return array.dtype == np.uint8 and array.ndim == 1 and array.flags.c_contiguous
+
+
+def _flat(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def check_message(queue: bytes, header: bytes, payload: Sequence[np.ndarray], lane: int) -> None:
@@ -47,6 +56,9 @@ class Outbox:
 
     A connection begins with `resume` and then takes messages with `take`. When it breaks, the next one resumes after
     the last message that was received: nothing is lost, and nothing arrives twice.
+
+    Where a connection can write without blocking (`write_at_once`) and has nothing to do, the thread that has a message
+    writes it itself: to wake another one would take longer.
 
     Args:
       max_messages: Most messages that are kept.
@@ -72,12 +84,19 @@ class Outbox:
         self.max_bytes_per_second = math.inf
         self._max_messages = max_messages
         self._max_bytes = max_bytes
-        self._condition = threading.Condition()
+        self._lock = threading.RLock()
+        # A connection waits for messages; senders wait for room, and who flushes for acknowledgements.
+        self._message_came = threading.Condition(self._lock)
+        self._message_went = threading.Condition(self._lock)
         self._kept: collections.deque[Outgoing] = collections.deque()
         self._kept_bytes = 0
         self._last_sequence = 0
         self._num_taken = 0
         self._epoch = 0
+        self._write: Callable[[Outgoing], Sequence[memoryview]] | None = None
+        self._is_writing = False  # A thread that sends.
+        self._is_at_work = False  # The connection's own.
+        self._unfinished: Outgoing | None = None
         self._closed = False
         self._dropped = False
         self._recorder = recorder
@@ -89,25 +108,25 @@ class Outbox:
     @property
     def first_sequence(self) -> int:
         """Number of the oldest message that is kept, or of the next one."""
-        with self._condition:
+        with self._lock:
             return self._first_sequence()
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing is kept."""
-        with self._condition:
+        with self._lock:
             return not self._kept
 
     @property
     def num_unacknowledged(self) -> int:
         """The number of messages that the running connection has taken, and that are not acknowledged."""
-        with self._condition:
+        with self._lock:
             return self._num_taken
 
     @property
     def load(self) -> tuple[int, int]:
         """How many bytes are kept, and the number of the last message."""
-        with self._condition:
+        with self._lock:
             return self._kept_bytes, self._last_sequence
 
     def put(
@@ -139,11 +158,11 @@ class Outbox:
         """
         num_bytes = len(header) + sum(array.nbytes for array in payload)
         start = time.monotonic()
-        with self._condition:
+        with self._lock:
             older = self._find_waiting(queue) if supersedes else None
             while not supersedes and not self._has_room(num_bytes):
                 check(time.monotonic() - start)
-                self._condition.wait(_CHECK_PERIOD_SECONDS)
+                self._message_went.wait(_CHECK_PERIOD_SECONDS)
             if self._closed:
                 raise HopError("the transport is closed.")
             if older is None:
@@ -157,8 +176,43 @@ class Outbox:
             if self._recorder is not None:
                 self._note_put(message)
             self._kept_bytes += num_bytes
-            self._condition.notify_all()
-            return older is not None
+            write = self._begin_to_write(message)
+            if write is None:
+                self._message_came.notify_all()
+        if write is not None:
+            self._write_now(message, write)
+        return older is not None
+
+    def _begin_to_write(self, message: Outgoing) -> Callable[[Outgoing], Sequence[memoryview]] | None:
+        """What writes a message at once, if the connection has nothing else to do; it is taken then."""
+        is_next = self._num_taken == len(self._kept) - 1 and self._kept[-1] is message
+        is_busy = self._is_writing or self._is_at_work or self._unfinished is not None
+        if self._write is None or is_busy or not is_next or message.num_bytes > _MAX_AT_ONCE_BYTES:
+            return None
+        self._is_writing = True
+        self._take_next()
+        return self._write
+
+    def _write_now(self, message: Outgoing, write: Callable[[Outgoing], Sequence[memoryview]]) -> None:
+        rest: Sequence[memoryview] = ()
+        has_failed = True
+        try:
+            rest = write(message)
+            has_failed = False
+        except OSError:
+            pass  # The next connection begins with this message.
+        finally:
+            with self._lock:
+                self._is_writing = False
+                message.rest = rest
+                self._unfinished = message if rest else None
+                if self._sending is not None and not rest:
+                    self._note_sent()
+                if has_failed and self._write is write:
+                    self._end_connection()
+                # Of the message, or behind it; or the connection waits to end.
+                if rest or self._num_taken < len(self._kept) or self._write is None:
+                    self._message_came.notify_all()
 
     def resume(self, received_sequence: int) -> int:
         """Begins a new connection to a peer that has received everything up to `received_sequence`.
@@ -169,15 +223,33 @@ class Outbox:
         Raises:
           ProtocolError: If the peer cannot have received that.
         """
-        with self._condition:
+        with self._lock:
             if received_sequence < self._first_sequence() - 1:
                 raise ProtocolError("the peer has forgotten messages that it had acknowledged.")
             self._drop(received_sequence)
             self._sending = None
             self._num_taken = 0
-            self._epoch += 1
-            self._condition.notify_all()
+            self._end_connection()
             return self._epoch
+
+    def write_at_once(self, epoch: int, write: Callable[[Outgoing], Sequence[memoryview]]) -> None:
+        """From now on, messages of connection `epoch` need no thread of its own where there is room for them.
+
+        Args:
+          epoch: The connection's number.
+          write: Writes as much of a message as it can without blocking, on the thread that has it, and returns what is
+            left, which becomes `Outgoing.rest`. It raises OSError if the connection is broken.
+        """
+        with self._lock:
+            if self._epoch == epoch:
+                self._write, self._is_at_work = write, False
+
+    def end_writing(self) -> None:
+        """Returns when no thread writes at once, nor will."""
+        with self._lock:
+            self._write = None
+            self._message_came.wait_for(lambda: not self._is_writing)
+            self._unfinished = None
 
     def take(self, epoch: int, timeout_seconds: float | None = None) -> Outgoing | None:
         """Returns the next message of connection `epoch`.
@@ -186,40 +258,60 @@ class Outbox:
 
         Blocks: until there is one.
         """
-        with self._condition:
-            if self._sending is not None:
+        with self._lock:
+            self._is_at_work = False
+            if self._sending is not None and self._unfinished is None and not self._is_writing:
                 self._note_sent()
-            self._condition.wait_for(lambda: self._ended(epoch) or self._num_taken < len(self._kept), timeout_seconds)
-            if self._ended(epoch) or self._num_taken == len(self._kept):
+            self._message_came.wait_for(lambda: self._ended(epoch) or self._has_work(), timeout_seconds)
+            if self._ended(epoch) or not self._has_work():
                 return None
-            message = self._kept[self._num_taken]
-            message.was_taken = True
-            self._num_taken += 1
-            message.ack_requested = (
-                self._num_taken == len(self._kept)
-                or message.num_bytes >= _BYTES_PER_ACK
-                or message.sequence % _MESSAGES_PER_ACK == 0
-            )
-            if message.is_recorded:
-                self._sending = (message, time.time())
-            return message
+            self._is_at_work = True
+            if self._unfinished is not None:
+                message, self._unfinished = self._unfinished, None
+                return message
+            return self._take_next()
+
+    def _has_work(self) -> bool:
+        """Whether a connection has something to do that no other thread does."""
+        return not self._is_writing and (self._unfinished is not None or self._num_taken < len(self._kept))
+
+    def _take_next(self) -> Outgoing:
+        message = self._kept[self._num_taken]
+        message.was_taken, message.rest = True, ()
+        self._num_taken += 1
+        message.ack_requested = (
+            self._num_taken == len(self._kept)
+            or message.num_bytes >= _BYTES_PER_ACK
+            or message.sequence % _MESSAGES_PER_ACK == 0
+        )
+        if message.is_recorded:
+            self._sending = (message, time.time())
+        return message
 
     def is_current(self, epoch: int) -> bool:
         """True if connection `epoch` is the running one."""
-        with self._condition:
+        with self._lock:
             return not self._ended(epoch)
 
     def wait_message(self) -> bool:
         """Waits until there is a message; False if the outbox was closed."""
-        with self._condition:
-            self._condition.wait_for(lambda: self._closed or self._kept)
+        with self._lock:
+            self._message_came.wait_for(lambda: self._closed or self._kept)
             return not self._closed
 
     def interrupt(self) -> None:
         """Ends the running connection: its `take` returns None."""
-        with self._condition:
-            self._epoch += 1
-            self._condition.notify_all()
+        with self._lock:
+            self._end_connection()
+
+    def _end_connection(self) -> None:
+        self._epoch += 1
+        self._write = None
+        self._notify_all()
+
+    def _notify_all(self) -> None:
+        self._message_came.notify_all()
+        self._message_went.notify_all()
 
     def acknowledge(self, epoch: int, sequence: int) -> None:
         """Forgets the messages up to `sequence`, which connection `epoch` has brought; nothing if that one has ended.
@@ -227,32 +319,31 @@ class Outbox:
         Raises:
           ProtocolError: If no such message was sent.
         """
-        with self._condition:
+        with self._lock:
             if self._epoch == epoch:
                 self._drop(sequence)
-                self._condition.notify_all()
+                self._message_went.notify_all()
 
     def begin_again(self) -> None:
         """Drops everything: the peer's process was replaced by one that has never received anything."""
-        with self._condition:
+        with self._lock:
             self._kept.clear()
             self._kept_bytes = self._last_sequence = self._num_taken = 0
-            self._epoch += 1
-            self._condition.notify_all()
+            self._end_connection()
 
     def wait_empty(self, deadline: float) -> bool:
         """Waits until everything has been acknowledged; False where `deadline` (`time.monotonic`) is earlier."""
-        with self._condition:
-            self._condition.wait_for(lambda: self._closed or not self._kept, max(0.0, deadline - time.monotonic()))
+        with self._lock:
+            self._message_went.wait_for(lambda: self._closed or not self._kept, max(0.0, deadline - time.monotonic()))
             return not self._kept and not self._dropped
 
     def close(self) -> None:
         """Drops everything and ends all waiting."""
-        with self._condition:
+        with self._lock:
             self._closed = True
             self._dropped = bool(self._kept)
             self._kept.clear()
-            self._condition.notify_all()
+            self._notify_all()
 
     def _has_room(self, num_bytes: int) -> bool:
         if self._closed or not self._kept:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 
-from hop_tf.transport.base import Handler, PeerStatus, Transport
+import numpy as np
+
+from hop_tf.transport.base import Expected, Handler, PeerStatus, Transport
 
 _num_sessions: weakref.WeakKeyDictionary[Transport, int] = weakref.WeakKeyDictionary()
 
@@ -55,6 +58,16 @@ class SessionTransport(Transport):
 
     def send(self, peer: int, queue: str, *args, **kwargs) -> bool:
         return self._transport.send(peer, self._prefix + queue, *args, **kwargs)
+
+    @property
+    def can_receive_now(self) -> bool:
+        return self._transport.can_receive_now
+
+    def receive_now(self, queue: str, expected: Sequence[Expected], lane: int | None) -> list[np.ndarray | None]:
+        return self._transport.receive_now(self._prefix + queue, expected, lane)
+
+    def waiting_for(self, senders: Collection[int], lane: int | None) -> contextlib.AbstractContextManager[None]:
+        return self._transport.waiting_for(senders, lane)
 
     def flush(self, peer: int, timeout_seconds: float) -> bool:
         return self._transport.flush(peer, timeout_seconds)

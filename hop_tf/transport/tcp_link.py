@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from absl import logging
 
 from hop_tf.errors import HopError, ProtocolError
 from hop_tf.transport.connection import Connection
-from hop_tf.transport.framing import FrameKind, encode
+from hop_tf.transport.framing import FrameKind, Outgoing, encode
 from hop_tf.transport.grpc_link import GrpcLink
 from hop_tf.transport.link import OVERDUE
 from hop_tf.transport.proof import Session
@@ -172,13 +172,23 @@ class TcpLink(GrpcLink):
             daemon=True,
         )
         reader.start()
+
+        def write(message: Outgoing) -> Sequence[memoryview]:
+            connection.limit_rate(self._outbox.max_bytes_per_second)
+            return connection.try_write_message(message)
+
+        self._outbox.write_at_once(epoch, write)
         try:
             while (message := self._outbox.take(epoch)) is not None:
-                connection.limit_rate(self._outbox.max_bytes_per_second)
-                connection.write_message(message)
+                if message.rest:
+                    connection.write_rest(message.rest)
+                else:
+                    connection.limit_rate(self._outbox.max_bytes_per_second)
+                    connection.write_message(message)
                 del message  # Not kept alive while the next one is awaited.
         finally:
             connection.end()
+            self._outbox.end_writing()
             reader.join()
         if problems:
             raise problems[0]

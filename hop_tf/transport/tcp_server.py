@@ -18,6 +18,7 @@ from hop_tf.transport.framing import FrameKind, encode, take_buffer
 from hop_tf.transport.grpc_server import DaemonExecutor
 from hop_tf.transport.handshake import CONTROL_LANE, Greeting, Handshake, HelloRefusedError
 from hop_tf.transport.inbox import Dispatcher, Inbox, make_message
+from hop_tf.transport.lending import Lending
 from hop_tf.transport.peer import Peer
 from hop_tf.transport.strangers import GREETING_SECONDS, Stranger, Strangers, source_of
 
@@ -31,6 +32,10 @@ _PASSING_ERRORS = frozenset(
 )
 _ACCEPT_PAUSE_SECONDS = 0.1
 _LOG_PERIOD_SECONDS = 10
+# So many messages are acknowledged at once, or of so many bytes, or all when no more come.
+_OWED_MESSAGES = 16
+_OWED_BYTES = 1 << 22
+_OWED_SECONDS = 0.02
 
 
 class TcpServer:
@@ -72,7 +77,7 @@ class TcpServer:
         self._lock = threading.Lock()
         self._closed = False
         self._connections: set[Connection] = set()
-        self._lanes: dict[tuple[int, int], Connection] = {}
+        self._lanes: dict[tuple[int, int], Lane] = {}
         self._ended = threading.Event()
         executor.submit(self._accept)
 
@@ -81,12 +86,18 @@ class TcpServer:
         with self._lock:
             self._closed = True
             self._ended.set()
-            connections = list(self._connections)
+            connections, lanes = list(self._connections), list(self._lanes.values())
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # Ends `accept`; `close` alone does not.
         self._socket.close()
         for connection in connections:
             connection.end()
+        for lane in lanes:
+            lane.end()
+
+    def lane(self, sender: int, number: int) -> Lane | None:
+        """The running connection of a lane; None where there is none."""
+        return self._lanes.get((sender, number))
 
     def _accept(self) -> None:
         try:
@@ -176,39 +187,61 @@ class TcpServer:
     def _receive(self, connection: Connection, greeting: Greeting) -> None:
         inbox = self._dispatcher.inbox(greeting.peer.rank, greeting.lane)
         epoch, received_sequence = inbox.begin(greeting.first_sequence)
-        self._replace_earlier(connection, greeting)
+        lane = Lane(connection, greeting.peer, inbox, epoch, self._pool)
+        self._replace_earlier(lane, greeting)
         greeting.peer.link_up()
         try:
             connection.write(encode(FrameKind.HELLO_REPLY, body=self._handshake.accept(greeting, received_sequence)))
             session = greeting.session
             connection.end_greeting(sent=session.checksums("server"), received=session.checksums("client"))
-            lane = _Lane(connection, greeting.peer, inbox, epoch, self._pool)
             while lane.take_message():
-                pass
+                lane.lend()
         finally:
             greeting.peer.link_down()
+            with self._lock:
+                if self._lanes[greeting.peer.rank, greeting.lane] is lane:
+                    del self._lanes[greeting.peer.rank, greeting.lane]
 
-    def _replace_earlier(self, connection: Connection, greeting: Greeting) -> None:
+    def _replace_earlier(self, lane: Lane, greeting: Greeting) -> None:
         with self._lock:
             earlier = self._lanes.get((greeting.peer.rank, greeting.lane))
-            self._lanes[greeting.peer.rank, greeting.lane] = connection
+            self._lanes[greeting.peer.rank, greeting.lane] = lane
         if earlier is not None:
             earlier.end()
 
 
-class _Lane:
-    """Messages of one connection."""
+class Lane:
+    """Messages of one connection.
+
+    Attributes:
+      connection: The connection.
+      lending: Who reads them.
+    """
 
     def __init__(self, connection: Connection, peer: Peer, inbox: Inbox, epoch: int, pool: BufferPool):
-        self._connection = connection
+        self.connection = connection
         self._peer = peer
         self._inbox = inbox
         self._epoch = epoch
         self._pool = pool
+        self.lending = Lending()
+        self._owed_sequence = self._num_owed = self._owed_bytes = 0
+
+    def lend(self) -> None:
+        """Lets another thread read what comes next, where one wants to. Blocks: until it does no more."""
+        if not self.connection.has_unread:
+            self.lending.lend()
+
+    def end(self) -> None:
+        """Ends the connection."""
+        self.connection.end()
+        self.lending.end()
 
     def take_message(self) -> bool:
-        """Reads, delivers and acknowledges one message; False at the end of the stream."""
-        received = self._connection.read_message(self._take_buffer, self._peer.heard)
+        """Reads and delivers one message; False at the end of the stream."""
+        if self._num_owed and self.connection.is_idle_for(_OWED_SECONDS):
+            self._acknowledge(self._owed_sequence)
+        received = self.connection.read_message(self.take_buffer, self._peer.heard)
         if received is None:
             return False
         frame, payload = received
@@ -216,9 +249,36 @@ class _Lane:
         message = make_message(self._peer, frame, payload)
         if not self._inbox.accept(self._epoch, frame.sequence, message, frame.is_recorded):
             return False
-        if frame.ack_requested:
-            self._connection.write(encode(FrameKind.ACKNOWLEDGE, sequence=frame.sequence))
+        self._owe(frame.sequence, payload.nbytes, ack_requested=frame.ack_requested)
         return True
 
-    def _take_buffer(self, num_bytes: int) -> np.ndarray:
+    def next_sequence(self) -> int | None:
+        """The number of the message that comes next, for a thread that has borrowed this; None: it cannot read here."""
+        return None if self.connection.has_unread else self._inbox.next_sequence(self._epoch)
+
+    def note(self, sequence: int, num_bytes: int, *, ack_requested: bool) -> bool:
+        """That message has come, of so many bytes; False if another connection has begun, which brings it again."""
+        self._peer.heard()
+        if not self._inbox.note(self._epoch, sequence, num_bytes):
+            return False
+        with contextlib.suppress(OSError):  # Who reads on will find out.
+            self._owe(sequence, num_bytes, ack_requested=ack_requested)
+        return True
+
+    def _owe(self, sequence: int, num_bytes: int, *, ack_requested: bool) -> None:
+        """Acknowledges several messages at once: the sender's thread, which hears it, has nothing else to do."""
+        self._owed_bytes += num_bytes
+        if not ack_requested:
+            return
+        self._owed_sequence = sequence
+        self._num_owed += 1
+        if self._num_owed >= _OWED_MESSAGES or self._owed_bytes >= _OWED_BYTES:
+            self._acknowledge(sequence)
+
+    def _acknowledge(self, sequence: int) -> None:
+        self._num_owed = self._owed_bytes = 0
+        self.connection.write(encode(FrameKind.ACKNOWLEDGE, sequence=sequence))
+
+    def take_buffer(self, num_bytes: int) -> np.ndarray:
+        """Memory for a payload."""
         return take_buffer(self._pool, num_bytes)

@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import importlib
+from collections.abc import Collection, Iterator, Sequence
+from types import ModuleType
+
+import numpy as np
+
 from hop_tf.errors import HopError
+from hop_tf.transport import lending
+from hop_tf.transport.base import BULK_LANE, Expected
 from hop_tf.transport.grpc_link import GrpcLink
 from hop_tf.transport.grpc_transport import GrpcTransport
 from hop_tf.transport.outbox import Outbox
 from hop_tf.transport.peer import Peer
 from hop_tf.transport.tcp_link import FIRST_INTERFACE_LANE, TcpLink
-from hop_tf.transport.tcp_server import TcpServer
+from hop_tf.transport.tcp_server import Lane, TcpServer
+
+
+@functools.cache
+def _borrowing() -> ModuleType | None:
+    # Not before there are connections: it brings TensorFlow, which takes seconds to import.
+    borrowed = importlib.import_module("hop_tf.transport.borrowed")
+    return borrowed if borrowed.is_possible() else None
 
 
 class TcpTransport(GrpcTransport):
@@ -66,6 +83,38 @@ class TcpTransport(GrpcTransport):
         interfaces, number = self._options.interfaces or (), lane - FIRST_INTERFACE_LANE
         interface = interfaces[number] if 0 <= number < len(interfaces) else None
         self._add_link(TcpLink(interface=interface, **arguments))
+
+    @property
+    def can_receive_now(self) -> bool:
+        return self._borrowing is not None
+
+    def receive_now(self, queue: str, expected: Sequence[Expected], lane: int | None) -> list[np.ndarray | None]:
+        lanes = self._incoming([each.sender for each in expected], lane)
+        if self._borrowing is not None and len(lanes) == len(expected):
+            with lending.borrowed([each.lending for each in lanes]) as has_all:
+                if has_all:
+                    return self._borrowing.receive(lanes, queue.encode(), expected)
+        return super().receive_now(queue, expected, lane)
+
+    @contextlib.contextmanager
+    def waiting_for(self, senders: Collection[int], lane: int | None) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            if self._borrowing is not None:
+                for each in self._incoming(senders, lane):
+                    stack.enter_context(each.lending.waiting())
+            yield
+
+    @property
+    def _borrowing(self) -> ModuleType | None:
+        """What reads messages from borrowed connections; None where they are recorded, which their own threads do."""
+        is_recorded = self.recorder is not None and self.recorder.is_on
+        return None if is_recorded or not self._sockets else _borrowing()
+
+    def _incoming(self, senders: Collection[int], lane: int | None) -> list[Lane]:
+        """The connections on which messages of these ranks come, of those that have a socket: one for each."""
+        number = BULK_LANE if lane is None else lane
+        lanes = ((server.lane(sender, number) for server in self._sockets) for sender in senders)
+        return [found for each in lanes if (found := next(filter(None, each), None)) is not None]
 
     def _close_links(self, deadline: float) -> None:
         for server in self._sockets:

@@ -1,4 +1,5 @@
-// The C interface of hop_tf's kernels: quantile sketch, 8-bit blocks, 16-bit truncation, hash of blocks.
+// The C interface of hop_tf's kernels: quantile sketch, 8-bit blocks, 16-bit truncation, hash of blocks; and frames that
+// come on sockets.
 //
 // Plain memory in, plain memory out; no dependency but the C++ library. Arrays need no alignment. Inputs and outputs
 // must not overlap unless it says so. Functions may be called from any number of threads at once, and their results
@@ -112,6 +113,36 @@ HOP_TF_EXPORT int HopTfNumCores(void);
 
 // Compiler and instruction set in use, for instance "g++ 12.2.0, x86-64-v4". Static memory.
 HOP_TF_EXPORT const char* HopTfBuildInfo(void);
+
+// Frames of messages (see `hop_tf.transport.framing`) that are awaited on sockets.
+typedef enum {
+  HOP_TF_AWAITED = 0,
+  HOP_TF_COMPLETE = 1,
+  HOP_TF_OTHER = 2,    // The socket has something else.
+  HOP_TF_CORRUPT = 3,  // The checksum is wrong.
+  HOP_TF_ENDED = 4,    // The connection is broken, or was closed.
+} HopTfFrameState;
+
+typedef struct {
+  int32_t socket;
+  int32_t start_bytes;       // Length of what comes before the payload.
+  const uint8_t* starts[2];  // What that may be.
+  uint8_t* start;            // What it was, once it has come.
+  uint8_t* payload;          // What has come of the payload.
+  int64_t payload_bytes;
+  uint8_t* checksum;  // What has come of the checksum.
+  int32_t checksum_bytes;  // 8, or 0: there is none, and the four fields beside it are of no matter.
+  int32_t state;
+  int64_t number;             // Of the frame: how many the connection has brought before.
+  const uint8_t* key;         // 32 bytes: of the checksum.
+  const uint32_t* block_key;  // See HopTfBlockHash.
+  int64_t num_read;           // How many bytes have come.
+} HopTfFrame;
+
+// Reads frames, each on a socket of its own, in whichever order they come. What has come of a frame that is not complete
+// may also be the beginning of something else. Returns when all are complete, one can never be, nothing has come for
+// `idle_ms` milliseconds, or `total_ms` are over.
+HOP_TF_EXPORT HopTfStatus HopTfReceiveFrames(HopTfFrame* frames, int64_t num_frames, int idle_ms, int total_ms);
 
 #ifdef __cplusplus
 }  // extern "C"

@@ -3,6 +3,10 @@
 //
 //   ops_fuzz SEED ROUNDS
 
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -231,6 +235,90 @@ void FuzzTruncate16(int64_t size) {
   }
 }
 
+using Bytes = Array<uint8_t>;
+
+void Fill(Bytes* bytes) {
+  for (int64_t i = 0; i < bytes->size(); ++i) bytes->Set(i, static_cast<uint8_t>(Uniform(0, 255)));
+}
+
+// A socket on which a frame comes: all of it or a part, as it should be or changed, and then nothing more or the end.
+struct Coming {
+  Bytes starts[2], start, payload, seen_payload, checksum, seen_checksum, key;
+  std::vector<uint32_t> block_key;
+  int sockets[2];
+  int64_t num_sent;
+  HopTfFrameState expected;
+
+  explicit Coming(int64_t num_start_bytes, int64_t num_payload_bytes, int64_t num_checksum_bytes)
+      : starts{Bytes(num_start_bytes), Bytes(num_start_bytes)}, start(num_start_bytes), payload(num_payload_bytes),
+        seen_payload(num_payload_bytes), checksum(num_checksum_bytes), seen_checksum(num_checksum_bytes), key(32),
+        block_key(1024) {
+    for (Bytes* each : {&starts[0], &starts[1], &payload, &checksum, &key}) Fill(each);
+    for (uint32_t& word : block_key) word = static_cast<uint32_t>(generator());
+    for (int i = 0; i < 2; ++i) starts[i].Set(0, static_cast<uint8_t>(i));
+    std::vector<uint8_t> bytes;
+    for (const Bytes* each : {&starts[Uniform(0, 1)], &payload, &checksum}) {
+      for (int64_t i = 0; i < each->size(); ++i) bytes.push_back(each->Get(i));
+    }
+    const int64_t num_bytes = static_cast<int64_t>(bytes.size());
+    num_sent = Uniform(0, 1) ? num_bytes : Uniform(0, num_bytes - 1);
+    // borrowed_test.py has checksums that are right.
+    expected = num_checksum_bytes ? HOP_TF_CORRUPT : HOP_TF_COMPLETE;
+    const bool is_closed = Uniform(0, 1);
+    if (num_sent < num_bytes) expected = is_closed ? HOP_TF_ENDED : HOP_TF_AWAITED;
+    if (num_sent && Uniform(0, 3) == 0) {
+      bytes[0] = 2;
+      expected = HOP_TF_OTHER;
+    }
+    Check(socketpair(AF_UNIX, SOCK_STREAM, 0, sockets) == 0, "no sockets");
+    Check(send(sockets[1], bytes.data(), static_cast<size_t>(num_sent), 0) == num_sent, "no room in a socket");
+    if (is_closed) shutdown(sockets[1], SHUT_WR);
+  }
+
+  ~Coming() {
+    for (int each : sockets) close(each);
+  }
+
+  HopTfFrame frame() {
+    HopTfFrame frame = {};
+    frame.socket = sockets[0];
+    frame.start_bytes = static_cast<int32_t>(start.size());
+    for (int i = 0; i < 2; ++i) frame.starts[i] = starts[i].data();
+    frame.start = start.data();
+    frame.payload = seen_payload.data();
+    frame.payload_bytes = payload.size();
+    frame.checksum = seen_checksum.data();
+    frame.checksum_bytes = static_cast<int32_t>(checksum.size());
+    frame.number = static_cast<int64_t>(generator());
+    frame.key = key.data();
+    frame.block_key = block_key.data();
+    return frame;
+  }
+};
+
+void FuzzFrames(int64_t num_payload_bytes) {
+  std::vector<std::unique_ptr<Coming>> coming;
+  std::vector<HopTfFrame> frames;
+  bool can_all_come = true;
+  for (int64_t i = Uniform(1, 3); i > 0; --i) {
+    coming.push_back(std::make_unique<Coming>(Uniform(1, 300), num_payload_bytes, 8 * Uniform(0, 1)));
+    frames.push_back(coming.back()->frame());
+    can_all_come = can_all_come && coming.back()->expected <= HOP_TF_COMPLETE;
+  }
+  const HopTfStatus status = HopTfReceiveFrames(frames.data(), static_cast<int64_t>(frames.size()), 1, 1000);
+  Check(status == HOP_TF_OK, "a frame was refused");
+  for (size_t i = 0; i < frames.size(); ++i) {
+    // All ends with the first one that can never be complete.
+    const bool was_left = !can_all_come && frames[i].state == HOP_TF_AWAITED;
+    Check(was_left || frames[i].state == coming[i]->expected, "what became of a frame");
+    Check(frames[i].num_read <= coming[i]->num_sent, "more was read than was sent");
+    if (frames[i].state != HOP_TF_COMPLETE) continue;
+    for (int64_t k = 0; k < num_payload_bytes; ++k) {
+      Check(coming[i]->seen_payload.Get(k) == coming[i]->payload.Get(k), "a payload");
+    }
+  }
+}
+
 void CheckRefusals() {
   float value = 1;
   uint8_t code;
@@ -281,6 +369,7 @@ int main(int argc, char** argv) {
     FuzzSketch(size);
     FuzzInt8(size);
     FuzzTruncate16(size);
+    FuzzFrames(std::min<int64_t>(size, 20000));
   }
   std::printf("%d rounds\n", rounds);
   return 0;

@@ -7,7 +7,7 @@ import threading
 import unittest.mock
 
 import numpy as np
-from absl.testing import absltest
+from absl.testing import absltest, parameterized
 
 from hop_tf.errors import HopError
 from hop_tf.options import CommunicationOptions
@@ -27,7 +27,7 @@ from hop_tf.transport.framing import FrameKind
 from hop_tf.transport.tcp_link import TcpLink
 
 
-class TcpTransportTest(TransportTestMixin, absltest.TestCase):
+class TcpTransportTest(TransportTestMixin, parameterized.TestCase):
     member = TcpTransport
 
     def connect(self, transport):
@@ -71,31 +71,31 @@ class TcpTransportTest(TransportTestMixin, absltest.TestCase):
         """A reset while the port cannot be reached: messages go over gRPC until it can; all arrive, once, in order."""
         first, second = self.start()
         collector = self.register(second)
-        connect, write, reachable, written = TcpLink._connect, Connection.write_message, threading.Event(), []
+        connect, write, reachable, written = TcpLink._connect, Connection._pieces_of, threading.Event(), []
 
         def connect_if_reachable(link, host, port):
             if not reachable.is_set():
                 raise ConnectionResetError("unreachable")
             return connect(link, host, port)
 
-        def write_message(connection, message):
+        def pieces_of(connection, message):
             written.append(message.header)
-            write(connection, message)
+            return write(connection, message)
 
         first.send(1, "queue", b"0", [np.zeros(1000, np.uint8)], lane=1)
         collector.wait(1)
         self.enter_context(unittest.mock.patch.object(tcp_link, "_RETRY_SECONDS", 0.01))
         self.enter_context(unittest.mock.patch.object(TcpLink, "_connect", connect_if_reachable))
-        self.enter_context(unittest.mock.patch.object(Connection, "write_message", write_message))
+        self.enter_context(unittest.mock.patch.object(Connection, "_pieces_of", pieces_of))
         (server,) = second._sockets
         server._lanes[0, 1].end()
         with self.assertLogs("absl", "INFO") as logs:
             first.send(1, "queue", b"1", [np.zeros(1000, np.uint8)], lane=1)
             collector.wait(2)  # Of an ended socket nothing arrives.
         self.assertRegex("\n".join(logs.output), "No socket to rank 1 .*unreachable. Lane 1 goes over gRPC")
-        reset = server._lanes[0, 1]
+        self.assertIsNone(server.lane(0, 1))
         reachable.set()
-        wait_until(lambda: server._lanes[0, 1] is not reset)
+        wait_until(lambda: server.lane(0, 1) is not None)
         first.send(1, "queue", b"2", [np.zeros(1000, np.uint8)], lane=1)
         self.assertEqual([message.header for message in collector.wait(3)], [b"0", b"1", b"2"])
         self.assertIn(b"2", written)
@@ -119,24 +119,32 @@ class TcpTransportTest(TransportTestMixin, absltest.TestCase):
         Connection(end).limit_rate(1e6)
         self.assertEqual(end.setsockopt.call_args.args[1], SO_MAX_PACING_RATE)
 
-    def test_a_large_message_is_whole_where_the_system_takes_a_part(self):
-        """What the last call leaves over is sent, too, wherever it was cut."""
-        payload = np.arange(100_000, dtype=np.uint8)
+    @parameterized.product(num_bytes=[100_000, 1_000_000], at_once=[False, True])
+    def test_a_message_is_whole_where_the_system_takes_a_part(self, num_bytes, at_once):
+        """What a call leaves over is sent, too, wherever it was cut."""
+        payload = np.arange(num_bytes, dtype=np.uint8)
         message = framing.Outgoing(1, b"queue", b"header", [payload], payload.nbytes + 6)
         start, sums = framing.encode_start(message), []
-        for num_taken in (1, payload.nbytes - 1, payload.nbytes, payload.nbytes + 3, payload.nbytes + 8):
-            sent = bytearray()
+        for num_taken in (0, 1, len(start), num_bytes - 1, num_bytes, num_bytes + 3, num_bytes + len(start)):
+            sent, takes = bytearray(), iter([num_taken] if num_taken or at_once else ())
 
-            def sendmsg(pieces, sent=sent, num_taken=num_taken):
-                sent += b"".join(pieces)[:num_taken]
-                return num_taken
+            def sendmsg(pieces, *arguments, sent=sent, takes=takes):
+                data = b"".join(pieces)
+                taken = min(next(takes, len(data)), len(data))
+                if not taken:
+                    raise BlockingIOError
+                sent += data[:taken]
+                return taken
 
             end = unittest.mock.Mock()
             end.sendall.side_effect = lambda data, flags=0, sent=sent: sent.extend(data)
             end.sendmsg.side_effect = sendmsg
             connection = Connection(end)
             connection.end_greeting(sent=Checksums(bytes(32)), received=Checksums(bytes(32)))
-            connection.write_message(message)
+            if at_once:
+                connection.write_rest(connection.try_write_message(message))
+            else:
+                connection.write_message(message)
             self.assertEqual(sent[: len(start)], start)
             self.assertEqual(sent[len(start) : -8], payload.tobytes())
             sums.append(bytes(sent[-8:]))
@@ -166,8 +174,8 @@ class TcpTransportTest(TransportTestMixin, absltest.TestCase):
         collector.wait(4)
         ends = {}
         for server in transports[1]._sockets:
-            for (_, lane), connection in server._lanes.items():
-                ends[lane] = connection._socket.getpeername()[0], connection._socket.getsockname()[0]
+            for (_, lane), lane_of in server._lanes.items():
+                ends[lane] = lane_of.connection._socket.getpeername()[0], lane_of.connection._socket.getsockname()[0]
         self.assertEqual(ends[1], ("127.0.0.2", "127.0.0.4"))
         self.assertEqual(ends[2], ("127.0.0.3", "127.0.0.5"))
         self.assertEqual(ends[0], ends[3])  # They have none.

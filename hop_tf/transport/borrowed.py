@@ -1,0 +1,104 @@
+"""Reading messages that are known before they come, from connections that were borrowed: see `lending.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hop_tf.ops.frames import Frame, FrameState, receive_frames, receives_frames
+from hop_tf.transport.base import Expected
+from hop_tf.transport.framing import encode_starts
+
+if TYPE_CHECKING:
+    from hop_tf.transport.tcp_server import Lane
+
+# Longer than that a thread waits with the connections' own threads: these hear more than what it expects, and it hears
+# of what ends the waiting.
+_IDLE_SECONDS = 0.05
+_TOTAL_SECONDS = 0.25
+
+
+def is_possible() -> bool:
+    """Whether there is native code to do it."""
+    return receives_frames()
+
+
+def receive(lanes: Sequence[Lane], queue: bytes, expected: Sequence[Expected]) -> list[np.ndarray | None]:
+    """Reads expected messages from lanes that were borrowed.
+
+    Args:
+      lanes: That of each message.
+      queue: The queue of all.
+      expected: The messages.
+
+    Returns:
+      Of each message its payload, read-only, if it has come. Else the lane's own thread delivers what comes there.
+
+    Blocks: until all have come, or for a twentieth of a second without any news.
+    """
+    messages = [_Message(lane, queue, each) for lane, each in zip(lanes, expected, strict=True)]
+    has_come = [False] * len(messages)
+    if all(message.can_come for message in messages):
+        frames = receive_frames([message.frame() for message in messages], _IDLE_SECONDS, _TOTAL_SECONDS)
+        has_come = [message.take(frame) for message, frame in zip(messages, frames, strict=True)]
+    for lane in lanes:
+        lane.lending.note_use(all(has_come))
+    return [message.payload if come else None for message, come in zip(messages, has_come, strict=True)]
+
+
+class _Message:
+    """A message that should be the next one on its lane.
+
+    Attributes:
+      payload: Its payload.
+    """
+
+    def __init__(self, lane: Lane, queue: bytes, expected: Expected):
+        self._lane = lane
+        self._sequence = lane.next_sequence()
+        self._num_bytes = len(expected.header) + expected.num_bytes
+        self.payload = lane.take_buffer(expected.num_bytes)
+        self._starts = encode_starts(self._sequence or 0, queue, expected.header, expected.num_bytes)
+        self._num_start_bytes = len(self._starts[0])
+        # What has come of the beginning, and behind it of the checksum.
+        self._around = np.empty(self._num_start_bytes + lane.connection.received.num_bytes, np.uint8)
+
+    @property
+    def can_come(self) -> bool:
+        """Whether others than the lane's thread can read it."""
+        return self._sequence is not None
+
+    def frame(self) -> Frame:
+        """What is to be read."""
+        connection = self._lane.connection
+        around = self._around.ctypes.data
+        number, key, block_key = connection.received.for_native()
+        return Frame(
+            connection.file_number,
+            self._num_start_bytes,
+            self._starts,
+            around,
+            self.payload.ctypes.data,
+            self.payload.nbytes,
+            around + self._num_start_bytes,
+            self._around.size - self._num_start_bytes,
+            FrameState.AWAITED,
+            number,
+            key,
+            block_key,
+        )
+
+    def take(self, frame: Frame) -> bool:
+        """Takes note of what has become of it; returns whether the message has come."""
+        connection = self._lane.connection
+        if frame.state != FrameState.COMPLETE:
+            start, checksum = np.split(self._around, [self._num_start_bytes])
+            parts = (start, self.payload, checksum)
+            connection.unread(b"".join(part.tobytes() for part in parts)[: frame.num_read] if frame.num_read else b"")
+            return False
+        connection.received.skip_frame()
+        self.payload.flags.writeable = False
+        ack_requested = self._around[: self._num_start_bytes].tobytes() == self._starts[True]
+        return self._lane.note(self._sequence, self._num_bytes, ack_requested=ack_requested)

@@ -1,0 +1,121 @@
+"""`Lending`: who reads the messages of a connection.
+
+A connection has a thread that reads its messages and delivers them. Where another thread waits for a message, to wake
+that one takes longer than to read the message. So a thread that knows what comes next borrows the connection and reads
+it itself, step after step. Else nothing changes: the connection's thread goes on soon after nobody has borrowed it,
+and it reads what the borrower did not expect.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+# A connection that nobody has borrowed for so long goes back to its own thread.
+KEEP_SECONDS = 0.05
+# How long that one waits, behind a message, until it is known whether this was the one that another thread awaits.
+_HANDOVER_SECONDS = 0.005
+# Who has borrowed in vain does not try again for a while, and then for twice as long.
+_MAX_PAUSE_SECONDS = 10.0
+
+
+class Lending:
+    """What a connection's thread and the one that borrows the connection tell each other."""
+
+    def __init__(self):
+        self._changed = threading.Condition()
+        self._is_wanted = False
+        self._num_waiting = 0
+        self._is_lent = False
+        self._is_borrowed = False
+        self._used_at = 0.0
+        self._pause_seconds = 0.0
+        self._paused_until = 0.0
+
+    # The connection's thread.
+
+    def lend(self) -> None:
+        """Lends the connection, between two messages, to a thread that wants it.
+
+        Blocks: until it is back.
+        """
+        if not self._is_wanted:
+            return
+        with self._changed:
+            self._changed.wait_for(lambda: not self._num_waiting, _HANDOVER_SECONDS)
+            self._is_lent = self._is_wanted and not self._num_waiting
+            if self._is_lent:
+                self._is_wanted = False
+            while self._is_borrowed or (self._is_lent and self._kept_seconds() > 0):
+                self._changed.wait(KEEP_SECONDS if self._is_borrowed else self._kept_seconds())
+            self._is_lent = False
+
+    def _kept_seconds(self) -> float:
+        """For how long it stays lent if nobody borrows it."""
+        return self._used_at + KEEP_SECONDS - time.monotonic()
+
+    def end(self) -> None:
+        """Lets the connection's thread go on, to end."""
+        with self._changed:
+            self._is_lent = self._is_wanted = False
+            self._paused_until = float("inf")
+            self._changed.notify_all()
+
+    # The one that waits for a message.
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Within it, a thread waits for a message that the connection's thread is to deliver. It will borrow later."""
+        with self._changed:
+            self._num_waiting += 1
+            self._is_lent = False
+            self._is_wanted = time.monotonic() >= self._paused_until
+            self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_waiting -= 1
+                self._used_at = time.monotonic()
+                self._changed.notify_all()
+
+    def borrow(self) -> bool:
+        """Takes the connection, if it is lent; `give_back` follows then."""
+        with self._changed:
+            if self._is_lent and not self._is_borrowed:
+                self._is_borrowed = True
+                return True
+            return False
+
+    def give_back(self) -> None:
+        """Ends borrowing."""
+        with self._changed:
+            self._is_borrowed = False
+            self._used_at = time.monotonic()
+            if not self._is_lent:  # It was ended meanwhile. Else its thread has nothing to do, and sleeps on.
+                self._changed.notify_all()
+
+    def note_use(self, was_of_use: bool) -> None:
+        """Tells whether borrowing was of use. If not, the connection's thread goes on."""
+        with self._changed:
+            if was_of_use:
+                self._pause_seconds /= 2
+                return
+            self._is_lent = self._is_wanted = False
+            self._pause_seconds = min(max(KEEP_SECONDS, 2 * self._pause_seconds), _MAX_PAUSE_SECONDS)
+            self._paused_until = max(self._paused_until, time.monotonic() + self._pause_seconds)
+            self._changed.notify_all()
+
+
+@contextlib.contextmanager
+def borrowed(lendings: Sequence[Lending]) -> Iterator[bool]:
+    """Borrows all of these connections, or none; returns whether it has. They are given back in the end."""
+    with contextlib.ExitStack() as stack:
+        has_all = True
+        for each in lendings:
+            has_all = has_all and each.borrow()
+            if has_all:
+                stack.callback(each.give_back)
+        yield has_all
