@@ -16,6 +16,7 @@ namespace hop_tf {
 namespace {
 
 constexpr int kHashedAtOnce = 64;  // Blocks.
+constexpr int64_t kReadAtOnce = 1 << 17;  // Bytes: where they come slowly, to look at each packet costs more than to wait.
 
 int64_t EndOf(const HopTfFrame& frame) { return frame.start_bytes + frame.payload_bytes + frame.checksum_bytes; }
 
@@ -92,6 +93,24 @@ bool Read(HopTfFrame* frame) {
   return has_read;
 }
 
+// How many bytes are there when `poll` tells of them: as many as surely come, as soon as it is known that they do.
+class Watermark {
+ public:
+  void Set(int socket, int64_t num_bytes) {
+    if (num_bytes == num_bytes_) return;
+    const int value = static_cast<int>(num_bytes_ = num_bytes);
+    setsockopt(socket, SOL_SOCKET, SO_RCVLOWAT, &value, sizeof(value));
+  }
+
+ private:
+  int64_t num_bytes_ = 1;
+};
+
+int64_t WatermarkOf(const HopTfFrame& frame) {
+  if (frame.state != HOP_TF_AWAITED || frame.num_read < frame.start_bytes) return 1;
+  return std::min(EndOf(frame) - frame.num_read, kReadAtOnce);
+}
+
 bool IsValid(const HopTfFrame& frame) {
   return frame.start_bytes > 0 && frame.payload_bytes >= 0 && frame.num_read >= 0 &&
          (frame.checksum_bytes == 0 || frame.checksum_bytes == Blake2b::kDigestBytes);
@@ -109,16 +128,21 @@ HopTfStatus HopTfReceiveFrames(HopTfFrame* frames, int64_t num_frames, int idle_
     using Clock = std::chrono::steady_clock;
     const Clock::time_point end = Clock::now() + std::chrono::milliseconds(total_ms);
     std::vector<pollfd> awaited(static_cast<size_t>(num_frames));
-    while (true) {
+    std::vector<Watermark> watermarks(static_cast<size_t>(num_frames));
+    const auto can_go_on = [&] {
       size_t num_awaited = 0;
       for (int64_t i = 0; i < num_frames; ++i) {
         Read(&frames[i]);
-        if (frames[i].state > HOP_TF_COMPLETE) return;
+        if (frames[i].state > HOP_TF_COMPLETE) return false;
+        watermarks[i].Set(frames[i].socket, WatermarkOf(frames[i]));
         if (frames[i].state == HOP_TF_AWAITED) awaited[num_awaited++] = {frames[i].socket, POLLIN, 0};
       }
-      if (num_awaited == 0 || Clock::now() >= end) return;
+      if (num_awaited == 0 || Clock::now() >= end) return false;
       const int num_ready = poll(awaited.data(), num_awaited, idle_ms);
-      if (num_ready == 0 || (num_ready < 0 && errno != EINTR)) return;
+      return num_ready > 0 || (num_ready < 0 && errno == EINTR);
+    };
+    while (can_go_on()) {
     }
+    for (int64_t i = 0; i < num_frames; ++i) watermarks[i].Set(frames[i].socket, 1);
   });
 }
