@@ -10,7 +10,7 @@ from hop_tf.ops import native
 
 
 class FrameState(enum.IntEnum):
-    """What has become of a frame."""
+    """The state of an awaited frame."""
 
     AWAITED = 0
     COMPLETE = 1
@@ -20,7 +20,7 @@ class FrameState(enum.IntEnum):
 
 
 class Frame(ctypes.Structure):
-    """A frame that is awaited: `HopTfFrame`, whose fields are told there."""
+    """An awaited frame: see `HopTfFrame` for the fields."""
 
     _fields_ = (
         ("socket", ctypes.c_int32),
@@ -40,7 +40,7 @@ class Frame(ctypes.Structure):
 
 
 def receives_frames() -> bool:
-    """Whether there is a native library to do it."""
+    """True if the native library is there."""
     return native.kernels() is not None
 
 
@@ -48,14 +48,15 @@ def receive_frames(frames: Sequence[Frame], idle_seconds: float, total_seconds: 
     """Reads frames, each on a socket of its own, in whichever order they come.
 
     Args:
-      frames: The frames; the memory that they tell of is there for so long.
-      idle_seconds: It ends when nothing has come for that time.
-      total_seconds: It ends after that time.
+      frames: The frames. The caller keeps alive the memory that they point to.
+      idle_seconds: The call returns if nothing comes for this time.
+      total_seconds: The call returns after this time.
 
     Returns:
-      The frames, as they are now: all are complete, or one can never be, or time was over.
+      The frames with their new states.
 
-    Blocks: as said, without the interpreter's lock.
+    Blocks: until all frames are complete, one can no longer be completed, or the time is over. Other Python threads run
+      meanwhile.
     """
     array = (Frame * len(frames))(*frames)
     milliseconds = (int(1000 * seconds) for seconds in (idle_seconds, total_seconds))

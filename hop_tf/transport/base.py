@@ -104,7 +104,7 @@ class PeerStatus:
 
 @dataclasses.dataclass(slots=True)
 class Expected:
-    """A message that is known before it comes.
+    """A message that a rank expects: all but its contents is known.
 
     Attributes:
       sender: Rank that sends it.
@@ -196,27 +196,27 @@ class Transport(abc.ABC):
 
     @property
     def can_receive_now(self) -> bool:
-        """Whether there is any use in `receive_now` and `waiting_for`."""
+        """True if `receive_now` can take messages."""
         return False
 
     def receive_now(self, queue: str, expected: Sequence[Expected], lane: int | None) -> list[np.ndarray | None]:
-        """Takes messages past the queue's handler, on the calling thread, where that is possible and they come soon.
+        """Receives expected messages on the calling thread, if they come soon. The queue's handler does not get them.
 
         Args:
           queue: The queue.
-          expected: The messages, of different senders. Each should be the next one of its sender on the lane.
+          expected: The messages, each from another sender and the next one from it on the lane.
           lane: The lane; None: as for `send`.
 
         Returns:
-          Of each message its payload, as a handler gets it; None if the handler will get it. Default: that is all.
+          The payload of each message, as a handler gets it. None if the handler gets the message. Default: all None.
 
-        Blocks: for a twentieth of a second without any news, at most.
+        Blocks: until all messages have come, or nothing has come for 0.05 s.
         """
         del queue, lane
         return [None] * len(expected)
 
     def waiting_for(self, senders: Collection[int], lane: int | None) -> contextlib.AbstractContextManager[None]:
-        """Within it, a thread waits for handlers to get messages, which `receive_now` may take the next time."""
+        """A context in which a thread waits for handlers to get messages. Next time, `receive_now` may take them."""
         del senders, lane
         return contextlib.nullcontext()
 

@@ -1,4 +1,4 @@
-"""Reading messages that are known before they come, from connections that were borrowed: see `lending.py`."""
+"""Reads expected messages from borrowed connections: see `lending.py`."""
 
 from __future__ import annotations
 
@@ -7,36 +7,30 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hop_tf.ops.frames import Frame, FrameState, receive_frames, receives_frames
+from hop_tf.ops.frames import Frame, FrameState, receive_frames
 from hop_tf.transport.base import Expected
 from hop_tf.transport.framing import encode_starts
 
 if TYPE_CHECKING:
     from hop_tf.transport.tcp_server import Lane
 
-# Longer than that a thread waits with the connections' own threads: these hear more than what it expects, and it hears
-# of what ends the waiting.
+# A longer wait is left to `Membership.wait` and the connections' threads. They also notice other messages and failures.
 _IDLE_SECONDS = 0.05
 _TOTAL_SECONDS = 0.25
 
 
-def is_possible() -> bool:
-    """Whether there is native code to do it."""
-    return receives_frames()
-
-
 def receive(lanes: Sequence[Lane], queue: bytes, expected: Sequence[Expected]) -> list[np.ndarray | None]:
-    """Reads expected messages from lanes that were borrowed.
+    """Reads expected messages from borrowed lanes.
 
     Args:
-      lanes: That of each message.
+      lanes: The lane of each message.
       queue: The queue of all.
       expected: The messages.
 
     Returns:
-      Of each message its payload, read-only, if it has come. Else the lane's own thread delivers what comes there.
+      The payload of each message, read-only. None if it has not come: then the lane's thread delivers it.
 
-    Blocks: until all have come, or for a twentieth of a second without any news.
+    Blocks: until all messages have come, or nothing has come for 0.05 s.
     """
     messages = [_Message(lane, queue, each) for lane, each in zip(lanes, expected, strict=True)]
     has_come = [False] * len(messages)
@@ -49,7 +43,7 @@ def receive(lanes: Sequence[Lane], queue: bytes, expected: Sequence[Expected]) -
 
 
 class _Message:
-    """A message that should be the next one on its lane.
+    """A message that is expected to be the next one on its lane.
 
     Attributes:
       payload: Its payload.
@@ -62,16 +56,16 @@ class _Message:
         self.payload = lane.take_buffer(expected.num_bytes)
         self._starts = encode_starts(self._sequence or 0, queue, expected.header, expected.num_bytes)
         self._num_start_bytes = len(self._starts[0])
-        # What has come of the beginning, and behind it of the checksum.
+        # Receives the start of the frame, and the checksum that follows the payload.
         self._around = np.empty(self._num_start_bytes + lane.connection.received.num_bytes, np.uint8)
 
     @property
     def can_come(self) -> bool:
-        """Whether others than the lane's thread can read it."""
+        """True if a borrower can read the message."""
         return self._sequence is not None
 
     def frame(self) -> Frame:
-        """What is to be read."""
+        """The frame to read."""
         connection = self._lane.connection
         around = self._around.ctypes.data
         number, key, block_key = connection.received.for_native()
@@ -91,7 +85,7 @@ class _Message:
         )
 
     def take(self, frame: Frame) -> bool:
-        """Takes note of what has become of it; returns whether the message has come."""
+        """Counts the message if it has come, and otherwise puts its bytes back. True if it has come."""
         connection = self._lane.connection
         if frame.state != FrameState.COMPLETE:
             start, checksum = np.split(self._around, [self._num_start_bytes])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import math
 import select
 import socket
@@ -16,7 +17,7 @@ import numpy as np
 from absl import logging
 
 from hop_tf.errors import ProtocolError
-from hop_tf.transport.checksum import Checksums, NoChecksums, check_equal
+from hop_tf.transport.checksum import Checksum, Checksums, NoChecksums, check_equal
 from hop_tf.transport.framing import HEAD_BYTES, Frame, Head, Outgoing, decode_head, encode_start
 
 # Packets come in bundles of 64 KiB at most: the kernel gathers many, which costs less than to wake Python for each. On
@@ -42,7 +43,7 @@ def _do_nothing() -> None:
 
 
 def _behind(pieces: Sequence[memoryview], num_bytes: int) -> Sequence[memoryview]:
-    """What follows the first `num_bytes` of some pieces."""
+    """Returns the pieces without their first `num_bytes` bytes."""
     for index, piece in enumerate(pieces):
         if num_bytes < piece.nbytes:
             return [piece[num_bytes:], *pieces[index + 1 :]]
@@ -122,19 +123,18 @@ class Connection:
         if message.num_bytes <= _WRITE_BYTES:
             self.write_rest(self._pieces_of(message))
             return
-        start = encode_start(message)
-        self._num_written += len(start) + message.num_bytes
-        checksum = self._sent.begin(start)
+        start, checksum = self._begin_message(message)
         before = memoryview(start)
         for array in message.payload:
             for begin in range(0, array.size, _WRITE_BYTES):
                 self._socket.sendall(before, socket.MSG_MORE)
                 before = memoryview(array[begin : begin + _WRITE_BYTES])
                 checksum.add(array[begin : begin + _WRITE_BYTES])
-        self._write_last(before, memoryview(checksum.value()))
+        # In one call, as a rule: the checksum alone would wake the other side once more.
+        self.write_rest([before, memoryview(checksum.value())])
 
     def try_write_message(self, message: Outgoing) -> Sequence[memoryview]:
-        """Writes as much of a message as there is room for, without blocking; returns what is left of its frame."""
+        """Writes as much of a message as the socket takes without blocking. Returns the rest of its frame."""
         pieces = self._pieces_of(message)
         try:
             num_sent = self._socket.sendmsg(pieces, (), socket.MSG_DONTWAIT)
@@ -143,15 +143,13 @@ class Connection:
         return _behind(pieces, num_sent)
 
     def write_rest(self, pieces: Sequence[memoryview]) -> None:
-        """Writes what is left of a frame."""
+        """Writes the rest of a frame."""
         while pieces:
             pieces = _behind(pieces, self._socket.sendmsg(pieces))
 
     def _pieces_of(self, message: Outgoing) -> list[memoryview]:
         """The frame of a message."""
-        start = encode_start(message)
-        self._num_written += len(start) + message.num_bytes
-        checksum = self._sent.begin(start)
+        start, checksum = self._begin_message(message)
         for array in message.payload:
             checksum.add(array)
         payload = message.payload
@@ -159,13 +157,11 @@ class Connection:
             payload = [b"".join(payload)]
         return [memoryview(piece) for piece in (start, *payload, checksum.value()) if len(piece)]
 
-    def _write_last(self, piece: memoryview, checksum: memoryview) -> None:
-        """In one call, as a rule: else the other side would be woken for the checksum alone."""
-        num_sent = self._socket.sendmsg([piece, checksum])
-        if num_sent < piece.nbytes:
-            self._socket.sendall(piece[num_sent:], socket.MSG_MORE)
-        if num_sent < piece.nbytes + checksum.nbytes:
-            self._socket.sendall(checksum[max(0, num_sent - piece.nbytes) :])
+    def _begin_message(self, message: Outgoing) -> tuple[bytes, Checksum | NoChecksums]:
+        """The start of a message's frame, and the running checksum."""
+        start = encode_start(message)
+        self._num_written += len(start) + message.num_bytes
+        return start, self._sent.begin(start)
 
     def read_frame(self, while_idle: Callable[[], object] = _do_nothing) -> Frame | None:
         """Reads a frame without a payload; None at the end of the stream.
@@ -251,18 +247,20 @@ class Connection:
         check_equal(bytes(received), checksum.value())
 
     def is_idle_for(self, seconds: float) -> bool:
-        """Whether nothing comes for so long. Blocks: as long, at most."""
-        if self._unread:
-            return False
+        """Waits up to `seconds` for data to read. True if none comes."""
+        return not self._unread and not self._readable.poll(1000 * seconds)
+
+    @functools.cached_property
+    def _readable(self) -> select.poll:
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
-        return not poll.poll(1000 * seconds)
+        return poll
 
     # For a thread that has borrowed the connection: see `borrowed.py`.
 
     @property
     def file_number(self) -> int:
-        """That of the socket."""
+        """The file descriptor of the socket."""
         return self._socket.fileno()
 
     @property
@@ -272,11 +270,11 @@ class Connection:
 
     @property
     def has_unread(self) -> bool:
-        """Whether some of what was read by others is to be read once more."""
+        """True if bytes that were put back by `unread` are left."""
         return bool(self._unread)
 
     def unread(self, data: bytes) -> None:
-        """Reads this once more: it came, and is not what others had expected."""
+        """Puts back bytes that another thread has read from the socket. They are the next ones to be read."""
         self._unread = memoryview(data)
 
     def _receive(self, max_bytes: int) -> bytes:
@@ -286,7 +284,7 @@ class Connection:
         return data
 
     def _receive_again_into(self, pieces: Sequence[memoryview | np.ndarray]) -> int:
-        """Takes what was read by others."""
+        """As `_receive_into`, from the bytes that were put back."""
         count = 0
         for piece in map(memoryview, pieces):
             data = self._receive(piece.nbytes) if self._unread else b""

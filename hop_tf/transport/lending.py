@@ -1,9 +1,9 @@
-"""`Lending`: who reads the messages of a connection.
+"""`Lending`: decides which thread reads the messages of a connection.
 
-A connection has a thread that reads its messages and delivers them. Where another thread waits for a message, to wake
-that one takes longer than to read the message. So a thread that knows what comes next borrows the connection and reads
-it itself, step after step. Else nothing changes: the connection's thread goes on soon after nobody has borrowed it,
-and it reads what the borrower did not expect.
+Each connection has a thread that reads messages and delivers them. Waking the thread that waits for a message takes
+longer than reading the message. So a thread that knows the next message borrows the connection and reads it itself,
+step after step. If nobody borrows the connection for a while, its own thread goes on. That thread also reads every
+message that the borrower did not expect.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from collections.abc import Iterator, Sequence
 
 # A connection that nobody has borrowed for so long goes back to its own thread.
 KEEP_SECONDS = 0.05
-# How long that one waits, behind a message, until it is known whether this was the one that another thread awaits.
+# After a message, the connection's thread waits up to this long to see if another thread was waiting for that message.
 _HANDOVER_SECONDS = 0.005
-# Who has borrowed in vain does not try again for a while, and then for twice as long.
+# After borrowing in vain, a thread waits before it borrows again: each time twice as long, up to this.
 _MAX_PAUSE_SECONDS = 10.0
 
 
 class Lending:
-    """What a connection's thread and the one that borrows the connection tell each other."""
+    """The state shared by a connection's thread and the thread that borrows the connection."""
 
     def __init__(self):
         self._changed = threading.Condition()
@@ -67,7 +67,7 @@ class Lending:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Within it, a thread waits for a message that the connection's thread is to deliver. It will borrow later."""
+        """A context in which a thread waits for a message from the connection's thread, to borrow afterwards."""
         with self._changed:
             self._num_waiting += 1
             self._is_lent = False

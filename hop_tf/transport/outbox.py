@@ -21,7 +21,7 @@ _CHECK_PERIOD_SECONDS = 0.25
 # In a burst, so many small messages are acknowledged at once.
 _MESSAGES_PER_ACK = 16
 _BYTES_PER_ACK = 1 << 18
-# What is larger than a socket's buffer would be left to the connection's thread anyway.
+# The connection's thread writes larger messages: they do not fit into a socket's buffer.
 _MAX_AT_ONCE_BYTES = 1 << 22
 
 
@@ -57,8 +57,8 @@ class Outbox:
     A connection begins with `resume` and then takes messages with `take`. When it breaks, the next one resumes after
     the last message that was received: nothing is lost, and nothing arrives twice.
 
-    Where a connection can write without blocking (`write_at_once`) and has nothing to do, the thread that has a message
-    writes it itself: to wake another one would take longer.
+    While the connection is idle, the thread that sends a message writes it itself (`write_at_once`): waking the
+    connection's thread would take longer.
 
     Args:
       max_messages: Most messages that are kept.
@@ -85,7 +85,7 @@ class Outbox:
         self._max_messages = max_messages
         self._max_bytes = max_bytes
         self._lock = threading.RLock()
-        # A connection waits for messages; senders wait for room, and who flushes for acknowledgements.
+        # The connection's thread waits for messages. Senders wait for room, and `wait_empty` for acknowledgements.
         self._message_came = threading.Condition(self._lock)
         self._message_went = threading.Condition(self._lock)
         self._kept: collections.deque[Outgoing] = collections.deque()
@@ -94,8 +94,8 @@ class Outbox:
         self._num_taken = 0
         self._epoch = 0
         self._write: Callable[[Outgoing], Sequence[memoryview]] | None = None
-        self._is_writing = False  # A thread that sends.
-        self._is_at_work = False  # The connection's own.
+        self._is_writing = False  # A thread that sends writes to the connection.
+        self._is_at_work = False  # The connection's thread writes to it.
         self._unfinished: Outgoing | None = None
         self._closed = False
         self._dropped = False
@@ -184,7 +184,7 @@ class Outbox:
         return older is not None
 
     def _begin_to_write(self, message: Outgoing) -> Callable[[Outgoing], Sequence[memoryview]] | None:
-        """What writes a message at once, if the connection has nothing else to do; it is taken then."""
+        """Takes the message and returns the function that writes it, if the connection is idle; otherwise None."""
         is_next = self._num_taken == len(self._kept) - 1 and self._kept[-1] is message
         is_busy = self._is_writing or self._is_at_work or self._unfinished is not None
         if self._write is None or is_busy or not is_next or message.num_bytes > _MAX_AT_ONCE_BYTES:
@@ -194,23 +194,21 @@ class Outbox:
         return self._write
 
     def _write_now(self, message: Outgoing, write: Callable[[Outgoing], Sequence[memoryview]]) -> None:
-        rest: Sequence[memoryview] = ()
-        has_failed = True
+        rest: Sequence[memoryview] | None = None
         try:
             rest = write(message)
-            has_failed = False
         except OSError:
             pass  # The next connection begins with this message.
         finally:
             with self._lock:
                 self._is_writing = False
-                message.rest = rest
+                message.rest = rest or ()
                 self._unfinished = message if rest else None
                 if self._sending is not None and not rest:
                     self._note_sent()
-                if has_failed and self._write is write:
+                if rest is None and self._write is write:
                     self._end_connection()
-                # Of the message, or behind it; or the connection waits to end.
+                # The connection's thread has work left, or waits in `end_writing`.
                 if rest or self._num_taken < len(self._kept) or self._write is None:
                     self._message_came.notify_all()
 
@@ -233,19 +231,19 @@ class Outbox:
             return self._epoch
 
     def write_at_once(self, epoch: int, write: Callable[[Outgoing], Sequence[memoryview]]) -> None:
-        """From now on, messages of connection `epoch` need no thread of its own where there is room for them.
+        """Lets threads that send messages write them to connection `epoch` themselves.
 
         Args:
           epoch: The connection's number.
-          write: Writes as much of a message as it can without blocking, on the thread that has it, and returns what is
-            left, which becomes `Outgoing.rest`. It raises OSError if the connection is broken.
+          write: Writes as much of a message as it can without blocking, on the thread that sends it. Returns the rest,
+            which becomes `Outgoing.rest`. Raises OSError if the connection is broken.
         """
         with self._lock:
             if self._epoch == epoch:
                 self._write, self._is_at_work = write, False
 
     def end_writing(self) -> None:
-        """Returns when no thread writes at once, nor will."""
+        """Ends `write_at_once`. Blocks: until no thread writes."""
         with self._lock:
             self._write = None
             self._message_came.wait_for(lambda: not self._is_writing)
@@ -272,7 +270,7 @@ class Outbox:
             return self._take_next()
 
     def _has_work(self) -> bool:
-        """Whether a connection has something to do that no other thread does."""
+        """True if the connection's thread has something to write."""
         return not self._is_writing and (self._unfinished is not None or self._num_taken < len(self._kept))
 
     def _take_next(self) -> Outgoing:

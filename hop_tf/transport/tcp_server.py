@@ -32,7 +32,7 @@ _PASSING_ERRORS = frozenset(
 )
 _ACCEPT_PAUSE_SECONDS = 0.1
 _LOG_PERIOD_SECONDS = 10
-# So many messages are acknowledged at once, or of so many bytes, or all when no more come.
+# One acknowledgement covers up to this many messages and bytes. It is sent earlier if the lane is idle for this time.
 _OWED_MESSAGES = 16
 _OWED_BYTES = 1 << 22
 _OWED_SECONDS = 0.02
@@ -93,7 +93,7 @@ class TcpServer:
         for connection in connections:
             connection.end()
         for lane in lanes:
-            lane.end()
+            lane.lending.end()
 
     def lane(self, sender: int, number: int) -> Lane | None:
         """The running connection of a lane; None where there is none."""
@@ -215,7 +215,7 @@ class Lane:
 
     Attributes:
       connection: The connection.
-      lending: Who reads them.
+      lending: Decides which thread reads the messages.
     """
 
     def __init__(self, connection: Connection, peer: Peer, inbox: Inbox, epoch: int, pool: BufferPool):
@@ -228,7 +228,7 @@ class Lane:
         self._owed_sequence = self._num_owed = self._owed_bytes = 0
 
     def lend(self) -> None:
-        """Lets another thread read what comes next, where one wants to. Blocks: until it does no more."""
+        """Lends the connection to a thread that wants to read the next messages. Blocks: until it is back."""
         if not self.connection.has_unread:
             self.lending.lend()
 
@@ -253,20 +253,20 @@ class Lane:
         return True
 
     def next_sequence(self) -> int | None:
-        """The number of the message that comes next, for a thread that has borrowed this; None: it cannot read here."""
+        """The number of the next message. None if a thread that has borrowed the lane cannot read it."""
         return None if self.connection.has_unread else self._inbox.next_sequence(self._epoch)
 
     def note(self, sequence: int, num_bytes: int, *, ack_requested: bool) -> bool:
-        """That message has come, of so many bytes; False if another connection has begun, which brings it again."""
+        """Counts a message that a borrower has read. False if a new connection has begun, which delivers it again."""
         self._peer.heard()
         if not self._inbox.note(self._epoch, sequence, num_bytes):
             return False
-        with contextlib.suppress(OSError):  # Who reads on will find out.
+        with contextlib.suppress(OSError):  # The next read fails, too.
             self._owe(sequence, num_bytes, ack_requested=ack_requested)
         return True
 
     def _owe(self, sequence: int, num_bytes: int, *, ack_requested: bool) -> None:
-        """Acknowledges several messages at once: the sender's thread, which hears it, has nothing else to do."""
+        """Delays acknowledgements and merges them: each one wakes a thread of the sender."""
         self._owed_bytes += num_bytes
         if not ack_requested:
             return

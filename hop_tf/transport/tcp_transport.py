@@ -24,8 +24,8 @@ from hop_tf.transport.tcp_server import Lane, TcpServer
 @functools.cache
 def _borrowing() -> ModuleType | None:
     # Not before there are connections: it brings TensorFlow, which takes seconds to import.
-    borrowed = importlib.import_module("hop_tf.transport.borrowed")
-    return borrowed if borrowed.is_possible() else None
+    is_native = importlib.import_module("hop_tf.ops.frames").receives_frames()
+    return importlib.import_module("hop_tf.transport.borrowed") if is_native else None
 
 
 class TcpTransport(GrpcTransport):
@@ -106,12 +106,12 @@ class TcpTransport(GrpcTransport):
 
     @property
     def _borrowing(self) -> ModuleType | None:
-        """What reads messages from borrowed connections; None where they are recorded, which their own threads do."""
+        """The module that reads from borrowed connections. None while messages are recorded: their threads do that."""
         is_recorded = self.recorder is not None and self.recorder.is_on
         return None if is_recorded or not self._sockets else _borrowing()
 
     def _incoming(self, senders: Collection[int], lane: int | None) -> list[Lane]:
-        """The connections on which messages of these ranks come, of those that have a socket: one for each."""
+        """The connections from these ranks, at most one each. A rank without a socket has none."""
         number = BULK_LANE if lane is None else lane
         lanes = ((server.lane(sender, number) for server in self._sockets) for sender in senders)
         return [found for each in lanes if (found := next(filter(None, each), None)) is not None]

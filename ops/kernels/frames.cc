@@ -16,7 +16,7 @@ namespace hop_tf {
 namespace {
 
 constexpr int kHashedAtOnce = 64;  // Blocks.
-constexpr int64_t kReadAtOnce = 1 << 17;  // Bytes: where they come slowly, to look at each packet costs more than to wait.
+constexpr int64_t kReadAtOnce = 1 << 17;  // Bytes. On a slow link, waking up for each packet costs too much.
 
 int64_t EndOf(const HopTfFrame& frame) { return frame.start_bytes + frame.payload_bytes + frame.checksum_bytes; }
 
@@ -93,7 +93,7 @@ bool Read(HopTfFrame* frame) {
   return has_read;
 }
 
-// How many bytes are there when `poll` tells of them: as many as surely come, as soon as it is known that they do.
+// Makes `poll` report a socket only when this many bytes are there. Once a frame has begun as expected, they will come.
 class Watermark {
  public:
   void Set(int socket, int64_t num_bytes) {

@@ -10,16 +10,15 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from hop_tf.errors import ProtocolError
-from hop_tf.ops.frames import receives_frames
+from hop_tf.ops import frames
 from hop_tf.tensors.buffers import BufferPool
-from hop_tf.testing.transports import Collector, TransportTestMixin, wait_until
-from hop_tf.transport import TcpTransport, borrowed, framing, lending, tcp_transport
+from hop_tf.testing.transports import Collector, TransportTestMixin
+from hop_tf.transport import TcpTransport, borrowed, framing, tcp_transport
 from hop_tf.transport.base import BULK_LANE, Expected
 from hop_tf.transport.checksum import Checksums, NoChecksums
 from hop_tf.transport.connection import Connection
 from hop_tf.transport.framing import FrameKind, Outgoing
 from hop_tf.transport.inbox import Dispatcher
-from hop_tf.transport.lending import Lending
 from hop_tf.transport.peer import Peer
 from hop_tf.transport.tcp_server import Lane
 
@@ -85,7 +84,7 @@ class _End:
 class _Case(parameterized.TestCase):
     def setUp(self):
         super().setUp()
-        if not receives_frames():
+        if not frames.receives_frames():
             self.skipTest("the native library was not built")
         self.stack = self.enter_context(contextlib.ExitStack())
 
@@ -261,98 +260,6 @@ class ReceiveTest(_Case):
         self.assertEqual(end.acknowledged(), 4)
 
 
-class LendingTest(absltest.TestCase):
-    def setUp(self):
-        super().setUp()
-        self.lending = Lending()
-
-    def _lend(self):
-        """The lane's thread, behind a message."""
-        thread = threading.Thread(target=self.lending.lend, daemon=True)
-        thread.start()
-        return thread
-
-    def test_is_not_lent_unless_it_is_wanted(self):
-        self.lending.lend()
-        self.assertFalse(self.lending.borrow())
-
-    def test_is_lent_and_goes_back(self):
-        with self.lending.waiting():
-            pass
-        thread = self._lend()
-        wait_until(self.lending.borrow)
-        self.assertFalse(self.lending.borrow())  # There is one borrower.
-        self.lending.give_back()
-        self.assertTrue(self.lending.borrow())
-        time.sleep(2 * lending.KEEP_SECONDS)
-        self.assertTrue(thread.is_alive())
-        self.lending.give_back()
-        thread.join()
-        self.assertFalse(self.lending.borrow())
-
-    def test_is_not_lent_to_one_while_another_waits(self):
-        with self.lending.waiting():
-            pass
-        with self.lending.waiting():
-            self.lending.lend()
-
-    def test_goes_back_at_once_when_it_was_of_no_use(self):
-        with unittest.mock.patch.object(lending, "KEEP_SECONDS", 1e6):
-            with self.lending.waiting():
-                pass
-            thread = self._lend()
-            wait_until(self.lending.borrow)
-            self.lending.give_back()
-            self.lending.note_use(False)
-            thread.join()
-            with self.lending.waiting():
-                pass
-            self.lending.lend()  # For a while nobody wants it.
-
-    def test_goes_back_when_a_thread_waits_or_the_lane_ends(self):
-        with unittest.mock.patch.object(lending, "KEEP_SECONDS", 1e6):
-            for end in (self._wait_and_leave, lambda: self.lending.end()):
-                self.lending = Lending()
-                with self.lending.waiting():
-                    pass
-                thread = self._lend()
-                wait_until(self.lending.borrow)
-                self.lending.give_back()
-                end()
-                thread.join()
-
-    def test_a_wish_while_it_is_lent_counts_for_the_next_time(self):
-        with self.lending.waiting():
-            pass
-        thread = self._lend()
-        wait_until(self.lending.borrow)
-        self.lending.give_back()
-        with self.lending.waiting():
-            thread.join()
-        self._lend()
-        wait_until(self.lending.borrow)
-        self.lending.give_back()
-
-    def test_all_or_none_are_borrowed(self):
-        others = [Lending(), Lending()]
-        with self.lending.waiting():
-            pass
-        self._lend()
-        wait_until(self.lending.borrow)
-        self.lending.give_back()
-        with lending.borrowed([self.lending, *others]) as has_all:
-            self.assertFalse(has_all)
-        with self.assertRaises(MemoryError), lending.borrowed([self.lending]) as has_all:
-            self.assertTrue(has_all)
-            raise MemoryError
-        self.assertTrue(self.lending.borrow())
-        self.lending.give_back()
-
-    def _wait_and_leave(self):
-        with self.lending.waiting():
-            time.sleep(0)
-
-
 class TransportTest(TransportTestMixin, _Case):
     member = TcpTransport
 
@@ -434,7 +341,7 @@ class TransportTest(TransportTestMixin, _Case):
 
     def test_nothing_is_borrowed_where_there_is_no_native_code(self):
         _, receiver = self.start()
-        with unittest.mock.patch.object(borrowed, "is_possible", lambda: False):
+        with unittest.mock.patch.object(frames, "receives_frames", lambda: False):
             tcp_transport._borrowing.cache_clear()
             self.addCleanup(tcp_transport._borrowing.cache_clear)
             self.assertEqual(receiver.receive_now("queue", [Expected(0, b"", 1)], None), [None])

@@ -83,7 +83,7 @@ class WriteAtOnceTest(absltest.TestCase):
         self.assertEqual(self._take().sequence, 2)
 
     def test_a_broken_connection(self):
-        """What it was to write is the first message of the next one."""
+        """The next connection begins with the message that could not be written."""
 
         def write(message):
             del message

@@ -121,7 +121,7 @@ class TcpTransportTest(TransportTestMixin, parameterized.TestCase):
 
     @parameterized.product(num_bytes=[100_000, 1_000_000], at_once=[False, True])
     def test_a_message_is_whole_where_the_system_takes_a_part(self, num_bytes, at_once):
-        """What a call leaves over is sent, too, wherever it was cut."""
+        """The rest of a partly written frame is sent, wherever the frame was cut."""
         payload = np.arange(num_bytes, dtype=np.uint8)
         message = framing.Outgoing(1, b"queue", b"header", [payload], payload.nbytes + 6)
         start, sums = framing.encode_start(message), []
