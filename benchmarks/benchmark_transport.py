@@ -28,11 +28,18 @@ from hop_tf.transport import GrpcTransport, TcpTransport, Transport
 
 _SIZES = flags.DEFINE_list("sizes", ["4096", "65536", "1048576", "16777216", "104857600"], "Payload sizes in bytes.")
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Rounds; medians over them are shown.", lower_bound=1)
-_MEMBERS = flags.DEFINE_list("members", ["tcp", "grpc", "socket"], "What to measure; also tcp_unchecked.")
+_MEMBERS = flags.DEFINE_list("members", ["memory", "tcp", "grpc", "socket"], "What to measure; also tcp_unchecked.")
 _BYTES_PER_ROUND = flags.DEFINE_integer("bytes_per_round", 400 << 20, "About how much to move in each measurement.")
 
 
-class UncheckedTcpTransport(TcpTransport):
+class SocketTransport(TcpTransport):
+    """As between two machines: payloads go through sockets, and not through memory that processes share."""
+
+    def __init__(self, *arguments, **keywords):
+        super().__init__(*arguments, shares_memory=False, **keywords)
+
+
+class UncheckedTcpTransport(SocketTransport):
     """Frames without checksums, to see what these cost."""
 
     def __init__(self, *arguments, **keywords):
@@ -40,7 +47,12 @@ class UncheckedTcpTransport(TcpTransport):
         self._handshake._encrypted = True  # As where the connection has checksums of its own.
 
 
-_TRANSPORTS = {"grpc": GrpcTransport, "tcp": TcpTransport, "tcp_unchecked": UncheckedTcpTransport}
+_TRANSPORTS = {
+    "memory": TcpTransport,
+    "tcp": SocketTransport,
+    "grpc": GrpcTransport,
+    "tcp_unchecked": UncheckedTcpTransport,
+}
 _TIMEOUT_SECONDS = 120.0
 _MAX_MESSAGES = 2000
 _NUM_ROUND_TRIPS = 200

@@ -10,6 +10,7 @@ import numpy as np
 from hop_tf.ops.frames import Frame, FrameState, receive_frames
 from hop_tf.transport.base import Expected
 from hop_tf.transport.framing import encode_starts
+from hop_tf.transport.shared_memory import MIN_PAYLOAD_BYTES, PLACE_BYTES
 
 if TYPE_CHECKING:
     from hop_tf.transport.tcp_server import Lane
@@ -53,8 +54,15 @@ class _Message:
         self._lane = lane
         self._sequence = lane.next_sequence()
         self._num_bytes = len(expected.header) + expected.num_bytes
-        self.payload = lane.take_buffer(expected.num_bytes)
-        self._starts = encode_starts(self._sequence or 0, queue, expected.header, expected.num_bytes)
+        self._in_shared_memory = lane.connection.peer_memory is not None and expected.num_bytes >= MIN_PAYLOAD_BYTES
+        self.payload = lane.take_buffer(PLACE_BYTES if self._in_shared_memory else expected.num_bytes)
+        self._starts = encode_starts(
+            self._sequence or 0,
+            queue,
+            expected.header,
+            expected.num_bytes,
+            in_shared_memory=self._in_shared_memory,
+        )
         self._num_start_bytes = len(self._starts[0])
         # Receives the start of the frame, and the checksum that follows the payload.
         self._around = np.empty(self._num_start_bytes + lane.connection.received.num_bytes, np.uint8)
@@ -93,6 +101,8 @@ class _Message:
             connection.unread(b"".join(part.tobytes() for part in parts)[: frame.num_read] if frame.num_read else b"")
             return False
         connection.received.skip_frame()
+        if self._in_shared_memory:
+            self.payload = connection.peer_memory.payload(self.payload)
         self.payload.flags.writeable = False
         ack_requested = self._around[: self._num_start_bytes].tobytes() == self._starts[True]
         return self._lane.note(self._sequence, self._num_bytes, ack_requested=ack_requested)

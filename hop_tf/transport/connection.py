@@ -11,14 +11,16 @@ import socket
 import struct
 import termios
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from absl import logging
 
 from hop_tf.errors import ProtocolError
+from hop_tf.transport import control_pb2
 from hop_tf.transport.checksum import Checksum, Checksums, NoChecksums, check_equal
 from hop_tf.transport.framing import HEAD_BYTES, Frame, Head, Outgoing, decode_head, encode_start
+from hop_tf.transport.shared_memory import MIN_PAYLOAD_BYTES, PLACE_BYTES, PeerMemory, SharedMemory
 
 # Packets come in bundles of 64 KiB at most: the kernel gathers many, which costs less than to wake Python for each. On
 # a slow connection it gathers fewer, so that the peer is heard of while they come.
@@ -60,10 +62,15 @@ class Connection:
 
     Args:
       connected: The socket; it is closed with this.
+
+    Attributes:
+      peer_memory: Where large payloads of messages that are read are. None: in their frames.
     """
 
     def __init__(self, connected: socket.socket):
         self._socket = connected
+        self._memory: SharedMemory | None = None
+        self.peer_memory: PeerMemory | None = None
         self._bytes_per_second = math.inf
         self._num_written = 0
         self._read_bytes = _READ_BYTES
@@ -91,6 +98,27 @@ class Connection:
         seconds, rest = divmod(IDLE_SECONDS, 1.0)
         limit = struct.pack("@ll", int(seconds), int(rest * 1e6))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+
+    @contextlib.contextmanager
+    def offering_memory(self) -> Iterator[control_pb2.SharedMemory | None]:
+        """A context in which the other side can open memory for payloads. Yields the offer; None if there is none."""
+        self._memory = SharedMemory.make(self._socket)
+        try:
+            yield None if self._memory is None else self._memory.offer(self._socket)
+        finally:
+            if self._memory is not None:
+                self._memory.close_file()
+
+    def end_offer(self, *, is_taken: bool) -> None:
+        """Tells whether the other side has opened the memory that was offered."""
+        if not is_taken:
+            self._memory = None
+
+    def open_memory(self, offer: control_pb2.SharedMemory | None) -> bool:
+        """Opens the memory that the other side offers. False if it cannot be opened here, or there is none."""
+        if offer is not None:
+            self.peer_memory = PeerMemory.open(offer, self._socket)
+        return self.peer_memory is not None
 
     def num_received_there(self) -> int:
         """The number of bytes that the other machine has received. Its process may not have read all of them yet."""
@@ -120,8 +148,9 @@ class Connection:
 
     def write_message(self, message: Outgoing) -> None:
         """Writes a message, straight from its arrays where it is large."""
-        if message.num_bytes <= _WRITE_BYTES:
-            self.write_rest(self._pieces_of(message))
+        place = self._put_in_memory(message)
+        if place is not None or message.num_bytes <= _WRITE_BYTES:
+            self.write_rest(self._pieces_of(message, place))
             return
         start, checksum = self._begin_message(message)
         before = memoryview(start)
@@ -135,7 +164,7 @@ class Connection:
 
     def try_write_message(self, message: Outgoing) -> Sequence[memoryview]:
         """Writes as much of a message as the socket takes without blocking. Returns the rest of its frame."""
-        pieces = self._pieces_of(message)
+        pieces = self._pieces_of(message, self._put_in_memory(message))
         try:
             num_sent = self._socket.sendmsg(pieces, (), socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -147,9 +176,19 @@ class Connection:
         while pieces:
             pieces = _behind(pieces, self._socket.sendmsg(pieces))
 
-    def _pieces_of(self, message: Outgoing) -> list[memoryview]:
-        """The frame of a message."""
-        start, checksum = self._begin_message(message)
+    def _put_in_memory(self, message: Outgoing) -> bytes | None:
+        """Puts the payload into shared memory. Returns its place there; None if it is to travel in the frame."""
+        num_bytes = message.num_bytes - len(message.header)
+        if self._memory is None or num_bytes < MIN_PAYLOAD_BYTES or self._bytes_per_second != math.inf:
+            return None
+        return self._memory.put(message.payload, num_bytes)
+
+    def _pieces_of(self, message: Outgoing, place: bytes | None) -> list[memoryview]:
+        """The frame of a message whose payload is at a place in shared memory, or in the frame."""
+        start, checksum = self._begin_message(message, in_shared_memory=place is not None)
+        if place is not None:
+            checksum.add(np.frombuffer(place, np.uint8))
+            return [memoryview(start + place + checksum.value())]
         for array in message.payload:
             checksum.add(array)
         payload = message.payload
@@ -157,10 +196,12 @@ class Connection:
             payload = [b"".join(payload)]
         return [memoryview(piece) for piece in (start, *payload, checksum.value()) if len(piece)]
 
-    def _begin_message(self, message: Outgoing) -> tuple[bytes, Checksum | NoChecksums]:
+    def _begin_message(
+        self, message: Outgoing, *, in_shared_memory: bool = False
+    ) -> tuple[bytes, Checksum | NoChecksums]:
         """The start of a message's frame, and the running checksum."""
-        start = encode_start(message)
-        self._num_written += len(start) + message.num_bytes
+        start = encode_start(message, in_shared_memory=in_shared_memory)
+        self._num_written += len(start) + (PLACE_BYTES if in_shared_memory else message.num_bytes)
         return start, self._sent.begin(start)
 
     def read_frame(self, while_idle: Callable[[], object] = _do_nothing) -> Frame | None:
@@ -204,7 +245,14 @@ class Connection:
         text = bytearray(parsed.queue_bytes + parsed.header_bytes)
         buffer = take_buffer(parsed.payload_bytes)
         self._fill(head, text, buffer, heard)
+        if parsed.in_shared_memory:
+            buffer = self._payload_at(buffer)
         return parsed.frame(bytes(text)), buffer
+
+    def _payload_at(self, place: np.ndarray) -> np.ndarray:
+        if self.peer_memory is None:
+            raise ProtocolError("a frame tells a place in a memory that is not shared.")
+        return self.peer_memory.payload(place)
 
     def _read_head(self, while_idle: Callable[[], object] = _do_nothing) -> bytes | None:
         while True:
@@ -315,8 +363,9 @@ class Connection:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Gives the socket back. No thread may use it any more."""
+        """Gives the socket back, and the memory. No thread may use it any more."""
         self._socket.close()
+        self._memory = self.peer_memory = None
 
     def _read(self, num_bytes: int) -> bytes:
         """So many bytes of a frame that has begun."""

@@ -14,7 +14,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ehop_tf/transport/control.proto\x12\x06hop_tf\"\x1a\n\tChallenge\x12\r\n\x05nonce\x18\x01 \x01(\x0c\"4\n\x06Signed\x12\x0c\n\x04\x62ody\x18\x01 \x01(\x0c\x12\r\n\x05nonce\x18\x02 \x01(\x0c\x12\r\n\x05proof\x18\x03 \x01(\x0c\"\xa4\x02\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0e\n\x06sender\x18\x02 \x01(\r\x12\x10\n\x08receiver\x18\x03 \x01(\r\x12\x0c\n\x04lane\x18\x04 \x01(\r\x12\x13\n\x0bincarnation\x18\x05 \x01(\t\x12-\n\x08identity\x18\x06 \x03(\x0b\x32\x1b.hop_tf.Hello.IdentityEntry\x12\x16\n\x0e\x66irst_sequence\x18\x07 \x01(\x04\x12\x1c\n\x14receiver_incarnation\x18\x08 \x01(\t\x12\x17\n\ngeneration\x18\t \x01(\rH\x00\x88\x01\x01\x1a/\n\rIdentityEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\r\n\x0b_generation\"\xd6\x01\n\nHelloReply\x12 \n\x07refusal\x18\x01 \x01(\x0e\x32\x0f.hop_tf.Refusal\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x19\n\x11received_sequence\x18\x03 \x01(\x04\x12\r\n\x05\x66ield\x18\x04 \x01(\t\x12\r\n\x05value\x18\x05 \x01(\t\x12\x13\n\x0bsocket_port\x18\x06 \x01(\r\x12\x1b\n\x13interface_addresses\x18\x07 \x03(\t\x12\x17\n\ngeneration\x18\x08 \x01(\rH\x00\x88\x01\x01\x42\r\n\x0b_generation*\xbd\x01\n\x07Refusal\x12\x0c\n\x08\x41\x43\x43\x45PTED\x10\x00\x12\r\n\tBAD_TOKEN\x10\x01\x12\x0c\n\x08\x42\x41\x44_RANK\x10\x02\x12\x0c\n\x08MISMATCH\x10\x03\x12\r\n\tRESTARTED\x10\x04\x12\x11\n\rOTHER_PROCESS\x10\x05\x12\r\n\tTOO_EARLY\x10\x06\x12\x0c\n\x08TOO_LATE\x10\x07\x12\x14\n\x10TOO_MANY_GUESSES\x10\x08\x12\x0f\n\x0bUNCONFIRMED\x10\t\x12\x13\n\x0f\x42\x41\x44_CERTIFICATE\x10\nb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ehop_tf/transport/control.proto\x12\x06hop_tf\"\x1a\n\tChallenge\x12\r\n\x05nonce\x18\x01 \x01(\x0c\"4\n\x06Signed\x12\x0c\n\x04\x62ody\x18\x01 \x01(\x0c\x12\r\n\x05nonce\x18\x02 \x01(\x0c\x12\r\n\x05proof\x18\x03 \x01(\x0c\"\x81\x01\n\x0cSharedMemory\x12\x0f\n\x07process\x18\x01 \x01(\x04\x12\x0c\n\x04\x66ile\x18\x02 \x01(\r\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\r\n\x05nonce\x18\x04 \x01(\x0c\x12\x16\n\x0esender_address\x18\x05 \x01(\t\x12\x18\n\x10receiver_address\x18\x06 \x01(\t\"\xd1\x02\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0e\n\x06sender\x18\x02 \x01(\r\x12\x10\n\x08receiver\x18\x03 \x01(\r\x12\x0c\n\x04lane\x18\x04 \x01(\r\x12\x13\n\x0bincarnation\x18\x05 \x01(\t\x12-\n\x08identity\x18\x06 \x03(\x0b\x32\x1b.hop_tf.Hello.IdentityEntry\x12\x16\n\x0e\x66irst_sequence\x18\x07 \x01(\x04\x12\x1c\n\x14receiver_incarnation\x18\x08 \x01(\t\x12\x17\n\ngeneration\x18\t \x01(\rH\x00\x88\x01\x01\x12+\n\rshared_memory\x18\n \x01(\x0b\x32\x14.hop_tf.SharedMemory\x1a/\n\rIdentityEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\r\n\x0b_generation\"\xed\x01\n\nHelloReply\x12 \n\x07refusal\x18\x01 \x01(\x0e\x32\x0f.hop_tf.Refusal\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x19\n\x11received_sequence\x18\x03 \x01(\x04\x12\r\n\x05\x66ield\x18\x04 \x01(\t\x12\r\n\x05value\x18\x05 \x01(\t\x12\x13\n\x0bsocket_port\x18\x06 \x01(\r\x12\x1b\n\x13interface_addresses\x18\x07 \x03(\t\x12\x17\n\ngeneration\x18\x08 \x01(\rH\x00\x88\x01\x01\x12\x15\n\rshares_memory\x18\t \x01(\x08\x42\r\n\x0b_generation*\xbd\x01\n\x07Refusal\x12\x0c\n\x08\x41\x43\x43\x45PTED\x10\x00\x12\r\n\tBAD_TOKEN\x10\x01\x12\x0c\n\x08\x42\x41\x44_RANK\x10\x02\x12\x0c\n\x08MISMATCH\x10\x03\x12\r\n\tRESTARTED\x10\x04\x12\x11\n\rOTHER_PROCESS\x10\x05\x12\r\n\tTOO_EARLY\x10\x06\x12\x0c\n\x08TOO_LATE\x10\x07\x12\x14\n\x10TOO_MANY_GUESSES\x10\x08\x12\x0f\n\x0bUNCONFIRMED\x10\t\x12\x13\n\x0f\x42\x41\x44_CERTIFICATE\x10\nb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -23,16 +23,18 @@ if _descriptor._USE_C_DESCRIPTORS == False:
   DESCRIPTOR._options = None
   _globals['_HELLO_IDENTITYENTRY']._options = None
   _globals['_HELLO_IDENTITYENTRY']._serialized_options = b'8\001'
-  _globals['_REFUSAL']._serialized_start=637
-  _globals['_REFUSAL']._serialized_end=826
+  _globals['_REFUSAL']._serialized_start=837
+  _globals['_REFUSAL']._serialized_end=1026
   _globals['_CHALLENGE']._serialized_start=42
   _globals['_CHALLENGE']._serialized_end=68
   _globals['_SIGNED']._serialized_start=70
   _globals['_SIGNED']._serialized_end=122
-  _globals['_HELLO']._serialized_start=125
-  _globals['_HELLO']._serialized_end=417
-  _globals['_HELLO_IDENTITYENTRY']._serialized_start=355
-  _globals['_HELLO_IDENTITYENTRY']._serialized_end=402
-  _globals['_HELLOREPLY']._serialized_start=420
-  _globals['_HELLOREPLY']._serialized_end=634
+  _globals['_SHAREDMEMORY']._serialized_start=125
+  _globals['_SHAREDMEMORY']._serialized_end=254
+  _globals['_HELLO']._serialized_start=257
+  _globals['_HELLO']._serialized_end=594
+  _globals['_HELLO_IDENTITYENTRY']._serialized_start=532
+  _globals['_HELLO_IDENTITYENTRY']._serialized_end=579
+  _globals['_HELLOREPLY']._serialized_start=597
+  _globals['_HELLOREPLY']._serialized_end=834
 # @@protoc_insertion_point(module_scope)

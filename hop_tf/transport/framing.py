@@ -26,6 +26,7 @@ import numpy as np
 from hop_tf.errors import ProtocolError
 from hop_tf.tensors.buffers import BufferPool
 from hop_tf.transport.checksum import Checksums, NoChecksums, check_equal
+from hop_tf.transport.shared_memory import PLACE_BYTES
 
 PROTOCOL_VERSION = 4
 CHUNK_BYTES = 1 << 20
@@ -42,6 +43,7 @@ _CRC = struct.Struct("<I")
 HEAD_BYTES = _FIELDS.size + _CRC.size
 _ACK_REQUESTED = 1
 _RECORDED = 2
+_IN_SHARED_MEMORY = 4
 _NOTHING = BufferPool().take(0)
 
 
@@ -144,16 +146,24 @@ def encode(kind: FrameKind, *, sequence: int = 0, body: bytes = b"") -> bytes:
     return encode_head(kind, sequence=sequence, header=len(body)) + body
 
 
-def encode_start(message: Outgoing) -> bytes:
-    """The beginning of a message's frame, up to the payload."""
+def encode_start(message: Outgoing, *, in_shared_memory: bool = False) -> bytes:
+    """The beginning of a message's frame, up to the payload, or up to the place of one that is in shared memory."""
     flags = _ACK_REQUESTED * message.ack_requested | _RECORDED * message.is_recorded
     num_bytes = message.num_bytes - len(message.header)
+    if in_shared_memory:
+        flags, num_bytes = flags | _IN_SHARED_MEMORY, PLACE_BYTES
     return _encode_start(flags, message.sequence, message.queue, message.header, num_bytes)
 
 
-def encode_starts(sequence: int, queue: bytes, header: bytes, num_bytes: int) -> tuple[bytes, bytes]:
+def encode_starts(
+    sequence: int, queue: bytes, header: bytes, num_bytes: int, *, in_shared_memory: bool = False
+) -> tuple[bytes, bytes]:
     """How the frame of a message that is not recorded can begin: without and with a request to acknowledge it."""
-    without, with_request = (_encode_start(flags, sequence, queue, header, num_bytes) for flags in (0, _ACK_REQUESTED))
+    base = _IN_SHARED_MEMORY * in_shared_memory
+    without, with_request = (
+        _encode_start(flags, sequence, queue, header, PLACE_BYTES if in_shared_memory else num_bytes)
+        for flags in (base, base | _ACK_REQUESTED)
+    )
     return without, with_request
 
 
@@ -192,11 +202,12 @@ def encode_message(message: Outgoing, checksums: Checksums | NoChecksums) -> Ite
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """A parsed head: `Frame` says what the fields mean."""
+    """A parsed head: `Frame` says what the fields mean, and `shared_memory.py` what is in shared memory."""
 
     kind: FrameKind
     ack_requested: bool
     is_recorded: bool
+    in_shared_memory: bool
     sequence: int
     payload_bytes: int
     header_bytes: int
@@ -229,13 +240,15 @@ def decode_head(data: bytes) -> Head:
         raise ProtocolError(f"a frame must begin with {_MAGIC!r}, version {_HEAD_VERSION}. Received: {data[:5]!r}.")
     if _CRC.unpack_from(data, _FIELDS.size) != (zlib.crc32(data[: _FIELDS.size]),):
         raise ProtocolError("the head of a frame has a wrong CRC: it was changed on its way.")
-    if kind not in _KINDS or flags & ~(_ACK_REQUESTED | _RECORDED):
+    if kind not in _KINDS or flags & ~(_ACK_REQUESTED | _RECORDED | _IN_SHARED_MEMORY):
         raise ProtocolError(f"a frame has unknown kind {kind} or flags {flags}.")
     if queue_bytes > MAX_QUEUE_BYTES or header_bytes > MAX_HEADER_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
         lengths = f"queue {queue_bytes}, header {header_bytes}, payload {payload_bytes}"
         raise ProtocolError(f"a frame has lengths beyond the limits: {lengths}.")
-    requested, recorded = bool(flags & _ACK_REQUESTED), bool(flags & _RECORDED)
-    return Head(FrameKind(kind), requested, recorded, sequence, payload_bytes, header_bytes, queue_bytes)
+    requested, recorded, in_memory = (bool(flags & flag) for flag in (_ACK_REQUESTED, _RECORDED, _IN_SHARED_MEMORY))
+    if in_memory and payload_bytes != PLACE_BYTES:
+        raise ProtocolError(f"a frame tells a place in {payload_bytes} bytes, and not in {PLACE_BYTES}.")
+    return Head(FrameKind(kind), requested, recorded, in_memory, sequence, payload_bytes, header_bytes, queue_bytes)
 
 
 def decode(data: bytes, checksum_bytes: int = 0) -> Frame:

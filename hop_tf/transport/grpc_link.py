@@ -188,7 +188,7 @@ class GrpcLink(Link):
         if frame.kind == FrameKind.CHALLENGE and connection.session is None:
             connection.greet(*self._hello(frame.header))
         elif frame.kind == FrameKind.HELLO_REPLY and connection.session is not None:
-            connection.accept(self._accepted(frame.header, connection.session))
+            connection.accept(self._accepted(frame.header, connection.session)[0])
         else:
             raise ProtocolError(f"{self._peer} greeted with an unexpected {frame.kind.name}.")
 

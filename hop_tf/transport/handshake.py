@@ -44,12 +44,14 @@ class Greeting:
       lane: On which lane.
       first_sequence: Number of the oldest message that it still has.
       session: What was said.
+      shared_memory: What the sender has told of its memory. None: it has told nothing.
     """
 
     peer: Peer
     lane: int
     first_sequence: int
     session: Session
+    shared_memory: control_pb2.SharedMemory | None
 
 
 class Handshake:
@@ -128,7 +130,14 @@ class Handshake:
 
     # The side that opens a stream.
 
-    def hello(self, peer: Peer, lane: int, first_sequence: int, challenge: bytes) -> tuple[bytes, Session]:
+    def hello(
+        self,
+        peer: Peer,
+        lane: int,
+        first_sequence: int,
+        challenge: bytes,
+        shared_memory: control_pb2.SharedMemory | None = None,
+    ) -> tuple[bytes, Session]:
         """The message that opens a stream to `peer`, and the session that it begins.
 
         Args:
@@ -136,6 +145,7 @@ class Handshake:
           lane: See `control.proto`.
           first_sequence: See `control.proto`.
           challenge: What the peer has said first.
+          shared_memory: See `control.proto`.
 
         Raises:
           ProtocolError: If that is no challenge.
@@ -151,14 +161,15 @@ class Handshake:
             first_sequence=first_sequence,
             receiver_incarnation=peer.incarnation or "",
             generation=self._generation,
+            shared_memory=shared_memory,
         )
         return session.seal_hello(hello.SerializeToString()), session
 
-    def check_reply(self, peer: Peer, data: bytes, session: Session) -> int:
+    def check_reply(self, peer: Peer, data: bytes, session: Session) -> control_pb2.HelloReply:
         """Judges the answer to `hello`. What cannot be mended is also recorded as the peer's failure.
 
         Returns:
-          Sequence number of the last message that the peer has received on the lane.
+          The answer. It accepts.
 
         Raises:
           RefusedError: If the peer refused, for a reason that may pass.
@@ -189,7 +200,7 @@ class Handshake:
         self._join_generation(reply)
         peer.interface_addresses = tuple(reply.interface_addresses)
         peer.record_socket_port(reply.socket_port)
-        return reply.received_sequence
+        return reply
 
     # The side that is greeted.
 
@@ -262,7 +273,8 @@ class Handshake:
         except PeerLostError as error:
             raise HelloRefusedError(str(error), self._reply(control_pb2.RESTARTED)) from error
         self._join_generation(hello)
-        return Greeting(peer, hello.lane, hello.first_sequence, session)
+        shared_memory = hello.shared_memory if hello.HasField("shared_memory") else None
+        return Greeting(peer, hello.lane, hello.first_sequence, session, shared_memory)
 
     def _check_plausible(self, peer: Peer, hello: control_pb2.Hello) -> None:
         """Raises HelloRefusedError where nothing shows that another process speaks for a peer that was met.
@@ -310,7 +322,7 @@ class Handshake:
         self._on_restart(peer)
         peer.introduce()
 
-    def accept(self, greeting: Greeting, received_sequence: int) -> bytes:
+    def accept(self, greeting: Greeting, received_sequence: int, *, shares_memory: bool = False) -> bytes:
         """The answer that accepts a hello; see `control.proto`."""
         return greeting.session.seal_reply(
             self._reply(
@@ -318,6 +330,7 @@ class Handshake:
                 received_sequence=received_sequence,
                 socket_port=self.socket_port,
                 interface_addresses=self.interface_addresses,
+                shares_memory=shares_memory,
             )
         )
 

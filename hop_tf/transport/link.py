@@ -9,6 +9,7 @@ from collections.abc import Callable
 from absl import logging
 
 from hop_tf.errors import HopError
+from hop_tf.transport import control_pb2
 from hop_tf.transport.handshake import Handshake
 from hop_tf.transport.outbox import Outbox
 from hop_tf.transport.peer import Peer
@@ -141,13 +142,17 @@ class Link(abc.ABC):
             if self._closed.is_set():
                 end_stream()
 
-    def _hello(self, challenge: bytes) -> tuple[bytes, Session]:
-        return self._handshake.hello(self._peer, self._lane, self._outbox.first_sequence, challenge)
+    def _hello(self, challenge: bytes, shared_memory: control_pb2.SharedMemory | None = None) -> tuple[bytes, Session]:
+        return self._handshake.hello(self._peer, self._lane, self._outbox.first_sequence, challenge, shared_memory)
 
-    def _accepted(self, reply: bytes, session: Session) -> int:
-        """The answer to the greeting has come; returns the outbox's epoch. A `Peer.link_down` must follow."""
-        epoch = self._outbox.resume(self._handshake.check_reply(self._peer, reply, session))
+    def _accepted(self, data: bytes, session: Session) -> tuple[int, control_pb2.HelloReply]:
+        """The answer to the greeting has come: returns the outbox's epoch, and the answer.
+
+        A `Peer.link_down` must follow.
+        """
+        reply = self._handshake.check_reply(self._peer, data, session)
+        epoch = self._outbox.resume(reply.received_sequence)
         self._peer.link_up()
         self._peer.reached(self._lane)
         self._backoff_seconds = _FIRST_BACKOFF_SECONDS
-        return epoch
+        return epoch, reply

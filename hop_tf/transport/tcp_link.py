@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -9,6 +10,7 @@ from collections.abc import Callable, Sequence
 from absl import logging
 
 from hop_tf.errors import HopError, ProtocolError
+from hop_tf.transport import control_pb2
 from hop_tf.transport.connection import Connection
 from hop_tf.transport.framing import FrameKind, Outgoing, encode
 from hop_tf.transport.grpc_link import GrpcLink
@@ -33,11 +35,13 @@ class TcpLink(GrpcLink):
     Args:
       interface: Address of this machine that connections come from; None: the system chooses one. Where the peer has
         told of interfaces of its own, they go to the one of this lane.
+      shares_memory: False: payloads go through the socket also between processes of one machine.
       **arguments: See `GrpcLink`.
     """
 
-    def __init__(self, *, interface: str | None = None, **arguments):
+    def __init__(self, *, interface: str | None = None, shares_memory: bool = True, **arguments):
         super().__init__(**arguments)
+        self._shares_memory = shares_memory
         self._interface = interface
         # What kept the last attempt from making a socket, until gRPC was tried.
         self._problem: str | None = None
@@ -119,7 +123,7 @@ class TcpLink(GrpcLink):
             made, self._made = self._made, None
             return made
 
-    def _accepted(self, reply: bytes, session: Session) -> int:
+    def _accepted(self, data: bytes, session: Session) -> tuple[int, control_pb2.HelloReply]:
         # Now it is known that the peer is there, and only its sockets cannot be reached.
         if self._problem is not None and self._interface is None:
             logging.info("No socket to %s, %s. Lane %d goes over gRPC.", self._peer, self._problem, self._lane)
@@ -131,7 +135,7 @@ class TcpLink(GrpcLink):
                 self._problem,
                 self._lane,
             )
-        return super()._accepted(reply, session)
+        return super()._accepted(data, session)
 
     def _target(self, port: int) -> tuple[str, int]:
         """Where the connection goes: to that port of the peer, or to its interface of this lane."""
@@ -148,10 +152,13 @@ class TcpLink(GrpcLink):
     def _use(self, connection: Connection) -> None:
         self._stream_begins(connection.end)
         connection.set_timeout(_GREETING_TIMEOUT_SECONDS)
-        hello, session = self._hello(self._read_greeting(connection, FrameKind.CHALLENGE))
-        connection.write(encode(FrameKind.HELLO, body=hello))
-        epoch = self._accepted(self._read_greeting(connection, FrameKind.HELLO_REPLY), session)
+        challenge = self._read_greeting(connection, FrameKind.CHALLENGE)
+        with connection.offering_memory() if self._shares_memory else contextlib.nullcontext() as offer:
+            hello, session = self._hello(challenge, offer)
+            connection.write(encode(FrameKind.HELLO, body=hello))
+            epoch, reply = self._accepted(self._read_greeting(connection, FrameKind.HELLO_REPLY), session)
         try:
+            connection.end_offer(is_taken=reply.shares_memory)
             connection.end_greeting(sent=session.checksums("client"), received=session.checksums("server"))
             self._exchange(connection, epoch)
         finally:

@@ -191,7 +191,9 @@ class TcpServer:
         self._replace_earlier(lane, greeting)
         greeting.peer.link_up()
         try:
-            connection.write(encode(FrameKind.HELLO_REPLY, body=self._handshake.accept(greeting, received_sequence)))
+            shares_memory = connection.open_memory(greeting.shared_memory)
+            reply = self._handshake.accept(greeting, received_sequence, shares_memory=shares_memory)
+            connection.write(encode(FrameKind.HELLO_REPLY, body=reply))
             session = greeting.session
             connection.end_greeting(sent=session.checksums("server"), received=session.checksums("client"))
             while lane.take_message():

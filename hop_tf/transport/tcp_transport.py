@@ -36,13 +36,17 @@ class TcpTransport(GrpcTransport):
     while that port cannot be reached, messages go over gRPC as well. With `CommunicationOptions.interfaces` there are
     such sockets on each interface, for a lane of its own.
 
+    Between processes of one machine large payloads go through memory that they share: see `shared_memory.py`.
+
     Args:
       *args: See `GrpcTransport`.
+      shares_memory: False: they go through sockets there, too.
       **kwargs: See `GrpcTransport`.
     """
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args, shares_memory: bool = True, **kwargs):
         super().__init__(*args, **kwargs)
+        self._shares_memory = shares_memory
         self._sockets: list[TcpServer] = []
 
     def start(self) -> None:
@@ -82,7 +86,7 @@ class TcpTransport(GrpcTransport):
             return
         interfaces, number = self._options.interfaces or (), lane - FIRST_INTERFACE_LANE
         interface = interfaces[number] if 0 <= number < len(interfaces) else None
-        self._add_link(TcpLink(interface=interface, **arguments))
+        self._add_link(TcpLink(interface=interface, shares_memory=self._shares_memory, **arguments))
 
     @property
     def can_receive_now(self) -> bool:

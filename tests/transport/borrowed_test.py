@@ -263,7 +263,7 @@ class ReceiveTest(_Case):
 class TransportTest(TransportTestMixin, _Case):
     member = TcpTransport
 
-    def _exchange(self, num_messages, disturb=lambda receiver, number: None):
+    def _exchange(self, num_messages, disturb=lambda receiver, number: None, num_bytes=500):
         """Rank 0 sends messages, for which rank 1 waits. Returns how many it has read itself, after those checks."""
         sender, receiver = self.start()
         kept = {}
@@ -282,21 +282,21 @@ class TransportTest(TransportTestMixin, _Case):
             for number, header in enumerate(headers):
                 go_on.acquire()
                 disturb(receiver, number)
-                sender.send(1, "queue", header, [_payload(500 + number % 3)], lane=BULK_LANE)
+                sender.send(1, "queue", header, [_payload(num_bytes + number % 3)], lane=BULK_LANE)
 
         thread = threading.Thread(target=send)
         thread.start()
         num_read = 0
         for number, header in enumerate(headers):
             if header not in kept:
-                (payload,) = receiver.receive_now("queue", [Expected(0, header, 500 + number % 3)], BULK_LANE)
+                (payload,) = receiver.receive_now("queue", [Expected(0, header, num_bytes + number % 3)], BULK_LANE)
                 if payload is not None:
                     num_read += 1
                     kept[header] = payload
             if header not in kept:
                 with receiver.waiting_for([0], BULK_LANE), changed:
                     self.assertTrue(changed.wait_for(lambda header=header: header in kept, 60))
-            np.testing.assert_array_equal(kept[header], _payload(500 + number % 3))
+            np.testing.assert_array_equal(kept[header], _payload(num_bytes + number % 3))
             go_on.release()
         thread.join()
         self.assertTrue(sender.flush(1, 60))
@@ -304,17 +304,20 @@ class TransportTest(TransportTestMixin, _Case):
         self.assertEqual(receiver.counters()["messages_received"], num_messages)
         return num_read
 
-    def test_most_messages_are_read_by_who_waits(self):
-        self.assertGreater(self._exchange(500), 10)
+    # Small ones, and those that go through shared memory.
+    @parameterized.parameters(500, 200_000)
+    def test_most_messages_are_read_by_who_waits(self, num_bytes):
+        self.assertGreater(self._exchange(500, num_bytes=num_bytes), 10)
 
-    def test_none_is_lost_when_connections_break(self):
+    @parameterized.parameters(500, 200_000)
+    def test_none_is_lost_when_connections_break(self, num_bytes):
         def disturb(receiver, number):
             if number % 40 == 39:
                 for server in receiver._sockets:
                     for lane in list(server._lanes.values()):
                         lane.end()
 
-        self._exchange(400, disturb)
+        self._exchange(400, disturb, num_bytes)
 
     def test_large_and_small_messages_do_not_mix(self):
         """The connection's thread writes the large ones, and the sender the small ones; never both at a time."""

@@ -189,7 +189,7 @@ class GreetingTest(TransportTestMixin, absltest.TestCase):
             for frame in _changes(framing.encode(FrameKind.HELLO_REPLY, body=reply)):
                 self._check_refused(accept, frame)
             if refusal == control_pb2.ACCEPTED:
-                self.assertEqual(accept(reply), 5)
+                self.assertEqual(accept(reply).received_sequence, 5)
 
 
 class TransportTest(TransportTestMixin, parameterized.TestCase):

@@ -78,9 +78,9 @@ class TcpTransportTest(TransportTestMixin, parameterized.TestCase):
                 raise ConnectionResetError("unreachable")
             return connect(link, host, port)
 
-        def pieces_of(connection, message):
+        def pieces_of(connection, message, place):
             written.append(message.header)
-            return write(connection, message)
+            return write(connection, message, place)
 
         first.send(1, "queue", b"0", [np.zeros(1000, np.uint8)], lane=1)
         collector.wait(1)

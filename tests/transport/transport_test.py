@@ -1,5 +1,6 @@
 """The contract of `Transport`, which every member passes: messages and handlers. See also transport_peers_test.py."""
 
+import functools
 import threading
 
 import numpy as np
@@ -388,6 +389,10 @@ class GrpcTransportTest(MessageContract, absltest.TestCase):
 
 class TcpTransportTest(MessageContract, absltest.TestCase):
     member = TcpTransport
+
+
+class TcpTransportBetweenMachinesTest(MessageContract, absltest.TestCase):
+    member = functools.partial(TcpTransport, shares_memory=False)
 
 
 if __name__ == "__main__":

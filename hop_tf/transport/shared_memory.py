@@ -1,0 +1,203 @@
+"""Memory that two processes of one machine share, for large payloads of a connection's messages.
+
+The sender copies a payload into the memory, and its frame tells where it is. The receiver reads it there: nothing goes
+through the kernel, and a checksum has nothing to protect. A block is free again when the receiver's last view of it is
+gone. While no block is large enough, payloads travel in their frames.
+
+The memory has no name: the receiver opens the sender's file descriptor. It is gone with the two processes, however they
+end. It is never used between machines, or where a proxy stands between two processes of one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import secrets
+import socket
+import stat
+import struct
+import weakref
+from collections.abc import Sequence
+
+import numpy as np
+
+from hop_tf.errors import ProtocolError
+from hop_tf.transport import control_pb2
+
+# Smaller payloads cost less in their frames.
+MIN_PAYLOAD_BYTES = 1 << 17
+PLACE_BYTES = 16
+# Pages that no payload has touched take no memory.
+_NUM_BYTES = 1 << 26
+_NAME = "hop_tf payloads"
+_NONCE_BYTES = 32
+_ALIGNMENT = 64
+# Before each payload there is a word: whether the receiver may still read it.
+_BEFORE_BYTES = _ALIGNMENT
+_WORD_BYTES = 8
+_FREE, _IN_USE = 0, 1
+_PLACE = struct.Struct("<QQ")  # Offset and length of a payload.
+
+
+class SharedMemory:
+    """The sender's side. One thread may use it at a time.
+
+    Args:
+      num_bytes: Its size. Default: 64 MiB.
+
+    Raises:
+      OSError: If the system has none.
+    """
+
+    def __init__(self, num_bytes: int = _NUM_BYTES):
+        self._num_bytes = num_bytes
+        self._nonce = secrets.token_bytes(_NONCE_BYTES)
+        self._file: int | None = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self._file, num_bytes)
+            # Else the receiver could not be sure that its memory stays there.
+            fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+            mapped = mmap.mmap(self._file, num_bytes)
+        except OSError:
+            self.close_file()
+            raise
+        self._bytes = np.frombuffer(mapped, np.uint8)
+        self._words = self._bytes.view(np.int64)
+        self._bytes[:_NONCE_BYTES] = np.frombuffer(self._nonce, np.uint8)
+        self._blocks: list[tuple[int, int]] = []  # First byte and end of those in use, in order.
+
+    @classmethod
+    def make(cls, connected: socket.socket) -> SharedMemory | None:
+        """Makes memory for a connection; returns None if that leads to another machine, or the system has none."""
+        if not _stays_here(connected) or not hasattr(os, "memfd_create"):
+            return None
+        try:
+            return cls()
+        except OSError:
+            return None
+
+    def offer(self, connected: socket.socket) -> control_pb2.SharedMemory:
+        """Tells the receiver how to open it, until `close_file`."""
+        return control_pb2.SharedMemory(
+            process=os.getpid(),
+            file=self._file,
+            num_bytes=self._num_bytes,
+            nonce=self._nonce,
+            sender_address=str(connected.getsockname()),
+            receiver_address=str(connected.getpeername()),
+        )
+
+    def close_file(self) -> None:
+        """The receiver has opened the memory, or never will."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def put(self, payload: Sequence[np.ndarray], num_bytes: int) -> bytes | None:
+        """Copies a payload into a free block.
+
+        Args:
+          payload: Flat uint8 arrays.
+          num_bytes: The sum of their lengths.
+
+        Returns:
+          Where it is, for the receiver's `PeerMemory.payload`. None if there is no room.
+        """
+        begin = self._take(_BEFORE_BYTES + num_bytes)
+        if begin is None:
+            return None
+        self._words[begin // _WORD_BYTES] = _IN_USE
+        at = begin + _BEFORE_BYTES
+        place = _PLACE.pack(at, num_bytes)
+        for array in payload:
+            np.copyto(self._bytes[at : at + array.size], array)
+            at += array.size
+        return place
+
+    def _take(self, num_bytes: int) -> int | None:
+        """Finds the first free block of that length: memory that was used just now is in the processor's cache."""
+        self._blocks = [block for block in self._blocks if self._words[block[0] // _WORD_BYTES] == _IN_USE]
+        begin = _ALIGNMENT  # Behind the nonce.
+        for index, (next_begin, next_end) in enumerate([*self._blocks, (self._num_bytes, 0)]):
+            end = begin + num_bytes
+            if end <= next_begin:
+                self._blocks.insert(index, (begin, end))
+                return begin
+            begin = -(-next_end // _ALIGNMENT) * _ALIGNMENT
+        return None
+
+
+class PeerMemory:
+    """The receiver's side.
+
+    Args:
+      offer: What the sender has told.
+
+    Raises:
+      OSError: If it cannot be opened here.
+    """
+
+    def __init__(self, offer: control_pb2.SharedMemory):
+        # Not blocked by what else that may be.
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+        file = os.open(_checked_path(offer), flags)
+        try:
+            _check_file(file, offer)
+            self._mapped = mmap.mmap(file, offer.num_bytes)
+        finally:
+            os.close(file)
+        self._num_bytes = offer.num_bytes
+        self._words = np.frombuffer(self._mapped, np.int64, offer.num_bytes // _WORD_BYTES)
+        if bytes(self._mapped[:_NONCE_BYTES]) != offer.nonce:
+            raise OSError("it is another memory than the sender's.")
+
+    @classmethod
+    def open(cls, offer: control_pb2.SharedMemory, connected: socket.socket) -> PeerMemory | None:
+        """Opens the memory of a connection's sender; None if it is not on this machine, or cannot be opened."""
+        ends = str(connected.getpeername()), str(connected.getsockname())
+        if not hasattr(fcntl, "F_GET_SEALS") or ends != (offer.sender_address, offer.receiver_address):
+            return None
+        try:
+            return cls(offer)
+        except (OSError, ValueError):
+            return None
+
+    def payload(self, place: bytes) -> np.ndarray:
+        """The payload at a place that the sender has told, read-only. While it, or a view of it, lives, it stays there.
+
+        Raises:
+          ProtocolError: If there can be no payload.
+        """
+        begin, num_bytes = _PLACE.unpack(place)
+        is_aligned = begin % _ALIGNMENT == 0
+        if not (is_aligned and 2 * _ALIGNMENT <= begin <= self._num_bytes and num_bytes <= self._num_bytes - begin):
+            raise ProtocolError(f"{num_bytes} bytes at {begin} cannot be in a memory of {self._num_bytes} bytes.")
+        payload = np.frombuffer(self._mapped, np.uint8, num_bytes, begin)
+        payload.flags.writeable = False
+        # Views of an array refer to the array's base, not to the array: the base lives as long as the last of them.
+        word = (begin - _BEFORE_BYTES) // _WORD_BYTES
+        finalizer = weakref.finalize(payload.base, self._words.__setitem__, word, _FREE)
+        finalizer.atexit = False
+        return payload
+
+
+def _stays_here(connected: socket.socket) -> bool:
+    """True if what is sent does not leave the machine."""
+    here, there = connected.getsockname()[0], connected.getpeername()[0]
+    return here == there or (here.startswith("127.") and there.startswith("127."))
+
+
+def _checked_path(offer: control_pb2.SharedMemory) -> str:
+    path = f"/proc/{offer.process}/fd/{offer.file}"
+    if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
+        raise OSError(f"{path} is no memory for payloads.")
+    return path
+
+
+def _check_file(file: int, offer: control_pb2.SharedMemory) -> None:
+    """Raises OSError where reading the memory could fail later."""
+    status = os.fstat(file)
+    is_fixed = stat.S_ISREG(status.st_mode) and fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+    if not is_fixed or offer.num_bytes != status.st_size or offer.num_bytes < 2 * _ALIGNMENT:
+        raise OSError("it is no memory of the size that was told, or may shrink.")
