@@ -4,6 +4,7 @@ import gc
 import os
 import pathlib
 import socket
+import tempfile
 import threading
 import unittest.mock
 
@@ -148,8 +149,7 @@ class OfferTest(_Case):
         reading, writing = os.pipe()
         self.addCleanup(os.close, reading)
         self.addCleanup(os.close, writing)
-        ordinary = pathlib.Path(self.create_tempfile().full_path).open("r+b")  # noqa: SIM115
-        self.addCleanup(ordinary.close)
+        ordinary = self.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
         ordinary.truncate(_SIZE)
         another = os.memfd_create("another")
         self.addCleanup(os.close, another)
