@@ -10,6 +10,7 @@ end. It is never used between machines, or where a proxy stands between two proc
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
@@ -17,6 +18,7 @@ import secrets
 import socket
 import stat
 import struct
+import sys
 import weakref
 from collections.abc import Sequence
 
@@ -36,6 +38,11 @@ _ALIGNMENT = 64
 # Before each payload there is a word: whether the receiver may still read it.
 _BEFORE_BYTES = _ALIGNMENT
 _WORD_BYTES = 8
+# Pages are made sure of by the MB. Linux's number for that, which Python does not tell.
+_RESERVED_BYTES = 1 << 20
+_MADV_POPULATE_WRITE = 23
+# Before Python 3.13 a mapping keeps a descriptor.
+_MAPPING = {"trackfd": False} if sys.version_info >= (3, 13) else {}
 _FREE, _IN_USE = 0, 1
 _PLACE = struct.Struct("<QQ")  # Offset and length of a payload.
 
@@ -58,11 +65,12 @@ class SharedMemory:
             os.ftruncate(self._file, num_bytes)
             # Else the receiver could not be sure that its memory stays there.
             fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
-            mapped = mmap.mmap(self._file, num_bytes)
+            self._mapped = mmap.mmap(self._file, num_bytes, **_MAPPING)
         except OSError:
             self.close_file()
             raise
-        self._bytes = np.frombuffer(mapped, np.uint8)
+        self._num_reserved = 0
+        self._bytes = np.frombuffer(self._mapped, np.uint8)
         self._words = self._bytes.view(np.int64)
         self._bytes[:_NONCE_BYTES] = np.frombuffer(self._nonce, np.uint8)
         self._blocks: list[tuple[int, int]] = []  # First byte and end of those in use, in order.
@@ -70,7 +78,7 @@ class SharedMemory:
     @classmethod
     def make(cls, connected: socket.socket) -> SharedMemory | None:
         """Makes memory for a connection; returns None if that leads to another machine, or the system has none."""
-        if not _stays_here(connected) or not hasattr(os, "memfd_create"):
+        if not _stays_here(connected) or not hasattr(os, "memfd_create") or not hasattr(fcntl, "F_ADD_SEALS"):
             return None
         try:
             return cls()
@@ -122,10 +130,25 @@ class SharedMemory:
         for index, (next_begin, next_end) in enumerate([*self._blocks, (self._num_bytes, 0)]):
             end = begin + num_bytes
             if end <= next_begin:
+                if not self._reserve(end):
+                    return None
                 self._blocks.insert(index, (begin, end))
                 return begin
             begin = -(-next_end // _ALIGNMENT) * _ALIGNMENT
         return None
+
+    def _reserve(self, end: int) -> bool:
+        """Makes sure of the pages up to `end`: to write to a page that the system cannot give ends the process."""
+        if end <= self._num_reserved:
+            return True
+        new_end = min(-(-end // _RESERVED_BYTES) * _RESERVED_BYTES, self._num_bytes)
+        try:
+            self._mapped.madvise(_MADV_POPULATE_WRITE, self._num_reserved, new_end - self._num_reserved)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # Linux before 5.14 does not know it.
+                return False
+        self._num_reserved = new_end
+        return True
 
 
 class PeerMemory:
@@ -144,7 +167,7 @@ class PeerMemory:
         file = os.open(_checked_path(offer), flags)
         try:
             _check_file(file, offer)
-            self._mapped = mmap.mmap(file, offer.num_bytes)
+            self._mapped = mmap.mmap(file, offer.num_bytes, **_MAPPING)
         finally:
             os.close(file)
         self._num_bytes = offer.num_bytes
@@ -177,9 +200,14 @@ class PeerMemory:
         payload.flags.writeable = False
         # Views of an array refer to the array's base, not to the array: the base lives as long as the last of them.
         word = (begin - _BEFORE_BYTES) // _WORD_BYTES
-        finalizer = weakref.finalize(payload.base, self._words.__setitem__, word, _FREE)
+        finalizer = weakref.finalize(payload.base, _free, self._words, word, os.getpid())
         finalizer.atexit = False
         return payload
+
+
+def _free(words: np.ndarray, word: int, process: int) -> None:
+    if os.getpid() == process:  # A fork's copy of a payload does not count.
+        words[word] = _FREE
 
 
 def _stays_here(connected: socket.socket) -> bool:

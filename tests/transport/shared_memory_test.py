@@ -1,5 +1,6 @@
 """Memory that processes of one machine share: its blocks, who may open it, and what goes through it."""
 
+import errno
 import gc
 import os
 import pathlib
@@ -103,6 +104,18 @@ class BlocksTest(_Case):
         held.clear()
         self.assertIsNotNone(self._put(_SIZE - 128))
         self.assertIsNone(self._put(_SIZE - 127))
+
+    def test_no_page_is_touched_that_the_system_cannot_give(self):
+        self.memory._mapped = unittest.mock.Mock(**{"madvise.side_effect": OSError(errno.ENOMEM, "no memory")})
+        self.assertIsNone(self._put(1000))
+        self.memory._mapped.madvise.side_effect = OSError(errno.EINVAL, "not known")
+        self.assertIsNotNone(self._put(1000))
+
+    def test_a_fork_frees_nothing(self):
+        payload = self._put(40_000)
+        with unittest.mock.patch.object(os, "getpid", lambda: 1):
+            del payload
+        self.assertIsNone(self._put(40_000))
 
     @parameterized.parameters((0, 1), (64, 1), (129, 1), (_SIZE, 1), (128, _SIZE), (1 << 63, 1 << 63), (_SIZE + 64, 0))
     def test_places_that_cannot_be(self, begin, num_bytes):
@@ -221,6 +234,21 @@ class TransportTest(TransportTestMixin, _Case):
         sender.close()
         receiver.close()
         np.testing.assert_array_equal(message.payload, _payload(200_000))
+
+    def test_an_impossible_place_ends_the_connection(self):
+        """For the thread that has borrowed it as well: the message comes again."""
+        sender, receiver = self.start()
+        collector = self.register(receiver)
+        find, places = PeerMemory.payload, []
+
+        def fail_once(memory, place):
+            places.append(place)
+            return find(memory, place if len(places) > 1 else bytes(16))
+
+        with unittest.mock.patch.object(PeerMemory, "payload", fail_once):
+            sender.send(1, "queue", payload=[_payload(200_000)])
+            np.testing.assert_array_equal(collector.wait(1)[0].payload, _payload(200_000))
+        self.assertLen(collector.messages, 1)
 
     def test_nothing_stays_behind(self):
         gc.collect()
