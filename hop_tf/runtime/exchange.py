@@ -23,7 +23,7 @@ from hop_tf.membership import Interrupted
 from hop_tf.records import Kind, Recorder
 from hop_tf.runtime.epoch_agreement import EpochAgreement
 from hop_tf.runtime.joining import Joining
-from hop_tf.tensors.fifo import enqueue_arrays
+from hop_tf.tensors.fifo import dequeue, enqueue_arrays
 from hop_tf.tensors.host import on_host, runs_on_host
 from hop_tf.tensors.packing import Packing
 
@@ -316,8 +316,8 @@ class ExchangeRunner:
     def _take(self) -> tuple[int, Outgoing, bool, bool]:
         """What was handed out, its number, whether it is a step to be made, and whether its values are finite."""
         with self._taking:
-            step, segment, are_finite, *buckets = self._outbox.dequeue()
-            outgoing = Outgoing(int(step), int(segment), tuple(np.asarray(bucket) for bucket in buckets))
+            step, segment, are_finite, *buckets = map(np.asarray, dequeue(self._outbox))
+            outgoing = Outgoing(int(step), int(segment), tuple(buckets))
             self._num_taken += 1
             if self._recorder is not None and outgoing.segment >= 0 and outgoing.step != _END_OF_SESSION:
                 self._recorder.begin_step(outgoing.step * self._exchange.steps_per_round)
@@ -382,8 +382,9 @@ class ExchangeRunner:
                 self._putting.notify_all()
 
     def _put(self, incoming: Incoming, error: tf.Tensor) -> None:
-        tags = (incoming.step, incoming.segment, incoming.num_skipped)
-        tags = [tf.constant(tag, dtype) for tag, dtype in zip(tags, self._results.dtypes, strict=False)]
+        # Not constants: it takes long to make these.
+        tags = incoming.step, incoming.segment, incoming.num_skipped
+        tags = [np.array(tag, dtype) for tag, dtype in zip(tags, (np.int64, np.int32, np.int64), strict=True)]
         enqueue_arrays(self._results, [*tags, error, *incoming.buckets])
 
     def _step(self, outgoing: Outgoing) -> Incoming | None:

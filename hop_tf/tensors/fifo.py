@@ -32,6 +32,12 @@ def enqueue_arrays(queue: tf.queue.QueueBase, components: Sequence) -> None:
         tf.raw_ops.QueueEnqueueV2(handle=queue.queue_ref, components=list(components))
 
 
+def dequeue(queue: tf.queue.QueueBase) -> list[tf.Tensor]:
+    """Removes the components of the oldest entry. `FIFOQueue.dequeue` takes longer, for what only graphs need."""
+    with on_host():
+        return tf.raw_ops.QueueDequeueV2(handle=queue.queue_ref, component_types=queue.dtypes)
+
+
 class Fifo:
     """A TensorFlow FIFO queue in this process, of entries that are tuples of arrays.
 
@@ -49,9 +55,7 @@ class Fifo:
 
     def take(self) -> tuple[np.ndarray, ...]:
         """Removes the oldest entry; there must be one. The arrays are read-only."""
-        components = self._queue.dequeue()
-        arrays = components if isinstance(components, list) else [components]
-        return tuple(np.asarray(array) for array in arrays)
+        return tuple(np.asarray(component) for component in dequeue(self._queue))  # `numpy` would copy.
 
 
 class SimulatedFifo:
@@ -213,7 +217,7 @@ class TokenQueue:
     Kept at i and filled by messages of j. While i is in an iteration, Iter(j) - Iter(i) + max_iteration_gap tokens are
     here or on their way. Where a rank joins late that may be less than none; the tokens that come first then are owed.
     So it is where a rank has gone on without tokens of one that was silent (`take`); that one may get more than it has
-    room for (`put`).
+    room for (`put`). All tokens are alike, so they are counted.
 
     Args:
       num_initial: Tokens at the start: max_iteration_gap - 1 (Fig. 7, line 5), where both start at iteration 0.
@@ -221,23 +225,19 @@ class TokenQueue:
         max_iteration_gap * (length(Path_{j->i}) + 1). The path is the way back: j is an out-neighbor of i. It gets
         longer where ranks on it end.
       iteration: The iteration that j is in at the start.
-      make_fifo: Makes the queue.
 
     Raises:
       ProtocolError: If more tokens are to be here at the start than can ever be.
     """
 
-    def __init__(self, *, num_initial: int, capacity: int, iteration: int = -1, make_fifo: MakeFifo = Fifo):
+    def __init__(self, *, num_initial: int, capacity: int, iteration: int = -1):
         if num_initial > capacity:
             raise ProtocolError(
                 f"a token queue would begin with {num_initial} tokens in iteration {iteration}, and holds {capacity}."
             )
         self._capacity = capacity
-        self._queue = make_fifo(capacity, [tf.int64])
         self._iteration = iteration
-        self._num_here = self._num_surplus = 0
-        self._num_owed = max(0, -num_initial)
-        self._add(iteration, max(0, num_initial))
+        self._num_here, self._num_surplus, self._num_owed = max(0, num_initial), 0, max(0, -num_initial)
 
     @property
     def iteration(self) -> int:
@@ -270,7 +270,7 @@ class TokenQueue:
         self._num_owed -= num_paid
         num_kept = min(num_tokens - num_paid, self._capacity - self._num_here)
         self._num_surplus += num_tokens - num_paid - num_kept
-        self._add(iteration, num_kept)
+        self._num_here += num_kept
 
     def take(self, num_tokens: int = 1, *, may_owe: bool = False) -> None:
         """Removes the oldest tokens. With `may_owe`, those that come next if there are not so many.
@@ -281,14 +281,7 @@ class TokenQueue:
         if num_tokens > self.size and not may_owe:
             raise ProtocolError(f"{num_tokens} tokens were to be taken where {self.size} are.")
         num_kept = min(num_tokens, self._num_here)
-        for _ in range(num_kept):
-            self._queue.take()
         self._num_here -= num_kept
         num_surplus = min(num_tokens - num_kept, self._num_surplus)
         self._num_surplus -= num_surplus
         self._num_owed += num_tokens - num_kept - num_surplus
-
-    def _add(self, iteration: int, num_tokens: int) -> None:
-        for _ in range(num_tokens):
-            self._queue.put([np.array(iteration, np.int64)])
-        self._num_here += num_tokens

@@ -38,7 +38,6 @@ class Pacing(abc.ABC):
         self._in_neighbors = topology.in_neighbors(rank)
         self._out_neighbors = topology.out_neighbors(rank)
         self._queue = SessionQueue(context.membership, f"pace/{context.group}", context.session)
-        self._make_fifo = context.make_fifo
         self._begin(0)
         self._queue.start(self._on_message)
 
@@ -135,7 +134,6 @@ class TokenPacing(Pacing):
             num_initial=iteration - self._permitted + self._max_ig,
             capacity=self._capacity,
             iteration=iteration,
-            make_fifo=self._make_fifo,
         )
 
     def behind(self) -> list[int]:
@@ -143,7 +141,10 @@ class TokenPacing(Pacing):
 
     def _bound_by(self) -> list[int]:
         """Out-neighbors whose tokens this rank needs."""
-        return [j for j in self._present(self._out_neighbors) if not self._absence.owes_tokens(j)]
+        present = self._present(self._out_neighbors)
+        if not self._absence.is_any():
+            return present
+        return [j for j in present if not self._absence.owes_tokens(j)]
 
     def enter(self, k: int, incarnations: Mapping[int, int]) -> None:
         """Line 10: one token for every iteration that was entered, jumped over or not."""
