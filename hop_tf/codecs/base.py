@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -131,6 +132,22 @@ class Codec(abc.ABC):
         """Returns the sum, in float32 at least, of a decoded vector and another one; arguments as of `reduce`."""
         total = float32_copy(values, pool)
         self.accumulate(data, total)
+        return total
+
+    def total(self, parts: Sequence[np.ndarray], values: np.ndarray, factor: float, pool: BufferPool) -> np.ndarray:
+        """Returns the sum, in float32 at least, of a vector and decoded ones, times a factor.
+
+        Args:
+          parts: As `data` of `decode`; at least one.
+          values: As of `encode`.
+          factor: Multiplies the sum.
+          pool: As of `encode`.
+        """
+        total = self.add(parts[0], values, pool)
+        for data in parts[1:]:
+            self.accumulate(data, total)
+        if factor != 1:
+            total *= total.dtype.type(factor)
         return total
 
     def reduce(self, data: np.ndarray, values: np.ndarray, pool: BufferPool) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -15,6 +16,8 @@ from hop_tf.ops.arguments import DEFAULT_BLOCK_SIZE, NUM_CODES, check_block_size
 from hop_tf.tensors.buffers import BufferPool
 
 _BFLOAT16 = tf.bfloat16.as_numpy_dtype
+# A block of every operand stays in the cache of a core.
+_BLOCK_VALUES = 1 << 15
 # What a sketch has before its codes.
 _BUCKETS_BYTES = 4 * NUM_CODES
 
@@ -38,6 +41,7 @@ class Identity(Codec):
         if not tf.as_dtype(dtype).is_floating:
             raise ValueError(f"`dtype` must be a floating-point type. Received: dtype={self.dtype!r}.")
         object.__setattr__(self, "dtype", dtype.name)
+        object.__setattr__(self, "_item_bytes", dtype.itemsize)
         if self.error_feedback and not self.is_lossy:
             raise ValueError("`error_feedback` must be False where nothing is lost. Received: error_feedback=True.")
 
@@ -47,7 +51,7 @@ class Identity(Codec):
 
     @property
     def bytes_per_value(self) -> int:
-        return np.dtype(self.dtype).itemsize
+        return self._item_bytes
 
     @property
     def for_sums(self) -> Codec:
@@ -67,8 +71,21 @@ class Identity(Codec):
         total = take_float32(values, pool)
         return np.add(values, self._view(data, values.size), out=total, dtype=total.dtype)
 
+    def total(self, parts: Sequence[np.ndarray], values: np.ndarray, factor: float, pool: BufferPool) -> np.ndarray:
+        total = take_float32(values, pool)
+        views, factor = [self._view(data, values.size) for data in parts], total.dtype.type(factor)
+        # Block by block: each value is read from memory once.
+        for begin in range(0, values.size, _BLOCK_VALUES):
+            block = slice(begin, begin + _BLOCK_VALUES)
+            result = np.add(values[block], views[0][block], out=total[block], dtype=total.dtype)
+            for view in views[1:]:
+                result += view[block]
+            if factor != 1:
+                result *= factor
+        return total
+
     def _view(self, data: np.ndarray, num_values: int) -> np.ndarray:
-        return checked(self, data, num_values * self.bytes_per_value, num_values).view(self.dtype)
+        return checked(self, data, num_values * self._item_bytes, num_values).view(self.dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

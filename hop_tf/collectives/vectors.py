@@ -21,6 +21,8 @@ def _timed(method: Callable) -> Callable:
     def call(self, *args):
         start = time.perf_counter()
         try:
+            if self.recorder is None:  # As nearly always: a context, too, takes its time.
+                return method(self, *args)
             with recorded(self.recorder, Kind.ENCODE):
                 return method(self, *args)
         finally:
@@ -75,13 +77,18 @@ class Vector:
         """Encodes the sum of this rank's values and decoded ones."""
         if self._feedback is None and len(parts) == 1:
             return self._codec_of_parts.reduce(parts[0], values[where], self._pool)
-        return self._encode(self._codec_of_parts, self._sum(values[where], parts), where)
+        total = self._codec_of_parts.total(parts, values[where], 1.0, self._pool)
+        return self._encode(self._codec_of_parts, total, where)
 
     @_timed
     def encode_mean(self, values: np.ndarray, where: slice, parts: Sequence[np.ndarray], num_ranks: int) -> np.ndarray:
         """Encodes the sum of this rank's values and decoded ones, divided by the number of ranks."""
-        total = self._sum(values[where], parts)
-        return self._encode(self._codec, total, where, total.dtype.type(1 / num_ranks))
+        factor = 1 / num_ranks
+        if self._feedback is None:
+            total = self._codec_of_parts.total(parts, values[where], factor, self._pool)
+            return self._codec.encode(total, self._pool)
+        total = self._codec_of_parts.total(parts, values[where], 1.0, self._pool)
+        return self._encode(self._codec, total, where, total.dtype.type(factor))
 
     @_timed
     def decode(self, data: np.ndarray, result: np.ndarray, where: slice) -> None:
@@ -114,16 +121,8 @@ class Vector:
         """What error feedback would add to the next vector, and adds no more; zeros without error feedback."""
         return np.zeros(self._size, np.float32) if self._feedback is None else self._feedback.take()
 
-    def _sum(self, own: np.ndarray, parts: Sequence[np.ndarray]) -> np.ndarray:
-        total = self._codec_of_parts.add(parts[0], own, self._pool)
-        for data in parts[1:]:
-            self._codec_of_parts.accumulate(data, total)
-        return total
-
     def _encode(self, codec: Codec, values: np.ndarray, where: slice, scale: float = 1.0) -> np.ndarray:
         if self._feedback is None:
-            if scale != 1:
-                values *= scale
             return codec.encode(values, self._pool)
         data, lost = self._feedback.try_encode(values, where, self._pool, scale)
         self._lost_pieces.append((lost, where))

@@ -144,6 +144,18 @@ class CodecsTest(tf.test.TestCase, parameterized.TestCase):
         codec.accumulate(data, total)
         self.assertAllClose(total, others + self.decode(codec, data, 5000), rtol=1e-6, atol=1e-6)
 
+    @parameterized.product(codec=_CODECS, dtype=[np.float32, _BFLOAT16], factor=[1.0, 1 / 3])
+    def test_total(self, codec, dtype, factor):
+        """A vector and two decoded ones: longer than a block, and not a multiple of one."""
+        size = 70_001
+        own, *others = (np.random.default_rng(seed).normal(size=size).astype(dtype) for seed in range(3))
+        parts = [self.encode(codec, each) for each in others]
+        total = codec.total(parts, own, factor, self.pool)
+        self.assertEqual(total.dtype, np.float32)
+        decoded = [self.decode(codec, part, size) for part in parts]
+        expected = (own.astype(np.float64) + decoded[0] + decoded[1]) * factor
+        self.assertAllClose(total, expected, rtol=1e-5, atol=1e-6)
+
     @parameterized.parameters(*_CODECS)
     def test_reduce(self, codec):
         """Decodes, adds in float32, and encodes; codes themselves are never added."""
