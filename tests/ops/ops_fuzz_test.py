@@ -1,4 +1,4 @@
-"""Builds the kernels with AddressSanitizer and UndefinedBehaviorSanitizer and calls them with random arguments."""
+"""Builds the kernels with sanitizers (addresses, undefined behavior, threads) and calls them with random arguments."""
 
 import os
 import pathlib
@@ -18,8 +18,9 @@ _NUM_ROUNDS = 50
 
 _OPTIONS = [
     *("-std=c++17", "-g1", "-ffp-contract=off", "-pthread", "-Wall", "-Wextra", "-Werror"),
-    *("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-DHOP_TF_SINGLE_VERSION"),
+    *("-fno-sanitize-recover=all", "-DHOP_TF_SINGLE_VERSION"),
 ]
+_ADDRESSES, _THREADS = "address,undefined", "thread"  # No program can have both.
 # What Linux calls the instructions that a set has beyond x86-64, or those of v3.
 _FLAGS = {
     "x86-64-v3": {"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"},
@@ -28,8 +29,8 @@ _FLAGS = {
 }
 
 
-def _compile(*arguments):
-    subprocess.run([_COMPILER, *_OPTIONS, *map(str, arguments)], check=True, timeout=300)
+def _compile(sanitizer, *arguments):
+    subprocess.run([_COMPILER, *_OPTIONS, f"-fsanitize={sanitizer}", *map(str, arguments)], check=True, timeout=300)
 
 
 def _flags():
@@ -44,23 +45,30 @@ def _flags():
 class FuzzTest(parameterized.TestCase):
     @classmethod
     def setUpClass(cls):
-        """Compiles what has one version only, as it is shipped: for any processor, with all optimizations."""
         super().setUpClass()
         folder = tempfile.TemporaryDirectory()
         cls.addClassCleanup(folder.cleanup)
         cls.folder = pathlib.Path(folder.name)
-        _compile("-O1", "-c", _ROOT / "tests" / "ops" / "ops_fuzz.cc", "-o", cls.folder / "ops_fuzz.o")
-        for source in set(_KERNELS.glob("*.cc")) - {_KERNELS / "tiles.cc"}:
-            _compile("-O3", "-c", source, "-o", cls.folder / f"{source.stem}.o")
+
+    def _objects(self, sanitizer):
+        """Compiles what has one version only, as it is shipped: for any processor, with all optimizations."""
+        folder = self.folder / sanitizer
+        if not folder.exists():
+            folder.mkdir()
+            _compile(sanitizer, "-O1", "-c", _ROOT / "tests" / "ops" / "ops_fuzz.cc", "-o", folder / "ops_fuzz.o")
+            for source in set(_KERNELS.glob("*.cc")) - {_KERNELS / "tiles.cc"}:
+                _compile(sanitizer, "-O3", "-c", source, "-o", folder / f"{source.stem}.o")
+        return folder.glob("*.o")
 
     # Sanitizers do not work with functions of several versions: for each instruction set these are built by themselves.
-    @parameterized.parameters(*_FLAGS)
+    @parameterized.parameters(*((_ADDRESSES, machine) for machine in _FLAGS), (_THREADS, "x86-64"))
     @pytest.mark.stress
-    def test_random_calls(self, machine):
+    def test_random_calls(self, sanitizer, machine):
         if not _FLAGS[machine] <= _flags():
             self.skipTest(f"needs a processor with {machine}")
-        program = self.folder / machine
-        _compile("-O3", f"-march={machine}", *self.folder.glob("*.o"), _KERNELS / "tiles.cc", "-o", program)
+        program = self.folder / f"{sanitizer} {machine}"
+        tiles = _KERNELS / "tiles.cc"
+        _compile(sanitizer, "-O3", f"-march={machine}", *self._objects(sanitizer), tiles, "-o", program)
         result = subprocess.run(
             [program, _SEED, str(_NUM_ROUNDS)], capture_output=True, text=True, timeout=300, check=False
         )
