@@ -44,13 +44,13 @@ def receives_frames() -> bool:
     return native.kernels() is not None
 
 
-def receive_frames(frames: Sequence[Frame], idle_seconds: float, total_seconds: float) -> list[Frame]:
+def receive_frames(frames: Sequence[Frame], idle_milliseconds: int, total_milliseconds: int) -> Sequence[Frame]:
     """Reads frames, each on a socket of its own, in whichever order they come.
 
     Args:
       frames: The frames. The caller keeps alive the memory that they point to.
-      idle_seconds: The call returns if nothing comes for this time.
-      total_seconds: The call returns after this time.
+      idle_milliseconds: The call returns if nothing comes for this time.
+      total_milliseconds: The call returns after this time.
 
     Returns:
       The frames with their new states.
@@ -59,6 +59,5 @@ def receive_frames(frames: Sequence[Frame], idle_seconds: float, total_seconds: 
       meanwhile.
     """
     array = (Frame * len(frames))(*frames)
-    milliseconds = (int(1000 * seconds) for seconds in (idle_seconds, total_seconds))
-    native.call("ReceiveFrames", array, len(frames), *milliseconds)
-    return list(array)
+    native.call("ReceiveFrames", array, len(frames), idle_milliseconds, total_milliseconds)
+    return array

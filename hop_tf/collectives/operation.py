@@ -149,7 +149,8 @@ class Operation:
         keys = [(sender, self.vector, turn, chunk) for sender in senders]
 
         def missing() -> list[int]:
-            return [key[0] for key in keys if not self._mailbox.has(self._attempt, key)]
+            there = self._mailbox.of(self._attempt)
+            return [key[0] for key in keys if key not in there]
 
         if self.reads_itself:
             self._mailbox.receive_now(self._attempt, keys, self._lane)
@@ -165,12 +166,13 @@ class Operation:
         """Takes that of several chunks which is there first, and says which one that is."""
 
         def missing() -> list[int]:
-            is_there = any(self._mailbox.has(self._attempt, key) for key in keys)
-            return [] if is_there else sorted({key[0] for key in keys})
+            there = self._mailbox.of(self._attempt)
+            return [] if any(key in there for key in keys) else sorted({key[0] for key in keys})
 
         self._wait(missing)
         with self._membership.monitor:
-            key = next(key for key in self._still_there(keys) if self._mailbox.has(self._attempt, key))
+            there = self._mailbox.of(self._attempt)
+            key = next(key for key in self._still_there(keys) if key in there)
             payload = self._mailbox.take(self._attempt, key)
         return key, self._data_of(payload)
 
@@ -192,10 +194,12 @@ class Operation:
 
     def _told_whom(self, missing: Callable[[], list[int]]) -> contextlib.AbstractContextManager[None]:
         """Tells the transport whom this thread waits for, to read it by itself the next time."""
-        if not self.reads_itself:
-            return contextlib.nullcontext()
-        with self._membership.monitor:
-            return self._membership.transport.waiting_for(missing(), self._lane)
+        if self.reads_itself:
+            with self._membership.monitor:
+                senders = missing()
+            if senders:
+                return self._membership.transport.waiting_for(senders, self._lane)
+        return contextlib.nullcontext()
 
     def _check_ended(self, awaited: Collection[int]) -> None:
         """Raises PeerLostError if somebody has left with the mean of another attempt, that this rank cannot have."""
@@ -235,8 +239,9 @@ class Mailbox:
         self._num_bytes: dict[_Key, int] = {}  # Of what was taken.
         self.queue.start(self._on_message)
 
-    def has(self, attempt: _Attempt, key: _Key) -> bool:
-        return key in self._messages.get(attempt, ())
+    def of(self, attempt: _Attempt) -> Collection[_Key]:
+        """The chunks of an attempt that are there."""
+        return self._messages.get(attempt, ())
 
     def take(self, attempt: _Attempt, key: _Key) -> np.ndarray:
         payload = self._messages[attempt].pop(key)
@@ -245,7 +250,8 @@ class Mailbox:
 
     def receive_now(self, attempt: _Attempt, keys: Collection[_Key], lane: int | None) -> None:
         """Has this thread read chunks that are still to come, where their lengths are as in the step before."""
-        missing = [key for key in keys if not self.has(attempt, key)]
+        there = self.of(attempt)
+        missing = [key for key in keys if key not in there]
         if not missing or any(key not in self._num_bytes for key in missing):
             return
         expected = [Expected(key[0], _HEADER.pack(*attempt, *key[1:]), self._num_bytes[key]) for key in missing]

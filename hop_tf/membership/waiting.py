@@ -132,7 +132,7 @@ class Waiting(abc.ABC):
 
     def incarnation_of(self, rank: int) -> int:
         """How many times `rank` has joined a session that was under way."""
-        return self._departures.incarnation_of(rank)
+        return self._departures.incarnations.get(rank, 0)
 
     def delivers(self, rank: int, group: str, number: int) -> bool:
         """Whether what `rank` sends in round `number` of `group` has come or may still come; see `Exchange`."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import struct
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,7 +11,7 @@ import numpy as np
 from hop_tf.errors import ProtocolError
 
 _ALIGNMENT_BYTES = 64
-_LENGTH = np.dtype("<i8")
+_WORD = struct.Struct("<q")
 _PADDING = np.zeros(_ALIGNMENT_BYTES, np.uint8)
 
 
@@ -24,13 +26,19 @@ def join(parts: Sequence[np.ndarray]) -> list[np.ndarray]:
       TensorFlow take them as they are.
     """
     flat = [np.ascontiguousarray(part).reshape(-1).view(np.uint8) for part in parts]
-    lengths = np.array([len(flat), *(part.size for part in flat)], _LENGTH)
-    payload = []
-    for part in (lengths.view(np.uint8), *flat):
+    payload = [_lengths(*[part.size for part in flat])]
+    for part in flat:
         payload.append(part)
         if num_padding := -part.size % _ALIGNMENT_BYTES:
             payload.append(_PADDING[:num_padding])
     return payload
+
+
+@functools.lru_cache(maxsize=256)
+def _lengths(*sizes: int) -> np.ndarray:
+    """What precedes the parts. In each step they have the same sizes."""
+    data = struct.pack(f"<{1 + len(sizes)}q", len(sizes), *sizes)
+    return np.frombuffer(data.ljust(_padded(len(data)), b"\0"), np.uint8)
 
 
 def split(payload: np.ndarray) -> list[np.ndarray]:
@@ -39,16 +47,15 @@ def split(payload: np.ndarray) -> list[np.ndarray]:
     Raises:
       ProtocolError: If it is malformed.
     """
-    word = _LENGTH.itemsize
-    count = int(payload[:word].view(_LENGTH)[0]) if payload.size >= word else -1
-    if not 0 <= count < payload.size // word:
+    count = _WORD.unpack_from(payload)[0] if payload.size >= _WORD.size else -1
+    if not 0 <= count < payload.size // _WORD.size:
         raise ProtocolError(f"a payload of {payload.size} bytes has no valid list of parts.")
-    parts, start = [], _padded((1 + count) * word)
-    for size in payload[word : (1 + count) * word].view(_LENGTH).tolist():
+    parts, start = [], _padded((1 + count) * _WORD.size)
+    for size in struct.unpack_from(f"<{count}q", payload, _WORD.size):
         if not 0 <= size <= payload.size - start:
             raise ProtocolError(f"a payload of {payload.size} bytes has no part of {size} bytes at {start}.")
         parts.append(payload[start : start + size])
-        start += _padded(size)
+        start += size + -size % _ALIGNMENT_BYTES
     return parts
 
 

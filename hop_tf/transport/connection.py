@@ -20,7 +20,7 @@ from hop_tf.errors import ProtocolError
 from hop_tf.transport import control_pb2
 from hop_tf.transport.checksum import Checksum, Checksums, NoChecksums, check_equal
 from hop_tf.transport.framing import HEAD_BYTES, Frame, Head, Outgoing, decode_head, encode_start
-from hop_tf.transport.shared_memory import MIN_PAYLOAD_BYTES, PLACE_BYTES, PeerMemory, SharedMemory
+from hop_tf.transport.shared_memory import MIN_PAYLOAD_BYTES, PeerMemory, SharedMemory
 
 # Packets come in bundles of 64 KiB at most: the kernel gathers many, which costs less than to wake Python for each. On
 # a slow connection it gathers fewer, so that the peer is heard of while they come.
@@ -64,6 +64,8 @@ class Connection:
       connected: The socket; it is closed with this.
 
     Attributes:
+      max_bytes_per_second: See `limit_rate`.
+      received: The checksums of what is read.
       peer_memory: Where large payloads of messages that are read are. None: in their frames.
     """
 
@@ -71,12 +73,12 @@ class Connection:
         self._socket = connected
         self._memory: SharedMemory | None = None
         self.peer_memory: PeerMemory | None = None
-        self._bytes_per_second = math.inf
+        self.max_bytes_per_second = math.inf
         self._num_written = 0
         self._read_bytes = _READ_BYTES
         self._unread = memoryview(b"")
         self._sent: Checksums | NoChecksums = NoChecksums()
-        self._received: Checksums | NoChecksums = NoChecksums()
+        self.received: Checksums | NoChecksums = NoChecksums()
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # An idle connection that a firewall has forgotten, or whose other end lost its power, is found within 25 s.
         # While data is on its way TCP's own limit of retransmissions counts, some 15 minutes: TCP_USER_TIMEOUT would
@@ -92,7 +94,7 @@ class Connection:
 
     def end_greeting(self, sent: Checksums | NoChecksums, received: Checksums | NoChecksums) -> None:
         """From now on every frame ends with a checksum, and only reading in the middle of a frame has a time limit."""
-        self._sent, self._received = sent, received
+        self._sent, self.received = sent, received
         self._socket.settimeout(None)
         # The kernel's own limit, and not Python's, with which a call does not fill the whole buffer.
         seconds, rest = divmod(IDLE_SECONDS, 1.0)
@@ -133,9 +135,9 @@ class Connection:
 
         Nothing where the system cannot do it, as in some sandboxes.
         """
-        if bytes_per_second == self._bytes_per_second:
+        if bytes_per_second == self.max_bytes_per_second:
             return
-        self._bytes_per_second = bytes_per_second
+        self.max_bytes_per_second = bytes_per_second
         limit = _NO_LIMIT if bytes_per_second == math.inf else struct.pack("@L", math.ceil(bytes_per_second))
         try:
             self._socket.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, limit)
@@ -148,9 +150,9 @@ class Connection:
 
     def write_message(self, message: Outgoing) -> None:
         """Writes a message, straight from its arrays where it is large."""
-        place = self._put_in_memory(message)
-        if place is not None or message.num_bytes <= _WRITE_BYTES:
-            self.write_rest(self._pieces_of(message, place))
+        frame = self._frame_in_memory(message)
+        if frame or message.num_bytes <= _WRITE_BYTES:
+            self.write_rest(frame or self._pieces_of(message))
             return
         start, checksum = self._begin_message(message)
         before = memoryview(start)
@@ -164,7 +166,7 @@ class Connection:
 
     def try_write_message(self, message: Outgoing) -> Sequence[memoryview]:
         """Writes as much of a message as the socket takes without blocking. Returns the rest of its frame."""
-        pieces = self._pieces_of(message, self._put_in_memory(message))
+        pieces = self._frame_in_memory(message) or self._pieces_of(message)
         try:
             num_sent = self._socket.sendmsg(pieces, (), socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -176,19 +178,21 @@ class Connection:
         while pieces:
             pieces = _behind(pieces, self._socket.sendmsg(pieces))
 
-    def _put_in_memory(self, message: Outgoing) -> bytes | None:
-        """Puts the payload into shared memory. Returns its place there; None if it is to travel in the frame."""
+    def _frame_in_memory(self, message: Outgoing) -> Sequence[memoryview]:
+        """The frame of a message whose payload is put into shared memory; empty if it is to travel in the frame."""
         num_bytes = message.num_bytes - len(message.header)
-        if self._memory is None or num_bytes < MIN_PAYLOAD_BYTES or self._bytes_per_second != math.inf:
-            return None
-        return self._memory.put(message.payload, num_bytes)
+        if self._memory is None or num_bytes < MIN_PAYLOAD_BYTES or self.max_bytes_per_second != math.inf:
+            return ()
+        place = self._memory.put(message.payload, num_bytes)
+        if place is None:
+            return ()
+        frame = encode_start(message, in_shared_memory=True) + place
+        self._num_written += len(frame)
+        return (memoryview(frame + self._sent.of(frame)),)
 
-    def _pieces_of(self, message: Outgoing, place: bytes | None) -> list[memoryview]:
-        """The frame of a message whose payload is at a place in shared memory, or in the frame."""
-        start, checksum = self._begin_message(message, in_shared_memory=place is not None)
-        if place is not None:
-            checksum.add(np.frombuffer(place, np.uint8))
-            return [memoryview(start + place + checksum.value())]
+    def _pieces_of(self, message: Outgoing) -> Sequence[memoryview]:
+        """The frame of a message, with its payload."""
+        start, checksum = self._begin_message(message)
         for array in message.payload:
             checksum.add(array)
         payload = message.payload
@@ -196,12 +200,10 @@ class Connection:
             payload = [b"".join(payload)]
         return [memoryview(piece) for piece in (start, *payload, checksum.value()) if len(piece)]
 
-    def _begin_message(
-        self, message: Outgoing, *, in_shared_memory: bool = False
-    ) -> tuple[bytes, Checksum | NoChecksums]:
+    def _begin_message(self, message: Outgoing) -> tuple[bytes, Checksum | NoChecksums]:
         """The start of a message's frame, and the running checksum."""
-        start = encode_start(message, in_shared_memory=in_shared_memory)
-        self._num_written += len(start) + (PLACE_BYTES if in_shared_memory else message.num_bytes)
+        start = encode_start(message)
+        self._num_written += len(start) + message.num_bytes
         return start, self._sent.begin(start)
 
     def read_frame(self, while_idle: Callable[[], object] = _do_nothing) -> Frame | None:
@@ -266,13 +268,13 @@ class Connection:
     def _read_text(self, head: bytes, parsed: Head) -> Frame:
         """The frame that begins with `head` and has no payload."""
         num_bytes = parsed.queue_bytes + parsed.header_bytes
-        data = self._read(num_bytes + self._received.num_bytes)
-        check_equal(data[num_bytes:], self._received.of(head + data[:num_bytes]))
+        data = self._read(num_bytes + self.received.num_bytes)
+        check_equal(data[num_bytes:], self.received.of(head + data[:num_bytes]))
         return parsed.frame(data[:num_bytes])
 
     def _fill(self, head: bytes, text: bytearray, buffer: np.ndarray, heard: Callable[[], object]) -> None:
         """Reads what follows `head`: the text, a payload, and the checksum, in as few calls as can be."""
-        tail, filled, checksum = memoryview(bytearray(self._received.num_bytes)), 0, None
+        tail, filled, checksum = memoryview(bytearray(self.received.num_bytes)), 0, None
         before = [memoryview(text)]
         while filled < buffer.size:
             piece = buffer[filled : filled + self._read_bytes]
@@ -283,7 +285,7 @@ class Connection:
                 before = [before[0][count:]]
                 continue
             if checksum is None:
-                checksum, before = self._received.begin(head + text), []
+                checksum, before = self.received.begin(head + text), []
             count -= num_before
             checksum.add(piece[:count])
             filled += min(count, piece.size)
@@ -310,11 +312,6 @@ class Connection:
     def file_number(self) -> int:
         """The file descriptor of the socket."""
         return self._socket.fileno()
-
-    @property
-    def received(self) -> Checksums | NoChecksums:
-        """The checksums of what is read."""
-        return self._received
 
     @property
     def has_unread(self) -> bool:

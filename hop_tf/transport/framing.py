@@ -60,6 +60,7 @@ class FrameKind(enum.IntEnum):
 
 
 _KINDS = frozenset(FrameKind)
+_MESSAGE = int(FrameKind.MESSAGE)
 
 
 @dataclasses.dataclass(slots=True)
@@ -159,24 +160,17 @@ def encode_starts(
     sequence: int, queue: bytes, header: bytes, num_bytes: int, *, in_shared_memory: bool = False
 ) -> tuple[bytes, bytes]:
     """How the frame of a message that is not recorded can begin: without and with a request to acknowledge it."""
-    base = _IN_SHARED_MEMORY * in_shared_memory
-    without, with_request = (
-        _encode_start(flags, sequence, queue, header, PLACE_BYTES if in_shared_memory else num_bytes)
-        for flags in (base, base | _ACK_REQUESTED)
+    flags = _IN_SHARED_MEMORY if in_shared_memory else 0
+    num_bytes = PLACE_BYTES if in_shared_memory else num_bytes
+    return (
+        _encode_start(flags, sequence, queue, header, num_bytes),
+        _encode_start(flags | _ACK_REQUESTED, sequence, queue, header, num_bytes),
     )
-    return without, with_request
 
 
 def _encode_start(flags: int, sequence: int, queue: bytes, header: bytes, num_bytes: int) -> bytes:
-    head = encode_head(
-        FrameKind.MESSAGE,
-        flags=flags,
-        sequence=sequence,
-        payload=num_bytes,
-        header=len(header),
-        queue=len(queue),
-    )
-    return b"".join((head, queue, header))
+    fields = _FIELDS.pack(_MAGIC, _HEAD_VERSION, _MESSAGE, flags, sequence, num_bytes, len(header), len(queue))
+    return b"".join((fields, _CRC.pack(zlib.crc32(fields)), queue, header))
 
 
 def encode_message(message: Outgoing, checksums: Checksums | NoChecksums) -> Iterator[bytes]:
@@ -262,6 +256,8 @@ def decode(data: bytes, checksum_bytes: int = 0) -> Frame:
       ProtocolError: If it is none, or a length in it is beyond its limit.
     """
     head = decode_head(data)
+    if head.in_shared_memory:
+        raise ProtocolError("a frame of a gRPC stream tells a place in a memory that is not shared.")
     end = HEAD_BYTES + head.queue_bytes + head.header_bytes
     if not end <= len(data) <= min(CHUNK_BYTES, end + head.payload_bytes + checksum_bytes):
         raise ProtocolError(f"a frame of {len(data)} bytes cannot hold what its head says: {head}.")

@@ -44,6 +44,9 @@ class Share:
     bytes_per_second: float
 
 
+_ONE_LANE = Share(1, math.inf)
+
+
 class LinkShares:
     """Who shares this rank's link. Not safe for several threads at a time.
 
@@ -59,12 +62,18 @@ class LinkShares:
 
     def of(self, peer: int, round_trip_seconds: float, num_bytes: int) -> Share:
         """The share of a peer that a message of so many bytes is for now."""
-        num_peers = self._num_sharing_with(peer)
+        is_near = round_trip_seconds * self._bits_per_second <= 8 * _BYTES_UNDER_WAY
+        num_peers = 1 if is_near else self._num_sharing_with(peer)
         if num_bytes >= _LARGE_BYTES:
-            self._large_messages.setdefault(peer, collections.deque([-1], maxlen=2)).append(self._num_large_messages)
-            self._num_large_messages += 1
+            self._note_large_message(peer)
+        if is_near:  # As nearly always: one lane fills the link, even if the peer has it to itself.
+            return _ONE_LANE
         count = num_lanes(round_trip_seconds, self._bits_per_second, num_peers)
         return Share(count, self._bits_per_second / 8 / num_peers / count if count > 1 else math.inf)
+
+    def _note_large_message(self, peer: int) -> None:
+        self._large_messages.setdefault(peer, collections.deque([-1], maxlen=2)).append(self._num_large_messages)
+        self._num_large_messages += 1
 
     def _num_sharing_with(self, peer: int) -> int:
         """How many peers share the link, this one among them: those that took turns with it.

@@ -25,7 +25,8 @@ class Lending:
     """The state shared by a connection's thread and the thread that borrows the connection."""
 
     def __init__(self):
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._is_wanted = False
         self._num_waiting = 0
         self._is_lent = False
@@ -43,7 +44,7 @@ class Lending:
         """
         if not self._is_wanted:
             return
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: not self._num_waiting, _HANDOVER_SECONDS)
             self._is_lent = self._is_wanted and not self._num_waiting
             if self._is_lent:
@@ -58,7 +59,7 @@ class Lending:
 
     def end(self) -> None:
         """Lets the connection's thread go on, to end."""
-        with self._changed:
+        with self._lock:
             self._is_lent = self._is_wanted = False
             self._paused_until = float("inf")
             self._changed.notify_all()
@@ -68,7 +69,7 @@ class Lending:
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
         """A context in which a thread waits for a message from the connection's thread, to borrow afterwards."""
-        with self._changed:
+        with self._lock:
             self._num_waiting += 1
             self._is_lent = False
             self._is_wanted = time.monotonic() >= self._paused_until
@@ -76,14 +77,14 @@ class Lending:
         try:
             yield
         finally:
-            with self._changed:
+            with self._lock:
                 self._num_waiting -= 1
                 self._used_at = time.monotonic()
                 self._changed.notify_all()
 
     def borrow(self) -> bool:
         """Takes the connection, if it is lent; `give_back` follows then."""
-        with self._changed:
+        with self._lock:
             if self._is_lent and not self._is_borrowed:
                 self._is_borrowed = True
                 return True
@@ -91,7 +92,7 @@ class Lending:
 
     def give_back(self) -> None:
         """Ends borrowing."""
-        with self._changed:
+        with self._lock:
             self._is_borrowed = False
             self._used_at = time.monotonic()
             if not self._is_lent:  # It was ended meanwhile. Else its thread has nothing to do, and sleeps on.
@@ -99,23 +100,26 @@ class Lending:
 
     def note_use(self, was_of_use: bool) -> None:
         """Tells whether borrowing was of use. If not, the connection's thread goes on."""
-        with self._changed:
-            if was_of_use:
-                self._pause_seconds /= 2
-                return
+        if was_of_use:
+            self._pause_seconds /= 2
+            return
+        with self._lock:
             self._is_lent = self._is_wanted = False
             self._pause_seconds = min(max(KEEP_SECONDS, 2 * self._pause_seconds), _MAX_PAUSE_SECONDS)
             self._paused_until = max(self._paused_until, time.monotonic() + self._pause_seconds)
             self._changed.notify_all()
 
 
-@contextlib.contextmanager
-def borrowed(lendings: Sequence[Lending]) -> Iterator[bool]:
-    """Borrows all of these connections, or none; returns whether it has. They are given back in the end."""
-    with contextlib.ExitStack() as stack:
-        has_all = True
-        for each in lendings:
-            has_all = has_all and each.borrow()
-            if has_all:
-                stack.callback(each.give_back)
-        yield has_all
+def borrow_all(lendings: Sequence[Lending]) -> bool:
+    """Takes all of these connections, or none; returns whether it has. `give_back` of each follows then."""
+    for number, lending in enumerate(lendings):
+        if not lending.borrow():
+            give_back_all(lendings[:number])
+            return False
+    return True
+
+
+def give_back_all(lendings: Sequence[Lending]) -> None:
+    """Ends borrowing."""
+    for lending in lendings:
+        lending.give_back()

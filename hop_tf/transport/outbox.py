@@ -25,28 +25,29 @@ _BYTES_PER_ACK = 1 << 18
 _MAX_AT_ONCE_BYTES = 1 << 22
 
 
-def flatten(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Flat uint8 views of the arrays' bytes (copies where an array is not contiguous), without the empty ones."""
-    return [array if _is_flat(array) else _flat(array) for array in arrays if array.size]
+def flatten(arrays: Sequence[np.ndarray]) -> tuple[list[np.ndarray], int]:
+    """Returns flat uint8 views of the arrays' bytes, without the empty ones, and how many bytes these are.
+
+    An array that is not contiguous is copied.
+    """
+    flat, num_bytes = [], 0
+    for array in arrays:
+        if array.dtype != np.uint8 or array.ndim != 1 or not array.flags.c_contiguous:
+            array = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        if array.size:
+            flat.append(array)
+            num_bytes += array.size
+    return flat, num_bytes
 
 
-def _is_flat(array: np.ndarray) -> bool:
-    return array.dtype == np.uint8 and array.ndim == 1 and array.flags.c_contiguous
-
-
-def _flat(array: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-
-
-def check_message(queue: bytes, header: bytes, payload: Sequence[np.ndarray], lane: int) -> None:
-    """Raises ValueError where a message cannot be sent."""
+def check_message(queue: bytes, header: bytes, num_bytes: int, lane: int) -> None:
+    """Raises ValueError where a message cannot be sent whose payload has so many bytes."""
     if not 0 <= lane < MAX_LANES:
         raise ValueError(f"`lane` must be in [0, {MAX_LANES}). Received: lane={lane}.")
     if not 0 < len(queue) <= MAX_QUEUE_BYTES:
         raise ValueError(f"`queue` must have 1 to {MAX_QUEUE_BYTES} bytes. Received: queue={queue!r}.")
     if len(header) > MAX_HEADER_BYTES:
         raise ValueError(f"`header` must have at most {MAX_HEADER_BYTES} bytes. Received: len(header)={len(header)}.")
-    num_bytes = sum(array.nbytes for array in payload)
     if num_bytes > MAX_PAYLOAD_BYTES:
         raise ValueError(f"`payload` must have at most {MAX_PAYLOAD_BYTES} bytes. Received: {num_bytes} bytes.")
 
@@ -134,6 +135,7 @@ class Outbox:
         queue: bytes,
         header: bytes,
         payload: Sequence[np.ndarray],
+        num_bytes: int,
         check: Callable[[float], None],
         *,
         supersedes: bool = False,
@@ -144,6 +146,7 @@ class Outbox:
           queue: Name of its queue, UTF-8.
           header: Its header.
           payload: Flat uint8 arrays.
+          num_bytes: Length of header and payload.
           check: Called with the seconds waited so far; raises when it is no use to wait longer.
           supersedes: Whether one to the same queue that nobody has begun to send gives way to it. There is room for it
             then: of such messages one waits at most.
@@ -156,13 +159,10 @@ class Outbox:
         Raises:
           HopError: If the outbox is closed, or what `check` raises.
         """
-        num_bytes = len(header) + sum(array.nbytes for array in payload)
-        start = time.monotonic()
         with self._lock:
             older = self._find_waiting(queue) if supersedes else None
-            while not supersedes and not self._has_room(num_bytes):
-                check(time.monotonic() - start)
-                self._message_went.wait(_CHECK_PERIOD_SECONDS)
+            if not supersedes and not self._has_room(num_bytes):
+                self._wait_room(num_bytes, check)
             if self._closed:
                 raise HopError("the transport is closed.")
             if older is None:
@@ -182,6 +182,12 @@ class Outbox:
         if write is not None:
             self._write_now(message, write)
         return older is not None
+
+    def _wait_room(self, num_bytes: int, check: Callable[[float], None]) -> None:
+        start = time.monotonic()
+        while not self._has_room(num_bytes):
+            check(time.monotonic() - start)
+            self._message_went.wait(_CHECK_PERIOD_SECONDS)
 
     def _begin_to_write(self, message: Outgoing) -> Callable[[Outgoing], Sequence[memoryview]] | None:
         """Takes the message and returns the function that writes it, if the connection is idle; otherwise None."""

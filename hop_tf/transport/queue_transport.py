@@ -108,10 +108,13 @@ class QueueTransport(Transport):
         check: Callable[[], None] | None = None,
         supersedes: bool = False,
     ) -> bool:
-        arrays, name = flatten(payload), queue.encode()
-        lane = self._emptiest_lane(peer, sum(array.nbytes for array in arrays)) if lane is None else lane
-        check_message(name, header, arrays, lane)
-        self.connect(peer)
+        arrays, num_bytes = flatten(payload)
+        name = queue.encode()
+        if peer not in self._watched:
+            self.connect(peer)
+        lane = self._emptiest_lane(peer, num_bytes) if lane is None else lane
+        check_message(name, header, num_bytes, lane)
+        num_bytes += len(header)
         self._check_can_send(peer, 0.0)
 
         def check_all(waited_seconds: float) -> None:
@@ -119,12 +122,12 @@ class QueueTransport(Transport):
                 check()
             self._check_can_send(peer, waited_seconds)
 
-        has_superseded = self._outbox(peer, lane).put(name, header, arrays, check_all, supersedes=supersedes)
+        outbox = self._outboxes.get((peer, lane)) or self._outbox(peer, lane)
+        has_superseded = outbox.put(name, header, arrays, num_bytes, check_all, supersedes=supersedes)
         if has_superseded:
             return True
         with self._lock:
             self._messages_sent += 1
-            num_bytes = len(header) + sum(array.nbytes for array in arrays)
             self._bytes_sent += num_bytes
             self._bytes_by_lane[lane] += num_bytes
         return False
@@ -227,16 +230,17 @@ class QueueTransport(Transport):
 
     def _emptiest_lane(self, peer: int, num_bytes: int) -> int:
         """Of the lanes that unordered messages are spread over the one with the least on its way."""
-        round_trip_seconds = self._peer(peer).least_round_trip_seconds
+        round_trip_seconds = self._peers[peer].least_round_trip_seconds
         with self._lock:
             share = self._shares.of(peer, round_trip_seconds, num_bytes)
-            outboxes = {
-                lane: self._outboxes.get((peer, lane)) for lane in range(BULK_LANE, BULK_LANE + share.num_lanes)
-            }
-        for outbox in outboxes.values():
+            lanes = range(BULK_LANE, BULK_LANE + share.num_lanes)
+            outboxes = [self._outboxes.get((peer, lane)) for lane in lanes]
+        for outbox in outboxes:
             if outbox is not None:
                 outbox.max_bytes_per_second = share.bytes_per_second
-        return min(outboxes, key=lambda lane: (0, 0) if outboxes[lane] is None else outboxes[lane].load)
+        if share.num_lanes == 1:
+            return BULK_LANE
+        return min(lanes, key=lambda lane: (0, 0) if (outbox := outboxes[lane - BULK_LANE]) is None else outbox.load)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -35,7 +35,7 @@ class TcpLink(GrpcLink):
     Args:
       interface: Address of this machine that connections come from; None: the system chooses one. Where the peer has
         told of interfaces of its own, they go to the one of this lane.
-      shares_memory: False: payloads go through the socket also between processes of one machine.
+      shares_memory: False: payloads go through the socket, also to a process of this machine.
       **arguments: See `GrpcLink`.
     """
 
@@ -181,7 +181,8 @@ class TcpLink(GrpcLink):
         reader.start()
 
         def write(message: Outgoing) -> Sequence[memoryview]:
-            connection.limit_rate(self._outbox.max_bytes_per_second)
+            if self._outbox.max_bytes_per_second != connection.max_bytes_per_second:
+                connection.limit_rate(self._outbox.max_bytes_per_second)
             return connection.try_write_message(message)
 
         self._outbox.write_at_once(epoch, write)

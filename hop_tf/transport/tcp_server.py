@@ -228,6 +228,8 @@ class Lane:
         self._pool = pool
         self.lending = Lending()
         self._owed_sequence = self._num_owed = self._owed_bytes = 0
+        self._scratch = np.empty(0, np.uint8)
+        self._scratch_address = 0
 
     def lend(self) -> None:
         """Lends the connection to a thread that wants to read the next messages. Blocks: until it is back."""
@@ -280,6 +282,13 @@ class Lane:
     def _acknowledge(self, sequence: int) -> None:
         self._num_owed = self._owed_bytes = 0
         self.connection.write(encode(FrameKind.ACKNOWLEDGE, sequence=sequence))
+
+    def scratch(self, num_bytes: int) -> tuple[memoryview, int]:
+        """Memory for the borrower, until the next call, and its address."""
+        if self._scratch.size < num_bytes:
+            self._scratch = np.empty(num_bytes, np.uint8)
+            self._scratch_address = self._scratch.ctypes.data
+        return memoryview(self._scratch)[:num_bytes], self._scratch_address
 
     def take_buffer(self, num_bytes: int) -> np.ndarray:
         """Memory for a payload."""

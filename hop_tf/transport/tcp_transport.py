@@ -40,7 +40,7 @@ class TcpTransport(GrpcTransport):
 
     Args:
       *args: See `GrpcTransport`.
-      shares_memory: False: they go through sockets there, too.
+      shares_memory: False: those that this rank sends go through sockets there, too.
       **kwargs: See `GrpcTransport`.
     """
 
@@ -93,12 +93,14 @@ class TcpTransport(GrpcTransport):
         return self._borrowing is not None
 
     def receive_now(self, queue: str, expected: Sequence[Expected], lane: int | None) -> list[np.ndarray | None]:
-        lanes = self._incoming([each.sender for each in expected], lane)
-        if self._borrowing is not None and len(lanes) == len(expected):
-            with lending.borrowed([each.lending for each in lanes]) as has_all:
-                if has_all:
-                    return self._borrowing.receive(lanes, queue.encode(), expected)
-        return super().receive_now(queue, expected, lane)
+        lanes, borrowing = self._incoming([each.sender for each in expected], lane), self._borrowing
+        lendings = [each.lending for each in lanes]
+        if borrowing is None or len(lanes) < len(expected) or not lending.borrow_all(lendings):
+            return super().receive_now(queue, expected, lane)
+        try:
+            return borrowing.receive(lanes, queue.encode(), expected)
+        finally:
+            lending.give_back_all(lendings)
 
     @contextlib.contextmanager
     def waiting_for(self, senders: Collection[int], lane: int | None) -> Iterator[None]:
@@ -117,8 +119,12 @@ class TcpTransport(GrpcTransport):
     def _incoming(self, senders: Collection[int], lane: int | None) -> list[Lane]:
         """The connections from these ranks, at most one each. A rank without a socket has none."""
         number = BULK_LANE if lane is None else lane
-        lanes = ((server.lane(sender, number) for server in self._sockets) for sender in senders)
-        return [found for each in lanes if (found := next(filter(None, each), None)) is not None]
+        found = {}
+        for server in self._sockets:
+            for sender in senders:
+                if (incoming := server.lane(sender, number)) is not None:
+                    found.setdefault(sender, incoming)
+        return [found[sender] for sender in senders if sender in found]
 
     def _close_links(self, deadline: float) -> None:
         for server in self._sockets:

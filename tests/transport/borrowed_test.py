@@ -92,8 +92,8 @@ class _Case(parameterized.TestCase):
 class ReceiveTest(_Case):
     def setUp(self):
         super().setUp()
-        for limit in ("_IDLE_SECONDS", "_TOTAL_SECONDS"):  # A busy machine sends late.
-            self.enter_context(unittest.mock.patch.object(borrowed, limit, 60.0))
+        for limit in ("_IDLE_MILLISECONDS", "_TOTAL_MILLISECONDS"):  # A busy machine sends late.
+            self.enter_context(unittest.mock.patch.object(borrowed, limit, 60_000))
 
     @parameterized.product(
         num_bytes=[0, 1, 20, _BLOCK - 1, _BLOCK, _BLOCK + 1, 64 * _BLOCK, 200 * _BLOCK + 5],
@@ -132,7 +132,7 @@ class ReceiveTest(_Case):
             np.testing.assert_array_equal(each, payload)
 
     def test_what_does_not_come_is_left_to_the_lane(self):
-        self.enter_context(unittest.mock.patch.object(borrowed, "_IDLE_SECONDS", 0.01))
+        self.enter_context(unittest.mock.patch.object(borrowed, "_IDLE_MILLISECONDS", 10))
         payload = _payload(_BLOCK + 1)
         (data,) = _frames(Checksums(_KEY), payload)
         for sent in (0, 1, framing.HEAD_BYTES, framing.HEAD_BYTES + 11, len(data) - 9, len(data) - 1):

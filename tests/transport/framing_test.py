@@ -91,6 +91,8 @@ class FramingTest(absltest.TestCase):
             "length that was changed": head()[:16] + b"\1" + head()[17:],
             "kind": head(kind=77),
             "flags": head(flags=0x80),
+            "shared memory, which a gRPC stream has none of": head(flags=4, payload=16) + bytes(16),
+            "a place of another length": head(flags=4, payload=17),
             "queue beyond the frame": head(queue=10),
             "header beyond the frame": head(header=10),
             "header beyond its limit": head(header=2**32 - 1),

@@ -93,11 +93,9 @@ class LendingTest(absltest.TestCase):
         self._lend()
         wait_until(self.lending.borrow)
         self.lending.give_back()
-        with lending.borrowed([self.lending, *others]) as has_all:
-            self.assertFalse(has_all)
-        with self.assertRaises(MemoryError), lending.borrowed([self.lending]) as has_all:
-            self.assertTrue(has_all)
-            raise MemoryError
+        self.assertFalse(lending.borrow_all([self.lending, *others]))
+        self.assertTrue(lending.borrow_all([self.lending]))
+        lending.give_back_all([self.lending])
         self.assertTrue(self.lending.borrow())
         self.lending.give_back()
 

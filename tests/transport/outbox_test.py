@@ -27,7 +27,7 @@ class WriteAtOnceTest(absltest.TestCase):
         return self.rest
 
     def _put(self, *, num_bytes=10, **arguments):
-        return self.outbox.put(b"queue", b"", [np.zeros(num_bytes, np.uint8)], _unchecked, **arguments)
+        return self.outbox.put(b"queue", b"", [np.zeros(num_bytes, np.uint8)], num_bytes, _unchecked, **arguments)
 
     def _take(self):
         return self.outbox.take(self.epoch, 0.01)

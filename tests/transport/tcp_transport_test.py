@@ -78,9 +78,9 @@ class TcpTransportTest(TransportTestMixin, parameterized.TestCase):
                 raise ConnectionResetError("unreachable")
             return connect(link, host, port)
 
-        def pieces_of(connection, message, place):
+        def pieces_of(connection, message):
             written.append(message.header)
-            return write(connection, message, place)
+            return write(connection, message)
 
         first.send(1, "queue", b"0", [np.zeros(1000, np.uint8)], lane=1)
         collector.wait(1)
