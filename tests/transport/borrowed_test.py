@@ -1,6 +1,7 @@
 """Messages that the thread which waits for them reads itself, and those that it leaves to the connection's thread."""
 
 import contextlib
+import itertools
 import socket
 import threading
 import time
@@ -20,6 +21,7 @@ from hop_tf.transport.connection import Connection
 from hop_tf.transport.framing import FrameKind, Outgoing
 from hop_tf.transport.inbox import Dispatcher
 from hop_tf.transport.peer import Peer
+from hop_tf.transport.shared_memory import PeerMemory
 from hop_tf.transport.tcp_server import Lane
 
 _KEY = bytes(range(32))
@@ -318,6 +320,15 @@ class TransportTest(TransportTestMixin, _Case):
                         lane.end()
 
         self._exchange(400, disturb, num_bytes)
+
+    def test_none_is_lost_where_a_place_cannot_be(self):
+        find, calls = PeerMemory.payload, itertools.count(1)
+
+        def fail_now_and_then(memory, place):
+            return find(memory, place if next(calls) % 20 else bytes(16))
+
+        with unittest.mock.patch.object(PeerMemory, "payload", fail_now_and_then):
+            self.assertGreater(self._exchange(300, num_bytes=200_000), 10)
 
     def test_large_and_small_messages_do_not_mix(self):
         """The connection's thread writes the large ones, and the sender the small ones; never both at a time."""
