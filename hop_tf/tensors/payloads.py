@@ -26,8 +26,8 @@ def join(parts: Sequence[np.ndarray]) -> list[np.ndarray]:
       TensorFlow take them as they are.
     """
     flat = [np.ascontiguousarray(part).reshape(-1).view(np.uint8) for part in parts]
-    payload = [_lengths(*[part.size for part in flat])]
-    for part in flat:
+    payload = []
+    for part in (_lengths(*[part.size for part in flat]), *flat):
         payload.append(part)
         if num_padding := -part.size % _ALIGNMENT_BYTES:
             payload.append(_PADDING[:num_padding])
@@ -37,8 +37,7 @@ def join(parts: Sequence[np.ndarray]) -> list[np.ndarray]:
 @functools.lru_cache(maxsize=256)
 def _lengths(*sizes: int) -> np.ndarray:
     """What precedes the parts. In each step they have the same sizes."""
-    data = struct.pack(f"<{1 + len(sizes)}q", len(sizes), *sizes)
-    return np.frombuffer(data.ljust(_padded(len(data)), b"\0"), np.uint8)
+    return np.frombuffer(struct.pack(f"<{1 + len(sizes)}q", len(sizes), *sizes), np.uint8)
 
 
 def split(payload: np.ndarray) -> list[np.ndarray]:
