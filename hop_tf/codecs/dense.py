@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -41,7 +42,6 @@ class Identity(Codec):
         if not tf.as_dtype(dtype).is_floating:
             raise ValueError(f"`dtype` must be a floating-point type. Received: dtype={self.dtype!r}.")
         object.__setattr__(self, "dtype", dtype.name)
-        object.__setattr__(self, "_item_bytes", dtype.itemsize)
         if self.error_feedback and not self.is_lossy:
             raise ValueError("`error_feedback` must be False where nothing is lost. Received: error_feedback=True.")
 
@@ -49,9 +49,9 @@ class Identity(Codec):
     def is_lossy(self) -> bool:
         return self.bytes_per_value < 4
 
-    @property
+    @functools.cached_property
     def bytes_per_value(self) -> int:
-        return self._item_bytes
+        return np.dtype(self.dtype).itemsize
 
     @property
     def for_sums(self) -> Codec:
@@ -85,7 +85,7 @@ class Identity(Codec):
         return total
 
     def _view(self, data: np.ndarray, num_values: int) -> np.ndarray:
-        return checked(self, data, num_values * self._item_bytes, num_values).view(self.dtype)
+        return checked(self, data, num_values * self.bytes_per_value, num_values).view(self.dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

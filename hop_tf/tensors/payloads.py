@@ -36,7 +36,7 @@ def join(parts: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 @functools.lru_cache(maxsize=256)
 def _lengths(*sizes: int) -> np.ndarray:
-    """What precedes the parts. In each step they have the same sizes."""
+    """Returns the number of parts and their sizes, as bytes. They are kept: each step has parts of the same sizes."""
     return np.frombuffer(struct.pack(f"<{1 + len(sizes)}q", len(sizes), *sizes), np.uint8)
 
 

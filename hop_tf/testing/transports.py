@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from hop_tf.processes.local_cluster import PortReservation
-from hop_tf.transport import InProcessNetwork, InProcessTransport, Message, Transport, control_pb2
+from hop_tf.transport import InProcessNetwork, InProcessTransport, Message, TcpTransport, Transport, control_pb2
 from hop_tf.transport.framing import PROTOCOL_VERSION, FrameKind, encode
 from hop_tf.transport.proof import Secret, Session
 
@@ -117,6 +117,13 @@ class Proxy:
         self._sockets: set[socket.socket] = set()
         self._threads: list[threading.Thread] = []
         self._start(self._accept)
+
+    @classmethod
+    def before_socket(cls, transport: TcpTransport) -> Proxy:
+        """Returns one before the plain sockets of a transport, which tells its peers the port of the proxy."""
+        proxy = cls(f"127.0.0.1:{transport._handshake.socket_port}")
+        transport._handshake.socket_port = split_address(proxy.address)[1]
+        return proxy
 
     def cut(self) -> None:
         """Resets all connections."""

@@ -64,7 +64,6 @@ class Connection:
       connected: The socket; it is closed with this.
 
     Attributes:
-      max_bytes_per_second: See `limit_rate`.
       received: The checksums of what is read.
       peer_memory: Where large payloads of messages that are read are. None: in their frames.
     """
@@ -73,7 +72,7 @@ class Connection:
         self._socket = connected
         self._memory: SharedMemory | None = None
         self.peer_memory: PeerMemory | None = None
-        self.max_bytes_per_second = math.inf
+        self._bytes_per_second = math.inf
         self._num_written = 0
         self._read_bytes = _READ_BYTES
         self._unread = memoryview(b"")
@@ -135,9 +134,9 @@ class Connection:
 
         Nothing where the system cannot do it, as in some sandboxes.
         """
-        if bytes_per_second == self.max_bytes_per_second:
+        if bytes_per_second == self._bytes_per_second:
             return
-        self.max_bytes_per_second = bytes_per_second
+        self._bytes_per_second = bytes_per_second
         limit = _NO_LIMIT if bytes_per_second == math.inf else struct.pack("@L", math.ceil(bytes_per_second))
         try:
             self._socket.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, limit)
@@ -181,7 +180,7 @@ class Connection:
     def _frame_in_memory(self, message: Outgoing) -> Sequence[memoryview]:
         """The frame of a message whose payload is put into shared memory; empty if it is to travel in the frame."""
         num_bytes = message.num_bytes - len(message.header)
-        if self._memory is None or num_bytes < MIN_PAYLOAD_BYTES or self.max_bytes_per_second != math.inf:
+        if self._memory is None or num_bytes < MIN_PAYLOAD_BYTES or self._bytes_per_second != math.inf:
             return ()
         place = self._memory.put(message.payload, num_bytes)
         if place is None:

@@ -60,7 +60,6 @@ class FrameKind(enum.IntEnum):
 
 
 _KINDS = frozenset(FrameKind)
-_MESSAGE = int(FrameKind.MESSAGE)
 
 
 @dataclasses.dataclass(slots=True)
@@ -169,8 +168,15 @@ def encode_starts(
 
 
 def _encode_start(flags: int, sequence: int, queue: bytes, header: bytes, num_bytes: int) -> bytes:
-    fields = _FIELDS.pack(_MAGIC, _HEAD_VERSION, _MESSAGE, flags, sequence, num_bytes, len(header), len(queue))
-    return b"".join((fields, _CRC.pack(zlib.crc32(fields)), queue, header))
+    head = encode_head(
+        FrameKind.MESSAGE,
+        flags=flags,
+        sequence=sequence,
+        payload=num_bytes,
+        header=len(header),
+        queue=len(queue),
+    )
+    return b"".join((head, queue, header))
 
 
 def encode_message(message: Outgoing, checksums: Checksums | NoChecksums) -> Iterator[bytes]:

@@ -122,7 +122,7 @@ class QueueTransport(Transport):
                 check()
             self._check_can_send(peer, waited_seconds)
 
-        outbox = self._outboxes.get((peer, lane)) or self._outbox(peer, lane)
+        outbox = self._outbox(peer, lane)
         has_superseded = outbox.put(name, header, arrays, num_bytes, check_all, supersedes=supersedes)
         if has_superseded:
             return True

@@ -181,8 +181,7 @@ class TcpLink(GrpcLink):
         reader.start()
 
         def write(message: Outgoing) -> Sequence[memoryview]:
-            if self._outbox.max_bytes_per_second != connection.max_bytes_per_second:
-                connection.limit_rate(self._outbox.max_bytes_per_second)
+            connection.limit_rate(self._outbox.max_bytes_per_second)
             return connection.try_write_message(message)
 
         self._outbox.write_at_once(epoch, write)

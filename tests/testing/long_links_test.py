@@ -109,7 +109,7 @@ class LinkSharesTest(parameterized.TestCase):
 
     def test_who_shares_the_link(self):
         """Peers that took turns with this one in what was large: in a ring that follows a mesh there are none."""
-        shares = LinkShares(8e9)
+        shares = LinkShares(8.0)
 
         def num_sharing(*peers, num_bytes=100_000):
             found = []
@@ -117,7 +117,7 @@ class LinkSharesTest(parameterized.TestCase):
                 with mock.patch.object(lanes, "num_lanes", return_value=2) as count:
                     share = shares.of(peer, 0.1, num_bytes)
                 found.append(count.call_args.args[2])
-                self.assertEqual(share.bytes_per_second, 1e9 / found[-1] / 2)
+                self.assertEqual(share.bytes_per_second, 1.0 / found[-1] / 2)
             return found
 
         self.assertEqual(num_sharing(1, 2, 3), [1, 2, 3])

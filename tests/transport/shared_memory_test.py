@@ -14,7 +14,7 @@ from absl.testing import absltest, parameterized
 
 from hop_tf.errors import ProtocolError
 from hop_tf.testing import MultiProcessRunner
-from hop_tf.testing.transports import Collector, Proxy, TransportTestMixin, split_address, wait_until
+from hop_tf.testing.transports import Collector, Proxy, TransportTestMixin, wait_until
 from hop_tf.transport import TcpTransport, control_pb2
 from hop_tf.transport.shared_memory import MIN_PAYLOAD_BYTES, PeerMemory, SharedMemory
 
@@ -53,13 +53,21 @@ class _Case(parameterized.TestCase):
             self.skipTest("this system has no memory without a name")
 
 
-class BlocksTest(_Case):
+class _ConnectedCase(_Case):
+    """Both ends of a connection, and memory of the near one."""
+
     def setUp(self):
         super().setUp()
         server = self.enter_context(socket.create_server(("127.0.0.1", 0)))
         self.near = self.enter_context(socket.create_connection(server.getsockname()))
         self.far = self.enter_context(server.accept()[0])
         self.memory = SharedMemory(_SIZE)
+        self.addCleanup(self.memory.close_file)
+
+
+class BlocksTest(_ConnectedCase):
+    def setUp(self):
+        super().setUp()
         self.peer = PeerMemory.open(self.memory.offer(self.near), self.far)
         self.memory.close_file()
 
@@ -123,15 +131,7 @@ class BlocksTest(_Case):
             self.peer.payload(begin.to_bytes(8, "little") + num_bytes.to_bytes(8, "little"))
 
 
-class OfferTest(_Case):
-    def setUp(self):
-        super().setUp()
-        server = self.enter_context(socket.create_server(("127.0.0.1", 0)))
-        self.near = self.enter_context(socket.create_connection(server.getsockname()))
-        self.far = self.enter_context(server.accept()[0])
-        self.memory = SharedMemory(_SIZE)
-        self.addCleanup(self.memory.close_file)
-
+class OfferTest(_ConnectedCase):
     def _opened(self, **fields):
         offer = self.memory.offer(self.near)
         changed = control_pb2.SharedMemory(
@@ -203,9 +203,8 @@ class TransportTest(TransportTestMixin, _Case):
     def test_not_if_a_proxy_stands_between(self):
         addresses = self.addresses(2)
         receiver = self.start_at(1, addresses)
-        proxy = Proxy(f"127.0.0.1:{receiver._handshake.socket_port}")
+        proxy = Proxy.before_socket(receiver)
         self.addCleanup(proxy.close)
-        receiver._handshake.socket_port = split_address(proxy.address)[1]
         collector = self.register(receiver)
         self.start_at(0, addresses).send(1, "queue", payload=[_payload(200_000)])
         self.assertFalse(_is_shared(collector.wait(1)[0].payload))

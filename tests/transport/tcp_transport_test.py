@@ -51,9 +51,8 @@ class TcpTransportTest(TransportTestMixin, parameterized.TestCase):
     def test_messages_travel_over_the_socket(self):
         addresses = self.addresses(2)
         receiver = self.start_at(1, addresses)
-        proxy = Proxy(f"127.0.0.1:{receiver._handshake.socket_port}")
+        proxy = Proxy.before_socket(receiver)
         self.addCleanup(proxy.close)
-        receiver._handshake.socket_port = split_address(proxy.address)[1]
         collector = self.register(receiver)
         self.start_at(0, addresses).send(1, "queue", payload=[np.zeros(1_000_000, np.uint8)])
         collector.wait(1)
