@@ -159,6 +159,7 @@ class TcpLink(GrpcLink):
             epoch, reply = self._accepted(self._read_greeting(connection, FrameKind.HELLO_REPLY), session)
         try:
             connection.end_offer(is_taken=reply.shares_memory)
+            connection.fit_congestion_control()
             connection.end_greeting(sent=session.checksums("client"), received=session.checksums("server"))
             self._exchange(connection, epoch)
         finally:
