@@ -130,11 +130,18 @@ def prepare_update(optimizer: Any, gradients: Sequence[tf.Tensor], variables: Se
         own_updates.is_left_out = False
 
 
+def decay(optimizer: Any, variables: Sequence[tf.Variable]) -> None:
+    """Emits decoupled weight decay, with which an update begins."""
+    of_keras = keras_variables(optimizer)
+    with as_own_updates(), _in_replica():
+        innermost(optimizer)._apply_weight_decay([of_keras[id(variable)] for variable in variables])
+
+
 def _begin_update(optimizer: Any, gradients: Sequence[tf.Tensor], variables: Sequence[tf.Variable]) -> None:
+    decay(optimizer, variables)
     of_keras = keras_variables(optimizer)
     of_keras = [of_keras[id(variable)] for variable in variables]
     with as_own_updates(), _in_replica():
-        optimizer._apply_weight_decay(of_keras)
         optimizer._backend_update_step(list(gradients), of_keras, optimizer.learning_rate)
 
 

@@ -5,75 +5,72 @@
 
 In step t, with g[s] a rank's own gradient of step s:
 
-    1. weights, slots = those that are merged
-    2. update(mean of g[t - D]); that is merged now
+    1. merged: update(mean of g[t - D])
+    2. weights, slots = those that are merged
     3. update(g[t - D + 1]) ... update(g[t])
 
 These are D + 1 updates of the optimizer, for one copy more of weights and slots, and D - 1 gradients more. What is
 merged is equal on all ranks, to the bit, at every step, whatever the optimizer.
+
+With most of Keras's optimizers a twin has the merged state, and makes all updates but the last one: with many small
+variables these cost next to nothing. Any other optimizer makes them itself, with its own variables.
 """
 
 from __future__ import annotations
 
+import abc
 import weakref
 from collections.abc import Sequence
 
 import tensorflow as tf
 
 from hop_tf.keras_hook.optimizers import gradient_accumulation_steps, iterations_variable, slots_of
+from hop_tf.keras_hook.twins import Twin, has_twin
 from hop_tf.keras_hook.updates import prepare_update, update
 from hop_tf.runtime.averaging import Latest, assign_all, zeros_like
 
 
-class Replay:
+class Replay(abc.ABC):
     """The merged state of an optimizer's variables, and the own gradients that are not merged.
-
-    Variables share the memory of what is assigned to them, until one of them is changed: restoring and keeping a state
-    copies nothing by itself.
 
     Args:
       optimizer: The optimizer, built.
       variables: What it updates.
-      delay: D, at least 1.
 
     Attributes:
-      has_begun: Whether there is a merged state.
+      has_begun: True if there is a merged state.
     """
 
-    def __init__(self, optimizer: object, variables: Sequence[tf.Variable], delay: int):
+    def __init__(self, optimizer: object, variables: Sequence[tf.Variable]):
         self._optimizer = weakref.ref(optimizer)
         self._variables = variables
-        slots = slots_of(optimizer, variables).values()
-        self._state = [*variables, *slots, iterations_variable(optimizer)]
+        self._slots = list(slots_of(optimizer, variables).values())
         self.has_begun = False
-        self._merged = [zeros_like(variable) for variable in self._state]
-        self._own = Latest(variables, delay - 1)
 
     def begin_once(self) -> None:
         """Begins with what the state is outside of the graph that is traced, unless it has begun.
 
         A tf.function that makes an optimizer's slots is traced again when they have values.
         """
+        state = [*self._variables, *self._slots]
         with tf.init_scope():
-            if not self.has_begun and all(map(tf.compat.v1.is_variable_initialized, self._state)):
+            if not self.has_begun and all(map(tf.compat.v1.is_variable_initialized, state)):
                 self.begin()
 
     def begin(self) -> None:
         """Takes the present state for the merged one: nothing is under way. Outside of graphs."""
         self.has_begun = True
-        self._keep_state()
+        self.take(self._variables)
 
-    def _keep_state(self) -> None:
-        assign_all(self._merged, self._state)
-
-    def take(self, weights: Sequence[tf.Tensor]) -> None:
+    @abc.abstractmethod
+    def take(self, weights: Sequence[tf.Tensor | tf.Variable]) -> None:
         """Emits the ops that take these weights, and the present slots, for the merged state."""
-        assign_all(self._merged, [*weights, *self._state[len(weights) :]])
 
+    @abc.abstractmethod
     def restore(self) -> None:
         """Emits the ops that forget own gradients: the state is the merged one."""
-        assign_all(self._state, self._merged)
 
+    @abc.abstractmethod
     def merge(self, mean: Sequence[tf.Tensor], rate: tf.Tensor) -> None:
         """Emits lines 1 and 2.
 
@@ -81,24 +78,99 @@ class Replay:
           mean: The mean gradients, not scaled.
           rate: The learning rate of the step that they are from.
         """
-        self.restore()
-        update(self._optimizer(), mean, self._variables, rate)
-        self._keep_state()
 
-    def stand_in(self, own: Sequence[tf.Tensor]) -> None:
-        """Emits line 3, up to where the optimizer itself makes the last of these updates.
+    @abc.abstractmethod
+    def advance(self, is_due: tf.Tensor, mean: Sequence[tf.Tensor], rate: tf.Tensor, own: Sequence[tf.Tensor]) -> None:
+        """Emits lines 1 to 3, up to where the optimizer itself makes the last update; and what notes g[t].
 
         Args:
+          is_due: True if there is a mean. Else only g[t] is noted.
+          mean: As for `merge`.
+          rate: As for `merge`.
           own: g[t], not scaled.
         """
-        optimizer = self._optimizer()
-        for gradients in self._own.newest():
-            update(optimizer, gradients, self._variables)
-        # Of the batches whose gradients it accumulates, the optimizer is in the last one. Merged counts are of updates.
-        count, every = iterations_variable(optimizer), gradient_accumulation_steps(optimizer)
-        count.assign(count - count % every + every - 1)
-        prepare_update(optimizer, own, self._variables)
 
-    def keep(self, own: Sequence[tf.Tensor]) -> None:
-        """Emits the ops that note g[t] for the next steps."""
+
+def make_replay(optimizer: object, variables: Sequence[tf.Variable], delay: int) -> Replay:
+    """The replay for an optimizer.
+
+    Args:
+      optimizer: The optimizer, built.
+      variables: What it updates.
+      delay: D, at least 1.
+    """
+    return (_TwinReplay if has_twin(optimizer, variables) else _OwnReplay)(optimizer, variables, delay)
+
+
+class _TwinReplay(Replay):
+    """A replay whose merged state is that of a twin."""
+
+    def __init__(self, optimizer: object, variables: Sequence[tf.Variable], delay: int):
+        super().__init__(optimizer, variables)
+        self._twin = Twin(optimizer, variables)
+        self._own = Latest(self._twin.weights, delay - 1)
+
+    def take(self, weights: Sequence[tf.Tensor | tf.Variable]) -> None:
+        self._twin.take(weights)
+
+    def restore(self) -> None:
+        self._twin.give()
+
+    def merge(self, mean: Sequence[tf.Tensor], rate: tf.Tensor) -> None:
+        self._twin.update(self._twin.join(mean), rate)
+        self._twin.give()
+
+    def advance(self, is_due: tf.Tensor, mean: Sequence[tf.Tensor], rate: tf.Tensor, own: Sequence[tf.Tensor]) -> None:
+        joined = self._twin.join(mean)
+
+        def advance() -> None:
+            self._twin.update(joined, rate)
+            with self._twin.trying():
+                for gradients in self._own.newest():
+                    self._twin.update(gradients)
+                self._twin.decay()  # The optimizer has done that when it comes to the hooks.
+                self._twin.give()
+
+        tf.cond(is_due, advance, lambda: None)
+        if self._own.newest():
+            self._own.push(self._twin.join(own))
+
+
+class _OwnReplay(Replay):
+    """A replay whose updates the optimizer makes with its own variables.
+
+    Variables share the memory of what is assigned to them, until one of them is changed: restoring and keeping a state
+    copies nothing by itself.
+    """
+
+    def __init__(self, optimizer: object, variables: Sequence[tf.Variable], delay: int):
+        super().__init__(optimizer, variables)
+        self._state = [*variables, *self._slots, iterations_variable(optimizer)]
+        self._merged = [zeros_like(variable) for variable in self._state]
+        self._own = Latest(variables, delay - 1)
+
+    def take(self, weights: Sequence[tf.Tensor | tf.Variable]) -> None:
+        assign_all(self._merged, [*weights, *self._state[len(weights) :]])
+
+    def restore(self) -> None:
+        assign_all(self._state, self._merged)
+
+    def merge(self, mean: Sequence[tf.Tensor], rate: tf.Tensor) -> None:
+        self.restore()
+        update(self._optimizer(), mean, self._variables, rate)
+        self.take(self._variables)
+
+    def advance(self, is_due: tf.Tensor, mean: Sequence[tf.Tensor], rate: tf.Tensor, own: Sequence[tf.Tensor]) -> None:
+        def advance() -> None:
+            self.merge(mean, rate)
+            optimizer = self._optimizer()
+            for gradients in self._own.newest():
+                update(optimizer, gradients, self._variables)
+            # Of the batches whose gradients it accumulates, the optimizer is in the last one. Merged counts are of
+            # updates.
+            count, every = iterations_variable(optimizer), gradient_accumulation_steps(optimizer)
+            count.assign(count - count % every + every - 1)
+            prepare_update(optimizer, own, self._variables)
+
+        tf.cond(is_due, advance, lambda: None)
         self._own.push(own)

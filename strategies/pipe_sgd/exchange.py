@@ -9,7 +9,7 @@ import tensorflow as tf
 from hop_tf import codecs
 from hop_tf.runtime.gradients import GradientExchange, with_rows_first
 from hop_tf.runtime.group import ExchangeContext
-from hop_tf.runtime.replay import Replay
+from hop_tf.runtime.replay import make_replay
 from hop_tf.tensors.packing import Packing
 
 # A step that no `fit` comes to.
@@ -71,7 +71,7 @@ class PipeSGDExchange(GradientExchange):
             delay=settings.delay,
         )
         self.max_in_flight = settings.pipeline_width * len(self.parts)
-        self.replay = Replay(optimizer, trained, settings.delay) if settings.replays else None
+        self.replay = make_replay(optimizer, trained, settings.delay) if settings.replays else None
         with tf.init_scope(), tf.device("/cpu:0"):
             # Nothing is under way in a rank that joins, until it has.
             start = _NEVER if context.membership.joining else settings.warmup_steps

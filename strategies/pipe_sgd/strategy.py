@@ -272,14 +272,9 @@ class PipeSGDStrategy(ExchangeStrategy):
         exchange.replay.begin_once()
         own = outgoing[: group.num_trained]
 
-        def merge() -> None:
-            exchange.replay.merge(means, rate)
-            exchange.replay.stand_in(own)
-
         with tf.device("/cpu:0"):
             has_filled = group.step >= exchange.pipelined_from + exchange.delay
-        tf.cond(has_filled, merge, lambda: None)
-        exchange.replay.keep(own)
+        exchange.replay.advance(has_filled, means, rate, own)
         return gradients, None
 
     def after_update(self, group: Group, state: None) -> tf.Tensor:

@@ -11,7 +11,7 @@ from absl.testing import parameterized
 
 import hop_tf
 from hop_tf.errors import HopError
-from hop_tf.runtime.replay import Replay
+from hop_tf.runtime.replay import make_replay
 from hop_tf.testing import InProcessCluster
 from hop_tf.testing.references import State, adam, int8, mesh_mean, plain_mean, sgd, truncate16
 from support import OwnOptimizers, fewer_steps, linear_loss, two_kernels
@@ -229,7 +229,7 @@ class ReplayTest(tf.test.TestCase, parameterized.TestCase):
         optimizer.build([variable])
         num_slots = sum(each.shape == variable.shape for each in optimizer.variables)
         with tf.variable_creator_scope(record):
-            Replay(optimizer, [variable.value], delay=width - 1)
+            make_replay(optimizer, [variable.value], delay=width - 1)
         self.assertEqual(sum(each.shape == variable.shape for each in created), 1 + num_slots + width - 2)
 
     @parameterized.parameters({"world_size": 3, "num_segments": 3}, {"world_size": 5, "algorithm": "ring"})

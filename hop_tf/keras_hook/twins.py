@@ -1,0 +1,171 @@
+"""`Twin`: a second state of an optimizer and its variables, moved by the same rule.
+
+An update costs some fifty operations for each variable, however small that is. So small variables lie together in flat
+vectors here, and a vector is updated as if it were one variable. The results are the same, but for the last bit of a
+root, where a rule makes each value of nothing but its own gradient, weight and slots, as most of Keras's optimizers do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hop_tf.keras_hook.optimizers import (
+    decays,
+    gradient_accumulation_steps,
+    iterations_variable,
+    keras_variables,
+    overwritten_by,
+    slots_of,
+    use_ema,
+)
+from hop_tf.keras_hook.updates import decay, update
+
+# Others look at a whole variable, as Lamb does; or are a user's own.
+_ELEMENTWISE = tuple(
+    getattr(keras.optimizers, name)
+    for name in ("SGD", "RMSprop", "Adam", "AdamW", "Adadelta", "Adagrad", "Adamax", "Lion")
+)
+# A larger variable stays by itself: to copy it would cost more than the operations that this saves.
+_MAX_SMALL_VALUES = 1 << 14
+
+
+def has_twin(optimizer: Any, variables: Sequence[tf.Variable]) -> bool:
+    """True if a `Twin` makes the same updates as the optimizer."""
+    of_keras = keras_variables(optimizer)
+    return (
+        type(optimizer) in _ELEMENTWISE
+        and not use_ema(optimizer)
+        and gradient_accumulation_steps(optimizer) == 1
+        and not overwritten_by(optimizer, None)
+        and all(of_keras[id(variable)].constraint is None for variable in variables)
+    )
+
+
+class Twin:
+    """A second state of an optimizer and its variables. All methods emit operations, or run them outside of graphs.
+
+    The learning rate is the optimizer's, and the count of updates the twin's own.
+
+    Args:
+      optimizer: The optimizer, built, for which `has_twin` is true.
+      variables: What it updates.
+    """
+
+    def __init__(self, optimizer: Any, variables: Sequence[tf.Variable]):
+        self._shapes = [variable.shape for variable in variables]
+        self._groups = _groups(optimizer, variables)
+        slots = slots_of(optimizer, variables)
+        names = dict.fromkeys(name for name, _ in slots)
+        # The optimizer's weights, then those of each slot.
+        self._theirs = [list(variables), *([slots[name, i] for i in range(len(variables))] for name in names)]
+        self._their_count = iterations_variable(optimizer)
+        mine = [[self._make(kind, group) for group in self._groups] for kind in self._theirs]
+        self._mine = [[variable.value for variable in kind] for kind in mine]
+        with tf.init_scope(), tf.device(self._their_count.device):
+            count = keras.Variable(0, dtype=self._their_count.dtype.name, trainable=False, name="hop_tf_count")
+        self._count = count.value
+        self._optimizer = weakref.ref(optimizer)
+        have_decay = decays(optimizer, [variables[first] for first, *_ in self._groups])
+        self._attributes = {
+            **dict(zip(names, mine[1:], strict=True)),
+            "_iterations": count,
+            "_trainable_variables": mine[0],
+            "_trainable_variables_indices": {optimizer._var_key(each): index for index, each in enumerate(mine[0])},
+            "_exclude_from_weight_decay_cache": dict(zip(map(optimizer._var_key, mine[0]), have_decay, strict=True)),
+        }
+
+    def _make(self, kind: Sequence[tf.Variable], group: Sequence[int]) -> keras.Variable:
+        """A variable of zeros that holds those of a group."""
+        first = kind[group[0]]
+        shape = first.shape if len(group) == 1 else [sum(self._shapes[index].num_elements() for index in group)]
+        with tf.init_scope(), tf.device(first.device):
+            return keras.Variable(tf.zeros(shape, first.dtype), trainable=False, name="hop_tf_twin")
+
+    @property
+    def weights(self) -> Sequence[tf.Variable]:
+        """The twin's weights: flat vectors, and large variables."""
+        return self._mine[0]
+
+    def _moved(self) -> Any:
+        """An optimizer of the twin's variables, with the settings and the learning rate that the other one has now.
+
+        Attributes are set beside Keras's tracking, which would add them to what the other one saves.
+        """
+        optimizer = self._optimizer()
+        moved = object.__new__(type(optimizer))
+        vars(moved).update({**vars(optimizer), **self._attributes})
+        for name in ("assign_add", "assign_sub"):  # Of the other one: see `out_of_place`.
+            vars(moved).pop(name, None)
+        return moved
+
+    def join(self, values: Sequence) -> list[tf.Tensor]:
+        """Lays out one value for each variable as `weights` are."""
+        flat = tf.constant([-1])
+        return [
+            values[group[0]] if len(group) == 1 else tf.concat([tf.reshape(values[i], flat) for i in group], 0)
+            for group in self._groups
+        ]
+
+    def _cut(self, joined: Sequence[tf.Variable]) -> Iterator[tuple[int, tf.Tensor]]:
+        """What `join` has joined, with the index of each variable."""
+        shapes = {shape: tf.constant(shape, tf.int32) for shape in set(map(tuple, self._shapes))}  # For many, few.
+        for group, variable in zip(self._groups, joined, strict=True):
+            value = variable.read_value()
+            if len(group) == 1:
+                yield group[0], value
+                continue
+            pieces = tf.split(value, [self._shapes[index].num_elements() for index in group])
+            for index, piece in zip(group, pieces, strict=True):
+                yield index, tf.reshape(piece, shapes[tuple(self._shapes[index])])
+
+    def take(self, weights: Sequence) -> None:
+        """Takes these weights, and the optimizer's slots and count."""
+        for mine, theirs in zip(self._mine, [weights, *self._theirs[1:]], strict=True):
+            for variable, value in zip(mine, self.join(theirs), strict=True):
+                variable.assign(value)
+        self._count.assign(self._their_count)
+
+    def give(self) -> None:
+        """Gives the optimizer and its variables the twin's state."""
+        for mine, theirs in zip(self._mine, self._theirs, strict=True):
+            for index, value in self._cut(mine):
+                theirs[index].assign(value)
+        self._their_count.assign(self._count)
+
+    def update(self, joined: Sequence[tf.Tensor], rate: tf.Tensor | None = None) -> None:
+        """Makes an update; see `hop_tf.keras_hook.updates.update`.
+
+        Args:
+          joined: Gradients, from `join`.
+          rate: The learning rate, in the place of a constant one. Default: the optimizer's.
+        """
+        update(self._moved(), joined, self.weights, rate)
+
+    def decay(self) -> None:
+        """Makes that part of an update which comes before the optimizer's step: decoupled weight decay."""
+        decay(self._moved(), self.weights)
+
+    @contextlib.contextmanager
+    def trying(self) -> Iterator[None]:
+        """A context at whose end the twin's state is again what it was before."""
+        variables = [*(variable for kind in self._mine for variable in kind), self._count]
+        before = [variable.read_value() for variable in variables]
+        yield
+        for variable, value in zip(variables, before, strict=True):
+            variable.assign(value)
+
+
+def _groups(optimizer: Any, variables: Sequence[tf.Variable]) -> list[list[int]]:
+    """The indices of variables that lie together: small ones of the same type, device and decay."""
+    groups = {}
+    for index, (variable, has_decay) in enumerate(zip(variables, decays(optimizer, variables), strict=True)):
+        is_small = variable.shape.num_elements() <= _MAX_SMALL_VALUES
+        key = (variable.dtype, variable.device, has_decay) if is_small else index
+        groups.setdefault(key, []).append(index)
+    return list(groups.values())
