@@ -7,7 +7,6 @@ root, where a rule makes each value of nothing but its own gradient, weight and 
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -24,7 +23,7 @@ from hop_tf.keras_hook.optimizers import (
     slots_of,
     use_ema,
 )
-from hop_tf.keras_hook.updates import decay, update
+from hop_tf.keras_hook.updates import decayed_values, update
 
 # Others look at a whole variable, as Lamb does; or are a user's own.
 _ELEMENTWISE = tuple(
@@ -43,6 +42,7 @@ def has_twin(optimizer: Any, variables: Sequence[tf.Variable]) -> bool:
         and not use_ema(optimizer)
         and gradient_accumulation_steps(optimizer) == 1
         and not overwritten_by(optimizer, None)
+        and all(index is not None for _, index in slots_of(optimizer, variables))
         and all(of_keras[id(variable)].constraint is None for variable in variables)
     )
 
@@ -71,13 +71,14 @@ class Twin:
             count = keras.Variable(0, dtype=self._their_count.dtype.name, trainable=False, name="hop_tf_count")
         self._count = count.value
         self._optimizer = weakref.ref(optimizer)
-        have_decay = decays(optimizer, [variables[first] for first, *_ in self._groups])
+        self._have_decay = decays(optimizer, variables)
+        groups_decay = [self._have_decay[first] for first, *_ in self._groups]
         self._attributes = {
             **dict(zip(names, mine[1:], strict=True)),
             "_iterations": count,
             "_trainable_variables": mine[0],
             "_trainable_variables_indices": {optimizer._var_key(each): index for index, each in enumerate(mine[0])},
-            "_exclude_from_weight_decay_cache": dict(zip(map(optimizer._var_key, mine[0]), have_decay, strict=True)),
+            "_exclude_from_weight_decay_cache": dict(zip(map(optimizer._var_key, mine[0]), groups_decay, strict=True)),
         }
 
     def _make(self, kind: Sequence[tf.Variable], group: Sequence[int]) -> keras.Variable:
@@ -98,6 +99,11 @@ class Twin:
         Attributes are set beside Keras's tracking, which would add them to what the other one saves.
         """
         optimizer = self._optimizer()
+        if decays(optimizer, self._theirs[0]) != self._have_decay:
+            raise ValueError(
+                "`exclude_from_weight_decay` must be called before the training begins. Received: a call after it, for "
+                f"{type(optimizer).__name__}."
+            )
         moved = object.__new__(type(optimizer))
         vars(moved).update({**vars(optimizer), **self._attributes})
         for name in ("assign_add", "assign_sub"):  # Of the other one: see `out_of_place`.
@@ -108,15 +114,16 @@ class Twin:
         """Lays out one value for each variable as `weights` are."""
         flat = tf.constant([-1])
         return [
-            values[group[0]] if len(group) == 1 else tf.concat([tf.reshape(values[i], flat) for i in group], 0)
-            for group in self._groups
+            values[first]
+            if not others
+            else tf.concat([tf.reshape(tf.cast(values[i], weight.dtype), flat) for i in (first, *others)], 0)
+            for (first, *others), weight in zip(self._groups, self.weights, strict=True)
         ]
 
-    def _cut(self, joined: Sequence[tf.Variable]) -> Iterator[tuple[int, tf.Tensor]]:
+    def _cut(self, joined: Sequence[tf.Tensor]) -> Iterator[tuple[int, tf.Tensor]]:
         """What `join` has joined, with the index of each variable."""
         shapes = {shape: tf.constant(shape, tf.int32) for shape in set(map(tuple, self._shapes))}  # For many, few.
-        for group, variable in zip(self._groups, joined, strict=True):
-            value = variable.read_value()
+        for group, value in zip(self._groups, joined, strict=True):
             if len(group) == 1:
                 yield group[0], value
                 continue
@@ -131,10 +138,17 @@ class Twin:
                 variable.assign(value)
         self._count.assign(self._their_count)
 
-    def give(self) -> None:
-        """Gives the optimizer and its variables the twin's state."""
-        for mine, theirs in zip(self._mine, self._theirs, strict=True):
-            for index, value in self._cut(mine):
+    def give(self, *, decayed: bool = False) -> None:
+        """Gives the optimizer and its variables the twin's state.
+
+        Args:
+          decayed: True: after decoupled weight decay, with which an update begins.
+        """
+        values = [[variable.read_value() for variable in kind] for kind in self._mine]
+        if decayed:
+            values[0] = decayed_values(self._moved(), self.weights)
+        for kind, theirs in zip(values, self._theirs, strict=True):
+            for index, value in self._cut(kind):
                 theirs[index].assign(value)
         self._their_count.assign(self._count)
 
@@ -146,19 +160,6 @@ class Twin:
           rate: The learning rate, in the place of a constant one. Default: the optimizer's.
         """
         update(self._moved(), joined, self.weights, rate)
-
-    def decay(self) -> None:
-        """Makes that part of an update which comes before the optimizer's step: decoupled weight decay."""
-        decay(self._moved(), self.weights)
-
-    @contextlib.contextmanager
-    def trying(self) -> Iterator[None]:
-        """A context at whose end the twin's state is again what it was before."""
-        variables = [*(variable for kind in self._mine for variable in kind), self._count]
-        before = [variable.read_value() for variable in variables]
-        yield
-        for variable, value in zip(variables, before, strict=True):
-            variable.assign(value)
 
 
 def _groups(optimizer: Any, variables: Sequence[tf.Variable]) -> list[list[int]]:

@@ -18,6 +18,7 @@ from hop_tf.keras_hook.optimizers import (
     assign_learning_rate,
     clipped,
     constrain,
+    decays,
     gradient_accumulation_steps,
     innermost,
     keras_variables,
@@ -130,18 +131,24 @@ def prepare_update(optimizer: Any, gradients: Sequence[tf.Tensor], variables: Se
         own_updates.is_left_out = False
 
 
-def decay(optimizer: Any, variables: Sequence[tf.Variable]) -> None:
-    """Emits decoupled weight decay, with which an update begins."""
-    of_keras = keras_variables(optimizer)
-    with as_own_updates(), _in_replica():
-        innermost(optimizer)._apply_weight_decay([of_keras[id(variable)] for variable in variables])
+def decayed_values(optimizer: Any, variables: Sequence[tf.Variable]) -> list[tf.Tensor]:
+    """What decoupled weight decay, with which an update begins, makes of variables. For Keras's own optimizers."""
+    values = [variable.read_value() for variable in variables]
+    optimizer = innermost(optimizer)
+    if optimizer.weight_decay is None:
+        return values
+    has_decay, rate = decays(optimizer, variables), learning_rate(optimizer)
+    return [
+        value - value * tf.cast(optimizer.weight_decay, value.dtype) * tf.cast(rate, value.dtype) if decay else value
+        for value, decay in zip(values, has_decay, strict=True)
+    ]
 
 
 def _begin_update(optimizer: Any, gradients: Sequence[tf.Tensor], variables: Sequence[tf.Variable]) -> None:
-    decay(optimizer, variables)
     of_keras = keras_variables(optimizer)
     of_keras = [of_keras[id(variable)] for variable in variables]
     with as_own_updates(), _in_replica():
+        optimizer._apply_weight_decay(of_keras)
         optimizer._backend_update_step(list(gradients), of_keras, optimizer.learning_rate)
 
 

@@ -12,8 +12,8 @@ In step t, with g[s] a rank's own gradient of step s:
 These are D + 1 updates of the optimizer, for one copy more of weights and slots, and D - 1 gradients more. What is
 merged is equal on all ranks, to the bit, at every step, whatever the optimizer.
 
-With most of Keras's optimizers a twin has the merged state, and makes all updates but the last one: with many small
-variables these cost next to nothing. Any other optimizer makes them itself, with its own variables.
+With D = 1 and most of Keras's optimizers a twin has the merged state, and makes the first update: with many small
+variables it costs next to nothing. Elsewhere the optimizer makes all of them, with its own variables.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Replay(abc.ABC):
 
         A tf.function that makes an optimizer's slots is traced again when they have values.
         """
-        state = [*self._variables, *self._slots]
+        state = [*self._variables, *self._slots, iterations_variable(self._optimizer())]
         with tf.init_scope():
             if not self.has_begun and all(map(tf.compat.v1.is_variable_initialized, state)):
                 self.begin()
@@ -99,16 +99,17 @@ def make_replay(optimizer: object, variables: Sequence[tf.Variable], delay: int)
       variables: What it updates.
       delay: D, at least 1.
     """
-    return (_TwinReplay if has_twin(optimizer, variables) else _OwnReplay)(optimizer, variables, delay)
+    if delay == 1 and has_twin(optimizer, variables):
+        return _TwinReplay(optimizer, variables)
+    return _OwnReplay(optimizer, variables, delay)
 
 
 class _TwinReplay(Replay):
-    """A replay whose merged state is that of a twin."""
+    """A replay with D = 1, whose merged state is that of a twin."""
 
-    def __init__(self, optimizer: object, variables: Sequence[tf.Variable], delay: int):
+    def __init__(self, optimizer: object, variables: Sequence[tf.Variable]):
         super().__init__(optimizer, variables)
         self._twin = Twin(optimizer, variables)
-        self._own = Latest(self._twin.weights, delay - 1)
 
     def take(self, weights: Sequence[tf.Tensor | tf.Variable]) -> None:
         self._twin.take(weights)
@@ -121,19 +122,14 @@ class _TwinReplay(Replay):
         self._twin.give()
 
     def advance(self, is_due: tf.Tensor, mean: Sequence[tf.Tensor], rate: tf.Tensor, own: Sequence[tf.Tensor]) -> None:
+        del own  # The optimizer's own update has it.
         joined = self._twin.join(mean)
 
         def advance() -> None:
             self._twin.update(joined, rate)
-            with self._twin.trying():
-                for gradients in self._own.newest():
-                    self._twin.update(gradients)
-                self._twin.decay()  # The optimizer has done that when it comes to the hooks.
-                self._twin.give()
+            self._twin.give(decayed=True)  # As the optimizer has done that when it comes to the hooks.
 
         tf.cond(is_due, advance, lambda: None)
-        if self._own.newest():
-            self._own.push(self._twin.join(own))
 
 
 class _OwnReplay(Replay):

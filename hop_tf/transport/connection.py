@@ -93,7 +93,7 @@ class Connection:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
 
     def fit_congestion_control(self) -> None:
-        """Replaces BBR by CUBIC if the peer is near, for what is written from now on.
+        """Replaces BBR, of any version, by CUBIC if the peer is near, for what is written from now on.
 
         Nothing where the system cannot do it, as in some sandboxes.
         """

@@ -5,9 +5,10 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
+from hop_tf.keras_hook import updates
 from hop_tf.keras_hook.optimizers import iterations_variable, slots_of
 from hop_tf.keras_hook.twins import Twin, has_twin
-from hop_tf.keras_hook.updates import decay, update
+from hop_tf.keras_hook.updates import update
 
 _RATE = 0.01
 _SHAPES = ((7,), (3, 5), (), (2, 3, 4), (200, 100), (1,), (129, 128))  # Two are large.
@@ -130,34 +131,47 @@ class TwinTest(parameterized.TestCase):
         for variable, value, first, second in zip(variables, *map(_values, range(3)), strict=True):
             np.testing.assert_allclose(variable, value - 0.5 * first - 0.25 * second, rtol=1e-5, atol=1e-6)
 
-    def test_decay_comes_first(self):
-        optimizer, variables = _built(_OPTIMIZERS["adamw"], _variables())
-        expected, expected_variables = _built(_OPTIMIZERS["adamw"], _variables())
-        twin = Twin(optimizer, variables)
-        twin.take(variables)
-        with twin.trying():
-            twin.decay()
-            twin.give()
-        decay(expected, expected_variables)
-        self.check_equal(_state(optimizer, variables), _state(expected, expected_variables))
-
-    def test_what_was_only_tried_is_forgotten(self):
-        optimizer, variables = _built(_OPTIMIZERS["adamw"], _variables())
+    @parameterized.parameters("adamw", "momentum", "adam")
+    def test_decayed_weights_are_given_and_not_kept(self, name):
+        optimizer, variables = _built(_OPTIMIZERS[name], _variables())
+        expected, expected_variables = _built(_OPTIMIZERS[name], _variables())
         twin = Twin(optimizer, variables)
         twin.take(variables)
         before = _state(optimizer, variables)
-
-        @tf.function
-        def tried():
-            with twin.trying():
-                twin.update(twin.join(_gradients(1, variables)))
-                twin.give()
-                changed = variables[0].read_value()
-            return changed
-
-        self.assertTrue(np.any(tried() != before[0]))
+        twin.give(decayed=True)
+        with updates._in_replica():
+            expected._apply_weight_decay(expected_variables)
+        self.check_equal(_state(optimizer, variables), _state(expected, expected_variables))
         twin.give()
         self.check_equal(_state(optimizer, variables), before)
+
+    def test_some_of_the_variables_in_another_order(self):
+        optimizer, variables = _built(_OPTIMIZERS["adamw"], _variables())
+        expected, expected_variables = _built(_OPTIMIZERS["adamw"], _variables())
+        chosen = [5, 0, 4, 1]
+        twin = Twin(optimizer, [variables[index] for index in chosen])
+        twin.take([variables[index] for index in chosen])
+        gradients = _gradients(1, variables)
+        twin.update(twin.join([gradients[index] for index in chosen]))
+        twin.give()
+        update(expected, [gradients[index] for index in chosen], [expected_variables[index] for index in chosen])
+        self.check_equal(_state(optimizer, variables), _state(expected, expected_variables))
+
+    def test_gradients_of_another_type(self):
+        optimizer, variables = _built(_OPTIMIZERS["sgd"], _variables())
+        twin = Twin(optimizer, variables)
+        twin.take(variables)
+        twin.update(twin.join([tf.cast(gradient, tf.float16) for gradient in _gradients(1, variables)]))
+        twin.give()
+        for variable, value, gradient in zip(variables, _values(0), _values(1), strict=True):
+            np.testing.assert_allclose(variable, value - _RATE * gradient, atol=1e-4)
+
+    def test_weight_decay_that_is_excluded_too_late(self):
+        optimizer, variables = _built(_OPTIMIZERS["adamw"], _variables())
+        twin = Twin(optimizer, variables)
+        optimizer.exclude_from_weight_decay(var_names=["kernel"])
+        with self.assertRaisesRegex(ValueError, "before the training begins"):
+            twin.update(twin.join(_gradients(1, variables)))
 
     def test_the_optimizer_saves_nothing_of_it(self):
         optimizer, variables = _built(_OPTIMIZERS["adamw"], _variables())

@@ -11,7 +11,7 @@ from absl.testing import parameterized
 
 import hop_tf
 from hop_tf.errors import HopError
-from hop_tf.runtime.replay import make_replay
+from hop_tf.runtime import replay
 from hop_tf.testing import InProcessCluster
 from hop_tf.testing.references import State, adam, int8, mesh_mean, plain_mean, sgd, truncate16
 from support import OwnOptimizers, fewer_steps, linear_loss, two_kernels
@@ -229,7 +229,7 @@ class ReplayTest(tf.test.TestCase, parameterized.TestCase):
         optimizer.build([variable])
         num_slots = sum(each.shape == variable.shape for each in optimizer.variables)
         with tf.variable_creator_scope(record):
-            make_replay(optimizer, [variable.value], delay=width - 1)
+            replay.make_replay(optimizer, [variable.value], delay=width - 1)
         self.assertEqual(sum(each.shape == variable.shape for each in created), 1 + num_slots + width - 2)
 
     @parameterized.parameters({"world_size": 3, "num_segments": 3}, {"world_size": 5, "algorithm": "ring"})
@@ -270,9 +270,36 @@ class ReplayTest(tf.test.TestCase, parameterized.TestCase):
         with mock.patch(f"{__name__}._oldest", _oldest_eagerly):
             return [state.w for state in _replay(2, 2, _OPTIMIZERS[name][1], 2)[1]]
 
-    @parameterized.product(eagerly=(False, True), name=sorted({*_LINEAR} - {"accumulation"}))
+    @parameterized.parameters(False, True)
+    def test_small_variables_that_are_updated_together(self, eagerly):
+        """As if the optimizer updated each by itself."""
+
+        def make_optimizer():
+            optimizer = keras.optimizers.AdamW(0.01, weight_decay=0.1, epsilon=_EPSILON)
+            optimizer.exclude_from_weight_decay(var_names=["bias"])
+            return optimizer
+
+        def run(strategy):
+            with strategy.scope():
+                initial = [keras.initializers.GlorotUniform(seed=index) for index in range(4)]
+                hidden = [keras.layers.Dense(5, "tanh", kernel_initializer=each) for each in initial[1:]]
+                last = keras.layers.Dense(2, kernel_initializer=initial[0])
+                model = keras.Sequential([keras.Input((6,)), *hidden, last])
+                model.compile(make_optimizer(), "mse", run_eagerly=eagerly)
+            model.fit(*_small_data(), batch_size=8, epochs=3, shuffle=False, verbose=0)
+            return [*model.get_weights(), *(v.numpy() for v in model.optimizer.variables)]
+
+        together = _cluster(2, pipeline_width=2).run(run)
+        with mock.patch.object(replay, "has_twin", lambda *arguments: False):
+            alone = _cluster(2, pipeline_width=2).run(run)
+        for of_rank in together:
+            for mine, first, other in zip(of_rank, together[0], alone[0], strict=True):
+                self.assertAllEqual(mine, first)
+                self.assertAllClose(mine, other, rtol=1e-5, atol=1e-6)
+
+    @parameterized.product(width=(2, 3), eagerly=(False, True), name=sorted({*_LINEAR} - {"accumulation"}))
     @pytest.mark.stress
-    def test_optimizers(self, name, eagerly):
+    def test_optimizers(self, name, eagerly, width):
         """Where gradients are known beforehand a replay makes what synchronous training does."""
 
         def run(strategy):
@@ -280,7 +307,7 @@ class ReplayTest(tf.test.TestCase, parameterized.TestCase):
             return [*model.get_weights(), *(v.numpy() for v in model.optimizer.variables)]
 
         expected = run(tf.distribute.OneDeviceStrategy("/cpu:0"))
-        results = _cluster(2, pipeline_width=3).run(run)
+        results = _cluster(2, pipeline_width=width).run(run)
         for of_rank in results:
             self.assertAllClose(of_rank[0], expected[0], rtol=1e-5, atol=1e-5)
             for mine, first in zip(of_rank, results[0], strict=True):
