@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -21,7 +22,6 @@ from hop_tf.keras_hook.variables import is_own, made_beside_the_trace
 # Optimizer methods that Keras passes to `merge_call`, by the end of their qualified names.
 _UPDATE = "_distributed_tf_update_step"
 _LOSS_SCALED_UPDATE = "LossScaleOptimizer._tf_apply.<locals>._handle_cross_replica"
-_DECAY = "_apply_weight_decay.<locals>.distributed_apply_weight_decay"
 
 
 def refuse_xla() -> None:
@@ -68,21 +68,13 @@ class ReplicaContext(one_device_strategy._OneDeviceReplicaContext):
         if name.endswith(_LOSS_SCALED_UPDATE):
             return self._loss_scaled_update(merge_fn, args, kwargs)
         if not name.endswith(_UPDATE):
-            return self._other_merge_call(name, merge_fn, args, kwargs)
+            return super().merge_call(merge_fn, args, kwargs)
         if own_updates.is_left_out:
             return None
         if self._trace.inside_loss_scaling or own_updates.runs:
             return self._update(merge_fn, args, kwargs)
         with self._trace.updating():
             return self._exchange_and_update(merge_fn, args, kwargs)
-
-    def _other_merge_call(self, name: str, merge_fn, args, kwargs):
-        """Runs what is no update; weight decay is a part of one."""
-        if not name.endswith(_DECAY) or own_updates.runs:
-            return super().merge_call(merge_fn, args, kwargs)
-        self._trace.note_decay(tf_variables(args[0]))
-        with self._trace.updating():
-            return super().merge_call(merge_fn, args, kwargs)
 
     def _exchange_and_update(self, merge_fn, args, kwargs):
         (grads_and_vars, *rest) = args
@@ -194,6 +186,19 @@ class Extended:
         """Called when an optimizer has applied gradients, constraints, and averages of weights."""
         if self._trace is not None:
             self._trace.note_update()
+
+    @contextlib.contextmanager
+    def applying(self, variables: Sequence) -> Iterator[None]:
+        """A context in which an optimizer applies gradients to some variables: what it assigns is its update.
+
+        Weight decay is a part of that. Not every optimizer makes it by `merge_call`: Muon does not.
+        """
+        if self._trace is None or self._trace.is_updating:
+            yield
+            return
+        self._trace.note_decay(tf_variables(variables))
+        with self._trace.updating():
+            yield
 
     def apply_once(self, apply: Callable[[Sequence], None], gradients: Sequence, values: Collection[int] = ()) -> None:
         """Has an optimizer apply gradients: `apply(gradients)`, where the step that is being traced comes to that.

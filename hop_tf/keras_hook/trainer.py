@@ -332,10 +332,14 @@ def _wrapped_update(method: Callable) -> Callable:
 
 def _wrapped_apply(method: Callable) -> Callable:
     @functools.wraps(method)
-    def apply(self, *args, **kwargs):
-        result = method(self, *args, **kwargs)
-        if isinstance(self._distribution_strategy.extended, Extended):
-            self._distribution_strategy.extended.note_update()
+    def apply(self, grads, trainable_variables=None):
+        extended = self._distribution_strategy.extended
+        if not isinstance(extended, Extended):
+            return method(self, grads, trainable_variables)
+        variables = getattr(self, "_trainable_variables", ()) if trainable_variables is None else trainable_variables
+        with extended.applying(variables):
+            result = method(self, grads, trainable_variables)
+        extended.note_update()
         return result
 
     return _applied_once(apply)

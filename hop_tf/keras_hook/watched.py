@@ -101,6 +101,9 @@ class Watch:
             self._set_flags(variable)
 
     def _note_function(self, variable: tf.Variable) -> None:
+        with tf.init_scope():
+            if not variable.is_initialized():
+                return  # This is TensorFlow's function that initializes what a `tf.function` has made.
         if id(variable) not in self._in_functions:
             self._in_functions[id(variable)] = _until_gone(self._in_functions, variable), _make_flag(False)
         self._in_functions[id(variable)][1].assign(True)

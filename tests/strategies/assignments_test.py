@@ -114,6 +114,20 @@ class OwnAssignmentsTest(tf.test.TestCase, parameterized.TestCase):
             for kernel in results:
                 self.assertAllInRange(kernel, -2.0, 4.0)
 
+    @parameterized.parameters(*_BY_IMPORTANCE)
+    @pytest.mark.slow(after=2)
+    def test_weight_decay_that_the_optimizer_makes_by_itself(self, name):
+        """Not by `merge_call`, as others do."""
+
+        def run(strategy):
+            with _scope(strategy):
+                model = _layers()
+                model.compile(keras.optimizers.Muon(0.01, weight_decay=0.1, adam_weight_decay=0.1), "mse")
+            _fit(model, strategy)
+            return _kernel_in_the_end(model, strategy)
+
+        self._assert_equals_one_process(name, run)
+
     @parameterized.product(other=[False, True], name=_BY_IMPORTANCE)
     @pytest.mark.slow(after=1)
     @pytest.mark.stress(after=1)

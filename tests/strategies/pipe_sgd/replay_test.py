@@ -339,7 +339,7 @@ class ReplayTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(weights, expected, rtol=1e-5, atol=1e-5)
 
     @parameterized.parameters(None, "rmsprop")
-    @pytest.mark.stress
+    @pytest.mark.stress(after=1)
     def test_optimizers_of_the_models_own(self, unused_optimizer):
         """They are SGD and Adam, and built by their first update."""
 
