@@ -188,12 +188,9 @@ class Extended:
             self._trace.note_update()
 
     @contextlib.contextmanager
-    def applying(self, variables: Sequence) -> Iterator[None]:
-        """A context in which an optimizer applies gradients to some variables: what it assigns is its update.
-
-        Weight decay is a part of that. Not every optimizer makes it by `merge_call`: Muon does not.
-        """
-        if self._trace is None or self._trace.is_updating:
+    def decaying(self, variables: Sequence) -> Iterator[None]:
+        """A context in which an optimizer decays variables: what it assigns is a part of its update."""
+        if self._trace is None:
             yield
             return
         self._trace.note_decay(tf_variables(variables))

@@ -96,7 +96,6 @@ class StepTrace:
       states: For each exchange group, what its scheme keeps from before the update for after it.
       states_of_model: The model's states, and marked variables beside it; see `read_states`.
       has_ended: True when the step is traced, or has failed.
-      is_updating: True while an optimizer applies gradients, or a strategy what belongs to that.
       reads_before_decay: True if somebody asks for weights before their decay, also for those that are not assigned.
 
     Args:
@@ -122,7 +121,7 @@ class StepTrace:
         # Of weights that the step assigns before the update: the value at the start, and the one that decay began with.
         self._before_assignment: dict[int, tf.Tensor] = {}
         self._before_decay: dict[int, tf.Tensor] = {}
-        self.is_updating = False
+        self._is_updating = False
         self._assigned_after: dict[int, tf.Variable] = {}  # Eagerly; a graph tells by its operations.
         self._assigned_between: dict[int, tf.Variable] = {}  # Before an update of other variables.
         # The variables that optimizers have updated, each with the number of operations that had assigned it by then.
@@ -199,7 +198,7 @@ class StepTrace:
 
     def note_assignment(self, variable: tf.Variable) -> None:
         """Notes that the step is about to assign a trained weight: called by what watches the weight."""
-        if self.is_updating or id(variable) in self._before_assignment:
+        if self._is_updating or id(variable) in self._before_assignment:
             return
         if id(variable) in self._updated:
             self._assigned_after[id(variable)] = variable
@@ -210,11 +209,11 @@ class StepTrace:
     @contextlib.contextmanager
     def updating(self) -> Iterator[None]:
         """Within it, assignments are those of an optimizer, or of a strategy."""
-        before, self.is_updating = self.is_updating, True
+        before, self._is_updating = self._is_updating, True
         try:
             yield
         finally:
-            self.is_updating = before
+            self._is_updating = before
 
     def note_decay(self, variables: Sequence[tf.Variable]) -> None:
         """Notes that the optimizer is about to decay these weights, which is a part of its update."""

@@ -43,6 +43,9 @@ def wrap_trainer() -> None:
     TFEpochIterator.__init__ = _wrapped_iterator(TFEpochIterator.__init__)
     TFEpochIterator._enumerate_iterator = _wrapped_enumeration(TFEpochIterator._enumerate_iterator)
     TFOptimizer._backend_update_step = _wrapped_update(TFOptimizer._backend_update_step)
+    for kind in (TFOptimizer, *filter(inspect.isclass, vars(keras.optimizers).values())):
+        if "_apply_weight_decay" in vars(kind) and issubclass(kind, TFOptimizer):
+            kind._apply_weight_decay = _wrapped_decay(kind._apply_weight_decay)
     BaseOptimizer.apply = _wrapped_apply(BaseOptimizer.apply)
     LossScaleOptimizer.apply = _applied_once(LossScaleOptimizer.apply)
     TFOptimizer._all_reduce_sum_gradients = _wrapped_all_reduce(TFOptimizer._all_reduce_sum_gradients)
@@ -332,17 +335,27 @@ def _wrapped_update(method: Callable) -> Callable:
 
 def _wrapped_apply(method: Callable) -> Callable:
     @functools.wraps(method)
-    def apply(self, grads, trainable_variables=None):
-        extended = self._distribution_strategy.extended
-        if not isinstance(extended, Extended):
-            return method(self, grads, trainable_variables)
-        variables = getattr(self, "_trainable_variables", ()) if trainable_variables is None else trainable_variables
-        with extended.applying(variables):
-            result = method(self, grads, trainable_variables)
-        extended.note_update()
+    def apply(self, *args, **kwargs):
+        result = method(self, *args, **kwargs)
+        if isinstance(self._distribution_strategy.extended, Extended):
+            self._distribution_strategy.extended.note_update()
         return result
 
     return _applied_once(apply)
+
+
+def _wrapped_decay(method: Callable) -> Callable:
+    """What decay assigns is a part of the update. `merge_call` does not see that of Muon."""
+
+    @functools.wraps(method)
+    def decay(self, variables):
+        extended = self._distribution_strategy.extended
+        if own_updates.runs or not isinstance(extended, Extended):
+            return method(self, variables)
+        with extended.decaying(variables):
+            return method(self, variables)
+
+    return decay
 
 
 def _applied_once(method: Callable) -> Callable:
