@@ -109,7 +109,7 @@ def _many_small_variables():
 
 
 def _operations_with(pipeline_width):
-    """How many operations are traced at both ranks for a model of many small variables."""
+    """The number of operations that both ranks trace for a model of many small variables."""
 
     def run(strategy):
         with strategy.scope():

@@ -345,7 +345,7 @@ def _wrapped_apply(method: Callable) -> Callable:
 
 
 def _wrapped_decay(method: Callable) -> Callable:
-    """What decay assigns is a part of the update. `merge_call` does not see that of Muon."""
+    """Marks weight decay as a part of the update. Muon decays without a `merge_call` that would show it."""
 
     @functools.wraps(method)
     def decay(self, variables):

@@ -59,7 +59,8 @@ class Twin:
 
     def __init__(self, optimizer: Any, variables: Sequence[tf.Variable]):
         self._shapes = [variable.shape for variable in variables]
-        self._groups = _groups(optimizer, variables)
+        self._have_decay = decays(optimizer, variables)
+        self._groups = _groups(variables, self._have_decay)
         slots = slots_of(optimizer, variables)
         names = dict.fromkeys(name for name, _ in slots)
         # The optimizer's weights, then those of each slot.
@@ -71,7 +72,6 @@ class Twin:
             count = keras.Variable(0, dtype=self._their_count.dtype.name, trainable=False, name="hop_tf_count")
         self._count = count.value
         self._optimizer = weakref.ref(optimizer)
-        self._have_decay = decays(optimizer, variables)
         groups_decay = [self._have_decay[first] for first, *_ in self._groups]
         self._attributes = {
             **dict(zip(names, mine[1:], strict=True)),
@@ -121,7 +121,7 @@ class Twin:
         ]
 
     def _cut(self, joined: Sequence[tf.Tensor]) -> Iterator[tuple[int, tf.Tensor]]:
-        """What `join` has joined, with the index of each variable."""
+        """Yields each variable's part of what `join` has joined, with the index of the variable."""
         shapes = {shape: tf.constant(shape, tf.int32) for shape in set(map(tuple, self._shapes))}  # For many, few.
         for group, value in zip(self._groups, joined, strict=True):
             if len(group) == 1:
@@ -162,10 +162,10 @@ class Twin:
         update(self._moved(), joined, self.weights, rate)
 
 
-def _groups(optimizer: Any, variables: Sequence[tf.Variable]) -> list[list[int]]:
+def _groups(variables: Sequence[tf.Variable], have_decay: Sequence[bool]) -> list[list[int]]:
     """The indices of variables that lie together: small ones of the same type, device and decay."""
     groups = {}
-    for index, (variable, has_decay) in enumerate(zip(variables, decays(optimizer, variables), strict=True)):
+    for index, (variable, has_decay) in enumerate(zip(variables, have_decay, strict=True)):
         is_small = variable.shape.num_elements() <= _MAX_SMALL_VALUES
         key = (variable.dtype, variable.device, has_decay) if is_small else index
         groups.setdefault(key, []).append(index)

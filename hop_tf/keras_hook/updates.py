@@ -132,7 +132,7 @@ def prepare_update(optimizer: Any, gradients: Sequence[tf.Tensor], variables: Se
 
 
 def decayed_values(optimizer: Any, variables: Sequence[tf.Variable]) -> list[tf.Tensor]:
-    """What decoupled weight decay, with which an update begins, makes of variables. For Keras's own optimizers."""
+    """The variables after decoupled weight decay, with which an update begins. For Keras's own optimizers."""
     values = [variable.read_value() for variable in variables]
     optimizer = innermost(optimizer)
     if optimizer.weight_decay is None:

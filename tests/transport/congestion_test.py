@@ -1,9 +1,8 @@
-"""Which congestion control a connection has."""
+"""The congestion control of connections to near and far peers."""
 
 import pathlib
 import socket
-import unittest
-import unittest.mock
+from unittest import mock
 
 from absl.testing import absltest
 
@@ -24,9 +23,9 @@ class CongestionTest(absltest.TestCase):
             self.enterContext(server.accept()[0])
 
     def fit(self, control):
-        """What becomes of a connection that has this congestion control."""
+        """Fits a connection that has this congestion control. Returns the control that it then has."""
         if control not in _AVAILABLE.read_text().split():
-            raise unittest.SkipTest(f"this system has no {control}")
+            self.skipTest(f"this system has no {control}")
         self.end.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, control.encode())
         connection.Connection(self.end).fit_congestion_control()
         return _control(self.end)
@@ -34,7 +33,7 @@ class CongestionTest(absltest.TestCase):
     def test_a_near_peer_gets_cubic_in_the_place_of_bbr(self):
         self.assertEqual(self.fit("bbr"), "cubic")
 
-    @unittest.mock.patch.object(connection, "_NEAR_SECONDS", 0.0)
+    @mock.patch.object(connection, "_NEAR_SECONDS", 0.0)
     def test_a_far_peer_keeps_bbr(self):
         self.assertEqual(self.fit("bbr"), "bbr")
 
@@ -42,7 +41,7 @@ class CongestionTest(absltest.TestCase):
         self.assertEqual(self.fit("reno"), "reno")
 
     def test_a_system_that_refuses_is_left_as_it_is(self):
-        refusing = unittest.mock.create_autospec(socket.socket, instance=True)
+        refusing = mock.create_autospec(socket.socket, instance=True)
         refusing.getsockopt.side_effect = OSError("not here")
         connection.Connection(refusing).fit_congestion_control()
         self.assertEqual(refusing.getsockopt.call_args_list[0].args[:2], (socket.IPPROTO_TCP, socket.TCP_CONGESTION))
