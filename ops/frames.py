@@ -1,4 +1,4 @@
-"""Frames that are awaited on sockets, read by the native library: see `HopTfReceiveFrames`."""
+"""Frames that go out and come in on sockets, moved by the native library: see `HopTfExchangeFrames`."""
 
 from __future__ import annotations
 
@@ -6,58 +6,76 @@ import ctypes
 import enum
 from collections.abc import Sequence
 
+import numpy as np
+
 from hop_tf.ops import native
 
 
 class FrameState(enum.IntEnum):
-    """The state of an awaited frame."""
+    """The state of a frame."""
 
-    AWAITED = 0
+    BEGUN = 0
     COMPLETE = 1
     OTHER = 2
     CORRUPT = 3
     ENDED = 4
 
 
+class Piece(ctypes.Structure):
+    """A piece of memory: see `HopTfPiece`."""
+
+    _fields_ = (("data", ctypes.c_void_p), ("num_bytes", ctypes.c_int64))
+
+
 class Frame(ctypes.Structure):
-    """An awaited frame: see `HopTfFrame` for the fields."""
+    """A frame: see `HopTfFrame` for the fields."""
 
     _fields_ = (
         ("socket", ctypes.c_int32),
-        ("start_bytes", ctypes.c_int32),
-        ("starts", ctypes.c_char_p * 2),
-        ("start", ctypes.c_void_p),
-        ("payload", ctypes.c_void_p),
-        ("payload_bytes", ctypes.c_int64),
-        ("checksum", ctypes.c_void_p),
+        ("is_outgoing", ctypes.c_int32),
+        ("flags", ctypes.c_int32),
+        ("queue_bytes", ctypes.c_int32),
+        ("header_bytes", ctypes.c_int32),
         ("checksum_bytes", ctypes.c_int32),
-        ("state", ctypes.c_int32),
+        ("sequence", ctypes.c_int64),
+        ("text", ctypes.c_char_p),
+        ("payload", ctypes.POINTER(Piece)),
+        ("num_pieces", ctypes.c_int64),
+        ("start", ctypes.c_void_p),
+        ("checksum", ctypes.c_void_p),
         ("number", ctypes.c_int64),
         ("key", ctypes.c_char_p),
         ("block_key", ctypes.c_void_p),
-        ("num_read", ctypes.c_int64),
+        ("state", ctypes.c_int32),
+        ("num_done", ctypes.c_int64),
     )
 
 
-def receives_frames() -> bool:
+def exchanges_frames() -> bool:
     """True if the native library is there."""
     return native.kernels() is not None
 
 
-def receive_frames(frames: Sequence[Frame], idle_milliseconds: int, total_milliseconds: int) -> Sequence[Frame]:
-    """Reads frames, each on a socket of its own, in whichever order they come.
+def pieces_of(arrays: Sequence[np.ndarray]) -> ctypes.Array[Piece]:
+    """The memory of contiguous uint8 arrays, which the caller keeps alive."""
+    # `array.ctypes` takes three times as long.
+    return (Piece * len(arrays))(*[(array.__array_interface__["data"][0], array.size) for array in arrays])
+
+
+def exchange_frames(addresses: Sequence[int], idle_milliseconds: int, total_milliseconds: int) -> None:
+    """Sends frames, and receives others meanwhile, each on a socket of its own.
+
+    Awaited frames that are not complete may be passed once more.
 
     Args:
-      frames: The frames. The caller keeps alive the memory that they point to.
-      idle_milliseconds: The call returns if nothing comes for this time.
+      addresses: Where the frames are. The caller keeps them alive, and the memory that they point to.
+      idle_milliseconds: The call returns if nothing goes or comes for this time.
       total_milliseconds: The call returns after this time.
 
-    Returns:
-      The frames with their new states.
-
-    Blocks: until all frames are complete, one can no longer be completed, or the time is over. Other Python threads run
-      meanwhile.
+    Blocks: until all outgoing frames are complete, or, where there are none, all awaited ones; one can no longer be
+      completed; or the time is over. When all awaited frames are there, it does not wait for a socket that takes no
+      more. Other Python threads run meanwhile.
     """
-    array = (Frame * len(frames))(*frames)
-    native.call("ReceiveFrames", array, len(frames), idle_milliseconds, total_milliseconds)
-    return array
+    num_frames = len(addresses)
+    frames = (ctypes.c_void_p * num_frames)(*addresses)
+    native.call("ExchangeFrames", frames, num_frames, idle_milliseconds, total_milliseconds)

@@ -31,7 +31,7 @@ _FUNCTIONS = {
     "Truncate16Decode": (_ADDRESS, _SIZE, _ADDRESS, _INT),
     "Truncate16Accumulate": (_ADDRESS, _SIZE, _ADDRESS, _INT),
     "BlockHash": (_ADDRESS, _SIZE, _ADDRESS, _ADDRESS),
-    "ReceiveFrames": (_ADDRESS, _SIZE, _INT, _INT),
+    "ExchangeFrames": (_ADDRESS, _SIZE, _INT, _INT),
 }
 
 

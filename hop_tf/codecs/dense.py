@@ -62,7 +62,7 @@ class Identity(Codec):
         return np.ascontiguousarray(values, self.dtype).view(np.uint8)
 
     def decode(self, data: np.ndarray, out: np.ndarray) -> None:
-        np.copyto(out, self._view(data, out.size), casting="unsafe")
+        out[...] = self._view(data, out.size)
 
     def accumulate(self, data: np.ndarray, accumulator: np.ndarray) -> None:
         np.add(accumulator, self._view(data, accumulator.size), out=accumulator)
@@ -85,7 +85,10 @@ class Identity(Codec):
         return total
 
     def _view(self, data: np.ndarray, num_values: int) -> np.ndarray:
-        return checked(self, data, num_values * self.bytes_per_value, num_values).view(self.dtype)
+        num_bytes = num_values * self.bytes_per_value
+        if data.nbytes != num_bytes:
+            checked(self, data, num_bytes, num_values)
+        return data.view(self.dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -59,6 +59,8 @@ class AllReduce(abc.ABC):
 
     Attributes:
       passes_sums: Whether ranks pass on sums of several ranks' values, and not only their own values and means.
+      takes_turns: Whether what `_reduce` sends may wait until it next receives, and it receives after its last send:
+        see `Operation.swaps`.
 
     Args:
       membership: Waiting and transport.
@@ -74,6 +76,7 @@ class AllReduce(abc.ABC):
     """
 
     passes_sums: ClassVar[bool] = True
+    takes_turns: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -134,7 +137,7 @@ class AllReduce(abc.ABC):
     @property
     def codec_seconds(self) -> float:
         """Time spent on encoding, decoding and adding."""
-        return sum(vector.seconds for vector in self._vectors)
+        return sum(each.seconds for each in (*self._vectors, *self._joints.values()))
 
     def mean(
         self,
@@ -239,7 +242,7 @@ class AllReduce(abc.ABC):
             corrected = [self._vectors[index].corrected(vectors[index]) for index in together]
             joint = self._joint(tuple(together))
             is_small = all(len(piece) == 1 for piece in joint.pieces(len(operation.ranks)))
-            operation.reads_itself = is_small and self._membership.transport.can_receive_now
+            operation.swaps = is_small and self.takes_turns and self._membership.transport.can_swap
             self._reduce(operation, joint, corrected, [means[index] for index in together])
         return means
 
@@ -302,6 +305,7 @@ class MeshAllReduce(AllReduce):
     """See above."""
 
     passes_sums = False
+    takes_turns = True
     _SCATTER, _GATHER = 0, 1
 
     def _reduce(self, operation: Operation, vectors: Vectors, values: Arrays, results: Arrays) -> None:
@@ -311,22 +315,27 @@ class MeshAllReduce(AllReduce):
         others = [(mine + offset) % len(ranks) for offset in range(1, len(ranks))]
         for chunk, owner, where in _by_chunk(pieces, others):
             operation.send(ranks[owner], self._SCATTER, chunk, vectors.encode(values, where))
+        own = []
         for chunk, where in enumerate(pieces[mine]):
             parts = operation.receive([ranks[other] for other in reversed(others)], self._SCATTER, chunk)
             data = vectors.encode_mean(values, where, parts, len(ranks))
             operation.commit()
             for other in others:
                 operation.send(ranks[other], self._GATHER, chunk, data)
-            vectors.decode(data, results, where)
+            own.append((data, where))
         for chunk in range(max(len(pieces[owner]) for owner in others)):
             owners = [owner for owner in others if chunk < len(pieces[owner])]
             received = operation.receive([ranks[owner] for owner in owners], self._GATHER, chunk)
             for owner, data in zip(owners, received, strict=True):
                 vectors.decode(data, results, pieces[owner][chunk])
+        for data, where in own:
+            vectors.decode(data, results, where)
 
 
 class RingAllReduce(AllReduce):
     """See above."""
+
+    takes_turns = True
 
     def _reduce(self, operation: Operation, vectors: Vectors, values: Arrays, results: Arrays) -> None:
         ranks, mine = operation.ranks, operation.index

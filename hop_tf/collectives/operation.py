@@ -12,7 +12,7 @@ import numpy as np
 from hop_tf.errors import PeerLostError, ProtocolError
 from hop_tf.membership import Membership, SessionQueue
 from hop_tf.tensors import payloads
-from hop_tf.transport.base import Expected, Message
+from hop_tf.transport.base import Expected, Message, ToSend
 
 # Step, the processes that take part, vector, turn, chunk.
 _HEADER = struct.Struct("<qIIII")
@@ -37,8 +37,8 @@ class Operation:
       digest: A number that stands for the ranks, and their processes.
       vector: Number of the vector that is at work, or of the first one of several.
       is_committed: Whether others may have a mean of the step.
-      reads_itself: Whether this thread reads what comes, where it can (see `Transport.receive_now`). Not where there is
-        so much of it that it should come while this rank computes.
+      swaps: Whether this thread itself writes and reads what it can (see `Transport.swap`). What is sent then goes
+        with the next `receive`. Not if there is so much that it should travel while this rank computes.
 
     Raises:
       PeerLostError: While receiving: if a rank that was to take part has ended the step in another attempt.
@@ -77,7 +77,10 @@ class Operation:
         self._attempt = (step, self.digest)
         self.begin([0])
         self.is_committed = is_committed
-        self.reads_itself = False
+        self.swaps = False
+        self._to_send: list[ToSend] = []
+        self._data: Data | None = None  # What was sent last, and its payload.
+        self._payload: Data = ()
 
     @property
     def processes(self) -> list[tuple[int, int]]:
@@ -126,14 +129,20 @@ class Operation:
     def send(self, rank: int, turn: int, chunk: int, data: Data, lane: int | None = None) -> None:
         """Sends a chunk. Default lane: that of the operation."""
         header = _HEADER.pack(*self._attempt, self.vector, turn, chunk)
-        self._mailbox.queue.send(
-            rank,
-            header,
-            payloads.join(data) if self._several else data,
-            self._lane if lane is None else lane,
-            step=self.training_step,
-            interruptible=not self.is_committed,
-        )
+        payload = self._payload_of(data)
+        if self.swaps:
+            self._to_send.append(ToSend(rank, header, payload))
+            return
+        lane = self._lane if lane is None else lane
+        self._mailbox.queue.send(rank, header, payload, lane, **self._how_to_send())
+
+    def _payload_of(self, data: Data) -> Sequence[np.ndarray]:
+        if data is not self._data:  # Often all ranks get the same.
+            self._data, self._payload = data, payloads.join(data) if self._several else data
+        return self._payload
+
+    def _how_to_send(self) -> dict[str, object]:
+        return {"step": self.training_step, "interruptible": not self.is_committed}
 
     def key(self, sender: int, turn: int, chunk: int) -> _Key:
         """Names a chunk that `receive_any` may take; `sender` is a place in `ranks`."""
@@ -152,12 +161,19 @@ class Operation:
             there = self._mailbox.of(self._attempt)
             return [key[0] for key in keys if key not in there]
 
-        if self.reads_itself:
-            self._mailbox.receive_now(self._attempt, keys, self._lane)
-        self._wait(missing)
+        taken = self._swap(keys) if self.swaps else None
+        if taken is None:
+            self._wait(missing)
         with self._membership.monitor:
-            taken = [self._mailbox.take(self._attempt, key) for key in self._still_there(keys)]
+            self._membership.check()
+            self.check_ranks()
+            taken = self._mailbox.take(self._attempt, keys) if taken is None else taken
         return [self._data_of(payload) for payload in taken]
+
+    def _swap(self, keys: Sequence[_Key]) -> list[np.ndarray] | None:
+        """Sends what is to be sent, and receives chunks; None unless all have come, and none waited in the mailbox."""
+        to_send, self._to_send = self._to_send, []
+        return self._mailbox.swap(self._attempt, to_send, keys, self._lane, **self._how_to_send())
 
     def _data_of(self, payload: np.ndarray) -> Data:
         return payloads.split(payload) if self._several else [payload]
@@ -171,9 +187,10 @@ class Operation:
 
         self._wait(missing)
         with self._membership.monitor:
+            self.check_ranks()
             there = self._mailbox.of(self._attempt)
-            key = next(key for key in self._still_there(keys) if key in there)
-            payload = self._mailbox.take(self._attempt, key)
+            key = next(key for key in keys if key in there)
+            (payload,) = self._mailbox.take(self._attempt, [key])
         return key, self._data_of(payload)
 
     def _wait(self, missing: Callable[[], list[int]]) -> None:
@@ -194,7 +211,7 @@ class Operation:
 
     def _told_whom(self, missing: Callable[[], list[int]]) -> contextlib.AbstractContextManager[None]:
         """Tells the transport whom this thread waits for, to read it by itself the next time."""
-        if self.reads_itself:
+        if self.swaps:
             with self._membership.monitor:
                 senders = missing()
             if senders:
@@ -221,14 +238,12 @@ class Operation:
         is_lost = any(departure is not None and departure.lost for departure in departures)
         return is_lost or self._incarnations_now() != self.incarnations
 
-    def _still_there(self, keys: Collection[_Key]) -> Collection[_Key]:
-        """The same keys; raises as `check_ranks` does."""
-        self.check_ranks()
-        return keys
-
 
 class Mailbox:
-    """Messages of the running session that came and were not taken yet. All but `close` with the monitor held."""
+    """Messages of the running session that came and were not taken yet.
+
+    All but `swap` and `close` with the monitor held.
+    """
 
     def __init__(self, membership: Membership, name: str):
         self.queue = SessionQueue(membership, name, membership.session)
@@ -243,24 +258,37 @@ class Mailbox:
         """The chunks of an attempt that are there."""
         return self._messages.get(attempt, ())
 
-    def take(self, attempt: _Attempt, key: _Key) -> np.ndarray:
-        payload = self._messages[attempt].pop(key)
-        self._num_bytes[key] = payload.nbytes
-        return payload
+    def take(self, attempt: _Attempt, keys: Collection[_Key]) -> list[np.ndarray]:
+        """Takes chunks that are there."""
+        there = self._messages[attempt] if keys else {}
+        taken = [there.pop(key) for key in keys]
+        for key, payload in zip(keys, taken, strict=True):
+            self._num_bytes[key] = payload.nbytes
+        return taken
 
-    def receive_now(self, attempt: _Attempt, keys: Collection[_Key], lane: int | None) -> None:
-        """Has this thread read chunks that are still to come, where their lengths are as in the step before."""
-        there = self.of(attempt)
+    def swap(
+        self, attempt: _Attempt, to_send: Sequence[ToSend], keys: Collection[_Key], lane: int | None, **keywords
+    ) -> list[np.ndarray] | None:
+        """Has this thread send chunks, and read those still to come, if their lengths are as in the step before.
+
+        Returns:
+          The chunks, if this thread has read all of them. Else None: those that have come are here.
+        """
+        there, session = self.of(attempt), self.queue.session
         missing = [key for key in keys if key not in there]
-        if not missing or any(key not in self._num_bytes for key in missing):
-            return
+        if not self._num_bytes.keys() >= set(missing):
+            missing = []
         expected = [Expected(key[0], _HEADER.pack(*attempt, *key[1:]), self._num_bytes[key]) for key in missing]
-        session = self.queue.session
-        payloads = self.queue.receive_now(expected, lane)
+        if not to_send and not expected:
+            return None
+        payloads = self.queue.swap(to_send, expected, lane, **keywords)
+        if len(payloads) == len(keys) and all(payload is not None for payload in payloads):
+            return payloads
         with self._membership.monitor:
             for key, payload in zip(missing, payloads, strict=True):
                 if payload is not None and self.queue.session == session:
                     self._messages.setdefault(attempt, {})[key] = payload
+        return None
 
     def forget(self, step: int) -> None:
         """Drops what is left of `step` and those before: of attempts that were given up."""

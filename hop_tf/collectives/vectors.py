@@ -35,7 +35,7 @@ class Vector:
     """One of the vectors: how it is cut, encoded and summed.
 
     Attributes:
-      seconds: Time spent on encoding, decoding and adding.
+      seconds: Time spent on it by itself: see `Vectors` for the rest.
       recorder: Told of it; None: nobody is.
     """
 
@@ -68,19 +68,20 @@ class Vector:
         starts = range(start, stop, self._chunk_values) or [start]
         return [slice(begin, min(begin + self._chunk_values, stop)) for begin in starts]
 
-    @_timed
     def encode(self, values: np.ndarray, where: slice) -> np.ndarray:
+        if self._feedback is None:
+            return self._codec_of_parts.encode(values[where], self._pool)
         return self._encode(self._codec_of_parts, values[where], where)
 
-    @_timed
     def encode_sum(self, values: np.ndarray, where: slice, parts: Sequence[np.ndarray]) -> np.ndarray:
         """Encodes the sum of this rank's values and decoded ones."""
         if self._feedback is None and len(parts) == 1:
             return self._codec_of_parts.reduce(parts[0], values[where], self._pool)
         total = self._codec_of_parts.total(parts, values[where], 1.0, self._pool)
+        if self._feedback is None:
+            return self._codec_of_parts.encode(total, self._pool)
         return self._encode(self._codec_of_parts, total, where)
 
-    @_timed
     def encode_mean(self, values: np.ndarray, where: slice, parts: Sequence[np.ndarray], num_ranks: int) -> np.ndarray:
         """Encodes the sum of this rank's values and decoded ones, divided by the number of ranks."""
         factor = 1 / num_ranks
@@ -90,7 +91,6 @@ class Vector:
         total = self._codec_of_parts.total(parts, values[where], 1.0, self._pool)
         return self._encode(self._codec, total, where, total.dtype.type(factor))
 
-    @_timed
     def decode(self, data: np.ndarray, result: np.ndarray, where: slice) -> None:
         if result.dtype in (np.float32, np.float64):
             self._codec.decode(data, result[where])
@@ -122,8 +122,6 @@ class Vector:
         return np.zeros(self._size, np.float32) if self._feedback is None else self._feedback.take()
 
     def _encode(self, codec: Codec, values: np.ndarray, where: slice, scale: float = 1.0) -> np.ndarray:
-        if self._feedback is None:
-            return codec.encode(values, self._pool)
         data, lost = self._feedback.try_encode(values, where, self._pool, scale)
         self._lost_pieces.append((lost, where))
         return data
@@ -140,10 +138,16 @@ class Vectors:
 
     Args:
       vectors: The vectors.
+
+    Attributes:
+      seconds: Time spent on encoding, decoding and adding.
+      recorder: Told of it; None: nobody is.
     """
 
     def __init__(self, vectors: Sequence[Vector]):
         self._vectors = vectors
+        self.recorder = vectors[0].recorder
+        self.seconds = 0.0
         self._pieces: dict[int, list[list[Where]]] = {}
 
     def pieces(self, num_ranks: int) -> list[list[Where]]:
@@ -153,17 +157,21 @@ class Vectors:
             self._pieces[num_ranks] = [_together(of_rank) for of_rank in pieces]
         return self._pieces[num_ranks]
 
+    @_timed
     def encode(self, values: Arrays, where: Where) -> list[np.ndarray]:
         return [self._vectors[i].encode(values[i], part) for i, part in where]
 
+    @_timed
     def encode_sum(self, values: Arrays, where: Where, received: Sequence[Arrays]) -> list[np.ndarray]:
         parts = zip(where, *received, strict=True)
         return [self._vectors[i].encode_sum(values[i], part, data) for (i, part), *data in parts]
 
+    @_timed
     def encode_mean(self, values: Arrays, where: Where, received: Sequence[Arrays], num_ranks: int) -> list[np.ndarray]:
         parts = zip(where, *received, strict=True)
         return [self._vectors[i].encode_mean(values[i], part, data, num_ranks) for (i, part), *data in parts]
 
+    @_timed
     def decode(self, data: Arrays, results: Arrays, where: Where) -> None:
         for (i, part), of_vector in zip(where, data, strict=True):
             self._vectors[i].decode(of_vector, results[i], part)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hop_tf.membership.session import Membership
-from hop_tf.transport.base import Expected, Handler, Message
+from hop_tf.transport.base import Expected, Handler, Message, ToSend
 
 _HEAD = struct.Struct("<qq")  # The session, and the receiver's incarnation. What a scheme gives as header follows.
 
@@ -47,11 +47,34 @@ class SessionQueue:
         head = _HEAD.pack(self.session, self._membership.incarnation_of(rank) if incarnation is None else incarnation)
         return self._membership.send(rank, self._name, head + header, *arguments, **keywords)
 
-    def receive_now(self, expected: Sequence[Expected], lane: int | None) -> list[np.ndarray | None]:
-        """As `Transport.receive_now`, of messages of the running session. The handler does not get them."""
-        head = _HEAD.pack(self.session, self._membership.incarnation)
-        expected = [Expected(each.sender, head + each.header, each.num_bytes) for each in expected]
-        return self._membership.transport.receive_now(self._name, expected, lane)
+    def swap(
+        self, to_send: Sequence[ToSend], expected: Sequence[Expected], lane: int | None, **keywords
+    ) -> list[np.ndarray | None]:
+        """As `Transport.swap`, of messages of the running session. It changes their headers.
+
+        Args:
+          to_send: See `Transport.swap`; so are `expected` and `lane`.
+          expected: What is received.
+          lane: The lane.
+          **keywords: For `Membership.send`, which sends a message that cannot be written at once.
+
+        Returns:
+          See `Transport.swap`.
+
+        Raises:
+          HopError: As `Membership.send`; so are other errors.
+        """
+        membership, session = self._membership, self.session
+        head = _HEAD.pack(session, membership.incarnation)
+        for message in expected:
+            message.header = head + message.header
+        for message in to_send:
+            message.header = _HEAD.pack(session, membership.incarnation_of(message.peer)) + message.header
+
+        def send(message: ToSend) -> None:
+            membership.send(message.peer, self._name, message.header, message.payload, lane, **keywords)
+
+        return membership.transport.swap(self._name, to_send, expected, lane, send)
 
     def _on_message(self, message: Message) -> None:
         if len(message.header) < _HEAD.size:

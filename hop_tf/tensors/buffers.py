@@ -8,6 +8,7 @@ long after the code that made them has returned.
 from __future__ import annotations
 
 import collections
+import functools
 import mmap
 import threading
 import weakref
@@ -41,8 +42,9 @@ class BufferPool:
         self._free_bytes = 0
         self._live_bytes = 0
         self._peak_bytes = 0
-        # Finalizers run wherever the garbage collector happens to be, perhaps inside of `take`: they take no lock.
-        self._returned: collections.deque[Block] = collections.deque()
+        self._loans: dict[int, _Loan] = {}
+        # A loan ends wherever the garbage collector happens to be, perhaps inside of `take`: that takes no lock.
+        self._returned: collections.deque[_Loan] = collections.deque()
 
     def take(self, num_bytes: int) -> np.ndarray:
         """Returns an array to write to.
@@ -65,8 +67,9 @@ class BufferPool:
             block.lock(self._page_lock)
         array = np.frombuffer(block, np.uint8, num_bytes)
         # Views of an array refer to the array's base, not to the array: the base lives as long as the last of them.
-        finalizer = weakref.finalize(array.base, self._returned.append, block)
-        finalizer.atexit = False
+        loan = _Loan(array.base, self._returned.append)
+        loan.block = block
+        self._loans[id(loan)] = loan
         return array
 
     @property
@@ -85,39 +88,41 @@ class BufferPool:
 
     def _take_block(self, size: int) -> Block:
         with self._lock:
-            self._collect_returned()
-            block = self._pop_free(size)
-            if block is None:
-                block = Block.new(size)
+            if self._returned:
+                self._collect_returned()
+            block = self._pop_free(size) if size in self._free else Block.new(size)
             self._live_bytes += size
             self._peak_bytes = max(self._peak_bytes, self._live_bytes)
-            self._trim()
+            # Gives up blocks of the sizes that were used least recently.
+            while 4 * (self._live_bytes + self._free_bytes) > 5 * self._peak_bytes:
+                self._pop_free(next(iter(self._free)))
             return block
 
     def _collect_returned(self) -> None:
         while self._returned:
-            block = self._returned.popleft()
+            loan = self._returned.popleft()
+            block = self._loans.pop(id(loan)).block
             self._live_bytes -= len(block)
             self._free_bytes += len(block)
             self._free.setdefault(len(block), []).append(block)
             self._free.move_to_end(len(block))
 
-    def _pop_free(self, size: int) -> Block | None:
-        blocks = self._free.get(size)
-        if not blocks:
-            return None
+    def _pop_free(self, size: int) -> Block:
+        blocks = self._free[size]
         self._free_bytes -= size
         block = blocks.pop()
         if not blocks:
             del self._free[size]
         return block
 
-    def _trim(self) -> None:
-        """Gives up blocks of the sizes that were used least recently."""
-        while 4 * (self._live_bytes + self._free_bytes) > 5 * self._peak_bytes:
-            self._pop_free(next(iter(self._free)))
+
+class _Loan(weakref.ref):
+    """Tells when an array is gone, and all views of it. Made and told without a call of Python code."""
+
+    __slots__ = ("block",)
 
 
+@functools.lru_cache(maxsize=1024)
 def _block_bytes(num_bytes: int) -> int:
     step = max(_PAGE_BYTES, (1 << max(0, num_bytes - 1).bit_length()) // (2 * _STEPS_PER_DOUBLING))
     return max(step, -(-num_bytes // step) * step)

@@ -117,6 +117,21 @@ class Expected:
     num_bytes: int
 
 
+@dataclasses.dataclass(slots=True)
+class ToSend:
+    """A message that is to be sent.
+
+    Attributes:
+      peer: The receiver.
+      header: Its header.
+      payload: Its payload.
+    """
+
+    peer: int
+    header: bytes
+    payload: Sequence[np.ndarray]
+
+
 Handler = Callable[[Message], None]
 
 
@@ -195,28 +210,40 @@ class Transport(abc.ABC):
         """
 
     @property
-    def can_receive_now(self) -> bool:
-        """True if `receive_now` can take messages."""
+    def can_swap(self) -> bool:
+        """True if `swap` may receive messages, too."""
         return False
 
-    def receive_now(self, queue: str, expected: Sequence[Expected], lane: int | None) -> list[np.ndarray | None]:
-        """Receives expected messages on the calling thread, if they come soon. The queue's handler does not get them.
+    def swap(
+        self,
+        queue: str,
+        to_send: Sequence[ToSend],
+        expected: Sequence[Expected],
+        lane: int | None,
+        send: Callable[[ToSend], object],
+    ) -> list[np.ndarray | None]:
+        """Sends messages, and receives expected ones meanwhile, all on the calling thread, if they come soon.
 
         Args:
-          queue: The queue.
-          expected: The messages, each from another sender and the next one from it on the lane.
+          queue: The queue of all. Its handler does not get the messages that are received here.
+          to_send: The messages that are sent, each to another peer.
+          expected: Those that are received, each from another sender and the next one from it on the lane.
           lane: The lane; None: as for `send`.
+          send: Called with a message that cannot be written at once, to send it.
 
         Returns:
-          The payload of each message, as a handler gets it. None if the handler gets the message. Default: all None.
+          The payload of each expected message, as a handler gets it. None if the handler gets the message. Default: all
+          None.
 
-        Blocks: until all messages have come, or nothing has come for 0.05 s.
+        Blocks: until all messages have come, nothing has come for 0.05 s, or 0.25 s are over; and as `send` does.
         """
         del queue, lane
+        for message in to_send:
+            send(message)
         return [None] * len(expected)
 
     def waiting_for(self, senders: Collection[int], lane: int | None) -> contextlib.AbstractContextManager[None]:
-        """A context in which a thread waits for handlers to get messages. Next time, `receive_now` may take them."""
+        """A context in which a thread waits for handlers to get messages. Next time, `swap` may take them."""
         del senders, lane
         return contextlib.nullcontext()
 

@@ -30,6 +30,7 @@ class Checksums:
 
     Attributes:
       num_bytes: Length of one.
+      num_frames: How many frames there were. Who writes or reads one otherwise counts it.
     """
 
     num_bytes = CHECKSUM_BYTES
@@ -40,7 +41,7 @@ class Checksums:
         # Not before a connection is made: it brings TensorFlow, which takes seconds to import.
         hashing = importlib.import_module("hop_tf.ops.hashing")
         self._blocks = hashing.BlockHash(hashlib.shake_128(key).digest(hashing.KEY_BYTES))
-        self._num_frames = 0
+        self.num_frames = 0
 
     def begin(self, start: bytes) -> Checksum:
         """That of the next frame, which begins with `start`; its payload is to be added."""
@@ -50,18 +51,14 @@ class Checksums:
         """That of the next frame, which has no payload."""
         return self._begin(frame).digest()
 
-    def for_native(self) -> tuple[int, bytes | None, int | None]:
-        """For `HopTfFrame`, of the next frame: its number, the key, and where the key of blocks is."""
-        return self._num_frames, self._key, self._blocks.key_address
-
-    def skip_frame(self) -> None:
-        """The next frame was read by others."""
-        self._num_frames += 1
+    def keys_for_native(self) -> tuple[bytes | None, int | None]:
+        """For `HopTfFrame`: the key, and where the key of blocks is."""
+        return self._key, self._blocks.key_address
 
     def _begin(self, start: bytes):
         running = self._keyed.copy()
-        running.update(self._num_frames.to_bytes(8, "little") + start)
-        self._num_frames += 1
+        running.update(self.num_frames.to_bytes(8, "little") + start)
+        self.num_frames += 1
         return running
 
 
@@ -99,17 +96,16 @@ class NoChecksums:
     """In the place of checksums where the connection has its own, as with TLS: they are empty.
 
     Attributes:
-      num_bytes: See `Checksums`.
+      num_bytes: See `Checksums`; so is `num_frames`.
+      num_frames: Of no matter.
     """
 
     num_bytes = 0
+    num_frames = 0
 
-    def for_native(self) -> tuple[int, bytes | None, int | None]:
+    def keys_for_native(self) -> tuple[bytes | None, int | None]:
         """See `Checksums`."""
-        return 0, None, None
-
-    def skip_frame(self) -> None:
-        """See `Checksums`."""
+        return None, None
 
     def begin(self, start: bytes) -> NoChecksums:
         """See `Checksums`."""

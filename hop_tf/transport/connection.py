@@ -12,6 +12,7 @@ import struct
 import termios
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from absl import logging
@@ -20,7 +21,7 @@ from hop_tf.errors import ProtocolError
 from hop_tf.transport import control_pb2
 from hop_tf.transport.checksum import Checksum, Checksums, NoChecksums, check_equal
 from hop_tf.transport.framing import HEAD_BYTES, Frame, Head, Outgoing, decode_head, encode_start
-from hop_tf.transport.shared_memory import MIN_PAYLOAD_BYTES, PeerMemory, SharedMemory
+from hop_tf.transport.shared_memory import MIN_PAYLOAD_BYTES, PLACE_BYTES, PeerMemory, SharedMemory
 
 # Packets come in bundles of 64 KiB at most: the kernel gathers many, which costs less than to wake Python for each. On
 # a slow connection it gathers fewer, so that the peer is heard of while they come.
@@ -49,7 +50,7 @@ def _do_nothing() -> None:
     pass
 
 
-def _behind(pieces: Sequence[memoryview], num_bytes: int) -> Sequence[memoryview]:
+def behind(pieces: Sequence[memoryview], num_bytes: int) -> Sequence[memoryview]:
     """Returns the pieces without their first `num_bytes` bytes."""
     for index, piece in enumerate(pieces):
         if num_bytes < piece.nbytes:
@@ -69,7 +70,11 @@ class Connection:
       connected: The socket; it is closed with this.
 
     Attributes:
+      sent: The checksums of what is written.
       received: The checksums of what is read.
+      way_out: The `Way` that `swapping.py` keeps for it; so is `way_in`. None: it was not used there.
+      way_in: The other way.
+      unread_bytes: What was put back by `unread`.
       peer_memory: Where large payloads of messages that are read are. None: in their frames.
     """
 
@@ -77,11 +82,13 @@ class Connection:
         self._socket = connected
         self._memory: SharedMemory | None = None
         self.peer_memory: PeerMemory | None = None
+        self.way_out: Any = None
+        self.way_in: Any = None
         self._bytes_per_second = math.inf
         self._num_written = 0
         self._read_bytes = _READ_BYTES
-        self._unread = memoryview(b"")
-        self._sent: Checksums | NoChecksums = NoChecksums()
+        self.unread_bytes = memoryview(b"")
+        self.sent: Checksums | NoChecksums = NoChecksums()
         self.received: Checksums | NoChecksums = NoChecksums()
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # An idle connection that a firewall has forgotten, or whose other end lost its power, is found within 25 s.
@@ -111,7 +118,7 @@ class Connection:
 
     def end_greeting(self, sent: Checksums | NoChecksums, received: Checksums | NoChecksums) -> None:
         """From now on every frame ends with a checksum, and only reading in the middle of a frame has a time limit."""
-        self._sent, self.received = sent, received
+        self.sent, self.received = sent, received
         self._socket.settimeout(None)
         # The kernel's own limit, and not Python's, with which a call does not fill the whole buffer.
         seconds, rest = divmod(IDLE_SECONDS, 1.0)
@@ -163,7 +170,7 @@ class Connection:
 
     def write(self, frame: bytes) -> None:
         """Writes a frame that carries no message."""
-        self._socket.sendall(frame + self._sent.of(frame))
+        self._socket.sendall(frame + self.sent.of(frame))
 
     def write_message(self, message: Outgoing) -> None:
         """Writes a message, straight from its arrays where it is large."""
@@ -188,24 +195,28 @@ class Connection:
             num_sent = self._socket.sendmsg(pieces, (), socket.MSG_DONTWAIT)
         except BlockingIOError:
             num_sent = 0
-        return _behind(pieces, num_sent)
+        return behind(pieces, num_sent)
 
     def write_rest(self, pieces: Sequence[memoryview]) -> None:
         """Writes the rest of a frame."""
         while pieces:
-            pieces = _behind(pieces, self._socket.sendmsg(pieces))
+            pieces = behind(pieces, self._socket.sendmsg(pieces[:_MAX_PIECES]))
 
     def _frame_in_memory(self, message: Outgoing) -> Sequence[memoryview]:
         """The frame of a message whose payload is put into shared memory; empty if it is to travel in the frame."""
-        num_bytes = message.num_bytes - len(message.header)
-        if self._memory is None or num_bytes < MIN_PAYLOAD_BYTES or self._bytes_per_second != math.inf:
-            return ()
-        place = self._memory.put(message.payload, num_bytes)
+        place = self._place_of(message)
         if place is None:
             return ()
         frame = encode_start(message, in_shared_memory=True) + place
         self._num_written += len(frame)
-        return (memoryview(frame + self._sent.of(frame)),)
+        return (memoryview(frame + self.sent.of(frame)),)
+
+    def _place_of(self, message: Outgoing) -> bytes | None:
+        """Puts the payload of a message into shared memory. Returns its place; None if it travels in the frame."""
+        num_bytes = message.num_bytes - len(message.header)
+        if self._memory is None or num_bytes < MIN_PAYLOAD_BYTES or self._bytes_per_second != math.inf:
+            return None
+        return self._memory.put(message.payload, num_bytes)
 
     def _pieces_of(self, message: Outgoing) -> Sequence[memoryview]:
         """The frame of a message, with its payload."""
@@ -221,7 +232,7 @@ class Connection:
         """The start of a message's frame, and the running checksum."""
         start = encode_start(message)
         self._num_written += len(start) + message.num_bytes
-        return start, self._sent.begin(start)
+        return start, self.sent.begin(start)
 
     def read_frame(self, while_idle: Callable[[], object] = _do_nothing) -> Frame | None:
         """Reads a frame without a payload; None at the end of the stream.
@@ -315,7 +326,7 @@ class Connection:
 
     def is_idle_for(self, seconds: float) -> bool:
         """Waits up to `seconds` for data to read. True if none comes."""
-        return not self._unread and not self._readable.poll(1000 * seconds)
+        return not self.unread_bytes and not self._readable.poll(1000 * seconds)
 
     @functools.cached_property
     def _readable(self) -> select.poll:
@@ -323,40 +334,52 @@ class Connection:
         poll.register(self._socket, select.POLLIN)
         return poll
 
-    # For a thread that has borrowed the connection: see `borrowed.py`.
+    # For a thread that writes or reads frames itself: see `swapping.py`.
+
+    def begin_frame(self, message: Outgoing, bytes_per_second: float) -> bytes | None:
+        """Begins to write a message whose frame is written by `swapping.py`: sets the rate, and shares the payload.
+
+        Args:
+          message: The message.
+          bytes_per_second: See `limit_rate`.
+
+        Returns:
+          Where its payload is in shared memory; None if it travels in the frame.
+        """
+        if bytes_per_second != self._bytes_per_second:
+            self.limit_rate(bytes_per_second)
+        place = None if self._memory is None else self._place_of(message)
+        num_bytes = message.num_bytes if place is None else len(message.header) + PLACE_BYTES
+        self._num_written += HEAD_BYTES + len(message.queue) + num_bytes
+        return place
 
     @property
     def file_number(self) -> int:
         """The file descriptor of the socket."""
         return self._socket.fileno()
 
-    @property
-    def has_unread(self) -> bool:
-        """True if bytes that were put back by `unread` are left."""
-        return bool(self._unread)
-
     def unread(self, data: bytes) -> None:
         """Puts back bytes that another thread has read from the socket. They are the next ones to be read."""
-        self._unread = memoryview(data)
+        self.unread_bytes = memoryview(data)
 
     def _receive(self, max_bytes: int) -> bytes:
-        if not self._unread:
+        if not self.unread_bytes:
             return self._socket.recv(max_bytes)
-        data, self._unread = bytes(self._unread[:max_bytes]), self._unread[max_bytes:]
+        data, self.unread_bytes = bytes(self.unread_bytes[:max_bytes]), self.unread_bytes[max_bytes:]
         return data
 
     def _receive_again_into(self, pieces: Sequence[memoryview | np.ndarray]) -> int:
         """As `_receive_into`, from the bytes that were put back."""
         count = 0
         for piece in map(memoryview, pieces):
-            data = self._receive(piece.nbytes) if self._unread else b""
+            data = self._receive(piece.nbytes) if self.unread_bytes else b""
             piece[: len(data)] = data
             count += len(data)
         return count
 
     def _receive_into(self, pieces: Sequence[memoryview | np.ndarray]) -> int:
         """Reads bytes of a frame that has begun, at best as many as the pieces have room for; returns how many."""
-        if self._unread:
+        if self.unread_bytes:
             return self._receive_again_into(pieces)
         begin = time.monotonic()
         try:

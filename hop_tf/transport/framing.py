@@ -41,9 +41,9 @@ _HEAD_VERSION = 4  # Of the head and the greeting.
 _FIELDS = struct.Struct("<4sBBHQQIH")
 _CRC = struct.Struct("<I")
 HEAD_BYTES = _FIELDS.size + _CRC.size
-_ACK_REQUESTED = 1
+ACK_REQUESTED = 1
 _RECORDED = 2
-_IN_SHARED_MEMORY = 4
+IN_SHARED_MEMORY = 4
 _NOTHING = BufferPool().take(0)
 
 
@@ -148,35 +148,16 @@ def encode(kind: FrameKind, *, sequence: int = 0, body: bytes = b"") -> bytes:
 
 def encode_start(message: Outgoing, *, in_shared_memory: bool = False) -> bytes:
     """The beginning of a message's frame, up to the payload, or up to the place of one that is in shared memory."""
-    flags = _ACK_REQUESTED * message.ack_requested | _RECORDED * message.is_recorded
-    num_bytes = message.num_bytes - len(message.header)
-    if in_shared_memory:
-        flags, num_bytes = flags | _IN_SHARED_MEMORY, PLACE_BYTES
-    return _encode_start(flags, message.sequence, message.queue, message.header, num_bytes)
-
-
-def encode_starts(
-    sequence: int, queue: bytes, header: bytes, num_bytes: int, *, in_shared_memory: bool = False
-) -> tuple[bytes, bytes]:
-    """How the frame of a message that is not recorded can begin: without and with a request to acknowledge it."""
-    flags = _IN_SHARED_MEMORY if in_shared_memory else 0
-    num_bytes = PLACE_BYTES if in_shared_memory else num_bytes
-    return (
-        _encode_start(flags, sequence, queue, header, num_bytes),
-        _encode_start(flags | _ACK_REQUESTED, sequence, queue, header, num_bytes),
-    )
-
-
-def _encode_start(flags: int, sequence: int, queue: bytes, header: bytes, num_bytes: int) -> bytes:
+    flags = ACK_REQUESTED * message.ack_requested | _RECORDED * message.is_recorded
     head = encode_head(
         FrameKind.MESSAGE,
-        flags=flags,
-        sequence=sequence,
-        payload=num_bytes,
-        header=len(header),
-        queue=len(queue),
+        flags=flags | IN_SHARED_MEMORY * in_shared_memory,
+        sequence=message.sequence,
+        payload=PLACE_BYTES if in_shared_memory else message.num_bytes - len(message.header),
+        header=len(message.header),
+        queue=len(message.queue),
     )
-    return b"".join((head, queue, header))
+    return b"".join((head, message.queue, message.header))
 
 
 def encode_message(message: Outgoing, checksums: Checksums | NoChecksums) -> Iterator[bytes]:
@@ -240,12 +221,12 @@ def decode_head(data: bytes) -> Head:
         raise ProtocolError(f"a frame must begin with {_MAGIC!r}, version {_HEAD_VERSION}. Received: {data[:5]!r}.")
     if _CRC.unpack_from(data, _FIELDS.size) != (zlib.crc32(data[: _FIELDS.size]),):
         raise ProtocolError("the head of a frame has a wrong CRC: it was changed on its way.")
-    if kind not in _KINDS or flags & ~(_ACK_REQUESTED | _RECORDED | _IN_SHARED_MEMORY):
+    if kind not in _KINDS or flags & ~(ACK_REQUESTED | _RECORDED | IN_SHARED_MEMORY):
         raise ProtocolError(f"a frame has unknown kind {kind} or flags {flags}.")
     if queue_bytes > MAX_QUEUE_BYTES or header_bytes > MAX_HEADER_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
         lengths = f"queue {queue_bytes}, header {header_bytes}, payload {payload_bytes}"
         raise ProtocolError(f"a frame has lengths beyond the limits: {lengths}.")
-    requested, recorded, in_memory = (bool(flags & flag) for flag in (_ACK_REQUESTED, _RECORDED, _IN_SHARED_MEMORY))
+    requested, recorded, in_memory = (bool(flags & flag) for flag in (ACK_REQUESTED, _RECORDED, IN_SHARED_MEMORY))
     if in_memory and payload_bytes != PLACE_BYTES:
         raise ProtocolError(f"a frame tells a place in {payload_bytes} bytes, and not in {PLACE_BYTES}.")
     return Head(FrameKind(kind), requested, recorded, in_memory, sequence, payload_bytes, header_bytes, queue_bytes)

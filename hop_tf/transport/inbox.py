@@ -49,7 +49,8 @@ class Dispatcher:
         max_held_messages: int = MAX_HELD_MESSAGES,
         recorder: Recorder | None = None,
     ):
-        self.condition = threading.Condition()
+        self.lock = threading.RLock()  # That of the condition.
+        self.condition = threading.Condition(self.lock)
         self.recorder = recorder
         self.closed = False
         self.max_held_messages = max_held_messages
@@ -132,6 +133,7 @@ class Inbox:
         self._sender = sender
         self._lane = lane
         self._condition = dispatcher.condition
+        self._lock = dispatcher.lock
         self._delivering = threading.Lock()
         self._held: dict[str, collections.deque[Message]] = {}
         self._num_held = 0
@@ -191,7 +193,9 @@ class Inbox:
                 return True
             if sequence != self._received_sequence + 1:
                 raise ProtocolError(f"message {sequence} came after message {self._received_sequence}.")
-            self._count(sequence, len(message.header) + message.payload.nbytes)
+            self._received_sequence = sequence
+            self._dispatcher.num_messages += 1
+            self._dispatcher.num_bytes += len(message.header) + message.payload.nbytes
             if self._dispatcher.is_retired(message.queue):
                 return True
             self._held.setdefault(message.queue, collections.deque()).append(message)
@@ -207,8 +211,8 @@ class Inbox:
 
     def next_sequence(self, epoch: int) -> int | None:
         """Number of the message that connection `epoch` should bring next; None if another one has begun."""
-        with self._condition:
-            return None if self._ended(epoch) else self._received_sequence + 1
+        with self._lock:
+            return None if self._epoch != epoch or self._dispatcher.closed else self._received_sequence + 1
 
     def note(self, epoch: int, sequence: int, num_bytes: int) -> bool:
         """Takes note of a message of connection `epoch` that was delivered otherwise; False if another one has begun.
@@ -218,16 +222,14 @@ class Inbox:
           sequence: What `next_sequence` has returned.
           num_bytes: Length of its header and payload.
         """
-        with self._condition:
-            if self._ended(epoch):
+        with self._lock:
+            dispatcher = self._dispatcher
+            if self._epoch != epoch or dispatcher.closed:
                 return False
-            self._count(sequence, num_bytes)
+            self._received_sequence = sequence
+            dispatcher.num_messages += 1
+            dispatcher.num_bytes += num_bytes
             return True
-
-    def _count(self, sequence: int, num_bytes: int) -> None:
-        self._received_sequence = sequence
-        self._dispatcher.num_messages += 1
-        self._dispatcher.num_bytes += num_bytes
 
     def _deliver_recorded(
         self, recorder: Recorder, queue: str, sequence: int, num_bytes: int, is_recorded: bool

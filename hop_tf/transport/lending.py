@@ -22,7 +22,11 @@ _MAX_PAUSE_SECONDS = 10.0
 
 
 class Lending:
-    """The state shared by a connection's thread and the thread that borrows the connection."""
+    """The state shared by a connection's thread and the thread that borrows the connection.
+
+    Attributes:
+      pause_seconds: For how long a thread waits after it has borrowed the connection in vain.
+    """
 
     def __init__(self):
         self._lock = threading.Lock()
@@ -32,7 +36,7 @@ class Lending:
         self._is_lent = False
         self._is_borrowed = False
         self._used_at = 0.0
-        self._pause_seconds = 0.0
+        self.pause_seconds = 0.0
         self._paused_until = 0.0
 
     # The connection's thread.
@@ -101,12 +105,12 @@ class Lending:
     def note_use(self, was_of_use: bool) -> None:
         """Tells whether borrowing was of use. If not, the connection's thread goes on."""
         if was_of_use:
-            self._pause_seconds /= 2
+            self.pause_seconds /= 2
             return
         with self._lock:
             self._is_lent = self._is_wanted = False
-            self._pause_seconds = min(max(KEEP_SECONDS, 2 * self._pause_seconds), _MAX_PAUSE_SECONDS)
-            self._paused_until = max(self._paused_until, time.monotonic() + self._pause_seconds)
+            self.pause_seconds = min(max(KEEP_SECONDS, 2 * self.pause_seconds), _MAX_PAUSE_SECONDS)
+            self._paused_until = max(self._paused_until, time.monotonic() + self.pause_seconds)
             self._changed.notify_all()
 
 

@@ -7,12 +7,16 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hop_tf.errors import HopError, ProtocolError
 from hop_tf.records import Kind, Recorder
 from hop_tf.transport.framing import MAX_HEADER_BYTES, MAX_LANES, MAX_PAYLOAD_BYTES, MAX_QUEUE_BYTES, Outgoing
+
+if TYPE_CHECKING:
+    from hop_tf.transport.connection import Connection
 
 MAX_MESSAGES = 1024
 MAX_BYTES = 256 << 20
@@ -70,6 +74,7 @@ class Outbox:
       lane: The lane.
 
     Attributes:
+      lane: The lane.
       max_bytes_per_second: How fast messages should leave at most. Default infinite.
     """
 
@@ -95,6 +100,7 @@ class Outbox:
         self._num_taken = 0
         self._epoch = 0
         self._write: Callable[[Outgoing], Sequence[memoryview]] | None = None
+        self._connection: Connection | None = None
         self._is_writing = False  # A thread that sends writes to the connection.
         self._is_at_work = False  # The connection's thread writes to it.
         self._unfinished: Outgoing | None = None
@@ -102,7 +108,7 @@ class Outbox:
         self._dropped = False
         self._recorder = recorder
         self._peer = peer
-        self._lane = lane
+        self.lane = lane
         # What the running connection is sending, if that is recorded, and since when.
         self._sending: tuple[Outgoing, float] | None = None
 
@@ -192,12 +198,15 @@ class Outbox:
     def _begin_to_write(self, message: Outgoing) -> Callable[[Outgoing], Sequence[memoryview]] | None:
         """Takes the message and returns the function that writes it, if the connection is idle; otherwise None."""
         is_next = self._num_taken == len(self._kept) - 1 and self._kept[-1] is message
-        is_busy = self._is_writing or self._is_at_work or self._unfinished is not None
-        if self._write is None or is_busy or not is_next or message.num_bytes > _MAX_AT_ONCE_BYTES:
+        if self._is_busy() or not is_next or message.num_bytes > _MAX_AT_ONCE_BYTES:
             return None
         self._is_writing = True
         self._take_next()
         return self._write
+
+    def _is_busy(self) -> bool:
+        """True if only the connection's thread may write to it."""
+        return self._write is None or self._is_writing or self._is_at_work or self._unfinished is not None
 
     def _write_now(self, message: Outgoing, write: Callable[[Outgoing], Sequence[memoryview]]) -> None:
         rest: Sequence[memoryview] | None = None
@@ -206,17 +215,46 @@ class Outbox:
         except OSError:
             pass  # The next connection begins with this message.
         finally:
-            with self._lock:
-                self._is_writing = False
-                message.rest = rest or ()
-                self._unfinished = message if rest else None
-                if self._sending is not None and not rest:
-                    self._note_sent()
-                if rest is None and self._write is write:
-                    self._end_connection()
-                # The connection's thread has work left, or waits in `end_writing`.
-                if rest or self._num_taken < len(self._kept) or self._write is None:
-                    self._message_came.notify_all()
+            self.end_message(message, rest)
+
+    def begin_message(
+        self, queue: bytes, header: bytes, payload: Sequence[np.ndarray], num_bytes: int
+    ) -> tuple[Outgoing, Connection] | None:
+        """Adds a message that the caller writes, if the connection is idle; `end_message` follows.
+
+        Args:
+          queue: See `put`; so are header, payload, and `num_bytes`.
+          header: Its header.
+          payload: Its payload.
+          num_bytes: Its length.
+
+        Returns:
+          The message, and what to write it to. None if the caller cannot write it: then it was not added.
+        """
+        with self._lock:
+            is_idle = self._num_taken == len(self._kept) and not self._is_busy()
+            if not is_idle or self._connection is None or self._closed or not self._has_room(num_bytes):
+                return None
+            self._last_sequence += 1
+            message = Outgoing(self._last_sequence, queue, header, payload, num_bytes)
+            self._kept.append(message)
+            self._kept_bytes += num_bytes
+            self._is_writing = True
+            return self._take_next(), self._connection
+
+    def end_message(self, message: Outgoing, rest: Sequence[memoryview] | None) -> None:
+        """A thread that sends has written a message, but for the rest. None: the connection is broken."""
+        with self._lock:
+            self._is_writing = False
+            message.rest = rest or ()
+            self._unfinished = message if rest else None
+            if self._sending is not None and not rest:
+                self._note_sent()
+            if rest is None and self._write is not None:
+                self._end_connection()
+            # The connection's thread has work left, or waits in `end_writing`.
+            if rest or self._num_taken < len(self._kept) or self._write is None:
+                self._message_came.notify_all()
 
     def resume(self, received_sequence: int) -> int:
         """Begins a new connection to a peer that has received everything up to `received_sequence`.
@@ -236,22 +274,25 @@ class Outbox:
             self._end_connection()
             return self._epoch
 
-    def write_at_once(self, epoch: int, write: Callable[[Outgoing], Sequence[memoryview]]) -> None:
+    def write_at_once(
+        self, epoch: int, write: Callable[[Outgoing], Sequence[memoryview]], connection: Connection | None = None
+    ) -> None:
         """Lets threads that send messages write them to connection `epoch` themselves.
 
         Args:
           epoch: The connection's number.
           write: Writes as much of a message as it can without blocking, on the thread that sends it. Returns the rest,
             which becomes `Outgoing.rest`. Raises OSError if the connection is broken.
+          connection: For `begin_message`. Default None: that adds none.
         """
         with self._lock:
             if self._epoch == epoch:
-                self._write, self._is_at_work = write, False
+                self._write, self._connection, self._is_at_work = write, connection, False
 
     def end_writing(self) -> None:
         """Ends `write_at_once`. Blocks: until no thread writes."""
         with self._lock:
-            self._write = None
+            self._write = self._connection = None
             self._message_came.wait_for(lambda: not self._is_writing)
             self._unfinished = None
 
@@ -310,7 +351,7 @@ class Outbox:
 
     def _end_connection(self) -> None:
         self._epoch += 1
-        self._write = None
+        self._write = self._connection = None
         self._notify_all()
 
     def _notify_all(self) -> None:
@@ -380,7 +421,7 @@ class Outbox:
             time.time() - begin,
             step=message.step,
             peer=self._peer,
-            lane=self._lane,
+            lane=self.lane,
             name=message.queue,
             num_bytes=message.num_bytes,
             number=message.sequence,

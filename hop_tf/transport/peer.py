@@ -32,6 +32,7 @@ class Peer:
       name: What messages call it. Default: "rank" and its rank.
 
     Attributes:
+      failure: See `PeerStatus`.
       may_return: See `Transport.expect_return`.
     """
 
@@ -47,7 +48,7 @@ class Peer:
         self._incarnation: str | None = None
         self._introduced: str | None = None
         self._former_incarnations: set[str] = set()
-        self._failure: Exception | None = None
+        self.failure: Exception | None = None
         self._last_problem = ""
         # By lane, since when this rank tries to open a connection. And what the peer says of its own attempts.
         self._trying_since: dict[int, float] = {}
@@ -67,11 +68,6 @@ class Peer:
     def host(self) -> str:
         """The name or IP address in `address`."""
         return host_of(self.address)
-
-    @property
-    def failure(self) -> Exception | None:
-        """See `PeerStatus`."""
-        return self._failure
 
     def watch(self) -> None:
         """Silence counts from now on, if it did not before."""
@@ -202,8 +198,8 @@ class Peer:
     def wait_socket_port(self, ended: Callable[[], bool]) -> int | None:
         """Waits until the peer has told the port of its plain sockets; None where `ended` or a failure comes first."""
         with self._lock:
-            self._lock.wait_for(lambda: ended() or self._socket_port is not None or self._failure is not None)
-            return None if ended() or self._failure is not None else self._socket_port
+            self._lock.wait_for(lambda: ended() or self._socket_port is not None or self.failure is not None)
+            return None if ended() or self.failure is not None else self._socket_port
 
     def wake(self) -> None:
         """Makes `wait_socket_port` look at its `ended` again."""
@@ -213,9 +209,9 @@ class Peer:
     def fail(self, error: Exception) -> None:
         """Remembers an error that no waiting can mend; the first one is kept."""
         with self._lock:
-            if self._failure is not None:
+            if self.failure is not None:
                 return
-            self._failure = error
+            self.failure = error
             self._lock.notify_all()
         logging.error("%s", error)
 
@@ -230,7 +226,7 @@ class Peer:
                 connected=self._num_links > 0,
                 silent_seconds=0.0 if since is None else now - since,
                 incarnation=self._introduced,
-                failure=self._failure or own_failure,
+                failure=self.failure or own_failure,
                 last_problem=self._last_problem,
                 refused_seconds=0.0 if refused_since is None else now - refused_since,
                 round_trip_seconds=self.round_trip_seconds,

@@ -126,10 +126,7 @@ class QueueTransport(Transport):
         has_superseded = outbox.put(name, header, arrays, num_bytes, check_all, supersedes=supersedes)
         if has_superseded:
             return True
-        with self._lock:
-            self._messages_sent += 1
-            self._bytes_sent += num_bytes
-            self._bytes_by_lane[lane] += num_bytes
+        self._count_sent(lane, num_bytes)
         return False
 
     def flush(self, peer: int, timeout_seconds: float) -> bool:
@@ -185,6 +182,12 @@ class QueueTransport(Transport):
         """Ends all links and joins their threads (until `deadline`, `time.monotonic`)."""
 
     # For members.
+
+    def _count_sent(self, lane: int, num_bytes: int) -> None:
+        with self._lock:
+            self._messages_sent += 1
+            self._bytes_sent += num_bytes
+            self._bytes_by_lane[lane] += num_bytes
 
     def _refused(self, address: str, reason: HopError) -> None:
         """Logs a refused connection, though not all of a flood, and counts it."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 
-from hop_tf.transport.base import Expected, Handler, PeerStatus, Transport
+from hop_tf.transport.base import Expected, Handler, PeerStatus, ToSend, Transport
 
 _num_sessions: weakref.WeakKeyDictionary[Transport, int] = weakref.WeakKeyDictionary()
 
@@ -60,11 +60,18 @@ class SessionTransport(Transport):
         return self._transport.send(peer, self._prefix + queue, *args, **kwargs)
 
     @property
-    def can_receive_now(self) -> bool:
-        return self._transport.can_receive_now
+    def can_swap(self) -> bool:
+        return self._transport.can_swap
 
-    def receive_now(self, queue: str, expected: Sequence[Expected], lane: int | None) -> list[np.ndarray | None]:
-        return self._transport.receive_now(self._prefix + queue, expected, lane)
+    def swap(
+        self,
+        queue: str,
+        to_send: Sequence[ToSend],
+        expected: Sequence[Expected],
+        lane: int | None,
+        send: Callable[[ToSend], object],
+    ) -> list[np.ndarray | None]:
+        return self._transport.swap(self._prefix + queue, to_send, expected, lane, send)
 
     def waiting_for(self, senders: Collection[int], lane: int | None) -> contextlib.AbstractContextManager[None]:
         return self._transport.waiting_for(senders, lane)

@@ -185,7 +185,7 @@ class TcpLink(GrpcLink):
             connection.limit_rate(self._outbox.max_bytes_per_second)
             return connection.try_write_message(message)
 
-        self._outbox.write_at_once(epoch, write)
+        self._outbox.write_at_once(epoch, write, connection)
         try:
             while (message := self._outbox.take(epoch)) is not None:
                 if message.rest:

@@ -217,6 +217,7 @@ class Lane:
 
     Attributes:
       connection: The connection.
+      pool: Memory for payloads.
       lending: Decides which thread reads the messages.
     """
 
@@ -225,15 +226,13 @@ class Lane:
         self._peer = peer
         self._inbox = inbox
         self._epoch = epoch
-        self._pool = pool
+        self.pool = pool
         self.lending = Lending()
         self._owed_sequence = self._num_owed = self._owed_bytes = 0
-        self._scratch = np.empty(0, np.uint8)
-        self._scratch_address = 0
 
     def lend(self) -> None:
         """Lends the connection to a thread that wants to read the next messages. Blocks: until it is back."""
-        if not self.connection.has_unread:
+        if not self.connection.unread_bytes:
             self.lending.lend()
 
     def end(self) -> None:
@@ -258,7 +257,7 @@ class Lane:
 
     def next_sequence(self) -> int | None:
         """The number of the next message. None if a thread that has borrowed the lane cannot read it."""
-        return None if self.connection.has_unread else self._inbox.next_sequence(self._epoch)
+        return None if self.connection.unread_bytes else self._inbox.next_sequence(self._epoch)
 
     def note(self, sequence: int, num_bytes: int, *, ack_requested: bool) -> bool:
         """Counts a message that a borrower has read. False if a new connection has begun, which delivers it again."""
@@ -283,13 +282,6 @@ class Lane:
         self._num_owed = self._owed_bytes = 0
         self.connection.write(encode(FrameKind.ACKNOWLEDGE, sequence=sequence))
 
-    def scratch(self, num_bytes: int) -> tuple[memoryview, int]:
-        """Memory for the borrower, until the next call, and its address."""
-        if self._scratch.size < num_bytes:
-            self._scratch = np.empty(num_bytes, np.uint8)
-            self._scratch_address = self._scratch.ctypes.data
-        return memoryview(self._scratch)[:num_bytes], self._scratch_address
-
     def take_buffer(self, num_bytes: int) -> np.ndarray:
         """Memory for a payload."""
-        return take_buffer(self._pool, num_bytes)
+        return take_buffer(self.pool, num_bytes)

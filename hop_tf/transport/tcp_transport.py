@@ -5,27 +5,27 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from types import ModuleType
 
 import numpy as np
 
 from hop_tf.errors import HopError
 from hop_tf.transport import lending
-from hop_tf.transport.base import BULK_LANE, Expected
+from hop_tf.transport.base import BULK_LANE, Expected, ToSend
 from hop_tf.transport.grpc_link import GrpcLink
 from hop_tf.transport.grpc_transport import GrpcTransport
-from hop_tf.transport.outbox import Outbox
+from hop_tf.transport.outbox import Outbox, check_message, flatten
 from hop_tf.transport.peer import Peer
 from hop_tf.transport.tcp_link import FIRST_INTERFACE_LANE, TcpLink
 from hop_tf.transport.tcp_server import Lane, TcpServer
 
 
 @functools.cache
-def _borrowing() -> ModuleType | None:
+def _swapping() -> ModuleType | None:
     # Not before there are connections: it brings TensorFlow, which takes seconds to import.
-    is_native = importlib.import_module("hop_tf.ops.frames").receives_frames()
-    return importlib.import_module("hop_tf.transport.borrowed") if is_native else None
+    is_native = importlib.import_module("hop_tf.ops.frames").exchanges_frames()
+    return importlib.import_module("hop_tf.transport.swapping") if is_native else None
 
 
 class TcpTransport(GrpcTransport):
@@ -89,32 +89,75 @@ class TcpTransport(GrpcTransport):
         self._add_link(TcpLink(interface=interface, shares_memory=self._shares_memory, **arguments))
 
     @property
-    def can_receive_now(self) -> bool:
-        return self._borrowing is not None
+    def can_swap(self) -> bool:
+        return self._swapping is not None
 
-    def receive_now(self, queue: str, expected: Sequence[Expected], lane: int | None) -> list[np.ndarray | None]:
-        lanes, borrowing = self._incoming([each.sender for each in expected], lane), self._borrowing
+    def swap(
+        self,
+        queue: str,
+        to_send: Sequence[ToSend],
+        expected: Sequence[Expected],
+        lane: int | None,
+        send: Callable[[ToSend], object],
+    ) -> list[np.ndarray | None]:
+        lanes, swapping = self._incoming([each.sender for each in expected], lane), self._swapping
         lendings = [each.lending for each in lanes]
-        if borrowing is None or len(lanes) < len(expected) or not lending.borrow_all(lendings):
-            return super().receive_now(queue, expected, lane)
+        if swapping is None or len(lanes) < len(expected) or not lending.borrow_all(lendings):
+            return super().swap(queue, to_send, expected, lane, send)
         try:
-            return borrowing.receive(lanes, queue.encode(), expected)
+            return self._swap(swapping, queue.encode(), to_send, lanes, expected, lane, send)
         finally:
             lending.give_back_all(lendings)
+
+    def _swap(self, swapping, queue: bytes, to_send, lanes: Sequence[Lane], expected, lane: int | None, send):
+        awaited, letters = swapping.await_all(lanes, queue, expected), []
+        try:
+            others = self._begin_letters(swapping, queue, to_send, lane, letters)
+        except BaseException:
+            swapping.write(letters, ())
+            raise
+        swapping.write(letters, () if others else awaited)
+        for message in others:
+            send(message)
+        return swapping.read(awaited, lanes)
+
+    def _begin_letters(self, swapping, queue: bytes, to_send, lane: int | None, letters: list) -> list[ToSend]:
+        """Begins messages, as `letters`, if their connections are idle. Returns the others."""
+        others, payload, arrays, num_bytes, pieces = [], None, (), 0, None
+        for message in to_send:
+            if message.payload is not payload:  # Often all get the same.
+                payload = message.payload
+                arrays, num_bytes = flatten(payload)
+                check_message(queue, message.header, num_bytes, lane or 0)
+                pieces = swapping.pieces_of(arrays)
+            outbox, header = self._outbox_for(message.peer, num_bytes, lane), message.header
+            begun = outbox and outbox.begin_message(queue, header, arrays, len(header) + num_bytes)
+            if begun is None:
+                others.append(message)
+                continue
+            letters.append(swapping.Letter(outbox, *begun, pieces))
+            self._count_sent(outbox.lane, len(header) + num_bytes)
+        return others
+
+    def _outbox_for(self, peer: int, num_bytes: int, lane: int | None) -> Outbox | None:
+        """The outbox for a message that can be written at once; None where `send` has more to do."""
+        lane = self._emptiest_lane(peer, num_bytes) if lane is None else lane
+        has_failed = self._failure is not None or self._peers[peer].failure is not None
+        return None if has_failed else self._outboxes.get((peer, lane))
 
     @contextlib.contextmanager
     def waiting_for(self, senders: Collection[int], lane: int | None) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            if self._borrowing is not None:
+            if self._swapping is not None:
                 for each in self._incoming(senders, lane):
                     stack.enter_context(each.lending.waiting())
             yield
 
     @property
-    def _borrowing(self) -> ModuleType | None:
-        """The module that reads from borrowed connections. None while messages are recorded: their threads do that."""
+    def _swapping(self) -> ModuleType | None:
+        """The module. None without native code, and while messages are recorded: the connections' threads do that."""
         is_recorded = self.recorder is not None and self.recorder.is_on
-        return None if is_recorded or not self._sockets else _borrowing()
+        return None if is_recorded or not self._sockets else _swapping()
 
     def _incoming(self, senders: Collection[int], lane: int | None) -> list[Lane]:
         """The connections from these ranks, at most one each. A rank without a socket has none."""

@@ -114,9 +114,13 @@ HOP_TF_EXPORT int HopTfNumCores(void);
 // Compiler and instruction set in use, for instance "g++ 12.2.0, x86-64-v4". Static memory.
 HOP_TF_EXPORT const char* HopTfBuildInfo(void);
 
-// Frames of messages (see `hop_tf.transport.framing`) that are awaited on sockets.
+// Frames of messages (see `hop_tf.transport.framing`) on sockets.
+//
+// A frame is a head of HOP_TF_HEAD_BYTES, the name of a queue, a header, a payload, and a checksum.
+#define HOP_TF_HEAD_BYTES 34
+
 typedef enum {
-  HOP_TF_AWAITED = 0,
+  HOP_TF_BEGUN = 0,
   HOP_TF_COMPLETE = 1,
   HOP_TF_OTHER = 2,    // The socket has something else.
   HOP_TF_CORRUPT = 3,  // The checksum is wrong.
@@ -124,25 +128,41 @@ typedef enum {
 } HopTfFrameState;
 
 typedef struct {
+  uint8_t* data;
+  int64_t num_bytes;
+} HopTfPiece;
+
+typedef struct {
   int32_t socket;
-  int32_t start_bytes;       // Length of what comes before the payload.
-  const uint8_t* starts[2];  // What that may be.
-  uint8_t* start;            // What it was, once it has come.
-  uint8_t* payload;          // What has come of the payload.
-  int64_t payload_bytes;
-  uint8_t* checksum;  // What has come of the checksum.
-  int32_t checksum_bytes;  // 8, or 0: there is none, and the four fields beside it are of no matter.
+  int32_t is_outgoing;  // Else it is awaited.
+  int32_t flags;        // Of the head. An awaited frame may have HOP_TF_ACK_REQUESTED, too; it is set then.
+  int32_t queue_bytes;
+  int32_t header_bytes;
+  int32_t checksum_bytes;  // 8, or 0: there is none, and the four fields of it are of no matter.
+  int64_t sequence;
+  const uint8_t* text;         // The queue's name and the header.
+  const HopTfPiece* payload;   // What is sent, or where it is to be put.
+  int64_t num_pieces;
+  uint8_t* start;              // Room for what comes before the payload, and, once the frame has gone or come, that.
+  uint8_t* checksum;           // The same for the checksum.
+  int64_t number;              // Of the frame: how many the connection has brought before.
+  const uint8_t* key;          // 32 bytes: of the checksum.
+  const uint32_t* block_key;   // See HopTfBlockHash.
   int32_t state;
-  int64_t number;             // Of the frame: how many the connection has brought before.
-  const uint8_t* key;         // 32 bytes: of the checksum.
-  const uint32_t* block_key;  // See HopTfBlockHash.
-  int64_t num_read;           // How many bytes have come.
+  int64_t num_done;  // How many bytes have gone or come.
 } HopTfFrame;
 
-// Reads frames, each on a socket of its own, in whichever order they come. What has come of a frame that is not complete
-// may also be the beginning of something else. Returns when all are complete, one can never be, nothing has come for
-// `idle_ms` milliseconds, or `total_ms` are over.
-HOP_TF_EXPORT HopTfStatus HopTfReceiveFrames(HopTfFrame* frames, int64_t num_frames, int idle_ms, int total_ms);
+#define HOP_TF_ACK_REQUESTED 1
+
+// Sends frames, and receives others meanwhile, in whichever order they can go on. Each has a socket of its own. Awaited
+// frames that are not complete may be passed once more.
+//
+// Returns when all outgoing frames are complete, or, where there are none, all awaited ones. Also when one can never be
+// complete, nothing has gone or come for `idle_ms` milliseconds, or `total_ms` are over; and, when all awaited frames
+// are there, as soon as a socket takes no more for a while. What has come of a frame that is not complete may also be
+// the beginning of something else.
+HOP_TF_EXPORT HopTfStatus HopTfExchangeFrames(HopTfFrame* const* frames, int64_t num_frames, int idle_ms,
+                                              int total_ms);
 
 #ifdef __cplusplus
 }  // extern "C"

@@ -241,82 +241,136 @@ void Fill(Bytes* bytes) {
   for (int64_t i = 0; i < bytes->size(); ++i) bytes->Set(i, static_cast<uint8_t>(Uniform(0, 255)));
 }
 
-// A socket on which a frame comes: all of it or a part, as it should be or changed, and then nothing more or the end.
-struct Coming {
-  Bytes starts[2], start, payload, seen_payload, checksum, seen_checksum, key;
+// A frame's memory, and the two ends of a connection.
+struct Side {
+  Bytes text, start, checksum, key;
+  std::vector<Bytes> parts;
+  std::vector<HopTfPiece> pieces;
   std::vector<uint32_t> block_key;
-  int sockets[2];
-  int64_t num_sent;
-  HopTfFrameState expected;
+  HopTfFrame frame = {};
 
-  explicit Coming(int64_t num_start_bytes, int64_t num_payload_bytes, int64_t num_checksum_bytes)
-      : starts{Bytes(num_start_bytes), Bytes(num_start_bytes)}, start(num_start_bytes), payload(num_payload_bytes),
-        seen_payload(num_payload_bytes), checksum(num_checksum_bytes), seen_checksum(num_checksum_bytes), key(32),
+  Side(int64_t num_text_bytes, const std::vector<int64_t>& lengths, int num_checksum_bytes)
+      : text(num_text_bytes), start(HOP_TF_HEAD_BYTES + num_text_bytes), checksum(num_checksum_bytes), key(32),
         block_key(1024) {
-    for (Bytes* each : {&starts[0], &starts[1], &payload, &checksum, &key}) Fill(each);
-    for (uint32_t& word : block_key) word = static_cast<uint32_t>(generator());
-    for (int i = 0; i < 2; ++i) starts[i].Set(0, static_cast<uint8_t>(i));
-    std::vector<uint8_t> bytes;
-    for (const Bytes* each : {&starts[Uniform(0, 1)], &payload, &checksum}) {
-      for (int64_t i = 0; i < each->size(); ++i) bytes.push_back(each->Get(i));
-    }
-    const int64_t num_bytes = static_cast<int64_t>(bytes.size());
-    num_sent = Uniform(0, 1) ? num_bytes : Uniform(0, num_bytes - 1);
-    // borrowed_test.py has checksums that are right.
-    expected = num_checksum_bytes ? HOP_TF_CORRUPT : HOP_TF_COMPLETE;
-    const bool is_closed = Uniform(0, 1);
-    if (num_sent < num_bytes) expected = is_closed ? HOP_TF_ENDED : HOP_TF_AWAITED;
-    if (num_sent && Uniform(0, 3) == 0) {
-      bytes[0] = 2;
-      expected = HOP_TF_OTHER;
-    }
-    Check(socketpair(AF_UNIX, SOCK_STREAM, 0, sockets) == 0, "no sockets");
-    Check(send(sockets[1], bytes.data(), static_cast<size_t>(num_sent), 0) == num_sent, "no room in a socket");
-    if (is_closed) shutdown(sockets[1], SHUT_WR);
-  }
-
-  ~Coming() {
-    for (int each : sockets) close(each);
-  }
-
-  HopTfFrame frame() {
-    HopTfFrame frame = {};
-    frame.socket = sockets[0];
-    frame.start_bytes = static_cast<int32_t>(start.size());
-    for (int i = 0; i < 2; ++i) frame.starts[i] = starts[i].data();
+    for (int64_t length : lengths) parts.emplace_back(length);
+    for (Bytes& part : parts) pieces.push_back({part.data(), part.size()});
+    frame.queue_bytes = static_cast<int32_t>(Uniform(1, num_text_bytes));
+    frame.header_bytes = static_cast<int32_t>(num_text_bytes) - frame.queue_bytes;
+    frame.checksum_bytes = num_checksum_bytes;
+    frame.text = text.data();
+    frame.payload = pieces.data();
+    frame.num_pieces = static_cast<int64_t>(pieces.size());
     frame.start = start.data();
-    frame.payload = seen_payload.data();
-    frame.payload_bytes = payload.size();
-    frame.checksum = seen_checksum.data();
-    frame.checksum_bytes = static_cast<int32_t>(checksum.size());
-    frame.number = static_cast<int64_t>(generator());
+    frame.checksum = checksum.data();
     frame.key = key.data();
     frame.block_key = block_key.data();
-    return frame;
+  }
+
+  std::vector<uint8_t> bytes() const {
+    std::vector<uint8_t> all;
+    const auto add = [&](const Bytes& part) {
+      for (int64_t i = 0; i < part.size(); ++i) all.push_back(part.Get(i));
+    };
+    add(start);
+    for (const Bytes& part : parts) add(part);
+    add(checksum);
+    return all;
   }
 };
 
-void FuzzFrames(int64_t num_payload_bytes) {
-  std::vector<std::unique_ptr<Coming>> coming;
-  std::vector<HopTfFrame> frames;
-  bool can_all_come = true;
-  for (int64_t i = Uniform(1, 3); i > 0; --i) {
-    coming.push_back(std::make_unique<Coming>(Uniform(1, 300), num_payload_bytes, 8 * Uniform(0, 1)));
-    frames.push_back(coming.back()->frame());
-    can_all_come = can_all_come && coming.back()->expected <= HOP_TF_COMPLETE;
+std::vector<int64_t> Cut(int64_t num_bytes) {
+  std::vector<int64_t> lengths;
+  for (int64_t left = num_bytes; left > 0; left -= lengths.back()) lengths.push_back(Uniform(1, left));
+  return lengths;
+}
+
+// A frame that is sent, and one that is awaited at the other end of its connection, which are alike.
+struct Connected {
+  int sockets[2];
+  std::unique_ptr<Side> out, in;
+
+  explicit Connected(int64_t num_payload_bytes) {
+    Check(socketpair(AF_UNIX, SOCK_STREAM, 0, sockets) == 0, "no sockets");
+    const int64_t num_text_bytes = Uniform(1, 300);
+    const int num_checksum_bytes = 8 * static_cast<int>(Uniform(0, 1));
+    out = std::make_unique<Side>(num_text_bytes, Cut(num_payload_bytes), num_checksum_bytes);
+    in = std::make_unique<Side>(num_text_bytes, Cut(num_payload_bytes), num_checksum_bytes);
+    for (Bytes* each : {&out->text, &out->key}) Fill(each);
+    for (Bytes& part : out->parts) Fill(&part);
+    for (uint32_t& word : out->block_key) word = static_cast<uint32_t>(generator());
+    out->frame.sequence = static_cast<int64_t>(generator() >> 1);
+    out->frame.number = static_cast<int64_t>(generator());
+    out->frame.flags = static_cast<int32_t>(Uniform(0, 1));
+    for (int64_t i = 0; i < num_text_bytes; ++i) in->text.Set(i, out->text.Get(i));
+    for (int64_t i = 0; i < 32; ++i) in->key.Set(i, out->key.Get(i));
+    in->block_key = out->block_key;
+    in->frame.block_key = in->block_key.data();
+    in->frame.queue_bytes = out->frame.queue_bytes;
+    in->frame.header_bytes = out->frame.header_bytes;
+    in->frame.sequence = out->frame.sequence;
+    in->frame.number = out->frame.number;
+    out->frame.is_outgoing = 1;
+    out->frame.socket = sockets[1];
+    in->frame.socket = sockets[0];
   }
-  const HopTfStatus status = HopTfReceiveFrames(frames.data(), static_cast<int64_t>(frames.size()), 1, 1000);
+
+  ~Connected() {
+    for (int each : sockets) close(each);
+  }
+};
+
+void Exchange(std::vector<HopTfFrame*> frames) {
+  const HopTfStatus status = HopTfExchangeFrames(frames.data(), static_cast<int64_t>(frames.size()), 1, 5000);
   Check(status == HOP_TF_OK, "a frame was refused");
-  for (size_t i = 0; i < frames.size(); ++i) {
-    // All ends with the first one that can never be complete.
-    const bool was_left = !can_all_come && frames[i].state == HOP_TF_AWAITED;
-    Check(was_left || frames[i].state == coming[i]->expected, "what became of a frame");
-    Check(frames[i].num_read <= coming[i]->num_sent, "more was read than was sent");
-    if (frames[i].state != HOP_TF_COMPLETE) continue;
-    for (int64_t k = 0; k < num_payload_bytes; ++k) {
-      Check(coming[i]->seen_payload.Get(k) == coming[i]->payload.Get(k), "a payload");
+}
+
+// Frames go and come in one call, however large they are.
+void FuzzExchange(int64_t num_payload_bytes) {
+  std::vector<std::unique_ptr<Connected>> connected;
+  std::vector<HopTfFrame*> frames;
+  for (int64_t i = Uniform(1, 3); i > 0; --i) {
+    connected.push_back(std::make_unique<Connected>(num_payload_bytes * (i == 1 ? 50 : 1)));
+    for (Side* side : {connected.back()->in.get(), connected.back()->out.get()}) frames.push_back(&side->frame);
+  }
+  std::shuffle(frames.begin(), frames.end(), generator);
+  Exchange(frames);
+  const auto is_outgoing = [](const HopTfFrame* frame) { return frame->is_outgoing != 0; };
+  frames.erase(std::remove_if(frames.begin(), frames.end(), is_outgoing), frames.end());
+  const auto is_begun = [](const HopTfFrame* frame) { return frame->state == HOP_TF_BEGUN; };
+  if (std::any_of(frames.begin(), frames.end(), is_begun)) Exchange(frames);
+  for (const auto& each : connected) {
+    Check(each->out->frame.state == HOP_TF_COMPLETE && each->in->frame.state == HOP_TF_COMPLETE, "an exchange");
+    Check(each->in->frame.flags == each->out->frame.flags, "whether it is to be acknowledged");
+    Check(each->in->bytes() == each->out->bytes(), "what came of a frame");
+  }
+}
+
+// All of a frame comes or a part, as it should be or changed, and then nothing more or the end.
+void FuzzFrame(int64_t num_payload_bytes) {
+  Connected connected(num_payload_bytes), sent(0);
+  connected.out->frame.socket = sent.sockets[1];
+  Exchange({&connected.out->frame});
+  Check(connected.out->frame.state == HOP_TF_COMPLETE, "no room in a socket");
+  std::vector<uint8_t> bytes = connected.out->bytes();
+  const int64_t num_bytes = static_cast<int64_t>(bytes.size());
+  const int64_t num_sent = Uniform(0, 1) ? num_bytes : Uniform(0, num_bytes - 1);
+  const bool is_closed = Uniform(0, 1);
+  HopTfFrameState expected = HOP_TF_COMPLETE;
+  if (num_sent < num_bytes) expected = is_closed ? HOP_TF_ENDED : HOP_TF_BEGUN;
+  const int64_t changed = Uniform(0, num_bytes - 1);
+  if (Uniform(0, 1) && changed < num_sent) {
+    bytes[static_cast<size_t>(changed)] ^= 1;
+    if (changed < connected.in->start.size()) {
+      expected = HOP_TF_OTHER;
+    } else if (num_sent == num_bytes && connected.in->frame.checksum_bytes) {
+      expected = HOP_TF_CORRUPT;
     }
   }
+  Check(send(connected.sockets[1], bytes.data(), static_cast<size_t>(num_sent), 0) == num_sent, "no room in a socket");
+  if (is_closed) shutdown(connected.sockets[1], SHUT_WR);
+  Exchange({&connected.in->frame});
+  Check(connected.in->frame.state == expected, "what became of a frame");
+  Check(connected.in->frame.num_done <= num_sent, "more was read than was sent");
 }
 
 void CheckRefusals() {
@@ -369,7 +423,8 @@ int main(int argc, char** argv) {
     FuzzSketch(size);
     FuzzInt8(size);
     FuzzTruncate16(size);
-    FuzzFrames(std::min<int64_t>(size, 20000));
+    FuzzFrame(std::min<int64_t>(size, 20000));
+    FuzzExchange(std::min<int64_t>(size, 20000));
   }
   std::printf("%d rounds\n", rounds);
   return 0;

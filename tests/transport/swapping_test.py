@@ -1,8 +1,10 @@
-"""Messages that the thread which waits for them reads itself, and those that it leaves to the connection's thread."""
+"""Messages that a thread writes and reads by itself, and those that it leaves to the connections' threads."""
 
+import concurrent.futures
 import contextlib
 import itertools
 import socket
+import sys
 import threading
 import time
 import unittest.mock
@@ -14,14 +16,16 @@ from hop_tf.errors import ProtocolError
 from hop_tf.ops import frames
 from hop_tf.tensors.buffers import BufferPool
 from hop_tf.testing.transports import Collector, TransportTestMixin
-from hop_tf.transport import TcpTransport, borrowed, framing, tcp_transport
-from hop_tf.transport.base import BULK_LANE, Expected
+from hop_tf.transport import TcpTransport, framing, swapping, tcp_transport
+from hop_tf.transport.base import BULK_LANE, Expected, ToSend
 from hop_tf.transport.checksum import Checksums, NoChecksums
 from hop_tf.transport.connection import Connection
 from hop_tf.transport.framing import FrameKind, Outgoing
 from hop_tf.transport.inbox import Dispatcher
+from hop_tf.transport.outbox import Outbox
 from hop_tf.transport.peer import Peer
 from hop_tf.transport.shared_memory import PeerMemory
+from hop_tf.transport.swapping import Letter
 from hop_tf.transport.tcp_server import Lane
 
 _KEY = bytes(range(32))
@@ -46,6 +50,10 @@ def _frames(checksums, *payloads, first=1, queue=b"queue", header=b"header", ack
         for number, payload in enumerate(payloads)
     ]
     return [b"".join(framing.encode_message(message, checksums)) for message in messages]
+
+
+def _read(lanes, expected):
+    return swapping.read(swapping.await_all(lanes, b"queue", expected), lanes)
 
 
 class _End:
@@ -73,7 +81,7 @@ class _End:
 
     def receive(self, *lengths, header=b"header"):
         """Borrows the lane for each message in turn, whether it is lent or not."""
-        return [borrowed.receive([self.lane], b"queue", [Expected(0, header, length)])[0] for length in lengths]
+        return [_read([self.lane], [Expected(0, header, length)])[0] for length in lengths]
 
     def acknowledged(self):
         """The number in the next acknowledgement."""
@@ -86,7 +94,7 @@ class _End:
 class _Case(parameterized.TestCase):
     def setUp(self):
         super().setUp()
-        if not frames.receives_frames():
+        if not frames.exchanges_frames():
             self.skipTest("the native library was not built")
         self.stack = self.enter_context(contextlib.ExitStack())
 
@@ -95,7 +103,7 @@ class ReceiveTest(_Case):
     def setUp(self):
         super().setUp()
         for limit in ("_IDLE_MILLISECONDS", "_TOTAL_MILLISECONDS"):  # A busy machine sends late.
-            self.enter_context(unittest.mock.patch.object(borrowed, limit, 60_000))
+            self.enter_context(unittest.mock.patch.object(swapping, limit, 60_000))
 
     @parameterized.product(
         num_bytes=[0, 1, 20, _BLOCK - 1, _BLOCK, _BLOCK + 1, 64 * _BLOCK, 200 * _BLOCK + 5],
@@ -128,13 +136,13 @@ class ReceiveTest(_Case):
         sender = threading.Thread(target=send)
         sender.start()
         expected = [Expected(0, b"header", payload.size) for payload in payloads]
-        received = borrowed.receive([end.lane for end in ends], b"queue", expected)
+        received = _read([end.lane for end in ends], expected)
         sender.join()
         for payload, each in zip(payloads, received, strict=True):
             np.testing.assert_array_equal(each, payload)
 
     def test_what_does_not_come_is_left_to_the_lane(self):
-        self.enter_context(unittest.mock.patch.object(borrowed, "_IDLE_MILLISECONDS", 10))
+        self.enter_context(unittest.mock.patch.object(swapping, "_IDLE_MILLISECONDS", 10))
         payload = _payload(_BLOCK + 1)
         (data,) = _frames(Checksums(_KEY), payload)
         for sent in (0, 1, framing.HEAD_BYTES, framing.HEAD_BYTES + 11, len(data) - 9, len(data) - 1):
@@ -143,7 +151,7 @@ class ReceiveTest(_Case):
                 here.far.sendall(data)
                 late.far.sendall(data[:sent])
                 expected = [Expected(0, b"header", payload.size)] * 2
-                received = borrowed.receive([here.lane, late.lane], b"queue", expected)
+                received = _read([here.lane, late.lane], expected)
                 np.testing.assert_array_equal(received[0], payload)
                 self.assertIsNone(received[1])
                 late.far.sendall(data[sent:])
@@ -291,7 +299,8 @@ class TransportTest(TransportTestMixin, _Case):
         num_read = 0
         for number, header in enumerate(headers):
             if header not in kept:
-                (payload,) = receiver.receive_now("queue", [Expected(0, header, num_bytes + number % 3)], BULK_LANE)
+                expected = [Expected(0, header, num_bytes + number % 3)]
+                (payload,) = receiver.swap("queue", (), expected, BULK_LANE, self.fail)
                 if payload is not None:
                     num_read += 1
                     kept[header] = payload
@@ -355,10 +364,231 @@ class TransportTest(TransportTestMixin, _Case):
 
     def test_nothing_is_borrowed_where_there_is_no_native_code(self):
         _, receiver = self.start()
-        with unittest.mock.patch.object(frames, "receives_frames", lambda: False):
-            tcp_transport._borrowing.cache_clear()
-            self.addCleanup(tcp_transport._borrowing.cache_clear)
-            self.assertEqual(receiver.receive_now("queue", [Expected(0, b"", 1)], None), [None])
+        with unittest.mock.patch.object(frames, "exchanges_frames", lambda: False):
+            tcp_transport._swapping.cache_clear()
+            self.addCleanup(tcp_transport._swapping.cache_clear)
+            self.assertEqual(receiver.swap("queue", (), [Expected(0, b"", 1)], None, self.fail), [None])
+
+
+class SwapTest(TransportTestMixin, _Case):
+    """Ranks that all send to each other, and receive, round after round, as in an all-reduce."""
+
+    member = TcpTransport
+
+    def _run(self, sizes, num_ranks=2, disturb=lambda transport, number: None, **arguments):
+        """In each round each rank sends messages of a size to all others. Returns the share that `swap` has read."""
+        transports = self.start(num_ranks, **arguments)
+        with concurrent.futures.ThreadPoolExecutor(num_ranks) as pool:
+            num_read = sum(pool.map(lambda transport: self._run_rank(transport, sizes, num_ranks, disturb), transports))
+        for transport in transports:
+            for peer in {*range(num_ranks)} - {transport.rank}:
+                self.assertTrue(transport.flush(peer, 60))
+        counters = [transport.counters() for transport in transports]
+        for kind in ("messages", "bytes"):
+            sent, received = (sum(each[f"{kind}_{what}"] for each in counters) for what in ("sent", "received"))
+            self.assertEqual(received, sent)
+        return num_read / (len(sizes) * num_ranks * (num_ranks - 1))
+
+    def _run_rank(self, transport, sizes, num_ranks, disturb):
+        others = [rank for rank in range(num_ranks) if rank != transport.rank]
+        came = {}
+        changed = threading.Condition()
+
+        def handle(message):
+            with changed:
+                came[message.sender, message.header] = message.payload
+                changed.notify_all()
+
+        def send(message):
+            transport.send(message.peer, "queue", message.header, message.payload, BULK_LANE)
+
+        transport.register("queue", handle)
+        num_read = 0
+        for number, size in enumerate(sizes):
+            disturb(transport, number)
+            header = f"{number:06}".encode()
+            to_send = [ToSend(other, header, _parts(transport.rank, number, size)) for other in others]
+            there = [other for other in others if (other, header) in came]
+            expected = [Expected(other, header, size) for other in others if other not in there]
+            payloads = transport.swap("queue", to_send, expected, BULK_LANE, send)
+            for each, payload in zip(expected, payloads, strict=True):
+                if payload is not None:
+                    num_read += 1
+                    came[each.sender, header] = payload
+            keys = {(other, header) for other in others}
+            if missing := keys - came.keys():
+                with transport.waiting_for([sender for sender, _ in missing], BULK_LANE), changed:
+                    self.assertTrue(changed.wait_for(lambda keys=keys: keys <= came.keys(), 60))
+            for other in others:
+                np.testing.assert_array_equal(came[other, header], np.concatenate(_parts(other, number, size)))
+        return num_read
+
+    @parameterized.product(size=[0, 7, 5000, 300_000], num_ranks=[2, 3], shares_memory=[True, False])
+    def test_most_messages_are_swapped(self, size, num_ranks, shares_memory):
+        def compute(transport, number):
+            time.sleep(0.001)
+
+        self.assertGreater(self._run([size] * 100, num_ranks, compute, shares_memory=shares_memory), 0.3)
+
+    @parameterized.parameters(True, False)
+    def test_of_any_size(self, shares_memory):
+        """Larger ones than fit into sockets: all ranks write and read at the same time."""
+        sizes = np.random.default_rng(0).choice([0, 1, 4095, 4096, 70_000, 300_000, 9_000_000], 80)
+        self._run([int(size) for size in sizes], 3, shares_memory=shares_memory)
+
+    @parameterized.parameters(True, False)
+    def test_connections_break(self, shares_memory):
+        def disturb(transport, number):
+            if number % 20 == 10 + transport.rank:
+                for server in transport._sockets:
+                    for lane in list(server._lanes.values()):
+                        lane.end()
+
+        self._run([300_000, 20, 2_000_000] * 50, 3, disturb, shares_memory=shares_memory)
+
+    def test_others_send_on_the_same_lane(self):
+        collectors = {}
+
+        def disturb(transport, number):
+            if number == 0:
+                collectors[transport.rank] = Collector()
+                transport.register("other", collectors[transport.rank])
+            if number % 3 == 0:
+                arguments = (1 - transport.rank, "other", str(number).encode(), (), BULK_LANE)
+                threads.append(threading.Thread(target=transport.send, args=arguments))
+                threads[-1].start()
+
+        threads = []
+        self._run([50_000] * 90, 2, disturb)
+        for thread in threads:
+            thread.join()
+        for collector in collectors.values():
+            self.assertLen(collector.wait(30), 30)
+
+    def test_calls_of_python_code(self):
+        """A budget: of a round in which all is swapped, for each message that goes and one that comes."""
+        calls = [[], []]
+
+        def disturb(transport, number):
+            time.sleep(0.001)  # As if it computed.
+            calls[transport.rank].append(0)
+
+            def count(frame, event, argument):
+                if event == "call" and frame.f_globals["__name__"].startswith("hop_tf."):
+                    calls[transport.rank][-1] += 1
+
+            sys.setprofile(count)
+
+        self._run([5000] * 60, 2, disturb)
+        for of_rank in calls:
+            self.assertBetween(min(of_rank), 20, 60)
+
+    def test_a_peer_that_does_not_read(self):
+        """The rest is left to the connection's thread; what follows waits behind it."""
+        sender, receiver = self.start(shares_memory=False)
+        go_on, came = threading.Event(), Collector()
+
+        def handle(message):
+            if message.header == b"first":
+                go_on.wait(60)
+            came(message)
+
+        receiver.register("queue", handle)
+        sender.send(1, "queue", b"first", lane=BULK_LANE)
+        self.assertTrue(_wait_until(lambda: receiver.counters()["messages_received"] == 1))
+        refused = []
+        for size in (30_000_000, 10):
+            sender.swap("queue", [ToSend(1, b"", [_payload(size)])], (), BULK_LANE, refused.append)
+        self.assertLen(refused, 1)
+        go_on.set()
+        messages = came.wait(2)
+        np.testing.assert_array_equal(messages[1].payload, _payload(30_000_000))
+        sender.swap("queue", [ToSend(1, b"last", [])], (), BULK_LANE, self.fail)
+        self.assertEqual(came.wait(3)[2].header, b"last")
+
+    def test_letters_go_though_another_message_fails(self):
+        first, *others = self.start(3)
+        collector = Collector()
+        for other in others:
+            other.register("queue", collector)
+        first.send(1, "queue", b"", lane=BULK_LANE)
+        collector.wait(1)  # Now that connection is there, and the other one is not.
+
+        def fail(message):
+            self.assertEqual(message.peer, 2)
+            raise ConnectionError
+
+        self.assertTrue(first.flush(1, 60))
+        with self.assertRaises(ConnectionError):
+            first.swap("queue", [ToSend(peer, b"both", []) for peer in (1, 2)], (), BULK_LANE, fail)
+        self.assertEqual(collector.wait(2)[1].header, b"both")
+
+    def test_a_letter_is_ended_before_what_is_awaited_comes(self):
+        """So that other threads can send to that peer."""
+        first, second = self.start()
+        collector = Collector()
+        second.register("queue", collector)
+        second.send(0, "queue", b"", lane=BULK_LANE)
+        first.send(1, "queue", b"", lane=BULK_LANE)
+        collector.wait(1)
+        outbox = first._outboxes[1, BULK_LANE]
+        self.assertTrue(first.flush(1, 60))
+        read, was_writing = swapping.read, []
+
+        def note(*arguments):
+            was_writing.append(outbox._is_writing)
+            return read(*arguments)
+
+        with unittest.mock.patch.object(swapping, "read", note):
+            first.swap("queue", [ToSend(1, b"letter", [])], [], BULK_LANE, self.fail)
+        self.assertEqual(was_writing, [False])
+        self.assertEqual(collector.wait(2)[1].header, b"letter")
+
+    def test_a_lack_of_memory(self):
+        """The connection is made anew, and the message comes."""
+        first, second = self.start()
+        collector = Collector()
+        second.register("queue", collector)
+        first.send(1, "queue", b"first", lane=BULK_LANE)
+        self.assertTrue(first.flush(1, 60))
+        lack = unittest.mock.patch.object(Connection, "begin_frame", side_effect=MemoryError)
+        with lack, self.assertRaises(MemoryError):
+            first.swap("queue", [ToSend(1, b"second", [])], [], BULK_LANE, self.fail)
+        first.send(1, "queue", b"third", lane=BULK_LANE)
+        self.assertEqual([message.header for message in collector.wait(3)], [b"first", b"second", b"third"])
+
+    def test_frames_are_what_python_writes(self):
+        """Head, text, payload in several pieces, checksum."""
+        for checksums in (Checksums, lambda key: NoChecksums()):
+            for lengths in ((), (5,), (4096,), (100, 4096, 3, 4097, 9000), (4000, 96, 1)):
+                with self.subTest(lengths=lengths), contextlib.ExitStack() as stack:
+                    end = _End(stack, checksums)
+                    outbox = Outbox()
+                    epoch = outbox.resume(0)
+                    outbox.write_at_once(epoch, self.fail, end.lane.connection)
+                    payload = [_payload(length) for length in lengths]
+                    written, expected = b"", b""
+                    python = checksums(_KEY)
+                    for _ in range(3):
+                        begun = outbox.begin_message(b"queue", b"header", payload, 6 + sum(lengths))
+                        swapping.write([Letter(outbox, *begun, swapping.pieces_of(payload))], ())
+                        expected += b"".join(framing.encode_message(begun[0], python))
+                    while len(written) < len(expected):
+                        written += end.far.recv(1 << 20)
+                    self.assertEqual(written, expected)
+
+
+def _parts(sender, number, num_bytes):
+    """A payload of so many bytes, in parts."""
+    data = np.random.default_rng([sender, number]).integers(0, 256, num_bytes, np.uint8)
+    return np.split(data, [num_bytes // 3, num_bytes // 2])
+
+
+def _wait_until(condition):
+    deadline = time.monotonic() + 60
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
 
 
 if __name__ == "__main__":

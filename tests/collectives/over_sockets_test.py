@@ -1,0 +1,65 @@
+"""All-reduces between threads that talk over sockets, as processes do."""
+
+import concurrent.futures
+import itertools
+
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from hop_tf import codecs
+from hop_tf.collectives import get_algorithm
+from hop_tf.membership import Membership, ThreadMonitor
+from hop_tf.options import CommunicationOptions
+from hop_tf.tensors.buffers import BufferPool
+from hop_tf.testing.transports import TransportTestMixin
+from hop_tf.transport import TcpTransport
+
+_NUM_RANKS, _NUM_STEPS = 4, 12
+_OPTIONS = CommunicationOptions()
+
+
+class OverSocketsTest(TransportTestMixin, parameterized.TestCase):
+    member = TcpTransport
+
+    @parameterized.parameters(
+        *itertools.product(("mesh", "ring", "bcube:2,2", "tree"), ((5,), (200_000, 3), (0, 70), (3_000_000,)))
+    )
+    def test_means(self, algorithm, sizes):
+        """Of one vector or two; of one chunk, of several, and of nothing; without shared memory in half of them."""
+        transports = self.start(_NUM_RANKS, shares_memory=len(sizes) == 1)
+        rng = np.random.default_rng(0)
+        vectors = [rng.standard_normal((_NUM_RANKS, _NUM_STEPS, size), np.float32) for size in sizes]
+
+        def run(transport):
+            rank = transport.rank
+            peers = [peer for peer in range(_NUM_RANKS) if peer != rank]
+            membership = Membership(
+                transport=transport, monitor=ThreadMonitor(), options=_OPTIONS, world_size=_NUM_RANKS, peers=peers
+            )
+            membership.begin_session()
+            all_reduce = get_algorithm(algorithm)(
+                membership,
+                "means",
+                sizes=sizes,
+                dtypes=[np.float32] * len(sizes),
+                codecs=[codecs.Identity()] * len(sizes),
+                pool=BufferPool(),
+            )
+            steps = ([vector[rank, step] for vector in vectors] for step in range(_NUM_STEPS))
+            means = [all_reduce.mean(step, values, lambda *_: True) for step, values in enumerate(steps)]
+            for peer in peers:
+                self.assertTrue(transport.flush(peer, 60))
+            all_reduce.close()
+            return means
+
+        with concurrent.futures.ThreadPoolExecutor(_NUM_RANKS) as pool:
+            of_ranks = list(pool.map(run, transports))
+        for step, index in itertools.product(range(_NUM_STEPS), range(len(sizes))):
+            means = [of_rank[step][index] for of_rank in of_ranks]
+            np.testing.assert_allclose(means[0], vectors[index][:, step].mean(axis=0), rtol=1e-4, atol=1e-6)
+            for other in means[1:]:
+                np.testing.assert_array_equal(other, means[0])
+
+
+if __name__ == "__main__":
+    absltest.main()
