@@ -80,8 +80,15 @@ def weight_decays(optimizer: Any, variables: Sequence[tf.Variable]) -> list[floa
     """What part of each variable is taken off in a step, over the learning rate: decoupled weight decay."""
     of_keras = keras_variables(optimizer)
     optimizer = innermost(optimizer)
-    decays = [optimizer._use_weight_decay(of_keras[id(variable)]) for variable in variables]
-    return [float(optimizer.weight_decay or 0.0) if has_decay else 0.0 for has_decay in decays]
+    return [_weight_decay(optimizer, of_keras[id(variable)]) for variable in variables]
+
+
+def _weight_decay(optimizer: Any, variable: Any) -> float:
+    if not optimizer._use_weight_decay(variable):
+        return 0.0
+    # Muon updates some variables as AdamW does, with a decay of their own.
+    as_adamw = hasattr(optimizer, "_should_use_adamw") and optimizer._should_use_adamw(variable)
+    return float((optimizer.adam_weight_decay if as_adamw else optimizer.weight_decay) or 0.0)
 
 
 def decays(optimizer: Any, variables: Sequence[tf.Variable]) -> list[bool]:

@@ -410,6 +410,19 @@ class OptimizerTest(tf.test.TestCase, parameterized.TestCase):
         left_out = (made.clipnorm, made.loss_scale_factor, made.gradient_accumulation_steps)
         self.assertEqual(left_out, (None, None, None))
 
+    @parameterized.product(name=sorted(_OPTIMIZERS), decay=(None, 0.1))
+    def test_weight_decay_of_each_variable(self, name, decay):
+        """Muon has one of its own for what it updates as AdamW does."""
+        optimizer = _OPTIMIZERS[name]()
+        optimizer.weight_decay, optimizer.adam_weight_decay = decay, 0.2
+        optimizer.learning_rate = 0.5
+        variables = [keras.Variable(np.ones(shape, "float32"), name=f"v{len(shape)}") for shape in ((3, 2), (4,))]
+        optimizer.build(variables)
+        found = optimizers.weight_decays(optimizer, [variable.value for variable in variables])
+        optimizer._apply_weight_decay(variables)
+        for variable, each in zip(variables, found, strict=True):
+            self.assertAllClose(variable.value, np.full(variable.shape, 1 - 0.5 * each))
+
     def test_weight_decay_and_its_exclusions(self):
         optimizer = keras.optimizers.AdamW(weight_decay=0.1)
         variables = [keras.Variable(np.ones(2, "float32"), name=name) for name in ("kernel", "bias", "gamma")]
