@@ -11,7 +11,8 @@ same batch again and again. Shown are medians over the rounds, of rank 0:
 - added: the processor time above that of the same library in one process without a strategy, which trains the batch of
   one rank;
 - switches: how often a thread of the process gives up its core, or loses it, in a step;
-- bytes: what a rank sends in a step, with the headers of TCP and IP (of all that crosses the interface);
+- bytes: what a rank sends in a step, with the headers of TCP and IP (of all that crosses its interface; on loopback,
+  which all have in common, its part of that);
 - threads of the process;
 - first: the time until the first step has ended, most of which goes into tracing.
 
@@ -89,10 +90,10 @@ class Cost:
 
 
 class Clock:
-    """Notes when steps end. `warmup` steps are no part of the cost."""
+    """Notes when steps end. `warmup` steps are no part of the cost. `num_sharing` ranks have the same interface."""
 
-    def __init__(self, world_size: int, warmup: int):
-        self._world_size = world_size
+    def __init__(self, num_sharing: int, warmup: int):
+        self._num_sharing = num_sharing
         self._warmup = warmup
         self._times = [time.perf_counter()]
         self._begin: tuple[float, int, int] | None = None
@@ -111,7 +112,7 @@ class Clock:
             step_ms=1e3 * statistics.median(later - earlier for earlier, later in itertools.pairwise(times)),
             processor_ms=1e3 * processor / num_steps,
             switches=switches / num_steps,
-            kilobytes=sent / num_steps / self._world_size / 1e3,
+            kilobytes=sent / num_steps / self._num_sharing / 1e3,
             threads=psutil.Process().num_threads(),
             first_seconds=self._times[1] - self._times[0],
         )
@@ -129,7 +130,7 @@ def _used() -> tuple[float, int, int]:
 def _measure(case: Mapping, rank: int) -> Cost | None:
     """The cost at a rank; None of a server."""
     (addresses,) = case["addresses"]
-    clock = Clock(case["num_workers"], case["warmup"])
+    clock = Clock(case["num_sharing"], case["warmup"])
     if case["kind"] in (TORCH, DDP):
         _train_torch(case, rank, addresses, clock)
     else:
@@ -287,14 +288,15 @@ def _run(case: _Case) -> Cost:
     environment = {"PYTHONPATH": os.pathsep.join(path)} if case.checkout is not None else {}
     if case.kind in (TF_KERAS, MIRRORED):
         environment["TF_USE_LEGACY_KERAS"] = "1"
+    link = _LINK.value if case.world_size > 1 else ranks.LOOPBACK
     arguments = {
         "model": case.model,
         "kind": case.kind,
         "num_workers": case.world_size,
+        "num_sharing": case.world_size if link == ranks.LOOPBACK else 1,
         "warmup": _STEPS.value // 5,
         "steps": _STEPS.value,
     }
-    link = _LINK.value if case.world_size > 1 else ranks.LOOPBACK
     num_processes = case.world_size + (case.kind == SHAT)
     return ranks.run(__file__, arguments, num_processes, link, num_ports=1, environment=environment)[0]
 
