@@ -56,14 +56,13 @@ class LinkShares:
 
     def __init__(self, bits_per_second: float):
         self._bits_per_second = bits_per_second
-        self._near_seconds = 8 * _BYTES_UNDER_WAY / bits_per_second
         # The numbers of the last two large messages to each peer; -1 before the first one.
         self._large_messages: dict[int, collections.deque[int]] = {}
         self._num_large_messages = 0
 
     def of(self, peer: int, round_trip_seconds: float, num_bytes: int) -> Share:
         """The share of a peer that a message of so many bytes is for now."""
-        is_near = round_trip_seconds <= self._near_seconds
+        is_near = num_lanes(round_trip_seconds, self._bits_per_second, 1) == 1
         num_peers = 1 if is_near else self._num_sharing_with(peer)
         if num_bytes >= _LARGE_BYTES:
             self._note_large_message(peer)
