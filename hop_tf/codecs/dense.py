@@ -85,10 +85,7 @@ class Identity(Codec):
         return total
 
     def _view(self, data: np.ndarray, num_values: int) -> np.ndarray:
-        num_bytes = num_values * self.bytes_per_value
-        if data.nbytes != num_bytes:
-            checked(self, data, num_bytes, num_values)
-        return data.view(self.dtype)
+        return checked(self, data, num_values * self.bytes_per_value, num_values).view(self.dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

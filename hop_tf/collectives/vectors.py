@@ -69,8 +69,6 @@ class Vector:
         return [slice(begin, min(begin + self._chunk_values, stop)) for begin in starts]
 
     def encode(self, values: np.ndarray, where: slice) -> np.ndarray:
-        if self._feedback is None:
-            return self._codec_of_parts.encode(values[where], self._pool)
         return self._encode(self._codec_of_parts, values[where], where)
 
     def encode_sum(self, values: np.ndarray, where: slice, parts: Sequence[np.ndarray]) -> np.ndarray:
@@ -78,8 +76,6 @@ class Vector:
         if self._feedback is None and len(parts) == 1:
             return self._codec_of_parts.reduce(parts[0], values[where], self._pool)
         total = self._codec_of_parts.total(parts, values[where], 1.0, self._pool)
-        if self._feedback is None:
-            return self._codec_of_parts.encode(total, self._pool)
         return self._encode(self._codec_of_parts, total, where)
 
     def encode_mean(self, values: np.ndarray, where: slice, parts: Sequence[np.ndarray], num_ranks: int) -> np.ndarray:
@@ -122,6 +118,8 @@ class Vector:
         return np.zeros(self._size, np.float32) if self._feedback is None else self._feedback.take()
 
     def _encode(self, codec: Codec, values: np.ndarray, where: slice, scale: float = 1.0) -> np.ndarray:
+        if self._feedback is None:
+            return codec.encode(values, self._pool)
         data, lost = self._feedback.try_encode(values, where, self._pool, scale)
         self._lost_pieces.append((lost, where))
         return data

@@ -193,9 +193,7 @@ class Inbox:
                 return True
             if sequence != self._received_sequence + 1:
                 raise ProtocolError(f"message {sequence} came after message {self._received_sequence}.")
-            self._received_sequence = sequence
-            self._dispatcher.num_messages += 1
-            self._dispatcher.num_bytes += len(message.header) + message.payload.nbytes
+            self._count(sequence, len(message.header) + message.payload.nbytes)
             if self._dispatcher.is_retired(message.queue):
                 return True
             self._held.setdefault(message.queue, collections.deque()).append(message)
@@ -212,7 +210,7 @@ class Inbox:
     def next_sequence(self, epoch: int) -> int | None:
         """Number of the message that connection `epoch` should bring next; None if another one has begun."""
         with self._lock:
-            return None if self._epoch != epoch or self._dispatcher.closed else self._received_sequence + 1
+            return None if self._ended(epoch) else self._received_sequence + 1
 
     def note(self, epoch: int, sequence: int, num_bytes: int) -> bool:
         """Takes note of a message of connection `epoch` that was delivered otherwise; False if another one has begun.
@@ -223,13 +221,15 @@ class Inbox:
           num_bytes: Length of its header and payload.
         """
         with self._lock:
-            dispatcher = self._dispatcher
-            if self._epoch != epoch or dispatcher.closed:
+            if self._ended(epoch):
                 return False
-            self._received_sequence = sequence
-            dispatcher.num_messages += 1
-            dispatcher.num_bytes += num_bytes
+            self._count(sequence, num_bytes)
             return True
+
+    def _count(self, sequence: int, num_bytes: int) -> None:
+        self._received_sequence = sequence
+        self._dispatcher.num_messages += 1
+        self._dispatcher.num_bytes += num_bytes
 
     def _deliver_recorded(
         self, recorder: Recorder, queue: str, sequence: int, num_bytes: int, is_recorded: bool

@@ -17,7 +17,7 @@ from hop_tf.ops.frames import Frame, FrameState, Piece, exchange_frames, pieces_
 from hop_tf.transport.base import Expected
 from hop_tf.transport.checksum import Checksums, NoChecksums
 from hop_tf.transport.connection import Connection, behind
-from hop_tf.transport.framing import ACK_REQUESTED, HEAD_BYTES, IN_SHARED_MEMORY, Outgoing, take_buffer
+from hop_tf.transport.framing import ACK_REQUESTED, HEAD_BYTES, IN_SHARED_MEMORY, Outgoing
 from hop_tf.transport.outbox import Outbox
 from hop_tf.transport.shared_memory import MIN_PAYLOAD_BYTES, PLACE_BYTES
 
@@ -146,7 +146,7 @@ class Awaited:
         self.way = connection.way_in
         self._payload = None
         if connection.peer_memory is None or expected.num_bytes < MIN_PAYLOAD_BYTES:
-            self._payload = take_buffer(lane.pool, expected.num_bytes)
+            self._payload = lane.take_buffer(expected.num_bytes)
         pieces = None if self._payload is None else pieces_of([self._payload])
         self.way.begin(sequence, queue, expected.header, pieces, ack_requested=False)
 

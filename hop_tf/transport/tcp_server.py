@@ -217,7 +217,6 @@ class Lane:
 
     Attributes:
       connection: The connection.
-      pool: Memory for payloads.
       lending: Decides which thread reads the messages.
     """
 
@@ -226,7 +225,7 @@ class Lane:
         self._peer = peer
         self._inbox = inbox
         self._epoch = epoch
-        self.pool = pool
+        self._pool = pool
         self.lending = Lending()
         self._owed_sequence = self._num_owed = self._owed_bytes = 0
 
@@ -284,4 +283,4 @@ class Lane:
 
     def take_buffer(self, num_bytes: int) -> np.ndarray:
         """Memory for a payload."""
-        return take_buffer(self.pool, num_bytes)
+        return take_buffer(self._pool, num_bytes)

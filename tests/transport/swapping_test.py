@@ -15,7 +15,7 @@ from absl.testing import absltest, parameterized
 from hop_tf.errors import ProtocolError
 from hop_tf.ops import frames
 from hop_tf.tensors.buffers import BufferPool
-from hop_tf.testing.transports import Collector, TransportTestMixin
+from hop_tf.testing.transports import Collector, TransportTestMixin, wait_until
 from hop_tf.transport import TcpTransport, framing, swapping, tcp_transport
 from hop_tf.transport.base import BULK_LANE, Expected, ToSend
 from hop_tf.transport.checksum import Checksums, NoChecksums
@@ -495,7 +495,7 @@ class SwapTest(TransportTestMixin, _Case):
 
         receiver.register("queue", handle)
         sender.send(1, "queue", b"first", lane=BULK_LANE)
-        self.assertTrue(_wait_until(lambda: receiver.counters()["messages_received"] == 1))
+        wait_until(lambda: receiver.counters()["messages_received"] == 1)
         refused = []
         for size in (30_000_000, 10):
             sender.swap("queue", [ToSend(1, b"", [_payload(size)])], (), BULK_LANE, refused.append)
@@ -582,13 +582,6 @@ def _parts(sender, number, num_bytes):
     """A payload of so many bytes, in parts."""
     data = np.random.default_rng([sender, number]).integers(0, 256, num_bytes, np.uint8)
     return np.split(data, [num_bytes // 3, num_bytes // 2])
-
-
-def _wait_until(condition):
-    deadline = time.monotonic() + 60
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return condition()
 
 
 if __name__ == "__main__":
