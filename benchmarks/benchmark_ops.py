@@ -96,7 +96,7 @@ def _peers(values: np.ndarray) -> list[Candidate]:
     tensor = tf.constant(values)
     quantiles = np.arange(1, 256) / 256
     calls = {
-        "sketch encode, fallback": lambda: fallback.sketch_encode(tensor, 8, 0.5)[0].numpy(),
+        "sketch encode, fallback": lambda: fallback.sketch_encode(tensor, 0.5)[0].numpy(),
         "numpy.quantile": lambda: np.quantile(values, quantiles),
         "tf.sort": lambda: tf.sort(tensor).numpy(),
         "int8 encode, fallback": lambda: fallback.int8_encode(tensor, _BLOCK_SIZE)[0].numpy(),

@@ -2,6 +2,7 @@
 //
 //   1. Count: one bin for each upper half of a float32 pattern. A counter also adds up the lower halves of its members;
 //      within a bin a value is a linear function of its lower half, so that the sum is exact and independent of order.
+//      Most bins are empty: after the counting, only blocks of bins that hold a value are looked at.
 //   2. Refine: bins that hold too much to go into one bucket unseen are divided by the next 9 to 16 bits, the more the
 //      fewer they are, and counted again.
 //   3. Assign: bins, in the order of their values, make up buckets. A bucket's value is the mean of its members.
@@ -42,40 +43,120 @@ struct Count {
   }
 };
 
+// 2^exponent, for exponents of normal numbers.
+inline double PowerOfTwo(int exponent) {
+  const uint64_t bits = static_cast<uint64_t>(exponent + 1023) << 52;
+  double power;
+  std::memcpy(&power, &bits, sizeof(power));
+  return power;
+}
+
 // A bin, or a part of a refined one. Not empty.
 struct Bin {
   uint32_t pattern;  // What the members have in common; low bits 0.
   int shift;         // How many low bits they differ in.
   Count count;
-  int code;
+  int code = 0;
+  double share = 0;
 
   int Exponent() const { return static_cast<int>((pattern & kMagnitudeMask) >> 23); }
 
   double Sum() const {
     const double smallest = FromBits(pattern & kMagnitudeMask);
     const double magnitude = static_cast<double>(count.members) * smallest +
-                             std::ldexp(static_cast<double>(count.low_bits), Exponent() - 150);
+                             static_cast<double>(count.low_bits) * PowerOfTwo(Exponent() - 150);
     return pattern >> 31 ? -magnitude : magnitude;
   }
 
-  // count^spacing * width^(1 - spacing)
-  double Share(double spacing) const {
-    const double members = static_cast<double>(count.members);
-    if (spacing == 1.0) return members;
-    const double density = spacing == 0.5 ? std::sqrt(members) : std::pow(members, spacing);
-    return density * std::exp2((1.0 - spacing) * (Exponent() - 150 + shift));
-  }
+  int Width() const { return Exponent() - 150 + shift; }  // Its logarithm.
 };
 
+// count^spacing * width^(1 - spacing)
+class Shares {
+ public:
+  explicit Shares(double spacing) : spacing_(spacing) {}
+
+  double Of(const Bin& bin) {
+    const double members = static_cast<double>(bin.count.members);
+    if (spacing_ == 1.0) return members;
+    const double density = spacing_ == 0.5 ? std::sqrt(members) : std::pow(members, spacing_);
+    if (bin.Width() != width_) {  // Neighbors are mostly alike.
+      width_ = bin.Width();
+      power_ = std::exp2((1.0 - spacing_) * width_);
+    }
+    return density * power_;
+  }
+
+ private:
+  const double spacing_;
+  int width_ = 0;
+  double power_ = 1;
+};
+
+// Counts of bins, most of which are empty: what is done for all bins is done for blocks that hold something.
+class Histogram {
+ public:
+  static constexpr uint32_t kBlockBins = 16;
+
+  // Empties it. `num_bins` is a multiple of the block's.
+  void Reset(uint32_t num_bins) {
+    for (size_t block = 0; block < is_used_.size(); ++block) {
+      if (is_used_[block]) std::fill_n(counts_.begin() + block * kBlockBins, kBlockBins, Count{});
+    }
+    is_used_.assign(num_bins / kBlockBins, false);
+    if (counts_.size() < num_bins) counts_.resize(num_bins);
+  }
+
+  // Adds up what was counted, and sets the counters to 0.
+  void Take(uint64_t* counters) {
+    for (size_t block = 0; block < is_used_.size(); ++block, counters += kBlockBins) {
+      uint64_t any = 0;
+      for (uint32_t i = 0; i < kBlockBins; ++i) any |= counters[i];
+      if (any == 0) continue;
+      is_used_[block] = true;
+      Count* const counts = &counts_[block * kBlockBins];
+      for (uint32_t i = 0; i < kBlockBins; ++i) counts[i].Add(std::exchange(counters[i], 0));
+    }
+  }
+
+  // Calls body(bin) for all bins of [begin, end) that hold something, and some more; both are multiples of the block's.
+  template <typename Body>
+  void ForUsed(uint32_t begin, uint32_t end, const Body& body) const {
+    for (uint32_t first = begin; first < end; first += kBlockBins) {
+      if (!is_used_[first / kBlockBins]) continue;
+      for (uint32_t i = 0; i < kBlockBins; ++i) body(first + i);
+    }
+  }
+
+  template <typename Body>
+  void ForUsedBackwards(uint32_t begin, uint32_t end, const Body& body) const {
+    for (uint32_t last = end; last > begin; last -= kBlockBins) {
+      if (!is_used_[last / kBlockBins - 1]) continue;
+      for (uint32_t i = 1; i <= kBlockBins; ++i) body(last - i);
+    }
+  }
+
+  uint32_t NumBins() const { return static_cast<uint32_t>(is_used_.size()) * kBlockBins; }
+  Count& operator[](uint32_t bin) { return counts_[bin]; }
+  const Count& operator[](uint32_t bin) const { return counts_[bin]; }
+
+ private:
+  std::vector<Count> counts_;
+  std::vector<uint8_t> is_used_;  // For each block.
+};
+
+static_assert(kSignBin % Histogram::kBlockBins == 0);
+
 // Memory that is used again in the next call on the same thread: fresh pages would cost more than the work on small arrays.
+// Of tables by bin, what belongs to bins without a value is not looked at, and not set.
 struct Scratch {
   std::vector<std::vector<uint64_t>> counters;  // For each part of the values; all 0 between uses.
-  std::vector<Count> bin_counts;
-  std::vector<uint16_t> refined;    // For each bin: 0, or its place among the refined ones, from 1.
-  std::vector<Count> part_counts;   // For each part of each refined bin; those at place 0 are not used.
+  Histogram bin_counts;
+  std::vector<uint16_t> refined = std::vector<uint16_t>(kNumBins);  // 0, or the place among refined bins, from 1.
+  Histogram part_counts;                                            // Of the parts of refined bins; place 0 is not used.
   std::vector<Bin> bins;
-  std::vector<uint8_t> table;       // The code of each bin ...
-  std::vector<uint8_t> part_table;  // ... and of each part.
+  std::vector<uint8_t> table = std::vector<uint8_t>(kNumBins);  // The code of each bin ...
+  std::vector<uint8_t> part_table;                              // ... and of each part.
 
   void Shrink() {
     if (counters.size() > 1) counters.resize(1);
@@ -142,10 +223,10 @@ class SketchEncoder {
 
   // Counts all values. add(patterns, count, next, counters) counts a tile of patterns. Returns the largest magnitude.
   template <typename Add>
-  uint32_t CountAll(std::vector<Count>& counts, const Add& add) {
+  uint32_t CountAll(Histogram& counts, const Add& add) {
     auto& counters = scratch_.counters;
     if (counters.size() < static_cast<size_t>(num_threads_)) counters.resize(num_threads_);
-    for (auto& each : counters) each.resize(std::max(each.size(), counts.size()));
+    for (auto& each : counters) each.resize(std::max<size_t>(each.size(), counts.NumBins()));
     std::mutex mutex;
     uint32_t largest = 0;
     ParallelFor(num_values_, num_threads_, kTileValues, [&](int part, int64_t begin, int64_t end) {
@@ -159,7 +240,7 @@ class SketchEncoder {
         });
         const std::lock_guard<std::mutex> lock(mutex);
         largest = std::max(largest, largest_here);
-        for (size_t i = 0; i < counts.size(); ++i) counts[i].Add(std::exchange(counters[part][i], 0));
+        counts.Take(counters[part].data());
       }
     });
     return largest;
@@ -168,7 +249,7 @@ class SketchEncoder {
   // Returns whether all values are finite.
   bool CountBins() {
     auto& counts = scratch_.bin_counts;
-    counts.assign(kNumBins, {});
+    counts.Reset(kNumBins);
     const auto add = [](const uint32_t* patterns, int count, const void* next, uint64_t* counters) {
       ForEachWithPrefetch(count, next, [=](int i) {
         counters[patterns[i] >> kBinShift] += (uint64_t{1} << kCountShift) | (patterns[i] & kLowMask);
@@ -181,20 +262,22 @@ class SketchEncoder {
 
   void RefineBins() {
     const uint64_t most = std::max<uint64_t>(1, num_values_ / kRefineFraction);
-    scratch_.refined.assign(kNumBins, 0);
-    for (uint32_t bin = 1; bin < kNumBins; ++bin) {
-      if (scratch_.bin_counts[bin].members > most) scratch_.refined[bin] = ++num_refined_;
-    }
+    auto& refined = scratch_.refined;
+    for (const uint32_t zeros : {0u, kSignBin}) std::fill_n(refined.begin() + zeros, kFirstNormalBin, uint16_t{0});
+    scratch_.bin_counts.ForUsed(0, kNumBins, [&](uint32_t bin) {
+      refined[bin] = bin != 0 && scratch_.bin_counts[bin].members > most ? ++num_refined_ : 0;
+    });
     if (num_refined_ == 0) return;
     while (1 << part_shift_ < num_refined_ && part_shift_ < kMaxPartShift) ++part_shift_;
-    scratch_.part_counts.assign((num_refined_ + 1) * NumPartsOfBin(), {});
+    scratch_.part_counts.Reset((num_refined_ + 1) * NumPartsOfBin());
     const uint32_t low_mask = (1u << part_shift_) - 1;
     CountAll(scratch_.part_counts, [&](const uint32_t* patterns, int count, const void* next, uint64_t* counters) {
       const uint16_t* const refined = scratch_.refined.data();
       ForEachWithPrefetch(count, next, [=](int i) {
-        const uint32_t pattern = patterns[i];
-        counters[PartIndex(refined[pattern >> kBinShift], pattern)] +=
-            (uint64_t{1} << kCountShift) | (pattern & low_mask);
+        const uint32_t pattern = patterns[i], place = refined[pattern >> kBinShift];
+        // What is not refined goes into few counters, which stay in the cache; several, as of zeros.
+        const uint32_t index = place == 0 ? i % kNumZeroBins : PartIndex(place, pattern);
+        counters[index] += (uint64_t{1} << kCountShift) | (pattern & low_mask);
       });
     });
   }
@@ -208,20 +291,26 @@ class SketchEncoder {
   // Lists what is not empty, in the order of the values.
   void ListBins() {
     scratch_.bins.clear();
-    for (uint32_t bin = kNumBins - 1; bin >= kSignBin; --bin) ListBin(bin);
-    for (uint32_t bin = 0; bin < kSignBin; ++bin) ListBin(bin);
+    const auto list = [this](uint32_t bin) { ListBin(bin); };
+    scratch_.bin_counts.ForUsedBackwards(kSignBin, kNumBins, list);
+    scratch_.bin_counts.ForUsed(0, kSignBin, list);
   }
 
   void ListBin(uint32_t bin) {
     const uint32_t pattern = bin << kBinShift;
     const uint32_t refined = scratch_.refined[bin];
     if (refined == 0) {
-      ListIfOccupied({pattern, bin == 0 ? 0 : kBinShift, scratch_.bin_counts[bin], 0});  // Zeros are all alike.
+      ListIfOccupied({pattern, bin == 0 ? 0 : kBinShift, scratch_.bin_counts[bin]});  // Zeros are all alike.
       return;
     }
-    for (uint32_t i = 0; i < NumPartsOfBin(); ++i) {
-      const uint32_t part = (bin >= kSignBin ? NumPartsOfBin() - 1 - i : i) << part_shift_;
-      ListIfOccupied({pattern | part, part_shift_, scratch_.part_counts[PartIndex(refined, part)], 0});
+    const uint32_t first = refined * NumPartsOfBin(), end = first + NumPartsOfBin();
+    const auto list = [&](uint32_t part) {
+      ListIfOccupied({pattern | (part - first) << part_shift_, part_shift_, scratch_.part_counts[part]});
+    };
+    if (bin >= kSignBin) {
+      scratch_.part_counts.ForUsedBackwards(first, end, list);
+    } else {
+      scratch_.part_counts.ForUsed(first, end, list);
     }
   }
 
@@ -240,13 +329,14 @@ class SketchEncoder {
       for (size_t i = 0; i < bins.size(); ++i) bins[i].code = static_cast<int>(i);
       return;
     }
+    Shares shares(spacing_);
     double total = 0;
     int num_points = 0;
-    for (const Bin& bin : bins) {
+    for (Bin& bin : bins) {
       if (IsPoint(bin)) {
         ++num_points;
       } else {
-        total += bin.Share(spacing_);
+        total += bin.share = shares.Of(bin);
       }
     }
     // A point takes a code, and may cut a bucket in two.
@@ -258,9 +348,8 @@ class SketchEncoder {
       if (IsPoint(bin)) {
         ++next_point;
       } else {
-        const double share = bin.Share(spacing_);
-        bucket = std::min(static_cast<int>((before + share / 2) / total * num_buckets), num_buckets - 1);
-        before += share;
+        bucket = std::min(static_cast<int>((before + bin.share / 2) / total * num_buckets), num_buckets - 1);
+        before += bin.share;
       }
       if (bucket != last_bucket) ++code;
       last_bucket = bucket;
@@ -283,7 +372,6 @@ class SketchEncoder {
 
   void WriteCodes(uint8_t* codes) {
     auto &table = scratch_.table, &part_table = scratch_.part_table;
-    table.assign(kNumBins, 0);
     part_table.resize((num_refined_ + 1) * NumPartsOfBin());
     for (const Bin& bin : scratch_.bins) {
       const uint32_t index = bin.pattern >> kBinShift;
@@ -317,7 +405,7 @@ class SketchEncoder {
       const uint32_t refined = refined_bins[pattern >> kBinShift];
       // Both are read: to jump would be slower where values are refined or not by chance.
       const uint8_t code_of_bin = table[pattern >> kBinShift];
-      const uint8_t code_of_part = part_table[PartIndex(refined, pattern)];
+      const uint8_t code_of_part = part_table[refined != 0 ? PartIndex(refined, pattern) : 0];
       codes[i] = refined != 0 ? code_of_part : code_of_bin;
     });
   }
