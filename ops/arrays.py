@@ -10,7 +10,7 @@ overlapping the arguments unless it says so.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -28,7 +28,10 @@ from hop_tf.ops.arguments import (
 )
 
 _ALL_CORES = 0
-_BFLOAT16 = tf.bfloat16.as_numpy_dtype
+_BFLOAT16 = np.dtype(tf.bfloat16.as_numpy_dtype)
+_UINT8, _INT8, _FLOAT32 = map(np.dtype, (np.uint8, np.int8, np.float32))
+# Their numbers in the C interface.
+_FLOATS = {np.dtype(each.as_numpy_dtype): number for number, each in enumerate(FLOAT_TYPES)}
 
 
 def quantile_sketch_encode(
@@ -258,15 +261,17 @@ def truncate16_accumulate(halves: np.ndarray, accumulator: np.ndarray, *, num_th
 
 
 def _floats(name: str, values) -> np.ndarray:
-    values = _native(values)
-    check_dtype(name, tf.as_dtype(values.dtype), FLOAT_TYPES)
-    check_size(name, values.size)
-    return values
+    return _checked(name, values, _FLOATS)
 
 
-def _typed(name: str, array, dtype) -> np.ndarray:
+def _typed(name: str, array, dtype: np.dtype) -> np.ndarray:
+    return _checked(name, array, (dtype,))
+
+
+def _checked(name: str, array, dtypes: Collection[np.dtype]) -> np.ndarray:
     array = _native(array)
-    check_dtype(name, tf.as_dtype(array.dtype), [tf.as_dtype(dtype)])
+    if array.dtype not in dtypes:
+        check_dtype(name, tf.as_dtype(array.dtype), list(map(tf.as_dtype, dtypes)))
     check_size(name, array.size)
     return array
 
@@ -278,7 +283,7 @@ def _native(array) -> np.ndarray:
 
 
 def _sketch(codes, bucket_values) -> tuple[np.ndarray, np.ndarray]:
-    codes, bucket_values = _typed("codes", codes, np.uint8), _typed("bucket_values", bucket_values, np.float32)
+    codes, bucket_values = _typed("codes", codes, _UINT8), _typed("bucket_values", bucket_values, _FLOAT32)
     if bucket_values.shape != (NUM_CODES,):
         raise ValueError(
             f"`bucket_values` must be a vector of {NUM_CODES} values. "
@@ -289,7 +294,7 @@ def _sketch(codes, bucket_values) -> tuple[np.ndarray, np.ndarray]:
 
 def _blocks(codes, scales, block_size: int | None) -> tuple[np.ndarray, np.ndarray]:
     block_size = check_block_size(block_size)
-    codes, scales = _typed("codes", codes, np.int8), _typed("scales", scales, np.float32)
+    codes, scales = _typed("codes", codes, _INT8), _typed("scales", scales, _FLOAT32)
     expected = num_blocks(codes.size, block_size)
     if scales.shape != (expected,):
         raise ValueError(
@@ -337,9 +342,9 @@ def _copy(tensors: Sequence[tf.Tensor], arrays: Sequence[np.ndarray]) -> None:
 
 
 def _address(array: np.ndarray) -> int:
-    return array.ctypes.data
+    return array.__array_interface__["data"][0]  # In one call; `ctypes.data` makes several, and objects.
 
 
 def _typed_array(values: np.ndarray) -> tuple[int, int]:
     """The C interface's (values, type)."""
-    return _address(values), FLOAT_TYPES.index(tf.as_dtype(values.dtype))
+    return _address(values), _FLOATS[values.dtype]

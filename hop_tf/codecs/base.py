@@ -64,7 +64,7 @@ class Codec(abc.ABC):
 
     @property
     def encodes_in_graph(self) -> bool:
-        """Whether it has `emit_encode` and `part`."""
+        """True if it has `emit_encode`, `part` and `accumulate_part`."""
         return False
 
     def at_step(self, step: int) -> Codec:
@@ -120,6 +120,10 @@ class Codec(abc.ABC):
         Returns:
           As of `encode`.
         """
+        raise NotImplementedError(f"{self} does not encode in the graph.")
+
+    def accumulate_part(self, data: np.ndarray, where: slice, accumulator: np.ndarray) -> None:
+        """Decodes some values of a vector, as `part` cuts them out, and adds them, in float32, to `accumulator`."""
         raise NotImplementedError(f"{self} does not encode in the graph.")
 
     def accumulate(self, data: np.ndarray, accumulator: np.ndarray) -> None:

@@ -226,6 +226,10 @@ class QuantileSketch(Codec):
         np.copyto(part_codes, codes[where])
         return part
 
+    def accumulate_part(self, data: np.ndarray, where: slice, accumulator: np.ndarray) -> None:
+        codes, bucket_values = self._split(data, data.size - _BUCKETS_BYTES)
+        arrays.quantile_sketch_accumulate(codes[where], bucket_values, accumulator)
+
     def decode(self, data: np.ndarray, out: np.ndarray) -> None:
         arrays.quantile_sketch_decode(*self._split(data, out.size), out=out)
 

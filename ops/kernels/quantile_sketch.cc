@@ -153,7 +153,7 @@ struct Scratch {
   std::vector<std::vector<uint64_t>> counters;  // For each part of the values; all 0 between uses.
   Histogram bin_counts;
   std::vector<uint16_t> refined = std::vector<uint16_t>(kNumBins);  // 0, or the place among refined bins, from 1.
-  Histogram part_counts;                                            // Of the parts of refined bins; place 0 is not used.
+  Histogram part_counts;                                            // Of the parts of refined bins.
   std::vector<Bin> bins;
   std::vector<uint8_t> table = std::vector<uint8_t>(kNumBins);  // The code of each bin ...
   std::vector<uint8_t> part_table;                              // ... and of each part.
@@ -269,23 +269,27 @@ class SketchEncoder {
     });
     if (num_refined_ == 0) return;
     while (1 << part_shift_ < num_refined_ && part_shift_ < kMaxPartShift) ++part_shift_;
-    scratch_.part_counts.Reset((num_refined_ + 1) * NumPartsOfBin());
+    scratch_.part_counts.Reset(num_refined_ * NumPartsOfBin());
     const uint32_t low_mask = (1u << part_shift_) - 1;
     CountAll(scratch_.part_counts, [&](const uint32_t* patterns, int count, const void* next, uint64_t* counters) {
       const uint16_t* const refined = scratch_.refined.data();
-      ForEachWithPrefetch(count, next, [=](int i) {
-        const uint32_t pattern = patterns[i], place = refined[pattern >> kBinShift];
-        // What is not refined goes into few counters, which stay in the cache; several, as of zeros.
-        const uint32_t index = place == 0 ? i % kNumZeroBins : PartIndex(place, pattern);
-        counters[index] += (uint64_t{1} << kCountShift) | (pattern & low_mask);
+      uint32_t kept[kTileValues];
+      int num_kept = 0;
+      ForEachWithPrefetch(count, next, [&](int i) {
+        kept[num_kept] = patterns[i];
+        num_kept += refined[patterns[i] >> kBinShift] != 0;
       });
+      for (int i = 0; i < num_kept; ++i) {
+        counters[PartIndex(refined[kept[i] >> kBinShift], kept[i])] +=
+            (uint64_t{1} << kCountShift) | (kept[i] & low_mask);
+      }
     });
   }
 
   uint32_t NumPartsOfBin() const { return 1u << (kBinShift - part_shift_); }
 
   uint32_t PartIndex(uint32_t refined, uint32_t pattern) const {
-    return refined * NumPartsOfBin() + ((pattern & kLowMask) >> part_shift_);
+    return (refined - 1) * NumPartsOfBin() + ((pattern & kLowMask) >> part_shift_);
   }
 
   // Lists what is not empty, in the order of the values.
@@ -303,7 +307,7 @@ class SketchEncoder {
       ListIfOccupied({pattern, bin == 0 ? 0 : kBinShift, scratch_.bin_counts[bin]});  // Zeros are all alike.
       return;
     }
-    const uint32_t first = refined * NumPartsOfBin(), end = first + NumPartsOfBin();
+    const uint32_t first = (refined - 1) * NumPartsOfBin(), end = first + NumPartsOfBin();
     const auto list = [&](uint32_t part) {
       ListIfOccupied({pattern | (part - first) << part_shift_, part_shift_, scratch_.part_counts[part]});
     };
@@ -372,7 +376,7 @@ class SketchEncoder {
 
   void WriteCodes(uint8_t* codes) {
     auto &table = scratch_.table, &part_table = scratch_.part_table;
-    part_table.resize((num_refined_ + 1) * NumPartsOfBin());
+    part_table.resize(num_refined_ * NumPartsOfBin());
     for (const Bin& bin : scratch_.bins) {
       const uint32_t index = bin.pattern >> kBinShift;
       uint8_t& code = scratch_.refined[index] ? part_table[PartIndex(scratch_.refined[index], bin.pattern)] : table[index];

@@ -14,31 +14,38 @@ from hop_tf.tensors.packing import TensorSpec
 
 # The kernels of dense layers have two dimensions, those of convolutions more; vectors go with the kernel before them.
 _DENSE_DIMENSIONS = 2
+# By default.
+MOST_COLAYERS, _LEAST_BYTES = 10, 2**18
 
 _Layer = list[int]
 
 
-def bundle(specs: Sequence[TensorSpec], num_colayers: int) -> list[list[int]]:
+def bundle(specs: Sequence[TensorSpec], num_colayers: int | None) -> list[list[int]]:
     """Divides tensors into colayers, those of the last layers first: in the order of back-propagation.
 
     Colayers are of consecutive layers: kernels, each with the vectors (biases, scales) that follow it. Where a dense
     layer follows a convolution, or the other way round, a colayer ends, as long as there are colayers left for that;
-    and then those with the most bytes are divided in the middle. What is carried along (`TensorSpec.exact`) goes with
+    and then those with the most bytes are divided in the middle. By default those with few bytes are joined: for them, a
+    message would cost more than it carries. What is carried along (`TensorSpec.exact`) goes with
     the last colayer, as it is known only at the end of a step.
 
     Args:
       specs: The tensors, in the order of the layers.
-      num_colayers: Most colayers; at least 1.
+      num_colayers: Most colayers; at least 1. None: 10, none of fewer than 256 KiB if there are several.
 
     Returns:
       For each colayer the indices of its tensors, in descending order but for what is carried along; at least one,
       none empty.
     """
+    least_bytes = _LEAST_BYTES if num_colayers is None else 0
+    num_colayers = num_colayers or MOST_COLAYERS
     runs = [list(run) for _, run in itertools.groupby(_layers(specs), key=lambda layer: _convolves(specs, layer))]
     while len(runs) > num_colayers:
         runs = _join_smallest(specs, runs)
     while len(runs) < num_colayers and (parts := _split_largest(specs, runs)) is not None:
         runs = parts
+    while len(runs) > 1 and min(_bytes_of(specs, run) for run in runs) < least_bytes:
+        runs = _join_smallest(specs, runs)
     colayers = [[index for layer in run for index in layer] for run in runs] or [[]]
     colayers[-1].extend(index for index, spec in enumerate(specs) if spec.exact)
     return colayers

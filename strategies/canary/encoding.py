@@ -79,17 +79,13 @@ class PieceEncoding:
             return None, self._codecs[piece.bucket].part(bucket.view(np.uint8), where, share, self._pool)
         return bucket[where] * bucket.dtype.type(share), None
 
-    def own(self, piece: Piece, bucket: np.ndarray) -> np.ndarray:
-        """The same part at its full size: what stands in for the mean until that is there.
-
-        Where the graph has encoded the bucket it is what that decodes to, else it shares the memory of the bucket.
-        """
-        if not self.is_encoded[piece.colayer][piece.bucket]:
-            return bucket[self._within(piece)]
-        data = self._codecs[piece.bucket].part(bucket.view(np.uint8), self._within(piece), 1.0, self._pool)
-        values = self._zeros(piece)
-        self.accumulate(piece, data, values)
-        return values
+    def add_own(self, piece: Piece, bucket: np.ndarray, total: np.ndarray) -> None:
+        """Adds the same part at its full size to `total`: what stands in for the mean until that is there."""
+        where = self._within(piece)
+        if self.is_encoded[piece.colayer][piece.bucket]:
+            self._codecs[piece.bucket].accumulate_part(bucket.view(np.uint8), where, total)
+        else:
+            np.add(total, bucket[where], out=total)
 
     def _within(self, piece: Piece) -> slice:
         """Where a piece is in its colayer's bucket."""
@@ -116,7 +112,7 @@ class PieceEncoding:
           The sum of that and the contribution.
         """
         if values is None:
-            total = self._zeros(piece) if total is None else total
+            total = self.zeros(piece) if total is None else total
             self._codec_of(piece).accumulate(data, total)
             return total
         return values if total is None else np.add(total, values, out=total)
@@ -132,7 +128,7 @@ class PieceEncoding:
         """Decodes values of a piece and adds them to `total`."""
         self._codec_of(piece).accumulate(data, total)
 
-    def _zeros(self, piece: Piece) -> np.ndarray:
+    def zeros(self, piece: Piece) -> np.ndarray:
         """A sum of nothing."""
         size, dtype = piece.where.stop - piece.where.start, self.dtype_of(piece)
         total = self._pool.take(size * dtype.itemsize).view(dtype)

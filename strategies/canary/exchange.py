@@ -261,7 +261,7 @@ class CanaryExchange(Exchange, Joiner):
         """Sends a piece of a colayer on its way, or adds it to what others send here; until then it stands in."""
         is_held = self._held.takes(layout, piece)
         joins_last = is_held and self._held.num_iterations(layout, piece) > 0
-        self.replica.stand_in(layout, piece, self.replica.encoding.own(piece, bucket), joins_last=joins_last)
+        self.replica.stand_in(layout, piece, bucket, joins_last=joins_last)
         values, data = self.replica.encoding.cut(piece, bucket, part)
         if is_held:
             self._held.add(layout, piece, k, values=values, data=data)

@@ -143,9 +143,11 @@ class GEIMatrix:
 
     def start(self, iteration: int) -> None:
         """Some rank has started `iteration`: there are rows up to that one."""
+        if iteration <= self.newest:
+            return
         for new in range(max(self._first, self.newest + 1, iteration + 1 - self._max_rows), iteration + 1):
             self._rows[new] = _Row(self._num_colayers)
-        self.newest = max(self.newest, iteration)
+        self.newest = iteration
         self._free()
 
     def merge(self, rank: int, iteration: int, colayer: int, num_pieces: int = 1) -> None:
@@ -250,9 +252,10 @@ class _Row:
         self.num_merged: collections.Counter[tuple[int, int]] = collections.Counter()  # By rank and colayer.
 
     def add(self, rank: int, colayer: int, num_pieces: int) -> bool:
-        """Counts a piece; returns whether the rank's gradient is complete, in all colayers."""
+        """Counts a piece; returns True if it has completed the rank's gradient, in all colayers."""
         self.num_merged[rank, colayer] += 1
-        if self.num_merged[rank, colayer] == num_pieces:
-            del self.num_merged[rank, colayer]
-            self.elements[colayer] |= bit_of(rank)
-        return all(element & bit_of(rank) for element in self.elements)
+        if self.num_merged[rank, colayer] < num_pieces:
+            return False
+        del self.num_merged[rank, colayer]
+        self.elements[colayer] |= bit_of(rank)
+        return calc_proportion(self.elements, rank) == len(self.elements)

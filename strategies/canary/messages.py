@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import enum
 import struct
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -66,12 +66,12 @@ class MessageKind(enum.IntEnum):
     MISSED = 16
 
 
+_KINDS = {kind.value: kind for kind in MessageKind}
 # Where contributions are counts and colayers.
 COUNTING = (MessageKind.DONE, MessageKind.MOVED)
 
 
-@dataclasses.dataclass(frozen=True)
-class Header:
+class Header(NamedTuple):
     """The header of a message.
 
     Attributes:
@@ -108,12 +108,12 @@ class Header:
         if len(header) < start:
             raise message.unexpected()
         kind, piece, newest, sequence, count = _HEAD.unpack(header[: _HEAD.size])
-        if len(header) != start + count * _CONTRIBUTION.size or kind not in set(MessageKind):
+        if len(header) != start + count * _CONTRIBUTION.size or kind not in _KINDS:
             raise ProtocolError(f"rank {message.sender} sent a malformed message to {message.queue!r}.")
-        contributions = tuple(_CONTRIBUTION.iter_unpack(header[start:]))
+        kind, contributions = _KINDS[kind], tuple(_CONTRIBUTION.iter_unpack(header[start:]))
         if kind not in COUNTING and any(rank >= world_size for rank, _ in contributions):
             raise ProtocolError(f"rank {message.sender} sent contributions of ranks that there are not.")
-        return cls(MessageKind(kind), header[_HEAD.size : start], newest, piece, sequence, contributions)
+        return cls(kind, header[_HEAD.size : start], newest, piece, sequence, contributions)
 
 
 class Channel:

@@ -26,6 +26,7 @@ class Peers:
 
     def __init__(self, membership: Membership):
         self._membership = membership
+        self._key, self._key_version = b"", None
         self.reset()
 
     def reset(self) -> None:
@@ -52,8 +53,13 @@ class Peers:
 
     def present_key(self) -> bytes:
         """The key of the layout among those that take part. See `Layout`."""
-        with self._membership.monitor:
-            return bytes(self.key_of(rank) for rank in range(self._membership.world_size))
+        membership = self._membership
+        with membership.monitor:
+            version = membership.version, membership.incarnation
+            if version != self._key_version:
+                self._key_version = version
+                self._key = bytes(map(self.key_of, range(membership.world_size)))
+            return self._key
 
     def key_of(self, rank: int) -> int:
         """A rank's byte in that key: 1 in its first incarnation, 2 when that has ended, 3 in the next one, and on."""

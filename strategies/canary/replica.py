@@ -11,7 +11,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -38,31 +38,42 @@ class _Own:
     """What this rank has contributed to a piece.
 
     Attributes:
-      num_sent: So many contributions.
-      values: The latest ones at their full size, and how many each one is the sum of, which are merged together; those
-        that are merged are dropped when somebody looks.
-      num_kept: How many those are.
+      num_sent: The number of all contributions.
+      latest: The latest ones, at their full size: the bucket that the graph has handed out, or the sum of several,
+        which are merged together; and their number. Those that are merged are dropped by the next `add_to`.
+      num_kept: The number of these.
     """
 
     num_sent: int = 0
-    values: collections.deque[tuple[int, np.ndarray]] = dataclasses.field(default_factory=collections.deque)
+    latest: collections.deque[tuple[int, np.ndarray]] = dataclasses.field(default_factory=collections.deque)
     num_kept: int = 0
 
-    def add(self, values: np.ndarray, joins_last: bool) -> None:
+    def add(self, encoding: PieceEncoding, piece: Piece, bucket: np.ndarray, joins_last: bool) -> None:
         """A contribution is about to be sent, or kept back together with the last one."""
         number = 1
         if joins_last:
-            number, others = self.values.pop()
-            number, values = number + 1, others + values
-        self.values.append((number, values))
+            number, last = self.latest.pop()
+            total = _added(encoding, piece, number, last, encoding.zeros(piece))
+            number, bucket = number + 1, _added(encoding, piece, 1, bucket, total)
+        self.latest.append((number, bucket))
         self.num_sent += 1
         self.num_kept += 1
 
-    def under_way(self, num_merged: int) -> list[np.ndarray]:
-        """Those that are not merged, where so many are."""
+    def add_to(self, encoding: PieceEncoding, piece: Piece, num_merged: int, total: np.ndarray) -> None:
+        """Adds those that are not merged to `total`, if `num_merged` are merged."""
         while self.num_kept > self.num_sent - num_merged:
-            self.num_kept -= self.values.popleft()[0]
-        return [values for _, values in self.values]
+            self.num_kept -= self.latest.popleft()[0]
+        for number, values in self.latest:
+            _added(encoding, piece, number, values, total)
+
+
+def _added(encoding: PieceEncoding, piece: Piece, number: int, values: np.ndarray, total: np.ndarray) -> np.ndarray:
+    """`total`, to which a contribution, or the sum of `number`, was added."""
+    if number > 1:
+        total += values
+    else:
+        encoding.add_own(piece, values, total)
+    return total
 
 
 class Replica:
@@ -179,9 +190,9 @@ class Replica:
             copies = self.merged()
             for layout in self.layouts():
                 for piece in layout.pieces:
-                    for values in self._under_way(layout, piece):
-                        part = copies[piece.bucket][piece.where]
-                        part += values
+                    if (own := self._own.get((layout.key, piece.index))) is not None:
+                        num_merged = layout.ledger.merged[piece.index, self.rank]
+                        own.add_to(self.encoding, piece, num_merged, copies[piece.bucket][piece.where])
             return copies
 
     def merged(self) -> tuple[np.ndarray, ...]:
@@ -195,18 +206,17 @@ class Replica:
 
     # Own contributions.
 
-    def stand_in(self, layout: Layout, piece: Piece, values: np.ndarray, *, joins_last: bool = False) -> None:
+    def stand_in(self, layout: Layout, piece: Piece, bucket: np.ndarray, *, joins_last: bool = False) -> None:
         """A contribution of this rank is about to be sent, or is kept back and sent together with the last one.
 
-        Nobody writes to its values any more.
+        Args:
+          layout: The layout.
+          piece: The piece.
+          bucket: What the graph has handed out of the piece's colayer. Nobody writes to it any more.
+          joins_last: True if it is sent together with the last one.
         """
         with self.lock:
-            self._own.setdefault((layout.key, piece.index), _Own()).add(values, joins_last)
-
-    def _under_way(self, layout: Layout, piece: Piece) -> Iterable[np.ndarray]:
-        if (own := self._own.get((layout.key, piece.index))) is None:
-            return ()
-        return own.under_way(layout.ledger.merged[piece.index, self.rank])
+            self._own.setdefault((layout.key, piece.index), _Own()).add(self.encoding, piece, bucket, joins_last)
 
     # Merging.
 

@@ -8,6 +8,7 @@ from hop_tf import codecs
 from hop_tf.arguments import check_choice, check_integer, check_on_peer_loss
 from hop_tf.collectives import Network, get_network
 from hop_tf.options import CommunicationOptions
+from hop_tf.strategies.canary.colayers import MOST_COLAYERS
 from hop_tf.strategies.canary.exchange import AsyncSettings
 from hop_tf.strategies.canary.gei import Thresholds, check_min_colayers
 
@@ -30,7 +31,7 @@ class CanarySettings:
     consistency: str
     max_staleness: int
     min_colayers: int | None
-    num_colayers: int
+    num_colayers: int | None
     codec: codecs.Codec | str | None
     max_in_flight: int
     sync_interval: int | None
@@ -40,13 +41,12 @@ class CanarySettings:
     def __post_init__(self):
         check_choice("consistency", self.consistency, _CONSISTENCIES)
         check_on_peer_loss(self.on_peer_loss)
-        check_integer("num_colayers", self.num_colayers, at_least=1)
         check_integer("max_staleness", self.max_staleness, at_least=0)
         check_integer("max_in_flight", self.max_in_flight, at_least=2)
-        for name in ("sync_interval", "low_rank"):
+        for name in ("num_colayers", "sync_interval", "low_rank"):
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), at_least=1)
-        check_min_colayers(self.min_colayers, self.num_colayers)
+        check_min_colayers(self.min_colayers, self.num_colayers or MOST_COLAYERS)
         object.__setattr__(self, "algorithm", get_network(self.algorithm))
         object.__setattr__(self, "codec", codecs.get(self.codec))
         self._check_consistency()

@@ -444,7 +444,7 @@ class FrozenTest(tf.test.TestCase, parameterized.TestCase):
 
         def inspect(job, rank, step, weights):
             num_sent_before[rank, step] = num_sent[rank, 1]
-            num_kept.append(max(len(own.values) for own in job.exchanges[rank].replica._own.values()))
+            num_kept.append(max(len(own.latest) for own in job.exchanges[rank].replica._own.values()))
 
         self._run("mesh", 3, link_seconds=send, inspect=inspect)
         for rank in (0, 2):
