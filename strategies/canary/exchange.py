@@ -67,8 +67,8 @@ class AsyncSettings:
 class CanaryExchange(Exchange, Joiner):
     """Sends out contributions, and merges those of all ranks, without waiting for anybody's computation.
 
-    The segments of a step are its colayers, and then `merge_segment`: what that gives back are the weights. Step
-    `start_step` begins with `start_segment`, which hands out the weights as they are; and after the last one comes
+    The segments of a step are its colayers. When the last one is handed out, the weights come back, as `merge_segment`.
+    Step `start_step` begins with `start_segment`, which hands out the weights as they are; and after the last one comes
     `finish_segment`.
 
     Args:
@@ -84,8 +84,8 @@ class CanaryExchange(Exchange, Joiner):
       changes: What this rank changes of them.
       colayers: The colayer of each variable.
       start_step: int64 variable: the first step that this rank makes.
-      num_left: int64 variable: how many colayers have left in the step that `merge_segment` has ended, the first ones;
-        the others were dropped.
+      num_left: int64 variable: how many colayers have left in the step that has ended last, the first ones; the others
+        were dropped.
       replica: The weights and what was merged into them.
     """
 
@@ -197,8 +197,6 @@ class CanaryExchange(Exchange, Joiner):
 
     def step(self, outgoing: Outgoing) -> Incoming | None:
         k, segment = outgoing.step, outgoing.segment
-        if segment == self.merge_segment:
-            return self._end_iteration(k)
         if segment == self.finish_segment:
             return Incoming(k, segment, self._finish(k, outgoing.buckets))
         if segment == self.start_segment:
@@ -207,12 +205,14 @@ class CanaryExchange(Exchange, Joiner):
         if segment == 0:
             self._enter(k)
         self._send_colayer(k, segment, outgoing.buckets)
-        return None
+        return self._end_iteration(k) if segment == len(self.members) - 1 else None
 
     def no_op(self, outgoing: Outgoing) -> Incoming | None:
         if outgoing.segment == self.start_segment:
             self.replica.begin(outgoing.buckets)
-        if outgoing.segment in (self.merge_segment, self.finish_segment):
+        if outgoing.segment == len(self.members) - 1:
+            return Incoming(outgoing.step, self.merge_segment, self.replica.read())
+        if outgoing.segment == self.finish_segment:
             return Incoming(outgoing.step, outgoing.segment, self.replica.read())
         return None
 

@@ -270,7 +270,6 @@ class CanaryStrategy(ExchangeStrategy):
         changes = dict(zip(exchange.order, exchange.changes.take(), strict=True))
         for colayer, members in enumerate(exchange.members):
             group.submit([changes[index] for index in members], colayer)
-        group.signal(exchange.merge_segment)
         weights, num_skipped = group.collect(list(changes.values()), exchange.merge_segment)
         exchange.changes.replace(weights)
         if slots is not None:

@@ -150,8 +150,8 @@ class _Canary:
             self._cluster.scheduler.sleep(float(self._durations[rank, step]))
             for colayer, part in enumerate(exchange.parts[: len(_COLAYERS)]):
                 (bucket,) = exchange.emit_encode(colayer, [tf.zeros(part.sizes[0])])
-                exchange.step(Outgoing(step, colayer, (bucket.numpy(),)))
-            step += 1 + exchange.step(Outgoing(step, exchange.merge_segment, empty)).num_skipped
+                incoming = exchange.step(Outgoing(step, colayer, (bucket.numpy(),)))
+            step += 1 + incoming.num_skipped
         self.finished = min(self.finished, self._cluster.scheduler.now)
         exchange.step(Outgoing(step, exchange.finish_segment, empty))
 

@@ -208,7 +208,7 @@ class Training(abc.ABC):
         return None
 
     def _take(self, outgoing, incoming):
-        assert (incoming.step, incoming.segment) == (outgoing.step, outgoing.segment)
+        assert (incoming.step, incoming.segment) == (outgoing.step, self.segment_back(outgoing))
         self.take(outgoing, incoming)
         for bucket in incoming.buckets:
             bucket.flags.writeable = False  # They are the graph's now.
@@ -227,6 +227,10 @@ class Training(abc.ABC):
         self.membership.check()
 
     # What comes back.
+
+    def segment_back(self, outgoing):
+        """The segment of what comes back."""
+        return outgoing.segment
 
     def take(self, outgoing, incoming):
         """Notes a copy of what has come back."""
@@ -465,8 +469,7 @@ class Merges(Training):
                 num_skipped -= 1
                 continue
             for colayer, part in enumerate(exchange.parts[: len(self.colayers)]):
-                self._contribute(step, colayer, part)
-            incoming = self.hand_out(step, exchange.merge_segment, nothing)
+                incoming = self._contribute(step, colayer, part)
             num_skipped = 0 if incoming is None else incoming.num_skipped
             last = step + num_skipped
         if not self._leaves:
@@ -477,10 +480,16 @@ class Merges(Training):
 
     def _contribute(self, step, colayer, part):
         num_drops = self.exchange.counters()["overtime_drops"]
-        self.hand_out(step, colayer, (np.full(part.sizes[0], float(_UNIT * self._BASE**self.rank)),))
+        values = np.full(part.sizes[0], float(_UNIT * self._BASE**self.rank))
+        incoming = self.hand_out(step, colayer, (values,))
         if not self._is_interrupted and self.exchange.counters()["overtime_drops"] == num_drops:
             num_ranks = len(self.exchange._contributions.layout.ranks)
             self._contributed[self.session, colayer] += _UNIT // num_ranks
+        return incoming
+
+    def segment_back(self, outgoing):
+        is_last = outgoing.segment == len(self.colayers) - 1
+        return self.exchange.merge_segment if is_last else outgoing.segment
 
     def check_no_op(self, outgoing, incoming):
         """Weights come back."""

@@ -215,10 +215,9 @@ class _Rank(State):
             self._job.made[self._rank, step, colayer] += 1
             change = tf.fill([part.sizes[0]], tf.constant(_SHARES * _BASE**self._rank, before.dtype))
             (bucket,) = exchange.emit_encode(colayer, [change])
-            self._hand_out(step, colayer, bucket.numpy())
+            incoming = self._hand_out(step, colayer, bucket.numpy())
             if exchange.counters()["overtime_drops"] == num_drops:
                 self._job.sent[self._rank, colayer] += _SHARES // len(exchange._contributions.layout.ranks)
-        incoming = self._hand_out(step, exchange.merge_segment)
         (self._weights,) = incoming.buckets
         return step + 1 + incoming.num_skipped
 

@@ -154,10 +154,9 @@ class Job:
                 before = exchange.counters()["overtime_drops"]
                 (bucket,) = exchange.emit_encode(colayer, [tf.constant(values)])
                 self.handed_out[rank][colayer] = int(bucket.shape[0])
-                exchange.step(Outgoing(step, colayer, (bucket.numpy(),)))
+                incoming = exchange.step(Outgoing(step, colayer, (bucket.numpy(),)))
                 if exchange.counters()["overtime_drops"] > before:
                     self.drops[rank].append((step, colayer))
-            incoming = exchange.step(Outgoing(step, exchange.merge_segment, empty))
             self.left[rank].append(int(exchange.num_left))
             if self.inspect is not None:
                 self.inspect(self, rank, step, incoming.buckets[0])
@@ -684,9 +683,9 @@ class DepartureTest(tf.test.TestCase, parameterized.TestCase):
             whole, empty = np.zeros(exchange.parts[-1].sizes[0], np.float32), np.empty(0, np.float32)
             exchange.step(Outgoing(0, exchange.start_segment, (whole,)))
             for colayer, part in enumerate(exchange.parts[: len(_MEMBERS)]):
-                exchange.step(Outgoing(0, colayer, (whole[: part.sizes[0]],)))
+                incoming = exchange.step(Outgoing(0, colayer, (whole[: part.sizes[0]],)))
                 job.cluster.scheduler.sleep(5.0)  # Rank 1 is ahead then.
-            step = 1 + exchange.step(Outgoing(0, exchange.merge_segment, (empty,))).num_skipped
+            step = 1 + incoming.num_skipped
             return exchange.step(Outgoing(step, exchange.finish_segment, (empty,)))
 
         job.take_steps = take_steps
