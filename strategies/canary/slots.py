@@ -29,7 +29,7 @@ class SlotsBefore:
 
     def __init__(self, optimizer: Any, variables: Sequence[tf.Variable]):
         slots = [(index, slot) for (_, index), slot in slots_of(optimizer, variables).items() if index is not None]
-        self._slots = [(index, slot, slot.read_value()) for index, slot in slots]
+        self._slots = [(index, slot, slot.value()) for index, slot in slots]
 
     def restore(self, colayers: Mapping[int, int], num_left: tf.Tensor) -> None:
         """Emits the ops that undo the step of those colayers that have not left.
@@ -38,13 +38,13 @@ class SlotsBefore:
           colayers: The colayer of each variable.
           num_left: int64 scalar: so many colayers have left, the first ones.
         """
-        num_colayers = 1 + max(colayers.values(), default=-1)
+        for colayer in sorted({colayers[index] for index, _, _ in self._slots}):
 
-        def undo() -> None:
-            for index, slot, value in self._slots:
-                slot.assign(tf.where(colayers[index] < num_left, slot.read_value(), value))
+            def undo(colayer: int = colayer) -> None:
+                for index, slot, value in self._slots:
+                    if colayers[index] == colayer:
+                        slot.assign(value)
 
-        if self._slots:
             with tf.device("/cpu:0"):
-                has_dropped = num_left < num_colayers
-            tf.cond(has_dropped, undo, lambda: None)
+                is_dropped = num_left <= colayer
+            tf.cond(is_dropped, undo, lambda: None)
