@@ -289,5 +289,6 @@ class HopExchange(Exchange, Joiner):
             self._was_passed_by = True  # It has heard nothing of this rank for some time.
         if self._absence.is_any():
             self._absence.hear(message.sender, is_near=iteration + self._settings.gap > self.iteration)
+        self._pacing.hear_update(message.sender, iteration)
         self._reception.put(Update(iteration, message.sender, self._packing.view(message.payload)))
         self._most_updates = max(self._most_updates, len(self._reception))

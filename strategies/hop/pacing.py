@@ -37,6 +37,7 @@ class Pacing(abc.ABC):
         rank = context.membership.rank
         self._in_neighbors = topology.in_neighbors(rank)
         self._out_neighbors = topology.out_neighbors(rank)
+        self._told = self._in_neighbors  # By messages of their own.
         self._queue = SessionQueue(context.membership, f"pace/{context.group}", context.session)
         self._begin(0)
         self._queue.start(self._on_message)
@@ -82,6 +83,9 @@ class Pacing(abc.ABC):
         """An iteration that out-neighbor j has reached, maybe passed."""
         return 0
 
+    def hear_update(self, j: int, iteration: int) -> None:
+        """An update of in-neighbor j has come. So j has entered its iteration."""
+
     @abc.abstractmethod
     def admit(self, j: int, start: int) -> None:
         """Out-neighbor j joins and is to enter iteration `start`."""
@@ -91,7 +95,7 @@ class Pacing(abc.ABC):
         """The rank has joined; out-neighbor j is in iteration k."""
 
     def _tell_in_neighbors(self, k: int, incarnations: Mapping[int, int]) -> None:
-        for j in self._present(self._in_neighbors):
+        for j in self._present(self._told):
             incarnation = incarnations.get(j)  # It is taken out when it joins, which may be now.
             if incarnation is not None:
                 # On lane 0: behind an update on a slow link it would hold a rank up that needs no such update.
@@ -114,7 +118,11 @@ class Pacing(abc.ABC):
 
 
 class TokenPacing(Pacing):
-    """Token queues (section 4.2), and with them the jumps of stragglers (section 5)."""
+    """Token queues (section 4.2), and with them the jumps of stragglers (section 5).
+
+    An update of iteration k is sent when its sender has entered k. If the receiver waits for it in any case, no token
+    needs a message of its own: what a neighbor in both directions inserts comes with its updates.
+    """
 
     def __init__(self, context: ExchangeContext, topology: Topology, settings: HopSettings, absence: Absence):
         self._max_ig = settings.max_iteration_gap
@@ -123,6 +131,8 @@ class TokenPacing(Pacing):
         # Theorem 2, for the longest path there is: where others have ended, none may be shorter.
         self._capacity = self._max_ig * topology.world_size
         super().__init__(context, topology, absence)
+        if not settings.tolerates_stragglers:
+            self._told = [j for j in self._in_neighbors if j not in self._out_neighbors]
 
     def _begin(self, start: int) -> None:
         self._permitted = start  # The iteration up to which tokens were taken.
@@ -190,6 +200,10 @@ class TokenPacing(Pacing):
         """The tokens that j has inserted up to iteration k; those of a later one may have come first."""
         if k > self._tokens[j].iteration:
             self._put(j, k)
+
+    def hear_update(self, j: int, iteration: int) -> None:
+        if j in self._tokens and not self._has_surplus and iteration > self._tokens[j].iteration:
+            self._put(j, iteration)
 
     def _note(self, j: int, iteration: int) -> None:
         self._put(j, iteration)
