@@ -269,17 +269,14 @@ def _typed(name: str, array, dtype: np.dtype) -> np.ndarray:
 
 
 def _checked(name: str, array, dtypes: Collection[np.dtype]) -> np.ndarray:
-    array = _native(array)
+    """As the kernels read it: contiguous, in this machine's byte order."""
+    array = np.asarray(array, order="C")
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
     if array.dtype not in dtypes:
         check_dtype(name, tf.as_dtype(array.dtype), list(map(tf.as_dtype, dtypes)))
     check_size(name, array.size)
     return array
-
-
-def _native(array) -> np.ndarray:
-    """As the kernels read it: contiguous, in this machine's byte order."""
-    array = np.asarray(array, order="C")
-    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
 def _sketch(codes, bucket_values) -> tuple[np.ndarray, np.ndarray]:

@@ -45,6 +45,7 @@ class ThreadMonitor(Monitor):
 
     def __init__(self):
         self._condition = threading.Condition()
+        self._num_waiting = 0
 
     def now(self) -> float:
         return time.monotonic()
@@ -57,7 +58,12 @@ class ThreadMonitor(Monitor):
         self._condition.release()
 
     def notify_all(self) -> None:
-        self._condition.notify_all()
+        if self._num_waiting:  # Mostly nobody waits, and this is called for each message.
+            self._condition.notify_all()
 
     def wait(self, timeout_seconds: float, deadline: float = math.inf) -> None:
-        self._condition.wait(max(0.0, min(timeout_seconds, deadline - self.now())))
+        self._num_waiting += 1
+        try:
+            self._condition.wait(max(0.0, min(timeout_seconds, deadline - self.now())))
+        finally:
+            self._num_waiting -= 1

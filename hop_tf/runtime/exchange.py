@@ -50,9 +50,9 @@ class Outgoing:
 class Incoming:
     """What the graph gets back for an `Outgoing` of the same step. Delivered in order.
 
-    The segment says which of `Exchange.parts` the buckets have: those of the `Outgoing`, unless the scheme says otherwise.
-    The arrays are handed over to TensorFlow: nobody writes to them afterwards. The training steps that follow may be
-    passed over: the next `Outgoing` then has the number `step + 1 + num_skipped`.
+    The segment is that of the `Outgoing`, unless the scheme gives back more: it says which of `Exchange.parts` the
+    buckets have. The arrays are handed over to TensorFlow: nobody writes to them afterwards. The training steps that
+    follow may be passed over: the next `Outgoing` then has the number `step + 1 + num_skipped`.
     """
 
     step: int

@@ -10,6 +10,7 @@ import abc
 import contextlib
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,8 +23,7 @@ BULK_LANE = 1
 _SPARE_ROUND_TRIPS = 8
 
 
-@dataclasses.dataclass(frozen=True)
-class Message:
+class Message(NamedTuple):
     """What a handler receives.
 
     Attributes:

@@ -308,7 +308,7 @@ class Connection:
             piece = buffer[filled : filled + self._read_bytes]
             behind = [tail] if filled + piece.size == buffer.size else []
             count = self._receive_into([*before, piece, *behind])
-            num_before = sum(each.nbytes for each in before)
+            num_before = before[0].nbytes if before else 0
             if count < num_before:
                 before = [before[0][count:]]
                 continue

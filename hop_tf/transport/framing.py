@@ -20,6 +20,7 @@ import enum
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -59,7 +60,7 @@ class FrameKind(enum.IntEnum):
     PONG = 7
 
 
-_KINDS = frozenset(FrameKind)
+_KINDS = {kind.value: kind for kind in FrameKind}
 
 
 @dataclasses.dataclass(slots=True)
@@ -93,8 +94,7 @@ class Outgoing:
     rest: Sequence[memoryview] = ()
 
 
-@dataclasses.dataclass(frozen=True)
-class Frame:
+class Frame(NamedTuple):
     """A parsed frame.
 
     Attributes:
@@ -181,8 +181,7 @@ def encode_message(message: Outgoing, checksums: Checksums | NoChecksums) -> Ite
     yield b"".join((*pieces, checksum.value()))
 
 
-@dataclasses.dataclass(frozen=True)
-class Head:
+class Head(NamedTuple):
     """A parsed head: `Frame` says what the fields mean, and `shared_memory.py` what is in shared memory."""
 
     kind: FrameKind
@@ -226,10 +225,19 @@ def decode_head(data: bytes) -> Head:
     if queue_bytes > MAX_QUEUE_BYTES or header_bytes > MAX_HEADER_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
         lengths = f"queue {queue_bytes}, header {header_bytes}, payload {payload_bytes}"
         raise ProtocolError(f"a frame has lengths beyond the limits: {lengths}.")
-    requested, recorded, in_memory = (bool(flags & flag) for flag in (ACK_REQUESTED, _RECORDED, IN_SHARED_MEMORY))
+    in_memory = flags & IN_SHARED_MEMORY != 0
     if in_memory and payload_bytes != PLACE_BYTES:
         raise ProtocolError(f"a frame tells a place in {payload_bytes} bytes, and not in {PLACE_BYTES}.")
-    return Head(FrameKind(kind), requested, recorded, in_memory, sequence, payload_bytes, header_bytes, queue_bytes)
+    return Head(
+        kind=_KINDS[kind],
+        ack_requested=flags & ACK_REQUESTED != 0,
+        is_recorded=flags & _RECORDED != 0,
+        in_shared_memory=in_memory,
+        sequence=sequence,
+        payload_bytes=payload_bytes,
+        header_bytes=header_bytes,
+        queue_bytes=queue_bytes,
+    )
 
 
 def decode(data: bytes, checksum_bytes: int = 0) -> Frame:

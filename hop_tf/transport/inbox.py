@@ -186,7 +186,8 @@ class Inbox:
           ProtocolError: If messages before it are missing.
         """
         with self._condition:
-            self._condition.wait_for(lambda: self._ended(epoch) or self._num_held < self._dispatcher.max_held_messages)
+            while self._num_held >= self._dispatcher.max_held_messages and not self._ended(epoch):
+                self._condition.wait()
             if self._ended(epoch):
                 return False
             if sequence <= self._received_sequence:
@@ -196,16 +197,24 @@ class Inbox:
             self._count(sequence, len(message.header) + message.payload.nbytes)
             if self._dispatcher.is_retired(message.queue):
                 return True
-            self._held.setdefault(message.queue, collections.deque()).append(message)
-            self._num_held += 1
-        queue, num_bytes = message.queue, len(message.header) + message.payload.nbytes
-        del message  # The handler alone decides how long it lives.
+            handler = None if message.queue in self._held else self._dispatcher.handler(message.queue)
+            if handler is None:
+                self._held.setdefault(message.queue, collections.deque()).append(message)
+                self._num_held += 1
         recorder = self._dispatcher.recorder
         if recorder is None:
-            self.drain(queue)
+            self._deliver(handler, message)
         else:
-            self._deliver_recorded(recorder, queue, sequence, num_bytes, is_recorded)
+            self._deliver_recorded(recorder, handler, message, sequence, is_recorded)
         return True
+
+    def _deliver(self, handler: Handler | None, message: Message) -> None:
+        """Delivers a message to a handler; if there was none, what is held for the queue."""
+        if handler is None:
+            self.drain(message.queue)
+            return
+        with self._delivering:
+            self._dispatcher.run(handler, message)
 
     def next_sequence(self, epoch: int) -> int | None:
         """Number of the message that connection `epoch` should bring next; None if another one has begun."""
@@ -232,11 +241,11 @@ class Inbox:
         self._dispatcher.num_bytes += num_bytes
 
     def _deliver_recorded(
-        self, recorder: Recorder, queue: str, sequence: int, num_bytes: int, is_recorded: bool
+        self, recorder: Recorder, handler: Handler | None, message: Message, sequence: int, is_recorded: bool
     ) -> None:
         recorder.follow(is_recorded)
         begin = time.time()
-        self.drain(queue)
+        self._deliver(handler, message)
         if is_recorded:
             recorder.add(
                 Kind.RECEIVE,
@@ -244,8 +253,8 @@ class Inbox:
                 time.time() - begin,
                 peer=self._sender,
                 lane=self._lane,
-                name=queue,
-                num_bytes=num_bytes,
+                name=message.queue,
+                num_bytes=len(message.header) + message.payload.nbytes,
                 number=sequence,
             )
 

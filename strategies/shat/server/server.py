@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
 import threading
 from collections.abc import Mapping, Sequence
@@ -217,7 +216,7 @@ class ParameterServer:
 
     def _on_configure(self, message: Message) -> None:
         parts = payloads.split(message.payload)
-        configure = parse(pb.Configure, dataclasses.replace(message, header=parts[0].tobytes()))
+        configure = parse(pb.Configure, message._replace(header=parts[0].tobytes()))
         with self._lock:
             if not configure.has_left and self._has_gone(message.sender, configure.session):
                 return  # Its farewell has overtaken this.
