@@ -55,7 +55,7 @@ _BUDGET = {
     "dts": Cost(messages=0.6, num_bytes=2250, calls=135, operations=182, threads=6),
     "canary": Cost(messages=2.7, num_bytes=5300, calls=960, operations=290, threads=6),
     "canary_synchronous": Cost(messages=2.1, num_bytes=4600, calls=620, operations=97, threads=5),
-    "shat": Cost(messages=1.1, num_bytes=8450, calls=1700, operations=132, threads=8),
+    "shat": Cost(messages=1.1, num_bytes=8450, calls=980, operations=132, threads=8),
 }
 
 
