@@ -165,8 +165,7 @@ class _Job:
             for colayer, values in enumerate(np.split(velocity, self._ends[:-1])):
                 sleep(step_seconds * (1 - _FORWARD) / _NUM_LAYERS)
                 buckets = exchange.emit_encode(colayer, [tf.constant(values)])
-                exchange.step(Outgoing(step, colayer, tuple(bucket.numpy() for bucket in buckets)))
-            incoming = exchange.step(Outgoing(step, exchange.merge_segment, empty))
+                incoming = exchange.step(Outgoing(step, colayer, tuple(bucket.numpy() for bucket in buckets)))
             weights, num_left = np.array(incoming.buckets[0]), int(exchange.num_left)
             if num_left < _NUM_LAYERS:  # What was dropped the optimizer forgets.
                 end = self._ends[num_left - 1] if num_left else 0

@@ -120,8 +120,8 @@ def simulate_hop(
         of seconds, one for each step that the rank makes. Iterations that are jumped over take none.
       link_seconds: `link_seconds(sender, receiver, num_bytes)` is how long a message takes. Default: no time.
       sending_seconds: `sending_seconds(sender, receiver, num_bytes)` is for how long a message keeps its link busy
-        before that, and others to the same rank wait: bytes over bandwidth. Tokens do not wait behind updates. Default:
-        no time. As models are small here, take the bytes of yours.
+        before that, and others to the same rank wait: bytes over bandwidth. Tokens that are sent by themselves do not
+        wait behind updates. Default: no time. As models are small here, take the bytes of yours.
       problem: What is trained. Default: nothing, as where only speed matters.
       hosts: The host of each rank, for a hierarchical topology.
       faults: Ranks that die, and are started again. The others hear of a death after two seconds, or by the restart.

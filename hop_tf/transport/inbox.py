@@ -198,7 +198,9 @@ class Inbox:
             if self._dispatcher.is_retired(message.queue):
                 return True
             handler = None if message.queue in self._held else self._dispatcher.handler(message.queue)
-            if handler is None:
+            # Nobody delivers at this moment, as mostly: it need not be held.
+            if handler is None or not self._delivering.acquire(blocking=False):
+                handler = None
                 self._held.setdefault(message.queue, collections.deque()).append(message)
                 self._num_held += 1
         recorder = self._dispatcher.recorder
@@ -209,12 +211,14 @@ class Inbox:
         return True
 
     def _deliver(self, handler: Handler | None, message: Message) -> None:
-        """Delivers a message to a handler; if there was none, what is held for the queue."""
+        """Delivers a message to a handler, with `_delivering` held, or, without one, what is held for the queue."""
         if handler is None:
             self.drain(message.queue)
             return
-        with self._delivering:
+        try:
             self._dispatcher.run(handler, message)
+        finally:
+            self._delivering.release()
 
     def next_sequence(self, epoch: int) -> int | None:
         """Number of the message that connection `epoch` should bring next; None if another one has begun."""

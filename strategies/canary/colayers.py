@@ -45,7 +45,7 @@ def bundle(specs: Sequence[TensorSpec], num_colayers: int | None) -> list[list[i
     while len(runs) < num_colayers and (parts := _split_largest(specs, runs)) is not None:
         runs = parts
     while len(runs) > 1 and min(_bytes_of(specs, run) for run in runs) < least_bytes:
-        runs = _join_smallest(specs, runs)
+        runs = _join_with_neighbor(specs, runs)
     colayers = [[index for layer in run for index in layer] for run in runs] or [[]]
     colayers[-1].extend(index for index, spec in enumerate(specs) if spec.exact)
     return colayers
@@ -80,7 +80,19 @@ def _bytes_of(specs: Sequence[TensorSpec], run: Sequence[_Layer]) -> int:
 def _join_smallest(specs: Sequence[TensorSpec], runs: list[list[_Layer]]) -> list[list[_Layer]]:
     """Joins those two neighbors that make the smallest colayer."""
     sizes = [_bytes_of(specs, [*first, *second]) for first, second in itertools.pairwise(runs)]
-    at = sizes.index(min(sizes))
+    return _joined(runs, sizes.index(min(sizes)))
+
+
+def _join_with_neighbor(specs: Sequence[TensorSpec], runs: list[list[_Layer]]) -> list[list[_Layer]]:
+    """Joins the smallest colayer and the smaller one of its neighbors."""
+    sizes = [_bytes_of(specs, run) for run in runs]
+    smallest = sizes.index(min(sizes))
+    neighbors = [at for at in (smallest - 1, smallest + 1) if 0 <= at < len(runs)]
+    return _joined(runs, min(smallest, min(neighbors, key=lambda at: sizes[at])))
+
+
+def _joined(runs: list[list[_Layer]], at: int) -> list[list[_Layer]]:
+    """Joins a colayer and the next one."""
     return [*runs[:at], [*runs[at], *runs[at + 1]], *runs[at + 2 :]]
 
 

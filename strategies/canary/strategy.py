@@ -85,8 +85,9 @@ class CanaryStrategy(ExchangeStrategy):
     weights: `synchronize(model)` averages these. Optimizer slots stay the rank's own. Training takes `fit` and one
     optimizer, trained variables of 32 bits or more, and no `ema_overwrite_frequency`.
 
-    Memory: three copies of the weights (merged, as the graph has them, and as they were before the step), and one for
-    each step under way. Moving statistics go with the last colayer, never through a codec.
+    Memory: three copies of the weights (merged, as the graph has them, and as they were before the step), and for each
+    step under way what the graph has handed out: a quarter of a copy with the sketch, else one. Moving statistics go
+    with the last colayer, never through a codec.
 
     Args:
       algorithm: "mesh" (everybody sends to everybody), "bcube:<alpha>,<beta>" (alpha^beta ranks with `beta` interfaces,

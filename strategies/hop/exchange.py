@@ -279,8 +279,11 @@ class HopExchange(Exchange, Joiner):
             raise message.unexpected()
         (iteration,) = ITERATION.unpack(message.header)
         departure = self._membership.departure(message.sender)
+        is_lost = departure is not None and departure.lost
+        if not is_lost:
+            self._pacing.hear_update(message.sender, iteration)
         # Nobody waits for what a lost rank has sent, nor for updates of a newcomer from before its first iteration.
-        if (departure is not None and departure.lost) or math.inf > self._first[message.sender] > iteration:
+        if is_lost or math.inf > self._first[message.sender] > iteration:
             self._num_late += 1
             return
         if iteration > self.iteration + self._settings.gap:
@@ -289,6 +292,5 @@ class HopExchange(Exchange, Joiner):
             self._was_passed_by = True  # It has heard nothing of this rank for some time.
         if self._absence.is_any():
             self._absence.hear(message.sender, is_near=iteration + self._settings.gap > self.iteration)
-        self._pacing.hear_update(message.sender, iteration)
         self._reception.put(Update(iteration, message.sender, self._packing.view(message.payload)))
         self._most_updates = max(self._most_updates, len(self._reception))

@@ -1,7 +1,7 @@
 """What keeps neighbors of Hop from running away from each other: token queues, or NOTIFY-ACK.
 
-Both tell a neighbor something small at one point of an iteration, and wait for that at another. A rank that has ended
-is neither told nor waited for. One that joins late counts from the iteration in which it enters.
+Both tell a neighbor something small at one point of an iteration, if no update tells it, and wait for that at another.
+A rank that has ended is neither told nor waited for. One that joins late counts from the iteration in which it enters.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ In the serial order (Figure 2, a) Compute and Apply come first, and Send, Recv a
 
 Lines 12 and 15 run in the training graph, by the user's optimizer whatever it is; the others in `HopExchange`, on the
 communication thread: while line 12 computes, or, where stragglers are tolerated, from line 13 on when it has.
-TokenQ(j -> i) is kept at i and filled by messages of j, so that no remote dequeue is needed. Recv and Reduce have
+TokenQ(j -> i) is kept at i and filled by what j sends, so that no remote dequeue is needed. Recv and Reduce have
 variants for backup workers (Figure 8) and staleness (Figure 9): see `reception`. Line 17 takes more tokens where a
 straggler jumps (section 5): see `pacing`, also for NOTIFY-ACK.
 """

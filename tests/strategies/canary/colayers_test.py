@@ -37,6 +37,19 @@ class BundleTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(bundle(specs, 1), [[4, 3, 2, 1, 0]])
         self.assertEqual(bundle(specs, 2), [[4, 3], [2, 1, 0]])
 
+    def test_by_default_none_is_small(self):
+        """A message of few bytes costs more than it carries."""
+        self.assertEqual(bundle(_specs((4, 4), (4,), (4, 4), (4,)), None), [[3, 2, 1, 0]])
+        self.assertEqual(
+            bundle(_specs((784, 512), (512,), (512, 256), (256,), (256, 10), (10,)), None), [[5, 4, 3, 2], [1, 0]]
+        )
+        self.assertLen(bundle(_specs(*[(256, 256)] * 9), None), 9)
+        # Only the small one is joined, with the smaller one of its neighbors.
+        specs = _specs((512, 512), (512, 512), (8, 8), (1024, 1024), (1024, 1024))
+        self.assertEqual(bundle(specs, None), [[4], [3], [2, 1], [0]])
+        self.assertLen(bundle(_specs(*[(256, 256)] * 12), None), 10)
+        self.assertLen(bundle(_specs(*[(256, 255)] * 8), None), 4)
+
     def test_what_is_carried_comes_last(self):
         self.assertEqual(bundle(_specs((4, 4), (4,), (4,), exact=(1, 2)), 2), [[0, 1, 2]])
         self.assertEqual(bundle(_specs((4,), (4, 4), (4,), exact=(0,)), 9), [[2, 1, 0]])

@@ -28,6 +28,8 @@ _RATE = 0.05
 
 
 def _cluster(world_size, **settings):
+    settings = {"num_colayers": 10, **settings}  # By default small models have one. See `test_by_default`.
+
     def make_strategy(cluster_resolver):
         return hop_tf.CanaryStrategy(cluster_resolver=cluster_resolver, communication_options=_OPTIONS, **settings)
 
@@ -212,6 +214,17 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllEqual(last, results[0][1])
             self.assertTrue(np.isfinite(last).all())
             self.assertEqual(report["duplicates"], 0)
+
+    def test_by_default(self):
+        """Small layers share a colayer; there are two."""
+
+        def run(strategy):
+            return _train(strategy, _momentum, layers=[keras.layers.Dense(units) for units in (300, 300, 300, 2)])
+
+        results = _cluster(2, num_colayers=None, min_colayers=5).run(run)
+        for _, last, report in results:
+            self.assertAllEqual(last, results[0][1])
+            self.assertEqual((report["overtime_drops"], report["proportion"]), (0, 2))
 
     @parameterized.parameters(
         {"codec": "sketch", "num_unused": 2000},  # So many that the graph encodes them.

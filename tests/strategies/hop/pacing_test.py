@@ -17,6 +17,7 @@ from hop_tf.topology import resolve
 from hop_tf.transport.base import PeerStatus
 
 _SETTINGS = HopSettings(max_iteration_gap=2, num_backup_workers=1)
+_NOBODY_TOLERATED = HopSettings(max_iteration_gap=2)
 _TOPOLOGY = resolve("complete", 3)
 _NEWCOMER = 1
 
@@ -128,6 +129,51 @@ class WindowTest(tf.test.TestCase):
         exchange.meet(_NEWCOMER, 1000)
         exchange.meet(2, 1001)
         self.assertEqual([exchange._pacing._tokens[j].size for j in (_NEWCOMER, 2)], [0, 1])
+
+
+class ToldByUpdatesTest(tf.test.TestCase):
+    """Without tolerated stragglers, tokens of a neighbor in both directions come with its updates."""
+
+    def _pacing(self, settings, topology=_TOPOLOGY):
+        self.membership = _Membership()
+        self.membership.departed.clear()
+        pacing = TokenPacing(_context(self.membership), topology, settings, Absence(self.membership, "group", settings))
+        pacing.reset(1)
+        return pacing
+
+    def test_only_others_are_told(self):
+        # Rank 1 is a neighbor in both directions, rank 2 only sends to rank 0.
+        directed = resolve(np.array([[0.4, 0.6, 0.0], [0.3, 0.4, 0.3], [0.3, 0.0, 0.7]]), 3)
+        self.assertEqual((directed.in_neighbors(0), directed.out_neighbors(0)), ((1, 2), (1,)))
+        for settings, topology, told in (
+            (_NOBODY_TOLERATED, _TOPOLOGY, []),
+            (_NOBODY_TOLERATED, directed, [2]),
+            (_SETTINGS, _TOPOLOGY, [1, 2]),
+        ):
+            pacing = self._pacing(settings, topology)
+            pacing.enter(0, {1: 1, 2: 0})
+            self.assertEqual(self.membership.sent, told)
+
+    def test_an_update_is_a_token_for_each_iteration(self):
+        pacing = self._pacing(_NOBODY_TOLERATED)
+        pacing.hear_update(2, 0)
+        self.assertEqual(pacing._tokens[2].size, 2)  # One is there from the start.
+        pacing.hear_update(2, 2)  # One was left out.
+        self.assertEqual(pacing._tokens[2].size, 4)
+
+    def test_none_counts_twice(self):
+        pacing = self._pacing(_NOBODY_TOLERATED)
+        for first, then in ((pacing.hear_update, pacing.meet), (pacing.meet, pacing.hear_update)):
+            pacing.reset(1)
+            first(2, 1)
+            then(2, 1)
+            self.assertEqual((pacing._tokens[2].size, pacing.known_iteration(2)), (3, 1))
+
+    def test_an_update_is_none_if_tokens_are_sent(self):
+        pacing = self._pacing(_SETTINGS)
+        pacing.hear_update(2, 0)
+        pacing._note(2, 0)
+        self.assertEqual(pacing._tokens[2].size, 2)
 
 
 if __name__ == "__main__":
