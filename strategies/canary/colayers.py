@@ -25,13 +25,14 @@ def bundle(specs: Sequence[TensorSpec], num_colayers: int | None) -> list[list[i
 
     Colayers are of consecutive layers: kernels, each with the vectors (biases, scales) that follow it. Where a dense
     layer follows a convolution, or the other way round, a colayer ends, as long as there are colayers left for that;
-    and then those with the most bytes are divided in the middle. By default those with few bytes are joined: a message
-    of few bytes costs more than it carries. What is carried along (`TensorSpec.exact`) goes with the last colayer, as
-    it is known only at the end of a step.
+    and then those with the most bytes are divided in the middle. By default neighbors with few bytes are joined: a
+    message of few bytes costs more than it carries. Convolutions and dense layers still stay apart: gradients of
+    convolutions are larger, and lose more if they share a sketch with many small values. What is carried along
+    (`TensorSpec.exact`) goes with the last colayer, as it is known only at the end of a step.
 
     Args:
       specs: The tensors, in the order of the layers.
-      num_colayers: Most colayers; at least 1. None: 10, none of fewer than 256 KiB if there are several.
+      num_colayers: Most colayers; at least 1. None: 10, and of neighbors none of less than 256 KiB.
 
     Returns:
       For each colayer the indices of its tensors, in descending order but for what is carried along; at least one,
@@ -44,8 +45,7 @@ def bundle(specs: Sequence[TensorSpec], num_colayers: int | None) -> list[list[i
         runs = _join_smallest(specs, runs)
     while len(runs) < num_colayers and (parts := _split_largest(specs, runs)) is not None:
         runs = parts
-    while len(runs) > 1 and min(_bytes_of(specs, run) for run in runs) < least_bytes:
-        runs = _join_with_neighbor(specs, runs)
+    runs = _join_small(specs, runs, least_bytes)
     colayers = [[index for layer in run for index in layer] for run in runs] or [[]]
     colayers[-1].extend(index for index, spec in enumerate(specs) if spec.exact)
     return colayers
@@ -81,6 +81,17 @@ def _join_smallest(specs: Sequence[TensorSpec], runs: list[list[_Layer]]) -> lis
     """Joins those two neighbors that make the smallest colayer."""
     sizes = [_bytes_of(specs, [*first, *second]) for first, second in itertools.pairwise(runs)]
     return _joined(runs, sizes.index(min(sizes)))
+
+
+def _join_small(specs: Sequence[TensorSpec], runs: list[list[_Layer]], least_bytes: int) -> list[list[_Layer]]:
+    """Joins neighbors of the same kind until each has at least so many bytes, or no such neighbor."""
+    colayers = []
+    for _, same_kind in itertools.groupby(runs, key=lambda run: _convolves(specs, run[0])):
+        joined = list(same_kind)
+        while len(joined) > 1 and min(_bytes_of(specs, run) for run in joined) < least_bytes:
+            joined = _join_with_neighbor(specs, joined)
+        colayers += joined
+    return colayers
 
 
 def _join_with_neighbor(specs: Sequence[TensorSpec], runs: list[list[_Layer]]) -> list[list[_Layer]]:
