@@ -15,7 +15,7 @@ from hop_tf.tensors.packing import TensorSpec
 # The kernels of dense layers have two dimensions, those of convolutions more; vectors go with the kernel before them.
 _DENSE_DIMENSIONS = 2
 # By default.
-MOST_COLAYERS, _LEAST_BYTES = 10, 2**18
+MOST_COLAYERS, _LEAST_BYTES, _LEAST_BYTES_OF_KIND = 10, 2**18, 2**14
 
 _Layer = list[int]
 
@@ -27,7 +27,8 @@ def bundle(specs: Sequence[TensorSpec], num_colayers: int | None) -> list[list[i
     layer follows a convolution, or the other way round, a colayer ends, as long as there are colayers left for that;
     and then those with the most bytes are divided in the middle. By default neighbors with few bytes are joined: a
     message of few bytes costs more than it carries. Convolutions and dense layers still stay apart: gradients of
-    convolutions are larger, and lose more if they share a sketch with many small values. What is carried along
+    convolutions are larger, and lose more if they share a sketch with many small values; but not if one has less than
+    16 KiB. What is carried along
     (`TensorSpec.exact`) goes with the last colayer, as it is known only at the end of a step.
 
     Args:
@@ -38,14 +39,14 @@ def bundle(specs: Sequence[TensorSpec], num_colayers: int | None) -> list[list[i
       For each colayer the indices of its tensors, in descending order but for what is carried along; at least one,
       none empty.
     """
-    least_bytes = _LEAST_BYTES if num_colayers is None else 0
-    num_colayers = num_colayers or MOST_COLAYERS
+    is_default, num_colayers = num_colayers is None, num_colayers or MOST_COLAYERS
     runs = [list(run) for _, run in itertools.groupby(_layers(specs), key=lambda layer: _convolves(specs, layer))]
     while len(runs) > num_colayers:
         runs = _join_smallest(specs, runs)
     while len(runs) < num_colayers and (parts := _split_largest(specs, runs)) is not None:
         runs = parts
-    runs = _join_small(specs, runs, least_bytes)
+    if is_default:
+        runs = _join_small(specs, runs)
     colayers = [[index for layer in run for index in layer] for run in runs] or [[]]
     colayers[-1].extend(index for index, spec in enumerate(specs) if spec.exact)
     return colayers
@@ -83,15 +84,18 @@ def _join_smallest(specs: Sequence[TensorSpec], runs: list[list[_Layer]]) -> lis
     return _joined(runs, sizes.index(min(sizes)))
 
 
-def _join_small(specs: Sequence[TensorSpec], runs: list[list[_Layer]], least_bytes: int) -> list[list[_Layer]]:
-    """Joins neighbors of the same kind until each has at least so many bytes, or no such neighbor."""
-    colayers = []
-    for _, same_kind in itertools.groupby(runs, key=lambda run: _convolves(specs, run[0])):
-        joined = list(same_kind)
-        while len(joined) > 1 and min(_bytes_of(specs, run) for run in joined) < least_bytes:
-            joined = _join_with_neighbor(specs, joined)
-        colayers += joined
-    return colayers
+def _join_small(specs: Sequence[TensorSpec], runs: list[list[_Layer]]) -> list[list[_Layer]]:
+    """Joins small colayers with neighbors of the same kind; very small ones with any."""
+    kinds = itertools.groupby(runs, key=lambda run: _convolves(specs, run[0]))
+    joined = [run for _, kind in kinds for run in _join_below(specs, list(kind), _LEAST_BYTES)]
+    return _join_below(specs, joined, _LEAST_BYTES_OF_KIND)
+
+
+def _join_below(specs: Sequence[TensorSpec], runs: list[list[_Layer]], least_bytes: int) -> list[list[_Layer]]:
+    """Joins neighbors until each has at least so many bytes, or there is only one."""
+    while len(runs) > 1 and min(_bytes_of(specs, run) for run in runs) < least_bytes:
+        runs = _join_with_neighbor(specs, runs)
+    return runs
 
 
 def _join_with_neighbor(specs: Sequence[TensorSpec], runs: list[list[_Layer]]) -> list[list[_Layer]]:

@@ -98,7 +98,7 @@ class CanaryStrategy(ExchangeStrategy):
       min_colayers: p: from so many colayers on that have left, the others may follow, however late; 0 is "async".
         Default None: all colayers. At most `num_colayers`; fewer colayers, if a model has only these, suffice.
       num_colayers: k, the most colayers that variables are bundled into, at least 1. Default None: 10, and neighbors
-        of less than 256 KiB are joined, convolutions and dense layers each for themselves.
+        of less than 256 KiB are joined, mostly of convolutions or of dense layers only.
       codec: What is sent is encoded with this: a `hop_tf.codecs.Codec`, or a name; None: as it is. `codecs.TopK` takes
         consistency="bsp" and error feedback: else what it does not select would be lost. Colayers are sketched as a
         whole, on the device that computes the step; all else, and with "bsp", is encoded in pieces on processors.

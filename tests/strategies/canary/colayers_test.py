@@ -44,10 +44,10 @@ class BundleTest(tf.test.TestCase, parameterized.TestCase):
             bundle(_specs((784, 512), (512,), (512, 256), (256,), (256, 10), (10,)), None), [[5, 4, 3, 2], [1, 0]]
         )
         self.assertLen(bundle(_specs(*[(256, 256)] * 9), None), 9)
-        # A convolution and the dense layer behind it stay apart.
-        self.assertEqual(
-            bundle(_specs((3, 3, 1, 4), (4,), (3, 3, 4, 4), (4,), (4, 4), (4, 2)), None), [[5, 4], [3, 2, 1, 0]]
-        )
+        # Convolutions and dense layers stay apart, unless there is next to nothing of one kind.
+        specs = _specs((3, 3, 1, 32), (32,), (3, 3, 32, 32), (32,), (800, 64), (64,), (64, 10), (10,))
+        self.assertEqual(bundle(specs, None), [[7, 6, 5, 4], [3, 2, 1, 0]])
+        self.assertEqual(bundle(specs[:4] + specs[6:], None), [[5, 4, 3, 2, 1, 0]])
         # Only the small one is joined, with the smaller one of its neighbors.
         specs = _specs((512, 512), (512, 512), (8, 8), (1024, 1024), (1024, 1024))
         self.assertEqual(bundle(specs, None), [[4], [3], [2, 1], [0]])
