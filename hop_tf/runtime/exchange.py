@@ -36,7 +36,7 @@ _POISON = -1
 
 @dataclasses.dataclass(frozen=True)
 class Outgoing:
-    """What the graph hands out: step, segment of the step (0 where there is one), and one flat array per bucket.
+    """Values that the graph hands out: step, segment of the step (0 where there is one), and one flat array per bucket.
 
     The arrays share memory with tensors: they are read-only. They are what `Exchange.emit_encode` makes of the buckets.
     """
@@ -48,10 +48,10 @@ class Outgoing:
 
 @dataclasses.dataclass(frozen=True)
 class Incoming:
-    """What the graph gets back for an `Outgoing` of the same step. Delivered in order.
+    """The answer to an `Outgoing` of the same step. The graph gets answers in order.
 
-    The segment is that of the `Outgoing`, unless the scheme gives back more: it says which of `Exchange.parts` the
-    buckets have. The arrays are handed over to TensorFlow: nobody writes to them afterwards. The training steps that
+    The segment is that of the `Outgoing`, unless the scheme gives back more. `Exchange.parts` has the packing of its
+    buckets. The arrays are handed over to TensorFlow: nobody writes to them afterwards. The training steps that
     follow may be passed over: the next `Outgoing` then has the number `step + 1 + num_skipped`.
     """
 

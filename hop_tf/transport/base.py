@@ -24,7 +24,7 @@ _SPARE_ROUND_TRIPS = 8
 
 
 class Message(NamedTuple):
-    """What a handler receives.
+    """A message, as a handler receives it.
 
     Attributes:
       sender: Rank that sent it.

@@ -26,10 +26,9 @@ def bundle(specs: Sequence[TensorSpec], num_colayers: int | None) -> list[list[i
     Colayers are of consecutive layers: kernels, each with the vectors (biases, scales) that follow it. Where a dense
     layer follows a convolution, or the other way round, a colayer ends, as long as there are colayers left for that;
     and then those with the most bytes are divided in the middle. By default neighbors with few bytes are joined: a
-    message of few bytes costs more than it carries. Convolutions and dense layers still stay apart: gradients of
-    convolutions are larger, and lose more if they share a sketch with many small values; but not if one has less than
-    16 KiB. What is carried along
-    (`TensorSpec.exact`) goes with the last colayer, as it is known only at the end of a step.
+    message of few bytes costs more than it carries. Convolutions and dense layers still stay apart, unless one has less
+    than 16 KiB: gradients of convolutions are larger, and lose more if they share a sketch with many small values. What
+    is carried along (`TensorSpec.exact`) goes with the last colayer, as it is known only at the end of a step.
 
     Args:
       specs: The tensors, in the order of the layers.

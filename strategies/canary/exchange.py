@@ -108,6 +108,7 @@ class CanaryExchange(Exchange, Joiner):
         self.changes = LateChanges([variables[index] for index in self.order], [values[index] for index in self.order])
         self.colayers = {index: colayer for colayer, indices in enumerate(members) for index in indices}
         colayers, whole = [context.packing.part(each) for each in members], context.packing.part(self.order)
+        self._last_colayer = len(members) - 1
         self.merge_segment, self.start_segment, self.finish_segment = (len(members) + i for i in range(3))
         self.parts: list[Packing] = [*colayers, whole, whole, whole]
         self.max_in_flight = len(self.parts)
@@ -205,16 +206,15 @@ class CanaryExchange(Exchange, Joiner):
         if segment == 0:
             self._enter(k)
         self._send_colayer(k, segment, outgoing.buckets)
-        return self._end_iteration(k) if segment == len(self.members) - 1 else None
+        return self._end_iteration(k) if segment == self._last_colayer else None
 
     def no_op(self, outgoing: Outgoing) -> Incoming | None:
         if outgoing.segment == self.start_segment:
             self.replica.begin(outgoing.buckets)
-        if outgoing.segment == len(self.members) - 1:
-            return Incoming(outgoing.step, self.merge_segment, self.replica.read())
-        if outgoing.segment == self.finish_segment:
-            return Incoming(outgoing.step, outgoing.segment, self.replica.read())
-        return None
+        segment_back = {self._last_colayer: self.merge_segment, self.finish_segment: self.finish_segment}
+        if outgoing.segment not in segment_back:
+            return None
+        return Incoming(outgoing.step, segment_back[outgoing.segment], self.replica.read())
 
     def _start(self, weights: Sequence[np.ndarray]) -> None:
         self.replica.begin(weights)

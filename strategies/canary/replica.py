@@ -35,7 +35,7 @@ from hop_tf.tensors.payloads import join, split
 
 @dataclasses.dataclass
 class _Own:
-    """What this rank has contributed to a piece.
+    """The contributions of this rank to a piece.
 
     Attributes:
       num_sent: The number of all contributions.
